@@ -1,0 +1,1 @@
+"""GRAIL: token-level credit assignment for reinforcement learning with verifiable rewards."""
