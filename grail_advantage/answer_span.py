@@ -1,0 +1,288 @@
+r"""Where the boxed answer sits in a response: in its text and, token by token, in its generated ids.
+
+An answer is a complete ``\boxed{...}`` with balanced braces. :func:`iter_boxed` says what that means for a text;
+:func:`find_answer_span` and :func:`find_answer_spans` say which generated tokens it falls on, by the bytes that each
+token covers. Nothing is decoded and encoded again: generated ids need not be the ones the tokenizer would choose.
+
+GRAIL (arXiv 2606.04889) aims its gradient at this span, OAR (arXiv 2601.07408) its perturbations.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_OPENER = b"\\boxed{"
+_OPENER_OR_BRACE = re.compile(rb"\\boxed\{|[{}]")
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+TokenIds = torch.Tensor | np.ndarray | Sequence[int]
+
+
+def iter_boxed(text: bytes) -> Iterator[tuple[int, int, int, int]]:
+    r"""Yield every complete ``\boxed{...}`` of ``text``, in order, in time linear in the text.
+
+    A span whose braces never balance is skipped and the search goes on right behind its ``\boxed{``; behind a complete
+    span the search goes on at its end, so a box inside a complete box is not a span of its own.
+
+    Braces are counted as plain bytes, as verl's ``last_boxed_only_string`` does: a backslash before a brace changes
+    nothing. For ``\{...\}`` pairs that is the same as LaTeX's reading.
+
+    Args:
+        text: the bytes to search, UTF-8 or any other superset of ASCII, valid or not.
+
+    Yields:
+        ``(start, content_start, content_end, end)``, byte offsets: the span is ``text[start:end]``, what stands between
+        the outer braces is ``text[content_start:content_end]`` (empty for ``\boxed{}``).
+    """
+    first = text.find(_OPENER)
+    if first < 0:
+        return
+    # One pass with a stack finds the partner of every brace. Counting anew from each opener would find the same
+    # partners, but takes quadratic time on a text that repeats an unclosed opener.
+    boxes: list[int] = []
+    closed_at: dict[int, int] = {}
+    open_braces: list[int] = []
+    for match in _OPENER_OR_BRACE.finditer(text, first):
+        at = match.start()
+        if match.group() == b"}":
+            if open_braces:
+                closed_at[open_braces.pop()] = at
+            continue
+        open_braces.append(at)
+        if match.group() == _OPENER:
+            boxes.append(at)
+
+    searched_to = 0
+    for box in boxes:
+        close = closed_at.get(box)
+        if close is not None and box >= searched_to:
+            searched_to = close + 1
+            yield box, box + len(_OPENER), close, close + 1
+
+
+@dataclass(frozen=True)
+class AnswerSpan:
+    r"""Half-open ranges of token indices of one complete ``\boxed{...}``; ``start <= content_start <= content_end <= end``.
+
+    A token that covers both content and boundary bytes is content. A token that covers no byte (a special token, say)
+    belongs by its place: between two content tokens it is content, elsewhere inside the span boundary.
+    """
+
+    start: int
+    """First token that covers a byte of the span."""
+    content_start: int
+    r"""First token that covers a byte between the outer braces; for ``\boxed{}`` the token with the closing brace."""
+    content_end: int
+    r"""One past the last token that covers a byte between the outer braces; ``content_start`` for ``\boxed{}``."""
+    end: int
+    """One past the last token that covers a byte of the span."""
+
+
+def find_answer_span(
+    token_ids: TokenIds, tokenizer: PreTrainedTokenizerBase, which: Literal["first", "last"] = "last"
+) -> AnswerSpan | None:
+    r"""Find the tokens of one complete ``\boxed{...}`` in a response.
+
+    Args:
+        token_ids: integers of shape (T,), as generated. Special tokens and ids outside the vocabulary cover no byte.
+        tokenizer: a tokenizer backed by the ``tokenizers`` library with byte-level, SentencePiece-style or plain-text
+            tokens. Its table of token bytes is built at the first call and kept for as long as the tokenizer lives.
+        which: which complete span counts, the ``"first"`` or the ``"last"``.
+
+    Returns:
+        The span, in indices into ``token_ids``, or ``None`` if no box is complete.
+
+    Raises:
+        ValueError: an unknown ``which``, ids that are not one-dimensional integers, an unsupported tokenizer.
+    """
+    return find_answer_spans([token_ids], tokenizer, which)[0]
+
+
+def find_answer_spans(
+    token_ids_rows: torch.Tensor | np.ndarray | Iterable[TokenIds],
+    tokenizer: PreTrainedTokenizerBase,
+    which: Literal["first", "last"] = "last",
+) -> list[AnswerSpan | None]:
+    """:func:`find_answer_span` for many responses: rows of any lengths, or one (B, T) or jagged tensor."""
+    if which not in ("first", "last"):
+        raise ValueError(f"which: {which!r} is not a choice; use 'first' or 'last'")
+    if isinstance(token_ids_rows, torch.Tensor):
+        token_ids_rows = token_ids_rows.detach().cpu().unbind()
+    table = _token_table(tokenizer)
+    return [_find_in_row(_as_array(row), table, which) for row in token_ids_rows]
+
+
+def _as_array(token_ids: TokenIds) -> np.ndarray:
+    if isinstance(token_ids, torch.Tensor):
+        token_ids = token_ids.detach().cpu().numpy()
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"token_ids: got shape {ids.shape} and dtype {ids.dtype}; pass one row of integers to find_answer_span "
+            "and a list of rows to find_answer_spans"
+        )
+    return ids.astype(np.int64, copy=False)
+
+
+def _find_in_row(ids: np.ndarray, table: _TokenTable, which: Literal["first", "last"]) -> AnswerSpan | None:
+    if not ids.size:
+        return None
+    ids = np.where((ids >= 0) & (ids < table.size), ids, table.size)
+    # The text to search holds a piece for each token that matters and one for each run of tokens that do not.
+    matters = table.matters[ids]
+    begins_piece = matters.copy()
+    begins_piece[0] = True
+    begins_piece[1:] |= matters[:-1]
+    piece_start = np.flatnonzero(begins_piece)
+    pieces = [table.pieces[token] for token in ids[piece_start].tolist()]
+
+    boxes = list(iter_boxed(b"".join(pieces)))
+    if not boxes:
+        return None
+    start, content_start, content_end, end = boxes[0 if which == "first" else -1]
+    offsets = [start, content_start, content_end - 1, end - 1]
+    # side="right" steps over the pieces without bytes, to the one that covers the byte.
+    piece = np.searchsorted(np.cumsum([len(p) for p in pieces]), offsets, side="right")
+    first_token = piece_start[piece].tolist()
+    past_token = np.append(piece_start, ids.size)[piece + 1].tolist()
+    if content_start == content_end:
+        return AnswerSpan(first_token[0], first_token[3], first_token[3], past_token[3])
+    return AnswerSpan(first_token[0], first_token[1], past_token[2], past_token[3])
+
+
+@dataclass(frozen=True)
+class _TokenTable:
+    r"""What the search needs to know of each token of a vocabulary.
+
+    A token matters if it has one of the bytes ``\{}``, or may stand between ``\`` and ``{`` (it is a part of
+    ``boxed``, the empty one included). Any other token can neither open, close nor complete a box, so one space stands
+    for it, and for a run of such tokens. The last entry, at index ``size``, serves ids outside the vocabulary.
+    """
+
+    size: int
+    matters: np.ndarray
+    """(size + 1,) bool."""
+    pieces: list[bytes]
+    """(size + 1,): the bytes of a token that matters, a space for the others."""
+
+
+# By id, as tokenizers may compare equal or not hash at all. The reference tells a dead tokenizer's entry from that of a
+# new one at the same address; len(tokenizer) tells whether tokens were added.
+_tables: dict[int, tuple[Callable[[], Any], int, _TokenTable]] = {}
+
+
+def _token_table(tokenizer: PreTrainedTokenizerBase) -> _TokenTable:
+    key = id(tokenizer)
+    cached = _tables.get(key)
+    if cached is not None:
+        reference, length, table = cached
+        if reference() is tokenizer and length == len(tokenizer):
+            return table
+    table = _build_table(tokenizer)
+    try:
+        reference = weakref.ref(tokenizer, lambda dead: _forget(key, dead))
+    except TypeError:  # takes no weak reference: a strong one keeps its id from being given to another object
+        reference = lambda: tokenizer  # noqa: E731
+    _tables[key] = (reference, len(tokenizer), table)
+    return table
+
+
+def _forget(key: int, dead: weakref.ref) -> None:
+    if key in _tables and _tables[key][0] is dead:
+        del _tables[key]
+
+
+def _build_table(tokenizer: PreTrainedTokenizerBase) -> _TokenTable:
+    bytes_of = token_bytes(tokenizer)
+    size = max(bytes_of, default=-1) + 1
+    matters = np.ones(size + 1, dtype=bool)
+    pieces = [b""] * (size + 1)
+    for token, covered in bytes_of.items():
+        matters[token] = covered in b"boxed" or any(byte in covered for byte in b"\\{}")
+        pieces[token] = covered if matters[token] else b" "
+    return _TokenTable(size, matters, pieces)
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
+    """The bytes that each token of the vocabulary puts into the text; none for special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"tokenizer: {type(tokenizer).__name__} is not backed by the tokenizers library, so its tokens' bytes are "
+            "unknown; load it as a PreTrainedTokenizerFast"
+        )
+    steps = _decoding_steps(backend)
+    added = tokenizer.added_tokens_decoder
+    special = {token for token, entry in added.items() if entry.special}.union(tokenizer.all_special_ids)
+    return {
+        token: b"" if token in special else _literal_bytes(text, steps, is_added=token in added)
+        for text, token in tokenizer.get_vocab().items()
+    }
+
+
+def _decoding_steps(backend: Any) -> list[dict[str, Any]]:
+    """The tokenizer's own rule for turning tokens into text, as the settings of its decoders in order.
+
+    Without a decoder the pre-tokenizer tells how text was spelt in the vocabulary; without either, tokens are plain text.
+    """
+    steps = _flat_settings(backend.decoder)
+    if backend.decoder is None:
+        steps = [step for step in _flat_settings(backend.pre_tokenizer) if step["type"] in ("ByteLevel", "Metaspace")]
+    for position, step in enumerate(steps):
+        kind = step["type"]
+        # Strip takes spaces from the ends of the text once Fuse has joined it, where no box can lose anything.
+        known = kind in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse")
+        known |= kind == "Replace" and "String" in step["pattern"]
+        known |= kind == "Strip" and step["content"] == " " and any(s["type"] == "Fuse" for s in steps[:position])
+        if not known:
+            raise ValueError(
+                f"tokenizer: its decoder has the step {step}, under which the bytes of a token are not its own; use a "
+                "byte-level, SentencePiece-style or plain-text tokenizer"
+            )
+    return steps
+
+
+def _flat_settings(component: Any) -> list[dict[str, Any]]:
+    def flatten(settings: dict[str, Any]) -> list[dict[str, Any]]:
+        members = settings.get("decoders", settings.get("pretokenizers"))
+        return [settings] if members is None else [step for member in members for step in flatten(member)]
+
+    return [] if component is None else flatten(json.loads(component.__getstate__()))
+
+
+def _literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> bytes:
+    for step in steps:
+        # Added tokens stand in the vocabulary as they are; a token with a character outside the byte alphabet does too.
+        if step["type"] == "ByteLevel" and not is_added and _BYTE_OF_CHAR.keys() >= set(text):
+            return bytes(_BYTE_OF_CHAR[char] for char in text)
+        if step["type"] == "ByteFallback" and _BYTE_TOKEN.fullmatch(text):
+            return bytes([int(text[3:5], 16)])
+        if step["type"] == "Metaspace":
+            text = text.replace(step["replacement"], " ")
+        if step["type"] == "Replace":
+            text = text.replace(step["pattern"]["String"], step["content"])
+    return text.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte of each character in which a byte-level vocabulary is written (GPT-2's table).
+
+    A byte that prints in Latin-1 is its own character; the others take the characters from U+0100 on, in order.
+    """
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(0x100)).difference(printing))
+    return {chr(byte): byte for byte in printing} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()

@@ -1,0 +1,66 @@
+"""The estimators that verl's registry knows: token weight times sequence advantage.
+
+Source: GRAIL (arXiv 2606.04889): ``A_t = w_t * A``.
+
+Shape suffixes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from grail_advantage.weighting import apply_token_weights
+
+ESTIMATORS = ("grail",)
+TOKEN_WEIGHTS = "token_weights"
+
+AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def start_command(estimator: str) -> str:
+    """What to start instead of verl's stock entry point, for messages."""
+    return (
+        f"algorithm.adv_estimator={estimator} needs token weights from the actor, which verl's stock trainer does not compute; "
+        f"start the run with `python3 -m recipe.main_grail algorithm.adv_estimator={estimator} ...` instead of "
+        "`python3 -m verl.trainer.main_ppo ...` (same overrides)"
+    )
+
+
+def weighted_estimator(name: str, base: AdvantageFn) -> AdvantageFn:
+    """An estimator for verl's ``register_adv_est``: ``base`` times the token weights found in the configuration.
+
+    verl passes a registered estimator nothing of the batch but rewards, mask, group index and configuration, so the weights
+    travel as ``config["token_weights"]``, float (B, T). The trainer of :mod:`grail_advantage.verl_ext.trainer` does not need
+    this route; it serves other trainers that call verl's ``compute_advantage``, and stops those that have no weights.
+
+    Args:
+        name: the estimator's name, for messages.
+        base: verl's estimator of the sequence advantage.
+
+    Returns:
+        ``estimator(token_level_rewards, response_mask, index, config) -> (advantages, returns)``, both (B, T).
+    """
+
+    def estimator(
+        token_level_rewards: torch.Tensor,
+        response_mask: torch.Tensor,
+        index: Any = None,
+        config: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights_BT = (config or {}).get(TOKEN_WEIGHTS)
+        if weights_BT is None:
+            raise ValueError(start_command(name))
+        advantages_BT, _ = base(
+            token_level_rewards=token_level_rewards,
+            response_mask=response_mask,
+            index=index,
+            norm_adv_by_std_in_grpo=config.get("norm_adv_by_std_in_grpo", True),
+        )
+        weighted_BT = apply_token_weights(advantages_BT, weights_BT, response_mask)
+        return weighted_BT, weighted_BT
+
+    return estimator

@@ -1,0 +1,1 @@
+"""Reshapers: maps from a row's token scores to its token weights. One map a file."""

@@ -1,0 +1,54 @@
+"""Log-z-score reshaping: standardised log scores, scaled and clipped.
+
+Source: GRAIL (arXiv 2606.04889).
+
+Shape suffixes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+EPSILON = 1e-8
+
+
+def log_zscore(scores_BT: torch.Tensor, statistics_mask_BT: torch.Tensor) -> torch.Tensor:
+    """Standardise log scores row by row over the tokens of a statistics set.
+
+    ``l = log(score + 1e-8)``, ``z = (l - mean) / sqrt(variance + 1e-8)`` with the population variance.
+
+    Args:
+        scores_BT: scores, at least 0, any floating dtype; finite where the mask is true.
+        statistics_mask_BT: bool; tokens that count for mean and variance.
+
+    Returns:
+        ``z_BT`` float32 for every token; 0 in a row whose statistics set is empty.
+    """
+    log_scores_BT = torch.log(scores_BT.float() + EPSILON)
+    count_B1 = statistics_mask_BT.sum(dim=-1, keepdim=True)
+    divisor_B1 = count_B1.clamp(min=1)
+
+    def mean(values_BT: torch.Tensor) -> torch.Tensor:
+        return torch.where(statistics_mask_BT, values_BT, 0.0).sum(dim=-1, keepdim=True) / divisor_B1
+
+    centred_BT = log_scores_BT - mean(log_scores_BT)
+    z_BT = centred_BT / torch.sqrt(mean(centred_BT.square()) + EPSILON)
+    return torch.where(count_B1 > 0, z_BT, 0.0)
+
+
+def log_zscore_weights(
+    scores_BT: torch.Tensor,
+    statistics_mask_BT: torch.Tensor,
+    *,
+    weight_mean: float,
+    weight_std: float,
+    weight_min: float,
+    weight_max: float,
+) -> torch.Tensor:
+    """``clip(weight_mean + weight_std * z, weight_min, weight_max)`` with ``z`` from :func:`log_zscore`.
+
+    Returns:
+        ``weights_BT`` float32 for every token, before overrides and mask.
+    """
+    z_BT = log_zscore(scores_BT, statistics_mask_BT)
+    return torch.clamp(weight_mean + weight_std * z_BT, weight_min, weight_max)

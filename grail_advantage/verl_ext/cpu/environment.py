@@ -1,0 +1,34 @@
+"""Environment variables of a CPU run, in one place.
+
+A local Ray cluster inherits the environment of the process that starts it, and that process has imported verl (and
+so applied these defaults) before; every other process applies them when it imports verl itself. A variable that is
+already set is left alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def defaults() -> dict[str, str]:
+    """Return variable name -> default value, both strings, for this machine."""
+    return {
+        # verl registers its FSDP engines for "cuda" and "npu"; they run on "cpu" unchanged. This is verl's own switch
+        # for picking the registration (verl/workers/engine/base.py, EngineRegistry.get_engine_cls).
+        "VERL_ENGINE_DEVICE": "cuda",
+        # Gigabytes of key-value cache. vLLM would otherwise claim a share of the whole machine's memory.
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Trainer and rollout take turns on the same cores, so vLLM must not pin its threads to some of them.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Ray would set it to 1 in every worker; with nobind vLLM takes its number of threads from here.
+        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        # Both collect facts about the machine at start-up, on cores that have better things to do.
+        "VLLM_NO_USAGE_STATS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def apply_defaults() -> None:
+    """Set every variable of :func:`defaults` that is not set yet."""
+    for name, value in defaults().items():
+        os.environ.setdefault(name, value)

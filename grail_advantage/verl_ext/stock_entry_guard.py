@@ -1,0 +1,32 @@
+"""Stops verl's stock entry point before Ray starts when it is asked for an estimator that it cannot serve.
+
+Answers ``verl.trainer.main_ppo.main``: it checks its configuration with ``verl.utils.config.validate_config``, which takes any
+``algorithm.adv_estimator``, and would find out only after the first rollouts that nobody computed token weights. Can go when
+verl lets a registered estimator check the configuration or name the trainer that it needs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import verl.utils.config
+
+from grail_advantage.estimators import ESTIMATORS, start_command
+
+
+def install() -> None:
+    """Make ``validate_config`` refuse token-weight estimators under a stock trainer mode. Does nothing the second time."""
+    original = verl.utils.config.validate_config
+    if getattr(original, "checks_trainer_mode", False):
+        return
+
+    @functools.wraps(original)
+    def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
+        estimator = config.algorithm.adv_estimator
+        if estimator in ESTIMATORS and not str(config.trainer.v1.trainer_mode).startswith("grail_"):
+            raise ValueError(start_command(estimator))
+        original(config, *args, **kwargs)
+
+    validate_config.checks_trainer_mode = True
+    verl.utils.config.validate_config = validate_config

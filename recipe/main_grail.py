@@ -1,0 +1,70 @@
+"""Start a run: verl's PPO entry point with token-weight estimators.
+
+``python3 -m recipe.main_grail algorithm.adv_estimator=grail ...`` takes every override that verl's own entry point takes. With
+one of verl's estimators (``grpo``, ...) it starts verl's stock trainer, so that a baseline differs in this one word.
+``DRY_RUN=1`` runs all start-up checks, prints the resolved configuration as YAML on stdout and starts nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import hydra
+import ray
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
+from verl.utils.device import auto_set_device
+
+from grail_advantage.estimators import ESTIMATORS
+from grail_advantage.verl_ext.checks import check_config
+
+
+class TokenWeightTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):
+    """verl's task runner in a process that knows the token-weight trainers."""
+
+    def run(self, config: DictConfig) -> None:
+        """Run the training, see ``TaskRunnerV1.run``."""
+        import grail_advantage.verl_ext.trainer  # noqa: F401  registers the trainers
+
+        super().run(config)
+
+
+def prepare(config: DictConfig) -> type:
+    """Check the configuration, choose the trainer, and return the task runner class for ``run_ppo``.
+
+    Raises:
+        ValueError: what cannot work, naming the option and the remedy.
+    """
+    check_config(config)
+    auto_set_device(config)
+    weighted = config.algorithm.adv_estimator in ESTIMATORS
+    if weighted:
+        with open_dict(config):
+            config.trainer.v1.trainer_mode = f"grail_{config.trainer.v1.trainer_mode}"
+    validate_config(
+        config=config,
+        use_reference_policy=need_reference_policy(config),
+        use_critic=need_critic(config),
+    )
+    return ray.remote(TokenWeightTaskRunner) if weighted else TaskRunnerV1
+
+
+@hydra.main(config_path="config", config_name="grail_trainer", version_base=None)
+def main(config: DictConfig) -> None:
+    """Hydra entry point."""
+    dry_run = os.environ.get("DRY_RUN") == "1"
+    resolved = OmegaConf.to_yaml(config, resolve=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        task_runner_class = prepare(config)
+    if dry_run:
+        print(resolved)
+        return
+    run_ppo(config, task_runner_class=task_runner_class)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A task and a model small enough to train with reinforcement learning on two CPU cores."""

@@ -1,0 +1,164 @@
+"""Chains of one-digit additions and subtractions, their worked solutions, and a checker that finds every wrong step.
+
+The problems are the ``chain_sum`` task of ``reasoning-gym``. A worked solution writes every step out:
+
+    problem    7+5-3
+    solution   7+5=12;12-3=9;\\boxed{9}
+
+Solutions are written with wrong steps at a known rate, and each wrong result is carried on from. A model trained on them
+knows the sums but slips when it samples, which is what reinforcement learning can then put right. Because every step can
+be recomputed, ``find_errors`` tells where a response went wrong: the ground truth for token-level credit assignment.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["train", "validation"]
+
+_PROBLEM = re.compile(r"\d(?:[+-]\d)+")
+_STEP = re.compile(r"(?<!\d)(-?\d{1,9})([+-])(\d{1,9})=(-?\d{1,9})(?!\d)")
+_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+# One text in VALIDATION_SHARE, chosen by its own hash, is held out: disjoint for every seed, size and chain length.
+_VALIDATION_SHARE = 8
+# reasoning-gym draws item i from random.Random(seed + i): seeds this far apart share no items.
+_SEED_STRIDE = 1_000_000_007
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A chain such as ``7+5-3``: its first number, then ``(operator, term)`` pairs."""
+
+    text: str
+    first: int
+    steps: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Problem:
+        """Read a chain of one-digit terms without spaces; ValueError for any other text."""
+        if not _PROBLEM.fullmatch(text):
+            raise ValueError(f"problem {text!r} is not a chain of one-digit terms such as '7+5-3'")
+        steps = tuple((text[i], int(text[i + 1])) for i in range(1, len(text), 2))
+        return cls(text=text, first=int(text[0]), steps=steps)
+
+    @property
+    def answer(self) -> int:
+        value = self.first
+        for operator, term in self.steps:
+            value = _apply(value, operator, term)
+        return value
+
+
+@dataclass(frozen=True)
+class StepError:
+    """One thing wrong in a response.
+
+    ``step`` counts from 0; ``start`` and ``end`` are character offsets into the response, half-open.
+    ``kind`` says what the range covers:
+    ``result``: the result of a step that does not follow from the step's own left side;
+    ``copy``: the left side of a step that is not the running value with the problem's next operator and term;
+    ``answer``: the boxed text, when it is not the running value taken through all steps that were left unwritten.
+    """
+
+    step: int
+    start: int
+    end: int
+    kind: Literal["result", "copy", "answer"]
+    written: str
+    expected: str
+
+
+def problems(split: Split, size: int, *, seed: int = 0, min_steps: int = 3, max_steps: int = 6) -> list[Problem]:
+    """``size`` different problems of one split, the same ones for the same arguments.
+
+    Raises ValueError when the split has fewer problems than asked for.
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f"split={split!r} is not known: use 'train' or 'validation'")
+    chosen: dict[str, Problem] = {}
+    draws = 20 * _VALIDATION_SHARE * size + 10_000
+    for text in _chain_texts(draws, seed, min_steps, max_steps):
+        if len(chosen) == size:
+            break
+        held_out = zlib.crc32(text.encode()) % _VALIDATION_SHARE == 0
+        if held_out == (split == "validation"):
+            chosen[text] = Problem.parse(text)
+    if len(chosen) < size:
+        raise ValueError(f"size={size}: only {len(chosen)} different {split} problems were found; ask for fewer")
+    return list(chosen.values())
+
+
+def _chain_texts(draws: int, seed: int, min_steps: int, max_steps: int) -> Iterator[str]:
+    import reasoning_gym  # imported here: only problem generation needs it, and it is slow to import
+
+    dataset = reasoning_gym.create_dataset(
+        "chain_sum",
+        min_terms=min_steps + 1,
+        max_terms=max_steps + 1,
+        min_digits=1,
+        max_digits=1,
+        size=draws,
+        seed=seed * _SEED_STRIDE,
+    )
+    for item in dataset:
+        yield item["metadata"]["expression"].replace(" ", "")
+
+
+def solve(problem: Problem, error_rate: float, rng: random.Random) -> str:
+    """A worked solution in which each step is wrong with probability ``error_rate`` and carried on from."""
+    value = problem.first
+    parts = []
+    for operator, term in problem.steps:
+        result = _apply(value, operator, term)
+        if rng.random() < error_rate:
+            result += rng.choice((-2, -1, 1, 2))
+        parts.append(f"{value}{operator}{term}={result};")
+        value = result
+    return "".join(parts) + f"\\boxed{{{value}}}"
+
+
+def boxed_answer(response: str) -> str | None:
+    """The content of the last complete ``\\boxed{...}``, or None."""
+    found = _BOXED.findall(response)
+    return found[-1] if found else None
+
+
+def find_errors(problem: Problem, response: str) -> list[StepError]:
+    """Recompute every written step of ``response`` and return what is wrong, in the order of the text.
+
+    Errors are not inherited: a step that correctly carries on from a wrong result is right. Text that is not a step is
+    passed over, so any string is accepted. A response with a complete box and no error has the right answer.
+    """
+    boxes = list(_BOXED.finditer(response))
+    reasoning_end = boxes[-1].start() if boxes else len(response)
+    errors = []
+    value = problem.first
+    step = 0
+    for match in _STEP.finditer(response, 0, reasoning_end):
+        left, operator, term, result = match.groups()
+        wanted = problem.steps[step] if step < len(problem.steps) else None
+        written_left = f"{left}{operator}{term}"
+        wanted_left = f"{value}{wanted[0]}{wanted[1]}" if wanted else ""
+        if written_left != wanted_left:
+            errors.append(StepError(step, match.start(1), match.end(3), "copy", written_left, wanted_left))
+        right_result = str(_apply(int(left), operator, int(term)))
+        if result != right_result:
+            errors.append(StepError(step, match.start(4), match.end(4), "result", result, right_result))
+        value = int(result)
+        step += 1
+    if boxes:
+        for operator, term in problem.steps[step:]:
+            value = _apply(value, operator, term)
+        written = boxes[-1].group(1)
+        if written != str(value):
+            errors.append(StepError(step, boxes[-1].start(1), boxes[-1].end(1), "answer", written, str(value)))
+    return errors
+
+
+def _apply(value: int, operator: str, term: int) -> int:
+    return value + term if operator == "+" else value - term

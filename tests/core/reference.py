@@ -1,0 +1,216 @@
+"""GRAIL's token weights (arXiv 2606.04889) the plain way, to compare the package with.
+
+Nothing here is shared with the package. Every row goes alone through a full forward pass over all its positions,
+padding included, in float64; all logits are computed, the leaf's gradient comes from `inputs_embeds` and
+`output_hidden_states` instead of hooks, and everything after it is Python floats in loops. The tokenizer must be
+character-level: one token is one character, so that spans are found by counting braces in a string.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+
+ROBUST_ALIGNMENT = {"embeddings": "token", "first": "predictor", "middle": "predictor", "last": "predictor"}
+PRESETS = {
+    "official": {
+        "leaf": "embeddings",
+        "alignment": "predictor",
+        "span": "first",
+        "target": "span",
+        "statistics": "response",
+        "weight_mean": 1.0,
+        "weight_std": 0.5,
+        "weight_min": 0.5,
+        "weight_max": 5.0,
+        "content_weight": None,
+        "gate": "wrong",
+        "content_outside_gate": True,
+        "normalize_mass": False,
+    },
+    "robust": {
+        "leaf": "embeddings",
+        "alignment": None,
+        "span": "last",
+        "target": "content",
+        "statistics": "reasoning",
+        "weight_mean": 1.0,
+        "weight_std": 0.5,
+        "weight_min": 0.5,
+        "weight_max": 5.0,
+        "content_weight": None,
+        "gate": "wrong",
+        "content_outside_gate": False,
+        "normalize_mass": True,
+    },
+}
+
+
+def resolve(preset: str, **overrides: object) -> dict:
+    """A preset's options with overrides, and the two options that follow from others filled in."""
+    unknown = set(overrides) - set(PRESETS[preset])
+    assert not unknown, unknown
+    options = {**PRESETS[preset], **overrides}
+    if options["alignment"] is None:
+        options["alignment"] = ROBUST_ALIGNMENT[options["leaf"]]
+    if options["content_weight"] is None:
+        options["content_weight"] = options["weight_max"]
+    return options
+
+
+@dataclass
+class ReferenceResult:
+    """weights: B rows of L floats; scores: B rows of L floats, NaN outside the response and in rows without a span;
+    spans: (start, content_start, content_end, end) or None for a row, relative to the response."""
+
+    weights: list[list[float]]
+    scores: list[list[float]]
+    spans: list[tuple[int, int, int, int] | None]
+
+
+def boxed_spans(text: str) -> list[tuple[int, int, int, int]]:
+    """All complete boxes of a string, as (start, content_start, content_end, end) character indices."""
+    opening = "\\boxed{"
+    spans = []
+    at = text.find(opening)
+    while at >= 0:
+        depth = 0
+        close = -1
+        for index in range(at + len(opening) - 1, len(text)):
+            if text[index] == "{":
+                depth += 1
+            elif text[index] == "}":
+                depth -= 1
+                if depth == 0:
+                    close = index
+                    break
+        if close >= 0:
+            spans.append((at, at + len(opening), close, close + 1))
+            at = text.find(opening, close + 1)
+        else:
+            at = text.find(opening, at + 1)
+    return spans
+
+
+def plain_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """A float64 copy in evaluation mode whose `hidden_states[n]` is the output of the last block, not of the norm."""
+    plain = copy.deepcopy(model).double().eval()
+    plain.lm_head = torch.nn.Sequential(plain.model.norm, plain.lm_head)
+    plain.model.norm = torch.nn.Identity()
+    return plain
+
+
+def position_scores(
+    plain: torch.nn.Module,
+    ids: list[int],
+    attention: list[int],
+    targets: list[int],
+    leaf: str,
+    temperature: float,
+) -> list[float]:
+    """`||dL/dh_p * h_p||_2` of each position p of one padded row; `targets` are the target tokens' own positions."""
+    position = -1
+    position_ids = []
+    for attended in attention:
+        position += attended
+        position_ids.append(max(position, 0))
+    embeds = plain.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_(True)
+    output = plain(
+        inputs_embeds=embeds,
+        attention_mask=torch.tensor([attention]),
+        position_ids=torch.tensor([position_ids]),
+        output_hidden_states=True,
+        use_cache=False,
+    )
+    blocks = len(plain.model.layers)
+    assert len(output.hidden_states) == blocks + 1
+    assert output.logits.shape[1] == len(ids)
+    index = {"embeddings": 0, "first": 1, "middle": blocks // 2, "last": blocks - 1}[leaf]
+    hidden = embeds if index == 0 else output.hidden_states[index]
+    loss = torch.zeros((), dtype=torch.float64)
+    for target in targets:
+        scaled = output.logits[0, target - 1] / temperature
+        loss = loss - (scaled[ids[target]] - torch.logsumexp(scaled, dim=-1))
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    scores = []
+    for p in range(len(ids)):
+        products = [g * h for g, h in zip(gradient[0, p].tolist(), hidden[0, p].tolist(), strict=True)]
+        scores.append(math.sqrt(math.fsum(product * product for product in products)))
+    return scores
+
+
+def row_weights(
+    scores: list[float], span: tuple[int, int, int, int] | None, advantage: float, options: dict
+) -> list[float]:
+    """Weights of one response from its tokens' scores (T floats), before the response mask has any zero in it."""
+    length = len(scores)
+    if span is None or advantage == 0:
+        return [1.0] * length
+    start, content_start, content_end, end = span
+    outside = (options["gate"] == "wrong" and advantage > 0) or (options["gate"] == "correct" and advantage <= 0)
+    if outside:
+        weights = [1.0] * length
+    else:
+        counted = range(length) if options["statistics"] == "response" else range(start)
+        logs = [math.log(scores[t] + 1e-8) for t in range(length)]
+        weights = [options["weight_mean"]] * length
+        if len(counted) > 0:
+            mean = math.fsum(logs[t] for t in counted) / len(counted)
+            variance = math.fsum((logs[t] - mean) ** 2 for t in counted) / len(counted)
+            std = math.sqrt(variance + 1e-8)
+            for t in range(length):
+                weight = options["weight_mean"] + options["weight_std"] * (logs[t] - mean) / std
+                weights[t] = min(max(weight, options["weight_min"]), options["weight_max"])
+    if not outside or options["content_outside_gate"]:
+        for t in range(length):
+            if content_start <= t < content_end:
+                weights[t] = options["content_weight"]
+            elif t >= start:
+                weights[t] = options["weight_mean"]
+    if options["normalize_mass"] and not outside:
+        total = math.fsum(weights)
+        weights = [weight * length / total for weight in weights]
+    return weights
+
+
+def reference_weights(
+    model: torch.nn.Module,
+    characters: dict[int, str],
+    input_ids: list[list[int]],
+    attention_mask: list[list[int]],
+    response_mask: list[list[int]],
+    advantages: list[float],
+    options: dict,
+    temperature: float = 1.0,
+) -> ReferenceResult:
+    """Weights, scores and spans of a padded batch. `characters` maps a token id to its one character."""
+    plain = plain_copy(model)
+    result = ReferenceResult([], [], [])
+    for ids, attention, mask, advantage in zip(input_ids, attention_mask, response_mask, advantages, strict=True):
+        positions = [p for p in range(len(ids)) if mask[p] == 1]
+        spans = boxed_spans("".join(characters[ids[p]] for p in positions))
+        span = None
+        if spans:
+            span = spans[0] if options["span"] == "first" else spans[-1]
+        token_scores = [math.nan] * len(positions)
+        if span is not None:
+            first, past = span[0], span[3]
+            if options["target"] == "content" and span[1] < span[2]:
+                first, past = span[1], span[2]
+            targets = [positions[t] for t in range(first, past)]
+            at_position = position_scores(plain, ids, attention, targets, options["leaf"], temperature)
+            shift = 1 if options["alignment"] == "predictor" else 0
+            token_scores = [at_position[p - shift] for p in positions]
+        token_weights = row_weights(token_scores, span, advantage, options)
+        weights = [0.0] * len(ids)
+        scores = [math.nan] * len(ids)
+        for t, p in enumerate(positions):
+            weights[p] = token_weights[t]
+            scores[p] = token_scores[t]
+        result.weights.append(weights)
+        result.scores.append(scores)
+        result.spans.append(span)
+    return result
