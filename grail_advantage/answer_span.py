@@ -178,24 +178,30 @@ class _TokenTable:
 
 
 # By id, as tokenizers may compare equal or not hash at all. The reference tells a dead tokenizer's entry from that of a
-# new one at the same address; len(tokenizer) tells whether tokens were added.
-_tables: dict[int, tuple[Callable[[], Any], int, _TokenTable]] = {}
+# new one at the same address; the state tells whether tokens were added.
+_tables: dict[int, tuple[Callable[[], Any], tuple, _TokenTable]] = {}
 
 
 def _token_table(tokenizer: PreTrainedTokenizerBase) -> _TokenTable:
-    key = id(tokenizer)
+    key, state = id(tokenizer), _vocabulary_state(tokenizer)
     cached = _tables.get(key)
     if cached is not None:
-        reference, length, table = cached
-        if reference() is tokenizer and length == len(tokenizer):
+        reference, state_then, table = cached
+        if reference() is tokenizer and state_then == state:
             return table
     table = _build_table(tokenizer)
     try:
         reference = weakref.ref(tokenizer, lambda dead: _forget(key, dead))
     except TypeError:  # takes no weak reference: a strong one keeps its id from being given to another object
         reference = lambda: tokenizer  # noqa: E731
-    _tables[key] = (reference, len(tokenizer), table)
+    _tables[key] = (reference, state, table)
     return table
+
+
+def _vocabulary_state(tokenizer: PreTrainedTokenizerBase) -> tuple:
+    """Changes when tokens are added. len(tokenizer) would do, but builds the whole vocabulary for it (70 ms for Qwen's)."""
+    model_tokens = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
+    return model_tokens, len(tokenizer.added_tokens_decoder), tuple(tokenizer.all_special_ids)
 
 
 def _forget(key: int, dead: weakref.ref) -> None:
@@ -216,19 +222,23 @@ def _build_table(tokenizer: PreTrainedTokenizerBase) -> _TokenTable:
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     """The bytes that each token of the vocabulary puts into the text; none for special tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(
-            f"tokenizer: {type(tokenizer).__name__} is not backed by the tokenizers library, so its tokens' bytes are "
-            "unknown; load it as a PreTrainedTokenizerFast"
-        )
-    steps = _decoding_steps(backend)
+    steps = _decoding_steps(_backend(tokenizer))
     added = tokenizer.added_tokens_decoder
     special = {token for token, entry in added.items() if entry.special}.union(tokenizer.all_special_ids)
     return {
         token: b"" if token in special else _literal_bytes(text, steps, is_added=token in added)
         for text, token in tokenizer.get_vocab().items()
     }
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"tokenizer: {type(tokenizer).__name__} is not backed by the tokenizers library, so its tokens' bytes are "
+            "unknown; load it as a PreTrainedTokenizerFast"
+        )
+    return backend
 
 
 def _decoding_steps(backend: Any) -> list[dict[str, Any]]:

@@ -24,9 +24,10 @@ from queue import SimpleQueue
 _WORKER_SCRIPT = Path(__file__).with_name("_verify_worker.py")
 # Loading sympy takes less than a second of processor time; the rest allows for a machine that is busy starting Ray.
 _START_SECONDS = 120.0
-_ADDRESS_SPACE = 1 << 30
-# A starved worker gets this many times its processor time by the wall clock before it is given up.
-_WALL_FACTOR = 3.0
+_MEMORY = 1 << 30
+# The kernel ends a worker that used up its processor time. One that is merely starved by other work gets this many times
+# that by the wall clock, so that verdicts do not depend on how busy the machine is.
+_WALL_FACTOR = 10.0
 
 
 class VerifyFailed(Exception):
@@ -49,7 +50,7 @@ class _Worker:
         """Start the process without waiting for it to be ready."""
         self._ready = False
         self._process = subprocess.Popen(
-            [sys.executable, str(_WORKER_SCRIPT), str(self._cpu_seconds), str(_ADDRESS_SPACE)],
+            [sys.executable, str(_WORKER_SCRIPT), str(self._cpu_seconds), str(_MEMORY)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -130,7 +131,7 @@ class VerifyPool:
 
     Args:
         workers: how many processes, at least 1. All are started at once, about half a second of processor time each.
-        cpu_seconds: processor time one comparison may take. The wall-clock limit is three times that.
+        cpu_seconds: processor time one comparison may take. The wall-clock limit is ten times that.
     """
 
     def __init__(self, workers: int, cpu_seconds: float) -> None:
@@ -184,7 +185,9 @@ def settings() -> tuple[int, float]:
         except ValueError:
             value = 0
         if not 0 < value < 1000:
-            raise ValueError(f"environment variable {name}={text!r}: set it to a positive number, or unset it ({default})")
+            raise ValueError(
+                f"environment variable {name}={text!r}: set it to a positive number, or unset it ({default})"
+            )
         values.append(value)
     return values[0], values[1]
 

@@ -4,7 +4,7 @@ It reads one JSON line per request from standard input, ``{"gold": LaTeX, "pred"
 line, ``{"equal": bool, "last": bool}`` or ``{"error": text, "last": bool}``; ``last`` says that it leaves after this answer.
 An answer that needs more processor time than allowed makes the kernel end the process, whatever Python is doing then.
 
-Arguments: seconds of processor time for one request, bytes of address space.
+Arguments: seconds of processor time for one request, bytes of memory that answers may take.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from functools import lru_cache
 from typing import Any
 
 # Run as a script, Python puts this file's folder first on the path, where it could hide an installed module.
-sys.path.pop(0)
+if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+    sys.path.pop(0)
 
-from latex2sympy2_extended import NormalizationConfig  # noqa: E402
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify  # noqa: E402
+from latex2sympy2_extended import NormalizationConfig
+from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 # math-verify's limits for numbers of ordinary size: decimals kept for floats, significant digits for expressions.
 FLOAT_DECIMALS = 6
@@ -78,26 +79,26 @@ def _parse(latex: str, units: bool) -> list[Any]:
     return parse("\\boxed{" + latex + "}", extraction_config=_EXTRACTION[units], parsing_timeout=None)
 
 
-def _leading_zeros(expressions: list[Any]) -> int:
-    """Zeros behind the decimal point of a small number, 0 for everything else."""
+@lru_cache(maxsize=256)
+def _leading_zeros(gold: str, units: bool) -> int:
+    """Decimal places up to the first digit of a gold answer that is a number below 1; 0 for everything else."""
     try:
-        size = abs(complex(expressions[0].evalf(3)))
+        size = abs(complex(_parse(gold, units)[0].evalf(3)))
     except (AttributeError, TypeError, ValueError, OverflowError):
         return 0
-    return max(0, -math.floor(math.log10(size))) if 0 < size < 1 else 0
+    return -math.floor(math.log10(size)) if 0 < size < 1 else 0
 
 
 def equal(gold: str, pred: str) -> bool:
     """Whether ``pred`` states ``gold``; both are LaTeX without the box."""
     units = _ENDS_IN_VARIABLE.search(gold) is None
-    gold_parsed = _parse(gold, units)
-    if not gold_parsed:
+    if not _parse(gold, units):
         raise ValueError("math-verify cannot read the gold answer")
     # math-verify counts decimals from the point, so that 1.6e-19 would equal 9.1e-31 and 0.0. Small golds get more of
     # them: at least three significant digits for floats, and the usual 15 for expressions.
-    zeros = _leading_zeros(gold_parsed)
+    zeros = _leading_zeros(gold, units)
     return verify(
-        gold_parsed,
+        _parse(gold, units),
         _parse(pred, units),
         float_rounding=FLOAT_DECIMALS + max(0, zeros - 4),
         numeric_precision=EXPRESSION_DIGITS + zeros,
@@ -105,17 +106,31 @@ def equal(gold: str, pred: str) -> bool:
     )
 
 
-def main(cpu_seconds: float, address_space: int) -> None:
+def _limit(kind: int, value: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def main(cpu_seconds: float, memory: int) -> None:
     # Only this copy of the pipe carries answers; whatever else a library prints goes nowhere.
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole process group
     # The first use of math-verify loads half of sympy, which must not count against the first answer.
-    for gold, pred in (("\\frac{x}{2}", "0.5x"), ("\\sqrt{12}", "2\\sqrt{3}"), ("\\{1, 2\\}", "2, 1"), ("(0, 1]", "x=3")):
+    for gold, pred in (
+        ("\\frac{x}{2}", "0.5x"),
+        ("\\sqrt{12}", "2\\sqrt{3}"),
+        ("\\{1, 2\\}", "2, 1"),
+        ("(0, 1]", "x=3"),
+    ):
         equal(gold, pred)
-    for name, limit in (("RLIMIT_AS", address_space), ("RLIMIT_FSIZE", 0), ("RLIMIT_CORE", 0)):
-        resource.setrlimit(getattr(resource, name), (limit, limit))
+    with open("/proc/self/statm") as statm:
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    _limit(resource.RLIMIT_AS, mapped + memory)
+    _limit(resource.RLIMIT_FSIZE, 0)  # pipes are no files
+    _limit(resource.RLIMIT_CORE, 0)
     sys.dont_write_bytecode = True
     replies.write("{}\n")  # ready
     replies.flush()

@@ -206,6 +206,8 @@ class TokenWeightTrainer:
                 record = {
                     "key": key,
                     "step": self.global_steps,
+                    "prompt_ids": rollouts.prompts[row].tolist(),
+                    "response_ids": rollouts.responses[row].tolist(),
                     "tokens": self.tokenizer.convert_ids_to_tokens(rollouts.responses[row].tolist()),
                     "span": [span.start, span.content_start, span.content_end, span.end] if span else None,
                     "mask": rollouts.mask_BT[row, :length].int().tolist(),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from grail_advantage.answer_span import iter_boxed
 from recipe.data.prompts import user_messages, without_suffix
 from recipe.data.sources import BadRow, Row, Source
 from recipe.data.specs import Columns, DatasetSpec, GoldReader
+from recipe.reward import gold_text, last_boxed
 
 SUBSET_SEED = 42
 
@@ -72,7 +71,7 @@ def read_problem(row: dict[str, Any], field: str) -> str:
             raise FieldError(field, "not a single user message", f"roles {roles}")
         value = value[0].get("content")
     if value is not None and not isinstance(value, str):
-        raise FieldError(field, "neither text nor chat messages", f"a {type(value).__name__}")
+        raise FieldError(field, "neither text nor chat messages", type(value).__name__)
     problem = without_suffix(value or "")
     if not problem:
         raise FieldError(field, "empty problem")
@@ -80,27 +79,28 @@ def read_problem(row: dict[str, Any], field: str) -> str:
 
 
 def read_gold(row: dict[str, Any], field: str, reader: GoldReader) -> str:
-    r"""Return the gold answer as text, in the notation of the source (``$...$`` and all).
+    """Return the gold answer as text, read as :mod:`recipe.reward` reads it: of a list all entries, joined with commas.
 
-    A whole float loses its fraction (``27.0`` becomes ``27``); the entries of a list are joined with ``", "``, which
-    reads as a set of answers.
+    A whole float loses its fraction (``27.0`` becomes ``27``); otherwise one answer keeps the notation of its source.
     """
     value = _present(row, field)
-    if reader == "plain":
-        return _gold_text(value, field)
-    if not isinstance(value, str):
-        raise FieldError(field, "answer is not text", f"a {type(value).__name__}")
-    if reader == "hashes":
-        _, marker, after = value.rpartition("####")
-        if not marker:
-            raise FieldError(field, "no #### in front of an answer")
-        return _gold_text(after, field)
-    text = value.encode("utf-8", errors="replace")
-    spans = list(iter_boxed(text))
-    if not spans:
-        raise FieldError(field, r"no complete \boxed{...}")
-    _, start, end, _ = spans[-1]
-    return _gold_text(text[start:end].decode(), field)
+    if reader != "plain":
+        if not isinstance(value, str):
+            raise FieldError(field, "answer is not text", type(value).__name__)
+        if reader == "boxed":
+            answer, what = last_boxed(value), r"complete \boxed{...}"
+        else:
+            _, marker, after = value.rpartition("####")
+            answer, what = (after if marker else None), "#### in front of an answer"
+        if answer is None:
+            raise FieldError(field, f"no {what}")
+        value = answer
+    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+        raise FieldError(field, "empty answer")
+    try:
+        return gold_text(value).strip()
+    except ValueError as error:
+        raise FieldError(field, "unusable answer", str(error)) from None
 
 
 def convert_rows(
@@ -115,7 +115,7 @@ def convert_rows(
     bad: list[BadRow] = []
     other_task = 0
     for number, row in rows:
-        if any(field in row and row[field] != value for field, value in spec.required_values.items()):
+        if any(row.get(field) not in (None, value) for field, value in spec.required_values.items()):
             other_task += 1
             continue
         try:
@@ -171,19 +171,3 @@ def _check_unicode(text: str, field: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise FieldError(field, "not valid Unicode", str(error)) from None
-
-
-def _gold_text(value: Any, field: str) -> str:
-    if isinstance(value, list):
-        entries = [_gold_text(entry, field) for entry in value]
-        if not entries:
-            raise FieldError(field, "empty answer")
-        return ", ".join(entries)
-    if isinstance(value, float) and math.isfinite(value):
-        value = int(value) if value.is_integer() else value
-    elif value is not None and (isinstance(value, bool) or not isinstance(value, int | str)):
-        raise FieldError(field, "answer is neither text, a finite number nor a list of them", repr(value))
-    text = "" if value is None else str(value).strip()
-    if not text:
-        raise FieldError(field, "empty answer")
-    return text

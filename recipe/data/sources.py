@@ -89,7 +89,7 @@ class LocalFile:
             if isinstance(value, dict):
                 rows.append((number, value))
             else:
-                bad.append(BadRow(str(self), f"line {number}", None, "not a JSON object", f"a {type(value).__name__}"))
+                bad.append(BadRow(str(self), f"line {number}", None, "not a JSON object", type(value).__name__))
         return rows, bad
 
     def columns(self) -> list[str]:

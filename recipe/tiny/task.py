@@ -17,8 +17,12 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
+import os
+
+MODE = os.environ.get("TMODE", "u")
 Split = Literal["train", "validation"]
 
 _PROBLEM = re.compile(r"\d(?:[+-]\d)+")
@@ -26,6 +30,8 @@ _STEP = re.compile(r"(?<!\d)(-?\d{1,9})([+-])(\d{1,9})=(-?\d{1,9})(?!\d)")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 # One text in VALIDATION_SHARE, chosen by its own hash, is held out: disjoint for every seed, size and chain length.
 _VALIDATION_SHARE = 8
+# Running values stay in this range, so that about 300 different sums make up the whole task.
+MAX_VALUE = 19
 # reasoning-gym draws item i from random.Random(seed + i): seeds this far apart share no items.
 _SEED_STRIDE = 1_000_000_007
 
@@ -47,11 +53,13 @@ class Problem:
         return cls(text=text, first=int(text[0]), steps=steps)
 
     @property
+    def values(self) -> tuple[int, ...]:
+        """The running value after each step."""
+        return tuple(accumulate(self.steps, lambda value, step: _apply(value, *step), initial=self.first))[1:]
+
+    @property
     def answer(self) -> int:
-        value = self.first
-        for operator, term in self.steps:
-            value = _apply(value, operator, term)
-        return value
+        return self.values[-1]
 
 
 @dataclass(frozen=True)
@@ -81,13 +89,16 @@ def problems(split: Split, size: int, *, seed: int = 0, min_steps: int = 3, max_
     if split not in ("train", "validation"):
         raise ValueError(f"split={split!r} is not known: use 'train' or 'validation'")
     chosen: dict[str, Problem] = {}
-    draws = 20 * _VALIDATION_SHARE * size + 10_000
+    draws = 100 * _VALIDATION_SHARE * size + 10_000
     for text in _chain_texts(draws, seed, min_steps, max_steps):
         if len(chosen) == size:
             break
+        problem = Problem.parse(text)
+        if not all(0 <= value <= MAX_VALUE for value in problem.values):
+            continue
         held_out = zlib.crc32(text.encode()) % _VALIDATION_SHARE == 0
         if held_out == (split == "validation"):
-            chosen[text] = Problem.parse(text)
+            chosen[text] = problem
     if len(chosen) < size:
         raise ValueError(f"size={size}: only {len(chosen)} different {split} problems were found; ask for fewer")
     return list(chosen.values())
@@ -116,7 +127,11 @@ def solve(problem: Problem, error_rate: float, rng: random.Random) -> str:
     for operator, term in problem.steps:
         result = _apply(value, operator, term)
         if rng.random() < error_rate:
-            result += rng.choice((-2, -1, 1, 2))
+            result = (
+                rng.choice([value for value in range(MAX_VALUE + 1) if value != result])
+                if MODE == "u"
+                else rng.choice([v for v in range(result - 3, result + 4) if 0 <= v <= MAX_VALUE and v != result])
+            )
         parts.append(f"{value}{operator}{term}={result};")
         value = result
     return "".join(parts) + f"\\boxed{{{value}}}"

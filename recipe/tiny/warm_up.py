@@ -61,7 +61,9 @@ def warm_up(
     for step in range(1, settings.steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = settings.learning_rate * _schedule(step, settings.steps)
-        batch = [(problem, solve(problem, settings.error_rate, rng)) for problem in rng.choices(train, k=settings.batch_size)]
+        batch = [
+            (problem, solve(problem, settings.error_rate, rng)) for problem in rng.choices(train, k=settings.batch_size)
+        ]
         loss = solution_loss(model, tokenizer, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -95,16 +95,28 @@ def boxed_spans(text: str) -> list[tuple[int, int, int, int]]:
     return spans
 
 
-def plain_copy(model: torch.nn.Module) -> torch.nn.Module:
-    """A float64 copy in evaluation mode whose `hidden_states[n]` is the output of the last block, not of the norm."""
-    plain = copy.deepcopy(model).double().eval()
-    plain.lm_head = torch.nn.Sequential(plain.model.norm, plain.lm_head)
-    plain.model.norm = torch.nn.Identity()
-    return plain
+class PlainModel:
+    """A float64 copy of a model in evaluation mode, and the position scores that were computed with it so far."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = copy.deepcopy(model).double().eval()
+        # Transformers puts the normed output into hidden_states[n]; with the norm in the head it is the last block's own.
+        self.model.lm_head = torch.nn.Sequential(self.model.model.norm, self.model.lm_head)
+        self.model.model.norm = torch.nn.Identity()
+        self.known: dict[tuple, list[float]] = {}
+
+    def scores(
+        self, ids: list[int], attention: list[int], targets: list[int], leaf: str, temperature: float
+    ) -> list[float]:
+        """Position scores of one padded row (L floats); computed once for each set of arguments."""
+        key = (tuple(ids), tuple(attention), tuple(targets), leaf, temperature)
+        if key not in self.known:
+            self.known[key] = position_scores(self.model, ids, attention, targets, leaf, temperature)
+        return self.known[key]
 
 
 def position_scores(
-    plain: torch.nn.Module,
+    model: torch.nn.Module,
     ids: list[int],
     attention: list[int],
     targets: list[int],
@@ -117,15 +129,15 @@ def position_scores(
     for attended in attention:
         position += attended
         position_ids.append(max(position, 0))
-    embeds = plain.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_(True)
-    output = plain(
+    embeds = model.get_input_embeddings()(torch.tensor([ids])).detach().requires_grad_(True)
+    output = model(
         inputs_embeds=embeds,
         attention_mask=torch.tensor([attention]),
         position_ids=torch.tensor([position_ids]),
         output_hidden_states=True,
         use_cache=False,
     )
-    blocks = len(plain.model.layers)
+    blocks = len(model.model.layers)
     assert len(output.hidden_states) == blocks + 1
     assert output.logits.shape[1] == len(ids)
     index = {"embeddings": 0, "first": 1, "middle": blocks // 2, "last": blocks - 1}[leaf]
@@ -136,8 +148,8 @@ def position_scores(
         loss = loss - (scaled[ids[target]] - torch.logsumexp(scaled, dim=-1))
     (gradient,) = torch.autograd.grad(loss, hidden)
     scores = []
-    for p in range(len(ids)):
-        products = [g * h for g, h in zip(gradient[0, p].tolist(), hidden[0, p].tolist(), strict=True)]
+    for gradient_row, hidden_row in zip(gradient[0].tolist(), hidden[0].tolist(), strict=True):
+        products = [g * h for g, h in zip(gradient_row, hidden_row, strict=True)]
         scores.append(math.sqrt(math.fsum(product * product for product in products)))
     return scores
 
@@ -145,11 +157,11 @@ def position_scores(
 def row_weights(
     scores: list[float], span: tuple[int, int, int, int] | None, advantage: float, options: dict
 ) -> list[float]:
-    """Weights of one response from its tokens' scores (T floats), before the response mask has any zero in it."""
+    """Weights of one response from its T tokens' scores."""
     length = len(scores)
     if span is None or advantage == 0:
         return [1.0] * length
-    start, content_start, content_end, end = span
+    start, content_start, content_end, _ = span
     outside = (options["gate"] == "wrong" and advantage > 0) or (options["gate"] == "correct" and advantage <= 0)
     if outside:
         weights = [1.0] * length
@@ -177,7 +189,7 @@ def row_weights(
 
 
 def reference_weights(
-    model: torch.nn.Module,
+    model: PlainModel,
     characters: dict[int, str],
     input_ids: list[list[int]],
     attention_mask: list[list[int]],
@@ -187,7 +199,6 @@ def reference_weights(
     temperature: float = 1.0,
 ) -> ReferenceResult:
     """Weights, scores and spans of a padded batch. `characters` maps a token id to its one character."""
-    plain = plain_copy(model)
     result = ReferenceResult([], [], [])
     for ids, attention, mask, advantage in zip(input_ids, attention_mask, response_mask, advantages, strict=True):
         positions = [p for p in range(len(ids)) if mask[p] == 1]
@@ -201,7 +212,7 @@ def reference_weights(
             if options["target"] == "content" and span[1] < span[2]:
                 first, past = span[1], span[2]
             targets = [positions[t] for t in range(first, past)]
-            at_position = position_scores(plain, ids, attention, targets, options["leaf"], temperature)
+            at_position = model.scores(ids, attention, targets, options["leaf"], temperature)
             shift = 1 if options["alignment"] == "predictor" else 0
             token_scores = [at_position[p - shift] for p in positions]
         token_weights = row_weights(token_scores, span, advantage, options)

@@ -22,6 +22,12 @@ def defaults() -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Ray would set it to 1 in every worker; with nobind vLLM takes its number of threads from here.
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        # vLLM compiles two helpers of its sampler with inductor even under enforce_eager: 20 s of C++ compiler, needed
+        # before the first token and paid again by every server.
+        "TORCH_COMPILE_DISABLE": "1",
+        # Lets the engine keep its one worker in its own process (distributed_executor_backend=uni in cpu.yaml), which
+        # saves starting another process and importing vLLM once more.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Both collect facts about the machine at start-up, on cores that have better things to do.
         "VLLM_NO_USAGE_STATS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -1,0 +1,205 @@
+"""Watch a run while it trains, and report on it when it has ended.
+
+Reads the file that verl's ``file`` logger writes (``VERL_FILE_LOGGER_PATH``), so it needs neither Ray nor verl:
+
+    python3 -m recipe.run_report watch RUN_DIR --pid PID     one line a step until the process ends
+    python3 -m recipe.run_report summary RUN_DIR             a short table and RUN_DIR/learning_curve.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+CURVE_FILE = "learning_curve.png"
+_ACCURACY = re.compile(r"val-core/.+/acc/mean@\d+")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one line of the metrics file says of a training step; ``None`` where it says nothing."""
+
+    number: int
+    accuracy: float | None
+    """Held-out accuracy, when the step validated."""
+    reward: float | None
+    """Mean training reward of the step's responses."""
+    seconds: float | None
+    selected: float | None
+    """Share of rows that got a saliency pass."""
+    response_length: float | None
+
+    @classmethod
+    def parse(cls, line: str) -> Step:
+        record: dict[str, Any] = json.loads(line)
+        data = record["data"]
+        accuracies = [value for name, value in data.items() if _ACCURACY.fullmatch(name)]
+        selected = [value for name, value in data.items() if name.endswith("/selected_rate")]
+        return cls(
+            number=record["step"],
+            accuracy=statistics.fmean(accuracies) if accuracies else None,
+            reward=data.get("critic/score/mean"),
+            seconds=data.get("timing_s/step"),
+            selected=selected[0] if selected else None,
+            response_length=data.get("response_length/mean"),
+        )
+
+
+def read_steps(run_dir: Path) -> list[Step]:
+    """All steps logged so far, in order; a line that is still being written is left out."""
+    path = run_dir / METRICS_FILE
+    if not path.exists():
+        return []
+    return [Step.parse(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return (
+        not Path(f"/proc/{pid}/stat").exists()
+        or Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    )
+
+
+def _new_steps(run_dir: Path, pid: int) -> Iterator[Step | None]:
+    """Steps as they are logged; ``None`` whenever nothing new came for a second."""
+    seen = 0
+    while True:
+        running = _is_running(pid)
+        steps = read_steps(run_dir)
+        yield from steps[seen:]
+        seen = len(steps)
+        if not running:
+            return
+        yield None
+        time.sleep(1)
+
+
+def watch(run_dir: Path, pid: int, total: int) -> None:
+    """Print a line for each step until the process ends."""
+    started = time.monotonic()
+    first_step_at: float | None = None
+    said_at = started
+    for step in _new_steps(run_dir, pid):
+        now = time.monotonic()
+        if step is None:
+            if first_step_at is None and now - said_at >= 15:
+                said_at = now
+                print(f"  starting Ray, vLLM and the trainer: {now - started:.0f} s", flush=True)
+            continue
+        parts = [f"step {step.number:>4}/{total}"]
+        if step.reward is not None:
+            parts.append(f"reward {step.reward:.3f}")
+        if step.selected is not None:
+            parts.append(f"saliency on {step.selected:4.0%} of rows")
+        if step.accuracy is not None:
+            parts.append(f"held-out accuracy {step.accuracy:.3f}")
+        if step.number > 0:
+            first_step_at = first_step_at if first_step_at is not None else now - (step.seconds or 0)
+            pace = (now - first_step_at) / step.number
+            parts.append(f"{pace:.1f} s/step, {pace * (total - step.number):.0f} s left")
+        print("  " + "  ".join(parts), flush=True)
+
+
+def summary(run_dir: Path, title: str) -> str:
+    """The table that ends a run, and the learning curve beside it.
+
+    Raises:
+        ValueError: the run logged nothing.
+    """
+    steps = read_steps(run_dir)
+    if not steps:
+        raise ValueError(f"{run_dir / METRICS_FILE} holds no steps; see {run_dir / 'train.log'} for what went wrong")
+    validated = [step for step in steps if step.accuracy is not None]
+    trained = [step for step in steps if step.reward is not None]
+    rows: list[tuple[str, str]] = [("training steps", str(len(trained)))]
+    if validated:
+        before, after = validated[0], validated[-1]
+        rows += [
+            (f"held-out accuracy at step {before.number}", f"{before.accuracy:.3f}"),
+            (f"held-out accuracy at step {after.number}", f"{after.accuracy:.3f}"),
+            ("change, points", f"{100 * (after.accuracy - before.accuracy):+.1f}"),
+        ]
+    if trained:
+        tail = trained[-10:]
+        rows += [
+            ("reward, first step", f"{trained[0].reward:.3f}"),
+            (f"reward, mean of the last {len(tail)} steps", f"{statistics.fmean(step.reward for step in tail):.3f}"),
+            ("seconds a step, median", f"{statistics.median(step.seconds for step in trained):.1f}"),
+        ]
+        selected = [step.selected for step in trained if step.selected is not None]
+        if selected:
+            rows.append(("rows with a saliency pass, mean", f"{statistics.fmean(selected):.1%}"))
+    _draw(run_dir / CURVE_FILE, title, validated, trained)
+    width = max(len(name) for name, _ in rows)
+    table = "\n".join(f"  {name:<{width}}  {value:>8}" for name, value in rows)
+    files = f"  metrics and learning curve: {run_dir}\n  tensorboard --logdir {run_dir / 'tensorboard'}"
+    return f"{title}\n{table}\n{files}"
+
+
+def _draw(path: Path, title: str, validated: list[Step], trained: list[Step]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
+    if trained:
+        axes.plot(
+            [step.number for step in trained],
+            [step.reward for step in trained],
+            color="#9aa5b1",
+            linewidth=1,
+            label="training reward",
+        )
+    if validated:
+        axes.plot(
+            [step.number for step in validated],
+            [step.accuracy for step in validated],
+            color="#0b6e4f",
+            marker="o",
+            label="held-out accuracy, sampled",
+        )
+    axes.set(title=title, xlabel="step", ylabel="share right", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    watch_parser = commands.add_parser("watch", help="print a line a step until the process ends")
+    watch_parser.add_argument("run_dir", type=Path)
+    watch_parser.add_argument("--pid", type=int, required=True)
+    watch_parser.add_argument("--total-steps", type=int, required=True)
+    summary_parser = commands.add_parser("summary", help="print the table and draw the learning curve")
+    summary_parser.add_argument("run_dir", type=Path)
+    summary_parser.add_argument("--title", default="Run")
+    arguments = parser.parse_args()
+    if arguments.command == "watch":
+        watch(arguments.run_dir, arguments.pid, arguments.total_steps)
+        return
+    try:
+        print(summary(arguments.run_dir, arguments.title))
+    except ValueError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

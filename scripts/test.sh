@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Set up what the tests need, then check the style and run the tests. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash scripts/setup_cpu.sh
+# shellcheck disable=SC1091
+source .venv/bin/activate
+
+ruff check .
+ruff format --check .
+python -m pytest --durations=10 "$@"

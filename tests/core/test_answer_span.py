@@ -1,0 +1,584 @@
+"""Answer spans against hand-worked cases and against a search that follows the definition byte by byte."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from grail_advantage.answer_span import AnswerSpan, find_answer_span, find_answer_spans, iter_boxed, token_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import real_tokenizers as real
+
+Box = tuple[int, int, int, int]
+
+
+# ---- the definition, written down plainly ----
+
+
+def plain_boxes(text: bytes) -> list[Box]:
+    boxes, position = [], 0
+    while (start := text.find(b"\\boxed{", position)) >= 0:
+        depth, at = 1, start + 7
+        while depth and at < len(text):
+            depth += {ord("{"): 1, ord("}"): -1}.get(text[at], 0)
+            at += 1
+        if depth == 0:
+            boxes.append((start, start + 7, at - 1, at))
+            position = at
+        else:
+            position = start + 7
+    return boxes
+
+
+def assert_plain_span(span: AnswerSpan | None, token_texts: list[bytes], which: str) -> bool:
+    """Compare a span with the token sets of the definition; say whether there was one."""
+    text = b"".join(token_texts)
+    owner = [token for token, covered in enumerate(token_texts) for _ in covered]
+    boxes = plain_boxes(text)
+    if not boxes:
+        assert span is None
+        return False
+    start, content_start, content_end, end = boxes[0 if which == "first" else -1]
+    content = {owner[byte] for byte in range(content_start, content_end)}
+    boundary = {owner[byte] for byte in range(start, end)} - content
+    assert span is not None
+    covering = {token for token, covered in enumerate(token_texts) if covered}
+    assert covering & set(range(span.start, span.end)) == content | boundary
+    assert (span.start, span.end - 1) == (owner[start], owner[end - 1])
+    if content:
+        assert covering & set(range(span.content_start, span.content_end)) == content
+        assert (span.content_start, span.content_end - 1) == (min(content), max(content))
+    else:
+        assert span.content_start == span.content_end == owner[content_end]
+    return True
+
+
+# ---- iter_boxed ----
+
+
+@pytest.mark.parametrize(
+    ("text", "boxes"),
+    [
+        (rb"", []),
+        (rb"no box", []),
+        (rb"\boxed{42}", [(0, 7, 9, 10)]),
+        (rb"\boxed{}", [(0, 7, 7, 8)]),
+        (rb"a \boxed{\frac{1}{2}}.", [(2, 9, 20, 21)]),
+        (rb"\boxed{1} or \boxed{2}", [(0, 7, 8, 9), (13, 20, 21, 22)]),
+        (rb"\boxed{4", []),
+        (rb"\boxed{1}\boxed{2", [(0, 7, 8, 9)]),
+        (rb"\boxed{ \boxed{1}", [(8, 15, 16, 17)]),
+        (rb"\boxed{\boxed{1}}", [(0, 7, 16, 17)]),
+        (rb"\boxed{\boxed{1}}\boxed{2}", [(0, 7, 16, 17), (17, 24, 25, 26)]),
+        (rb"\boxed{\boxed{1}{\boxed{2}", [(7, 14, 15, 16), (17, 24, 25, 26)]),
+        (rb"}} \boxed{1}", [(3, 10, 11, 12)]),
+        (rb"\boxed{\{1,2\}}", [(0, 7, 14, 15)]),
+        (rb"\boxed{\}}", [(0, 7, 8, 9)]),
+        (rb"\\boxed{1}", [(1, 8, 9, 10)]),
+        (rb"\boxed {1} \fbox{1} \Boxed{1} boxed{1}", []),
+        ("\\boxed{½}".encode(), [(0, 7, 9, 10)]),
+        (b"\xff\\boxed{\xf0}", [(1, 8, 9, 10)]),
+    ],
+)
+def test_iter_boxed_by_hand(text: bytes, boxes: list[Box]) -> None:
+    assert list(iter_boxed(text)) == boxes
+
+
+def test_iter_boxed_every_short_text() -> None:
+    for length in range(8):
+        for units in itertools.product([b"\\boxed{", b"{", b"}", b"a"], repeat=length):
+            text = b"".join(units)
+            assert list(iter_boxed(text)) == plain_boxes(text)
+
+
+@settings(deadline=None, max_examples=500, derandomize=True)
+@given(st.lists(st.sampled_from([b"\\boxed{", b"\\boxed", b"\\", b"boxed{", b"{", b"}", b"x", b"\\}", b"\xe6"])))
+def test_iter_boxed_random_text(units: list[bytes]) -> None:
+    text = b"".join(units)
+    assert list(iter_boxed(text)) == plain_boxes(text)
+
+
+def hostile_texts() -> dict[str, tuple[bytes, Box | None]]:
+    """200 kB that a search which starts over at each opener takes hours for, and the last span in each."""
+    n = 28_571
+    opened = b"\\boxed{" * n
+    return {
+        "opened": (opened, None),
+        "one closed": (opened + b"}", (7 * n - 7, 7 * n, 7 * n, 7 * n + 1)),
+        "one left open": (opened + b"}" * (n - 1), (7, 14, 8 * n - 2, 8 * n - 1)),
+        "all closed": (opened + b"}" * n, (0, 7, 8 * n - 1, 8 * n)),
+        "closed first": (b"}" * n + opened, None),
+        "braces open": (b"\\boxed{1}" + b"\\boxed{{" * n + b"}", (0, 7, 8, 9)),
+    }
+
+
+@pytest.mark.parametrize("name", hostile_texts())
+def test_iter_boxed_is_linear(name: str) -> None:
+    text, expected = hostile_texts()[name]
+    assert next(reversed(list(iter_boxed(text))), None) == expected
+
+
+# ---- the tokens of a span, vocabularies of the hand-worked cases ----
+
+
+def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedTokenizerFast:
+    """A vocabulary of the given words, ids in their order, behind <unk> = 0 and <eos> = 1."""
+    vocabulary = {word: i for i, word in enumerate(dict.fromkeys(["<unk>", "<eos>", *words]))}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "isolated")
+    if decoder is not None:
+        backend.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "which", "expected"),
+    [
+        # One piece at a time, the closing brace fused with what follows.
+        (["so ", "\\", "boxed", "{", "4", "2", "}$", "!"], "last", (1, 4, 6, 7)),
+        # A leading space and a split inside "boxed".
+        ([" \\", "box", "ed{", "42", "}"], "last", (0, 3, 4, 5)),
+        # Tokens with boundary and content bytes are content.
+        (["a", "\\boxed{4", "2}."], "last", (1, 1, 3, 3)),
+        (["\\boxed{42}"], "last", (0, 0, 1, 1)),
+        (["\\", "boxed", "{(", "1", ")}", "."], "last", (0, 2, 5, 5)),
+        (["\\boxed", "{\\", "frac", "{", "1", "}{", "2", "}}", "$"], "last", (0, 1, 8, 8)),
+        # Empty: the content stands before the token with the closing brace.
+        (["\\boxed", "{", "}", "."], "last", (0, 2, 2, 3)),
+        (["\\boxed", "{}", "."], "last", (0, 1, 1, 2)),
+        (["\\boxed{}"], "last", (0, 0, 0, 1)),
+        # Which one.
+        (["\\boxed{", "1", "}", ",", "\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
+        (["\\boxed{", "1", "}", ",", "\\boxed{", "2", "}"], "last", (4, 5, 6, 7)),
+        (["\\boxed{", "1", "}\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
+        (["\\boxed{", "1", "}\\boxed{", "2", "}"], "last", (2, 3, 4, 5)),
+        (["\\boxed{1}\\boxed{", "2", "}"], "last", (0, 1, 2, 3)),
+        # Unbalanced ones are skipped, whichever end one starts from.
+        (["\\boxed{", "1", "\\boxed{", "2", "}"], "first", (2, 3, 4, 5)),
+        (["\\boxed{", "1", "}", "\\boxed{", "2"], "last", (0, 1, 2, 3)),
+        (["\\boxed{", "4", "2"], "last", None),
+        # A box within a complete box is content of the outer one.
+        (["\\boxed{", "\\boxed{", "1", "}", "}"], "last", (0, 1, 4, 5)),
+        (["\\boxed{", "\\boxed{", "1", "}", "}"], "first", (0, 1, 4, 5)),
+        (["\\boxed{", "\\{", "1", "\\}", "}"], "last", (0, 1, 4, 5)),
+        # Special tokens cover nothing: no text of theirs, no break either, and a place by position.
+        (["\\", "<eos>", "boxed", "{", "<eos>", "4", "<eos>", "2", "<eos>", "}", "<eos>"], "last", (0, 5, 8, 10)),
+        (["<eos>", "\\boxed{", "<eos>", "}", "<eos>"], "last", (1, 3, 3, 4)),
+        # Near misses.
+        (["\\", " ", "boxed", "{", "1", "}"], "last", None),
+        (["\\", "box", "{", "1", "}"], "last", None),
+        (["boxed", "{", "1", "}"], "last", None),
+        (["\\\\", "boxed", "{", "1", "}"], "last", (0, 3, 4, 5)),
+    ],
+)
+@pytest.mark.parametrize("decoder", [None, decoders.Fuse()], ids=["no decoder", "fuse"])
+def test_spans_by_hand(tokens: list[str], which: Any, expected: tuple | None, decoder: Any) -> None:
+    tokenizer = word_tokenizer(tokens, decoder)
+    ids = [tokenizer.get_vocab()[token] for token in tokens]
+    span = find_answer_span(ids, tokenizer, which)
+    assert span == (expected and AnswerSpan(*expected))
+
+
+def test_the_last_one_is_the_default() -> None:
+    tokenizer = real.char_tokenizer()
+    ids = tokenizer.encode("\\boxed{1}\\boxed{2}")
+    assert find_answer_span(ids, tokenizer) == AnswerSpan(9, 16, 17, 18)
+    assert find_answer_spans([ids], tokenizer) == [AnswerSpan(9, 16, 17, 18)]
+
+
+def test_ids_outside_the_vocabulary_cover_nothing() -> None:
+    tokenizer = word_tokenizer(["\\boxed{", "7", "}"])
+    assert find_answer_span([2, 10**6, 3, len(tokenizer), 4, 2**40], tokenizer) == AnswerSpan(0, 2, 3, 5)
+    assert find_answer_span([-1, 2, -100, 4, -(2**40)], tokenizer) == AnswerSpan(1, 3, 3, 4)
+    assert find_answer_span([10**6, -100], tokenizer) is None
+
+
+def test_holes_in_the_vocabulary_cover_nothing() -> None:
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "\\boxed{": 3, "7": 9, "}": 20}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    assert len(tokenizer) == 4
+    assert find_answer_span([3, 4, 9, 10, 20, 19], tokenizer) == AnswerSpan(0, 2, 3, 5)
+
+
+def test_every_kind_of_row() -> None:
+    tokenizer = real.char_tokenizer()
+    text, expected = "x = \\boxed{1-2}.", AnswerSpan(4, 11, 14, 15)
+    ids: list[int] = tokenizer.encode(text)
+    integer_types = [np.int32, np.int64, np.uint16, np.uint64]
+    rows = [ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32)]
+    rows += [np.array(ids, dtype=kind) for kind in integer_types]
+    rows += [np.array(ids + ids)[: len(ids)], np.repeat(ids, 2)[::2]]
+    for row in rows:
+        assert find_answer_span(row, tokenizer) == expected
+    assert find_answer_spans(rows, tokenizer, "first") == [expected] * len(rows)
+    for batch in (torch.tensor([ids, ids]), np.array([ids, ids])):
+        assert find_answer_spans(batch, tokenizer, "last") == [expected] * 2
+    jagged = torch.nested.nested_tensor([torch.tensor(ids), torch.tensor(ids[:5])], layout=torch.jagged)
+    assert find_answer_spans(jagged, tokenizer, "last") == [expected, None]
+    assert find_answer_spans([], tokenizer, "last") == []
+    assert find_answer_spans([[], np.array([]), torch.tensor([])], tokenizer, "last") == [None] * 3
+    assert all(type(index) is int for index in vars(find_answer_span(np.array(ids), tokenizer)).values())
+
+
+@pytest.mark.parametrize("which", ["LAST", "both", None])
+def test_unknown_which(which: Any) -> None:
+    tokenizer = real.char_tokenizer()
+    with pytest.raises(ValueError, match=r"which: .* use 'first' or 'last'"):
+        find_answer_span([], tokenizer, which)
+    with pytest.raises(ValueError, match=r"which: .* use 'first' or 'last'"):
+        find_answer_spans([], tokenizer, which)
+
+
+@pytest.mark.parametrize("ids", [[[1, 2], [3, 4]], [1.0, 2.0], torch.ones(3), 5, ["1"], [True]], ids=repr)
+def test_ids_that_are_no_row_of_integers(ids: Any) -> None:
+    with pytest.raises(ValueError, match="token_ids: got shape"):
+        find_answer_span(ids, real.char_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC(), decoders.Strip(" ", 1, 0)],
+    ids=lambda decoder: type(decoder).__name__,
+)
+def test_tokenizers_whose_tokens_have_no_bytes_of_their_own(decoder: Any) -> None:
+    tokenizer = word_tokenizer(["\\boxed{", "7", "}"], decoder)
+    with pytest.raises(ValueError, match=f"tokenizer: its decoder has the step .*{type(decoder).__name__}"):
+        find_answer_span([2, 3, 4], tokenizer)
+
+
+def test_tokenizers_of_another_library() -> None:
+    with pytest.raises(ValueError, match="tokenizer: dict is not backed by the tokenizers library"):
+        find_answer_span([1], {})
+
+
+# ---- the table of token bytes ----
+
+
+def test_nothing_is_attached_and_the_tokenizer_can_die() -> None:
+    tokenizer = real.char_tokenizer()
+    attributes = set(vars(tokenizer))
+    find_answer_span(tokenizer.encode("\\boxed{1}"), tokenizer)
+    assert set(vars(tokenizer)) == attributes
+    alive = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert alive() is None
+
+
+def test_tokens_added_later_count() -> None:
+    tokenizer = real.char_tokenizer()
+    ids = [*tokenizer.encode("\\boxe"), len(tokenizer), *tokenizer.encode("5}")]
+    assert find_answer_span(ids, tokenizer) is None
+    tokenizer.add_tokens(["d{"])
+    assert find_answer_span(ids, tokenizer) == AnswerSpan(0, 6, 7, 8)
+
+
+def test_each_tokenizer_has_its_own_table() -> None:
+    plain, swapped = real.char_tokenizer("\\boxed{1}"), real.char_tokenizer("\\boxed}1{")
+    ids = plain.encode("\\boxed{1}")
+    for _ in range(3):
+        assert find_answer_span(ids, plain) == AnswerSpan(0, 7, 8, 9)
+        assert find_answer_span(ids, swapped) is None
+    # Tokenizers that die leave their ids, which later ones take over.
+    for number in range(20):
+        characters = "\\boxed{1}" if number % 2 else "\\boxed}1{"
+        assert (find_answer_span(ids, real.char_tokenizer(characters)) is None) == (number % 2 == 0)
+
+
+def test_a_tokenizer_without_weak_references() -> None:
+    class Slotted:
+        __hash__ = None
+        __slots__ = ("inner",)
+
+        def __init__(self, inner: PreTrainedTokenizerFast) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def __len__(self) -> int:
+            return len(self.inner)
+
+    with pytest.raises(TypeError):
+        weakref.ref(Slotted(None))
+    ids = real.char_tokenizer("\\boxed{1}").encode("\\boxed{1}")
+    for number in range(20):
+        characters = "\\boxed{1}" if number % 2 else "\\boxed}1{"
+        assert (find_answer_span(ids, Slotted(real.char_tokenizer(characters))) is None) == (number % 2 == 0)
+
+
+# ---- real vocabularies ----
+
+
+@pytest.fixture(scope="module", params=["qwen", "llama3"])
+def real_vocabulary(request: pytest.FixtureRequest) -> tuple[PreTrainedTokenizerFast, dict[int, bytes]]:
+    """A real tokenizer, and its token bytes read from the vocabulary file itself."""
+    if request.param == "qwen":
+        tokenizer, vocabulary = real.qwen_tokenizer(), real.read_vocabulary(real.qwen_vocabulary())
+        vocabulary |= {151657 + i: text.encode() for i, text in enumerate(real.QWEN_TEXT)}
+    else:
+        tokenizer, vocabulary = real.llama3_tokenizer(), real.read_vocabulary(real.llama3_vocabulary())
+    return tokenizer, vocabulary
+
+
+def test_real_token_bytes(real_vocabulary: tuple) -> None:
+    tokenizer, vocabulary = real_vocabulary
+    assert len(tokenizer) in (151_669, 128_256)
+    assert token_bytes(tokenizer) == {token: vocabulary.get(token, b"") for token in range(len(tokenizer))}
+
+
+def test_qwen_by_hand() -> None:
+    tokenizer = real.qwen_tokenizer()
+    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [151643, 151644, 151645]
+    assert tokenizer.encode("\\boxed{42}") == [59, 79075, 90, 19, 17, 92]
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("10 \\boxed{-1.5}$.")) == [
+        *("1", "0", "Ġ\\", "boxed", "{-", "1", ".", "5", "}$", ".")
+    ]
+    assert find_answer_span(tokenizer.encode("10 \\boxed{-1.5}$."), tokenizer) == AnswerSpan(2, 4, 8, 9)
+    # <think> is text to Qwen3, <|im_end|> is none.
+    think, end = tokenizer.convert_tokens_to_ids(["<think>", "<|im_end|>"])
+    assert find_answer_span([59, 79075, 90, think, 92, end], tokenizer) == AnswerSpan(0, 3, 4, 5)
+    assert find_answer_span([59, 79075, 90, end, 92, end], tokenizer) == AnswerSpan(0, 4, 4, 5)
+    assert find_answer_span([59, think, 79075, 90, 19, 92], tokenizer) is None
+
+
+def test_llama3_by_hand() -> None:
+    tokenizer = real.llama3_tokenizer()
+    ids = tokenizer.encode("10 \\boxed{1234}", add_special_tokens=False)
+    assert tokenizer.convert_ids_to_tokens(ids) == ["10", "Ġ\\", "boxed", "{", "123", "4", "}"]
+    eot = tokenizer.convert_tokens_to_ids("<|eot_id|>")
+    assert find_answer_span([*ids, eot], tokenizer) == AnswerSpan(1, 4, 6, 7)
+
+
+def test_real_tokenizers_encode_as_tiktoken_does(real_vocabulary: tuple) -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    tokenizer, vocabulary = real_vocabulary
+    is_qwen = len(tokenizer) == 151_669
+    ranks = {text: token for token, text in vocabulary.items() if token < 151_643}
+    split = real.QWEN_SPLIT if is_qwen else real.LLAMA3_SPLIT
+    encoding = tiktoken.Encoding("reference", pat_str=split, mergeable_ranks=ranks, special_tokens={})
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices([*SNIPPETS, " the sum", "\n\n", "1234567", "I'm", "naïve", " = ", "  "], k=12))
+        assert tokenizer.encode(text, add_special_tokens=False) == encoding.encode_ordinary(text)
+
+
+SNIPPETS = [
+    *(
+        "\\boxed{",
+        "\\boxed{",
+        "\\boxed{",
+        "}",
+        "}",
+        "{",
+        "\\boxed{}",
+        "\\boxed",
+        "\\",
+        "boxed{",
+        "bo",
+        "box",
+        "ed{",
+        "x",
+    ),
+    *(
+        "d{",
+        "42",
+        "-1",
+        "\\frac{1}{2}",
+        "\\{",
+        "\\}",
+        "$",
+        "$\\",
+        "}.",
+        "}$",
+        "({",
+        " ",
+        "\n\n",
+        "the answer",
+        "e",
+        "é",
+    ),
+    *("汉字", "漢", "😀", "👩\u200d🔬", "½", "\u200b", "\\text{ no}", "\\\\", "**", "\\(", "\\)"),
+]
+
+
+def random_split(text: bytes, token_of: dict[bytes, int], rng: random.Random) -> list[int]:
+    """Tokens that spell the text, each picked at random among those that fit, characters cut anywhere."""
+    ids, at = [], 0
+    while at < len(text):
+        fits = [n for n in range(1, 9) if text[at : at + n] in token_of]
+        length = rng.choice(fits)
+        ids.append(token_of[text[at : at + length]])
+        at += length
+    return ids
+
+
+def check(tokenizer: PreTrainedTokenizerFast, ids: list[int], bytes_of: Callable[[int], bytes]) -> int:
+    texts = [bytes_of(token) for token in ids]
+    return sum(assert_plain_span(find_answer_span(ids, tokenizer, which), texts, which) for which in ("first", "last"))
+
+
+def test_real_vocabulary_encoded_text(real_vocabulary: tuple) -> None:
+    tokenizer, vocabulary = real_vocabulary
+    found = 0
+
+    @settings(deadline=None, max_examples=300, derandomize=True)
+    @given(st.lists(st.sampled_from(SNIPPETS), max_size=25))
+    def run(snippets: list[str]) -> None:
+        nonlocal found
+        ids = tokenizer.encode("".join(snippets), add_special_tokens=False)
+        found += check(tokenizer, ids, lambda token: vocabulary.get(token, b""))
+
+    run()
+    assert found > 100
+
+
+def test_real_vocabulary_text_split_anywhere(real_vocabulary: tuple) -> None:
+    tokenizer, vocabulary = real_vocabulary
+    token_of = {text: token for token, text in vocabulary.items()}
+    strange = [len(tokenizer) - 1, len(tokenizer), len(tokenizer) + 1000, -1, *tokenizer.all_special_ids]
+    rng = random.Random(1)
+    found = 0
+    for _ in range(1500):
+        text = "".join(rng.choices(SNIPPETS, k=rng.randrange(25))).encode()
+        ids = random_split(text, token_of, rng)
+        for _ in range(rng.choice([0, 0, 3])):
+            ids.insert(rng.randrange(len(ids) + 1), rng.choice(strange))
+        found += check(tokenizer, ids, lambda token: vocabulary.get(token, b""))
+    assert 1000 < found < 2700
+
+
+def test_real_vocabulary_random_tokens(real_vocabulary: tuple) -> None:
+    """Random ids: tokens that fuse what one would never write, whole or half characters."""
+    tokenizer, vocabulary = real_vocabulary
+    openers = [token for token, text in vocabulary.items() if b"boxed".find(text) >= 0 or text.endswith(b"\\")]
+    braces = [token for token, text in vocabulary.items() if b"{" in text or b"}" in text]
+    token_of = {text: token for token, text in vocabulary.items()}
+    box = [token_of[b"\\"], token_of[b"boxed"]]
+    rng = random.Random(2)
+    found = 0
+    for _ in range(1500):
+        ids = []
+        for _ in range(rng.randrange(1, 40)):
+            pool = rng.choice([openers, braces, braces, range(len(tokenizer) + 50), box])
+            ids += box if pool is box else [rng.choice(pool)]
+        found += check(tokenizer, ids, lambda token: vocabulary.get(token, b""))
+    assert found > 300
+
+
+def test_real_vocabulary_long_batch(real_vocabulary: tuple) -> None:
+    """Rows as long as responses are, in one batch: mostly ordinary tokens, a box here and there."""
+    tokenizer, vocabulary = real_vocabulary
+    token_of = {text: token for token, text in vocabulary.items()}
+    numpy_rng, rng = np.random.default_rng(3), random.Random(3)
+    rows = []
+    for _ in range(40):
+        row = numpy_rng.integers(0, len(tokenizer), size=numpy_rng.integers(1, 3000))
+        for _ in range(rng.randrange(4)):
+            snippet = random_split(rng.choice(["\\boxed{42}", "\\boxed{½}.", "\\boxed{"]).encode(), token_of, rng)
+            at = rng.randrange(len(row))
+            row = np.concatenate([row[:at], snippet, row[at:]])
+        rows.append(row)
+    for which in ("first", "last"):
+        spans = find_answer_spans(rows, tokenizer, which)
+        assert len(spans) == len(rows)
+        for row, span in zip(rows, spans, strict=True):
+            assert_plain_span(span, [vocabulary.get(int(token), b"") for token in row], which)
+    assert 10 < sum(span is not None for span in spans) < 40
+
+
+@pytest.mark.parametrize("name", hostile_texts())
+def test_tokens_of_hostile_text(name: str, real_vocabulary: tuple) -> None:
+    tokenizer, vocabulary = real_vocabulary
+    text, box = hostile_texts()[name]
+    token_of = {covered: token for token, covered in vocabulary.items()}
+    # One byte a token, so that token indices are byte offsets.
+    ids = [token_of[bytes([byte])] for byte in text]
+    assert find_answer_span(ids, tokenizer) == (box and AnswerSpan(*box))
+
+
+# ---- small vocabularies ----
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_sentencepiece_vocabulary(kind: Any) -> None:
+    tokenizer = real.sentencepiece_tokenizer(kind)
+    bytes_of = token_bytes(tokenizer)
+    assert bytes_of[tokenizer.convert_tokens_to_ids("<0xE6>")] == b"\xe6"
+    assert bytes_of[tokenizer.convert_tokens_to_ids("▁")] == b" "
+    assert bytes_of[tokenizer.convert_tokens_to_ids("<s>")] == b""
+    rng = random.Random(4)
+    token_of = {text: token for token, text in bytes_of.items() if text}
+    found = 0
+    for _ in range(500):
+        text = "".join(rng.choices(SNIPPETS, k=rng.randrange(25)))
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        # The tokenizer puts a space in front when it encodes and takes it away when it decodes.
+        covered = b"".join(bytes_of[token] for token in ids)
+        assert covered.decode().removeprefix(" ") == tokenizer.decode(ids) == text.removeprefix(" ")
+        found += check(tokenizer, ids, bytes_of.__getitem__)
+        found += check(tokenizer, random_split(text.encode(), token_of, rng), bytes_of.__getitem__)
+    assert found > 500
+
+
+def test_sentencepiece_by_hand() -> None:
+    tokenizer = real.sentencepiece_tokenizer("bpe")
+    tokens = ["▁", "\\", "b", "o", "x", "e", "d", "<0x7B>", "<0xE6>", "<0x9D>", "</s>", "<0xB1>", "<0x7D>", "</s>"]
+    ids = tokenizer.convert_tokens_to_ids(tokens)
+    assert tokenizer.unk_token_id not in ids
+    assert find_answer_span(ids, tokenizer) == AnswerSpan(1, 8, 12, 13)
+
+
+def test_scheme_without_a_decoder() -> None:
+    """Byte-level and Metaspace vocabularies are told by their pre-tokenizer when the decoder is missing."""
+    words = ["Ġ\\", "boxed", "{", "Ċ", "}", "▁"]
+    for pre_tokenizer, newline, space in [
+        (pre_tokenizers.ByteLevel(), b"\n", "▁".encode()),
+        (pre_tokenizers.Metaspace(), "Ċ".encode(), b" "),
+        (pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()]), b"\n", "▁".encode()),
+        (pre_tokenizers.Whitespace(), "Ċ".encode(), "▁".encode()),
+    ]:
+        tokenizer = word_tokenizer(words)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
+        bytes_of = token_bytes(tokenizer)
+        assert bytes_of[tokenizer.convert_tokens_to_ids("Ċ")] == newline
+        assert bytes_of[tokenizer.convert_tokens_to_ids("▁")] == space
+
+
+def test_added_tokens_are_taken_as_they_are() -> None:
+    """A byte-level alphabet spells byte 0xE9 as é, but an added token é is the two bytes of the letter."""
+    tokenizer = word_tokenizer(["é"], decoders.ByteLevel())
+    tokenizer.add_tokens(["Ġé"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>"]})
+    assert token_bytes(tokenizer) == {0: b"", 1: b"", 2: b"\xe9", 3: "Ġé".encode(), 4: b""}
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(st.lists(st.sampled_from(["\\boxed{", "}", "{", "1", "\\", "boxed", " ", "x"]), max_size=12))
+def test_char_vocabulary(snippets: list[str]) -> None:
+    """One token a character: token indices are offsets into the text."""
+    tokenizer = CHAR_TOKENIZER
+    text = "".join(snippets)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    boxes = plain_boxes(text.encode())
+    for which, box in (("first", boxes[:1]), ("last", boxes[-1:])):
+        assert find_answer_span(ids, tokenizer, which) == (AnswerSpan(*box[0]) if box else None)
+
+
+CHAR_TOKENIZER = real.char_tokenizer()

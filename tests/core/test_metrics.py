@@ -1,0 +1,126 @@
+"""Every figure of a batch against a value worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grail_advantage.metrics import weight_metrics
+from grail_advantage.weighting import GrailWeights, RowSelection
+
+WEIGHTS = [[0.5, 1.5, 5.0, 1.0], [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0] * 4]
+MASK = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [0] * 4]
+ADVANTAGES = [-2.0, 1.0, 0.0, 7.0]  # the last row has no valid token and must count nowhere
+
+
+def flags(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.bool)
+
+
+def token_flags(*places: tuple[int, int]) -> torch.Tensor:
+    marked = torch.zeros(4, 4, dtype=torch.bool)
+    for row, token in places:
+        marked[row, token] = True
+    return marked
+
+
+def example(gradient_norms: list[float], weights: list[list[float]] = WEIGHTS) -> dict[str, float]:
+    result = GrailWeights(
+        weights_BT=torch.tensor(weights),
+        non_finite_B=flags(0, 0, 1, 1),
+        standardised_BT=token_flags((0, 0), (0, 1), (0, 2), (0, 3)),
+        at_lower_bound_BT=token_flags((0, 0)),
+        at_upper_bound_BT=token_flags((0, 2), (0, 1)),
+    )
+    rows = RowSelection(answered_B=flags(1, 0, 1, 1), inside_gate_B=flags(1, 0, 1, 1), selected_B=flags(1, 0, 0, 1))
+    return weight_metrics(
+        result, torch.tensor(MASK), torch.tensor(ADVANTAGES), rows, torch.tensor(gradient_norms, dtype=torch.float32)
+    )
+
+
+def test_every_figure_by_hand() -> None:
+    norms = [float(value) for value in range(20, 0, -1)]
+    assert example([*norms, math.inf, math.nan]) == pytest.approx(
+        {
+            "answer_found_rate": 2 / 3,
+            "selected_rate": 1 / 3,
+            "neutral_rate": 2 / 3,
+            "non_finite_rate": 1 / 3,
+            "weight_mean": 13 / 9,  # 0.5 + 1.5 + 5 + six times 1, over nine tokens
+            "weight_std": math.sqrt(33.5 / 9 - (13 / 9) ** 2),  # 0.25 + 2.25 + 25 + 6 = 33.5
+            "clipped_low_rate": 1 / 4,
+            "clipped_high_rate": 2 / 4,
+            "effective_sample_ratio": (8**2 / (4 * 28.5) + 1 + 1) / 3,  # row 1: sum 8, sum of squares 28.5
+            "top_share": 10 / 18,  # masses 1, 3, 10, 2 and 1, 1; a tenth of six tokens is one token
+            "advantage_scale": 18 / (4 * 2 + 2 * 1),
+            "gradient_norm_p10": 2.0,
+            "gradient_norm_p90": 18.0,
+        },
+        rel=1e-6,
+    )
+
+
+def test_top_share_takes_a_tenth_of_the_tokens() -> None:
+    # 40 tokens, advantage +-2: the heaviest four have weights 9, 8, 7, 6 of a sum of 36 + 30 = 66.
+    weights = torch.ones(2, 20)
+    weights[0, 3], weights[1, 19], weights[1, 0], weights[0, 7] = 9.0, 8.0, 7.0, 6.0
+    none = torch.zeros(2, 20, dtype=torch.bool)
+    result = GrailWeights(weights, flags(0, 0), none, none, none)
+    rows = RowSelection(flags(1, 1), flags(1, 1), flags(1, 1))
+    got = weight_metrics(result, torch.ones(2, 20), torch.tensor([-2.0, 2.0]), rows, torch.zeros(0))
+    assert got["top_share"] == pytest.approx(30 / 66)
+    assert got["advantage_scale"] == pytest.approx(66 / 40)
+    assert got["clipped_low_rate"] == got["clipped_high_rate"] == 0.0
+
+
+def test_equal_weights_give_neutral_figures() -> None:
+    got = example([], [[float(value) for value in row] for row in MASK])
+    assert got["neutral_rate"] == 1.0
+    assert got["weight_mean"] == got["effective_sample_ratio"] == got["advantage_scale"] == 1.0
+    assert got["weight_std"] == 0.0
+
+
+def test_without_a_pass_there_are_no_percentiles() -> None:
+    assert not [name for name in example([]) if name.startswith("gradient_norm")]
+    assert not [name for name in example([math.nan, math.inf]) if name.startswith("gradient_norm")]
+    one = example([3.0])
+    assert one["gradient_norm_p10"] == one["gradient_norm_p90"] == 3.0
+
+
+def test_batches_of_nothing() -> None:
+    none = torch.zeros(2, 3, dtype=torch.bool)
+    result = GrailWeights(torch.zeros(2, 3), flags(0, 0), none, none, none)
+    rows = RowSelection(flags(0, 0), flags(1, 1), flags(0, 0))
+    assert weight_metrics(result, none, torch.zeros(2), rows, torch.zeros(0)) == {}
+    # Valid tokens, but every advantage is 0: no mass to share out.
+    weights = torch.ones(2, 3)
+    got = weight_metrics(
+        GrailWeights(weights, flags(0, 0), none, none, none), weights, torch.zeros(2), rows, weights[0]
+    )
+    assert got["top_share"] == got["advantage_scale"] == 0.0
+    assert all(math.isfinite(value) for value in got.values())
+
+
+def test_zero_weights_do_not_divide_by_zero() -> None:
+    got = example([], [[0.0] * 4] * 4)
+    assert all(math.isfinite(value) for value in got.values())
+    assert got["effective_sample_ratio"] == got["top_share"] == got["advantage_scale"] == 0.0
+
+
+def test_more_gradient_norms_than_torch_quantile_takes() -> None:
+    norms = torch.arange(17_000_000, dtype=torch.float32)
+    none = torch.zeros(1, 2, dtype=torch.bool)
+    rows = RowSelection(flags(1), flags(1), flags(1))
+    result = GrailWeights(torch.ones(1, 2), flags(0), none, none, none)
+    got = weight_metrics(result, torch.ones(1, 2), torch.tensor([-1.0]), rows, norms)
+    assert got["gradient_norm_p10"] == pytest.approx(1.7e6, rel=1e-6)
+    assert got["gradient_norm_p90"] == pytest.approx(15.3e6, rel=1e-6)
+
+
+def test_values_are_plain_floats_and_names_keep_clear_of_the_words_verl_reduces_by() -> None:
+    got = example([1.0, 2.0])
+    assert {type(value) for value in got.values()} == {float}
+    for name in got:
+        assert not [word for word in ("max", "min", "sum", "total") if word in name], name

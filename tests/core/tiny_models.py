@@ -1,0 +1,138 @@
+"""Tiny Qwen3 and Llama models, a tokenizer whose tokens are single characters, and rollouts written as plain strings.
+
+Weights are drawn with a standard deviation of 0.3 instead of 0.02, so that attention is far from uniform and every
+position's gradient is well above the epsilon of the log scores.
+"""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+CHARACTERS = sorted(set(string.ascii_letters + string.digits + string.punctuation + " "))
+PAD, END = "<pad>", "<end>"
+PAD_ID, END_ID = len(CHARACTERS), len(CHARACTERS) + 1
+
+
+@cache
+def char_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE without merges over printable ASCII: one token is one character."""
+    spelling = {character: "Ġ" if character == " " else character for character in CHARACTERS}
+    vocabulary = {spelling[character]: index for index, character in enumerate(CHARACTERS)}
+    backend = Tokenizer(models.BPE(vocab={**vocabulary, PAD: PAD_ID, END: END_ID}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=END)
+
+
+def id_to_character() -> dict[int, str]:
+    """Token id to its character, with a character that is in no text for the two special tokens."""
+    return {**dict(enumerate(CHARACTERS)), PAD_ID: "\0", END_ID: "\0"}
+
+
+def encode(text: str) -> list[int]:
+    """Token ids, one a character; a trailing ``<end>`` is the end token."""
+    body = text.removesuffix(END)
+    return [CHARACTERS.index(character) for character in body] + [END_ID] * text.endswith(END)
+
+
+def tiny_model(family: str = "qwen3", *, tied: bool = False, layers: int = 4, seed: int = 0, **options: Any) -> Any:
+    """A freshly drawn float32 model in evaluation mode; ``options`` go into its configuration."""
+    config_class, model_class = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[
+        family
+    ]
+    settings = {
+        "vocab_size": len(CHARACTERS) + 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": tied,
+        "pad_token_id": PAD_ID,
+        "bos_token_id": None,
+        "eos_token_id": END_ID,
+        "dtype": "float32",
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = model_class(config_class(**(settings | options)))
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One row: prompt, response (may be empty, may end in ``<end>``) and advantage."""
+
+    prompt: str
+    response: str
+    advantage: float
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded tensors as :func:`grail_advantage.compute_token_weights` takes them; (B, L) and (B,)."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    response_mask: torch.Tensor
+    advantages: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.input_ids, self.attention_mask, self.response_mask, self.advantages
+
+
+def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -> Batch:
+    """Pad rows on the ``left``, on the ``right``, or on ``both`` sides: prompts left, responses right.
+
+    ``extra`` makes the batch that much wider than it must be.
+    """
+    prompts = [encode(rollout.prompt) for rollout in rollouts]
+    responses = [encode(rollout.response) for rollout in rollouts]
+    widest_prompt = max(len(prompt) for prompt in prompts)
+    widest_response = max(len(response) for response in responses)
+    widest = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=True))
+    width = extra + (widest_prompt + widest_response if padding == "both" else widest)
+    rows: tuple[list, list, list] = ([], [], [])
+    for prompt, response in zip(prompts, responses, strict=True):
+        spare = width - len(prompt) - len(response)
+        left = {"left": spare, "right": 0, "both": widest_prompt - len(prompt)}[padding]
+        right = spare - left
+        rows[0].append([PAD_ID] * left + prompt + response + [PAD_ID] * right)
+        rows[1].append([0] * left + [1] * (len(prompt) + len(response)) + [0] * right)
+        rows[2].append([0] * (left + len(prompt)) + [1] * len(response) + [0] * right)
+    advantages = torch.tensor([rollout.advantage for rollout in rollouts])
+    return Batch(*(torch.tensor(values) for values in rows), advantages)
+
+
+ROLLOUTS = {
+    "text after the box": Rollout("Two plus three?", r"Two and three make \boxed{5}, so five it is.<end>", -1.0),
+    "several boxes": Rollout("Half?", r"\boxed{4} no, it is \boxed{\frac{1}{2}} not \boxed{0.25} or", -0.5),
+    "empty box": Rollout("Nothing?", r"So the answer is \boxed{} then", -1.0),
+    "box at the start": Rollout("Seven?", r"\boxed{7} is it", -2.0),
+    "one token before the box": Rollout("Six?", r"=\boxed{6}", -1.5),
+    "box at the end": Rollout("Nine or ten, which of the two?", r"I take \boxed{9}", -1.0),
+    "no box": Rollout("Who knows?", "I do not know, boxed{3} or {4}.<end>", -1.0),
+    "truncated box": Rollout("Twelve?", r"It must be \boxed{12", -1.0),
+    "truncated second box": Rollout("One?", r"It is \boxed{1} or rather \boxed{2", -0.25),
+    "truncated first box": Rollout("One?", r"It is \boxed{1 or rather \boxed{2} yes", -0.25),
+    "right": Rollout("Two plus two?", r"Clearly \boxed{4}.<end>", 1.0),
+    "right, several boxes": Rollout("Two plus two?", r"First \boxed{3}, no, \boxed{4}", 0.5),
+    "no response": Rollout("Only a prompt", "", -1.0),
+}

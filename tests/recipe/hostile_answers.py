@@ -1,0 +1,128 @@
+r"""Responses made to hang, crash, blow up or trick a judge of ``\boxed{...}`` answers; none states ``GOLD``."""
+
+from __future__ import annotations
+
+# Not a plain number, so that every answer has to be parsed.
+GOLD = r"\frac{\sqrt{3}}{2}"
+
+
+def _nested(opening: str, closing: str, depth: int, core: str = "2") -> str:
+    return opening * depth + core + closing * depth
+
+
+def hostile_responses(marker: str) -> dict[str, str]:
+    """Responses by name. ``marker``: the path of a file that the ones with code in them try to create."""
+    code = f"__import__('os').system('touch {marker}')"
+    answers = {
+        # numbers too large to compute
+        "power tower": "9^{9^{9^9}}",
+        "python power tower": "9**9**9**9",
+        "tower of twos": "2^{2^{2^{2^{2^{2^{2}}}}}}",
+        "power of powers": r"\left(10^{10}\right)^{10^{10}}",
+        "power plus one": "10^{10^{10}}+1",
+        "long number to a long power": "7" * 400 + "^{" + "8" * 400 + "}",
+        "huge exponent": "1e1000000000",
+        "huge exponent, upper case": "1E1000000000",
+        "huge negative exponent": "1E-1000000000",
+        "small number to a huge power": "0.1^{1000000000000}",
+        "huge root": r"\sqrt[10000000000]{2^{10000000000}+1}",
+        "huge factorial": "(10^{9})!",
+        "factorial of factorials": "((9!)!)!",
+        "many factorials": "3" + "!" * 500,
+        "huge binomial": r"\binom{1000000000}{500000000}",
+        "huge gcd": r"\gcd(2^{9999999}-1, 3^{9999999}-1)",
+        "huge remainder": r"3^{10^{12}} \bmod 10^{9}",
+        "huge logarithm": r"\log_{2}(2^{10^{12}}+1)",
+        "sine of a huge number": r"\sin(10^{10^{8}})",
+        # computations that never end
+        "long sum": r"\sum_{k=1}^{10^{9}} \frac{1}{k^{k}+1}",
+        "long product": r"\prod_{k=1}^{10^{9}} (1+\frac{1}{k^2})",
+        "nested sums": r"\sum_{i=1}^{999} \sum_{j=1}^{999} \sum_{k=1}^{999} \frac{1}{i^j+k}",
+        "integral without a closed form": r"\int_0^1 e^{-x^2}\sin(x^3)\log(x) \, dx",
+        "nested integrals": r"\int_0^1 \int_0^x \int_0^y \sin(xyz)^{z} \, dz \, dy \, dx",
+        "limit": r"\lim_{x \to 0} \frac{\sin(x)^{x^{x}}-x^{\sin(x)}}{x^{x^{x}}-1}",
+        "polynomial to a high power": "(x+y+z+w)^{500}",
+        "equation to solve": "x^{50}+y^{49}+x^{3}y=7",
+        "nested radicals": _nested(r"\sqrt{3+", "}", 40),
+        "symbolic determinant": r"\det\begin{pmatrix}"
+        + r"\\".join("&".join(f"a_{{{i}{j}}}" for j in range(8)) for i in range(8))
+        + r"\end{pmatrix}",
+        "eigenvalues": r"\operatorname{eigenvals}(\begin{pmatrix}1&x&y&z\\x&2&w&v\\y&w&3&u\\z&v&u&4\end{pmatrix})",
+        # memory
+        "identity matrix": r"\operatorname{eye}(100000)",
+        "matrix of ones": r"\operatorname{ones}(20000,20000)",
+        "rank of a large matrix": r"\operatorname{rank}(\operatorname{eye}(3000))",
+        # nesting and repetition
+        "nested parentheses": _nested("(", ")", 400),
+        "nested braces": _nested("{", "}", 400),
+        "nested fractions": _nested(r"\frac{1}{1+", "}", 80),
+        "nested boxes": _nested(r"\boxed{", "}", 120),
+        "nested sets": _nested(r"\{", r"\}", 200),
+        "nested bars": _nested("|", "|", 400),
+        "nested sized brackets": _nested(r"\left(", r"\right)", 70),
+        "many minus signs": "-" * 900 + "1",
+        "many equations": "1=" * 450 + "1",
+        "many divisions": "1/" * 450 + "1",
+        "many commas": "1," * 450 + "1",
+        "only commas": "," * 900,
+        "many subscripts": "x" + "_{x" * 200 + "}" * 200,
+        "many empty fractions": r"\frac" * 180,
+        "many empty roots": r"\sqrt" * 180,
+        "infinite decimal": "0." + "8660254037844386" * 50,
+        "every number": ",".join(str(number) for number in range(250)),
+        # patterns that make regular expressions backtrack
+        "opened text": r"\text{" * 90 + "}" * 90,
+        "empty texts": r"\text{}" * 140,
+        "spaces": "1" + " " * 900 + "x",
+        "dollars": "$" * 900 + "x",
+        "answer phrase": "answer: " * 120 + "x",
+        "final answer phrase": "final answer is $" * 55,
+        "and or": "$1$ and or, " * 80,
+        "digits without an end": "1 234" * 180 + "x",
+        # code
+        "python call": code,
+        "python call in an operator name": rf"\operatorname{{{code}}}(1)",
+        "python call in a text": rf"\text{{{code}}}",
+        "python call in a subscript": f"x_{{{code}}}",
+        "python call in a variable": rf"\variable{{{code}}}",
+        "python eval": f'eval("{code}")',
+        "python class walk": "().__class__.__base__.__subclasses__()",
+        "python open": f"open('{marker}', 'w')",
+        "python condition": f"1 if {code} else 2",
+        "sympy symbol name": f"Symbol('x').subs({code}, 1)",
+        # TeX
+        "tex input": r"\input{/etc/passwd}",
+        "tex shell escape": rf"\immediate\write18{{touch {marker}}}",
+        "tex recursion": r"\def\x{\x\x}\x",
+        "tex csname": r"\csname end\endcsname\catcode`\{=12",
+        # characters
+        "nul bytes": "\\frac{\x00\\sqrt{3}}{2\x00}" + "\x00" * 100,
+        "lone surrogates": "\ud800\\frac{\udfff}{2}",
+        "right-to-left override": "\u202e2/3√",
+        "zero-width characters": "\u200b\u200c\u200d\ufeff" * 100,
+        "full-width digits": "\uff10.\uff18\uff16\uff16",
+        "arabic digits": "\u0660.\u0668\u0666\u0666",
+        "combining characters": "x" + "\u0301" * 900,
+        "emoji": "\U0001f600" * 500,
+        "control characters": "".join(map(chr, range(1, 32))),
+        # values without a value
+        "empty": "",
+        "blank": "  \n\t ",
+        "not a number": "nan",
+        "infinity": r"\infty - \infty",
+        "division by zero": r"\frac{1}{0}",
+        "zero to a negative power": "0^{-1}",
+        "logarithm of zero": r"\log(0)",
+        "pole": r"\tan(\frac{\pi}{2})",
+        "long answer": "9" * 200_000,
+        "long nested answer": _nested("{", "}", 100_000),
+    }
+    responses = {name: rf"The answer is \boxed{{{answer}}}." for name, answer in answers.items()}
+    responses |= {
+        "200 kB without a box": "so x = 3, and " * 15_000,
+        "200 kB of opened boxes": r"\boxed{" * 30_000,
+        "200 kB of closing braces": r"\boxed{1" + "}" * 200_000,
+        "200 kB of boxes": r"\boxed{1}" * 22_000,
+        "box that never closes": rf"\boxed{{{GOLD}",
+    }
+    return responses

@@ -1,0 +1,386 @@
+"""One rank of the tests of the saliency pass: builds verl's FSDP engines and runs passes on its share of the rows.
+
+Started twice by ``test_token_pass.py``, which compares what comes back with one process and a plain model. Nothing is
+judged here, only measured; every experiment's result is saved, or its traceback.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WORLD_SIZE = 2
+TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How an engine is built; ``model`` names a folder that the test wrote."""
+
+    model: str = "qwen3"
+    strategy: str = "fsdp2"
+    checkpointing: bool = True
+    packed: bool = False
+    adapter: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One saliency pass; ``rows`` a micro-batch, or micro-batches of at most ``budget`` tokens."""
+
+    leaf: str
+    preset: str
+    temperature: float = 1.0
+    rows: int | None = None
+    budget: int | None = None
+
+
+PASSES = {
+    "one row each": Pass("embeddings", "official", rows=1),
+    "three rows": Pass("embeddings", "robust", temperature=0.7, rows=3),
+    "first": Pass("first", "robust", budget=260),
+    "middle": Pass("middle", "official", temperature=1.3, rows=3),
+    "last": Pass("last", "official", budget=260),
+}
+
+SETUPS = {
+    "fsdp": Setup("qwen3", "fsdp"),
+    "fsdp, tied, no checkpointing": Setup("llama-tied", "fsdp", checkpointing=False),
+    "fsdp, original parameters": Setup("llama", "fsdp", options={"use_orig_params": True}),
+    "fsdp, original parameters, tied, no checkpointing": Setup(
+        "qwen3-tied", "fsdp", checkpointing=False, options={"use_orig_params": True}
+    ),
+    "fsdp2": Setup("qwen3", "fsdp2"),
+    "fsdp2, tied, no checkpointing": Setup("llama-tied", "fsdp2", checkpointing=False),
+    "fsdp2, tied": Setup("qwen3-tied", "fsdp2"),
+    "fsdp2, no checkpointing": Setup("llama", "fsdp2", checkpointing=False),
+    "fsdp, packed": Setup("llama-tied", "fsdp", packed=True),
+    "fsdp2, packed": Setup("qwen3", "fsdp2", packed=True),
+    "fsdp2, packed to a multiple of 64": Setup(
+        "qwen3", "fsdp2", packed=True, options={"pad_to_length": True, "pad_to_length_bucket": 64}
+    ),
+    "fsdp2, parameters offloaded": Setup("qwen3", "fsdp2", options={"param_offload": True, "optimizer_offload": True}),
+    "fsdp2, offload policy": Setup("qwen3", "fsdp2", options={"offload_policy": True}),
+    "fsdp2, lora": Setup("qwen3-tied", "fsdp2", adapter="adapter"),
+    "fsdp, lora": Setup("qwen3-tied", "fsdp", adapter="adapter"),
+    "fsdp, unsharded between forward and backward": Setup("qwen3", "fsdp", options={"reshard_after_forward": False}),
+    "fsdp2, unsharded between forward and backward": Setup("qwen3", "fsdp2", options={"reshard_after_forward": False}),
+    "fsdp, groups of two": Setup("qwen3", "fsdp", options={"fsdp_size": 2}),
+    "fsdp2, groups of two": Setup("qwen3", "fsdp2", options={"fsdp_size": 2}),
+    "fsdp2, forward prefetch": Setup("qwen3", "fsdp2", options={"forward_prefetch": True}),
+}
+
+TRAINED = {
+    "fsdp": Setup("qwen3-dropout", "fsdp"),
+    "fsdp, original parameters": Setup("qwen3-dropout", "fsdp", options={"use_orig_params": True}),
+    "fsdp2": Setup("qwen3-dropout", "fsdp2"),
+    "fsdp2, lora": Setup("qwen3-dropout", "fsdp2", adapter="adapter"),
+    "fsdp2, parameters offloaded": Setup(
+        "qwen3-dropout", "fsdp2", options={"param_offload": True, "optimizer_offload": True}
+    ),
+}
+
+
+def build_engine(setup: Setup, folder: Path) -> Any:
+    """verl's engine, built as its ``TrainingWorker`` does."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    torch.manual_seed(0)
+    lora = {"lora_rank": 4, "lora_adapter_path": str(folder / setup.adapter)} if setup.adapter else {}
+    model_config = HFModelConfig(
+        path=str(folder / setup.model),
+        load_tokenizer=False,
+        override_config={"attn_implementation": "sdpa"},
+        enable_gradient_checkpointing=setup.checkpointing,
+        use_remove_padding=setup.packed,
+        **lora,
+    )
+    precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    options = {"mixed_precision": precision, "dtype": "float32", **setup.options}
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend=setup.strategy,
+        model_config=model_config,
+        engine_config=FSDPEngineConfig(
+            strategy=setup.strategy, use_remove_padding=setup.packed, use_torch_compile=False, **options
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def run_pass(engine: Any, rows: list[tuple], how: Pass) -> dict[str, list[torch.Tensor]]:
+    """Run a pass on this rank's rows (tokens, response start, target start); one list entry a row."""
+    from grail_advantage.verl_ext.token_pass import build_request, saliency_pass
+
+    config = engine.engine_config
+    config.use_dynamic_bsz = how.budget is not None
+    config.max_token_len_per_gpu = how.budget
+    config.micro_batch_size_per_gpu = how.rows
+    tokens, response_starts, target_starts = zip(*rows, strict=True)
+    request = build_request(tokens, response_starts, target_starts, leaf=how.leaf, temperature=how.temperature)
+    output = saliency_pass(engine, request)
+    return {name: [row.clone() for row in output[name].unbind()] for name in ("saliency", "gradient_norm")}
+
+
+def hooks(module: torch.nn.Module) -> Counter:
+    """How many hooks each module has, and of which kind."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return Counter(
+        {(name, table): len(getattr(inner, table)) for name, inner in module.named_modules() for table in tables}
+    )
+
+
+def unsharded(engine: Any) -> list[str]:
+    """Parameters of which this rank holds more than its shard."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    found = []
+    if isinstance(engine.module, FSDP):
+        for handle in engine.module._all_handles:
+            parameter = handle.flat_param
+            if not handle.is_sharded(parameter) or parameter._full_param_padded.untyped_storage().size() > 0:
+                found.append(str(parameter._fqns))
+        return found
+    for module in engine.module.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    full = getattr(parameter, "_unsharded_param", None)
+                    holds_full = full is not None and full.untyped_storage().size() > 0
+                    if parameter.sharded_state.name != "SHARDED" or holds_full:
+                        found.append(parameter._param_fqn)
+    return found
+
+
+def leftovers(engine: Any, hooks_before: Counter) -> dict[str, Any]:
+    """What a pass must not leave behind."""
+    return {
+        "unsharded": unsharded(engine),
+        "gradients": [name for name, p in engine.module.named_parameters() if p.grad is not None],
+        "hooks": list((hooks(engine.module) - hooks_before).elements()),
+        "training": [name for name, module in engine.module.named_modules() if module.training],
+        "mode": engine.mode,
+        "grad_enabled": torch.is_grad_enabled(),
+    }
+
+
+def train_step(engine: Any, rows: list[tuple]) -> float:
+    """One optimiser step of verl's engine on this rank's rows, in two micro-batches; returns the gradient norm."""
+    from verl.utils import tensordict_utils as tu
+
+    tokens = [row[0] for row in rows]
+
+    def nested(values: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+    data = tu.get_tensordict(
+        {
+            "input_ids": nested(tokens),
+            "position_ids": nested([torch.arange(len(row)) for row in tokens]),
+            "loss_mask": nested([torch.arange(len(row[0])) >= row[1] for row in rows]),
+        },
+        non_tensor_dict={
+            "temperature": 1.0,
+            "use_remove_padding": engine.engine_config.use_remove_padding,
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": len(rows) // 2,
+            "use_fused_kernels": False,
+        },
+    )
+
+    def loss(model_output: dict, data: Any, dp_group: Any) -> tuple[torch.Tensor, dict]:
+        return -model_output["log_probs"].values().sum() / 100, {}
+
+    with engine.train_mode():
+        return engine.train_batch(data, loss)["metrics"]["grad_norm"]
+
+
+def shards(engine: Any) -> list[torch.Tensor]:
+    """This rank's share of every parameter."""
+    parameters = (p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters())
+    return [p.detach().clone() for p in parameters]
+
+
+@contextmanager
+def counted_forwards(module: torch.nn.Module) -> Iterator[Counter]:
+    """Count the forwards of every decoder block, by its attention, which runs again when the block is recomputed."""
+    counts: Counter = Counter()
+    handles = []
+    for name, inner in module.named_modules():
+        if name.endswith("self_attn"):
+            block = next(int(part) for part in name.split(".") if part.isdigit())
+            handles.append(inner.register_forward_pre_hook(lambda *_, block=block: counts.update([block])))
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class Experiments:
+    """One method a kind of experiment; each returns plain data."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank = rank
+        self.folder = folder
+        self.plan = torch.load(folder / "plan.pt")
+
+    def rows(self, preset: str, split: str = "even") -> list[tuple]:
+        """This rank's rows."""
+        return self.plan[preset][split][self.rank]
+
+    def passes(self, setup: Setup) -> dict[str, Any]:
+        """Every pass of PASSES one after the other on one engine."""
+        engine = build_engine(setup, self.folder)
+        before = hooks(engine.module)
+        results = {}
+        for name, how in PASSES.items():
+            results[name] = run_pass(engine, self.rows(how.preset), how)
+            results[name]["leftovers"] = leftovers(engine, before)
+        return results
+
+    def training(self, setup: Setup) -> dict[str, Any]:
+        """Two optimiser steps: alone, alone again, with a pass before each, and after passes that raised."""
+        rows = self.rows("official")
+        how = Pass("embeddings", "official", rows=2)
+
+        def steps(before_each: Callable[[Any], None]) -> dict[str, Any]:
+            engine = build_engine(setup, self.folder)
+            initial = shards(engine)
+            norms = []
+            for _ in range(2):
+                before_each(engine)
+                norms.append(train_step(engine, rows))
+            return {"initial": initial, "final": shards(engine), "norms": norms}
+
+        def passes(engine: Any) -> None:
+            run_pass(engine, rows, how)
+            run_pass(engine, rows, Pass("middle", "official", budget=260))
+
+        raised = []
+
+        def invalid_token(engine: Any) -> None:
+            before = hooks(engine.module)
+            bad = [(torch.where(torch.arange(len(t)) == len(t) - 1, 10_000, t), r, s) for t, r, s in rows]
+            try:
+                run_pass(engine, bad, how)
+            except Exception as error:
+                raised.append((type(error).__name__, leftovers(engine, before)))
+
+        def broken_block(engine: Any) -> None:
+            before = hooks(engine.module)
+
+            def explode(*_: Any) -> None:
+                raise RuntimeError("block 2 fails")
+
+            name, mlp = next((n, m) for n, m in engine.module.named_modules() if "layers.2" in n and n.endswith(".mlp"))
+            handle = mlp.register_forward_pre_hook(explode)
+            try:
+                run_pass(engine, rows, how)
+            except RuntimeError as error:
+                handle.remove()
+                raised.append((str(error), leftovers(engine, before)))
+
+        return {
+            "alone": steps(lambda engine: None),
+            "alone again": steps(lambda engine: None),
+            "after passes": steps(passes),
+            "after an invalid token": steps(invalid_token),
+            "after a broken block": steps(broken_block),
+            "raised": raised,
+        }
+
+    def recomputing(self, setup: Setup) -> dict[str, Any]:
+        """Forwards of every block in a pass of one micro-batch, by leaf."""
+        engine = build_engine(setup, self.folder)
+        rows = self.rows("official")
+        results = {}
+        for leaf in ("embeddings", "first", "middle", "last"):
+            with counted_forwards(engine.module) as counts:
+                output = run_pass(engine, rows, Pass(leaf, "official", rows=len(rows)))
+            results[leaf] = {"forwards": [counts[block] for block in range(len(counts))], **output}
+        return results
+
+    def unbalanced(self, setup: Setup) -> dict[str, Any]:
+        """Long rows on one rank, short ones on the other, in micro-batches of a token budget."""
+        engine = build_engine(setup, self.folder)
+        rows = self.rows("official", "unbalanced")
+        with counted_forwards(engine.module) as counts:
+            output = run_pass(engine, rows, Pass("embeddings", "official", budget=190))
+        own = [len(row[0]) for row in rows]
+        return {"forwards": counts[0], "own_need": -(-sum(own) // 190), **output}
+
+    def half_precision(self, setup: Setup) -> dict[str, Any]:
+        """A pass under the autocast that verl trains with by default."""
+        engine = build_engine(setup, self.folder)
+        how = Pass("embeddings", "official", rows=3)
+        return {"dtype": str(engine._autocast_dtype), **run_pass(engine, self.rows("official"), how)}
+
+
+HALF = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+RECOMPUTED = {
+    "fsdp": Setup("qwen3-dropout", "fsdp"),
+    "fsdp2": Setup("qwen3-dropout", "fsdp2"),
+    "fsdp2, no checkpointing": Setup("qwen3-dropout", "fsdp2", checkpointing=False),
+}
+UNBALANCED = {
+    "fsdp": Setup("qwen3", "fsdp"),
+    "fsdp2": Setup("qwen3", "fsdp2"),
+    "fsdp2, packed": Setup("qwen3", "fsdp2", packed=True),
+}
+HALVED = {"fsdp": Setup("qwen3", "fsdp", options=HALF), "fsdp2": Setup("qwen3", "fsdp2", options=HALF)}
+EXPERIMENTS = {
+    "passes": SETUPS,
+    "training": TRAINED,
+    "recomputing": RECOMPUTED,
+    "unbalanced": UNBALANCED,
+    "half_precision": HALVED,
+}
+
+
+def main(rank: int, folder: Path, only: str = "") -> None:
+    """Run all experiments and save the results as ``result<rank>.pt`` in the folder."""
+    import verl  # noqa: F401  loads the plugin that makes the CPU verl's device
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE, timeout=TIMEOUT
+    )
+    experiments = Experiments(rank, folder)
+    results: dict[str, dict[str, Any]] = {}
+    for kind, setups in EXPERIMENTS.items():
+        results[kind] = {}
+        for name, setup in setups.items():
+            if only not in f"{kind}: {name}":
+                continue
+            print(f"{kind}: {name}", flush=True)
+            try:
+                results[kind][name] = getattr(experiments, kind)(setup)
+            except Exception:
+                results[kind][name] = traceback.format_exc()
+                print(results[kind][name], flush=True)
+            gc.collect()
+            torch.save(results, folder / f"result{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
