@@ -184,7 +184,8 @@ def row_weights(
                 weights[t] = options["weight_mean"]
     if options["normalize_mass"] and not outside:
         total = math.fsum(weights)
-        weights = [weight * length / total for weight in weights]
+        if total > 0:
+            weights = [weight * length / total for weight in weights]
     return weights
 
 

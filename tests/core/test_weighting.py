@@ -253,7 +253,7 @@ def random_case(seed: int, normalize_mass: bool | None = None) -> tuple:
         scores[-1] += [NAN] * (width - length)
         bounds = sorted(draw.randint(0, length) for _ in range(4))
         spans.append(AnswerSpan(*bounds) if bounds[0] < bounds[3] and draw.random() < 0.8 else None)
-        advantages.append(draw.choice([-1.5, -0.25, 0.0, 0.5]))
+        advantages.append(draw.choice([-1.5, -0.25, 0.5]))
     low = draw.choice([0.0, 0.5, 0.9])
     options = {
         "statistics": draw.choice(["response", "reasoning"]),
@@ -262,7 +262,7 @@ def random_case(seed: int, normalize_mass: bool | None = None) -> tuple:
         "weight_min": low,
         "weight_max": draw.choice([1.2, 3.0, 5.0]),
         "content_weight": draw.choice([None, 0.0, 1.0, 4.0]),
-        "gate": draw.choice(["wrong", "all"]),
+        "gate": draw.choice(["wrong", "correct", "all"]),
         "content_outside_gate": draw.choice([True, False]),
         "normalize_mass": draw.choice([True, False]) if normalize_mass is None else normalize_mass,
     }

@@ -71,7 +71,6 @@ SETUPS = {
         "qwen3", "fsdp2", packed=True, options={"pad_to_length": True, "pad_to_length_bucket": 64}
     ),
     "fsdp2, parameters offloaded": Setup("qwen3", "fsdp2", options={"param_offload": True, "optimizer_offload": True}),
-    "fsdp2, offload policy": Setup("qwen3", "fsdp2", options={"offload_policy": True}),
     "fsdp2, lora": Setup("qwen3-tied", "fsdp2", adapter="adapter"),
     "fsdp, lora": Setup("qwen3-tied", "fsdp", adapter="adapter"),
     "fsdp, unsharded between forward and backward": Setup("qwen3", "fsdp", options={"reshard_after_forward": False}),

@@ -6,6 +6,7 @@ verl has no CPU platform, but it lets others add one. :func:`install` adds it, o
 ``environment``        environment variables that Ray, vLLM and verl read, with defaults for this machine
 ``platform``           verl's device abstraction; ``device_module`` stands in for ``torch.cuda``
 ``process_group``      patch: the process group that verl asks for has ``cpu`` in it twice
+``fsdp1_sync``         patch: torch refuses to broadcast FSDP1's initial weights from CPU memory
 ``rollout``            vLLM replica whose server and worker reload weights the way vLLM-CPU can
 ``vllm_worker``        the vLLM worker side of that reload
 ``replay_buffer``      replay buffer with a configurable polling interval, selected in ``recipe/config/cpu.yaml``
@@ -21,7 +22,7 @@ _installed = False
 
 
 def install() -> None:
-    """Register the CPU platform, its rollout replica and its patch with verl; calling it again changes nothing.
+    """Register the CPU platform, its rollout replica and its patches with verl; calling it again changes nothing.
 
     Runs while ``import verl`` is finishing, in every process, so it imports neither vLLM nor FSDP.
     """
@@ -29,10 +30,11 @@ def install() -> None:
     if _installed:
         return
 
-    from grail_advantage.verl_ext.cpu import environment, platform, process_group, rollout
+    from grail_advantage.verl_ext.cpu import environment, fsdp1_sync, platform, process_group, rollout
 
     environment.apply_defaults()
     platform.register()
     process_group.patch()
+    fsdp1_sync.patch()
     rollout.register()
     _installed = True

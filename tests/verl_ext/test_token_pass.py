@@ -1,0 +1,303 @@
+"""The saliency pass inside verl's FSDP engine on two ranks against one process and a plain model."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from grail_advantage import GrailConfig, TokenWeights, compute_token_weights, find_answer_span
+from grail_advantage.weighting import grail_weights, select_rows, target_range
+from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, char_tokenizer, encode, make_batch, tiny_model
+from tests.verl_ext import token_pass_ranks as ranks
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+MODELS = {
+    "qwen3": {"family": "qwen3"},
+    "qwen3-tied": {"family": "qwen3", "tied": True},
+    "llama": {"family": "llama"},
+    "llama-tied": {"family": "llama", "tied": True},
+    "qwen3-dropout": {"family": "qwen3", "tied": True, "attention_dropout": 0.5},
+}
+LONG = "One and one is two, and two is three, " * 4
+BATCH = [
+    *(ROLLOUTS[name] for name in ("text after the box", "several boxes", "empty box", "box at the start")),
+    *(ROLLOUTS[name] for name in ("one token before the box", "box at the end")),
+    Rollout("How long can it be?", LONG + r"so \boxed{3}.<end>", -0.5),
+]
+SHORTEST = 4
+SHARES = ([0, 2, 4, 6], [1, 3, 5, SHORTEST])
+"""Indices into BATCH of each rank's rows; the last of the second rank fills it up, as the trainer does."""
+UNBALANCED = (
+    [Rollout("How long?" + "?" * extra, LONG + r"\boxed{3}", -1.0) for extra in range(4)],
+    [Rollout("Six" + "?" * extra, r"=\boxed{6}", -1.0) for extra in range(4)],
+)
+Row = tuple[torch.Tensor, int, int]
+
+
+def _row(rollout: Rollout, config: GrailConfig) -> Row:
+    """Tokens up to the target's end, index of the first response token, index of the first target token."""
+    prompt, response = encode(rollout.prompt), encode(rollout.response)
+    start, end = target_range(find_answer_span(response, char_tokenizer(), config.span), config.target)
+    return torch.tensor(prompt + response[:end]), len(prompt), len(prompt) + start
+
+
+def _plan(preset: str) -> dict[str, list[list[Row]]]:
+    config = GrailConfig(preset)
+    return {
+        "even": [[_row(BATCH[index], config) for index in share] for share in SHARES],
+        "unbalanced": [[_row(rollout, config) for rollout in share] for share in UNBALANCED],
+    }
+
+
+def _models(folder: Path) -> dict[str, PreTrainedModel]:
+    """Write the models that the ranks load, and return them."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    models = {}
+    for seed, (name, options) in enumerate(MODELS.items()):
+        models[name] = tiny_model(seed=seed, **options)
+        models[name].save_pretrained(folder / name)
+    torch.manual_seed(0)
+    adapted = get_peft_model(
+        tiny_model(seed=1, **MODELS["qwen3-tied"]), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:  # zeros when new, which would leave the model as it was
+            torch.nn.init.normal_(parameter, std=0.3)
+    adapted.save_pretrained(folder / "adapter")
+    models["adapter"] = PeftModel.from_pretrained(tiny_model(seed=1, **MODELS["qwen3-tied"]), folder / "adapter").eval()
+    return models
+
+
+class Measured:
+    """What both ranks measured, and the plain models."""
+
+    def __init__(self, models: dict[str, PreTrainedModel], results: list[dict]) -> None:
+        self.models = models
+        self.results = results
+        self._known: dict[tuple, TokenWeights] = {}
+
+    def of(self, kind: str, setup: str) -> list[dict]:
+        """The results of both ranks; fails with the traceback of a rank that raised."""
+        found = [result.get(kind, {}).get(setup, "the rank did not come this far") for result in self.results]
+        for result in found:
+            if isinstance(result, str):
+                pytest.fail(result)
+        return found
+
+    def plain(
+        self, setup: ranks.Setup, leaf: str, preset: str, temperature: float, rollouts: list[Rollout]
+    ) -> TokenWeights:
+        """The same weights in one process, with one row at a time and no sharding."""
+        name = setup.adapter or setup.model
+        key = (name, leaf, preset, temperature, tuple(rollouts))
+        if key not in self._known:
+            self._known[key] = compute_token_weights(
+                self.models[name],
+                char_tokenizer(),
+                *make_batch(rollouts, padding="right").tensors(),
+                GrailConfig(preset, leaf=leaf),
+                temperature=temperature,
+            )
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """Starts the two ranks and waits for all their experiments."""
+    folder = tmp_path_factory.mktemp("ranks")
+    models = _models(folder)
+    torch.save({preset: _plan(preset) for preset in ("official", "robust")}, folder / "plan.pt")
+    environment = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    logs = [(folder / f"log{rank}.txt").open("w") for rank in range(ranks.WORLD_SIZE)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.verl_ext.token_pass_ranks", str(rank), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        for process in processes:
+            process.wait(timeout=900)
+    except subprocess.TimeoutExpired:
+        pytest.fail("the ranks hang\n" + _tails(folder))
+    finally:
+        for process, log in zip(processes, logs, strict=True):
+            process.kill()
+            process.wait()
+            log.close()
+    files = [folder / f"result{rank}.pt" for rank in range(ranks.WORLD_SIZE)]
+    if not all(file.exists() for file in files):
+        pytest.fail("the ranks did not start\n" + _tails(folder))
+    return Measured(models, [torch.load(file) for file in files])
+
+
+def _tails(folder: Path) -> str:
+    return "\n".join(f"{path.name}: ...{path.read_text()[-3000:]}" for path in sorted(folder.glob("log*.txt")))
+
+
+def _token_scores(saliency_P: torch.Tensor, alignment: str, length: int) -> torch.Tensor:
+    """Scores by response token; tokens behind the pass's last position have none."""
+    shift = 0 if alignment == "predictor" else 1
+    return torch.tensor(
+        [float(saliency_P[t + shift]) if t + shift < len(saliency_P) else 0.0 for t in range(length)]
+    )
+
+
+def _by_rollout(per_rank: list[dict], name: str) -> list[torch.Tensor]:
+    """The rows of both ranks in the order of BATCH; the row that fills up must agree with the one that it repeats."""
+    rows: list[Any] = [None] * len(BATCH)
+    for share, result in zip(SHARES, per_rank, strict=True):
+        assert len(result[name]) == len(share)
+        for index, row in zip(share, result[name], strict=True):
+            if rows[index] is not None:
+                torch.testing.assert_close(row, rows[index], rtol=1e-4, atol=1e-6)
+            rows[index] = row
+    return rows
+
+
+def _assert_scores_agree(
+    saliencies: list[torch.Tensor], expected: TokenWeights, batch: Batch, config: GrailConfig, rtol: float
+) -> torch.Tensor:
+    """Compare scores row by row, and return them as (B, T), 0 behind each response."""
+    lengths = batch.response_mask.sum(dim=1).tolist()
+    scores_BT = torch.zeros(len(saliencies), max(lengths))
+    for row, saliency_P in enumerate(saliencies):
+        scores_T = _token_scores(saliency_P, config.alignment, lengths[row])
+        expected_T = expected.scores[row, batch.response_mask[row].bool()]
+        torch.testing.assert_close(scores_T, expected_T, rtol=rtol, atol=rtol * float(expected_T.max()))
+        scores_BT[row, : lengths[row]] = scores_T
+    return scores_BT
+
+
+CASES = [(setup, name) for setup in ranks.SETUPS for name in ranks.PASSES]
+
+
+@pytest.mark.parametrize(("setup", "name"), CASES, ids=[f"{setup}: {name}" for setup, name in CASES])
+class TestPass:
+    def test_gives_the_plain_models_scores_and_weights(self, measured: Measured, setup: str, name: str) -> None:
+        how = ranks.PASSES[name]
+        config = GrailConfig(how.preset, leaf=how.leaf)
+        batch = make_batch(BATCH, padding="right")
+        expected = measured.plain(ranks.SETUPS[setup], how.leaf, how.preset, how.temperature, BATCH)
+        assert expected.stats["selected_rate"] == 1.0
+        saliencies = _by_rollout([result[name] for result in measured.of("passes", setup)], "saliency")
+        scores_BT = _assert_scores_agree(saliencies, expected, batch, config, rtol=2e-4)
+
+        lengths_B1 = batch.response_mask.sum(dim=1, keepdim=True)
+        mask_BT = torch.arange(scores_BT.shape[1]) < lengths_B1
+        rows = select_rows(batch.advantages, expected.spans, config.gate)
+        weights_BT = grail_weights(scores_BT, mask_BT, expected.spans, rows, config).weights_BT
+        for row, length in enumerate(lengths_B1.flatten().tolist()):
+            expected_T = expected.weights[row, batch.response_mask[row].bool()]
+            torch.testing.assert_close(weights_BT[row, :length], expected_T, rtol=1e-3, atol=1e-4)
+
+    def test_gives_every_position_from_the_first_predictor_to_the_target_end(
+        self, measured: Measured, setup: str, name: str
+    ) -> None:
+        how = ranks.PASSES[name]
+        results = measured.of("passes", setup)
+        for share, result in zip(SHARES, results, strict=True):
+            for index, saliency_P, norm_P in zip(
+                share, result[name]["saliency"], result[name]["gradient_norm"], strict=True
+            ):
+                tokens, response_start, _ = _row(BATCH[index], GrailConfig(how.preset))
+                assert saliency_P.shape == norm_P.shape == (len(tokens) - response_start + 1,)
+                assert saliency_P.dtype == norm_P.dtype == torch.float32
+                assert (norm_P[:-1] > 0).all()
+                # Nothing predicts from the last target token, so its own position has exactly no gradient.
+                assert norm_P[-1] == saliency_P[-1] == 0
+
+    def test_leaves_nothing_behind(self, measured: Measured, setup: str, name: str) -> None:
+        for result in measured.of("passes", setup):
+            assert result[name]["leftovers"] == {
+                "unsharded": [],
+                "gradients": [],
+                "hooks": [],
+                "training": [],
+                "mode": None,
+                "grad_enabled": True,
+            }
+
+
+@pytest.mark.parametrize("setup", ranks.TRAINED)
+class TestNextOptimiserStep:
+    def test_moves_and_repeats_exactly_without_a_pass(self, measured: Measured, setup: str) -> None:
+        """What the other tests of this class stand on."""
+        for result in measured.of("training", setup):
+            first, second = result["alone"], result["alone again"]
+            assert not all(map(torch.equal, first["initial"], first["final"]))
+            assert all(map(torch.equal, first["final"], second["final"]))
+            assert first["norms"] == second["norms"]
+            assert all(norm > 0 for norm in first["norms"])
+
+    @pytest.mark.parametrize("what", ["after passes", "after an invalid token", "after a broken block"])
+    def test_is_the_same(self, measured: Measured, setup: str, what: str) -> None:
+        for result in measured.of("training", setup):
+            assert result[what]["norms"] == result["alone"]["norms"]
+            assert all(map(torch.equal, result[what]["final"], result["alone"]["final"]))
+
+    def test_follows_errors_that_left_no_hook(self, measured: Measured, setup: str) -> None:
+        for result in measured.of("training", setup):
+            assert [error for error, _ in result["raised"]] == ["IndexError"] * 2 + ["block 2 fails"] * 2
+            for _, left in result["raised"]:
+                assert left["hooks"] == left["gradients"] == left["training"] == []
+                assert left["mode"] is None
+                assert left["grad_enabled"]
+
+
+@pytest.mark.parametrize("setup", ranks.RECOMPUTED)
+class TestGradientCheckpointing:
+    def test_recomputes_the_blocks_that_the_backward_passes(self, measured: Measured, setup: str) -> None:
+        behind = {"embeddings": [1, 1, 1, 1], "first": [0, 1, 1, 1], "middle": [0, 0, 1, 1], "last": [0, 0, 0, 1]}
+        again = ranks.RECOMPUTED[setup].checkpointing
+        for result in measured.of("recomputing", setup):
+            for leaf, recomputed in behind.items():
+                assert result[leaf]["forwards"] == [1 + again * times for times in recomputed]
+
+    @pytest.mark.parametrize("leaf", ["embeddings", "first", "middle", "last"])
+    def test_keeps_dropout_off(self, measured: Measured, setup: str, leaf: str) -> None:
+        config = GrailConfig(leaf=leaf)
+        expected = measured.plain(ranks.RECOMPUTED[setup], leaf, "official", 1.0, BATCH)
+        saliencies = _by_rollout([result[leaf] for result in measured.of("recomputing", setup)], "saliency")
+        _assert_scores_agree(saliencies, expected, make_batch(BATCH, padding="right"), config, rtol=2e-4)
+
+
+@pytest.mark.parametrize("setup", ranks.UNBALANCED)
+def test_ranks_with_very_different_rows_run_as_many_micro_batches(measured: Measured, setup: str) -> None:
+    results = measured.of("unbalanced", setup)
+    assert [result["own_need"] for result in results] == [4, 1]
+    forwards = [result["forwards"] for result in results]
+    assert forwards == [8, 8]  # four micro-batches, each forward and recomputed
+    for rank, result in enumerate(results):
+        rollouts = UNBALANCED[rank]
+        expected = measured.plain(ranks.UNBALANCED[setup], "embeddings", "official", 1.0, rollouts)
+        _assert_scores_agree(
+            result["saliency"], expected, make_batch(rollouts, padding="right"), GrailConfig(), rtol=2e-4
+        )
+
+
+@pytest.mark.parametrize("setup", ranks.HALVED)
+def test_autocast_of_the_training_step_is_used(measured: Measured, setup: str) -> None:
+    results = measured.of("half_precision", setup)
+    assert [result["dtype"] for result in results] == ["torch.bfloat16"] * 2
+    batch = make_batch(BATCH, padding="right")
+    expected = measured.plain(ranks.HALVED[setup], "embeddings", "official", 1.0, BATCH)
+    for row, saliency_P in enumerate(_by_rollout(results, "saliency")):
+        expected_P = expected.scores[row, batch.response_mask[row].bool()][: len(saliency_P) - 1]
+        errors_P = (saliency_P[:-1] / expected_P).log().abs()
+        assert 1e-4 < float(errors_P.median()) < math.log(1.1)
