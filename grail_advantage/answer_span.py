@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -156,9 +156,8 @@ def _find_in_row(ids: np.ndarray, table: _TokenTable, which: Literal["first", "l
     piece = np.searchsorted(np.cumsum([len(p) for p in pieces]), offsets, side="right")
     first_token = piece_start[piece].tolist()
     past_token = np.append(piece_start, ids.size)[piece + 1].tolist()
-    if content_start == content_end:
-        return AnswerSpan(first_token[0], first_token[3], first_token[3], past_token[3])
-    return AnswerSpan(first_token[0], first_token[1], past_token[2], past_token[3])
+    content_end_token = past_token[2] if content_start < content_end else first_token[1]
+    return AnswerSpan(first_token[0], first_token[1], content_end_token, past_token[3])
 
 
 @dataclass(frozen=True)
@@ -177,36 +176,31 @@ class _TokenTable:
     """(size + 1,): the bytes of a token that matters, a space for the others."""
 
 
-# By id, as tokenizers may compare equal or not hash at all. The reference tells a dead tokenizer's entry from that of a
-# new one at the same address; the state tells whether tokens were added.
-_tables: dict[int, tuple[Callable[[], Any], tuple, _TokenTable]] = {}
+_State = tuple[int, dict[int, bool]]
+# By id, as tokenizers may compare equal or not hash at all. An entry goes when its tokenizer goes, before the id can
+# become another object's; a tokenizer that takes no weak reference is kept alive by its entry instead.
+_tables: dict[int, tuple[_State, _TokenTable, Any]] = {}
 
 
 def _token_table(tokenizer: PreTrainedTokenizerBase) -> _TokenTable:
     key, state = id(tokenizer), _vocabulary_state(tokenizer)
-    cached = _tables.get(key)
-    if cached is not None:
-        reference, state_then, table = cached
-        if reference() is tokenizer and state_then == state:
+    if key in _tables:
+        state_then, table, _ = _tables[key]
+        if state_then == state:
             return table
-    table = _build_table(tokenizer)
+    table, kept_alive = _build_table(tokenizer), None
     try:
-        reference = weakref.ref(tokenizer, lambda dead: _forget(key, dead))
-    except TypeError:  # takes no weak reference: a strong one keeps its id from being given to another object
-        reference = lambda: tokenizer  # noqa: E731
-    _tables[key] = (reference, state, table)
+        weakref.finalize(tokenizer, _tables.pop, key, None)
+    except TypeError:
+        kept_alive = tokenizer
+    _tables[key] = (state, table, kept_alive)
     return table
 
 
-def _vocabulary_state(tokenizer: PreTrainedTokenizerBase) -> tuple:
-    """Changes when tokens are added. len(tokenizer) would do, but builds the whole vocabulary for it (70 ms for Qwen's)."""
+def _vocabulary_state(tokenizer: PreTrainedTokenizerBase) -> _State:
+    """Changes with every token added. len(tokenizer) does too, but lists the whole vocabulary (70 ms for Qwen's)."""
     model_tokens = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
-    return model_tokens, len(tokenizer.added_tokens_decoder), tuple(tokenizer.all_special_ids)
-
-
-def _forget(key: int, dead: weakref.ref) -> None:
-    if key in _tables and _tables[key][0] is dead:
-        del _tables[key]
+    return model_tokens, {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items()}
 
 
 def _build_table(tokenizer: PreTrainedTokenizerBase) -> _TokenTable:
@@ -221,12 +215,15 @@ def _build_table(tokenizer: PreTrainedTokenizerBase) -> _TokenTable:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
-    """The bytes that each token of the vocabulary puts into the text; none for special tokens."""
+    """Token id to the bytes that the token puts into the text; none for special tokens, which decoding leaves out.
+
+    Raises:
+        ValueError: an unsupported tokenizer, as for :func:`find_answer_span`.
+    """
     steps = _decoding_steps(_backend(tokenizer))
     added = tokenizer.added_tokens_decoder
-    special = {token for token, entry in added.items() if entry.special}.union(tokenizer.all_special_ids)
     return {
-        token: b"" if token in special else _literal_bytes(text, steps, is_added=token in added)
+        token: b"" if token in added and added[token].special else _literal_bytes(text, steps, is_added=token in added)
         for text, token in tokenizer.get_vocab().items()
     }
 

@@ -25,6 +25,7 @@ _WORKER_SCRIPT = Path(__file__).with_name("_verify_worker.py")
 # Loading sympy takes less than a second of processor time; the rest allows for a machine that is busy starting Ray.
 _START_SECONDS = 120.0
 _MEMORY = 1 << 30
+_RETIRE_AT = 384 << 20  # a fresh worker holds 60 MB
 # The kernel ends a worker that used up its processor time. One that is merely starved by other work gets this many times
 # that by the wall clock, so that verdicts do not depend on how busy the machine is.
 _WALL_FACTOR = 10.0
@@ -50,7 +51,7 @@ class _Worker:
         """Start the process without waiting for it to be ready."""
         self._ready = False
         self._process = subprocess.Popen(
-            [sys.executable, str(_WORKER_SCRIPT), str(self._cpu_seconds), str(_MEMORY)],
+            [sys.executable, str(_WORKER_SCRIPT), str(self._cpu_seconds), str(_MEMORY), str(_RETIRE_AT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -4,7 +4,8 @@ It reads one JSON line per request from standard input, ``{"gold": LaTeX, "pred"
 line, ``{"equal": bool, "last": bool}`` or ``{"error": text, "last": bool}``; ``last`` says that it leaves after this answer.
 An answer that needs more processor time than allowed makes the kernel end the process, whatever Python is doing then.
 
-Arguments: seconds of processor time for one request, bytes of memory that answers may take.
+Arguments: seconds of processor time for one request, bytes of memory that answers may take, bytes of memory beyond which
+the worker leaves after its answer, so that sympy's and ANTLR's caches cannot grow without end.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ import resource
 import signal
 import sys
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 # Run as a script, Python puts this file's folder first on the path, where it could hide an installed module.
 if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
     sys.path.pop(0)
 
+from antlr4.atn.PredictionMode import PredictionMode
 from latex2sympy2_extended import NormalizationConfig
+from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 # math-verify's limits for numbers of ordinary size: decimals kept for floats, significant digits for expressions.
 FLOAT_DECIMALS = 6
 EXPRESSION_DIGITS = 15
-# A worker that once grew beyond this is replaced, which bounds what sympy's and ANTLR's caches can hold.
-RETIRE_KIB = 384 * 1024
 
 _UNITS_OFF = NormalizationConfig(units=False, basic_latex=True, malformed_operators=True, nits=True, boxed="all")
 _EXTRACTION = {
@@ -74,6 +76,23 @@ def _refuse_side_effects(event: str, args: tuple[Any, ...]) -> None:
         raise PermissionError(f"a verification may not use {event}")
 
 
+_create_parser = _Latex2Sympy.create_parser
+
+
+def _create_fast_parser(self: _Latex2Sympy, latex: str) -> Any:
+    """ANTLR's two-stage parsing: SLL prediction finds the same tree as LL prediction, several times as fast, or fails.
+
+    Parsing takes nearly all the time of a verification, and latex2sympy2_extended 1.11.0 always parses with LL.
+    """
+    parser = _create_parser(self, latex)
+    parser._interp.predictionMode = PredictionMode.SLL
+    try:
+        tree = parser.math()
+    except Exception:
+        return _create_parser(self, latex)  # from the first character on, so that errors of the lexer come again
+    return SimpleNamespace(math=lambda: tree)
+
+
 @lru_cache(maxsize=256)
 def _parse(latex: str, units: bool) -> list[Any]:
     return parse("\\boxed{" + latex + "}", extraction_config=_EXTRACTION[units], parsing_timeout=None)
@@ -106,18 +125,26 @@ def equal(gold: str, pred: str) -> bool:
     )
 
 
+def _memory() -> tuple[int, int]:
+    """Bytes mapped and bytes resident. (getrusage would count what the parent had before it started this program.)"""
+    with open("/proc/self/statm") as statm:
+        mapped, resident = statm.read().split()[:2]
+    return int(mapped) * resource.getpagesize(), int(resident) * resource.getpagesize()
+
+
 def _limit(kind: int, value: int) -> None:
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))
 
 
-def main(cpu_seconds: float, memory: int) -> None:
+def main(cpu_seconds: float, memory: int, retire_at: int) -> None:
     # Only this copy of the pipe carries answers; whatever else a library prints goes nowhere.
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; Ctrl-C reaches the whole process group
+    _Latex2Sympy.create_parser = _create_fast_parser
     # The first use of math-verify loads half of sympy, which must not count against the first answer.
     for gold, pred in (
         ("\\frac{x}{2}", "0.5x"),
@@ -126,9 +153,7 @@ def main(cpu_seconds: float, memory: int) -> None:
         ("(0, 1]", "x=3"),
     ):
         equal(gold, pred)
-    with open("/proc/self/statm") as statm:
-        mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    _limit(resource.RLIMIT_AS, mapped + memory)
+    _limit(resource.RLIMIT_AS, _memory()[0] + memory)
     _limit(resource.RLIMIT_FSIZE, 0)  # pipes are no files
     _limit(resource.RLIMIT_CORE, 0)
     sys.dont_write_bytecode = True
@@ -149,7 +174,7 @@ def main(cpu_seconds: float, memory: int) -> None:
         except Exception as error:
             reply = {"error": type(error).__name__}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        reply["last"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > RETIRE_KIB
+        reply["last"] = _memory()[1] > retire_at
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
         if reply["last"]:
@@ -157,4 +182,4 @@ def main(cpu_seconds: float, memory: int) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+    main(float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

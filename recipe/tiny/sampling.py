@@ -7,6 +7,9 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from recipe.tiny.task import Problem, boxed_answer
 
+# Six steps and a box take at most 57 tokens while the running value stays in the task's range.
+MAX_RESPONSE_TOKENS = 64
+
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, problem: Problem) -> list[int]:
     """Token ids of the chat prompt, as verl and vLLM build them from the message."""
@@ -20,8 +23,8 @@ def sample(
     tokenizer: PreTrainedTokenizerFast,
     prompts: list[list[int]],
     *,
-    max_new_tokens: int,
     temperature: float = 1.0,
+    max_new_tokens: int = MAX_RESPONSE_TOKENS,
     generator: torch.Generator | None = None,
 ) -> list[list[int]]:
     """One response a prompt: token ids including the end token, if it was reached. Temperature 0 is greedy."""
@@ -67,7 +70,6 @@ def accuracy(
     tokenizer: PreTrainedTokenizerFast,
     problems: list[Problem],
     *,
-    max_new_tokens: int,
     temperature: float = 1.0,
     seed: int = 0,
 ) -> float:
@@ -77,7 +79,6 @@ def accuracy(
         model,
         tokenizer,
         [prompt_ids(tokenizer, problem) for problem in problems],
-        max_new_tokens=max_new_tokens,
         temperature=temperature,
         generator=generator,
     )

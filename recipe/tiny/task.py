@@ -20,17 +20,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-import os
-
-MODE = os.environ.get("TMODE", "u")
 Split = Literal["train", "validation"]
 
-_PROBLEM = re.compile(r"\d(?:[+-]\d)+")
-_STEP = re.compile(r"(?<!\d)(-?\d{1,9})([+-])(\d{1,9})=(-?\d{1,9})(?!\d)")
+_PROBLEM = re.compile(r"\d(?:[+-]\d)+", re.ASCII)
+_STEP = re.compile(r"(?<!\d)(-?\d{1,9})([+-])(\d{1,9})=(-?\d{1,9})(?!\d)", re.ASCII)
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-# One text in VALIDATION_SHARE, chosen by its own hash, is held out: disjoint for every seed, size and chain length.
+# One text in so many, chosen by its own hash, is held out: the splits are disjoint for every seed and size.
 _VALIDATION_SHARE = 8
-# Running values stay in this range, so that about 300 different sums make up the whole task.
+MIN_STEPS, MAX_STEPS = 3, 6
+# Running values stay in 0..MAX_VALUE, so that about 300 different sums make up the whole task.
 MAX_VALUE = 19
 # reasoning-gym draws item i from random.Random(seed + i): seeds this far apart share no items.
 _SEED_STRIDE = 1_000_000_007
@@ -81,8 +79,8 @@ class StepError:
     expected: str
 
 
-def problems(split: Split, size: int, *, seed: int = 0, min_steps: int = 3, max_steps: int = 6) -> list[Problem]:
-    """``size`` different problems of one split, the same ones for the same arguments.
+def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
+    """``size`` different problems of one split, with 3 to 6 steps, the same ones for the same arguments.
 
     Raises ValueError when the split has fewer problems than asked for.
     """
@@ -90,7 +88,7 @@ def problems(split: Split, size: int, *, seed: int = 0, min_steps: int = 3, max_
         raise ValueError(f"split={split!r} is not known: use 'train' or 'validation'")
     chosen: dict[str, Problem] = {}
     draws = 100 * _VALIDATION_SHARE * size + 10_000
-    for text in _chain_texts(draws, seed, min_steps, max_steps):
+    for text in _chain_texts(draws, seed):
         if len(chosen) == size:
             break
         problem = Problem.parse(text)
@@ -104,13 +102,13 @@ def problems(split: Split, size: int, *, seed: int = 0, min_steps: int = 3, max_
     return list(chosen.values())
 
 
-def _chain_texts(draws: int, seed: int, min_steps: int, max_steps: int) -> Iterator[str]:
+def _chain_texts(draws: int, seed: int) -> Iterator[str]:
     import reasoning_gym  # imported here: only problem generation needs it, and it is slow to import
 
     dataset = reasoning_gym.create_dataset(
         "chain_sum",
-        min_terms=min_steps + 1,
-        max_terms=max_steps + 1,
+        min_terms=MIN_STEPS + 1,
+        max_terms=MAX_STEPS + 1,
         min_digits=1,
         max_digits=1,
         size=draws,
@@ -121,17 +119,17 @@ def _chain_texts(draws: int, seed: int, min_steps: int, max_steps: int) -> Itera
 
 
 def solve(problem: Problem, error_rate: float, rng: random.Random) -> str:
-    """A worked solution in which each step is wrong with probability ``error_rate`` and carried on from."""
+    """A worked solution in which each step is wrong with probability ``error_rate`` and carried on from.
+
+    A wrong result is any other number from 0 to ``MAX_VALUE``, all equally likely. Such slips say nothing about the sum at
+    hand, so what a model learns against one of them helps against all.
+    """
     value = problem.first
     parts = []
     for operator, term in problem.steps:
         result = _apply(value, operator, term)
         if rng.random() < error_rate:
-            result = (
-                rng.choice([value for value in range(MAX_VALUE + 1) if value != result])
-                if MODE == "u"
-                else rng.choice([v for v in range(result - 3, result + 4) if 0 <= v <= MAX_VALUE and v != result])
-            )
+            result = rng.choice([value for value in range(MAX_VALUE + 1) if value != result])
         parts.append(f"{value}{operator}{term}={result};")
         value = result
     return "".join(parts) + f"\\boxed{{{value}}}"

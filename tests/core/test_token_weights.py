@@ -96,10 +96,7 @@ def assert_matches(
 
 # ---- against the plain computation -----------------------------------------------------------------------------------
 
-GRID_ROLLOUTS = [
-    ROLLOUTS[name]
-    for name in ("text after the box", "several boxes", "empty box", "no box", "right", "right, several boxes")
-]
+FEW_ROLLOUTS = [ROLLOUTS[name] for name in ("several boxes", "no box", "right, several boxes", "empty box")]
 
 
 @pytest.mark.parametrize("gate", ["wrong", "correct", "all"])
@@ -107,11 +104,9 @@ GRID_ROLLOUTS = [
 @pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize("preset", ["official", "robust"])
 def test_every_combination_of_options(preset: str, leaf: str, alignment: str, gate: str) -> None:
-    """Qwen3 gets one half of target x statistics x span, Llama (tied) the other, so that each pair of options meets."""
-    batch = make_batch(GRID_ROLLOUTS, "both")
-    for target, statistics, span in itertools.product(
-        ("span", "content"), ("response", "reasoning"), ("first", "last")
-    ):
+    """Qwen3 gets one half of target x statistics x span, Llama (tied) the other; each pair of options meets in both."""
+    batch = make_batch(FEW_ROLLOUTS[:3], "both")
+    for target, statistics, span in itertools.product(("span", "content"), ("response", "reasoning"), ("first", "last")):
         odd = (target == "content") ^ (statistics == "reasoning") ^ (span == "last")
         assert_matches(
             *subject("qwen3" if odd else "llama, tied"),
@@ -146,19 +141,19 @@ def test_every_side_of_padding_agrees_with_the_padded_forward(preset: str, paddi
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("name", ["qwen3", "llama, tied"])
 def test_shallow_models(name: str, layers: int) -> None:
-    batch = make_batch(GRID_ROLLOUTS, "left")
+    batch = make_batch(FEW_ROLLOUTS, "left")
     for leaf, preset in itertools.product(LEAVES, ("official", "robust")):
         assert_matches(*subject(name, layers), batch, preset, leaf=leaf)
 
 
 @pytest.mark.parametrize("temperature", [0.25, 1.0, 3.0])
 def test_temperature_divides_the_logits(temperature: float) -> None:
-    assert_matches(*subject("qwen3"), make_batch(GRID_ROLLOUTS), "robust", temperature)
+    assert_matches(*subject("qwen3"), make_batch(FEW_ROLLOUTS), "robust", temperature)
 
 
 def test_temperature_matters() -> None:
     model, _ = subject("qwen3")
-    batch = make_batch(GRID_ROLLOUTS)
+    batch = make_batch(FEW_ROLLOUTS)
     weights = [compute(model, batch, GrailConfig("robust"), temperature).weights for temperature in (0.5, 1.0)]
     assert (weights[0] - weights[1]).abs().max() > 0.05
 
@@ -185,7 +180,7 @@ def test_numbers_and_switches(preset: str, content_outside_gate: bool, normalize
 @pytest.mark.parametrize("gate", ["wrong", "correct", "all"])
 @pytest.mark.parametrize("preset", ["official", "robust"])
 def test_rows_with_advantage_zero_weigh_one(preset: str, gate: str, content_outside_gate: bool) -> None:
-    zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in GRID_ROLLOUTS]
+    zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in FEW_ROLLOUTS]
     batch = make_batch([*zeros, ROLLOUTS["right"], ROLLOUTS["empty box"]])
     model, plain = subject("qwen3")
     got = assert_matches(model, plain, batch, preset, gate=gate, content_outside_gate=content_outside_gate)
@@ -397,8 +392,8 @@ def test_nothing_stays_behind(what: str, start: str, context: Callable[[], Any])
             parameter.grad = torch.full_like(parameter, 0.5)
     break_it = BREAKS[what]
     handle = break_it(model) if break_it else None
-    batch = make_batch(GRID_ROLLOUTS)
-    for leaf in ("embeddings", "first", "last"):
+    batch = make_batch(FEW_ROLLOUTS)
+    for leaf in ("embeddings", "last"):
         with context():
             before = state_of(model)
             if break_it is None:
@@ -430,13 +425,13 @@ def test_callers_without_gradients_get_the_same_weights(preset: str, context: Ca
 def test_frozen_parameters(leaf: str) -> None:
     model, plain = subject("llama")
     frozen = copy.deepcopy(model).requires_grad_(False)
-    assert_matches(frozen, plain, make_batch(GRID_ROLLOUTS), "official", leaf=leaf)
+    assert_matches(frozen, plain, make_batch(FEW_ROLLOUTS), "official", leaf=leaf)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_dropout_of_training_mode_stays_out(family: str) -> None:
     model = tiny_model(family, attention_dropout=0.5)
-    batch = make_batch(GRID_ROLLOUTS)
+    batch = make_batch(FEW_ROLLOUTS)
     expected = compute(model, batch, GrailConfig("robust"))
     model.train()
     noisy = [model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits for _ in range(2)]
@@ -500,14 +495,14 @@ def test_a_row_with_non_finite_scores_weighs_one_and_is_counted(preset: str, bad
     with torch.no_grad():
         model.model.embed_tokens.weight[CHARACTERS.index("~")] = bad
     broken = Rollout("Four?", r"say ~ \boxed{4} then", -1.0)
-    batch = make_batch([broken, *GRID_ROLLOUTS])
+    batch = make_batch([broken, *FEW_ROLLOUTS])
     got = compute(model, batch, GrailConfig(preset))
     assert torch.equal(got.weights[0], batch.response_mask[0].float())
     assert got.scores[0].isnan().any()
-    assert got.stats["non_finite_rate"] == pytest.approx(1 / 7)
+    assert got.stats["non_finite_rate"] == pytest.approx(1 / 5)
     assert all(math.isfinite(value) for value in got.stats.values())
     mended = compute(
-        model, make_batch([Rollout("Four?", r"say - \boxed{4} then", -1.0), *GRID_ROLLOUTS]), GrailConfig(preset)
+        model, make_batch([Rollout("Four?", r"say - \boxed{4} then", -1.0), *FEW_ROLLOUTS]), GrailConfig(preset)
     )
     assert torch.equal(got.weights[1:], mended.weights[1:])
     assert mended.stats["non_finite_rate"] == 0

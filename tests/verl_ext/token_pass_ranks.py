@@ -7,14 +7,17 @@ judged here, only measured; every experiment's result is saved, or its traceback
 from __future__ import annotations
 
 import gc
+import pickle
 import sys
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,7 +80,7 @@ SETUPS = {
     "fsdp2, unsharded between forward and backward": Setup("qwen3", "fsdp2", options={"reshard_after_forward": False}),
     "fsdp, groups of two": Setup("qwen3", "fsdp", options={"fsdp_size": 2}),
     "fsdp2, groups of two": Setup("qwen3", "fsdp2", options={"fsdp_size": 2}),
-    "fsdp2, forward prefetch": Setup("qwen3", "fsdp2", options={"forward_prefetch": True}),
+    "fsdp, parameters offloaded": Setup("qwen3", "fsdp", options={"param_offload": True, "optimizer_offload": True}),
 }
 
 TRAINED = {
@@ -145,33 +148,38 @@ def hooks(module: torch.nn.Module) -> Counter:
     )
 
 
-def unsharded(engine: Any) -> list[str]:
-    """Parameters of which this rank holds more than its shard."""
+def sharding(engine: Any) -> dict[str, list[str]]:
+    """Parameters that this rank uses as a whole, and those of which it holds more than its shard in memory."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-    found = []
+    whole, held = [], []
     if isinstance(engine.module, FSDP):
-        for handle in engine.module._all_handles:
-            parameter = handle.flat_param
-            if not handle.is_sharded(parameter) or parameter._full_param_padded.untyped_storage().size() > 0:
-                found.append(str(parameter._fqns))
-        return found
+        for unit in FSDP.fsdp_modules(engine.module):
+            parameter = unit._flat_param
+            name = next(name for name, module in engine.module.named_modules() if module is unit)
+            if not unit._handle.is_sharded(parameter):
+                whole.append(name)
+            full = getattr(parameter, "_full_param_padded", None)  # None before the first forward
+            if full is not None and full.untyped_storage().size() > 0:
+                held.append(name)
+        return {"whole": whole, "held": held}
     for module in engine.module.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
+                    if parameter.sharded_state.name != "SHARDED":
+                        whole.append(parameter._param_fqn)
                     full = getattr(parameter, "_unsharded_param", None)
-                    holds_full = full is not None and full.untyped_storage().size() > 0
-                    if parameter.sharded_state.name != "SHARDED" or holds_full:
-                        found.append(parameter._param_fqn)
-    return found
+                    if full is not None and full.untyped_storage().size() > 0:
+                        held.append(parameter._param_fqn)
+    return {"whole": whole, "held": held}
 
 
 def leftovers(engine: Any, hooks_before: Counter) -> dict[str, Any]:
     """What a pass must not leave behind."""
     return {
-        "unsharded": unsharded(engine),
+        **sharding(engine),
         "gradients": [name for name, p in engine.module.named_parameters() if p.grad is not None],
         "hooks": list((hooks(engine.module) - hooks_before).elements()),
         "training": [name for name, module in engine.module.named_modules() if module.training],
@@ -239,7 +247,7 @@ class Experiments:
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank = rank
         self.folder = folder
-        self.plan = torch.load(folder / "plan.pt")
+        self.plan = torch.load(folder / "plan.pt", weights_only=False)
 
     def rows(self, preset: str, split: str = "even") -> list[tuple]:
         """This rank's rows."""
@@ -256,55 +264,70 @@ class Experiments:
         return results
 
     def training(self, setup: Setup) -> dict[str, Any]:
-        """Two optimiser steps: alone, alone again, with a pass before each, and after passes that raised."""
+        """Two optimiser steps: alone, alone again, and with two passes before each."""
         rows = self.rows("official")
-        how = Pass("embeddings", "official", rows=2)
-
-        def steps(before_each: Callable[[Any], None]) -> dict[str, Any]:
-            engine = build_engine(setup, self.folder)
-            initial = shards(engine)
-            norms = []
-            for _ in range(2):
-                before_each(engine)
-                norms.append(train_step(engine, rows))
-            return {"initial": initial, "final": shards(engine), "norms": norms}
 
         def passes(engine: Any) -> None:
-            run_pass(engine, rows, how)
+            run_pass(engine, rows, Pass("embeddings", "official", rows=2))
             run_pass(engine, rows, Pass("middle", "official", budget=260))
 
-        raised = []
+        return {
+            "alone": self._two_steps(setup, lambda engine: None),
+            "alone again": self._two_steps(setup, lambda engine: None),
+            "after passes": self._two_steps(setup, passes),
+        }
+
+    def raising(self, setup: Setup) -> dict[str, Any]:
+        """What passes that raise leave behind, and with FSDP2 two optimiser steps after each of them.
+
+        FSDP1 itself cannot go on after an exception in a forward, whoever runs it.
+        """
+        rows = self.rows("official")
+        how = Pass("embeddings", "official", rows=2)
+        results: dict[str, Any] = {"errors": []}
+
+        def attempt(engine: Any, rows: list[tuple], leaf: str = "embeddings") -> None:
+            before = hooks(engine.module)
+            try:
+                run_pass(engine, rows, replace(how, leaf=leaf))
+            except Exception as error:
+                results["errors"].append((type(error).__name__, leftovers(engine, before)))
+
+        def unknown_leaf(engine: Any) -> None:
+            attempt(engine, rows, leaf="nowhere")
 
         def invalid_token(engine: Any) -> None:
-            before = hooks(engine.module)
-            bad = [(torch.where(torch.arange(len(t)) == len(t) - 1, 10_000, t), r, s) for t, r, s in rows]
-            try:
-                run_pass(engine, bad, how)
-            except Exception as error:
-                raised.append((type(error).__name__, leftovers(engine, before)))
+            attempt(engine, [(torch.where(torch.arange(len(t)) == len(t) - 1, 10_000, t), r, s) for t, r, s in rows])
 
         def broken_block(engine: Any) -> None:
-            before = hooks(engine.module)
-
             def explode(*_: Any) -> None:
-                raise RuntimeError("block 2 fails")
+                raise ZeroDivisionError
 
-            name, mlp = next((n, m) for n, m in engine.module.named_modules() if "layers.2" in n and n.endswith(".mlp"))
+            mlp = next(m for name, m in engine.module.named_modules() if "layers.2" in name and name.endswith(".mlp"))
             handle = mlp.register_forward_pre_hook(explode)
             try:
-                run_pass(engine, rows, how)
-            except RuntimeError as error:
+                attempt(engine, rows)
+            finally:
                 handle.remove()
-                raised.append((str(error), leftovers(engine, before)))
 
-        return {
-            "alone": steps(lambda engine: None),
-            "alone again": steps(lambda engine: None),
-            "after passes": steps(passes),
-            "after an invalid token": steps(invalid_token),
-            "after a broken block": steps(broken_block),
-            "raised": raised,
-        }
+        if setup.strategy == "fsdp":
+            for failure in (unknown_leaf, invalid_token, broken_block):
+                failure(build_engine(setup, self.folder))
+            return results
+        results["alone"] = self._two_steps(setup, lambda engine: None)
+        for failure in (unknown_leaf, invalid_token, broken_block):
+            results[failure.__name__] = self._two_steps(setup, failure)
+        return results
+
+    def _two_steps(self, setup: Setup, before_each: Callable[[Any], None]) -> dict[str, Any]:
+        engine = build_engine(setup, self.folder)
+        initial = shards(engine)
+        norms = []
+        for _ in range(2):
+            before_each(engine)
+            norms.append(train_step(engine, self.rows("official")))
+        trains = [parameter.requires_grad for parameter in engine.module.parameters()]
+        return {"initial": initial, "final": shards(engine), "trains": trains, "norms": norms}
 
     def recomputing(self, setup: Setup) -> dict[str, Any]:
         """Forwards of every block in a pass of one micro-batch, by leaf."""
@@ -332,6 +355,48 @@ class Experiments:
         how = Pass("embeddings", "official", rows=3)
         return {"dtype": str(engine._autocast_dtype), **run_pass(engine, self.rows("official"), how)}
 
+    def trainer(self, setup: Setup) -> dict[str, Any]:
+        """The trainer's own way from a batch to scores, with ranks that both play the trainer and its workers."""
+        from omegaconf import OmegaConf
+
+        from grail_advantage import GrailConfig
+        from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _Rollouts
+
+        engine = build_engine(setup, self.folder)
+        engine.engine_config.use_dynamic_bsz = False
+        engine.engine_config.micro_batch_size_per_gpu = 2
+        trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
+        trainer.grail_config = GrailConfig("robust")
+        trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 0.9}}})
+        trainer.actor_rollout_wg = RankGroup(self.rank, engine)
+        batch = self.plan["trainer"]
+        rollouts = _Rollouts([], batch["prompts"], batch["responses"], batch["mask_BT"], batch["advantages_BT"])
+        scores_BT, norms = trainer._scores(rollouts, batch["spans"], batch["selected_B"])
+        return {"scores": scores_BT, "norms": norms, "rows_of_rank": trainer.actor_rollout_wg.lengths}
+
+
+class RankGroup:
+    """A worker group whose caller runs on every rank: it cuts and joins data with the functions that verl's does."""
+
+    def __init__(self, rank: int, engine: Any) -> None:
+        self.rank = rank
+        self.worker = SimpleNamespace(actor=SimpleNamespace(engine=engine))
+        self._dispatch_info = {"actor": list(range(WORLD_SIZE))}
+        self.lengths: list[int] = []
+
+    def compute_saliency(self, request: Any) -> Any:
+        from verl.single_controller.base import decorator
+
+        from grail_advantage.verl_ext.worker import TokenWeightActorWorker
+
+        (shares,), _ = decorator._split_args_kwargs_data_proto(WORLD_SIZE, request)
+        share = pickle.loads(pickle.dumps(shares[self.rank]))  # as it travels
+        self.lengths = share["input_ids"].offsets().diff().tolist()
+        outputs = [None] * WORLD_SIZE
+        own = TokenWeightActorWorker.compute_saliency(self.worker, share)
+        torch.distributed.all_gather_object(outputs, own)
+        return decorator._concat_data_proto_or_future(outputs)
+
 
 HALF = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
 RECOMPUTED = {
@@ -344,14 +409,23 @@ UNBALANCED = {
     "fsdp2": Setup("qwen3", "fsdp2"),
     "fsdp2, packed": Setup("qwen3", "fsdp2", packed=True),
 }
+RAISING = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3", "fsdp2")}
+THROUGH_TRAINER = {"fsdp2": Setup("qwen3", "fsdp2")}
 HALVED = {"fsdp": Setup("qwen3", "fsdp", options=HALF), "fsdp2": Setup("qwen3", "fsdp2", options=HALF)}
 EXPERIMENTS = {
     "passes": SETUPS,
     "training": TRAINED,
+    "raising": RAISING,
     "recomputing": RECOMPUTED,
     "unbalanced": UNBALANCED,
     "half_precision": HALVED,
+    "trainer": THROUGH_TRAINER,
 }
+
+
+def _let_fsdp1_broadcast_on_the_cpu() -> None:
+    """verl builds FSDP1 with ``sync_module_states``, which torch refuses for CPU tensors as NCCL has none; gloo has."""
+    torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states = lambda states: None
 
 
 def main(rank: int, folder: Path, only: str = "") -> None:
@@ -359,6 +433,7 @@ def main(rank: int, folder: Path, only: str = "") -> None:
     import verl  # noqa: F401  loads the plugin that makes the CPU verl's device
 
     torch.set_num_threads(1)
+    _let_fsdp1_broadcast_on_the_cpu()
     torch.distributed.init_process_group(
         "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE, timeout=TIMEOUT
     )
@@ -369,7 +444,7 @@ def main(rank: int, folder: Path, only: str = "") -> None:
         for name, setup in setups.items():
             if only not in f"{kind}: {name}":
                 continue
-            print(f"{kind}: {name}", flush=True)
+            print(f"{kind}: {name}, after {time.process_time():.1f} CPU seconds", flush=True)
             try:
                 results[kind][name] = getattr(experiments, kind)(setup)
             except Exception:

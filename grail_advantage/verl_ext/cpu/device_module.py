@@ -46,9 +46,23 @@ manual_seed = torch.manual_seed
 manual_seed_all = torch.manual_seed
 
 
-def current_device() -> torch.device:
-    """Return ``torch.device("cpu")``; an index would make ``.to()`` look for an accelerator."""
-    return torch.device("cpu")
+class _CpuDevice(str):
+    """The string ``"cpu"`` where a device is wanted and ``0`` inside a device string.
+
+    verl passes the current device to ``.to()``, where an index would mean an accelerator, and also puts it behind a
+    colon: ``torch.device(f"{get_device_name()}:{get_device_id()}")`` (verl/utils/fsdp_utils.py,
+    ``load_fsdp_model_to_gpu``, verl 0.9.1).
+    """
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        return format(0, spec)
+
+
+def current_device() -> str:
+    """Return the device in a form that serves as ``"cpu"`` and, in an f-string, as its index."""
+    return _CpuDevice("cpu")
 
 
 def device_count() -> int:

@@ -39,7 +39,7 @@ class CpuPlatform(PlatformBase):
         # Never chosen by auto-detection: the user asks for it.
         return False
 
-    def current_device(self) -> torch.device:
+    def current_device(self) -> str:
         return device_module.current_device()
 
     def device_count(self) -> int:

@@ -27,6 +27,4 @@ class PollingReplayBuffer(ReplayBuffer):
             raise ValueError(
                 f"trainer.v1.sampler.sampler_kwargs.poll_interval={interval} must be a positive number of seconds"
             )
-        super().__init__(
-            trainer_mode=trainer_mode, sampler_kwargs=sampler_kwargs, poll_interval=interval, **kwargs
-        )
+        super().__init__(trainer_mode=trainer_mode, sampler_kwargs=sampler_kwargs, poll_interval=interval, **kwargs)

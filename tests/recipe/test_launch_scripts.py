@@ -1,0 +1,524 @@
+"""The launch scripts for GPUs: what they ask verl for, against the published set-up; what they refuse; and the dry run.
+
+Most tests let a script call a stand-in for the interpreter that prints its arguments, and compose these overrides in this
+process. :func:`test_dry_run` starts the real thing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+from packaging.requirements import Requirement
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.import_utils import load_extern_object
+from verl.utils.torch_functional import get_constant_schedule_with_warmup
+
+from grail_advantage.verl_ext.checks import VERL_VERSION
+from recipe.chat_templates import read_chat_template
+from recipe.main_grail import TokenWeightTaskRunner, prepare
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+class Model(NamedTuple):
+    path: str
+    response_length: int
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any]
+
+
+MODELS = {
+    "run_qwen3_grail.sh": Model("Qwen/Qwen3-4B", 4096, None, {"enable_thinking": False}),
+    "run_qwen3_8b_grail.sh": Model("Qwen/Qwen3-8B", 4096, None, {"enable_thinking": False}),
+    "run_octothinker_3b_grail.sh": Model("OctoThinker/OctoThinker-3B-Short-Base", 4096, "base_math", {}),
+    "run_octothinker_8b_grail.sh": Model("OctoThinker/OctoThinker-8B-Short-Base", 4096, "base_math", {}),
+    "run_r1_distill_llama_8b_grail.sh": Model("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8192, None, {}),
+}
+PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 200, 20
+KNOBS = {
+    "ADV_ESTIMATOR", "PRESET", "NNODES", "NGPUS_PER_NODE", "TRAIN_BATCH_SIZE", "ROLLOUT_N", "MAX_PROMPT_LENGTH",
+    "MAX_RESPONSE_LENGTH", "PPO_MAX_TOKEN_LEN_PER_GPU", "ROLLOUT_TP", "LORA_RANK", "STRATEGY", "OFFLOAD", "MODEL_PATH",
+    "DATA_DIR", "LEARNING_RATE", "TOTAL_STEPS", "SAVE_FREQ", "TEST_FREQ", "PROJECT_NAME", "EXPERIMENT_NAME", "LOGGER",
+    "PYTHON", "DRY_RUN",
+}  # fmt: skip
+
+
+def run_script(script: str, *arguments: str, **knobs: str) -> subprocess.CompletedProcess[str]:
+    """Run a script from another folder than the project's, with no knob but these set."""
+    environment = {name: value for name, value in os.environ.items() if name not in KNOBS}
+    return subprocess.run(
+        ["bash", str(EXAMPLES / script), *arguments],
+        cwd="/",
+        env={**environment, **knobs},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A command that prints DRY_RUN and its arguments, each closed by a NUL byte."""
+    path = tmp_path_factory.mktemp("echo") / "python"
+    path.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$DRY_RUN" "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def overrides(echo: str, script: str, *arguments: str, **knobs: str) -> list[str]:
+    """The overrides with which a script starts the entry point."""
+    result = run_script(script, *arguments, PYTHON=echo, **{"DRY_RUN": "1", **knobs})
+    assert result.returncode == 0, result.stderr
+    dry_run, *command = result.stdout.removesuffix("\0").split("\0")
+    assert dry_run == knobs.get("DRY_RUN", "1")
+    assert command[:2] == ["-m", "recipe.main_grail"]
+    return command[2:]
+
+
+def configuration(overrides: list[str]) -> DictConfig:
+    """What the entry point makes of the overrides."""
+    with initialize_config_dir(str(ROOT / "recipe/config"), version_base=None):
+        return compose("grail_trainer", overrides=overrides)
+
+
+def container(config: Any) -> Any:
+    return OmegaConf.to_container(config, resolve=True)
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+@pytest.mark.parametrize("estimator", ["grail", "grpo"])
+@pytest.mark.parametrize("script", MODELS)
+def test_published_setup(echo: str, script: str, estimator: str, nnodes: int) -> None:
+    model = MODELS[script]
+    config = configuration(overrides(echo, script, ADV_ESTIMATOR=estimator, NNODES=str(nnodes)))
+    runner = prepare(config)  # all start-up checks, verl's among them
+    assert (runner.__ray_metadata__.modified_class is TokenWeightTaskRunner) == (estimator == "grail")
+
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert config.algorithm.adv_estimator == estimator
+    assert config.algorithm.grail.preset == "official"
+    assert not config.algorithm.norm_adv_by_std_in_grpo
+    assert not config.algorithm.use_kl_in_reward and not actor.use_kl_loss and actor.entropy_coeff == 0
+
+    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    assert gpus == 8 * nnodes
+    responses = config.data.train_batch_size * rollout.n
+    mini_batch = actor.ppo_mini_batch_size * rollout.n
+    assert (rollout.n, responses, mini_batch) == (8, PUBLISHED_BATCH, PUBLISHED_BATCH)
+    assert mini_batch % gpus == 0
+    assert actor.ppo_epochs == PUBLISHED_EPOCHS
+    assert config.trainer.total_training_steps * responses // mini_batch * actor.ppo_epochs == PUBLISHED_STEPS
+
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.2, 0.28)
+    assert actor.policy_loss.loss_mode == "vanilla"
+    assert (actor.loss_agg_mode, actor.loss_scale_factor) == ("seq-mean-token-sum-norm", model.response_length)
+    optimizer = actor.optim
+    assert (optimizer.optimizer, optimizer.lr, optimizer.weight_decay, optimizer.clip_grad) == ("AdamW", 1e-6, 0.0, 1.0)
+
+    assert (rollout.temperature, rollout.top_k, rollout.top_p) == (1.0, 50, 1.0)
+    val = rollout.val_kwargs
+    assert (val.do_sample, val.n, val.temperature, val.top_p, val.top_k) == (True, 3, 0.6, 0.95, 20)
+
+    assert config.actor_rollout_ref.model.path == model.path
+    assert (rollout.prompt_length, rollout.response_length) == (1024, model.response_length)
+    assert rollout.max_model_len == 1024 + model.response_length
+    budgets = (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu)
+    assert actor.use_dynamic_bsz and rollout.log_prob_use_dynamic_bsz
+    assert all(budget >= rollout.max_model_len for budget in budgets)
+
+    assert container(config.data.apply_chat_template_kwargs) == model.chat_template_kwargs
+    template = config.actor_rollout_ref.model.custom_chat_template
+    assert template == (model.chat_template and read_chat_template(model.chat_template).rstrip("\n"))
+
+    assert actor.strategy == config.actor_rollout_ref.ref.strategy == "fsdp2"
+    assert config.actor_rollout_ref.model.enable_gradient_checkpointing
+    assert config.actor_rollout_ref.model.use_remove_padding and actor.fsdp_config.use_torch_compile
+    assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [42] * 4
+
+
+def test_one_seed_moves_all(echo: str) -> None:
+    config = configuration(overrides(echo, "run_qwen3_grail.sh", "data.seed=7"))
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [7] * 4
+
+
+def test_defaults_of_scripts_and_yaml_agree(echo: str) -> None:
+    """What the scripts say about the published set-up, the YAML says too, for those who start without a script."""
+    ours = configuration(overrides(echo, "run_qwen3_grail.sh"))
+    plain = configuration([])
+    differing = set()
+
+    def compare(name: str, a: Any, b: Any) -> None:
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            for key in {*a, *b}:
+                compare(f"{name}.{key}" if name else key, a.get(key), b.get(key))
+        elif a != b:
+            differing.add(name)
+
+    compare("", container(ours), container(plain))
+    assert differing == {
+        "data.train_files",
+        "data.val_files",
+        "data.apply_chat_template_kwargs.enable_thinking",
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+        "actor_rollout_ref.ref.fsdp_config.param_offload",
+        "actor_rollout_ref.rollout.max_model_len",
+        "actor_rollout_ref.rollout.prometheus.served_model_name",
+        "actor_rollout_ref.rollout.trace.experiment_name",
+        "ray_kwargs.ray_init.runtime_env.env_vars",
+        "trainer.experiment_name",
+        "trainer.default_local_dir",
+    }
+
+
+@pytest.mark.parametrize("script", ["run_qwen3_grail.sh", "run_r1_distill_llama_8b_grail.sh"])
+def test_loss_is_the_published_one(echo: str, script: str) -> None:
+    """Clipped surrogate summed over tokens / (rows x longest response), over 16 ranks of 2 micro-batches each.
+
+    FSDP averages gradients over the ranks, so the mean over them of verl's loss must be the loss of the whole batch.
+    """
+    ranks, micro_batches, rows, tokens = 16, 2, PUBLISHED_BATCH, 6
+    config = configuration(overrides(echo, script, NNODES="2"))
+    rng = np.random.default_rng(0)
+    advantages = rng.normal(size=(rows, 1)).repeat(tokens, axis=1) * rng.uniform(0.5, 5, size=(rows, tokens))
+    advantages[rng.random(rows) < 0.1] = 0  # truncated
+    log_ratios = rng.normal(scale=1.0, size=(rows, tokens))
+    log_ratios[::5] += 4  # ratios near 55, where verl's dual clip would act on negative advantages
+    mask = np.arange(tokens) < rng.integers(0, tokens + 1, size=(rows, 1))
+    assert (~mask.any(axis=1)).any() and ((log_ratios > 4) & (advantages < 0) & mask).any()
+
+    ratios = np.exp(log_ratios)
+    surrogate = np.minimum(ratios * advantages, np.clip(ratios, 0.8, 1.28) * advantages)
+    expected = -(surrogate * mask).sum() / (rows * MODELS[script].response_length)
+
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    actor.global_batch_info.update(
+        dp_size=ranks,
+        batch_num_tokens=int(mask.sum()),
+        global_batch_size=config.data.train_batch_size * config.actor_rollout_ref.rollout.n,
+        loss_scale_factor=actor.loss_scale_factor,
+    )
+    losses = [
+        compute_policy_loss_vanilla(
+            old_log_prob=torch.zeros(len(part), tokens, dtype=torch.float64),
+            log_prob=torch.from_numpy(log_ratios[part]),
+            advantages=torch.from_numpy(advantages[part]),
+            response_mask=torch.from_numpy(mask[part]),
+            loss_agg_mode=actor.loss_agg_mode,
+            config=actor,
+        )[0].item()
+        for part in np.array_split(np.arange(rows), ranks * micro_batches)
+    ]
+    assert sum(losses) / ranks == pytest.approx(expected, rel=1e-9)
+
+
+def test_learning_rate(echo: str) -> None:
+    """verl moves the learning rate once a rollout batch: at its first optimiser step it is what was published."""
+    actor = configuration(overrides(echo, "run_qwen3_grail.sh")).actor_rollout_ref.actor
+    assert actor.optim.lr_scheduler_type == "constant"
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=actor.optim.lr)
+    schedule = get_constant_schedule_with_warmup(optimizer, num_warmup_steps=actor.optim.lr_warmup_steps)
+    for optimizer_step in range(0, PUBLISHED_STEPS, PUBLISHED_EPOCHS):
+        published = 1e-6 * min(1.0, optimizer_step / PUBLISHED_WARM_UP)
+        assert schedule.get_last_lr()[0] == pytest.approx(published)
+        optimizer.step()
+        schedule.step()
+
+
+def test_reward_function_loads(echo: str) -> None:
+    function = configuration(overrides(echo, "run_qwen3_grail.sh")).reward.custom_reward_function
+    compute_score = load_extern_object(function.path, function.name)
+    assert compute_score("deepmath", "\\boxed{2}", "2")["score"] == 1.0
+
+
+def test_knobs(echo: str, tmp_path: Path) -> None:
+    config = configuration(
+        overrides(
+            echo,
+            "run_octothinker_8b_grail.sh",
+            ADV_ESTIMATOR="grail",
+            PRESET="robust",
+            NNODES="3",
+            NGPUS_PER_NODE="4",
+            TRAIN_BATCH_SIZE="48",
+            ROLLOUT_N="16",
+            MAX_PROMPT_LENGTH="512",
+            MAX_RESPONSE_LENGTH="2048",
+            PPO_MAX_TOKEN_LEN_PER_GPU="9999",
+            ROLLOUT_TP="2",
+            STRATEGY="fsdp",
+            OFFLOAD="True",
+            MODEL_PATH="/models/octo thinker",
+            DATA_DIR=str(tmp_path),
+            LEARNING_RATE="5e-7",
+            TOTAL_STEPS="7",
+            SAVE_FREQ="-1",
+            TEST_FREQ="3",
+            PROJECT_NAME="project",
+            EXPERIMENT_NAME="experiment",
+            LOGGER="console,wandb",
+        )
+    )
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    prepare(config)
+    assert config.algorithm.grail.preset == "robust"
+    assert (trainer.nnodes, trainer.n_gpus_per_node) == (3, 4)
+    assert (config.data.train_batch_size, actor.ppo_mini_batch_size, rollout.n) == (48, 48, 16)
+    assert (rollout.prompt_length, rollout.response_length, rollout.max_model_len) == (512, 2048, 2560)
+    assert (actor.loss_scale_factor, actor.ppo_max_token_len_per_gpu) == (2048, 9999)
+    assert rollout.tensor_model_parallel_size == 2
+    assert (actor.strategy, actor.fsdp_config.param_offload, actor.fsdp_config.optimizer_offload) == (
+        "fsdp",
+        True,
+        True,
+    )
+    assert config.actor_rollout_ref.model.path == "/models/octo thinker"
+    assert config.data.train_files == str(tmp_path / "deepmath.parquet")
+    assert config.data.val_files == [str(tmp_path / "amc23.parquet"), str(tmp_path / "aime24.parquet")]
+    assert actor.optim.lr == 5e-7
+    assert (trainer.total_training_steps, trainer.save_freq, trainer.test_freq) == (7, -1, 3)
+    assert (trainer.project_name, trainer.experiment_name) == ("project", "experiment")
+    assert trainer.logger == ["console", "wandb"]
+    output_dir = ROOT / "outputs/project/experiment"
+    assert trainer.default_local_dir == str(output_dir / "checkpoints")
+    assert container(config.ray_kwargs.ray_init.runtime_env.env_vars) == {
+        "TENSORBOARD_DIR": str(output_dir / "tensorboard"),
+        "VERL_FILE_LOGGER_PATH": str(output_dir / "metrics.jsonl"),
+    }
+
+
+def test_lora(echo: str) -> None:
+    config = configuration(overrides(echo, "run_qwen3_8b_grail.sh", LORA_RANK="32"))
+    model = config.actor_rollout_ref.model
+    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (32, 64, "all-linear")
+    assert config.actor_rollout_ref.rollout.load_format == "safetensors"
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-5
+    assert configuration(overrides(echo, "run_qwen3_8b_grail.sh")).actor_rollout_ref.model.lora_rank == 0
+
+
+def test_runs_that_must_not_mix_have_different_names(echo: str) -> None:
+    """verl carries on from the last checkpoint under a name."""
+    settings = [
+        *({"script": script} for script in MODELS),
+        {"script": "run_qwen3_grail.sh", "PRESET": "robust"},
+        {"script": "run_qwen3_grail.sh", "ADV_ESTIMATOR": "grpo"},
+        {"script": "run_qwen3_grail.sh", "LORA_RANK": "8"},
+    ]
+    names = [
+        next(value for value in overrides(echo, **setting) if value.startswith("trainer.experiment_name="))
+        for setting in settings
+    ]
+    assert len(set(names)) == len(settings)
+
+
+def test_arguments_win_over_the_script(echo: str) -> None:
+    arguments = ["actor_rollout_ref.rollout.n=4", "+data.note='two words'", "algorithm.grail.gate=all"]
+    config = configuration(overrides(echo, "run_qwen3_grail.sh", *arguments))
+    assert config.actor_rollout_ref.rollout.n == 4
+    assert config.data.note == "two words"
+    assert config.algorithm.grail.gate == "all"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"NNODES": "0"}, "NNODES=0 must be a whole number from 1 on"),
+        ({"NGPUS_PER_NODE": "eight"}, "NGPUS_PER_NODE=eight must be a whole number from 1 on"),
+        ({"TRAIN_BATCH_SIZE": "3.5"}, "TRAIN_BATCH_SIZE=3.5 must be a whole number"),
+        ({"MAX_PROMPT_LENGTH": "-5"}, "MAX_PROMPT_LENGTH=-5 must be a whole number"),
+        ({"MAX_RESPONSE_LENGTH": "4k"}, "MAX_RESPONSE_LENGTH=4k must be a whole number"),
+        ({"TOTAL_STEPS": "010"}, "TOTAL_STEPS=010 must be a whole number"),
+        ({"SAVE_FREQ": "0"}, "SAVE_FREQ=0 must be a whole number from 1 on, or -1"),
+        ({"TEST_FREQ": "often"}, "TEST_FREQ=often must be a whole number from 1 on, or -1"),
+        ({"LORA_RANK": "-1"}, "LORA_RANK=-1 must be a whole number"),
+        ({"LEARNING_RATE": "small"}, "LEARNING_RATE=small must be a number such as 1e-6"),
+        ({"STRATEGY": "megatron"}, "STRATEGY=megatron is unknown; choose fsdp or fsdp2"),
+        ({"OFFLOAD": "yes"}, "OFFLOAD=yes must be True or False"),
+        ({"DRY_RUN": "true"}, "DRY_RUN=true must be 0 or 1"),
+        ({"PYTHON": "/no/such/python"}, "PYTHON=/no/such/python is not a command"),
+        ({"ROLLOUT_N": "1"}, "ROLLOUT_N=1 leaves nothing to compare"),
+        (
+            {"NNODES": "3"},
+            "TRAIN_BATCH_SIZE=32 x ROLLOUT_N=8 responses do not divide among NNODES=3 x NGPUS_PER_NODE=8",
+        ),
+        ({"ROLLOUT_TP": "3"}, "ROLLOUT_TP=3 must divide NGPUS_PER_NODE=8"),
+        ({"PPO_MAX_TOKEN_LEN_PER_GPU": "5119"}, "PPO_MAX_TOKEN_LEN_PER_GPU=5119 must be a whole number that holds one"),
+        ({"DATA_DIR": "/no/such/folder"}, "DATA_DIR=/no/such/folder has no deepmath.parquet; run "),
+    ],
+)
+def test_bad_knobs(echo: str, knobs: dict[str, str], message: str) -> None:
+    result = run_script("run_qwen3_grail.sh", **{"PYTHON": echo, **knobs})
+    assert result.returncode == 1
+    assert result.stdout == ""
+    # the trace of `set -x` also shows the echo command
+    assert any(line.startswith(message) for line in result.stderr.splitlines()), result.stderr
+
+
+def test_data_of_ones_own(echo: str, tmp_path: Path) -> None:
+    """A real run wants the prepared files, unless an override names others."""
+    own = overrides(echo, "run_qwen3_grail.sh", "data.train_files=x.parquet", DRY_RUN="0", DATA_DIR=str(tmp_path))
+    assert own[-1] == "data.train_files=x.parquet"
+    for name in ("deepmath", "amc23", "aime24"):
+        (tmp_path / f"{name}.parquet").touch()
+    prepared = overrides(echo, "run_qwen3_grail.sh", DRY_RUN="0", DATA_DIR=str(tmp_path))
+    assert f"data.train_files={tmp_path}/deepmath.parquet" in prepared
+
+
+def test_unknown_estimator_is_refused_with_a_list(echo: str) -> None:
+    config = configuration(overrides(echo, "run_qwen3_grail.sh", ADV_ESTIMATOR="grial"))
+    with pytest.raises(ValueError, match=r"adv_estimator='grial' is unknown; choose one of .*grail.*grpo"):
+        prepare(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "estimator", "platform"),
+    [*((script, "grail", "") for script in MODELS), ("run_qwen3_grail.sh", "grpo", "cpu")],
+)
+def test_dry_run(echo: str, tmp_path: Path, script: str, estimator: str, platform: str) -> None:
+    """No GPU, no model, no data, no network, a folder without a trace of the run, and pure YAML on stdout."""
+    nowhere = "http://127.0.0.1:9"
+    result = run_script(
+        script,
+        PYTHON=sys.executable,
+        DRY_RUN="1",
+        ADV_ESTIMATOR=estimator,
+        PROJECT_NAME="dry_run_test",
+        VERL_PLATFORM=platform,
+        CUDA_VISIBLE_DEVICES="",
+        HF_HOME=str(tmp_path),
+        HF_ENDPOINT=nowhere,
+        http_proxy=nowhere,
+        https_proxy=nowhere,
+        no_proxy="",
+        OMP_NUM_THREADS="1",
+    )
+    assert result.returncode == 0, result.stderr
+    printed = yaml.safe_load(result.stdout)
+    composed = configuration(overrides(echo, script, ADV_ESTIMATOR=estimator, PROJECT_NAME="dry_run_test"))
+    assert printed == yaml.safe_load(OmegaConf.to_yaml(composed, resolve=True))
+    assert printed["algorithm"]["adv_estimator"] == estimator
+    assert not (ROOT / "outputs/dry_run_test").exists()
+    assert not list(tmp_path.iterdir())
+
+
+SHELL_FILES = [*(f"examples/{script}" for script in (*MODELS, "common.sh")), "scripts/setup_gpu.sh"]
+
+
+@pytest.mark.parametrize("script", SHELL_FILES)
+def test_shell_syntax(script: str) -> None:
+    subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
+
+
+def test_shellcheck() -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    result = subprocess.run([shellcheck, "-x", *SHELL_FILES], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize("script", MODELS)
+def test_header_lists_the_knobs(script: str) -> None:
+    text = (EXAMPLES / script).read_text()
+    header = text.partition("\nset -xeuo pipefail\n")[0]
+    read = set(re.findall(r"\$\{([A-Z_]+):-", text + (EXAMPLES / "common.sh").read_text()))
+    assert set(re.findall(r"[A-Z][A-Z_]{4,}", header.partition("# Knobs:")[2])) == read == KNOBS
+
+
+def pins() -> dict[str, str]:
+    """Package to version in requirements.txt."""
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    wanted = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    versions = {requirement.name: str(requirement.specifier) for requirement in wanted}
+    assert len(versions) == len(wanted)
+    assert all(re.fullmatch(r"==[0-9][0-9a-z.]*", version) for version in versions.values()), versions
+    return {name.lower(): version.removeprefix("==") for name, version in versions.items()}
+
+
+def test_requirements_are_those_of_verl() -> None:
+    """Where verl's own extras for vLLM and FSDP name one version, it is this one; its ranges contain ours."""
+    ours = pins()
+    assert ours["verl"] == VERL_VERSION
+    named = set()
+    for requirement in map(Requirement, requires("verl")):
+        extras = ("", "vllm", "fsdp", "flash-attn-cu130torch211")
+        if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            continue
+        if (version := ours.get(requirement.name.lower())) is not None:
+            assert requirement.specifier.contains(version), f"{requirement} against {version}"
+            named.add(requirement.name)
+    assert {"torch", "vllm", "transformers", "flash-attn", "tensordict", "ray"} <= named
+
+
+def test_requirements_are_within_the_packages_ranges() -> None:
+    ours = pins()
+    ranges = [Requirement(line) for line in requires("grail-advantage")]
+    for requirement in ranges:
+        assert requirement.specifier.contains(ours[requirement.name.lower()]), requirement
+    assert {"torch", "transformers", "verl"} <= {requirement.name for requirement in ranges}
+
+
+def run_setup(tmp_path: Path, *arguments: str, python: str = "exit 0") -> tuple[int, list[str], str]:
+    """Run scripts/setup_gpu.sh with a stand-in interpreter: exit status, its calls (with the lists they read), stderr."""
+    log, stand_in = tmp_path / "calls", tmp_path / "python"
+    stand_in.write_text(
+        f'#!/usr/bin/env bash\n[[ $3 != install || $4 != -r ]] || cat "$5" >>{log}\necho "$@" >>{log}\n{python}\n'
+    )
+    stand_in.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(stand_in)}
+    command = ["bash", str(ROOT / "scripts/setup_gpu.sh"), *arguments]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return result.returncode, log.read_text().splitlines() if log.exists() else [], result.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("--requirements-only",)])
+def test_setup_installs_everything_and_flash_attn_last(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    status, calls, _ = run_setup(tmp_path, *arguments)
+    assert status == 0
+    first = next(i for i, call in enumerate(calls) if call.startswith("-m pip install -r"))
+    wanted = {line.split("==")[0].split("[")[0].lower() for line in calls[1:first] if "==" in line and line[0] != "#"}
+    assert wanted == set(pins()) - {"flash-attn"}
+    assert calls[first + 1] == f"-m pip install --no-build-isolation flash-attn=={pins()['flash-attn']}"
+    assert ("-m pip install --no-deps -e ." in calls[first + 2 :]) == (not arguments)
+
+
+def test_setup_refuses(tmp_path: Path) -> None:
+    status, calls, stderr = run_setup(tmp_path, "--requirement")
+    assert (status, calls) == (1, []) and "got --requirement" in stderr
+    status, calls, stderr = run_setup(tmp_path, python="echo Python 3.10.2; exit 1")
+    assert status == 1 and "is Python 3.10.2; the versions in requirements.txt need Python 3.11 or 3.12" in stderr
+    assert not any("install" in call for call in calls)
+
+
+def test_commands_of_the_multi_node_page() -> None:
+    text = (ROOT / "docs/multi_node.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
+    assert len(blocks) == 5
+    for block in blocks:
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+        for script in re.findall(r"bash \S*?(examples/\S+)", block):
+            assert (ROOT / script).is_file()
+        for line in block.replace("\\\n", " ").splitlines():
+            if "bash " in line and "examples/" in line:
+                assert set(re.findall(r"\b([A-Z_]{4,})=", line)) - {"RAY_ADDRESS"} <= KNOBS

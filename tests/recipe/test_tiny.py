@@ -1,0 +1,398 @@
+"""The tiny task and model: arithmetic, slips, the checker, the tokenizer, the files, and a miniature warm-up."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from recipe.tiny import prepare as prepare_module
+from recipe.tiny.model import TURN_END, TURN_START, build_model, build_tokenizer
+from recipe.tiny.prepare import PrepareSettings, prepare
+from recipe.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids, sample
+from recipe.tiny.task import MAX_VALUE, Problem, StepError, boxed_answer, find_errors, problems, solve
+from recipe.tiny.warm_up import WarmUpSettings, solution_loss, warm_up
+
+
+@pytest.fixture(scope="module")
+def train() -> list[Problem]:
+    return problems("train", 400, seed=5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer()
+
+
+# Problems
+
+
+def test_answers_agree_with_python(train: list[Problem]) -> None:
+    for problem in train:
+        assert problem.answer == eval(problem.text)
+        ends = range(3, len(problem.text) + 1, 2)
+        assert list(problem.values) == [eval(problem.text[:end]) for end in ends]
+        assert all(0 <= value <= MAX_VALUE for value in problem.values)
+        assert 3 <= len(problem.steps) <= 6
+    assert {len(problem.steps) for problem in train} == {3, 4, 5, 6}
+
+
+def test_problems_depend_on_the_seed_alone(train: list[Problem]) -> None:
+    assert problems("train", 400, seed=5) == train
+    other = {problem.text for problem in problems("train", 400, seed=6)}
+    assert len(other & {problem.text for problem in train}) < 40
+    assert problems("train", 50, seed=5) == train[:50]
+
+
+def test_splits_share_no_problem_whatever_the_seeds() -> None:
+    seen = {problem.text for seed in range(3) for problem in problems("train", 1000, seed=seed)}
+    held_out = [problem.text for seed in range(3) for problem in problems("validation", 200, seed=seed)]
+    assert not seen & set(held_out)
+    assert len(set(held_out[:200])) == 200
+
+
+def test_unknown_split_and_foreign_text_are_refused() -> None:
+    with pytest.raises(ValueError, match="split='test'"):
+        problems("test", 1)  # type: ignore[arg-type]
+    for text in ("", "7", "7+", "12+3", "7 + 5", "7*5", "7+5=12", "٣+٤"):
+        with pytest.raises(ValueError, match="one-digit"):
+            Problem.parse(text)
+
+
+# Solutions and their slips
+
+
+def test_solution_without_slips(train: list[Problem]) -> None:
+    assert solve(Problem.parse("7+5-3"), 0.0, random.Random(0)) == "7+5=12;12-3=9;\\boxed{9}"
+    for problem in train:
+        solution = solve(problem, 0.0, random.Random(0))
+        *steps, box = solution.split(";")
+        assert [eval(step.split("=")[0]) for step in steps] == list(problem.values)
+        assert box == f"\\boxed{{{problem.answer}}}"
+        assert find_errors(problem, solution) == []
+
+
+def test_every_step_slips_at_rate_one() -> None:
+    problem = Problem.parse("7+5-3+1")
+    for seed in range(50):
+        solution = solve(problem, 1.0, random.Random(seed))
+        errors = find_errors(problem, solution)
+        assert [(error.step, error.kind) for error in errors] == [(0, "result"), (1, "result"), (2, "result")]
+        assert [solution[error.start - 1] for error in errors] == ["="] * 3
+        assert [solution[error.end] for error in errors] == [";"] * 3
+
+
+def test_slips_come_at_the_asked_rate_at_every_step() -> None:
+    problem = Problem.parse("4+5-3+2")
+    rng = random.Random(1)
+    trials = 4000
+    wrong = [0, 0, 0]
+    for _ in range(trials):
+        for error in find_errors(problem, solve(problem, 0.22, rng)):
+            assert error.kind == "result"
+            wrong[error.step] += 1
+    # 4000 draws at 0.22 have a standard deviation of 0.0066
+    assert all(abs(count / trials - 0.22) < 0.03 for count in wrong)
+
+
+def test_solutions_depend_on_the_generator_alone(train: list[Problem]) -> None:
+    first = [solve(problem, 0.5, random.Random(7)) for problem in train[:20]]
+    assert first == [solve(problem, 0.5, random.Random(7)) for problem in train[:20]]
+    assert first != [solve(problem, 0.5, random.Random(8)) for problem in train[:20]]
+
+
+# The checker
+
+CHAIN = Problem.parse("7+5-3")
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("7+5=12;12-3=9;\\boxed{9}", []),
+        # A slip in the first step, carried on from: the second step and the box are right about it.
+        ("7+5=13;13-3=10;\\boxed{10}", [StepError(0, 4, 6, "result", "13", "12")]),
+        ("7+5=12;12-3=8;\\boxed{8}", [StepError(1, 12, 13, "result", "8", "9")]),
+        # Two slips that cancel give the right answer and are two errors all the same.
+        (
+            "7+5=13;13-3=9;\\boxed{9}",
+            [StepError(0, 4, 6, "result", "13", "12"), StepError(1, 12, 13, "result", "9", "10")],
+        ),
+        # The result of step one is not carried on.
+        ("7+5=12;13-3=10;\\boxed{10}", [StepError(1, 7, 11, "copy", "13-3", "12-3")]),
+        ("7+5=12;12+3=15;\\boxed{15}", [StepError(1, 7, 11, "copy", "12+3", "12-3")]),
+        # A step too many.
+        ("7+5=12;12-3=9;9+1=10;\\boxed{10}", [StepError(2, 14, 17, "copy", "9+1", "")]),
+        ("7+5=12;12-3=9;\\boxed{8}", [StepError(2, 21, 22, "answer", "8", "9")]),
+        ("7+5=12;12-3=9;\\boxed{}", [StepError(2, 21, 21, "answer", "", "9")]),
+        # Steps left out: the answer stands for them.
+        ("7+5=12;\\boxed{12}", [StepError(1, 14, 16, "answer", "12", "9")]),
+        ("7+5=12;\\boxed{9}", []),
+        ("\\boxed{9}", []),
+        # The last complete box counts, and steps behind it do not.
+        ("\\boxed{1}7+5=12;12-3=9;\\boxed{9}1+1=3;", []),
+        # Cut off: only what is written is judged.
+        ("", []),
+        ("7+5=12;12-3", []),
+        ("7+5=11;11-3=8;\\boxed{8", [StepError(0, 4, 6, "result", "11", "12")]),
+        # Negative values after a slip, and other ways of writing a number.
+        ("7+5=2;2-3=-1;\\boxed{-1}", [StepError(0, 4, 5, "result", "2", "12")]),
+        ("7+5=012;12-3=9;\\boxed{9}", [StepError(0, 4, 7, "result", "012", "12")]),
+        # Garbage.
+        ("=;;+-}{\\boxed\\boxed{{user", []),
+        ("7+5=" + "9" * 5000 + ";", []),
+    ],
+)
+def test_find_errors_by_hand(response: str, expected: list[StepError]) -> None:
+    assert find_errors(CHAIN, response) == expected
+    for error in expected:
+        assert response[error.start : error.end] == error.written
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="0123456789+-=;\\boxed{} ٣\n", max_size=60))
+def test_find_errors_takes_any_text_and_a_clean_box_is_right(response: str) -> None:
+    errors = find_errors(CHAIN, response)
+    assert all(response[error.start : error.end] == error.written for error in errors)
+    if boxed_answer(response) is not None and not errors:
+        assert boxed_answer(response) == str(CHAIN.answer)
+
+
+def test_clean_solutions_are_right_and_wrong_answers_have_an_error(train: list[Problem]) -> None:
+    rng = random.Random(3)
+    for problem in train:
+        solution = solve(problem, 0.3, rng)
+        if boxed_answer(solution) != str(problem.answer):
+            assert find_errors(problem, solution)
+
+
+def test_boxed_answer() -> None:
+    assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2"
+    assert boxed_answer("\\boxed{") is None
+
+
+# Tokenizer and model
+
+
+def test_tokenizer_gives_one_token_a_character(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
+    rng = random.Random(0)
+    for problem in train:
+        text = solve(problem, 0.3, rng)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+        assert len(ids) == len(text) - len("boxed") + 1  # "boxed" is one token
+        assert len(ids) < MAX_RESPONSE_TOKENS
+    for text in ("Ein Satz, nicht nur Ziffern: 12 → 13!", "user assistant", "\x00 日本\n\n"):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert tokenizer.unk_token is None
+
+
+def test_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.eos_token == TURN_END == "<|im_end|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+    ids = tokenizer.encode(f"{TURN_START}7{TURN_END}", add_special_tokens=False)
+    assert len(ids) == 3
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "7"
+
+
+def test_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "user", "content": "7+5-3"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>user\n7+5-3<|im_end|>\n<|im_start|>assistant\n"
+    ids = prompt_ids(tokenizer, Problem.parse("7+5-3"))
+    assert len(ids) == 3 + 5 + 2 + 3
+    assert tokenizer.decode(ids) == text
+    # A longer conversation only appends, and the end of a turn is what a response ends with.
+    both = [*messages, {"role": "assistant", "content": "\\boxed{9}"}]
+    longer = tokenizer.apply_chat_template(both, tokenize=False)
+    assert longer == text + "\\boxed{9}" + TURN_END + "\n"
+
+
+def test_vocabulary_is_the_models(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build_model(tokenizer, seed=0)
+    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer) == model.config.vocab_size
+    assert model.lm_head.weight.shape[0] == len(tokenizer)
+    assert max(tokenizer.get_vocab().values()) == len(tokenizer) - 1
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert 500_000 < sum(parameter.numel() for parameter in model.parameters()) < 700_000
+
+
+def test_initial_model_depends_on_the_seed_alone(tokenizer: PreTrainedTokenizerFast) -> None:
+    state = torch.random.get_rng_state()
+    one, two, other = (build_model(tokenizer, seed).lm_head.weight for seed in (1, 1, 2))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+# Sampling and warm-up
+
+
+def test_batched_greedy_sampling_is_the_plain_loop(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
+    model = build_model(tokenizer, seed=0).eval()
+    prompts = [prompt_ids(tokenizer, problem) for problem in train[:6]]
+    assert len({len(ids) for ids in prompts}) > 1
+    # A random model never ends by itself: make the end token likely, so that rows end at different places.
+    with torch.no_grad():
+        direction = model(input_ids=torch.tensor([prompts[0]]), output_hidden_states=True).hidden_states[-1][0, -1]
+        model.lm_head.weight[tokenizer.eos_token_id] += 0.02 * direction
+    expected = []
+    for ids in prompts:
+        row = list(ids)
+        while len(row) < len(ids) + 12:
+            with torch.no_grad():
+                row.append(int(model(input_ids=torch.tensor([row])).logits[0, -1].argmax()))
+            if row[-1] == tokenizer.eos_token_id:
+                break
+        expected.append(row[len(ids) :])
+    assert sample(model, tokenizer, prompts, max_new_tokens=12, temperature=0.0) == expected
+
+
+def test_sampling_follows_the_models_probabilities(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build_model(tokenizer, seed=0).eval()
+    ids = prompt_ids(tokenizer, CHAIN)
+    with torch.no_grad():
+        model.lm_head.weight *= 8  # an untrained model is nearly uniform
+        expected = (model(input_ids=torch.tensor([ids])).logits[0, -1] / 0.7).softmax(-1)
+    generator = torch.Generator().manual_seed(0)
+    drawn = sample(model, tokenizer, [ids] * 1500, max_new_tokens=1, temperature=0.7, generator=generator)
+    counts = torch.bincount(torch.tensor(list(itertools.chain(*drawn))), minlength=len(tokenizer)) / 1500
+    assert expected.max() > 0.1
+    assert (counts - expected).abs().max() < 0.05
+
+
+def test_loss_is_the_mean_over_solution_and_end_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = build_model(tokenizer, seed=0).eval()
+    batch = [(CHAIN, "7+5=12;12-3=9;\\boxed{9}"), (Problem.parse("1+1+1+1"), "\\boxed{4}")]
+    log_probs = []
+    for problem, solution in batch:
+        prompt = prompt_ids(tokenizer, problem)
+        response = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
+        rows = model(input_ids=torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+        log_probs += [rows[len(prompt) - 1 + i, token] for i, token in enumerate(response)]
+    torch.testing.assert_close(solution_loss(model, tokenizer, batch), -torch.stack(log_probs).mean())
+
+
+MINIATURE = WarmUpSettings(steps=21, batch_size=4, evaluate_every=21)
+
+
+def test_miniature_warm_up_learns_and_repeats(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
+    weights, results, lines = [], [], []
+    for _ in range(2):
+        model = build_model(tokenizer, seed=0)
+        results.append(warm_up(model, tokenizer, train, train[:4], MINIATURE, report=lines.append))
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+        assert not model.training
+    assert torch.equal(*weights)
+    assert results[0]["loss"] == results[1]["loss"] < 4.8  # log(274) = 5.6 at the start
+    assert results[0]["step"] == 21
+    assert any("step 20/21" in line and "s left" in line for line in lines)
+    assert any("step 21/21" in line and "sampled" in line for line in lines)
+    assert any("warning" in line and "sampled_target" in line for line in lines)
+
+
+def test_warm_up_ends_when_good_enough_or_out_of_time(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
+    for ending in ({"greedy_target": 0.0, "sampled_target": 0.0, "evaluate_every": 2}, {"max_seconds": 1e-6}):
+        model = build_model(tokenizer, seed=0)
+        result = warm_up(model, tokenizer, train, train[:4], replace(MINIATURE, **ending), report=lambda line: None)
+        assert result["step"] == ending.get("evaluate_every", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("error_rate", 1.0), ("batch_size", 0), ("steps", 0), ("max_seconds", 0.0), ("learning_rate", -1)],
+)
+def test_wrong_warm_up_settings_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        WarmUpSettings(**{name: value})
+
+
+# The folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "nested"
+    assert prepare(path, PREPARE, report=lambda line: None)
+    return path
+
+
+PREPARE = PrepareSettings(train_size=40, validation_size=10, warm_up=replace(MINIATURE, steps=3))
+
+
+def test_parquet_has_verls_schema(folder: Path) -> None:
+    texts = {}
+    for split, size in (("train", 40), ("validation", 10)):
+        rows = pq.read_table(folder / f"{split}.parquet").to_pylist()
+        assert len(rows) == size
+        for index, row in enumerate(rows):
+            assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
+            ((role, content),) = ((message["role"], message["content"]) for message in row["prompt"])
+            assert role == "user"
+            assert row["reward_model"] == {"style": "rule", "ground_truth": str(eval(content))}
+            assert row["extra_info"] == {"split": split, "index": index, "problem": content}
+        texts[split] = {row["prompt"][0]["content"] for row in rows}
+    assert not texts["train"] & texts["validation"]
+
+
+def test_model_folder_loads_as_written(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    loaded = AutoTokenizer.from_pretrained(folder / "model")
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.eos_token_id == tokenizer.eos_token_id
+    assert prompt_ids(loaded, CHAIN) == prompt_ids(tokenizer, CHAIN)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert model.dtype == torch.float32
+    assert model.config.vocab_size == len(loaded)
+    assert model.generation_config.eos_token_id == loaded.eos_token_id == model.config.eos_token_id
+    assert model.generation_config.pad_token_id == loaded.pad_token_id
+
+
+def test_folder_is_reused_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    small = replace(PREPARE, warm_up=replace(MINIATURE, steps=1))
+    assert prepare(tmp_path, small, report=lines.append)
+    weights = tmp_path / "model" / "model.safetensors"
+    written = weights.read_bytes()
+    weights.touch()
+    modified = weights.stat().st_mtime_ns
+    assert not prepare(tmp_path, small, report=lines.append)
+    assert lines[-1].startswith("reused")
+    assert weights.stat().st_mtime_ns == modified
+    assert json.loads((tmp_path / "warm_up.json").read_text())["settings"]["train_size"] == 40
+
+    assert prepare(tmp_path, replace(small, seed=1), report=lines.append)
+    assert weights.read_bytes() != written
+    assert prepare(tmp_path, small, report=lines.append)
+    assert weights.read_bytes() == written
+    (tmp_path / "train.parquet").unlink()
+    assert prepare(tmp_path, small, report=lines.append)
+    monkeypatch.setattr(prepare_module, "_code_hash", lambda: "changed code")
+    assert prepare(tmp_path, small, report=lines.append)
+
+
+def test_an_interrupted_call_is_not_reused(tmp_path: Path) -> None:
+    small = replace(PREPARE, warm_up=replace(MINIATURE, steps=1))
+    prepare(tmp_path, small, report=lambda line: None)
+
+    def interrupt(line: str) -> None:
+        if "warm-up" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path, replace(small, seed=1), report=interrupt)
+    assert prepare(tmp_path, small, report=lambda line: None)
+
+
+def test_wrong_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="validation_size=0"):
+        PrepareSettings(validation_size=0)

@@ -1,0 +1,188 @@
+"""The registered estimator through verl's own ``compute_advantage``, and what stops runs that it cannot serve."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from verl import DataProto
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.ray_trainer import compute_advantage
+
+from grail_advantage.estimators import weighted_estimator
+
+GROUPS = ["a", "a", "b", "a", "b", "c", "a", "d", "d"]
+REWARDS = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 2.0, -1.0]
+"""Group a: one of four is right. Group b: equal rewards. Group c: a single row. Group d: two rows, the second is padding."""
+LENGTHS = [3, 5, 2, 4, 5, 1, 2, 4, 0]
+
+# 1/4 right: mean 1/4, deviations 3/4 and -1/4, sample standard deviation sqrt(1/4) = 1/2.
+DR_GRPO = [0.75, -0.25, 0.0, -0.25, 0.0, 1.0, -0.25, 1.5, 0.0]
+GRPO = [1.5, -0.5, 0.0, -0.5, 0.0, 1.0, -0.5, 1.5 / math.sqrt(4.5), 0.0]
+
+
+def _batch() -> tuple[DataProto, torch.Tensor]:
+    """A batch of verl's as its trainer hands it over, and weights that name their row and token."""
+    width = max(LENGTHS)
+    mask_BT = (torch.arange(width) < torch.tensor(LENGTHS).unsqueeze(1)).long()
+    rewards_BT = torch.zeros(len(LENGTHS), width)
+    for row, (length, reward) in enumerate(zip(LENGTHS, REWARDS, strict=True)):
+        rewards_BT[row, max(0, length - 1)] = reward
+    weights_BT = 0.5 + torch.arange(len(LENGTHS)).unsqueeze(1) + 0.125 * torch.arange(width)
+    data = DataProto.from_dict(
+        tensors={"token_level_rewards": rewards_BT, "response_mask": mask_BT},
+        non_tensors={"uid": np.array(GROUPS, dtype=object)},
+    )
+    return data, weights_BT
+
+
+def _advantages(name: str, config: dict[str, Any], normalised: bool) -> DataProto:
+    data, _ = _batch()
+    return compute_advantage(data, name, norm_adv_by_std_in_grpo=normalised, config=config)
+
+
+@pytest.mark.parametrize(("normalised", "expected"), [(True, GRPO), (False, DR_GRPO)], ids=["grpo", "dr_grpo"])
+class TestThroughVerl:
+    def test_is_weight_times_advantage(self, normalised: bool, expected: list[float]) -> None:
+        _, weights_BT = _batch()
+        config = {"token_weights": weights_BT, "norm_adv_by_std_in_grpo": normalised}
+        batch = _advantages("grail", config, normalised).batch
+        for row, length in enumerate(LENGTHS):
+            for t in range(weights_BT.shape[1]):
+                value = expected[row] * (0.5 + row + 0.125 * t) if t < length else 0.0
+                # verl adds 1e-6 to the standard deviation.
+                assert float(batch["advantages"][row, t]) == pytest.approx(value, rel=1e-5), (row, t)
+        assert torch.equal(batch["advantages"], batch["returns"])
+
+    def test_is_exactly_weight_times_verls_own(self, normalised: bool, expected: list[float]) -> None:
+        _, weights_BT = _batch()
+        config = {"token_weights": weights_BT, "norm_adv_by_std_in_grpo": normalised}
+        own = _advantages("grpo", {}, normalised).batch["advantages"]
+        assert torch.equal(_advantages("grail", config, normalised).batch["advantages"], own * weights_BT)
+
+    def test_weights_of_one_change_nothing(self, normalised: bool, expected: list[float]) -> None:
+        _, weights_BT = _batch()
+        config = {"token_weights": torch.ones_like(weights_BT), "norm_adv_by_std_in_grpo": normalised}
+        own = _advantages("grpo", {}, normalised).batch["advantages"]
+        assert torch.equal(_advantages("grail", config, normalised).batch["advantages"], own)
+
+
+def test_normalises_by_standard_deviation_unless_told_otherwise() -> None:
+    _, weights_BT = _batch()
+    own = _advantages("grpo", {}, True).batch["advantages"]
+    weighted = _advantages("grail", {"token_weights": weights_BT}, True).batch["advantages"]
+    assert torch.equal(weighted, own * weights_BT)
+
+
+def test_weights_that_are_not_finite_outside_the_mask_do_no_harm() -> None:
+    """What padding holds is nobody's business; a product with the mask would make it NaN."""
+    data, weights_BT = _batch()
+    mask_BT = data.batch["response_mask"].bool()
+    config = {"token_weights": torch.where(mask_BT, weights_BT, math.nan), "norm_adv_by_std_in_grpo": False}
+    advantages_BT = _advantages("grail", config, False).batch["advantages"]
+    assert advantages_BT.isfinite().all()
+    assert (advantages_BT[~mask_BT] == 0).all()
+
+
+def test_weights_carry_no_gradient_into_the_advantages() -> None:
+    _, weights_BT = _batch()
+    config = {"token_weights": weights_BT.requires_grad_()}
+    assert not _advantages("grail", config, True).batch["advantages"].requires_grad
+
+
+def test_does_not_change_the_weights_that_it_is_given() -> None:
+    data, weights_BT = _batch()
+    compute_advantage(data, "grail", config={"token_weights": weights_BT})
+    assert torch.equal(weights_BT, _batch()[1])
+
+
+@pytest.mark.parametrize("config", [None, {}, {"token_weights": None}, {"norm_adv_by_std_in_grpo": False}], ids=str)
+def test_without_weights_says_what_to_start(config: dict | None) -> None:
+    data, _ = _batch()
+    with pytest.raises(ValueError, match=r"adv_estimator=grail .*python3 -m recipe\.main_grail") as caught:
+        compute_advantage(data, "grail", config=config)
+    assert "verl.trainer.main_ppo" in str(caught.value)
+
+
+def test_registering_again_is_harmless() -> None:
+    registered = core_algos.get_adv_estimator_fn("grail")
+    core_algos.register_adv_est("grail")(registered)
+    assert core_algos.get_adv_estimator_fn("grail") is registered
+
+
+def test_a_message_names_the_estimator_that_was_asked_for() -> None:
+    other = weighted_estimator("other", core_algos.compute_grpo_outcome_advantage)
+    with pytest.raises(ValueError, match=r"algorithm\.adv_estimator=other"):
+        other(torch.zeros(1, 1), torch.ones(1, 1), np.array(["a"]), {})
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+REGISTERED_TWICE = """
+import importlib
+import verl
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+from verl.utils import config
+estimators, validate = dict(ADV_ESTIMATOR_REGISTRY), config.validate_config
+print("grail" in estimators, getattr(validate, "__wrapped__", None) is not None)
+import grail_advantage.verl_ext.plugin as plugin
+plugin.stock_entry_guard.install()
+plugin._register_estimators.__globals__["weighted_estimator"] = lambda name, base: estimators[name]
+plugin._register_estimators()
+print(dict(ADV_ESTIMATOR_REGISTRY) == estimators, config.validate_config is validate)
+"""
+
+
+@pytest.mark.slow
+def test_import_of_verl_alone_registers_it_and_doing_it_again_changes_nothing() -> None:
+    done = _run("-c", REGISTERED_TWICE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 4
+
+
+@pytest.mark.slow
+class TestStockEntryPoint:
+    OVERRIDES = (
+        "data.train_files=nowhere.parquet",
+        "data.val_files=nowhere.parquet",
+        "actor_rollout_ref.model.path=nowhere",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=1",
+    )
+
+    def _start(self, tmp_path: Any, *overrides: str) -> subprocess.CompletedProcess:
+        return _run("-m", "verl.trainer.main_ppo", *self.OVERRIDES, f"hydra.run.dir={tmp_path}", *overrides)
+
+    def test_refuses_the_estimator_before_ray_starts(self, tmp_path: Any) -> None:
+        done = self._start(tmp_path, "algorithm.adv_estimator=grail")
+        assert done.returncode != 0
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("ValueError: ")]
+        assert "algorithm.adv_estimator=grail needs token weights" in line
+        assert "python3 -m recipe.main_grail algorithm.adv_estimator=grail" in line
+        output = done.stdout + done.stderr
+        assert "ray init kwargs" not in output
+        assert "Started a local Ray instance" not in output
+
+    def test_lets_verls_own_estimators_through_to_verls_checks(self, tmp_path: Any) -> None:
+        """The same command gets past the guard, up to a check of verl's that this command does not pass."""
+        done = self._start(
+            tmp_path,
+            "algorithm.adv_estimator=grpo",
+            "trainer.v1.trainer_mode=sync",
+            "actor_rollout_ref.actor.use_dynamic_bsz=False",
+        )
+        assert done.returncode != 0
+        assert "ppo_micro_batch_size_per_gpu" in done.stderr
+        assert "recipe.main_grail" not in done.stderr
