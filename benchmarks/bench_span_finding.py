@@ -26,8 +26,8 @@ import transformers
 
 from grail_advantage.answer_span import AnswerSpan, find_answer_span, find_answer_spans, iter_boxed, token_bytes
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from real_tokenizers import qwen_tokenizer
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.real_tokenizers import qwen_tokenizer
 
 ROWS = 256
 REPEATS = 7

@@ -24,7 +24,7 @@ source examples/common.sh
 
 DATA+=(
     # no thinking: the chat template puts an empty <think></think> in front of the response
-    +data.apply_chat_template_kwargs.enable_thinking=True
+    +data.apply_chat_template_kwargs.enable_thinking=False
 )
 
 DRY_RUN=$dry_run "$python" -m recipe.main_grail \

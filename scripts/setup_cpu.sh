@@ -47,7 +47,7 @@ is_current() { # PYTHON_VERSION
 if [[ -n $python ]]; then
     version=$(python_version "$python")
     if ! is_supported "$version"; then
-        say "PYTHON=$python is Python ${version:-that does not run}; requirements-cpu.txt needs 3.11 or 3.12"
+        say "requirements-cpu.txt needs Python 3.11 or 3.12; PYTHON=$python is ${version:-no interpreter that runs}"
         exit 1
     fi
 else
@@ -81,6 +81,7 @@ if is_current "$version"; then
 fi
 
 started=$SECONDS
+hash=$(inputs_hash "$version")
 rm -f "$stamp"
 if [[ $(python_version "$venv/bin/python") != "$version" ]] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     say "1/4 making .venv with $python (Python $version)"
@@ -108,6 +109,6 @@ cp scripts/vllm_cpu_metadata/pyproject.toml "$scratch"
 say "4/4 installing this project in editable form"
 "${pip[@]}" --no-build-isolation --editable .
 
-inputs_hash "$version" >"$stamp.new"
+echo "$hash" >"$stamp.new"
 mv "$stamp.new" "$stamp"
 say "ready after $((SECONDS - started)) s: $venv"

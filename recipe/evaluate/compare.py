@@ -171,20 +171,19 @@ def markdown(result: Mapping[str, Any]) -> str:
             lines.append(f"| {' | '.join(cells)} | {figure['above_zero']:.1%} |")
         if metric in PUBLISHED_DIFFERENCES and samples == _PUBLISHED_SAMPLES:
             published = _signed(100 * PUBLISHED_DIFFERENCES[metric], 2)
-            lines.append(f"| *published* |  |  |  | *{published}* |  |")
+            lines.append(f"| *published, GRAIL - GRPO* |  |  |  | *{published}* |  |")
     lines.append("")
     if samples == _PUBLISHED_SAMPLES:
-        lines.append(f"*published*: {PUBLISHED_SOURCE}.")
-    same = describe_run(runs[0]) == describe_run(runs[1])
-    lines += (
-        [describe_run(runs[0])]
-        if same
-        else [f"{letter}: {describe_run(run)}" for letter, run in zip("AB", runs, strict=True)]
+        lines.append(f"- *published*: {PUBLISHED_SOURCE}; single models and benchmarks are not known.")
+    described = [describe_run(run) for run in runs]
+    if described[0] == described[1]:
+        lines.append(f"- {described[0]}")
+    else:
+        lines += [f"- {letter}: {sentence}" for letter, sentence in zip("AB", described, strict=True)]
+    lines.append(
+        f"- In brackets: {result['interval']['level']:.0%} intervals, {result['interval']['method']}, "
+        f"{result['interval']['resamples']} resamples; above 0: the share of them in which B is above A."
     )
-    lines += [
-        f"In brackets: {result['interval']['level']:.0%} intervals, {result['interval']['method']}, "
-        f"{result['interval']['resamples']} resamples; above 0: the share of them in which B is above A.",
-    ]
     return "\n".join(lines) + "\n"
 
 
@@ -213,9 +212,9 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         axes.axvline(0, color="black", linewidth=0.8)
         axes.axhline(1.5, color="#9aa5b1", linewidth=0.8)
         if samples == _PUBLISHED_SAMPLES:
-            axes.axvline(
-                100 * PUBLISHED_DIFFERENCES[metric], color=color, linestyle=":", label="published mean (GRAIL - GRPO)"
-            )
+            # A mean over benchmarks, so it belongs to that row alone: the last but one.
+            value = 100 * PUBLISHED_DIFFERENCES[metric]
+            axes.plot([value], [0.8], "D", color="black", markerfacecolor="none", label="published, GRAIL - GRPO")
         axes.set(xlabel=f"{name}, B - A, points")
         axes.grid(axis="x", alpha=0.3)
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)

@@ -162,8 +162,7 @@ def plot(report: Mapping[str, Any], path: Path) -> None:
     left.set_yticks(heights, [f"{name} ({row['problems']})" if "problems" in row else name for name, row in rows])
     left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     draw_points(right, heights, [row["tokens"] for _, row in rows], "tokens", "#3d5a80", "D", 1)
-    right.set(xlabel="mean tokens a response")
-    right.set_xlim(left=0)
+    right.set(xlabel="mean tokens a response", xlim=(0, 1.05 * max(row["tokens"]["high"] for _, row in rows)))
     for axes in (left, right):
         axes.axhline(1.5, color="#9aa5b1", linewidth=0.8)  # between benchmarks and means
         axes.grid(axis="x", alpha=0.3)

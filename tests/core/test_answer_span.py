@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import sys
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.answer_span import AnswerSpan, find_answer_span, find_answer_spans, iter_boxed, token_bytes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import real_tokenizers as real
+from tests import real_tokenizers as real
 
 Box = tuple[int, int, int, int]
 

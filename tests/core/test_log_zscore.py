@@ -63,11 +63,19 @@ def test_epsilon_under_the_root() -> None:
     close(log_zscore(scores, everything(scores)), [[-(0.5**0.5), 0.5**0.5]], 2e-3)
 
 
-def test_equal_scores_and_empty_sets_give_zero() -> None:
-    scores = torch.tensor([[0.3, 0.3, 0.3], [0.0, 0.0, 0.0], [0.1, 0.2, 0.3]])
-    mask = torch.tensor([[True] * 3, [True] * 3, [False] * 3])
-    close(log_zscore(scores, mask), [[0.0] * 3] * 3, 1e-3)
-    close(log_zscore_weights(scores, mask, **PUBLISHED), [[1.0] * 3] * 3, 1e-3)
+@pytest.mark.parametrize("length", [1, 10, 1000, 4096])
+@pytest.mark.parametrize("score", [0.0, 1e-6, 0.3])
+def test_equal_scores_weigh_the_mean(score: float, length: int) -> None:
+    """A rounding error of 1e-6 in the mean log would show: divided by sqrt(1e-8) it moves the weight by 0.005."""
+    scores = torch.full((1, length), score)
+    close(log_zscore_weights(scores, everything(scores), **PUBLISHED), [[1.0] * length], 1e-6)
+
+
+def test_an_empty_statistics_set_gives_zero() -> None:
+    scores = torch.tensor([[0.1, 0.2, 0.3]])
+    nothing = torch.zeros(1, 3, dtype=torch.bool)
+    assert log_zscore(scores, nothing).tolist() == [[0.0] * 3]
+    assert log_zscore_weights(scores, nothing, **PUBLISHED).tolist() == [[1.0] * 3]
 
 
 def test_z_has_mean_zero_and_variance_one_over_its_set() -> None:

@@ -106,7 +106,9 @@ FEW_ROLLOUTS = [ROLLOUTS[name] for name in ("several boxes", "no box", "right, s
 def test_every_combination_of_options(preset: str, leaf: str, alignment: str, gate: str) -> None:
     """Qwen3 gets one half of target x statistics x span, Llama (tied) the other; each pair of options meets in both."""
     batch = make_batch(FEW_ROLLOUTS[:3], "both")
-    for target, statistics, span in itertools.product(("span", "content"), ("response", "reasoning"), ("first", "last")):
+    for target, statistics, span in itertools.product(
+        ("span", "content"), ("response", "reasoning"), ("first", "last")
+    ):
         odd = (target == "content") ^ (statistics == "reasoning") ^ (span == "last")
         assert_matches(
             *subject("qwen3" if odd else "llama, tied"),

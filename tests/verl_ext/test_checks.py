@@ -1,0 +1,199 @@
+"""Start-up: what is refused and what is accepted, with configurations composed as the entry point composes them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import verl  # noqa: F401  its plugin registers the estimators
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from grail_advantage.config import GrailConfig
+from grail_advantage.verl_ext.checks import check_config, check_verl_version
+from recipe.main_grail import TaskRunnerV1, TokenWeightTaskRunner, prepare
+
+ROOT = Path(__file__).parents[2]
+ACTOR = "actor_rollout_ref.actor"
+MODE = "trainer.v1.trainer_mode"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _config_folder() -> Iterator[None]:
+    with initialize_config_dir(str(ROOT / "recipe" / "config"), version_base=None):
+        yield
+
+
+def _compose(*overrides: str, name: str = "grail_trainer") -> DictConfig:
+    required = [f"{ACTOR}.use_dynamic_bsz=True", "actor_rollout_ref.rollout.n=4"]
+    return compose(name, overrides=[*required, *overrides])
+
+
+REFUSED = {
+    "unknown option": ("+algorithm.grail.foo=1", r"grail\.foo is not an option; the options are preset, leaf, "),
+    "unknown preset": (
+        "algorithm.grail.preset=best",
+        r"grail\.preset='best' is unknown; choose one of official, robust",
+    ),
+    "unknown leaf": (
+        "algorithm.grail.leaf=logits",
+        r"grail\.leaf='logits' is unknown; choose one of embeddings, first",
+    ),
+    "unknown gate": ("algorithm.grail.gate=none", r"grail\.gate='none' is unknown; choose one of wrong, correct, all"),
+    "unknown span": ("algorithm.grail.span=1", r"grail\.span=1 is unknown; choose one of first, last"),
+    "no flag": ("algorithm.grail.normalize_mass=2", r"grail\.normalize_mass=2 must be true or false"),
+    "no number": ("algorithm.grail.weight_mean=high", r"grail\.weight_mean='high' must be a finite number"),
+    "not finite": ("algorithm.grail.weight_max=inf", r"grail\.weight_max=inf must be a finite number"),
+    "zero spread": (
+        "algorithm.grail.weight_std=0",
+        r"grail\.weight_std=0\.0 must be greater than 0; .*adv_estimator=grpo",
+    ),
+    "negative spread": ("algorithm.grail.weight_std=-1", r"grail\.weight_std=-1\.0 must be greater than 0"),
+    "negative weights": ("algorithm.grail.weight_min=-1", r"grail\.weight_min=-1\.0 must be at least 0"),
+    "crossed bounds": (
+        "algorithm.grail.weight_min=6",
+        r"grail\.weight_min=6\.0 is greater than grail\.weight_max=5\.0; swap them",
+    ),
+    "negative content": ("algorithm.grail.content_weight=-2", r"grail\.content_weight=-2\.0 must be at least 0"),
+    "unknown estimator": (
+        "algorithm.adv_estimator=grial",
+        r"algorithm\.adv_estimator='grial' is unknown; choose one of .*\bgrail\b.*\bgrpo\b",
+    ),
+    "group of one": ("actor_rollout_ref.rollout.n=1", r"actor_rollout_ref\.rollout\.n=1 does not .*; .*use 2 or more"),
+    "other engine": (f"{ACTOR}.strategy=megatron", r"actor\.strategy=megatron does not .*; use fsdp or fsdp2"),
+    "legacy trainer": ("trainer.use_v1=False", r"trainer\.use_v1=False does not .*; use true"),
+    "other trainer": (f"{MODE}=separate_async", r"trainer\.v1\.trainer_mode=separate_async does not .*; use sync"),
+    "the trainer itself": (f"{MODE}=grail_sync", r"trainer\.v1\.trainer_mode=grail_sync does not .*; use sync"),
+    "sequence parallel": (
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+        r"actor\.ulysses_sequence_parallel_size=2 does not .*; use 1",
+    ),
+    "sequence parallel engine": (
+        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4",
+        r"ulysses_sequence_parallel_size=4 does not .*; use 1",
+    ),
+    "fused kernels": (
+        "actor_rollout_ref.model.use_fused_kernels=True",
+        r"actor_rollout_ref\.model\.use_fused_kernels=True does not .*; use false",
+    ),
+}
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused_with_option_and_remedy_before_the_trainer_is_chosen(override: str, message: str) -> None:
+    config = _compose(override)
+    mode = config.trainer.v1.trainer_mode
+    with pytest.raises(ValueError, match=message):
+        check_config(config)
+    with pytest.raises(ValueError, match=message):
+        prepare(config)
+    assert config.trainer.v1.trainer_mode == mode
+
+
+ACCEPTED = {
+    "defaults": (),
+    "fsdp": (f"{ACTOR}.strategy=fsdp",),
+    "fsdp2": (f"{ACTOR}.strategy=fsdp2",),
+    "smallest group": ("actor_rollout_ref.rollout.n=2",),
+    "robust, with options": (
+        "algorithm.grail.preset=robust",
+        "algorithm.grail.leaf=middle",
+        "algorithm.grail.alignment=token",
+        "algorithm.grail.weight_min=0",
+        "algorithm.grail.normalize_mass=false",
+    ),
+    "lora": ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True"),
+    "offload": (f"{ACTOR}.fsdp_config.param_offload=True",),
+    "padded": ("actor_rollout_ref.model.use_remove_padding=False",),
+}
+
+
+@pytest.mark.parametrize("overrides", ACCEPTED.values(), ids=ACCEPTED.keys())
+def test_accepted(overrides: tuple[str, ...]) -> None:
+    config = _compose(*overrides)
+    runner = prepare(config)
+    assert config.trainer.v1.trainer_mode == "grail_sync"
+    assert runner.__ray_metadata__.modified_class is TokenWeightTaskRunner
+
+
+def test_verls_own_estimators_get_verls_trainer() -> None:
+    config = _compose("algorithm.adv_estimator=grpo")
+    assert prepare(config) is TaskRunnerV1
+    assert config.trainer.v1.trainer_mode == "sync"
+
+
+def test_verls_own_estimators_meet_none_of_these_refusals() -> None:
+    of_the_layout = [override for override, _ in REFUSED.values() if not override.lstrip("+").startswith("algorithm.")]
+    check_config(_compose("algorithm.adv_estimator=grpo", "+algorithm.grail.foo=1", *of_the_layout))
+
+
+def test_options_left_open_in_yaml_take_the_presets_value() -> None:
+    options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
+    assert GrailConfig.from_dict(options) == GrailConfig("robust")
+    assert set(options) == set(GrailConfig.__dataclass_fields__)
+
+
+class TestVerlVersion:
+    @pytest.mark.parametrize("found", ["0.9.1", "0.9.1+cpu"])
+    def test_takes_the_one_that_it_follows(self, found: str) -> None:
+        check_verl_version(found)
+
+    @pytest.mark.parametrize("found", ["0.9.0", "0.9.2", "0.9.10", "0.9.1.dev0", "0.10.0", "1.0"])
+    def test_refuses_others(self, found: str) -> None:
+        with pytest.raises(ValueError, match=rf"verl {found} is installed.*pip install verl==0\.9\.1"):
+            check_verl_version(found)
+
+
+def _main(*overrides: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "recipe.main_grail", *overrides],
+        cwd=ROOT,
+        env={**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+class TestCommandLine:
+    CPU = ("--config-name", "cpu_trainer", f"{ACTOR}.use_dynamic_bsz=True", "actor_rollout_ref.rollout.n=4")
+
+    def test_dry_run_prints_the_configuration_and_nothing_else(self, tmp_path: Path) -> None:
+        overrides = (*self.CPU, f"hydra.run.dir={tmp_path}", "algorithm.grail.leaf=last", "trainer.total_epochs=7")
+        done = _main(*overrides, DRY_RUN="1")
+        assert done.returncode == 0, done.stderr
+        printed = yaml.safe_load(done.stdout)
+        assert set(printed) == set(_compose(name="cpu_trainer"))
+        assert printed["algorithm"]["adv_estimator"] == "grail"
+        assert printed["algorithm"]["grail"]["leaf"] == "last"
+        assert printed["trainer"]["total_epochs"] == 7
+        # The mode as it is written in an override, not as the entry point rewrites it.
+        assert printed["trainer"]["v1"]["trainer_mode"] == "sync"
+        # Interpolations are resolved, so that the printed configuration stands for itself.
+        assert "${" not in done.stdout
+        assert "local Ray instance" not in done.stdout + done.stderr
+
+    def test_dry_run_refuses_what_a_run_refuses(self, tmp_path: Path) -> None:
+        done = _main(*self.CPU, f"hydra.run.dir={tmp_path}", "algorithm.grail.weight_std=0", DRY_RUN="1")
+        assert done.returncode != 0
+        assert done.stdout == ""
+        assert "ValueError: grail.weight_std=0.0 must be greater than 0" in done.stderr
+
+    def test_a_run_refuses_before_ray_starts(self, tmp_path: Path) -> None:
+        done = _main(*self.CPU, f"hydra.run.dir={tmp_path}", "actor_rollout_ref.rollout.n=1")
+        assert done.returncode != 0
+        assert "ValueError: actor_rollout_ref.rollout.n=1 does not work" in done.stderr
+        assert "ray init kwargs" not in done.stdout + done.stderr
+
+    def test_a_plugin_that_is_switched_off_is_noticed(self, tmp_path: Path) -> None:
+        done = _main(*self.CPU, f"hydra.run.dir={tmp_path}", VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM="nvidia")
+        assert done.returncode != 0
+        assert "ValueError: the estimators grail are not registered with verl" in done.stderr
+        assert "VERL_USE_EXTERNAL_PLUGINS" in done.stderr
