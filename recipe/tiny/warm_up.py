@@ -123,5 +123,5 @@ def solution_loss(
 
 
 def _schedule(step: int, steps: int) -> float:
-    warm = min(1.0, step / 50)
+    warm = min(1.0, 16 * step / steps)
     return warm * (0.1 + 0.45 * (1 + math.cos(math.pi * step / steps)))
