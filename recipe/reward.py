@@ -11,7 +11,7 @@ process with limits (``recipe._verify_pool``), since the answer is untrusted tex
   (behind the third significant digit for numbers below 0.001), as math-verify does it;
 - thousands separators (``1,234``, ``1{,}234``, ``1\,234``), ``$``, ``\$``, degrees and units are ignored, units also when
   they differ;
-- a percent sign on one side only: ``50\%`` states both 50 and 0.5;
+- a percent sign on one side only: ``50\%`` states both 50 and 0.5; ``2e-1`` states both 0.2 and twice Euler's number less 1;
 - sets and lists without order, tuples and intervals with; ``x=5`` states 5;
 - a list of several gold answers: the box must hold all of them, in any order, as in ``\boxed{2, 3}``.
 """
@@ -54,7 +54,7 @@ _PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage)\.? ?\}|\bperc
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
-_E_NOTATION = re.compile(rf"([+-]? ?{_UNSIGNED})[eE]([+-]?[0-9]{{1,3}})")
+_E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
 _DECIMAL = re.compile(
     rf"([+-]?) ?({_UNSIGNED})"
     r"(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?(?:\{ ?([+-]? ?[0-9]{1,3}) ?\}|([+-]?[0-9]{1,3})))?"
@@ -147,14 +147,18 @@ def is_equal(gold: str, answer: str) -> bool:
             raise ValueError(f"the {name} has {len(text)} characters, more than {MAX_ANSWER_CHARS}")
     gold, answer = _clean(gold), _clean(answer)
     gold_value, answer_value = _PERCENT.sub("", gold), _PERCENT.sub("", answer)
-    if _same(gold_value, answer_value):
-        return True
+    readings = [(gold_value, answer_value)]
+    # A percentage also states its value. Plain numbers only: a list divided by 100 would read as nonsense.
     gold_is_percent, answer_is_percent = gold_value != gold, answer_value != answer
-    if gold_is_percent and not answer_is_percent:
-        return _same(_hundredth(gold_value), answer_value)
-    if answer_is_percent and not gold_is_percent:
-        return _same(gold_value, _hundredth(answer_value))
-    return False
+    if gold_is_percent and not answer_is_percent and _number(gold_value) is not None:
+        readings.append((_hundredth(gold_value), answer_value))
+    if answer_is_percent and not gold_is_percent and _number(answer_value) is not None:
+        readings.append((gold_value, _hundredth(answer_value)))
+    # `2e-1` is Euler's number in one answer and a power of ten in another; only the gold answer can tell.
+    scientific = _scientific(gold_value), _scientific(answer_value)
+    if scientific != (gold_value, answer_value):
+        readings.append(scientific)
+    return any(_same(*reading) for reading in readings)
 
 
 def _same(gold: str, answer: str) -> bool:
@@ -174,9 +178,11 @@ def _clean(text: str) -> str:
     text = " ".join(text.split())
     whole = _WHOLE_TEXT.fullmatch(text)
     text = whole[1].strip() if whole else text
-    text = text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
-    scientific = _E_NOTATION.fullmatch(text)
-    return f"{scientific[1]} \\times 10^{{{scientific[2]}}}" if scientific else text
+    return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
+
+
+def _scientific(text: str) -> str:
+    return _E_NOTATION.sub(r"\1 \\times 10^{\2}", text)
 
 
 def _hundredth(text: str) -> str:

@@ -89,7 +89,7 @@ if [[ $(python_version "$venv/bin/python") != "$version" ]] || ! "$venv/bin/pyth
 else
     say "1/4 keeping .venv (Python $version)"
 fi
-pip=("$venv/bin/python" -m pip --quiet install --no-deps)
+pip=("$venv/bin/python" -m pip -qq install --no-deps)
 
 say "2/4 installing $(grep -c == requirements-cpu.txt) packages from requirements-cpu.txt"
 "${pip[@]}" -r requirements-cpu.txt

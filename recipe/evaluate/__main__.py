@@ -117,6 +117,7 @@ def _fill(
         return
     # Of all problems, not of the missing ones, so that a resumed evaluation runs in the same engine.
     longest = max(len(prompt) for encoded in prompts.values() for prompt in encoded) + sampling.max_tokens
+    print(f"loading {model} into vLLM", file=sys.stderr, flush=True)
     llm = start_engine(model, longest, tensor_parallel_size=tensor_parallel_size)
     tokens = 0
     with tqdm(total=len(requests) + kept, initial=kept, desc="sampling", unit=" problems") as bar:

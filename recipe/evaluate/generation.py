@@ -197,23 +197,19 @@ def generate(llm: LLM, requests: Iterable[Request], sampling: Sampling) -> Itera
                 {"type": "token", "prompt_token_ids": request.prompt_ids},
                 sampling_params(sampling, sample_seed(sampling.seed, request.benchmark, request.index, sample)),
             )
-    try:
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                request, number = where.pop(output.request_id)
-                answer = output.outputs[0]
-                if answer.finish_reason not in ("stop", "length"):
-                    raise RuntimeError(f"vLLM ended sample {output.request_id} with {answer.finish_reason!r}")
-                samples = collected[request.benchmark, request.index]
-                samples[number] = Sample(
-                    seed=sample_seed(sampling.seed, request.benchmark, request.index, number),
-                    tokens=len(answer.token_ids),
-                    finish_reason=answer.finish_reason,
-                    text=answer.text,
-                )
-                if len(samples) == sampling.samples:
-                    ordered = tuple(samples[key] for key in sorted(samples))
-                    yield request.benchmark, Generation(request.index, ordered)
-    finally:
-        if where:
-            engine.abort_request(list(where))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            request, number = where[output.request_id]
+            answer = output.outputs[0]
+            if answer.finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"vLLM ended sample {output.request_id} with {answer.finish_reason!r}")
+            samples = collected[request.benchmark, request.index]
+            samples[number] = Sample(
+                seed=sample_seed(sampling.seed, request.benchmark, request.index, number),
+                tokens=len(answer.token_ids),
+                finish_reason=answer.finish_reason,
+                text=answer.text,
+            )
+            if len(samples) == sampling.samples:
+                ordered = tuple(samples[key] for key in sorted(samples))
+                yield request.benchmark, Generation(request.index, ordered)

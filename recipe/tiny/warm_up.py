@@ -38,7 +38,7 @@ class WarmUpSettings:
     """Training ends once greedy decoding is right on this share of held-out problems ..."""
     sampled_target: float = 0.25
     """... and sampling at temperature 1 on this share."""
-    max_seconds: float = 180.0
+    max_seconds: float = 420.0
     """Time limit; only where it is reached does the result depend on the machine's speed."""
     seed: int = 0
 

@@ -77,19 +77,23 @@ def assert_matches(
     got = compute(model, batch, config, temperature)
     expected = expect(plain, batch, preset, options, temperature)
     said = f"{preset} {options} temperature {temperature}"
+
+    def explain(difference: str) -> str:
+        return f"{said}: {difference}"
+
     assert [None if span is None else dataclasses.astuple(span) for span in got.spans] == expected.spans, said
     assert got.weights.dtype == got.scores.dtype == torch.float32
     assert got.weights.shape == got.scores.shape == batch.input_ids.shape
     assert not got.weights.requires_grad
     assert not got.scores.requires_grad
-    torch.testing.assert_close(got.weights, torch.tensor(expected.weights), rtol=0, atol=3e-5, msg=said)
+    torch.testing.assert_close(got.weights, torch.tensor(expected.weights), rtol=0, atol=3e-5, msg=explain)
     assert (got.weights[batch.response_mask == 0] == 0).all()
     for row, advantage in enumerate(batch.advantages.tolist()):
         if expected.spans[row] is None or advantage == 0 or outside_gate(config.gate, advantage):
             assert got.scores[row].isnan().all(), said
         else:
             torch.testing.assert_close(
-                got.scores[row], torch.tensor(expected.scores[row]), rtol=2e-4, atol=1e-9, equal_nan=True, msg=said
+                got.scores[row], torch.tensor(expected.scores[row]), rtol=2e-4, atol=1e-9, equal_nan=True, msg=explain
             )
     return got
 

@@ -46,7 +46,7 @@ from tests.recipe.test_chat_templates import QWEN3
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 REAL_DATA = Path(os.environ.get("GRAIL_DATA_DIR") or PROJECT_ROOT.parent / "shared" / "data")
-MAX_TOKENS = 24
+MAX_TOKENS = 32
 
 HAND_CASE = {
     "aime24": [
@@ -263,14 +263,12 @@ def test_pairing_removes_what_problems_have_in_common(tmp_path: Path) -> None:
 
 
 def test_equal_means_are_not_above_zero(tmp_path: Path) -> None:
-    """A third more here and a third less there: 2/3 - 1/3 and 1/3 - 2/3 do not add up to 0 in floating point."""
-    first = {"aime24": [row("100")] * 2, "amc23": [row("110")] * 3}
-    second = {"aime24": [row("110")] * 2, "amc23": [row("100")] * 3}
-    result = compared(tmp_path, first, second)
-    assert result["mean"]["acc@3"]["above_zero"] == 0.0
-    assert result["benchmarks"]["aime24"]["acc@3"]["above_zero"] == 1.0
-    assert result["benchmarks"]["amc23"]["acc@3"]["above_zero"] == 0.0
-    assert result["weighted_mean"]["acc@3"]["value"] == pytest.approx((2 / 3 - 3 / 3) / 5)
+    """Two more right here and two less there: in floating point (1 - 1/3) + (0 - 2/3) is above 0."""
+    assert (1 - 1 / 3) + (0 - 2 / 3) > 0
+    result = compared(tmp_path, {"amc23": [row("100"), row("110")]}, {"amc23": [row("111"), row("000")]})
+    counts = resample_counts("amc23", 2)
+    assert result["mean"]["acc@3"]["above_zero"] == np.mean(counts[:, 0] == 2)
+    assert result["mean"]["acc@3"]["value"] == pytest.approx(0)
 
 
 def test_comparison_golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -537,7 +535,7 @@ def save_tiny_model(folder: Path, *, positions: int = 2048) -> Path:
     model.config.max_position_embeddings = positions
     with torch.no_grad():
         model.lm_head.weight.mul_(8)
-        model.lm_head.weight[tokenizer.eos_token_id].mul_(2)
+        model.lm_head.weight[tokenizer.eos_token_id].mul_(1.5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -729,7 +727,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> RealRun:
 def test_amc23_for_real(real_run: RealRun) -> None:
     results = json.loads((real_run.output_dir / "results.json").read_text())
     figures = results["benchmarks"]["amc23"]
-    lines = generation_path(real_run.output_dir, "amc23").read_text().splitlines()
+    lines = generation_path(real_run.output_dir, "amc23").read_bytes().splitlines()
     records = [json.loads(line) for line in lines[1:]]
     samples = [sample for record in records for sample in record["samples"]]
     assert [record["index"] for record in records] == list(range(40))
@@ -737,7 +735,8 @@ def test_amc23_for_real(real_run: RealRun) -> None:
     assert len({sample["seed"] for sample in samples}) == 120
     assert {sample["finish_reason"] for sample in samples} == {"stop", "length"}
     assert all((sample["tokens"] == MAX_TOKENS) or sample["finish_reason"] == "stop" for sample in samples)
-    assert len({sample["text"] for sample in samples}) > 90
+    long = [sample["text"] for sample in samples if sample["tokens"] >= 8]
+    assert len(set(long)) == len(long) > 20
     # An untrained model boxes nothing.
     assert (figures["problems"], figures["unanswered"]["count"], figures["acc@3"]["value"]) == (40, 120, 0.0)
     assert figures["truncated"]["count"] == sum(sample["finish_reason"] == "length" for sample in samples)

@@ -35,6 +35,7 @@ class Setup:
     checkpointing: bool = True
     packed: bool = False
     adapter: str | None = None
+    activation_offload: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -80,6 +81,8 @@ SETUPS = {
     "fsdp2, unsharded between forward and backward": Setup("qwen3", "fsdp2", options={"reshard_after_forward": False}),
     "fsdp, groups of two": Setup("qwen3", "fsdp", options={"fsdp_size": 2}),
     "fsdp2, groups of two": Setup("qwen3", "fsdp2", options={"fsdp_size": 2}),
+    "fsdp2, replicas": Setup("qwen3", "fsdp2", options={"fsdp_size": 1}),
+    "fsdp2, activations offloaded": Setup("qwen3", "fsdp2", activation_offload=True),
     "fsdp, parameters offloaded": Setup("qwen3", "fsdp", options={"param_offload": True, "optimizer_offload": True}),
 }
 
@@ -107,6 +110,7 @@ def build_engine(setup: Setup, folder: Path) -> Any:
         load_tokenizer=False,
         override_config={"attn_implementation": "sdpa"},
         enable_gradient_checkpointing=setup.checkpointing,
+        enable_activation_offload=setup.activation_offload,
         use_remove_padding=setup.packed,
         **lora,
     )
@@ -423,17 +427,11 @@ EXPERIMENTS = {
 }
 
 
-def _let_fsdp1_broadcast_on_the_cpu() -> None:
-    """verl builds FSDP1 with ``sync_module_states``, which torch refuses for CPU tensors as NCCL has none; gloo has."""
-    torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states = lambda states: None
-
-
 def main(rank: int, folder: Path, only: str = "") -> None:
     """Run all experiments and save the results as ``result<rank>.pt`` in the folder."""
     import verl  # noqa: F401  loads the plugin that makes the CPU verl's device
 
     torch.set_num_threads(1)
-    _let_fsdp1_broadcast_on_the_cpu()
     torch.distributed.init_process_group(
         "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE, timeout=TIMEOUT
     )

@@ -1,0 +1,161 @@
+"""The trainer's parts that need neither Ray nor a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transformers import GenerationConfig
+from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
+
+from grail_advantage import AnswerSpan
+from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _end_tokens, _Rollouts
+from tests.core.tiny_models import END_ID, PAD_ID, char_tokenizer, encode
+
+LIMIT = 6
+
+
+def _trainer(**config: Any) -> TokenWeightTrainerSync:
+    """A trainer that has its configuration and nothing else of what starting it would build."""
+    trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
+    trainer.config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {"rollout": {"response_length": LIMIT}},
+            "algorithm": {"adv_estimator": "grail"},
+            "trainer": config,
+        }
+    )
+    trainer._end_tokens = {END_ID}
+    trainer.tokenizer = char_tokenizer()
+    return trainer
+
+
+def _rollouts(responses: list[str], advantages: list[float], mask: list[list[int]] | None = None) -> _Rollouts:
+    ids = [torch.tensor(encode(response)) for response in responses]
+    width = max(map(len, ids))
+    mask_BT = (
+        torch.arange(width) < torch.tensor([[len(row)] for row in ids]) if mask is None else torch.tensor(mask) > 0
+    )
+    return _Rollouts(
+        keys=[f"row{row}" for row in range(len(ids))],
+        prompts=[torch.tensor(encode("?")) for _ in ids],
+        responses=ids,
+        mask_BT=mask_BT,
+        base_advantages_BT=torch.tensor(advantages).unsqueeze(1) * mask_BT,
+    )
+
+
+def test_is_registered_with_verl_as_its_synchronous_trainer() -> None:
+    assert get_trainer_cls("grail_sync") is TokenWeightTrainerSync
+    assert issubclass(TokenWeightTrainerSync, PPOTrainerSync)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, {END_ID}),
+        (GenerationConfig(), {END_ID}),
+        (GenerationConfig(eos_token_id=PAD_ID), {END_ID, PAD_ID}),
+        (GenerationConfig(eos_token_id=[END_ID, 3, 4]), {END_ID, 3, 4}),
+    ],
+    ids=["no generation config", "names none", "names one", "names several"],
+)
+def test_end_tokens_are_the_tokenizers_and_the_generation_configs(generation: Any, expected: set[int]) -> None:
+    assert _end_tokens(char_tokenizer(), generation) == expected
+
+
+def test_end_tokens_without_any() -> None:
+    assert _end_tokens(SimpleNamespace(eos_token_id=None), None) == set()
+
+
+def test_truncated_is_a_response_at_the_limit_without_an_end_token() -> None:
+    rollouts = _rollouts(["abc<end>", "abcde<end>", "abcdef", "abcde", "abc", ""], [1.0] * 6)
+    assert [len(row) for row in rollouts.responses] == [4, 6, 6, 5, 3, 0]
+    assert _trainer()._truncated(rollouts).tolist() == [False, False, True, False, False, False]
+
+
+def test_any_end_token_ends_a_response() -> None:
+    trainer = _trainer()
+    trainer._end_tokens = {END_ID, encode("f")[0]}
+    assert trainer._truncated(_rollouts(["abcdef", "abcdeg"], [1.0, 1.0])).tolist() == [False, True]
+
+
+def test_advantage_of_a_row_is_that_of_its_tokens_that_train() -> None:
+    mask = [[1, 1, 1], [0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1]]
+    rollouts = _rollouts(["abc"] * 5, [0.5, -2.0, 0.0, 1.0, -0.25], mask)
+    assert rollouts.advantages_B.tolist() == [0.5, -2.0, 0.0, 0.0, -0.25]
+
+
+def test_verl_computes_the_base_advantage_under_its_own_name() -> None:
+    trainer = _trainer()
+    with trainer._base_estimator():
+        assert trainer.config.algorithm.adv_estimator == "grpo"
+    assert trainer.config.algorithm.adv_estimator == "grail"
+    with pytest.raises(ZeroDivisionError), trainer._base_estimator():
+        raise ZeroDivisionError
+    assert trainer.config.algorithm.adv_estimator == "grail"
+
+
+class TestDump:
+    def _dump(self, trainer: TokenWeightTrainerSync, advantage: float) -> None:
+        rollouts = _rollouts(["{a}", "b"], [advantage, 0.0])
+        scores_BT = torch.tensor([[0.5, 0.25, 0.0], [float("nan")] * 3])
+        weights_BT = torch.tensor([[0.5, 5.0, 1.0], [1.0, 0.0, 0.0]])
+        weighted_BT = rollouts.base_advantages_BT * weights_BT
+        trainer._dump(rollouts, weights_BT, scores_BT, weighted_BT, [AnswerSpan(0, 1, 2, 3), None])
+
+    def _read(self, folder: Path, step: int) -> list[dict]:
+        lines = (folder / "token_weights" / f"{step}.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+
+    def test_has_one_record_a_row_cut_to_its_response(self, tmp_path: Path) -> None:
+        trainer = _trainer(rollout_data_dir=str(tmp_path))
+        trainer.global_steps, trainer.local_trigger_step = 3, 0
+        self._dump(trainer, -1.0)
+        assert self._read(tmp_path, 3) == [
+            {
+                "key": "row0",
+                "step": 3,
+                "prompt_ids": encode("?"),
+                "response_ids": encode("{a}"),
+                "tokens": ["{", "a", "}"],
+                "span": [0, 1, 2, 3],
+                "mask": [1, 1, 1],
+                "base_advantages": [-1.0, -1.0, -1.0],
+                "scores": [0.5, 0.25, 0.0],
+                "weights": [0.5, 5.0, 1.0],
+                "advantages": [-0.5, -5.0, -1.0],
+            },
+            {
+                "key": "row1",
+                "step": 3,
+                "prompt_ids": encode("?"),
+                "response_ids": encode("b"),
+                "tokens": ["b"],
+                "span": None,
+                "mask": [1],
+                "base_advantages": [0.0],
+                "scores": [None],
+                "weights": [1.0],
+                "advantages": [0.0],
+            },
+        ]
+
+    def test_starts_anew_with_a_step_and_goes_on_within_it(self, tmp_path: Path) -> None:
+        trainer = _trainer(rollout_data_dir=str(tmp_path))
+        trainer.global_steps = 1
+        for trigger, advantage in ((0, 1.0), (0, 2.0), (1, 3.0)):
+            trainer.local_trigger_step = trigger
+            self._dump(trainer, advantage)
+        assert [row["base_advantages"][0] for row in self._read(tmp_path, 1)] == [2.0, 0.0, 3.0, 0.0]
+
+    def test_is_off_unless_verls_own_dump_is_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        for config in ({}, {"rollout_data_dir": None}):
+            self._dump(_trainer(**config), 1.0)
+        assert list(tmp_path.iterdir()) == []
