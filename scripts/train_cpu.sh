@@ -24,6 +24,9 @@ data_dir=$OUTPUT_DIR/seed$seed
 run_dir=$data_dir/$adv_estimator
 title="$adv_estimator, $base_model, worked arithmetic, seed $seed"
 
+# Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+
 echo "1/3 environment" >&2
 bash scripts/setup_cpu.sh >&2
 if [[ "$base_model" == smollm2 ]]; then

@@ -22,6 +22,9 @@ def defaults() -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         # Ray would set it to 1 in every worker; with nobind vLLM takes its number of threads from here.
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        # Waiting threads sleep instead of spinning. Trainer, rollout and Ray share the cores; with spinning threads vLLM
+        # was measured to take ten times the processor time for a small model as soon as a core was busy elsewhere.
+        "OMP_WAIT_POLICY": "PASSIVE",
         # vLLM compiles two helpers of its sampler with inductor even under enforce_eager: 20 s of C++ compiler, needed
         # before the first token and paid again by every server.
         "TORCH_COMPILE_DISABLE": "1",
