@@ -31,7 +31,7 @@ rollout_tp=${ROLLOUT_TP:-1}                       # GPUs that share one vLLM eng
 
 # schedule, in rollout batches; each makes 4 optimiser steps
 total_steps=${TOTAL_STEPS:-50}
-save_freq=${SAVE_FREQ:-10}                        # -1: only at the end
+save_freq=${SAVE_FREQ:-10}                        # -1: never
 test_freq=${TEST_FREQ:-10}                        # -1: never
 
 # names
@@ -170,10 +170,11 @@ TRAINER=(
     trainer.experiment_name="$experiment_name"
     trainer.default_local_dir="$output_dir/checkpoints"
 )
-# The process that writes the logs runs somewhere in the Ray cluster, without this shell's environment.
+# The process that writes the logs runs somewhere in the Ray cluster, without this shell's environment. verl overwrites a
+# metrics file that exists, so that a resumed run needs one of its own.
 EXTRA=(
     +ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR="$output_dir/tensorboard"
-    +ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="$output_dir/metrics.jsonl"
+    +ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="$output_dir/metrics-$(date +%Y%m%d-%H%M%S).jsonl"
     hydra.run.dir="$output_dir/hydra"
 )
 if ((lora_rank > 0)); then

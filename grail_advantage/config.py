@@ -145,6 +145,10 @@ class GrailConfig:
             raise ValueError(
                 f"grail.weight_std={self.weight_std} must be greater than 0; for equal weights train with adv_estimator=grpo"
             )
+        if self.weight_mean < 0:
+            raise ValueError(
+                f"grail.weight_mean={self.weight_mean} must be at least 0; a negative weight flips the advantage"
+            )
         if self.weight_min < 0:
             raise ValueError(
                 f"grail.weight_min={self.weight_min} must be at least 0; negative weights flip the advantage"

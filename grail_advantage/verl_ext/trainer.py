@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
@@ -26,8 +26,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
+from verl.utils.model import get_generation_config
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.utils.padding import response_to_nested
 
@@ -51,6 +51,8 @@ class _Rollouts:
     keys: list[str]
     prompts: list[torch.Tensor]
     responses: list[torch.Tensor]
+    generated: list[torch.Tensor]
+    """The responses with -1, a token without text, in place of what a tool wrote: an answer is what the model generated."""
     mask_BT: torch.Tensor
     base_advantages_BT: torch.Tensor
 
@@ -80,8 +82,12 @@ class TokenWeightTrainer:
 
     def _init_tokenizer(self) -> None:
         super()._init_tokenizer()
-        model_config = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
-        self._end_tokens = _end_tokens(self.tokenizer, model_config.generation_config)
+        if self.processor is not None:
+            raise ValueError(
+                f"actor_rollout_ref.model.path={self.config.actor_rollout_ref.model.path} is a multi-modal model; "
+                f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} works with text models only"
+            )
+        self._end_tokens = _end_tokens(self.tokenizer, get_generation_config(self.config.actor_rollout_ref.model.path))
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with self._base_estimator():
@@ -103,12 +109,18 @@ class TokenWeightTrainer:
         data = tq.kv_batch_get(
             keys=batch.keys,
             partition_id=batch.partition_id,
-            select_fields=["prompts", "responses", "response_mask", "advantages"],
+            # Rejection sampling rewrites response_mask; loss_mask still says what the model generated.
+            select_fields=["prompts", "responses", "response_mask", "loss_mask", "advantages"],
         )
+        responses = list(data["responses"].unbind())
         return _Rollouts(
             keys=batch.keys,
             prompts=list(data["prompts"].unbind()),
-            responses=list(data["responses"].unbind()),
+            responses=responses,
+            generated=[
+                torch.where(mask.bool(), row, -1)
+                for row, mask in zip(responses, data["loss_mask"].unbind(), strict=True)
+            ],
             mask_BT=data["response_mask"].to_padded_tensor(0).bool(),
             base_advantages_BT=data["advantages"].to_padded_tensor(0.0),
         )
@@ -119,16 +131,23 @@ class TokenWeightTrainer:
         truncated_B = self._truncated(rollouts)
         if config.mask_truncated:
             advantages_BT = torch.where(truncated_B.unsqueeze(1), 0.0, advantages_BT)
-        masked = _Rollouts(rollouts.keys, rollouts.prompts, rollouts.responses, rollouts.mask_BT, advantages_BT)
+        masked = replace(rollouts, base_advantages_BT=advantages_BT)
         advantages_B = masked.advantages_B
 
-        spans = find_answer_spans(masked.responses, self.tokenizer, config.span)
+        spans = find_answer_spans(masked.generated, self.tokenizer, config.span)
         rows = select_rows(advantages_B, spans, config.gate)
         with marked_timer("saliency", self.timing_raw, color="purple"):
             scores_BT, gradient_norms = self._scores(masked, spans, rows.selected_B)
         result = grail_weights(scores_BT, masked.mask_BT, spans, rows, config)
         weighted_BT = apply_token_weights(advantages_BT, result.weights_BT, masked.mask_BT)
 
+        if result.non_finite_B.any():
+            logger.warning(
+                "step %d: %d of %d rows have non-finite saliency and keep weight 1",
+                self.global_steps,
+                int(result.non_finite_B.sum()),
+                int(rows.selected_B.sum()),
+            )
         figures = weight_metrics(result, masked.mask_BT, advantages_B, rows, gradient_norms)
         valid_B = masked.mask_BT.any(dim=1)
         figures["truncated_rate"] = int((truncated_B & valid_B).sum()) / max(1, int(valid_B.sum()))
@@ -142,9 +161,19 @@ class TokenWeightTrainer:
 
     def _truncated(self, rollouts: _Rollouts) -> torch.Tensor:
         """Rows, bool (B,), whose response reached the length limit without an end token."""
-        limit = self.config.actor_rollout_ref.rollout.response_length
+        settings = self.config.actor_rollout_ref.rollout
+
+        def limit(prompt: torch.Tensor) -> int:
+            # As the rollout server bounds it (verl's vLLMHttpServer.generate).
+            longest = min(settings.response_length, settings.prompt_length + settings.response_length - len(prompt))
+            return min(longest, settings.max_model_len - len(prompt)) if settings.get("max_model_len") else longest
+
         return torch.tensor(
-            [len(row) >= limit and int(row[-1]) not in self._end_tokens for row in rollouts.responses], dtype=torch.bool
+            [
+                len(row) >= limit(prompt) and int(row[-1]) not in self._end_tokens
+                for prompt, row in zip(rollouts.prompts, rollouts.responses, strict=True)
+            ],
+            dtype=torch.bool,
         )
 
     def _scores(
@@ -183,7 +212,8 @@ class TokenWeightTrainer:
             row = selected[index]
             length = len(rollouts.responses[row])
             scores_BT[row, :length] = align_scores(saliency_P, length, self.grail_config.alignment)
-        return scores_BT, output["gradient_norm"].values()
+        norms = dict(zip(order, output["gradient_norm"].unbind(), strict=True))
+        return scores_BT, torch.cat(list(norms.values()))
 
     def _dump(
         self,
@@ -193,11 +223,11 @@ class TokenWeightTrainer:
         weighted_BT: torch.Tensor,
         spans: list[AnswerSpan | None],
     ) -> None:
-        """With ``trainer.rollout_data_dir`` set, write every token's weight beside verl's own dump of the rollouts."""
-        folder = self.config.trainer.get("rollout_data_dir", None)
+        """With ``algorithm.token_weights_dir`` set, write every token's score, weight and advantage to ``STEP.jsonl`` there."""
+        folder = self.config.algorithm.get("token_weights_dir", None)
         if not folder:
             return
-        path = Path(folder) / "token_weights" / f"{self.global_steps}.jsonl"
+        path = Path(folder) / f"{self.global_steps}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if self.local_trigger_step else "w", encoding="utf-8") as file:
             for row, key in enumerate(rollouts.keys):

@@ -544,8 +544,23 @@ def test_worker_killed_at_work_is_replaced(short_limit: None) -> None:
     assert accepts("x+52", "52+x")
 
 
+def test_worker_that_never_replies_is_replaced() -> None:
+    """Stopped, it uses no processor time, so the wall clock decides; its late reply must not reach the next question."""
+    pool = _verify_pool.VerifyPool(workers=1, cpu_seconds=0.5)
+    try:
+        assert pool.verify("x+1", "1+x")
+        (pid,) = pool.pids()
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(_verify_pool.VerifyFailed, match="no reply within 5 s"):
+            pool.verify("x+1", "2+x")
+        assert not psutil.pid_exists(pid)
+        assert pool.verify("x+2", "2+x")
+    finally:
+        pool.close()
+
+
 def _run(program: str) -> Any:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
     return json.loads(done.stdout)
@@ -573,12 +588,23 @@ print(json.dumps([scores, _verify_pool.get_pool().pids()]))
 
 
 def test_forked_child_uses_its_own_workers() -> None:
+    """Also when other threads of the parent hold every worker at the time of the fork."""
     child, child_pids, parent, parent_pids = _run("""
-import json, os
-from recipe._verify_pool import close_pool, get_pool
+import json, os, threading, time
+from recipe._verify_pool import VerifyFailed, close_pool, get_pool
 
-first = get_pool().verify("x+1", "1+x")
+def hang():
+    try:
+        get_pool().verify("x+1", "9^{9^{9^9}}")
+    except VerifyFailed:
+        pass
+
+get_pool().verify("x+1", "1+x")
 pids = get_pool().pids()
+threads = [threading.Thread(target=hang) for _ in range(2)]
+for thread in threads:
+    thread.start()
+time.sleep(0.5)
 read, write = os.pipe()
 child = os.fork()
 if child == 0:
@@ -587,12 +613,13 @@ if child == 0:
     close_pool()
     os._exit(0)
 os.waitpid(child, 0)
-parent = [first, get_pool().verify("x+3", "3+x"), get_pool().verify("x+3", "4+x")]
-assert get_pool().pids() == pids
-print(json.dumps([*json.loads(os.read(read, 65536)), parent, pids]))
+for thread in threads:
+    thread.join()
+parent = [get_pool().verify("x+3", "3+x"), get_pool().verify("x+3", "4+x")]
+print(json.dumps([*json.loads(os.read(read, 65536)), parent, pids + get_pool().pids()]))
 """)
     assert child == [True, False]
-    assert parent == [True, True, False]
+    assert parent == [True, False]
     assert len(child_pids) == 2 and not set(child_pids) & set(parent_pids)
     assert _gone(child_pids + parent_pids)
 

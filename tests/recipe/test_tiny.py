@@ -241,8 +241,11 @@ def test_batched_greedy_sampling_is_the_plain_loop(tokenizer: PreTrainedTokenize
     model = build_model(tokenizer, seed=0).eval()
     prompts = [prompt_ids(tokenizer, problem) for problem in train[:6]]
     assert len({len(ids) for ids in prompts}) > 1
-    # A random model never ends by itself: make the end token likely, so that rows end at different places.
+    # Make a random model look at single positions sharply, and its end token likely, so that rows end at different places.
     with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_norm.weight *= 6
+            layer.self_attn.o_proj.weight *= 6
         direction = model(input_ids=torch.tensor([prompts[0]]), output_hidden_states=True).hidden_states[-1][0, -1]
         model.lm_head.weight[tokenizer.eos_token_id] += 0.02 * direction
     expected = []

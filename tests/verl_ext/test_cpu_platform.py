@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
-pytest.importorskip("verl")
+from grail_advantage.verl_ext.cpu.checks import check_config
+
+CONFIG_DIR = Path(__file__).parents[2] / "recipe" / "config"
 
 PROBE = """
 import json, sys
@@ -64,6 +68,12 @@ def test_import_verl_registers_nothing_elsewhere() -> None:
         "process_group": "verl.utils.distributed:distributed.py",
         "vllm_imported": False,
     }
+
+
+def run_config(*overrides: str) -> DictConfig:
+    """The configuration of a CPU run."""
+    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        return compose("cpu_trainer", overrides=list(overrides))
 
 
 BEHAVIOUR = """
@@ -124,6 +134,29 @@ def test_platform_behaves_as_verl_needs(tmp_path: Path) -> None:
         "kept": "7",
         "defaulted": "nobind",
     }
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.use_kl_loss"),
+        ("algorithm.use_kl_in_reward=True", "algorithm.use_kl_in_reward"),
+        ("actor_rollout_ref.model.lora_rank=8", "lora.merge"),
+        ("actor_rollout_ref.model.lora.rank=4", "lora.merge"),
+        ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.enable"),
+        ("trainer.v1.sampler.sync_refill_failed_groups=True", "sync_refill_failed_groups"),
+    ],
+)
+def test_what_the_platform_cannot_do_is_refused(override: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        check_config(run_config(override))
+
+
+def test_everything_else_is_accepted() -> None:
+    check_config(run_config())
+    check_config(run_config("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True"))
+    sampler = "trainer.v1.sampler.custom_sampler"
+    check_config(run_config("algorithm.filter_groups.enable=True", f"{sampler}.path=null", f"{sampler}.name=null"))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +26,8 @@ def _trainer(**config: Any) -> TokenWeightTrainerSync:
     trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
     trainer.config = OmegaConf.create(
         {
-            "actor_rollout_ref": {"rollout": {"response_length": LIMIT}},
-            "algorithm": {"adv_estimator": "grail"},
-            "trainer": config,
+            "actor_rollout_ref": {"rollout": {"prompt_length": 3, "response_length": LIMIT, "max_model_len": None}},
+            "algorithm": {"adv_estimator": "grail", **config},
         }
     )
     trainer._end_tokens = {END_ID}
@@ -45,6 +45,7 @@ def _rollouts(responses: list[str], advantages: list[float], mask: list[list[int
         keys=[f"row{row}" for row in range(len(ids))],
         prompts=[torch.tensor(encode("?")) for _ in ids],
         responses=ids,
+        generated=ids,
         mask_BT=mask_BT,
         base_advantages_BT=torch.tensor(advantages).unsqueeze(1) * mask_BT,
     )
@@ -79,6 +80,15 @@ def test_truncated_is_a_response_at_the_limit_without_an_end_token() -> None:
     assert _trainer()._truncated(rollouts).tolist() == [False, False, True, False, False, False]
 
 
+def test_truncated_by_the_room_that_a_long_prompt_leaves() -> None:
+    """verl's rollout server allows prompt_length + response_length tokens in all, and max_model_len if that is less."""
+    trainer = _trainer()
+    rollouts = replace(_rollouts(["abcd", "abc"], [1.0, 1.0]), prompts=[torch.arange(5), torch.arange(5)])
+    assert trainer._truncated(rollouts).tolist() == [True, False]
+    trainer.config.actor_rollout_ref.rollout.max_model_len = 8
+    assert trainer._truncated(rollouts).tolist() == [True, True]
+
+
 def test_any_end_token_ends_a_response() -> None:
     trainer = _trainer()
     trainer._end_tokens = {END_ID, encode("f")[0]}
@@ -110,11 +120,11 @@ class TestDump:
         trainer._dump(rollouts, weights_BT, scores_BT, weighted_BT, [AnswerSpan(0, 1, 2, 3), None])
 
     def _read(self, folder: Path, step: int) -> list[dict]:
-        lines = (folder / "token_weights" / f"{step}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (folder / f"{step}.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
     def test_has_one_record_a_row_cut_to_its_response(self, tmp_path: Path) -> None:
-        trainer = _trainer(rollout_data_dir=str(tmp_path))
+        trainer = _trainer(token_weights_dir=str(tmp_path))
         trainer.global_steps, trainer.local_trigger_step = 3, 0
         self._dump(trainer, -1.0)
         assert self._read(tmp_path, 3) == [
@@ -147,15 +157,15 @@ class TestDump:
         ]
 
     def test_starts_anew_with_a_step_and_goes_on_within_it(self, tmp_path: Path) -> None:
-        trainer = _trainer(rollout_data_dir=str(tmp_path))
+        trainer = _trainer(token_weights_dir=str(tmp_path))
         trainer.global_steps = 1
         for trigger, advantage in ((0, 1.0), (0, 2.0), (1, 3.0)):
             trainer.local_trigger_step = trigger
             self._dump(trainer, advantage)
         assert [row["base_advantages"][0] for row in self._read(tmp_path, 1)] == [2.0, 0.0, 3.0, 0.0]
 
-    def test_is_off_unless_verls_own_dump_is_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_off_by_default(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        for config in ({}, {"rollout_data_dir": None}):
+        for config in ({}, {"token_weights_dir": None}):
             self._dump(_trainer(**config), 1.0)
         assert list(tmp_path.iterdir()) == []

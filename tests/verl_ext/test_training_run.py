@@ -117,7 +117,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "trainer.save_freq=-1",
         "trainer.logger=[file]",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
-        f"trainer.rollout_data_dir={folder / 'rollouts'}",
+        f"algorithm.token_weights_dir={folder / 'token_weights'}",
     ]
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
@@ -125,7 +125,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _records(run_dir: Path, step: int) -> list[dict]:
-    path = run_dir / "rollouts" / "token_weights" / f"{step}.jsonl"
+    path = run_dir / "token_weights" / f"{step}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

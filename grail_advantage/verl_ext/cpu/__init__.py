@@ -10,6 +10,7 @@ verl has no CPU platform, but it lets others add one. :func:`install` adds it, o
 ``rollout``            vLLM replica whose server and worker reload weights the way vLLM-CPU can
 ``vllm_worker``        the vLLM worker side of that reload
 ``replay_buffer``      replay buffer with a configurable polling interval, selected in ``recipe/config/cpu.yaml``
+``checks``             what this platform cannot do, refused before Ray starts
 =====================  ==============================================================================================
 
 It is switched on by ``VERL_PLATFORM=cpu``; the plugin entry point calls :func:`install` in every process that

@@ -31,7 +31,7 @@ def defaults() -> dict[str, str]:
         # Lets the engine keep its one worker in its own process (distributed_executor_backend=uni in cpu.yaml), which
         # saves starting another process and importing vLLM once more.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Both collect facts about the machine at start-up, on cores that have better things to do.
+        # Usage reports, which collect facts about the machine while everything else starts.
         "VLLM_NO_USAGE_STATS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
