@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # GRAIL | evaluation on the benchmarks, or comparison of two evaluations | NVIDIA GPUs or CPU
 # Knobs: PYTHON (an interpreter that has the packages, as on a GPU machine; no environment is set up then)
-#        PYTHON_BIN and whatever else scripts/setup_cpu.sh reads
 # Arguments go to `python -m recipe.evaluate` (--help lists them); the benchmarks are read from data/ in the project, where
 # scripts/prepare_data.sh puts them, unless --data-dir names another folder.
 #

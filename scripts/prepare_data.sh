@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # GRAIL | training set and benchmarks as parquet files for verl | any machine
 # Knobs: PYTHON (an interpreter that has the packages; no environment is set up then)
-#        PYTHON_BIN and whatever else scripts/setup_cpu.sh reads
 # Arguments go to `python -m recipe.data.prepare` (--help lists them); the output is data/ in the project unless
 # --output-dir names another folder.
 #

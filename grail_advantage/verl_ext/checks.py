@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -11,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage.config import GrailConfig
 from grail_advantage.estimators import ESTIMATORS
+from grail_advantage.verl_ext.cpu import checks as cpu_checks
 
 VERL_VERSION = "0.9.1"
 STRATEGIES = ("fsdp", "fsdp2")
@@ -31,6 +31,8 @@ def check_config(config: DictConfig) -> None:
             f"trainer.use_v1={config.trainer.use_v1}: this entry point starts verl's v1 trainer only; use true, or start "
             "verl's legacy trainer with python3 -m verl.trainer.main_ppo"
         )
+    if os.environ.get("VERL_PLATFORM") == "cpu":
+        cpu_checks.check_config(config)
     _check_estimator(config.algorithm.adv_estimator)
     if config.algorithm.adv_estimator not in ESTIMATORS:
         return
@@ -96,24 +98,3 @@ def _check_layout(config: DictConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if not rollout.temperature > 0:
         refuse("actor_rollout_ref.rollout.temperature", rollout.temperature, "use a temperature above 0")
-    if os.environ.get("VERL_PLATFORM") == "cpu":
-        _check_cpu(config, refuse)
-
-
-def _check_cpu(config: DictConfig, refuse: Callable[[str, Any, str], None]) -> None:
-    """What only the CPU platform cannot do."""
-    model = config.actor_rollout_ref.model
-    rank = OmegaConf.select(model, "lora.rank", default=0) or OmegaConf.select(model, "lora_rank", default=0)
-    if rank and not OmegaConf.select(model, "lora.merge", default=False):
-        refuse(
-            "actor_rollout_ref.model.lora_rank",
-            rank,
-            "the CPU platform loads no adapters into the rollout; set actor_rollout_ref.model.lora.merge=True",
-        )
-    sampler = OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.name", default=None)
-    if sampler == "PollingReplayBuffer" and OmegaConf.select(config, "algorithm.filter_groups.enable", default=False):
-        refuse(
-            "algorithm.filter_groups.enable",
-            True,
-            "verl gives it to its own replay buffer alone; unset trainer.v1.sampler.custom_sampler and sampler_kwargs",
-        )
