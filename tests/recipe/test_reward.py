@@ -593,6 +593,8 @@ def test_forked_child_uses_its_own_workers() -> None:
 import json, os, threading, time
 from recipe._verify_pool import VerifyFailed, close_pool, get_pool
 
+os.environ["GRAIL_REWARD_TIMEOUT"] = "1"
+
 def hang():
     try:
         get_pool().verify("x+1", "9^{9^{9^9}}")

@@ -66,7 +66,11 @@ REFUSED = {
     ),
     "group of one": ("actor_rollout_ref.rollout.n=1", r"actor_rollout_ref\.rollout\.n=1 does not .*; .*use 2 or more"),
     "other engine": (f"{ACTOR}.strategy=megatron", r"actor\.strategy=megatron does not .*; use fsdp or fsdp2"),
-    "legacy trainer": ("trainer.use_v1=False", r"trainer\.use_v1=False does not .*; use true"),
+    "fp16": (
+        f"{ACTOR}.fsdp_config.mixed_precision={{param_dtype:fp16}}",
+        r"mixed_precision\.param_dtype=fp16 does not .*; use bf16 or fp32",
+    ),
+    "greedy rollouts": ("actor_rollout_ref.rollout.temperature=0", r"rollout\.temperature=0 does not .*above 0"),
     "other trainer": (f"{MODE}=separate_async", r"trainer\.v1\.trainer_mode=separate_async does not .*; use sync"),
     "the trainer itself": (f"{MODE}=grail_sync", r"trainer\.v1\.trainer_mode=grail_sync does not .*; use sync"),
     "sequence parallel": (
@@ -130,6 +134,12 @@ def test_verls_own_estimators_get_verls_trainer() -> None:
 def test_verls_own_estimators_meet_none_of_these_refusals() -> None:
     of_the_layout = [override for override, _ in REFUSED.values() if not override.lstrip("+").startswith("algorithm.")]
     check_config(_compose("algorithm.adv_estimator=grpo", "+algorithm.grail.foo=1", *of_the_layout))
+
+
+@pytest.mark.parametrize("estimator", ["grail", "grpo"])
+def test_refuses_the_legacy_trainer_for_every_estimator(estimator: str) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.use_v1=False: .*use true, or start verl's legacy trainer"):
+        check_config(_compose(f"algorithm.adv_estimator={estimator}", "trainer.use_v1=False"))
 
 
 def test_options_left_open_in_yaml_take_the_presets_value() -> None:
