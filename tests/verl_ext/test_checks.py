@@ -67,7 +67,7 @@ REFUSED = {
     "group of one": ("actor_rollout_ref.rollout.n=1", r"actor_rollout_ref\.rollout\.n=1 does not .*; .*use 2 or more"),
     "other engine": (f"{ACTOR}.strategy=megatron", r"actor\.strategy=megatron does not .*; use fsdp or fsdp2"),
     "fp16": (
-        f"{ACTOR}.fsdp_config.mixed_precision={{param_dtype:fp16}}",
+        f"+{ACTOR}.fsdp_config.mixed_precision={{param_dtype:fp16}}",
         r"mixed_precision\.param_dtype=fp16 does not .*; use bf16 or fp32",
     ),
     "greedy rollouts": ("actor_rollout_ref.rollout.temperature=0", r"rollout\.temperature=0 does not .*above 0"),
