@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # ---- user-adjustable ----
 
 # batch and lengths: prompts a step, responses a prompt
-export PROMPTS=${PROMPTS:-8}
+export PROMPTS=${PROMPTS:-4}
 export ROLLOUTS=${ROLLOUTS:-8}
 export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-16}
 export MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-48}
@@ -26,7 +26,7 @@ export SEED=${SEED:-0}
 
 # schedule
 export TOTAL_STEPS=${TOTAL_STEPS:-20}
-export TEST_FREQ=${TEST_FREQ:-10}
+export TEST_FREQ=${TEST_FREQ:-5}
 
 # names
 export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/outputs/smollm2_cpu}

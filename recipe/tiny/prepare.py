@@ -83,7 +83,7 @@ def default_settings(base_model: str, seed: int, max_seconds: float | None = Non
     if base_model == "smollm2":
         # It can write and add already, so it needs the form of the solutions more than the sums.
         warm_up_settings = WarmUpSettings(
-            batch_size=16, learning_rate=2e-4, steps=80, evaluate_every=10, max_seconds=1800.0, seed=seed
+            batch_size=16, learning_rate=3e-4, steps=48, evaluate_every=12, max_seconds=1800.0, seed=seed
         )
         validation_size = 64
     else:
