@@ -97,12 +97,13 @@ class _Worker:
             chunk = os.read(stdout.fileno(), 65536)
             if not chunk:
                 code = self._process.wait()
-                if not self._ready:
-                    raise VerifyFailed(f"the worker did not start (exit status {code}), its error output says why")
-                if code == -signal.SIGPROF:
-                    raise VerifyFailed(f"more than {self._cpu_seconds:g} s of processor time")
                 if code == -signal.SIGKILL:
                     raise _WorkerLost("the worker was killed from outside")
+                if not self._ready:
+                    # Not the answer's fault: it would turn every reward to 0, and is logged louder than a VerifyFailed.
+                    raise RuntimeError(f"the worker did not start (exit status {code}); its error output says why")
+                if code == -signal.SIGPROF:
+                    raise VerifyFailed(f"more than {self._cpu_seconds:g} s of processor time")
                 raise VerifyFailed(f"the worker ended with status {code}")
             line += chunk
         return line
@@ -143,7 +144,8 @@ class VerifyPool:
             self._idle.put(worker)
 
     def verify(self, gold: str, pred: str) -> bool:
-        """Whether math-verify finds the two equal (both LaTeX, without a box); raises ``VerifyFailed`` for no verdict."""
+        """Whether math-verify finds the two equal (both LaTeX, without a box); raises ``VerifyFailed`` for no verdict and
+        RuntimeError where workers do not start."""
         request = json.dumps({"gold": gold, "pred": pred}).encode("ascii") + b"\n"
         worker = self._idle.get()
         try:

@@ -37,7 +37,6 @@ class Step:
     seconds: float | None
     selected: float | None
     """Share of rows that got a saliency pass."""
-    response_length: float | None
 
     @classmethod
     def parse(cls, line: str) -> Step:
@@ -51,7 +50,6 @@ class Step:
             reward=data.get("critic/score/mean"),
             seconds=data.get("timing_s/step"),
             selected=selected[0] if selected else None,
-            response_length=data.get("response_length/mean"),
         )
 
 
@@ -175,7 +173,7 @@ def _draw(path: Path, title: str, validated: list[Step], trained: list[Step]) ->
         )
     axes.set(title=title, xlabel="step", ylabel="share right", ylim=(0, 1))
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left")
+    axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

@@ -559,6 +559,20 @@ def test_worker_that_never_replies_is_replaced() -> None:
         pool.close()
 
 
+def test_workers_that_cannot_start_are_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    _verify_pool.close_pool()
+    monkeypatch.setattr(_verify_pool, "_WORKER_SCRIPT", tmp_path / "missing.py")
+    result = judge("x+61", "61+x")
+    assert (result["score"], result["verify_failed"]) == (0.0, 1.0)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "the worker did not start (exit status 2)" in caplog.text
+    monkeypatch.undo()
+    _verify_pool.close_pool()
+    assert accepts("x+61", "61+x")
+
+
 def _run(program: str) -> Any:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

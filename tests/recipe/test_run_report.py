@@ -1,0 +1,85 @@
+"""The line a step, the closing table and the learning curve, from a metrics file with known figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipe.run_report import CURVE_FILE, METRICS_FILE, Step, read_steps, summary, watch
+
+RECORDS = [
+    {"step": 0, "data": {"val-core/sums/acc/mean@1": 0.25}},
+    {"step": 1, "data": {"critic/score/mean": 0.2, "timing_s/step": 3.0, "grail/selected_rate": 0.5}},
+    {
+        "step": 2,
+        "data": {
+            "critic/score/mean": 0.4,
+            "timing_s/step": 5.0,
+            "grail/selected_rate": 0.25,
+            "val-core/sums/acc/mean@1": 0.5,
+            "val-aux/sums/score/mean@1": 0.9,
+        },
+    },
+]
+
+
+def _write(folder: Path, records: list[dict], tail: str = "") -> Path:
+    (folder / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+    return folder
+
+
+def test_reads_what_a_line_says() -> None:
+    assert Step.parse(json.dumps(RECORDS[2])) == Step(2, accuracy=0.5, reward=0.4, seconds=5.0, selected=0.25)
+    assert Step.parse(json.dumps(RECORDS[0])) == Step(0, accuracy=0.25, reward=None, seconds=None, selected=None)
+
+
+def test_accuracy_is_the_mean_over_data_sources() -> None:
+    line = json.dumps({"step": 3, "data": {"val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@4": 0.75}})
+    assert Step.parse(line).accuracy == 0.625
+
+
+def test_a_line_that_is_being_written_waits(tmp_path: Path) -> None:
+    assert read_steps(tmp_path) == []
+    assert [step.number for step in read_steps(_write(tmp_path, RECORDS, tail='{"step": 3, "da'))] == [0, 1, 2]
+
+
+def test_summary_states_the_figures_and_draws_the_curve(tmp_path: Path) -> None:
+    text = summary(_write(tmp_path, RECORDS), "a title")
+    rows = [line.split("  ") for line in text.splitlines()]
+    values = {row[1].strip(): row[-1].strip() for row in rows if len(row) > 2}
+    assert text.startswith("a title\n")
+    assert values["training steps"] == "2"
+    assert values["held-out accuracy at step 0"] == "0.250"
+    assert values["held-out accuracy at step 2"] == "0.500"
+    assert values["change, points"] == "+25.0"
+    assert values["reward, first step"] == "0.200"
+    assert values["reward, mean of the last 2 steps"] == "0.300"
+    assert values["seconds a step, median"] == "4.0"
+    assert values["rows with a saliency pass, mean"] == "37.5%"
+    assert str(tmp_path / "tensorboard") in text
+    assert (tmp_path / CURVE_FILE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_baseline_has_no_row_about_the_pass(tmp_path: Path) -> None:
+    data = {"critic/score/mean": 0.2, "timing_s/step": 3.0}
+    assert "saliency" not in summary(_write(tmp_path, [{"step": 1, "data": data}]), "grpo")
+
+
+def test_a_run_that_logged_nothing_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"metrics\.jsonl holds no steps; see .*train\.log"):
+        summary(tmp_path, "nothing")
+
+
+def test_watch_prints_every_step_and_ends_with_the_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process.wait()
+    watch(_write(tmp_path, RECORDS), process.pid, total=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["step", "0/2"], ["step", "1/2"], ["step", "2/2"]]
+    assert "held-out accuracy 0.250" in lines[0]
+    assert "reward 0.200" in lines[1]
+    assert "saliency on  50% of rows" in lines[1]
