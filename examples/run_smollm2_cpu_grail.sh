@@ -15,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PROMPTS=${PROMPTS:-4}
 export ROLLOUTS=${ROLLOUTS:-8}
 export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-16}
-export MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-48}
+export MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-32}
 export MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-64}
 
 # learning: grail, or any of verl's estimators; official or robust

