@@ -7,6 +7,8 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from grail_advantage.weighting import GrailWeights, RowSelection
@@ -86,4 +88,4 @@ def weight_metrics(
 
 def _quantile(values: torch.Tensor, q: float) -> torch.Tensor:
     """Nearest-rank quantile. ``torch.quantile`` refuses more than 16 million values, which a large batch exceeds."""
-    return values.kthvalue(max(1, round(q * values.numel()))).values
+    return values.kthvalue(max(1, math.ceil(q * values.numel()))).values

@@ -82,7 +82,8 @@ def compute_token_weights(
 
     width = max((response.shape[0] for response in responses), default=0)
     mask_BT = torch.arange(width, device=device) < response_BL.sum(dim=-1, keepdim=True)
-    scores_BT = torch.full(mask_BT.shape, float("nan"), device=device)
+    with torch.inference_mode(False):  # the caller may be in it, and such a tensor could not be written to below
+        scores_BT = torch.full(mask_BT.shape, float("nan"), device=device)
     gradient_norms = [torch.zeros(0)]
     if rows.selected_B.any():
         with evaluation_mode(model):

@@ -25,7 +25,7 @@ class RowSelection:
     answered_B: torch.Tensor
     """The response has a complete answer span."""
     inside_gate_B: torch.Tensor
-    """The gate lets the row's advantage through."""
+    """The gate lets the row's advantage through. Rows with advantage 0 count as inside: no weight of theirs matters."""
     selected_B: torch.Tensor
     """The row's scores can change its token advantages: answered, inside the gate, advantage not 0."""
 
@@ -41,7 +41,8 @@ def select_rows(advantages_B: torch.Tensor, spans: Sequence[AnswerSpan | None], 
     answered_B = torch.tensor([span is not None for span in spans], dtype=torch.bool, device=advantages_B.device)
     positive_B = advantages_B > 0
     inside_gate_B = {"wrong": ~positive_B, "correct": positive_B, "all": torch.ones_like(positive_B)}[gate]
-    return RowSelection(answered_B, inside_gate_B, answered_B & inside_gate_B & (advantages_B != 0))
+    matters_B = advantages_B != 0
+    return RowSelection(answered_B, inside_gate_B | ~matters_B, answered_B & inside_gate_B & matters_B)
 
 
 def target_range(span: AnswerSpan, target: str) -> tuple[int, int]:
@@ -136,9 +137,10 @@ def grail_weights(
 
     weights_BT = torch.where(mask_BT, weights_BT, 0.0)
     if config.normalize_mass:
-        total_B1 = weights_BT.sum(dim=-1, keepdim=True)
+        # In float64, so that the padding on a row's right, which sets the order of the sum, does not show in its weights.
+        total_B1 = weights_BT.double().sum(dim=-1, keepdim=True)
         scale_B1 = torch.where(scored_B1 & (total_B1 > 0), mask_BT.sum(dim=-1, keepdim=True) / total_B1, 1.0)
-        weights_BT = weights_BT * scale_B1
+        weights_BT = (weights_BT * scale_B1).float()
 
     standardised_BT = scored_B1 & mask_BT & reasoning_BT
     return GrailWeights(

@@ -15,7 +15,8 @@ EPSILON = 1e-8
 def log_zscore(scores_BT: torch.Tensor, statistics_mask_BT: torch.Tensor) -> torch.Tensor:
     """Standardise log scores row by row over the tokens of a statistics set.
 
-    ``l = log(score + 1e-8)``, ``z = (l - mean) / sqrt(variance + 1e-8)`` with the population variance.
+    ``l = log(score + 1e-8)``, ``z = (l - mean) / sqrt(variance + 1e-8)`` with the population variance. In float64: where the
+    scores of a row are nearly equal, the division blows up what float32 rounds off the mean.
 
     Args:
         scores_BT: scores, at least 0, any floating dtype; finite where the mask is true.
@@ -24,7 +25,7 @@ def log_zscore(scores_BT: torch.Tensor, statistics_mask_BT: torch.Tensor) -> tor
     Returns:
         ``z_BT`` float32 for every token; 0 in a row whose statistics set is empty.
     """
-    log_scores_BT = torch.log(scores_BT.float() + EPSILON)
+    log_scores_BT = torch.log(scores_BT.double() + EPSILON)
     count_B1 = statistics_mask_BT.sum(dim=-1, keepdim=True)
     divisor_B1 = count_B1.clamp(min=1)
 
@@ -33,7 +34,7 @@ def log_zscore(scores_BT: torch.Tensor, statistics_mask_BT: torch.Tensor) -> tor
 
     centred_BT = log_scores_BT - mean(log_scores_BT)
     z_BT = centred_BT / torch.sqrt(mean(centred_BT.square()) + EPSILON)
-    return torch.where(count_B1 > 0, z_BT, 0.0)
+    return torch.where(count_B1 > 0, z_BT, 0.0).float()
 
 
 def log_zscore_weights(
