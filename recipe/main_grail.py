@@ -31,6 +31,7 @@ from verl.utils.config import validate_config  # noqa: E402
 from verl.utils.device import auto_set_device  # noqa: E402
 
 from grail_advantage.estimators import ESTIMATORS  # noqa: E402
+from grail_advantage.verl_ext import stock_entry_guard  # noqa: E402
 
 
 class TokenWeightTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):
@@ -55,11 +56,12 @@ def prepare(config: DictConfig) -> type:
     if weighted:
         with open_dict(config):
             config.trainer.v1.trainer_mode = f"grail_{config.trainer.v1.trainer_mode}"
-    validate_config(
-        config=config,
-        use_reference_policy=need_reference_policy(config),
-        use_critic=need_critic(config),
-    )
+    with stock_entry_guard.lifted():
+        validate_config(
+            config=config,
+            use_reference_policy=need_reference_policy(config),
+            use_critic=need_critic(config),
+        )
     return ray.remote(TokenWeightTaskRunner) if weighted else TaskRunnerV1
 
 

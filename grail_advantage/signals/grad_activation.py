@@ -61,7 +61,9 @@ def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
         hidden_BSD = output[0] if isinstance(output, tuple) else output
         leaf_BSD = hidden_BSD.detach().requires_grad_()
         leaves_BSD.append(leaf_BSD)
-        return (leaf_BSD, *output[1:]) if isinstance(output, tuple) else leaf_BSD
+        # FSDP1 cannot hook a leaf that is the input of a block without trainable parameters (LoRA), so it gets a view.
+        passed_on_BSD = leaf_BSD.view_as(leaf_BSD)
+        return (passed_on_BSD, *output[1:]) if isinstance(output, tuple) else passed_on_BSD
 
     handle = module.register_forward_hook(replace_output)
     try:

@@ -82,14 +82,16 @@ def _check_layout(config: DictConfig) -> None:
     mode = config.trainer.v1.trainer_mode
     if mode not in TRAINER_MODES:
         refuse("trainer.v1.trainer_mode", mode, f"use {' or '.join(TRAINER_MODES)}")
-    sp_size = OmegaConf.select(actor, "ulysses_sequence_parallel_size", default=1)
-    engine_sp_size = OmegaConf.select(actor, "fsdp_config.ulysses_sequence_parallel_size", default=1)
-    if max(sp_size or 1, engine_sp_size or 1) > 1:
-        refuse("actor_rollout_ref.actor.ulysses_sequence_parallel_size", max(sp_size, engine_sp_size), "use 1")
+    sp_size = max(
+        OmegaConf.select(actor, name, default=None) or 1
+        for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
+    )
+    if sp_size > 1:
+        refuse("actor_rollout_ref.actor.ulysses_sequence_parallel_size", sp_size, "use 1")
     if config.actor_rollout_ref.model.get("use_fused_kernels", False):
         refuse("actor_rollout_ref.model.use_fused_kernels", True, "use false: fused kernels give out no logits")
     precision = OmegaConf.select(actor, "fsdp_config.mixed_precision.param_dtype", default=None)
-    if precision in ("fp16", "float16"):
+    if str(precision) in ("fp16", "float16", "16"):
         refuse(
             "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype",
             precision,

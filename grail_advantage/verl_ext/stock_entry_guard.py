@@ -8,25 +8,40 @@ verl lets a registered estimator check the configuration or name the trainer tha
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import verl.utils.config
 
 from grail_advantage.estimators import ESTIMATORS, start_command
 
+_lifted = False
+
+
+@contextmanager
+def lifted() -> Iterator[None]:
+    """For the entry point that does serve these estimators."""
+    global _lifted
+    _lifted = True
+    try:
+        yield
+    finally:
+        _lifted = False
+
 
 def install() -> None:
-    """Make ``validate_config`` refuse token-weight estimators under a stock trainer mode. Does nothing the second time."""
+    """Make ``validate_config`` refuse token-weight estimators unless the guard is lifted. Does nothing the second time."""
     original = verl.utils.config.validate_config
-    if getattr(original, "checks_trainer_mode", False):
+    if getattr(original, "refuses_token_weights", False):
         return
 
     @functools.wraps(original)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
         estimator = config.algorithm.adv_estimator
-        if estimator in ESTIMATORS and not str(config.trainer.v1.trainer_mode).startswith("grail_"):
+        if estimator in ESTIMATORS and not _lifted:
             raise ValueError(start_command(estimator))
         original(config, *args, **kwargs)
 
-    validate_config.checks_trainer_mode = True
+    validate_config.refuses_token_weights = True
     verl.utils.config.validate_config = validate_config

@@ -79,6 +79,7 @@ def saliency_pass(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDi
         the position before its first response token, the last entry the last target token's own position.
     """
     settings = engine.engine_config
+    request = request.copy()
     tu.assign_non_tensor(
         request,
         use_remove_padding=settings.use_remove_padding,
