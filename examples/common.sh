@@ -170,11 +170,16 @@ TRAINER=(
     trainer.experiment_name="$experiment_name"
     trainer.default_local_dir="$output_dir/checkpoints"
 )
-# The process that writes the logs runs somewhere in the Ray cluster, without this shell's environment. verl overwrites a
-# metrics file that exists, so that a resumed run needs one of its own.
+# verl overwrites a metrics file that exists, so a resumed run gets one of its own: metrics-2.jsonl, metrics-3.jsonl, ...
+metrics_file=$output_dir/metrics.jsonl
+for ((run = 2; ; run++)); do
+    [[ -e $metrics_file ]] || break
+    metrics_file=$output_dir/metrics-$run.jsonl
+done
+# The process that writes the logs runs somewhere in the Ray cluster, without this shell's environment.
 EXTRA=(
     +ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR="$output_dir/tensorboard"
-    +ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="$output_dir/metrics-$(date +%Y%m%d-%H%M%S).jsonl"
+    +ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="$metrics_file"
     hydra.run.dir="$output_dir/hydra"
 )
 if ((lora_rank > 0)); then
