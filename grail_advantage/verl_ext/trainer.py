@@ -27,6 +27,7 @@ from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from verl.utils.debug import marked_timer
+from verl.utils.fs import copy_to_local
 from verl.utils.model import get_generation_config
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.utils.padding import response_to_nested
@@ -87,7 +88,8 @@ class TokenWeightTrainer:
                 f"actor_rollout_ref.model.path={self.config.actor_rollout_ref.model.path} is a multi-modal model; "
                 f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} works with text models only"
             )
-        self._end_tokens = _end_tokens(self.tokenizer, get_generation_config(self.config.actor_rollout_ref.model.path))
+        model_folder = copy_to_local(self.config.actor_rollout_ref.model.path)
+        self._end_tokens = _end_tokens(self.tokenizer, get_generation_config(model_folder))
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with self._base_estimator():
