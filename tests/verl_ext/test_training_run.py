@@ -17,13 +17,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from grail_advantage import GrailConfig, compute_token_weights
 
 ROOT = Path(__file__).parents[2]
-PROMPTS, ROLLOUTS, STEPS = 4, 4, 2
+PROMPTS, ROLLOUTS, STEPS = 4, 8, 2
 TEMPERATURE = 0.8
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     """So few tokens, one of them the box's opening, that a random model writes complete boxes."""
-    tokens = [*"0123456789+=;}", "\\boxed{", "user", "assistant", "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    tokens = [*"01234567+=}", "\\boxed{", "user", "assistant", "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|user|assistant|[\s\S]"), behavior="isolated")
     return PreTrainedTokenizerFast(
