@@ -93,6 +93,15 @@ if ! command -v "$python" >/dev/null; then
     echo "PYTHON=$python is not a command; name the interpreter that has requirements.txt installed" >&2
     exit 1
 fi
+if [[ -z ${PYTHON:-} ]] && ! python3 -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("verl") is None)'; then
+    if [[ $dry_run == 0 ]]; then
+        echo "python3 has no verl; run bash scripts/setup_gpu.sh, or set PYTHON to an interpreter that has it" >&2
+        exit 1
+    fi
+    # A dry run needs no GPU, so the environment for the CPU will do.
+    bash scripts/setup_cpu.sh >&2
+    python=.venv/bin/python
+fi
 if ((rollout_n < 2)); then
     echo "ROLLOUT_N=$rollout_n leaves nothing to compare a response with; use 2 or more" >&2
     exit 1
