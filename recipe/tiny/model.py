@@ -7,6 +7,8 @@ knows Qwen's tokenizer (vLLM, verl's agent loop, the answer span finder) knows t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -24,11 +26,14 @@ CHAT_TEMPLATE = (
 MAX_POSITIONS = 256
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Tokenizer with 256 byte tokens, three words (and the prefixes that BPE needs on the way) and Qwen's special tokens."""
+def build_tokenizer(words: Sequence[str] = WHOLE_WORDS) -> PreTrainedTokenizerFast:
+    """Tokenizer with 256 byte tokens, a few words (and the prefixes that BPE needs on the way) and Qwen's special tokens.
+
+    No word may begin with another's prefix of two letters or more.
+    """
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = []
-    for word in WHOLE_WORDS:
+    for word in words:
         for end in range(1, len(word)):
             merges.append((word[:end], word[end]))
             tokens.append(word[: end + 1])

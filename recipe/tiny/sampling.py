@@ -71,6 +71,7 @@ def accuracy(
     problems: list[Problem],
     *,
     temperature: float = 1.0,
+    max_new_tokens: int = MAX_RESPONSE_TOKENS,
     seed: int = 0,
 ) -> float:
     """Share of the problems whose sampled answer is right: the last complete box holds the exact integer."""
@@ -80,6 +81,7 @@ def accuracy(
         tokenizer,
         [prompt_ids(tokenizer, problem) for problem in problems],
         temperature=temperature,
+        max_new_tokens=max_new_tokens,
         generator=generator,
     )
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True)

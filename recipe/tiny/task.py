@@ -23,7 +23,7 @@ from typing import Literal
 Split = Literal["train", "validation"]
 
 _PROBLEM = re.compile(r"\d(?:[+-]\d)+", re.ASCII)
-_STEP = re.compile(r"(?<!\d)(-?\d{1,9})([+-])(\d{1,9})=(-?\d{1,9})(?!\d)", re.ASCII)
+STEP = re.compile(r"(?<!\d)(-?\d{1,9})([+-])(\d{1,9})=(-?\d{1,9})(?!\d)", re.ASCII)
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 # One text in so many, chosen by its own hash, is held out: the splits are disjoint for every seed and size.
 _VALIDATION_SHARE = 8
@@ -152,7 +152,7 @@ def find_errors(problem: Problem, response: str) -> list[StepError]:
     errors = []
     value = problem.first
     step = 0
-    for match in _STEP.finditer(response, 0, reasoning_end):
+    for match in STEP.finditer(response, 0, reasoning_end):
         left, operator, term, result = match.groups()
         wanted = problem.steps[step] if step < len(problem.steps) else None
         written_left = f"{left}{operator}{term}"

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.tiny.sampling import accuracy, prompt_ids
+from recipe.tiny.sampling import MAX_RESPONSE_TOKENS, accuracy, prompt_ids
 from recipe.tiny.task import Problem, solve
 
 _IGNORED = -100
@@ -57,8 +57,14 @@ def warm_up(
     validation: list[Problem],
     settings: WarmUpSettings,
     report: Callable[[str], None] = print,
+    *,
+    solve: Callable[[Problem, float, random.Random], str] = solve,
+    max_new_tokens: int = MAX_RESPONSE_TOKENS,
 ) -> dict[str, float]:
-    """Train ``model`` in place; returns the last step, loss, greedy and sampled accuracy, and the seconds taken."""
+    """Train ``model`` in place; returns the last step, loss, greedy and sampled accuracy, and the seconds taken.
+
+    ``solve`` writes the training solutions, ``max_new_tokens`` limits the sampled ones.
+    """
     rng = random.Random(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     started = time.monotonic()
@@ -78,8 +84,8 @@ def warm_up(
         line = f"warm-up step {step}/{settings.steps}  loss {loss.item():.4f}"
         if last or step % settings.evaluate_every == 0:
             model.eval()
-            greedy = accuracy(model, tokenizer, validation, temperature=0.0)
-            sampled = accuracy(model, tokenizer, validation, seed=settings.seed)
+            greedy = accuracy(model, tokenizer, validation, temperature=0.0, max_new_tokens=max_new_tokens)
+            sampled = accuracy(model, tokenizer, validation, seed=settings.seed, max_new_tokens=max_new_tokens)
             model.train()
             last |= greedy >= settings.greedy_target and sampled >= settings.sampled_target
             line += f"  greedy {greedy:.2f}  sampled {sampled:.2f}"
