@@ -1,6 +1,6 @@
 """The estimators that verl's registry knows: token weight times sequence advantage.
 
-Source: GRAIL (arXiv 2606.04889): ``A_t = w_t * A``.
+Source: GRAIL (arXiv 2606.04889) and OAR (arXiv 2601.07408): ``A_t = w_t * A``.
 
 Shape suffixes: B rows, T response tokens.
 """
@@ -14,7 +14,7 @@ import torch
 
 from grail_advantage.weighting import apply_token_weights
 
-ESTIMATORS = ("grail",)
+ESTIMATORS = ("grail", "oar_g", "oar_p")
 TOKEN_WEIGHTS = "token_weights"
 
 AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]

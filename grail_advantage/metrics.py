@@ -11,13 +11,13 @@ import math
 
 import torch
 
-from grail_advantage.weighting import GrailWeights, RowSelection
+from grail_advantage.weighting import BatchWeights, RowSelection
 
 TOP_SHARE = 0.1
 
 
 def weight_metrics(
-    result: GrailWeights,
+    result: BatchWeights,
     response_mask_BT: torch.Tensor,
     advantages_B: torch.Tensor,
     rows: RowSelection,
@@ -30,16 +30,18 @@ def weight_metrics(
         response_mask_BT: bool or 0/1. Rows without a valid token, such as synthetic padding, count nowhere.
         advantages_B: one advantage a row, before weighting.
         rows: the selection that the weights were made with.
-        gradient_norms: 1-D float32; the gradient norms of all positions that the pass looked at; may be empty.
+        gradient_norms: 1-D float32; the gradient norms of all positions that the pass looked at; empty for a signal without
+            gradients.
 
     Returns:
         - ``answer_found_rate``, ``selected_rate``, ``neutral_rate`` (every weight 1), ``non_finite_rate``: shares of rows.
         - ``weight_mean``, ``weight_std``: over valid tokens, population.
-        - ``clipped_low_rate``, ``clipped_high_rate``: shares of the weights that come from scores.
+        - ``clipped_low_rate``, ``clipped_high_rate``: shares of the weights that come from scores and met a bound of their
+          reshaper before the row's mass was restored; the bi-level one has no upper bound.
         - ``effective_sample_ratio``: ``(sum w)^2 / (T * sum w^2)``, averaged over rows.
         - ``top_share``: share of the batch's advantage mass ``sum |A_t|`` on its heaviest tenth of tokens with ``A != 0``.
         - ``advantage_scale``: ``mean |A_t| / mean |A|`` over valid tokens.
-        - ``gradient_norm_p10``, ``gradient_norm_p90``: percentiles; absent without a pass.
+        - ``gradient_norm_p10``, ``gradient_norm_p90``: percentiles; absent without gradients.
     """
     mask_BT = response_mask_BT.bool()
     valid_B = mask_BT.any(dim=-1)
@@ -54,7 +56,7 @@ def weight_metrics(
         return int((rows_B & valid_B).sum()) / n_rows
 
     def token_share(part_BT: torch.Tensor) -> float:
-        return int(part_BT.sum()) / max(1, int(result.standardised_BT.sum()))
+        return int(part_BT.sum()) / max(1, int(result.from_scores_BT.sum()))
 
     row_weights_BT = weights_BT.double()
     square_B = row_weights_BT.square().sum(dim=-1)

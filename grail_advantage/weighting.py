@@ -1,20 +1,23 @@
-"""From token scores to token weights: which rows need scores, and what GRAIL makes of them.
+"""From token scores to token weights: which rows need scores, and what a method makes of them.
 
-Source: GRAIL (arXiv 2606.04889). Pure tensor functions, shared by :func:`grail_advantage.compute_token_weights` and the
-verl trainer, so that both give the same weights.
+Source: GRAIL (arXiv 2606.04889) and OAR (arXiv 2601.07408). Pure tensor functions, shared by
+:func:`grail_advantage.compute_token_weights` and the verl trainer, so that both give the same weights. No method is named
+here: any signal's scores go through any reshaper, as the :class:`grail_advantage.config.WeightingOptions` say.
 
 Shape suffixes: B rows, T response tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from grail_advantage.answer_span import AnswerSpan
-from grail_advantage.config import GrailConfig
+from grail_advantage.config import WeightingOptions
+from grail_advantage.reshapers.bilevel import FLOOR, bilevel_weights
 from grail_advantage.reshapers.log_zscore import log_zscore_weights
 
 
@@ -30,19 +33,28 @@ class RowSelection:
     """The row's scores can change its token advantages: answered, inside the gate, advantage not 0."""
 
 
-def select_rows(advantages_B: torch.Tensor, spans: Sequence[AnswerSpan | None], gate: str) -> RowSelection:
-    """Find the rows that need a saliency pass. Leaving the others out is exact: their advantages do not depend on scores.
+def select_rows(
+    advantages_B: torch.Tensor, spans: Sequence[AnswerSpan | None], options: WeightingOptions
+) -> RowSelection:
+    """Find the rows that need a pass. Leaving the others out is exact: their advantages do not depend on scores.
 
     Args:
         advantages_B: one advantage a row, any floating dtype.
         spans: the rows' answer spans.
-        gate: ``wrong``, ``correct`` or ``all``.
+        options: the method's configuration. Where it weighs reasoning tokens alone, a row without any needs no pass.
     """
-    answered_B = torch.tensor([span is not None for span in spans], dtype=torch.bool, device=advantages_B.device)
+    device = advantages_B.device
+    answered_B = torch.tensor([span is not None for span in spans], dtype=torch.bool, device=device)
     positive_B = advantages_B > 0
-    inside_gate_B = {"wrong": ~positive_B, "correct": positive_B, "all": torch.ones_like(positive_B)}[gate]
+    inside_gate_B = {"wrong": ~positive_B, "correct": positive_B, "all": torch.ones_like(positive_B)}[options.gate]
     matters_B = advantages_B != 0
-    return RowSelection(answered_B, inside_gate_B | ~matters_B, answered_B & inside_gate_B & matters_B)
+    selected_B = answered_B & inside_gate_B & matters_B
+    if options.answer_weights is None and options.statistics == "reasoning":
+        reasons_B = torch.tensor(
+            [span is not None and span.start > 0 for span in spans], dtype=torch.bool, device=device
+        )
+        selected_B = selected_B & reasons_B
+    return RowSelection(answered_B, inside_gate_B | ~matters_B, selected_B)
 
 
 def target_range(span: AnswerSpan, target: str) -> tuple[int, int]:
@@ -69,87 +81,116 @@ def align_scores(saliency_P: torch.Tensor, response_length: int, alignment: str)
 
 
 @dataclass(frozen=True)
-class GrailWeights:
+class BatchWeights:
     """Token weights of a batch and what the metrics need to know of them; masks are bool, shape (B, T)."""
 
     weights_BT: torch.Tensor
     """float32; 0 outside the response mask."""
     non_finite_B: torch.Tensor
     """bool (B,); the row had a non-finite score and fell back to weight 1."""
-    standardised_BT: torch.Tensor
+    from_scores_BT: torch.Tensor
     """The weight comes from the token's score, not from an override."""
     at_lower_bound_BT: torch.Tensor
     at_upper_bound_BT: torch.Tensor
-    """The weight from the score met that clip bound."""
+    """The weight from the score met that bound of the reshaper."""
 
 
-def grail_weights(
+def batch_weights(
     scores_BT: torch.Tensor,
     response_mask_BT: torch.Tensor,
     spans: Sequence[AnswerSpan | None],
     rows: RowSelection,
-    config: GrailConfig,
-) -> GrailWeights:
-    """GRAIL's token weights.
+    options: WeightingOptions,
+) -> BatchWeights:
+    """A batch's token weights: scores through the reshaper, then the method's own answer weights, then the row's mass.
 
-    Rows that are not selected weigh 1 on every token, except that with ``content_outside_gate`` the answers of rows outside
-    the gate get their overrides. A selected row with a non-finite score weighs 1 on every token.
+    Rows that are not selected weigh 1 on every token, except that ``answer_weights.outside_gate`` extends the answer weights to
+    rows outside the gate. A selected row with a non-finite score weighs 1 on every token.
 
     Args:
-        scores_BT: scores aligned to tokens; only the selected rows are read.
+        scores_BT: scores aligned to tokens; read only in selected rows, and there only in the statistics set where the method
+            has no answer weights.
         response_mask_BT: bool or 0/1; the tokens that train.
         spans: the rows' answer spans, in response-token indices.
         rows: from :func:`select_rows`.
-        config: the options.
+        options: the method's configuration.
     """
     mask_BT = response_mask_BT.bool()
-    device = mask_BT.device
-    bounds_B4 = torch.tensor(
-        [(s.start, s.content_start, s.content_end, s.end) if s is not None else (0, 0, 0, 0) for s in spans],
-        dtype=torch.long,
-        device=device,
-    ).reshape(-1, 4)
-    start_B1, content_start_B1, content_end_B1, _ = bounds_B4.unsqueeze(-1).unbind(dim=1)
-    index_T = torch.arange(mask_BT.shape[1], device=device)
-    reasoning_BT = index_T < start_B1
-    content_BT = (index_T >= content_start_B1) & (index_T < content_end_B1)
+    reasoning_BT, content_BT = _answer_parts(spans, mask_BT)
+    answer = options.answer_weights
+    statistics_BT = mask_BT & reasoning_BT if options.statistics == "reasoning" else mask_BT
+    weighed_BT = (
+        statistics_BT if answer is None else mask_BT
+    )  # the tokens that the method weighs, by score or otherwise
 
-    non_finite_B = rows.selected_B & (~torch.isfinite(scores_BT) & mask_BT).any(dim=-1)
+    non_finite_B = rows.selected_B & (~torch.isfinite(scores_BT) & weighed_BT).any(dim=-1)
     scored_B1 = (rows.selected_B & ~non_finite_B).unsqueeze(-1)
+    from_scores_BT = scored_B1 & (statistics_BT if answer is None else mask_BT & reasoning_BT)
 
-    statistics_mask_BT = mask_BT & reasoning_BT if config.statistics == "reasoning" else mask_BT
-    from_scores_BT = log_zscore_weights(
-        torch.where(scored_B1 & mask_BT, scores_BT.float(), 1.0),
-        statistics_mask_BT,
-        weight_mean=config.weight_mean,
-        weight_std=config.weight_std,
-        weight_min=config.weight_min,
-        weight_max=config.weight_max,
-    )
-    weights_BT = torch.where(scored_B1, from_scores_BT, 1.0)
+    known_BT = torch.where(scored_B1 & weighed_BT, scores_BT.float(), 1.0)
+    reshaped_BT, lowest, highest = _reshape(known_BT, statistics_BT, options)
+    weights_BT = torch.where(from_scores_BT, reshaped_BT, 1.0)
+    if answer is not None:
+        overridden_B = scored_B1.squeeze(-1)
+        if answer.outside_gate:
+            overridden_B = overridden_B | (rows.answered_B & ~rows.inside_gate_B)
+        overridden_B1 = overridden_B.unsqueeze(-1)
+        weights_BT = torch.where(overridden_B1 & ~reasoning_BT, answer.others, weights_BT)
+        weights_BT = torch.where(overridden_B1 & content_BT, answer.content, weights_BT)
+    if options.normalize_mass:
+        weights_BT = _restore_mass(weights_BT, scored_B1 & weighed_BT)
 
-    overridden_B = scored_B1.squeeze(-1)
-    if config.content_outside_gate:
-        overridden_B = overridden_B | (rows.answered_B & ~rows.inside_gate_B)
-    overridden_B1 = overridden_B.unsqueeze(-1)
-    weights_BT = torch.where(overridden_B1 & ~reasoning_BT, config.weight_mean, weights_BT)
-    weights_BT = torch.where(overridden_B1 & content_BT, config.content_weight, weights_BT)
-
-    weights_BT = torch.where(mask_BT, weights_BT, 0.0)
-    if config.normalize_mass:
-        # In float64, so that the padding on a row's right, which sets the order of the sum, does not show in its weights.
-        total_B1 = weights_BT.double().sum(dim=-1, keepdim=True)
-        scale_B1 = torch.where(scored_B1 & (total_B1 > 0), mask_BT.sum(dim=-1, keepdim=True) / total_B1, 1.0)
-        weights_BT = (weights_BT * scale_B1).float()
-
-    standardised_BT = scored_B1 & mask_BT & reasoning_BT
-    return GrailWeights(
-        weights_BT=weights_BT,
+    return BatchWeights(
+        weights_BT=torch.where(mask_BT, weights_BT, 0.0),
         non_finite_B=non_finite_B,
-        standardised_BT=standardised_BT,
-        at_lower_bound_BT=standardised_BT & (from_scores_BT <= config.weight_min),
-        at_upper_bound_BT=standardised_BT & (from_scores_BT >= config.weight_max),
+        from_scores_BT=from_scores_BT,
+        at_lower_bound_BT=from_scores_BT & (reshaped_BT <= lowest),
+        at_upper_bound_BT=from_scores_BT & (reshaped_BT >= highest),
     )
+
+
+def _answer_parts(spans: Sequence[AnswerSpan | None], like_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reasoning and content tokens, bool (B, T); none in a row without a span."""
+    bounds_B3 = torch.tensor(
+        [(s.start, s.content_start, s.content_end) if s is not None else (0, 0, 0) for s in spans],
+        dtype=torch.long,
+        device=like_BT.device,
+    ).reshape(-1, 3)
+    start_B1, content_start_B1, content_end_B1 = bounds_B3.unsqueeze(-1).unbind(dim=1)
+    index_T = torch.arange(like_BT.shape[1], device=like_BT.device)
+    return index_T < start_B1, (index_T >= content_start_B1) & (index_T < content_end_B1)
+
+
+def _reshape(
+    scores_BT: torch.Tensor, statistics_BT: torch.Tensor, options: WeightingOptions
+) -> tuple[torch.Tensor, float, float]:
+    """Weights from the chosen reshaper, and the bounds that it keeps them in."""
+    if options.reshaper == "bilevel":
+        weights_BT = bilevel_weights(
+            scores_BT,
+            statistics_BT,
+            quantile=options.quantile,
+            boost=options.boost,
+            quantile_rule=options.quantile_rule,
+        )
+        return weights_BT, FLOOR, math.inf
+    weights_BT = log_zscore_weights(
+        scores_BT.clamp(min=0),  # a drop in likelihood can be negative, and the logarithm needs a score
+        statistics_BT,
+        weight_mean=options.weight_mean,
+        weight_std=options.weight_std,
+        weight_min=options.weight_min,
+        weight_max=options.weight_max,
+    )
+    return weights_BT, options.weight_min, options.weight_max
+
+
+def _restore_mass(weights_BT: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """Scale the weights of each row's given tokens so that they sum to the number of these tokens."""
+    # In float64, so that the padding on a row's right, which sets the order of the sum, does not show in its weights.
+    total_B1 = torch.where(tokens_BT, weights_BT.double(), 0.0).sum(dim=-1, keepdim=True)
+    scale_B1 = torch.where(total_B1 > 0, tokens_BT.sum(dim=-1, keepdim=True) / total_B1, 1.0)
+    return torch.where(tokens_BT, weights_BT * scale_B1, weights_BT.double()).float()
 
 
 def apply_token_weights(

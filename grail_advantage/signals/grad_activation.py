@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -70,6 +71,51 @@ def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
         yield leaves_BSD
     finally:
         handle.remove()
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """What the output embeddings gave in one forward."""
+
+    kept: torch.Tensor
+    """Logits of the kept columns, (B, columns, V), part of the graph."""
+    everywhere: torch.Tensor | None
+    """Logits of all columns, (B, S, V), outside the graph; ``None`` unless asked for."""
+
+
+@contextmanager
+def keep_logits(head: nn.Module, columns: torch.Tensor, *, with_all: bool = False) -> Iterator[list[HeadOutput]]:
+    """While open, each forward of the output embeddings computes the logits of ``columns`` alone, for every row.
+
+    With ``with_all`` it also computes the logits of all columns, without a graph, and appends both to the list. That happens
+    inside the forward, where sharding wrappers hold the whole parameters. The hooks are gone afterwards, whatever happened
+    inside.
+
+    Args:
+        head: the model's output embeddings, (B, S, D) to (B, S, V), bare or wrapped (FSDP, PEFT).
+        columns: int64 indices into S.
+    """
+    outputs: list[HeadOutput] = []
+    everywhere: list[torch.Tensor] = []
+
+    def before(_module: nn.Module, args: tuple) -> tuple:
+        hidden_BSD, *others = args
+        if with_all:
+            with torch.no_grad():
+                # Not through __call__, which would come back here.
+                everywhere.append(head.forward(hidden_BSD.detach(), *others))
+        return (hidden_BSD[:, columns], *others)
+
+    def after(_module: nn.Module, _args: tuple, logits: torch.Tensor) -> None:
+        if with_all:
+            outputs.append(HeadOutput(logits, everywhere.pop()))
+
+    handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""GrailConfig: the presets value by value, what follows from what, and what is refused."""
+"""GrailConfig and OarConfig: the presets value by value, what follows from what, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from grail_advantage import GrailConfig
+from grail_advantage import GrailConfig, OarConfig
 from tests.core import reference
 
 OFFICIAL = {
@@ -17,10 +17,13 @@ OFFICIAL = {
     "span": "first",
     "target": "span",
     "statistics": "response",
+    "reshaper": "log_zscore",
     "weight_mean": 1.0,
     "weight_std": 0.5,
     "weight_min": 0.5,
     "weight_max": 5.0,
+    "quantile": 0.4,
+    "boost": 2.0,
     "content_weight": 5.0,
     "gate": "wrong",
     "content_outside_gate": True,
@@ -82,6 +85,10 @@ def test_content_weight_follows_weight_max_unless_given(preset: str) -> None:
         ("target", "content"),
         ("statistics", "response"),
         ("statistics", "reasoning"),
+        ("reshaper", "bilevel"),
+        ("quantile", 0.0),
+        ("quantile", 1.0),
+        ("boost", 0.0),
         ("weight_mean", 2.0),
         ("weight_mean", 0.0),
         ("weight_std", 0.25),
@@ -153,6 +160,9 @@ def test_is_frozen() -> None:
         ({"weight_min": 6}, ["grail.weight_min=6", "grail.weight_max=5", "swap"]),
         ({"weight_max": 0.25}, ["grail.weight_min=0.5", "grail.weight_max=0.25"]),
         ({"content_weight": -1}, ["grail.content_weight=-1", "at least 0"]),
+        ({"reshaper": "softmax"}, ["grail.reshaper='softmax'", "log_zscore, bilevel"]),
+        ({"quantile": 1.1}, ["grail.quantile=1.1", "between 0 and 1"]),
+        ({"boost": -1}, ["grail.boost=-1", "at least 0"]),
         ({"epsilon": 1e-8}, ["grail.epsilon", "not an option", *OFFICIAL, "preset"]),
     ],
 )
@@ -167,5 +177,98 @@ def test_what_is_refused_and_how(options: dict, said: list[str]) -> None:
 @pytest.mark.parametrize("leaf", ["embeddings", "first", "middle", "last"])
 def test_the_reference_of_the_other_tests_knows_the_same_presets(preset: str, leaf: str) -> None:
     config = dataclasses.asdict(GrailConfig(preset, leaf=leaf, weight_max=4.0))
-    del config["preset"], config["mask_truncated"]
+    for name in ("preset", "mask_truncated", "reshaper", "quantile", "boost"):
+        del config[name]
     assert config == reference.resolve(preset, leaf=leaf, weight_max=4.0)
+
+
+OAR = {
+    "method": "gradient",
+    "variant": "official",
+    "probe": "answer_mean",
+    "noise_std": 1e-3,
+    "noise_seed": 0,
+    "max_perturbations": None,
+    "reshaper": "bilevel",
+    "quantile": 0.4,
+    "boost": 2.0,
+    "weight_mean": 1.0,
+    "weight_std": 0.5,
+    "weight_min": 0.5,
+    "weight_max": 5.0,
+    "normalize_mass": True,
+    "mask_truncated": True,
+}
+
+
+class TestOar:
+    def test_defaults_and_signature(self) -> None:
+        assert dataclasses.asdict(OarConfig()) == OAR
+        assert OarConfig("perturbation").method == "perturbation"
+        assert list(inspect.signature(OarConfig).parameters) == list(OAR)
+        with pytest.raises(TypeError):
+            OarConfig("gradient", "official")
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            OarConfig().boost = 1.0  # type: ignore[misc]
+
+    @pytest.mark.parametrize("method", ["gradient", "perturbation"])
+    @pytest.mark.parametrize("variant", ["official", "grail_port"])
+    def test_what_follows_from_the_variant(self, method: str, variant: str) -> None:
+        config = OarConfig(method, variant=variant)
+        assert (config.span, config.gate, config.answer_weights) == ("last", "all", None)
+        whole = (method, variant) == ("gradient", "grail_port")
+        assert config.statistics == ("response" if whole else "reasoning")
+        assert config.alignment == ("predictor" if variant == "grail_port" else "token")
+        assert config.quantile_rule == ("sorted" if variant == "grail_port" else "linear")
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("variant", "grail_port"),
+            ("probe", "last"),
+            ("probe", "answer_joint"),
+            ("noise_std", 1),
+            ("noise_seed", 42),
+            ("max_perturbations", 1),
+            ("reshaper", "log_zscore"),
+            ("quantile", 0),
+            ("quantile", 1.0),
+            ("boost", 0),
+            ("weight_min", 0.0),
+            ("normalize_mass", False),
+            ("mask_truncated", False),
+        ],
+    )
+    def test_an_option_replaces_its_default_and_no_other(self, option: str, value: object) -> None:
+        assert dataclasses.asdict(OarConfig.from_dict({option: value, "method": None})) == {**OAR, option: value}
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"method": "attention"}, ["oar.method='attention'", "gradient, perturbation"]),
+            ({"variant": "robust"}, ["oar.variant='robust'", "official, grail_port"]),
+            ({"probe": "first"}, ["oar.probe='first'", "answer_mean, last, answer_joint"]),
+            ({"reshaper": "linear"}, ["oar.reshaper='linear'", "log_zscore, bilevel"]),
+            ({"noise_std": 0}, ["oar.noise_std=0", "greater than 0"]),
+            ({"noise_std": math.inf}, ["oar.noise_std=inf", "finite number"]),
+            ({"noise_seed": -1}, ["oar.noise_seed=-1", "whole number", "at least 0"]),
+            ({"noise_seed": 1.5}, ["oar.noise_seed=1.5", "whole number"]),
+            ({"noise_seed": True}, ["oar.noise_seed=True", "whole number"]),
+            ({"max_perturbations": 0}, ["oar.max_perturbations=0", "whole number", "at least 1"]),
+            ({"max_perturbations": "all"}, ["oar.max_perturbations='all'", "whole number"]),
+            ({"quantile": -0.1}, ["oar.quantile=-0.1", "between 0 and 1"]),
+            ({"quantile": 40}, ["oar.quantile=40", "between 0 and 1"]),
+            ({"quantile": math.nan}, ["oar.quantile=nan", "finite number"]),
+            ({"boost": -0.5}, ["oar.boost=-0.5", "at least 0"]),
+            ({"weight_std": 0}, ["oar.weight_std=0", "greater than 0"]),
+            ({"weight_min": 6}, ["oar.weight_min=6", "oar.weight_max=5", "swap"]),
+            ({"normalize_mass": "yes"}, ["oar.normalize_mass='yes'", "true or false"]),
+            ({"mask_truncated": 1}, ["oar.mask_truncated=1", "true or false"]),
+            ({"gate": "wrong"}, ["oar.gate", "not an option", *OAR]),
+        ],
+    )
+    def test_what_is_refused_and_how(self, options: dict, said: list[str]) -> None:
+        with pytest.raises(ValueError) as raised:
+            OarConfig.from_dict(options)
+        for words in said:
+            assert words in str(raised.value)

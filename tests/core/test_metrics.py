@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.weighting import GrailWeights, RowSelection
+from grail_advantage.weighting import BatchWeights, RowSelection
 
 WEIGHTS = [[0.5, 1.5, 5.0, 1.0], [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0] * 4]
 MASK = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [0] * 4]
@@ -27,10 +27,10 @@ def token_flags(*places: tuple[int, int]) -> torch.Tensor:
 
 
 def example(gradient_norms: list[float], weights: list[list[float]] = WEIGHTS) -> dict[str, float]:
-    result = GrailWeights(
+    result = BatchWeights(
         weights_BT=torch.tensor(weights),
         non_finite_B=flags(0, 0, 1, 1),
-        standardised_BT=token_flags((0, 0), (0, 1), (0, 2), (0, 3)),
+        from_scores_BT=token_flags((0, 0), (0, 1), (0, 2), (0, 3)),
         at_lower_bound_BT=token_flags((0, 0)),
         at_upper_bound_BT=token_flags((0, 2), (0, 1)),
     )
@@ -67,7 +67,7 @@ def test_top_share_takes_a_tenth_of_the_tokens() -> None:
     weights = torch.ones(2, 20)
     weights[0, 3], weights[1, 19], weights[1, 0], weights[0, 7] = 9.0, 8.0, 7.0, 6.0
     none = torch.zeros(2, 20, dtype=torch.bool)
-    result = GrailWeights(weights, flags(0, 0), none, none, none)
+    result = BatchWeights(weights, flags(0, 0), none, none, none)
     rows = RowSelection(flags(1, 1), flags(1, 1), flags(1, 1))
     got = weight_metrics(result, torch.ones(2, 20), torch.tensor([-2.0, 2.0]), rows, torch.zeros(0))
     assert got["top_share"] == pytest.approx(30 / 66)
@@ -91,13 +91,13 @@ def test_without_a_pass_there_are_no_percentiles() -> None:
 
 def test_batches_of_nothing() -> None:
     none = torch.zeros(2, 3, dtype=torch.bool)
-    result = GrailWeights(torch.zeros(2, 3), flags(0, 0), none, none, none)
+    result = BatchWeights(torch.zeros(2, 3), flags(0, 0), none, none, none)
     rows = RowSelection(flags(0, 0), flags(1, 1), flags(0, 0))
     assert weight_metrics(result, none, torch.zeros(2), rows, torch.zeros(0)) == {}
     # Valid tokens, but every advantage is 0: no mass to share out.
     weights = torch.ones(2, 3)
     got = weight_metrics(
-        GrailWeights(weights, flags(0, 0), none, none, none), weights, torch.zeros(2), rows, weights[0]
+        BatchWeights(weights, flags(0, 0), none, none, none), weights, torch.zeros(2), rows, weights[0]
     )
     assert got["top_share"] == got["advantage_scale"] == 0.0
     assert all(math.isfinite(value) for value in got.values())
@@ -113,7 +113,7 @@ def test_more_gradient_norms_than_torch_quantile_takes() -> None:
     norms = torch.arange(17_000_000, dtype=torch.float32)
     none = torch.zeros(1, 2, dtype=torch.bool)
     rows = RowSelection(flags(1), flags(1), flags(1))
-    result = GrailWeights(torch.ones(1, 2), flags(0), none, none, none)
+    result = BatchWeights(torch.ones(1, 2), flags(0), none, none, none)
     got = weight_metrics(result, torch.ones(1, 2), torch.tensor([-1.0]), rows, norms)
     assert got["gradient_norm_p10"] == pytest.approx(1.7e6, rel=1e-6)
     assert got["gradient_norm_p90"] == pytest.approx(15.3e6, rel=1e-6)

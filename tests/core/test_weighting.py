@@ -11,10 +11,10 @@ import torch
 
 from grail_advantage import AnswerSpan, GrailConfig
 from grail_advantage.weighting import (
-    GrailWeights,
+    BatchWeights,
     align_scores,
     apply_token_weights,
-    grail_weights,
+    batch_weights,
     select_rows,
     target_range,
 )
@@ -35,10 +35,10 @@ def weigh(
     advantages: list[float],
     config: GrailConfig,
     mask: list[list[int]] | None = None,
-) -> GrailWeights:
+) -> BatchWeights:
     mask_BT = torch.ones(scores.shape, dtype=torch.long) if mask is None else torch.tensor(mask)
-    rows = select_rows(torch.tensor(advantages), spans, config.gate)
-    return grail_weights(scores, mask_BT, spans, rows, config)
+    rows = select_rows(torch.tensor(advantages), spans, config)
+    return batch_weights(scores, mask_BT, spans, rows, config)
 
 
 def close(got: torch.Tensor, expected: list[list[float]]) -> None:
@@ -58,7 +58,7 @@ def close(got: torch.Tensor, expected: list[list[float]]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_row_selection(gate: str, inside: list[bool], selected: list[bool], dtype: torch.dtype) -> None:
     advantages = torch.tensor([-1.0, 1.0, -1.0, 1.0, 0.0], dtype=dtype)
-    rows = select_rows(advantages, [SPAN, SPAN, None, None, SPAN], gate)
+    rows = select_rows(advantages, [SPAN, SPAN, None, None, SPAN], GrailConfig(gate=gate))
     assert rows.answered_B.tolist() == [True, True, False, False, True]
     assert rows.inside_gate_B[:4].tolist() == inside
     assert rows.selected_B.tolist() == selected
@@ -66,7 +66,7 @@ def test_row_selection(gate: str, inside: list[bool], selected: list[bool], dtyp
 
 
 def test_row_selection_of_an_empty_batch() -> None:
-    rows = select_rows(torch.zeros(0), [], "wrong")
+    rows = select_rows(torch.zeros(0), [], GrailConfig())
     assert rows.selected_B.shape == (0,)
     assert not rows.selected_B.any()
 
@@ -100,7 +100,7 @@ def test_official_by_hand() -> None:
     scores = log_scores([-1, 0, 1, 2, 2, -2, -2])
     got = weigh(scores, [SPAN], [-1.0], GrailConfig("official"))
     close(got.weights_BT, [[1 - 0.311805, 1.0, 1 + 0.311805, 1.0, 5.0, 1.0, 1.0]])
-    assert got.standardised_BT.tolist() == [[True, True, True, False, False, False, False]]
+    assert got.from_scores_BT.tolist() == [[True, True, True, False, False, False, False]]
     assert not got.at_lower_bound_BT.any()
     assert not got.at_upper_bound_BT.any()
 
@@ -146,7 +146,7 @@ def test_box_at_the_start_leaves_overrides_only(preset: str) -> None:
     config = GrailConfig(preset, normalize_mass=False)
     got = weigh(log_scores([3, -1, 4, -1]), [AnswerSpan(0, 1, 2, 3)], [-1.0], config)
     assert got.weights_BT.tolist() == [[1.0, 5.0, 1.0, 1.0]]
-    assert not got.standardised_BT.any()
+    assert not got.from_scores_BT.any()
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_rows_with_advantage_zero_weigh_one(preset: str, gate: str, content_outs
 def test_rows_without_a_span_weigh_one(preset: str, advantage: float) -> None:
     got = weigh(torch.full((1, 7), NAN), [None], [advantage], GrailConfig(preset, gate="all"))
     assert got.weights_BT.tolist() == [[1.0] * 7]
-    assert not got.standardised_BT.any()
+    assert not got.from_scores_BT.any()
 
 
 @pytest.mark.parametrize("preset", ["official", "robust"])
@@ -197,7 +197,7 @@ def test_a_non_finite_score_makes_its_row_weigh_one(preset: str, bad: float, pla
     assert got.non_finite_B.tolist() == [True, False]
     assert got.weights_BT[0].tolist() == [1.0] * 7
     assert torch.equal(got.weights_BT[1], weigh(good, [SPAN, SPAN], [-1.0, -1.0], config).weights_BT[1])
-    assert not got.standardised_BT[0].any()
+    assert not got.from_scores_BT[0].any()
 
 
 def test_non_finite_scores_outside_the_mask_or_the_selection_are_not_read() -> None:
@@ -225,10 +225,10 @@ def test_weights_are_zero_outside_the_mask(preset: str) -> None:
 
 def test_mask_may_be_bool_or_numbers() -> None:
     scores = log_scores([-1, 0, 1, 2, 2, -2, -2])
-    rows = select_rows(torch.tensor([-1.0]), [SPAN], "wrong")
+    rows = select_rows(torch.tensor([-1.0]), [SPAN], GrailConfig("robust"))
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0]])
     results = [
-        grail_weights(scores, mask.to(dtype), [SPAN], rows, GrailConfig("robust")).weights_BT
+        batch_weights(scores, mask.to(dtype), [SPAN], rows, GrailConfig("robust")).weights_BT
         for dtype in (torch.bool, torch.int64, torch.float32)
     ]
     assert torch.equal(results[0], results[1])
@@ -292,7 +292,7 @@ def test_normalize_mass_preserves_the_sum_of_rows_inside_the_gate(seed: int) -> 
         torch.tensor(scores), spans, advantages, dataclasses.replace(config, normalize_mass=False), mask
     ).weights_BT
     after = weigh(torch.tensor(scores), spans, advantages, config, mask).weights_BT
-    inside = select_rows(torch.tensor(advantages), spans, config.gate).inside_gate_B
+    inside = select_rows(torch.tensor(advantages), spans, config).inside_gate_B
     for row in range(len(lengths)):
         if not inside[row]:
             assert torch.equal(after[row], before[row])

@@ -1,0 +1,71 @@
+"""Bi-level reshaping: scores below a quantile of their row are damped, those above it boosted.
+
+Source: OAR (arXiv 2601.07408).
+
+Shape suffixes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FLOOR = 0.1
+"""Least weight, before the row's mass is restored."""
+
+LOWEST_SCORE = -1 + 1e-8
+"""Lower scores count as this one. Scores are divergences, at least 0, except that the drop of a likelihood can be a rise."""
+
+
+def bilevel_weights(
+    scores_BT: torch.Tensor,
+    statistics_mask_BT: torch.Tensor,
+    *,
+    quantile: float,
+    boost: float,
+    quantile_rule: str = "linear",
+) -> torch.Tensor:
+    """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost * (h - tau) / (1 - tau)``.
+
+    ``h`` is ``log(1 + score)`` scaled to [0, 1] over the row's statistics set, and ``tau`` its quantile there. Equal scores
+    all weigh 1; with ``tau = 1`` the highest do. In float64.
+
+    Args:
+        scores_BT: scores, any floating dtype; finite where the mask is true.
+        statistics_mask_BT: bool; tokens that are weighed.
+        quantile: in [0, 1].
+        boost: at least 0.
+        quantile_rule: ``linear`` interpolates between the two sorted scores next to the quantile; ``sorted`` takes the one at
+            index ``floor(quantile * T)`` of T, the last one at most.
+
+    Returns:
+        ``weights_BT`` float32; 1 outside the statistics set.
+    """
+    if not statistics_mask_BT.any():  # also where there is no row or no token, of which no extremum could be taken
+        return torch.ones(scores_BT.shape, device=scores_BT.device)
+    level_BT = torch.log1p(scores_BT.double().clamp(min=LOWEST_SCORE))
+    low_B1 = torch.where(statistics_mask_BT, level_BT, torch.inf).amin(dim=-1, keepdim=True)
+    high_B1 = torch.where(statistics_mask_BT, level_BT, -torch.inf).amax(dim=-1, keepdim=True)
+    uneven_BT = statistics_mask_BT & (high_B1 > low_B1)
+    scaled_BT = torch.where(uneven_BT, (level_BT - low_B1) / (high_B1 - low_B1), 0.0)
+
+    tau_B1 = _row_quantile(scaled_BT, statistics_mask_BT, quantile, quantile_rule)
+    damped_BT = (scaled_BT / tau_B1).clamp(min=FLOOR)
+    excess_BT = torch.where(tau_B1 < 1, (scaled_BT - tau_B1) / (1 - tau_B1), 0.0)
+    weights_BT = torch.where(scaled_BT < tau_B1, damped_BT, 1 + boost * excess_BT)
+    return torch.where(uneven_BT, weights_BT, 1.0).float()
+
+
+def _row_quantile(values_BT: torch.Tensor, mask_BT: torch.Tensor, quantile: float, rule: str) -> torch.Tensor:
+    """Each row's quantile over its masked values, (B, 1); 0 for a row without any."""
+    count_B1 = mask_BT.sum(dim=-1, keepdim=True)
+    last_B1 = (count_B1 - 1).clamp(min=0)
+    sorted_BT = torch.where(mask_BT, values_BT, torch.inf).sort(dim=-1).values
+    sorted_BT = torch.where(count_B1 > 0, sorted_BT, 0.0)
+    if rule == "sorted":
+        index_B1 = (quantile * count_B1.double()).long()
+        return sorted_BT.gather(-1, torch.minimum(index_B1, last_B1))
+    place_B1 = quantile * last_B1.double()
+    lower_B1 = place_B1.long()
+    upper_B1 = torch.minimum(lower_B1 + 1, last_B1)
+    below_B1 = sorted_BT.gather(-1, lower_B1)
+    return below_B1 + (place_B1 - lower_B1) * (sorted_BT.gather(-1, upper_B1) - below_B1)

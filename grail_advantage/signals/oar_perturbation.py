@@ -1,0 +1,131 @@
+"""OAR-P: how far the answer moves when one token of the reasoning is replaced by padding.
+
+Source: OAR (arXiv 2601.07408). One counterfactual a reasoning token, the replacement still attended to; its score is the
+divergence of the answer (see :mod:`grail_advantage.signals.oar_probe`).
+
+Counterfactuals go through the model in batches. Those of a batch have everything before their first replaced token in common,
+so its keys and values are taken from the clean pass over the row; that is exact in a causal model.
+
+Shape suffixes: S positions, R reasoning tokens, M replaced tokens, N counterfactuals of a batch, K probe positions,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from grail_advantage.signals.oar_probe import divergence, read_probe
+
+Forward = Callable[[torch.Tensor, torch.Tensor, Cache | None], tuple[torch.Tensor, Cache | None]]
+"""``forward(tokens_NS, kept_K, cache) -> (logits_NKV, cache)``: the model without gradients on rows of equal length behind what
+the cache holds; logits at the columns ``kept_K`` of ``tokens_NS``; the cache with the new tokens."""
+
+
+@dataclass(frozen=True)
+class PerturbationRow:
+    """One row to be perturbed."""
+
+    tokens_S: torch.Tensor
+    """int64; prompt + response, as far as it matters or further."""
+    response_start: int
+    """Index of the first response token, at least 1."""
+    reasoning_length: int
+    """Number of reasoning tokens, at least 1; they come first in the response."""
+    probe_start: int
+    probe_stop: int
+    """Half-open range of the positions that the probe reads, from :func:`grail_advantage.signals.oar_probe.probe_positions`."""
+
+
+def replaced_tokens(reasoning_length: int, max_perturbations: int | None) -> torch.Tensor:
+    """Reasoning tokens that get a counterfactual: all, or ``max_perturbations`` evenly spaced ones; int64, ascending."""
+    if max_perturbations is None or max_perturbations >= reasoning_length:
+        return torch.arange(reasoning_length)
+    return torch.linspace(0, reasoning_length - 1, max_perturbations, dtype=torch.float64).round().long()
+
+
+def interpolate(scores_M: torch.Tensor, replaced_M: torch.Tensor, reasoning_length: int) -> torch.Tensor:
+    """Scores of all reasoning tokens, (R,), linear between the replaced ones and level beyond the outermost."""
+    index_R = torch.arange(reasoning_length, device=scores_M.device)
+    right_R = torch.searchsorted(replaced_M, index_R).clamp(max=len(replaced_M) - 1)
+    left_R = torch.where(replaced_M[right_R] > index_R, right_R - 1, right_R).clamp(min=0)
+    gap_R = (replaced_M[right_R] - replaced_M[left_R]).clamp(min=1)
+    share_R = ((index_R - replaced_M[left_R]) / gap_R).clamp(0, 1)
+    return torch.lerp(scores_M[left_R], scores_M[right_R], share_R.to(scores_M.dtype))
+
+
+def forwards_of_row(reasoning_length: int, max_perturbations: int | None, counterfactuals: int) -> int:
+    """How often :func:`perturbation_scores` calls the model for a row: once clean, once for each batch."""
+    return 1 + -(-len(replaced_tokens(reasoning_length, max_perturbations)) // counterfactuals)
+
+
+@torch.no_grad()
+def perturbation_scores(
+    forward: Forward,
+    row: PerturbationRow,
+    *,
+    probe: str,
+    pad_token: int,
+    counterfactuals: int,
+    max_perturbations: int | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> torch.Tensor:
+    """Scores of a row's reasoning tokens.
+
+    Args:
+        forward: the model.
+        row: the row.
+        probe: see :class:`grail_advantage.OarConfig`.
+        pad_token: the token that replaces.
+        counterfactuals: most counterfactuals in a batch, at least 1.
+        max_perturbations: most tokens replaced; the scores of the others are interpolated.
+        progress: called after each batch with its number of counterfactuals.
+
+    Returns:
+        (R,) float32. With ``answer_joint`` a score is negative where the replacement makes the answer likelier.
+    """
+    tokens_S = row.tokens_S
+    # answer_joint asks for the token behind each position; behind the row's last one, which only "last" reads, is none.
+    behind_S = tokens_S.roll(-1)
+    tokens_K = behind_S[row.probe_start : row.probe_stop]
+    length = row.probe_stop
+    kept_K = torch.arange(row.probe_start, length, device=tokens_S.device)
+    logits_1KV, cache = forward(tokens_S[None, :length], kept_K, None)
+    clean = read_probe(logits_1KV[0], tokens_K, [len(kept_K)], probe)
+    cache = cache if _can_be_shared(cache) else None
+
+    replaced_M = replaced_tokens(row.reasoning_length, max_perturbations).to(tokens_S.device)
+    scores: list[torch.Tensor] = []
+    for replaced_N in replaced_M.split(counterfactuals):
+        count = len(replaced_N)
+        # The probe's positions come behind every replaced token or are the last one's own, so none is cut off here.
+        shared = row.response_start + int(replaced_N[0]) if cache is not None else 0
+        tokens_NS = tokens_S[shared:length].repeat(count, 1)
+        tokens_NS[torch.arange(count, device=tokens_S.device), row.response_start + replaced_N - shared] = pad_token
+        prefix = shared_prefix(cache, shared, count) if cache is not None else None
+        logits_NKV, _ = forward(tokens_NS, kept_K - shared, prefix)
+        other_N = read_probe(logits_NKV.flatten(0, 1), tokens_K.repeat(count), [len(kept_K)] * count, probe)
+        scores.append(divergence(clean, other_N, probe).float())
+        if progress is not None:
+            progress(count)
+    return interpolate(torch.cat(scores), replaced_M, row.reasoning_length)
+
+
+def _can_be_shared(cache: Cache | None) -> bool:
+    """Only plain attention keeps the keys and values of every position; a sliding window or a state does not."""
+    return cache is not None and all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def shared_prefix(cache: Cache, length: int, rows: int) -> Cache:
+    """A cache that holds the first ``length`` positions of a one-row cache for ``rows`` rows; the given one stays as it is."""
+    prefix = copy.copy(cache)
+    prefix.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in prefix.layers:
+        layer.keys = layer.keys[..., :length, :].expand(rows, -1, -1, -1)
+        layer.values = layer.values[..., :length, :].expand(rows, -1, -1, -1)
+    return prefix

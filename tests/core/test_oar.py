@@ -1,0 +1,500 @@
+"""OAR-G and OAR-P against the plain computation of `oar_reference.py`, and what they promise besides the numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from grail_advantage import GrailConfig, OarConfig, TokenWeights, compute_token_weights, token_weights
+from grail_advantage.signals.oar_gradient import NoisyStretch, noise_seed, noisy_embeddings
+from grail_advantage.signals.oar_perturbation import (
+    PerturbationRow,
+    forwards_of_row,
+    interpolate,
+    perturbation_scores,
+    replaced_tokens,
+)
+from grail_advantage.signals.oar_probe import divergence, probe_positions, read_probe
+from tests.core import oar_reference, reference
+from tests.core.oar_reference import DEFAULTS, PlainOar, oar_weights
+from tests.core.tiny_models import (
+    CHARACTERS,
+    PAD_ID,
+    ROLLOUTS,
+    Batch,
+    Rollout,
+    char_tokenizer,
+    encode,
+    id_to_character,
+    make_batch,
+    tiny_model,
+)
+
+ALL_ROLLOUTS = list(ROLLOUTS.values())
+METHODS = ("gradient", "perturbation")
+VARIANTS = ("official", "grail_port")
+PROBES = ("answer_mean", "last", "answer_joint")
+WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+"""The first block sees everything, the others the last six positions: a cache that cannot be shared."""
+
+
+@cache
+def subject(family: str = "qwen3", windowed: bool = False) -> tuple[Any, PlainOar]:
+    """A float64 model that no test may change, and its reference with what was computed so far."""
+    model = tiny_model(family, **(WINDOW if windowed else {})).double()
+    return model, PlainOar(model, PAD_ID)
+
+
+def compute(model: nn.Module, batch: Batch, config: OarConfig | GrailConfig) -> TokenWeights:
+    return compute_token_weights(model, char_tokenizer(), *batch.tensors(), config)
+
+
+def by_response(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
+    return [values[row, batch.response_mask[row] == 1] for row in range(len(values))]
+
+
+def assert_matches(
+    model: nn.Module,
+    plain: PlainOar,
+    rollouts: list[Rollout],
+    method: str,
+    padding: str = "both",
+    tolerance: float | None = None,
+    **options: Any,
+) -> TokenWeights:
+    """Weights, and in the rows that need them scores, are those of the plain computation.
+
+    RMSNorm and RoPE compute in float32 in any model. The divergence that the noise makes is so small that its gradient keeps
+    four digits.
+    """
+    if tolerance is None:
+        tolerance = 2e-4 if method == "gradient" else 1e-5
+    config = OarConfig(method, **options)
+    batch = make_batch(rollouts, padding)
+    got = compute(model, batch, config)
+    rows = [(encode(rollout.prompt), encode(rollout.response), rollout.advantage) for rollout in rollouts]
+    expected = oar_weights(plain, method, rows, id_to_character(), options)
+    found = zip(by_response(batch, got.weights), by_response(batch, got.scores), strict=True)
+    for index, ((weights, scores), (expected_weights, expected_scores)) in enumerate(zip(found, expected, strict=True)):
+        assert weights.tolist() == pytest.approx(expected_weights, rel=20 * tolerance, abs=20 * tolerance), index
+        span = got.spans[index]
+        scored = span is not None and rollouts[index].advantage != 0
+        if config.statistics == "reasoning":
+            scored = scored and span.start > 0
+        if not scored:
+            assert scores.isnan().all()
+        else:
+            largest = max(abs(score) for score in expected_scores if not math.isnan(score))
+            assert scores.tolist() == pytest.approx(
+                expected_scores, rel=tolerance, abs=tolerance * largest, nan_ok=True
+            ), index
+    assert (got.weights[batch.response_mask == 0] == 0).all()
+    return got
+
+
+# ---- against the plain computation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_every_kind_of_rollout(family: str, method: str, variant: str, probe: str) -> None:
+    got = assert_matches(*subject(family), ALL_ROLLOUTS, method, variant=variant, probe=probe)
+    whole = (method, variant) == ("gradient", "grail_port")
+    assert got.stats["answer_found_rate"] == 10 / 12
+    assert got.stats["selected_rate"] == (10 if whole else 9) / 12  # one box stands at the start
+    assert ("gradient_norm_p10" in got.stats) == (method == "gradient")
+
+
+@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize("method", METHODS)
+def test_float32_models_agree(method: str, probe: str) -> None:
+    """The divergence of two nearly equal readings keeps three digits or more of float32's seven."""
+    _, plain = subject()
+    rollouts = [ROLLOUTS["text after the box"], ROLLOUTS["right, several boxes"]]
+    assert_matches(tiny_model(), plain, rollouts, method, tolerance=2e-3, probe=probe)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("method", METHODS)
+def test_sides_of_padding(method: str, padding: str) -> None:
+    assert_matches(*subject(), ALL_ROLLOUTS, method, padding)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_reshaping_options(method: str) -> None:
+    assert_matches(*subject(), ALL_ROLLOUTS, method, quantile=0.25, boost=1.0, normalize_mass=False)
+
+
+@pytest.mark.parametrize("options", [{"noise_std": 0.05}, {"noise_seed": 7}, {"noise_std": 0.02, "probe": "last"}])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_noise_options(variant: str, options: dict) -> None:
+    assert_matches(*subject(), ALL_ROLLOUTS[:4], "gradient", variant=variant, **options)
+
+
+@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize("most", [1, 2, 5, 12, 100])
+def test_fewer_perturbations_are_interpolated(most: int, probe: str) -> None:
+    assert_matches(*subject(), ALL_ROLLOUTS[:4], "perturbation", max_perturbations=most, probe=probe)
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_attention_windows(probe: str) -> None:
+    """The keys and values that fell out of the window are gone, so nothing is shared, and the scores are still right."""
+    model, plain = subject(windowed=True)
+    assert set(model.config.layer_types) == {"full_attention", "sliding_attention"}
+    assert_matches(model, plain, ALL_ROLLOUTS[:3], "perturbation", probe=probe)
+
+
+# ---- any signal with any reshaper ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_oars_signals_with_grails_reshaper(method: str, variant: str) -> None:
+    options = {"weight_mean": 1.25, "weight_std": 0.75, "weight_min": 0.25, "weight_max": 2.0}
+    got = assert_matches(*subject(), ALL_ROLLOUTS, method, variant=variant, reshaper="log_zscore", **options)
+    assert got.stats["clipped_low_rate"] > 0
+
+
+@pytest.mark.parametrize("statistics", ["response", "reasoning"])
+@pytest.mark.parametrize("preset", ["official", "robust"])
+def test_grails_signal_with_oars_reshaper(preset: str, statistics: str) -> None:
+    """The bi-level map on GRAIL's scores; the answer keeps the weights that GRAIL gives it, the row GRAIL's mass."""
+    model, _ = subject()
+    batch = make_batch(ALL_ROLLOUTS, "both")
+    options = {"statistics": statistics, "quantile": 0.25, "boost": 1.5, "content_weight": 3.0, "gate": "wrong"}
+    config = GrailConfig(preset, reshaper="bilevel", **options)
+    got = compute(model, batch, config)
+    zscored = compute(model, batch, dataclasses.replace(config, reshaper="log_zscore"))
+    assert torch.equal(got.scores.nan_to_num(-1), zscored.scores.nan_to_num(-1))
+    compared = 0
+    for row, weights in enumerate(by_response(batch, got.weights)):
+        span = got.spans[row]
+        if span is None or batch.advantages[row] >= 0:
+            assert torch.equal(weights, by_response(batch, zscored.weights)[row])
+            continue
+        scores = by_response(batch, got.scores)[row].tolist()
+        members = range(len(scores)) if statistics == "response" else range(span.start)
+        shaped = oar_reference.bilevel([scores[t] for t in members], 0.25, 1.5, "linear") if members else []
+        expected = shaped[: span.start] + [1.0] * (len(scores) - span.start)
+        expected[span.content_start : span.content_end] = [3.0] * (span.content_end - span.content_start)
+        if preset == "robust":
+            expected = [weight * len(scores) / math.fsum(expected) for weight in expected]
+        assert weights.tolist() == pytest.approx(expected, rel=1e-5), row
+        compared += 1
+    assert compared == 8
+
+
+def test_grails_signal_does_not_know_its_reshaper() -> None:
+    """The scores that GRAIL's reference computes are those that go into the other reshaper."""
+    model, _ = subject()
+    batch = make_batch([ROLLOUTS["text after the box"]])
+    got = compute(model, batch, GrailConfig("robust", reshaper="bilevel"))
+    expected = reference.reference_weights(
+        reference.PlainModel(model),
+        id_to_character(),
+        *(tensor.tolist() for tensor in batch.tensors()),
+        options=reference.resolve("robust"),
+    )
+    torch.testing.assert_close(got.scores, torch.tensor(expected.scores), rtol=1e-5, atol=1e-9, equal_nan=True)
+
+
+# ---- mass, neutral rows, figures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshaper", ["bilevel", "log_zscore"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_mass_of_the_statistics_set_is_kept_and_other_tokens_weigh_one(
+    method: str, variant: str, reshaper: str
+) -> None:
+    model, _ = subject()
+    batch = make_batch(ALL_ROLLOUTS, "both")
+    config = OarConfig(method, variant=variant, reshaper=reshaper)
+    got = compute(model, batch, config)
+    for row, weights in enumerate(by_response(batch, got.weights)):
+        span = got.spans[row]
+        if span is None:
+            assert torch.equal(weights, torch.ones_like(weights))
+            continue
+        count = len(weights) if config.statistics == "response" else span.start
+        assert float(weights[:count].double().sum()) == pytest.approx(count, rel=1e-6)
+        assert weights[count:].tolist() == [1.0] * (len(weights) - count)
+        assert count < 2 or weights[:count].std() > 0.05
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_with_advantage_zero_or_without_reasoning_need_no_forward(method: str) -> None:
+    model = tiny_model()
+    zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in ALL_ROLLOUTS]
+    batch = make_batch([*zeros, ROLLOUTS["box at the start"], ROLLOUTS["no box"], ROLLOUTS["truncated box"]])
+    with watch_forwards(model) as shapes:
+        got = compute(model, batch, OarConfig(method))
+    assert shapes == []
+    assert torch.equal(got.weights, batch.response_mask.float())
+    assert got.stats["selected_rate"] == 0.0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_gate(method: str) -> None:
+    """Rows of either sign get the same weights."""
+    model, _ = subject()
+    rollout = ROLLOUTS["text after the box"]
+    weights = [
+        compute(model, make_batch([dataclasses.replace(rollout, advantage=advantage)]), OarConfig(method)).weights
+        for advantage in (-1.0, 1.0)
+    ]
+    assert torch.equal(*weights)
+    assert weights[0].max() > 1.5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_with_non_finite_scores_weighs_one_and_is_counted(method: str, bad: float) -> None:
+    model = tiny_model()  # untied, so that a broken embedding touches only the rows that read it
+    with torch.no_grad():
+        model.model.embed_tokens.weight[CHARACTERS.index("~")] = bad
+    batch = make_batch([Rollout("Four?", r"say ~ \boxed{4} then", -1.0), ROLLOUTS["text after the box"]])
+    got = compute(model, batch, OarConfig(method))
+    assert torch.equal(got.weights[0], batch.response_mask[0].float())
+    assert got.stats["non_finite_rate"] == 0.5
+    assert got.weights[1].std() > 0.1
+
+
+def test_clip_rates_of_the_bi_level_map() -> None:
+    """Lower bound: the floor. There is no upper one."""
+    model, _ = subject()
+    batch = make_batch([ROLLOUTS["text after the box"]])
+    got = compute(model, batch, OarConfig("perturbation", normalize_mass=False))
+    reasoning = by_response(batch, got.weights)[0][: got.spans[0].start]
+    floor = sum(weight == pytest.approx(0.1) for weight in reasoning.tolist())
+    assert floor > 0
+    assert got.stats["clipped_low_rate"] == floor / len(reasoning)
+    assert got.stats["clipped_high_rate"] == 0.0
+    scaled = compute(model, batch, OarConfig("perturbation"))
+    assert scaled.stats["clipped_low_rate"] == got.stats["clipped_low_rate"]
+
+
+# ---- the noise of OAR-G ----------------------------------------------------------------------------------------------
+
+
+def test_noise_comes_from_seed_step_and_row_alone() -> None:
+    assert noise_seed(0, 0, 0) == 1457069304591136084
+    seeds = {noise_seed(seed, step, row) for seed in range(5) for step in range(5) for row in range(20)}
+    assert len(seeds) == 500
+    assert noise_seed(1, 11, 1) != noise_seed(11, 1, 1) != noise_seed(1, 1, 11)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_are_reproducible_and_follow_the_seed(variant: str) -> None:
+    model, _ = subject()
+    batch = make_batch(ALL_ROLLOUTS)
+    runs = [compute(model, batch, OarConfig(variant=variant, noise_seed=seed)).weights for seed in (3, 3, 4)]
+    assert torch.equal(runs[0], runs[1])
+    assert (runs[0] - runs[2]).abs().max() > 0.1
+
+
+def test_noise_does_not_depend_on_the_rows_around_it_nor_on_global_random_state() -> None:
+    model, _ = subject()
+    config = OarConfig(variant="grail_port", probe="last")
+    rollout, other = ROLLOUTS["text after the box"], Rollout("A long one?", 9 * "and so on " + r"\boxed{1}", -1.0)
+    first = compute(model, make_batch([rollout]), config)
+    torch.manual_seed(5)
+    second = compute(model, make_batch([rollout, other], "right", extra=3), config)
+    third = compute(model, make_batch([other, rollout]), config)
+    length = len(encode(rollout.response))
+    alone = first.scores[0, -length:]
+    assert torch.equal(second.scores[0][~second.scores[0].isnan()], alone)
+    assert not torch.allclose(third.scores[1, -length:], alone)  # the noise of the batch's second row
+
+
+def test_noise_goes_where_it_should_with_its_standard_deviation() -> None:
+    embedding = nn.Embedding(7, 64)
+    tokens = torch.randint(0, 7, (2, 300), generator=torch.Generator().manual_seed(0))
+    stretches = [NoisyStretch(0, 10, 200, 200, 1), NoisyStretch(1, 290, 40, 10, 2), NoisyStretch(1, 0, 10, 10, 2)]
+    with noisy_embeddings(embedding, stretches, 1e-3) as clean:
+        noisy = embedding(tokens)
+    assert torch.equal(clean[0], embedding(tokens))
+    noise = noisy - clean[0]
+    touched = torch.zeros(2, 300, dtype=torch.bool)
+    touched[0, 10:210] = touched[1, 290:] = touched[1, :10] = True
+    assert (noise[~touched] == 0).all()
+    assert float(noise[0, 10:210].std()) == pytest.approx(1e-3, rel=0.02)
+    assert float(noise[0, 10:210].mean()) == pytest.approx(0, abs=3e-5)
+    assert not torch.allclose(noise[0, 10:20], noise[1, :10])
+
+
+# ---- the counterfactuals of OAR-P ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def watch_forwards(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
+    """Collect (rows, new positions) of each forward."""
+    shapes: list[tuple[int, int]] = []
+    handle = model.get_input_embeddings().register_forward_pre_hook(
+        lambda _module, args: shapes.append(tuple(args[0].shape))
+    )
+    try:
+        yield shapes
+    finally:
+        handle.remove()
+
+
+def test_counterfactuals_go_in_batches_behind_what_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clean pass, then batches within the budget, each from its own first replaced token on."""
+    model, plain = subject()
+    rollout = ROLLOUTS["text after the box"]  # 15 prompt tokens, 19 reasoning tokens, 9 of the box
+    expected = assert_matches(model, plain, [rollout], "perturbation")
+    monkeypatch.setattr(token_weights, "PERTURBATION_TOKENS", 8 * 42 + 41)
+    with watch_forwards(model) as shapes:
+        got = assert_matches(model, plain, [rollout], "perturbation")
+    assert (len(encode(rollout.prompt)), got.spans[0].start, got.spans[0].end) == (15, 19, 28)
+    assert shapes == [(1, 42), (8, 42 - 15), (8, 42 - 23), (3, 42 - 31)]
+    assert len(shapes) == forwards_of_row(19, None, 8)
+    torch.testing.assert_close(got.scores, expected.scores, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_a_row_longer_than_the_budget_goes_one_counterfactual_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_weights, "PERTURBATION_TOKENS", 5)
+    model, plain = subject()
+    with watch_forwards(model) as shapes:
+        assert_matches(model, plain, [ROLLOUTS["text after the box"]], "perturbation", max_perturbations=4)
+    assert [rows for rows, _ in shapes] == [1] * 5
+
+
+def test_a_model_without_a_cache_gives_the_same_scores() -> None:
+    model, plain = subject()
+    prompt, response = encode("Two plus three?"), encode(r"Two and three make \boxed{5}, so")
+    tokens = torch.tensor(prompt + response)
+
+    def forward(tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: object) -> tuple[torch.Tensor, None]:
+        assert cache is None
+        return model(input_ids=tokens_NS).logits[:, kept_K], None
+
+    done: list[int] = []
+    row = PerturbationRow(tokens, len(prompt), 19, len(prompt) + 18, len(prompt) + 27)
+    scores = perturbation_scores(
+        forward, row, probe="answer_mean", pad_token=PAD_ID, counterfactuals=7, progress=done.append
+    )
+    span = oar_reference.last_span(response, id_to_character())
+    expected = plain.perturbation_scores(prompt + response, len(prompt), span, DEFAULTS)[:19]
+    assert scores.tolist() == pytest.approx(expected, rel=1e-5)
+    assert done == [7, 7, 5]
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "expected"),
+    [
+        (5, None, [0, 1, 2, 3, 4]),
+        (5, 5, [0, 1, 2, 3, 4]),
+        (5, 9, [0, 1, 2, 3, 4]),
+        (5, 3, [0, 2, 4]),
+        (10, 4, [0, 3, 6, 9]),
+        (9, 2, [0, 8]),
+        (9, 1, [0]),
+        (1, 1, [0]),
+    ],
+)
+def test_replaced_tokens_are_evenly_spaced(length: int, most: int | None, expected: list[int]) -> None:
+    assert replaced_tokens(length, most).tolist() == expected
+    assert forwards_of_row(length, most, 2) == 1 + math.ceil(len(expected) / 2)
+
+
+def test_interpolation_by_hand() -> None:
+    scores = torch.tensor([1.0, 4.0, 2.0])
+    got = interpolate(scores, torch.tensor([1, 4, 6]), 9)
+    assert got.tolist() == pytest.approx([1, 1, 2, 3, 4, 3, 2, 2, 2])
+    assert interpolate(torch.tensor([3.0]), torch.tensor([0]), 4).tolist() == [3.0] * 4
+    assert interpolate(scores, torch.arange(3), 3).tolist() == [1.0, 4.0, 2.0]
+
+
+def test_a_tokenizer_without_padding_is_refused() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=char_tokenizer().backend_tokenizer)
+    batch = make_batch([ROLLOUTS["text after the box"]])
+    model, _ = subject()
+    with pytest.raises(ValueError, match=r"oar\.method='perturbation'.*padding token.*tokenizer\.pad_token"):
+        compute_token_weights(model, tokenizer, *batch.tensors(), OarConfig("perturbation"))
+    compute_token_weights(model, tokenizer, *batch.tensors(), OarConfig("gradient"))
+
+
+# ---- the probe -------------------------------------------------------------------------------------------------------
+
+
+def test_probe_by_hand() -> None:
+    # Row 1 reads two positions with logits (0, 0) and (0, 2 log 3): mean (0, log 3), so 1/4 and 3/4. Row 2: 1/2, 1/2.
+    logits = torch.tensor([[0.0, 0.0], [0.0, 2 * math.log(3)], [5.0, 5.0]])
+    tokens = torch.tensor([0, 1, 0])
+    mean = read_probe(logits, tokens, [2, 1], "answer_mean")
+    assert mean.exp().flatten().tolist() == pytest.approx([0.25, 0.75, 0.5, 0.5], rel=1e-6)
+    # KL((1/4, 3/4) || (1/2, 1/2)) = 1/4 log(1/2) + 3/4 log(3/2)
+    kl = divergence(mean[:1], mean, "answer_mean")
+    assert kl.tolist() == pytest.approx([0, 0.25 * math.log(0.5) + 0.75 * math.log(1.5)], rel=1e-6)
+    joint = read_probe(logits, tokens, [2, 1], "answer_joint")
+    assert joint.tolist() == pytest.approx([(math.log(0.5) + math.log(0.9)) / 2, math.log(0.5)], rel=1e-6)
+    assert divergence(joint[:1], joint, "answer_joint").tolist() == pytest.approx([0, float(joint[0] - joint[1])])
+
+
+def test_positions_that_the_probe_reads() -> None:
+    from grail_advantage import AnswerSpan
+
+    span = AnswerSpan(3, 4, 5, 6)
+    assert probe_positions(span, 10, 40, "answer_mean") == probe_positions(span, 10, 40, "answer_joint") == (12, 15)
+    assert probe_positions(span, 10, 40, "last") == (39, 40)
+
+
+# ---- what stays behind -----------------------------------------------------------------------------------------------
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    return {
+        "training": [module.training for module in model.modules()],
+        "hooks": [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()],
+        "gradients": [parameter.grad is None for parameter in model.parameters()],
+        "values": [parameter.sum().item() for parameter in model.parameters()],
+        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+    }
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("breaks", [0, 1, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_stays_behind(method: str, breaks: int, checkpointing: bool, context: Any) -> None:
+    """Dropout of training mode stays out too, and checkpointing changes nothing."""
+    model = tiny_model(attention_dropout=0.5)
+    batch = make_batch(ALL_ROLLOUTS[:3])
+    expected = compute(model, batch, OarConfig(method))
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == breaks:
+            raise RuntimeError("broken on purpose")
+
+    handle = model.model.layers[2].mlp.register_forward_pre_hook(fail)
+    with context():
+        before = state_of(model)
+        if breaks:
+            with pytest.raises(RuntimeError, match="broken on purpose"):
+                compute(model, batch, OarConfig(method))
+        else:
+            got = compute(model, batch, OarConfig(method))
+            torch.testing.assert_close(got.weights, expected.weights, rtol=1e-4, atol=1e-4)
+        assert state_of(model) == before
+    handle.remove()
