@@ -4,14 +4,14 @@
 
 Qwen's vocabulary, 256 worked solutions of 500 to 4000 tokens with LaTeX, one box near the end of most. Compared with the
 plain way that follows the definition: join the bytes of all tokens, search the text, map bytes back to tokens. Both
-must agree on every row. Needs the package ``dashscope`` for the vocabulary.
+must agree on every row. Writes ``results/span_finding-cpu.json``. Needs the package ``dashscope`` for the vocabulary.
 """
 
 from __future__ import annotations
 
+import argparse
 import bisect
 import itertools
-import platform
 import random
 import statistics
 import sys
@@ -19,18 +19,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import tokenizers
 import torch
-import transformers
+from measuring import RESULTS, Clock, record, write
 
 from grail_advantage.answer_span import AnswerSpan, find_answer_span, find_answer_spans, iter_boxed, token_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.real_tokenizers import qwen_tokenizer
-
-ROWS = 256
-REPEATS = 7
 
 SENTENCES = [
     "First, I restate the problem so that nothing is lost: we look for every integer {a} that satisfies the condition. ",
@@ -46,12 +41,12 @@ SENTENCES = [
 ]
 
 
-def make_rows(seed: int = 0) -> list[torch.Tensor]:
-    """Token ids of ROWS solutions; one in ten has no box, one in ten a box in its middle as well."""
+def make_rows(count: int, seed: int = 0) -> list[torch.Tensor]:
+    """Token ids of so many solutions; one in ten has no box, one in ten a box in its middle as well."""
     rng = random.Random(seed)
     tokenizer = qwen_tokenizer()
     rows = []
-    for row in range(ROWS):
+    for row in range(count):
         length, ids = rng.randrange(500, 4000), []
         while len(ids) < length:
             text = "".join(
@@ -88,28 +83,26 @@ def plain_spans(rows: list[torch.Tensor], bytes_of: list[bytes]) -> list[AnswerS
     return spans
 
 
-def cpu_seconds(run: Callable[[], object]) -> float:
+def cpu_seconds(run: Callable[[], object], repeats: int) -> float:
     """Median CPU time of a call, which other processes on the machine change less than its wall-clock time."""
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start = time.process_time()
         run()
         times.append(time.process_time() - start)
     return statistics.median(times)
 
 
-def processor() -> str:
-    """The processor's name and core count."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {len(names) or '?'} cores"
-
-
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    args = parser.parse_args()
     torch.set_num_threads(1)
+    result = record("span_finding", "cpu", Clock("cpu"), 1)
     tokenizer = qwen_tokenizer()
-    rows = make_rows()
+    rows = make_rows(args.rows)
     tokens = sum(map(len, rows))
     arrays = [row.numpy() for row in rows]
 
@@ -127,19 +120,25 @@ def main() -> None:
         "find_answer_spans, arrays": lambda: find_answer_spans(arrays, tokenizer, "last"),
         "find_answer_span, row by row": lambda: [find_answer_span(row, tokenizer) for row in rows],
     }
-    seconds = {name: cpu_seconds(run) for name, run in ways.items()}
+    seconds = {name: cpu_seconds(run, args.repeats) for name, run in ways.items()}
 
     print(
-        f"{processor()}; Python {platform.python_version()}, numpy {np.__version__}, torch {torch.__version__}, ",
-        end="",
+        f"{args.rows} rows, {tokens} tokens, {sum(span is not None for span in spans)} spans, median of {args.repeats} runs"
     )
-    print(f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}")
-    print(f"{ROWS} rows, {tokens} tokens, {sum(span is not None for span in spans)} spans, median of {REPEATS} runs")
     print(f"first call, which builds the vocabulary's table: {first_call:.2f} s")
     for name, taken in seconds.items():
         print(
             f"{name:30s} {tokens / taken / 1e6:8.1f} M tokens/s   {seconds['plain way'] / taken:5.2f} x the plain way"
         )
+    result |= {
+        "rows": args.rows,
+        "tokens": tokens,
+        "spans": sum(span is not None for span in spans),
+        "first_call_seconds": first_call,
+        "seconds": seconds,
+        "repeats": args.repeats,
+    }
+    write(result, args.results)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,315 @@
+"""Write tables and plots of the benchmarks' results into ``benchmarks/README.md``.
+
+    python benchmarks/report.py
+
+Reads ``results/*.json``, draws ``results/*.png`` and replaces what stands between the two markers of the README. Every figure
+comes from the recorded seconds and bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from measuring import RESULTS, median, selected_rows, show
+
+BEGIN, END = "<!-- results: written by report.py -->", "<!-- end of results -->"
+README = Path(__file__).parent / "README.md"
+LIMITS = {("off", 1): 1.10, ("off", 4): 1.03, ("on", 1): 1.18, ("on", 4): 1.06}
+"""Most that a GRAIL step may cost, in GRPO steps, by gradient checkpointing and epochs."""
+AGAINST_PUBLISHED = 8
+"""How many times less than the published procedure's pass GRAIL's must cost, with 4 epochs."""
+PUBLISHED = "published procedure"
+STAGES = ("old_log_probs", "saliency", "weights", "update")
+
+
+class Step:
+    """The timings of one run of ``bench_training_step.py`` with or without gradient checkpointing."""
+
+    def __init__(self, run: dict[str, Any], setup: dict[str, Any]) -> None:
+        self.checkpointing = run["checkpointing"]
+        self.repeats = run["repeats"]
+        self.share = setup["selected_rows"] / setup["rows"]
+        self.variants = sorted(self.repeats[0], key=lambda name: (name == PUBLISHED, name != "GRPO"))
+        plain = [name for name in self.variants if not name.endswith("fused")]
+        self.forward = median([sum(repeat[name]["old_log_probs"]) for repeat in self.repeats for name in plain])
+        """Seconds of 1 F."""
+        self.update = median([s for repeat in self.repeats for stages in repeat.values() for s in stages["update"]])
+        """Seconds of an epoch's update, the same work in all variants."""
+
+    def total(self, repeat: dict[str, Any], variant: str, epochs: int) -> float:
+        """Measured seconds of a step; one of fewer epochs is the beginning of the measured one."""
+        return sum(sum(repeat[variant][stage][:epochs]) for stage in STAGES)
+
+    def ratios(self, variant: str, epochs: int) -> list[float]:
+        """Against GRPO in the same repeat."""
+        return [self.total(repeat, variant, epochs) / self.total(repeat, "GRPO", epochs) for repeat in self.repeats]
+
+    def weighing(self, variant: str, epochs: int) -> float:
+        """Seconds that token weights add, by the stages' medians."""
+
+        def stage(name: str) -> float:
+            return median([sum(repeat[variant][name][:epochs]) for repeat in self.repeats])
+
+        more = stage("old_log_probs") - self.forward if variant.endswith("fused") else 0.0
+        return more + stage("saliency") + stage("weights")
+
+    def expected_weighing(self, variant: str, epochs: int) -> float:
+        """The same in F by the account: a forward is 1, a backward to the embeddings 1, a recomputed forward 1."""
+        recomputed = self.checkpointing == "on"
+        if variant == "GRPO":
+            return 0.0
+        if variant == PUBLISHED:
+            return (2 + recomputed) * epochs
+        return self.share * (1 + recomputed + variant.endswith("separate"))
+
+    def ratio_of_stages(self, variant: str, epochs: int) -> float:
+        """Of the steps put together from the stages' medians."""
+        step = self.forward + epochs * self.update
+        return (step + self.weighing(variant, epochs)) / step
+
+    def spread(self) -> float:
+        """How far the repeats of one update lie apart: half the distance of the quartiles over the median."""
+        values = sorted(s for repeat in self.repeats for stages in repeat.values() for s in stages["update"])
+        return (values[3 * len(values) // 4] - values[len(values) // 4]) / 2 / self.update
+
+
+def training_step(result: dict[str, Any]) -> list[str]:
+    setup = result["setup"]
+    share = setup["selected_rows"] / setup["rows"]
+    lines = [
+        f"### Training side of a step, {result['device']}",
+        "",
+        *_origin(result),
+        f"Model and batch: {_shape(setup)}; {setup['selected_rows']} of {setup['rows']} rows selected ({share:.1%}).",
+        "",
+    ]
+    for run in result["runs"]:
+        step = Step(run, setup)
+        lines += [
+            f"**Gradient checkpointing {step.checkpointing}.** 1 F (the forward of the old log-probabilities) took "
+            f"{step.forward:.2f} s, an epoch of the actor update {step.update:.2f} s = {step.update / step.forward:.2f} F. "
+            f"{len(step.repeats)} repeats; updates, the same work every time, spread by ±{step.spread():.1%}.",
+            "",
+            "| variant | epochs | weights cost, F | by the account, F | step, F | x GRPO, by stages | x GRPO, whole steps "
+            "(lowest to highest) | limit |",
+            "|---|--:|--:|--:|--:|--:|--:|--:|",
+        ]
+        for epochs in result["epochs"]:
+            for variant in step.variants:
+                lines.append(_step_row(step, variant, epochs))
+        lines += ["", *_verdicts(step, result["epochs"], run["peak_bytes"]), "", *_memory(run["peak_bytes"]), ""]
+    return lines
+
+
+def _step_row(step: Step, variant: str, epochs: int) -> str:
+    ratios = step.ratios(variant, epochs)
+    total = median([step.total(repeat, variant, epochs) for repeat in step.repeats]) / step.forward
+    cost = step.weighing(variant, epochs) / step.forward
+    limit = LIMITS.get((step.checkpointing, epochs)) if variant.startswith("GRAIL") else None
+    return (
+        f"| {variant} | {epochs} | {cost:.2f} | {step.expected_weighing(variant, epochs):.2f} | {total:.2f} "
+        f"| {step.ratio_of_stages(variant, epochs):.3f} "
+        f"| {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) | {f'{limit:.2f}' if limit else ''} |"
+    )
+
+
+def _verdicts(step: Step, epochs: list[int], peaks: dict[str, int]) -> list[str]:
+    """One line a target."""
+    lines = []
+    for variant in step.variants:
+        if not variant.startswith("GRAIL"):
+            continue
+        said = []
+        for count in epochs:
+            limit = LIMITS.get((step.checkpointing, count))
+            if limit:
+                ratio, whole = step.ratio_of_stages(variant, count), median(step.ratios(variant, count))
+                verdict = "met" if max(ratio, whole) <= limit else "MISSED" if min(ratio, whole) > limit else "unclear"
+                said.append(
+                    f"{ratio:.3f} x GRPO by stages and {whole:.3f} x in whole steps with {count} epoch{'s' * (count > 1)} "
+                    f"({verdict}: {limit:.2f})"
+                )
+        if PUBLISHED in step.variants and 4 in epochs:
+            times = step.weighing(PUBLISHED, 4) / step.weighing(variant, 4)
+            said.append(
+                f"{times:.1f} x less than the published procedure with 4 epochs "
+                f"({'met' if times >= AGAINST_PUBLISHED else 'MISSED'}: {AGAINST_PUBLISHED})"
+            )
+        preset, way = variant.removeprefix("GRAIL ").split(", ")
+        peak, limit = peaks[f"{way} pass, {preset}"], peaks["actor update"]
+        said.append(f"peak memory {peak / limit:.2f} x the actor update's ({'met' if peak <= limit else 'MISSED'}: 1)")
+        lines.append(f"- {variant}: {'; '.join(said)}.")
+    return lines
+
+
+def _memory(peaks: dict[str, int]) -> list[str]:
+    base, update = peaks["nothing"], peaks["actor update"]
+    lines = [
+        f"Peak memory by stage. {_mebibytes(base)} MiB of each are parameters, optimiser state and the batch.",
+        "",
+        "| stage | peak, MiB | above the base, MiB | x the actor update's peak |",
+        "|---|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {name} | {_mebibytes(peak)} | {_mebibytes(peak - base)} | {peak / update:.2f} |"
+        for name, peak in peaks.items()
+        if name != "nothing"
+    ]
+    return lines
+
+
+WAYS = {
+    "fused": "fused pass: backward on the old log-probs' forward",
+    "separate": "separate pass",
+    "published": "published pass, of one epoch",
+    "update": "actor update, one epoch",
+    "old log-probabilities": "old log-probs (1 F)",
+}
+
+
+def growth(result: dict[str, Any], folder: Path) -> list[str]:
+    setup = result["setup"]
+    base = {name: setup[name] for name in ("rows", "tokens", "vocabulary")} | {"selected": setup["selected_rows"]}
+    sweeps = {name: _sweep(result["points"], base, name, setup["share"]) for name in base}
+    sweeps = {name: points for name, points in sweeps.items() if len(points) > 1}
+    picture = _plot_growth(result, sweeps, folder)
+    lines = [
+        f"### How the cost grows, {result['device']}",
+        "",
+        *_origin(result),
+        f"Around: {_shape(setup)}; {setup['selected_rows']} rows selected; gradient checkpointing "
+        f"{result['checkpointing']}. Medians of {len(next(iter(result['points'][0]['seconds'].values())))} runs.",
+        "",
+        f"![cost against tokens, rows, vocabulary and selected rows]({picture.parent.name}/{picture.name})",
+        "",
+        "| rows x tokens | vocabulary | selected | 1 F, s | fused, F | separate, F | published, F an epoch "
+        "| update, F an epoch |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for point in sorted(
+        result["points"], key=lambda at: [at[name] for name in ("vocabulary", "tokens", "rows", "selected")]
+    ):
+        seconds = _point_seconds(point)
+        forward = seconds["old log-probabilities"]
+        costs = " | ".join(f"{seconds[way] / forward:.2f}" for way in ("fused", "separate", "published", "update"))
+        lines.append(
+            f"| {point['rows']} x {point['tokens']} | {point['vocabulary']} | {point['selected']} | {forward:.2f} | {costs} |"
+        )
+    return [*lines, ""]
+
+
+def _sweep(points: list[dict[str, Any]], base: dict[str, int], name: str, share: float) -> list[dict[str, Any]]:
+    """The points that differ from the base in ``name`` alone; more rows come with more selected ones."""
+
+    def belongs(point: dict[str, Any]) -> bool:
+        expected = {**base, name: point[name]}
+        if name == "rows":
+            expected["selected"] = selected_rows(share, point["rows"])
+        return all(point[key] == value for key, value in expected.items())
+
+    return sorted(filter(belongs, points), key=lambda point: point[name])
+
+
+def _point_seconds(point: dict[str, Any]) -> dict[str, float]:
+    """Medians; the fused pass without the forward that is needed anyway, by the repeats' differences."""
+    seconds = {way: median(values) for way, values in point["seconds"].items()}
+    pairs = zip(point["seconds"]["fused"], point["seconds"]["old log-probabilities"], strict=True)
+    seconds["fused"] = median([fused - plain for fused, plain in pairs])
+    return seconds
+
+
+def _plot_growth(result: dict[str, Any], sweeps: dict[str, list[dict[str, Any]]], folder: Path) -> Path:
+    titles = {"tokens": "tokens of a row", "rows": "rows", "vocabulary": "vocabulary", "selected": "selected rows"}
+    figure, axes = pyplot.subplots(1, len(sweeps), figsize=(4.2 * len(sweeps), 4.2), squeeze=False)
+    for axis, (name, points) in zip(axes[0], sweeps.items(), strict=True):
+        for way, label in WAYS.items():
+            values = [_point_seconds(point)[way] for point in points]
+            axis.plot([point[name] for point in points], values, marker="o", label=label)
+        axis.set_xlabel(titles[name])
+        axis.set_ylim(bottom=0)
+        axis.set_xlim(left=0)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel(f"seconds ({result['clock']})")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncols=min(5, len(sweeps)), frameon=False)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.07 * -(-len(WAYS) // min(5, len(sweeps)))))
+    path = folder / f"growth-{result['device']}.png"
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+    return path
+
+
+def span_finding(result: dict[str, Any]) -> list[str]:
+    seconds = result["seconds"]
+    lines = [
+        "### Finding the answers",
+        "",
+        *_origin(result),
+        f"{result['rows']} rows, {result['tokens']} tokens, {result['spans']} answers; median of {result['repeats']} runs. "
+        f"The first call, which builds the vocabulary's table, took {result['first_call_seconds']:.2f} s.",
+        "",
+        "| way | million tokens/s | x the plain way |",
+        "|---|--:|--:|",
+    ]
+    for way, taken in seconds.items():
+        lines.append(f"| {way} | {result['tokens'] / taken / 1e6:.1f} | {seconds['plain way'] / taken:.2f} |")
+    return [*lines, ""]
+
+
+def _origin(result: dict[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return [
+        f"`{result['command']}`, {result['date']}, load average {result['load_at_start']} at the start. "
+        f"{result['hardware']}. {versions}. Seconds are {result['clock']}.",
+        "",
+    ]
+
+
+def _shape(setup: dict[str, Any]) -> str:
+    return (
+        f"{setup['layers']} layers, width {setup['hidden']}, vocabulary {setup['vocabulary']}, computing in "
+        f"{setup['compute_dtype']} on {setup['parameter_dtype']} parameters; {setup['rows']} rows x {setup['tokens']} tokens, "
+        f"micro-batches of {setup['micro_batch_rows']} rows, {setup['layout']}, {setup['attention']}"
+    )
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:,.0f}" if size >= 2**30 else f"{size / 2**20:.1f}"
+
+
+def render(folder: Path) -> str:
+    """All tables in Markdown; draws the plots on the way."""
+    lines: list[str] = []
+    for name in ("training_step", "growth", "span_finding"):
+        for path in sorted(folder.glob(f"{name}-*.json")):
+            result = json.loads(path.read_text(encoding="utf-8"))
+            if name == "growth":
+                lines += growth(result, folder)
+            else:
+                lines += training_step(result) if name == "training_step" else span_finding(result)
+    return "\n".join(lines).strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the benchmarks' JSON files")
+    parser.add_argument("--readme", type=Path, default=README, help="file with the markers to write between")
+    args = parser.parse_args()
+    text = args.readme.read_text(encoding="utf-8")
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise SystemExit(f"{args.readme} needs the lines {BEGIN} and {END}, once each")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    args.readme.write_text(f"{before}{BEGIN}\n\n{render(args.results)}\n\n{END}{after}", encoding="utf-8")
+    show(f"wrote {args.readme}")
+
+
+if __name__ == "__main__":
+    main()

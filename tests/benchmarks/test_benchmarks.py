@@ -1,0 +1,201 @@
+"""The benchmarks: what they measure with, what the report makes of it, and that each runs at toy size. No time is judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import measuring
+import report
+
+ROOT = Path(__file__).parents[2]
+
+TINY = [
+    *("--layers", "2", "--hidden", "32", "--intermediate", "64", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"),
+    *("--vocabulary", "256", "--rows", "4", "--tokens", "120", "--prompt", "4", "--micro-batch-rows", "2"),
+]
+
+
+def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    return subprocess.run(
+        [sys.executable, f"benchmarks/{script}", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+def _result(process: subprocess.CompletedProcess[str], path: Path) -> dict:
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(path.read_text())
+
+
+class TestMeasuring:
+    def test_peak_memory_counts_what_is_held_at_once(self) -> None:
+        before = measuring.peak_memory("cpu", lambda: None)
+
+        def allocate() -> torch.Tensor:
+            first, second = torch.zeros(2_000_000), torch.zeros(1_000_000)
+            del first
+            return second + torch.zeros(500_000).sum()
+
+        assert measuring.peak_memory("cpu", allocate) - before == 12_000_000
+
+    def test_peak_memory_counts_what_the_graph_keeps(self) -> None:
+        x = torch.randn(1000, 1000, requires_grad=True)
+        before = measuring.peak_memory("cpu", lambda: None)
+
+        def without_graph() -> None:
+            with torch.no_grad():
+                x.exp().exp().exp()
+
+        def with_graph() -> None:
+            x.exp().exp().exp()
+
+        # Without a graph at most two results live at once, with one all three.
+        assert measuring.peak_memory("cpu", without_graph) - before == 8_000_000
+        assert measuring.peak_memory("cpu", with_graph) - before == 12_000_000
+
+    def test_ways_run_in_turn_after_a_warm_up(self) -> None:
+        calls: list[str] = []
+        ways = {name: (lambda name=name: calls.append(name)) for name in "abc"}
+        seconds = measuring.interleaved(measuring.Clock("cpu"), ways, repeats=2)
+        assert "".join(calls) == "abc" + "abc" + "bca"
+        assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2, "c": 2}
+
+
+class TestReport:
+    @staticmethod
+    def _step(checkpointing: str = "off") -> report.Step:
+        """F is 2 s, an update 6 s, seven of twenty rows are selected and the fused pass takes 0.7 s."""
+
+        def stages(old: float, saliency: list[float]) -> dict[str, list[float]]:
+            return {"old_log_probs": [old], "saliency": saliency, "weights": [], "update": [6.0] * 4}
+
+        repeat = {
+            "GRPO": stages(2.0, []),
+            "GRAIL official, fused": stages(2.7, []),
+            "GRAIL official, separate": stages(2.0, [1.4]),
+            "published procedure": stages(2.0, [4.0] * 4),
+        }
+        return report.Step({"checkpointing": checkpointing, "repeats": [repeat]}, {"rows": 20, "selected_rows": 7})
+
+    def test_steps_of_fewer_epochs_are_the_beginning_of_the_longest(self) -> None:
+        step = self._step()
+        assert step.ratios("GRAIL official, fused", 1) == pytest.approx([8.7 / 8])
+        assert step.ratios("GRAIL official, separate", 4) == pytest.approx([27.4 / 26])
+        assert step.ratios("published procedure", 1) == pytest.approx([12 / 8])
+        assert step.ratios("published procedure", 4) == pytest.approx([42 / 26])
+
+    def test_weights_cost_what_a_step_has_more_than_grpo(self) -> None:
+        step = self._step()
+        assert (step.forward, step.update) == (2.0, 6.0)
+        for variant in step.variants:
+            for epochs in (1, 4):
+                assert step.ratio_of_stages(variant, epochs) == pytest.approx(step.ratios(variant, epochs)[0])
+                # The seconds above follow the account.
+                assert step.weighing(variant, epochs) / 2 == pytest.approx(step.expected_weighing(variant, epochs))
+
+    def test_targets_are_judged(self) -> None:
+        peaks = {"fused pass, official": 90, "separate pass, official": 101, "actor update": 100}
+        fused, separate = report._verdicts(self._step(), [1, 4], peaks)
+        assert fused == (
+            "- GRAIL official, fused: 1.087 x GRPO by stages and 1.087 x in whole steps with 1 epoch (met: 1.10); "
+            "1.027 x GRPO by stages and 1.027 x in whole steps with 4 epochs (met: 1.03); "
+            "22.9 x less than the published procedure with 4 epochs (met: 8); peak memory 0.90 x the actor update's (met: 1)."
+        )
+        assert separate == (
+            "- GRAIL official, separate: 1.175 x GRPO by stages and 1.175 x in whole steps with 1 epoch (MISSED: 1.10); "
+            "1.054 x GRPO by stages and 1.054 x in whole steps with 4 epochs (MISSED: 1.03); "
+            "11.4 x less than the published procedure with 4 epochs (met: 8); "
+            "peak memory 1.01 x the actor update's (MISSED: 1)."
+        )
+
+    def test_a_target_that_noise_hides_is_unclear(self) -> None:
+        step = self._step()
+        for stages in step.repeats[0].values():
+            stages["update"] = [6.0, 6.0, 6.0, 6.0]
+        step.repeats[0]["GRAIL official, fused"]["update"] = [6.2, 6.0, 6.0, 6.0]
+        peaks = {"fused pass, official": 90, "separate pass, official": 90, "actor update": 100}
+        fused = report._verdicts(step, [1, 4], peaks)[0]
+        assert "1.087 x GRPO by stages and 1.113 x in whole steps with 1 epoch (unclear: 1.10)" in fused
+
+    def test_a_sweep_changes_one_number(self) -> None:
+        base = {"rows": 20, "tokens": 256, "vocabulary": 8192, "selected": 7}
+        others = [{"rows": 10, "selected": 4}, {"tokens": 64}, {"vocabulary": 2048}, {"selected": 2}, {"selected": 20}]
+        points = [base, *({**base, **changed} for changed in others)]
+        few = [{**base, "rows": rows, "selected": selected} for rows, selected in ((1, 1), (4, 1), (8, 3))]
+        assert report._sweep([few[1], few[0], few[2]], few[2], "rows", 0.35) == few
+        values = {name: [point[name] for point in report._sweep(points, base, name, 0.35)] for name in base}
+        assert values == {
+            "rows": [10, 20],
+            "tokens": [64, 256],
+            "vocabulary": [2048, 8192],
+            "selected": [2, 7, 20],
+        }
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_benchmark_says_that_there_is_none() -> None:
+    process = _run("bench_training_step.py", "--device", "cuda")
+    assert process.returncode != 0
+    assert "--device cuda needs a GPU" in process.stderr
+
+
+@pytest.mark.slow
+def test_every_benchmark_runs_and_is_reported(tmp_path: Path) -> None:
+    where = ["--results", str(tmp_path)]
+    arguments = [*TINY, "--repeats", "1", *where]
+    process = _run(
+        "bench_training_step.py",
+        "--layout",
+        "packed",
+        "--gradient-checkpointing",
+        "on",
+        "--epochs",
+        "1",
+        "2",
+        *arguments,
+    )
+    result = _result(process, tmp_path / "training_step-cpu.json")
+    (run,) = result["runs"]
+    (repeat,) = run["repeats"]
+    assert {name: len(stages["update"]) for name, stages in repeat.items()} == dict.fromkeys(repeat, 2)
+    assert {name: len(stages["saliency"]) for name, stages in repeat.items()} == {
+        "GRPO": 0,
+        "GRAIL official, fused": 0,
+        "GRAIL robust, fused": 0,
+        "GRAIL official, separate": 1,
+        "GRAIL robust, separate": 1,
+        "published procedure": 2,
+    }
+    nothing = run["peak_bytes"].pop("nothing")
+    assert all(peak > nothing for peak in run["peak_bytes"].values())
+
+    process = _run("bench_growth.py", "--sweeps", "rows", "share", *arguments)
+    result = _result(process, tmp_path / "growth-cpu.json")
+    assert sorted((point["rows"], point["selected"]) for point in result["points"]) == [
+        (2, 1),
+        (4, 1),
+        (4, 3),
+        (4, 4),
+        (8, 3),
+    ]
+
+    process = _run("bench_span_finding.py", "--rows", "8", "--repeats", "1", *where)
+    assert _result(process, tmp_path / "span_finding-cpu.json")["spans"] == 7
+
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    process = _run("report.py", *where, "--readme", str(readme))
+    assert process.returncode == 0, process.stderr
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
+    for title in ("Training side of a step, cpu", "How the cost grows, cpu", "Finding the answers"):
+        assert f"### {title}" in text
+    assert (tmp_path / "growth-cpu.png").stat().st_size > 10_000
