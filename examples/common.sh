@@ -21,8 +21,9 @@ train_batch_size=${TRAIN_BATCH_SIZE:-32}          # prompts in a rollout batch
 max_prompt_length=${MAX_PROMPT_LENGTH:-1024}
 
 # learning
-adv_estimator=${ADV_ESTIMATOR:-grail}             # grail | any estimator of verl, such as grpo
-preset=${PRESET:-official}                        # official | robust
+adv_estimator=${ADV_ESTIMATOR:-grail}             # grail | oar_g | oar_p | any estimator of verl, such as grpo
+preset=${PRESET:-official}                        # of grail: official | robust
+oar_variant=${OAR_VARIANT:-official}              # of oar_g and oar_p: official | grail_port
 lora_rank=${LORA_RANK:-0}                         # 0: train all parameters
 
 # rollout
@@ -128,6 +129,8 @@ fi
 variant=$adv_estimator
 if [[ $adv_estimator == grail ]]; then
     variant+=-$preset
+elif [[ $adv_estimator == oar_* ]]; then
+    variant+=-$oar_variant
 fi
 if ((lora_rank > 0)); then
     variant+=-lora$lora_rank
@@ -167,6 +170,7 @@ REF=(
 ALGORITHM=(
     algorithm.adv_estimator="$adv_estimator"
     algorithm.grail.preset="$preset"
+    algorithm.oar.variant="$oar_variant"
 )
 TRAINER=(
     trainer.nnodes="$nnodes"

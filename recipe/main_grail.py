@@ -39,7 +39,7 @@ class TokenWeightTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):
 
     def run(self, config: DictConfig) -> None:
         """Run the training, see ``TaskRunnerV1.run``."""
-        import grail_advantage.verl_ext.trainer  # noqa: F401  registers the trainers
+        import grail_advantage.verl_ext.async_trainers  # noqa: F401  registers these two trainers and the synchronous one
 
         super().run(config)
 

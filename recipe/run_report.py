@@ -36,7 +36,7 @@ class Step:
     """Mean training reward of the step's responses."""
     seconds: float | None
     selected: float | None
-    """Share of rows that got a saliency pass."""
+    """Share of rows that got token scores from a pass of their own estimator."""
 
     @classmethod
     def parse(cls, line: str) -> Step:
@@ -102,7 +102,7 @@ def watch(run_dir: Path, pid: int, total: int) -> None:
         if step.reward is not None:
             parts.append(f"reward {step.reward:.3f}")
         if step.selected is not None:
-            parts.append(f"saliency on {step.selected:4.0%} of rows")
+            parts.append(f"token scores for {step.selected:4.0%} of rows")
         if step.accuracy is not None:
             parts.append(f"held-out accuracy {step.accuracy:.3f}")
         if step.number > 0:
@@ -140,7 +140,7 @@ def summary(run_dir: Path, title: str) -> str:
         ]
         selected = [step.selected for step in trained if step.selected is not None]
         if selected:
-            rows.append(("rows with a saliency pass, mean", f"{statistics.fmean(selected):.1%}"))
+            rows.append(("rows with token scores, mean", f"{statistics.fmean(selected):.1%}"))
     _draw(run_dir / CURVE_FILE, title, validated, trained)
     width = max(len(name) for name, _ in rows)
     table = "\n".join(f"  {name:<{width}}  {value:>8}" for name, value in rows)

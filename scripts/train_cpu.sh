@@ -16,6 +16,7 @@ max_prompt_length=$MAX_PROMPT_LENGTH
 max_response_length=$MAX_RESPONSE_LENGTH
 adv_estimator=$ADV_ESTIMATOR
 preset=$PRESET
+oar_variant=$OAR_VARIANT
 learning_rate=$LEARNING_RATE
 seed=$SEED
 total_steps=$TOTAL_STEPS
@@ -66,6 +67,7 @@ ALGORITHM=(
     algorithm.adv_estimator="$adv_estimator"
     algorithm.norm_adv_by_std_in_grpo=False
     algorithm.grail.preset="$preset"
+    algorithm.oar.variant="$oar_variant"
     reward.custom_reward_function.path=pkg://recipe.reward
     reward.custom_reward_function.name=compute_score
 )

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.config import GrailConfig
 from grail_advantage.estimators import ESTIMATORS
+from grail_advantage.verl_ext import fusion
 from grail_advantage.verl_ext.cpu import checks as cpu_checks
+from grail_advantage.verl_ext.options import OAR_METHODS, weight_config
 
 VERL_VERSION = "0.9.1"
 STRATEGIES = ("fsdp", "fsdp2")
-TRAINER_MODES = ("sync",)
+KERNEL_BACKENDS = ("torch", "triton")
+TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 
 
 def check_config(config: DictConfig) -> None:
@@ -36,7 +41,10 @@ def check_config(config: DictConfig) -> None:
     _check_estimator(config.algorithm.adv_estimator)
     if config.algorithm.adv_estimator not in ESTIMATORS:
         return
-    GrailConfig.from_dict(OmegaConf.to_container(config.algorithm.grail, resolve=True))
+    weight_config(config.algorithm)
+    fusion.check_config(config)
+    if config.algorithm.adv_estimator in OAR_METHODS:
+        _check_oar(config)
     _check_layout(config)
 
 
@@ -62,6 +70,12 @@ def _check_estimator(name: str) -> None:
         raise ValueError(
             f"algorithm.adv_estimator={name!r} is unknown; choose one of {', '.join(sorted(ADV_ESTIMATOR_REGISTRY))}"
         )
+    # PPOTrainer._compute_advantage fetches fixed fields, and this one is not among them.
+    if name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+        raise ValueError(
+            f"algorithm.adv_estimator={name} needs sum_pi_squared, which the v1 trainer of verl {VERL_VERSION} does not hand "
+            "to it, so that the run would fail after its first rollouts; use grpo"
+        )
 
 
 def _check_layout(config: DictConfig) -> None:
@@ -82,14 +96,13 @@ def _check_layout(config: DictConfig) -> None:
     mode = config.trainer.v1.trainer_mode
     if mode not in TRAINER_MODES:
         refuse("trainer.v1.trainer_mode", mode, f"use {' or '.join(TRAINER_MODES)}")
-    sp_size = max(
-        OmegaConf.select(actor, name, default=None) or 1
-        for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
-    )
+    if mode == "separate_async":
+        _check_separate_async(config)
+    sp_size = _sequence_parallel_size(config)
     if sp_size > 1:
-        refuse("actor_rollout_ref.actor.ulysses_sequence_parallel_size", sp_size, "use 1")
-    if config.actor_rollout_ref.model.get("use_fused_kernels", False):
-        refuse("actor_rollout_ref.model.use_fused_kernels", True, "use false: fused kernels give out no logits")
+        _check_sequence_parallel(config, sp_size, refuse)
+    _check_adapter(config, refuse)
+    _check_fused_kernels(config, refuse)
     precision = OmegaConf.select(actor, "fsdp_config.mixed_precision.param_dtype", default=None)
     if str(precision) in ("fp16", "float16", "16"):
         refuse(
@@ -100,3 +113,145 @@ def _check_layout(config: DictConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     if not rollout.temperature > 0:
         refuse("actor_rollout_ref.rollout.temperature", rollout.temperature, "use a temperature above 0")
+
+
+def _sequence_parallel_size(config: DictConfig) -> int:
+    return max(
+        OmegaConf.select(config.actor_rollout_ref.actor, name, default=None) or 1
+        for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
+    )
+
+
+def _check_oar(config: DictConfig) -> None:
+    """Fused kernels, which GRAIL's pass can do with, and the room that OAR-P needs."""
+    estimator = config.algorithm.adv_estimator
+    actor = config.actor_rollout_ref.actor
+
+    def refuse(option: str, value: Any, remedy: str) -> None:
+        raise ValueError(f"{option}={value} does not work with algorithm.adv_estimator={estimator}; {remedy}")
+
+    if config.actor_rollout_ref.model.get("use_fused_kernels", False):
+        refuse(
+            "actor_rollout_ref.model.use_fused_kernels", True, "use false: OAR reads logits, which they do not give out"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if estimator == "oar_p" and actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
+        refuse(
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            actor.ppo_max_token_len_per_gpu,
+            f"a counterfactual of data.max_prompt_length + data.max_response_length = {longest} tokens must fit; raise it to "
+            "at least that, or shorten the responses",
+        )
+
+
+def _check_sequence_parallel(config: DictConfig, sp_size: int, refuse: Callable[[str, Any, str], None]) -> None:
+    """verl's Ulysses exchange sits inside its flash attention: any other attention would silently see one slice alone."""
+    option = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+    model = config.actor_rollout_ref.model
+    if config.algorithm.adv_estimator != "grail":
+        refuse(option, sp_size, "use 1")
+    if not model.get("use_remove_padding", False):
+        refuse(option, sp_size, "set actor_rollout_ref.model.use_remove_padding=true, or use 1")
+    attention = OmegaConf.select(model, "override_config.attn_implementation", default=None) or "flash_attention_2"
+    if not str(attention).startswith("flash_attention"):
+        refuse(
+            option,
+            sp_size,
+            f"set actor_rollout_ref.model.override_config.attn_implementation={attention} to flash_attention_2, or use 1",
+        )
+
+
+def _check_adapter(config: DictConfig, refuse: Callable[[str, Any, str], None]) -> None:
+    """verl shards embeddings and head of an untied model by name with FSDP2, and fails over PEFT's wrappers around them
+    (``verl.utils.fsdp_utils._select_fsdp2_wrap_targets``)."""
+    model = config.actor_rollout_ref.model
+    strategy = config.actor_rollout_ref.actor.strategy
+    tied = _read_json(model.path, "config.json").get("tie_word_embeddings", False)
+    if _lora_rank(model) == 0 or strategy != "fsdp2" or tied:
+        return
+    named = [model.get("target_modules", None)]
+    adapter = _read_json(model.get("lora_adapter_path", None), "adapter_config.json")
+    named += [adapter.get(name) for name in ("target_modules", "modules_to_save")]
+    adapted = {name for names in named for name in ([names] if isinstance(names, str) else names or ())}
+    found = sorted(name for name in ("embed_tokens", "lm_head") if any(name in other for other in adapted))
+    if found:
+        refuse(
+            "actor_rollout_ref.actor.strategy",
+            strategy,
+            f"with a LoRA on {' and '.join(found)} verl {VERL_VERSION} shards models with tied embeddings only; use fsdp, or "
+            "leave them out of actor_rollout_ref.model.target_modules",
+        )
+
+
+def _read_json(folder: str | None, name: str) -> dict[str, Any]:
+    """A file of a local folder; empty where there is none, as with a model that is still to be downloaded."""
+    path = Path(folder or "") / name
+    return json.loads(path.read_text(encoding="utf-8")) if folder and path.is_file() else {}
+
+
+def _check_fused_kernels(config: DictConfig, refuse: Callable[[str, Any, str], None]) -> None:
+    """verl's fused forward reads the output embeddings' own weight, not what the module computes."""
+    model = config.actor_rollout_ref.model
+    if not model.get("use_fused_kernels", False):
+        return
+    option = "actor_rollout_ref.model.use_fused_kernels"
+    strategy = config.actor_rollout_ref.actor.strategy
+    if strategy != "fsdp":
+        # verl shards lm_head by itself there unless it is tied (verl/utils/fsdp_utils.py, _select_fsdp2_wrap_targets), and its
+        # own fused forward then fails over the sharded weight.
+        refuse(option, True, f"set actor_rollout_ref.actor.strategy={strategy} to fsdp, or use false")
+    if _sequence_parallel_size(config) > 1:
+        refuse(option, True, "set actor_rollout_ref.actor.ulysses_sequence_parallel_size to 1, or use false")
+    backend = OmegaConf.select(model, "fused_kernel_options.impl_backend", default=None)
+    if backend not in KERNEL_BACKENDS:
+        refuse(
+            "actor_rollout_ref.model.fused_kernel_options.impl_backend", backend, f"use {' or '.join(KERNEL_BACKENDS)}"
+        )
+    adapted = model.get("target_modules", None) or ()
+    adapted = [adapted] if isinstance(adapted, str) else adapted
+    if _lora_rank(model) > 0 and any("lm_head" in name for name in adapted):
+        refuse(option, True, "leave lm_head out of actor_rollout_ref.model.target_modules, or use false")
+
+
+def _lora_rank(model: DictConfig) -> int:
+    return max(model.get("lora_rank", 0), OmegaConf.select(model, "lora.rank", default=0))
+
+
+def _check_separate_async(config: DictConfig) -> None:
+    """What verl would find out after Ray has started, or not at all."""
+    rollout = config.actor_rollout_ref.rollout
+    actor = config.actor_rollout_ref.actor
+    steps = config.trainer.v1.separate_async.parameter_sync_step
+
+    def refuse(option: str, value: Any, remedy: str) -> None:
+        raise ValueError(f"{option}={value} does not work with trainer.v1.trainer_mode=separate_async; {remedy}")
+
+    if not config.actor_rollout_ref.get("hybrid_engine", True):
+        # verl 0.9.1 fails over a line of its own log (trainer_separate_async.py, PPOTrainerSeparateAsync._setup).
+        refuse("actor_rollout_ref.hybrid_engine", False, "use true: verl 0.9.1 does not start without")
+    for option in ("nnodes", "n_gpus_per_node"):
+        if not rollout.get(option) or rollout[option] < 1:
+            refuse(
+                f"actor_rollout_ref.rollout.{option}",
+                rollout.get(option),
+                "say how many devices the rollout gets of its own",
+            )
+    if rollout.checkpoint_engine.backend == "naive":
+        refuse("actor_rollout_ref.rollout.checkpoint_engine.backend", "naive", "use nccl or another engine of verl's")
+    if config.data.train_batch_size != steps * actor.ppo_mini_batch_size:
+        refuse(
+            "data.train_batch_size",
+            config.data.train_batch_size,
+            f"use trainer.v1.separate_async.parameter_sync_step ({steps}) times "
+            f"actor_rollout_ref.actor.ppo_mini_batch_size ({actor.ppo_mini_batch_size})",
+        )
+    bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode", default=False)
+    if OmegaConf.select(actor, "fsdp_config.param_offload", default=False) and steps > 1 and not bypass:
+        # verl's DetachActorWorker keeps and puts back the parameters where they are, which with offload may not be where the
+        # next forward takes them from.
+        refuse(
+            "actor_rollout_ref.actor.fsdp_config.param_offload",
+            True,
+            "set it false, or trainer.v1.separate_async.parameter_sync_step=1, or "
+            "algorithm.rollout_correction.bypass_mode=true",
+        )

@@ -16,7 +16,7 @@ def test_verl_grail_is_verls_own_configuration_but_for_the_estimator() -> None:
     with initialize_config_module("verl.trainer.config", version_base=None):
         verls = OmegaConf.to_container(compose("ppo_trainer"))
     assert ours["algorithm"].pop("adv_estimator") == "grail"
-    for name in ("grail", "token_weights_dir"):
+    for name in ("grail", "oar", "token_weights_dir", "fuse_saliency_pass"):
         del ours["algorithm"][name]
     del verls["algorithm"]["adv_estimator"]
     assert ours == verls

@@ -52,7 +52,7 @@ MODELS = {
 }
 PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 200, 20
 KNOBS = {
-    "ADV_ESTIMATOR", "PRESET", "NNODES", "NGPUS_PER_NODE", "TRAIN_BATCH_SIZE", "ROLLOUT_N", "MAX_PROMPT_LENGTH",
+    "ADV_ESTIMATOR", "PRESET", "OAR_VARIANT", "NNODES", "NGPUS_PER_NODE", "TRAIN_BATCH_SIZE", "ROLLOUT_N", "MAX_PROMPT_LENGTH",
     "MAX_RESPONSE_LENGTH", "PPO_MAX_TOKEN_LEN_PER_GPU", "ROLLOUT_TP", "LORA_RANK", "STRATEGY", "OFFLOAD", "MODEL_PATH",
     "DATA_DIR", "LEARNING_RATE", "TOTAL_STEPS", "SAVE_FREQ", "TEST_FREQ", "PROJECT_NAME", "EXPERIMENT_NAME", "LOGGER",
     "PYTHON", "DRY_RUN",
@@ -103,17 +103,17 @@ def container(config: Any) -> Any:
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
-@pytest.mark.parametrize("estimator", ["grail", "grpo"])
+@pytest.mark.parametrize("estimator", ["grail", "oar_g", "oar_p", "grpo"])
 @pytest.mark.parametrize("script", MODELS)
 def test_published_setup(echo: str, script: str, estimator: str, nnodes: int) -> None:
     model = MODELS[script]
     config = configuration(overrides(echo, script, ADV_ESTIMATOR=estimator, NNODES=str(nnodes)))
     runner = prepare(config)  # all start-up checks, verl's among them
-    assert (runner.__ray_metadata__.modified_class is TokenWeightTaskRunner) == (estimator == "grail")
+    assert (runner.__ray_metadata__.modified_class is TokenWeightTaskRunner) == (estimator != "grpo")
 
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert config.algorithm.adv_estimator == estimator
-    assert config.algorithm.grail.preset == "official"
+    assert config.algorithm.grail.preset == config.algorithm.oar.variant == "official"
     assert not config.algorithm.norm_adv_by_std_in_grpo
     assert not config.algorithm.use_kl_in_reward and not actor.use_kl_loss and actor.entropy_coeff == 0
 
@@ -258,6 +258,7 @@ def test_knobs(echo: str, tmp_path: Path) -> None:
             "run_octothinker_8b_grail.sh",
             ADV_ESTIMATOR="grail",
             PRESET="robust",
+            OAR_VARIANT="grail_port",
             NNODES="3",
             NGPUS_PER_NODE="4",
             TRAIN_BATCH_SIZE="48",
@@ -281,7 +282,7 @@ def test_knobs(echo: str, tmp_path: Path) -> None:
     )
     actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
     prepare(config)
-    assert config.algorithm.grail.preset == "robust"
+    assert (config.algorithm.grail.preset, config.algorithm.oar.variant) == ("robust", "grail_port")
     assert (trainer.nnodes, trainer.n_gpus_per_node) == (3, 4)
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size, rollout.n) == (48, 48, 16)
     assert (rollout.prompt_length, rollout.response_length, rollout.max_model_len) == (512, 2048, 2560)
@@ -321,7 +322,8 @@ def test_runs_that_must_not_mix_have_different_names(echo: str) -> None:
     settings = [
         *({"script": script} for script in MODELS),
         {"script": "run_qwen3_grail.sh", "PRESET": "robust"},
-        {"script": "run_qwen3_grail.sh", "ADV_ESTIMATOR": "grpo"},
+        *({"script": "run_qwen3_grail.sh", "ADV_ESTIMATOR": name} for name in ("grpo", "oar_g", "oar_p")),
+        {"script": "run_qwen3_grail.sh", "ADV_ESTIMATOR": "oar_g", "OAR_VARIANT": "grail_port"},
         {"script": "run_qwen3_grail.sh", "LORA_RANK": "8"},
     ]
     names = [
@@ -393,7 +395,12 @@ def test_unknown_estimator_is_refused_with_a_list(echo: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "estimator", "platform"),
-    [*((script, "grail", "") for script in MODELS), ("run_qwen3_grail.sh", "grpo", "cpu")],
+    [
+        *((script, "grail", "") for script in MODELS),
+        ("run_qwen3_grail.sh", "oar_g", ""),
+        ("run_qwen3_grail.sh", "oar_p", ""),
+        ("run_qwen3_grail.sh", "grpo", "cpu"),
+    ],
 )
 def test_dry_run(echo: str, tmp_path: Path, script: str, estimator: str, platform: str) -> None:
     """No GPU, no model, no data, no network, a folder without a trace of the run, and pure YAML on stdout."""
@@ -522,3 +529,22 @@ def test_commands_of_the_multi_node_page() -> None:
         for line in block.replace("\\\n", " ").splitlines():
             if "bash " in line and "examples/" in line:
                 assert set(re.findall(r"\b([A-Z_]{4,})=", line)) - {"RAY_ADDRESS"} <= KNOBS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["oar_g", "oar_p"])
+def test_dry_run_of_the_cpu_example(tmp_path: Path, estimator: str) -> None:
+    knobs = {
+        "DRY_RUN": "1",
+        "ADV_ESTIMATOR": estimator,
+        "OAR_VARIANT": "grail_port",
+        "OUTPUT_DIR": str(tmp_path / "out"),
+    }
+    result = run_script("run_tiny_cpu_grail.sh", "algorithm.oar.boost=1.5", f"hydra.run.dir={tmp_path}", **knobs)
+    assert result.returncode == 0, result.stderr
+    algorithm = yaml.safe_load(result.stdout)["algorithm"]
+    assert (algorithm["adv_estimator"], algorithm["oar"]["variant"]) == (estimator, "grail_port")
+    assert algorithm["oar"]["boost"] == 1.5
+    refused = run_script("run_tiny_cpu_grail.sh", "algorithm.oar.quantile=2", f"hydra.run.dir={tmp_path}", **knobs)
+    assert refused.returncode != 0
+    assert "oar.quantile=2" in refused.stderr

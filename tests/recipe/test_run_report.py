@@ -37,6 +37,11 @@ def test_reads_what_a_line_says() -> None:
     assert Step.parse(json.dumps(RECORDS[0])) == Step(0, accuracy=0.25, reward=None, seconds=None, selected=None)
 
 
+@pytest.mark.parametrize("estimator", ["grail", "oar_g", "oar_p"])
+def test_reads_the_share_of_any_estimator(estimator: str) -> None:
+    assert Step.parse(json.dumps({"step": 1, "data": {f"{estimator}/selected_rate": 0.75}})).selected == 0.75
+
+
 def test_accuracy_is_the_mean_over_data_sources() -> None:
     line = json.dumps({"step": 3, "data": {"val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@4": 0.75}})
     assert Step.parse(line).accuracy == 0.625
@@ -59,14 +64,14 @@ def test_summary_states_the_figures_and_draws_the_curve(tmp_path: Path) -> None:
     assert values["reward, first step"] == "0.200"
     assert values["reward, mean of the last 2 steps"] == "0.300"
     assert values["seconds a step, median"] == "4.0"
-    assert values["rows with a saliency pass, mean"] == "37.5%"
+    assert values["rows with token scores, mean"] == "37.5%"
     assert str(tmp_path / "tensorboard") in text
     assert (tmp_path / CURVE_FILE).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_baseline_has_no_row_about_the_pass(tmp_path: Path) -> None:
     data = {"critic/score/mean": 0.2, "timing_s/step": 3.0}
-    assert "saliency" not in summary(_write(tmp_path, [{"step": 1, "data": data}]), "grpo")
+    assert "token scores" not in summary(_write(tmp_path, [{"step": 1, "data": data}]), "grpo")
 
 
 def test_a_run_that_logged_nothing_is_an_error(tmp_path: Path) -> None:
@@ -82,4 +87,4 @@ def test_watch_prints_every_step_and_ends_with_the_process(tmp_path: Path, capsy
     assert [line.split()[:2] for line in lines] == [["step", "0/2"], ["step", "1/2"], ["step", "2/2"]]
     assert "held-out accuracy 0.250" in lines[0]
     assert "reward 0.200" in lines[1]
-    assert "saliency on  50% of rows" in lines[1]
+    assert "token scores for  50% of rows" in lines[1]

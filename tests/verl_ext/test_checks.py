@@ -60,6 +60,10 @@ REFUSED = {
         r"grail\.weight_min=6\.0 is greater than grail\.weight_max=5\.0; swap them",
     ),
     "negative content": ("algorithm.grail.content_weight=-2", r"grail\.content_weight=-2\.0 must be at least 0"),
+    "estimator without its input": (
+        "algorithm.adv_estimator=optimal_token_baseline",
+        r"algorithm\.adv_estimator=optimal_token_baseline needs sum_pi_squared, .* use grpo",
+    ),
     "unknown estimator": (
         "algorithm.adv_estimator=grial",
         r"algorithm\.adv_estimator='grial' is unknown; choose one of .*\bgrail\b.*\bgrpo\b",
@@ -71,20 +75,9 @@ REFUSED = {
         r"mixed_precision\.param_dtype=fp16 does not .*; use bf16 or fp32",
     ),
     "greedy rollouts": ("actor_rollout_ref.rollout.temperature=0", r"rollout\.temperature=0 does not .*above 0"),
-    "other trainer": (f"{MODE}=separate_async", r"trainer\.v1\.trainer_mode=separate_async does not .*; use sync"),
+    "other trainer": (f"{MODE}=legacy", r"trainer\.v1\.trainer_mode=legacy does not .*; use sync or colocate_async or"),
+    "no rollout devices": (f"{MODE}=separate_async", r"rollout\.nnodes=0 does not work with .*separate_async; say how"),
     "the trainer itself": (f"{MODE}=grail_sync", r"trainer\.v1\.trainer_mode=grail_sync does not .*; use sync"),
-    "sequence parallel": (
-        f"{ACTOR}.ulysses_sequence_parallel_size=2",
-        r"actor\.ulysses_sequence_parallel_size=2 does not .*; use 1",
-    ),
-    "sequence parallel engine": (
-        f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4",
-        r"ulysses_sequence_parallel_size=4 does not .*; use 1",
-    ),
-    "fused kernels": (
-        "actor_rollout_ref.model.use_fused_kernels=True",
-        r"actor_rollout_ref\.model\.use_fused_kernels=True does not .*; use false",
-    ),
 }
 
 
@@ -99,8 +92,137 @@ def test_refused_with_option_and_remedy_before_the_trainer_is_chosen(override: s
     assert config.trainer.v1.trainer_mode == mode
 
 
+SEPARATE = (
+    f"{MODE}=separate_async",
+    f"{ACTOR}.ppo_mini_batch_size=8",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+)
+"""With the defaults of 32 prompts a batch and 4 updates a step."""
+SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor_rollout_ref.rollout.nnodes=0", r"rollout\.nnodes=0 does not work .*; say how many devices"),
+        ("actor_rollout_ref.rollout.n_gpus_per_node=0", r"rollout\.n_gpus_per_node=0 does not work .*; say how many"),
+        (
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=naive",
+            r"checkpoint_engine\.backend=naive does not work .*; use nccl",
+        ),
+        ("data.train_batch_size=24", r"data\.train_batch_size=24 does not .*parameter_sync_step \(4\).*size \(8\)"),
+        (f"{SYNC_STEP}=2", r"data\.train_batch_size=32 does not .*parameter_sync_step \(2\) times"),
+        ("actor_rollout_ref.hybrid_engine=False", r"hybrid_engine=False does not work .*; use true"),
+        (f"{ACTOR}.fsdp_config.param_offload=True", r"param_offload=True does not work .*; set it false, or"),
+    ],
+)
+def test_separate_trainer_is_refused_with_option_and_remedy(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config(_compose(*SEPARATE, override))
+
+
+@pytest.mark.parametrize(
+    "remedy",
+    [(f"{SYNC_STEP}=1", f"{ACTOR}.ppo_mini_batch_size=32"), ("algorithm.rollout_correction.bypass_mode=True",)],
+)
+def test_separate_trainer_takes_offload_where_no_policy_is_put_back(remedy: tuple[str, ...]) -> None:
+    check_config(_compose(*SEPARATE, f"{ACTOR}.fsdp_config.param_offload=True", *remedy))
+
+
+LORA = ("actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.strategy=fsdp2")
+
+
+@pytest.mark.parametrize("adapted", ["lm_head", "embed_tokens"])
+def test_lora_on_untied_embeddings_is_refused_with_fsdp2(adapted: str, tmp_path: Path) -> None:
+    on_embeddings = f"actor_rollout_ref.model.target_modules=[q_proj,{adapted}]"
+    message = rf"actor\.strategy=fsdp2 does not .*; with a LoRA on {adapted} .*use fsdp, or leave them out"
+    with pytest.raises(ValueError, match=message):
+        check_config(_compose(*LORA, on_embeddings))
+    check_config(_compose(*LORA, on_embeddings, f"{ACTOR}.strategy=fsdp"))
+    check_config(_compose(*LORA))
+
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    check_config(_compose(*LORA, on_embeddings, model))
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    (tmp_path / "adapter_config.json").write_text(f'{{"target_modules": "q_proj", "modules_to_save": ["{adapted}"]}}')
+    with pytest.raises(ValueError, match=message):
+        check_config(_compose(*LORA, model, f"actor_rollout_ref.model.lora_adapter_path={tmp_path}"))
+
+
+SLICED = f"{ACTOR}.ulysses_sequence_parallel_size=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (SLICED, "actor_rollout_ref.model.use_remove_padding=False"),
+            r"actor\.ulysses_sequence_parallel_size=2 does not .*; set .*model\.use_remove_padding=true, or use 1",
+        ),
+        (
+            (
+                f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=4",
+                "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+            ),
+            r"ulysses_sequence_parallel_size=4 does not .*; set .*attn_implementation=sdpa to flash_attention_2, or use 1",
+        ),
+        ((SLICED, "algorithm.adv_estimator=oar_g"), r"sequence_parallel_size=2 does not .*=oar_g; use 1"),
+    ],
+    ids=["padded", "another attention", "another signal"],
+)
+def test_sequence_parallel_is_refused_where_it_would_not_see_the_whole_row(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config(_compose(*overrides))
+
+
+@pytest.mark.parametrize("option", ["ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"])
+def test_sequence_parallel_is_accepted_for_packed_rows(option: str) -> None:
+    check_config(_compose(f"{ACTOR}.{option}=4"))
+
+
+@pytest.mark.parametrize("obstacle", ["algorithm.use_kl_in_reward=True", "algorithm.adv_estimator=oar_g"])
+def test_a_shared_forward_is_refused_where_it_is_asked_for_and_not_exact(obstacle: str) -> None:
+    check_config(_compose(obstacle))
+    with pytest.raises(
+        ValueError, match=r"algorithm\.fuse_saliency_pass=True does not work with algorithm\..*; use auto"
+    ):
+        check_config(_compose(obstacle, "algorithm.fuse_saliency_pass=true"))
+
+
+FUSED = ("actor_rollout_ref.model.use_fused_kernels=True", f"{ACTOR}.strategy=fsdp")
+BACKEND = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((f"{ACTOR}.strategy=fsdp2",), r"use_fused_kernels=True does not .*; set .*strategy=fsdp2 to fsdp"),
+        ((f"{ACTOR}.ulysses_sequence_parallel_size=2",), r"use_fused_kernels=True does not .*; set .*_size to 1"),
+        ((f"{BACKEND}=liger",), r"impl_backend=liger does not .*; use torch or triton"),
+        (
+            ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=[q_proj,lm_head]"),
+            r"use_fused_kernels=True does not .*; leave lm_head out of .*target_modules",
+        ),
+    ],
+    ids=["fsdp2", "sequence parallel", "liger", "lora on lm_head"],
+)
+def test_fused_kernels_are_refused_with_option_and_remedy(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config(_compose(*FUSED, *overrides))
+
+
 ACCEPTED = {
     "defaults": (),
+    "colocated asynchronous trainer": (f"{MODE}=colocate_async",),
+    "separate asynchronous trainer": SEPARATE,
+    "fused kernels": FUSED,
+    "fused kernels in triton": (*FUSED, f"{BACKEND}=triton"),
+    "fused kernels and LoRA": (*FUSED, "actor_rollout_ref.model.lora_rank=8"),
     "fsdp": (f"{ACTOR}.strategy=fsdp",),
     "fsdp2": (f"{ACTOR}.strategy=fsdp2",),
     "smallest group": ("actor_rollout_ref.rollout.n=2",),
@@ -120,8 +242,9 @@ ACCEPTED = {
 @pytest.mark.parametrize("overrides", ACCEPTED.values(), ids=ACCEPTED.keys())
 def test_accepted(overrides: tuple[str, ...]) -> None:
     config = _compose(*overrides)
+    mode = config.trainer.v1.trainer_mode
     runner = prepare(config)
-    assert config.trainer.v1.trainer_mode == "grail_sync"
+    assert config.trainer.v1.trainer_mode == f"grail_{mode}"
     assert runner.__ray_metadata__.modified_class is TokenWeightTaskRunner
 
 
@@ -205,5 +328,5 @@ class TestCommandLine:
     def test_a_plugin_that_is_switched_off_is_noticed(self, tmp_path: Path) -> None:
         done = _main(*self.CPU, f"hydra.run.dir={tmp_path}", VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM="nvidia")
         assert done.returncode != 0
-        assert "ValueError: the estimators grail are not registered with verl" in done.stderr
+        assert "ValueError: the estimators grail, oar_g, oar_p are not registered with verl" in done.stderr
         assert "VERL_USE_EXTERNAL_PLUGINS" in done.stderr

@@ -139,8 +139,7 @@ def test_platform_behaves_as_verl_needs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.use_kl_loss"),
-        ("algorithm.use_kl_in_reward=True", "algorithm.use_kl_in_reward"),
+        ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.trainer_mode=colocate_async .*custom_sampler"),
         ("actor_rollout_ref.model.lora_rank=8", "lora.merge"),
         ("actor_rollout_ref.model.lora.rank=4", "lora.merge"),
         ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.enable"),
@@ -155,6 +154,7 @@ def test_what_the_platform_cannot_do_is_refused(override: str, named: str) -> No
 def test_everything_else_is_accepted() -> None:
     check_config(run_config())
     check_config(run_config("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True"))
+    check_config(run_config("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"))
     sampler = "trainer.v1.sampler.custom_sampler"
     check_config(run_config("algorithm.filter_groups.enable=True", f"{sampler}.path=null", f"{sampler}.name=null"))
 

@@ -16,7 +16,7 @@ from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
-from grail_advantage.estimators import weighted_estimator
+from grail_advantage.estimators import ESTIMATORS, weighted_estimator
 
 GROUPS = ["a", "a", "b", "a", "b", "c", "a", "d", "d"]
 REWARDS = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 2.0, -1.0]
@@ -61,11 +61,12 @@ class TestThroughVerl:
                 assert float(batch["advantages"][row, t]) == pytest.approx(value, rel=1e-5), (row, t)
         assert torch.equal(batch["advantages"], batch["returns"])
 
-    def test_is_exactly_weight_times_verls_own(self, normalised: bool, expected: list[float]) -> None:
+    @pytest.mark.parametrize("name", ["grail", "oar_g", "oar_p"])
+    def test_is_exactly_weight_times_verls_own(self, normalised: bool, expected: list[float], name: str) -> None:
         _, weights_BT = _batch()
         config = {"token_weights": weights_BT, "norm_adv_by_std_in_grpo": normalised}
         own = _advantages("grpo", {}, normalised).batch["advantages"]
-        assert torch.equal(_advantages("grail", config, normalised).batch["advantages"], own * weights_BT)
+        assert torch.equal(_advantages(name, config, normalised).batch["advantages"], own * weights_BT)
 
     def test_weights_of_one_change_nothing(self, normalised: bool, expected: list[float]) -> None:
         _, weights_BT = _batch()
@@ -104,17 +105,19 @@ def test_does_not_change_the_weights_that_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("config", [None, {}, {"token_weights": None}, {"norm_adv_by_std_in_grpo": False}], ids=str)
-def test_without_weights_says_what_to_start(config: dict | None) -> None:
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_without_weights_says_what_to_start(config: dict | None, name: str) -> None:
     data, _ = _batch()
-    with pytest.raises(ValueError, match=r"adv_estimator=grail .*python3 -m recipe\.main_grail") as caught:
-        compute_advantage(data, "grail", config=config)
+    with pytest.raises(ValueError, match=rf"adv_estimator={name} .*python3 -m recipe\.main_grail") as caught:
+        compute_advantage(data, name, config=config)
     assert "verl.trainer.main_ppo" in str(caught.value)
 
 
-def test_registering_again_is_harmless() -> None:
-    registered = core_algos.get_adv_estimator_fn("grail")
-    core_algos.register_adv_est("grail")(registered)
-    assert core_algos.get_adv_estimator_fn("grail") is registered
+@pytest.mark.parametrize("name", ["grail", "oar_g", "oar_p"])
+def test_registering_again_is_harmless(name: str) -> None:
+    registered = core_algos.get_adv_estimator_fn(name)
+    core_algos.register_adv_est(name)(registered)
+    assert core_algos.get_adv_estimator_fn(name) is registered
 
 
 def test_a_message_names_the_estimator_that_was_asked_for() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from grail_advantage import GrailConfig, TokenWeights, compute_token_weights, find_answer_span
-from grail_advantage.weighting import grail_weights, select_rows, target_range
+from grail_advantage.weighting import batch_weights, select_rows, target_range
 from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, char_tokenizer, encode, make_batch, tiny_model
 from tests.verl_ext import token_pass_ranks as ranks
+from tests.verl_ext.rank_group import of_all_ranks, start_ranks
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 MODELS = {
     "qwen3": {"family": "qwen3"},
     "qwen3-tied": {"family": "qwen3", "tied": True},
@@ -28,6 +25,14 @@ MODELS = {
     "llama-tied": {"family": "llama", "tied": True},
     "qwen3-dropout": {"family": "qwen3", "tied": True, "attention_dropout": 0.5},
 }
+ADAPTERS = {
+    "adapter": ("qwen3-tied", {"target_modules": "all-linear"}),
+    "adapter-head": ("qwen3", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
+    "adapter-tied-head": ("qwen3-tied", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
+    "adapter-embeddings": ("qwen3", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "adapter-saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+}
+"""LoRA adapters by name: the model that they belong to and what they adapt."""
 LONG = "One and one is two, and two is three, " * 4
 BATCH = [
     *(ROLLOUTS[name] for name in ("text after the box", "several boxes", "empty box", "box at the start")),
@@ -66,7 +71,7 @@ def _plan(preset: str) -> dict[str, list[list[Row]]]:
     }
 
 
-def _models(folder: Path) -> dict[str, PreTrainedModel]:
+def write_models(folder: Path) -> dict[str, PreTrainedModel]:
     """Write the models that the ranks load, and return them."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -74,15 +79,17 @@ def _models(folder: Path) -> dict[str, PreTrainedModel]:
     for seed, (name, options) in enumerate(MODELS.items()):
         models[name] = tiny_model(seed=seed, **options)
         models[name].save_pretrained(folder / name)
-    torch.manual_seed(0)
-    adapted = get_peft_model(
-        tiny_model(seed=1, **MODELS["qwen3-tied"]), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
-    )
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:  # zeros when new, which would leave the model as it was
-            torch.nn.init.normal_(parameter, std=0.3)
-    adapted.save_pretrained(folder / "adapter")
-    models["adapter"] = PeftModel.from_pretrained(tiny_model(seed=1, **MODELS["qwen3-tied"]), folder / "adapter").eval()
+    for name, (base, options) in ADAPTERS.items():
+        seed = list(MODELS).index(base)
+        torch.manual_seed(0)
+        adapted = get_peft_model(
+            tiny_model(seed=seed, **MODELS[base]), LoraConfig(task_type="CAUSAL_LM", r=4, **options)
+        )
+        for path, parameter in adapted.named_parameters():
+            if "lora_B" in path or "lora_embedding_A" in path:  # zeros when new, which would leave the model as it was
+                torch.nn.init.normal_(parameter, std=0.3)
+        adapted.save_pretrained(folder / name)
+        models[name] = PeftModel.from_pretrained(tiny_model(seed=seed, **MODELS[base]), folder / name).eval()
     return models
 
 
@@ -98,7 +105,7 @@ def _trainer_batch() -> dict[str, Any]:
         "mask_BT": mask_BT,
         "advantages_BT": advantages_B.unsqueeze(1) * mask_BT,
         "spans": spans,
-        "selected_B": select_rows(advantages_B, spans, "wrong").selected_B,
+        "selected_B": select_rows(advantages_B, spans, GrailConfig("robust")).selected_B,
     }
 
 
@@ -112,11 +119,7 @@ class Measured:
 
     def of(self, kind: str, setup: str) -> list[dict]:
         """The results of both ranks; fails with the traceback of a rank that raised."""
-        found = [result.get(kind, {}).get(setup, "the rank did not come this far") for result in self.results]
-        for result in found:
-            if isinstance(result, str):
-                pytest.fail(result)
-        return found
+        return of_all_ranks(self.results, kind, setup)
 
     def plain(
         self, setup: ranks.Setup, leaf: str, preset: str, temperature: float, rollouts: list[Rollout]
@@ -139,39 +142,10 @@ class Measured:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """Starts the two ranks and waits for all their experiments."""
     folder = tmp_path_factory.mktemp("ranks")
-    models = _models(folder)
+    models = write_models(folder)
     plan = {"trainer": _trainer_batch(), **{preset: _plan(preset) for preset in ("official", "robust")}}
     torch.save(plan, folder / "plan.pt")
-    environment = {**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    logs = [(folder / f"log{rank}.txt").open("w") for rank in range(ranks.WORLD_SIZE)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.verl_ext.token_pass_ranks", str(rank), str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        for process in processes:
-            process.wait(timeout=900)
-    except subprocess.TimeoutExpired:
-        pytest.fail("the ranks hang\n" + _tails(folder))
-    finally:
-        for process, log in zip(processes, logs, strict=True):
-            process.kill()
-            process.wait()
-            log.close()
-    files = [folder / f"result{rank}.pt" for rank in range(ranks.WORLD_SIZE)]
-    if not all(file.exists() for file in files):
-        pytest.fail("the ranks did not start\n" + _tails(folder))
-    return Measured(models, [torch.load(file) for file in files])
-
-
-def _tails(folder: Path) -> str:
-    return "\n".join(f"{path.name}: ...{path.read_text()[-3000:]}" for path in sorted(folder.glob("log*.txt")))
+    return Measured(models, start_ranks("tests.verl_ext.token_pass_ranks", folder, ranks.WORLD_SIZE))
 
 
 def _token_scores(saliency_P: torch.Tensor, alignment: str, length: int) -> torch.Tensor:
@@ -230,8 +204,8 @@ class TestPass:
 
         lengths_B1 = batch.response_mask.sum(dim=1, keepdim=True)
         mask_BT = torch.arange(scores_BT.shape[1]) < lengths_B1
-        rows = select_rows(batch.advantages, expected.spans, config.gate)
-        weights_BT = grail_weights(scores_BT, mask_BT, expected.spans, rows, config).weights_BT
+        rows = select_rows(batch.advantages, expected.spans, config)
+        weights_BT = batch_weights(scores_BT, mask_BT, expected.spans, rows, config).weights_BT
         for row, length in enumerate(lengths_B1.flatten().tolist()):
             expected_T = expected.weights[row, batch.response_mask[row].bool()]
             torch.testing.assert_close(weights_BT[row, :length], expected_T, rtol=1e-3, atol=1e-4)

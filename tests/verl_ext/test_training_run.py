@@ -201,6 +201,8 @@ def test_metrics_of_the_pass_are_logged(run_dir: Path) -> None:
     assert 0 < metrics["grail/selected_rate"] <= metrics["grail/answer_found_rate"] <= 1
     assert metrics["grail/non_finite_rate"] == 0
     assert metrics["timing_s/saliency"] > 0
+    # By default every score comes with the old log-probabilities.
+    assert metrics["grail/fused_rate"] == 1
     assert metrics["training/rollout_probs_diff_max"] < 1e-3
     # Normalised weights move advantage between tokens and leave its amount alone, up to the clip of other rows.
     assert metrics["grail/advantage_scale"] == pytest.approx(1, abs=1e-4)

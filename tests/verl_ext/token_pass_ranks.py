@@ -1,29 +1,26 @@
 """One rank of the tests of the saliency pass: builds verl's FSDP engines and runs passes on its share of the rows.
 
-Started twice by ``test_token_pass.py``, which compares what comes back with one process and a plain model. Nothing is
-judged here, only measured; every experiment's result is saved, or its traceback.
+Started twice by ``test_token_pass.py``, which compares what comes back with one process and a plain model.
 """
 
 from __future__ import annotations
 
-import gc
 import pickle
 import sys
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from tests.verl_ext.rank_group import run_rank
+
 WORLD_SIZE = 2
-TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,9 @@ class Setup:
     packed: bool = False
     adapter: str | None = None
     activation_offload: bool = False
+    attention: str = "sdpa"
+    kernels: str | None = None
+    """Backend of verl's fused kernels."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,17 +78,27 @@ SETUPS = {
     "fsdp2, replicas": Setup("qwen3", "fsdp2", options={"fsdp_size": 1}),
     "fsdp2, activations offloaded": Setup("qwen3", "fsdp2", activation_offload=True),
     "fsdp, parameters offloaded": Setup("qwen3", "fsdp", options={"param_offload": True, "optimizer_offload": True}),
+    "fsdp, fused kernels": Setup("qwen3", "fsdp", kernels="torch"),
+    "fsdp, tied, packed, fused kernels": Setup("llama-tied", "fsdp", packed=True, kernels="torch"),
 }
 
 TRAINED = {
     "fsdp": Setup("qwen3-dropout", "fsdp"),
     "fsdp, original parameters": Setup("qwen3-dropout", "fsdp", options={"use_orig_params": True}),
     "fsdp2": Setup("qwen3-dropout", "fsdp2"),
+    "fsdp, fused kernels": Setup("qwen3-dropout", "fsdp", kernels="torch"),
     "fsdp2, lora": Setup("qwen3-dropout", "fsdp2", adapter="adapter"),
     "fsdp2, parameters offloaded": Setup(
         "qwen3-dropout", "fsdp2", options={"param_offload": True, "optimizer_offload": True}
     ),
 }
+
+
+@cache
+def _own_forwards() -> dict[type, Callable]:
+    from transformers import LlamaForCausalLM, Qwen3ForCausalLM
+
+    return {model_class: model_class.forward for model_class in (LlamaForCausalLM, Qwen3ForCausalLM)}
 
 
 def build_engine(setup: Setup, folder: Path) -> Any:
@@ -97,15 +107,21 @@ def build_engine(setup: Setup, folder: Path) -> Any:
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
+    for model_class, forward in _own_forwards().items():
+        model_class.forward = forward  # verl's fused kernels replace it, for every model of the class
     torch.manual_seed(0)
-    lora = {"lora_rank": 4, "lora_adapter_path": str(folder / setup.adapter)} if setup.adapter else {}
+    lora = {}
+    if setup.adapter:
+        lora = {"lora_rank": 4, "lora_adapter_path": str(folder / setup.adapter), "lora": {"merge": True}}
     model_config = HFModelConfig(
         path=str(folder / setup.model),
         load_tokenizer=False,
-        override_config={"attn_implementation": "sdpa"},
+        override_config={"attn_implementation": setup.attention},
         enable_gradient_checkpointing=setup.checkpointing,
         enable_activation_offload=setup.activation_offload,
         use_remove_padding=setup.packed,
+        use_fused_kernels=setup.kernels is not None,
+        fused_kernel_options={"impl_backend": setup.kernels},
         **lora,
     )
     precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
@@ -115,7 +131,11 @@ def build_engine(setup: Setup, folder: Path) -> Any:
         backend=setup.strategy,
         model_config=model_config,
         engine_config=FSDPEngineConfig(
-            strategy=setup.strategy, use_remove_padding=setup.packed, use_torch_compile=False, **options
+            strategy=setup.strategy,
+            use_remove_padding=setup.packed,
+            use_fused_kernels=setup.kernels is not None,
+            use_torch_compile=False,
+            **options,
         ),
         optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
@@ -186,8 +206,11 @@ def leftovers(engine: Any, hooks_before: Counter) -> dict[str, Any]:
     }
 
 
-def train_step(engine: Any, rows: list[tuple]) -> float:
-    """One optimiser step of verl's engine on this rank's rows, in two micro-batches; returns the gradient norm."""
+def train_step(engine: Any, rows: list[tuple]) -> float | None:
+    """One optimiser step of verl's engine on this rank's rows, in two micro-batches.
+
+    Returns the gradient norm where verl gives it out: on the first rank of a sequence-parallel group.
+    """
     from verl.utils import tensordict_utils as tu
 
     tokens = [row[0] for row in rows]
@@ -206,7 +229,7 @@ def train_step(engine: Any, rows: list[tuple]) -> float:
             "use_remove_padding": engine.engine_config.use_remove_padding,
             "use_dynamic_bsz": False,
             "micro_batch_size_per_gpu": len(rows) // 2,
-            "use_fused_kernels": False,
+            "use_fused_kernels": engine.engine_config.use_fused_kernels,
         },
     )
 
@@ -214,7 +237,7 @@ def train_step(engine: Any, rows: list[tuple]) -> float:
         return -model_output["log_probs"].values().sum() / 100, {}
 
     with engine.train_mode():
-        return engine.train_batch(data, loss)["metrics"]["grad_norm"]
+        return engine.train_batch(data, loss)["metrics"].get("grad_norm")
 
 
 def shards(engine: Any) -> list[torch.Tensor]:
@@ -242,7 +265,7 @@ def counted_forwards(module: torch.nn.Module) -> Iterator[Counter]:
 class Experiments:
     """One method a kind of experiment; each returns plain data."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank: int, world_size: int, folder: Path) -> None:
         self.rank = rank
         self.folder = folder
         self.plan = torch.load(folder / "plan.pt", weights_only=False)
@@ -364,7 +387,7 @@ class Experiments:
         engine.engine_config.use_dynamic_bsz = False
         engine.engine_config.micro_batch_size_per_gpu = 2
         trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
-        trainer.grail_config = GrailConfig("robust")
+        trainer.weight_config = GrailConfig("robust")
         trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 0.9}}})
         trainer.actor_rollout_wg = RankGroup(self.rank, engine)
         batch = self.plan["trainer"]
@@ -428,32 +451,5 @@ EXPERIMENTS = {
 }
 
 
-def main(rank: int, folder: Path, only: str = "") -> None:
-    """Run all experiments and save the results as ``result<rank>.pt`` in the folder."""
-    import verl  # noqa: F401  loads the plugin that makes the CPU verl's device
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE, timeout=TIMEOUT
-    )
-    experiments = Experiments(rank, folder)
-    results: dict[str, dict[str, Any]] = {}
-    for kind, setups in EXPERIMENTS.items():
-        results[kind] = {}
-        for name, setup in setups.items():
-            if only not in f"{kind}: {name}":
-                continue
-            print(f"{kind}: {name}, after {time.process_time():.1f} CPU seconds", flush=True)
-            try:
-                results[kind][name] = getattr(experiments, kind)(setup)
-            except Exception:
-                results[kind][name] = traceback.format_exc()
-                print(results[kind][name], flush=True)
-            gc.collect()
-            torch.save(results, folder / f"result{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    run_rank(Experiments, EXPERIMENTS, sys.argv[1:])

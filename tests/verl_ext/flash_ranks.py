@@ -1,0 +1,19 @@
+"""One rank of the test of Ulysses sequence parallelism with the real flash attention, on GPUs."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.verl_ext.adapter_ranks import Experiments
+from tests.verl_ext.rank_group import run_rank
+from tests.verl_ext.sequence_parallel_ranks import Layout
+from tests.verl_ext.token_pass_ranks import HALF
+
+LAYOUTS = {
+    "fsdp, 2 a sequence": Layout(2, 2, "fsdp", options=HALF),
+    "fsdp2, 2 a sequence": Layout(2, 2, "fsdp2", options=HALF),
+    "fsdp2": Layout(2, 1, "fsdp2", options=HALF),
+}
+
+if __name__ == "__main__":
+    run_rank(Experiments, {"halved": LAYOUTS}, sys.argv[1:])

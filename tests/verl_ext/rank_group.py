@@ -1,0 +1,127 @@
+"""Ranks as processes of their own: how a test starts them, and how a rank runs its experiments.
+
+A ranks module names its experiments and ends with ``run_rank``; nothing is judged there, only measured. Every experiment's
+result is saved, or its traceback.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = timedelta(seconds=120)
+Results = dict[str, dict[str, Any]]
+
+
+def on_gpus() -> bool:
+    """Whether this rank's verl works on a GPU."""
+    return torch.cuda.is_available() and os.environ.get("VERL_PLATFORM") != "cpu"
+
+
+def start_ranks(module: str, folder: Path, world_size: int, *, gpus: bool = False) -> list[Results]:
+    """Run ``python -m module`` once a rank, wait, and return each rank's results by kind and name of experiment.
+
+    The ranks are joined by gloo on the CPU, or with ``gpus`` by NCCL, each on the GPU of its number.
+    """
+    environment = {
+        **os.environ,
+        "VERL_PLATFORM": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if gpus:
+        del environment["VERL_PLATFORM"]
+    logs = [(folder / f"log{rank}.txt").open("w") for rank in range(world_size)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), str(world_size), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        for process in processes:
+            process.wait(timeout=900)
+    except subprocess.TimeoutExpired:
+        pytest.fail("the ranks hang\n" + _tails(folder))
+    finally:
+        for process, log in zip(processes, logs, strict=True):
+            process.kill()
+            process.wait()
+            log.close()
+    files = [folder / f"result{rank}.pt" for rank in range(world_size)]
+    if not all(file.exists() for file in files):
+        pytest.fail("the ranks did not start\n" + _tails(folder))
+    return [torch.load(file, map_location="cpu") for file in files]
+
+
+def of_all_ranks(results: list[Results], kind: str, name: str) -> list[Any]:
+    """One experiment's results of all ranks; fails with the traceback of a rank that raised."""
+    found = [result.get(kind, {}).get(name, "the rank did not come this far") for result in results]
+    for result in found:
+        if isinstance(result, str):
+            pytest.fail(result)
+    return found
+
+
+def _tails(folder: Path) -> str:
+    return "\n".join(f"{path.name}: ...{path.read_text()[-3000:]}" for path in sorted(folder.glob("log*.txt")))
+
+
+def run_rank(
+    make: Callable[[int, int, Path], Any], experiments: dict[str, dict[str, Any]], arguments: list[str]
+) -> None:
+    """Run a rank's experiments and save their results as ``result<rank>.pt`` in the folder.
+
+    Args:
+        make: called with rank, world size and folder; its methods are the kinds of experiment.
+        experiments: by kind and name, the argument of the method of that kind.
+        arguments: rank, world size, folder, and optionally a part of the name of the experiments to run alone.
+    """
+    import verl  # noqa: F401  loads the plugin that makes the CPU verl's device
+
+    rank, world_size, folder = int(arguments[0]), int(arguments[1]), Path(arguments[2])
+    only = arguments[3] if len(arguments) > 3 else ""
+    torch.set_num_threads(1)
+    if on_gpus():
+        torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpus() else "cpu:gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+    )
+    made = make(rank, world_size, folder)
+    results: Results = {}
+    for kind, setups in experiments.items():
+        results[kind] = {}
+        for name, setup in setups.items():
+            if only not in f"{kind}: {name}":
+                continue
+            print(f"{kind}: {name}, after {time.process_time():.1f} CPU seconds", flush=True)
+            try:
+                results[kind][name] = getattr(made, kind)(setup)
+            except Exception:
+                results[kind][name] = traceback.format_exc()
+                print(results[kind][name], flush=True)
+            gc.collect()
+            torch.save(results, folder / f"result{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

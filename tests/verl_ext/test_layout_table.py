@@ -1,0 +1,120 @@
+"""The layout table: its tests exist, its refusals are raised, and the README shows it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import verl  # noqa: F401  its plugin registers the estimators
+from hydra import compose, initialize_config_dir
+
+from grail_advantage.verl_ext.checks import check_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("layout_table", ROOT / "scripts" / "layout_table.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+layouts = _load()
+TESTED = [cell for cell in layouts.CELLS if not isinstance(cell, layouts.Refused)]
+REFUSED = [cell for cell in layouts.CELLS if isinstance(cell, layouts.Refused)]
+
+
+def _name(cell: object) -> str:
+    return f"{cell.option}: {cell.value}"
+
+
+@pytest.fixture(scope="module")
+def collected() -> set[str]:
+    """Node ids of all tests of the files that the table names."""
+    files = sorted({node_id.split("::")[0] for cell in TESTED for node_id in cell.tests})
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider", *files],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return {line for line in done.stdout.splitlines() if "::" in line}
+
+
+def _stands_for(named: str, node_id: str) -> bool:
+    """Whether a node id of the table stands for a collected one."""
+    path, _, parameters = named.partition("[")
+    found_path, _, found_parameters = node_id.partition("[")
+    if found_path != path and not found_path.startswith(f"{path}::"):
+        return False
+    wanted, found = parameters.removesuffix("]"), found_parameters.removesuffix("]")
+    return not wanted or found == wanted or found.startswith((f"{wanted}:", f"{wanted}-"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", TESTED, ids=_name)
+def test_tests_of_a_tested_cell_exist(collected: set[str], cell: object) -> None:
+    assert cell.tests
+    for named in cell.tests:
+        assert any(_stands_for(named, node_id) for node_id in collected), f"{named} names no test"
+
+
+@pytest.mark.parametrize("cell", REFUSED, ids=_name)
+def test_refused_cell_raises_its_message(cell: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cell.cpu:
+        monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    else:
+        monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    with initialize_config_dir(str(ROOT / "recipe" / "config"), version_base=None):
+        name = "cpu_trainer" if cell.cpu else "grail_trainer"
+        group = (
+            [] if any(".rollout.n=" in override for override in cell.overrides) else ["actor_rollout_ref.rollout.n=4"]
+        )
+        config = compose(name, overrides=[*group, *cell.overrides])
+    with pytest.raises(ValueError, match="^" + re.escape(cell.message)):
+        check_config(config)
+
+
+def test_every_cell_stands_once_and_options_stay_together() -> None:
+    names = [_name(cell) for cell in layouts.CELLS]
+    assert len(set(names)) == len(names)
+    options = [cell.option for cell in layouts.CELLS]
+    runs = [option for index, option in enumerate(options) if index == 0 or options[index - 1] != option]
+    assert len(set(runs)) == len(runs)
+
+
+def test_readme_shows_the_table() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert layouts.section(text).strip() == layouts.table().strip(), (
+        "run `python scripts/layout_table.py --write README.md`"
+    )
+
+
+class TestWrite:
+    def _write(self, path: Path) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(ROOT / "scripts" / "layout_table.py"), "--write", str(path)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    def test_replaces_what_stands_between_the_markers(self, tmp_path: Path) -> None:
+        path = tmp_path / "README.md"
+        path.write_text(f"before\n{layouts.BEGIN}\nold\n{layouts.END}\nafter\n", encoding="utf-8")
+        for _ in range(2):
+            assert self._write(path).returncode == 0
+            expected = f"before\n{layouts.BEGIN}\n{layouts.table()}{layouts.END}\nafter\n"
+            assert path.read_text(encoding="utf-8") == expected
+
+    def test_refuses_a_file_without_markers(self, tmp_path: Path) -> None:
+        path = tmp_path / "README.md"
+        path.write_text("text\n", encoding="utf-8")
+        done = self._write(path)
+        assert done.returncode != 0 and "ValueError: the file needs the lines" in done.stderr
+        assert path.read_text(encoding="utf-8") == "text\n"
