@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument(
         "--epochs", type=int, nargs="+", default=[1, 4], help="epochs over the batch to give totals for"
     )
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
     parser.add_argument("--gradient-checkpointing", nargs="+", choices=("off", "on"), default=["off", "on"])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")

@@ -12,4 +12,5 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 ruff check .
 ruff format --check .
-python -m pytest --durations=10 "$@"
+# Two files at a time: most of a test's time is processes that start. A file's tests share what they start, so they stay together.
+python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadfile "$@"
