@@ -2,8 +2,8 @@
 
     python benchmarks/report.py
 
-Reads ``results/*.json``, draws ``results/*.png`` and replaces what stands between the two markers of the README. Every figure
-comes from the recorded seconds and bytes.
+Reads ``results/*.json``, draws ``results/*.png`` and replaces what stands between the markers of that page, and the summary
+between those of the project's front page. Every figure comes from the recorded seconds and bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from measuring import RESULTS, median, selected_rows, show
 
-BEGIN, END = "<!-- results: written by report.py -->", "<!-- end of results -->"
+from recipe.marked_text import write_marked
+
+MARKER, FRONT_PAGE_MARKER = "results", "cost"
 README = Path(__file__).parent / "README.md"
+FRONT_PAGE = Path(__file__).parents[1] / "README.md"
 LIMITS = {("off", 1): 1.10, ("off", 4): 1.03, ("on", 1): 1.18, ("on", 4): 1.06}
 """Most that a GRAIL step may cost, in GRPO steps, by gradient checkpointing and epochs."""
 AGAINST_PUBLISHED = 8
@@ -297,17 +300,30 @@ def render(folder: Path) -> str:
     return "\n".join(lines).strip()
 
 
+def summary(folder: Path) -> str:
+    """For the front page: each variant's step, pass and memory against the targets."""
+    lines = []
+    for path in sorted(folder.glob("training_step-*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        for run in result["runs"]:
+            step = Step(run, result["setup"])
+            lines += [
+                f"On {result['device']}, gradient checkpointing {step.checkpointing}, {step.share:.1%} of the rows selected:",
+                "",
+                *_verdicts(step, result["epochs"], run["peak_bytes"]),
+                "",
+            ]
+    return "\n".join(lines).strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the benchmarks' JSON files")
     parser.add_argument("--readme", type=Path, default=README, help="file with the markers to write between")
+    parser.add_argument("--front-page", type=Path, default=FRONT_PAGE, help="file with the markers of the summary")
     args = parser.parse_args()
-    text = args.readme.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise SystemExit(f"{args.readme} needs the lines {BEGIN} and {END}, once each")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    args.readme.write_text(f"{before}{BEGIN}\n\n{render(args.results)}\n\n{END}{after}", encoding="utf-8")
+    write_marked(args.readme, MARKER, render(args.results))
+    write_marked(args.front_page, FRONT_PAGE_MARKER, summary(args.results))
     show(f"wrote {args.readme}")
 
 

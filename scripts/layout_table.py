@@ -15,7 +15,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-BEGIN, END = "<!-- layouts -->", "<!-- /layouts -->"
+from recipe.marked_text import write_marked
+
+MARKER = "layouts"
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -340,17 +342,6 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def section(text: str) -> str:
-    """What stands between the markers of a file's text.
-
-    Raises:
-        ValueError: the markers are not there once each, in order.
-    """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the file needs the lines {BEGIN} and {END}, once each and in this order")
-    return text[text.index(BEGIN) + len(BEGIN) : text.index(END)]
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -359,9 +350,7 @@ def main() -> None:
     if arguments.write is None:
         sys.stdout.write(table())
         return
-    text = arguments.write.read_text(encoding="utf-8")
-    replaced = text.replace(f"{BEGIN}{section(text)}{END}", f"{BEGIN}\n{table()}{END}")
-    arguments.write.write_text(replaced, encoding="utf-8")
+    write_marked(arguments.write, MARKER, table())
 
 
 if __name__ == "__main__":

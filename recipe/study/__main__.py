@@ -11,17 +11,21 @@ A finished run is one file, ``DIR/raw/ARM-seedK.json``; one whose settings are u
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 from datetime import date
 from pathlib import Path
 
+from recipe.marked_text import write_marked
 from recipe.study.arms import ARMS
 from recipe.study.ground_truth import TRUTH_FILE, ground_truth
-from recipe.study.report import write_report
+from recipe.study.report import conclusions, write_report
 from recipe.study.runs import RAW, WARM_UP, StudySettings, prepare_model, run_all
+from recipe.study.statistics import read_runs
 
 REPORT = "report"
+MARKER = "study"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,6 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(max(arm.seeds for arm in ARMS))))
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time, each on one thread")
     parser.add_argument("--report-only", action="store_true", help="write the report from the runs that are there")
+    parser.add_argument("--readme", type=Path, help="page whose markers <!-- study --> get the conclusions")
     parser.add_argument("--command", default="python -m recipe.study", help="what the report gives as its command")
     options = parser.parse_args(arguments)
 
@@ -55,6 +60,10 @@ def main(arguments: list[str] | None = None) -> None:
         truth_path=truth_path if truth_path.is_file() else None,
         expected=[(arm.name, seed) for arm in arms for seed in options.seeds if seed < arm.seeds],
     )
+    if options.readme is not None:
+        truth = json.loads(truth_path.read_text()) if truth_path.is_file() else None
+        lines = conclusions(read_runs(output_dir / RAW), truth)
+        write_marked(options.readme, MARKER, "\n".join(f"- {line}" for line in lines))
     print("\n".join(str(path) for path in files))
 
 

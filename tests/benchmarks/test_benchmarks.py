@@ -191,11 +191,14 @@ def test_every_benchmark_runs_and_is_reported(tmp_path: Path) -> None:
     assert _result(process, tmp_path / "span_finding-cpu.json")["spans"] == 7
 
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    process = _run("report.py", *where, "--readme", str(readme))
+    readme.write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
+    front_page = tmp_path / "FRONT.md"
+    front_page.write_text("<!-- cost -->\n<!-- /cost -->\n")
+    process = _run("report.py", *where, "--readme", str(readme), "--front-page", str(front_page))
     assert process.returncode == 0, process.stderr
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
     for title in ("Training side of a step, cpu", "How the cost grows, cpu", "Finding the answers"):
         assert f"### {title}" in text
+    assert "x GRPO by stages" in front_page.read_text()
     assert (tmp_path / "growth-cpu.png").stat().st_size > 10_000
