@@ -12,5 +12,5 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 ruff check .
 ruff format --check .
-# Two files at a time: most of a test's time is processes that start. A file's tests share what they start, so they stay together.
-python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadfile "$@"
+# Two files at a time: most of a test is processes that start. tests/conftest.py says what stays together.
+python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadgroup "$@"

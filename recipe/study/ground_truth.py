@@ -54,22 +54,29 @@ def wrong_responses(
     ][:EXAMPLES]
 
 
-def ground_truth(output_dir: Path, settings: StudySettings) -> dict[str, Any]:
-    """Measure the models that the study has made, and one freshly initialised; write and return the figures.
+def ground_truth(output_dir: Path, settings: StudySettings) -> None:
+    """Measure the models that the study has made, and one freshly initialised, and write the figures to ``TRUTH_FILE``.
 
-    A model is judged on its own wrong responses, the fresh one, which writes none, on those of the warmed-up one.
+    A model is judged on its own wrong responses, the fresh one, which writes none, on those of the warmed-up one. Figures
+    that are newer than the models stay as they are.
     """
-    torch.set_num_threads(1)
-    tokenizer = study_tokenizer()
-    held_out = problems("validation", settings.held_out_size)
-    models = {
-        f"trained with {name}": load_model(output_dir / MODELS / name)
+    folders = {
+        f"trained with {name}": output_dir / MODELS / name
         for name in ("grpo", "grail_official")
         if (output_dir / MODELS / name).is_dir()
     }
-    models["warmed-up"] = load_model(output_dir / WARM_UP)
+    folders["warmed-up"] = output_dir / WARM_UP
+    path = output_dir / TRUTH_FILE
+    written = [(folder / "model.safetensors").stat().st_mtime for folder in folders.values()]
+    if path.is_file() and path.stat().st_mtime > max(written):
+        print(f"reused {path}", flush=True)
+        return
+    torch.set_num_threads(1)
+    tokenizer = study_tokenizer()
+    held_out = problems("validation", settings.held_out_size)
     figures = {}
-    for name, model in models.items():
+    for name, folder in folders.items():
+        model = load_model(folder)
         examples = wrong_responses(model, tokenizer, held_out)
         print(f"ground truth: {name}, {len(examples)} responses with one wrong step", flush=True)
         if examples:
@@ -77,8 +84,7 @@ def ground_truth(output_dir: Path, settings: StudySettings) -> dict[str, Any]:
     if examples:
         print("ground truth: untrained, the last model's responses", flush=True)
         figures["untrained"] = measure(build_model(tokenizer, seed=1), tokenizer, examples)
-    (output_dir / TRUTH_FILE).write_text(json.dumps(figures, indent=1, default=_plain_number) + "\n")
-    return figures
+    path.write_text(json.dumps(figures, indent=1, default=_plain_number) + "\n")
 
 
 def _plain_number(value: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from grail_advantage import GrailConfig, OarConfig
 from recipe.evaluate.files import write_text
 from recipe.study.saliency_truth import BASELINES, METRICS
 from recipe.study.statistics import (
@@ -40,6 +41,8 @@ from recipe.study.statistics import (
     target_accuracy,
 )
 
+PARENT = "grail_official"
+"""The arm that ablations change one option of; arms are compared with it beside the baseline."""
 MIN_SEEDS = 5
 """Below this, an interval that excludes zero is no ground for a conclusion: see ``statistics.false_alarm_rate``."""
 QUESTION = (
@@ -247,7 +250,8 @@ def _setup(runs: Sequence[Run], header: Mapping[str, Any], expected: Sequence[tu
     rows = []
     for arm in arms_of(runs):
         own = [
-            f"`{name}`: {', '.join(sorted({str(run.settings.get(name)) for run in arm.runs}))}" for name in differing
+            f"`{name}`: {', '.join(sorted({_setting(run.settings.get(name)) for run in arm.runs}))}"
+            for name in differing
         ]
         steps = {figure.last_step for figure in arm.figures}
         seeds = ", ".join(str(run.seed) for run in arm.runs)
@@ -266,6 +270,21 @@ def _setup(runs: Sequence[Run], header: Mapping[str, Any], expected: Sequence[tu
                 "",
             ]
     return lines
+
+
+def _setting(value: Any) -> str:
+    """A setting as text; of an arm's description only what is not at its default."""
+    if not isinstance(value, Mapping) or "weights" not in value:
+        return str(value)
+    parts = [f"{name} {value[name]}" for name in ("control", "advantage", "loss_agg_mode") if value.get(name)]
+    options = value["weights"]
+    if options is not None:
+        grail = value["method"] == "GrailConfig"
+        base = GrailConfig(options["preset"]) if grail else OarConfig(options["method"])
+        named = f"preset={options['preset']}" if grail else f"method={options['method']}"
+        changed = [f"{name}={option}" for name, option in options.items() if getattr(base, name) != option]
+        parts.insert(0, f"{value['method']}({', '.join([named, *changed])})")
+    return ", ".join(parts)
 
 
 def _split_settings(runs: Sequence[Run]) -> tuple[dict[str, str], list[str]]:
@@ -299,25 +318,32 @@ def _comparison(title: str, runs: Sequence[Run], arms: Sequence[Arm]) -> list[st
     lines += [*_table(head, rows, right=1), "", "Mean ± standard deviation over seeds.", ""]
 
     others = [arm for arm in arms if arm.name != BASELINE]
-    if others and any(run.arm == BASELINE for run in runs):
-        head = ["arm minus GRPO", "seeds"]
-        head += [part for name in _COMPARED.values() for part in (f"{name}, points", "p")]
-        if target is not None:
-            head += [f"steps to {100 * target:.1f} %"]
-        rows = []
-        for arm in others:
-            differences = [compare(runs, arm.name, figure) for figure in _COMPARED]
-            row = [arm.label, str(len(differences[0].seeds)) if differences[0] else "0"]
-            for difference in differences:
-                row += [_ABSENT, _ABSENT] if difference is None else [_points(difference), _p(difference)]
-            if target is not None:
-                steps = compare_steps(runs, arm.name, target)
-                row.append(_ABSENT if steps is None else _bracketed(steps, 1, 1))
-            rows.append(row)
-        lines += [*_table(head, rows, right=1), ""]
-        lines += [f"- {arm.label}, {_COMPARED['final_accuracy']}: {_sentence(runs, arm)}" for arm in others]
-        lines.append("")
+    lines += _differences(runs, others, BASELINE, target)
+    lines += [f"- {arm.label}, {_COMPARED['final_accuracy']}: {_sentence(runs, arm)}" for arm in others]
+    lines += ["", *_differences(runs, [arm for arm in others if arm.name != PARENT], PARENT, target)]
     return lines
+
+
+def _differences(runs: Sequence[Run], arms: Sequence[Arm], reference: str, target: float | None) -> list[str]:
+    """Table of the arms' paired differences from one of them; nothing where that has no run."""
+    label = next((run.label for run in runs if run.arm == reference), None)
+    if label is None or not arms:
+        return []
+    head = [f"arm minus {label}", "seeds"]
+    head += [part for name in _COMPARED.values() for part in (f"{name}, points", "p")]
+    if target is not None:
+        head += [f"steps to {100 * target:.1f} %"]
+    rows = []
+    for arm in arms:
+        differences = [compare(runs, arm.name, figure, reference) for figure in _COMPARED]
+        row = [arm.label, str(len(differences[0].seeds)) if differences[0] else "0"]
+        for difference in differences:
+            row += [_ABSENT, _ABSENT] if difference is None else [_points(difference), _p(difference)]
+        if target is not None:
+            steps = compare_steps(runs, arm.name, target, reference)
+            row.append(_ABSENT if steps is None else _bracketed(steps, 1, 1))
+        rows.append(row)
+    return [*_table(head, rows, right=1), ""]
 
 
 def _sentence(runs: Sequence[Run], arm: Arm) -> str:
@@ -556,7 +582,7 @@ def plot_curves(runs: Sequence[Run], path: Path) -> None:
         axes.plot(steps, mean_E, color=color, marker="o", markersize=3, label=f"{arm.label} ({len(arm.runs)})")
         if len(arm.runs) > 1:
             deviation_E = 100 * accuracies_RE.std(axis=0, ddof=1)
-            axes.fill_between(steps, mean_E - deviation_E, mean_E + deviation_E, color=color, alpha=0.15, linewidth=0)
+            axes.fill_between(steps, mean_E - deviation_E, mean_E + deviation_E, color=color, alpha=0.08, linewidth=0)
     axes.set(
         xlabel="step", ylabel="held-out accuracy, %", title="Mean ± standard deviation over seeds (number of seeds)"
     )

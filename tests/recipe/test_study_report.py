@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from recipe.study.report import conclusions, curves, plot_differences, verdict, write_report
+from grail_advantage import GrailConfig
+from recipe.marked_text import marked
+from recipe.study.report import _setting, conclusions, curves, plot_differences, verdict, write_report
 from recipe.study.saliency_truth import BASELINES, METRICS
 from recipe.study.statistics import Difference, Run, compare, read_runs
 
@@ -287,3 +289,22 @@ def test_forest_plot_shows_each_interval(study: Path, tmp_path: Path, monkeypatc
         assert [[100 * found.value, height]] in drawn
         assert [[100 * found.low, height], [100 * found.high, height]] in drawn
     pyplot.close("all")
+
+
+def test_readme_repeats_the_conclusions_of_the_committed_report() -> None:
+    root = Path(__file__).parents[2]
+    shown = marked((root / "README.md").read_text(encoding="utf-8"), "study").splitlines()
+    report = (root / "docs" / "study" / "REPORT.md").read_text(encoding="utf-8")
+    concluded = report.split("## Conclusions")[1].split("\n## ")[0].strip().splitlines()
+    assert shown == concluded
+    assert 1 <= len(shown) <= 5
+
+
+def test_an_arms_settings_are_told_by_what_is_not_a_default() -> None:
+    options = {
+        name: getattr(GrailConfig("robust", leaf="last", alignment="token"), name) for name in ("preset", "leaf")
+    }
+    arm = {"weights": options, "method": "GrailConfig", "control": "shuffled", "advantage": "dr_grpo"}
+    assert _setting(arm) == "GrailConfig(preset=robust, leaf=last), control shuffled, advantage dr_grpo"
+    assert _setting({"weights": None, "method": None, "advantage": "grpo"}) == "advantage grpo"
+    assert _setting(3) == "3"
