@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import measuring
 import report
 
+from recipe.marked_text import marked
+
 ROOT = Path(__file__).parents[2]
 
 TINY = [
@@ -202,3 +204,8 @@ def test_every_benchmark_runs_and_is_reported(tmp_path: Path) -> None:
         assert f"### {title}" in text
     assert "x GRPO by stages" in front_page.read_text()
     assert (tmp_path / "growth-cpu.png").stat().st_size > 10_000
+
+
+def test_front_page_shows_the_recorded_results() -> None:
+    shown = marked(report.FRONT_PAGE.read_text(encoding="utf-8"), report.FRONT_PAGE_MARKER)
+    assert shown == report.summary(report.RESULTS), "run `python benchmarks/report.py`"
