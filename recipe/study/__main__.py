@@ -11,7 +11,6 @@ A finished run is one file, ``DIR/raw/ARM-seedK.json``; one whose settings are u
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 from datetime import date
@@ -20,7 +19,7 @@ from pathlib import Path
 from recipe.marked_text import write_marked
 from recipe.study.arms import ARMS
 from recipe.study.ground_truth import TRUTH_FILE, ground_truth
-from recipe.study.report import conclusions, write_report
+from recipe.study.report import conclusions, read_truth, write_report
 from recipe.study.runs import RAW, WARM_UP, StudySettings, prepare_model, run_all
 from recipe.study.statistics import read_runs
 
@@ -52,17 +51,17 @@ def main(arguments: list[str] | None = None) -> None:
         "hardware": f"{_processor()}, {os.cpu_count()} cores, no GPU; each run on one thread",
         "date": date.today().isoformat(),
     }
-    truth_path = output_dir / TRUTH_FILE
+    measured = output_dir / TRUTH_FILE
+    truth_path = measured if measured.is_file() else None
     files = write_report(
         output_dir / RAW,
         output_dir / REPORT,
         header,
-        truth_path=truth_path if truth_path.is_file() else None,
+        truth_path=truth_path,
         expected=[(arm.name, seed) for arm in arms for seed in options.seeds if seed < arm.seeds],
     )
     if options.readme is not None:
-        truth = json.loads(truth_path.read_text()) if truth_path.is_file() else None
-        lines = conclusions(read_runs(output_dir / RAW), truth)
+        lines = conclusions(read_runs(output_dir / RAW), read_truth(truth_path))
         write_marked(options.readme, MARKER, "\n".join(f"- {line}" for line in lines))
     print("\n".join(str(path) for path in files))
 

@@ -93,7 +93,7 @@ def write_report(
         ValueError: no run in ``raw_dir``, or a damaged file.
     """
     runs = read_runs(raw_dir)
-    truth = _read_truth(truth_path)
+    truth = read_truth(truth_path)
     texts = {
         "REPORT.md": markdown(runs, header, truth=truth, expected=expected),
         "runs.csv": _runs_csv(runs),
@@ -110,7 +110,8 @@ def write_report(
     return [*paths, output_dir / CURVES_FILE, output_dir / FOREST_FILE]
 
 
-def _read_truth(path: Path | None) -> dict[str, Any]:
+def read_truth(path: Path | None) -> dict[str, Any]:
+    """The ground truth's figures by model name; none without a file."""
     if path is None:
         return {}
     try:
