@@ -25,6 +25,7 @@ from tests.verl_ext.token_pass_ranks import (
     counted_forwards,
     hooks,
     leftovers,
+    scores_through_trainer,
     shards,
     train_step,
 )
@@ -172,30 +173,15 @@ class Experiments:
 
     def trainer(self, config: OarConfig) -> dict[str, Any]:
         """The trainer's own way from a batch to scores, with ranks that both play the trainer and its workers."""
-        from omegaconf import OmegaConf
-
-        from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _Rollouts
-
         engine = build_engine(Setup("qwen3", "fsdp2"), self.folder)
-        engine.engine_config.use_dynamic_bsz = False
-        engine.engine_config.micro_batch_size_per_gpu = 2
-        trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
-        trainer.weight_config = config
-        trainer.global_steps = 5
-        trainer.tokenizer = SimpleNamespace(pad_token_id=PAD_TOKEN)
-        trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 0.9}}})
-        trainer.actor_rollout_wg = OarRankGroup(self.rank, engine)
-        batch = self.plan["trainer"]
-        rollouts = _Rollouts(
-            keys=[],
-            prompts=batch["prompts"],
-            responses=batch["responses"],
-            generated=batch["responses"],
-            mask_BT=batch["mask_BT"],
-            base_advantages_BT=batch["advantages_BT"],
+        return scores_through_trainer(
+            engine,
+            OarRankGroup(self.rank, engine),
+            self.plan["trainer"],
+            config,
+            global_steps=5,
+            tokenizer=SimpleNamespace(pad_token_id=PAD_TOKEN),
         )
-        scores_BT, norms = trainer._scores(rollouts, batch["spans"], batch["selected_B"])
-        return {"scores": scores_BT, "norms": norms, "rows_of_rank": trainer.actor_rollout_wg.lengths}
 
 
 EXPERIMENTS = {

@@ -378,29 +378,38 @@ class Experiments:
 
     def trainer(self, setup: Setup) -> dict[str, Any]:
         """The trainer's own way from a batch to scores, with ranks that both play the trainer and its workers."""
-        from omegaconf import OmegaConf
-
         from grail_advantage import GrailConfig
-        from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _Rollouts
 
         engine = build_engine(setup, self.folder)
-        engine.engine_config.use_dynamic_bsz = False
-        engine.engine_config.micro_batch_size_per_gpu = 2
-        trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
-        trainer.weight_config = GrailConfig("robust")
-        trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 0.9}}})
-        trainer.actor_rollout_wg = RankGroup(self.rank, engine)
-        batch = self.plan["trainer"]
-        rollouts = _Rollouts(
-            keys=[],
-            prompts=batch["prompts"],
-            responses=batch["responses"],
-            generated=batch["responses"],
-            mask_BT=batch["mask_BT"],
-            base_advantages_BT=batch["advantages_BT"],
-        )
-        scores_BT, norms = trainer._scores(rollouts, batch["spans"], batch["selected_B"])
-        return {"scores": scores_BT, "norms": norms, "rows_of_rank": trainer.actor_rollout_wg.lengths}
+        return scores_through_trainer(engine, RankGroup(self.rank, engine), self.plan["trainer"], GrailConfig("robust"))
+
+
+def scores_through_trainer(
+    engine: Any, workers: RankGroup, batch: dict[str, Any], weight_config: Any, **attributes: Any
+) -> dict[str, Any]:
+    """What the trainer's ``_scores`` gives for a batch, and which rows each rank got; ``attributes`` go onto the trainer."""
+    from omegaconf import OmegaConf
+
+    from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _Rollouts
+
+    engine.engine_config.use_dynamic_bsz = False
+    engine.engine_config.micro_batch_size_per_gpu = 2
+    trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
+    trainer.weight_config = weight_config
+    trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 0.9}}})
+    trainer.actor_rollout_wg = workers
+    for name, value in attributes.items():
+        setattr(trainer, name, value)
+    rollouts = _Rollouts(
+        keys=[],
+        prompts=batch["prompts"],
+        responses=batch["responses"],
+        generated=batch["responses"],
+        mask_BT=batch["mask_BT"],
+        base_advantages_BT=batch["advantages_BT"],
+    )
+    scores_BT, norms = trainer._scores(rollouts, batch["spans"], batch["selected_B"])
+    return {"scores": scores_BT, "norms": norms, "rows_of_rank": workers.lengths}
 
 
 class RankGroup:
