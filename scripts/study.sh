@@ -11,4 +11,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup_cpu.sh >&2
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
-exec .venv/bin/python -m recipe.study --command "bash scripts/study.sh${*:+ $*}" "$@"
+exec .venv/bin/python -m study --command "bash scripts/study.sh${*:+ $*}" "$@"

@@ -19,8 +19,8 @@ import numpy as np
 
 from grail_advantage import GrailConfig, OarConfig
 from recipe.evaluate.files import write_text
-from recipe.study.saliency_truth import BASELINES, METRICS
-from recipe.study.statistics import (
+from study.saliency_truth import BASELINES, METRICS
+from study.statistics import (
     BASELINE,
     LAST_EVALUATIONS,
     LAST_STEPS,
@@ -85,7 +85,7 @@ def write_report(
         output_dir: made if it is not there.
         header: shown as a table in its order: command, hardware, versions, total compute time, date. Values may be mappings.
             The key ``question`` takes the place of the standard question.
-        truth_path: JSON file with the results of :func:`recipe.study.saliency_truth.measure` by model name (``trained``,
+        truth_path: JSON file with the results of :func:`study.saliency_truth.measure` by model name (``trained``,
             ``warmed-up``, ``untrained``); the conclusions speak of the first.
         expected: all ``(arm, seed)`` that the study was to run; those that are not there are named in the report.
 

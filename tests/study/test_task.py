@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from recipe.study.task import MAX_RESPONSE_TOKENS, error_tokens, find_errors, solve, step_tokens, study_tokenizer
 from recipe.tiny.task import Problem, boxed_answer, problems
+from study.task import MAX_RESPONSE_TOKENS, error_tokens, find_errors, solve, step_tokens, study_tokenizer
 
 TOKENIZER = study_tokenizer()
 PROBLEMS = problems("train", 200, seed=3)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from recipe.study import __main__ as command
-from recipe.study import ground_truth
-from recipe.study.arms import ARMS, Arm
-from recipe.study.runs import StudySettings
-from recipe.study.task import study_tokenizer
-from recipe.study.trainer import RunSettings
 from recipe.tiny.task import Problem
 from recipe.tiny.warm_up import WarmUpSettings
+from study import __main__ as command
+from study import ground_truth
+from study.arms import ARMS, Arm
+from study.runs import StudySettings
+from study.task import study_tokenizer
+from study.trainer import RunSettings
 
 TOKENIZER = study_tokenizer()
 

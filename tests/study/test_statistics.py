@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipe.study.statistics import (
+from study.statistics import (
     Difference,
     Run,
     _student_quantile,

@@ -12,14 +12,13 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from recipe.study import runs as study
-from recipe.study import trainer
-from recipe.study.arms import ARMS, Arm
-from recipe.study.task import MAX_RESPONSE_TOKENS, error_tokens, solve, study_tokenizer
 from recipe.tiny.model import build_model
 from recipe.tiny.sampling import prompt_ids
 from recipe.tiny.task import Problem, problems
 from recipe.tiny.warm_up import WarmUpSettings
+from study import runs, trainer
+from study.arms import ARMS, Arm
+from study.task import MAX_RESPONSE_TOKENS, error_tokens, solve, study_tokenizer
 
 TOKENIZER = study_tokenizer()
 TRAIN = problems("train", 64)
@@ -174,7 +173,7 @@ def test_settings_that_cannot_work_are_named(option: str, value: int) -> None:
 
 @pytest.mark.slow
 def test_the_study_in_miniature_repeats_itself_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = study.StudySettings(
+    settings = runs.StudySettings(
         run=replace(SETTINGS, steps=2),
         warm_up=WarmUpSettings(error_rate=0.2, steps=3, batch_size=4, evaluate_every=3),
         train_size=64,
@@ -182,11 +181,11 @@ def test_the_study_in_miniature_repeats_itself_and_resumes(tmp_path: Path, capsy
     )
     arms = [ARM["grpo"], ARM["grail_official"]]
     for folder in ("one", "two"):
-        study.prepare_model(tmp_path / folder / study.WARM_UP, settings)
-        study.run_all(tmp_path / folder, arms, [0], settings, processes=2)
+        runs.prepare_model(tmp_path / folder / runs.WARM_UP, settings)
+        runs.run_all(tmp_path / folder, arms, [0], settings, processes=2)
     records = {}
     for folder, arm in itertools.product(("one", "two"), arms):
-        records[folder, arm.name] = json.loads((tmp_path / folder / study.RAW / f"{arm.name}-seed0.json").read_text())
+        records[folder, arm.name] = json.loads((tmp_path / folder / runs.RAW / f"{arm.name}-seed0.json").read_text())
     for arm in arms:
         one, two = records["one", arm.name], records["two", arm.name]
         assert one["evaluations"] == two["evaluations"]
@@ -196,10 +195,10 @@ def test_the_study_in_miniature_repeats_itself_and_resumes(tmp_path: Path, capsy
                 k: v for k, v in second.items() if "seconds" not in k
             }
     capsys.readouterr()
-    study.run_all(tmp_path / "one", arms, [0], settings, processes=1)
+    runs.run_all(tmp_path / "one", arms, [0], settings, processes=1)
     assert "2 runs, 2 of them finished" in capsys.readouterr().out
     changed = replace(settings, run=replace(settings.run, learning_rate=1e-3))
-    assert not study.is_done(tmp_path / "one", arms[0], 0, changed)
+    assert not runs.is_done(tmp_path / "one", arms[0], 0, changed)
 
 
 def test_a_solved_task_is_rewarded() -> None:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grail_advantage import GrailConfig, OarConfig, compute_token_weights
 from grail_advantage.answer_span import find_answer_spans
 from grail_advantage.reshapers.log_zscore import log_zscore_weights
-from recipe.study.statistics import bootstrap_interval
+from study.statistics import bootstrap_interval
 
 METHODS: dict[str, tuple[str, GrailConfig | OarConfig]] = {
     "grail_official": ("GRAIL official", GrailConfig("official")),

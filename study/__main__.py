@@ -1,8 +1,8 @@
 """Run the study, or what of it is not there yet, and write its report.
 
-    python -m recipe.study --output-dir outputs/study                 everything
-    python -m recipe.study --output-dir DIR --arms grpo grail_official --seeds 0
-    python -m recipe.study --output-dir DIR --report-only
+    python -m study --output-dir outputs/study                 everything
+    python -m study --output-dir DIR --arms grpo grail_official --seeds 0
+    python -m study --output-dir DIR --report-only
 
 A finished run is one file, ``DIR/raw/ARM-seedK.json``; one whose settings are unchanged is not run again. The report goes to
 ``DIR/report``.
@@ -17,11 +17,11 @@ from datetime import date
 from pathlib import Path
 
 from recipe.marked_text import write_marked
-from recipe.study.arms import ARMS
-from recipe.study.ground_truth import TRUTH_FILE, ground_truth
-from recipe.study.report import conclusions, read_truth, write_report
-from recipe.study.runs import RAW, WARM_UP, StudySettings, prepare_model, run_all
-from recipe.study.statistics import read_runs
+from study.arms import ARMS
+from study.ground_truth import TRUTH_FILE, ground_truth
+from study.report import conclusions, read_truth, write_report
+from study.runs import RAW, WARM_UP, StudySettings, prepare_model, run_all
+from study.statistics import read_runs
 
 REPORT = "report"
 MARKER = "study"
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time, each on one thread")
     parser.add_argument("--report-only", action="store_true", help="write the report from the runs that are there")
     parser.add_argument("--readme", type=Path, help="page whose markers <!-- study --> get the conclusions")
-    parser.add_argument("--command", default="python -m recipe.study", help="what the report gives as its command")
+    parser.add_argument("--command", default="python -m study", help="what the report gives as its command")
     options = parser.parse_args(arguments)
 
     settings = StudySettings()

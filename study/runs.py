@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from recipe.study import task
-from recipe.study.arms import Arm
-from recipe.study.trainer import RunSettings, train
 from recipe.tiny.model import build_model
 from recipe.tiny.task import problems
 from recipe.tiny.warm_up import WarmUpSettings, warm_up
+from study import task
+from study.arms import Arm
+from study.trainer import RunSettings, train
 
 RAW = "raw"
 WARM_UP = "warm_up"

@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from grail_advantage import GrailConfig, OarConfig, compute_token_weights
-from recipe.study.saliency_truth import (
+from recipe.tiny.model import build_model, build_tokenizer
+from study.saliency_truth import (
     BASELINES,
     METHODS,
     METRICS,
@@ -29,7 +30,6 @@ from recipe.study.saliency_truth import (
     step_found,
     wrong_step,
 )
-from recipe.tiny.model import build_model, build_tokenizer
 
 GRAIL_METHODS = {"official": ("GRAIL, official", GrailConfig("official")), "robust": ("GRAIL", GrailConfig("robust"))}
 

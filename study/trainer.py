@@ -26,10 +26,10 @@ from verl.workers.config import FSDPActorConfig
 
 from grail_advantage import compute_token_weights
 from recipe.reward import compute_score
-from recipe.study.arms import Arm
-from recipe.study.task import MAX_RESPONSE_TOKENS, error_tokens
 from recipe.tiny.sampling import prompt_ids, sample
 from recipe.tiny.task import Problem
+from study.arms import Arm
+from study.task import MAX_RESPONSE_TOKENS, error_tokens
 
 DATA_SOURCE = "tiny_chain_sum"
 MICRO_BATCHES = 4

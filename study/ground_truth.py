@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.study.runs import MODELS, WARM_UP, StudySettings, load_model
-from recipe.study.saliency_truth import Example, measure
-from recipe.study.task import MAX_RESPONSE_TOKENS, error_tokens, find_errors, step_tokens, study_tokenizer
 from recipe.tiny.model import build_model
 from recipe.tiny.sampling import prompt_ids, sample
 from recipe.tiny.task import Problem, problems
+from study.runs import MODELS, WARM_UP, StudySettings, load_model
+from study.saliency_truth import Example, measure
+from study.task import MAX_RESPONSE_TOKENS, error_tokens, find_errors, step_tokens, study_tokenizer
 
 TRUTH_FILE = "truth.json"
 SAMPLES = 4

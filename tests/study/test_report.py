@@ -12,9 +12,9 @@ import pytest
 
 from grail_advantage import GrailConfig
 from recipe.marked_text import marked
-from recipe.study.report import _setting, conclusions, curves, plot_differences, verdict, write_report
-from recipe.study.saliency_truth import BASELINES, METRICS
-from recipe.study.statistics import Difference, Run, compare, read_runs
+from study.report import _setting, conclusions, curves, plot_differences, verdict, write_report
+from study.saliency_truth import BASELINES, METRICS
+from study.statistics import Difference, Run, compare, read_runs
 
 HEADER = {
     "command": "bash scripts/study.sh",
