@@ -1,10 +1,32 @@
-"""GRAIL and OAR: token-level credit assignment for reinforcement learning with verifiable rewards.
+"""GRAIL and other ways to weight tokens: token-level credit assignment for reinforcement learning with verifiable rewards.
 
 Needs torch and transformers alone; what belongs to verl is in :mod:`grail_advantage.verl_ext`.
 """
 
 from grail_advantage.answer_span import AnswerSpan, find_answer_span
-from grail_advantage.config import GrailConfig, OarConfig
+from grail_advantage.options import option
+from grail_advantage.registry import register_reshaper, register_signal
+from grail_advantage.reshapers.base import Reshaper
+from grail_advantage.rollouts import Example, RolloutBatch
+from grail_advantage.signals.base import Reshaped, ReshapedSignal, Signal
+from grail_advantage.signals.grail import GrailConfig
+from grail_advantage.signals.oar import OarConfig
 from grail_advantage.token_weights import TokenWeights, compute_token_weights
 
-__all__ = ["AnswerSpan", "GrailConfig", "OarConfig", "TokenWeights", "compute_token_weights", "find_answer_span"]
+__all__ = [
+    "AnswerSpan",
+    "Example",
+    "GrailConfig",
+    "OarConfig",
+    "Reshaped",
+    "ReshapedSignal",
+    "Reshaper",
+    "RolloutBatch",
+    "Signal",
+    "TokenWeights",
+    "compute_token_weights",
+    "find_answer_span",
+    "option",
+    "register_reshaper",
+    "register_signal",
+]

@@ -11,7 +11,8 @@ import math
 
 import torch
 
-from grail_advantage.weighting import BatchWeights, RowSelection
+from grail_advantage.signals.base import RowSelection
+from grail_advantage.weighting import BatchWeights
 
 TOP_SHARE = 0.1
 
@@ -35,9 +36,9 @@ def weight_metrics(
 
     Returns:
         - ``answer_found_rate``, ``selected_rate``, ``neutral_rate`` (every weight 1), ``non_finite_rate``: shares of rows.
-        - ``weight_mean``, ``weight_std``: over valid tokens, population.
-        - ``clipped_low_rate``, ``clipped_high_rate``: shares of the weights that come from scores and met a bound of their
-          reshaper before the row's mass was restored; the bi-level one has no upper bound.
+        - ``average_weight``, ``weight_deviation``: mean and standard deviation over valid tokens, population.
+        - ``clipped_low_rate``, ``clipped_high_rate``: shares of the weights that come from scores and met a bound of the
+          map before the row's mass was restored; 0 for a map without that bound.
         - ``effective_sample_ratio``: ``(sum w)^2 / (T * sum w^2)``, averaged over rows.
         - ``top_share``: share of the batch's advantage mass ``sum |A_t|`` on its heaviest tenth of tokens with ``A != 0``.
         - ``advantage_scale``: ``mean |A_t| / mean |A|`` over valid tokens.
@@ -73,8 +74,8 @@ def weight_metrics(
         "selected_rate": share(rows.selected_B),
         "neutral_rate": share(neutral_B),
         "non_finite_rate": share(result.non_finite_B),
-        "weight_mean": float(weights_N.mean()),
-        "weight_std": float(weights_N.std(correction=0)),
+        "average_weight": float(weights_N.mean()),
+        "weight_deviation": float(weights_N.std(correction=0)),
         "clipped_low_rate": token_share(result.at_lower_bound_BT),
         "clipped_high_rate": token_share(result.at_upper_bound_BT),
         "effective_sample_ratio": float(ratio_B.mean()) if ratio_B.numel() else 0.0,

@@ -1,46 +1,44 @@
 """Token weights for any Hugging Face causal language model, one row at a time.
 
-This is the plain form of the methods: no packing, no sharding, one row a forward, or for OAR-P one row's counterfactuals. The
-verl extension does the same in packed, sharded micro-batches and is tested against this module.
+This is the plain host of the signals: no packing, one row a forward. The verl extension does the same in packed, sharded
+micro-batches and is tested against this module.
 
-Source: GRAIL (arXiv 2606.04889) and OAR (arXiv 2601.07408).
-
-Shape suffixes: B rows, L prompt + response, T response tokens, S positions, P positions from the one before the response on.
+Shape suffixes: B rows, L prompt + response, T response tokens, S positions, K chosen positions, V vocabulary, N sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
-from grail_advantage.answer_span import AnswerSpan, find_answer_spans
-from grail_advantage.config import GrailConfig, OarConfig
-from grail_advantage.metrics import weight_metrics
-from grail_advantage.signals.grad_activation import (
+from grail_advantage.activations import (
     accepts_logits_to_keep,
-    capture_leaf,
+    capture_hidden_states,
     evaluation_mode,
     leaf_module,
     negative_log_likelihood,
-    saliency,
 )
-from grail_advantage.signals.oar_gradient import (
-    NoisyStretch,
-    noise_seed,
-    noisy_embeddings,
-    noisy_positions,
-    sensitivity,
-)
-from grail_advantage.signals.oar_perturbation import PerturbationRow, perturbation_scores, replaced_tokens
-from grail_advantage.signals.oar_probe import divergence, probe_positions, read_probe
-from grail_advantage.weighting import align_scores, batch_weights, select_rows, target_range
+from grail_advantage.answer_span import AnswerSpan, find_answer_spans
+from grail_advantage.metrics import weight_metrics
+from grail_advantage.passes import Forward, MicroBatch, Model, Range, Turns
+from grail_advantage.rollouts import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, Example, PassRow, RolloutBatch
+from grail_advantage.signals.base import RowSelection, Signal
+from grail_advantage.weighting import batch_weights
 
-PERTURBATION_TOKENS = 16384
-"""OAR-P: most tokens of the counterfactuals that go through the model together."""
+SEQUENCE_TOKENS = 16384
+"""Most tokens of a signal's own sequences that go through the model together."""
+POSITIONS_TOGETHER = 1024
+"""Positions whose distribution over the vocabulary is held in float32 at a time."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -64,15 +62,21 @@ def compute_token_weights(
     attention_mask: torch.Tensor,
     response_mask: torch.Tensor,
     advantages: torch.Tensor,
-    config: GrailConfig | OarConfig,
+    config: Signal,
     *,
     temperature: float = 1.0,
+    old_log_probs: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+    groups: torch.Tensor | None = None,
+    examples: Sequence[Example] | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> TokenWeights:
-    """Token weights of GRAIL, OAR-G or OAR-P for a batch of rollouts.
+    """Token weights for a batch of rollouts by any registered method.
 
     Each row is stripped of its padding and computed alone, so its weights do not depend on its neighbours or on the side of
-    the padding; OAR-G's noise depends on the row's place in the batch. Rows with advantage 0 weigh 1: their token advantages
-    are 0 in any case. No parameter gradient, no hook and no changed training mode stay behind, also when it raises.
+    the padding, except where the method compares rows (its page says so) or draws noise by the row's place. Rows with advantage
+    0 weigh 1 with every method that does not compare rows: their token advantages are 0 in any case. No parameter gradient, no
+    hook and no changed training mode stay behind, also when it raises.
 
     Args:
         model: a causal language model.
@@ -81,42 +85,63 @@ def compute_token_weights(
         attention_mask: (B, L) bool or 0/1.
         response_mask: (B, L) bool or 0/1, the response tokens, contiguous in each row; a row without any weighs 0.
         advantages: (B,) one advantage a row.
-        config: the method and its options.
-        temperature: sampling temperature that GRAIL divides the logits by; OAR takes them as they are.
+        config: the method and its options, such as :class:`grail_advantage.GrailConfig`.
+        temperature: sampling temperature that logits are divided by; OAR takes them as they are.
+        old_log_probs: (B, L) float; log-probability of each response token at this temperature under the policy before the
+            update. Computed with ``model`` where a method reads them and they are not given.
+        entropy: (B, L) float; the policy's entropy at each response token's predictor position, likewise.
+        groups: (B,) int64, rows with the same number answer the same prompt; for methods that compare them.
+        examples: for each row what it was asked, for methods that ask differently.
+        process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have
+            other rows, and another number of them: a rank that is through runs dummy passes until all are.
 
     Raises:
         ValueError: shapes that do not fit, a temperature that is not positive, a response that starts the row or has gaps, a
-            tokenizer without the padding token that OAR-P needs.
+            tokenizer that the method cannot work with, groups or examples that it needs.
     """
+    signal = config
     _check_inputs(input_ids, attention_mask, response_mask, advantages, temperature)
+    _check_columns(signal, input_ids, old_log_probs, entropy, groups, examples)
     device = input_ids.device
     valid_BL, response_BL = attention_mask.bool(), response_mask.bool()
     responses = [input_ids[row, response_BL[row]] for row in range(input_ids.shape[0])]
-    spans = find_answer_spans(responses, tokenizer, config.span)
-    rows = select_rows(advantages, spans, config)
-
     width = max((response.shape[0] for response in responses), default=0)
     mask_BT = torch.arange(width, device=device) < response_BL.sum(dim=-1, keepdim=True)
-    with torch.inference_mode(False):  # the caller may be in it, and such a tensor could not be written to below
-        scores_BT = torch.full(mask_BT.shape, float("nan"), device=device)
-    gradient_norms = [torch.zeros(0)]
-    signal = _signal(model, tokenizer, config, temperature)
-    if rows.selected_B.any():
-        with evaluation_mode(model):
-            selected = [
-                _Row(
-                    index,
-                    input_ids[index, valid_BL[index]],
-                    int(response_BL[index, valid_BL[index]].nonzero()[0]),
-                    spans[index],
-                )
-                for index in rows.selected_B.nonzero().flatten().tolist()
-            ]
-            for row, (scores, norms) in zip(selected, signal(selected), strict=True):
-                scores_BT[row.index, : len(scores)] = scores
-                gradient_norms.append(norms.cpu())
+    spans = find_answer_spans(responses, tokenizer, signal.span)
+    batch = RolloutBatch(mask_BT, advantages, spans, {}, examples=examples)
+    rows = signal.select(batch)
 
-    result = batch_weights(scores_BT, mask_BT, spans, rows, config)
+    plain = _PlainModel(model, tokenizer, temperature, device, process_group)
+    gradient_norms = [torch.zeros(0)]
+    with torch.inference_mode(False):  # the caller may be in it, and such a tensor could not be written to below
+        of_pass_BT = torch.full(mask_BT.shape, float("nan"), device=device)
+    if rows.selected_B.any() or process_group is not None:
+        everything = [
+            PassRow(
+                tokens_S=input_ids[index, valid_BL[index]],
+                response_start=int(response_BL[index, valid_BL[index]].nonzero()[0]) if len(responses[index]) else 0,
+                response_length=len(responses[index]),
+                span=spans[index],
+                advantage=float(advantages[index]),
+                group=int(groups[index]) if groups is not None else index,
+                place=index,
+                example=examples[index] if examples is not None else None,
+            )
+            for index in range(input_ids.shape[0])
+        ]
+        given = {OLD_LOG_PROBS: old_log_probs, ENTROPY: entropy}
+        batch = replace(batch, columns_BT=_columns(signal, plain, everything, mask_BT, response_BL, given))
+        if signal.uses:
+            signal.check_tokenizer(tokenizer)
+            selected = [everything[index] for index in rows.selected_B.nonzero().flatten().tolist()]
+            found = signal.run([signal.prepare_row(row, tokenizer) for row in selected], plain)
+            for row, row_scores in zip(selected, found, strict=True):
+                of_pass_BT[row.place, : len(row_scores.scores_T)] = row_scores.scores_T
+                if row_scores.gradient_norms is not None:
+                    gradient_norms.append(row_scores.gradient_norms.cpu())
+
+    scores_BT = _scores(signal, batch, rows, of_pass_BT)
+    result = batch_weights(scores_BT, batch, rows, signal)
     return TokenWeights(
         weights=_to_full_width(result.weights_BT, mask_BT, response_BL, 0.0),
         scores=_to_full_width(scores_BT, mask_BT, response_BL, float("nan")),
@@ -125,111 +150,181 @@ def compute_token_weights(
     )
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A row that needs scores, without its padding."""
+def _scores(signal: Signal, batch: RolloutBatch, rows: RowSelection, of_pass_BT: torch.Tensor) -> torch.Tensor:
+    """Scores of the selected rows, NaN elsewhere."""
+    if not rows.selected_B.any():
+        return of_pass_BT
+    scores_BT = signal.scores(batch, of_pass_BT if signal.uses else None)
+    return torch.where(rows.selected_B.unsqueeze(1) & batch.mask_BT, scores_BT.float(), float("nan"))
 
-    index: int
-    """Its place in the batch."""
-    tokens_S: torch.Tensor
-    response_start: int
-    span: AnswerSpan
+
+def _columns(
+    signal: Signal,
+    model: _PlainModel,
+    rows: Sequence[PassRow],
+    mask_BT: torch.Tensor,
+    response_BL: torch.Tensor,
+    given: Mapping[str, torch.Tensor | None],
+) -> dict[str, torch.Tensor]:
+    """The columns (B, T) that the signal reads: those given, the others from the model, 0 outside the mask."""
+    wanted = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in signal.reads]
+    columns = {}
+    for name in wanted:
+        columns[name] = torch.zeros(mask_BT.shape, device=mask_BT.device)
+        if given[name] is not None:
+            columns[name][mask_BT] = given[name][response_BL].float()
+    missing = [name for name in wanted if given[name] is None]
+    if missing:
+        answered = [row for row in rows if row.response_length]
+        found = model.micro_batches(
+            answered, lambda micro: [micro.statistics(entropy=ENTROPY in missing)], gradients=False
+        )
+        for row, of_row in zip(answered, found, strict=True):
+            for name in missing:
+                columns[name][row.place, : row.response_length] = of_row[name]
+    return columns
+
+
+class _PlainModel(Model):
+    """A Hugging Face model, one row a micro-batch."""
+
+    step = 0
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        temperature: float,
+        device: torch.device,
+        group: ProcessGroup | None,
+    ) -> None:
+        self.model = model
+        self.temperature = temperature
+        self.pad_token = tokenizer.pad_token_id
+        self.device = device
+        self.turns = Turns(group, device)
+
+    def micro_batches(
+        self, rows: Sequence[PassRow], work: Callable[[_OneRow], Sequence[_T]], *, gradients: bool
+    ) -> list[_T]:
+        """See :class:`Model`."""
+        found: list[_T] = []
+        with evaluation_mode(self.model), torch.set_grad_enabled(gradients):
+            for row in rows:
+                self.turns.take()
+                found += work(_OneRow(self, row))
+            for _ in self.turns.wait():
+                work(_OneRow(self, self._dummy()))
+        return found
+
+    @contextmanager
+    def sequences(self) -> Iterator[Forward]:
+        """See :class:`Model`."""
+
+        def forward(
+            tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
+        ) -> tuple[torch.Tensor, Cache | None]:
+            self.turns.take()
+            return self.logits(tokens_NS, kept_K, cache, use_cache=True)
+
+        with evaluation_mode(self.model), torch.no_grad():
+            self.model.eval()  # no checkpointing either: checkpointed blocks keep no keys and values
+            yield forward
+            nothing_11 = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+            for _ in self.turns.wait():
+                self.logits(nothing_11, nothing_11[0], None, use_cache=True)
+
+    def sequences_together(self, length: int) -> int:
+        """See :class:`Model`."""
+        return max(1, SEQUENCE_TOKENS // length)
+
+    def progress(self, total: int, what: str) -> tqdm:
+        """See :class:`Model`; on a terminal."""
+        return tqdm(total=total, desc=what, disable=None, leave=False)
+
+    def logits(
+        self, tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None = None, **options: bool
+    ) -> tuple[torch.Tensor, Cache | None]:
+        """Logits (N, K, V) at the columns ``kept_K``, and the cache of the forward; ``cache`` holds what comes before."""
+        behind = cache.get_seq_length() if cache is not None else 0
+        attention_mask = tokens_NS.new_ones(tokens_NS.shape[0], behind + tokens_NS.shape[1])
+        keep = {"logits_to_keep": kept_K} if accepts_logits_to_keep(self.model) else {}
+        past = {"past_key_values": cache} if cache is not None else {}
+        output = self.model(input_ids=tokens_NS, attention_mask=attention_mask, **past, **keep, **options)
+        return output.logits if keep else output.logits[:, kept_K], output.get("past_key_values")
+
+    def _dummy(self) -> PassRow:
+        tokens_2 = torch.zeros(2, dtype=torch.int64, device=self.device)
+        return PassRow(tokens_2, 1, 1, AnswerSpan(0, 0, 1, 1), advantage=-1.0, group=-1, place=0)
+
+
+class _OneRow(MicroBatch):
+    """A single row without padding. Its forwards end with the last position that is asked for."""
+
+    def __init__(self, model: _PlainModel, row: PassRow) -> None:
+        self.model = model
+        self.row = row
+        self.rows = [row]
 
     @property
-    def response_length(self) -> int:
-        return len(self.tokens_S) - self.response_start
+    def embedding(self) -> nn.Module:
+        """See :class:`MicroBatch`."""
+        return self.model.model.get_input_embeddings()
 
+    def leaf(self, name: str) -> nn.Module:
+        """See :class:`MicroBatch`."""
+        return leaf_module(self.model.model, name)
 
-_Scores = Iterator[tuple[torch.Tensor, torch.Tensor]]
-"""For each row the scores of its response tokens, from the first on as far as the method has any, and gradient norms."""
+    def logits(self, positions: Sequence[Range]) -> torch.Tensor:
+        """See :class:`MicroBatch`."""
+        ((start, stop),) = positions
+        kept_K = torch.arange(start, stop, device=self.row.tokens_S.device)
+        logits_1KV, _ = self.model.logits(self.row.tokens_S[None, :stop], kept_K, use_cache=False)
+        return logits_1KV[0]
 
+    def log_likelihood(self, tokens: Sequence[Range]) -> torch.Tensor:
+        """See :class:`MicroBatch`."""
+        ((first, past),) = tokens
+        logits_KV = self.logits([(first - 1, past - 1)])
+        return -negative_log_likelihood(logits_KV, self.row.tokens_S[first:past], self.model.temperature)
 
-def _signal(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: GrailConfig | OarConfig, temperature: float
-) -> Callable[[list[_Row]], _Scores]:
-    if isinstance(config, GrailConfig):
-        return lambda rows: (_grail_scores(model, row, config, temperature) for row in rows)
-    if config.method == "gradient":
-        return lambda rows: (_oar_gradient_scores(model, row, config) for row in rows)
-    if tokenizer.pad_token_id is None:
-        raise ValueError(
-            "oar.method='perturbation' replaces tokens by the padding token, which the tokenizer lacks; "
-            "set tokenizer.pad_token"
+    def response_log_probs(self) -> list[torch.Tensor]:
+        """See :class:`MicroBatch`."""
+        return [self.statistics(entropy=False)[OLD_LOG_PROBS]]
+
+    def hidden_states(self) -> list[torch.Tensor]:
+        """See :class:`MicroBatch`."""
+        head = self.model.model.get_output_embeddings()
+        tokens_1S = self.row.tokens_S[None]
+        with capture_hidden_states(head) as captured:
+            self.model.model(input_ids=tokens_1S, attention_mask=torch.ones_like(tokens_1S), use_cache=False)
+        return [captured[0][0, self.row.response_start :]]
+
+    def at(self, row: int, position: int) -> tuple[int, int]:
+        """See :class:`MicroBatch`."""
+        return row, position
+
+    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
+        """See :class:`MicroBatch`."""
+        return [values_BS[0]]
+
+    def statistics(self, *, entropy: bool) -> dict[str, torch.Tensor]:
+        """One forward. Log-probability and, where asked for, entropy of each response token, (T,) float32."""
+        start, length = self.row.response_start, len(self.row.tokens_S)
+        logits_TV = self.logits([(start - 1, length - 1)])
+        found: dict[str, list[torch.Tensor]] = {OLD_LOG_PROBS: [], ENTROPY: []}
+        chunks = zip(
+            logits_TV.split(POSITIONS_TOGETHER), self.row.tokens_S[start:].split(POSITIONS_TOGETHER), strict=True
         )
-    return lambda rows: _oar_perturbation_scores(model, rows, config, tokenizer.pad_token_id)
-
-
-def _logits(
-    model: PreTrainedModel, tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None = None, **options: bool
-) -> tuple[torch.Tensor, Cache | None]:
-    """Logits (N, K, V) at the columns ``kept_K``, and the cache of the forward; ``cache`` holds what comes before."""
-    behind = cache.get_seq_length() if cache is not None else 0
-    attention_mask = tokens_NS.new_ones(tokens_NS.shape[0], behind + tokens_NS.shape[1])
-    keep = {"logits_to_keep": kept_K} if accepts_logits_to_keep(model) else {}
-    past = {"past_key_values": cache} if cache is not None else {}
-    output = model(input_ids=tokens_NS, attention_mask=attention_mask, **past, **keep, **options)
-    return output.logits if keep else output.logits[:, kept_K], output.get("past_key_values")
-
-
-def _grail_scores(
-    model: PreTrainedModel, row: _Row, config: GrailConfig, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """GRAIL's saliency.
-
-    Nothing behind the last target token's predictor position can influence the answer, so the forward ends there; and only
-    the target's predictor positions need logits.
-    """
-    first, past = (row.response_start + bound for bound in target_range(row.span, config.target))
-    predictors_K = torch.arange(first - 1, past - 1, device=row.tokens_S.device)
-    with capture_leaf(leaf_module(model, config.leaf)) as leaves:
-        logits_1KV, _ = _logits(model, row.tokens_S[None, : past - 1], predictors_K, use_cache=False)
-    loss = negative_log_likelihood(logits_1KV[0], row.tokens_S[first:past], temperature)
-    saliency_1S, norm_1S = saliency(loss, leaves[0])
-    scores_T = align_scores(saliency_1S[0, row.response_start - 1 :], row.response_length, config.alignment)
-    return scores_T, norm_1S[0, row.response_start - 1 :]
-
-
-def _oar_gradient_scores(model: PreTrainedModel, row: _Row, config: OarConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """OAR-G's sensitivity, the forward cut behind the probe's last position."""
-    start, stop = probe_positions(row.span, row.response_start, len(row.tokens_S), config.probe)
-    tokens_1S = row.tokens_S[None, :stop]
-    kept_K = torch.arange(start, stop, device=tokens_1S.device)
-    tokens_K = row.tokens_S.roll(-1)[start:stop]
-    first, length = noisy_positions(config.variant, row.response_start, row.span.start, row.response_length)
-    seed = noise_seed(config.noise_seed, 0, row.index)
-    stretch = NoisyStretch(0, first, length, min(length, stop - first), seed)
-
-    with torch.no_grad():
-        logits_1KV, _ = _logits(model, tokens_1S, kept_K, use_cache=False)
-        clean = read_probe(logits_1KV[0], tokens_K, [len(kept_K)], config.probe)
-    embedding = model.get_input_embeddings()
-    with noisy_embeddings(embedding, [stretch], config.noise_std) as clean_BSD, capture_leaf(embedding) as leaves:
-        logits_1KV, _ = _logits(model, tokens_1S, kept_K, use_cache=False)
-    noisy_reading = read_probe(logits_1KV[0], tokens_K, [len(kept_K)], config.probe)
-    loss = divergence(clean, noisy_reading, config.probe).sum()
-    score_1S, norm_1S = sensitivity(loss, leaves[0], clean_BSD[0], config.variant)
-    scores_T = align_scores(score_1S[0, row.response_start - 1 :], row.response_length, config.alignment)
-    scored = row.span.start if config.statistics == "reasoning" else row.response_length
-    return scores_T[:scored], norm_1S[0, row.response_start - 1 :]
-
-
-def _oar_perturbation_scores(model: PreTrainedModel, rows: list[_Row], config: OarConfig, pad_token: int) -> _Scores:
-    """OAR-P's divergences, as many counterfactuals at a time as the token budget holds, with a progress bar on a terminal."""
-    model.eval()  # no checkpointing either: there is no backward, and checkpointed blocks keep no keys and values
-    total = sum(len(replaced_tokens(row.span.start, config.max_perturbations)) for row in rows)
-    with tqdm(total=total, desc="OAR-P", unit="counterfactual", disable=None, leave=False) as bar:
-        for row in rows:
-            start, stop = probe_positions(row.span, row.response_start, len(row.tokens_S), config.probe)
-            scores = perturbation_scores(
-                lambda tokens_NS, kept_K, cache: _logits(model, tokens_NS, kept_K, cache, use_cache=True),
-                PerturbationRow(row.tokens_S, row.response_start, row.span.start, start, stop),
-                probe=config.probe,
-                pad_token=pad_token,
-                counterfactuals=max(1, PERTURBATION_TOKENS // stop),
-                max_perturbations=config.max_perturbations,
-                progress=bar.update,
-            )
-            yield scores, torch.zeros(0)
+        for logits_KV, tokens_K in chunks:
+            log_probs_KV = torch.log_softmax(logits_KV.float() / self.model.temperature, dim=-1)
+            found[OLD_LOG_PROBS].append(log_probs_KV.gather(-1, tokens_K.unsqueeze(-1)).squeeze(-1))
+            if entropy:
+                # A word that is ruled out (probability 0, logit -inf) adds nothing.
+                found[ENTROPY].append(
+                    -torch.where(log_probs_KV > -torch.inf, log_probs_KV.exp() * log_probs_KV, 0).sum(-1)
+                )
+        return {name: torch.cat(values) for name, values in found.items() if values}
 
 
 def _to_full_width(
@@ -269,3 +364,25 @@ def _check_inputs(
             raise ValueError(f"response_mask of row {row} has gaps; the response must be contiguous")
         if inside.numel() and inside[0] == 0:
             raise ValueError(f"row {row} has no prompt token before its response; add at least one")
+
+
+def _check_columns(
+    signal: Signal,
+    input_ids: torch.Tensor,
+    old_log_probs: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    groups: torch.Tensor | None,
+    examples: Sequence[Example] | None,
+) -> None:
+    for name, values in (("old_log_probs", old_log_probs), ("entropy", entropy)):
+        if values is not None and values.shape != input_ids.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}, input_ids {tuple(input_ids.shape)}; they must agree"
+            )
+    if groups is not None and groups.shape != input_ids.shape[:1]:
+        raise ValueError(f"groups must be one number a row, shape ({input_ids.shape[0]},); got {tuple(groups.shape)}")
+    if examples is not None and len(examples) != input_ids.shape[0]:
+        raise ValueError(f"examples must be one a row, {input_ids.shape[0]} of them; got {len(examples)}")
+    for name, given in ((GROUPS, groups), (EXAMPLES, examples)):
+        if name in signal.reads and given is None:
+            raise ValueError(f"{signal.name} reads {name}; pass {name}=")

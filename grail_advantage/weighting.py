@@ -1,83 +1,21 @@
-"""From token scores to token weights: which rows need scores, and what a method makes of them.
+"""From token scores to token weights to token advantages.
 
-Source: GRAIL (arXiv 2606.04889) and OAR (arXiv 2601.07408). Pure tensor functions, shared by
-:func:`grail_advantage.compute_token_weights` and the verl trainer, so that both give the same weights. No method is named
-here: any signal's scores go through any reshaper, as the :class:`grail_advantage.config.WeightingOptions` say.
+Pure tensor functions, shared by :func:`grail_advantage.compute_token_weights` and the trainers, so that all give the same
+weights. No method is named here: a signal says which rows and tokens its scores weigh, and how.
 
 Shape suffixes: B rows, T response tokens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from grail_advantage.answer_span import AnswerSpan
-from grail_advantage.config import WeightingOptions
-from grail_advantage.reshapers.bilevel import FLOOR, bilevel_weights
-from grail_advantage.reshapers.log_zscore import log_zscore_weights
-
-
-@dataclass(frozen=True)
-class RowSelection:
-    """Which rows are which; every field is a bool tensor of shape (B,)."""
-
-    answered_B: torch.Tensor
-    """The response has a complete answer span."""
-    inside_gate_B: torch.Tensor
-    """The gate lets the row's advantage through. Rows with advantage 0 count as inside: no weight of theirs matters."""
-    selected_B: torch.Tensor
-    """The row's scores can change its token advantages: answered, inside the gate, advantage not 0."""
-
-
-def select_rows(
-    advantages_B: torch.Tensor, spans: Sequence[AnswerSpan | None], options: WeightingOptions
-) -> RowSelection:
-    """Find the rows that need a pass. Leaving the others out is exact: their advantages do not depend on scores.
-
-    Args:
-        advantages_B: one advantage a row, any floating dtype.
-        spans: the rows' answer spans.
-        options: the method's configuration. Where it weighs reasoning tokens alone, a row without any needs no pass.
-    """
-    device = advantages_B.device
-    answered_B = torch.tensor([span is not None for span in spans], dtype=torch.bool, device=device)
-    positive_B = advantages_B > 0
-    inside_gate_B = {"wrong": ~positive_B, "correct": positive_B, "all": torch.ones_like(positive_B)}[options.gate]
-    matters_B = advantages_B != 0
-    selected_B = answered_B & inside_gate_B & matters_B
-    if options.answer_weights is None and options.statistics == "reasoning":
-        reasons_B = torch.tensor(
-            [span is not None and span.start > 0 for span in spans], dtype=torch.bool, device=device
-        )
-        selected_B = selected_B & reasons_B
-    return RowSelection(answered_B, inside_gate_B | ~matters_B, selected_B)
-
-
-def target_range(span: AnswerSpan, target: str) -> tuple[int, int]:
-    """Half-open response-token range whose log-likelihood is differentiated: the span, or its content where not empty."""
-    if target == "content" and span.content_end > span.content_start:
-        return span.content_start, span.content_end
-    return span.start, span.end
-
-
-def align_scores(saliency_P: torch.Tensor, response_length: int, alignment: str) -> torch.Tensor:
-    """Assign position saliencies to response tokens.
-
-    Args:
-        saliency_P: saliency of consecutive positions, the first being the first response token's predictor position.
-            Positions behind the last one given have none: the answer does not depend on them.
-        response_length: number of response tokens T.
-        alignment: ``predictor``: a token takes the saliency of the position before it; ``token``: of its own position.
-
-    Returns:
-        scores_T, same dtype, 0 behind the positions given.
-    """
-    own = saliency_P[0 if alignment == "predictor" else 1 :][:response_length]
-    return torch.cat([own, own.new_zeros(response_length - own.shape[0])])
+from grail_advantage.rollouts import RolloutBatch
+from grail_advantage.signals.base import Reshaped, RowSelection, Signal
 
 
 @dataclass(frozen=True)
@@ -92,44 +30,42 @@ class BatchWeights:
     """The weight comes from the token's score, not from an override."""
     at_lower_bound_BT: torch.Tensor
     at_upper_bound_BT: torch.Tensor
-    """The weight from the score met that bound of the reshaper."""
+    """The weight from the score met that bound of the map."""
 
 
 def batch_weights(
-    scores_BT: torch.Tensor,
-    response_mask_BT: torch.Tensor,
-    spans: Sequence[AnswerSpan | None],
-    rows: RowSelection,
-    options: WeightingOptions,
+    scores_BT: torch.Tensor | None, batch: RolloutBatch, rows: RowSelection, signal: Signal
 ) -> BatchWeights:
-    """A batch's token weights: scores through the reshaper, then the method's own answer weights, then the row's mass.
+    """A batch's token weights: scores through the signal's map, then its own answer weights, then the row's mass.
 
     Rows that are not selected weigh 1 on every token, except that ``answer_weights.outside_gate`` extends the answer weights to
     rows outside the gate. A selected row with a non-finite score weighs 1 on every token.
 
     Args:
-        scores_BT: scores aligned to tokens; read only in selected rows, and there only in the statistics set where the method
-            has no answer weights.
-        response_mask_BT: bool or 0/1; the tokens that train.
-        spans: the rows' answer spans, in response-token indices.
-        rows: from :func:`select_rows`.
-        options: the method's configuration.
+        scores_BT: scores aligned to tokens; read only in selected rows, and there only in the statistics set where the signal
+            has no answer weights. ``None`` where no row is selected.
+        batch: the batch.
+        rows: from ``signal.select(batch)``.
+        signal: the method.
     """
-    mask_BT = response_mask_BT.bool()
-    reasoning_BT, content_BT = _answer_parts(spans, mask_BT)
-    answer = options.answer_weights
-    statistics_BT = mask_BT & reasoning_BT if options.statistics == "reasoning" else mask_BT
-    weighed_BT = (
-        statistics_BT if answer is None else mask_BT
-    )  # the tokens that the method weighs, by score or otherwise
+    mask_BT = batch.mask_BT
+    reasoning_BT, content_BT = _answer_parts(batch.spans, mask_BT)
+    answer = signal.answer_weights
+    statistics_BT = mask_BT & reasoning_BT if signal.statistics == "reasoning" else mask_BT
+    read_BT = statistics_BT if answer is None else mask_BT
+    if scores_BT is None:
+        scores_BT = torch.ones(mask_BT.shape, device=mask_BT.device)
 
-    non_finite_B = rows.selected_B & (~torch.isfinite(scores_BT) & weighed_BT).any(dim=-1)
+    non_finite_B = rows.selected_B & (~torch.isfinite(scores_BT) & read_BT).any(dim=-1)
     scored_B1 = (rows.selected_B & ~non_finite_B).unsqueeze(-1)
     from_scores_BT = scored_B1 & (statistics_BT if answer is None else mask_BT & reasoning_BT)
 
-    known_BT = torch.where(scored_B1 & weighed_BT, scores_BT.float(), 1.0)
-    reshaped_BT, lowest, highest = _reshape(known_BT, statistics_BT, options)
-    weights_BT = torch.where(from_scores_BT, reshaped_BT, 1.0)
+    reshaped = Reshaped(torch.ones_like(mask_BT, dtype=torch.float32))
+    if scored_B1.any():
+        known_BT = torch.where(scored_B1 & read_BT, scores_BT.float(), 1.0)
+        reshaped = signal.reshape(known_BT, statistics_BT & scored_B1, batch)
+    weights_BT = torch.where(from_scores_BT, reshaped.weights_BT, 1.0)
+    weighed_BT = read_BT  # the tokens that share a row's mass
     if answer is not None:
         overridden_B = scored_B1.squeeze(-1)
         if answer.outside_gate:
@@ -137,15 +73,20 @@ def batch_weights(
         overridden_B1 = overridden_B.unsqueeze(-1)
         weights_BT = torch.where(overridden_B1 & ~reasoning_BT, answer.others, weights_BT)
         weights_BT = torch.where(overridden_B1 & content_BT, answer.content, weights_BT)
-    if options.normalize_mass:
+    elif reshaped.elsewhere != 1.0:
+        # A row whose statistics set holds no token that trains has nothing to weigh the others against.
+        weighed_B1 = scored_B1 & statistics_BT.any(dim=-1, keepdim=True)
+        weights_BT = torch.where(weighed_B1 & ~statistics_BT, reshaped.elsewhere, weights_BT)
+        weighed_BT = mask_BT
+    if signal.normalize_mass:
         weights_BT = _restore_mass(weights_BT, scored_B1 & weighed_BT)
 
     return BatchWeights(
         weights_BT=torch.where(mask_BT, weights_BT, 0.0),
         non_finite_B=non_finite_B,
         from_scores_BT=from_scores_BT,
-        at_lower_bound_BT=from_scores_BT & (reshaped_BT <= lowest),
-        at_upper_bound_BT=from_scores_BT & (reshaped_BT >= highest),
+        at_lower_bound_BT=from_scores_BT & (reshaped.weights_BT <= reshaped.lowest),
+        at_upper_bound_BT=from_scores_BT & (reshaped.weights_BT >= reshaped.highest),
     )
 
 
@@ -159,30 +100,6 @@ def _answer_parts(spans: Sequence[AnswerSpan | None], like_BT: torch.Tensor) -> 
     start_B1, content_start_B1, content_end_B1 = bounds_B3.unsqueeze(-1).unbind(dim=1)
     index_T = torch.arange(like_BT.shape[1], device=like_BT.device)
     return index_T < start_B1, (index_T >= content_start_B1) & (index_T < content_end_B1)
-
-
-def _reshape(
-    scores_BT: torch.Tensor, statistics_BT: torch.Tensor, options: WeightingOptions
-) -> tuple[torch.Tensor, float, float]:
-    """Weights from the chosen reshaper, and the bounds that it keeps them in."""
-    if options.reshaper == "bilevel":
-        weights_BT = bilevel_weights(
-            scores_BT,
-            statistics_BT,
-            quantile=options.quantile,
-            boost=options.boost,
-            quantile_rule=options.quantile_rule,
-        )
-        return weights_BT, FLOOR, math.inf
-    weights_BT = log_zscore_weights(
-        scores_BT.clamp(min=0),  # a drop in likelihood can be negative, and the logarithm needs a score
-        statistics_BT,
-        weight_mean=options.weight_mean,
-        weight_std=options.weight_std,
-        weight_min=options.weight_min,
-        weight_max=options.weight_max,
-    )
-    return weights_BT, options.weight_min, options.weight_max
 
 
 def _restore_mass(weights_BT: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,8 @@
 ``python3 -m recipe.main_grail`` starts from the published hyper-parameters (``config/grail_trainer.yaml``), with
 ``--config-name verl_grail`` from verl's own defaults; both take every override that verl's entry point takes.
 
-With one of verl's estimators (``grpo``, ...) it starts verl's stock trainer. Apart from the weights, the two then differ in
-``mask_truncated``, which verl's trainer does not have: a fair comparison sets ``algorithm.grail.mask_truncated=false`` or a
-length limit that no response reaches.
+``algorithm.adv_estimator`` is any registered method; ``uniform`` is GRPO in the same trainer, the baseline of the others. With
+one of verl's estimators (``grpo``, ...) it starts verl's stock trainer, which does not mask truncated responses.
 
 ``DRY_RUN=1`` runs all start-up checks, prints the resolved configuration as YAML on stdout and starts nothing.
 """
@@ -24,14 +23,19 @@ check_verl_version(version("verl"))
 
 import hydra  # noqa: E402
 import ray  # noqa: E402
+from hydra.core.config_store import ConfigStore  # noqa: E402
 from omegaconf import DictConfig, OmegaConf, open_dict  # noqa: E402
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo  # noqa: E402
 from verl.trainer.ppo.utils import need_critic, need_reference_policy  # noqa: E402
 from verl.utils.config import validate_config  # noqa: E402
 from verl.utils.device import auto_set_device  # noqa: E402
 
-from grail_advantage.estimators import ESTIMATORS  # noqa: E402
+from grail_advantage.registry import methods  # noqa: E402
 from grail_advantage.verl_ext import stock_entry_guard  # noqa: E402
+from grail_advantage.verl_ext.settings import algorithm_sections  # noqa: E402
+
+# The sections of all registered methods, as the configurations' defaults list names them.
+ConfigStore.instance().store(name="token_weights", node={"algorithm": algorithm_sections()}, package="_global_")
 
 
 class TokenWeightTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):
@@ -52,10 +56,11 @@ def prepare(config: DictConfig) -> type:
     """
     check_config(config)
     auto_set_device(config)
-    weighted = config.algorithm.adv_estimator in ESTIMATORS
+    weighted = config.algorithm.adv_estimator in methods()
     if weighted:
         with open_dict(config):
-            config.trainer.v1.trainer_mode = f"grail_{config.trainer.v1.trainer_mode}"
+            mode = config.trainer.v1.trainer_mode
+            config.trainer.v1.trainer_mode = f"grail_{mode.removeprefix('grail_')}"
     with stock_entry_guard.lifted():
         validate_config(
             config=config,

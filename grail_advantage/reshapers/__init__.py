@@ -1,1 +1,1 @@
-"""Reshapers: maps from a row's token scores to its token weights. One map a file."""
+"""Reshapers: maps from token scores to token weights. One map a file, registered by name."""

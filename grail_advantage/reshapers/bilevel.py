@@ -7,13 +7,61 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
+
+from grail_advantage.options import Options, option
+from grail_advantage.registry import register_reshaper
+from grail_advantage.reshapers.base import Reshaper
 
 FLOOR = 0.1
 """Least weight, before the row's mass is restored."""
 
 LOWEST_SCORE = -1 + 1e-8
 """Lower scores count as this one. Scores are divergences, at least 0, except that the drop of a likelihood can be a rise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BilevelOptions(Options):
+    """The options that signals repeat as their own."""
+
+    quantile: float = option(
+        0.4, "bi-level: share of the tokens that weigh less than 1; in [0, 1]", at_least=0, at_most=1
+    )
+
+    boost: float = option(
+        2.0,
+        "bi-level: weight added from the quantile to the highest score; at least 0",
+        at_least=0,
+        why="a negative one weighs the highest scores least",
+    )
+
+
+@register_reshaper("bilevel")
+@dataclass(frozen=True, kw_only=True)
+class Bilevel(BilevelOptions, Reshaper):
+    """Scores below a quantile of their row are damped, those above it boosted (OAR, arXiv 2601.07408)."""
+
+    lowest: ClassVar[float] = FLOOR
+    ranks: ClassVar[bool] = True
+
+    quantile_rule: str = option(
+        "linear",
+        "how a quantile between two scores is taken: linear between them, or sorted: the score at index floor(quantile T)",
+        choices=("linear", "sorted"),
+    )
+
+    def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
+        """See :func:`bilevel_weights`."""
+        return bilevel_weights(
+            scores_BT,
+            statistics_BT,
+            quantile=self.quantile,
+            boost=self.boost,
+            quantile_rule=self.quantile_rule,
+        )
 
 
 def bilevel_weights(

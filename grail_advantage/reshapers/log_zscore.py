@@ -7,9 +7,76 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from grail_advantage.options import Options, option
+from grail_advantage.registry import register_reshaper
+from grail_advantage.reshapers.base import Reshaper
+
 EPSILON = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogZscoreOptions(Options):
+    """The options that signals repeat as their own."""
+
+    weight_mean: float = option(
+        1.0,
+        "log-z-score: weight at the mean log score; of GRAIL's answers also that of the boundary and of what comes behind",
+        at_least=0,
+        why="a negative weight flips the advantage",
+    )
+
+    weight_std: float = option(
+        0.5,
+        "log-z-score: weight added per standard deviation of the log score; greater than 0",
+        above=0,
+        why="for equal weights train with adv_estimator=uniform",
+    )
+
+    weight_min: float = option(
+        0.5, "log-z-score: lower clip of the weights; at least 0", at_least=0, why="negative weights flip the advantage"
+    )
+
+    weight_max: float = option(5.0, "log-z-score: upper clip of the weights; at least weight_min")
+
+    def check(self) -> None:
+        """See :class:`Options`."""
+        if self.weight_min > self.weight_max:
+            raise ValueError(
+                f"{self.section}.weight_min={self.weight_min} is greater than {self.section}.weight_max={self.weight_max}; "
+                "swap them"
+            )
+        super().check()
+
+
+@register_reshaper("log_zscore")
+@dataclass(frozen=True, kw_only=True)
+class LogZscore(LogZscoreOptions, Reshaper):
+    """Standardised log scores, scaled and clipped (GRAIL, arXiv 2606.04889)."""
+
+    @property
+    def lowest(self) -> float:
+        """See :class:`Reshaper`."""
+        return self.weight_min
+
+    @property
+    def highest(self) -> float:
+        """See :class:`Reshaper`."""
+        return self.weight_max
+
+    def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
+        """See :func:`log_zscore_weights`."""
+        return log_zscore_weights(
+            scores_BT.clamp(min=0),  # a drop in likelihood can be negative, and the logarithm needs a score
+            statistics_BT,
+            weight_mean=self.weight_mean,
+            weight_std=self.weight_std,
+            weight_min=self.weight_min,
+            weight_max=self.weight_max,
+        )
 
 
 def log_zscore(scores_BT: torch.Tensor, statistics_mask_BT: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Signals: how much each token of a response matters for its answer. One method a file."""
+"""Signals: how much each token of a response matters. One method a file, options included, registered by name."""

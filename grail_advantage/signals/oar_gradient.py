@@ -1,9 +1,9 @@
-"""OAR-G: how strongly the answer reacts to each token when the embeddings are shaken a little.
+"""OAR-G: how strongly the answer reacts to each token when the embeddings are shaken a little. See :mod:`.oar`.
 
 Source: OAR (arXiv 2601.07408). With Gaussian noise on the embeddings and ``J`` the divergence of the answer from what it is
 without noise (see :mod:`grail_advantage.signals.oar_probe`), a position's score is ``| sum over dims of (dJ/de) * e |``.
 
-Shape suffixes: B rows, S positions, D hidden.
+Shape suffixes: B rows, S positions, D hidden, K positions that the probes read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from grail_advantage.activations import capture_leaf
+from grail_advantage.passes import MicroBatch, Range, RowScores
+from grail_advantage.signals.oar_probe import divergence, read_probe
+from grail_advantage.signals.saliency import align_scores
 
 
 def noise_seed(seed: int, step: int, row: int) -> int:
@@ -104,3 +109,59 @@ def sensitivity(
     gradient_BSD = gradient_BSD.float()
     embeddings_BSD = (noisy_leaf_BSD if variant == "grail_port" else clean_BSD).detach().float()
     return (gradient_BSD * embeddings_BSD).sum(dim=-1).abs(), torch.linalg.vector_norm(gradient_BSD, dim=-1)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What the noise of a pass depends on besides the row's place."""
+
+    std: float
+    seed: int
+    step: int
+
+
+def gradient_scores(
+    micro: MicroBatch,
+    probes: Sequence[Range],
+    noise: Noise,
+    *,
+    probe: str,
+    variant: str,
+    statistics: str,
+    alignment: str,
+) -> list[RowScores]:
+    """A forward without noise, a forward with it, and a backward to the noisy embeddings.
+
+    Args:
+        micro: the rows.
+        probes: for each row the positions that the probe reads.
+        noise: the noise.
+        probe: see :class:`grail_advantage.OarConfig`, as the rest.
+    """
+    rows = list(zip(micro.rows, probes, strict=True))
+    counts = [stop - start for start, stop in probes]
+    tokens_K = torch.cat([row.tokens_S.roll(-1)[start:stop] for row, (start, stop) in rows])
+    stretches = []
+    for index, (row, (_, stop)) in enumerate(rows):
+        first, length = noisy_positions(variant, row.response_start, row.span.start, row.response_length)
+        kept = max(0, min(length, stop - first))
+        stretches.append(
+            NoisyStretch(*micro.at(index, first), length, kept, noise_seed(noise.seed, noise.step, row.place))
+        )
+
+    with torch.no_grad():
+        clean = read_probe(micro.logits(probes), tokens_K, counts, probe)
+    with (
+        noisy_embeddings(micro.embedding, stretches, noise.std) as clean_BSD,
+        capture_leaf(micro.embedding) as leaves,
+    ):
+        noisy_logits_KV = micro.logits(probes)
+    noisy = read_probe(noisy_logits_KV, tokens_K, counts, probe)
+    score_BS, norm_BS = sensitivity(divergence(clean, noisy, probe).sum(), leaves[0], clean_BSD[0], variant)
+
+    found = []
+    for (row, _), score_S, norm_S in zip(rows, micro.per_row(score_BS), micro.per_row(norm_BS), strict=True):
+        first = row.response_start - 1
+        scored = row.span.start if statistics == "reasoning" else row.response_length
+        found.append(RowScores(align_scores(score_S[first:], scored, alignment), norm_S[first:]))
+    return found

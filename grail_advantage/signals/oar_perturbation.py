@@ -1,4 +1,4 @@
-"""OAR-P: how far the answer moves when one token of the reasoning is replaced by padding.
+"""OAR-P: how far the answer moves when one token of the reasoning is replaced by padding. See :mod:`.oar`.
 
 Source: OAR (arXiv 2601.07408). One counterfactual a reasoning token, the replacement still attended to; its score is the
 divergence of the answer (see :mod:`grail_advantage.signals.oar_probe`).
@@ -20,11 +20,8 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from grail_advantage.passes import Forward
 from grail_advantage.signals.oar_probe import divergence, read_probe
-
-Forward = Callable[[torch.Tensor, torch.Tensor, Cache | None], tuple[torch.Tensor, Cache | None]]
-"""``forward(tokens_NS, kept_K, cache) -> (logits_NKV, cache)``: the model without gradients on rows of equal length behind what
-the cache holds; logits at the columns ``kept_K`` of ``tokens_NS``; the cache with the new tokens."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,6 @@ def interpolate(scores_M: torch.Tensor, replaced_M: torch.Tensor, reasoning_leng
     gap_R = (replaced_M[right_R] - replaced_M[left_R]).clamp(min=1)
     share_R = ((index_R - replaced_M[left_R]) / gap_R).clamp(0, 1)
     return torch.lerp(scores_M[left_R], scores_M[right_R], share_R.to(scores_M.dtype))
-
-
-def forwards_of_row(reasoning_length: int, max_perturbations: int | None, counterfactuals: int) -> int:
-    """How often :func:`perturbation_scores` calls the model for a row: once clean, once for each batch."""
-    return 1 + -(-len(replaced_tokens(reasoning_length, max_perturbations)) // counterfactuals)
 
 
 @torch.no_grad()

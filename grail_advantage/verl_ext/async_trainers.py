@@ -2,7 +2,7 @@
 
 The weights come from the policy that gives the old log-probabilities. With ``colocate_async`` that is the actor as it is. With
 ``separate_async`` and ``parameter_sync_step > 1`` the actor moves between the updates of a step while the old
-log-probabilities stay those of the step's first policy, so the saliency pass goes back to it as verl does
+log-probabilities stay those of the step's first policy, so a pass goes back to it as verl does
 (``PPOTrainerSeparateAsync._compute_old_log_prob``). In bypass mode the old log-probabilities are the rollout engine's, whose
 policy the trainer does not hold; the weights then come from the actor as it is.
 """
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, register_trainer
 
-from grail_advantage.answer_span import AnswerSpan
-from grail_advantage.verl_ext.trainer import TRAINER_PREFIX, TokenWeightTrainer, _Rollouts
+from grail_advantage.passes import RowScores
+from grail_advantage.rollouts import PassRow
+from grail_advantage.verl_ext.trainer import TRAINER_PREFIX, TokenWeightTrainer
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 
 STEP_POLICY = 0
@@ -26,7 +26,7 @@ STEP_POLICY = 0
 
 
 class TokenWeightDetachActorWorker(TokenWeightActorWorker, DetachActorWorker):
-    """Actor worker of the separate trainer: saliency pass, and policies kept in host memory."""
+    """Actor worker of the separate trainer: passes of signals, and policies kept in host memory."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model_to_cpu(self, n: int) -> None:
@@ -54,11 +54,9 @@ class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsyn
 
     actor_worker_class = TokenWeightDetachActorWorker
 
-    def _scores(
-        self, rollouts: _Rollouts, spans: list[AnswerSpan | None], selected_B: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_pass(self, rows: list[PassRow]) -> list[RowScores]:
         with self._step_policy():
-            return super()._scores(rollouts, spans, selected_B)
+            return super()._run_pass(rows)
 
     @contextmanager
     def _step_policy(self) -> Iterator[None]:

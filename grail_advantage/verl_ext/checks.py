@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.estimators import ESTIMATORS
-from grail_advantage.verl_ext import fusion
+from grail_advantage.registry import failures_said, methods
+from grail_advantage.rollouts import ENTROPY
+from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SALIENCY, SEQUENCES, Signal
 from grail_advantage.verl_ext.cpu import checks as cpu_checks
-from grail_advantage.verl_ext.options import OAR_METHODS, weight_config
+from grail_advantage.verl_ext.estimators import WEIGHS_TOKENS
+from grail_advantage.verl_ext.settings import check_names, check_share_forward, signal_of
 
 VERL_VERSION = "0.9.1"
 STRATEGIES = ("fsdp", "fsdp2")
 KERNEL_BACKENDS = ("torch", "triton")
+NEEDED = {LOGITS: "logits", SEQUENCES: "logits of made-up sequences", HIDDEN_STATES: "hidden states"}
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 
 
@@ -38,14 +42,15 @@ def check_config(config: DictConfig) -> None:
         )
     if os.environ.get("VERL_PLATFORM") == "cpu":
         cpu_checks.check_config(config)
+    check_names(config)
     _check_estimator(config.algorithm.adv_estimator)
-    if config.algorithm.adv_estimator not in ESTIMATORS:
+    if config.algorithm.adv_estimator not in methods():
         return
-    weight_config(config.algorithm)
-    fusion.check_config(config)
-    if config.algorithm.adv_estimator in OAR_METHODS:
-        _check_oar(config)
-    _check_layout(config)
+    signal = signal_of(config.algorithm)
+    check_share_forward(config, signal)
+    _check_layout(config, signal)
+    _check_reads(config, signal)
+    _check_uses(config, signal)
 
 
 def check_verl_version(found: str) -> None:
@@ -60,15 +65,22 @@ def check_verl_version(found: str) -> None:
 def _check_estimator(name: str) -> None:
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
-    missing = [estimator for estimator in ESTIMATORS if estimator not in ADV_ESTIMATOR_REGISTRY]
-    if missing:
-        raise ValueError(
-            f"the estimators {', '.join(missing)} are not registered with verl: its plugin did not load; unset "
-            "VERL_USE_EXTERNAL_PLUGINS or add grail_advantage to it, and install this project with `pip install -e .`"
-        )
+    for method in methods():
+        registered = ADV_ESTIMATOR_REGISTRY.get(method)
+        if registered is None:
+            raise ValueError(
+                f"the estimator {method} is not registered with verl: the plug-in of this package did not load; unset "
+                "VERL_USE_EXTERNAL_PLUGINS or add grail_advantage to it, and install this project with `pip install -e .`"
+            )
+        if not getattr(registered, WEIGHS_TOKENS, False):
+            raise ValueError(
+                f"the method {method} has the name of one of verl's own estimators, which would run in its place; register it "
+                "under another name"
+            )
     if name not in ADV_ESTIMATOR_REGISTRY:
         raise ValueError(
             f"algorithm.adv_estimator={name!r} is unknown; choose one of {', '.join(sorted(ADV_ESTIMATOR_REGISTRY))}"
+            f"{failures_said()}"
         )
     # PPOTrainer._compute_advantage fetches fixed fields, and this one is not among them.
     if name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
@@ -78,13 +90,14 @@ def _check_estimator(name: str) -> None:
         )
 
 
-def _check_layout(config: DictConfig) -> None:
+def _refuse(config: DictConfig, option: str, value: Any, remedy: str) -> None:
     estimator = config.algorithm.adv_estimator
+    raise ValueError(f"{option}={value} does not work with algorithm.adv_estimator={estimator}; {remedy}")
+
+
+def _check_layout(config: DictConfig, signal: Signal) -> None:
     actor = config.actor_rollout_ref.actor
-
-    def refuse(option: str, value: Any, remedy: str) -> None:
-        raise ValueError(f"{option}={value} does not work with algorithm.adv_estimator={estimator}; {remedy}")
-
+    refuse = partial(_refuse, config)
     if actor.strategy not in STRATEGIES:
         refuse("actor_rollout_ref.actor.strategy", actor.strategy, f"use {' or '.join(STRATEGIES)}")
     if config.actor_rollout_ref.rollout.n < 2:
@@ -94,17 +107,16 @@ def _check_layout(config: DictConfig) -> None:
             "a group of one has no relative advantage; use 2 or more",
         )
     mode = config.trainer.v1.trainer_mode
-    if mode not in TRAINER_MODES:
-        refuse("trainer.v1.trainer_mode", mode, f"use {' or '.join(TRAINER_MODES)}")
+    _check_trainer_mode(config, mode)
     if mode == "separate_async":
         _check_separate_async(config)
     sp_size = _sequence_parallel_size(config)
     if sp_size > 1:
-        _check_sequence_parallel(config, sp_size, refuse)
+        _check_sequence_parallel(config, signal, sp_size, refuse)
     _check_adapter(config, refuse)
     _check_fused_kernels(config, refuse)
     precision = OmegaConf.select(actor, "fsdp_config.mixed_precision.param_dtype", default=None)
-    if str(precision) in ("fp16", "float16", "16"):
+    if signal.uses in (SALIENCY, LOGITS) and str(precision) in ("fp16", "float16", "16"):
         refuse(
             "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype",
             precision,
@@ -122,34 +134,84 @@ def _sequence_parallel_size(config: DictConfig) -> int:
     )
 
 
-def _check_oar(config: DictConfig) -> None:
-    """Fused kernels, which GRAIL's pass can do with, and the room that OAR-P needs."""
-    estimator = config.algorithm.adv_estimator
+def _check_trainer_mode(config: DictConfig, mode: str) -> None:
+    """verl's own modes, and those that somebody registered with token weights."""
+    if mode in TRAINER_MODES:
+        return
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    from grail_advantage.verl_ext.trainer import TRAINER_PREFIX
+
+    name = f"{TRAINER_PREFIX}{mode.removeprefix(TRAINER_PREFIX)}"
+    if name not in TRAINER_REGISTRY:
+        _refuse(
+            config,
+            "trainer.v1.trainer_mode",
+            mode,
+            f"use {' or '.join(TRAINER_MODES)}; or, for a trainer of your own, register a class with the bases "
+            f"(TokenWeightTrainer, YourTrainer) as {name}, in a module that VERL_USE_EXTERNAL_MODULES names "
+            "(docs/own_trainer.md)",
+        )
+
+
+def _check_reads(config: DictConfig, signal: Signal) -> None:
+    """What a method reads must be there, and fine enough."""
+    if ENTROPY not in signal.reads:
+        return
+    if OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode", default=False):
+        _refuse(
+            config,
+            "algorithm.rollout_correction.bypass_mode",
+            True,
+            "use false: the method reads the entropy, which verl computes with the old log-probabilities",
+        )
     actor = config.actor_rollout_ref.actor
+    half = str(OmegaConf.select(actor, "fsdp_config.mixed_precision.param_dtype", default="bf16")) in (
+        "bf16",
+        "bfloat16",
+    )
+    if signal.ranks_entropy and half and not actor.get("entropy_from_logits_with_chunking", False):
+        # Without chunks verl takes the entropy in the logits' own precision: a few dozen distinct values.
+        _refuse(
+            config,
+            "actor_rollout_ref.actor.entropy_from_logits_with_chunking",
+            False,
+            "use true: the method ranks tokens by entropy, which is coarse in bf16 without",
+        )
 
-    def refuse(option: str, value: Any, remedy: str) -> None:
-        raise ValueError(f"{option}={value} does not work with algorithm.adv_estimator={estimator}; {remedy}")
 
-    if config.actor_rollout_ref.model.get("use_fused_kernels", False):
-        refuse(
-            "actor_rollout_ref.model.use_fused_kernels", True, "use false: OAR reads logits, which they do not give out"
+def _check_uses(config: DictConfig, signal: Signal) -> None:
+    """Fused kernels, which give out log-probabilities alone, and the room that made-up sequences need."""
+    actor = config.actor_rollout_ref.actor
+    fused = config.actor_rollout_ref.model.get("use_fused_kernels", False)
+    if fused and signal.uses in (LOGITS, SEQUENCES, HIDDEN_STATES):
+        _refuse(
+            config,
+            "actor_rollout_ref.model.use_fused_kernels",
+            True,
+            f"use false: the method reads {NEEDED[signal.uses]}, which they do not give out",
         )
     longest = config.data.max_prompt_length + config.data.max_response_length
-    if estimator == "oar_p" and actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
-        refuse(
+    if signal.uses == SEQUENCES and actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
+        _refuse(
+            config,
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
             actor.ppo_max_token_len_per_gpu,
-            f"a counterfactual of data.max_prompt_length + data.max_response_length = {longest} tokens must fit; raise it to "
+            f"a sequence of data.max_prompt_length + data.max_response_length = {longest} tokens must fit; raise it to "
             "at least that, or shorten the responses",
         )
 
 
-def _check_sequence_parallel(config: DictConfig, sp_size: int, refuse: Callable[[str, Any, str], None]) -> None:
+def _check_sequence_parallel(
+    config: DictConfig, signal: Signal, sp_size: int, refuse: Callable[[str, Any, str], None]
+) -> None:
     """verl's Ulysses exchange sits inside its flash attention: any other attention would silently see one slice alone."""
     option = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     model = config.actor_rollout_ref.model
-    if config.algorithm.adv_estimator != "grail":
-        refuse(option, sp_size, "use 1")
+    if signal.uses in (LOGITS, SEQUENCES, HIDDEN_STATES):
+        refuse(option, sp_size, f"use 1: the method reads {NEEDED[signal.uses]}, of which each rank has a slice")
+    if not signal.uses:
+        return
     if not model.get("use_remove_padding", False):
         refuse(option, sp_size, "set actor_rollout_ref.model.use_remove_padding=true, or use 1")
     attention = OmegaConf.select(model, "override_config.attn_implementation", default=None) or "flash_attention_2"

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import os
 
-from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
+from verl.trainer.ppo.core_algos import (
+    ADV_ESTIMATOR_REGISTRY,
+    compute_grpo_outcome_advantage,
+    register_adv_est,
+)
 
-from grail_advantage.estimators import ESTIMATORS, weighted_estimator
+from grail_advantage.registry import methods
 from grail_advantage.verl_ext import stock_entry_guard
+from grail_advantage.verl_ext.estimators import weighted_estimator
 
 
 def _register_estimators() -> None:
-    for name in ESTIMATORS:
-        register_adv_est(name)(weighted_estimator(name, compute_grpo_outcome_advantage))
+    for name in methods():
+        if name not in ADV_ESTIMATOR_REGISTRY:  # checks.check_config refuses a name that verl has itself
+            register_adv_est(name)(weighted_estimator(name, compute_grpo_outcome_advantage))
 
 
 _register_estimators()

@@ -14,7 +14,8 @@ from typing import Any
 
 import verl.utils.config
 
-from grail_advantage.estimators import ESTIMATORS, start_command
+from grail_advantage.registry import methods
+from grail_advantage.verl_ext.estimators import start_command
 
 _lifted = False
 
@@ -39,7 +40,7 @@ def install() -> None:
     @functools.wraps(original)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
         estimator = config.algorithm.adv_estimator
-        if estimator in ESTIMATORS and not _lifted:
+        if estimator in methods() and not _lifted:
             raise ValueError(start_command(estimator))
         original(config, *args, **kwargs)
 

@@ -1,13 +1,19 @@
 """verl's PPO trainer with token weights.
 
 The base advantage comes from verl's own GRPO code (with ``norm_adv_by_std_in_grpo=false``, Dr.GRPO), which also applies a KL
-penalty in the reward, rollout correction and multi-output sessions. The rows whose advantages can depend on scores then go
-through a pass in the actor (GRAIL's saliency, OAR-G or OAR-P), and the advantages in TransferQueue are multiplied by the token
-weights. Nothing else of the step changes.
+penalty in the reward, rollout correction and multi-output sessions. The method then gives scores to the rows that it selects,
+by a pass in the actor where it uses the model, and the advantages in TransferQueue are multiplied by the token weights.
+Nothing else of the step changes.
 
-Where that is exact (:mod:`grail_advantage.verl_ext.fusion`), the forward that recomputes the old log-probabilities keeps the
-graph of the rows that will need scores, and their backward follows at once. The rows are then chosen by the advantages that
-the rewards alone give; a row that the final advantages choose and that has no scores yet goes through a pass of its own.
+Where a saliency is exact on the forward that recomputes the old log-probabilities (:mod:`grail_advantage.verl_ext.settings`),
+that forward keeps the graph of the rows that will need scores, and their backward follows at once. The rows are then chosen by
+the advantages that the rewards alone give; a row that the final advantages choose and that has no scores yet goes through a
+pass of its own.
+
+:class:`TokenWeightTrainer` goes before any trainer of verl's, or of one's own, in the bases of a class:
+
+    @register_trainer("grail_mine")
+    class MyTrainerWithTokenWeights(TokenWeightTrainer, MyTrainer): ...
 
 Shape suffixes: B rows, T response tokens.
 """
@@ -16,95 +22,102 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils.debug import marked_timer
 from verl.utils.fs import copy_to_local
 from verl.utils.model import get_generation_config
-from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from verl.workers.utils.padding import response_to_nested
 
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
-from grail_advantage.config import OarConfig
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.verl_ext import fusion
-from grail_advantage.verl_ext.fused_pass import SALIENCY_FIELDS
-from grail_advantage.verl_ext.oar_pass import OarRow, build_oar_request, cost
-from grail_advantage.verl_ext.options import weight_config
-from grail_advantage.verl_ext.token_pass import LEAF, TARGET, build_request
+from grail_advantage.passes import RowScores
+from grail_advantage.rollouts import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, PassRow, RolloutBatch
+from grail_advantage.signals.base import RowSelection
+from grail_advantage.signals.saliency import SaliencySignal
+from grail_advantage.verl_ext.requests import build_request, nested
+from grail_advantage.verl_ext.settings import dump_folder, shares_forward, signal_of
+from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, TARGET
+from grail_advantage.verl_ext.sharing_out import deal, spread
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
-from grail_advantage.weighting import (
-    RowSelection,
-    align_scores,
-    apply_token_weights,
-    batch_weights,
-    select_rows,
-    target_range,
-)
+from grail_advantage.weighting import apply_token_weights, batch_weights
 
 logger = logging.getLogger(__name__)
 
 TRAINER_PREFIX = "grail_"
-"""Trainer ``grail_<mode>`` is verl's trainer ``<mode>`` with token weights."""
+"""Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
 
 
 @dataclass(frozen=True)
 class _Rollouts:
-    """One batch of responses, padded on the right."""
+    """What the model wrote, and what it was asked."""
 
     keys: list[str]
     prompts: list[torch.Tensor]
     responses: list[torch.Tensor]
     generated: list[torch.Tensor]
     """The responses with -1, a token without text, in place of what a tool wrote: an answer is what the model generated."""
-    mask_BT: torch.Tensor
-    base_advantages_BT: torch.Tensor
-
-    @property
-    def advantages_B(self) -> torch.Tensor:
-        """The rows' advantage: that of the tokens it is not 0 on."""
-        return self.base_advantages_BT.gather(1, self.base_advantages_BT.abs().argmax(dim=1, keepdim=True)).squeeze(1)
+    groups: list[int]
+    """Rows with the same number answer the same prompt."""
+    examples: Sequence[Example | None]
+    """Only where the method reads them."""
 
 
 @dataclass(frozen=True)
 class _Selection:
-    """Rollouts and which of them need scores."""
+    """A batch as the method sees it, and which of its rows need scores."""
 
-    rollouts: _Rollouts
-    """With advantage 0 on truncated rows where these are masked."""
+    batch: RolloutBatch
+    base_advantages_BT: torch.Tensor
+    """verl's."""
+    advantages_BT: torch.Tensor
+    """The same, 0 on truncated rows where these are masked."""
     truncated_B: torch.Tensor
-    spans: list[AnswerSpan | None]
     rows: RowSelection
+
+    @property
+    def selected(self) -> list[int]:
+        """The rows that need scores."""
+        return self.rows.selected_B.nonzero().flatten().tolist()
 
 
 class TokenWeightTrainer:
-    """Mixin for verl's trainers; goes before one of them in the bases."""
+    """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
     actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
-    _fused_keys: frozenset[str] = frozenset()
+    _saliency_keys: frozenset[str] = frozenset()
     """Rows of the current batch whose saliency came with the old log-probabilities."""
+    _rollouts: _Rollouts | None = None
+    """The current batch, so that what does not change within a step is fetched once."""
 
     def __init__(self, config: DictConfig) -> None:
-        mode = config.trainer.v1.trainer_mode
-        # verl compares trainer_mode with its own names (PPOTrainer._build_replay_buffer and four more places); under another
+        # verl compares trainer_mode with its own names (PPOTrainer._build_replay_buffer and five more places); under another
         # name it silently takes the asynchronous replay buffer.
         with open_dict(config):
-            config.trainer.v1.trainer_mode = mode.removeprefix(TRAINER_PREFIX)
-        self.weight_config = weight_config(config.algorithm)
+            config.trainer.v1.trainer_mode = self._base_mode()
+        self.signal = signal_of(config.algorithm)
         super().__init__(config)
+
+    @classmethod
+    def _base_mode(cls) -> str:
+        """verl's own name for the kind of trainer that this is."""
+        if issubclass(cls, PPOTrainerSeparateAsync):
+            return "separate_async"
+        return "colocate_async" if issubclass(cls, PPOTrainerColocateAsync) else "sync"
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -119,42 +132,49 @@ class TokenWeightTrainer:
                 f"actor_rollout_ref.model.path={self.config.actor_rollout_ref.model.path} is a multi-modal model; "
                 f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} works with text models only"
             )
+        self.signal.check_tokenizer(self.tokenizer)
         model_folder = copy_to_local(self.config.actor_rollout_ref.model.path)
         self._end_tokens = _end_tokens(self.tokenizer, get_generation_config(model_folder))
 
+    # ------------------------------------------------------------------------------------------------------- verl's stages
+
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        self._fused_keys = frozenset()
-        if not fusion.fuses(self.config):
+        self._saliency_keys = frozenset()
+        self._rollouts = None
+        if not shares_forward(self.config, self.signal):
             return super()._compute_old_log_prob(batch, metrics)
         with self._base_estimator(rollout_correction=None):
             super()._compute_advantage(batch, {})
-        selection = self._select(self._fetch_rollouts(batch))
-        selected = selection.rows.selected_B.nonzero().flatten().tolist()
-        if not selected:
+        rollouts = self._fetch_rollouts(batch)
+        selection = self._select(rollouts, *self._fetch_advantages(batch))
+        if not selection.selected:
             return super()._compute_old_log_prob(batch, metrics)
 
-        prompts, responses = selection.rollouts.prompts, selection.rollouts.responses
         targets_B2 = torch.full((len(batch), 2), -1)
-        for row in selected:
-            targets_B2[row] = len(prompts[row]) + torch.tensor(self._target(selection.spans[row]))
+        for row in selection.selected:
+            targets_B2[row] = torch.tensor(self.signal.target_positions(_pass_row(rollouts, selection, row)))
         fields = TensorDict({TARGET: targets_B2}, batch_size=len(batch))
         tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
-        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+        lengths = [
+            len(prompt) + len(response) for prompt, response in zip(rollouts.prompts, rollouts.responses, strict=True)
+        ]
         # In another order, which is nobody's business: what comes back is stored by key.
-        shared = batch.select_keys([batch.keys[row] for row in self._spread(lengths, selected)])
+        order = spread(lengths, selection.selected, self._data_parallel_size)
+        shared = batch.select_keys([batch.keys[row] for row in order])
         if shared.fields is not None:
             shared.fields = [*shared.fields, TARGET]
-        shared.extra_info[LEAF] = self.weight_config.leaf
+        shared.extra_info[LEAF] = self.signal.leaf
         written = super()._compute_old_log_prob(shared, metrics)
-        self._fused_keys = frozenset(batch.keys[row] for row in selected)
-        return _without_fused_fields(written.select_keys(batch.keys))
+        self._saliency_keys = frozenset(batch.keys[row] for row in selection.selected)
+        return _without_saliency_fields(written.select_keys(batch.keys))
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with self._base_estimator():
             batch = super()._compute_advantage(batch, metrics)
         rollouts = self._fetch_rollouts(batch)
-        return self._weigh_advantages(batch, rollouts, metrics)
+        selection = self._select(rollouts, *self._fetch_advantages(batch))
+        return self._weigh_advantages(batch, rollouts, selection, metrics)
 
     @contextmanager
     def _base_estimator(self, **options: Any) -> Iterator[None]:
@@ -174,51 +194,101 @@ class TokenWeightTrainer:
             with open_dict(algorithm):
                 algorithm.update(before)
 
+    # -------------------------------------------------------------------------------------------------- from TransferQueue
+
     def _fetch_rollouts(self, batch: KVBatchMeta) -> _Rollouts:
+        if self._rollouts is not None and self._rollouts.keys == batch.keys:
+            return self._rollouts
+        asked = EXAMPLES in self.signal.reads
+        fields = ["prompts", "responses", "loss_mask"]
         data = tq.kv_batch_get(
             keys=batch.keys,
             partition_id=batch.partition_id,
             # Rejection sampling rewrites response_mask; loss_mask still says what the model generated.
-            select_fields=["prompts", "responses", "response_mask", "loss_mask", "advantages"],
+            select_fields=[*fields, "raw_prompt", *self.signal.columns] if asked else fields,
         )
         responses = list(data["responses"].unbind())
-        return _Rollouts(
-            keys=batch.keys,
+        self._rollouts = _Rollouts(
+            keys=list(batch.keys),
             prompts=list(data["prompts"].unbind()),
             responses=responses,
             generated=[
                 torch.where(mask.bool(), row, -1)
                 for row, mask in zip(responses, data["loss_mask"].unbind(), strict=True)
             ],
-            mask_BT=data["response_mask"].to_padded_tensor(0).bool(),
-            base_advantages_BT=data["advantages"].to_padded_tensor(0.0),
+            groups=_groups(batch.keys),
+            examples=self._examples(data) if asked else [None] * len(batch),
         )
+        return self._rollouts
 
-    def _select(self, rollouts: _Rollouts) -> _Selection:
-        config = self.weight_config
-        advantages_BT = rollouts.base_advantages_BT
+    def _examples(self, data: TensorDict) -> list[Example]:
+        options = OmegaConf.select(self.config, "data.apply_chat_template_kwargs", default=None) or {}
+        options = OmegaConf.to_container(OmegaConf.create(options), resolve=True)
+        columns = {name: data[name].tolist() for name in ("raw_prompt", *self.signal.columns)}
+        return [
+            Example(messages, dict(zip(self.signal.columns, values, strict=True)), options)
+            for messages, *values in zip(*columns.values(), strict=True)
+        ]
+
+    def _fetch_advantages(self, batch: KVBatchMeta) -> tuple[torch.Tensor, torch.Tensor]:
+        """Response mask and base advantages, each (B, T)."""
+        data = tq.kv_batch_get(
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask", "advantages"]
+        )
+        return data["response_mask"].to_padded_tensor(0).bool(), data["advantages"].to_padded_tensor(0.0)
+
+    def _fetch_columns(self, batch: KVBatchMeta) -> dict[str, torch.Tensor]:
+        """The columns that the method reads, each (B, T) float32."""
+        names = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in self.signal.reads]
+        if not names:
+            return {}
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        return {name: data[name].to_padded_tensor(0.0).float() for name in names}
+
+    # ------------------------------------------------------------------------------------------------ scores and weights
+
+    def _select(self, rollouts: _Rollouts, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor) -> _Selection:
+        advantages_BT = base_advantages_BT
         truncated_B = self._truncated(rollouts)
-        if config.mask_truncated:
+        if self.signal.mask_truncated:
             advantages_BT = torch.where(truncated_B.unsqueeze(1), 0.0, advantages_BT)
-        masked = replace(rollouts, base_advantages_BT=advantages_BT)
-        spans = find_answer_spans(masked.generated, self.tokenizer, config.span)
-        return _Selection(masked, truncated_B, spans, select_rows(masked.advantages_B, spans, config))
+        batch = RolloutBatch(
+            mask_BT=mask_BT,
+            # The rows' advantage: that of the tokens it is not 0 on.
+            advantages_B=advantages_BT.gather(1, advantages_BT.abs().argmax(dim=1, keepdim=True)).squeeze(1),
+            spans=find_answer_spans(rollouts.generated, self.tokenizer, self.signal.span),
+            columns_BT={},
+            aggregate=self._aggregate,
+        )
+        return _Selection(batch, base_advantages_BT, advantages_BT, truncated_B, self.signal.select(batch))
 
-    def _weigh_advantages(self, batch: KVBatchMeta, rollouts: _Rollouts, metrics: dict) -> KVBatchMeta:
-        config = self.weight_config
-        selection = self._select(rollouts)
-        masked, truncated_B, spans, rows = selection.rollouts, selection.truncated_B, selection.spans, selection.rows
-        advantages_BT, advantages_B = masked.base_advantages_BT, masked.advantages_B
+    def _aggregate(self, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+        """A mean over the batch as the run's loss takes it."""
+        actor = self.config.actor_rollout_ref.actor
+        mean = agg_loss(
+            loss_mat=values_BT,
+            loss_mask=mask_BT.to(values_BT.dtype),
+            loss_agg_mode=actor.loss_agg_mode,
+            loss_scale_factor=actor.get("loss_scale_factor", None),
+        )
+        return float(mean)
 
-        with marked_timer("saliency", self.timing_raw, color="purple"):
-            scores_BT, gradient_norms, fused_B = self._fused_scores(batch, selection)
-            left_B = rows.selected_B & ~fused_B
-            if left_B.any():
-                own_scores_BT, own_norms = self._scores(masked, spans, left_B)
-                scores_BT = torch.where(left_B.unsqueeze(1), own_scores_BT, scores_BT)
-                gradient_norms = torch.cat([gradient_norms, own_norms])
-        result = batch_weights(scores_BT, masked.mask_BT, spans, rows, config)
-        weighted_BT = apply_token_weights(advantages_BT, result.weights_BT, masked.mask_BT)
+    def _weigh_advantages(
+        self, batch: KVBatchMeta, rollouts: _Rollouts, selection: _Selection, metrics: dict
+    ) -> KVBatchMeta:
+        signal, rows = self.signal, selection.rows
+        gradient_norms, known_B = torch.zeros(0), torch.zeros_like(rows.selected_B)
+        of_pass_BT = torch.full(selection.batch.mask_BT.shape, float("nan"))
+        with marked_timer("token_weights", self.timing_raw, color="purple"):
+            seen = replace(selection.batch, columns_BT=self._fetch_columns(batch))
+            if signal.uses:
+                of_pass_BT, gradient_norms, known_B = self._shared_scores(batch, rollouts, selection)
+                left = (rows.selected_B & ~known_B).nonzero().flatten().tolist()
+                of_pass_BT, gradient_norms = self._own_scores(rollouts, selection, left, of_pass_BT, gradient_norms)
+            scores_BT = signal.scores(seen, of_pass_BT if signal.uses else None)
+            scores_BT = of_pass_BT if scores_BT is None else scores_BT
+            result = batch_weights(scores_BT, seen, rows, signal)
+        weighted_BT = apply_token_weights(selection.advantages_BT, result.weights_BT, seen.mask_BT)
 
         if result.non_finite_B.any():
             logger.warning(
@@ -227,17 +297,19 @@ class TokenWeightTrainer:
                 int(result.non_finite_B.sum()),
                 int(rows.selected_B.sum()),
             )
-        figures = weight_metrics(result, masked.mask_BT, advantages_B, rows, gradient_norms)
-        valid_B = masked.mask_BT.any(dim=1)
-        figures["truncated_rate"] = int((truncated_B & valid_B).sum()) / max(1, int(valid_B.sum()))
-        figures["fused_rate"] = int(fused_B.sum()) / max(1, int(rows.selected_B.sum()))
+        figures = weight_metrics(result, seen.mask_BT, seen.advantages_B, rows, gradient_norms)
+        valid_B = seen.valid_B
+        figures["truncated_rate"] = int((selection.truncated_B & valid_B).sum()) / max(1, int(valid_B.sum()))
+        figures["shared_forward_rate"] = int(known_B.sum()) / max(1, int(rows.selected_B.sum()))
         metrics.update({f"{self.config.algorithm.adv_estimator}/{name}": value for name, value in figures.items()})
 
-        self._dump(rollouts, result.weights_BT, scores_BT, weighted_BT, spans)
-        lengths_like = torch.nested.as_nested_tensor(masked.responses, layout=torch.jagged)
-        nested = response_to_nested(weighted_BT, lengths_like)
-        fields = TensorDict({"advantages": nested, "returns": nested.clone()}, batch_size=len(batch))
-        return _without_fused_fields(tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields))
+        shown_BT = torch.where(rows.selected_B.unsqueeze(1), scores_BT, float("nan"))
+        self._dump(rollouts, selection, shown_BT, result.weights_BT, weighted_BT)
+        values = response_to_nested(weighted_BT, nested(rollouts.responses))
+        fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
+        return _without_saliency_fields(
+            tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        )
 
     def _truncated(self, rollouts: _Rollouts) -> torch.Tensor:
         """Rows, bool (B,), whose response reached the length limit without an end token."""
@@ -256,143 +328,96 @@ class TokenWeightTrainer:
             dtype=torch.bool,
         )
 
-    def _target(self, span: AnswerSpan) -> tuple[int, int]:
-        return target_range(span, self.weight_config.target)
-
-    def _fused_scores(
-        self, batch: KVBatchMeta, selection: _Selection
+    def _shared_scores(
+        self, batch: KVBatchMeta, rollouts: _Rollouts, selection: _Selection
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What came with the old log-probabilities: scores and gradient norms as of :meth:`_scores`, and of which rows."""
-        rollouts = selection.rollouts
-        scores_BT = torch.full(rollouts.mask_BT.shape, float("nan"))
-        known_B = torch.tensor([key in self._fused_keys for key in rollouts.keys], dtype=torch.bool)
-        fused_B = selection.rows.selected_B & known_B
-        fused = fused_B.nonzero().flatten().tolist()
+        """What came with the old log-probabilities: scores (B, T), NaN elsewhere; gradient norms; and of which rows, (B,)."""
+        scores_BT = torch.full(selection.batch.mask_BT.shape, float("nan"))
+        shared_B = torch.tensor([key in self._saliency_keys for key in rollouts.keys], dtype=torch.bool)
+        known_B = selection.rows.selected_B & shared_B
+        known = known_B.nonzero().flatten().tolist()
         norms = [torch.zeros(0)]
-        if fused:
-            keys = [rollouts.keys[row] for row in fused]
+        if known:
+            signal: SaliencySignal = self.signal
+            keys = [rollouts.keys[row] for row in known]
             data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(SALIENCY_FIELDS))
-            for row, *of_row in zip(fused, *(data[name].unbind() for name in SALIENCY_FIELDS), strict=True):
-                prompt_length = len(rollouts.prompts[row])
-                positions = slice(prompt_length - 1, prompt_length + self._target(selection.spans[row])[1])
-                saliency_P, norm_P = (values[positions] for values in of_row)
-                length = len(rollouts.responses[row])
-                scores_BT[row, :length] = align_scores(saliency_P, length, self.weight_config.alignment)
-                norms.append(norm_P)
-        return scores_BT, torch.cat(norms), fused_B
+            for row, *of_row in zip(known, *(data[name].unbind() for name in SALIENCY_FIELDS), strict=True):
+                asked = _pass_row(rollouts, selection, row)
+                positions = slice(asked.response_start - 1, signal.target_positions(asked)[1])
+                found = signal.row_scores(asked, *(values[positions] for values in of_row))
+                scores_BT[row, : len(found.scores_T)] = found.scores_T
+                norms.append(found.gradient_norms)
+        return scores_BT, torch.cat(norms), known_B
 
-    def _scores(
-        self, rollouts: _Rollouts, spans: list[AnswerSpan | None], selected_B: torch.Tensor
+    def _own_scores(
+        self,
+        rollouts: _Rollouts,
+        selection: _Selection,
+        rows: list[int],
+        scores_BT: torch.Tensor,
+        norms: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores aligned to tokens, (B, T), NaN where no pass gave any; and the gradient norms of all positions."""
-        if isinstance(self.weight_config, OarConfig):
-            return self._oar_scores(rollouts, spans, selected_B)
-        scores_BT = torch.full(rollouts.mask_BT.shape, float("nan"))
-        selected = selected_B.nonzero().flatten().tolist()
-        if not selected:
-            return scores_BT, torch.zeros(0)
+        """The given scores and gradient norms, with those of ``rows`` from a pass of their own."""
+        if not rows:
+            return scores_BT, norms
+        prepared = [self.signal.prepare_row(_pass_row(rollouts, selection, row), self.tokenizer) for row in rows]
+        scores_BT, norms = scores_BT.clone(), [norms]
+        for row, found in zip(rows, self._run_pass(prepared), strict=True):
+            scores_BT[row, : len(found.scores_T)] = found.scores_T
+            norms += [found.gradient_norms] if found.gradient_norms is not None else []
+        return scores_BT, torch.cat(norms)
 
-        tokens, response_starts, target_starts = [], [], []
-        for row in selected:
-            start, end = self._target(spans[row])
-            prompt = rollouts.prompts[row]
-            tokens.append(torch.cat([prompt, rollouts.responses[row][:end]]))
-            response_starts.append(len(prompt))
-            target_starts.append(len(prompt) + start)
-        order = self._deal([len(row) for row in tokens])
-        output: TensorDict = self.actor_rollout_wg.compute_saliency(
-            build_request(
-                [tokens[index] for index in order],
-                [response_starts[index] for index in order],
-                [target_starts[index] for index in order],
-                leaf=self.weight_config.leaf,
-                temperature=self.config.actor_rollout_ref.rollout.temperature,
-            )
+    def _run_pass(self, rows: list[PassRow]) -> list[RowScores]:
+        """Scores of prepared rows from the actor's workers."""
+        order = deal(
+            [self.signal.row_cost(row) for row in rows],
+            self._data_parallel_size,
+            [row.group for row in rows] if self.signal.whole_groups else None,
         )
-        for index, saliency_P in zip(order, output["saliency"].unbind(), strict=True):
-            row = selected[index]
-            length = len(rollouts.responses[row])
-            scores_BT[row, :length] = align_scores(saliency_P, length, self.weight_config.alignment)
-        norms = dict(zip(order, output["gradient_norm"].unbind(), strict=True))
-        return scores_BT, torch.cat(list(norms.values()))
-
-    def _oar_scores(
-        self, rollouts: _Rollouts, spans: list[AnswerSpan | None], selected_B: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`_scores` for OAR-G and OAR-P; the second has no gradients."""
-        scores_BT = torch.full(rollouts.mask_BT.shape, float("nan"))
-        selected = selected_B.nonzero().flatten().tolist()
-        if not selected:
-            return scores_BT, torch.zeros(0)
-        rows = [OarRow(rollouts.prompts[row], rollouts.responses[row], spans[row], row) for row in selected]
-        order = self._deal([cost(row, self.weight_config) for row in rows])
-        request = build_oar_request(
-            [rows[index] for index in order],
-            self.weight_config,
+        request = build_request(
+            # A copy that fills up a rank belongs to nobody.
+            [rows[place.row] if place.original else replace(rows[place.row], group=-1) for place in order],
+            self.signal,
+            temperature=self.config.actor_rollout_ref.rollout.temperature,
             step=self.global_steps,
             pad_token=self.tokenizer.pad_token_id,
         )
-        output: TensorDict = self.actor_rollout_wg.compute_oar_scores(request)
-        for index, scores_T in zip(order, output["scores"].unbind(), strict=True):
-            scores_BT[selected[index], : len(scores_T)] = scores_T
-        if "gradient_norm" not in output:
-            return scores_BT, torch.zeros(0)
-        norms = dict(zip(order, output["gradient_norm"].unbind(), strict=True))
-        return scores_BT, torch.cat(list(norms.values()))
-
-    def _deal(self, costs: list[int]) -> list[int]:
-        """Order in which rows go to the data-parallel ranks, as many and about as much work to each.
-
-        Where the number does not divide evenly, the cheapest row fills up: computed twice, used once.
-        """
-        cheapest = min(range(len(costs)), key=lambda index: costs[index])
-        rows = list(range(len(costs))) + [cheapest] * (-len(costs) % self._data_parallel_size)
-        return [row for share in self._shares(costs, rows) for row in share]
+        output: TensorDict = self.actor_rollout_wg.compute_token_scores(request)
+        columns = [output[name].unbind() for name in ("scores", "gradient_norm") if name in output]
+        found = {
+            place.row: RowScores(*values) for place, *values in zip(order, *columns, strict=True) if place.original
+        }
+        return [found[row] for row in range(len(rows))]
 
     @property
     def _data_parallel_size(self) -> int:
         """Number of workers that get rows of their own; the ranks of a sequence-parallel group get the same rows."""
         return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
 
-    def _shares(self, lengths: list[int], rows: list[int]) -> list[list[int]]:
-        """Deal rows to the data-parallel ranks: as many and about as many tokens to each; ``len(rows)`` divides evenly."""
-        if not rows:
-            return [[] for _ in range(self._data_parallel_size)]
-        found = get_seqlen_balanced_partitions(
-            [lengths[row] for row in rows], self._data_parallel_size, equal_size=True
-        )
-        return [[rows[index] for index in share] for share in found]
+    # --------------------------------------------------------------------------------------------------------------- dump
 
-    def _spread(self, lengths: list[int], selected: list[int]) -> list[int]:
-        """Order of a batch in which every rank gets its share of the selected rows, and of the others.
-
-        A rank with more selected rows than the others would keep them waiting. Where the number does not divide evenly, the
-        shortest other rows fill up.
-        """
-        chosen = set(selected)
-        others = sorted((row for row in range(len(lengths)) if row not in chosen), key=lambda row: lengths[row])
-        fill = -len(selected) % self._data_parallel_size
-        shares = zip(self._shares(lengths, selected + others[:fill]), self._shares(lengths, others[fill:]), strict=True)
-        return [row for with_graph, without in shares for row in (*with_graph, *without)]
+    @cached_property
+    def _dump_folder(self) -> Path | None:
+        folder = dump_folder(self.config)
+        return Path(folder) if folder else None
 
     def _dump(
         self,
         rollouts: _Rollouts,
-        weights_BT: torch.Tensor,
+        selection: _Selection,
         scores_BT: torch.Tensor,
+        weights_BT: torch.Tensor,
         weighted_BT: torch.Tensor,
-        spans: list[AnswerSpan | None],
     ) -> None:
-        """With ``algorithm.token_weights_dir`` set, write every token's score, weight and advantage to ``STEP.jsonl`` there."""
-        folder = self.config.algorithm.get("token_weights_dir", None)
-        if not folder:
+        """With ``algorithm.token_dump.folder`` set, write every token's score, weight and advantage to ``STEP.jsonl`` there."""
+        if self._dump_folder is None:
             return
-        path = Path(folder) / f"{self.global_steps}.jsonl"
+        path = self._dump_folder / f"{self.global_steps}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if self.local_trigger_step else "w", encoding="utf-8") as file:
             for row, key in enumerate(rollouts.keys):
                 length = len(rollouts.responses[row])
-                span = spans[row]
+                span: AnswerSpan | None = selection.batch.spans[row]
                 record = {
                     "key": key,
                     "step": self.global_steps,
@@ -400,8 +425,9 @@ class TokenWeightTrainer:
                     "response_ids": rollouts.responses[row].tolist(),
                     "tokens": self.tokenizer.convert_ids_to_tokens(rollouts.responses[row].tolist()),
                     "span": [span.start, span.content_start, span.content_end, span.end] if span else None,
-                    "mask": rollouts.mask_BT[row, :length].int().tolist(),
-                    "base_advantages": rollouts.base_advantages_BT[row, :length].tolist(),
+                    "mask": selection.batch.mask_BT[row, :length].int().tolist(),
+                    "truncated": bool(selection.truncated_B[row]),
+                    "base_advantages": selection.base_advantages_BT[row, :length].tolist(),
                     "scores": [None if s != s else s for s in scores_BT[row, :length].tolist()],
                     "weights": weights_BT[row, :length].tolist(),
                     "advantages": weighted_BT[row, :length].tolist(),
@@ -409,7 +435,28 @@ class TokenWeightTrainer:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def _without_fused_fields(batch: KVBatchMeta) -> KVBatchMeta:
+def _pass_row(rollouts: _Rollouts, selection: _Selection, row: int) -> PassRow:
+    """One row as a signal sees it."""
+    prompt, response = rollouts.prompts[row], rollouts.responses[row]
+    return PassRow(
+        tokens_S=torch.cat([prompt, response]),
+        response_start=len(prompt),
+        response_length=len(response),
+        span=selection.batch.spans[row],
+        advantage=float(selection.batch.advantages_B[row]),
+        group=rollouts.groups[row],
+        place=row,
+        example=rollouts.examples[row],
+    )
+
+
+def _groups(keys: Sequence[str]) -> list[int]:
+    """Numbers for the prompts that rows answer; verl's keys are ``{prompt}_{session}_{output}``."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(key.rsplit("_", 2)[0], len(numbers)) for key in keys]
+
+
+def _without_saliency_fields(batch: KVBatchMeta) -> KVBatchMeta:
     """The batch for verl's next stages, which fetch every field that it names."""
     if batch.fields is not None:
         batch.fields = [name for name in batch.fields if name not in (TARGET, *SALIENCY_FIELDS)]

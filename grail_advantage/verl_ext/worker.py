@@ -1,18 +1,42 @@
-"""verl's actor worker with the saliency pass, on its own or on the forward that recomputes the old log-probabilities."""
+"""verl's actor worker with the passes of signals, on their own or on the forward that recomputes the old log-probabilities."""
 
 from __future__ import annotations
 
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
 from verl.workers.config import TrainingWorkerConfig
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from grail_advantage.verl_ext.fused_pass import serve_saliency
-from grail_advantage.verl_ext.oar_pass import oar_pass
-from grail_advantage.verl_ext.token_pass import saliency_pass
+from grail_advantage.signals.base import Signal
+from grail_advantage.verl_ext.engine_model import EngineModel
+from grail_advantage.verl_ext.requests import build_reply, rows_of
+from grail_advantage.verl_ext.shared_forward import serve_saliency
 
 
-class SaliencyTrainingWorker(TrainingWorker):
+def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDict:
+    """Run the request's signal on this rank's rows.
+
+    A collective: every rank of the data-parallel group calls it with the same number of rows, and every rank of a
+    sequence-parallel group with the same rows.
+
+    Args:
+        engine: verl's FSDP engine, initialised.
+        request: from :func:`grail_advantage.verl_ext.requests.build_request`.
+
+    Returns:
+        see :func:`grail_advantage.verl_ext.requests.build_reply`; the rows in their order.
+    """
+    settings = {
+        name: tu.get_non_tensor_data(request, name, default=None) for name in ("temperature", "step", "pad_token")
+    }
+    signal: Signal = tu.get_non_tensor_data(request, "signal", default=None)
+    with engine.eval_mode():
+        return build_reply(signal.run(rows_of(request), EngineModel(engine, **settings)))
+
+
+class TokenWeightTrainingWorker(TrainingWorker):
     """``TrainingWorker`` whose ``infer_batch`` also gives saliency, where a batch asks for it."""
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
@@ -23,16 +47,10 @@ class SaliencyTrainingWorker(TrainingWorker):
 class TokenWeightActorWorker(ActorRolloutRefWorker):
     """``ActorRolloutRefWorker`` that also computes token scores with the actor's engine."""
 
-    actor_worker_cls = SaliencyTrainingWorker
+    actor_worker_cls = TokenWeightTrainingWorker
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    def compute_saliency(self, request: TensorDict) -> TensorDict | None:
-        """Run :func:`grail_advantage.verl_ext.token_pass.saliency_pass` on this rank's share of the rows."""
-        output = saliency_pass(self.actor.engine, request)
-        return output if self.actor.engine.is_mp_src_rank_with_outputs() else None
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    def compute_oar_scores(self, request: TensorDict) -> TensorDict | None:
-        """Run :func:`grail_advantage.verl_ext.oar_pass.oar_pass` on this rank's share of the rows."""
-        output = oar_pass(self.actor.engine, request)
+    def compute_token_scores(self, request: TensorDict) -> TensorDict | None:
+        """Run :func:`token_scores` on this rank's share of the rows."""
+        output = token_scores(self.actor.engine, request)
         return output if self.actor.engine.is_mp_src_rank_with_outputs() else None

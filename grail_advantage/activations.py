@@ -1,9 +1,6 @@
-"""Gradient-activation saliency: how strongly the model's own answer depends on the activation at each position.
+"""Getting at a model's activations without leaving a trace: leaves for a backward, logits of chosen columns, modes.
 
-Source: GRAIL (arXiv 2606.04889). With ``L`` the negative log-likelihood of the answer's tokens and ``h`` the activation
-at a position, the saliency is ``|| dL/dh * h ||_2``, the elementwise product's norm.
-
-The activation is cut out of the graph and made a leaf, so that the backward stops there and touches no parameter.
+An activation is cut out of the graph and made a leaf, so that a backward stops there and touches no parameter.
 
 Shape suffixes: B rows, S positions, K target tokens, D hidden, V vocabulary.
 """
@@ -116,6 +113,28 @@ def keep_logits(head: nn.Module, columns: torch.Tensor, *, with_all: bool = Fals
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def capture_hidden_states(head: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """While open, each forward of the output embeddings appends its input, (B, S, D) and detached, to the list, and computes
+    the logits of the first column alone. The hook is gone afterwards, whatever happened inside.
+
+    Args:
+        head: the model's output embeddings, bare or wrapped (FSDP, PEFT).
+    """
+    captured_BSD: list[torch.Tensor] = []
+
+    def before(_module: nn.Module, args: tuple) -> tuple:
+        hidden_BSD, *others = args
+        captured_BSD.append(hidden_BSD.detach())
+        return (hidden_BSD[:, :1], *others)
+
+    handle = head.register_forward_pre_hook(before)
+    try:
+        yield captured_BSD
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The estimators that verl's registry knows: token weight times sequence advantage.
 
-Source: GRAIL (arXiv 2606.04889) and OAR (arXiv 2601.07408): ``A_t = w_t * A``.
+Needs no verl.
 
 Shape suffixes: B rows, T response tokens.
 """
@@ -14,8 +14,9 @@ import torch
 
 from grail_advantage.weighting import apply_token_weights
 
-ESTIMATORS = ("grail", "oar_g", "oar_p")
 TOKEN_WEIGHTS = "token_weights"
+WEIGHS_TOKENS = "weighs_tokens"
+"""Attribute of the estimators made here, by which they are told from verl's."""
 
 AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -23,7 +24,7 @@ AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def start_command(estimator: str) -> str:
     """What to start instead of verl's stock entry point, for messages."""
     return (
-        f"algorithm.adv_estimator={estimator} needs token weights from the actor, which verl's stock trainer does not compute; "
+        f"algorithm.adv_estimator={estimator} needs token weights, which verl's stock trainer does not compute; "
         f"start the run with `python3 -m recipe.main_grail --config-name verl_grail algorithm.adv_estimator={estimator} ...` "
         "instead of `python3 -m verl.trainer.main_ppo ...` (same defaults, same overrides)"
     )
@@ -65,4 +66,5 @@ def weighted_estimator(name: str, base: AdvantageFn) -> AdvantageFn:
         weighted_BT = apply_token_weights(advantages_BT, weights_BT, response_mask)
         return weighted_BT, weighted_BT
 
+    setattr(estimator, WEIGHS_TOKENS, True)
     return estimator

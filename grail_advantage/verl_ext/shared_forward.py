@@ -1,8 +1,10 @@
-"""The saliency backward on the forward that recomputes the old log-probabilities.
+"""A saliency on the forward that recomputes the old log-probabilities.
 
-Source: GRAIL (arXiv 2606.04889). Rows with a target keep their graph, so that a saliency costs them a backward and no second
-forward; the other rows go through verl's own ``infer_batch``. Log-probabilities and entropies of all rows come from verl's
-code, scores from :func:`grail_advantage.verl_ext.token_pass.saliency_step`.
+Rows with a target keep their graph, so that a saliency costs them a backward and no second forward; the other rows go through
+verl's own ``infer_batch``. Log-probabilities and entropies of all rows come from verl's code, saliencies from
+:func:`grail_advantage.passes.saliency_step`.
+
+Shape suffixes: R rows.
 """
 
 from __future__ import annotations
@@ -16,15 +18,22 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from grail_advantage.signals.grad_activation import evaluation_mode
-from grail_advantage.verl_ext.token_pass import LEAF, TARGET, saliency_step, training_micro_batches
+from grail_advantage.activations import evaluation_mode
+from grail_advantage.passes import saliency_step
+from grail_advantage.verl_ext.engine_model import EngineMicroBatch, training_micro_batches
+from grail_advantage.verl_ext.requests import nested
+
+TARGET = "saliency_target"
+"""Field of a batch: (R, 2) int64, each row's half-open range of target tokens in prompt + response; empty for none."""
+LEAF = "saliency_leaf"
+"""Setting of a batch: see :class:`grail_advantage.GrailConfig`."""
+SALIENCY_FIELDS = ("saliency", "gradient_norm")
 
 InferBatch = Callable[..., dict[str, Any]]
-SALIENCY_FIELDS = ("saliency", "gradient_norm")
 
 
 def serve_saliency(engine: FSDPEngineWithLMHead) -> None:
-    """Make ``engine.infer_batch`` run :func:`fused_infer_batch` on batches that ask for saliency, and only on these.
+    """Make ``engine.infer_batch`` run :func:`infer_batch_with_saliency` on batches that ask for it, and only on these.
 
     Answers ``verl.workers.engine_workers.TrainingWorker.infer_batch``, which has no place for other code between its
     bookkeeping and the engine. Can go when verl's engine lets a caller keep the graph of some rows of an inference batch.
@@ -34,16 +43,18 @@ def serve_saliency(engine: FSDPEngineWithLMHead) -> None:
     def serve(data: TensorDict, loss_function: Callable | None = None) -> dict[str, Any]:
         if LEAF not in data:
             return infer_batch(data, loss_function=loss_function)
-        return fused_infer_batch(engine, data, infer_batch)
+        return infer_batch_with_saliency(engine, data, infer_batch)
 
     engine.infer_batch = serve
 
 
-def fused_infer_batch(engine: FSDPEngineWithLMHead, data: TensorDict, infer_batch: InferBatch) -> dict[str, Any]:
+def infer_batch_with_saliency(
+    engine: FSDPEngineWithLMHead, data: TensorDict, infer_batch: InferBatch
+) -> dict[str, Any]:
     """What verl's ``infer_batch`` gives, and the saliency of the rows that have a target.
 
-    A collective like :func:`grail_advantage.verl_ext.token_pass.saliency_pass`. So that all ranks run the same micro-batches,
-    every rank keeps the graph of as many rows as the one with the most targets.
+    A collective of the engine's ranks. So that all run the same micro-batches, every rank keeps the graph of as many rows as
+    the one with the most targets.
 
     Args:
         engine: verl's FSDP engine in evaluation mode.
@@ -80,16 +91,19 @@ def fused_infer_batch(engine: FSDPEngineWithLMHead, data: TensorDict, infer_batc
         collect(without_graph, {name: values.unbind() for name, values in output["model_output"].items()})
         losses = output["loss"]
     if with_graph:
+        leaf = tu.get_non_tensor_data(data, LEAF, default=None)
         part = tu.index_select_tensor_dict(data, with_graph)
         with evaluation_mode(engine.module):
-            for micro_batch, indices in training_micro_batches(engine, part):
-                outputs = saliency_step(engine, micro_batch, with_log_probs=True)
+            for batch, indices in training_micro_batches(engine, part):
+                batch = batch.to(get_device_id())
+                micro = EngineMicroBatch(engine, batch, (), with_log_probs=True)
+                found = saliency_step(micro, batch[TARGET].tolist(), leaf)
+                outputs = {**micro.outputs, **dict(zip(SALIENCY_FIELDS, zip(*found, strict=True), strict=True))}
                 collect([with_graph[index] for index in indices], outputs)
     for row in (~has_target_R).nonzero().flatten().tolist():
         nothing = torch.full((int(lengths_R[row]),), float("nan"), device=get_device_id())
         collect([row], {name: [nothing] for name in SALIENCY_FIELDS})
-    nested = {name: torch.nested.as_nested_tensor(found, layout=torch.jagged) for name, found in rows.items()}
-    return {"model_output": nested, "loss": losses, "metrics": {}}
+    return {"model_output": {name: nested(found) for name, found in rows.items()}, "loss": losses, "metrics": {}}
 
 
 def _whole_micro_batches(data: TensorDict, rows: list[int]) -> list[int]:

@@ -1,0 +1,79 @@
+"""What a reshaper is: a map from token scores to token weights, with its options.
+
+Shape suffixes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from grail_advantage.options import Options, option, option_fields
+from grail_advantage.registry import failures_said, reshapers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reshaper(Options):
+    """Base of every reshaper: a frozen dataclass whose fields are its options. It keeps no state."""
+
+    lowest: ClassVar[float] = -math.inf
+    highest: ClassVar[float] = math.inf
+    """Bounds that the weights are clipped to, for the metrics; a property where options set them."""
+    elsewhere: ClassVar[float] = 1.0
+    """Weight of a scored row's tokens outside the statistics set. They belong to the row's mass unless this is 1."""
+    ranks: ClassVar[bool] = False
+    """Whether it ranks scores or cuts at a quantile of them, so that coarse scores would matter."""
+
+    @abstractmethod
+    def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
+        """Weights of the tokens of a batch.
+
+        Args:
+            scores_BT: scores, any floating dtype; finite where the mask is true.
+            statistics_BT: bool; the tokens that are weighed. Rows without scores have none.
+            advantages_B: one advantage a row, before weighting.
+
+        Returns:
+            float32 (B, T), at least 0; read only where ``statistics_BT`` is true.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshaperChoice(Options):
+    """The options of a signal whose scores may go through any reshaper. A signal names its default by redefining
+    ``reshaper``; options of that reshaper that are fields or attributes of the signal are handed on by name."""
+
+    reshaper: str = option("log_zscore", "map from scores to weights, by its registered name")
+
+    reshaper_options: dict[str, Any] = option(
+        None, "further options of the chosen map, by their names in its own table", kind=dict
+    )
+
+    @property
+    def reshaping(self) -> Reshaper:
+        """The chosen reshaper.
+
+        Raises:
+            ValueError: an unknown reshaper or option, or a value that is not allowed.
+        """
+        known = reshapers()
+        if self.reshaper not in known:
+            raise ValueError(
+                f"{self.section}.reshaper={self.reshaper!r} is unknown; choose one of {', '.join(sorted(known))}"
+                f"{failures_said()}"
+            )
+        chosen = known[self.reshaper]
+        own = {entry.name: getattr(self, entry.name) for entry in option_fields(chosen) if hasattr(self, entry.name)}
+        try:
+            return chosen.from_dict({**own, **self.reshaper_options})
+        except ValueError as error:
+            raise ValueError(f"{self.section}.reshaper_options: {error}") from error
+
+    def check(self) -> None:
+        """See :class:`Options`."""
+        super().check()
+        _ = self.reshaping

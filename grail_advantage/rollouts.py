@@ -1,0 +1,91 @@
+"""A batch of responses as signals see it. Whoever runs a signal, a trainer or a plain function, fills it in.
+
+Shape suffixes: B rows, T response tokens, S positions of one row's prompt + response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from grail_advantage.answer_span import AnswerSpan
+
+OLD_LOG_PROBS = "old_log_probs"
+"""Column: log-probability of every response token under the policy before the update, at the sampling temperature."""
+ENTROPY = "entropy"
+"""Column: the policy's entropy in nats at every response token's predictor position, at the sampling temperature."""
+GROUPS = "groups"
+"""Which rows answer the same prompt."""
+EXAMPLES = "examples"
+"""Prompts as messages, and the columns of the data set."""
+
+
+def token_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+    """Mean over the valid tokens of a batch; 0 without any."""
+    return float(torch.where(mask_BT, values_BT, 0.0).double().sum() / mask_BT.sum().clamp(min=1))
+
+
+@dataclass(frozen=True)
+class Example:
+    """What a row was asked, for signals that ask it differently."""
+
+    messages: Sequence[Mapping[str, Any]]
+    """The prompt as a chat, before the chat template."""
+    columns: Mapping[str, Any]
+    """The other columns of the row's data set; ``reward_model.ground_truth`` is the gold answer in verl's layout."""
+    template_options: Mapping[str, Any]
+    """What the chat template was called with besides, such as ``enable_thinking``."""
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Responses of one batch, padded on the right to T tokens."""
+
+    mask_BT: torch.Tensor
+    """bool; the tokens that train."""
+    advantages_B: torch.Tensor
+    """One advantage a row, before weighting; 0 for truncated rows where these are masked."""
+    spans: Sequence[AnswerSpan | None]
+    """The rows' answers, in response-token indices."""
+    columns_BT: Mapping[str, torch.Tensor]
+    """Float columns that the signal asked for: ``OLD_LOG_PROBS``, ``ENTROPY``."""
+    aggregate: Callable[[torch.Tensor, torch.Tensor], float] = token_mean
+    """``aggregate(values_BT, mask_BT)``: a batch's mean as the run's loss takes it."""
+    step: int = 0
+    """Training step, for signals that change over a run; 0 where there is none."""
+    examples: Sequence[Example | None] | None = None
+    """What each row was asked, for signals that read ``EXAMPLES``; ``None`` for a row that only fills up the batch."""
+
+    @property
+    def valid_B(self) -> torch.Tensor:
+        """bool (B,); rows with a token that trains."""
+        return self.mask_BT.any(dim=-1)
+
+
+@dataclass(frozen=True)
+class PassRow:
+    """One row of a pass through the model."""
+
+    tokens_S: torch.Tensor
+    """int64; prompt + response. A signal may cut it where nothing matters any more, or change the prompt."""
+    response_start: int
+    """Index of the first response token, at least 1."""
+    response_length: int
+    """Number of response tokens, of which ``tokens_S`` may hold fewer."""
+    span: AnswerSpan | None
+    """The answer, relative to the response."""
+    advantage: float
+    group: int
+    """Rows with the same number answer the same prompt; -1: a copy that fills up a rank, whose scores nobody reads."""
+    place: int
+    """The row's place in its batch, for whatever has to differ from row to row."""
+    example: Example | None = None
+    """Only for signals that read ``EXAMPLES``, and only until :meth:`Signal.prepare_row`."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the whole row, cut off or not."""
+        return self.response_start + self.response_length

@@ -1,0 +1,225 @@
+"""What a signal is: a method's options, the rows that it needs, and its token scores.
+
+``A_t = w_t * A``: a signal gives a score to each response token and turns scores into weights, through a reshaper or by a map
+of its own. It knows no trainer. Whoever runs it
+
+1. fills in a :class:`~grail_advantage.rollouts.RolloutBatch` with the columns that :attr:`Signal.reads` names,
+2. asks :meth:`Signal.select` which rows need scores,
+3. where :attr:`Signal.uses` names something of the model, hands these rows, each through :meth:`Signal.prepare_row`, to
+   :meth:`Signal.run` with the door to a model (:mod:`grail_advantage.passes`),
+4. asks :meth:`Signal.scores` and, in :func:`grail_advantage.weighting.batch_weights`, :meth:`Signal.reshape`.
+
+A signal keeps nothing between batches.
+
+Shape suffixes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from grail_advantage.options import Options, option
+from grail_advantage.registry import method_of
+from grail_advantage.reshapers.base import ReshaperChoice
+from grail_advantage.rollouts import PassRow, RolloutBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grail_advantage.passes import Model, RowScores
+
+SALIENCY = "saliency"
+"""Uses: a backward from tokens' log-likelihood to an activation."""
+LOGITS = "logits"
+"""Uses: logits at chosen positions, with whatever the signal does to activations."""
+SEQUENCES = "sequences"
+"""Uses: forwards of sequences that the signal makes up, behind a cache of keys and values."""
+LOG_PROBS = "log_probs"
+"""Uses: log-probabilities of the response tokens."""
+HIDDEN_STATES = "hidden_states"
+"""Uses: what the last block gives the output embeddings at the response tokens."""
+
+
+@dataclass(frozen=True)
+class RowSelection:
+    """Which rows are which; every field is a bool tensor of shape (B,)."""
+
+    answered_B: torch.Tensor
+    """The response has a complete answer span."""
+    inside_gate_B: torch.Tensor
+    """The gate lets the row's advantage through. Rows with advantage 0 count as inside: no weight of theirs matters."""
+    selected_B: torch.Tensor
+    """The row needs scores."""
+
+
+@dataclass(frozen=True)
+class AnswerWeights:
+    """Weights that a method gives to an answer and everything behind it, whatever their scores."""
+
+    content: float
+    """Of the answer's content tokens."""
+    others: float
+    """Of its boundary tokens and of what comes behind it."""
+    outside_gate: bool
+    """Whether the answers of rows outside the gate get them too."""
+
+
+@dataclass(frozen=True)
+class Reshaped:
+    """What :meth:`Signal.reshape` makes of scores."""
+
+    weights_BT: torch.Tensor
+    """float32; read only in scored rows, and there only on the tokens that the signal weighs by score."""
+    lowest: float = -math.inf
+    highest: float = math.inf
+    """Bounds that the weights were clipped to."""
+    elsewhere: float = 1.0
+    """Weight of the scored rows' tokens outside the statistics set, for signals without answer weights."""
+
+
+def gate_option(default: str) -> Any:
+    """The option ``gate``, for signals that have one."""
+    return option(
+        default,
+        "rows that get weights: wrong (advantage <= 0), correct (advantage > 0) or all",
+        choices=("wrong", "correct", "all"),
+    )
+
+
+def statistics_option(default: str | None) -> Any:
+    """The option ``statistics``, for signals that have one."""
+    return option(
+        default,
+        "tokens that are scored and weighed against each other: the whole response, or the reasoning before the answer",
+        choices=("response", "reasoning"),
+    )
+
+
+def normalize_mass_option(default: bool | None = False) -> Any:
+    """The option ``normalize_mass``, for signals that have one."""
+    return option(default, "whether the weights of a row's weighed tokens are scaled to sum to their number", kind=bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signal(Options):
+    """Base of every signal: a frozen dataclass whose fields are its options.
+
+    What is a class variable here, a signal may redefine as a class variable, a property or an option.
+    """
+
+    formula: ClassVar[str] = ""
+    """The weight, in one line of plain text, for the page of all methods."""
+    source: ClassVar[str] = ""
+    """Where the method comes from, and how well that is known."""
+    cost: ClassVar[str] = "0"
+    """Cost on top of GRPO's step in forwards over the batch, for the page of all methods; a backward counts as two."""
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """What of the batch it reads: names of :mod:`grail_advantage.rollouts`."""
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Columns of the data set that it reads, of a signal that reads ``EXAMPLES``."""
+    uses: ClassVar[str] = ""
+    """What of the model it uses: one of the words above, or nothing."""
+    ranks_entropy: ClassVar[bool] = False
+    """Whether it ranks tokens by entropy or cuts at a quantile of it, so that coarse values would matter."""
+    whole_groups: ClassVar[bool] = False
+    """Whether :meth:`run` must see all selected rows of a group together."""
+    span: ClassVar[str] = "last"
+    """Which complete ``\\boxed{...}`` is the answer: ``first`` or ``last``."""
+    needs_answer: ClassVar[bool] = False
+    """Whether rows without an answer get no scores. They then weigh 1."""
+    gate: ClassVar[str] = "all"
+    statistics: ClassVar[str] = "response"
+    normalize_mass: ClassVar[bool] = False
+    answer_weights: ClassVar[AnswerWeights | None] = None
+    """``None``: the tokens outside the statistics set weigh :attr:`Reshaped.elsewhere`."""
+
+    mask_truncated: bool = option(
+        True,
+        "whether a response that hit the length limit without an end token gets advantage 0; applied by the trainer, which "
+        "knows the limit",
+    )
+
+    @property
+    def name(self) -> str:
+        """What ``algorithm.adv_estimator`` calls it."""
+        return method_of(self).name
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuse a tokenizer that the signal cannot work with.
+
+        Raises:
+            ValueError: naming the remedy.
+        """
+
+    def select(self, batch: RolloutBatch) -> RowSelection:
+        """Find the rows that need scores: inside the gate, with an answer where one is needed, a token that trains, and an
+        advantage that is not 0. Leaving the others out is exact, as their token advantages do not depend on scores."""
+        device = batch.advantages_B.device
+
+        def rows_with(condition: Sequence[bool]) -> torch.Tensor:
+            return torch.tensor(list(condition), dtype=torch.bool, device=device)
+
+        answered_B = rows_with(span is not None for span in batch.spans)
+        positive_B = batch.advantages_B > 0
+        inside_B = {"wrong": ~positive_B, "correct": positive_B, "all": torch.ones_like(positive_B)}[self.gate]
+        matters_B = batch.advantages_B != 0
+        selected_B = inside_B & matters_B & batch.valid_B
+        if self.needs_answer:
+            selected_B = selected_B & answered_B
+        if self.statistics == "reasoning" and self.answer_weights is None:
+            selected_B = selected_B & rows_with(span is not None and span.start > 0 for span in batch.spans)
+        return RowSelection(answered_B, inside_B | ~matters_B, selected_B)
+
+    def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
+        """The row as the pass needs it: cut, or with another prompt. Runs where the tokenizer is, before rows are shared
+        out."""
+        return row
+
+    def row_cost(self, row: PassRow) -> int:
+        """What a prepared row costs compared with others, for sharing them out."""
+        return len(row.tokens_S)
+
+    def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
+        """Scores of these rows, in their order. Runs where the model is.
+
+        With a sharded model this is a collective: every rank calls it with as many rows, and must make the same calls of
+        ``model`` in the same order, whatever its rows hold.
+        """
+        raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
+
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor | None:
+        """Scores of the batch, float (B, T), read in selected rows only; a pass gives its own by default.
+
+        Args:
+            batch: with the columns that the signal reads.
+            of_pass_BT: what :meth:`run` gave, NaN elsewhere; ``None`` for a signal that uses nothing of the model.
+        """
+        return of_pass_BT
+
+    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
+        """Turn scores into weights.
+
+        Args:
+            scores_BT: finite where ``statistics_BT`` is true, and in the scored rows of a signal with answer weights.
+            statistics_BT: bool; the statistics sets of the scored rows.
+            batch: the batch.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no reshape(); derive it from ReshapedSignal, or write one"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshapedSignal(ReshaperChoice, Signal):
+    """Base of the signals whose scores go through a reshaper that the user chooses."""
+
+    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
+        """See :class:`Signal`."""
+        chosen = self.reshaping
+        weights_BT = chosen.weights(scores_BT, statistics_BT, batch.advantages_B)
+        return Reshaped(weights_BT, chosen.lowest, chosen.highest, chosen.elsewhere)

@@ -1,0 +1,26 @@
+"""Every token weighs 1: GRPO in this trainer, so that a method differs from its baseline in the weights alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from grail_advantage.registry import register_signal
+from grail_advantage.rollouts import RolloutBatch
+from grail_advantage.signals.base import RowSelection, Signal
+
+
+@register_signal("uniform")
+@dataclass(frozen=True, kw_only=True)
+class UniformConfig(Signal):
+    """GRPO, with truncated responses masked as for every other method."""
+
+    formula: ClassVar[str] = "1"
+    source: ClassVar[str] = "the baseline"
+
+    def select(self, batch: RolloutBatch) -> RowSelection:
+        """No row needs scores."""
+        rows = super().select(batch)
+        return replace(rows, selected_B=torch.zeros_like(rows.selected_B))

@@ -1,0 +1,326 @@
+"""verl's FSDP engine as a host of signals.
+
+Inputs, micro-batches, packing, sequence parallelism, autocast and offload are those of verl's
+``FSDPEngineWithLMHead.forward_step``, so that a signal sees the model exactly as the training step does. Backwards go to a leaf
+activation and stop there: no parameter gets a gradient, and the next optimiser step is what it would have been without.
+
+Under Ulysses sequence parallelism each rank of the group holds a slice of the packed rows. It differentiates the targets in
+its own slice; the attention's all-to-all carries every rank's share to every slice, and the values are gathered.
+
+Shape suffixes: R rows, K chosen positions, S positions, D hidden, V vocabulary, N sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+from tqdm import tqdm
+from transformers import Cache
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id, get_device_name
+from verl.utils.ulysses import get_ulysses_sequence_parallel_rank
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.utils import prepare_micro_batches
+
+from grail_advantage.activations import (
+    capture_hidden_states,
+    evaluation_mode,
+    keep_logits,
+    leaf_module,
+    negative_log_likelihood,
+)
+from grail_advantage.passes import Forward, MicroBatch, Model, Range, Turns
+from grail_advantage.rollouts import PassRow
+
+PROGRESS_SECONDS = 10
+"""A pass that shows its progress does so when it takes longer than this, and again after each such time."""
+
+_T = TypeVar("_T")
+
+
+class EngineModel(Model):
+    """The policy in verl's engine, which is in evaluation mode. Every method is a collective of the data-parallel group, and
+    every rank of a sequence-parallel group calls it with the same rows."""
+
+    def __init__(
+        self, engine: FSDPEngineWithLMHead, *, temperature: float, step: int = 0, pad_token: int | None = None
+    ) -> None:
+        self.engine = engine
+        self.temperature = temperature
+        self.step = step
+        self.pad_token = pad_token
+
+    def micro_batches(
+        self, rows: Sequence[PassRow], work: Callable[[MicroBatch], Sequence[_T]], *, gradients: bool
+    ) -> list[_T]:
+        """See :class:`Model`; split as the actor update's, or without gradients as those of the old log-probabilities."""
+        found: list[Any] = [None] * len(rows)
+        with evaluation_mode(self.engine.module) if gradients else torch.no_grad():
+            for batch, indices in training_micro_batches(self.engine, self._inputs(rows), gradients=gradients):
+                batch = batch.to(get_device_id())
+                tokens = batch["input_ids"].unbind()
+                here = [replace(rows[index], tokens_S=of_row) for index, of_row in zip(indices, tokens, strict=True)]
+                for index, result in zip(indices, work(EngineMicroBatch(self.engine, batch, here)), strict=True):
+                    found[index] = result
+        return found
+
+    @contextmanager
+    def sequences(self) -> Iterator[Forward]:
+        """See :class:`Model`. Sharded parameters are gathered in every forward, so a rank that is through runs forwards of one
+        token until all are."""
+        engine = self.engine
+        turns = Turns(engine.get_data_parallel_group(), torch.device(get_device_name()))
+
+        def run(
+            tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
+        ) -> tuple[torch.Tensor, Cache | None]:
+            behind = cache.get_seq_length() if cache is not None else 0
+            length = behind + tokens_NS.shape[1]
+            with keep_logits(engine.module.get_output_embeddings(), kept_K), autocast(engine):
+                output = engine.module(
+                    input_ids=tokens_NS,
+                    attention_mask=tokens_NS.new_ones(len(tokens_NS), length),
+                    position_ids=torch.arange(behind, length, device=tokens_NS.device).expand(len(tokens_NS), -1),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+            return output.logits, output.past_key_values
+
+        def forward(
+            tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
+        ) -> tuple[torch.Tensor, Cache | None]:
+            turns.take()
+            return run(tokens_NS.to(get_device_id()), kept_K.to(get_device_id()), cache)
+
+        with torch.no_grad():
+            yield forward
+            nothing_11 = torch.zeros((1, 1), dtype=torch.int64, device=get_device_id())
+            for _ in turns.wait():
+                run(nothing_11, nothing_11[0], None)
+
+    def sequences_together(self, length: int) -> int:
+        """See :class:`Model`; the token budget of the actor update's micro-batches, or their number of rows."""
+        settings = self.engine.engine_config
+        if settings.use_dynamic_bsz:
+            return max(1, settings.max_token_len_per_gpu // length)
+        return settings.micro_batch_size_per_gpu
+
+    def progress(self, total: int, what: str) -> tqdm:
+        """See :class:`Model`; of the first rank."""
+        return tqdm(
+            total=total,
+            desc=f"{what}, rank 0",
+            disable=torch.distributed.get_rank() != 0,
+            mininterval=PROGRESS_SECONDS,
+            delay=PROGRESS_SECONDS,
+        )
+
+    def _inputs(self, rows: Sequence[PassRow]) -> TensorDict:
+        tokens = [row.tokens_S for row in rows]
+        return tu.get_tensordict(
+            {
+                "input_ids": torch.nested.as_nested_tensor(tokens, layout=torch.jagged),
+                "position_ids": torch.nested.as_nested_tensor(
+                    [torch.arange(len(of_row)) for of_row in tokens], layout=torch.jagged
+                ),
+            },
+            non_tensor_dict={"temperature": self.temperature},
+        )
+
+
+def training_micro_batches(
+    engine: FSDPEngineWithLMHead, rows: TensorDict, *, gradients: bool = True
+) -> list[tuple[TensorDict, list[int]]]:
+    """Split by the token budget or the number of rows of the actor update's micro-batches, or without gradients of those of
+    the old log-probabilities; as many on every rank.
+
+    Returns:
+        the micro-batches, each with the indices of its rows.
+    """
+    settings = engine.engine_config
+    budget, count = settings.max_token_len_per_gpu, settings.micro_batch_size_per_gpu
+    if not gradients:
+        budget = settings.infer_max_token_len_per_gpu or budget
+        count = settings.infer_micro_batch_size_per_gpu or count
+    if settings.use_dynamic_bsz:
+        # A row that a signal made longer goes alone.
+        budget = max(budget, -(-int(rows["input_ids"].offsets().diff().max()) // engine.ulysses_sequence_parallel_size))
+    rows = rows.copy()
+    tu.assign_non_tensor(
+        rows,
+        use_remove_padding=settings.use_remove_padding,
+        use_fused_kernels=settings.use_fused_kernels,
+        use_dynamic_bsz=settings.use_dynamic_bsz,
+        max_token_len_per_gpu=budget,
+        sp_size=engine.ulysses_sequence_parallel_size,
+    )
+    if settings.use_dynamic_bsz:
+        micro_batches, indices = prepare_micro_batches(rows, dp_group=engine.get_data_parallel_group())
+        return list(zip(micro_batches, indices, strict=True))
+    indices = torch.arange(len(rows)).split(count)
+    return [(tu.index_select_tensor_dict(rows, index), index.tolist()) for index in indices]
+
+
+class EngineMicroBatch(MicroBatch):
+    """Rows side by side, padded, or packed into one long row. Every forward is a collective of the engine's ranks."""
+
+    def __init__(
+        self,
+        engine: FSDPEngineWithLMHead,
+        batch: TensorDict,
+        rows: Sequence[PassRow],
+        *,
+        with_log_probs: bool = False,
+    ) -> None:
+        """
+        Args:
+            engine: in evaluation mode.
+            batch: the rows for the engine, on its device.
+            rows: the rows for the signal, likewise.
+            with_log_probs: let :meth:`log_likelihood` also compute what verl's own forward gives; see :attr:`outputs`.
+        """
+        self.engine = engine
+        self.batch = batch
+        self.rows = rows
+        self.with_log_probs = with_log_probs
+        self.outputs: dict[str, Sequence[torch.Tensor]] = {}
+        """verl's model outputs (``log_probs``, ``entropy``, ...), a tensor a row."""
+        self.packed = engine.engine_config.use_remove_padding
+        self.offsets_R = batch["input_ids"].offsets()
+        self._starts = self.offsets_R.tolist()
+        self._model_inputs, self._output_args = engine.prepare_model_inputs(batch)
+
+    @property
+    def embedding(self) -> nn.Module:
+        """See :class:`MicroBatch`."""
+        return self.engine.module.get_input_embeddings()
+
+    def leaf(self, name: str) -> nn.Module:
+        """See :class:`MicroBatch`."""
+        return leaf_module(self.engine.module, name)
+
+    def logits(self, positions: Sequence[Range]) -> torch.Tensor:
+        """See :class:`MicroBatch`; not under sequence parallelism and not with fused kernels."""
+        places = [(*self.at(row, start), stop - start) for row, (start, stop) in enumerate(positions)]
+        device = self.offsets_R.device
+        batch_row_K = torch.cat([torch.full((count,), batch_row) for batch_row, _, count in places]).to(device)
+        column_K = torch.cat([torch.arange(first, first + count) for _, first, count in places]).to(device)
+        columns, kept_K = column_K.unique(return_inverse=True)
+        with keep_logits(self.engine.module.get_output_embeddings(), columns), autocast(self.engine):
+            kept_logits = self._forward().logits
+        return kept_logits[batch_row_K, kept_K]
+
+    def log_likelihood(self, tokens: Sequence[Range]) -> torch.Tensor:
+        """See :class:`MicroBatch`."""
+        engine = self.engine
+        targets = self._find_targets(tokens)
+        with autocast(engine):
+            if engine.engine_config.use_fused_kernels:
+                # verl's fused forward gives every next token's log-probability instead of logits.
+                for_verl = self._forward()
+                found = for_verl.log_probs[targets.batch_row_K, targets.columns[targets.kept_K]].float().sum()
+            else:
+                head = engine.module.get_output_embeddings()
+                with keep_logits(head, targets.columns, with_all=self.with_log_probs) as heads:
+                    kept_logits = self._forward().logits
+                logits_KV = kept_logits[targets.batch_row_K, targets.kept_K]
+                temperature = tu.get_non_tensor_data(self.batch, "temperature", default=None)
+                found = -negative_log_likelihood(logits_KV, targets.tokens_K, temperature)
+                if self.with_log_probs:
+                    _check_untouched(kept_logits, heads[0].kept)
+                    # verl scales logits in place where it may, so nothing else may read these.
+                    for_verl = SimpleNamespace(logits=heads.pop().everywhere)
+            if self.with_log_probs:
+                with torch.no_grad():
+                    self.outputs = self._verl_outputs(for_verl)
+        return found
+
+    def response_log_probs(self) -> list[torch.Tensor]:
+        """See :class:`MicroBatch`; by verl's own code."""
+        with autocast(self.engine):
+            log_probs = self._verl_outputs(self._forward())["log_probs"]
+        return [
+            of_row[row.response_start - 1 : len(row.tokens_S) - 1].float()
+            for row, of_row in zip(self.rows, log_probs, strict=True)
+        ]
+
+    def hidden_states(self) -> list[torch.Tensor]:
+        """See :class:`MicroBatch`; not with fused kernels."""
+        with capture_hidden_states(self.engine.module.get_output_embeddings()) as captured, autocast(self.engine):
+            self._forward()
+        of_rows = self.per_row(captured[0])
+        return [of_row[row.response_start :] for row, of_row in zip(self.rows, of_rows, strict=True)]
+
+    def at(self, row: int, position: int) -> tuple[int, int]:
+        """See :class:`MicroBatch`."""
+        return (0, self._starts[row] + position) if self.packed else (row, position)
+
+    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
+        """See :class:`MicroBatch`; also with further dimensions behind S."""
+        lengths = self.offsets_R.diff().tolist()
+        if self.packed:
+            whole = self.engine._gather_and_unpad_packed(values_BS[0], self._output_args["pad_size"])
+            return list(whole.split(lengths))
+        return [of_row[:length] for of_row, length in zip(values_BS, lengths, strict=True)]
+
+    def _forward(self) -> Any:
+        return self.engine.module(**self._model_inputs, use_cache=False)
+
+    def _verl_outputs(self, raw: Any) -> dict[str, Sequence[torch.Tensor]]:
+        outputs = self.engine.prepare_model_outputs(raw, self._output_args, self.batch, logits_processor_func=None)
+        return {name: values.unbind() for name, values in outputs.items()}
+
+    def _find_targets(self, tokens: Sequence[Range]) -> _Targets:
+        offsets = self.offsets_R
+        start_R, end_R = torch.tensor(tokens, device=offsets.device).unbind(dim=1)
+        counts_R = end_R - start_R
+        row_K = torch.repeat_interleave(torch.arange(len(counts_R), device=offsets.device), counts_R)
+        rank_K = torch.arange(len(row_K), device=offsets.device) - (counts_R.cumsum(0) - counts_R)[row_K]
+        position_K = start_R[row_K] + rank_K
+        tokens_K = self.batch["input_ids"].values()[offsets[row_K] + position_K]
+        # A packed micro-batch is one long row; a padded one keeps its rows apart, each starting at column 0.
+        batch_row_K = torch.zeros_like(row_K) if self.packed else row_K
+        column_K = position_K - 1 + (offsets[row_K] if self.packed else 0)
+        if self.engine.use_ulysses_sp:
+            width = self._model_inputs["input_ids"].shape[1]
+            column_K = column_K - get_ulysses_sequence_parallel_rank() * width
+            here_K = (column_K >= 0) & (column_K < width)
+            tokens_K, batch_row_K, column_K = tokens_K[here_K], batch_row_K[here_K], column_K[here_K]
+        columns, kept_K = column_K.unique(return_inverse=True)
+        return _Targets(tokens_K, batch_row_K, kept_K, columns if len(columns) else column_K.new_zeros(1))
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """The target tokens of a micro-batch whose predictors are in this rank's slice of it; int64."""
+
+    tokens_K: torch.Tensor
+    batch_row_K: torch.Tensor
+    """Row of the model's input that holds the predictor; packed rows are one long row."""
+    kept_K: torch.Tensor
+    """Index into ``columns`` of the predictor's column in that row."""
+    columns: torch.Tensor
+    """Distinct columns whose logits are needed, at least one, so that there always is a graph for the backward."""
+
+
+def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:
+    """That of the training step."""
+    if engine._autocast_dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(device_type=get_device_name(), dtype=engine._autocast_dtype)
+
+
+def _check_untouched(logits: torch.Tensor, head_output: torch.Tensor) -> None:
+    """The log-probabilities come from the output embeddings' own output, which must be the model's logits."""
+    if not torch.equal(logits, head_output):
+        raise ValueError(
+            "algorithm.token_weights.share_forward does not work with this model, which changes its logits behind the output "
+            "embeddings; set algorithm.token_weights.share_forward=false"
+        )

@@ -1,0 +1,97 @@
+"""What a run's configuration says about token weights. Needs no verl, so that it can be asked before verl is imported.
+
+- ``algorithm.adv_estimator``: the method, by its registered name; its options stand in the section of its own.
+- ``algorithm.token_weights.share_forward``: ``auto`` takes a saliency on the forward that recomputes the old
+  log-probabilities wherever that cannot change a result, ``true`` does the same and refuses a run in which it cannot, ``false``
+  always runs a pass of its own.
+- ``algorithm.token_dump.folder``: folder for every token's score, weight and advantage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from grail_advantage.options import option_fields
+from grail_advantage.registry import method, methods
+from grail_advantage.signals.base import SALIENCY, Signal
+
+SHARE_FORWARD = "algorithm.token_weights.share_forward"
+DUMP_FOLDER = "algorithm.token_dump.folder"
+MOVED = {"algorithm.fuse_saliency_pass": SHARE_FORWARD, "algorithm.token_weights_dir": DUMP_FOLDER}
+"""Options of 0.1 and what they are called now."""
+
+
+def algorithm_sections() -> dict[str, Any]:
+    """What belongs below ``algorithm`` beside verl's own options: the sections of all registered methods, every option at its
+    default (``None``), and those of the trainer."""
+    sections: dict[str, Any] = {"token_weights": {"share_forward": "auto"}, "token_dump": {"folder": None}}
+    for found in methods().values():
+        sections[found.section] = {
+            entry.name: None for entry in option_fields(found.signal_class) if entry.name not in found.fixed
+        }
+    return sections
+
+
+def signal_of(algorithm: DictConfig) -> Signal:
+    """The method of ``algorithm.adv_estimator`` with the options of its section.
+
+    Raises:
+        ValueError: an unknown method, option or value.
+    """
+    found = method(algorithm.adv_estimator)
+    section = algorithm.get(found.section) or {}
+    return found.build(OmegaConf.to_container(OmegaConf.create(section), resolve=True))
+
+
+def check_names(config: DictConfig) -> None:
+    """Refuse options of 0.1.
+
+    Raises:
+        ValueError: naming the new one.
+    """
+    for old, new in MOVED.items():
+        if OmegaConf.select(config, old) is not None:
+            raise ValueError(f"{old} is called {new} now")
+
+
+def dump_folder(config: DictConfig) -> str | None:
+    """Where the tokens' figures go, if anywhere."""
+    return OmegaConf.select(config, DUMP_FOLDER)
+
+
+def shares_forward(config: DictConfig, signal: Signal) -> bool:
+    """Whether this run takes the signal on the forward of the old log-probabilities."""
+    return _share_choice(config) is not False and _obstacle(config, signal) is None
+
+
+def check_share_forward(config: DictConfig, signal: Signal) -> None:
+    """Refuse an unknown value, and ``true`` where the forward cannot be shared.
+
+    Raises:
+        ValueError: naming the option and the remedy.
+    """
+    found = _obstacle(config, signal)
+    if _share_choice(config) is True and found is not None:
+        setting, reason = found
+        raise ValueError(f"{SHARE_FORWARD}=True does not work with {setting}: {reason}; use auto")
+
+
+def _share_choice(config: DictConfig) -> str | bool:
+    choice = OmegaConf.select(config, SHARE_FORWARD, default="auto")
+    if choice != "auto" and not isinstance(choice, bool):
+        raise ValueError(f"{SHARE_FORWARD}={choice!r} is unknown; choose one of auto, true, false")
+    return choice
+
+
+def _obstacle(config: DictConfig, signal: Signal) -> tuple[str, str] | None:
+    """The setting that rules a shared forward out, as ``option=value``, and why; ``None`` where nothing does."""
+    algorithm = config.algorithm
+    if signal.uses != SALIENCY:
+        return f"algorithm.adv_estimator={algorithm.adv_estimator}", "its signal is no saliency"
+    if OmegaConf.select(algorithm, "rollout_correction.bypass_mode", default=False):
+        return "algorithm.rollout_correction.bypass_mode=True", "no old log-probabilities are computed"
+    if algorithm.get("use_kl_in_reward", False):
+        return "algorithm.use_kl_in_reward=True", "the advantages, and so the rows, depend on the old log-probabilities"
+    return None
