@@ -1,0 +1,55 @@
+"""Mean-ratio map: a token's weight follows its score's distance from the row's mean score, in parts of that mean.
+
+For scores of at least 0 and a strength of at most 1 a row's mean weight is 1, whatever their distribution.
+
+Shape suffixes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from grail_advantage.options import option
+from grail_advantage.registry import register_reshaper
+from grail_advantage.reshapers.base import Reshaper
+
+
+@register_reshaper("mean_ratio")
+@dataclass(frozen=True, kw_only=True)
+class MeanRatio(Reshaper):
+    """``max(0, 1 + beta (x / mean x - 1))``, the mean over the row's statistics set."""
+
+    lowest: ClassVar[float] = 0.0
+
+    beta: float = option(
+        0.1,
+        "weight added where the score exceeds the row's mean by as much as that mean is; greater than 0",
+        above=0,
+        why="for equal weights train with adv_estimator=uniform",
+    )
+
+    def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
+        """See :func:`mean_ratio_weights`."""
+        return mean_ratio_weights(scores_BT, statistics_BT, beta=self.beta)
+
+
+def mean_ratio_weights(scores_BT: torch.Tensor, statistics_mask_BT: torch.Tensor, *, beta: float) -> torch.Tensor:
+    """``max(0, 1 + beta (x / mean x - 1))``; all 1 where the mean over the statistics set is not above 0. In float64.
+
+    Args:
+        scores_BT: scores, any floating dtype; finite where the mask is true. Meant for scores of at least 0: where scores of
+            both signs cancel, the mean is no measure of them and weights grow without bound.
+        statistics_mask_BT: bool; tokens that are weighed.
+        beta: greater than 0.
+
+    Returns:
+        ``weights_BT`` float32; 1 outside the statistics set.
+    """
+    known_BT = torch.where(statistics_mask_BT, scores_BT.double(), 0.0)
+    count_B1 = statistics_mask_BT.sum(dim=-1, keepdim=True).clamp(min=1)
+    mean_B1 = known_BT.sum(dim=-1, keepdim=True) / count_B1
+    weights_BT = (1 + beta * (known_BT / mean_B1 - 1)).clamp(min=0)
+    return torch.where(statistics_mask_BT & (mean_B1 > 0), weights_BT, 1.0).float()

@@ -1,0 +1,57 @@
+"""Power map: a token weighs in proportion to a power of its score, with mean 1 in each row.
+
+Source: the repository of arXiv 2606.00257, exponent 2 on surprisal.
+
+Shape suffixes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from grail_advantage.options import option
+from grail_advantage.registry import register_reshaper
+from grail_advantage.reshapers.base import Reshaper
+
+LEAST_SUM = 1e-8
+"""A row whose powers sum to less is weighed evenly."""
+
+
+@register_reshaper("power")
+@dataclass(frozen=True, kw_only=True)
+class Power(Reshaper):
+    """``n s^g / sum s^g`` over the n tokens of the row's statistics set. Negative scores count as 0."""
+
+    exponent: float = option(
+        2.0,
+        "exponent g of the score; greater than 0",
+        above=0,
+        why="for equal weights train with adv_estimator=uniform",
+    )
+
+    def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
+        """See :func:`power_weights`."""
+        return power_weights(scores_BT, statistics_BT, exponent=self.exponent)
+
+
+def power_weights(scores_BT: torch.Tensor, statistics_mask_BT: torch.Tensor, *, exponent: float) -> torch.Tensor:
+    """``n s^g / sum s^g`` over the n tokens of the row's statistics set; all 1 where the sum is below 1e-8. In float64.
+
+    Args:
+        scores_BT: scores, any floating dtype; finite where the mask is true; negative ones count as 0.
+        statistics_mask_BT: bool; tokens that are weighed.
+        exponent: g, greater than 0.
+
+    Returns:
+        ``weights_BT`` float32; 1 outside the statistics set.
+    """
+    known_BT = torch.where(statistics_mask_BT, scores_BT.double().clamp(min=0), 0.0)
+    # Relative to the row's mean, so that no power that matters overflows or underflows.
+    count_B1 = statistics_mask_BT.sum(dim=-1, keepdim=True)
+    mean_B1 = known_BT.sum(dim=-1, keepdim=True) / count_B1.clamp(min=1)
+    powers_BT = torch.where(mean_B1 > 0, known_BT / mean_B1, 0.0).pow(exponent)
+    sum_B1 = powers_BT.sum(dim=-1, keepdim=True)
+    uneven_BT = statistics_mask_BT & (mean_B1.pow(exponent) * sum_B1 >= LEAST_SUM)
+    return torch.where(uneven_BT, count_B1 * powers_BT / sum_B1, 1.0).float()

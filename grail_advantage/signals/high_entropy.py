@@ -1,0 +1,66 @@
+"""High-entropy tokens only: the fifth of a batch's tokens where the policy was most undecided trains, the rest does not.
+
+Source: "Beyond the 80/20 rule", arXiv 2506.01939. Its equation divides the loss by the number of all tokens, its code by that
+of the tokens kept; the option ``denominator`` says which, and the code's way is the default. The code makes a cut of its own in
+each micro-batch of the update, with the policy as it then is, and of equal entropies keeps as many as fit; here one cut is made
+for the whole batch, with the policy before the update, and all equal ones are kept, as in the equation.
+
+Shape suffixes: B rows, T response tokens, N tokens of all rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from grail_advantage.options import option
+from grail_advantage.registry import register_signal
+from grail_advantage.reshapers.top import count_of_share
+from grail_advantage.rollouts import ENTROPY, RolloutBatch
+from grail_advantage.signals.base import Reshaped, RowSelection, Signal, normalize_mass_option
+from grail_advantage.signals.policy_columns import entropy
+
+
+@register_signal("high_entropy")
+@dataclass(frozen=True, kw_only=True)
+class HighEntropyConfig(Signal):
+    """1, or N / k, on the tokens of highest entropy in the batch, 0 on the others.
+
+    All rows are compared, those with advantage 0 as well. Tokens that tie at the cut are all kept. With ``normalize_mass`` a
+    row without any token kept stays at 0.
+    """
+
+    formula: ClassVar[str] = "N / k on the k of the batch's N tokens with the highest H, else 0; rho = k / N = 0.2"
+    source: ClassVar[str] = "80/20, arXiv 2506.01939 (code)"
+    reads: ClassVar[frozenset[str]] = frozenset({ENTROPY})
+    ranks_entropy: ClassVar[bool] = True
+
+    rho: float = option(0.2, "share of the batch's tokens that is kept, rounded up; in (0, 1]", above=0, at_most=1)
+
+    denominator: str = option(
+        "selected",
+        "what the loss is averaged over: the tokens kept (selected: the weights are multiplied by N / k, so that their mean is "
+        "1), or all",
+        choices=("selected", "all"),
+    )
+
+    normalize_mass: bool = normalize_mass_option(False)
+
+    def select(self, batch: RolloutBatch) -> RowSelection:
+        """Every row with a token takes part in the cut."""
+        return replace(super().select(batch), selected_B=batch.valid_B)
+
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        return entropy(batch)
+
+    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        values_N = scores_BT[statistics_BT]
+        count = int(count_of_share(self.rho, statistics_BT.sum()))
+        cut = values_N.kthvalue(values_N.numel() - count + 1).values
+        kept_BT = statistics_BT & (scores_BT >= cut)
+        weight = values_N.numel() / int(kept_BT.sum()) if self.denominator == "selected" else 1.0
+        return Reshaped(kept_BT.float() * weight)

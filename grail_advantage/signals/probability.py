@@ -1,0 +1,48 @@
+"""Advantage reweighting: likely tokens weigh more, so that the large gradients of unlikely ones do not drown theirs.
+
+Source: "Do not let low-probability tokens over-dominate", arXiv 2505.12929, and its code; not its second method, which updates
+unlikely and likely tokens in turn.
+
+Shape suffixes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from grail_advantage.options import option
+from grail_advantage.registry import register_signal
+from grail_advantage.rollouts import OLD_LOG_PROBS, RolloutBatch
+from grail_advantage.signals.base import Reshaped, Signal, normalize_mass_option
+from grail_advantage.signals.policy_columns import surprisal
+
+
+@register_signal("probability")
+@dataclass(frozen=True, kw_only=True)
+class ProbabilityConfig(Signal):
+    """``alpha p + 1 - alpha``, with p the token's probability."""
+
+    formula: ClassVar[str] = "0.2 p + 0.8"
+    source: ClassVar[str] = "advantage reweighting, arXiv 2505.12929 (code)"
+    reads: ClassVar[frozenset[str]] = frozenset({OLD_LOG_PROBS})
+
+    alpha: float = option(
+        0.2,
+        "how much less an impossible token weighs than a certain one, which weighs 1; in (0, 1]",
+        above=0,
+        at_most=1,
+        why="the weights lie between 1 - alpha and 1",
+    )
+
+    normalize_mass: bool = normalize_mass_option(False)
+
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        return torch.exp(-surprisal(batch))
+
+    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        return Reshaped((self.alpha * scores_BT.double() + 1 - self.alpha).float())

@@ -1,0 +1,340 @@
+"""Token weights of the methods that read old log-probabilities and entropies, the plain way, to compare the package with.
+
+Nothing here is shared with the package but the span's four numbers: rows are lists of floats, everything is a loop, and
+shares of counts are exact fractions. A weight list has one entry for each token of its row.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from grail_advantage import AnswerSpan, RolloutBatch, Signal
+from grail_advantage.weighting import BatchWeights, batch_weights
+
+NAN = math.nan
+SPAN = AnswerSpan(3, 4, 5, 6)  # three reasoning tokens, opening, one content token, closing; the rest is behind it
+
+
+@dataclass
+class Row:
+    """A response: one log-probability and one entropy for each token, both exact in float32."""
+
+    advantage: float
+    log_probs: Sequence[float] = ()
+    entropies: Sequence[float] = ()
+    span: AnswerSpan | None = None
+    trained: Sequence[bool] = field(default=())
+    """By default every token trains."""
+
+    def __post_init__(self) -> None:
+        length = max(len(self.log_probs), len(self.entropies))
+        self.log_probs = list(self.log_probs) or [-1.0] * length
+        self.entropies = list(self.entropies) or [1.0] * length
+        self.trained = list(self.trained) or [True] * length
+
+    @property
+    def tokens(self) -> list[int]:
+        """Indices of the tokens that train."""
+        return [index for index, trained in enumerate(self.trained) if trained]
+
+    def reasoning(self) -> list[int]:
+        """Those of them before the answer."""
+        return [index for index in self.tokens if self.span is not None and index < self.span.start]
+
+    def ones(self) -> list[float]:
+        """Weight 1 on every token that trains."""
+        return [1.0 if trained else 0.0 for trained in self.trained]
+
+
+def random_rows(seed: int, count: int = 12) -> list[Row]:
+    """Rows of 0 to 14 tokens. Every second draw has few different values, so that ties abound."""
+    draw = random.Random(seed)
+    step = 64 if seed % 2 else 2
+    rows = []
+    for _ in range(count):
+        length = draw.choice([0, 1, 2, 3, 5, 8, 14])
+        start = draw.randint(0, length)
+        content = draw.randint(start, length)
+        end = draw.randint(content, length)
+        has_answer = length > 0 and draw.random() < 0.7
+        rows.append(
+            Row(
+                advantage=draw.choice([-2.0, -0.75, -0.0625, 0.0, 0.0625, 0.5, 1.25]),
+                log_probs=[-draw.randint(0, 6 * step) / step for _ in range(length)],
+                entropies=[draw.randint(0, 2 * step) / step for _ in range(length)],
+                span=AnswerSpan(start, content, end, length) if has_answer else None,
+                trained=[draw.random() < 0.8 for _ in range(length)] if draw.random() < 0.3 else (),
+            )
+        )
+    return rows
+
+
+def batch_of(
+    rows: Sequence[Row], *, extra: int = 0, junk: float = NAN, aggregate: Callable | None = None
+) -> RolloutBatch:
+    """The rows side by side, padded on the right, with ``junk`` wherever no token trains."""
+    width = max((len(row.trained) for row in rows), default=0) + extra
+
+    def padded(values: Sequence[float], row: Row) -> list[float]:
+        known = [value if trained else junk for value, trained in zip(values, row.trained, strict=True)]
+        return known + [junk] * (width - len(known))
+
+    def column(name: str) -> torch.Tensor:
+        return torch.tensor([padded(getattr(row, name), row) for row in rows]).reshape(len(rows), width)
+
+    masks = [list(row.trained) + [False] * (width - len(row.trained)) for row in rows]
+    return RolloutBatch(
+        mask_BT=torch.tensor(masks, dtype=torch.bool).reshape(len(rows), width),
+        advantages_B=torch.tensor([row.advantage for row in rows]),
+        spans=[row.span for row in rows],
+        columns_BT={"old_log_probs": column("log_probs"), "entropy": column("entropies")},
+        **({"aggregate": aggregate} if aggregate else {}),
+    )
+
+
+def result_of(signal: Signal, batch: RolloutBatch) -> BatchWeights:
+    """What the package makes of a batch, the way every host goes."""
+    rows = signal.select(batch)
+    scores_BT = signal.scores(batch, None) if rows.selected_B.any() else None
+    return batch_weights(scores_BT, batch, rows, signal)
+
+
+def weights_of(signal: Signal, rows: Sequence[Row], **options: Any) -> list[list[float]]:
+    """The package's weights of each row's tokens; checks dtype, range and the padding on the way."""
+    batch = batch_of(rows, **options)
+    weights_BT = result_of(signal, batch).weights_BT
+    assert weights_BT.dtype == torch.float32
+    assert not weights_BT.requires_grad
+    assert bool((weights_BT >= 0).all())
+    assert bool((weights_BT[~batch.mask_BT] == 0).all())
+    return [weights_BT[index, : len(row.trained)].tolist() for index, row in enumerate(rows)]
+
+
+def close(got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], tolerance: float = 1e-6) -> None:
+    """Row by row, so that a failure names the row."""
+    assert len(got) == len(expected)
+    for index, (of_row, wanted) in enumerate(zip(got, expected, strict=True)):
+        torch.testing.assert_close(
+            torch.tensor(of_row, dtype=torch.float64),
+            torch.tensor(wanted, dtype=torch.float64),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, index=index, of_row=of_row, wanted=wanted: (
+                f"row {index}: {of_row} is not {wanted}\n{text}"
+            ),
+        )
+
+
+def part(share: float, count: int) -> int:
+    """A share, as it is written in decimals, of a count; rounded up, at least 1."""
+    return max(1, math.ceil(Fraction(str(share)) * count))
+
+
+def chosen(scores: Sequence[float], places: Sequence[Any], count: int) -> list[Any]:
+    """Places of the highest scores, one at a time, of equal ones the first."""
+    left = list(range(len(places)))
+    found = []
+    while left and len(found) < count:
+        best = left[0]
+        for index in left:
+            if scores[index] > scores[best]:
+                best = index
+        found.append(places[best])
+        left.remove(best)
+    return found
+
+
+def top(scores: Sequence[float], k: int = 1, share: float | None = None) -> list[float]:
+    """1 on the k highest scores, the earlier ones of equal ones, else 0."""
+    count = k if share is None else part(share, len(scores))
+    kept = chosen(scores, range(len(scores)), count)
+    return [1.0 if index in kept else 0.0 for index in range(len(scores))]
+
+
+def power(scores: Sequence[float], exponent: float = 2.0) -> list[float]:
+    """n s^g / sum s^g, all 1 where the sum is below 1e-8."""
+    powers = [max(0.0, score) ** exponent for score in scores]
+    total = math.fsum(powers)
+    return [1.0] * len(scores) if total < 1e-8 else [len(scores) * value / total for value in powers]
+
+
+def mean_ratio(scores: Sequence[float], beta: float = 0.1) -> list[float]:
+    """max(0, 1 + beta (x / mean - 1)), all 1 where the mean is not above 0."""
+    mean = math.fsum(scores) / len(scores) if scores else 0.0
+    if not mean > 0:
+        return [1.0] * len(scores)
+    return [max(0.0, 1 + beta * (score / mean - 1)) for score in scores]
+
+
+MAPS: dict[str, Callable] = {"top": top, "power": power, "mean_ratio": mean_ratio}
+
+
+def inside(row: Row, gate: str) -> bool:
+    """Whether the gate lets the row through."""
+    return {"wrong": row.advantage <= 0, "correct": row.advantage > 0, "all": True}[gate]
+
+
+def through_map(
+    rows: Sequence[Row],
+    values: Callable[[Row], Sequence[float]],
+    *,
+    reshaper: str,
+    gate: str,
+    statistics: str,
+    normalize_mass: bool = False,
+    **options: Any,
+) -> list[list[float]]:
+    """A score for each token, one of the maps above, a gate and a statistics set."""
+    found = []
+    for row in rows:
+        weights = row.ones()
+        places = row.reasoning() if statistics == "reasoning" else row.tokens
+        scores = [max(0.0, values(row)[index]) for index in places]
+        if inside(row, gate) and row.advantage != 0 and places and all(map(math.isfinite, scores)):
+            mapped = MAPS[reshaper](scores, **options)
+            if reshaper == "top":
+                weights = [0.0] * len(weights)
+            for index, weight in zip(places, mapped, strict=True):
+                weights[index] = weight
+            if normalize_mass:
+                weights = to_mass(weights, row.tokens if reshaper == "top" else places)
+        found.append(weights)
+    return found
+
+
+def to_mass(weights: Sequence[float], places: Sequence[int]) -> list[float]:
+    """Scale the weights at these places so that they sum to their number, where their sum is above 0."""
+    total = math.fsum(weights[index] for index in places)
+    scale = len(places) / total if total > 0 else 1.0
+    return [weight * scale if index in places else weight for index, weight in enumerate(weights)]
+
+
+def surprisals(row: Row) -> list[float]:
+    """-log p."""
+    return [-value for value in row.log_probs]
+
+
+def surprisal(rows: Sequence[Row], **options: Any) -> list[list[float]]:
+    """Surprisal through a map."""
+    settings = {"reshaper": "top", "gate": "wrong", "statistics": "reasoning"} | options
+    return through_map(rows, surprisals, **settings)
+
+
+def entropy(rows: Sequence[Row], **options: Any) -> list[list[float]]:
+    """Entropy through a map."""
+    settings = {"reshaper": "mean_ratio", "gate": "all", "statistics": "response"} | options
+    return through_map(rows, lambda row: row.entropies, **settings)
+
+
+def sound(row: Row, *columns: Sequence[float]) -> bool:
+    """Whether every token that trains has finite values."""
+    return all(math.isfinite(column[index]) for column in columns for index in row.tokens)
+
+
+def finished(rows: Sequence[Row], found: list[list[float]], normalize_mass: bool, taking_part: Sequence[bool]) -> list:
+    """Restore the mass of the rows that took part."""
+    if not normalize_mass:
+        return found
+    return [
+        to_mass(weights, row.tokens) if takes_part else weights
+        for row, weights, takes_part in zip(rows, found, taking_part, strict=True)
+    ]
+
+
+def high_entropy(
+    rows: Sequence[Row], rho: float = 0.2, denominator: str = "selected", normalize_mass: bool = False
+) -> list[list[float]]:
+    """The tokens at or above the entropy that the share ends with, over all rows."""
+    taking_part = [sound(row, row.entropies) for row in rows]
+    everything = [
+        row.entropies[index] for row, part_ in zip(rows, taking_part, strict=True) if part_ for index in row.tokens
+    ]
+    if not everything:
+        return [row.ones() for row in rows]
+    cut = sorted(everything, reverse=True)[part(rho, len(everything)) - 1]
+    kept = sum(1 for value in everything if value >= cut)
+    weight = len(everything) / kept if denominator == "selected" else 1.0
+    found = []
+    for row, part_ in zip(rows, taking_part, strict=True):
+        weights = row.ones()
+        for index in row.tokens if part_ else []:
+            weights[index] = weight if row.entropies[index] >= cut else 0.0
+        found.append(weights)
+    return finished(rows, found, normalize_mass, taking_part)
+
+
+def entropy_bonus(
+    rows: Sequence[Row], alpha: float = 0.4, kappa: float = 2.0, normalize_mass: bool = False
+) -> list[list[float]]:
+    """(A + min(alpha H, |A| / kappa)) / A."""
+    taking_part = [sound(row, row.entropies) and row.advantage != 0 for row in rows]
+    found = []
+    for row, part_ in zip(rows, taking_part, strict=True):
+        weights = row.ones()
+        for index in row.tokens if part_ else []:
+            bonus = min(alpha * max(0.0, row.entropies[index]), abs(row.advantage) / kappa)
+            weights[index] = (row.advantage + bonus) / row.advantage
+        found.append(weights)
+    return finished(rows, found, normalize_mass, taking_part)
+
+
+def probability(rows: Sequence[Row], alpha: float = 0.2, normalize_mass: bool = False) -> list[list[float]]:
+    """alpha p + 1 - alpha."""
+    taking_part = [sound(row, row.log_probs) and row.advantage != 0 for row in rows]
+    found = []
+    for row, part_ in zip(rows, taking_part, strict=True):
+        weights = row.ones()
+        for index in row.tokens if part_ else []:
+            weights[index] = alpha * math.exp(min(0.0, row.log_probs[index])) + 1 - alpha
+        found.append(weights)
+    return finished(rows, found, normalize_mass, taking_part)
+
+
+def stare(
+    rows: Sequence[Row],
+    variant: str = "O1",
+    threshold: float = 0.3,
+    share: float = 0.1,
+    strength: float = 0.1,
+    normalize_mass: bool = False,
+    mean: float | None = None,
+) -> list[list[float]]:
+    """The least likely tokens of either sign, while the mean entropy (by default over tokens) is below the threshold."""
+    taking_part = [sound(row, row.entropies, row.log_probs) for row in rows]
+    if mean is None:
+        everything = [
+            row.entropies[index] for row, part_ in zip(rows, taking_part, strict=True) if part_ for index in row.tokens
+        ]
+        mean = math.fsum(everything) / max(1, len(everything))
+    found = [row.ones() for row in rows]
+    if not mean < threshold:
+        return found
+    for sign, weight in ((1, 1 + strength), (-1, 1 - strength))[: 1 if variant == "O1" else 2]:
+        places = [
+            (number, index)
+            for number, row in enumerate(rows)
+            if taking_part[number] and row.advantage * sign > 0
+            for index in row.tokens
+        ]
+        scores = [surprisals(rows[number])[index] for number, index in places]
+        count = min(len(places), part(share, len(places)))
+        for number, index in chosen(scores, places, count):
+            found[number][index] = weight
+    return finished(rows, found, normalize_mass, taking_part)
+
+
+METHODS: dict[str, Callable] = {
+    "surprisal": surprisal,
+    "entropy": entropy,
+    "high_entropy": high_entropy,
+    "entropy_bonus": entropy_bonus,
+    "probability": probability,
+    "stare": stare,
+}
