@@ -16,6 +16,33 @@ from grail_advantage.weighting import BatchWeights
 
 TOP_SHARE = 0.1
 
+METRICS = {
+    "answer_found_rate": "share of rows with a complete answer",
+    "selected_rate": "share of rows that needed scores",
+    "neutral_rate": "share of rows whose every weight is 1",
+    "non_finite_rate": "share of rows that fell back to weight 1 over a score that is not finite",
+    "average_weight": "mean weight over valid tokens",
+    "weight_deviation": "its standard deviation, of the population",
+    "clipped_low_rate": "share of the weights from scores that met the map's lower bound, before the row's mass was restored; "
+    "0 for a map without one",
+    "clipped_high_rate": "likewise the upper bound",
+    "effective_sample_ratio": "`(sum w)^2 / (T sum w^2)`, averaged over rows: 1 where all of a row's weights are equal",
+    "top_share": "mass at the top: share of the batch's advantage mass `sum |A_t|` on its heaviest tenth of tokens with "
+    "`A != 0`",
+    "advantage_scale": "`mean |A_t| / mean |A|` over valid tokens",
+}
+"""The figures of every batch and what they mean."""
+GRADIENT_METRICS = {
+    "gradient_norm_p10": "10th percentile of the gradient norms of all positions that the pass looked at",
+    "gradient_norm_p90": "90th percentile of them",
+}
+"""Those of a pass with gradients."""
+TRAINER_METRICS = {
+    "truncated_rate": "share of rows that hit the length limit without an end token",
+    "shared_forward_rate": "share of the scored rows whose saliency was taken on the forward of the old log-probabilities",
+}
+"""Those that the trainer adds."""
+
 
 def weight_metrics(
     result: BatchWeights,
@@ -35,14 +62,8 @@ def weight_metrics(
             gradients.
 
     Returns:
-        - ``answer_found_rate``, ``selected_rate``, ``neutral_rate`` (every weight 1), ``non_finite_rate``: shares of rows.
-        - ``average_weight``, ``weight_deviation``: mean and standard deviation over valid tokens, population.
-        - ``clipped_low_rate``, ``clipped_high_rate``: shares of the weights that come from scores and met a bound of the
-          map before the row's mass was restored; 0 for a map without that bound.
-        - ``effective_sample_ratio``: ``(sum w)^2 / (T * sum w^2)``, averaged over rows.
-        - ``top_share``: share of the batch's advantage mass ``sum |A_t|`` on its heaviest tenth of tokens with ``A != 0``.
-        - ``advantage_scale``: ``mean |A_t| / mean |A|`` over valid tokens.
-        - ``gradient_norm_p10``, ``gradient_norm_p90``: percentiles; absent without gradients.
+        the figures of ``METRICS``, and with gradient norms those of ``GRADIENT_METRICS``; empty for a batch without a valid
+        token.
     """
     mask_BT = response_mask_BT.bool()
     valid_B = mask_BT.any(dim=-1)

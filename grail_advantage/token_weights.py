@@ -113,32 +113,20 @@ def compute_token_weights(
 
     plain = _PlainModel(model, tokenizer, temperature, device, process_group)
     gradient_norms = [torch.zeros(0)]
-    with torch.inference_mode(False):  # the caller may be in it, and such a tensor could not be written to below
+    with torch.inference_mode(False):  # the caller may be in it, and nothing made there can take part in a backward
         of_pass_BT = torch.full(mask_BT.shape, float("nan"), device=device)
-    if rows.selected_B.any() or process_group is not None:
-        everything = [
-            PassRow(
-                tokens_S=input_ids[index, valid_BL[index]],
-                response_start=int(response_BL[index, valid_BL[index]].nonzero()[0]) if len(responses[index]) else 0,
-                response_length=len(responses[index]),
-                span=spans[index],
-                advantage=float(advantages[index]),
-                group=int(groups[index]) if groups is not None else index,
-                place=index,
-                example=examples[index] if examples is not None else None,
-            )
-            for index in range(input_ids.shape[0])
-        ]
-        given = {OLD_LOG_PROBS: old_log_probs, ENTROPY: entropy}
-        batch = replace(batch, columns_BT=_columns(signal, plain, everything, mask_BT, response_BL, given))
-        if signal.uses:
-            signal.check_tokenizer(tokenizer)
-            selected = [everything[index] for index in rows.selected_B.nonzero().flatten().tolist()]
-            found = signal.run([signal.prepare_row(row, tokenizer) for row in selected], plain)
-            for row, row_scores in zip(selected, found, strict=True):
-                of_pass_BT[row.place, : len(row_scores.scores_T)] = row_scores.scores_T
-                if row_scores.gradient_norms is not None:
-                    gradient_norms.append(row_scores.gradient_norms.cpu())
+        if rows.selected_B.any() or process_group is not None:
+            everything = _pass_rows(input_ids, valid_BL, response_BL, spans, advantages, groups, examples)
+            given = {OLD_LOG_PROBS: old_log_probs, ENTROPY: entropy}
+            batch = replace(batch, columns_BT=_columns(signal, plain, everything, mask_BT, response_BL, given))
+            if signal.uses:
+                signal.check_tokenizer(tokenizer)
+                selected = [everything[index] for index in rows.selected_B.nonzero().flatten().tolist()]
+                found = signal.run([signal.prepare_row(row, tokenizer) for row in selected], plain)
+                for row, row_scores in zip(selected, found, strict=True):
+                    of_pass_BT[row.place, : len(row_scores.scores_T)] = row_scores.scores_T
+                    if row_scores.gradient_norms is not None:
+                        gradient_norms.append(row_scores.gradient_norms.cpu())
 
     scores_BT = _scores(signal, batch, rows, of_pass_BT)
     result = batch_weights(scores_BT, batch, rows, signal)
@@ -148,6 +136,35 @@ def compute_token_weights(
         spans=spans,
         stats=weight_metrics(result, mask_BT, advantages, rows, torch.cat(gradient_norms)),
     )
+
+
+def _pass_rows(
+    input_ids: torch.Tensor,
+    valid_BL: torch.Tensor,
+    response_BL: torch.Tensor,
+    spans: Sequence[AnswerSpan | None],
+    advantages: torch.Tensor,
+    groups: torch.Tensor | None,
+    examples: Sequence[Example] | None,
+) -> list[PassRow]:
+    """Every row without its padding."""
+    rows = []
+    for index in range(input_ids.shape[0]):
+        inside_S = response_BL[index, valid_BL[index]]
+        length = int(inside_S.sum())
+        rows.append(
+            PassRow(
+                tokens_S=input_ids[index, valid_BL[index]],
+                response_start=int(inside_S.nonzero()[0]) if length else len(inside_S),
+                response_length=length,
+                span=spans[index],
+                advantage=float(advantages[index]),
+                group=int(groups[index]) if groups is not None else index,
+                place=index,
+                example=examples[index] if examples is not None else None,
+            )
+        )
+    return rows
 
 
 def _scores(signal: Signal, batch: RolloutBatch, rows: RowSelection, of_pass_BT: torch.Tensor) -> torch.Tensor:

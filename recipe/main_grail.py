@@ -32,7 +32,7 @@ from verl.utils.device import auto_set_device  # noqa: E402
 
 from grail_advantage.registry import methods  # noqa: E402
 from grail_advantage.verl_ext import stock_entry_guard  # noqa: E402
-from grail_advantage.verl_ext.settings import algorithm_sections  # noqa: E402
+from grail_advantage.verl_ext.settings import TRAINER_MODULE, algorithm_sections, import_trainer_module  # noqa: E402
 
 # The sections of all registered methods, as the configurations' defaults list names them.
 ConfigStore.instance().store(name="token_weights", node={"algorithm": algorithm_sections()}, package="_global_")
@@ -45,6 +45,7 @@ class TokenWeightTaskRunner(TaskRunnerV1.__ray_metadata__.modified_class):
         """Run the training, see ``TaskRunnerV1.run``."""
         import grail_advantage.verl_ext.async_trainers  # noqa: F401  registers these two trainers and the synchronous one
 
+        import_trainer_module(config)
         super().run(config)
 
 
@@ -59,15 +60,15 @@ def prepare(config: DictConfig) -> type:
     weighted = config.algorithm.adv_estimator in methods()
     if weighted:
         with open_dict(config):
-            mode = config.trainer.v1.trainer_mode
-            config.trainer.v1.trainer_mode = f"grail_{mode.removeprefix('grail_')}"
+            config.trainer.v1.trainer_mode = f"grail_{config.trainer.v1.trainer_mode}"
     with stock_entry_guard.lifted():
         validate_config(
             config=config,
             use_reference_policy=need_reference_policy(config),
             use_critic=need_critic(config),
         )
-    return ray.remote(TokenWeightTaskRunner) if weighted else TaskRunnerV1
+    own_module = OmegaConf.select(config, TRAINER_MODULE)
+    return ray.remote(TokenWeightTaskRunner) if weighted or own_module else TaskRunnerV1
 
 
 @hydra.main(config_path="config", config_name="grail_trainer", version_base=None)

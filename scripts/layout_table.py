@@ -26,14 +26,14 @@ MODE = "trainer.v1.trainer_mode"
 CORRECTION = "algorithm.rollout_correction"
 
 CHECKS = "tests/verl_ext/test_checks.py"
-PASS = "tests/verl_ext/test_token_pass.py::TestPass"
-STEP = "tests/verl_ext/test_token_pass.py::TestNextOptimiserStep"
+PASS = "tests/verl_ext/test_saliency_pass.py::TestPass"
+STEP = "tests/verl_ext/test_saliency_pass.py::TestNextOptimiserStep"
 TRAINER = "tests/verl_ext/test_layouts.py::TestEveryScenario"
 COLOCATED = "tests/verl_ext/test_layouts_run.py::TestColocateAsync"
 SEPARATED = "tests/verl_ext/test_layouts_run.py::TestSeparateAsync"
-UNEVEN = "tests/verl_ext/test_token_pass.py::test_ranks_with_very_different_rows_run_as_many_micro_batches"
+UNEVEN = "tests/verl_ext/test_saliency_pass.py::test_ranks_with_very_different_rows_run_as_many_micro_batches"
 RUN = "tests/verl_ext/test_training_run.py::test_weights_equal_those_of_one_process"
-FUSED = "tests/verl_ext/test_fused_pass.py::test_gives_verls_log_probs_and_the_separate_passs_scores"
+FUSED = "tests/verl_ext/test_shared_forward.py::test_gives_verls_log_probs_and_the_separate_passs_scores"
 ADAPTERS = "tests/verl_ext/test_adapters.py::TestAdapters"
 HALVED = "tests/verl_ext/test_adapters.py::TestHalfPrecision"
 SEQUENCE = "tests/verl_ext/test_sequence_parallel.py::TestPasses"
@@ -245,8 +245,8 @@ CELLS: tuple[Cell, ...] = (
         "precision",
         "bf16 autocast",
         (
-            "tests/verl_ext/test_token_pass.py::test_autocast_of_the_training_step_is_used",
-            "tests/verl_ext/test_fused_pass.py::test_under_autocast",
+            "tests/verl_ext/test_saliency_pass.py::test_autocast_of_the_training_step_is_used",
+            "tests/verl_ext/test_shared_forward.py::test_under_autocast",
         ),
         "equal to fp32 within bf16's rounding",
     ),

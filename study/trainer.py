@@ -203,7 +203,7 @@ def _update(
         if arm.control == "shuffled":
             weights_BL = shuffled(weights_BL, mask_BL, generator)
         advantages_BL = advantages_BL * weights_BL
-        figures = {name: result.stats[name] for name in ("selected_rate", "weight_std", "advantage_scale")}
+        figures = {name: result.stats[name] for name in ("selected_rate", "weight_deviation", "advantage_scale")}
     elif arm.control == "oracle":
         advantages_BL = advantages_BL * oracle_weights(rollouts, advantages_BL, tokenizer)
     figures["seconds_weights"] = time.perf_counter() - started

@@ -42,7 +42,8 @@ class BilevelOptions(Options):
 @register_reshaper("bilevel")
 @dataclass(frozen=True, kw_only=True)
 class Bilevel(BilevelOptions, Reshaper):
-    """Scores below a quantile of their row are damped, those above it boosted (OAR, arXiv 2601.07408)."""
+    """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: ``h`` is ``log(1 + score)`` scaled to
+    [0, 1] over the row's statistics set, and ``tau`` its quantile there."""
 
     lowest: ClassVar[float] = FLOOR
     ranks: ClassVar[bool] = True

@@ -55,7 +55,8 @@ class LogZscoreOptions(Options):
 @register_reshaper("log_zscore")
 @dataclass(frozen=True, kw_only=True)
 class LogZscore(LogZscoreOptions, Reshaper):
-    """Standardised log scores, scaled and clipped (GRAIL, arXiv 2606.04889)."""
+    """``clip(weight_mean + weight_std z, weight_min, weight_max)``: ``z`` is the log score, standardised over the row's
+    statistics set."""
 
     @property
     def lowest(self) -> float:

@@ -13,16 +13,26 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage.registry import failures_said, methods
-from grail_advantage.rollouts import ENTROPY
-from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SALIENCY, SEQUENCES, Signal
+from grail_advantage.signals.base import LOGITS, SALIENCY, SEQUENCES, Signal
 from grail_advantage.verl_ext.cpu import checks as cpu_checks
 from grail_advantage.verl_ext.estimators import WEIGHS_TOKENS
-from grail_advantage.verl_ext.settings import check_names, check_share_forward, signal_of
+from grail_advantage.verl_ext.settings import (
+    TRAINER_MODULE,
+    check_names,
+    check_share_forward,
+    import_trainer_module,
+    signal_of,
+)
+from grail_advantage.verl_ext.works_with import (
+    NEEDED,
+    works_with_bypass,
+    works_with_fused_kernels,
+    works_with_sequence_parallel,
+)
 
 VERL_VERSION = "0.9.1"
 STRATEGIES = ("fsdp", "fsdp2")
 KERNEL_BACKENDS = ("torch", "triton")
-NEEDED = {LOGITS: "logits", SEQUENCES: "logits of made-up sequences", HIDDEN_STATES: "hidden states"}
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 
 
@@ -48,9 +58,9 @@ def check_config(config: DictConfig) -> None:
         return
     signal = signal_of(config.algorithm)
     check_share_forward(config, signal)
-    _check_layout(config, signal)
     _check_reads(config, signal)
     _check_uses(config, signal)
+    _check_layout(config, signal)
 
 
 def check_verl_version(found: str) -> None:
@@ -106,9 +116,7 @@ def _check_layout(config: DictConfig, signal: Signal) -> None:
             config.actor_rollout_ref.rollout.n,
             "a group of one has no relative advantage; use 2 or more",
         )
-    mode = config.trainer.v1.trainer_mode
-    _check_trainer_mode(config, mode)
-    if mode == "separate_async":
+    if _is_separate(config):
         _check_separate_async(config)
     sp_size = _sequence_parallel_size(config)
     if sp_size > 1:
@@ -134,31 +142,33 @@ def _sequence_parallel_size(config: DictConfig) -> int:
     )
 
 
-def _check_trainer_mode(config: DictConfig, mode: str) -> None:
-    """verl's own modes, and those that somebody registered with token weights."""
+def _is_separate(config: DictConfig) -> bool:
+    """Whether the trainer is verl's with rollout devices of its own, or one of somebody's that derives from it."""
+    mode = config.trainer.v1.trainer_mode
     if mode in TRAINER_MODES:
-        return
+        return mode == "separate_async"
+    import_trainer_module(config)
+    from verl.trainer.ppo.v1 import PPOTrainerSeparateAsync
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
     from grail_advantage.verl_ext.trainer import TRAINER_PREFIX
 
-    name = f"{TRAINER_PREFIX}{mode.removeprefix(TRAINER_PREFIX)}"
+    name = f"{TRAINER_PREFIX}{mode}"
     if name not in TRAINER_REGISTRY:
         _refuse(
             config,
             "trainer.v1.trainer_mode",
             mode,
             f"use {' or '.join(TRAINER_MODES)}; or, for a trainer of your own, register a class with the bases "
-            f"(TokenWeightTrainer, YourTrainer) as {name}, in a module that VERL_USE_EXTERNAL_MODULES names "
-            "(docs/own_trainer.md)",
+            f"(TokenWeightTrainer, YourTrainer) as {name}, in a module that {TRAINER_MODULE} names (docs/own_trainer.md)",
         )
+    return issubclass(TRAINER_REGISTRY[name], PPOTrainerSeparateAsync)
 
 
 def _check_reads(config: DictConfig, signal: Signal) -> None:
     """What a method reads must be there, and fine enough."""
-    if ENTROPY not in signal.reads:
-        return
-    if OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode", default=False):
+    bypass = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode", default=False)
+    if bypass and not works_with_bypass(signal):
         _refuse(
             config,
             "algorithm.rollout_correction.bypass_mode",
@@ -184,7 +194,7 @@ def _check_uses(config: DictConfig, signal: Signal) -> None:
     """Fused kernels, which give out log-probabilities alone, and the room that made-up sequences need."""
     actor = config.actor_rollout_ref.actor
     fused = config.actor_rollout_ref.model.get("use_fused_kernels", False)
-    if fused and signal.uses in (LOGITS, SEQUENCES, HIDDEN_STATES):
+    if fused and not works_with_fused_kernels(signal):
         _refuse(
             config,
             "actor_rollout_ref.model.use_fused_kernels",
@@ -208,7 +218,7 @@ def _check_sequence_parallel(
     """verl's Ulysses exchange sits inside its flash attention: any other attention would silently see one slice alone."""
     option = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
     model = config.actor_rollout_ref.model
-    if signal.uses in (LOGITS, SEQUENCES, HIDDEN_STATES):
+    if not works_with_sequence_parallel(signal):
         refuse(option, sp_size, f"use 1: the method reads {NEEDED[signal.uses]}, of which each rank has a slice")
     if not signal.uses:
         return

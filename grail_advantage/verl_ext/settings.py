@@ -4,11 +4,13 @@
 - ``algorithm.token_weights.share_forward``: ``auto`` takes a saliency on the forward that recomputes the old
   log-probabilities wherever that cannot change a result, ``true`` does the same and refuses a run in which it cannot, ``false``
   always runs a pass of its own.
+- ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
 - ``algorithm.token_dump.folder``: folder for every token's score, weight and advantage.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,6 +20,7 @@ from grail_advantage.registry import method, methods
 from grail_advantage.signals.base import SALIENCY, Signal
 
 SHARE_FORWARD = "algorithm.token_weights.share_forward"
+TRAINER_MODULE = "algorithm.token_weights.trainer_module"
 DUMP_FOLDER = "algorithm.token_dump.folder"
 MOVED = {"algorithm.fuse_saliency_pass": SHARE_FORWARD, "algorithm.token_weights_dir": DUMP_FOLDER}
 """Options of 0.1 and what they are called now."""
@@ -26,7 +29,10 @@ MOVED = {"algorithm.fuse_saliency_pass": SHARE_FORWARD, "algorithm.token_weights
 def algorithm_sections() -> dict[str, Any]:
     """What belongs below ``algorithm`` beside verl's own options: the sections of all registered methods, every option at its
     default (``None``), and those of the trainer."""
-    sections: dict[str, Any] = {"token_weights": {"share_forward": "auto"}, "token_dump": {"folder": None}}
+    sections: dict[str, Any] = {
+        "token_weights": {"share_forward": "auto", "trainer_module": None},
+        "token_dump": {"folder": None},
+    }
     for found in methods().values():
         sections[found.section] = {
             entry.name: None for entry in option_fields(found.signal_class) if entry.name not in found.fixed
@@ -54,6 +60,21 @@ def check_names(config: DictConfig) -> None:
     for old, new in MOVED.items():
         if OmegaConf.select(config, old) is not None:
             raise ValueError(f"{old} is called {new} now")
+
+
+def import_trainer_module(config: DictConfig) -> None:
+    """Import the module that registers trainers of one's own, if one is named.
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    name = OmegaConf.select(config, TRAINER_MODULE)
+    if not name:
+        return
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        raise ValueError(f"{TRAINER_MODULE}={name} failed to import: {type(error).__name__}: {error}") from error
 
 
 def dump_folder(config: DictConfig) -> str | None:

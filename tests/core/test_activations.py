@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from grail_advantage.signals.grad_activation import (
+from grail_advantage.activations import (
     accepts_logits_to_keep,
     capture_leaf,
     evaluation_mode,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.weighting import BatchWeights, RowSelection
+from grail_advantage.signals.base import RowSelection
+from grail_advantage.weighting import BatchWeights
 
 WEIGHTS = [[0.5, 1.5, 5.0, 1.0], [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0], [0.0] * 4]
 MASK = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [0] * 4]
@@ -48,8 +49,8 @@ def test_every_figure_by_hand() -> None:
             "selected_rate": 1 / 3,
             "neutral_rate": 2 / 3,
             "non_finite_rate": 1 / 3,
-            "weight_mean": 13 / 9,  # 0.5 + 1.5 + 5 + six times 1, over nine tokens
-            "weight_std": math.sqrt(33.5 / 9 - (13 / 9) ** 2),  # 0.25 + 2.25 + 25 + 6 = 33.5
+            "average_weight": 13 / 9,  # 0.5 + 1.5 + 5 + six times 1, over nine tokens
+            "weight_deviation": math.sqrt(33.5 / 9 - (13 / 9) ** 2),  # 0.25 + 2.25 + 25 + 6 = 33.5
             "clipped_low_rate": 1 / 4,
             "clipped_high_rate": 2 / 4,
             "effective_sample_ratio": (8**2 / (4 * 28.5) + 1 + 1) / 3,  # row 1: sum 8, sum of squares 28.5
@@ -78,8 +79,8 @@ def test_top_share_takes_a_tenth_of_the_tokens() -> None:
 def test_equal_weights_give_neutral_figures() -> None:
     got = example([], [[float(value) for value in row] for row in MASK])
     assert got["neutral_rate"] == 1.0
-    assert got["weight_mean"] == got["effective_sample_ratio"] == got["advantage_scale"] == 1.0
-    assert got["weight_std"] == 0.0
+    assert got["average_weight"] == got["effective_sample_ratio"] == got["advantage_scale"] == 1.0
+    assert got["weight_deviation"] == 0.0
 
 
 def test_without_a_pass_there_are_no_percentiles() -> None:

@@ -17,7 +17,6 @@ from grail_advantage import GrailConfig, OarConfig, TokenWeights, compute_token_
 from grail_advantage.signals.oar_gradient import NoisyStretch, noise_seed, noisy_embeddings
 from grail_advantage.signals.oar_perturbation import (
     PerturbationRow,
-    forwards_of_row,
     interpolate,
     perturbation_scores,
     replaced_tokens,
@@ -355,17 +354,16 @@ def test_counterfactuals_go_in_batches_behind_what_they_share(monkeypatch: pytes
     model, plain = subject()
     rollout = ROLLOUTS["text after the box"]  # 15 prompt tokens, 19 reasoning tokens, 9 of the box
     expected = assert_matches(model, plain, [rollout], "perturbation")
-    monkeypatch.setattr(token_weights, "PERTURBATION_TOKENS", 8 * 42 + 41)
+    monkeypatch.setattr(token_weights, "SEQUENCE_TOKENS", 8 * 42 + 41)
     with watch_forwards(model) as shapes:
         got = assert_matches(model, plain, [rollout], "perturbation")
     assert (len(encode(rollout.prompt)), got.spans[0].start, got.spans[0].end) == (15, 19, 28)
     assert shapes == [(1, 42), (8, 42 - 15), (8, 42 - 23), (3, 42 - 31)]
-    assert len(shapes) == forwards_of_row(19, None, 8)
     torch.testing.assert_close(got.scores, expected.scores, rtol=1e-6, atol=0, equal_nan=True)
 
 
 def test_a_row_longer_than_the_budget_goes_one_counterfactual_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_weights, "PERTURBATION_TOKENS", 5)
+    monkeypatch.setattr(token_weights, "SEQUENCE_TOKENS", 5)
     model, plain = subject()
     with watch_forwards(model) as shapes:
         assert_matches(model, plain, [ROLLOUTS["text after the box"]], "perturbation", max_perturbations=4)
@@ -407,7 +405,6 @@ def test_a_model_without_a_cache_gives_the_same_scores() -> None:
 )
 def test_replaced_tokens_are_evenly_spaced(length: int, most: int | None, expected: list[int]) -> None:
     assert replaced_tokens(length, most).tolist() == expected
-    assert forwards_of_row(length, most, 2) == 1 + math.ceil(len(expected) / 2)
 
 
 def test_interpolation_by_hand() -> None:

@@ -547,8 +547,8 @@ def test_figures_of_a_batch() -> None:
         "selected_rate": 8 / 12,
         "neutral_rate": 2 / 12,  # the rows outside the gate have content weights in this preset
         "non_finite_rate": 0.0,
-        "weight_mean": mean,
-        "weight_std": math.sqrt(math.fsum((weight - mean) ** 2 for weight in weights) / len(weights)),
+        "average_weight": mean,
+        "weight_deviation": math.sqrt(math.fsum((weight - mean) ** 2 for weight in weights) / len(weights)),
         "clipped_low_rate": sum(weight == 0.5 for weight in scored) / len(scored),
         "clipped_high_rate": sum(weight == 5.0 for weight in scored) / len(scored),
         "effective_sample_ratio": math.fsum(ratios) / len(ratios),

@@ -9,15 +9,11 @@ import random
 import pytest
 import torch
 
-from grail_advantage import AnswerSpan, GrailConfig
-from grail_advantage.weighting import (
-    BatchWeights,
-    align_scores,
-    apply_token_weights,
-    batch_weights,
-    select_rows,
-    target_range,
-)
+from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
+from grail_advantage.signals.base import RowSelection
+from grail_advantage.signals.grail import target_range
+from grail_advantage.signals.saliency import align_scores
+from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights
 from tests.core import reference
 
 NAN = math.nan
@@ -36,9 +32,15 @@ def weigh(
     config: GrailConfig,
     mask: list[list[int]] | None = None,
 ) -> BatchWeights:
-    mask_BT = torch.ones(scores.shape, dtype=torch.long) if mask is None else torch.tensor(mask)
-    rows = select_rows(torch.tensor(advantages), spans, config)
-    return batch_weights(scores, mask_BT, spans, rows, config)
+    mask_BT = torch.ones(scores.shape, dtype=torch.bool) if mask is None else torch.tensor(mask) > 0
+    batch = RolloutBatch(mask_BT, torch.tensor(advantages), spans, {})
+    return batch_weights(scores, batch, config.select(batch), config)
+
+
+def select(
+    advantages_B: torch.Tensor, spans: list[AnswerSpan | None], config: GrailConfig, tokens: int = 6
+) -> RowSelection:
+    return config.select(RolloutBatch(torch.ones(len(spans), tokens).bool(), advantages_B, spans, {}))
 
 
 def close(got: torch.Tensor, expected: list[list[float]]) -> None:
@@ -58,7 +60,7 @@ def close(got: torch.Tensor, expected: list[list[float]]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_row_selection(gate: str, inside: list[bool], selected: list[bool], dtype: torch.dtype) -> None:
     advantages = torch.tensor([-1.0, 1.0, -1.0, 1.0, 0.0], dtype=dtype)
-    rows = select_rows(advantages, [SPAN, SPAN, None, None, SPAN], GrailConfig(gate=gate))
+    rows = select(advantages, [SPAN, SPAN, None, None, SPAN], GrailConfig(gate=gate))
     assert rows.answered_B.tolist() == [True, True, False, False, True]
     assert rows.inside_gate_B[:4].tolist() == inside
     assert rows.selected_B.tolist() == selected
@@ -66,7 +68,7 @@ def test_row_selection(gate: str, inside: list[bool], selected: list[bool], dtyp
 
 
 def test_row_selection_of_an_empty_batch() -> None:
-    rows = select_rows(torch.zeros(0), [], GrailConfig())
+    rows = select(torch.zeros(0), [], GrailConfig())
     assert rows.selected_B.shape == (0,)
     assert not rows.selected_B.any()
 
@@ -223,18 +225,6 @@ def test_weights_are_zero_outside_the_mask(preset: str) -> None:
     torch.testing.assert_close(got.weights_BT[:1, :7], alone, rtol=1e-6, atol=1e-6)
 
 
-def test_mask_may_be_bool_or_numbers() -> None:
-    scores = log_scores([-1, 0, 1, 2, 2, -2, -2])
-    rows = select_rows(torch.tensor([-1.0]), [SPAN], GrailConfig("robust"))
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0]])
-    results = [
-        batch_weights(scores, mask.to(dtype), [SPAN], rows, GrailConfig("robust")).weights_BT
-        for dtype in (torch.bool, torch.int64, torch.float32)
-    ]
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
 def test_all_weights_zero_cannot_be_rescaled() -> None:
     config = GrailConfig("robust", weight_mean=0.0, weight_min=0.0, weight_max=0.0)
     got = weigh(log_scores([-1, 0, 1, 2, 2, -2, -2]), [SPAN], [-1.0], config)
@@ -292,7 +282,7 @@ def test_normalize_mass_preserves_the_sum_of_rows_inside_the_gate(seed: int) -> 
         torch.tensor(scores), spans, advantages, dataclasses.replace(config, normalize_mass=False), mask
     ).weights_BT
     after = weigh(torch.tensor(scores), spans, advantages, config, mask).weights_BT
-    inside = select_rows(torch.tensor(advantages), spans, config).inside_gate_B
+    inside = select(torch.tensor(advantages), spans, config).inside_gate_B
     for row in range(len(lengths)):
         if not inside[row]:
             assert torch.equal(after[row], before[row])

@@ -9,8 +9,8 @@ import torch
 
 from tests.verl_ext import sequence_parallel_ranks as parallel
 from tests.verl_ext.rank_group import run_rank
+from tests.verl_ext.saliency_pass_ranks import HALF
 from tests.verl_ext.sequence_parallel_ranks import Layout
-from tests.verl_ext.token_pass_ranks import HALF
 
 ADAPTED = {
     "fsdp, head": Layout(2, 1, "fsdp", "qwen3", "adapter-head"),

@@ -6,8 +6,8 @@ import sys
 
 from tests.verl_ext.adapter_ranks import Experiments
 from tests.verl_ext.rank_group import run_rank
+from tests.verl_ext.saliency_pass_ranks import HALF
 from tests.verl_ext.sequence_parallel_ranks import Layout
-from tests.verl_ext.token_pass_ranks import HALF
 
 LAYOUTS = {
     "fsdp, 2 a sequence": Layout(2, 2, "fsdp", options=HALF),

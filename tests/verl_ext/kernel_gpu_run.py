@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.verl_ext.token_pass_ranks import Pass, Setup, build_engine, run_pass
+from tests.verl_ext.saliency_pass_ranks import Pass, Setup, build_engine, run_pass
 
 SETUPS = {
     f"{kernels}{', packed' if packed else ''}": Setup("model", "fsdp", packed=packed, kernels=kernels)

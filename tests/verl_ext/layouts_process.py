@@ -138,7 +138,7 @@ class Experiments:
     """One method a kind; each returns plain data."""
 
     def __init__(self, folder: Path) -> None:
-        from tests.verl_ext.token_pass_ranks import Setup, build_engine
+        from tests.verl_ext.saliency_pass_ranks import Setup, build_engine
 
         self.folder = folder
         self.build = lambda strategy: build_engine(Setup("model", strategy), folder)
@@ -156,6 +156,7 @@ class Experiments:
         from verl.trainer.ppo import core_algos
         from verl.trainer.ppo.v1 import get_trainer_cls
 
+        import recipe.main_grail  # noqa: F401  stores the methods' sections
         from grail_advantage import GrailConfig
         from tests.core.tiny_models import END_ID, char_tokenizer
 
@@ -175,7 +176,7 @@ class Experiments:
         trainer = get_trainer_cls(name).__new__(get_trainer_cls(name))
         trainer.config = config
         trainer.trainer_mode = mode
-        trainer.weight_config = GrailConfig("robust", gate="all")
+        trainer.signal = GrailConfig("robust", gate="all")
         trainer.tokenizer = char_tokenizer()
         trainer._end_tokens = {END_ID}
         trainer.timing_raw = {}
@@ -232,7 +233,7 @@ class Experiments:
 
     def later_update(self, strategy: str) -> dict[str, Any]:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
-        from tests.verl_ext.token_pass_ranks import shards, train_step
+        from tests.verl_ext.saliency_pass_ranks import shards, train_step
 
         engine = self.build(strategy)
         self._use_fixed_micro_batches(engine)
@@ -257,7 +258,7 @@ class Experiments:
         trainer = self.trainer([], "separate_async", workers)
         trainer.local_trigger_step = 1
         batch = _put(f"{strategy}-raises", TWO_GROUPS)
-        workers.compute_saliency = _raise
+        workers.compute_token_scores = _raise
         try:
             trainer._compute_advantage(batch, {})
         except ZeroDivisionError:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import pickle
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 from grail_advantage import OarConfig
 from tests.verl_ext.rank_group import run_rank
-from tests.verl_ext.token_pass_ranks import (
+from tests.verl_ext.saliency_pass_ranks import (
     RankGroup,
     Setup,
     build_engine,
@@ -75,31 +74,16 @@ UNBALANCED = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2, packed": Setup("qwen3", "f
 
 def run_pass(engine: Any, rows: list, how: Pass, step: int = 0) -> dict[str, list[torch.Tensor]]:
     """Run a pass on this rank's rows; one list entry a row."""
-    from grail_advantage.verl_ext.oar_pass import build_oar_request, oar_pass
+    from grail_advantage.verl_ext.requests import build_request
+    from grail_advantage.verl_ext.worker import token_scores
 
     config = engine.engine_config
     config.use_dynamic_bsz = how.budget is not None
     config.max_token_len_per_gpu = how.budget
     config.micro_batch_size_per_gpu = how.rows
-    output = oar_pass(engine, build_oar_request(rows, how.config, step=step, pad_token=PAD_TOKEN))
+    prepared = [how.config.prepare_row(row, None) for row in rows]
+    output = token_scores(engine, build_request(prepared, how.config, temperature=1.0, step=step, pad_token=PAD_TOKEN))
     return {name: [row.clone() for row in rows.unbind()] for name, rows in output.items()}
-
-
-class OarRankGroup(RankGroup):
-    """A worker group whose caller runs on every rank, see ``RankGroup``."""
-
-    def compute_oar_scores(self, request: Any) -> Any:
-        from verl.single_controller.base import decorator
-
-        from grail_advantage.verl_ext.worker import TokenWeightActorWorker
-
-        (shares,), _ = decorator._split_args_kwargs_data_proto(WORLD_SIZE, request)
-        share = pickle.loads(pickle.dumps(shares[self.rank]))  # as it travels
-        self.lengths = share["input_ids"].offsets().diff().tolist()
-        outputs = [None] * WORLD_SIZE
-        own = TokenWeightActorWorker.compute_oar_scores(self.worker, share)
-        torch.distributed.all_gather_object(outputs, own)
-        return decorator._concat_data_proto_or_future(outputs)
 
 
 class Experiments:
@@ -154,12 +138,12 @@ class Experiments:
 
     def progress(self, setup: Setup) -> dict[str, Any]:
         """What a pass writes to stderr while it runs, when it is told to write at once, and when it is not."""
-        from grail_advantage.verl_ext import oar_pass
+        from grail_advantage.verl_ext import engine_model
 
         engine = build_engine(setup, self.folder)
         written = {}
-        for name, seconds in (("at once", 0), ("as it is", oar_pass.PROGRESS_SECONDS)):
-            oar_pass.PROGRESS_SECONDS = seconds
+        for name, seconds in (("at once", 0), ("as it is", engine_model.PROGRESS_SECONDS)):
+            engine_model.PROGRESS_SECONDS = seconds
             with contextlib.redirect_stderr(io.StringIO()) as stream:
                 run_pass(engine, self.rows("even"), PASSES["perturbation, five at a time"])
             written[name] = stream.getvalue()
@@ -176,7 +160,7 @@ class Experiments:
         engine = build_engine(Setup("qwen3", "fsdp2"), self.folder)
         return scores_through_trainer(
             engine,
-            OarRankGroup(self.rank, engine),
+            RankGroup(self.rank, engine),
             self.plan["trainer"],
             config,
             global_steps=5,

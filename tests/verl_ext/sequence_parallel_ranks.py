@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.verl_ext import fused_pass_ranks as fused
+from tests.verl_ext import shared_forward_ranks as fused
 from tests.verl_ext.rank_group import on_gpus, run_rank
-from tests.verl_ext.token_pass_ranks import Setup, build_engine, hooks, leftovers, shards, train_step
+from tests.verl_ext.saliency_pass_ranks import Setup, build_engine, hooks, leftovers, shards, train_step
 
 REFERENCE = "packed_attention_reference"
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grail_advantage import GrailConfig
+from grail_advantage import GrailConfig, RolloutBatch
 from grail_advantage.answer_span import AnswerSpan
-from grail_advantage.weighting import align_scores, batch_weights, select_rows
+from grail_advantage.signals.saliency import align_scores
+from grail_advantage.weighting import batch_weights
 from tests.verl_ext import adapter_ranks as ranks
 from tests.verl_ext import sequence_parallel_ranks as parallel
 from tests.verl_ext.rank_group import start_ranks
+from tests.verl_ext.test_saliency_pass import CLEAN, write_models
 from tests.verl_ext.test_sequence_parallel import CHOSEN, ROWS, RTOL, Measured, deal_rows
-from tests.verl_ext.test_token_pass import CLEAN, write_models
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +109,6 @@ def weights_of_row(saliency_P: torch.Tensor, row: int, config: GrailConfig) -> t
     length = len(tokens) - response_start
     start, end = start - response_start, end - response_start
     spans = [AnswerSpan(start, start, start, end)]  # no content, so that nothing but the scores makes a weight
-    rows = select_rows(torch.tensor([-1.0]), spans, config)
+    batch = RolloutBatch(torch.ones(1, length).bool(), torch.tensor([-1.0]), spans, {})
     scores_1T = align_scores(saliency_P, length, config.alignment).unsqueeze(0)
-    return batch_weights(scores_1T, torch.ones(1, length), spans, rows, config).weights_BT[0, :start]
+    return batch_weights(scores_1T, batch, config.select(batch), config).weights_BT[0, :start]

@@ -16,7 +16,8 @@ from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
-from grail_advantage.estimators import ESTIMATORS, weighted_estimator
+from grail_advantage.registry import methods
+from grail_advantage.verl_ext.estimators import weighted_estimator
 
 GROUPS = ["a", "a", "b", "a", "b", "c", "a", "d", "d"]
 REWARDS = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 2.0, -1.0]
@@ -105,7 +106,7 @@ def test_does_not_change_the_weights_that_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("config", [None, {}, {"token_weights": None}, {"norm_adv_by_std_in_grpo": False}], ids=str)
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", methods())
 def test_without_weights_says_what_to_start(config: dict | None, name: str) -> None:
     data, _ = _batch()
     with pytest.raises(ValueError, match=rf"adv_estimator={name} .*python3 -m recipe\.main_grail") as caught:

@@ -207,7 +207,7 @@ class TestLaterUpdateOfAStep:
 
     def test_bypass_takes_the_policy_as_it_is(self, measured: Measured, strategy: str) -> None:
         result = measured.of("later update", strategy)
-        assert set(result["bypass"]["calls"]) == {"compute_saliency"}
+        assert set(result["bypass"]["calls"]) == {"compute_token_scores"}
         first = self._advantages(measured.of("scenario", "separate_async")["weighted"]["rows"])
         assert not torch.allclose(self._advantages(result["bypass"]["rows"]), first, rtol=1e-2)
 

@@ -15,7 +15,7 @@ import torch
 from grail_advantage import GrailConfig, TokenWeights, compute_token_weights
 from tests.core.tiny_models import char_tokenizer, make_batch, tiny_model
 from tests.verl_ext import kernel_gpu_run as gpu
-from tests.verl_ext.test_token_pass import BATCH, _row, _token_scores
+from tests.verl_ext.test_saliency_pass import BATCH, _row, _token_scores
 
 pytestmark = [
     pytest.mark.slow,

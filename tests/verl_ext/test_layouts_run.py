@@ -85,7 +85,7 @@ def _run(folder: Path, overrides: list[str]) -> Run:
         "algorithm.adv_estimator=grail",
         "algorithm.grail.preset=robust",
         "algorithm.grail.gate=all",
-        f"algorithm.token_weights_dir={folder / 'token_weights'}",
+        f"algorithm.token_dump.folder={folder / 'token_weights'}",
         f"data.train_files={folder / 'train.parquet'}",
         f"data.val_files={folder / 'train.parquet'}",
         "data.max_prompt_length=16",

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from grail_advantage import OarConfig, TokenWeights, compute_token_weights, find_answer_span
+from grail_advantage.rollouts import PassRow
 from grail_advantage.signals import oar_gradient
-from grail_advantage.verl_ext.oar_pass import OarRow, cost
-from grail_advantage.weighting import select_rows
 from tests.core.tiny_models import PAD_ID, ROLLOUTS, Rollout, char_tokenizer, encode, make_batch
 from tests.verl_ext import oar_pass_ranks as ranks
 from tests.verl_ext.rank_group import of_all_ranks, start_ranks
-from tests.verl_ext.test_token_pass import CLEAN, LONG, write_models
+from tests.verl_ext.test_saliency_pass import CLEAN, LONG, trainer_batch, write_models
 
 pytestmark = pytest.mark.slow
 
@@ -40,26 +38,10 @@ TRAINER_BATCH = [
 ]
 
 
-def _row(rollout: Rollout, place: int) -> OarRow:
-    response = encode(rollout.response)
+def _row(rollout: Rollout, place: int) -> PassRow:
+    prompt, response = encode(rollout.prompt), encode(rollout.response)
     span = find_answer_span(response, char_tokenizer(), "last")
-    return OarRow(torch.tensor(encode(rollout.prompt)), torch.tensor(response), span, place)
-
-
-def _trainer_batch() -> dict[str, Any]:
-    """What the trainer holds of TRAINER_BATCH when it comes to scores."""
-    responses = [torch.tensor(encode(rollout.response)) for rollout in TRAINER_BATCH]
-    spans = [find_answer_span(response, char_tokenizer(), "last") for response in responses]
-    advantages_B = torch.tensor([rollout.advantage for rollout in TRAINER_BATCH])
-    mask_BT = torch.arange(max(map(len, responses))) < torch.tensor([[len(response)] for response in responses])
-    return {
-        "prompts": [torch.tensor(encode(rollout.prompt)) for rollout in TRAINER_BATCH],
-        "responses": responses,
-        "mask_BT": mask_BT,
-        "advantages_BT": advantages_B.unsqueeze(1) * mask_BT,
-        "spans": spans,
-        "selected_B": select_rows(advantages_B, spans, OarConfig()).selected_B,
-    }
+    return PassRow(torch.tensor(prompt + response), len(prompt), len(response), span, rollout.advantage, 0, place)
 
 
 class Measured:
@@ -94,11 +76,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     plan = {
         "even": [[rows[place] for place in share] for share in SHARES],
         "unbalanced": [[_row(rollout, place) for place, rollout in enumerate(share)] for share in UNBALANCED],
-        "training": [
-            [(torch.cat([rows[place].prompt, rows[place].response]), len(rows[place].prompt)) for place in share]
-            for share in SHARES
-        ],
-        "trainer": _trainer_batch(),
+        "training": [[(rows[place].tokens_S, rows[place].response_start) for place in share] for share in SHARES],
+        "trainer": trainer_batch(TRAINER_BATCH),
     }
     torch.save(plan, folder / "plan.pt")
     return Measured(models, start_ranks("tests.verl_ext.oar_pass_ranks", folder, ranks.WORLD_SIZE))
@@ -156,7 +135,8 @@ def test_noise_is_that_of_the_step_and_the_place(measured: Measured, monkeypatch
     own_seed = oar_gradient.noise_seed
     for name, step in (("first", 1), ("again", 1), ("second", 2)):
         monkeypatch.setattr(
-            "grail_advantage.token_weights.noise_seed", lambda seed, _, place, step=step: own_seed(seed, step, place)
+            "grail_advantage.signals.oar_gradient.noise_seed",
+            lambda seed, _, place, step=step: own_seed(seed, step, place),
         )
         batch = make_batch(BATCH, padding="right")
         expected = compute_token_weights(
@@ -184,7 +164,7 @@ def test_ranks_with_very_different_rows_run_as_many_forwards(measured: Measured,
     forwards = [result["forwards"] for result in results]
     # Rows of 98 and 99 tokens that matter, 90 counterfactuals each: a clean forward and 12 of 8, and with the first row one
     # of 10.
-    lengths = [len(row.prompt) + row.span.end - 1 for row in (_row(rollout, 0) for rollout in UNBALANCED[0])]
+    lengths = [row.response_start + row.span.end - 1 for row in (_row(rollout, 0) for rollout in UNBALANCED[0])]
     assert forwards == [sum(1 + -(-90 // (800 // length)) for length in lengths)] * 2
     for rank, result in enumerate(results):
         expected = measured.plain("qwen3", OarConfig("perturbation"), UNBALANCED[rank])
@@ -221,10 +201,13 @@ def test_trainer_puts_every_row_back_in_its_place(
     """From a batch to scores through the trainer's and the worker's own code, with a row that fills up a rank."""
     config = ranks.EXPERIMENTS["trainer"][name]
     own_seed = oar_gradient.noise_seed
-    monkeypatch.setattr("grail_advantage.token_weights.noise_seed", lambda seed, _, place: own_seed(seed, 5, place))
+    monkeypatch.setattr(
+        "grail_advantage.signals.oar_gradient.noise_seed", lambda seed, _, place: own_seed(seed, 5, place)
+    )
     batch = make_batch(TRAINER_BATCH, padding="right")
     expected = compute_token_weights(measured.models["qwen3"], char_tokenizer(), *batch.tensors(), config)
-    selected = _trainer_batch()["selected_B"]
+    selected = torch.tensor([span is not None and span.start > 0 for span in expected.spans])
+    selected &= batch.advantages != 0
     assert int(selected.sum()) == len(BATCH)
     for result in measured.of("trainer", name):
         assert (len(result["norms"]) > 0) == (name == "gradient")
@@ -243,7 +226,7 @@ def test_trainer_puts_every_row_back_in_its_place(
 
 def test_cost_of_a_row() -> None:
     row = _row(ROLLOUTS["text after the box"], 0)  # 15 prompt tokens, 19 reasoning tokens, 9 of the box, 17 behind
-    assert cost(row, OarConfig()) == 43
-    assert cost(row, OarConfig(probe="last")) == 15 + len(row.response)
-    assert cost(row, OarConfig("perturbation")) == 43 * 19
-    assert cost(row, OarConfig("perturbation", max_perturbations=5)) == 43 * 5
+    assert OarConfig().row_cost(row) == 43
+    assert OarConfig(probe="last").row_cost(row) == 15 + row.response_length
+    assert OarConfig("perturbation").row_cost(row) == 43 * 19
+    assert OarConfig("perturbation", max_perturbations=5).row_cost(row) == 43 * 5

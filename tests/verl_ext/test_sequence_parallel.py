@@ -14,13 +14,13 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.verl_ext import sequence_parallel_ranks as ranks
-from tests.verl_ext import test_fused_pass
+from tests.verl_ext import test_shared_forward
 from tests.verl_ext.rank_group import of_all_ranks, start_ranks
-from tests.verl_ext.test_token_pass import CLEAN, write_models
+from tests.verl_ext.test_saliency_pass import CLEAN, write_models
 
 pytestmark = pytest.mark.slow
 
-ROWS = [test_fused_pass._row(rollout) for rollout in test_fused_pass.BATCH]
+ROWS = [test_shared_forward._row(rollout) for rollout in test_shared_forward.BATCH]
 CHOSEN = {0, 2, 3, 4, 8}
 """Rows of the batch with a target in the fused pass; with four data-parallel ranks one of these has none."""
 RTOL = 1e-4
@@ -96,7 +96,7 @@ class TestPasses:
                 )
             assert {**result["passes"][how]["leftovers"], "held": []} == {**CLEAN, "held": []}
 
-    def test_fused_pass_gives_the_same_saliency_and_verls_log_probs(
+    def test_shared_forward_gives_the_same_saliency_and_verls_log_probs(
         self, measured: Measured, name: str, how: str
     ) -> None:
         layout, settings = ranks.LAYOUTS[name], ranks.HOWS[how]

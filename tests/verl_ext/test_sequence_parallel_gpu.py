@@ -10,8 +10,8 @@ import torch
 from tests.verl_ext import flash_ranks as ranks
 from tests.verl_ext.rank_group import start_ranks
 from tests.verl_ext.test_adapters import weight_errors
+from tests.verl_ext.test_saliency_pass import write_models
 from tests.verl_ext.test_sequence_parallel import Measured, deal_rows, share_rows
-from tests.verl_ext.test_token_pass import write_models
 
 pytestmark = [
     pytest.mark.slow,

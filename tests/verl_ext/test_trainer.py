@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 from transformers import GenerationConfig
 from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 
-from grail_advantage import AnswerSpan
-from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _end_tokens, _Rollouts
+from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
+from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _end_tokens, _groups, _Rollouts, _Selection
 from tests.core.tiny_models import END_ID, PAD_ID, char_tokenizer, encode
 
 LIMIT = 6
@@ -32,23 +32,25 @@ def _trainer(**config: Any) -> TokenWeightTrainerSync:
     )
     trainer._end_tokens = {END_ID}
     trainer.tokenizer = char_tokenizer()
+    trainer.signal = GrailConfig()
     return trainer
 
 
-def _rollouts(responses: list[str], advantages: list[float], mask: list[list[int]] | None = None) -> _Rollouts:
+def _rollouts(responses: list[str]) -> _Rollouts:
     ids = [torch.tensor(encode(response)) for response in responses]
-    width = max(map(len, ids))
-    mask_BT = (
-        torch.arange(width) < torch.tensor([[len(row)] for row in ids]) if mask is None else torch.tensor(mask) > 0
-    )
     return _Rollouts(
         keys=[f"row{row}" for row in range(len(ids))],
         prompts=[torch.tensor(encode("?")) for _ in ids],
         responses=ids,
         generated=ids,
-        mask_BT=mask_BT,
-        base_advantages_BT=torch.tensor(advantages).unsqueeze(1) * mask_BT,
+        groups=list(range(len(ids))),
+        examples=[None] * len(ids),
     )
+
+
+def _mask(rollouts: _Rollouts) -> torch.Tensor:
+    lengths = torch.tensor([[len(row)] for row in rollouts.responses])
+    return torch.arange(int(lengths.max())) < lengths
 
 
 def test_is_registered_with_verl_as_its_synchronous_trainer() -> None:
@@ -75,7 +77,7 @@ def test_end_tokens_without_any() -> None:
 
 
 def test_truncated_is_a_response_at_the_limit_without_an_end_token() -> None:
-    rollouts = _rollouts(["abc<end>", "abcde<end>", "abcdef", "abcde", "abc", ""], [1.0] * 6)
+    rollouts = _rollouts(["abc<end>", "abcde<end>", "abcdef", "abcde", "abc", ""])
     assert [len(row) for row in rollouts.responses] == [4, 6, 6, 5, 3, 0]
     assert _trainer()._truncated(rollouts).tolist() == [False, False, True, False, False, False]
 
@@ -83,7 +85,7 @@ def test_truncated_is_a_response_at_the_limit_without_an_end_token() -> None:
 def test_truncated_by_the_room_that_a_long_prompt_leaves() -> None:
     """verl's rollout server allows prompt_length + response_length tokens in all, and max_model_len if that is less."""
     trainer = _trainer()
-    rollouts = replace(_rollouts(["abcd", "abc"], [1.0, 1.0]), prompts=[torch.arange(5), torch.arange(5)])
+    rollouts = replace(_rollouts(["abcd", "abc"]), prompts=[torch.arange(5), torch.arange(5)])
     assert trainer._truncated(rollouts).tolist() == [True, False]
     trainer.config.actor_rollout_ref.rollout.max_model_len = 8
     assert trainer._truncated(rollouts).tolist() == [True, True]
@@ -92,13 +94,30 @@ def test_truncated_by_the_room_that_a_long_prompt_leaves() -> None:
 def test_any_end_token_ends_a_response() -> None:
     trainer = _trainer()
     trainer._end_tokens = {END_ID, encode("f")[0]}
-    assert trainer._truncated(_rollouts(["abcdef", "abcdeg"], [1.0, 1.0])).tolist() == [False, True]
+    assert trainer._truncated(_rollouts(["abcdef", "abcdeg"])).tolist() == [False, True]
 
 
 def test_advantage_of_a_row_is_that_of_its_tokens_that_train() -> None:
     mask = [[1, 1, 1], [0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1]]
-    rollouts = _rollouts(["abc"] * 5, [0.5, -2.0, 0.0, 1.0, -0.25], mask)
-    assert rollouts.advantages_B.tolist() == [0.5, -2.0, 0.0, 0.0, -0.25]
+    mask_BT = torch.tensor(mask) > 0
+    advantages_BT = torch.tensor([[0.5], [-2.0], [0.0], [1.0], [-0.25]]) * mask_BT
+    selection = _trainer()._select(_rollouts(["abc"] * 5), mask_BT, advantages_BT)
+    assert selection.batch.advantages_B.tolist() == [0.5, -2.0, 0.0, 0.0, -0.25]
+
+
+def test_rows_of_one_prompt_are_a_group() -> None:
+    assert _groups(["a_b_0_0", "c_1_0", "a_b_1_0", "c_0_1", "a_b_0_1"]) == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_a_truncated_row_has_no_advantage_where_these_are_masked(masks: bool) -> None:
+    trainer = _trainer()
+    trainer.signal = GrailConfig(mask_truncated=masks)
+    rollouts = _rollouts(["abcdef", "abc<end>"])
+    selection = trainer._select(rollouts, _mask(rollouts), torch.tensor([[1.0], [-1.0]]) * _mask(rollouts))
+    assert selection.truncated_B.tolist() == [True, False]
+    assert selection.batch.advantages_B.tolist() == [0.0 if masks else 1.0, -1.0]
+    assert selection.base_advantages_BT[0].tolist() == [1.0] * 6
 
 
 def test_verl_computes_the_base_advantage_under_its_own_name() -> None:
@@ -113,18 +132,22 @@ def test_verl_computes_the_base_advantage_under_its_own_name() -> None:
 
 class TestDump:
     def _dump(self, trainer: TokenWeightTrainerSync, advantage: float) -> None:
-        rollouts = _rollouts(["{a}", "b"], [advantage, 0.0])
+        rollouts = _rollouts(["{a}", "b"])
+        mask_BT = _mask(rollouts)
+        base_BT = torch.tensor([[advantage], [0.0]]) * mask_BT
         scores_BT = torch.tensor([[0.5, 0.25, 0.0], [float("nan")] * 3])
         weights_BT = torch.tensor([[0.5, 5.0, 1.0], [1.0, 0.0, 0.0]])
-        weighted_BT = rollouts.base_advantages_BT * weights_BT
-        trainer._dump(rollouts, weights_BT, scores_BT, weighted_BT, [AnswerSpan(0, 1, 2, 3), None])
+        batch = RolloutBatch(mask_BT, base_BT[:, 0], [AnswerSpan(0, 1, 2, 3), None], {})
+        truncated_B = torch.tensor([False, True])
+        selection = _Selection(batch, base_BT, base_BT, truncated_B, GrailConfig().select(batch))
+        trainer._dump(rollouts, selection, scores_BT, weights_BT, base_BT * weights_BT)
 
     def _read(self, folder: Path, step: int) -> list[dict]:
         lines = (folder / f"{step}.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line, parse_constant=pytest.fail) for line in lines]
 
     def test_has_one_record_a_row_cut_to_its_response(self, tmp_path: Path) -> None:
-        trainer = _trainer(token_weights_dir=str(tmp_path))
+        trainer = _trainer(token_dump={"folder": str(tmp_path)})
         trainer.global_steps, trainer.local_trigger_step = 3, 0
         self._dump(trainer, -1.0)
         assert self._read(tmp_path, 3) == [
@@ -136,6 +159,7 @@ class TestDump:
                 "tokens": ["{", "a", "}"],
                 "span": [0, 1, 2, 3],
                 "mask": [1, 1, 1],
+                "truncated": False,
                 "base_advantages": [-1.0, -1.0, -1.0],
                 "scores": [0.5, 0.25, 0.0],
                 "weights": [0.5, 5.0, 1.0],
@@ -149,6 +173,7 @@ class TestDump:
                 "tokens": ["b"],
                 "span": None,
                 "mask": [1],
+                "truncated": True,
                 "base_advantages": [0.0],
                 "scores": [None],
                 "weights": [1.0],
@@ -157,7 +182,7 @@ class TestDump:
         ]
 
     def test_starts_anew_with_a_step_and_goes_on_within_it(self, tmp_path: Path) -> None:
-        trainer = _trainer(token_weights_dir=str(tmp_path))
+        trainer = _trainer(token_dump={"folder": str(tmp_path)})
         trainer.global_steps = 1
         for trigger, advantage in ((0, 1.0), (0, 2.0), (1, 3.0)):
             trainer.local_trigger_step = trigger
@@ -166,6 +191,6 @@ class TestDump:
 
     def test_is_off_by_default(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        for config in ({}, {"token_weights_dir": None}):
+        for config in ({}, {"token_dump": {"folder": None}}):
             self._dump(_trainer(**config), 1.0)
         assert list(tmp_path.iterdir()) == []

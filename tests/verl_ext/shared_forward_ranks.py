@@ -1,6 +1,6 @@
 """One rank of the tests of the fused pass: log-probabilities and saliency of a batch from verl's training worker.
 
-Started by ``test_fused_pass.py``, which compares what comes back with verl's own inference and with the separate pass.
+Started by ``test_shared_forward.py``, which compares what comes back with verl's own inference and with the separate pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.verl_ext.rank_group import run_rank
-from tests.verl_ext.token_pass_ranks import (
+from tests.verl_ext.saliency_pass_ranks import (
     HALF,
     Pass,
     Setup,
@@ -101,10 +101,10 @@ def training_worker(engine: Any) -> Any:
     """verl's training worker around an engine, without the process set-up of its constructor."""
     from verl.utils.device import get_device_name
 
-    from grail_advantage.verl_ext.fused_pass import serve_saliency
-    from grail_advantage.verl_ext.worker import SaliencyTrainingWorker
+    from grail_advantage.verl_ext.shared_forward import serve_saliency
+    from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker
 
-    worker = SaliencyTrainingWorker.__new__(SaliencyTrainingWorker)
+    worker = TokenWeightTrainingWorker.__new__(TokenWeightTrainingWorker)
     worker.engine = engine
     worker.engine_config = engine.engine_config
     worker.model_config = engine.model_config
@@ -119,7 +119,7 @@ def log_probs(worker: Any, rows: list[Row], how: Fused, *, fused: bool) -> dict[
     """What ``compute_log_prob`` gives for this rank's rows; one list entry a row, nothing where verl collects nothing."""
     from verl.utils import tensordict_utils as tu
 
-    from grail_advantage.verl_ext.token_pass import LEAF, TARGET
+    from grail_advantage.verl_ext.shared_forward import LEAF, TARGET
 
     config = worker.engine_config
     config.use_dynamic_bsz = how.budget is not None

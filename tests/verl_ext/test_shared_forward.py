@@ -9,9 +9,9 @@ import torch
 
 from grail_advantage import find_answer_span
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode
-from tests.verl_ext import fused_pass_ranks as ranks
+from tests.verl_ext import shared_forward_ranks as ranks
 from tests.verl_ext.rank_group import Results, of_all_ranks, start_ranks
-from tests.verl_ext.test_token_pass import CLEAN, LONG, write_models
+from tests.verl_ext.test_saliency_pass import CLEAN, LONG, write_models
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     folder = tmp_path_factory.mktemp("fused")
     write_models(folder)
     torch.save(_plan(), folder / "plan.pt")
-    return start_ranks("tests.verl_ext.fused_pass_ranks", folder, WORLD_SIZE)
+    return start_ranks("tests.verl_ext.shared_forward_ranks", folder, WORLD_SIZE)
 
 
 def _check(result: dict, rank: int, share: str, rtol: float = RTOL) -> None:
@@ -146,7 +146,7 @@ def test_errors_leave_no_hook_and_no_mode(results: list[Results], setup: str) ->
     for result in of_all_ranks(results, "raising", setup):
         kinds, messages, left = zip(*result["errors"], strict=True)
         assert kinds == ("ZeroDivisionError", "ValueError")
-        assert "set algorithm.fuse_saliency_pass=false" in messages[1]
+        assert "set algorithm.token_weights.share_forward=false" in messages[1]
         for found in left:
             # An interrupted forward leaves the block that it was in as a whole.
             assert {**found, "whole": [], "held": []} == CLEAN | {"held": []}

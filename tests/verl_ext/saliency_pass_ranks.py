@@ -1,6 +1,6 @@
 """One rank of the tests of the saliency pass: builds verl's FSDP engines and runs passes on its share of the rows.
 
-Started twice by ``test_token_pass.py``, which compares what comes back with one process and a plain model.
+Started twice by ``test_saliency_pass.py``, which compares what comes back with one process and a plain model.
 """
 
 from __future__ import annotations
@@ -146,16 +146,26 @@ def build_engine(setup: Setup, folder: Path) -> Any:
 
 def run_pass(engine: Any, rows: list[tuple], how: Pass) -> dict[str, list[torch.Tensor]]:
     """Run a pass on this rank's rows (tokens, response start, target start); one list entry a row."""
-    from grail_advantage.verl_ext.token_pass import build_request, saliency_pass
+    from grail_advantage.passes import saliency_pass
+    from grail_advantage.rollouts import PassRow
+    from grail_advantage.verl_ext.engine_model import EngineModel
 
     config = engine.engine_config
     config.use_dynamic_bsz = how.budget is not None
     config.max_token_len_per_gpu = how.budget
     config.micro_batch_size_per_gpu = how.rows
-    tokens, response_starts, target_starts = zip(*rows, strict=True)
-    request = build_request(tokens, response_starts, target_starts, leaf=how.leaf, temperature=how.temperature)
-    output = saliency_pass(engine, request)
-    return {name: [row.clone() for row in output[name].unbind()] for name in ("saliency", "gradient_norm")}
+    passed = [
+        PassRow(tokens, response_start, len(tokens) - response_start, None, advantage=-1.0, group=0, place=place)
+        for place, (tokens, response_start, _) in enumerate(rows)
+    ]
+    model = EngineModel(engine, temperature=how.temperature)
+    with engine.eval_mode():
+        found = list(saliency_pass(passed, model, lambda row: (rows[row.place][2], len(row.tokens_S)), how.leaf))
+    values = {"saliency": [saliency for saliency, _ in found], "gradient_norm": [norm for _, norm in found]}
+    return {
+        name: [of_row[start - 1 :].clone() for of_row, (_, start, _) in zip(of_rows, rows, strict=True)]
+        for name, of_rows in values.items()
+    }
 
 
 def hooks(module: torch.nn.Module) -> Counter:
@@ -385,17 +395,21 @@ class Experiments:
 
 
 def scores_through_trainer(
-    engine: Any, workers: RankGroup, batch: dict[str, Any], weight_config: Any, **attributes: Any
+    engine: Any, workers: RankGroup, batch: dict[str, Any], signal: Any, **attributes: Any
 ) -> dict[str, Any]:
-    """What the trainer's ``_scores`` gives for a batch, and which rows each rank got; ``attributes`` go onto the trainer."""
+    """What the trainer's ``_own_scores`` gives for a batch, and which rows each rank got; ``attributes`` go onto the
+    trainer."""
     from omegaconf import OmegaConf
 
-    from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _Rollouts
+    from grail_advantage import RolloutBatch
+    from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _Rollouts, _Selection
 
     engine.engine_config.use_dynamic_bsz = False
     engine.engine_config.micro_batch_size_per_gpu = 2
     trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
-    trainer.weight_config = weight_config
+    trainer.signal = signal
+    trainer.global_steps = 0
+    trainer.tokenizer = SimpleNamespace(pad_token_id=None)
     trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 0.9}}})
     trainer.actor_rollout_wg = workers
     for name, value in attributes.items():
@@ -405,10 +419,15 @@ def scores_through_trainer(
         prompts=batch["prompts"],
         responses=batch["responses"],
         generated=batch["responses"],
-        mask_BT=batch["mask_BT"],
-        base_advantages_BT=batch["advantages_BT"],
+        groups=list(range(len(batch["prompts"]))),
+        examples=[None] * len(batch["prompts"]),
     )
-    scores_BT, norms = trainer._scores(rollouts, batch["spans"], batch["selected_B"])
+    advantages_BT = batch["advantages_BT"]
+    seen = RolloutBatch(batch["mask_BT"], batch["advantages_B"], batch["spans"], {})
+    rows = signal.select(seen)
+    selection = _Selection(seen, advantages_BT, advantages_BT, torch.zeros(len(advantages_BT)).bool(), rows)
+    nothing_BT = torch.full(advantages_BT.shape, float("nan"))
+    scores_BT, norms = trainer._own_scores(rollouts, selection, selection.selected, nothing_BT, torch.zeros(0))
     return {"scores": scores_BT, "norms": norms, "rows_of_rank": workers.lengths}
 
 
@@ -421,7 +440,7 @@ class RankGroup:
         self._dispatch_info = {"actor": list(range(WORLD_SIZE))}
         self.lengths: list[int] = []
 
-    def compute_saliency(self, request: Any) -> Any:
+    def compute_token_scores(self, request: Any) -> Any:
         from verl.single_controller.base import decorator
 
         from grail_advantage.verl_ext.worker import TokenWeightActorWorker
@@ -430,7 +449,7 @@ class RankGroup:
         share = pickle.loads(pickle.dumps(shares[self.rank]))  # as it travels
         self.lengths = share["input_ids"].offsets().diff().tolist()
         outputs = [None] * WORLD_SIZE
-        own = TokenWeightActorWorker.compute_saliency(self.worker, share)
+        own = TokenWeightActorWorker.compute_token_scores(self.worker, share)
         torch.distributed.all_gather_object(outputs, own)
         return decorator._concat_data_proto_or_future(outputs)
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from grail_advantage import GrailConfig, TokenWeights, compute_token_weights, find_answer_span
-from grail_advantage.weighting import batch_weights, select_rows, target_range
+from grail_advantage import GrailConfig, RolloutBatch, TokenWeights, compute_token_weights, find_answer_span
+from grail_advantage.signals.grail import target_range
+from grail_advantage.weighting import batch_weights
 from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, char_tokenizer, encode, make_batch, tiny_model
-from tests.verl_ext import token_pass_ranks as ranks
+from tests.verl_ext import saliency_pass_ranks as ranks
 from tests.verl_ext.rank_group import of_all_ranks, start_ranks
 
 pytestmark = pytest.mark.slow
@@ -93,19 +94,19 @@ def write_models(folder: Path) -> dict[str, PreTrainedModel]:
     return models
 
 
-def _trainer_batch() -> dict[str, Any]:
-    """What the trainer holds of TRAINER_BATCH when it comes to scores."""
-    responses = [torch.tensor(encode(rollout.response)) for rollout in TRAINER_BATCH]
+def trainer_batch(rollouts: list[Rollout]) -> dict[str, Any]:
+    """What the trainer holds of a batch when it comes to scores."""
+    responses = [torch.tensor(encode(rollout.response)) for rollout in rollouts]
     spans = [find_answer_span(response, char_tokenizer(), "last") for response in responses]
-    advantages_B = torch.tensor([rollout.advantage for rollout in TRAINER_BATCH])
+    advantages_B = torch.tensor([rollout.advantage for rollout in rollouts])
     mask_BT = torch.arange(max(map(len, responses))) < torch.tensor([[len(response)] for response in responses])
     return {
-        "prompts": [torch.tensor(encode(rollout.prompt)) for rollout in TRAINER_BATCH],
+        "prompts": [torch.tensor(encode(rollout.prompt)) for rollout in rollouts],
         "responses": responses,
         "mask_BT": mask_BT,
+        "advantages_B": advantages_B,
         "advantages_BT": advantages_B.unsqueeze(1) * mask_BT,
         "spans": spans,
-        "selected_B": select_rows(advantages_B, spans, GrailConfig("robust")).selected_B,
     }
 
 
@@ -143,9 +144,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """Starts the two ranks and waits for all their experiments."""
     folder = tmp_path_factory.mktemp("ranks")
     models = write_models(folder)
-    plan = {"trainer": _trainer_batch(), **{preset: _plan(preset) for preset in ("official", "robust")}}
+    plan = {"trainer": trainer_batch(TRAINER_BATCH), **{preset: _plan(preset) for preset in ("official", "robust")}}
     torch.save(plan, folder / "plan.pt")
-    return Measured(models, start_ranks("tests.verl_ext.token_pass_ranks", folder, ranks.WORLD_SIZE))
+    return Measured(models, start_ranks("tests.verl_ext.saliency_pass_ranks", folder, ranks.WORLD_SIZE))
 
 
 def _token_scores(saliency_P: torch.Tensor, alignment: str, length: int) -> torch.Tensor:
@@ -204,8 +205,8 @@ class TestPass:
 
         lengths_B1 = batch.response_mask.sum(dim=1, keepdim=True)
         mask_BT = torch.arange(scores_BT.shape[1]) < lengths_B1
-        rows = select_rows(batch.advantages, expected.spans, config)
-        weights_BT = batch_weights(scores_BT, mask_BT, expected.spans, rows, config).weights_BT
+        seen = RolloutBatch(mask_BT, batch.advantages, expected.spans, {})
+        weights_BT = batch_weights(scores_BT, seen, config.select(seen), config).weights_BT
         for row, length in enumerate(lengths_B1.flatten().tolist()):
             expected_T = expected.weights[row, batch.response_mask[row].bool()]
             torch.testing.assert_close(weights_BT[row, :length], expected_T, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,88 @@
+"""SHEAR: a token matters as much as its surroundings differ from every response of the other outcome.
+
+Source: SHEAR (arXiv 2604.23318), from a detailed reading; no code was found. The distances between stretches of hidden states
+are in :mod:`.shear_distances`. The other outcome is the other sign of the advantage: rows without an advantage, such as
+truncated ones where these are masked, stand on neither side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from grail_advantage.options import option
+from grail_advantage.passes import Model, RowScores
+from grail_advantage.registry import register_signal
+from grail_advantage.rollouts import GROUPS, PassRow, RolloutBatch
+from grail_advantage.signals.base import HIDDEN_STATES, Reshaped, Signal, normalize_mass_option
+from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, STRIDE, TOLERANCE, WINDOW, shear_scores
+
+
+@register_signal("shear")
+@dataclass(frozen=True, kw_only=True)
+class ShearConfig(Signal):
+    """A token's weight: the greatest distance of a window that holds it to the nearest window of the group's rows of the other
+    outcome, relative to the group's mean norm of hidden states. Rows without an opposite weigh 1."""
+
+    formula: ClassVar[str] = "max over windows with t of min over opposing windows of Sinkhorn(H, H'), / mean ||h||"
+    source: ClassVar[str] = "arXiv 2604.23318 (reading)"
+    cost: ClassVar[str] = "1 on the rows with an advantage, and the distances"
+    reads: ClassVar[frozenset[str]] = frozenset({GROUPS})
+    uses: ClassVar[str] = HIDDEN_STATES
+    whole_groups: ClassVar[bool] = True
+
+    window: int = option(WINDOW, "tokens of a window", at_least=1)
+
+    stride: int = option(
+        STRIDE, "tokens from the start of a window to the start of the next; at most window", at_least=1
+    )
+
+    epsilon: float = option(
+        EPSILON,
+        "entropic regularisation, as a share of a pair's mean cost; exact optimal transport as it goes to 0",
+        above=0,
+    )
+
+    iterations: int = option(ITERATIONS, "most iterations for a pair of windows", at_least=1)
+
+    tolerance: float = option(TOLERANCE, "share of the mass that may still be misplaced when a pair is done", above=0)
+
+    normalize_mass: bool = normalize_mass_option()
+
+    def check(self) -> None:
+        """See :class:`grail_advantage.options.Options`."""
+        super().check()
+        if self.stride > self.window:
+            raise ValueError(
+                f"shear.stride={self.stride} is greater than shear.window={self.window}, which leaves tokens out; lower it"
+            )
+
+    def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        hidden = model.micro_batches(rows, lambda micro: micro.hidden_states(), gradients=False)
+        groups: dict[int, list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault(row.group, []).append(index)
+        found = [torch.ones(row.response_length) for row in rows]  # copies that fill up a rank keep these
+        for group, members in groups.items():
+            if group < 0:
+                continue
+            scores = shear_scores(
+                [hidden[index] for index in members],
+                [rows[index].advantage > 0 for index in members],
+                window=self.window,
+                stride=self.stride,
+                epsilon=self.epsilon,
+                iterations=self.iterations,
+                tolerance=self.tolerance,
+            )
+            for index, scores_T in zip(members, scores, strict=True):
+                found[index] = scores_T
+        return [RowScores(scores_T) for scores_T in found]
+
+    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
+        """The scores are the weights."""
+        return Reshaped(scores_BT.clamp(min=0))

@@ -1,0 +1,35 @@
+"""``compute_token_weights`` with a model sharded over two ranks that have different numbers of rows to compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from grail_advantage import compute_token_weights
+from tests.core import sharded_ranks as ranks
+from tests.core.tiny_models import char_tokenizer, make_batch, tiny_model
+from tests.verl_ext.rank_group import start_ranks
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """Starts the two ranks; a rank without a counterpart for its collectives would hang until its time is up."""
+    return start_ranks("tests.core.sharded_ranks", tmp_path_factory.mktemp("sharded"), 2)
+
+
+@pytest.mark.parametrize("name", ranks.METHODS)
+@pytest.mark.parametrize("share", ranks.SHARES)
+@pytest.mark.parametrize("how", ranks.SHARDINGS)
+def test_weights_are_those_of_the_whole_model(results: list[dict], how: str, share: str, name: str) -> None:
+    for rank, result in enumerate(results):
+        found = result[f"{how}: {share}: {name}"]
+        assert not isinstance(found, str), found
+        batch = make_batch(ranks.SHARES[share][rank])
+        expected = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), ranks.METHODS[name])
+        # The gradient of a divergence so small keeps three to four digits of float32's seven.
+        rtol = 2e-3 if name == "oar_g" else 1e-4
+        scale = float(expected.scores.nan_to_num(0).abs().max())
+        torch.testing.assert_close(found["scores"], expected.scores, rtol=rtol, atol=rtol * scale, equal_nan=True)
+        torch.testing.assert_close(found["weights"], expected.weights, rtol=10 * rtol, atol=10 * rtol)

@@ -1,0 +1,48 @@
+"""verl's synchronous trainer, which weighs tokens by another method every two steps; for ``test_methods_run.py``.
+
+What it sees of each step goes to ``steps.jsonl`` in the folder ``EVERY_METHOD_FOLDER``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import transfer_queue as tq
+from omegaconf import open_dict
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+
+from grail_advantage.registry import methods
+from grail_advantage.verl_ext.settings import signal_of
+from grail_advantage.verl_ext.trainer import TokenWeightTrainer
+
+STEPS_OF_EACH = 2
+FIELDS_BEFORE = "fields before"
+
+
+@register_trainer("grail_every_method")
+class EveryMethodTrainer(TokenWeightTrainer, PPOTrainerSync):
+    """Takes the methods in the order of their names; options come from their sections as in any run."""
+
+    def on_step_begin(self) -> None:
+        """Choose the step's method."""
+        super().on_step_begin()
+        name = sorted(methods())[(self.global_steps - 1) // STEPS_OF_EACH]
+        with open_dict(self.config):
+            self.config.algorithm.adv_estimator = name
+        self.signal = signal_of(self.config.algorithm)
+        self.seen: dict[str, Any] = {"step": self.global_steps, "method": name, "passes": 0}
+
+    def _run_pass(self, rows: list) -> list:
+        self.seen["passes"] += 1
+        return super()._run_pass(rows)
+
+    def _update_actor(self, batch: Any, metrics: dict) -> Any:
+        self.seen["named_fields"] = sorted(batch.fields or [])
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
+        self.seen["stored_fields"] = sorted(data.keys())
+        with (Path(os.environ["EVERY_METHOD_FOLDER"]) / "steps.jsonl").open("a") as file:
+            file.write(json.dumps(self.seen) + "\n")
+        return super()._update_actor(batch, metrics)

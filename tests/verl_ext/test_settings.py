@@ -1,0 +1,105 @@
+"""What a run's configuration says about token weights: the method, and when its saliency shares a forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from grail_advantage import GrailConfig, OarConfig
+from grail_advantage.registry import methods
+from grail_advantage.verl_ext import settings
+
+OBSTACLES = {
+    "another signal": ({"adv_estimator": "oar_g"}, "algorithm.adv_estimator=oar_g"),
+    "bypass": ({"rollout_correction": {"bypass_mode": True}}, "algorithm.rollout_correction.bypass_mode=True"),
+    "KL in the reward": ({"use_kl_in_reward": True}, "algorithm.use_kl_in_reward=True"),
+}
+
+
+def _config(share: Any = ..., **algorithm: Any) -> DictConfig:
+    known: dict[str, Any] = {
+        "adv_estimator": "grail",
+        "rollout_correction": {"bypass_mode": False},
+        "use_kl_in_reward": False,
+    }
+    if share is not ...:
+        known["token_weights"] = {"share_forward": share}
+    return OmegaConf.create({"algorithm": {**known, **algorithm}})
+
+
+def _shares(config: DictConfig) -> bool:
+    signal = settings.signal_of(config.algorithm)
+    settings.check_share_forward(config, signal)
+    return settings.shares_forward(config, signal)
+
+
+@pytest.mark.parametrize("choice", ["auto", True])
+def test_shares_the_forward_where_nothing_is_in_the_way(choice: str | bool) -> None:
+    assert _shares(_config(choice))
+
+
+def test_is_on_by_default() -> None:
+    assert _shares(_config())
+    assert _shares(_config(rollout_correction=None))
+    assert _shares(_config(token_weights=None))
+
+
+def test_can_be_switched_off() -> None:
+    assert not _shares(_config(False))
+
+
+@pytest.mark.parametrize(("algorithm", "setting"), OBSTACLES.values(), ids=OBSTACLES)
+def test_auto_runs_a_pass_of_its_own_where_sharing_is_not_exact(algorithm: dict, setting: str) -> None:
+    assert not _shares(_config("auto", **algorithm))
+
+
+@pytest.mark.parametrize(("algorithm", "setting"), OBSTACLES.values(), ids=OBSTACLES)
+def test_true_is_refused_where_sharing_is_not_exact(algorithm: dict, setting: str) -> None:
+    message = f"algorithm.token_weights.share_forward=True does not work with {setting}: .*; use auto"
+    with pytest.raises(ValueError, match=message):
+        _shares(_config(True, **algorithm))
+
+
+@pytest.mark.parametrize("choice", ["yes", 1, 0])
+def test_refuses_other_values(choice: Any) -> None:
+    message = r"algorithm.token_weights.share_forward=.* is unknown; choose one of auto, true, false"
+    with pytest.raises(ValueError, match=message):
+        _shares(_config(choice))
+
+
+class TestMethod:
+    def test_options_come_from_its_section(self) -> None:
+        config = _config(grail={"preset": "robust", "gate": None}, oar={"variant": "grail_port"})
+        assert settings.signal_of(config.algorithm) == GrailConfig("robust")
+        config.algorithm.adv_estimator = "oar_p"
+        assert settings.signal_of(config.algorithm) == OarConfig("perturbation", variant="grail_port")
+
+    def test_every_method_works_without_a_section_and_with_an_empty_one(self) -> None:
+        for name, method in methods().items():
+            assert settings.signal_of(_config(adv_estimator=name).algorithm).name == name
+            assert settings.signal_of(_config(adv_estimator=name, **{method.section: None}).algorithm).name == name
+
+    def test_unknown_method(self) -> None:
+        with pytest.raises(ValueError, match=r"'grial' is no registered signal; choose one of .*\bgrail\b"):
+            settings.signal_of(_config(adv_estimator="grial").algorithm)
+
+    def test_sections_of_all_methods(self) -> None:
+        sections = settings.algorithm_sections()
+        assert {method.section for method in methods().values()} < set(sections)
+        assert "method" not in sections["oar"]
+        config = OmegaConf.create({"algorithm": {"adv_estimator": "grail", **sections}})
+        for name in methods():
+            config.algorithm.adv_estimator = name
+            assert settings.signal_of(config.algorithm) == methods()[name].build({})
+
+
+@pytest.mark.parametrize(("old", "new"), settings.MOVED.items())
+def test_options_of_0_1_are_refused_with_their_new_name(old: str, new: str) -> None:
+    config = OmegaConf.create({})
+    OmegaConf.update(config, old, "something", force_add=True)
+    with pytest.raises(ValueError, match=f"{old} is called {new} now"):
+        settings.check_names(config)
+    OmegaConf.update(config, old, None)
+    settings.check_names(config)
