@@ -1,0 +1,27 @@
+"""What a method works with in a run, by what it uses of the model and reads of the batch.
+
+The start-up checks refuse by these rules, and the page of all methods shows them. Needs no verl.
+"""
+
+from __future__ import annotations
+
+from grail_advantage.rollouts import ENTROPY
+from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SEQUENCES, Signal
+
+NEEDED = {LOGITS: "logits", SEQUENCES: "logits of made-up sequences", HIDDEN_STATES: "hidden states"}
+"""What neither fused kernels nor a rank of a sequence-parallel group has whole, for messages."""
+
+
+def works_with_sequence_parallel(signal: Signal) -> bool:
+    """Whether each rank may hold a slice of the rows."""
+    return signal.uses not in NEEDED
+
+
+def works_with_fused_kernels(signal: Signal) -> bool:
+    """Whether verl's fused forward will do, which gives out log-probabilities alone."""
+    return signal.uses not in NEEDED
+
+
+def works_with_bypass(signal: Signal) -> bool:
+    """Whether the rollout's log-probabilities may stand for the old ones, so that no forward gives an entropy."""
+    return ENTROPY not in signal.reads
