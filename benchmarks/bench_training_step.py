@@ -48,18 +48,18 @@ def run_step(side: TrainingSide, variant: str, epochs: int, clock: Clock) -> Sta
 
     if variant.endswith("fused"):
         output = timed("old_log_probs", side.fused_log_probs, config)
-        saliencies = timed("weights", side.fused_saliencies, output, config)
+        scores = timed("weights", side.fused_scores, config, output)
     else:
         output = timed("old_log_probs", side.old_log_probs)
-        saliencies = timed("saliency", side.separate_pass, config) if variant.endswith("separate") else None
+        scores = timed("saliency", side.separate_pass, config) if variant.endswith("separate") else None
     advantages_BT = side.base_advantages()
-    if saliencies is not None:
-        advantages_BT = timed("weights", side.weighted_advantages, saliencies, config)
+    if scores is not None:
+        advantages_BT = timed("weights", side.weighted_advantages, config, output, scores)
         stages["weights"] = [sum(stages["weights"])]
     for _ in range(epochs):
         if variant == "published procedure":
-            saliencies = timed("saliency", side.published_pass)
-            advantages_BT = timed("weights", side.weighted_advantages, saliencies, config)
+            scores = timed("saliency", side.published_pass)
+            advantages_BT = timed("weights", side.weighted_advantages, config, output, scores)
         timed("update", side.update, output["log_probs"], advantages_BT)
     return stages
 

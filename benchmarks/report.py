@@ -168,6 +168,29 @@ def _memory(peaks: dict[str, int]) -> list[str]:
     return lines
 
 
+def methods(result: dict[str, Any]) -> list[str]:
+    setup, baseline = result["setup"], result["baseline"]
+    repeats = len(result["methods"][baseline]["repeats"])
+    lines = [
+        f"### What each method adds to a step, {result['device']}",
+        "",
+        *_origin(result),
+        f"Model and batch: {_shape(setup)}; {setup['wrong_rows']} of {setup['rows']} rows wrong, {setup['prompts']} prompts; "
+        f"gradient checkpointing {result['checkpointing']}. 1 epoch, {repeats} repeats.",
+        "",
+        f"| method | rows scored | adds, F | x {baseline}, by stages | x {baseline}, whole steps (lowest to highest) | |",
+        "|---|--:|--:|--:|--:|---|",
+    ]
+    for name, of_method in result["methods"].items():
+        rows, timed, ratios = of_method["rows"], of_method["timed_rows"], of_method["ratios"]
+        sampled = f"pass timed on {timed} rows, x {rows / timed:g}" if 0 < timed < rows else ""
+        lines.append(
+            f"| `{name}` | {rows} | {of_method['forwards']:.2f} | {of_method['ratio']:.3f} "
+            f"| {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) | {sampled} |"
+        )
+    return [*lines, ""]
+
+
 WAYS = {
     "fused": "fused pass: backward on the old log-probs' forward",
     "separate": "separate pass",
@@ -290,13 +313,15 @@ def _mebibytes(size: int) -> str:
 def render(folder: Path) -> str:
     """All tables in Markdown; draws the plots on the way."""
     lines: list[str] = []
-    for name in ("training_step", "growth", "span_finding"):
+    passages = {
+        "training_step": training_step,
+        "methods": methods,
+        "growth": lambda result: growth(result, folder),
+        "span_finding": span_finding,
+    }
+    for name, passage in passages.items():
         for path in sorted(folder.glob(f"{name}-*.json")):
-            result = json.loads(path.read_text(encoding="utf-8"))
-            if name == "growth":
-                lines += growth(result, folder)
-            else:
-                lines += training_step(result) if name == "training_step" else span_finding(result)
+            lines += passage(json.loads(path.read_text(encoding="utf-8")))
     return "\n".join(lines).strip()
 
 

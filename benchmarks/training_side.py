@@ -1,8 +1,8 @@
 """The training side of one step with verl's own worker and engine in one process, cut into stages that can be timed.
 
-Stages: the forward that recomputes the old log-probabilities (verl's ``TrainingWorker.infer_batch``), the saliency pass (this
-project's separate one, or the backward on that forward), the weights, and the actor update (``train_mini_batch`` with verl's
-PPO loss). Next to them the pass as the published procedure runs it (arXiv 2606.04889).
+Stages: the forward that recomputes the old log-probabilities (verl's ``TrainingWorker.infer_batch``), a method's pass (its own,
+or of a saliency the backward on that forward), the weights, and the actor update (``train_mini_batch`` with verl's PPO loss).
+Next to them GRAIL's pass as the published procedure runs it (arXiv 2606.04889).
 
 Not part of it: generation, the reward, the way of the data between processes, and finding the answers
 (``bench_span_finding.py``). All rows have the same number of tokens, so that no layout computes padding, and their
@@ -16,14 +16,16 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 import transformers
 from tensordict import TensorDict
+from tokenizers import Tokenizer, models, pre_tokenizers
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
@@ -37,12 +39,19 @@ from verl.workers.config import (
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
-from grail_advantage import AnswerSpan, GrailConfig
-from grail_advantage.signals.grad_activation import capture_leaf, evaluation_mode, saliency
-from grail_advantage.verl_ext.token_pass import LEAF, TARGET, build_request, saliency_pass, training_micro_batches
-from grail_advantage.verl_ext.worker import SaliencyTrainingWorker
-from grail_advantage.weighting import align_scores, apply_token_weights, batch_weights, select_rows, target_range
+from grail_advantage import AnswerSpan, Example, GrailConfig, RolloutBatch, Signal
+from grail_advantage.activations import capture_leaf, evaluation_mode, saliency
+from grail_advantage.rollouts import ENTROPY, OLD_LOG_PROBS, PassRow
+from grail_advantage.signals.saliency import SaliencySignal, align_scores
+from grail_advantage.verl_ext.engine_model import training_micro_batches
+from grail_advantage.verl_ext.requests import build_request
+from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, TARGET
+from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, token_scores
+from grail_advantage.weighting import apply_token_weights, batch_weights
 
+PUBLISHED = GrailConfig("official")
+GROUP_ROWS = 8
+"""Rows that answer one prompt, as near as the batch allows."""
 AFTER_ANSWER = 16
 ANSWER = AnswerSpan(start=0, content_start=3, content_end=7, end=8)
 """Relative to where the answer starts: three tokens of ``\\boxed{``, four of content, one ``}``."""
@@ -87,7 +96,7 @@ def shape_of(args: argparse.Namespace, checkpointing: bool, vocabulary: int | No
     )
 
 
-def make_worker(shape: Shape, micro_batch_tokens: int) -> SaliencyTrainingWorker:
+def make_worker(shape: Shape, micro_batch_tokens: int) -> TokenWeightTrainingWorker:
     """verl's training worker with this project's extension, as the trainer builds it for the actor."""
     config = transformers.Qwen3Config(
         vocab_size=shape.vocabulary,
@@ -104,7 +113,7 @@ def make_worker(shape: Shape, micro_batch_tokens: int) -> SaliencyTrainingWorker
     with tempfile.TemporaryDirectory() as folder:
         _save_random_model(config, shape, Path(folder))
         precision = {"param_dtype": shape.compute_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-        worker = SaliencyTrainingWorker(
+        worker = TokenWeightTrainingWorker(
             TrainingWorkerConfig(
                 model_type="language_model",
                 model_config=HFModelConfig(
@@ -183,14 +192,38 @@ class Rollouts:
         return torch.tensor([-0.5] * self.selected + [0.5] * (self.rows - self.selected))
 
     @property
-    def share(self) -> float:
-        return self.selected / self.rows
+    def groups(self) -> list[int]:
+        """Which prompt each row answers; wrong and right rows are dealt out to all prompts alike."""
+        prompts = max(1, round(self.rows / GROUP_ROWS))
+        return [row % prompts for row in range(self.rows)]
+
+    @property
+    def examples(self) -> list[Example]:
+        """What each row was asked: about as many words as the prompt has tokens, and a gold answer."""
+        messages = [{"role": "user", "content": " ".join(["word"] * self.prompt)}]
+        return [Example(messages, {"reward_model": {"ground_truth": "42"}}, {})] * self.rows
+
+
+@cache
+def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Every word is one token, and the same one: only the number of tokens costs time."""
+    backend = Tokenizer(models.WordLevel({"word": 0}, unk_token="word"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="word",
+        pad_token="word",
+        chat_template=(
+            "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}"
+        ),
+    )
 
 
 class TrainingSide:
     """One worker and one batch. Every stage runs as the trainer runs it; only one process, so no data travels."""
 
-    def __init__(self, worker: SaliencyTrainingWorker, rollouts: Rollouts) -> None:
+    def __init__(self, worker: TokenWeightTrainingWorker, rollouts: Rollouts) -> None:
         self.worker = worker
         self.engine = worker.engine
         self.rollouts = rollouts
@@ -214,34 +247,30 @@ class TrainingSide:
         """The forward that every method runs: log-probabilities and entropies of all rows."""
         return self._inferred(self._inference_batch())
 
-    def fused_log_probs(self, config: GrailConfig) -> dict[str, torch.Tensor]:
+    def fused_log_probs(self, signal: SaliencySignal) -> dict[str, torch.Tensor]:
         """The same with the saliency backward on the forward of the selected rows."""
         data = self._inference_batch()
-        start, end = target_range(self.rollouts.span, config.target)
         targets_B2 = torch.full((self.rollouts.rows, 2), -1)
-        for row in self._selected(config):
-            targets_B2[row] = self.rollouts.prompt + torch.tensor([start, end])
+        for row in self.selected(signal):
+            targets_B2[row] = torch.tensor(signal.target_positions(self._pass_row(row)))
         data[TARGET] = targets_B2
-        tu.assign_non_tensor(data, **{LEAF: config.leaf})
+        tu.assign_non_tensor(data, **{LEAF: signal.leaf})
         return self._inferred(data)
 
-    def separate_pass(self, config: GrailConfig) -> dict[int, torch.Tensor]:
-        """The pass of its own: saliency by row, from the first response token's predictor on."""
-        start, end = target_range(self.rollouts.span, config.target)
-        selected = self._selected(config)
-        prompt = self.rollouts.prompt
+    def separate_pass(self, signal: Signal, rows: Sequence[int] | None = None) -> dict[int, torch.Tensor]:
+        """The method's own pass over the selected rows, or over the given ones: scores by row."""
+        rows = self.selected(signal) if rows is None else rows
+        tokenizer = word_tokenizer()
         request = build_request(
-            [self.tokens[row][: prompt + end] for row in selected],
-            [prompt] * len(selected),
-            [prompt + start] * len(selected),
-            leaf=config.leaf,
+            [signal.prepare_row(self._pass_row(row), tokenizer) for row in rows],
+            signal,
             temperature=1.0,
+            pad_token=tokenizer.pad_token_id,
         )
-        output = saliency_pass(self.engine, request)
-        return dict(zip(selected, output["saliency"].unbind(), strict=True))
+        return dict(zip(rows, token_scores(self.engine, request)["scores"].unbind(), strict=True))
 
     def published_pass(self) -> dict[int, torch.Tensor]:
-        """Saliency of all rows as the published procedure computes it.
+        """GRAIL's scores of all rows as the published procedure computes them.
 
         One forward with the logits and log-probabilities of every position and one backward to the embeddings. Micro-batches,
         log-probabilities and checkpointing are the actor update's.
@@ -266,25 +295,44 @@ class TrainingSide:
                 loss = -sum(row[target].sum() for row in log_probs.unbind())
                 del output, log_probs
                 saliency_RS = saliency(loss, leaves[0])[0].reshape(len(rows), -1)
-                found.update((row, saliency_RS[at, predictor:].cpu()) for at, row in enumerate(rows))
+                for at, row in enumerate(rows):
+                    saliency_P = saliency_RS[at, predictor:].cpu()
+                    found[row] = align_scores(saliency_P, self.rollouts.response, PUBLISHED.alignment)
         return found
 
-    def weighted_advantages(self, saliencies: dict[int, torch.Tensor], config: GrailConfig) -> torch.Tensor:
-        """Saliencies to token advantages, (B, T)."""
-        scores_BT = torch.full(self.mask_BT.shape, float("nan"))
-        for row, saliency_P in saliencies.items():
-            scores_BT[row] = align_scores(saliency_P, self.rollouts.response, config.alignment)
-        advantages_B = self.rollouts.advantages
-        rows = select_rows(advantages_B, self.spans, config)
-        weights_BT = batch_weights(scores_BT, self.mask_BT, self.spans, rows, config).weights_BT
+    def weighted_advantages(
+        self, signal: Signal, output: Mapping[str, torch.Tensor], of_pass: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor:
+        """Token advantages, (B, T).
+
+        Args:
+            signal: the method.
+            output: from :meth:`old_log_probs` or :meth:`fused_log_probs`.
+            of_pass: scores by row, for a method that uses something of the model.
+        """
+        of_pass_BT = torch.full(self.mask_BT.shape, float("nan"))
+        for row, scores_T in of_pass.items():
+            of_pass_BT[row, : len(scores_T)] = scores_T
+        mask = _nested(list(self.mask_BT))
+        columns = {
+            name: response_from_nested(output[field], mask).to_padded_tensor(0.0).float()
+            for name, field in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy"))
+            if name in signal.reads
+        }
+        batch = self._batch(columns)
+        scores_BT = signal.scores(batch, of_pass_BT if signal.uses else None)
+        weights_BT = batch_weights(scores_BT, batch, signal.select(batch), signal).weights_BT
         return apply_token_weights(self.base_advantages(), weights_BT, self.mask_BT)
 
-    def fused_saliencies(self, output: dict[str, torch.Tensor], config: GrailConfig) -> dict[int, torch.Tensor]:
-        """By row, cut to the positions that :meth:`separate_pass` gives."""
-        rows = output["saliency"].unbind()
-        prompt = self.rollouts.prompt
-        end = prompt + target_range(self.rollouts.span, config.target)[1]
-        return {row: rows[row][prompt - 1 : end] for row in self._selected(config)}
+    def fused_scores(self, signal: SaliencySignal, output: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """By row, as :meth:`separate_pass` gives them."""
+        of_rows = [output[name].unbind() for name in SALIENCY_FIELDS]
+        found = {}
+        for row in self.selected(signal):
+            asked = self._pass_row(row)
+            positions = slice(asked.response_start - 1, signal.target_positions(asked)[1])
+            found[row] = signal.row_scores(asked, *(values[row][positions] for values in of_rows)).scores_T
+        return found
 
     def base_advantages(self) -> torch.Tensor:
         """GRPO's: one advantage a row on all its tokens, (B, T)."""
@@ -319,21 +367,37 @@ class TrainingSide:
         Raises:
             SystemExit: two of them differ by more than the precision explains.
         """
-        config = GrailConfig("official")
         allowed = 1e-3 if self.engine._autocast_dtype == torch.float32 else 0.1
-        expected = self.separate_pass(config)
-        fused = self.fused_saliencies(self.fused_log_probs(config), config)
+        expected = self.separate_pass(PUBLISHED)
+        fused = self.fused_scores(PUBLISHED, self.fused_log_probs(PUBLISHED))
         for name, found in (("fused", fused), ("published", self.published_pass())):
-            for row, saliency_P in expected.items():
-                difference = torch.linalg.vector_norm(found[row][: len(saliency_P)] - saliency_P)
-                if not difference <= allowed * torch.linalg.vector_norm(saliency_P):
+            for row, scores_T in expected.items():
+                difference = torch.linalg.vector_norm(found[row] - scores_T)
+                if not difference <= allowed * torch.linalg.vector_norm(scores_T):
                     raise SystemExit(f"row {row}: the saliencies of the {name} and the separate pass differ")
 
     # -------------------------------------------------------------------------------------------------------------- inputs
 
-    def _selected(self, config: GrailConfig) -> list[int]:
-        rows = select_rows(self.rollouts.advantages, self.spans, config)
-        return rows.selected_B.nonzero().flatten().tolist()
+    def selected(self, signal: Signal) -> list[int]:
+        """The rows that the method needs scores for."""
+        return signal.select(self._batch({})).selected_B.nonzero().flatten().tolist()
+
+    def _batch(self, columns: Mapping[str, torch.Tensor]) -> RolloutBatch:
+        return RolloutBatch(
+            self.mask_BT, self.rollouts.advantages, self.spans, columns, examples=self.rollouts.examples
+        )
+
+    def _pass_row(self, row: int) -> PassRow:
+        return PassRow(
+            tokens_S=self.tokens[row],
+            response_start=self.rollouts.prompt,
+            response_length=self.rollouts.response,
+            span=self.spans[row],
+            advantage=float(self.rollouts.advantages[row]),
+            group=self.rollouts.groups[row],
+            place=row,
+            example=self.rollouts.examples[row],
+        )
 
     def _model_batch(self) -> TensorDict:
         length = self.rollouts.prompt + self.rollouts.response
@@ -353,7 +417,7 @@ class TrainingSide:
 
     def _inferred(self, data: TensorDict) -> dict[str, torch.Tensor]:
         output = self.worker.infer_batch(data)
-        return {name: output[name] for name in ("log_probs", "entropy", "saliency") if name in output}
+        return {name: output[name] for name in ("log_probs", "entropy", *SALIENCY_FIELDS) if name in output}
 
 
 def _nested(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import bench_methods
 import measuring
 import report
 
+from grail_advantage.registry import methods
+from grail_advantage.signals.base import SEQUENCES
 from recipe.marked_text import marked
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +72,39 @@ class TestMeasuring:
         seconds = measuring.interleaved(measuring.Clock("cpu"), ways, repeats=2)
         assert "".join(calls) == "abc" + "abc" + "bca"
         assert {name: len(values) for name, values in seconds.items()} == {"a": 2, "b": 2, "c": 2}
+
+
+class TestMethods:
+    @staticmethod
+    def _method(uses: str, rows: tuple[int, int], *repeats: tuple[float, ...]) -> dict:
+        stages = [dict(zip(bench_methods.STAGES, seconds, strict=True)) for seconds in repeats]
+        return {"uses": uses, "rows": rows[0], "timed_rows": rows[1], "repeats": stages}
+
+    def test_steps_by_hand(self) -> None:
+        """F is 2 s and an update 6 s; the backward on the shared forward takes 0.7 s."""
+        found = {
+            "uniform": self._method("", (0, 0), (2.0, 0.0, 0.0, 6.0)),
+            "shared": self._method("saliency", (7, 7), (2.7, 0.0, 0.1, 6.0)),
+            "own": self._method("log_probs", (20, 20), (2.0, 2.5, 0.0, 6.0)),
+            "sampled": self._method("sequences", (20, 2), (2.0, 1.5, 1.0, 6.0)),
+        }
+        got = bench_methods.compared(found)
+        assert {name: of_method["forwards"] for name, of_method in got.items()} == pytest.approx(
+            {"uniform": 0.0, "shared": 0.4, "own": 1.25, "sampled": 8.0}
+        )
+        for of_method in got.values():
+            assert of_method["ratios"] == pytest.approx([of_method["ratio"]])
+        assert got["shared"]["ratio"] == pytest.approx(1.1)
+        assert got["sampled"]["ratio"] == pytest.approx(3.0)
+
+    def test_a_slow_update_does_not_count_against_a_method(self) -> None:
+        plain = [(2.0, 0.0, 0.0, 6.0)] * 3
+        found = {
+            "uniform": self._method("", (0, 0), *plain),
+            "own": self._method("logits", (9, 9), (2.0, 4.0, 0.0, 6.0), (2.0, 4.0, 0.0, 10.0), (5.0, 4.0, 0.0, 6.0)),
+        }
+        got = bench_methods.compared(found)["own"]
+        assert (got["ratio"], got["ratios"]) == (pytest.approx(12 / 8), pytest.approx([12 / 8, 16 / 8, 15 / 8]))
 
 
 class TestReport:
@@ -179,6 +215,17 @@ def test_every_benchmark_runs_and_is_reported(tmp_path: Path) -> None:
     nothing = run["peak_bytes"].pop("nothing")
     assert all(peak > nothing for peak in run["peak_bytes"].values())
 
+    process = _run("bench_methods.py", *arguments)
+    found = _result(process, tmp_path / "methods-cpu.json")["methods"]
+    built_in = {name: of for name, of in methods().items() if of.signal_class.__module__.startswith("grail_advantage.")}
+    assert set(found) >= set(built_in)
+    for name, method in built_in.items():
+        signal = method.build({})
+        assert found[name]["timed_rows"] == (
+            min(found[name]["rows"], bench_methods.SAMPLE_ROWS if signal.uses == SEQUENCES else 4) if signal.uses else 0
+        )
+        assert found[name]["ratio"] > 0
+
     process = _run("bench_growth.py", "--sweeps", "rows", "share", *arguments)
     result = _result(process, tmp_path / "growth-cpu.json")
     assert sorted((point["rows"], point["selected"]) for point in result["points"]) == [
@@ -200,7 +247,12 @@ def test_every_benchmark_runs_and_is_reported(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
-    for title in ("Training side of a step, cpu", "How the cost grows, cpu", "Finding the answers"):
+    for title in (
+        "Training side of a step, cpu",
+        "What each method adds to a step, cpu",
+        "How the cost grows, cpu",
+        "Finding the answers",
+    ):
         assert f"### {title}" in text
     assert "x GRPO by stages" in front_page.read_text()
     assert (tmp_path / "growth-cpu.png").stat().st_size > 10_000
