@@ -1,0 +1,342 @@
+"""The page of all methods, ``docs/methods.md``, from what is registered.
+
+``python scripts/methods_page.py`` writes everything between the markers ``<!-- methods -->`` and ``<!-- /methods -->`` of that
+page: tables of all methods, a section for each with its options, the same for the reshapers, and what is logged. It takes them
+from the registry, the declared options and the docstrings, and measured costs from ``benchmarks/results``; methods of other
+projects are left out. ``tests/core/test_methods_page.py`` checks that the page is the one written last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grail_advantage.metrics import GRADIENT_METRICS, METRICS, TRAINER_METRICS
+from grail_advantage.options import OptionRule, Options, option_fields, rule_of
+from grail_advantage.registry import Method, methods, reshapers
+from grail_advantage.reshapers.base import Reshaper, ReshaperChoice
+from grail_advantage.rollouts import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS
+from grail_advantage.signals.base import HIDDEN_STATES, LOG_PROBS, LOGITS, SALIENCY, SEQUENCES, Signal
+from grail_advantage.verl_ext.works_with import (
+    works_with_bypass,
+    works_with_fused_kernels,
+    works_with_sequence_parallel,
+)
+from recipe.marked_text import write_marked
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "methods.md"
+MARKER = "methods"
+MEASURED = ROOT / "benchmarks" / "results" / "methods-cpu.json"
+PACKAGE = "grail_advantage."
+
+USES = {
+    "": "nothing",
+    SALIENCY: "backward to an activation",
+    LOGITS: "logits",
+    SEQUENCES: "logits of made-up sequences",
+    LOG_PROBS: "log-probabilities",
+    HIDDEN_STATES: "hidden states",
+}
+READS = {
+    OLD_LOG_PROBS: "old log-probabilities",
+    ENTROPY: "entropy",
+    GROUPS: "groups",
+    EXAMPLES: "prompts as messages",
+}
+NEEDED_INPUTS = (GROUPS, EXAMPLES)
+"""Of what a method reads, that which nothing but the caller knows."""
+
+
+# ------------------------------------------------------------------------------------------------------------------ methods
+
+
+def built_in() -> dict[str, Method]:
+    """The methods of this package, in the order of their names."""
+    found = methods()
+    return {name: found[name] for name in sorted(found) if _is_built_in(found[name].signal_class)}
+
+
+def built_in_reshapers() -> dict[str, type[Reshaper]]:
+    """The reshapers of this package, likewise."""
+    found = reshapers()
+    return {name: found[name] for name in sorted(found) if _is_built_in(found[name])}
+
+
+def _is_built_in(registered: type) -> bool:
+    return registered.__module__.startswith(PACKAGE)
+
+
+def passage(measured: Path = MEASURED) -> str:
+    """All that stands between the markers."""
+    figures = json.loads(measured.read_text(encoding="utf-8")) if measured.is_file() else None
+    found = built_in()
+    by_class: dict[type[Signal], list[Method]] = {}
+    for method in found.values():
+        by_class.setdefault(method.signal_class, []).append(method)
+    lines = ["## All methods", ""]
+    lines += _overview(found, figures)
+    lines += ["", "What of a batch and of the model each takes, and what it works with:", "", *_works_with(found)]
+    lines += ["", "## Each method"]
+    for of_class in by_class.values():
+        lines += ["", *_method_section(of_class)]
+    lines += ["", "## Reshapers"]
+    for name, reshaper_class in built_in_reshapers().items():
+        lines += ["", *_reshaper_section(name, reshaper_class, found)]
+    lines += ["", "## What is logged", "", *_metrics()]
+    return "\n".join(lines)
+
+
+def _overview(found: dict[str, Method], figures: dict[str, Any] | None) -> list[str]:
+    rows = []
+    for name, method in found.items():
+        signal = method.build({})
+        row = [_link(name, _heading(_relatives(method, found))), signal.formula, signal.cost]
+        rows.append([*row, *([_ratio(figures, name)] if figures else []), _papers(signal.source)])
+    baseline = figures["baseline"] if figures else ""
+    measured = [f"measured, x `{baseline}`"] if figures else []
+    lines = _table(["`algorithm.adv_estimator`", "weight", "cost, F", *measured, "source"], rows)
+    if not figures:
+        return lines
+    setup = figures["setup"]
+    return [
+        *lines,
+        "",
+        f"Measured: a step's training side with 1 epoch against that of `{baseline}`, default options, {figures['device']}, "
+        f"{figures['date']}; {setup['layers']} layers of width {setup['hidden']}, {setup['rows']} rows x {setup['tokens']} "
+        f"tokens, {setup['wrong_rows']} rows wrong. How, and the scatter: [benchmarks](../benchmarks/README.md).",
+    ]
+
+
+def _ratio(figures: dict[str, Any], name: str) -> str:
+    of_method = figures["methods"].get(name)
+    if of_method is None:
+        return "not measured"
+    timed, rows = of_method["timed_rows"], of_method["rows"]
+    sampled = f" (extrapolated from {timed} of {rows} rows)" if 0 < timed < rows else ""
+    return f"{of_method['ratio']:.2f}{sampled}"
+
+
+def _works_with(found: dict[str, Method]) -> list[str]:
+    rows = []
+    for name, method in found.items():
+        signal = method.build({})
+        answers = (works_with_sequence_parallel(signal), works_with_fused_kernels(signal), works_with_bypass(signal))
+        rows.append(
+            [
+                f"`{name}`",
+                ", ".join(READS[read] for read in READS if read in signal.reads) or "nothing",
+                USES[signal.uses],
+                *("yes" if works else "no" for works in answers),
+                _inputs(signal),
+            ]
+        )
+    header = [
+        "`algorithm.adv_estimator`",
+        "reads of the batch",
+        "uses of the model",
+        "sequence parallel",
+        "fused kernels",
+        "bypass mode",
+        "`compute_token_weights` needs",
+    ]
+    return _table(header, rows)
+
+
+def _inputs(signal: Signal) -> str:
+    needed = [f"`{read}`" for read in NEEDED_INPUTS if read in signal.reads]
+    computed = [f"`{read}`" for read in (OLD_LOG_PROBS, ENTROPY) if read in signal.reads]
+    said = [" and ".join(needed)] if needed else []
+    said += [f"{' and '.join(computed)}, or computes {'them' if len(computed) > 1 else 'it'}"] if computed else []
+    return "; ".join(said) or "nothing more"
+
+
+def _relatives(method: Method, found: dict[str, Method]) -> list[Method]:
+    return [other for other in found.values() if other.signal_class is method.signal_class]
+
+
+def _heading(of_class: Sequence[Method]) -> str:
+    return ", ".join(f"`{method.name}`" for method in of_class)
+
+
+def _method_section(of_class: Sequence[Method]) -> list[str]:
+    signal_class = of_class[0].signal_class
+    lines = [f"### {_heading(of_class)}", "", *_description(signal_class), ""]
+    for method in of_class:
+        lines.append(f"- {f'`{method.name}`: ' if len(of_class) > 1 else ''}{_defaults(method.build({}))}")
+    lines += [
+        "",
+        f"`{signal_class.__name__}` in [`{_file(signal_class)}`](../{_file(signal_class)}). Options, in "
+        f"`algorithm.{signal_class.section}`:",
+        "",
+        *_options(signal_class, of_class),
+    ]
+    return lines
+
+
+def _defaults(signal: Signal) -> str:
+    """What the common words mean for this method as it is by default."""
+    gate = {"wrong": "rows with `A <= 0`", "correct": "rows with `A > 0`", "all": "all rows"}[signal.gate]
+    needs_answer = signal.needs_answer or (signal.statistics == "reasoning" and signal.answer_weights is None)
+    answered = " that have an answer" if needs_answer else ""
+    said = [f"Gate: {gate}{answered}", f"statistics set: the {signal.statistics}"]
+    answer = signal.answer_weights
+    if answer is not None:
+        outside = ", also outside the gate" if answer.outside_gate else ""
+        said.append(f"answer: content {answer.content:g}, the rest and what follows {answer.others:g}{outside}")
+    if isinstance(signal, ReshaperChoice):
+        said.append(f"reshaper: {_link(signal.reshaper, f'`{signal.reshaper}`')}")
+    said.append(f"a row's mass is {'restored' if signal.normalize_mass else 'not restored'}")
+    if signal.columns:
+        said.append(f"columns of the data set: {', '.join(f'`{name}`' for name in signal.columns)}")
+    if signal.ranks_entropy:
+        said.append("in bf16 set `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
+    return f"{'; '.join(said)}."
+
+
+# ---------------------------------------------------------------------------------------------------------------- reshapers
+
+
+def _reshaper_section(name: str, reshaper_class: type[Reshaper], found: dict[str, Method]) -> list[str]:
+    users = [
+        f"`{method.name}`"
+        for method in found.values()
+        if issubclass(method.signal_class, ReshaperChoice) and method.build({}).reshaper == name
+    ]
+    lines = [f"### `{name}`", "", *_description(reshaper_class), ""]
+    lines += [f"Default of {', '.join(users)}.", ""] if users else []
+    return [*lines, *_options(reshaper_class, ())]
+
+
+# ------------------------------------------------------------------------------------------------------------------ options
+
+
+def _options(options_class: type[Options], of_class: Sequence[Method]) -> list[str]:
+    """Table of a class's options, its own before those that it shares."""
+    fixed = {name for method in of_class for name in method.fixed}
+    entries = [entry for entry in option_fields(options_class) if entry.name not in fixed]
+    if not entries:
+        return ["None."]
+    own = list(inspect.get_annotations(options_class))
+    entries.sort(key=lambda entry: own.index(entry.name) if entry.name in own else len(own))
+
+    def build(**changed: Any) -> Options:
+        return of_class[0].build(changed) if of_class else options_class(**changed)
+
+    plain = build()
+    rows = []
+    for entry in entries:
+        rule, value = rule_of(entry), getattr(plain, entry.name)
+        follows = rule.optional and rule.kind is not dict and value is not None
+        default = _value(value)
+        if follows:
+            for other in entries:
+                for choice in rule_of(other).choices:
+                    instead = getattr(build(**{other.name: choice}), entry.name)
+                    if other.name != entry.name and instead != value:
+                        default += f"; {_value(instead)} with `{other.name}={choice}`"
+        reshaper = entry.name == "reshaper" and issubclass(options_class, ReshaperChoice)
+        allowed = ", ".join(f"`{known}`" for known in built_in_reshapers()) if reshaper else _allowed(rule)
+        if rule.optional and value is None:
+            allowed += " or `null`"
+        rows.append([f"`{entry.name}`", default, allowed, rule.doc])
+    return _table(["option", "default", "allowed", "meaning"], rows)
+
+
+def _value(value: Any) -> str:
+    """As YAML has it."""
+    return f"`{json.dumps(value, ensure_ascii=False)}`" if not isinstance(value, str) else f"`{_one_line(value)}`"
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", "\\n")
+
+
+def _allowed(rule: OptionRule) -> str:
+    if rule.choices:
+        return ", ".join(f"`{choice}`" for choice in rule.choices)
+    if rule.kind is bool:
+        return "`true`, `false`"
+    if rule.kind not in (int, float):
+        return {str: "text", dict: "mapping"}[rule.kind]
+    bounds = []
+    if rule.above is not None:
+        bounds.append(f"> {rule.above:g}")
+    if rule.at_least is not None:
+        bounds.append(f">= {rule.at_least:g}")
+    if rule.at_most is not None:
+        bounds.append(f"<= {rule.at_most:g}")
+    return " ".join(["whole number" if rule.kind is int else "number", " and ".join(bounds)]).strip()
+
+
+# ------------------------------------------------------------------------------------------------------------------ metrics
+
+
+def _metrics() -> list[str]:
+    rows = [[f"`{name}`", meaning] for name, meaning in METRICS.items()]
+    rows += [[f"`{name}`", f"{meaning}; of a pass with gradients"] for name, meaning in GRADIENT_METRICS.items()]
+    rows += [[f"`{name}`", f"{meaning}; in a run"] for name, meaning in TRAINER_METRICS.items()]
+    return [
+        "Every method logs the same figures, in a run as `<method>/<figure>` beside verl's own and the seconds "
+        "`timing_s/token_weights`; `compute_token_weights` returns them as `stats`. Rows without a valid token count nowhere.",
+        "",
+        *_table(["figure", "meaning"], rows),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------------- text
+
+
+def _description(registered: type) -> list[str]:
+    """What the docstrings of module and class say, less what is for programmers."""
+    module = inspect.getdoc(inspect.getmodule(registered)) or ""
+    own = inspect.getdoc(registered) or ""
+    paragraphs = [*module.split("\n\n"), *own.split("\n\n")]
+    kept = [text for text in paragraphs if not re.match(r"Shape suffixes:|Raises:|Args:|Returns:", text)]
+    return "\n\n".join(_markdown(text) for text in kept).split("\n")
+
+
+def _markdown(text: str) -> str:
+    """A docstring's paragraph: roles become the names that they show."""
+    text = re.sub(r":\w+:`~(?:[\w.]+\.)?(\w+)`", r"`\1`", text)
+    text = re.sub(r":\w+:`\.?([\w.]+)`", r"`\1`", text)
+    return _papers(text.replace("``", "`"))
+
+
+def _papers(text: str) -> str:
+    return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+
+
+def _link(name: str, heading: str) -> str:
+    """To a section of this page."""
+    return f"[`{name}`](#{re.sub(r'[^a-z0-9_ -]', '', heading.lower()).replace(' ', '-')})"
+
+
+def _file(registered: type) -> str:
+    return f"{registered.__module__.replace('.', '/')}.py"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    def line(cells: Sequence[str]) -> str:
+        inside = [cell.replace("|", "\\|") for cell in cells]
+        return f"| {' | '.join(inside)} |"
+
+    return [line(header), "|---" * len(header) + "|", *map(line, rows)]
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--page", type=Path, default=PAGE, metavar="FILE", help="page with the markers to write between"
+    )
+    write_marked(parser.parse_args().page, MARKER, passage())
+
+
+if __name__ == "__main__":
+    main()
