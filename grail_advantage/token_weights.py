@@ -29,7 +29,16 @@ from grail_advantage.activations import (
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.passes import Forward, MicroBatch, Model, Range, Turns
-from grail_advantage.rollouts import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, Example, PassRow, RolloutBatch
+from grail_advantage.rollouts import (
+    ENTROPY,
+    EXAMPLES,
+    GROUPS,
+    OLD_LOG_PROBS,
+    Example,
+    PassRow,
+    RolloutBatch,
+    token_mean,
+)
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.weighting import batch_weights
 
@@ -70,6 +79,8 @@ def compute_token_weights(
     groups: torch.Tensor | None = None,
     examples: Sequence[Example] | None = None,
     process_group: ProcessGroup | None = None,
+    step: int = 0,
+    aggregate: Callable[[torch.Tensor, torch.Tensor], float] = token_mean,
 ) -> TokenWeights:
     """Token weights for a batch of rollouts by any registered method.
 
@@ -94,6 +105,9 @@ def compute_token_weights(
         examples: for each row what it was asked, for methods that ask differently.
         process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have
             other rows, and another number of them: a rank that is through runs dummy passes until all are.
+        step: training step, for methods that change over a run.
+        aggregate: a batch's mean of (B, T) values under a (B, T) mask as the run's loss takes it, for methods that compare it
+            with a threshold; by default that of all tokens.
 
     Raises:
         ValueError: shapes that do not fit, a temperature that is not positive, a response that starts the row or has gaps, a
@@ -108,10 +122,10 @@ def compute_token_weights(
     width = max((response.shape[0] for response in responses), default=0)
     mask_BT = torch.arange(width, device=device) < response_BL.sum(dim=-1, keepdim=True)
     spans = find_answer_spans(responses, tokenizer, signal.span)
-    batch = RolloutBatch(mask_BT, advantages, spans, {}, examples=examples)
+    batch = RolloutBatch(mask_BT, advantages, spans, {}, aggregate, step, examples)
     rows = signal.select(batch)
 
-    plain = _PlainModel(model, tokenizer, temperature, device, process_group)
+    plain = _PlainModel(model, tokenizer, temperature, device, process_group, step)
     gradient_norms = [torch.zeros(0)]
     with torch.inference_mode(False):  # the caller may be in it, and nothing made there can take part in a backward
         of_pass_BT = torch.full(mask_BT.shape, float("nan"), device=device)
@@ -205,8 +219,6 @@ def _columns(
 class _PlainModel(Model):
     """A Hugging Face model, one row a micro-batch."""
 
-    step = 0
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -214,7 +226,9 @@ class _PlainModel(Model):
         temperature: float,
         device: torch.device,
         group: ProcessGroup | None,
+        step: int,
     ) -> None:
+        self.step = step
         self.model = model
         self.temperature = temperature
         self.pad_token = tokenizer.pad_token_id

@@ -1,0 +1,158 @@
+"""What does not work with token weights in TRL, refused at construction with the argument's name and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from accelerate.utils import ParallelismConfig
+from packaging.version import Version
+from transformers import ProcessorMixin
+from trl import GRPOConfig, GRPOTrainer
+
+from grail_advantage.rollouts import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS
+from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
+
+OLDEST_TRL, FIRST_UNKNOWN_TRL = "1.15", "1.17"
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
+"""Losses of TRL that multiply every token's own ratio by its advantage."""
+PROVIDED = frozenset({OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES})
+"""What of a batch this host can give a signal."""
+IMAGE_COLUMNS = ("image", "images")
+
+
+def check_trl_version(found: str) -> None:
+    """The trainer overrides a method that TRL does not document, so another version is refused instead of tried.
+
+    Raises:
+        ValueError: naming the versions.
+    """
+    if not Version(OLDEST_TRL) <= Version(found) < Version(FIRST_UNKNOWN_TRL):
+        raise ValueError(
+            f"trl {found} is installed, but token weights follow trl {OLDEST_TRL} up to, not including, {FIRST_UNKNOWN_TRL}; "
+            f"run `pip install 'trl>={OLDEST_TRL},<{FIRST_UNKNOWN_TRL}'`"
+        )
+
+
+def check_arguments(given: Mapping[str, Any], signal: Signal) -> None:
+    """Check the arguments of ``GRPOTrainer`` before it does anything with them.
+
+    Args:
+        given: by name; those that were left out are not in it.
+        signal: the method.
+
+    Raises:
+        ValueError: naming the argument and the way out.
+    """
+    refuse = partial(_refuse, signal)
+    unknown = sorted(signal.reads - PROVIDED)
+    if unknown:
+        raise ValueError(f"token_weights={signal.name!r} reads {', '.join(unknown)}, which TRL does not compute")
+    for name in ("tools", "rollout_func", "environment_factory"):
+        if given.get(name):
+            refuse(name, "...", "a response must be one stretch of the model's own tokens; leave it out")
+    if isinstance(given.get("processing_class"), ProcessorMixin):
+        _refuse_images(signal)
+    config = given.get("args")
+    if config is not None:
+        _check_config(config, signal)
+    _check_data(given.get("train_dataset"), signal)
+
+
+def check_trainer(trainer: GRPOTrainer, signal: Signal) -> None:
+    """Check what is known only once TRL has loaded the model and knows the processes.
+
+    Raises:
+        ValueError: naming the argument and the way out.
+    """
+    if trainer._is_vlm:
+        _refuse_images(signal)
+    _check_config(trainer.args, signal)
+    if trainer.is_fsdp_enabled:
+        _refuse(signal, "fsdp", trainer.args.fsdp, "it is not tested yet; use DDP or DeepSpeed ZeRO-2")
+    signal.check_tokenizer(trainer.processing_class)
+    local_rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    if signal.whole_groups and trainer.accelerator.num_processes > 1 and local_rows % trainer.num_generations:
+        raise ValueError(
+            f"token_weights={signal.name!r} compares the responses of a prompt, which must be on one process: make "
+            f"per_device_train_batch_size x steps_per_generation={local_rows} a multiple of "
+            f"num_generations={trainer.num_generations}"
+        )
+
+
+def _check_config(config: GRPOConfig, signal: Signal) -> None:
+    refuse = partial(_refuse, signal)
+    if config.importance_sampling_level != "token":
+        refuse(
+            "importance_sampling_level",
+            config.importance_sampling_level,
+            "one ratio a response leaves of its token weights their sum alone; use 'token'",
+        )
+    if config.loss_type not in LOSSES:
+        refuse("loss_type", config.loss_type, f"use one of {', '.join(LOSSES)}")
+    if not config.temperature > 0:
+        refuse("temperature", config.temperature, "use a temperature above 0")
+    if config.fp16 and signal.uses in (SALIENCY, LOGITS):
+        refuse("fp16", True, "the answer's gradients underflow; use bf16, or neither")
+    if config.fsdp:
+        refuse("fsdp", config.fsdp, "it is not tested yet; use DDP or DeepSpeed ZeRO-2")
+    plugin = config.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3:
+        refuse("deepspeed", "ZeRO-3", "it is not tested yet; use ZeRO-1 or ZeRO-2")
+    _check_parallelism(config.parallelism_config, refuse)
+    if EXAMPLES in signal.reads and config.remove_unused_columns:
+        refuse("remove_unused_columns", True, f"it takes away {' and '.join(signal.columns) or 'columns'}; use False")
+
+
+def _check_parallelism(parallelism: ParallelismConfig | None, refuse: partial[NoReturn]) -> None:
+    for kind in ("tp", "cp", "sp"):
+        if parallelism is not None and getattr(parallelism, f"{kind}_size", 1) > 1:
+            refuse(f"parallelism_config.{kind}_size", getattr(parallelism, f"{kind}_size"), "use 1")
+
+
+def _check_data(dataset: Any, signal: Signal) -> None:
+    """Of a data set whose columns are known; of a stream the first batch is judged by the signal itself."""
+    columns = getattr(dataset, "column_names", None)
+    if not columns:
+        return
+    if any(name in columns for name in IMAGE_COLUMNS):
+        _refuse_images(signal)
+    if EXAMPLES not in signal.reads:
+        return
+    for path in signal.columns:
+        if path.split(".")[0] not in columns:
+            raise ValueError(
+                f"token_weights={signal.name!r} reads the column {path}, which train_dataset lacks; its columns are "
+                f"{', '.join(columns)}"
+            )
+    first = next(iter(dataset), None)
+    if first is not None and isinstance(first["prompt"], str):
+        _refuse_plain_prompts(signal)
+
+
+def check_prompt(prompt: Any, signal: Signal) -> None:
+    """Refuse a prompt that a method which asks differently cannot change.
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    if isinstance(prompt, str):
+        _refuse_plain_prompts(signal)
+
+
+def _refuse(signal: Signal, name: str, value: Any, remedy: str) -> NoReturn:
+    raise ValueError(f"{name}={value!r} does not work with token_weights={signal.name!r}; {remedy}")
+
+
+def _refuse_images(signal: Signal) -> NoReturn:
+    raise ValueError(
+        f"token_weights={signal.name!r} works with text alone; give a tokenizer as processing_class and a train_dataset "
+        "without images"
+    )
+
+
+def _refuse_plain_prompts(signal: Signal) -> NoReturn:
+    raise ValueError(
+        f"token_weights={signal.name!r} asks again in other words, for which train_dataset's prompt must be a list of messages"
+    )

@@ -1,0 +1,180 @@
+"""TRL's GRPO trainer with token weights: ``A_t = w_t A`` with A the advantage that TRL computed for the row.
+
+TRL's loss takes advantages of shape (B, T) from subclasses, and ``_generate_and_score_completions`` is where its maintainers
+want them made (huggingface/trl#4525). It runs once a generation batch; TRL then shuffles the batch, splits it over
+``steps_per_generation`` and uses it ``num_iterations`` times. So the weights are those of the policy that wrote the responses.
+
+Shape suffixes: B rows of this process, T response tokens, L prompt + response.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import trl
+from accelerate.utils import gather_object
+from trl import GRPOTrainer
+
+from grail_advantage.activations import evaluation_mode
+from grail_advantage.metrics import GRADIENT_METRICS, METRICS
+from grail_advantage.registry import method
+from grail_advantage.rollouts import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, token_mean
+from grail_advantage.signals.base import Signal
+from grail_advantage.token_weights import compute_token_weights
+from grail_advantage.trl_ext.checks import check_arguments, check_prompt, check_trainer, check_trl_version
+from grail_advantage.weighting import apply_token_weights
+
+FIGURES = (*METRICS, *GRADIENT_METRICS, "truncated_rate", "seconds")
+"""What is logged as ``<method>/<figure>`` in training."""
+
+
+class TokenWeightGRPOTrainer(GRPOTrainer):
+    """``GRPOTrainer`` whose advantages are a method's token weights times the row's advantage.
+
+    Only training is weighted; in evaluation the advantages are TRL's.
+
+    Args:
+        token_weights: a registered method by its name, or a method with its options such as ``GrailConfig("robust")``.
+        token_weight_options: options of a method that is given by its name.
+        arguments, named: as for ``GRPOTrainer``.
+
+    Raises:
+        ValueError: an unknown method or option, or an argument that token weights do not work with; naming the way out.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        token_weights: str | Signal = "grail",
+        token_weight_options: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        check_trl_version(trl.__version__)
+        if isinstance(token_weights, str):
+            token_weights = method(token_weights).build(token_weight_options or {})
+        elif token_weight_options:
+            raise ValueError(
+                "token_weight_options are for a method given by its name; put them into token_weights itself"
+            )
+        self.signal = token_weights
+        given = inspect.signature(GRPOTrainer.__init__).bind(self, *arguments, **named).arguments
+        check_arguments(given, self.signal)
+        super().__init__(*arguments, **named)
+        check_trainer(self, self.signal)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's generation batch; in training with ``advantages`` (B, T)."""
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            output["advantages"] = self._weighted_advantages(inputs, output)
+        return output
+
+    def _weighted_advantages(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> torch.Tensor:
+        """Token advantages (B, T), 0 outside the response. A collective where there are several processes."""
+        started = time.perf_counter()
+        signal, mask_BT, width = self.signal, output["completion_mask"], output["prompt_ids"].shape[1]
+        truncated_B = self._truncated(output["completion_ids"], mask_BT)
+        advantages_B = output["advantages"]
+        if signal.mask_truncated:
+            advantages_B = torch.where(truncated_B, 0.0, advantages_B)
+        first_row = self.accelerator.process_index * len(inputs)
+        places_B = torch.arange(first_row, first_row + len(inputs), device=advantages_B.device)
+        rows = {
+            "input_ids": torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
+            "attention_mask": torch.cat([output["prompt_mask"], mask_BT], dim=1),
+            "response_mask": torch.cat([torch.zeros_like(output["prompt_mask"]), mask_BT], dim=1),
+            "advantages": advantages_B,
+            "groups": places_B // self.num_generations,
+        }
+        rows |= self._columns(rows, output)
+        examples = self._examples(inputs) if EXAMPLES in signal.reads else None
+        if not signal.uses:
+            # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
+            rows = {name: self._gathered(values) for name, values in rows.items()}
+            examples = gather_object(examples) if examples is not None else None
+        found = compute_token_weights(
+            # Not DDP's module: this backward is none of its business.
+            self.accelerator.unwrap_model(self.model),
+            self.processing_class,
+            **rows,
+            config=signal,
+            temperature=self.temperature,
+            examples=examples,
+            step=self.state.global_step,
+            aggregate=self._aggregate,
+        )
+        own = slice(None) if signal.uses else slice(first_row, first_row + len(inputs))
+        weights_BT = found.weights[own, width : width + mask_BT.shape[1]]
+        self._log_figures(
+            {
+                **found.stats,
+                "truncated_rate": float(truncated_B.double().mean()),
+                "seconds": time.perf_counter() - started,
+            }
+        )
+        return apply_token_weights(advantages_B.unsqueeze(1).expand_as(weights_BT), weights_BT, mask_BT)
+
+    def _truncated(self, completions_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        """Rows that ended without an end token, as TRL judges it; those that TRL has masked for it have no token left."""
+        ends = torch.tensor([*self.eos_token_ids, self.processing_class.pad_token_id], device=mask_BT.device)
+        last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+        ended_B = torch.isin(completions_BT.gather(1, last_B1).squeeze(1), ends)
+        return ~(ended_B & mask_BT.bool().any(dim=1))
+
+    def _columns(self, rows: dict[str, torch.Tensor], output: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What the method reads of old log-probabilities and entropies, (B, L), by TRL's own code."""
+        wanted = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in self.signal.reads]
+        mask_BT = output["completion_mask"]
+        found = {OLD_LOG_PROBS: output.get("old_per_token_logps")}
+        if any(found.get(name) is None for name in wanted):
+            model = self.accelerator.unwrap_model(self.model)
+            with evaluation_mode(model), torch.no_grad():
+                log_probs_BT, entropy_BT, _ = self._get_per_token_logps_and_entropies(
+                    model,
+                    rows["input_ids"],
+                    rows["attention_mask"],
+                    mask_BT.shape[1],
+                    batch_size=self.args.per_device_train_batch_size,
+                    compute_entropy=True,
+                )
+            found = {OLD_LOG_PROBS: log_probs_BT, ENTROPY: entropy_BT} | {
+                k: v for k, v in found.items() if v is not None
+            }
+        prompt_BP = torch.zeros(output["prompt_ids"].shape, device=mask_BT.device)
+        return {name: torch.cat([prompt_BP, found[name].float()], dim=1) for name in wanted}
+
+    def _examples(self, inputs: list[dict[str, Any]]) -> list[Example]:
+        """What each row was asked."""
+        for row in inputs:
+            check_prompt(row["prompt"], self.signal)
+        return [
+            Example(row["prompt"], {name: row[name] for name in row if name != "prompt"}, self.chat_template_kwargs)
+            for row in inputs
+        ]
+
+    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """The rows of all processes, process by process; those with fewer positions end in zeros."""
+        if values.ndim > 1:
+            values = self.accelerator.pad_across_processes(values, dim=1)
+        return self.accelerator.gather(values)
+
+    def _aggregate(self, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+        """A mean over the batch as ``loss_type`` takes it."""
+        kept_BT = torch.where(mask_BT, values_BT, 0.0).double()
+        if self.loss_type in ("grpo", "sapo"):
+            return float((kept_BT.sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)).mean())
+        if self.loss_type == "dr_grpo":
+            return float(kept_BT.sum() / (len(kept_BT) * self.max_completion_length))
+        return token_mean(values_BT, mask_BT)
+
+    def _log_figures(self, figures: Mapping[str, float]) -> None:
+        """Into TRL's logs, as means over the processes that have them."""
+        own = torch.tensor([figures.get(name, torch.nan) for name in FIGURES], device=self.accelerator.device)
+        means = self.accelerator.gather(own).view(-1, len(FIGURES)).nanmean(dim=0)
+        for name, value in zip(FIGURES, means.tolist(), strict=True):
+            if value == value:  # not NaN: none has it
+                self._metrics["train"][f"{self.signal.name}/{name}"].append(value)
