@@ -1,0 +1,320 @@
+"""RLSD: a token matters as much as its probability moves once the model is told the answer.
+
+Source: RLSD (arXiv 2604.03128). The prompt is asked again with privileged text in its last user message, the gold answer or a
+reference solution, and the response that was sampled without it follows, token for token. The current policy is its own
+teacher. With D_t the log-probability of token t there minus the one it was sampled with, and A the row's advantage,
+
+    u_t = clip(exp(sign(A) D_t), 1 - epsilon, 1 + epsilon),    w_t = (1 - lam) + lam u_t.
+
+A row without privileged text has nothing to tell the model: every token of it weighs 1, as in GRPO.
+
+The text comes from a data set and may hold anything. In the prompt it stays inside its message, see :func:`harmless`.
+
+Shape suffixes: B rows, T response tokens, P tokens of a rebuilt prompt, S positions of one row's prompt + response.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from grail_advantage.options import option
+from grail_advantage.passes import Model, RowScores
+from grail_advantage.registry import register_signal
+from grail_advantage.rollouts import EXAMPLES, OLD_LOG_PROBS, Example, PassRow, RolloutBatch
+from grail_advantage.signals.base import LOG_PROBS, Reshaped, RowSelection, Signal, normalize_mass_option
+
+PLACE = "{privileged}"
+"""Stands for the privileged text in the request."""
+REQUEST = (
+    f"A correct result for this problem, either a full solution or only its final answer, is given here:\n\n{PLACE}\n\n"
+    "Work the problem out yourself, in your own words and step by step. The result above is only there to keep you on the "
+    "right track: do not mention it."
+)
+"""What the last user message ends in, behind an empty line."""
+
+_MISSING = object()
+
+
+@register_signal("rlsd")
+@dataclass(frozen=True, kw_only=True)
+class RlsdConfig(Signal):
+    """RLSD with the current policy as the teacher.
+
+    The weights lie in ``[1 - lam epsilon, 1 + lam epsilon]``. Where a token's log-probability is not finite, the whole row
+    weighs 1.
+
+    Raises:
+        ValueError: an unknown option or value; the message names the option, the value and what is allowed.
+    """
+
+    formula: ClassVar[str] = (
+        "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon), p' with the answer in the prompt"
+    )
+    source: ClassVar[str] = "arXiv 2604.03128 (official code and two ports)"
+    cost: ClassVar[str] = "1 on the rows with A != 0"
+    reads: ClassVar[frozenset[str]] = frozenset({OLD_LOG_PROBS, EXAMPLES})
+    uses: ClassVar[str] = LOG_PROBS
+
+    lam: float = option(
+        0.5,
+        "share of the weight that the change of probability sets; greater than 0, at most 1",
+        above=0,
+        at_most=1,
+        why="without it every weight is 1; algorithm.adv_estimator=uniform is that, without the extra forward",
+    )
+
+    lam_steps: int = option(
+        0,
+        "training steps over which lam falls linearly to 0, lam (1 - step / lam_steps); at 0 there are no more extra forwards. "
+        "0: lam is constant",
+        at_least=0,
+    )
+
+    epsilon: float = option(
+        0.2,
+        "how far the ratio of the probabilities may be from 1; greater than 0, at most 1",
+        above=0,
+        at_most=1,
+        why="without it every weight is 1",
+    )
+
+    negative_only: bool = option(
+        False, "whether only rows with a negative advantage get weights; the others then weigh 1"
+    )
+
+    privileged_column: str = option(
+        "reward_model.ground_truth",
+        "column of the data set with the privileged text, fields of fields behind dots, entries of lists by their number "
+        "from 0: the gold answer, or for example extra_info.solution for a reference solution",
+    )
+
+    max_privileged_tokens: int = option(
+        1024, "most tokens of the privileged text that are used; what comes behind is left out", at_least=1
+    )
+
+    request: str = option(
+        REQUEST,
+        f"what the last user message ends in, behind an empty line; {PLACE} stands for the privileged text. Control "
+        "tokens lose their meaning in all of it",
+    )
+
+    normalize_mass: bool = normalize_mass_option()
+
+    @property
+    def gate(self) -> str:
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        return "wrong" if self.negative_only else "all"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        return (self.privileged_column.split(".")[0],)
+
+    def check(self) -> None:
+        """See :class:`grail_advantage.options.Options`."""
+        super().check()
+        if self.request.count(PLACE) != 1:
+            raise ValueError(f"{self.section}.request={self.request!r} must hold {PLACE} exactly once")
+        if not all(self.privileged_column.split(".")):
+            raise ValueError(
+                f"{self.section}.privileged_column={self.privileged_column!r} must be names with a dot between them, such as "
+                "extra_info.solution"
+            )
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        if not getattr(tokenizer, "chat_template", True):
+            raise ValueError(
+                f"{self.section} asks again through the chat template, which the tokenizer lacks; set "
+                "tokenizer.chat_template (actor_rollout_ref.model.custom_chat_template in a run)"
+            )
+
+    def lam_at(self, step: int) -> float:
+        """``lam`` at a training step."""
+        return self.lam * max(0.0, 1.0 - step / self.lam_steps) if self.lam_steps else self.lam
+
+    def select(self, batch: RolloutBatch) -> RowSelection:
+        """Rows without privileged text need no pass, and none does where ``lam`` has fallen to 0.
+
+        Raises:
+            ValueError: no row of the batch has the column, so that its name must be wrong.
+        """
+        rows = super().select(batch)
+        if self.lam_at(batch.step) == 0.0:
+            return replace(rows, selected_B=torch.zeros_like(rows.selected_B))
+        if batch.examples is None:
+            return rows
+        columns = [example.columns for example in batch.examples if example is not None]
+        if columns and all(look_up(of_row, self.privileged_column) is _MISSING for of_row in columns):
+            known = sorted({name for of_row in columns for name in _names(of_row)})
+            raise ValueError(
+                f"{self.section}.privileged_column={self.privileged_column!r} is in no row of the batch; of these columns "
+                f"the rows have {', '.join(known) or 'none'}"
+            )
+        told_B = torch.tensor(
+            [self._privileged_text(example) != "" for example in batch.examples],
+            dtype=torch.bool,
+            device=rows.selected_B.device,
+        )
+        return replace(rows, selected_B=rows.selected_B & told_B)
+
+    def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
+        """The same response behind the prompt with the privileged text, or the row itself where there is no such text."""
+        text = cut(self._privileged_text(row.example), self.max_privileged_tokens, tokenizer)
+        if not text:
+            return row
+        messages, options = list(row.example.messages), row.example.template_options
+        header = _assistant_header(messages, tokenizer, options)
+        # Not only the text: together with the words around it, it may make up what neither of them does.
+        request = harmless(self.request.replace(PLACE, text), tokenizer, header)
+        asked = extended(messages, f"\n\n{request}")
+        prompt = _render(asked, tokenizer, options, add_generation_prompt=True, tokenize=True)
+        prompt_P = torch.tensor(prompt, dtype=row.tokens_S.dtype, device=row.tokens_S.device)
+        return replace(
+            row, tokens_S=torch.cat([prompt_P, row.tokens_S[row.response_start :]]), response_start=len(prompt)
+        )
+
+    def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
+        """The teacher's log-probabilities."""
+        found = model.micro_batches(rows, lambda micro: micro.response_log_probs(), gradients=False)
+        return [RowScores(log_probs_T.float()) for log_probs_T in found]
+
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor) -> torch.Tensor:
+        """D, see the module."""
+        return of_pass_BT - batch.columns_BT[OLD_LOG_PROBS].float()
+
+    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
+        """The module's w."""
+        lam = self.lam_at(batch.step)
+        signed_BT = scores_BT.double() * batch.advantages_B.double().sign().unsqueeze(-1)
+        # exp(1) is beyond the upper bound of every epsilon, so that the clip in front of exp cuts off nothing that counts.
+        change_BT = torch.expm1(signed_BT.clamp(max=1.0)).clamp(-self.epsilon, self.epsilon)
+        reach = lam * self.epsilon
+        return Reshaped((1.0 + lam * change_BT).float(), lowest=1.0 - reach, highest=1.0 + reach)
+
+    def _privileged_text(self, example: Example | None) -> str:
+        """Empty for an example that has none, or no user message to put it in."""
+        if example is None or not any(message.get("role") == "user" for message in example.messages):
+            return ""
+        return as_text(look_up(example.columns, self.privileged_column))
+
+
+def look_up(columns: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path; :func:`as_text` makes an empty text of one that is not there."""
+    value: Any = columns
+    for name in path.split("."):
+        value = _plain(value)
+        if isinstance(value, Mapping) and name in value:
+            value = value[name]
+        elif isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return _MISSING
+    return value
+
+
+def as_text(value: Any) -> str:
+    """A value of a data set as text without white space around it.
+
+    A list becomes its entries with commas between them, a whole float loses its fraction, as in the reward; a mapping becomes
+    JSON. Nothing, not-a-number and what is not there become an empty text.
+    """
+    value = _plain(value)
+    if value is None or value is _MISSING or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, list | tuple):
+        return ", ".join(entry for entry in map(as_text, value) if entry)
+    if isinstance(value, Mapping):
+        value = json.dumps(value, ensure_ascii=False, default=str) if value else ""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    # Tokenizers refuse half a surrogate pair, which JSON's escapes allow.
+    return str(value).encode(errors="replace").decode().strip()
+
+
+def cut(text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text's beginning of at most that many tokens."""
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    if len(ids) <= tokens:
+        return text
+    # The last character may have lost some of its bytes.
+    kept = tokenizer.decode(ids[:tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return kept.rstrip("\ufffd").strip()
+
+
+def harmless(text: str, tokenizer: PreTrainedTokenizerBase, header: str = "") -> str:
+    """The text with a space behind the first character of everything that could end its message.
+
+    That is every string that the tokenizer would turn into one of its added tokens (``<|im_end|>``, ``<think>``), and what
+    opens the assistant's turn. ``< |im_end|>`` reads nearly the same and is made of ordinary tokens. A template that marks
+    turns with plain words alone can still be made to show a further *user* turn.
+
+    Args:
+        text: any text.
+        tokenizer: the tokenizer of the prompt.
+        header: what the chat template puts in front of an answer.
+    """
+    control = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens, header}
+    # Runs of blanks are added tokens in some vocabularies and mean nothing.
+    present = sorted(token for token in control if len(token) > 1 and not token.isspace() and token in text)
+    if not present:
+        return text
+    # Looking ahead finds those that overlap, too.
+    starts = "|".join(map(re.escape, present))
+    return re.sub(f"(?={starts})(.)", r"\1 ", text, flags=re.DOTALL)
+
+
+def extended(messages: Sequence[Mapping[str, Any]], addition: str) -> list[dict[str, Any]]:
+    """A copy of a chat whose last user message goes on with ``addition``. A content is a text or a list of parts."""
+    copy = [dict(message) for message in messages]
+    last = next(message for message in reversed(copy) if message.get("role") == "user")
+    content = _plain(last.get("content"))
+    if content is None or isinstance(content, str):
+        last["content"] = (content or "") + addition
+    elif content and content[-1].get("type") == "text":
+        # Not a part of its own: some templates strip every part.
+        last["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + addition}]
+    else:
+        last["content"] = [*content, {"type": "text", "text": addition}]
+    return copy
+
+
+def _assistant_header(
+    messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> str:
+    """What the chat template puts in front of an answer; empty for a template that puts nothing there."""
+    without, complete = (
+        _render(messages, tokenizer, options, add_generation_prompt=asks, tokenize=False) for asks in (False, True)
+    )
+    return complete[len(without) :].strip() if complete.startswith(without) else ""
+
+
+def _render(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any],
+    **settings: bool,
+) -> Any:
+    return tokenizer.apply_chat_template(messages, **{**options, **settings, "return_dict": False})
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and scalars of numpy, which is what parquet files give, as lists and numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _names(columns: Mapping[str, Any]) -> list[str]:
+    """The columns, and of those with fields these."""
+    return [
+        f"{name}.{field}" if field else name
+        for name, value in columns.items()
+        for field in (value if isinstance(value, Mapping) and value else [""])
+    ]
