@@ -1,8 +1,8 @@
-"""The table of what works with what, for README.md; its one source.
+"""The table of what works with what, for docs/compatibility.md; its one source.
 
-``python scripts/layout_table.py`` prints the table, ``--write README.md`` puts it between the markers ``<!-- layouts -->`` and
-``<!-- /layouts -->`` of that file. ``tests/verl_ext/test_layout_table.py`` checks every cell: that the tests of a tested one
-exist, that a refused one raises its message at start-up, and that the README holds this table.
+``python scripts/layout_table.py`` prints the table, ``--write docs/compatibility.md`` puts it between the markers
+``<!-- layouts -->`` and ``<!-- /layouts -->`` of that file. ``tests/verl_ext/test_layout_table.py`` checks every cell: that the
+tests of a tested one exist, that a refused one raises its message at start-up, and that the page holds this table.
 
 To add a cell, add a line to ``CELLS``. A cell holds for a row of options at its defaults (fsdp2, ``sync``, ...) unless its
 tests say more.
@@ -26,6 +26,7 @@ MODE = "trainer.v1.trainer_mode"
 CORRECTION = "algorithm.rollout_correction"
 
 CHECKS = "tests/verl_ext/test_checks.py"
+METHODS = "tests/verl_ext/test_methods_run.py::test_weights_are_those_of_the_plain_function"
 PASS = "tests/verl_ext/test_saliency_pass.py::TestPass"
 STEP = "tests/verl_ext/test_saliency_pass.py::TestNextOptimiserStep"
 TRAINER = "tests/verl_ext/test_layouts.py::TestEveryScenario"
@@ -165,7 +166,7 @@ CELLS: tuple[Cell, ...] = (
     ),
     Refused(
         "sequence parallelism",
-        "with `oar_g` and `oar_p`",
+        "with a method that reads logits or hidden states",
         (f"{ACTOR}.ulysses_sequence_parallel_size=2", "algorithm.adv_estimator=oar_p"),
         f"{ACTOR}.ulysses_sequence_parallel_size=2 does not work with algorithm.adv_estimator=oar_p",
     ),
@@ -222,7 +223,7 @@ CELLS: tuple[Cell, ...] = (
     ),
     Refused(
         "fused kernels",
-        "with `oar_g` and `oar_p`",
+        "with a method that reads logits or hidden states",
         (*FUSED_KERNELS, "algorithm.adv_estimator=oar_g"),
         f"{MODEL}.use_fused_kernels=True does not work with algorithm.adv_estimator=oar_g",
     ),
@@ -293,6 +294,19 @@ CELLS: tuple[Cell, ...] = (
     ),
     Tested("rollout correction", "decoupled, sequence weights and rejection", (f"{TRAINER}[decoupled, sequences]",)),
     Tested("rollout correction", "bypass", (f"{TRAINER}[bypass]",)),
+    Refused(
+        "rollout correction",
+        "bypass, with a method that reads the entropy",
+        ("algorithm.rollout_correction.bypass_mode=True", "algorithm.adv_estimator=entropy"),
+        "algorithm.rollout_correction.bypass_mode=True does not work with algorithm.adv_estimator=entropy",
+    ),
+    Tested("method", "every one, in two steps of a run on 2 ranks", (METHODS,)),
+    Refused(
+        "method",
+        "one that ranks by entropy, in bf16 without chunks",
+        (f"{ACTOR}.entropy_from_logits_with_chunking=False", "algorithm.adv_estimator=high_entropy"),
+        f"{ACTOR}.entropy_from_logits_with_chunking=False does not work with algorithm.adv_estimator=high_entropy",
+    ),
     Tested("KL in reward", "on", (f"{TRAINER}[KL in reward]", COLOCATED)),
     Tested("reference policy", "KL in reward", (COLOCATED,)),
     Tested("reference policy", "KL in loss", (SEPARATED,)),

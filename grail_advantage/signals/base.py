@@ -117,7 +117,8 @@ class Signal(Options):
     source: ClassVar[str] = ""
     """Where the method comes from, and how well that is known."""
     cost: ClassVar[str] = "0"
-    """Cost on top of GRPO's step in forwards over the batch, for the page of all methods; a backward counts as two."""
+    """Cost on top of GRPO's step in forwards over the batch, for the page of all methods; a backward to an
+    activation, which computes no parameter's gradient, counts as one."""
     reads: ClassVar[frozenset[str]] = frozenset()
     """What of the batch it reads: names of :mod:`grail_advantage.rollouts`."""
     columns: ClassVar[tuple[str, ...]] = ()

@@ -1,7 +1,13 @@
 """GRAIL: a token matters as much as the model's own answer depends on its activation.
 
 Source: GRAIL (arXiv 2606.04889). The preset ``official`` is the published behaviour; ``robust`` makes other choices where the
-published ones distort the weights on real rollouts. Every difference between the two is one named option.
+published ones distort the weights on real rollouts. Every difference between the two is one named option:
+
+- tokens behind the answer have exactly no gradient, and drag the statistics of the whole response down: ``statistics``;
+- the embedding at the predictor position is the *previous* token's: ``alignment``;
+- the reward judges the last box: ``span``; and not the letters of ``\\boxed``: ``target``;
+- content weights hit rows that the gate excludes: ``content_outside_gate``;
+- the clip is not symmetric and the answer weighs 5, so that the row's mass grows: ``normalize_mass``.
 """
 
 from __future__ import annotations
@@ -57,7 +63,7 @@ class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
 
     formula: ClassVar[str] = "clip(1 + 0.5 z, 0.5, 5), z the row's standardised log || dL/dh * h ||; answer content 5"
     source: ClassVar[str] = "arXiv 2606.04889 (code)"
-    cost: ClassVar[str] = "2 on the selected rows; 3 where their forward cannot be shared"
+    cost: ClassVar[str] = "1 on the selected rows; 2 where their forward cannot be shared"
 
     preset: str = option(
         "official",

@@ -96,7 +96,7 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
     def cost(self) -> str:
         """See :class:`grail_advantage.signals.base.Signal`."""
         return (
-            "4 on the selected rows"
+            "3 on the selected rows"
             if self.method == "gradient"
             else "1 for every reasoning token of the selected rows"
         )

@@ -51,7 +51,7 @@ def check_config(config: DictConfig) -> None:
             "verl's legacy trainer with python3 -m verl.trainer.main_ppo"
         )
     if os.environ.get("VERL_PLATFORM") == "cpu":
-        cpu_checks.check_config(config)
+        cpu_checks.check_config(config, _base_mode(config))
     check_names(config)
     _check_estimator(config.algorithm.adv_estimator)
     if config.algorithm.adv_estimator not in methods():
@@ -116,7 +116,7 @@ def _check_layout(config: DictConfig, signal: Signal) -> None:
             config.actor_rollout_ref.rollout.n,
             "a group of one has no relative advantage; use 2 or more",
         )
-    if _is_separate(config):
+    if _base_mode(config) == "separate_async":
         _check_separate_async(config)
     sp_size = _sequence_parallel_size(config)
     if sp_size > 1:
@@ -142,19 +142,21 @@ def _sequence_parallel_size(config: DictConfig) -> int:
     )
 
 
-def _is_separate(config: DictConfig) -> bool:
-    """Whether the trainer is verl's with rollout devices of its own, or one of somebody's that derives from it."""
+def _base_mode(config: DictConfig) -> str:
+    """Which of verl's kinds of trainer this is: its own mode, or that of the class which somebody registered."""
     mode = config.trainer.v1.trainer_mode
     if mode in TRAINER_MODES:
-        return mode == "separate_async"
+        return mode
     import_trainer_module(config)
-    from verl.trainer.ppo.v1 import PPOTrainerSeparateAsync
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-    from grail_advantage.verl_ext.trainer import TRAINER_PREFIX
+    from grail_advantage.verl_ext.trainer import TRAINER_PREFIX, base_mode
 
-    name = f"{TRAINER_PREFIX}{mode}"
-    if name not in TRAINER_REGISTRY:
+    weighted = config.algorithm.adv_estimator in methods()
+    name = f"{TRAINER_PREFIX}{mode}" if weighted else mode
+    if name in TRAINER_REGISTRY:
+        return base_mode(TRAINER_REGISTRY[name])
+    if weighted:
         _refuse(
             config,
             "trainer.v1.trainer_mode",
@@ -162,7 +164,7 @@ def _is_separate(config: DictConfig) -> bool:
             f"use {' or '.join(TRAINER_MODES)}; or, for a trainer of your own, register a class with the bases "
             f"(TokenWeightTrainer, YourTrainer) as {name}, in a module that {TRAINER_MODULE} names (docs/own_trainer.md)",
         )
-    return issubclass(TRAINER_REGISTRY[name], PPOTrainerSeparateAsync)
+    return mode
 
 
 def _check_reads(config: DictConfig, signal: Signal) -> None:

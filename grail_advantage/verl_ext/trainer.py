@@ -38,6 +38,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
+from verl.utils import tensordict_utils as tu
 from verl.utils.debug import marked_timer
 from verl.utils.fs import copy_to_local
 from verl.utils.model import get_generation_config
@@ -60,6 +61,13 @@ logger = logging.getLogger(__name__)
 
 TRAINER_PREFIX = "grail_"
 """Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
+
+
+def base_mode(trainer_class: type) -> str:
+    """verl's own name for the kind of trainer that a class is."""
+    if issubclass(trainer_class, PPOTrainerSeparateAsync):
+        return "separate_async"
+    return "colocate_async" if issubclass(trainer_class, PPOTrainerColocateAsync) else "sync"
 
 
 @dataclass(frozen=True)
@@ -108,16 +116,9 @@ class TokenWeightTrainer:
         # verl compares trainer_mode with its own names (PPOTrainer._build_replay_buffer and five more places); under another
         # name it silently takes the asynchronous replay buffer.
         with open_dict(config):
-            config.trainer.v1.trainer_mode = self._base_mode()
+            config.trainer.v1.trainer_mode = base_mode(type(self))
         self.signal = signal_of(config.algorithm)
         super().__init__(config)
-
-    @classmethod
-    def _base_mode(cls) -> str:
-        """verl's own name for the kind of trainer that this is."""
-        if issubclass(cls, PPOTrainerSeparateAsync):
-            return "separate_async"
-        return "colocate_async" if issubclass(cls, PPOTrainerColocateAsync) else "sync"
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -135,6 +136,16 @@ class TokenWeightTrainer:
         self.signal.check_tokenizer(self.tokenizer)
         model_folder = copy_to_local(self.config.actor_rollout_ref.model.path)
         self._end_tokens = _end_tokens(self.tokenizer, get_generation_config(model_folder))
+
+    def _init_dataloader(self) -> None:
+        super()._init_dataloader()
+        known = self.train_dataset[0]
+        for column in self.signal.columns:
+            if column not in known:
+                raise ValueError(
+                    f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} reads the column {column}, which "
+                    f"data.train_files={self.config.data.train_files} lacks; its columns are {', '.join(sorted(known))}"
+                )
 
     # ------------------------------------------------------------------------------------------------------- verl's stages
 
@@ -224,10 +235,10 @@ class TokenWeightTrainer:
     def _examples(self, data: TensorDict) -> list[Example]:
         options = OmegaConf.select(self.config, "data.apply_chat_template_kwargs", default=None) or {}
         options = OmegaConf.to_container(OmegaConf.create(options), resolve=True)
-        columns = {name: data[name].tolist() for name in ("raw_prompt", *self.signal.columns)}
+        columns = [tu.get(data, name) for name in self.signal.columns]
         return [
             Example(messages, dict(zip(self.signal.columns, values, strict=True)), options)
-            for messages, *values in zip(*columns.values(), strict=True)
+            for messages, *values in zip(tu.get(data, "raw_prompt"), *columns, strict=True)
         ]
 
     def _fetch_advantages(self, batch: KVBatchMeta) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,6 +270,8 @@ class TokenWeightTrainer:
             spans=find_answer_spans(rollouts.generated, self.tokenizer, self.signal.span),
             columns_BT={},
             aggregate=self._aggregate,
+            step=self.global_steps,
+            examples=rollouts.examples if EXAMPLES in self.signal.reads else None,
         )
         return _Selection(batch, base_advantages_BT, advantages_BT, truncated_B, self.signal.select(batch))
 

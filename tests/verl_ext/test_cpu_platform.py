@@ -136,6 +136,10 @@ def test_platform_behaves_as_verl_needs(tmp_path: Path) -> None:
     }
 
 
+def _check(config: Any) -> None:
+    check_config(config, config.trainer.v1.trainer_mode)
+
+
 @pytest.mark.parametrize(
     ("override", "named"),
     [
@@ -148,15 +152,15 @@ def test_platform_behaves_as_verl_needs(tmp_path: Path) -> None:
 )
 def test_what_the_platform_cannot_do_is_refused(override: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        check_config(run_config(override))
+        _check(run_config(override))
 
 
 def test_everything_else_is_accepted() -> None:
-    check_config(run_config())
-    check_config(run_config("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True"))
-    check_config(run_config("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"))
+    _check(run_config())
+    _check(run_config("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True"))
+    _check(run_config("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"))
     sampler = "trainer.v1.sampler.custom_sampler"
-    check_config(run_config("algorithm.filter_groups.enable=True", f"{sampler}.path=null", f"{sampler}.name=null"))
+    _check(run_config("algorithm.filter_groups.enable=True", f"{sampler}.path=null", f"{sampler}.name=null"))
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ OPTIONS = {
     "shear": {"window": 12, "stride": 4},
     "oar_p": {"max_perturbations": 5},
     "surprisal": {"statistics": "response"},
-    "confident_blame": {"gate": "all"},
+    "confident_blame": {"reshaper_options": "{sharpness: 0.5}"},
 }
 NAMES = sorted([*methods(), *THEIRS])
 EXACT = {"rtol": 2e-4, "atol": 2e-5}
@@ -42,12 +41,8 @@ NOISY = {"rtol": 5e-3, "atol": 2e-3}
 """OAR-G: the gradient of a divergence so small keeps three to four digits of float32's seven."""
 
 
-def _options(name: str) -> dict[str, Any]:
-    return OPTIONS.get(name, {}) if name in NAMES else {}
-
-
-def _signal(name: str, module: Any = None) -> Signal:
-    return methods()[name].build(_options(name))
+def _signal(name: str) -> Signal:
+    return methods()[name].build(OPTIONS.get(name, {}))
 
 
 class Run:
@@ -95,7 +90,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "EVERY_METHOD_FOLDER": str(folder),
         "PYTHONPATH": str(folder / "site"),
     }
-    sections = {methods_section(name): _options(name) for name in NAMES}
+    sections = {_section(name): OPTIONS.get(name, {}) for name in NAMES}
     command = [
         sys.executable,
         "-m",
@@ -138,8 +133,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(folder)
 
 
-def methods_section(name: str) -> str:
-    """The section of a method; those of the documentation's page stand under their names."""
+def _section(name: str) -> str:
     return methods()[name].section if name in methods() else name
 
 

@@ -33,6 +33,7 @@ def _trainer(**config: Any) -> TokenWeightTrainerSync:
     trainer._end_tokens = {END_ID}
     trainer.tokenizer = char_tokenizer()
     trainer.signal = GrailConfig()
+    trainer.global_steps = 1
     return trainer
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 
-def check_config(config: DictConfig) -> None:
+def check_config(config: DictConfig, mode: str) -> None:
     """Check a run's resolved configuration, for ``VERL_PLATFORM=cpu`` only.
+
+    Args:
+        config: the configuration.
+        mode: verl's name for the kind of trainer.
 
     Raises:
         ValueError: naming the option and the remedy.
@@ -23,10 +27,9 @@ def check_config(config: DictConfig) -> None:
         raise ValueError(
             f"actor_rollout_ref.model.fused_kernel_options.impl_backend={backend} has no kernel for the CPU; use torch"
         )
-    mode = config.trainer.v1.trainer_mode
     if OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.name") == "PollingReplayBuffer" and mode != "sync":
         raise ValueError(
-            f"trainer.v1.trainer_mode={mode} does not work with PollingReplayBuffer; set "
+            f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode} does not work with PollingReplayBuffer; set "
             "trainer.v1.sampler.custom_sampler.path and .name to null and accept verl's polling interval of 2 s"
         )
     engine = config.actor_rollout_ref.rollout.checkpoint_engine

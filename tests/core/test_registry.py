@@ -1,0 +1,329 @@
+"""The door through which every method comes: registering, building, and what is said when something is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from grail_advantage import (
+    GrailConfig,
+    OarConfig,
+    Reshaped,
+    ReshapedSignal,
+    Reshaper,
+    RolloutBatch,
+    Signal,
+    compute_token_weights,
+    option,
+    register_reshaper,
+    register_signal,
+    registry,
+)
+from grail_advantage.options import option_fields, rule_of
+from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
+from tests.documentation import snippets, write_files
+
+SITE = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def clean_registry() -> Iterator[None]:
+    """What a test registers is gone afterwards."""
+    before = dict(registry.methods()), dict(registry.reshapers()), dict(registry.failures())
+    yield
+    for known, old in zip((registry._methods, registry._reshapers, registry._failures), before, strict=True):
+        known.clear()
+        known.update(old)
+
+
+def test_the_published_methods_are_there_under_their_names() -> None:
+    assert registry.method("grail").build({}) == GrailConfig()
+    assert registry.method("oar_g").build({}) == OarConfig("gradient")
+    assert registry.method("oar_p").build({}) == OarConfig("perturbation")
+    assert OarConfig().name == "oar_g"
+    assert OarConfig("perturbation").name == "oar_p"
+    assert {method.section for method in registry.methods().values()} >= {"grail", "oar", "uniform"}
+
+
+@pytest.mark.parametrize("name", registry.methods())
+class TestEveryMethod:
+    def test_says_what_it_is(self, name: str) -> None:
+        signal = registry.method(name).build({})
+        assert signal.name == name
+        assert signal.formula and signal.source and signal.cost
+        assert type(signal).__doc__
+        assert all(rule_of(entry).doc for entry in option_fields(type(signal)))
+
+    def test_travels_to_another_process(self, name: str) -> None:
+        signal = registry.method(name).build({})
+        assert pickle.loads(pickle.dumps(signal)) == signal
+
+    def test_keeps_nothing(self, name: str) -> None:
+        signal = registry.method(name).build({})
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            signal.mask_truncated = False
+
+    def test_takes_mask_truncated(self, name: str) -> None:
+        assert registry.method(name).build({"mask_truncated": False}).mask_truncated is False
+        assert registry.method(name).build({"mask_truncated": None}).mask_truncated is True
+
+    def test_refuses_an_unknown_option(self, name: str) -> None:
+        method = registry.method(name)
+        with pytest.raises(
+            ValueError, match=rf"{method.section}\.nonsense is not an option; the options are .*mask_tr"
+        ):
+            method.build({"nonsense": 1})
+
+
+@pytest.mark.parametrize("name", registry.reshapers())
+@pytest.mark.parametrize("signal", ["grail", "oar_g", "surprisal", "entropy"])
+def test_any_reshaper_goes_with_any_signal_that_has_a_choice(signal: str, name: str) -> None:
+    built = registry.method(signal).build({"reshaper": name})
+    assert type(built.reshaping) is registry.reshapers()[name]
+    scores_BT, statistics_BT = torch.tensor([[1.0, 2.0, 4.0, 3.0]]), torch.tensor([[True, True, True, False]])
+    weights_BT = built.reshaping.weights(scores_BT, statistics_BT, torch.tensor([-1.0]))
+    assert weights_BT.dtype == torch.float32
+    assert (weights_BT[statistics_BT] >= 0).all()
+
+
+def test_the_same_name_twice_is_refused(clean_registry: None) -> None:
+    with pytest.raises(ValueError, match=r"signal 'grail' is registered already, by grail_advantage\.signals\.grail"):
+
+        @register_signal("grail")
+        @dataclass(frozen=True, kw_only=True)
+        class Another(Signal):
+            pass
+
+    with pytest.raises(ValueError, match=r"reshaper 'top' is registered already, by grail_advantage\.reshapers\.top"):
+
+        @register_reshaper("top")
+        @dataclass(frozen=True, kw_only=True)
+        class AnotherMap(Reshaper):
+            def weights(self, scores_BT, statistics_BT, advantages_B):
+                return scores_BT
+
+    assert registry.method("grail").signal_class is GrailConfig
+
+
+def test_a_class_that_is_no_dataclass_is_refused(clean_registry: None) -> None:
+    with pytest.raises(ValueError, match=r"signal 'plain': put @dataclass\(frozen=True, kw_only=True\) on Plain"):
+
+        @register_signal("plain")
+        class Plain(Signal):
+            pass
+
+
+def test_a_signal_that_is_not_registered_has_no_name() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Nameless(Signal):
+        pass
+
+    with pytest.raises(ValueError, match=r"Nameless is no registered signal; put @register_signal"):
+        _ = Nameless().name
+
+
+def test_an_unknown_method_is_named_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"'grial' is no registered signal; choose one of .*grail.*uniform"):
+        registry.method("grial")
+
+
+def test_an_option_of_another_method_is_named_with_its_owner() -> None:
+    with pytest.raises(
+        ValueError, match=r"uniform\.noise_std is not an option; it is one of oar\. The options of uniform"
+    ):
+        registry.method("uniform").build({"noise_std": 1.0})
+
+
+def test_an_option_that_the_name_sets_is_refused() -> None:
+    said = r"oar\.method='gradient' cannot be set in a run; .*: oar_\w means \w+ and oar_\w means \w+"
+    with pytest.raises(ValueError, match=said):
+        registry.method("oar_p").build({"method": "gradient"})
+
+
+def test_options_of_a_reshaper_that_the_signal_has_not_go_by_reshaper_options() -> None:
+    built = registry.method("grail").build({"reshaper": "top", "reshaper_options": {"k": 3}})
+    assert built.reshaping.k == 3
+    with pytest.raises(ValueError, match=r"grail\.reshaper_options: top\.k=0 must be a whole number"):
+        GrailConfig(reshaper="top", reshaper_options={"k": 0})
+    with pytest.raises(ValueError, match=r"grail\.reshaper_options: log_zscore\.k is not an option; the options are"):
+        GrailConfig(reshaper_options={"k": 1})
+    with pytest.raises(ValueError, match=r"grail\.reshaper_options='k=1' must be a mapping"):
+        GrailConfig(reshaper_options="k=1")
+
+
+def test_a_signals_own_option_reaches_its_reshaper() -> None:
+    assert OarConfig(quantile=0.25).reshaping.quantile == 0.25
+    assert GrailConfig(weight_std=0.1).reshaping.weight_std == 0.1
+    assert GrailConfig(reshaper="bilevel", quantile=0.1, reshaper_options={"quantile": 0.3}).reshaping.quantile == 0.3
+
+
+def test_a_method_of_ones_own_works_with_nothing_but_its_class(clean_registry: None) -> None:
+    @register_signal("even_tokens")
+    @dataclass(frozen=True, kw_only=True)
+    class EvenTokens(Signal):
+        """Every other token weighs ``heavy``."""
+
+        heavy: float = option(2.0, "weight of the even tokens", at_least=0)
+
+        def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+            even_T = torch.arange(batch.mask_BT.shape[1]) % 2 == 0
+            return torch.where(even_T, self.heavy, 1.0).expand(batch.mask_BT.shape)
+
+        def reshape(self, scores_BT, statistics_BT, batch) -> Reshaped:
+            return Reshaped(scores_BT)
+
+    signal = registry.method("even_tokens").build({"heavy": 3})
+    batch = make_batch([ROLLOUTS["right"], ROLLOUTS["no box"]], padding="both")
+    weights = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), signal).weights
+    for row in range(2):
+        inside = weights[row, batch.response_mask[row].bool()]
+        assert inside[::2].eq(3).all() and inside[1::2].eq(1).all()
+
+
+def test_a_signal_without_a_map_or_a_pass_says_what_to_write(clean_registry: None) -> None:
+    @register_signal("half")
+    @dataclass(frozen=True, kw_only=True)
+    class Half(Signal):
+        uses: ClassVar[str] = "log_probs"
+
+    @register_signal("other_half")
+    @dataclass(frozen=True, kw_only=True)
+    class OtherHalf(Signal):
+        def scores(self, batch, of_pass_BT):
+            return torch.ones(batch.mask_BT.shape)
+
+    batch = make_batch([ROLLOUTS["right"]])
+    with pytest.raises(NotImplementedError, match=r"Half names uses='log_probs' and has no run\(\)"):
+        compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), Half())
+    with pytest.raises(NotImplementedError, match=r"OtherHalf has no reshape\(\); derive it from ReshapedSignal"):
+        compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), OtherHalf())
+
+
+def test_a_reshaper_of_ones_own_serves_every_signal(clean_registry: None) -> None:
+    @register_reshaper("flat")
+    @dataclass(frozen=True, kw_only=True)
+    class Flat(Reshaper):
+        level: float = option(0.5, "the weight", at_least=0)
+
+        def weights(self, scores_BT, statistics_BT, advantages_B):
+            return torch.full(scores_BT.shape, self.level)
+
+    config = GrailConfig(reshaper="flat", reshaper_options={"level": 0.25}, content_weight=1.0)
+    batch = make_batch([ROLLOUTS["text after the box"]])
+    got = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), config)
+    inside = got.weights[0, batch.response_mask[0].bool()]
+    assert inside[: got.spans[0].start].eq(0.25).all()
+    assert inside[got.spans[0].start :].eq(1).all()
+    assert issubclass(type(config), ReshapedSignal)
+
+
+def _python(code: str, *paths: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={"PYTHONPATH": ":".join(map(str, paths)), "PATH": "/usr/bin:/bin"},
+        cwd=SITE,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def _distribution(folder: Path, name: str, module: str, text: str) -> None:
+    """A package with an entry point, as an installer leaves it behind."""
+    (folder / f"{module}.py").write_text(textwrap.dedent(text), encoding="utf-8")
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\n{name} = {module}\n", encoding="utf-8")
+
+
+class TestPlugins:
+    def test_one_that_fails_to_import_is_named_where_a_method_is_missing_and_stops_no_other(
+        self, tmp_path: Path
+    ) -> None:
+        _distribution(tmp_path, "broken", "broken_signal", "import a_package_that_is_not_there\n")
+        done = _python(
+            """
+            from grail_advantage.registry import failures, method
+            assert method("grail")
+            assert [type(error).__name__ for error in failures().values()] == ["ModuleNotFoundError"]
+            try:
+                method("theirs")
+            except ValueError as error:
+                print(error)
+            """,
+            tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "'theirs' is no registered signal; choose one of" in done.stdout
+        assert (
+            "the plug-in broken (broken_signal) failed to import: ModuleNotFoundError: No module named 'a_pack"
+            in done.stdout
+        )
+
+    def test_one_that_takes_a_name_twice_is_named(self, tmp_path: Path) -> None:
+        _distribution(
+            tmp_path,
+            "twice",
+            "twice_signal",
+            """
+            from dataclasses import dataclass
+            from grail_advantage import Signal, register_signal
+
+            @register_signal("grail")
+            @dataclass(frozen=True, kw_only=True)
+            class Mine(Signal):
+                pass
+            """,
+        )
+        done = _python(
+            """
+            from grail_advantage.registry import failures, method
+            print(method("grail").signal_class.__name__, *failures().values())
+            """,
+            tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("GrailConfig signal 'grail' is registered already, by grail_advantage")
+
+    def test_the_example_of_the_documentation(self, tmp_path: Path) -> None:
+        """Its two methods and its snippet, as somebody else's package; a whole verl run of it is in test_methods_run.py."""
+        write_files("write_your_own.md", tmp_path)
+        (snippet,) = snippets("write_your_own.md")
+        done = _python(
+            f"""
+            from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
+            import torch
+            batch = make_batch([ROLLOUTS["text after the box"], ROLLOUTS["right"]], padding="both")
+            model, tokenizer = tiny_model(), char_tokenizer()
+            input_ids, attention_mask, response_mask, advantages = batch.tensors()
+            exec({snippet!r})
+            row = result.weights[0, response_mask[0].bool()]
+            p = result.scores[0, response_mask[0].bool()]
+            expected = len(p) * torch.softmax(p / 0.5, dim=0)
+            torch.testing.assert_close(row, expected)
+            assert result.weights[1, response_mask[1].bool()].eq(1).all()
+
+            import boxed_digits
+            from grail_advantage import compute_token_weights
+            from grail_advantage.registry import methods
+            assert set(methods()) >= {{"confident_blame", "boxed_digits"}}
+            found = compute_token_weights(model, tokenizer, *batch.tensors(), boxed_digits.BoxedDigits())
+            assert found.weights.ne(1)[0, response_mask[0].bool()].any()
+            """,
+            tmp_path,
+            SITE,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "torch.Size([2, " in done.stdout
