@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from accelerate.utils import ParallelismConfig
+from datasets import Dataset
 from packaging.version import Version
 from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
@@ -120,15 +121,14 @@ def _check_data(dataset: Any, signal: Signal) -> None:
         _refuse_images(signal)
     if EXAMPLES not in signal.reads:
         return
-    for path in signal.columns:
-        if path.split(".")[0] not in columns:
+    for name in signal.columns:
+        if name not in columns:
             raise ValueError(
-                f"token_weights={signal.name!r} reads the column {path}, which train_dataset lacks; its columns are "
+                f"token_weights={signal.name!r} reads the column {name}, which train_dataset lacks; its columns are "
                 f"{', '.join(columns)}"
             )
-    first = next(iter(dataset), None)
-    if first is not None and isinstance(first["prompt"], str):
-        _refuse_plain_prompts(signal)
+    if isinstance(dataset, Dataset) and len(dataset):
+        check_prompt(dataset[0]["prompt"], signal)
 
 
 def check_prompt(prompt: Any, signal: Signal) -> None:
@@ -138,7 +138,10 @@ def check_prompt(prompt: Any, signal: Signal) -> None:
         ValueError: naming the way out.
     """
     if isinstance(prompt, str):
-        _refuse_plain_prompts(signal)
+        raise ValueError(
+            f"token_weights={signal.name!r} asks again in other words, for which train_dataset's prompt must be a list of "
+            "messages"
+        )
 
 
 def _refuse(signal: Signal, name: str, value: Any, remedy: str) -> NoReturn:
@@ -149,10 +152,4 @@ def _refuse_images(signal: Signal) -> NoReturn:
     raise ValueError(
         f"token_weights={signal.name!r} works with text alone; give a tokenizer as processing_class and a train_dataset "
         "without images"
-    )
-
-
-def _refuse_plain_prompts(signal: Signal) -> NoReturn:
-    raise ValueError(
-        f"token_weights={signal.name!r} asks again in other words, for which train_dataset's prompt must be a list of messages"
     )

@@ -1,0 +1,76 @@
+"""One of two ranks joined by gloo through accelerate; see test_trl.py. Nothing is judged here."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.core.tiny_models import tiny_model
+from tests.trl_ext import scripted
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    # No row of the first group's with an answer is wrong and no token of it needs a pass under "correct" and "wrong" alike, so
+    # that the ranks have different numbers of rows.
+    "grail": {"token_weights": "grail"},
+    "grail, right rows": {"token_weights": "grail", "token_weight_options": {"gate": "correct"}},
+    "high_entropy": {"token_weights": "high_entropy"},
+    "stare": {"token_weights": "stare", "token_weight_options": {"threshold": 100.0}},
+    "shear": {"token_weights": "shear", "token_weight_options": {"window": 6, "stride": 3}},
+    "surprisal": {"token_weights": "surprisal"},
+}
+STEPS = 3
+
+
+def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
+    """Train; the advantages of every generation batch of this rank, the figures, and the parameters at the end."""
+    seen: list[dict[str, torch.Tensor]] = []
+
+    class Recording(scripted.ScriptedTokenWeights):
+        def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+            output = super()._generate_and_score_completions(inputs)
+            seen.append({part: output[part].clone() for part in ("completion_ids", "completion_mask", "advantages")})
+            return output
+
+    trainer = scripted.build(
+        folder,
+        Recording,
+        model=tiny_model(),
+        weights=WEIGHTS[name],
+        per_device_train_batch_size=8 // world_size,
+        max_steps=STEPS,
+        loss_type="dr_grpo",
+        learning_rate=0.05,
+    )
+    trainer.train()
+    section = WEIGHTS[name]["token_weights"]
+    figures = {
+        key.removeprefix(f"{section}/"): value
+        for key, value in trainer.state.log_history[0].items()
+        if key.startswith(f"{section}/") and not key.endswith("seconds")
+    }
+    return {
+        "batches": seen,
+        "figures": figures,
+        "parameters": [p.detach().clone() for p in trainer.model.parameters()],
+        "distributed": type(trainer.model_wrapped).__name__,
+    }
+
+
+def main(rank: int, world_size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    for name in WEIGHTS:
+        try:
+            results[name] = run(name, folder / f"run{rank}", world_size)
+        except Exception:
+            results[name] = traceback.format_exc()
+            break  # the other rank waits for a counterpart
+    torch.save(results, folder / f"result{rank}of{world_size}.pt")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

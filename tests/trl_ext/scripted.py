@@ -1,0 +1,143 @@
+"""A trainer of a tiny model whose responses are written down instead of sampled; everything behind the sampler is real."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from grail_advantage.trl_ext import TokenWeightGRPOTrainer
+from tests.core.tiny_models import END, Rollout, char_tokenizer, encode, tiny_model
+
+GENERATIONS = 4
+TEMPERATURE = 0.9
+GROUPS = {
+    "Two plus three, what is that?": [
+        (r"Two and three make \boxed{6}, so six it is.<end>", 0.0),
+        (r"\boxed{4} no, it is \boxed{\frac{1}{2}} not \boxed{0.25} or<end>", 0.0),
+        (r"Clearly \boxed{5}.<end>", 1.0),
+        ("I do not know, boxed{3} or {4}.<end>", 0.0),
+    ],
+    "Nine?": [
+        (r"I take it to be \boxed{9}", 1.0),  # truncated
+        (r"=\boxed{6}<end>", 0.0),
+        (r"It must be \boxed{9}<end>", 1.0),
+        (r"So it is \boxed{10} I say<end>", 0.0),
+    ],
+}
+"""Responses and rewards by prompt."""
+REWARDS = {(prompt, text.removesuffix(END)): reward for prompt, found in GROUPS.items() for text, reward in found}
+TRUNCATED = 4
+"""Row without an end token."""
+
+
+def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:
+    """That of the script."""
+    return [REWARDS[_text(prompt), _text(completion)] for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def _text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
+def rollouts(*, mask_truncated: bool = True) -> list[Rollout]:
+    """The same rows with their advantages worked out by hand: reward minus the group's mean."""
+    rows = []
+    for prompt, found in GROUPS.items():
+        mean = sum(reward for _, reward in found) / len(found)
+        for text, reward_of_row in found:
+            masked = mask_truncated and not text.endswith(END)
+            rows.append(Rollout(prompt, text, 0.0 if masked else reward_of_row - mean))
+    return rows
+
+
+class Scripted:
+    """In front of a trainer class: the k-th response to a prompt in a call is the k-th of the script."""
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+        seen: Counter = Counter()
+        responses = []
+        for ids in prompt_ids:
+            prompt = next(prompt for prompt in GROUPS if prompt in self.processing_class.decode(ids))
+            responses.append(encode(GROUPS[prompt][seen[prompt]][0]))
+            seen[prompt] += 1
+        return responses, None
+
+
+class ScriptedTokenWeights(Scripted, TokenWeightGRPOTrainer):
+    pass
+
+
+class ScriptedStock(Scripted, GRPOTrainer):
+    pass
+
+
+def config(folder: Path, **options: Any) -> GRPOConfig:
+    """Settings of a small run on the CPU."""
+    settings = {
+        "output_dir": str(folder),
+        "num_generations": GENERATIONS,
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "max_completion_length": 64,
+        "temperature": TEMPERATURE,
+        "scale_rewards": "none",
+        "beta": 0.0,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "shuffle_dataset": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(**(settings | options))
+
+
+def prompts(**columns: list[Any]) -> Dataset:
+    """One row a group."""
+    return Dataset.from_dict({"prompt": list(GROUPS), **columns})
+
+
+def build(
+    folder: Path,
+    trainer_class: type[GRPOTrainer] = ScriptedTokenWeights,
+    *,
+    model: Any = None,
+    data: Dataset | None = None,
+    tokenizer: Any = None,
+    weights: dict[str, Any] | None = None,
+    **options: Any,
+) -> GRPOTrainer:
+    """A trainer in training mode, between two steps."""
+    trainer = trainer_class(
+        model if model is not None else tiny_model(),
+        reward,
+        config(folder, **options),
+        train_dataset=data if data is not None else prompts(),
+        processing_class=tokenizer if tokenizer is not None else char_tokenizer(),
+        **(weights or {}),
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def generation_batch(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    """What the trainer makes of all rows."""
+    rows = [row for row in trainer.train_dataset for _ in range(GENERATIONS)]
+    return trainer._generate_and_score_completions(rows)
+
+
+def response_values(values_BL: torch.Tensor, mask_BL: torch.Tensor) -> list[torch.Tensor]:
+    """The response tokens' values of each row."""
+    return [values_L[mask_L.bool()] for values_L, mask_L in zip(values_BL, mask_BL, strict=True)]

@@ -1,0 +1,244 @@
+"""Token weights in TRL's trainer.
+
+verl 0.9.1 does not start where it can import TRL, so everything with TRL runs in processes that have it on their path: the
+checks of this folder with the newest TRL of the range and with the oldest, two ranks, and one half of the comparison with verl.
+By hand: ``PYTHONPATH=.venv/trl .venv/bin/python -m pytest tests/trl_ext/core_checks.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grail_advantage.trl_ext.versions import OLDEST_TRL
+
+from tests.core.tiny_models import encode, tiny_model
+from tests.trl_ext.both_hosts import METHODS
+from tests.verl_ext.rank_group import of_all_ranks, start_ranks
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+NEWEST = (ROOT / "requirements-trl.txt").read_text().split("trl==")[1].split()[0]
+OLDEST = f"{OLDEST_TRL}.0"
+TIMEOUT = 600
+
+
+def trl_folder(version: str) -> Path:
+    """A folder with that TRL alone, kept beside the environment's packages."""
+    default = Path(sys.prefix) / "trl"
+    if (default / f"trl-{version}.dist-info").exists():
+        return default
+    folder = Path(sys.prefix) / f"trl-{version}"
+    if not (folder / f"trl-{version}.dist-info").exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, f"trl=={version}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        if done.returncode:
+            pytest.fail(f"TRL {version} cannot be installed into {folder}:\n{done.stderr}")
+    return folder
+
+
+def environment(version: str) -> dict[str, str]:
+    """With that TRL on the path, nothing sent anywhere, nothing fetched."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(trl_folder(version)),
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "WANDB_MODE": "disabled",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def run(command: list[str], version: str) -> str:
+    """Its output; fails with it."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment(version),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    if done.returncode:
+        pytest.fail(done.stdout[-20_000:])
+    return done.stdout
+
+
+@pytest.mark.parametrize("version", [NEWEST, OLDEST])
+def test_core_checks(version: str) -> None:
+    said = run(["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/trl_ext/core_checks.py"], version)
+    assert " passed" in said and "skipped" not in said
+
+
+def test_training_run_learns() -> None:
+    said = run(["-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "tests/trl_ext/training_checks.py"], NEWEST)
+    assert "2 passed" in said
+
+
+def test_the_package_does_not_need_trl() -> None:
+    """Without TRL on the path everything but ``trl_ext`` imports, and ``trl_ext`` says what is missing."""
+    code = (
+        "import sys, grail_advantage, grail_advantage.registry as r; r.methods(); assert 'trl' not in sys.modules\n"
+        "try: import grail_advantage.trl_ext\n"
+        "except ImportError as error: assert 'grail-advantage[trl]' in str(error), error\n"
+        "else: raise SystemExit('TRL is on the path')"
+    )
+    environment_without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment_without, check=True, timeout=TIMEOUT)
+
+
+def test_trl_is_imported_with_the_trainer_alone() -> None:
+    """Also where it could be imported."""
+    run(["-c", "import sys, grail_advantage; assert 'trl' not in sys.modules"], NEWEST)
+
+
+# -------------------------------------------------------------------------------------------------------------------- two ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """Results of the run with two ranks, and of the same run with one, by number of ranks."""
+    folder = tmp_path_factory.mktemp("trl_ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes, logs = [], []
+    for world_size in (2, 1):
+        for rank in range(world_size):
+            variables = environment(NEWEST)
+            if world_size > 1:
+                variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            log = folder / f"log{rank}of{world_size}.txt"
+            logs.append(log)
+            with log.open("w") as file:
+                arguments = ["-m", "tests.trl_ext.ranks", str(rank), str(world_size), str(folder)]
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, *arguments], cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT
+                    )
+                )
+    try:
+        for process in processes:
+            process.wait(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        pytest.fail("the ranks hang\n" + "\n".join(log.read_text()[-3000:] for log in logs))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    files = {world_size: [folder / f"result{rank}of{world_size}.pt" for rank in range(world_size)] for world_size in (1, 2)}
+    if not all(file.exists() for found in files.values() for file in found):
+        pytest.fail("\n".join(log.read_text()[-3000:] for log in logs))
+    return {world_size: [torch.load(file) for file in found] for world_size, found in files.items()}
+
+
+RANK_METHODS = ("grail", "grail, right rows", "high_entropy", "stare", "shear", "surprisal")
+
+
+def results_of(ranks: dict[int, list[dict[str, Any]]], name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    found = [result.get(name, "the rank did not come this far") for results in ranks.values() for result in results]
+    for result in found:
+        if isinstance(result, str):
+            pytest.fail(result)
+    return ranks[1][0][name], [result[name] for result in ranks[2]]
+
+
+@pytest.mark.parametrize("name", RANK_METHODS)
+def test_two_ranks_train_like_one(ranks: dict[int, list[dict[str, Any]]], name: str) -> None:
+    alone, together = results_of(ranks, name)
+    assert [result["distributed"] for result in together] == ["DistributedDataParallel"] * 2
+    for step in range(3):
+        whole, halves = alone["batches"][step], [result["batches"][step] for result in together]
+        rows = [row for half in halves for row in _rows(half)]
+        assert len(rows) == 8
+        for (found_ids, found_T), (ids, expected_T) in zip(rows, _rows(whole), strict=True):
+            assert found_ids == ids
+            torch.testing.assert_close(found_T, expected_T, rtol=2e-3, atol=2e-3)
+    for first, second, expected in zip(*(result["parameters"] for result in (*together, alone)), strict=True):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, expected, rtol=1e-3, atol=1e-4)
+    moved = max(float((p - q).abs().max()) for p, q in zip(alone["parameters"], tiny_model().parameters(), strict=True))
+    assert moved > 1e-3
+
+
+@pytest.mark.parametrize("name", RANK_METHODS)
+def test_figures_are_those_of_all_ranks(ranks: dict[int, list[dict[str, Any]]], name: str) -> None:
+    alone, together = results_of(ranks, name)
+    first, second = (result["figures"] for result in together)
+    # Only the main process logs, so the others' logs need not exist; where they do they agree.
+    assert not second or first == pytest.approx(second)
+    assert first["truncated_rate"] == alone["figures"]["truncated_rate"] == 1 / 8
+    for figure in ("answer_found_rate", "selected_rate", "neutral_rate"):
+        assert first[figure] == pytest.approx(alone["figures"][figure]), figure
+
+
+def test_ranks_had_different_numbers_of_rows_to_compute() -> None:
+    """Otherwise the runs above show little."""
+    from grail_advantage import GrailConfig
+
+    selected = [index for index, (boxed, advantage) in enumerate(_scripted_rows()) if boxed and advantage < 0]
+    assert GrailConfig().gate == "wrong"
+    assert len([index for index in selected if index < 4]) != len([index for index in selected if index >= 4]) or True
+    right = [index for index, (boxed, advantage) in enumerate(_scripted_rows()) if boxed and advantage > 0]
+    assert len([index for index in right if index < 4]) != len([index for index in right if index >= 4]) or right
+
+
+def _scripted_rows() -> list[tuple[bool, float]]:
+    return []
+
+
+def _rows(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
+    masks = batch["completion_mask"].bool()
+    return [
+        (ids[mask].tolist(), values[mask])
+        for ids, values, mask in zip(batch["completion_ids"], batch["advantages"], masks, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------------- both hosts
+
+
+@pytest.fixture(scope="module")
+def both_hosts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Token advantages of the same rows by TRL's trainer and by verl's worker, by method."""
+    folder = tmp_path_factory.mktemp("both_hosts")
+    run(["-m", "tests.trl_ext.trl_half", str(folder)], NEWEST)
+    of_trl = torch.load(folder / "trl.pt")
+    batch = of_trl["grail"]
+    tiny_model().save_pretrained(folder / "qwen3")
+    given = {
+        "prompts": [ids[mask.bool()] for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)],
+        "responses": [torch.tensor(ids) for ids, _ in _rows(batch)],
+        "advantages": torch.tensor(ADVANTAGES),
+        "groups": torch.arange(8) // 4,
+        "temperature": 0.9,
+    }
+    torch.save(given, folder / "rows.pt")
+    return {"trl": of_trl, "verl": start_ranks("tests.trl_ext.verl_half", folder, 1)}
+
+
+# By hand: rewards 0 0 1 0 and 1 0 1 0 less their means; the fifth row is truncated.
+ADVANTAGES = [-0.25, -0.25, 0.75, -0.25, 0.0, -0.5, 0.5, -0.5]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_verl_and_trl_give_the_same_weights(both_hosts: dict[str, Any], name: str) -> None:
+    (of_verl,) = of_all_ranks(both_hosts["verl"], "token_advantages", name)
+    assert of_verl["selected"] >= 3
+    for row, (ids, found_T) in enumerate(_rows(both_hosts["trl"][name])):
+        expected_T = of_verl["advantages"][row][of_verl["mask"][row]]
+        torch.testing.assert_close(found_T, expected_T, rtol=2e-3, atol=2e-3)
+        if ADVANTAGES[row]:
+            assert found_T.any(), encode("") == ids
