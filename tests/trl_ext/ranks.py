@@ -1,4 +1,4 @@
-"""One of two ranks joined by gloo through accelerate; see test_trl.py. Nothing is judged here."""
+"""One of two ranks joined by gloo through accelerate, or the only one; see test_trl.py. Nothing is judged here."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from grail_advantage import TokenWeights, compute_token_weights
+from grail_advantage.trl_ext import trainer as trainer_module
 from tests.core.tiny_models import tiny_model
 from tests.trl_ext import scripted
 
 WEIGHTS: dict[str, dict[str, Any]] = {
-    # No row of the first group's with an answer is wrong and no token of it needs a pass under "correct" and "wrong" alike, so
-    # that the ranks have different numbers of rows.
     "grail": {"token_weights": "grail"},
     "grail, right rows": {"token_weights": "grail", "token_weight_options": {"gate": "correct"}},
     "high_entropy": {"token_weights": "high_entropy"},
@@ -28,6 +28,14 @@ STEPS = 3
 def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     """Train; the advantages of every generation batch of this rank, the figures, and the parameters at the end."""
     seen: list[dict[str, torch.Tensor]] = []
+    selected: list[int] = []
+
+    def counting(*arguments: Any, **named: Any) -> TokenWeights:
+        found = compute_token_weights(*arguments, **named)
+        selected.append(round(found.stats["selected_rate"] * len(named["advantages"])))
+        return found
+
+    trainer_module.compute_token_weights = counting
 
     class Recording(scripted.ScriptedTokenWeights):
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -54,6 +62,7 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     }
     return {
         "batches": seen,
+        "selected": selected[0],
         "figures": figures,
         "parameters": [p.detach().clone() for p in trainer.model.parameters()],
         "distributed": type(trainer.model_wrapped).__name__,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import utils as trl_utils
 
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from tests.core.tiny_models import END, Rollout, char_tokenizer, encode, tiny_model
@@ -25,14 +26,29 @@ GROUPS = {
     "Nine?": [
         (r"I take it to be \boxed{9}", 1.0),  # truncated
         (r"=\boxed{6}<end>", 0.0),
-        (r"It must be \boxed{9}<end>", 1.0),
-        (r"So it is \boxed{10} I say<end>", 0.0),
+        ("It must be 9, I say.<end>", 1.0),
+        ("So it is 10, I say<end>", 0.0),
     ],
 }
-"""Responses and rewards by prompt."""
+"""Responses and rewards by prompt. Wrong ones with a box: two, one. Right ones with a box and an end: one, none."""
 REWARDS = {(prompt, text.removesuffix(END)): reward for prompt, found in GROUPS.items() for text, reward in found}
 TRUNCATED = 4
 """Row without an end token."""
+
+
+class PlainLogProbs:
+    """The output head of TRL 1.15, which is written in Triton alone and so missing on a machine without a GPU."""
+
+    @staticmethod
+    def apply(hidden_ND, weight_VD, bias_V, targets_N, temperature, _chunk, softcap, scale, outputs):
+        assert softcap is None and scale == 1.0
+        log_probs_NV = (torch.nn.functional.linear(hidden_ND, weight_VD, bias_V).float() / temperature).log_softmax(-1)
+        entropy_N = -(log_probs_NV.exp() * log_probs_NV).sum(-1) if "entropy" in outputs else None
+        return log_probs_NV.gather(1, targets_N[:, None])[:, 0], entropy_N, None, None, None
+
+
+if trl_utils._ChunkedLogProbFunction is None:
+    trl_utils._ChunkedLogProbFunction = PlainLogProbs
 
 
 def reward(prompts: list[Any], completions: list[Any], **_: Any) -> list[float]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from grail_advantage.trl_ext.versions import OLDEST_TRL
 
 from tests.core.tiny_models import encode, tiny_model
 from tests.trl_ext.both_hosts import METHODS
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 NEWEST = (ROOT / "requirements-trl.txt").read_text().split("trl==")[1].split()[0]
-OLDEST = f"{OLDEST_TRL}.0"
+OLDEST = "1.15.0"
 TIMEOUT = 600
 
 
@@ -37,7 +36,17 @@ def trl_folder(version: str) -> Path:
         return default
     folder = Path(sys.prefix) / f"trl-{version}"
     if not (folder / f"trl-{version}.dist-info").exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, f"trl=={version}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            folder,
+            f"trl=={version}",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         if done.returncode:
             pytest.fail(f"TRL {version} cannot be installed into {folder}:\n{done.stderr}")
@@ -98,11 +107,6 @@ def test_the_package_does_not_need_trl() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment_without, check=True, timeout=TIMEOUT)
 
 
-def test_trl_is_imported_with_the_trainer_alone() -> None:
-    """Also where it could be imported."""
-    run(["-c", "import sys, grail_advantage; assert 'trl' not in sys.modules"], NEWEST)
-
-
 # -------------------------------------------------------------------------------------------------------------------- two ranks
 
 
@@ -138,7 +142,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
         for process in processes:
             process.kill()
             process.wait()
-    files = {world_size: [folder / f"result{rank}of{world_size}.pt" for rank in range(world_size)] for world_size in (1, 2)}
+    files = {
+        world_size: [folder / f"result{rank}of{world_size}.pt" for rank in range(world_size)] for world_size in (1, 2)
+    }
     if not all(file.exists() for found in files.values() for file in found):
         pytest.fail("\n".join(log.read_text()[-3000:] for log in logs))
     return {world_size: [torch.load(file) for file in found] for world_size, found in files.items()}
@@ -169,7 +175,9 @@ def test_two_ranks_train_like_one(ranks: dict[int, list[dict[str, Any]]], name: 
     for first, second, expected in zip(*(result["parameters"] for result in (*together, alone)), strict=True):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, expected, rtol=1e-3, atol=1e-4)
-    moved = max(float((p - q).abs().max()) for p, q in zip(alone["parameters"], tiny_model().parameters(), strict=True))
+    moved = max(
+        float((p - q.detach()).abs().max()) for p, q in zip(alone["parameters"], tiny_model().parameters(), strict=True)
+    )
     assert moved > 1e-3
 
 
@@ -184,19 +192,13 @@ def test_figures_are_those_of_all_ranks(ranks: dict[int, list[dict[str, Any]]], 
         assert first[figure] == pytest.approx(alone["figures"][figure]), figure
 
 
-def test_ranks_had_different_numbers_of_rows_to_compute() -> None:
+@pytest.mark.parametrize(("name", "counts"), [("grail", [2, 1]), ("grail, right rows", [1, 0])])
+def test_ranks_had_different_numbers_of_rows_to_compute(
+    ranks: dict[int, list[dict[str, Any]]], name: str, counts: list[int]
+) -> None:
     """Otherwise the runs above show little."""
-    from grail_advantage import GrailConfig
-
-    selected = [index for index, (boxed, advantage) in enumerate(_scripted_rows()) if boxed and advantage < 0]
-    assert GrailConfig().gate == "wrong"
-    assert len([index for index in selected if index < 4]) != len([index for index in selected if index >= 4]) or True
-    right = [index for index, (boxed, advantage) in enumerate(_scripted_rows()) if boxed and advantage > 0]
-    assert len([index for index in right if index < 4]) != len([index for index in right if index >= 4]) or right
-
-
-def _scripted_rows() -> list[tuple[bool, float]]:
-    return []
+    _, together = results_of(ranks, name)
+    assert [result["selected"] for result in together] == counts
 
 
 def _rows(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
@@ -220,7 +222,7 @@ def both_hosts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tiny_model().save_pretrained(folder / "qwen3")
     given = {
         "prompts": [ids[mask.bool()] for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)],
-        "responses": [torch.tensor(ids) for ids, _ in _rows(batch)],
+        "responses": [torch.tensor(encode(text)) for text in RESPONSES],
         "advantages": torch.tensor(ADVANTAGES),
         "groups": torch.arange(8) // 4,
         "temperature": 0.9,
@@ -229,7 +231,17 @@ def both_hosts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"trl": of_trl, "verl": start_ranks("tests.trl_ext.verl_half", folder, 1)}
 
 
-# By hand: rewards 0 0 1 0 and 1 0 1 0 less their means; the fifth row is truncated.
+# As in scripted.py, which imports TRL. By hand: rewards 0 0 1 0 and 1 0 1 0 less their means; the fifth row is truncated.
+RESPONSES = [
+    r"Two and three make \boxed{6}, so six it is.<end>",
+    r"\boxed{4} no, it is \boxed{\frac{1}{2}} not \boxed{0.25} or<end>",
+    r"Clearly \boxed{5}.<end>",
+    "I do not know, boxed{3} or {4}.<end>",
+    r"I take it to be \boxed{9}",
+    r"=\boxed{6}<end>",
+    "It must be 9, I say.<end>",
+    "So it is 10, I say<end>",
+]
 ADVANTAGES = [-0.25, -0.25, 0.75, -0.25, 0.0, -0.5, 0.5, -0.5]
 
 
@@ -240,5 +252,5 @@ def test_verl_and_trl_give_the_same_weights(both_hosts: dict[str, Any], name: st
     for row, (ids, found_T) in enumerate(_rows(both_hosts["trl"][name])):
         expected_T = of_verl["advantages"][row][of_verl["mask"][row]]
         torch.testing.assert_close(found_T, expected_T, rtol=2e-3, atol=2e-3)
-        if ADVANTAGES[row]:
-            assert found_T.any(), encode("") == ids
+        assert ids == encode(RESPONSES[row])
+        assert bool(found_T.any()) == (ADVANTAGES[row] != 0)

@@ -65,7 +65,9 @@ def test_twenty_steps_learn(tmp_path: Path, method: str) -> None:
     assert isinstance(trainer, GRPOTrainer) and trainer._tokenizer.eos_token_id == END_ID != PAD_ID
     trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    selected = [entry[f"{method}/selected_rate"] for entry in trainer.state.log_history if f"{method}/selected_rate" in entry]
+    selected = [
+        entry[f"{method}/selected_rate"] for entry in trainer.state.log_history if f"{method}/selected_rate" in entry
+    ]
     first, last = statistics.fmean(rewards[:2]), statistics.fmean(rewards[-2:])
     print(f"{method}: reward {first:.3f} -> {last:.3f}, selected {selected}")
     assert trainer.state.global_step == STEPS
