@@ -21,7 +21,7 @@ train_batch_size=${TRAIN_BATCH_SIZE:-32}          # prompts in a rollout batch
 max_prompt_length=${MAX_PROMPT_LENGTH:-1024}
 
 # learning
-adv_estimator=${ADV_ESTIMATOR:-grail}             # grail | oar_g | oar_p | any estimator of verl, such as grpo
+adv_estimator=${ADV_ESTIMATOR:-grail}             # any registered method (docs/methods.md) or an estimator of verl
 preset=${PRESET:-official}                        # of grail: official | robust
 oar_variant=${OAR_VARIANT:-official}              # of oar_g and oar_p: official | grail_port
 lora_rank=${LORA_RANK:-0}                         # 0: train all parameters

@@ -18,7 +18,8 @@ export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-16}
 export MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-32}
 export MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-64}
 
-# learning: grail, oar_g, oar_p, or any of verl's estimators; grail: official or robust; oar: official or grail_port
+# learning: any registered method (docs/methods.md) or one of verl's estimators; grail: official or robust; oar: official or
+# grail_port; options of other methods as Hydra overrides
 export ADV_ESTIMATOR=${ADV_ESTIMATOR:-grail}
 export PRESET=${PRESET:-official}
 export OAR_VARIANT=${OAR_VARIANT:-official}

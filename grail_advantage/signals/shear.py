@@ -27,7 +27,9 @@ class ShearConfig(Signal):
     """A token's weight: the greatest distance of a window that holds it to the nearest window of the group's rows of the other
     outcome, relative to the group's mean norm of hidden states. Rows without an opposite weigh 1."""
 
-    formula: ClassVar[str] = "max over the windows that hold t of the least Sinkhorn distance to an opposing window, / mean ||h||"
+    formula: ClassVar[str] = (
+        "greatest over windows with t of the least Sinkhorn distance to an opposing one, / mean ||h||"
+    )
     source: ClassVar[str] = "arXiv 2604.23318 (reading)"
     cost: ClassVar[str] = "1 on the rows with an advantage, and the distances"
     reads: ClassVar[frozenset[str]] = frozenset({GROUPS})

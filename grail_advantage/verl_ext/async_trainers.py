@@ -18,7 +18,8 @@ from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 
 from grail_advantage.passes import RowScores
 from grail_advantage.rollouts import PassRow
-from grail_advantage.verl_ext.trainer import TRAINER_PREFIX, TokenWeightTrainer
+from grail_advantage.verl_ext.stock_entry import TRAINER_PREFIX
+from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 
 STEP_POLICY = 0

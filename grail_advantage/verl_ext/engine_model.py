@@ -123,7 +123,9 @@ class EngineModel(Model):
         )
 
     def _inputs(self, rows: Sequence[PassRow]) -> TensorDict:
-        tokens = [row.tokens_S for row in rows]
+        tokens = [
+            row.tokens_S.cpu() for row in rows
+        ]  # as verl cuts micro-batches; each then goes to the device as a whole
         return tu.get_tensordict(
             {
                 "input_ids": torch.nested.as_nested_tensor(tokens, layout=torch.jagged),
@@ -149,9 +151,11 @@ def training_micro_batches(
     if not gradients:
         budget = settings.infer_max_token_len_per_gpu or budget
         count = settings.infer_micro_batch_size_per_gpu or count
-    if settings.use_dynamic_bsz:
-        # A row that a signal made longer goes alone.
-        budget = max(budget, -(-int(rows["input_ids"].offsets().diff().max()) // engine.ulysses_sequence_parallel_size))
+    if settings.use_dynamic_bsz and not gradients:
+        # A row that a signal made longer than any rollout goes alone; the ranks must agree on what is long.
+        longest = rows["input_ids"].offsets().diff().max().to(get_device_name())
+        torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX, group=engine.get_data_parallel_group())
+        budget = max(budget, -(-int(longest) // engine.ulysses_sequence_parallel_size))
     rows = rows.copy()
     tu.assign_non_tensor(
         rows,

@@ -22,11 +22,11 @@ AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def start_command(estimator: str) -> str:
-    """What to start instead of verl's stock entry point, for messages."""
+    """What to start instead of a trainer that has no token weights, for messages."""
     return (
-        f"algorithm.adv_estimator={estimator} needs token weights, which verl's stock trainer does not compute; "
-        f"start the run with `python3 -m recipe.main_grail --config-name verl_grail algorithm.adv_estimator={estimator} ...` "
-        "instead of `python3 -m verl.trainer.main_ppo ...` (same defaults, same overrides)"
+        f"algorithm.adv_estimator={estimator} needs token weights, which this trainer does not compute; start the run with "
+        f"`python3 -m verl.trainer.main_ppo trainer.use_v1=true algorithm.adv_estimator={estimator} ...`, or see "
+        "docs/own_trainer.md for a trainer of your own"
     )
 
 

@@ -14,7 +14,7 @@ from verl.trainer.ppo.core_algos import (
 )
 
 from grail_advantage.registry import methods
-from grail_advantage.verl_ext import stock_entry_guard
+from grail_advantage.verl_ext import stock_entry
 from grail_advantage.verl_ext.estimators import weighted_estimator
 
 
@@ -25,7 +25,7 @@ def _register_estimators() -> None:
 
 
 _register_estimators()
-stock_entry_guard.install()
+stock_entry.install()
 if os.environ.get("VERL_PLATFORM") == "cpu":
     from grail_advantage.verl_ext import cpu
 

@@ -68,7 +68,17 @@ def import_trainer_module(config: DictConfig) -> None:
     Raises:
         ValueError: it cannot be imported.
     """
-    name = OmegaConf.select(config, TRAINER_MODULE)
+    import_module(OmegaConf.select(config, TRAINER_MODULE))
+
+
+def import_trainers(module: str | None) -> None:
+    """Register this project's trainers with verl, and those of a module."""
+    importlib.import_module("grail_advantage.verl_ext.async_trainers")
+    import_module(module)
+
+
+def import_module(name: str | None) -> None:
+    """See :func:`import_trainer_module`."""
     if not name:
         return
     try:

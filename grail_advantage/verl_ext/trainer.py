@@ -54,13 +54,11 @@ from grail_advantage.verl_ext.requests import build_request, nested
 from grail_advantage.verl_ext.settings import dump_folder, shares_forward, signal_of
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, TARGET
 from grail_advantage.verl_ext.sharing_out import deal, spread
+from grail_advantage.verl_ext.stock_entry import TRAINER_PREFIX
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 from grail_advantage.weighting import apply_token_weights, batch_weights
 
 logger = logging.getLogger(__name__)
-
-TRAINER_PREFIX = "grail_"
-"""Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
 
 
 def base_mode(trainer_class: type) -> str:

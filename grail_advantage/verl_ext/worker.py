@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -32,8 +35,9 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
         name: tu.get_non_tensor_data(request, name, default=None) for name in ("temperature", "step", "pad_token")
     }
     signal: Signal = tu.get_non_tensor_data(request, "signal", default=None)
+    rows = [replace(row, tokens_S=row.tokens_S.to(get_device_id())) for row in rows_of(request)]
     with engine.eval_mode():
-        return build_reply(signal.run(rows_of(request), EngineModel(engine, **settings)))
+        return build_reply(signal.run(rows, EngineModel(engine, **settings)))
 
 
 class TokenWeightTrainingWorker(TrainingWorker):

@@ -1,4 +1,4 @@
-"""verl's synchronous trainer, which weighs tokens by another method every two steps; for ``test_methods_run.py``.
+"""The trainer of docs/own_trainer.md, which weighs tokens by another method every two steps; for ``test_methods_run.py``.
 
 What it sees of each step goes to ``steps.jsonl`` in the folder ``EVERY_METHOD_FOLDER``.
 """
@@ -11,19 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import transfer_queue as tq
+from my_trainer import MyTrainerWithTokenWeights
 from omegaconf import open_dict
-from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1 import register_trainer
 
 from grail_advantage.registry import methods
 from grail_advantage.verl_ext.settings import signal_of
-from grail_advantage.verl_ext.trainer import TokenWeightTrainer
-
-STEPS_OF_EACH = 2
-FIELDS_BEFORE = "fields before"
+from tests.verl_ext.test_methods_run import STEPS_OF_EACH
 
 
 @register_trainer("grail_every_method")
-class EveryMethodTrainer(TokenWeightTrainer, PPOTrainerSync):
+class EveryMethodTrainer(MyTrainerWithTokenWeights):
     """Takes the methods in the order of their names; options come from their sections as in any run."""
 
     def on_step_begin(self) -> None:

@@ -109,7 +109,9 @@ def test_does_not_change_the_weights_that_it_is_given() -> None:
 @pytest.mark.parametrize("name", methods())
 def test_without_weights_says_what_to_start(config: dict | None, name: str) -> None:
     data, _ = _batch()
-    with pytest.raises(ValueError, match=rf"adv_estimator={name} .*python3 -m recipe\.main_grail") as caught:
+    with pytest.raises(
+        ValueError, match=rf"adv_estimator={name} needs token weights, .*docs/own_trainer\.md"
+    ) as caught:
         compute_advantage(data, name, config=config)
     assert "verl.trainer.main_ppo" in str(caught.value)
 
@@ -142,10 +144,10 @@ IMPORT_VERL = """
 import verl
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.utils import config
-from grail_advantage.verl_ext import stock_entry_guard
-guarded = config.validate_config
-stock_entry_guard.install()
-print("grail" in ADV_ESTIMATOR_REGISTRY, config.validate_config is guarded, hasattr(guarded.__wrapped__, "__wrapped__"))
+from grail_advantage.verl_ext import stock_entry
+patched = config.validate_config
+stock_entry.install()
+print("grail" in ADV_ESTIMATOR_REGISTRY, config.validate_config is patched, hasattr(patched.__wrapped__, "__wrapped__"))
 """
 
 
@@ -172,12 +174,34 @@ class TestStockEntryPoint:
     def _start(self, tmp_path: Any, *overrides: str) -> subprocess.CompletedProcess:
         return _run("-m", "verl.trainer.main_ppo", *self.OVERRIDES, f"hydra.run.dir={tmp_path}", *overrides)
 
-    def test_refuses_the_estimator_before_ray_starts(self, tmp_path: Any) -> None:
-        done = self._start(tmp_path, "algorithm.adv_estimator=grail")
+    @pytest.mark.parametrize(
+        ("overrides", "said"),
+        [
+            (["+algorithm.grail.preset=best"], r"grail\.preset='best' is unknown; choose one of official, robust"),
+            (["+algorithm.grail.noise_std=1"], r"grail\.noise_std is not an option; it is one of oar"),
+            (
+                ["+algorithm.fuse_saliency_pass=auto"],
+                r"algorithm\.fuse_saliency_pass is called algorithm\.token_weights",
+            ),
+            (["actor_rollout_ref.rollout.n=1"], r"actor_rollout_ref\.rollout\.n=1 does not work with .*=grail"),
+            (["trainer.use_v1=False"], r"trainer\.use_v1=False: .*use true"),
+            (["trainer.v1.trainer_mode=mine"], r"trainer\.v1\.trainer_mode=mine does not work .*grail_mine"),
+            (
+                ["+algorithm.token_weights.trainer_module=nowhere"],
+                r"trainer_module=nowhere failed to import: ModuleNotF",
+            ),
+        ],
+    )
+    def test_refuses_before_ray_starts(self, tmp_path: Any, overrides: list[str], said: str) -> None:
+        done = self._start(
+            tmp_path,
+            "algorithm.adv_estimator=grail",
+            "trainer.v1.trainer_mode=sync",
+            "actor_rollout_ref.rollout.n=4",
+            *overrides,
+        )
         assert done.returncode != 0
-        (line,) = [line for line in done.stderr.splitlines() if line.startswith("ValueError: ")]
-        assert "algorithm.adv_estimator=grail needs token weights" in line
-        assert re.search(r"`python3 -m recipe\.main_grail .*algorithm\.adv_estimator=grail .*` instead of", line)
+        assert re.search(f"ValueError: {said}", done.stderr), done.stderr[-2000:]
         output = done.stdout + done.stderr
         assert "ray init kwargs" not in output
         assert "Started a local Ray instance" not in output
@@ -192,4 +216,3 @@ class TestStockEntryPoint:
         )
         assert done.returncode != 0
         assert "ppo_micro_batch_size_per_gpu" in done.stderr
-        assert "recipe.main_grail" not in done.stderr

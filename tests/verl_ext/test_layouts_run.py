@@ -7,22 +7,18 @@ policy that gave the old log-probabilities.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from grail_advantage import GrailConfig, compute_token_weights
-from tests.verl_ext.test_training_run import ROOT, _tokenizer, _write_assets
+from tests.verl_ext import whole_run
+from tests.verl_ext.whole_run import LIMIT, WholeRun
 
 pytestmark = pytest.mark.slow
 
-STEPS, LIMIT = 2, 48
+STEPS = 2
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 COLOCATED = [
@@ -58,79 +54,36 @@ SEPARATED = [
 ]
 
 
-class Run:
-    """Folder of a finished run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def records(self, step: int) -> list[dict]:
-        """One record a row, in the order in which the trainer weighed them."""
-        lines = (self.folder / "token_weights" / f"{step}.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    def metrics(self, step: int) -> dict[str, float]:
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return next(line["data"] for line in lines if line["step"] == step)
-
-
-def _run(folder: Path, overrides: list[str]) -> Run:
-    _write_assets(folder)
-    command = [
-        sys.executable,
-        "-m",
-        "recipe.main_grail",
-        "--config-name=cpu_trainer",
-        f"hydra.run.dir={folder / 'hydra'}",
+def _run(folder: Path, overrides: list[str]) -> WholeRun:
+    common = [
         "algorithm.adv_estimator=grail",
         "algorithm.grail.preset=robust",
         "algorithm.grail.gate=all",
-        f"algorithm.token_dump.folder={folder / 'token_weights'}",
-        f"data.train_files={folder / 'train.parquet'}",
-        f"data.val_files={folder / 'train.parquet'}",
-        "data.max_prompt_length=16",
-        f"data.max_response_length={LIMIT}",
-        "data.dataloader_num_workers=0",
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"{ACTOR}.strategy=fsdp2",
-        f"{ACTOR}.use_dynamic_bsz=True",
         f"{ACTOR}.ppo_max_token_len_per_gpu=256",
         f"{ACTOR}.optim.lr=1e-2",
-        f"{ROLLOUT}.log_prob_use_dynamic_bsz=True",
-        f"{ROLLOUT}.log_prob_max_token_len_per_gpu=256",
         f"{ROLLOUT}.calculate_log_probs=True",
-        f"reward.custom_reward_function.path={Path(__file__).with_name('parity_reward.py')}",
         f"trainer.total_training_steps={STEPS}",
         "trainer.total_epochs=10",
-        "trainer.val_before_train=False",
-        "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
-        "trainer.logger=[file]",
-        f"trainer.default_local_dir={folder / 'checkpoints'}",
         # verl's own replay buffer of the mode, which filters groups and knows stale rollouts.
         "trainer.v1.sampler.custom_sampler.path=null",
         "trainer.v1.sampler.custom_sampler.name=null",
-        *overrides,
     ]
-    environment = {**os.environ, "VERL_PLATFORM": "cpu", "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    return Run(folder)
+    return whole_run.run(folder, [*common, *overrides], rows=8)
 
 
 @pytest.fixture(scope="module")
-def colocated(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def colocated(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     return _run(tmp_path_factory.mktemp("colocated"), COLOCATED)
 
 
 @pytest.fixture(scope="module")
-def separated(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def separated(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     return _run(tmp_path_factory.mktemp("separated"), SEPARATED)
 
 
-def _assert_weights_of_the_initial_policy(run: Run, records: list[dict]) -> None:
-    model = Qwen3ForCausalLM.from_pretrained(run.folder / "model", dtype=torch.float32)
-    tokenizer = _tokenizer()
+def _assert_weights_of_the_initial_policy(run: WholeRun, records: list[dict]) -> None:
+    model = run.model
+    tokenizer = whole_run.tokenizer()
     moved = 0
     for record in records:
         prompt, response = record["prompt_ids"], record["response_ids"]
@@ -163,11 +116,11 @@ def _groups(records: list[dict]) -> dict[str, list[dict]]:
 class TestColocateAsync:
     """With a reference policy, KL in the reward, rollout correction by weights and rejection, and group filtering."""
 
-    def test_weights_are_those_of_the_policy_of_the_step(self, colocated: Run) -> None:
+    def test_weights_are_those_of_the_policy_of_the_step(self, colocated: WholeRun) -> None:
         _assert_weights_of_the_initial_policy(colocated, colocated.records(1))
 
-    def test_groups_without_a_difference_are_filtered(self, colocated: Run) -> None:
-        tokenizer = _tokenizer()
+    def test_groups_without_a_difference_are_filtered(self, colocated: WholeRun) -> None:
+        tokenizer = whole_run.tokenizer()
         for step in range(1, STEPS + 1):
             groups = _groups(colocated.records(step))
             assert len(groups) == 8
@@ -175,7 +128,7 @@ class TestColocateAsync:
                 texts = [tokenizer.decode(record["response_ids"], skip_special_tokens=True) for record in group]
                 assert len(group) == 4 and len({len(text) % 2 for text in texts}) == 2
 
-    def test_everything_took_part(self, colocated: Run) -> None:
+    def test_everything_took_part(self, colocated: WholeRun) -> None:
         first, second = colocated.metrics(1), colocated.metrics(2)
         # The policy starts as the reference policy.
         assert abs(first["actor/reward_kl_penalty"]) < 1e-6
@@ -193,18 +146,18 @@ class TestColocateAsync:
 class TestSeparateAsync:
     """Two updates a step, a rollout on a device of its own, and a reference policy in the loss."""
 
-    def test_weights_of_every_update_are_those_of_the_steps_first_policy(self, separated: Run) -> None:
+    def test_weights_of_every_update_are_those_of_the_steps_first_policy(self, separated: WholeRun) -> None:
         records = separated.records(1)
         assert len(records) == 64
         _assert_weights_of_the_initial_policy(separated, records[len(records) // 2 :])
         _assert_weights_of_the_initial_policy(separated, records[: len(records) // 2])
 
-    def test_the_update_in_between_moved_the_policy(self, separated: Run) -> None:
+    def test_the_update_in_between_moved_the_policy(self, separated: WholeRun) -> None:
         """What the test before stands on; and that the policy was put back where it was after the pass."""
         assert separated.metrics(1)["actor/grad_norm"] > 0
         assert separated.metrics(2)["training/rollout_probs_diff_max"] > 1e-4
 
-    def test_metrics_of_the_pass_are_logged(self, separated: Run) -> None:
+    def test_metrics_of_the_pass_are_logged(self, separated: WholeRun) -> None:
         for step in range(1, STEPS + 1):
             assert separated.metrics(step)["grail/selected_rate"] > 0
             assert separated.metrics(step)["timing_s/saliency"] > 0

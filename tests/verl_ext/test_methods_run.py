@@ -7,25 +7,28 @@ that the initial model, in one process, says what every step's weights must be.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from grail_advantage import Example, Signal, compute_token_weights
 from grail_advantage.registry import methods
-from grail_advantage.rollouts import EXAMPLES
 from grail_advantage.signals.base import SALIENCY
 from tests.documentation import write_files
-from tests.verl_ext.every_method_trainer import STEPS_OF_EACH
-from tests.verl_ext.test_training_run import PROMPTS, ROLLOUTS, ROOT, TEMPERATURE, _tokenizer, _write_assets
+from tests.verl_ext import whole_run
+from tests.verl_ext.whole_run import WholeRun
 
 pytestmark = pytest.mark.slow
 
+PROMPTS, ROLLOUTS, TEMPERATURE = 4, 8, 0.8
+STEPS_OF_EACH = 2
+GOLD = {"reward_model": {"style": "rule", "ground_truth": "0"}}
+"""What the data set says of every prompt."""
 THEIRS = ("boxed_digits", "confident_blame")
 OPTIONS = {
     # So that something happens in a batch of 32 short rows.
@@ -45,28 +48,23 @@ def _signal(name: str) -> Signal:
     return methods()[name].build(OPTIONS.get(name, {}))
 
 
-class Run:
-    """Folder of a finished run."""
+@dataclass(frozen=True)
+class MethodsRun:
+    """The run of all methods."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.model = Qwen3ForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    whole: WholeRun
+    messages: dict[tuple[int, ...], list[dict]]
+    """The prompts of the data set, by their tokens."""
 
     def steps(self, name: str) -> range:
+        """The steps in which a method weighed."""
         first = NAMES.index(name) * STEPS_OF_EACH + 1
         return range(first, first + STEPS_OF_EACH)
 
     def seen(self, name: str) -> list[dict]:
-        lines = [json.loads(line) for line in (self.folder / "steps.jsonl").read_text().splitlines()]
+        """What the trainer saw of these steps."""
+        lines = [json.loads(line) for line in (self.whole.folder / "steps.jsonl").read_text().splitlines()]
         return [line for line in lines if line["method"] == name]
-
-    def records(self, step: int) -> list[dict]:
-        lines = (self.folder / "dump" / f"{step}.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    def metrics(self, step: int) -> dict[str, float]:
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return next(line["data"] for line in lines if line["step"] == step)
 
 
 def install_their_package(folder: Path) -> None:
@@ -79,58 +77,35 @@ def install_their_package(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory) -> MethodsRun:
+    """The methods in the order of their names, ``STEPS_OF_EACH`` steps each, by the trainer of docs/own_trainer.md."""
     folder = tmp_path_factory.mktemp("methods")
     install_their_package(folder)
-    _write_assets(folder, repeats=len(NAMES))
-    environment = {
-        **os.environ,
-        "VERL_PLATFORM": "cpu",
-        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
-        "EVERY_METHOD_FOLDER": str(folder),
-        "PYTHONPATH": str(folder / "site"),
-    }
-    sections = {_section(name): OPTIONS.get(name, {}) for name in NAMES}
-    command = [
-        sys.executable,
-        "-m",
-        "recipe.main_grail",
-        "--config-name=cpu_trainer",
-        f"hydra.run.dir={folder / 'hydra'}",
+    write_files("own_trainer.md", folder / "site")
+    options = [(_section(name), key, value) for name in NAMES for key, value in OPTIONS.get(name, {}).items()]
+    overrides = [
         "trainer.v1.trainer_mode=every_method",
         "algorithm.token_weights.trainer_module=tests.verl_ext.every_method_trainer",
         "algorithm.adv_estimator=boxed_digits",
-        *(f"algorithm.{section}.{key}={value}" for section, of in sections.items() for key, value in of.items()),
-        f"algorithm.token_dump.folder={folder / 'dump'}",
-        f"data.train_files={folder / 'train.parquet'}",
-        f"data.val_files={folder / 'train.parquet'}",
+        *(f"algorithm.{section}.{key}={value}" for section, key, value in options),
         f"data.train_batch_size={PROMPTS}",
-        "data.max_prompt_length=16",
-        "data.max_response_length=48",
-        "data.dataloader_num_workers=0",
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        "actor_rollout_ref.actor.strategy=fsdp2",
-        "actor_rollout_ref.actor.use_dynamic_bsz=True",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
-        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
         "actor_rollout_ref.actor.optim.lr=0.0",
         f"actor_rollout_ref.rollout.n={ROLLOUTS}",
         f"actor_rollout_ref.rollout.temperature={TEMPERATURE}",
-        f"reward.custom_reward_function.path={Path(__file__).with_name('parity_reward.py')}",
         "trainer.n_gpus_per_node=2",
         f"trainer.total_training_steps={STEPS_OF_EACH * len(NAMES)}",
         "trainer.total_epochs=1",
-        "trainer.val_before_train=False",
-        "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
-        "trainer.logger=[file]",
-        f"trainer.default_local_dir={folder / 'checkpoints'}",
     ]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1200)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    return Run(folder)
+    variables = {"EVERY_METHOD_FOLDER": str(folder), "PYTHONPATH": str(folder / "site")}
+    whole = whole_run.run(folder, overrides, rows=PROMPTS * STEPS_OF_EACH * len(NAMES), **variables)
+    tokenizer = whole_run.tokenizer()
+    prompts = [list(messages) for messages in pandas.read_parquet(folder / "train.parquet")["prompt"]]
+    ids = [
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) for messages in prompts
+    ]
+    return MethodsRun(whole, dict(zip(map(tuple, ids), prompts, strict=True)))
 
 
 def _section(name: str) -> str:
@@ -138,11 +113,11 @@ def _section(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_advantages_are_weight_times_grpos_in_both_steps(run: Run, name: str) -> None:
+def test_advantages_are_weight_times_grpos_in_both_steps(run: MethodsRun, name: str) -> None:
     """The base is recomputed from the rewards, and the product is what verl's actor was given."""
-    tokenizer = _tokenizer()
+    tokenizer = whole_run.tokenizer()
     for step in run.steps(name):
-        records = run.records(step)
+        records = run.whole.records(step)
         assert len(records) == PROMPTS * ROLLOUTS
         groups: dict[str, list[dict]] = {}
         for record in records:
@@ -158,20 +133,20 @@ def test_advantages_are_weight_times_grpos_in_both_steps(run: Run, name: str) ->
                 weighted = torch.tensor(record["weights"]) * effective
                 torch.testing.assert_close(torch.tensor(record["advantages"]), weighted, rtol=1e-6, atol=0)
         given = torch.cat([torch.tensor(record["advantages"]) for record in records])
-        metrics = run.metrics(step)
+        metrics = run.whole.metrics(step)
         assert metrics["critic/advantages/mean"] == pytest.approx(float(given.mean()), abs=1e-5)
         assert metrics["critic/advantages/max"] == pytest.approx(float(given.max()), rel=1e-5)
         assert metrics[f"{name}/non_finite_rate"] == 0
 
 
 @pytest.mark.parametrize("name", sorted(methods()))
-def test_weights_are_those_of_the_plain_function(run: Run, name: str) -> None:
+def test_weights_are_those_of_the_plain_function(run: MethodsRun, name: str) -> None:
     """Two FSDP ranks, micro-batches and TransferQueue against one row at a time in one process."""
     signal = _signal(name)
-    tokenizer = _tokenizer()
+    tokenizer = whole_run.tokenizer()
     moved = 0
     for step in run.steps(name):
-        records = run.records(step)
+        records = run.whole.records(step)
         width = max(len(record["prompt_ids"]) + len(record["response_ids"]) for record in records)
         ids_BL = torch.full((len(records), width), tokenizer.pad_token_id)
         valid_BL, response_BL = torch.zeros_like(ids_BL), torch.zeros_like(ids_BL)
@@ -185,9 +160,9 @@ def test_weights_are_those_of_the_plain_function(run: Run, name: str) -> None:
         )
         numbers: dict[str, int] = {}
         uids = [record["key"].rsplit("_", 2)[0] for record in records]
-        prompts = [tokenizer.decode(record["prompt_ids"]) for record in records]
+        asked = [run.messages[tuple(record["prompt_ids"])] for record in records]
         expected = compute_token_weights(
-            run.model,
+            run.whole.model,
             tokenizer,
             ids_BL,
             valid_BL,
@@ -196,7 +171,7 @@ def test_weights_are_those_of_the_plain_function(run: Run, name: str) -> None:
             signal,
             temperature=TEMPERATURE,
             groups=torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids]),
-            examples=[_example(prompt) for prompt in prompts] if EXAMPLES in signal.reads else None,
+            examples=[Example(messages, GOLD, {}) for messages in asked],
         )
         tolerance = NOISY if name == "oar_g" else EXACT
         for row, record in enumerate(records):
@@ -211,16 +186,8 @@ def test_weights_are_those_of_the_plain_function(run: Run, name: str) -> None:
     assert (moved > 0) == (name != "uniform"), "nothing to compare"
 
 
-def _example(prompt: str) -> Example:
-    """What the run's data set holds for a prompt; see ``_write_assets``."""
-    question = prompt.split("user\n")[1].split("<|im_end|>")[0]
-    return Example(
-        [{"role": "user", "content": question}], {"reward_model": {"style": "rule", "ground_truth": "0"}}, {}
-    )
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_method_adds_to_a_step(run: Run, name: str) -> None:
+def test_what_a_method_adds_to_a_step(run: MethodsRun, name: str) -> None:
     """A method that uses nothing of the model adds no pass; and none leaves a field that verl's next stages would fetch."""
     baseline = run.seen("uniform")[0]
     seen = run.seen(name)
@@ -235,6 +202,11 @@ def test_what_a_method_adds_to_a_step(run: Run, name: str) -> None:
             assert line["passes"] == 0  # on the forward of the old log-probabilities
         else:
             assert line["passes"] == 1
+
+
+def test_the_trainer_of_the_documentation_ran(run: MethodsRun) -> None:
+    for step in range(1, STEPS_OF_EACH * len(NAMES) + 1):
+        assert f"step {step} is done" in run.whole.output
 
 
 def test_their_methods_are_not_known_without_their_package() -> None:

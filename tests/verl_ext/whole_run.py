@@ -1,0 +1,151 @@
+"""A whole verl run of a tiny model: Ray, TransferQueue, FSDP over gloo, and vLLM's CPU build."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+ROOT = Path(__file__).parents[2]
+STOCK = """
+hydra:
+  searchpath: [pkg://verl/trainer/config, "file://{configs}"]
+defaults: [ppo_trainer, cpu, _self_]
+"""
+LIMIT = 48
+"""Most response tokens."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """So few tokens, one of them the box's opening, that a random model writes complete boxes."""
+    tokens = [*"01234567+=}", "\\boxed{", "user", "assistant", "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|user|assistant|[\s\S]"), behavior="isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template="{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    )
+
+
+def write_assets(folder: Path, rows: int) -> None:
+    """Model, tokenizer, and data of that many prompts."""
+    own = tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(own),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        eos_token_id=own.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=own.pad_token_id,
+        dtype="float32",
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id, do_sample=True
+    )
+    model.save_pretrained(folder / "model")
+    own.save_pretrained(folder / "model")
+    rows = [
+        {
+            "data_source": "parity",
+            "prompt": [{"role": "user", "content": f"{i}+{i}"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "0"},
+            "extra_info": {"index": i},
+        }
+        for i in range(rows)
+    ]
+    pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A finished run."""
+
+    folder: Path
+    output: str
+
+    def records(self, step: int) -> list[dict]:
+        """The step's dump, one record a row, in the order in which the trainer weighed them."""
+        lines = (self.folder / "dump" / f"{step}.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """What verl logged."""
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return next(line["data"] for line in lines if line["step"] == step)
+
+    @property
+    def model(self) -> Qwen3ForCausalLM:
+        """The initial model."""
+        return Qwen3ForCausalLM.from_pretrained(self.folder / "model", dtype=torch.float32)
+
+
+def run(folder: Path, overrides: list[str], *, rows: int, stock: bool = False, **environment: str) -> WholeRun:
+    """Train in ``folder``.
+
+    Args:
+        folder: an empty folder.
+        overrides: what the run is about.
+        rows: prompts in the data set.
+        stock: through verl's own entry point, with verl's own configuration and what a machine without an accelerator needs;
+            otherwise through the recipe's.
+        environment: further variables.
+    """
+    write_assets(folder, rows)
+    entry = ["recipe.main_grail", "--config-name=cpu_trainer"]
+    if stock:
+        (folder / "stock.yaml").write_text(STOCK.format(configs=ROOT / "recipe" / "config"))
+        entry = ["verl.trainer.main_ppo", f"--config-path={folder}", "--config-name=stock"]
+    command = [
+        sys.executable,
+        "-m",
+        *entry,
+        f"hydra.run.dir={folder / 'hydra'}",
+        f"{'+' if stock else ''}algorithm.token_dump.folder={folder / 'dump'}",
+        f"data.train_files={folder / 'train.parquet'}",
+        f"data.val_files={folder / 'train.parquet'}",
+        "data.max_prompt_length=16",
+        f"data.max_response_length={LIMIT}",
+        "data.dataloader_num_workers=0",
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
+        f"reward.custom_reward_function.path={Path(__file__).with_name('parity_reward.py')}",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.logger=[file]",
+        f"trainer.default_local_dir={folder / 'checkpoints'}",
+        *overrides,
+    ]
+    variables = {
+        **os.environ,
+        "VERL_PLATFORM": "cpu",
+        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+        **environment,
+    }
+    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return WholeRun(folder, done.stdout + done.stderr)
