@@ -24,6 +24,7 @@ from grail_advantage.rollouts import Example
 from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer, checks
 from grail_advantage.trl_ext import trainer as trainer_module
+from tests import documentation
 from tests.core.tiny_models import char_tokenizer, make_batch, tiny_model
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build, generation_batch, response_values
@@ -318,6 +319,25 @@ def test_mean_over_the_batch_is_the_loss_types(tmp_path: Path, loss_type: str) -
     mask_BT = torch.tensor([[True, True, True], [True, False, False]])
     expected = {"grpo": 3.5, "sapo": 3.5, "dr_grpo": 11 / (2 * 64)}.get(loss_type, 11 / 4)
     assert trainer._aggregate(values_BT, mask_BT) == pytest.approx(expected)
+
+
+def test_mean_over_the_batch_reaches_the_method(tmp_path: Path) -> None:
+    """STARE is on where that mean is below its threshold; with dr_grpo it is the smaller one."""
+    entropies = compute_token_weights(
+        tiny_model(),
+        char_tokenizer(),
+        *make_batch(scripted.rollouts(mask_truncated=False), "left").tensors(),
+        method("entropy").build({"gate": "all"}),
+        temperature=scripted.TEMPERATURE,
+    ).scores
+    threshold = 0.7 * float(entropies.nanmean())
+    found = {}
+    for loss_type in ("bnpo", "dr_grpo"):
+        weights = {"token_weights": "stare", "token_weight_options": {"threshold": threshold}}
+        trainer = build(tmp_path, weights=weights, loss_type=loss_type)
+        generation_batch(trainer)
+        found[loss_type] = trainer._metrics["train"]["stare/neutral_rate"]
+    assert found["bnpo"] == [1.0] and found["dr_grpo"][0] < 1.0
 
 
 def test_training_step_reaches_the_method(tmp_path: Path) -> None:
@@ -615,6 +635,14 @@ def test_other_versions_are_refused(version: str) -> None:
 @pytest.mark.parametrize("version", ["1.15.0", "1.15.3", "1.16.0", "1.16.1"])
 def test_versions_of_the_range_are_accepted(version: str) -> None:
     checks.check_trl_version(version)
+
+
+def test_published_settings_of_the_page_are_accepted(tmp_path: Path) -> None:
+    (text,) = documentation.snippets("trl.md")
+    names: dict[str, Any] = {"GRPOConfig": lambda _, **settings: scripted.config(tmp_path, **settings)}
+    exec(text, names)
+    checks.check_arguments({"args": names["config"]}, GrailConfig())
+    assert names["config"].generation_batch_size == 256 and names["config"].num_iterations == 4
 
 
 def test_every_method_is_known_by_its_name(tmp_path: Path) -> None:
