@@ -296,6 +296,33 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
     assert {name: len(module._forward_hooks) for name, module in trainer.model.named_modules()} == hooks
 
 
+@pytest.mark.parametrize("name", ["grail", "surprisal"])
+def test_dropout_is_off(tmp_path: Path, name: str) -> None:
+    found = [
+        generation_batch(build(tmp_path, model=tiny_model(attention_dropout=rate), weights={"token_weights": name}))
+        for rate in (0.0, 0.5)
+    ]
+    torch.testing.assert_close(found[1]["advantages"], found[0]["advantages"], rtol=1e-4, atol=1e-4)
+
+
+def test_half_precision_and_checkpointing(tmp_path: Path) -> None:
+    figures = []
+    for bf16 in (False, True):
+        trainer = build(
+            tmp_path,
+            weights={"token_weights": "grail"},
+            bf16=bf16,
+            gradient_checkpointing=bf16,
+            max_steps=1,
+            temperature=1.0,
+        )
+        trainer.train()
+        figures.append(trainer.state.log_history[0])
+    assert figures[0]["grail/weight_deviation"] != figures[1]["grail/weight_deviation"]  # bf16 it was
+    assert figures[1]["grail/weight_deviation"] == pytest.approx(figures[0]["grail/weight_deviation"], rel=0.05)
+    assert figures[1]["grad_norm"] == pytest.approx(figures[0]["grad_norm"], rel=0.2)
+
+
 def test_old_log_probs_of_trl_are_used_where_there_are_any(tmp_path: Path) -> None:
     """With ``num_iterations`` above 1 TRL has them; they are those that this trainer computes otherwise."""
     signal = method("surprisal").build({"gate": "all", "mask_truncated": False})
