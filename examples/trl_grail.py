@@ -11,13 +11,21 @@ The files hold the columns ``prompt`` (messages) and ``reward_model`` (``{"groun
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+if importlib.util.find_spec("trl") is None:  # then in the folder of requirements-trl.txt, if anywhere
+    sys.path.append(f"{sys.prefix}/trl")
+    if importlib.util.find_spec("trl") is None:
+        sys.exit(
+            f"TRL is missing: {sys.executable} -m pip install --no-deps --target {sys.prefix}/trl -r requirements-trl.txt"
+        )
 
 import torch
 import yaml

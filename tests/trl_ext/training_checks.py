@@ -71,5 +71,5 @@ def test_twenty_steps_learn(tmp_path: Path, method: str) -> None:
     first, last = statistics.fmean(rewards[:2]), statistics.fmean(rewards[-2:])
     print(f"{method}: reward {first:.3f} -> {last:.3f}, selected {selected}")
     assert trainer.state.global_step == STEPS
-    assert 0.3 < first < 0.75 and last > 0.9
+    assert 0.3 < first < 0.75 and last > max(0.8, first + 0.2)
     assert max(selected) > 0.2
