@@ -34,7 +34,7 @@ def leaf_module(model: nn.Module, leaf: str) -> nn.Module:
     blocks = getattr(model.get_decoder(), "layers", None)
     if blocks is None:
         raise ValueError(
-            f"grail.leaf={leaf!r} needs get_decoder().layers, which {type(model).__name__} lacks; use embeddings"
+            f"leaf={leaf!r} needs get_decoder().layers, which {type(model).__name__} lacks; use embeddings"
         )
     n = len(blocks)
     k = {"first": 1, "middle": n // 2, "last": n - 1}[leaf]

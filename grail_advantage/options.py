@@ -46,7 +46,7 @@ def option(
         default: the default; with ``None`` either no value is a value (give its ``kind``), or the class fills it in
             (:meth:`Options.complete`).
         doc: what it does, for the documentation; of a number also its unit or what it is relative to.
-        kind: type of the values; by default that of the default.
+        kind: type of the values; by default that of the default, so that 1 means whole numbers and 1.0 any.
         choices: the allowed words, of a ``str``.
         above: bound that a number must exceed.
         at_least: least number allowed.
@@ -64,6 +64,8 @@ def option(
 @dataclass(frozen=True)
 class Options:
     """Base of every dataclass of options. ``None`` stands for an option's default.
+
+    A field without :func:`option` is an argument of the constructor alone, not an option of a run.
 
     Raises:
         ValueError: a value that is not allowed, at construction; the message names the option and the way out.
@@ -123,6 +125,8 @@ class Options:
         ):
             least = "" if rule.at_least is None else f", at least {rule.at_least}"
             raise ValueError(f"{said} must be a whole number{least}")
+        if rule.kind is int:
+            self._check_bounds(said, value, rule)
         if rule.kind is float:
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"{said} must be a finite number")

@@ -38,7 +38,9 @@ class RowScores:
     """What a pass gives for one row."""
 
     scores_T: torch.Tensor
-    """float32; of the response tokens from the first on, as far as there are any."""
+    """float32; of the response tokens from the first on. Those behind the last one have none, which the tokens of the
+    statistics set need; :func:`grail_advantage.signals.saliency.align_scores` makes scores of response tokens from values of
+    positions."""
     gradient_norms: torch.Tensor | None = None
     """1-D float32, for the metrics; of a pass with gradients."""
 
@@ -73,7 +75,8 @@ class MicroBatch(ABC):
 
     @abstractmethod
     def hidden_states(self) -> list[torch.Tensor]:
-        """One forward. For each row what the output embeddings read at its response tokens, (T, D), in the model's dtype."""
+        """One forward. For each row what the output embeddings read at its response tokens, behind the final norm, (T, D), in
+        the model's dtype."""
 
     @abstractmethod
     def at(self, row: int, position: int) -> tuple[int, int]:

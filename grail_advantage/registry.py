@@ -13,18 +13,26 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grail_advantage.options import option_fields
+from grail_advantage.options import Options, option_fields
 
 if TYPE_CHECKING:
     from grail_advantage.reshapers.base import Reshaper
     from grail_advantage.signals.base import Signal
 
 ENTRY_POINTS = "grail_advantage.signals"
+
+RESERVED = ("token_weights", "token_dump")
+"""Sections of ``algorithm`` that belong to the trainer."""
+
+
+class NameTakenError(ValueError):
+    """Two classes want the same name."""
+
 
 _SignalClass = TypeVar("_SignalClass", bound="type[Signal]")
 _ReshaperClass = TypeVar("_ReshaperClass", bound="type[Reshaper]")
@@ -60,6 +68,12 @@ class Method:
                 )
         known = {entry.name for entry in option_fields(self.signal_class)}
         for name in options:
+            maps = [map_name for map_name, found in reshapers().items() if _has_option(found, name)]
+            if name not in known and maps and "reshaper_options" in known:
+                raise ValueError(
+                    f"{self.section}.{name} is not an option of this method but of the reshaper {' or '.join(maps)}; set it in "
+                    f"{self.section}.reshaper_options"
+                )
             owners = [other.section for other in methods().values() if other.has(name)]
             if name not in known and owners:
                 raise ValueError(
@@ -70,7 +84,7 @@ class Method:
 
     def has(self, name: str) -> bool:
         """Whether it has an option of this name."""
-        return any(entry.name == name for entry in option_fields(self.signal_class))
+        return _has_option(self.signal_class, name)
 
 
 _methods: dict[str, Method] = {}
@@ -87,14 +101,14 @@ def register_signal(name: str, **fixed: Any) -> Callable[[_SignalClass], _Signal
         fixed: options that the name sets, for a class that is registered under several names.
 
     Raises:
-        ValueError: the name is taken, or the class is no frozen dataclass.
+        ValueError: the name is taken or no identifier, or the class is no frozen dataclass below ``Signal``.
     """
 
     def register(signal_class: _SignalClass) -> _SignalClass:
-        _check_dataclass("signal", name, signal_class)
+        _check_class("signal", "Signal", name, signal_class)
         known = _methods.get(name)
         if known is not None and not _same(known.signal_class, signal_class):
-            raise ValueError(
+            raise NameTakenError(
                 f"signal {name!r} is registered already, by {_place(known.signal_class)}; choose another name"
             )
         if "section" not in vars(signal_class):
@@ -109,14 +123,14 @@ def register_reshaper(name: str) -> Callable[[_ReshaperClass], _ReshaperClass]:
     """Register a reshaper class, a frozen dataclass below :class:`grail_advantage.reshapers.base.Reshaper`.
 
     Raises:
-        ValueError: the name is taken, or the class is no frozen dataclass.
+        ValueError: the name is taken or no identifier, or the class is no frozen dataclass below ``Reshaper``.
     """
 
     def register(reshaper_class: _ReshaperClass) -> _ReshaperClass:
-        _check_dataclass("reshaper", name, reshaper_class)
+        _check_class("reshaper", "Reshaper", name, reshaper_class)
         known = _reshapers.get(name)
         if known is not None and not _same(known, reshaper_class):
-            raise ValueError(f"reshaper {name!r} is registered already, by {_place(known)}; choose another name")
+            raise NameTakenError(f"reshaper {name!r} is registered already, by {_place(known)}; choose another name")
         reshaper_class.section = name
         _reshapers[name] = reshaper_class
         return reshaper_class
@@ -190,9 +204,24 @@ def _load() -> None:
             _failures[f"{entry_point.name} ({entry_point.value})"] = error
 
 
-def _check_dataclass(what: str, name: str, registered: type) -> None:
+def _check_class(what: str, base: str, name: str, registered: type) -> None:
+    if not name.isidentifier() or name in RESERVED:
+        raise ValueError(f"{what} {name!r}: the name must be an identifier, and none of {', '.join(RESERVED)}")
+    if base not in [ancestor.__name__ for ancestor in registered.__mro__]:
+        raise ValueError(f"{what} {name!r}: derive {registered.__name__} from grail_advantage.{base}")
     if not (is_dataclass(registered) and "__dataclass_params__" in vars(registered)):
         raise ValueError(f"{what} {name!r}: put @dataclass(frozen=True, kw_only=True) on {registered.__name__}")
+    inherited = {entry.name for parent in registered.__bases__ if is_dataclass(parent) for entry in fields(parent)}
+    for attribute in vars(registered):
+        if attribute in inherited and attribute not in registered.__annotations__:
+            raise ValueError(
+                f"{what} {name!r}: {registered.__name__}.{attribute} redefines an option, which without a type does nothing; "
+                f"write `{attribute}: <type> = option(...)`"
+            )
+
+
+def _has_option(options_class: type[Options], name: str) -> bool:
+    return any(entry.name == name for entry in option_fields(options_class))
 
 
 def _same(known: type, registered: type) -> bool:

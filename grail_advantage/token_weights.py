@@ -39,8 +39,8 @@ from grail_advantage.rollouts import (
     RolloutBatch,
     token_mean,
 )
-from grail_advantage.signals.base import RowSelection, Signal
-from grail_advantage.weighting import batch_weights
+from grail_advantage.signals.base import Signal
+from grail_advantage.weighting import batch_weights, put_row, scores_of
 
 SEQUENCE_TOKENS = 16384
 """Most tokens of a signal's own sequences that go through the model together."""
@@ -97,14 +97,15 @@ def compute_token_weights(
         response_mask: (B, L) bool or 0/1, the response tokens, contiguous in each row; a row without any weighs 0.
         advantages: (B,) one advantage a row.
         config: the method and its options, such as :class:`grail_advantage.GrailConfig`.
-        temperature: sampling temperature that logits are divided by; OAR takes them as they are.
+        temperature: sampling temperature that logits are divided by, where the method does that.
         old_log_probs: (B, L) float; log-probability of each response token at this temperature under the policy before the
             update. Computed with ``model`` where a method reads them and they are not given.
         entropy: (B, L) float; the policy's entropy at each response token's predictor position, likewise.
         groups: (B,) int64, rows with the same number answer the same prompt; for methods that compare them.
         examples: for each row what it was asked, for methods that ask differently.
         process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have
-            other rows, and another number of them: a rank that is through runs dummy passes until all are.
+            other rows, and another number of them: a rank that is through runs dummy passes until all are. Methods that rank
+            the tokens of a batch see the rows of their own rank.
         step: training step, for methods that change over a run.
         aggregate: a batch's mean of (B, T) values under a (B, T) mask as the run's loss takes it, for methods that compare it
             with a threshold; by default that of all tokens.
@@ -117,6 +118,7 @@ def compute_token_weights(
     _check_inputs(input_ids, attention_mask, response_mask, advantages, temperature)
     _check_columns(signal, input_ids, old_log_probs, entropy, groups, examples)
     device = input_ids.device
+    advantages = advantages.to(device)
     valid_BL, response_BL = attention_mask.bool(), response_mask.bool()
     responses = [input_ids[row, response_BL[row]] for row in range(input_ids.shape[0])]
     width = max((response.shape[0] for response in responses), default=0)
@@ -138,15 +140,15 @@ def compute_token_weights(
                 selected = [everything[index] for index in rows.selected_B.nonzero().flatten().tolist()]
                 found = signal.run([signal.prepare_row(row, tokenizer) for row in selected], plain)
                 for row, row_scores in zip(selected, found, strict=True):
-                    of_pass_BT[row.place, : len(row_scores.scores_T)] = row_scores.scores_T
+                    put_row(of_pass_BT, row.place, row.response_length, row_scores, signal)
                     if row_scores.gradient_norms is not None:
                         gradient_norms.append(row_scores.gradient_norms.cpu())
 
-    scores_BT = _scores(signal, batch, rows, of_pass_BT)
+    scores_BT = scores_of(signal, batch, rows, of_pass_BT if signal.uses else None)
     result = batch_weights(scores_BT, batch, rows, signal)
     return TokenWeights(
         weights=_to_full_width(result.weights_BT, mask_BT, response_BL, 0.0),
-        scores=_to_full_width(scores_BT, mask_BT, response_BL, float("nan")),
+        scores=_to_full_width(of_pass_BT if scores_BT is None else scores_BT, mask_BT, response_BL, float("nan")),
         spans=spans,
         stats=weight_metrics(result, mask_BT, advantages, rows, torch.cat(gradient_norms)),
     )
@@ -179,14 +181,6 @@ def _pass_rows(
             )
         )
     return rows
-
-
-def _scores(signal: Signal, batch: RolloutBatch, rows: RowSelection, of_pass_BT: torch.Tensor) -> torch.Tensor:
-    """Scores of the selected rows, NaN elsewhere."""
-    if not rows.selected_B.any():
-        return of_pass_BT
-    scores_BT = signal.scores(batch, of_pass_BT if signal.uses else None)
-    return torch.where(rows.selected_B.unsqueeze(1) & batch.mask_BT, scores_BT.float(), float("nan"))
 
 
 def _columns(

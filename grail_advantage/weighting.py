@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from grail_advantage.answer_span import AnswerSpan
+from grail_advantage.passes import RowScores
 from grail_advantage.rollouts import RolloutBatch
 from grail_advantage.signals.base import Reshaped, RowSelection, Signal
 
@@ -39,7 +40,7 @@ def batch_weights(
     """A batch's token weights: scores through the signal's map, then its own answer weights, then the row's mass.
 
     Rows that are not selected weigh 1 on every token, except that ``answer_weights.outside_gate`` extends the answer weights to
-    rows outside the gate. A selected row with a non-finite score weighs 1 on every token.
+    rows outside the gate. A selected row with a non-finite score or weight weighs 1 on every token.
 
     Args:
         scores_BT: scores aligned to tokens; read only in selected rows, and there only in the statistics set where the signal
@@ -47,6 +48,9 @@ def batch_weights(
         batch: the batch.
         rows: from ``signal.select(batch)``.
         signal: the method.
+
+    Raises:
+        ValueError: a map of the wrong shape or with a negative weight.
     """
     mask_BT = batch.mask_BT
     reasoning_BT, content_BT = _answer_parts(batch.spans, mask_BT)
@@ -64,6 +68,10 @@ def batch_weights(
     if scored_B1.any():
         known_BT = torch.where(scored_B1 & read_BT, scores_BT.float(), 1.0)
         reshaped = signal.reshape(known_BT, statistics_BT & scored_B1, batch)
+        _check_weights(reshaped, from_scores_BT, signal)
+        spoilt_B = (~torch.isfinite(reshaped.weights_BT) & from_scores_BT).any(dim=-1)
+        non_finite_B = non_finite_B | spoilt_B
+        scored_B1, from_scores_BT = scored_B1 & ~spoilt_B.unsqueeze(-1), from_scores_BT & ~spoilt_B.unsqueeze(-1)
     weights_BT = torch.where(from_scores_BT, reshaped.weights_BT, 1.0)
     weighed_BT = read_BT  # the tokens that share a row's mass
     if answer is not None:
@@ -88,6 +96,53 @@ def batch_weights(
         at_lower_bound_BT=from_scores_BT & (reshaped.weights_BT <= reshaped.lowest),
         at_upper_bound_BT=from_scores_BT & (reshaped.weights_BT >= reshaped.highest),
     )
+
+
+def scores_of(
+    signal: Signal, batch: RolloutBatch, rows: RowSelection, of_pass_BT: torch.Tensor | None
+) -> torch.Tensor | None:
+    """A signal's scores (B, T) float32, NaN outside the selected rows' tokens; ``None`` where no row is selected.
+
+    Args:
+        signal: the method.
+        batch: with the columns that it reads.
+        rows: from ``signal.select``.
+        of_pass_BT: scores of its pass; ``None`` for a signal that uses nothing of the model.
+    """
+    if not rows.selected_B.any():
+        return None
+    scores_BT = signal.scores(batch, of_pass_BT)
+    if scores_BT.shape != batch.mask_BT.shape:
+        raise ValueError(
+            f"{signal.name}: scores() gave shape {tuple(scores_BT.shape)} for a batch of {tuple(batch.mask_BT.shape)}"
+        )
+    return torch.where(rows.selected_B.unsqueeze(1) & batch.mask_BT, scores_BT.float(), float("nan"))
+
+
+def put_row(of_pass_BT: torch.Tensor, place: int, length: int, found: RowScores, signal: Signal) -> None:
+    """Put a pass's scores of one row in their place.
+
+    Args:
+        of_pass_BT: all scores.
+        place: the row.
+        length: number of its response tokens.
+        found: what the pass gave.
+        signal: the method, for the message.
+    """
+    count = len(found.scores_T)
+    if count > length:
+        raise ValueError(f"{signal.name}: run() gave {count} scores for a response of {length} tokens")
+    of_pass_BT[place, :count] = found.scores_T
+
+
+def _check_weights(reshaped: Reshaped, used_BT: torch.Tensor, signal: Signal) -> None:
+    weights_BT = reshaped.weights_BT
+    if weights_BT.shape != used_BT.shape:
+        raise ValueError(
+            f"{signal.name}: reshape() gave shape {tuple(weights_BT.shape)} for a batch of {tuple(used_BT.shape)}"
+        )
+    if ((weights_BT < 0) & used_BT).any():
+        raise ValueError(f"{signal.name}: a weight below 0 would flip the advantage; clip the weights in reshape()")
 
 
 def _answer_parts(spans: Sequence[AnswerSpan | None], like_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from grail_advantage.verl_ext.checks import check_config, check_verl_version
+from grail_advantage.verl_ext.checks import check_config, check_estimator, check_verl_version
 
 # Before anything of verl is imported: another version may not have what follows.
 check_verl_version(version("verl"))
@@ -44,6 +44,7 @@ def prepare(config: DictConfig) -> None:
     Raises:
         ValueError: what cannot work, naming the option and the remedy.
     """
+    check_estimator(config.algorithm.adv_estimator)
     if config.algorithm.adv_estimator not in methods():
         check_config(config)
     auto_set_device(config)

@@ -44,8 +44,11 @@ class Reshaper(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ReshaperChoice(Options):
-    """The options of a signal whose scores may go through any reshaper. A signal names its default by redefining
-    ``reshaper``; options of that reshaper that are fields or attributes of the signal are handed on by name."""
+    """The options of a signal whose scores may go through any reshaper.
+
+    A signal names its default by redefining ``reshaper``. Options that it has in common with the reshaper, by deriving from the
+    same class of options (such as :class:`grail_advantage.reshapers.bilevel.BilevelOptions`), are handed on.
+    """
 
     reshaper: str = option("log_zscore", "map from scores to weights, by its registered name")
 
@@ -67,11 +70,18 @@ class ReshaperChoice(Options):
                 f"{failures_said()}"
             )
         chosen = known[self.reshaper]
-        own = {entry.name: getattr(self, entry.name) for entry in option_fields(chosen) if hasattr(self, entry.name)}
+        common = (set(chosen.__mro__) & set(type(self).__mro__)) - set(Options.__mro__)
+        own = {
+            entry.name: getattr(self, entry.name) for options_class in common for entry in option_fields(options_class)
+        }
         try:
-            return chosen.from_dict({**own, **self.reshaper_options})
+            return chosen.from_dict({**own, **self.further_options(self.reshaper), **self.reshaper_options})
         except ValueError as error:
             raise ValueError(f"{self.section}.reshaper_options: {error}") from error
+
+    def further_options(self, reshaper: str) -> dict[str, Any]:
+        """Options of a reshaper that follow from others of the signal."""
+        return {}
 
     def check(self) -> None:
         """See :class:`Options`."""

@@ -24,7 +24,8 @@ class LogZscoreOptions(Options):
 
     weight_mean: float = option(
         1.0,
-        "log-z-score: weight at the mean log score; of GRAIL's answers also that of the boundary and of what comes behind",
+        "log-z-score: weight at the mean log score; where answers have weights of their own, also that of their boundary and "
+        "of what comes behind",
         at_least=0,
         why="a negative weight flips the advantage",
     )

@@ -3,8 +3,8 @@
 ``A_t = w_t * A``: a signal gives a score to each response token and turns scores into weights, through a reshaper or by a map
 of its own. It knows no trainer. Whoever runs it
 
-1. fills in a :class:`~grail_advantage.rollouts.RolloutBatch` with the columns that :attr:`Signal.reads` names,
-2. asks :meth:`Signal.select` which rows need scores,
+1. makes a :class:`~grail_advantage.rollouts.RolloutBatch` and asks :meth:`Signal.select` which rows need scores,
+2. fills in the columns that :attr:`Signal.reads` names,
 3. where :attr:`Signal.uses` names something of the model, hands these rows, each through :meth:`Signal.prepare_row`, to
    :meth:`Signal.run` with the door to a model (:mod:`grail_advantage.passes`),
 4. asks :meth:`Signal.scores` and, in :func:`grail_advantage.weighting.batch_weights`, :meth:`Signal.reshape`.
@@ -26,7 +26,7 @@ import torch
 from grail_advantage.options import Options, option
 from grail_advantage.registry import method_of
 from grail_advantage.reshapers.base import ReshaperChoice
-from grail_advantage.rollouts import PassRow, RolloutBatch
+from grail_advantage.rollouts import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, PassRow, RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,9 @@ SEQUENCES = "sequences"
 LOG_PROBS = "log_probs"
 """Uses: log-probabilities of the response tokens."""
 HIDDEN_STATES = "hidden_states"
-"""Uses: what the last block gives the output embeddings at the response tokens."""
+"""Uses: what the output embeddings read at the response tokens: the last block's output behind the final norm."""
+USES = ("", SALIENCY, LOGITS, SEQUENCES, LOG_PROBS, HIDDEN_STATES)
+READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES)
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,26 @@ class Signal(Options):
         """What ``algorithm.adv_estimator`` calls it."""
         return method_of(self).name
 
+    def check(self) -> None:
+        """See :class:`Options`; also the words by which the signal says what it needs."""
+        super().check()
+        wrong = [
+            (name, value, words)
+            for name, values, words in (
+                ("reads", self.reads, READS),
+                ("uses", [self.uses], USES),
+                ("gate", [self.gate], ("wrong", "correct", "all")),
+                ("statistics", [self.statistics], ("response", "reasoning")),
+                ("span", [self.span], ("first", "last")),
+            )
+            for value in values
+            if value not in words
+        ]
+        for name, value, words in wrong:
+            raise ValueError(
+                f"{type(self).__name__}.{name}: {value!r} is unknown; choose of {', '.join(map(repr, words))}"
+            )
+
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Refuse a tokenizer that the signal cannot work with.
 
@@ -193,13 +215,18 @@ class Signal(Options):
         """
         raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
 
-    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor | None:
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         """Scores of the batch, float (B, T), read in selected rows only; a pass gives its own by default.
 
         Args:
             batch: with the columns that the signal reads.
             of_pass_BT: what :meth:`run` gave, NaN elsewhere; ``None`` for a signal that uses nothing of the model.
+
+        Returns:
+            (B, T); a row of whose statistics set a token has no finite score weighs 1.
         """
+        if of_pass_BT is None:
+            raise NotImplementedError(f"{type(self).__name__} uses nothing of the model and has no scores()")
         return of_pass_BT
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -116,16 +116,16 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
         """OAR-G: which position's score belongs to a token, see :func:`grail_advantage.signals.saliency.align_scores`."""
         return "predictor" if self.variant == "grail_port" else "token"
 
-    @property
-    def quantile_rule(self) -> str:
-        """See :class:`grail_advantage.reshapers.bilevel.Bilevel`."""
-        return "sorted" if self.variant == "grail_port" else "linear"
+    def further_options(self, reshaper: str) -> dict[str, Any]:
+        """See :class:`grail_advantage.reshapers.base.ReshaperChoice`."""
+        rule = "sorted" if self.variant == "grail_port" else "linear"
+        return {"quantile_rule": rule} if reshaper == "bilevel" else {}
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """See :class:`grail_advantage.signals.base.Signal`."""
         if self.method == "perturbation" and tokenizer.pad_token_id is None:
             raise ValueError(
-                "oar.method='perturbation' replaces tokens by the padding token, which the tokenizer lacks; "
+                f"{self.section}.method='perturbation' replaces tokens by the padding token, which the tokenizer lacks; "
                 "set tokenizer.pad_token"
             )
 

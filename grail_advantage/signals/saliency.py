@@ -48,6 +48,13 @@ class SaliencySignal(ReshapedSignal):
     alignment: ClassVar[str] = "predictor"
     """Which position's saliency belongs to a token, see :func:`align_scores`."""
 
+    @property
+    def on_any_forward(self) -> bool:
+        """Whether the saliency can be taken on a forward that somebody else runs over the whole row: the signal neither
+        changes the row nor runs the pass by itself."""
+        own = type(self)
+        return own.run is SaliencySignal.run and own.prepare_row is SaliencySignal.prepare_row
+
     def target_tokens(self, row: PassRow) -> Range:
         """The response tokens, as a half-open range, whose log-likelihood is differentiated."""
         raise NotImplementedError(f"{type(self).__name__} has no target_tokens()")

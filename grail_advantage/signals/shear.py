@@ -25,7 +25,11 @@ from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, STRIDE,
 @dataclass(frozen=True, kw_only=True)
 class ShearConfig(Signal):
     """A token's weight: the greatest distance of a window that holds it to the nearest window of the group's rows of the other
-    outcome, relative to the group's mean norm of hidden states. Rows without an opposite weigh 1."""
+    outcome, relative to the group's mean norm of hidden states. Rows without an opposite weigh 1.
+
+    The hidden states of a rank's selected rows are held together on its device, in the model's precision: 32 rows of 4096
+    tokens at 2560 dimensions are 0.7 GB in bf16.
+    """
 
     formula: ClassVar[str] = (
         "greatest over windows with t of the least Sinkhorn distance to an opposing one, / mean ||h||"
@@ -59,7 +63,8 @@ class ShearConfig(Signal):
         super().check()
         if self.stride > self.window:
             raise ValueError(
-                f"shear.stride={self.stride} is greater than shear.window={self.window}, which leaves tokens out; lower it"
+                f"{self.section}.stride={self.stride} is greater than {self.section}.window={self.window}, which leaves "
+                "tokens out; lower it"
             )
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -12,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.registry import failures_said, methods
+from grail_advantage.registry import NameTakenError, failures, failures_said, methods
 from grail_advantage.signals.base import LOGITS, SALIENCY, SEQUENCES, Signal
 from grail_advantage.verl_ext.cpu import checks as cpu_checks
 from grail_advantage.verl_ext.estimators import WEIGHS_TOKENS
@@ -30,9 +32,13 @@ from grail_advantage.verl_ext.works_with import (
     works_with_sequence_parallel,
 )
 
+logger = logging.getLogger(__name__)
+
 VERL_VERSION = "0.9.1"
 STRATEGIES = ("fsdp", "fsdp2")
 KERNEL_BACKENDS = ("torch", "triton")
+WITHOUT_INPUT = ("optimal_token_baseline", "tir_optimal_token_baseline")
+"""verl's estimators that its v1 trainer does not give what they need."""
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 
 
@@ -47,13 +53,13 @@ def check_config(config: DictConfig) -> None:
     check_verl_version(version("verl"))
     if not config.trainer.use_v1:
         raise ValueError(
-            f"trainer.use_v1={config.trainer.use_v1}: this entry point starts verl's v1 trainer only; use true, or start "
-            "verl's legacy trainer with python3 -m verl.trainer.main_ppo"
+            f"trainer.use_v1={config.trainer.use_v1}: token weights, and the entry point of this project, need verl's v1 "
+            "trainer; use true, or see docs/own_trainer.md on the legacy trainer"
         )
     if os.environ.get("VERL_PLATFORM") == "cpu":
         cpu_checks.check_config(config, _base_mode(config))
     check_names(config)
-    _check_estimator(config.algorithm.adv_estimator)
+    check_estimator(config.algorithm.adv_estimator)
     if config.algorithm.adv_estimator not in methods():
         return
     signal = signal_of(config.algorithm)
@@ -72,9 +78,20 @@ def check_verl_version(found: str) -> None:
         )
 
 
-def _check_estimator(name: str) -> None:
+def check_estimator(name: str) -> None:
+    """Refuse an estimator that is not there, and methods that could not be registered as what they are.
+
+    Raises:
+        ValueError: naming what is wrong, and the plug-ins that failed to import.
+    """
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
+    for plugin, error in failures().items():
+        if isinstance(error, NameTakenError):
+            raise ValueError(f"the plug-in {plugin} takes a name that is taken: {error}")
+        logger.warning("the plug-in %s failed to import: %s: %s", plugin, type(error).__name__, error)
+    if "grail_advantage.verl_ext.plugin" in sys.modules:
+        sys.modules["grail_advantage.verl_ext.plugin"].register_estimators()
     for method in methods():
         registered = ADV_ESTIMATOR_REGISTRY.get(method)
         if registered is None:
@@ -88,12 +105,10 @@ def _check_estimator(name: str) -> None:
                 "under another name"
             )
     if name not in ADV_ESTIMATOR_REGISTRY:
-        raise ValueError(
-            f"algorithm.adv_estimator={name!r} is unknown; choose one of {', '.join(sorted(ADV_ESTIMATOR_REGISTRY))}"
-            f"{failures_said()}"
-        )
+        known = ", ".join(sorted({*ADV_ESTIMATOR_REGISTRY} - {*WITHOUT_INPUT}))
+        raise ValueError(f"algorithm.adv_estimator={name!r} is unknown; choose one of {known}{failures_said()}")
     # PPOTrainer._compute_advantage fetches fixed fields, and this one is not among them.
-    if name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+    if name in WITHOUT_INPUT:
         raise ValueError(
             f"algorithm.adv_estimator={name} needs sum_pi_squared, which the v1 trainer of verl {VERL_VERSION} does not hand "
             "to it, so that the run would fail after its first rollouts; use grpo"
@@ -157,6 +172,9 @@ def _base_mode(config: DictConfig) -> str:
     name = f"{TRAINER_PREFIX}{mode}" if weighted else mode
     if name in TRAINER_REGISTRY:
         return base_mode(TRAINER_REGISTRY[name])
+    if weighted and mode.startswith(TRAINER_PREFIX):
+        plain = mode.removeprefix(TRAINER_PREFIX)
+        _refuse(config, "trainer.v1.trainer_mode", mode, f"use {plain}: the prefix is put there by the start-up")
     if weighted:
         _refuse(
             config,

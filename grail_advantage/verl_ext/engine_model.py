@@ -151,7 +151,7 @@ def training_micro_batches(
     if not gradients:
         budget = settings.infer_max_token_len_per_gpu or budget
         count = settings.infer_micro_batch_size_per_gpu or count
-    if settings.use_dynamic_bsz and not gradients:
+    if settings.use_dynamic_bsz:
         # A row that a signal made longer than any rollout goes alone; the ranks must agree on what is long.
         longest = rows["input_ids"].offsets().diff().max().to(get_device_name())
         torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX, group=engine.get_data_parallel_group())

@@ -18,13 +18,14 @@ from grail_advantage.verl_ext import stock_entry
 from grail_advantage.verl_ext.estimators import weighted_estimator
 
 
-def _register_estimators() -> None:
+def register_estimators() -> None:
+    """Register an estimator for every method; again for those that came later."""
     for name in methods():
         if name not in ADV_ESTIMATOR_REGISTRY:  # checks.check_config refuses a name that verl has itself
             register_adv_est(name)(weighted_estimator(name, compute_grpo_outcome_advantage))
 
 
-_register_estimators()
+register_estimators()
 stock_entry.install()
 if os.environ.get("VERL_PLATFORM") == "cpu":
     from grail_advantage.verl_ext import cpu

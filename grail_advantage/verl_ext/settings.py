@@ -10,14 +10,18 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage.options import option_fields
-from grail_advantage.registry import method, methods
-from grail_advantage.signals.base import SALIENCY, Signal
+from grail_advantage.registry import RESERVED, method, methods
+from grail_advantage.signals.base import Signal
+from grail_advantage.signals.saliency import SaliencySignal
 
 SHARE_FORWARD = "algorithm.token_weights.share_forward"
 TRAINER_MODULE = "algorithm.token_weights.trainer_module"
@@ -32,6 +36,8 @@ def algorithm_sections() -> dict[str, Any]:
     sections: dict[str, Any] = {
         "token_weights": {"share_forward": "auto", "trainer_module": None},
         "token_dump": {"folder": None},
+        # So that an old name gets to check_names.
+        **{old.removeprefix("algorithm."): None for old in MOVED},
     }
     for found in methods().values():
         sections[found.section] = {
@@ -52,14 +58,30 @@ def signal_of(algorithm: DictConfig) -> Signal:
 
 
 def check_names(config: DictConfig) -> None:
-    """Refuse options of 0.1.
+    """Refuse options of 0.1, and names that nobody reads but that look like ours: a ``+`` takes any.
 
     Raises:
-        ValueError: naming the new one.
+        ValueError: naming the right one.
     """
     for old, new in MOVED.items():
         if OmegaConf.select(config, old) is not None:
             raise ValueError(f"{old} is called {new} now")
+    sections = algorithm_sections()
+    verls = OmegaConf.load(Path(find_spec("verl").origin).parent / "trainer" / "config" / "ppo_trainer.yaml").algorithm
+    for found in methods().values():
+        if found.section in verls:
+            raise ValueError(
+                f"the method {found.name} wants the section algorithm.{found.section}, which is an option of verl's"
+            )
+    for name in config.algorithm:
+        meant = difflib.get_close_matches(str(name), sections, n=1, cutoff=0.75)
+        if name not in sections and meant and name not in verls:
+            raise ValueError(f"algorithm.{name} is no section that anything reads; is algorithm.{meant[0]} meant?")
+    for section in RESERVED:
+        for name in config.algorithm.get(section) or {}:
+            if name not in sections[section]:
+                known = ", ".join(sections[section])
+                raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {known}")
 
 
 def import_trainer_module(config: DictConfig) -> None:
@@ -119,8 +141,11 @@ def _share_choice(config: DictConfig) -> str | bool:
 def _obstacle(config: DictConfig, signal: Signal) -> tuple[str, str] | None:
     """The setting that rules a shared forward out, as ``option=value``, and why; ``None`` where nothing does."""
     algorithm = config.algorithm
-    if signal.uses != SALIENCY:
-        return f"algorithm.adv_estimator={algorithm.adv_estimator}", "its signal is no saliency"
+    if not (isinstance(signal, SaliencySignal) and signal.on_any_forward):
+        return (
+            f"algorithm.adv_estimator={algorithm.adv_estimator}",
+            "its signal is no saliency, or runs in a way of its own",
+        )
     if OmegaConf.select(algorithm, "rollout_correction.bypass_mode", default=False):
         return "algorithm.rollout_correction.bypass_mode=True", "no old log-probabilities are computed"
     if algorithm.get("use_kl_in_reward", False):

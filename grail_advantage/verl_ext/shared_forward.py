@@ -26,7 +26,7 @@ from grail_advantage.verl_ext.requests import nested
 TARGET = "saliency_target"
 """Field of a batch: (R, 2) int64, each row's half-open range of target tokens in prompt + response; empty for none."""
 LEAF = "saliency_leaf"
-"""Setting of a batch: see :class:`grail_advantage.GrailConfig`."""
+"""Setting of a batch: see :func:`grail_advantage.activations.leaf_module`."""
 SALIENCY_FIELDS = ("saliency", "gradient_norm")
 
 InferBatch = Callable[..., dict[str, Any]]

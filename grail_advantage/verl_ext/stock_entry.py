@@ -20,23 +20,26 @@ from typing import Any
 import verl.utils.config
 import verl.utils.logging_utils
 from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
 from grail_advantage.registry import methods
 from grail_advantage.verl_ext.settings import TRAINER_MODULE, import_trainer_module, import_trainers
 
 TRAINER_PREFIX = "grail_"
 """Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
+INSTALLED = "prepares_token_weights"
+"""Attribute of the function put in place."""
 MODULE_VARIABLE = "GRAIL_ADVANTAGE_TRAINER_MODULE"
 """Carries ``algorithm.token_weights.trainer_module`` into the task runner's process."""
 
 
 def prepare_run(config: DictConfig) -> None:
-    """Check a run with one of these methods, and choose its trainer. Other runs stay as they are.
+    """Check a run with one of these methods, and choose its trainer. Runs with verl's own estimators stay as they are.
 
     Raises:
         ValueError: what cannot work, naming the option and the remedy.
     """
-    from grail_advantage.verl_ext.checks import check_config
+    from grail_advantage.verl_ext.checks import check_config, check_estimator
 
     import_trainer_module(config)
     module = OmegaConf.select(config, TRAINER_MODULE)
@@ -48,12 +51,14 @@ def prepare_run(config: DictConfig) -> None:
         check_config(config)
         with open_dict(config):
             config.trainer.v1.trainer_mode = f"{TRAINER_PREFIX}{mode}"
+    elif config.algorithm.adv_estimator not in ADV_ESTIMATOR_REGISTRY:
+        check_estimator(config.algorithm.adv_estimator)
 
 
 def install() -> None:
     """Put both functions in place. Does nothing the second time."""
     validate, configure = verl.utils.config.validate_config, verl.utils.logging_utils.configure_verl_logging
-    if hasattr(validate, "__wrapped__"):
+    if hasattr(validate, INSTALLED):
         return
 
     @functools.wraps(validate)
@@ -66,5 +71,6 @@ def install() -> None:
         import_trainers(os.environ.get(MODULE_VARIABLE))
         configure()
 
+    setattr(validate_config, INSTALLED, True)
     verl.utils.config.validate_config = validate_config
     verl.utils.logging_utils.configure_verl_logging = configure_verl_logging

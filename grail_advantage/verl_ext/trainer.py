@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, TARGE
 from grail_advantage.verl_ext.sharing_out import deal, spread
 from grail_advantage.verl_ext.stock_entry import TRAINER_PREFIX
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
-from grail_advantage.weighting import apply_token_weights, batch_weights
+from grail_advantage.weighting import apply_token_weights, batch_weights, put_row, scores_of
 
 logger = logging.getLogger(__name__)
 
@@ -296,8 +297,7 @@ class TokenWeightTrainer:
                 of_pass_BT, gradient_norms, known_B = self._shared_scores(batch, rollouts, selection)
                 left = (rows.selected_B & ~known_B).nonzero().flatten().tolist()
                 of_pass_BT, gradient_norms = self._own_scores(rollouts, selection, left, of_pass_BT, gradient_norms)
-            scores_BT = signal.scores(seen, of_pass_BT if signal.uses else None)
-            scores_BT = of_pass_BT if scores_BT is None else scores_BT
+            scores_BT = scores_of(signal, seen, rows, of_pass_BT if signal.uses else None)
             result = batch_weights(scores_BT, seen, rows, signal)
         weighted_BT = apply_token_weights(selection.advantages_BT, result.weights_BT, seen.mask_BT)
 
@@ -314,8 +314,7 @@ class TokenWeightTrainer:
         figures["shared_forward_rate"] = int(known_B.sum()) / max(1, int(rows.selected_B.sum()))
         metrics.update({f"{self.config.algorithm.adv_estimator}/{name}": value for name, value in figures.items()})
 
-        shown_BT = torch.where(rows.selected_B.unsqueeze(1), scores_BT, float("nan"))
-        self._dump(rollouts, selection, shown_BT, result.weights_BT, weighted_BT)
+        self._dump(rollouts, selection, of_pass_BT if scores_BT is None else scores_BT, result.weights_BT, weighted_BT)
         values = response_to_nested(weighted_BT, nested(rollouts.responses))
         fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
         return _without_saliency_fields(
@@ -356,7 +355,7 @@ class TokenWeightTrainer:
                 asked = _pass_row(rollouts, selection, row)
                 positions = slice(asked.response_start - 1, signal.target_positions(asked)[1])
                 found = signal.row_scores(asked, *(values[positions] for values in of_row))
-                scores_BT[row, : len(found.scores_T)] = found.scores_T
+                put_row(scores_BT, row, asked.response_length, found, signal)
                 norms.append(found.gradient_norms)
         return scores_BT, torch.cat(norms), known_B
 
@@ -374,7 +373,7 @@ class TokenWeightTrainer:
         prepared = [self.signal.prepare_row(_pass_row(rollouts, selection, row), self.tokenizer) for row in rows]
         scores_BT, norms = scores_BT.clone(), [norms]
         for row, found in zip(rows, self._run_pass(prepared), strict=True):
-            scores_BT[row, : len(found.scores_T)] = found.scores_T
+            put_row(scores_BT, row, len(rollouts.responses[row]), found, self.signal)
             norms += [found.gradient_norms] if found.gradient_norms is not None else []
         return scores_BT, torch.cat(norms)
 
@@ -439,7 +438,7 @@ class TokenWeightTrainer:
                     "mask": selection.batch.mask_BT[row, :length].int().tolist(),
                     "truncated": bool(selection.truncated_B[row]),
                     "base_advantages": selection.base_advantages_BT[row, :length].tolist(),
-                    "scores": [None if s != s else s for s in scores_BT[row, :length].tolist()],
+                    "scores": [s if math.isfinite(s) else None for s in scores_BT[row, :length].tolist()],
                     "weights": weights_BT[row, :length].tolist(),
                     "advantages": weighted_BT[row, :length].tolist(),
                 }

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -30,6 +30,8 @@ from grail_advantage import (
     registry,
 )
 from grail_advantage.options import option_fields, rule_of
+from grail_advantage.passes import RowScores
+from grail_advantage.weighting import BatchWeights, batch_weights, put_row, scores_of
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 from tests.documentation import snippets, write_files
 
@@ -121,6 +123,114 @@ def test_a_class_that_is_no_dataclass_is_refused(clean_registry: None) -> None:
         @register_signal("plain")
         class Plain(Signal):
             pass
+
+    with pytest.raises(ValueError, match=r"signal 'a_map': derive Map from grail_advantage\.Signal"):
+
+        @register_signal("a_map")
+        @dataclass(frozen=True, kw_only=True)
+        class Map(Reshaper):
+            pass
+
+
+@pytest.mark.parametrize("name", ["token_weights", "token_dump", "my.method", "", "1st"])
+def test_a_name_that_cannot_be_a_section_is_refused(clean_registry: None, name: str) -> None:
+    with pytest.raises(ValueError, match=r"the name must be an identifier, and none of token_weights, token_dump"):
+
+        @register_signal(name)
+        @dataclass(frozen=True, kw_only=True)
+        class Named(Signal):
+            pass
+
+
+def test_an_option_that_is_redefined_without_a_type_is_refused(clean_registry: None) -> None:
+    with pytest.raises(
+        ValueError, match=r"Quiet\.reshaper redefines an option, which without a type does nothing; write"
+    ):
+
+        @register_signal("quiet")
+        @dataclass(frozen=True, kw_only=True)
+        class Quiet(ReshapedSignal):
+            reshaper = "top"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "said"),
+    [
+        ("reads", frozenset({"old_log_prob"}), r"Needy\.reads: 'old_log_prob' is unknown; choose of 'old_log_probs'"),
+        ("uses", "hiden_states", r"Needy\.uses: 'hiden_states' is unknown; choose of '', 'saliency'"),
+        ("gate", "negative", r"Needy\.gate: 'negative' is unknown; choose of 'wrong', 'correct', 'all'"),
+        ("statistics", "answer", r"Needy\.statistics: 'answer' is unknown"),
+        ("span", "middle", r"Needy\.span: 'middle' is unknown"),
+    ],
+)
+def test_words_that_say_what_a_signal_needs_are_checked(attribute: str, value: object, said: str) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Needy(Signal):
+        pass
+
+    setattr(Needy, attribute, value)
+    with pytest.raises(ValueError, match=said):
+        Needy()
+
+
+class TestWhatAMapGives:
+    """A method of somebody's own that makes a mistake is told so, and no row trains on it."""
+
+    def _weights(self, weights: Callable[[torch.Tensor], torch.Tensor]) -> BatchWeights:
+        @dataclass(frozen=True, kw_only=True)
+        class Mistaken(Signal):
+            name: ClassVar[str] = "mistaken"
+
+            def reshape(self, scores_BT, statistics_BT, batch) -> Reshaped:
+                return Reshaped(weights(scores_BT))
+
+        batch = RolloutBatch(torch.ones(2, 3).bool(), torch.tensor([1.0, -1.0]), [None, None], {})
+        return batch_weights(torch.ones(2, 3), batch, Mistaken().select(batch), Mistaken())
+
+    def test_negative_weights_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="mistaken: a weight below 0 would flip the advantage"):
+            self._weights(lambda scores_BT: -scores_BT)
+
+    def test_another_shape_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"mistaken: reshape\(\) gave shape \(2, 2\) for a batch of \(2, 3\)"):
+            self._weights(lambda scores_BT: scores_BT[:, :2])
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    def test_a_row_with_a_weight_that_is_not_finite_weighs_one_and_is_counted(self, bad: float) -> None:
+        def weights(scores_BT: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([[0.5, bad, 0.5], [0.25, 0.25, 0.25]])
+
+        got = self._weights(weights)
+        assert got.weights_BT.tolist() == [[1.0, 1.0, 1.0], [0.25, 0.25, 0.25]]
+        assert got.non_finite_B.tolist() == [True, False]
+
+
+def test_scores_that_do_not_fit_are_refused_with_the_methods_name() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Long(Signal):
+        name: ClassVar[str] = "long"
+
+        def scores(self, batch, of_pass_BT):
+            return torch.ones(2, 5)
+
+    batch = RolloutBatch(torch.ones(2, 3).bool(), torch.tensor([1.0, -1.0]), [None, None], {})
+    with pytest.raises(ValueError, match=r"long: scores\(\) gave shape \(2, 5\) for a batch of \(2, 3\)"):
+        scores_of(Long(), batch, Long().select(batch), None)
+    with pytest.raises(ValueError, match=r"long: run\(\) gave 4 scores for a response of 3 tokens"):
+        put_row(torch.zeros(2, 5), 0, 3, RowScores(torch.ones(4)), Long())
+
+
+def test_bounds_of_whole_numbers_are_checked() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Bounded(Signal):
+        count: int = option(5, "a number", at_least=1, at_most=10)
+        more: int = option(1, "another", above=0)
+
+    assert Bounded(count=10).count == 10
+    with pytest.raises(ValueError, match=r"count=11 must be between 1 and 10"):
+        Bounded(count=11)
+    with pytest.raises(ValueError, match=r"more=-3 must be greater than 0"):
+        Bounded(more=-3)
 
 
 def test_a_signal_that_is_not_registered_has_no_name() -> None:
@@ -316,11 +426,14 @@ class TestPlugins:
             assert result.weights[1, response_mask[1].bool()].eq(1).all()
 
             import boxed_digits
+            import turning_points
             from grail_advantage import compute_token_weights
             from grail_advantage.registry import methods
-            assert set(methods()) >= {{"confident_blame", "boxed_digits"}}
-            found = compute_token_weights(model, tokenizer, *batch.tensors(), boxed_digits.BoxedDigits())
-            assert found.weights.ne(1)[0, response_mask[0].bool()].any()
+            assert set(methods()) >= {{"confident_blame", "boxed_digits", "turning_points"}}
+            for method in (boxed_digits.BoxedDigits(), turning_points.TurningPoints()):
+                found = compute_token_weights(model, tokenizer, *batch.tensors(), method)
+                assert found.weights.ne(1)[0, response_mask[0].bool()].any()
+                assert found.stats["non_finite_rate"] == 0
             """,
             tmp_path,
             SITE,

@@ -83,20 +83,37 @@ REFUSED = {
         r"grail\.noise_std is not an option; it is one of oar\. The options of grail are .*\bleaf\b",
     ),
     "an option of 0.1": (
-        "+algorithm.fuse_saliency_pass=auto",
+        "algorithm.fuse_saliency_pass=auto",
         r"algorithm\.fuse_saliency_pass is called algorithm\.token_weights\.share_forward now",
     ),
     "another option of 0.1": (
-        "+algorithm.token_weights_dir=somewhere",
+        "algorithm.token_weights_dir=somewhere",
         r"algorithm\.token_weights_dir is called algorithm\.token_dump\.folder now",
     ),
-    "the trainer itself": (f"{MODE}=grail_sync", r"trainer\.v1\.trainer_mode=grail_sync does not .*; use sync"),
+    "the trainer itself": (
+        f"{MODE}=grail_sync",
+        r"trainer\.v1\.trainer_mode=grail_sync does not .*; use sync: the prefix",
+    ),
+    "a misspelt section": (
+        "+algorithm.grial.preset=robust",
+        r"algorithm\.grial is no section .*; is algorithm\.grail meant",
+    ),
+    "a misspelt option of the trainer": (
+        "+algorithm.token_weights.share_forwrd=false",
+        r"algorithm\.token_weights\.share_forwrd is not an option; the options are share_forward, trainer_module",
+    ),
+    "an option of the reshaper": (
+        "+algorithm.surprisal.share=0.1",
+        r"surprisal\.share is not an option of this method but of the reshaper top; set it in surprisal\.reshaper_options",
+        "algorithm.adv_estimator=surprisal",
+    ),
 }
 
 
-@pytest.mark.parametrize(("override", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_refused_with_option_and_remedy_before_the_trainer_is_chosen(override: str, message: str) -> None:
-    config = _compose(override)
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED.keys())
+def test_refused_with_option_and_remedy_before_the_trainer_is_chosen(refused: tuple[str, ...]) -> None:
+    override, message, *others = refused
+    config = _compose(override, *others)
     mode = config.trainer.v1.trainer_mode
     with pytest.raises(ValueError, match=message):
         check_config(config)
@@ -267,13 +284,13 @@ def test_verls_own_estimators_get_verls_trainer() -> None:
 
 
 def test_verls_own_estimators_meet_none_of_these_refusals() -> None:
-    of_the_layout = [override for override, _ in REFUSED.values() if not override.lstrip("+").startswith("algorithm.")]
+    of_the_layout = [override for override, *_ in REFUSED.values() if not override.lstrip("+").startswith("algorithm.")]
     check_config(_compose("algorithm.adv_estimator=grpo", "+algorithm.grail.foo=1", *of_the_layout))
 
 
 @pytest.mark.parametrize("estimator", ["grail", "grpo"])
 def test_refuses_the_legacy_trainer_for_every_estimator(estimator: str) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.use_v1=False: .*use true, or start verl's legacy trainer"):
+    with pytest.raises(ValueError, match=r"trainer\.use_v1=False: .*use true, or see docs/own_trainer"):
         check_config(_compose(f"algorithm.adv_estimator={estimator}", "trainer.use_v1=False"))
 
 

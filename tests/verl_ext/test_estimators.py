@@ -184,6 +184,8 @@ class TestStockEntryPoint:
                 r"algorithm\.fuse_saliency_pass is called algorithm\.token_weights",
             ),
             (["actor_rollout_ref.rollout.n=1"], r"actor_rollout_ref\.rollout\.n=1 does not work with .*=grail"),
+            (["algorithm.adv_estimator=grial"], r"algorithm\.adv_estimator='grial' is unknown; choose one of .*grail"),
+            (["+algorithm.grial.preset=robust"], r"algorithm\.grial is no section .*algorithm\.grail meant"),
             (["trainer.use_v1=False"], r"trainer\.use_v1=False: .*use true"),
             (["trainer.v1.trainer_mode=mine"], r"trainer\.v1\.trainer_mode=mine does not work .*grail_mine"),
             (

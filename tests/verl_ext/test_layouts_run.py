@@ -160,5 +160,5 @@ class TestSeparateAsync:
     def test_metrics_of_the_pass_are_logged(self, separated: WholeRun) -> None:
         for step in range(1, STEPS + 1):
             assert separated.metrics(step)["grail/selected_rate"] > 0
-            assert separated.metrics(step)["timing_s/saliency"] > 0
+            assert separated.metrics(step)["timing_s/token_weights"] > 0
             assert "actor/kl_loss" in separated.metrics(step)

@@ -18,7 +18,7 @@ import torch
 
 from grail_advantage import Example, Signal, compute_token_weights
 from grail_advantage.registry import methods
-from grail_advantage.signals.base import SALIENCY
+from grail_advantage.signals.base import HIDDEN_STATES, SALIENCY
 from tests.documentation import write_files
 from tests.verl_ext import whole_run
 from tests.verl_ext.whole_run import WholeRun
@@ -29,7 +29,7 @@ PROMPTS, ROLLOUTS, TEMPERATURE = 4, 8, 0.8
 STEPS_OF_EACH = 2
 GOLD = {"reward_model": {"style": "rule", "ground_truth": "0"}}
 """What the data set says of every prompt."""
-THEIRS = ("boxed_digits", "confident_blame")
+THEIRS = ("boxed_digits", "confident_blame", "turning_points")
 OPTIONS = {
     # So that something happens in a batch of 32 short rows.
     "stare": {"threshold": 100.0},
@@ -192,7 +192,8 @@ def test_what_a_method_adds_to_a_step(run: MethodsRun, name: str) -> None:
     baseline = run.seen("uniform")[0]
     seen = run.seen(name)
     assert len(seen) == STEPS_OF_EACH
-    uses = SALIENCY if name == "boxed_digits" else _signal(name).uses if name in methods() else ""
+    theirs = {"boxed_digits": SALIENCY, "confident_blame": "", "turning_points": HIDDEN_STATES}
+    uses = theirs[name] if name in theirs else _signal(name).uses
     for line in seen:
         assert line["named_fields"] == baseline["named_fields"]
         if not uses:

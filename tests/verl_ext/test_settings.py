@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage import GrailConfig, OarConfig
 from grail_advantage.registry import methods
+from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext import settings
 
 OBSTACLES = {
@@ -67,6 +69,22 @@ def test_refuses_other_values(choice: Any) -> None:
     message = r"algorithm.token_weights.share_forward=.* is unknown; choose one of auto, true, false"
     with pytest.raises(ValueError, match=message):
         _shares(_config(choice))
+
+
+def test_a_saliency_that_runs_in_a_way_of_its_own_shares_no_forward() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(SaliencySignal):
+        def run(self, rows, model):
+            return super().run(rows, model)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Plain(SaliencySignal):
+        pass
+
+    assert settings.shares_forward(_config(), Plain())
+    assert not settings.shares_forward(_config(), Own())
+    with pytest.raises(ValueError, match=r"its signal is no saliency, or runs in a way of its own; use auto"):
+        settings.check_share_forward(_config(True), Own())
 
 
 class TestMethod:
