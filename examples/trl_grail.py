@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+# Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if importlib.util.find_spec("trl") is None:  # then in the folder of requirements-trl.txt, if anywhere
     sys.path.append(f"{sys.prefix}/trl")
     if importlib.util.find_spec("trl") is None:
