@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # batch and lengths: prompts a step, responses a prompt
 export PROMPTS=${PROMPTS:-4}
 export ROLLOUTS=${ROLLOUTS:-8}
-export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-16}
+export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-}             # responses; otherwise the most up to 16 that divide them
 export MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-32}
 export MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-64}
 
@@ -35,4 +35,4 @@ export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/outputs/smollm2_cpu}
 
 # -------------------------
 
-BASE_MODEL=smollm2 exec bash scripts/train_cpu.sh "$@"
+MICRO_BATCH_LIMIT=16 MIN_PROMPT_LENGTH=1 BASE_MODEL=smollm2 exec bash scripts/train_cpu.sh "$@"

@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # batch and lengths: prompts a step, responses a prompt
 export PROMPTS=${PROMPTS:-32}
 export ROLLOUTS=${ROLLOUTS:-8}
-export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-128}
+export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-}             # responses; otherwise the most up to 128 that divide them
 export MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-32}
 export MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-64}
 
@@ -27,12 +27,12 @@ export LEARNING_RATE=${LEARNING_RATE:-1e-4}
 export SEED=${SEED:-0}
 
 # schedule
-export TOTAL_STEPS=${TOTAL_STEPS:-50}
-export TEST_FREQ=${TEST_FREQ:-10}
+export TOTAL_STEPS=${TOTAL_STEPS:-20}
+export TEST_FREQ=${TEST_FREQ:-5}
 
 # names
 export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/outputs/tiny_cpu}
 
 # -------------------------
 
-BASE_MODEL=tiny exec bash scripts/train_cpu.sh "$@"
+MICRO_BATCH_LIMIT=128 MIN_PROMPT_LENGTH=21 BASE_MODEL=tiny exec bash scripts/train_cpu.sh "$@"

@@ -23,7 +23,38 @@ total_steps=$TOTAL_STEPS
 test_freq=$TEST_FREQ
 data_dir=$OUTPUT_DIR/seed$seed
 run_dir=$data_dir/$adv_estimator
+dry_run=${DRY_RUN:-0}
 title="$adv_estimator, $base_model, worked arithmetic, seed $seed"
+
+# What verl would refuse minutes from now, after the warm-up and Ray's start, is refused here.
+refuse() {
+    echo "$*" >&2
+    exit 1
+}
+for knob in PROMPTS ROLLOUTS MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH TOTAL_STEPS MICRO_BATCH_SIZE; do
+    [[ ${!knob} =~ ^[1-9][0-9]*$ || ($knob == MICRO_BATCH_SIZE && -z ${!knob}) ]] ||
+        refuse "$knob=${!knob} must be a whole number from 1 on"
+done
+[[ $TEST_FREQ =~ ^(-1|[1-9][0-9]*)$ ]] || refuse "TEST_FREQ=$TEST_FREQ must be a whole number from 1 on, or -1 for never"
+[[ $seed =~ ^(0|[1-9][0-9]*)$ ]] || refuse "SEED=$seed must be a whole number from 0 on"
+[[ $learning_rate =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] ||
+    refuse "LEARNING_RATE=$learning_rate must be a number such as 1e-4"
+[[ $preset == official || $preset == robust ]] || refuse "PRESET=$preset is unknown; choose official or robust"
+[[ $oar_variant == official || $oar_variant == grail_port ]] ||
+    refuse "OAR_VARIANT=$oar_variant is unknown; choose official or grail_port"
+[[ $dry_run == 0 || $dry_run == 1 ]] || refuse "DRY_RUN=$dry_run must be 0 or 1"
+((rollouts >= 2)) || refuse "ROLLOUTS=$rollouts leaves nothing to compare a response with; use 2 or more"
+responses=$((prompts * rollouts))
+if [[ -z $micro_batch_size ]]; then
+    micro_batch_size=$MICRO_BATCH_LIMIT
+    while ((responses % micro_batch_size != 0)); do
+        micro_batch_size=$((micro_batch_size - 1))
+    done
+fi
+((responses % micro_batch_size == 0)) ||
+    refuse "MICRO_BATCH_SIZE=$micro_batch_size must divide PROMPTS=$prompts x ROLLOUTS=$rollouts = $responses responses"
+((max_prompt_length >= MIN_PROMPT_LENGTH)) ||
+    refuse "MAX_PROMPT_LENGTH=$max_prompt_length is shorter than the problems; use $MIN_PROMPT_LENGTH or more"
 
 # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
@@ -92,8 +123,13 @@ command=(
     .venv/bin/python -m recipe.main_grail --config-name cpu_trainer
     "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" "$@"
 )
-if [[ "${DRY_RUN:-0}" == 1 ]]; then
+if [[ $dry_run == 1 ]]; then
     exec "${command[@]}"
+fi
+if [[ $adv_estimator != grail || $# != 0 ]]; then
+    # Method, options and overrides, before the time for the warm-up is spent.
+    DRY_RUN=1 "${command[@]}" hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=disabled \
+        hydra/hydra_logging=disabled >/dev/null
 fi
 
 echo "2/3 problems, model and supervised warm-up" >&2

@@ -12,8 +12,11 @@ be recomputed, ``find_errors`` tells where a response went wrong: the ground tru
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import re
+import sys
+import types
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,6 +106,9 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
 
 
 def _chain_texts(draws: int, seed: int) -> Iterator[str]:
+    # Imported at the top of a puzzle that is not made here, and there is no wheel of it: a machine without a compiler has none.
+    if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
+        sys.modules["pycosat"] = types.ModuleType("pycosat")
     import reasoning_gym  # imported here: only problem generation needs it, and it is slow to import
 
     dataset = reasoning_gym.create_dataset(

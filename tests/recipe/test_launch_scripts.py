@@ -57,11 +57,12 @@ KNOBS = {
     "DATA_DIR", "LEARNING_RATE", "TOTAL_STEPS", "SAVE_FREQ", "TEST_FREQ", "PROJECT_NAME", "EXPERIMENT_NAME", "LOGGER",
     "PYTHON", "DRY_RUN",
 }  # fmt: skip
+CPU_KNOBS = {"PROMPTS", "ROLLOUTS", "MICRO_BATCH_SIZE", "SEED", "OUTPUT_DIR"}
 
 
 def run_script(script: str, *arguments: str, **knobs: str) -> subprocess.CompletedProcess[str]:
     """Run a script from another folder than the project's, with no knob but these set."""
-    environment = {name: value for name, value in os.environ.items() if name not in KNOBS}
+    environment = {name: value for name, value in os.environ.items() if name not in KNOBS | CPU_KNOBS}
     return subprocess.run(
         ["bash", str(EXAMPLES / script), *arguments],
         cwd="/",
@@ -429,7 +430,12 @@ def test_dry_run(echo: str, tmp_path: Path, script: str, estimator: str, platfor
     assert not list(tmp_path.iterdir())
 
 
-SHELL_FILES = [*(f"examples/{script}" for script in (*MODELS, "common.sh")), "scripts/setup_gpu.sh"]
+SHELL_FILES = [
+    *(f"examples/{script}" for script in (*MODELS, "common.sh")),
+    "scripts/setup_gpu.sh",
+    "scripts/setup_cpu.sh",
+    "scripts/train_cpu.sh",
+]
 
 
 @pytest.mark.parametrize("script", SHELL_FILES)
@@ -531,6 +537,33 @@ def test_commands_of_the_multi_node_page() -> None:
                 assert set(re.findall(r"\b([A-Z_]{4,})=", line)) - {"RAY_ADDRESS"} <= KNOBS
 
 
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        (
+            {"PROMPTS": "8", "ROLLOUTS": "4", "MICRO_BATCH_SIZE": "128"},
+            "MICRO_BATCH_SIZE=128 must divide PROMPTS=8 x ROLLOUTS=4 = 32 responses",
+        ),
+        ({"PROMPTS": "0"}, "PROMPTS=0 must be a whole number from 1 on"),
+        ({"ROLLOUTS": "1"}, "ROLLOUTS=1 leaves nothing to compare"),
+        ({"MICRO_BATCH_SIZE": "big"}, "MICRO_BATCH_SIZE=big must be a whole number"),
+        ({"MAX_PROMPT_LENGTH": "8"}, "MAX_PROMPT_LENGTH=8 is shorter than the problems; use 21 or more"),
+        ({"TOTAL_STEPS": "ten"}, "TOTAL_STEPS=ten must be a whole number"),
+        ({"TEST_FREQ": "0"}, "TEST_FREQ=0 must be a whole number from 1 on, or -1"),
+        ({"LEARNING_RATE": "small"}, "LEARNING_RATE=small must be a number such as 1e-4"),
+        ({"SEED": "-1"}, "SEED=-1 must be a whole number from 0 on"),
+        ({"PRESET": "strong"}, "PRESET=strong is unknown; choose official or robust"),
+        ({"OAR_VARIANT": "other"}, "OAR_VARIANT=other is unknown; choose official or grail_port"),
+    ],
+)
+def test_bad_knobs_of_the_cpu_example(tmp_path: Path, knobs: dict[str, str], message: str) -> None:
+    """Before anything is installed, made or started."""
+    result = run_script("run_tiny_cpu_grail.sh", **knobs, OUTPUT_DIR=str(tmp_path / "out"))
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.startswith(message) and len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["oar_g", "oar_p"])
 def test_dry_run_of_the_cpu_example(tmp_path: Path, estimator: str) -> None:
@@ -538,11 +571,16 @@ def test_dry_run_of_the_cpu_example(tmp_path: Path, estimator: str) -> None:
         "DRY_RUN": "1",
         "ADV_ESTIMATOR": estimator,
         "OAR_VARIANT": "grail_port",
+        "PROMPTS": "6",
+        "ROLLOUTS": "25",
         "OUTPUT_DIR": str(tmp_path / "out"),
     }
     result = run_script("run_tiny_cpu_grail.sh", "algorithm.oar.boost=1.5", f"hydra.run.dir={tmp_path}", **knobs)
     assert result.returncode == 0, result.stderr
-    algorithm = yaml.safe_load(result.stdout)["algorithm"]
+    config = yaml.safe_load(result.stdout)
+    # 150 responses: the most up to 128 that divide them
+    assert config["actor_rollout_ref"]["actor"]["ppo_micro_batch_size_per_gpu"] == 75
+    algorithm = config["algorithm"]
     assert (algorithm["adv_estimator"], algorithm["oar"]["variant"]) == (estimator, "grail_port")
     assert algorithm["oar"]["boost"] == 1.5
     refused = run_script("run_tiny_cpu_grail.sh", "algorithm.oar.quantile=2", f"hydra.run.dir={tmp_path}", **knobs)
