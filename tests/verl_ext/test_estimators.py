@@ -190,7 +190,7 @@ class TestStockEntryPoint:
             (["trainer.v1.trainer_mode=mine"], r"trainer\.v1\.trainer_mode=mine does not work .*grail_mine"),
             (
                 ["+algorithm.token_weights.trainer_module=nowhere"],
-                r"trainer_module=nowhere failed to import: ModuleNotF",
+                r"algorithm\.token_weights\.trainer_module=nowhere failed to import: ModuleN",
             ),
         ],
     )
