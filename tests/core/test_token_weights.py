@@ -665,10 +665,20 @@ def test_public_signatures() -> None:
         "advantages",
         "config",
         "temperature",
+        "old_log_probs",
+        "entropy",
+        "groups",
+        "examples",
+        "process_group",
+        "step",
+        "aggregate",
     ]
-    assert parameters["temperature"].kind is inspect.Parameter.KEYWORD_ONLY
+    positional = list(parameters)[: list(parameters).index("temperature")]
+    assert all(parameters[name].default is inspect.Parameter.empty for name in positional)
+    by_name = [parameter for name, parameter in parameters.items() if name not in positional]
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in by_name)
+    assert all(parameter.default is not inspect.Parameter.empty for parameter in by_name)
     assert parameters["temperature"].default == 1.0
-    assert all(p.default is inspect.Parameter.empty for name, p in parameters.items() if name != "temperature")
     assert [field.name for field in dataclasses.fields(TokenWeights)] == ["weights", "scores", "spans", "stats"]
     assert [field.name for field in dataclasses.fields(AnswerSpan)] == ["start", "content_start", "content_end", "end"]
     assert list(inspect.signature(grail_advantage.find_answer_span).parameters) == ["token_ids", "tokenizer", "which"]
