@@ -47,7 +47,7 @@ from grail_advantage.verl_ext.engine_model import training_micro_batches
 from grail_advantage.verl_ext.requests import build_request
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, TARGET
 from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, token_scores
-from grail_advantage.weighting import apply_token_weights, batch_weights
+from grail_advantage.weighting import apply_token_weights, batch_weights, scores_of
 
 PUBLISHED = GrailConfig("official")
 GROUP_ROWS = 8
@@ -320,8 +320,9 @@ class TrainingSide:
             if name in signal.reads
         }
         batch = self._batch(columns)
-        scores_BT = signal.scores(batch, of_pass_BT if signal.uses else None)
-        weights_BT = batch_weights(scores_BT, batch, signal.select(batch), signal).weights_BT
+        rows = signal.select(batch)
+        scores_BT = scores_of(signal, batch, rows, of_pass_BT if signal.uses else None)
+        weights_BT = batch_weights(scores_BT, batch, rows, signal).weights_BT
         return apply_token_weights(self.base_advantages(), weights_BT, self.mask_BT)
 
     def fused_scores(self, signal: SaliencySignal, output: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
