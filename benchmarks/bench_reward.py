@@ -22,7 +22,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from recipe import _verify_pool
+from grail_advantage.reward import _verify_pool
 from recipe.reward import compute_score
 from tests.recipe.hostile_answers import GOLD, hostile_responses
 

@@ -3,6 +3,8 @@
 Needs torch and transformers alone; what belongs to verl is in :mod:`grail_advantage.verl_ext`.
 """
 
+__version__ = "0.2.0.dev0"
+
 from grail_advantage.answer_span import AnswerSpan, find_answer_span
 from grail_advantage.options import option
 from grail_advantage.registry import register_reshaper, register_signal

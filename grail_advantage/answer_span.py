@@ -14,7 +14,7 @@ import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ _OPENER = b"\\boxed{"
 _OPENER_OR_BRACE = re.compile(rb"\\boxed\{|[{}]")
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
-TokenIds = torch.Tensor | np.ndarray | Sequence[int]
+TokenIds: TypeAlias = torch.Tensor | np.ndarray | Sequence[int]
 
 
 def iter_boxed(text: bytes) -> Iterator[tuple[int, int, int, int]]:
@@ -206,7 +206,7 @@ def _vocabulary_state(tokenizer: PreTrainedTokenizerBase) -> _State:
 def _build_table(tokenizer: PreTrainedTokenizerBase) -> _TokenTable:
     bytes_of = token_bytes(tokenizer)
     size = max(bytes_of, default=-1) + 1
-    matters = np.ones(size + 1, dtype=bool)
+    matters: np.ndarray = np.ones(size + 1, dtype=bool)
     pieces = [b""] * (size + 1)
     for token, covered in bytes_of.items():
         matters[token] = covered in b"boxed" or any(byte in covered for byte in b"\\{}")

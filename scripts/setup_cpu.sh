@@ -197,6 +197,11 @@ trap 'rm -rf "$scratch"' EXIT
 cp scripts/vllm_cpu_metadata/pyproject.toml "$scratch"
 install "$scratch"
 install --editable .
+# recipe/, study/ and benchmarks/ are no part of the package; in this environment they can be imported from any folder.
+"$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' | {
+    read -r site_packages
+    echo "$PWD" >"$site_packages/clone_of_grail_advantage.pth"
+}
 
 say "5/5 comparing with requirements-cpu-check.txt, what pip check may say"
 unexplained=$("$venv/bin/python" -m pip check | grep -vxFf <(grep -v '^#' requirements-cpu-check.txt) |

@@ -1,7 +1,23 @@
 #!/usr/bin/env bash
-# Set up what the tests need, then check the style and run the tests. Arguments go to pytest.
+# GRAIL | environment, style, types and tests | any machine, tests that need a GPU are skipped without one
+# Knobs: TEST_PROCESSES (2: files tested at the same time)
+# Arguments go to pytest.
+#
+#   bash scripts/test.sh             # everything: whole verl runs, ranks, training, package installations
+#   bash scripts/test.sh --quick     # everyday work: all tests that start no Ray, no ranks and no long computation
+
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+selection=()
+if [[ ${1:-} == --quick ]]; then
+    shift
+    selection=(-m "not slow")
+    say="under 5 minutes, 2 GB of memory"
+else
+    say="20 to 30 minutes, 10 GB of memory; --quick: under 5 minutes"
+fi
+echo "test: on 2 idle cores about $say (and where .venv is not up to date yet, 1 to 3 minutes for it)" >&2
 
 bash scripts/setup_cpu.sh
 # shellcheck disable=SC1091
@@ -12,5 +28,6 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 ruff check .
 ruff format --check .
+mypy
 # Two files at a time: most of a test is processes that start. tests/conftest.py says what stays together.
-python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadgroup "$@"
+python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadgroup "${selection[@]}" "$@"

@@ -5,6 +5,7 @@
 # $OUTPUT_DIR/seed$SEED gets the warmed-up model and its data; below it, a folder for each estimator gets train.log
 # (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/ and learning_curve.png.
 
+# shellcheck disable=SC2153  # the knobs come from the calling script
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -99,7 +100,7 @@ ALGORITHM=(
     algorithm.norm_adv_by_std_in_grpo=False
     algorithm.grail.preset="$preset"
     algorithm.oar.variant="$oar_variant"
-    reward.custom_reward_function.path=pkg://recipe.reward
+    reward.custom_reward_function.path=pkg://grail_advantage.reward
     reward.custom_reward_function.name=compute_score
 )
 TRAINER=(

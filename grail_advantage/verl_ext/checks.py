@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -35,6 +36,8 @@ from grail_advantage.verl_ext.works_with import (
 logger = logging.getLogger(__name__)
 
 VERL_VERSION = "0.9.1"
+ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
+"""Environment variable: 1 lets another version of verl through."""
 STRATEGIES = ("fsdp", "fsdp2")
 KERNEL_BACKENDS = ("torch", "triton")
 WITHOUT_INPUT = ("optimal_token_baseline", "tir_optimal_token_baseline")
@@ -70,12 +73,16 @@ def check_config(config: DictConfig) -> None:
 
 
 def check_verl_version(found: str) -> None:
-    """The extension follows verl's internals, so another version is refused instead of tried."""
-    if found.split("+")[0] != VERL_VERSION:
+    """The extension follows verl's internals, so another version is refused unless somebody wants to try it."""
+    if found.split("+")[0] == VERL_VERSION:
+        return
+    said = f"verl {found} is installed, but this extension follows verl {VERL_VERSION}"
+    if os.environ.get(ANY_VERL) != "1":
         raise ValueError(
-            f"verl {found} is installed, but this extension follows verl {VERL_VERSION}; "
-            f"run `pip install verl=={VERL_VERSION}`"
+            f"{said}; run `pip install verl=={VERL_VERSION}`, or set {ANY_VERL}=1 to try it at your own risk "
+            "(tested versions: docs/compatibility.md)"
         )
+    warnings.warn(f"{said}; {ANY_VERL}=1 lets it through, and nothing is known about it", stacklevel=2)
 
 
 def check_estimator(name: str) -> None:

@@ -178,6 +178,7 @@ class TestReport:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_gpu_benchmark_says_that_there_is_none() -> None:
     process = _run("bench_training_step.py", "--device", "cuda")

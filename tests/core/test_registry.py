@@ -359,6 +359,7 @@ def _distribution(folder: Path, name: str, module: str, text: str) -> None:
 
 
 class TestPlugins:
+    @pytest.mark.slow
     def test_one_that_fails_to_import_is_named_where_a_method_is_missing_and_stops_no_other(
         self, tmp_path: Path
     ) -> None:
@@ -382,6 +383,7 @@ class TestPlugins:
             in done.stdout
         )
 
+    @pytest.mark.slow
     def test_one_that_takes_a_name_twice_is_named(self, tmp_path: Path) -> None:
         _distribution(
             tmp_path,

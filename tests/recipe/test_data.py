@@ -483,6 +483,7 @@ def test_hub_dataset_through_load_dataset(
     assert "FAILED aime24: cannot load hub dataset" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_unreachable_hub_is_reported(tmp_path: Path) -> None:
     """HF_HUB_OFFLINE is read at import, hence the process; it takes the place of a network that is down."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
@@ -495,6 +496,7 @@ def test_unreachable_hub_is_reported(tmp_path: Path) -> None:
         assert f"or give another one with --hub-id {name}=ORG/DATASET[:CONFIG[:SPLIT]]" in result.stderr
 
 
+@pytest.mark.slow
 def test_shell_script_from_any_folder(local_dir: Path, tmp_path: Path) -> None:
     command = ["bash", str(PROJECT_ROOT / "scripts" / "prepare_data.sh")]
     command += ["--local-dir", "local", "--output-dir", "out", "--train", "none", "--benchmarks", "aime24,math500"]

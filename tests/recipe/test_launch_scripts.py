@@ -488,7 +488,8 @@ def test_requirements_are_within_the_packages_ranges() -> None:
     ours = pins()
     ranges = [Requirement(line) for line in requires("grail-advantage")]
     for requirement in ranges:
-        assert requirement.specifier.contains(ours[requirement.name.lower()]), requirement
+        if (version := ours.get(requirement.name.lower())) is not None:
+            assert requirement.specifier.contains(version), requirement
     assert {"torch", "transformers", "verl"} <= {requirement.name for requirement in ranges}
 
 

@@ -21,7 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipe import _verify_pool, reward
+from grail_advantage import reward
+from grail_advantage.reward import _verify_pool
 from tests.recipe.hostile_answers import GOLD, hostile_responses
 
 DATA = Path(os.environ.get("GRAIL_DATA_DIR", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -266,6 +267,7 @@ _NUMERALS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(gold=_NUMERALS, other=_NUMERALS, digits=st.sampled_from([None, 3, 5, 6, 9]))
 def test_number_path_agrees_with_math_verify(gold: str, other: str, digits: int | None) -> None:
@@ -288,7 +290,7 @@ import json, sys
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import parser
 from sympy import srepr
-from recipe import _verify_worker as worker
+from grail_advantage.reward import _verify_worker as worker
 
 def read(latex):
     parser.parse_latex_cached.cache_clear()
@@ -452,7 +454,7 @@ def test_what_a_verification_must_not_do(tmp_path: Path) -> None:
     script = """
 import os, socket, subprocess, sys
 from sympy import sympify
-from recipe import _verify_worker as worker
+from grail_advantage.reward import _verify_worker as worker
 
 mode, marker, victim = sys.argv[1:]
 attempts = {
@@ -580,11 +582,13 @@ def _run(program: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_thread_of_another_program_and_a_clean_exit() -> None:
     """Off the main thread, where SIGALRM does not work; afterwards no worker is left."""
     scores, pids = _run(r"""
 import json, threading
-from recipe import _verify_pool, reward
+from grail_advantage import reward
+from grail_advantage.reward import _verify_pool
 
 scores = []
 
@@ -605,7 +609,7 @@ def test_forked_child_uses_its_own_workers() -> None:
     """Also when other threads of the parent hold every worker at the time of the fork."""
     child, child_pids, parent, parent_pids = _run("""
 import json, os, threading, time
-from recipe._verify_pool import VerifyFailed, close_pool, get_pool
+from grail_advantage.reward._verify_pool import VerifyFailed, close_pool, get_pool
 
 os.environ["GRAIL_REWARD_TIMEOUT"] = "1"
 
@@ -644,7 +648,7 @@ def test_killed_program_leaves_no_workers() -> None:
     """Neither an idle worker nor one that hangs outlives a program that had no chance to clean up."""
     program = """
 import json, os, threading
-from recipe._verify_pool import get_pool
+from grail_advantage.reward._verify_pool import get_pool
 
 os.environ["GRAIL_REWARD_TIMEOUT"] = "2"
 get_pool().verify("x+1", "1+x")
@@ -720,7 +724,7 @@ def test_as_verls_custom_reward_function_in_a_ray_actor() -> None:
             metrics = process_validation_metrics(
                 ["test"] * len(rows), ["uid"] * len(rows), {key: [info[key] for info in infos] for key in infos[0]}
             )
-            from recipe import _verify_pool
+            from grail_advantage.reward import _verify_pool
 
             return [row["reward_score"] for row in rows], metrics["test"]["acc"], _verify_pool.get_pool().pids()
 

@@ -310,6 +310,14 @@ class TestVerlVersion:
         with pytest.raises(ValueError, match=rf"verl {found} is installed.*pip install verl==0\.9\.1"):
             check_verl_version(found)
 
+    def test_another_one_at_ones_own_risk(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GRAIL_ADVANTAGE_ANY_VERL", "1")
+        with pytest.warns(UserWarning, match=r"verl 0\.10\.0 is installed, but this extension follows verl 0\.9\.1"):
+            check_verl_version("0.10.0")
+        monkeypatch.setenv("GRAIL_ADVANTAGE_ANY_VERL", "0")
+        with pytest.raises(ValueError, match="set GRAIL_ADVANTAGE_ANY_VERL=1 to try it at your own risk"):
+            check_verl_version("0.10.0")
+
 
 def _main(*overrides: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(

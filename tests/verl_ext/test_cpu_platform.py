@@ -52,6 +52,7 @@ def run_python(*arguments: str, **environment: str) -> dict[str, Any]:
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("PROBE"))[5:])
 
 
+@pytest.mark.slow
 def test_import_verl_registers_everything_on_cpu() -> None:
     assert run_python("-c", PROBE, VERL_PLATFORM="cpu") == {
         "platforms": ["amd", "cpu", "huawei", "nvidia"],
@@ -61,6 +62,7 @@ def test_import_verl_registers_everything_on_cpu() -> None:
     }
 
 
+@pytest.mark.slow
 def test_import_verl_registers_nothing_elsewhere() -> None:
     assert run_python("-c", PROBE) == {
         "platforms": ["amd", "huawei", "nvidia"],
@@ -117,6 +119,7 @@ print("PROBE" + json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_platform_behaves_as_verl_needs(tmp_path: Path) -> None:
     seen = run_python(
         "-c", BEHAVIOUR, VERL_PLATFORM="cpu", RENDEZVOUS=str(tmp_path / "rendezvous"), VLLM_CPU_KVCACHE_SPACE="7"

@@ -1,0 +1,234 @@
+r"""The one judge: 1 when the last ``\boxed{...}`` of a response states the gold answer, else 0.
+
+``compute_score`` is verl's custom reward function (``reward.custom_reward_function.path=pkg://grail_advantage.reward``,
+``name=compute_score``), and evaluation calls it too, so that training, validation and evaluation agree.
+
+The reward is the one of GRAIL (arXiv 2606.04889): the last box compared with the gold answer by math-verify. Two plain
+numbers, and two texts that are the same after cleaning, are compared here; everything else goes to math-verify in a child
+process with limits (``grail_advantage.reward._verify_pool``), since the answer is untrusted text. What counts as equal:
+
+- numbers: exactly, except that a decimal against another decimal or a fraction may differ behind the sixth decimal place
+  (behind the third significant digit for numbers below 0.001), as math-verify does it;
+- thousands separators (``1,234``, ``1{,}234``, ``1\,234``), ``$``, ``\$``, degrees and units are ignored, units also when
+  they differ;
+- a percent sign on one side only: ``50\%`` states both 50 and 0.5; ``2e-1`` states both 0.2 and twice Euler's number less 1;
+- sets and lists without order, tuples and intervals with; ``x=5`` states 5;
+- a list of several gold answers: the box must hold all of them, in any order, as in ``\boxed{2, 3}``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import re
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from grail_advantage.answer_span import iter_boxed
+from grail_advantage.reward import _verify_pool
+
+if importlib.util.find_spec("math_verify") is None:
+    raise ImportError("grail_advantage.reward needs math-verify: pip install math-verify==0.9.0")
+_verify_pool.settings()  # a bad environment variable is reported now, not by a reward of 0
+
+logger = logging.getLogger(__name__)
+
+# Longer answers count as wrong without being parsed: math-verify takes seconds for them.
+MAX_ANSWER_CHARS = 1000
+# Longer predictions are cut in the returned dictionary, which verl keeps and dumps for every row.
+MAX_PRED_CHARS = 128
+FLOAT_DECIMALS = 6
+
+# Not behind another backslash: `\\` followed by a space is a row break of a matrix.
+_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|~|\\q?quad(?![A-Za-z])")
+_GAP = r"(?:\\[,;:! ]|\{,\}|[ ~\u00a0\u202f])"
+_GAPPED_THOUSANDS = re.compile(rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}})+(?![0-9])")
+_UNICODE = str.maketrans(
+    {"\u2212": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "\u00b0": "^\\circ ", "\u221e": "\\infty "}
+)
+_FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![A-Za-z])")
+_WHOLE_TEXT = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
+_PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage)\.? ?\}|\bpercent\b)")
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+_UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
+_E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
+_DECIMAL = re.compile(
+    rf"([+-]?) ?({_UNSIGNED})"
+    r"(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?(?:\{ ?([+-]? ?[0-9]{1,3}) ?\}|([+-]?[0-9]{1,3})))?"
+)
+_RATIO = re.compile(
+    rf"([+-]?) ?(?:\\frac ?\{{ ?(-?) ?({_UNSIGNED}) ?\}} ?\{{ ?({_UNSIGNED}) ?\}}|({_UNSIGNED}) ?/ ?({_UNSIGNED}))"
+)
+_Number = tuple[Fraction, bool]  # the value, and whether it was written with a decimal point or a power of ten
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    r"""Judge one response. Never raises; may be called from any number of threads.
+
+    Args:
+        data_source: name of the data set; all are judged alike.
+        solution_str: the response's text.
+        ground_truth: the gold answer: LaTeX or text with or without ``$`` and ``\boxed``, a number, or a list of these.
+        extra_info: not used.
+
+    Returns:
+        ``score`` and ``acc``: 1.0 or 0.0 (the same; verl's validation reports ``acc``); ``answer_found``: 1.0 if there is a
+        complete box; ``verify_failed``: 1.0 if there is one but no verdict (out of time or memory, answer too long, gold
+        answer unreadable), which scores 0; ``pred``: the box's content, cleaned, at most 128 characters, "" if none.
+    """
+    answer, equal, failed = None, False, False
+    try:
+        answer = last_boxed(solution_str)
+        if answer is not None:
+            equal = is_equal(gold_text(ground_truth), answer)
+    except (_verify_pool.VerifyFailed, ValueError) as error:
+        failed = True
+        logger.info("no verdict on %.100r against %.100r: %s", answer, ground_truth, error)
+    except Exception:
+        failed = True
+        logger.warning("no verdict on %.100r against %.100r", answer, ground_truth, exc_info=True)
+    return {
+        "score": float(equal),
+        "acc": float(equal),
+        "answer_found": float(answer is not None),
+        "verify_failed": float(failed),
+        "pred": _printable(answer or ""),
+    }
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last complete ``\boxed{...}``, or None; linear in the text's length."""
+    # Lone surrogates, which a tokenizer's decoder can produce, survive the round trip.
+    data = text.encode("utf-8", "surrogatepass")
+    last = None
+    for _, content_start, content_end, _ in iter_boxed(data):
+        last = content_start, content_end
+    return None if last is None else data[slice(*last)].decode("utf-8", "surrogatepass")
+
+
+def gold_text(ground_truth: Any) -> str:
+    """The gold answer as text; several answers become one comma-separated list. Raises ValueError if there is none."""
+    if hasattr(ground_truth, "tolist"):  # numpy scalars and arrays, as parquet files give them
+        ground_truth = ground_truth.tolist()
+    if isinstance(ground_truth, list | tuple):
+        entries = [gold_text(entry) for entry in ground_truth]
+        # The space keeps "1", "234" from reading as 1,234.
+        text = ", ".join(_clean(entry) for entry in entries) if len(entries) > 1 else "".join(entries)
+    elif isinstance(ground_truth, float) and ground_truth.is_integer():
+        text = str(int(ground_truth))
+    elif isinstance(ground_truth, str | int) or (isinstance(ground_truth, float) and math.isfinite(ground_truth)):
+        text = str(ground_truth)
+    else:
+        raise ValueError(f"ground_truth is {ground_truth!r:.100}: give a string, a number or a list of them")
+    boxed = last_boxed(text)
+    text = text if boxed is None else boxed
+    if not text.strip():
+        raise ValueError("ground_truth is empty")
+    return text
+
+
+@lru_cache(maxsize=8192)  # rollouts of one prompt repeat each other's answers; exceptions are not kept
+def is_equal(gold: str, answer: str) -> bool:
+    """Whether ``answer`` (a box's content) states ``gold``.
+
+    Raises:
+        ValueError: one of them is too long to parse.
+        grail_advantage.reward._verify_pool.VerifyFailed: math-verify gave no verdict within its limits.
+    """
+    if not answer.strip():
+        return False
+    for name, text in (("gold answer", gold), ("answer", answer)):
+        if len(text) > MAX_ANSWER_CHARS:
+            raise ValueError(f"the {name} has {len(text)} characters, more than {MAX_ANSWER_CHARS}")
+    gold, answer = _clean(gold), _clean(answer)
+    gold_value, answer_value = _PERCENT.sub("", gold), _PERCENT.sub("", answer)
+    readings = [(gold_value, answer_value)]
+    # A percentage also states its value. Plain numbers only: a list divided by 100 would read as nonsense.
+    gold_is_percent, answer_is_percent = gold_value != gold, answer_value != answer
+    if gold_is_percent and not answer_is_percent and _number(gold_value) is not None:
+        readings.append((_hundredth(gold_value), answer_value))
+    if answer_is_percent and not gold_is_percent and _number(answer_value) is not None:
+        readings.append((gold_value, _hundredth(answer_value)))
+    # `2e-1` is Euler's number in one answer and a power of ten in another; only the gold answer can tell.
+    scientific = _scientific(gold_value), _scientific(answer_value)
+    if scientific != (gold_value, answer_value):
+        readings.append(scientific)
+    return any(_same(*reading) for reading in readings)
+
+
+def _same(gold: str, answer: str) -> bool:
+    if gold == answer:
+        return True
+    gold_number, answer_number = _number(gold), _number(answer)
+    if gold_number is not None and answer_number is not None:
+        return _same_number(gold_number, answer_number)
+    return _verify_pool.get_pool().verify(gold, answer)
+
+
+def _clean(text: str) -> str:
+    """Drop what never changes an answer (dollar signs, spacing, a full stop) and unify ways to write one number."""
+    text = text.replace("\\$", "").replace("$", "").translate(_UNICODE)
+    text = _GAPPED_THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
+    text = _FRACTION_COMMAND.sub(r"\\frac", _SPACING.sub(" ", text))
+    text = " ".join(text.split())
+    whole = _WHOLE_TEXT.fullmatch(text)
+    text = whole[1].strip() if whole else text
+    return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
+
+
+def _scientific(text: str) -> str:
+    return _E_NOTATION.sub(r"\1 \\times 10^{\2}", text)
+
+
+def _hundredth(text: str) -> str:
+    return f"\\frac{{{text}}}{{100}}"
+
+
+def _number(text: str) -> _Number | None:
+    """The value of a plain number or fraction of two plain numbers, None for anything else."""
+    if match := _DECIMAL.fullmatch(text):
+        sign, digits, braced_exponent, exponent = match.groups()
+        exponent = braced_exponent or exponent
+        value = Fraction(digits.replace(",", "").rstrip("."))
+        decimal = "." in digits or exponent is not None
+        if exponent is not None:
+            value *= Fraction(10) ** int(exponent.replace(" ", ""))
+    elif match := _RATIO.fullmatch(text):
+        sign, inner_sign, upper, lower, left, right = match.groups()
+        upper, lower = upper or left, lower or right
+        denominator = Fraction(lower.replace(",", "").rstrip("."))
+        if denominator == 0:
+            return None
+        value = Fraction(upper.replace(",", "").rstrip(".")) / denominator
+        value = -value if inner_sign else value
+        decimal = "." in upper or "." in lower
+    else:
+        return None
+    return (-value if sign == "-" else value), decimal
+
+
+def _same_number(gold: _Number, answer: _Number) -> bool:
+    (gold_value, gold_decimal), (answer_value, answer_decimal) = gold, answer
+    if gold_value == answer_value:
+        return True
+    gold_exact = not gold_decimal and gold_value.denominator == 1
+    answer_exact = not answer_decimal and answer_value.denominator == 1
+    if gold_exact or answer_exact or not (gold_decimal or answer_decimal):
+        return False
+    places = FLOAT_DECIMALS
+    if 0 < abs(gold_value) < 1:
+        # As in _verify_worker: without this, every number below 5e-7 would equal 0.
+        zeros = -math.floor(math.log10(abs(gold_value.numerator)) - math.log10(gold_value.denominator))
+        places += max(0, zeros - 4)
+    return round(gold_value, places) == round(answer_value, places)
+
+
+def _printable(text: str) -> str:
+    """One short line that any encoder can write: control characters and lone surrogates become U+FFFD."""
+    text = _clean(text[: 2 * MAX_PRED_CHARS])[:MAX_PRED_CHARS]
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)

@@ -1,0 +1,130 @@
+"""The wheel, installed in a fresh environment: what is in it, and that it lives beside a ``recipe`` folder of somebody else's.
+
+The environment has the wheel alone; everything else comes from the tests' environment behind it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import grail_advantage
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, because setuptools leaves its build folder next to the source."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    for name in ("grail_advantage", "recipe", "study"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "-w", folder, source]
+    subprocess.run(command, check=True)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin/python"
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "-qq", "--no-deps", "--no-index", wheel]
+    subprocess.run(command, check=True)
+    (site_packages,) = folder.glob("lib/python3*/site-packages")
+    # Its .pth files, with the editable installation in them, are not read.
+    (site_packages / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return python
+
+
+@pytest.fixture(params=["none", "package", "without __init__"])
+def project(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A verl user's folder, with a ``recipe`` of its own or without."""
+    if request.param != "none":
+        (tmp_path / "recipe/dapo").mkdir(parents=True)
+        (tmp_path / "recipe/dapo/main_dapo.py").write_text("NAME = 'theirs'\n")
+    if request.param == "package":
+        (tmp_path / "recipe/__init__.py").touch()
+        (tmp_path / "recipe/dapo/__init__.py").touch()
+    return tmp_path
+
+
+def run(python: Path, project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VERL_PLATFORM")}
+    environment |= {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"}
+    return subprocess.run(
+        [python, *arguments], cwd=project, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_content(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = Parser().parsestr(archive.read(next(n for n in names if n.endswith("/METADATA"))).decode())
+    folders = {name.split("/")[0] for name in names}
+    assert folders == {"grail_advantage", f"grail_advantage-{grail_advantage.__version__}.dist-info"}
+    assert {"grail_advantage/py.typed", "grail_advantage/reward/_verify_worker.py"} <= set(names)
+    assert metadata["Version"] == grail_advantage.__version__
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert set(metadata.get_all("Provides-Extra")) == {"verl", "trl", "shear", "cpu", "eval", "study", "dev"}
+
+
+COMPOSE = """
+import grail_advantage, verl
+from hydra import compose, initialize_config_module
+from verl.utils.config import validate_config
+with initialize_config_module("verl.trainer.config", version_base=None):
+    config = compose("ppo_trainer", overrides=[
+        "algorithm.adv_estimator=grail", "+algorithm.grail.preset=robust", "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True", "data.train_batch_size=256",
+        "reward.custom_reward_function.path=pkg://grail_advantage.reward",
+    ])
+validate_config(config, False, False)
+from verl.utils.import_utils import load_extern_object
+score = load_extern_object(config.reward.custom_reward_function.path, "compute_score")("x", r"\\boxed{2}", "2")["score"]
+print(grail_advantage.__file__, config.trainer.v1.trainer_mode, score)
+"""
+
+
+def test_beside_their_recipe(python: Path, project: Path) -> None:
+    done = run(python, project, "-c", COMPOSE)
+    assert done.returncode == 0, done.stderr
+    file, mode, score = done.stdout.split()[-3:]
+    assert Path(file).is_relative_to(python.parents[1])
+    assert (mode, score) == ("grail_sync", "1.0")
+
+    done = run(
+        python,
+        project,
+        "-c",
+        "import verl; from recipe.dapo import main_dapo; print(main_dapo.NAME, main_dapo.__file__)",
+    )
+    if (project / "recipe").exists():
+        assert done.stdout.split() == ["theirs", str(project / "recipe/dapo/main_dapo.py")], done.stderr
+    else:
+        # TransferQueue installs a folder of this name without an __init__.py.
+        assert "No module named 'recipe" in done.stderr
+    done = run(python, project, "-c", "import recipe.main_grail")
+    assert "No module named 'recipe" in done.stderr
+
+
+def test_the_one_word_is_checked_before_ray(python: Path, project: Path) -> None:
+    overrides = ["algorithm.adv_estimator=grail", "+algorithm.grail.preset=best", f"hydra.run.dir={project}/hydra"]
+    overrides += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
+    done = run(python, project, "-m", "verl.trainer.main_ppo", *overrides)
+    assert done.returncode != 0
+    assert "grail.preset='best' is unknown; choose one of official, robust" in done.stderr
+    assert "local Ray instance" not in done.stdout + done.stderr
