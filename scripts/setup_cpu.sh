@@ -4,7 +4,7 @@
 #        TORCH_CPU_INDEX (where torch's CPU build comes from when the configured indexes have none: PyTorch's own index)
 #
 # Installs requirements-cpu.txt with the hashes of requirements-cpu.lock, the distribution "vllm" of
-# scripts/vllm_cpu_metadata, TRL into a folder of its own (docs/trl.md) and this project in editable form: about 3 GB and one
+# scripts/vllm_cpu_metadata, TRL into a folder of its own (docs/trl.md) and this project in editable form: about 4 GB and one
 # to three minutes. When nothing that it depends on has changed since, it returns at once. It may be interrupted and called
 # again, and two calls at once take turns.
 #
@@ -156,7 +156,7 @@ else
     torch_index=(UV_DEFAULT_INDEX="$torch_cpu_index" PIP_INDEX_URL="$torch_cpu_index")
 fi
 say "    downloads about 0.9 GB (less what a cache has): $(grep -c == requirements-cpu.lock) packages from pip's configured" \
-    "indexes, torch $torch (0.2 GB) from $torch_from; takes 3 GB in $venv"
+    "indexes, torch $torch (0.2 GB) from $torch_from; takes 4 GB in $venv"
 
 uv=$(command -v uv || true)
 if [[ -z $uv ]]; then
