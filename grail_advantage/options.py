@@ -77,7 +77,7 @@ class Options:
     def __post_init__(self) -> None:
         for entry in option_fields(type(self)):
             if getattr(self, entry.name) is None:
-                self._set(entry.name, _default(entry))
+                self._set(entry.name, default_of(entry))
         self.complete()
         for entry in option_fields(type(self)):
             self._check(entry.name, rule_of(entry))
@@ -158,5 +158,6 @@ def rule_of(entry: Field) -> OptionRule:
     return entry.metadata["rule"]
 
 
-def _default(entry: Field) -> Any:
+def default_of(entry: Field) -> Any:
+    """What stands in where nothing is given; ``None`` where the class works it out."""
     return entry.default_factory() if entry.default_factory is not MISSING else entry.default

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.options import option_fields
+from grail_advantage.options import default_of, option_fields, rule_of
 from grail_advantage.registry import RESERVED, method, methods
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
@@ -32,7 +32,7 @@ MOVED = {"algorithm.fuse_saliency_pass": SHARE_FORWARD, "algorithm.token_weights
 
 def algorithm_sections() -> dict[str, Any]:
     """What belongs below ``algorithm`` beside verl's own options: the sections of all registered methods, every option at its
-    default (``None``), and those of the trainer."""
+    default (``None`` where that depends on others), and those of the trainer."""
     sections: dict[str, Any] = {
         "token_weights": {"share_forward": "auto", "trainer_module": None},
         "token_dump": {"folder": None},
@@ -41,7 +41,10 @@ def algorithm_sections() -> dict[str, Any]:
     }
     for found in methods().values():
         sections[found.section] = {
-            entry.name: None for entry in option_fields(found.signal_class) if entry.name not in found.fixed
+            # A mapping stays open: Hydra takes new keys in place of nothing only.
+            entry.name: None if rule_of(entry).kind is dict else default_of(entry)
+            for entry in option_fields(found.signal_class)
+            if entry.name not in found.fixed
         }
     return sections
 

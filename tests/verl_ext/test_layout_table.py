@@ -13,6 +13,7 @@ import pytest
 import verl  # noqa: F401  its plugin registers the estimators
 from hydra import compose, initialize_config_dir
 
+import recipe.main_grail  # noqa: F401  stores the methods' sections
 from grail_advantage.verl_ext.checks import check_config
 from recipe.marked_text import marked
 
