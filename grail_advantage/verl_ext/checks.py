@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def check_config(config: DictConfig) -> None:
         )
     if os.environ.get("VERL_PLATFORM") == "cpu":
         cpu_checks.check_config(config, _base_mode(config))
+    check_trl()
     check_names(config)
     check_estimator(config.algorithm.adv_estimator)
     if config.algorithm.adv_estimator not in methods():
@@ -83,6 +85,24 @@ def check_verl_version(found: str) -> None:
             "(tested versions: docs/compatibility.md)"
         )
     warnings.warn(f"{said}; {ANY_VERL}=1 lets it through, and nothing is known about it", stacklevel=2)
+
+
+def check_trl() -> None:
+    """Refuse a TRL beside verl that verl's workers fail over (``verl/models/transformers/monkey_patch.py``, line 354).
+
+    Raises:
+        ValueError: naming the way out.
+    """
+    found = find_spec("trl")
+    if found is None or found.origin is None:
+        return
+    folder, name = Path(found.origin).parent, "AutoModelForCausalLMWithValueHead"
+    places = (folder / "__init__.py", folder / "experimental" / "ppo" / "__init__.py")
+    if not any(place.is_file() and name in place.read_text(encoding="utf-8") for place in places):
+        raise ValueError(
+            f"verl {VERL_VERSION} imports {name} from any TRL that it finds, and the one in {folder} has no such class, so "
+            "that verl's workers would fail; take TRL out of this environment (docs/trl.md)"
+        )
 
 
 def check_estimator(name: str) -> None:

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage import GrailConfig
-from grail_advantage.verl_ext.checks import check_config, check_verl_version
+from grail_advantage.verl_ext.checks import check_config, check_trl, check_verl_version
 from recipe.main_grail import prepare
 
 ROOT = Path(__file__).parents[2]
@@ -298,6 +298,23 @@ def test_options_left_open_in_yaml_take_the_presets_value() -> None:
     options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
     assert GrailConfig.from_dict(options) == GrailConfig("robust")
     assert set(options) == {field.name for field in dataclasses.fields(GrailConfig)}
+
+
+@pytest.mark.parametrize("place", [None, "__init__.py", "experimental/ppo/__init__.py"])
+def test_a_trl_that_verls_workers_fail_over_is_refused(
+    place: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "trl"
+    (package / "experimental" / "ppo").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    if place is not None:
+        (package / place).write_text("from .modeling import AutoModelForCausalLMWithValueHead\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    if place is not None:
+        check_trl()
+        return
+    with pytest.raises(ValueError, match=r"imports AutoModelForCausalLMWithValueHead from any TRL .*take TRL out"):
+        check_config(_compose())
 
 
 class TestVerlVersion:
