@@ -154,7 +154,7 @@ def test_leaf_module(family: str, layers: int, expected: dict[str, int]) -> None
 def test_models_without_a_list_of_blocks_are_refused_but_for_the_embeddings() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=4, n_layer=1, n_head=1))
     assert leaf_module(model, "embeddings") is model.transformer.wte
-    with pytest.raises(ValueError, match=r"grail\.leaf='last'.*GPT2LMHeadModel.*use embeddings"):
+    with pytest.raises(ValueError, match=r"leaf='last'.*GPT2LMHeadModel.*use embeddings"):
         leaf_module(model, "last")
 
 
