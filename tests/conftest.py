@@ -19,3 +19,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = "whole runs" if item.path.name in WHOLE_RUNS else item.path.name
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """pytest-xdist tells groups by the tests' ids; with a pytest that it cannot rename tests in, nothing stays together and
+    every file starts its ranks on each worker."""
+    grouped = getattr(session.config.option, "loadgroup", False)
+    if grouped and session.items and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError("this pytest-xdist does not group tests with this pytest; see requirements-cpu.txt")
