@@ -223,7 +223,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     steps = _decoding_steps(_backend(tokenizer))
     added = tokenizer.added_tokens_decoder
     return {
-        token: b"" if token in added and added[token].special else _literal_bytes(text, steps, is_added=token in added)
+        token: b"" if token in added and added[token].special else literal_bytes(text, steps, is_added=token in added)
         for text, token in tokenizer.get_vocab().items()
     }
 
@@ -268,7 +268,14 @@ def _flat_settings(component: Any) -> list[dict[str, Any]]:
     return [] if component is None else flatten(json.loads(component.__getstate__()))
 
 
-def _literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> bytes:
+def literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> bytes:
+    """The bytes that a token puts into the text.
+
+    Args:
+        text: the token as the vocabulary spells it.
+        steps: the tokenizer's decoders in order, as the ``tokenizers`` library writes their settings.
+        is_added: whether the token was added to the vocabulary.
+    """
     for step in steps:
         # Added tokens stand in the vocabulary as they are; a token with a character outside the byte alphabet does too.
         if step["type"] == "ByteLevel" and not is_added and _BYTE_OF_CHAR.keys() >= set(text):
