@@ -1,1 +1,4 @@
-"""Look at what a method makes of tokens: pages, figures, a terminal, a notebook. Reads token dumps (:mod:`grail_advantage.token_dump`)."""
+"""See what a method makes of tokens: a page, figures, a terminal, a notebook, from token dumps.
+
+The dumps are :mod:`grail_advantage.token_dump`'s.
+"""

@@ -1,0 +1,56 @@
+"""Rows of a dump for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from grail_advantage import AnswerSpan
+from grail_advantage.token_dump import DumpRow
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    '<img src=x onerror="alert(1)">',
+    "\u202eevil\u202c \u2066isolated\u2069",
+    "\ud800 half a pair",
+    "nul \x00 bell \x07 escape \x1b[31mred\x1b[0m",
+    "zero\u200bwidth \ufeff joiner\u200d",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467 family",
+    r"\frac{1}{2} $x^2$ \boxed{\text{a}}",
+    "{{ template }} ${expr} `tick` %s %(x)s [red]markup[/red]",
+    "\r\n\u2028\u2029\x85lines",
+    "long " * 20_000,
+)
+"""Texts that a model may write."""
+
+
+def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
+    """A row with these weights; what is not given is plain."""
+    count = len(weights)
+    tokens = values.pop("tokens", [f"t{i} " for i in range(count)])
+    defaults: dict[str, Any] = {
+        "step": 1,
+        "row": 0,
+        "key": "a_0_0",
+        "group": 0,
+        "prompt": "What is it?",
+        "response": "".join(tokens),
+        "outcome": "right",
+        "reward": 1.0,
+        "prompt_ids": np.arange(3),
+        "token_ids_T": np.arange(count),
+        "mask_T": np.ones(count, dtype=bool),
+        "score_T": np.arange(count, dtype=np.float32),
+        "base_advantage_T": np.full(count, 0.5, dtype=np.float32),
+        "advantage_T": 0.5 * np.array(weights, dtype=np.float32),
+    }
+    span = values.pop("span", None)
+    values = {name: np.array(value) if name.endswith("_T") else value for name, value in values.items()}
+    return DumpRow(
+        **{**defaults, **values},
+        tokens=tokens,
+        weight_T=np.array(weights, dtype=np.float32),
+        span=AnswerSpan(*span) if span else None,
+    )
