@@ -60,4 +60,4 @@ def test_a_name_that_is_new_or_gone_is_said() -> None:
 
 def test_an_attribute_that_no_class_has_or_sets_is_an_error_with_its_name() -> None:
     with pytest.raises(LookupError, match=r"Mine reads self\.no_such_thing, which none of PPOTrainer"):
-        relied_on._attribute("no_such_thing", [PPOTrainer, object], "Mine reads self.no_such_thing")
+        relied_on._attribute("no_such_thing", [PPOTrainer], "Mine reads self.no_such_thing")
