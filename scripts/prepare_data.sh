@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRAIL | training set and benchmarks as parquet files for verl | any machine
-# Knobs: PYTHON (an interpreter that has the packages; no environment is set up then)
+# Knobs: PYTHON (an interpreter that has verl; otherwise python3 if it has, and on a machine without GPUs .venv, which is set up)
 # Arguments go to `python -m recipe.data.prepare` (--help lists them); the output is data/ in the project unless
 # --output-dir names another folder.
 #
@@ -10,12 +10,9 @@
 set -euo pipefail
 
 project_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-}
-
-if [[ -z ${python} ]]; then
-    bash "${project_root}/scripts/setup_cpu.sh"
-    python=${project_root}/.venv/bin/python
-fi
+# shellcheck source=scripts/find_python.sh
+source "${project_root}/scripts/find_python.sh"
+find_python "${project_root}" prepare_data
 
 PYTHONPATH=${project_root}${PYTHONPATH:+:${PYTHONPATH}} \
     exec "${python}" -m recipe.data.prepare --output-dir "${project_root}/data" "$@"

@@ -2,7 +2,7 @@
 
 ``python -m recipe.evaluate`` is the command. :mod:`~recipe.evaluate.checkpoint` turns what was named into a model folder,
 :mod:`~recipe.evaluate.problems` reads the benchmarks, :mod:`~recipe.evaluate.generation` samples with vLLM,
-:mod:`~recipe.evaluate.store` keeps every finished problem, :mod:`~recipe.evaluate.scores` judges and counts,
-:mod:`~recipe.evaluate.bootstrap` gives the intervals, :mod:`~recipe.evaluate.report` and :mod:`~recipe.evaluate.compare`
-write tables and plots.
+:mod:`~recipe.evaluate.workers` does so on all GPUs at once, :mod:`~recipe.evaluate.store` keeps every finished problem,
+:mod:`~recipe.evaluate.scores` judges and counts, :mod:`~recipe.evaluate.bootstrap` gives the intervals,
+:mod:`~recipe.evaluate.report` and :mod:`~recipe.evaluate.compare` write tables and plots.
 """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -20,36 +20,44 @@ from recipe.evaluate.files import digest
 from recipe.evaluate.generation import (
     Request,
     Sampling,
+    check_length,
+    decode_response,
     encode_prompts,
     engine_version,
-    generate,
     load_tokenizer,
-    start_engine,
+    prompt_template,
+    sample_seed,
 )
 from recipe.evaluate.problems import Benchmark, benchmark_names, load_benchmarks
 from recipe.evaluate.scores import judge, scores_path, write_scores
-from recipe.evaluate.store import GenerationFile, check_settings, generation_path
+from recipe.evaluate.store import Generation, GenerationFile, Sample, check_settings, generation_path
+from recipe.evaluate.workers import engine_devices, sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def evaluate(
-    model: Path,
+    model: str | Path,
     benchmarks: Sequence[Benchmark],
     output_dir: Path,
     sampling: Sampling,
     *,
     chat_template: str | None = None,
+    workers: int | None = None,
     tensor_parallel_size: int = 1,
     restart: bool = False,
 ) -> dict[str, Any]:
     """Sample what is missing in ``output_dir``, judge everything and write the report.
 
     Args:
-        model: Hugging Face model folder or verl checkpoint.
+        model: Hugging Face model folder, verl checkpoint, or ``ORG/NAME`` of the Hugging Face hub.
         benchmarks: what to evaluate on.
         output_dir: gets ``generations/``, ``scores/`` and ``results.json``, ``.md`` and ``.png``.
         sampling: how responses are drawn.
         chat_template: text of a template to use in place of the tokenizer's own.
-        tensor_parallel_size: GPUs that share the model.
+        workers: vLLM engines that share the problems, each with the whole model; ``None``: all that the GPUs in sight allow.
+        tensor_parallel_size: GPUs of each engine.
         restart: throw away what earlier evaluations left in ``output_dir``.
 
     Returns:
@@ -87,7 +95,7 @@ def evaluate(
             )
             for benchmark in benchmarks
         }
-        _fill(folder, files, prompts, sampling, tensor_parallel_size)
+        _fill(folder, tokenizer, files, prompts, sampling, workers, tensor_parallel_size)
         generations = {name: file.finished for name, file in files.items()}
 
     scores = {}
@@ -95,7 +103,13 @@ def evaluate(
         for benchmark in benchmarks:
             scores[benchmark.name] = judge(benchmark, generations[benchmark.name], bar.update)
             write_scores(scores_path(output_dir, benchmark.name), scores[benchmark.name])
-    run = {"model": str(model), "model_hash": common["model"], "sampling": asdict(sampling), "engine": engine}
+    run = {
+        "model": str(model),
+        "model_hash": common["model"],
+        "template": prompt_template(tokenizer, benchmarks),
+        "sampling": asdict(sampling),
+        "engine": engine,
+    }
     results = report.summarise(run, benchmarks, scores)
     report.write_report(results, output_dir, "results", report.markdown(results), report.plot)
     return results
@@ -103,9 +117,11 @@ def evaluate(
 
 def _fill(
     model: Path,
+    tokenizer: PreTrainedTokenizerBase,
     files: Mapping[str, GenerationFile],
     prompts: Mapping[str, list[list[int]]],
     sampling: Sampling,
+    workers: int | None,
     tensor_parallel_size: int,
 ) -> None:
     """Sample every problem that is not in its file yet."""
@@ -117,13 +133,28 @@ def _fill(
         return
     # Of all problems, not of the missing ones, so that a resumed evaluation runs in the same engine.
     longest = max(len(prompt) for encoded in prompts.values() for prompt in encoded) + sampling.max_tokens
-    print(f"loading {model} into vLLM", file=sys.stderr, flush=True)
-    llm = start_engine(model, longest, tensor_parallel_size=tensor_parallel_size)
+    check_length(model, longest)
+    devices = engine_devices(workers, tensor_parallel_size)
+    engines = min(len(devices), len(requests))
+    print(f"loading {model} into {engines} vLLM engine{'s' * (engines > 1)}", file=sys.stderr, flush=True)
     tokens = 0
-    with tqdm(total=len(requests) + kept, initial=kept, desc="sampling", unit=" problems") as bar:
-        for name, generation in generate(llm, requests, sampling):
-            files[name].append(generation)
-            tokens += sum(sample.tokens for sample in generation.samples)
+    found = sample(model, requests, sampling, longest, devices=devices, tensor_parallel_size=tensor_parallel_size)
+    with (
+        closing(found),
+        tqdm(total=len(requests) + kept, initial=kept, desc="sampling", unit=" problems") as bar,
+    ):
+        for request, answers in found:
+            samples = tuple(
+                Sample(
+                    seed=sample_seed(sampling.seed, request.benchmark, request.index, number),
+                    tokens=len(answer.token_ids),
+                    finish_reason=answer.finish_reason,
+                    text=decode_response(tokenizer, answer.token_ids),
+                )
+                for number, answer in enumerate(answers)
+            )
+            files[request.benchmark].append(Generation(request.index, samples))
+            tokens += sum(each.tokens for each in samples)
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-6):.0f} tokens/s", refresh=False)
             bar.update()
 
@@ -154,8 +185,10 @@ def _evaluate(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} is missing; it is needed unless --compare names two evaluations"
             )
-    if options.tensor_parallel_size < 1:
-        raise ValueError(f"--tensor-parallel-size {options.tensor_parallel_size} must be at least 1")
+    for name in ("workers", "tensor_parallel_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
     sampling = Sampling(
         samples=options.samples,
         temperature=options.temperature,
@@ -172,6 +205,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         options.output_dir,
         sampling,
         chat_template=template,
+        workers=options.workers,
         tensor_parallel_size=options.tensor_parallel_size,
         restart=options.restart,
     )
@@ -205,7 +239,10 @@ def _parser() -> argparse.ArgumentParser:
         "intervals. Called again after an interruption, it goes on where it was. Defaults are those of the published "
         "evaluation.",
     )
-    parser.add_argument("--model", type=Path, help="Hugging Face model folder, or verl checkpoint .../global_step_N")
+    parser.add_argument(
+        "--model",
+        help="Hugging Face model folder, verl checkpoint .../global_step_N, or ORG/NAME[@REVISION] of the Hugging Face hub",
+    )
     parser.add_argument(
         "--benchmarks",
         default="all",
@@ -230,7 +267,13 @@ def _parser() -> argparse.ArgumentParser:
         "--chat-template",
         help="base_math (for base models without a chat template) or the path of a .jinja file, in place of the tokenizer's",
     )
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model (default: 1)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        help="vLLM engines that share the problems, each with the whole model (default: one for every GPU in sight, or for "
+        "every --tensor-parallel-size of them; 1 without a GPU)",
+    )
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of each engine (default: 1)")
     parser.add_argument(
         "--restart",
         action="store_true",

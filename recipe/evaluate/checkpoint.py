@@ -1,4 +1,4 @@
-"""From what ``--model`` names to a folder that vLLM loads: a Hugging Face model, or a verl checkpoint merged on the way.
+"""From what ``--model`` names to a folder that vLLM loads: a Hugging Face model, fetched or merged from a verl checkpoint.
 
 verl writes ``global_step_N/actor`` with one file of weights a rank (``verl/utils/checkpoint/fsdp_checkpoint_manager.py``, verl
 0.9.1) and brings the program that joins them, ``verl.model_merger``. It puts LoRA weights into a folder of their own beside
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,27 +20,32 @@ from pathlib import Path
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 # Everything that decides what is sampled: weights, configuration, tokenizer, chat template.
 _HASHED = (*_WEIGHTS, "*.json", "*.jinja", "*.txt", "*.model")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _STAMP = "merged_from.json"
 _ADAPTER = "lora_adapter"
 _LORA_META = "lora_train_meta.json"
 
 
-def resolve_model(path: Path) -> Path:
-    """Return a Hugging Face model folder for ``path``, merging a verl checkpoint into ``PATH_merged`` beside it if need be.
+def resolve_model(model: str | Path) -> Path:
+    """Return a Hugging Face model folder, fetching a model of the hub into its cache, or merging a verl checkpoint into
+    ``PATH_merged`` beside it, if need be.
 
     A merged folder is used again as long as the checkpoint's files are the same.
 
     Args:
-        path: a Hugging Face model folder, ``.../global_step_N``, or ``.../global_step_N/actor``.
+        model: a Hugging Face model folder, ``.../global_step_N``, ``.../global_step_N/actor``, or ``ORG/NAME[@REVISION]`` of
+            the Hugging Face hub. A folder goes before a model of the hub.
 
     Raises:
-        ValueError: there is no such folder, it holds no model, or a part of the checkpoint is missing.
+        ValueError: there is no such folder or model, it holds no weights, or a part of the checkpoint is missing.
         RuntimeError: verl's merger failed.
     """
+    path = Path(model)
     if not path.is_dir():
-        raise ValueError(
-            f"--model {path} is not a folder; a model of the hub is fetched with: hf download ORG/NAME --local-dir DIR"
-        )
+        if _HUB_ID.fullmatch(str(model)):
+            return _from_hub(str(model))
+        raise ValueError(f"--model {model} is not a folder, and not ORG/NAME[@REVISION] of the Hugging Face hub either")
     if _is_model(path):
         return path
     checkpoint = path / "actor" if (path / "actor").is_dir() else path
@@ -56,6 +62,40 @@ def resolve_model(path: Path) -> Path:
         f"--model {path} is neither a Hugging Face model (config.json with *.safetensors) nor a verl checkpoint "
         "(fsdp_config.json with model_world_size_*_rank_*.pt, in it or in its folder actor)"
     )
+
+
+def _from_hub(model: str) -> Path:
+    """The folder of the hub's cache that holds the model; what is there already is not fetched again."""
+    name, _, revision = model.partition("@")
+    folder = _snapshot(model, name, revision, _HUB_FILES)
+    if not _is_model(folder):
+        # Most models have these beside safetensors of the same size.
+        folder = _snapshot(model, name, revision, [*_HUB_FILES, _WEIGHTS[1]])
+    if not _is_model(folder):
+        raise ValueError(
+            f"--model {model} of the Hugging Face hub has no config.json with *.safetensors or *.bin weights"
+        )
+    return folder
+
+
+def _snapshot(model: str, name: str, revision: str, files: list[str]) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    unreachable = (httpx.HTTPError, HFValidationError, OSError)
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=files))
+    except unreachable as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    try:
+        # For a commit named in full, the hub is asked even where its files are all there.
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=files, local_files_only=True))
+    except unreachable:
+        raise ValueError(
+            f"--model {model} is no folder here, and the Hugging Face hub does not give it ({reason}). Check the name; without "
+            "a connection, fetch it elsewhere with: hf download ORG/NAME --local-dir DIR, and name DIR"
+        ) from None
 
 
 def fingerprint(folder: Path) -> str:

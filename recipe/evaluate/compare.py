@@ -75,7 +75,8 @@ def compare(first: FinishedRun, second: FinishedRun) -> dict[str, Any]:
     """Return the figures of both runs and ``second - first`` with intervals, for each benchmark and both means.
 
     Raises:
-        ValueError: the runs' benchmarks, problems, gold answers or sampling differ; the message names every difference.
+        ValueError: the runs' benchmarks, problems, gold answers, prompt template or sampling differ; the message names every
+            difference.
     """
     _check_comparable(first, second)
     names = metric_names(first.report["run"]["sampling"]["samples"])
@@ -114,6 +115,18 @@ def _check_comparable(first: FinishedRun, second: FinishedRun) -> None:
     for option in _SAME_SAMPLING:
         if sampling[0][option] != sampling[1][option]:
             differences.append(f"{option} is {sampling[0][option]} and {sampling[1][option]}")
+    templates = [run.report["run"].get("template") for run in (first, second)]
+    for run, template in zip((first, second), templates, strict=True):
+        if template is None:
+            differences.append(
+                f"{run.folder} has no record of its prompt template (run its evaluation again: it keeps its generations)"
+            )
+    if None not in templates:
+        differences += [
+            f"template.{key} is {templates[0].get(key)!r} and {templates[1].get(key)!r}"
+            for key in {**templates[0], **templates[1]}
+            if templates[0].get(key) != templates[1].get(key)
+        ]
     reports = [run.report["benchmarks"] for run in (first, second)]
     if set(reports[0]) != set(reports[1]):
         differences.append(f"benchmarks are {', '.join(reports[0])} and {', '.join(reports[1])}")
@@ -124,7 +137,7 @@ def _check_comparable(first: FinishedRun, second: FinishedRun) -> None:
     if differences:
         raise ValueError(
             f"--compare {first.folder} {second.folder}: these runs cannot be compared: {'; '.join(differences)}; evaluate "
-            "both with the same data and options"
+            "both with the same data, chat template and options"
         )
 
 

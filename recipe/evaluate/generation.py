@@ -16,13 +16,14 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipe.data.prompts import PROMPT_SUFFIX
+from recipe.evaluate.files import digest
 from recipe.evaluate.problems import Benchmark
-from recipe.evaluate.store import Generation, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,6 +66,16 @@ class Request:
     prompt_ids: list[int]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """One response as the engine gives it."""
+
+    token_ids: list[int]
+    """With the end token."""
+    finish_reason: str
+    """``stop`` or ``length``."""
+
+
 def sample_seed(seed: int, benchmark: str, index: int, sample: int) -> int:
     """Seed of one sample: 63 bits of the SHA-256 of what identifies it."""
     text = f"{seed}/{benchmark}/{index}/{sample}"
@@ -86,15 +97,20 @@ def engine_version() -> str:
     return f"{version}, batch-invariant" if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else version
 
 
+def runs_on_cpu() -> bool:
+    """Whether vLLM is the CPU build."""
+    return "cpu" in engine_version()
+
+
 def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer, with ``chat_template`` (its text) in place of its own.
 
     Raises:
-        ValueError: there is no chat template at all.
+        ValueError: there is no chat template at all, or the tokenizer cannot be used.
     """
-    from transformers import AutoTokenizer
+    from grail_advantage import tokenizers
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = tokenizers.load_tokenizer(str(model))
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if tokenizer.chat_template is None:
@@ -112,6 +128,49 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark) -> 
     ]
 
 
+def prompt_template(tokenizer: PreTrainedTokenizerBase, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
+    """What decides how a problem is put to the model; two evaluations that differ in it measure different things.
+
+    Returns:
+        ``chat_template`` (a hash of its text), ``enable_thinking``, ``instruction`` (what every problem ends with),
+        ``system_prompt`` (these two ``None`` where the problems have none in common) and ``prompt``: the text that a model
+        gets, ``{problem}`` standing for the problem.
+    """
+    chats = [problem.messages for benchmark in benchmarks for problem in benchmark.problems]
+    instruction = PROMPT_SUFFIX if all(chat[-1]["content"].endswith(PROMPT_SUFFIX) for chat in chats) else None
+    system = {message["content"] for chat in chats for message in chat if message["role"] == "system"}
+    example = [*chats[0][:-1], {**chats[0][-1], "content": "{problem}" + (instruction or "")}]
+    return {
+        "chat_template": digest(tokenizer.chat_template),
+        "enable_thinking": False,
+        "instruction": instruction,
+        "system_prompt": system.pop() if len(system) == 1 else None,
+        "prompt": tokenizer.apply_chat_template(
+            example, add_generation_prompt=True, enable_thinking=False, tokenize=False
+        ),
+    }
+
+
+def check_length(model: Path, longest: int) -> None:
+    """Refuse a length that the model has no positions for.
+
+    Args:
+        model: Hugging Face folder.
+        longest: tokens of the longest prompt and of a response together.
+
+    Raises:
+        ValueError: the model has fewer positions than ``longest``.
+    """
+    from transformers import AutoConfig
+
+    positions = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"{model} has {positions} positions, but the longest prompt and a response may need {longest}: lower "
+            f"--max-tokens by {longest - positions}"
+        )
+
+
 def start_engine(model: Path, longest: int, *, tensor_parallel_size: int) -> LLM:
     """Load the model into vLLM: on a GPU in the precision its weights are stored in, on a CPU in float32.
 
@@ -119,24 +178,15 @@ def start_engine(model: Path, longest: int, *, tensor_parallel_size: int) -> LLM
         model: Hugging Face folder.
         longest: tokens of the longest prompt and of a response together.
         tensor_parallel_size: GPUs that share the model.
-
-    Raises:
-        ValueError: the model has fewer positions than ``longest``.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model).get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and longest > positions:
-        raise ValueError(
-            f"{model} has {positions} positions, but the longest prompt and a response may need {longest}: lower "
-            f"--max-tokens by {longest - positions}"
-        )
     # Its warnings are about the choices made here, and would break the progress bar.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Left to itself, vLLM would convert float32 weights to 16 bits.
     options: dict[str, Any] = {"dtype": str(config.dtype or "auto").removeprefix("torch.")}
-    if "cpu" in engine_version():
+    if runs_on_cpu():
         from grail_advantage.verl_ext.cpu import environment
 
         environment.apply_defaults()
@@ -173,11 +223,17 @@ def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
         max_tokens=sampling.max_tokens,
         seed=seed,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        detokenize=False,  # vLLM loads the tokenizer its own way; see decode_response
     )
 
 
-def generate(llm: LLM, requests: Iterable[Request], sampling: Sampling) -> Iterator[tuple[str, Generation]]:
-    """Sample all problems in one go and yield each one, with its benchmark's name, as soon as its samples are there.
+def decode_response(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of a response, without special tokens, by the tokenizer that encoded the prompts."""
+    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def generate(llm: LLM, requests: Iterable[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Answer]]]:
+    """Sample all problems in one go and yield each one, with its samples in order, as soon as they are there.
 
     ``LLM.generate`` would return only when the last of them has ended.
 
@@ -186,7 +242,7 @@ def generate(llm: LLM, requests: Iterable[Request], sampling: Sampling) -> Itera
     """
     engine = llm.llm_engine
     where: dict[str, tuple[Request, int]] = {}
-    collected: dict[tuple[str, int], dict[int, Sample]] = {}
+    collected: dict[tuple[str, int], dict[int, Answer]] = {}
     for request in requests:
         collected[request.benchmark, request.index] = {}
         for sample in range(sampling.samples):
@@ -203,13 +259,7 @@ def generate(llm: LLM, requests: Iterable[Request], sampling: Sampling) -> Itera
             answer = output.outputs[0]
             if answer.finish_reason not in ("stop", "length"):
                 raise RuntimeError(f"vLLM ended sample {output.request_id} with {answer.finish_reason!r}")
-            samples = collected[request.benchmark, request.index]
-            samples[number] = Sample(
-                seed=sample_seed(sampling.seed, request.benchmark, request.index, number),
-                tokens=len(answer.token_ids),
-                finish_reason=answer.finish_reason,
-                text=answer.text,
-            )
-            if len(samples) == sampling.samples:
-                ordered = tuple(samples[key] for key in sorted(samples))
-                yield request.benchmark, Generation(request.index, ordered)
+            answers = collected[request.benchmark, request.index]
+            answers[number] = Answer(list(answer.token_ids), answer.finish_reason)
+            if len(answers) == sampling.samples:
+                yield request, [answers[key] for key in sorted(answers)]

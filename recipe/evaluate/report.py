@@ -28,7 +28,7 @@ def summarise(
     """Everything that ``results.json`` holds.
 
     Args:
-        run: what says how the run was made: model, sampling, engine.
+        run: what says how the run was made: model, template, sampling, engine.
         benchmarks: in the order of the report.
         scores: of every problem, by benchmark.
 
@@ -83,8 +83,8 @@ def describe_run(run: Mapping[str, Any]) -> str:
     sampling = run["sampling"]
     return (
         f"{sampling['samples']} samples a problem, temperature {sampling['temperature']:g}, top_p {sampling['top_p']:g}, "
-        f"top_k {sampling['top_k']}, at most {sampling['max_tokens']} tokens, enable_thinking=False, seed {sampling['seed']}; "
-        f"{run['engine']}."
+        f"top_k {sampling['top_k']}, at most {sampling['max_tokens']} tokens, seed {sampling['seed']}; chat template "
+        f"{run['template']['chat_template']}, enable_thinking={run['template']['enable_thinking']}; {run['engine']}."
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
 import random
 import shutil
@@ -31,15 +32,26 @@ from recipe.data.convert import SCHEMA
 from recipe.data.prepare import main as prepare_data
 from recipe.data.prompts import user_messages
 from recipe.data.specs import BENCHMARKS, PUBLISHED_BENCHMARKS
-from recipe.evaluate import compare, report
+from recipe.evaluate import compare, generation, report
 from recipe.evaluate.__main__ import evaluate, main
 from recipe.evaluate.bootstrap import RESAMPLES, interval, over_benchmarks, resample_counts, resampled_means
 from recipe.evaluate.checkpoint import fingerprint, resolve_model
-from recipe.evaluate.generation import Sampling, encode_prompts, load_tokenizer, sample_seed, sampling_params
+from recipe.evaluate.generation import (
+    Request,
+    Sampling,
+    decode_response,
+    encode_prompts,
+    load_tokenizer,
+    prompt_template,
+    sample_seed,
+    sampling_params,
+)
 from recipe.evaluate.problems import Benchmark, Problem, benchmark_names, load_benchmarks
 from recipe.evaluate.scores import judge, metric_table, read_scores, scores_path, write_scores
 from recipe.evaluate.store import Generation, GenerationFile, Sample, check_settings, generation_path
+from recipe.evaluate.workers import engine_devices, sample, share_out
 from recipe.tiny.model import build_model, build_tokenizer
+from tests.core.tiny_models import char_tokenizer, encode
 from tests.real_tokenizers import qwen_tokenizer
 from tests.recipe.test_chat_templates import QWEN3
 
@@ -59,6 +71,7 @@ HAND_CASE = {
         ([False, False, False], [100, 100, 100], [0, 2], [0, 1, 2]),
     ],
 }
+TEMPLATE = {"chat_template": "1" * 16, "enable_thinking": False, "prompt": "Q: {problem} A:"}
 Row = tuple[list[bool], list[int], list[int], list[int]]
 
 
@@ -79,7 +92,9 @@ def make_generation(index: int, row: Row) -> Generation:
     return Generation(index, tuple(samples))
 
 
-def make_run(folder: Path, rows: dict[str, list[Row]], **sampling: Any) -> dict[str, Any]:
+def make_run(
+    folder: Path, rows: dict[str, list[Row]], template: dict[str, Any] | None = None, **sampling: Any
+) -> dict[str, Any]:
     """Judge hand-made responses with the real judge and write what a finished evaluation writes."""
     benchmarks = [make_benchmark(name, len(problems)) for name, problems in rows.items()]
     scores = {}
@@ -90,6 +105,7 @@ def make_run(folder: Path, rows: dict[str, list[Row]], **sampling: Any) -> dict[
     run = {
         "model": f"models/{folder.name}",
         "model_hash": "0" * 16,
+        "template": TEMPLATE | (template or {}),
         "sampling": dataclasses.asdict(Sampling(**sampling)),
         "engine": "vllm 0.0",
     }
@@ -307,6 +323,25 @@ def test_comparison_refused(tmp_path: Path, rows: dict[str, list[Row]], sampling
     make_run(tmp_path / "a", HAND_CASE)
     make_run(tmp_path / "b", rows, **sampling)
     with pytest.raises(ValueError, match=f"cannot be compared: {named}; evaluate both with the same"):
+        compare.compare(*(compare.FinishedRun.load(tmp_path / name) for name in ("a", "b")))
+
+
+def test_comparison_of_different_templates_is_refused(tmp_path: Path) -> None:
+    """Every key that differs is named; a result without a record of its template might have any."""
+    make_run(tmp_path / "a", HAND_CASE)
+    make_run(tmp_path / "b", HAND_CASE, {"chat_template": "2" * 16, "enable_thinking": True})
+    with pytest.raises(
+        ValueError,
+        match=r"cannot be compared: template\.chat_template is '1{16}' and '2{16}'; template\.enable_thinking is False and",
+    ):
+        compare.compare(*(compare.FinishedRun.load(tmp_path / name) for name in ("a", "b")))
+    path = tmp_path / "b/results.json"
+    results = json.loads(path.read_text())
+    del results["run"]["template"]
+    path.write_text(json.dumps(results))
+    with pytest.raises(
+        ValueError, match=r"cannot be compared: .*/b has no record of its prompt template \(run its eval"
+    ):
         compare.compare(*(compare.FinishedRun.load(tmp_path / name) for name in ("a", "b")))
 
 
@@ -562,7 +597,9 @@ def load_weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_model_folders(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     assert resolve_model(model) == model
-    with pytest.raises(ValueError, match=r"missing is not a folder; .* hf download"):
+    with pytest.raises(
+        ValueError, match=r"missing is not a folder, and not ORG/NAME\[@REVISION\] of the Hugging Face hub"
+    ):
         resolve_model(tmp_path / "missing")
     with pytest.raises(ValueError, match=r"neither a Hugging Face model .* nor a verl checkpoint"):
         resolve_model(tmp_path)
@@ -570,6 +607,37 @@ def test_model_folders(tmp_path: Path) -> None:
         for step in (5, 10):
             (tmp_path / f"run/global_step_{step}").mkdir(parents=True)
         resolve_model(tmp_path / "run")
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the Hugging Face hub that holds ``lab/tiny`` at one commit, without a connection; returns its folder."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repository, commit = tmp_path / "hub/models--lab--tiny", "0123456789" * 4
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    return save_tiny_model(repository / "snapshots" / commit)
+
+
+def test_models_of_the_hub(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model("lab/tiny") == hub
+    assert resolve_model(f"lab/tiny@{hub.name}") == hub
+    with pytest.raises(
+        ValueError, match=r"--model lab/other is no folder here, and the Hugging Face hub does not give it"
+    ):
+        resolve_model("lab/other")
+    with pytest.raises(ValueError, match=r"--model lab/tiny@v2 is no folder here, .* hf download ORG/NAME --local-dir"):
+        resolve_model("lab/tiny@v2")
+    (hub / "model.safetensors").rename(hub / "model.gguf")
+    with pytest.raises(ValueError, match=r"lab/tiny of the Hugging Face hub has no config\.json with"):
+        resolve_model("lab/tiny")
+    # A folder of that name goes first.
+    monkeypatch.chdir(tmp_path)
+    own = save_tiny_model(Path("lab/tiny"))
+    assert resolve_model("lab/tiny") == own
 
 
 def test_checkpoint_parts(tmp_path: Path) -> None:
@@ -623,6 +691,36 @@ def test_prompts(tmp_path: Path) -> None:
         qwen.chat_template = before
 
 
+def test_prompt_template_is_recorded(tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(tmp_path)
+    benchmarks = [make_benchmark("amc23", 2), make_benchmark("aime24", 1)]
+    first = prompt_template(load_tokenizer(tmp_path, None), benchmarks)
+    suffix = " Please reason step by step, and put your final answer within " + chr(92) + "boxed{}."
+    assert first["prompt"] == f"<|im_start|>user\n{{problem}}{suffix}<|im_end|>\n<|im_start|>assistant\n"
+    assert (first["instruction"], first["system_prompt"], first["enable_thinking"]) == (suffix, None, False)
+    other = prompt_template(load_tokenizer(tmp_path, "Q: {{ messages[0].content }}"), benchmarks)
+    assert {key for key in first if first[key] != other[key]} == {"chat_template", "prompt"}
+
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1?"}]
+    plain = Benchmark("amc23", (Problem(0, "", asked, "1"),))
+    found = prompt_template(load_tokenizer(tmp_path, None), [plain])
+    assert (found["instruction"], found["system_prompt"]) == (None, "Be brief.")
+    assert "Be brief." in found["prompt"] and "{problem}<|im_end|>" in found["prompt"]
+
+
+def test_text_survives_a_tokenizer_that_transformers_breaks(tmp_path: Path) -> None:
+    """A byte-level vocabulary under the class of R1-Distill-Llama's: prompts are read and responses written as they are."""
+    char_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
+    path.write_text(json.dumps(settings | {"chat_template": "{{ messages[0].content }}"}))
+    tokenizer = load_tokenizer(tmp_path, None)
+    [prompt] = encode_prompts(tokenizer, make_benchmark("amc23", 1))
+    assert decode_response(tokenizer, prompt) == user_messages("What is 1?")[0]["content"]
+    answer = r"So x = 2 and \boxed{x = 2}"
+    assert decode_response(tokenizer, encode(answer + "<end>")) == answer
+
+
 def test_base_model_needs_a_template(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
@@ -647,6 +745,7 @@ def test_base_model_needs_a_template(tmp_path: Path) -> None:
         (["--model", "m", "--output-dir", "out", "--benchmarks", "amc23"], "--model m is not a folder"),
         (["--model", "m", "--output-dir", "out", "--top-p", "2"], "--top-p 2.0 must be above 0"),
         (["--model", "m", "--output-dir", "out", "--tensor-parallel-size", "0"], "--tensor-parallel-size 0 must be"),
+        (["--model", "m", "--output-dir", "out", "--workers", "0"], "--workers 0 must be at least 1"),
         (
             ["--model", "m", "--output-dir", "out", "--benchmarks", "amc23", "--chat-template", "x"],
             "no chat template 'x'",
@@ -675,6 +774,143 @@ def test_too_few_positions(tmp_path: Path) -> None:
     message = f"has 512 positions, .* may need {longest + 500}: lower --max-tokens by {longest + 500 - 512}"
     with pytest.raises(ValueError, match=message):
         evaluate(model, [benchmark], tmp_path / "out", Sampling(max_tokens=500))
+
+
+# --- engines beside each other ---
+
+
+def test_problems_are_shared_out() -> None:
+    requests = [Request(name, index, []) for name in ("aime24", "amc23") for index in range(4)]
+    shares = share_out(requests, 3)
+    assert sorted((len(share) for share in shares), reverse=True) == [3, 3, 2]
+    assert sorted((each.benchmark, each.index) for share in shares for each in share) == [
+        (each.benchmark, each.index) for each in requests
+    ]
+    assert all({each.benchmark for each in share} == {"aime24", "amc23"} for share in shares)
+    assert share_out(requests[:2], 8) == [[requests[0]], [requests[1]]]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "named", "workers", "tensor_parallel_size", "expected"),
+    [
+        (4, None, None, 1, ["0", "1", "2", "3"]),
+        (4, None, None, 2, ["0,1", "2,3"]),
+        (3, None, None, 2, ["0,1"]),
+        (4, None, 2, 1, ["0", "1"]),
+        (2, "5, GPU-8a3", None, 1, ["5", "GPU-8a3"]),
+        (2, "5,7", None, 2, ["5,7"]),
+        (2, None, 3, 1, "--workers 3 x --tensor-parallel-size 1 needs 3 GPUs, in sight are 2"),
+        (2, None, None, 4, "--workers 1 x --tensor-parallel-size 4 needs 4 GPUs, in sight are 2"),
+        (0, None, None, 1, "--workers 1 x --tensor-parallel-size 1 needs 1 GPUs, in sight are 0"),
+    ],
+)
+def test_every_engine_has_gpus_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    named: str | None,
+    workers: int | None,
+    tensor_parallel_size: int,
+    expected: list[str] | str,
+) -> None:
+    monkeypatch.setattr(generation, "engine_version", lambda: "vllm 0.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if named is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            engine_devices(workers, tensor_parallel_size)
+    else:
+        assert engine_devices(workers, tensor_parallel_size) == expected
+    monkeypatch.setattr(generation, "engine_version", lambda: "vllm 0.0+cpu")
+    assert engine_devices(workers, tensor_parallel_size) == [None] * (workers or 1)
+
+
+class _ReadsItsDevices:
+    """Ends the process that it is sent to, with the number in CUDA_VISIBLE_DEVICES as exit status."""
+
+    def __reduce__(self) -> tuple[Any, tuple]:
+        return exec, ("import os; os._exit(int(os.environ['CUDA_VISIBLE_DEVICES']))",)
+
+
+def test_an_engine_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dies while it reads its arguments; its status shows which GPU it was given."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    model: Any = _ReadsItsDevices()
+    with pytest.raises(RuntimeError, match=r"engine 0 on GPU 7 ended with status 7; .*the same command goes on"):
+        list(sample(model, [Request("amc23", 0, [1])], Sampling(), 10, devices=["7"]))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_stops_the_others(tmp_path: Path) -> None:
+    requests = [Request("amc23", index, [1]) for index in range(2)]
+    with pytest.raises(RuntimeError, match=r"engine [01] failed: (OSError|ValueError): .*nothing"):
+        list(sample(tmp_path / "nothing", requests, Sampling(), 10, devices=[None, None]))
+    assert not multiprocessing.active_children()
+
+
+# --- the interpreter ---
+
+
+def find_python(
+    tmp_path: Path, *, gpus: int, has_verl: bool = True, torch_version: str = "2.11.0", **knobs: str
+) -> subprocess.CompletedProcess[str]:
+    """``scripts/find_python.sh`` on a made-up machine, whose python3 has the given packages; prints what it chose."""
+    tools, root, site = tmp_path / "bin", tmp_path / "project", tmp_path / "site"
+    for folder in (tools, root / "scripts", site / f"torch-{torch_version}.dist-info"):
+        folder.mkdir(parents=True)
+    (site / f"torch-{torch_version}.dist-info/METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: torch\nVersion: {torch_version}\n"
+    )
+    if has_verl:
+        (site / "verl").mkdir()
+        (site / "verl/__init__.py").write_text("")
+    scripts = {
+        tools / "python3": f'#!/bin/bash\nPYTHONPATH={site} exec {sys.executable} -S -c "$2"\n',
+        root / "scripts/setup_cpu.sh": "echo set up\n",
+    }
+    if gpus:
+        scripts[tools / "nvidia-smi"] = "#!/bin/bash\n" + "echo 'GPU 0: NVIDIA H200 (UUID: GPU-0)'\n" * gpus
+    for path, text in scripts.items():
+        path.write_text(text)
+        path.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
+    command = (
+        f"set -euo pipefail; source {PROJECT_ROOT}/scripts/find_python.sh; find_python {root} evaluate; echo $python"
+    )
+    return subprocess.run(
+        ["bash", "-c", command],
+        env={**environment, "PATH": f"{tools}:/usr/bin:/bin", **knobs},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_interpreter_that_has_verl_is_used(tmp_path: Path) -> None:
+    for number, machine in enumerate(({"gpus": 2}, {"gpus": 0}, {"gpus": 0, "torch_version": "2.11.0+cpu"})):
+        found = find_python(tmp_path / str(number), **machine)
+        assert (found.returncode, found.stdout) == (0, "python3\n"), found.stderr
+
+
+def test_named_interpreter_is_used(tmp_path: Path) -> None:
+    found = find_python(tmp_path / "a", gpus=2, has_verl=False, PYTHON=sys.executable)
+    assert (found.returncode, found.stdout) == (0, f"{sys.executable}\n")
+    found = find_python(tmp_path / "b", gpus=0, PYTHON="/no/python")
+    assert found.returncode == 1
+    assert "PYTHON=/no/python is not a command" in found.stderr
+
+
+def test_cpu_environment_is_for_machines_without_gpus(tmp_path: Path) -> None:
+    found = find_python(tmp_path / "a", gpus=0, has_verl=False)
+    assert (found.returncode, found.stdout) == (0, f"set up\n{tmp_path}/a/project/.venv/bin/python\n")
+    for number, packages in enumerate(({"has_verl": False}, {"torch_version": "2.11.0+cpu"})):
+        found = find_python(tmp_path / str(number), gpus=2, **packages)
+        assert (found.returncode, found.stdout) == (1, "")
+        assert "this machine has GPUs (2)" in found.stderr
+        assert "Set PYTHON to an interpreter that has (bash scripts/setup_gpu.sh makes one)" in found.stderr
 
 
 # --- with vLLM ---
@@ -744,6 +980,27 @@ def test_amc23_for_real(real_run: RealRun) -> None:
     assert 0 < figures["tokens"]["low"] < figures["tokens"]["value"] < figures["tokens"]["high"] < MAX_TOKENS
     assert (real_run.output_dir / "results.md").read_text() in real_run.shown
     assert (real_run.output_dir / "results.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_two_engines_give_what_one_gives(real_run: RealRun, tmp_path: Path) -> None:
+    """Bit for bit, for a model this small in float32; also where one engine began and two go on."""
+    output_dir = tmp_path / "out"
+    path = generation_path(output_dir, "amc23")
+    path.parent.mkdir(parents=True)
+    whole = generation_path(real_run.output_dir, "amc23").read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole[:31]))  # ten problems are left
+    finished = subprocess.run(
+        command(*real_run.arguments, "--workers", "2", "--output-dir", output_dir),
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "into 2 vLLM engines" in finished.stderr
+    assert path.read_bytes() == b"".join(whole)
+    assert (output_dir / "results.json").read_bytes() == (real_run.output_dir / "results.json").read_bytes()
 
 
 @pytest.mark.slow
