@@ -1,31 +1,39 @@
-# Training with NVIDIA GPUs, with the versions of requirements.txt.
+# Training with NVIDIA GPUs, with the versions of requirements.lock. Needs no GPU to be built.
 #
 #   docker build -t grail .
-#   docker run --rm -it --gpus all --ipc=host --ulimit memlock=-1 --network=host \
+#   docker run --rm -it --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 --network=host \
 #       -v "$PWD/data:/workspace/grail/data" -v "$PWD/outputs:/workspace/grail/outputs" \
 #       -v "$HOME/.cache/huggingface:/root/.cache/huggingface" \
 #       grail bash examples/run_qwen3_grail.sh
 #
-# CUDA 13.0 is what torch 2.11.0 on PyPI is built for; "devel" because flash-attn is compiled with nvcc. Without Docker, the
-# same packages of the distribution and scripts/setup_gpu.sh in a virtual environment give the same.
+# With InfiniBand also --device=/dev/infiniband --cap-add=IPC_LOCK (docs/multi_node.md). Keys are handed over when it runs, as in
+# -e WANDB_API_KEY, and are in no layer.
+#
+# CUDA 13.0 is what torch 2.11.0 on PyPI is built for; "devel" for nvcc, with which flash-attn is compiled where verl's wheel
+# cannot be had. Without Docker, the same packages of the distribution and scripts/setup_gpu.sh in a virtual environment give the
+# same.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
+# libibverbs1, its providers (the network cards' own parts) and librdmacm1 are what NCCL loads for InfiniBand and RoCE, and
+# libnuma1 for the placement of its threads; without them it falls back to TCP. ibverbs-utils has ibv_devinfo, to see the cards.
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        build-essential git python3.12 python3.12-dev python3.12-venv \
+        build-essential ca-certificates git python3.12 python3.12-dev python3.12-venv \
+        ibverbs-providers ibverbs-utils libibverbs1 libnuma1 librdmacm1 numactl \
     && rm -rf /var/lib/apt/lists/*
 
 RUN python3.12 -m venv /opt/venv
-ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1
+ENV PATH=/opt/venv/bin:$PATH CUDA_HOME=/usr/local/cuda PIP_NO_CACHE_DIR=1
 
-# Compilers at once; each takes several GB of memory.
-ARG MAX_JOBS=8
+# For flash-attn where it is compiled: compilers at once (by memory and cores, if empty) and GPUs, as in "90" (all, if empty).
+ARG MAX_JOBS=
+ARG FLASH_ATTN_CUDA_ARCHS=
 
 # The long part first, so that a change of the project's code does not repeat it.
 WORKDIR /workspace/grail
-COPY requirements.txt ./
+COPY requirements.txt requirements.lock ./
 COPY scripts/setup_gpu.sh scripts/
-RUN MAX_JOBS=$MAX_JOBS bash scripts/setup_gpu.sh --requirements-only
+RUN ANY_MACHINE=1 bash scripts/setup_gpu.sh --requirements-only
 
 COPY . .
-RUN bash scripts/setup_gpu.sh
+RUN ANY_MACHINE=1 bash scripts/setup_gpu.sh
