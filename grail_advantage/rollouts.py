@@ -81,7 +81,7 @@ class PassRow:
     group: int
     """Rows with the same number answer the same prompt; -1: a copy that fills up a rank, whose scores nobody reads."""
     place: int
-    """The row's place in its batch, for whatever has to differ from row to row."""
+    """The row's place in its batch."""
     example: Example | None = None
     """Only for signals that read ``EXAMPLES``, and only until :meth:`Signal.prepare_row`."""
 

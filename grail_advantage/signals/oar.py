@@ -73,7 +73,7 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
         why="without noise every score is 0",
     )
 
-    noise_seed: int = option(0, "OAR-G: seed of the noise; at least 0", at_least=0)
+    noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the row's tokens; at least 0", at_least=0)
 
     max_perturbations: int | None = option(
         None,

@@ -22,17 +22,19 @@ from grail_advantage.signals.oar_probe import divergence, read_probe
 from grail_advantage.signals.saliency import align_scores
 
 
-def noise_seed(seed: int, step: int, row: int) -> int:
-    """Seed of one row's noise: the first eight bytes of the SHA-256 of ``"seed/step/row"``, little-endian.
+def noise_seed(seed: int, step: int, tokens: Sequence[int]) -> int:
+    """Seed of one row's noise: the first eight bytes of the SHA-256 of ``"seed/step/token,token,..."``, little-endian.
 
-    It depends on nothing else, so that a row's noise is the same on any rank, in any micro-batch and with any padding.
+    It depends on nothing else, so that a row's noise is the same on any rank, in any micro-batch, in any order of the rows and
+    with any padding. Rows that say the same share it, as they share everything else that their scores depend on.
 
     Args:
         seed: the run's seed.
         step: training step.
-        row: the row's place in the batch.
+        tokens: the ids of the row's prompt and of its response up to the end of the answer.
     """
-    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{row}".encode()).digest()[:8], "little")
+    content = ",".join(map(str, tokens))
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{content}".encode()).digest()[:8], "little")
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def sensitivity(
 
 @dataclass(frozen=True)
 class Noise:
-    """What the noise of a pass depends on besides the row's place."""
+    """What the noise of a pass depends on besides the rows' tokens."""
 
     std: float
     seed: int
@@ -145,9 +147,8 @@ def gradient_scores(
     for index, (row, (_, stop)) in enumerate(rows):
         first, length = noisy_positions(variant, row.response_start, row.span.start, row.response_length)
         kept = max(0, min(length, stop - first))
-        stretches.append(
-            NoisyStretch(*micro.at(index, first), length, kept, noise_seed(noise.seed, noise.step, row.place))
-        )
+        read = row.tokens_S[: row.response_start + row.span.end].tolist()
+        stretches.append(NoisyStretch(*micro.at(index, first), length, kept, noise_seed(noise.seed, noise.step, read)))
 
     with torch.no_grad():
         clean = read_probe(micro.logits(probes), tokens_K, counts, probe)

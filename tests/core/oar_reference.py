@@ -67,14 +67,13 @@ class PlainOar:
             return clean - other
         return (clean * (clean.log() - other.log())).sum()
 
-    def gradient_scores(
-        self, ids: list[int], start: int, span: Span, row: int, options: dict, step: int = 0
-    ) -> list[float]:
+    def gradient_scores(self, ids: list[int], start: int, span: Span, options: dict, step: int = 0) -> list[float]:
         """Scores of the response tokens, NaN where there is none."""
         port = options["variant"] == "grail_port"
         length = len(ids) - start
         noisy = range(start - 1, len(ids) - 1) if port else range(start, start + span[0])
-        digest = hashlib.sha256(f"{options['noise_seed']}/{step}/{row}".encode()).digest()
+        content = str(ids[: start + span[3]]).strip("[]").replace(" ", "")
+        digest = hashlib.sha256(f"{options['noise_seed']}/{step}/{content}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         clean = self.embed(ids)
         noise = torch.randn((len(noisy), clean.shape[1]), generator=generator).double()
@@ -115,11 +114,11 @@ class PlainOar:
             scores[t] = exact[left] + share * (exact[right] - exact[left])
         return scores
 
-    def scores(self, method: str, ids: list[int], start: int, span: Span, row: int, options: dict) -> list[float]:
-        key = (method, tuple(ids), start, row, *sorted((name, str(value)) for name, value in options.items()))
+    def scores(self, method: str, ids: list[int], start: int, span: Span, options: dict) -> list[float]:
+        key = (method, tuple(ids), start, *sorted((name, str(value)) for name, value in options.items()))
         if key not in self.known:
             if method == "gradient":
-                self.known[key] = self.gradient_scores(ids, start, span, row, options)
+                self.known[key] = self.gradient_scores(ids, start, span, options)
             else:
                 self.known[key] = self.perturbation_scores(ids, start, span, options)
         return self.known[key]
@@ -195,11 +194,11 @@ def oar_weights(
     options = {**DEFAULTS, **options}
     assert set(options) == set(DEFAULTS)
     results = []
-    for index, (prompt, response, advantage) in enumerate(rows):
+    for prompt, response, advantage in rows:
         span = last_span(response, characters)
         scores = [math.nan] * len(response)
         if span is not None:
             read: Callable = model.scores
-            scores = read(method, prompt + response, len(prompt), span, index, options)
+            scores = read(method, prompt + response, len(prompt), span, options)
         results.append((row_weights(method, scores, span, advantage, options), scores))
     return results

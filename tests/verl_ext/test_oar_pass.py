@@ -10,7 +10,6 @@ import torch
 
 from grail_advantage import OarConfig, TokenWeights, compute_token_weights, find_answer_span
 from grail_advantage.rollouts import PassRow
-from grail_advantage.signals import oar_gradient
 from tests.core.tiny_models import PAD_ID, ROLLOUTS, Rollout, char_tokenizer, encode, make_batch
 from tests.verl_ext import oar_pass_ranks as ranks
 from tests.verl_ext.rank_group import of_all_ranks, start_ranks
@@ -85,7 +84,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 def _tolerance(config: OarConfig) -> float:
     """The gradient of a divergence so small keeps three to four digits of float32's seven, and so does a sum that cancels."""
-    return 2e-3 if config.method == "gradient" else 2e-4
+    return 5e-3 if config.method == "gradient" else 2e-4
 
 
 def _assert_scores_agree(scores_T: torch.Tensor, expected_T: torch.Tensor, config: OarConfig) -> None:
@@ -131,20 +130,17 @@ def test_gradient_norms_are_those_of_the_positions_from_the_first_predictor_on(m
             assert norm_P[-1] == 0  # nothing predicts from the last answer token
 
 
-def test_noise_is_that_of_the_step_and_the_place(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    own_seed = oar_gradient.noise_seed
+def test_noise_is_that_of_the_step_and_the_rows_tokens(measured: Measured) -> None:
+    """In the ranks' order of the rows and in the opposite one of a single process."""
     for name, step in (("first", 1), ("again", 1), ("second", 2)):
-        monkeypatch.setattr(
-            "grail_advantage.signals.oar_gradient.noise_seed",
-            lambda seed, _, place, step=step: own_seed(seed, step, place),
+        batch = make_batch(BATCH[::-1], padding="right")
+        found = compute_token_weights(
+            measured.models["qwen3"], char_tokenizer(), *batch.tensors(), OarConfig(), step=step
         )
-        batch = make_batch(BATCH, padding="right")
-        expected = compute_token_weights(
-            measured.models["qwen3"], char_tokenizer(), *batch.tensors(), OarConfig()
-        ).scores
+        expected = [scores[mask.bool()] for scores, mask in zip(found.scores, batch.response_mask, strict=True)][::-1]
         for share, result in zip(SHARES, measured.of("steps", "fsdp2"), strict=True):
             for place, scores_T in zip(share, result[name]["scores"], strict=True):
-                _assert_scores_agree(scores_T, expected[place, batch.response_mask[place].bool()], OarConfig())
+                _assert_scores_agree(scores_T, expected[place], OarConfig())
     for result in measured.of("steps", "fsdp2"):
         assert all(map(torch.equal, result["first"]["scores"], result["again"]["scores"]))
         assert not any(map(torch.allclose, result["first"]["scores"], result["second"]["scores"]))
@@ -195,17 +191,11 @@ def test_autocast_of_the_training_step_is_used(measured: Measured, setup: str) -
 
 
 @pytest.mark.parametrize("name", ["gradient", "perturbation"])
-def test_trainer_puts_every_row_back_in_its_place(
-    measured: Measured, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trainer_puts_every_row_back_in_its_place(measured: Measured, name: str) -> None:
     """From a batch to scores through the trainer's and the worker's own code, with a row that fills up a rank."""
     config = ranks.EXPERIMENTS["trainer"][name]
-    own_seed = oar_gradient.noise_seed
-    monkeypatch.setattr(
-        "grail_advantage.signals.oar_gradient.noise_seed", lambda seed, _, place: own_seed(seed, 5, place)
-    )
     batch = make_batch(TRAINER_BATCH, padding="right")
-    expected = compute_token_weights(measured.models["qwen3"], char_tokenizer(), *batch.tensors(), config)
+    expected = compute_token_weights(measured.models["qwen3"], char_tokenizer(), *batch.tensors(), config, step=5)
     # The whole response has scores with GRAIL's port, so that a box at its start needs some too.
     selected = torch.tensor([span is not None and (span.start > 0 or name == "gradient") for span in expected.spans])
     selected &= batch.advantages != 0
