@@ -33,10 +33,11 @@ import torch
 import yaml
 from datasets import Dataset
 from tqdm import tqdm
-from transformers import AutoTokenizer, ProgressCallback, TrainerCallback
+from transformers import ProgressCallback, TrainerCallback
 from trl import GRPOConfig
 
 from grail_advantage.registry import methods
+from grail_advantage.tokenizers import load_tokenizer
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from recipe import run_report
 from recipe.reward import compute_score
@@ -103,7 +104,7 @@ def build_trainer(
         report_to="tensorboard",
     )
     os.environ["TENSORBOARD_LOGGING_DIR"] = str(run_dir / "tensorboard")
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    tokenizer = load_tokenizer(model, padding_side="left")
     trainer = TokenWeightGRPOTrainer(
         model,
         reward,

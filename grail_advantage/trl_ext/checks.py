@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.rollouts import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS
 from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
+from grail_advantage.tokenizers import check_round_trip
 
 OLDEST_TRL, FIRST_UNKNOWN_TRL = "1.15", "1.17"
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
@@ -72,6 +73,7 @@ def check_trainer(trainer: GRPOTrainer, signal: Signal) -> None:
     _check_config(trainer.args, signal)
     if trainer.is_fsdp_enabled:
         _refuse(signal, "fsdp", trainer.args.fsdp, "it is not tested yet; use DDP or DeepSpeed ZeRO-2")
+    check_round_trip(trainer.processing_class, "processing_class")
     signal.check_tokenizer(trainer.processing_class)
     local_rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     if signal.whole_groups and trainer.accelerator.num_processes > 1 and local_rows % trainer.num_generations:

@@ -14,7 +14,7 @@ from verl.trainer.ppo.core_algos import (
 )
 
 from grail_advantage.registry import methods
-from grail_advantage.verl_ext import stock_entry
+from grail_advantage.verl_ext import stock_entry, tokenizers
 from grail_advantage.verl_ext.estimators import weighted_estimator
 
 
@@ -27,6 +27,7 @@ def register_estimators() -> None:
 
 register_estimators()
 stock_entry.install()
+tokenizers.install()
 if os.environ.get("VERL_PLATFORM") == "cpu":
     from grail_advantage.verl_ext import cpu
 

@@ -1,0 +1,98 @@
+"""Tokenizers are loaded as their checkpoints mean them, and one that loses text is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from grail_advantage.tokenizers import PROBES, check_round_trip, load_tokenizer, lost_text
+from recipe.tiny.model import build_tokenizer
+from tests.broken_tokenizer import save_under_class
+from tests.core import tiny_models
+from tests.real_tokenizers import char_tokenizer, llama3_tokenizer, qwen_tokenizer, sentencepiece_tokenizer
+
+TEXTS = ("a b\nc", r"\boxed{x = 2}", "12 + 30 = 42,\n  so $x^{2} \\le 42$.")
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_under_class(build_tokenizer(), tmp_path_factory.mktemp("broken"), "LlamaTokenizerFast", "llama")
+
+
+def test_what_transformers_makes_of_such_a_checkpoint(broken: Path) -> None:
+    """The defect that this is about. Where this fails, transformers is mended."""
+    damaged, meant = AutoTokenizer.from_pretrained(broken), build_tokenizer()
+    assert damaged.decode(damaged.encode("a b\nc")) == "abc"
+    assert damaged.decode(meant.encode(r"\boxed{x = 2}")) == r"\boxed{xĠ=Ġ2}"
+
+
+def test_is_read_as_it_is_meant(broken: Path) -> None:
+    tokenizer, meant = load_tokenizer(broken), build_tokenizer()
+    for text in TEXTS:
+        assert tokenizer.encode(text) == meant.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer) == len(meant)  # transformers adds a token <unk>
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (meant.eos_token, meant.pad_token)
+
+
+def test_options_and_chat_template_survive(broken: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(broken, padding_side="left")
+    assert tokenizer.padding_side == "left"
+    meant = build_tokenizer()
+    meant.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    loaded = load_tokenizer(save_under_class(meant, tmp_path, "LlamaTokenizerFast", "llama"))
+    assert loaded.apply_chat_template([{"role": "user", "content": "x = 2"}], tokenize=False) == "x = 2\n"
+
+
+def test_does_not_pass_the_damage_on(broken: Path, tmp_path: Path) -> None:
+    load_tokenizer(broken).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((broken / "config.json").read_text())
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert [again.decode(again.encode(text)) for text in TEXTS] == list(TEXTS)
+
+
+def test_damage_that_was_saved_is_refused_with_the_remedy(broken: Path, tmp_path: Path) -> None:
+    AutoTokenizer.from_pretrained(broken).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"turns 'a b\\nc' into 'abc': .*take tokenizer\.json .*tokenizer_path"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_damaged_tokenizer_is_refused(broken: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer of here .*turns 'a b\\nc' into 'abc'"):
+        check_round_trip(AutoTokenizer.from_pretrained(broken), "here")
+
+
+FAMILIES = {
+    "Qwen3": (qwen_tokenizer, "Qwen2Tokenizer", "qwen3"),
+    "OctoThinker": (llama3_tokenizer, "PreTrainedTokenizerFast", "llama"),
+    "R1-Distill-Llama": (llama3_tokenizer, "LlamaTokenizerFast", "llama"),
+    "R1-Distill-Qwen": (qwen_tokenizer, "LlamaTokenizerFast", "qwen2"),
+    "Llama 2": (lambda: sentencepiece_tokenizer("bpe"), "LlamaTokenizerFast", "llama"),
+    "unigram": (lambda: sentencepiece_tokenizer("unigram"), "PreTrainedTokenizerFast", "llama"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path: Path) -> None:
+    """By the vocabularies and rules that the target models have, under the classes of their checkpoints."""
+    build, tokenizer_class, model_type = FAMILIES[family]
+    meant: PreTrainedTokenizerFast = build()
+    loaded = load_tokenizer(save_under_class(meant, tmp_path, tokenizer_class, model_type))
+    for text in (*TEXTS, *PROBES):
+        assert loaded.encode(text, add_special_tokens=False) == meant.encode(text, add_special_tokens=False)
+        assert loaded.decode(loaded.encode(text, add_special_tokens=False)).removeprefix(" ") == text
+
+
+@pytest.mark.parametrize("build", [char_tokenizer, tiny_models.char_tokenizer])
+def test_a_small_vocabulary_is_no_loss(build) -> None:
+    assert lost_text(build()) is None
+
+
+def test_folding_white_space_is_a_loss() -> None:
+    from tokenizers import Regex, normalizers
+
+    tokenizer = build_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
+    assert lost_text(tokenizer) == ("a b\nc", "a b c")
