@@ -1,0 +1,244 @@
+"""Rollouts as small blocks of text that a page unpacks one at a time.
+
+A block is ``b85(deflate(columns))``: token numbers into the page's table of tokens, and one column of each kind of value. A column is
+kept exactly (float32) or rounded to levels that lie evenly over the row's own range; assets/report.js reads it back. Bytes of one
+significance stand together, because like bytes compress.
+
+Shape suffixes: T response tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from grail_advantage.token_dump import DumpRow
+
+EXACT = 32
+PRECISIONS = (EXACT, 12, 8, 7, 6, 5, 4)
+"""Bits a value, the finest first; 32 is float32 as it is."""
+_FROM_PRODUCT = "product"
+
+
+def encode(data: bytes) -> str:
+    """Deflated and as text that may stand in a ``<script>``: base 85 without ``<``, a quarter longer than the bytes."""
+    return base64.b85encode(zlib.compress(data, 9)).decode("ascii").replace("<", "/")
+
+
+def encode_json(value: Any) -> str:
+    """A JSON value; lone surrogates stay as escapes."""
+    return encode(json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii"))
+
+
+@dataclass
+class Vocabulary:
+    """The distinct tokens of a page by number, in the order in which they appear. The same id with another text (part of a
+    character) is another token."""
+
+    numbers: dict[tuple[int, str], int] = field(default_factory=dict)
+    special: dict[int, str] = field(default_factory=dict)
+    """Names of special tokens by id."""
+
+    def __call__(self, token_ids: Sequence[int], texts: Sequence[str]) -> np.ndarray:
+        """Numbers of these tokens, uint32 of their length."""
+        numbers = self.numbers
+        found = (numbers.setdefault(token, len(numbers)) for token in zip(token_ids, texts, strict=True))
+        return np.fromiter(found, dtype=np.uint32, count=len(texts))
+
+    def table(self, order: np.ndarray) -> dict[str, Any]:
+        """What the page needs of each token, in an order of numbers: id, text, and which are special."""
+        tokens = list(self.numbers)
+        ordered = [tokens[number] for number in order.tolist()]
+        special = [place for place, (token, text) in enumerate(ordered) if not text and token in self.special]
+        return {
+            "ids": [token for token, _ in ordered],
+            "texts": [text or self.special.get(token, "") for token, text in ordered],
+            "special": special,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """One rollout's numbers, ready to be packed."""
+
+    numbers_T: np.ndarray
+    mask_T: np.ndarray
+    values: Mapping[str, np.ndarray]
+    """Float32 columns by name; further methods' as ``weight:NAME`` and ``score:NAME``."""
+
+
+def columns_of(row: DumpRow, vocabulary: Vocabulary) -> Columns:
+    """The columns of a row of a dump; what it has not is left out."""
+    values = {
+        "weight": row.weight_T,
+        "score": row.score_T,
+        "base_advantage": row.base_advantage_T,
+        "advantage": row.advantage_T,
+        "surprisal": None if row.old_log_prob_T is None else -row.old_log_prob_T,
+        "entropy": row.entropy_T,
+    }
+    for name, found in row.methods.items():
+        values[f"weight:{name}"] = found.weight_T
+        values[f"score:{name}"] = found.score_T
+    return Columns(
+        vocabulary(row.token_ids_T.tolist(), row.tokens),
+        row.mask_T,
+        {name: value_T for name, value_T in values.items() if value_T is not None and np.isfinite(value_T).any()},
+    )
+
+
+@dataclass
+class Rounding:
+    """How far rounded values are from the true ones, by kind of column; filled in by :func:`pack`."""
+
+    largest: dict[str, float] = field(default_factory=dict)
+
+    def see(self, name: str, true_T: np.ndarray, kept_T: np.ndarray) -> None:
+        """Note a column's largest absolute difference."""
+        name = name.split(":")[0]
+        difference = np.abs(kept_T.astype(np.float64) - true_T)
+        if np.isfinite(difference).any():
+            self.largest[name] = max(self.largest.get(name, 0.0), float(np.nanmax(difference)))
+
+
+def pack(columns: Columns, rank: np.ndarray, bits: int, rounding: Rounding | None = None) -> str:
+    """A rollout's block.
+
+    Args:
+        columns: of the rollout.
+        rank: place in the page's table of tokens, of each number of the vocabulary; frequent tokens first pack best.
+        bits: of ``PRECISIONS``.
+        rounding: is told what the rounding costs.
+    """
+    head: dict[str, Any] = {"n": len(columns.numbers_T)}
+    parts: list[bytes] = []
+    ranks_T = rank[columns.numbers_T]
+    width = 1 if ranks_T.max(initial=0) < 1 << 8 else 2 if ranks_T.max(initial=0) < 1 << 16 else 4
+    head["ids"] = width
+    parts.append(_planes(ranks_T.astype(f"<u{width}")))
+    if columns.mask_T.all():
+        head["mask"] = 0
+    else:
+        head["mask"] = 1
+        parts.append(columns.mask_T.astype(np.uint8).tobytes())
+    head["columns"] = described = {}
+    for name, value_T in columns.values.items():
+        described[name], data = _pack_column(name, value_T, columns, bits, rounding)
+        parts.append(data)
+    start = json.dumps(head, separators=(",", ":")).encode()
+    return encode(len(start).to_bytes(4, "little") + start + b"".join(parts))
+
+
+def _pack_column(
+    name: str, value_T: np.ndarray, columns: Columns, bits: int, rounding: Rounding | None
+) -> tuple[list[Any], bytes]:
+    if name == "advantage" and _is_product(value_T, columns.values, bits):
+        return [_FROM_PRODUCT], b""
+    same = _same_as(name, value_T, columns.values)
+    if same is not None:
+        return ["same", same], b""
+    if (value_T == value_T[0]).all():
+        return ["constant", float(value_T[0])], b""
+    if bits == EXACT:
+        return ["exact"], _planes(value_T.astype("<f4"))
+    codes_T, description, kept_T = _quantise(name, value_T, bits)
+    if rounding is not None:
+        rounding.see(name, value_T, kept_T)
+    return description, _planes(codes_T)
+
+
+def _is_product(value_T: np.ndarray, values: Mapping[str, np.ndarray], bits: int) -> bool:
+    """Whether ``advantage`` is the weight times the base advantage, to the bit where columns are kept exactly."""
+    if "weight" not in values or "base_advantage" not in values:
+        return False
+    product_T = values["weight"] * values["base_advantage"]
+    if bits == EXACT:
+        return np.array_equal(product_T, value_T, equal_nan=True)
+    return np.allclose(product_T, value_T, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+def _same_as(name: str, value_T: np.ndarray, values: Mapping[str, np.ndarray]) -> str | None:
+    """The name of the column before this one that has the same values."""
+    if ":" not in name:
+        return None
+    plain = name.split(":")[0]
+    return plain if plain in values and np.array_equal(values[plain], value_T, equal_nan=True) else None
+
+
+def _quantise(name: str, value_T: np.ndarray, bits: int) -> tuple[np.ndarray, list[Any], np.ndarray]:
+    """Codes of a column, how to read them, and what they read as.
+
+    Code 0 is NaN and code 1 the value that must stay exact (a weight of 1, else 0). The others lie evenly over the row's range:
+    of the logarithm where positive values span more than a factor of 100, of the root for surprisal and entropy.
+    """
+    levels = (1 << bits) - 2
+    special = 1.0 if name.split(":")[0] == "weight" else 0.0
+    finite_T = np.isfinite(value_T)
+    ordinary_T = finite_T & (value_T != special)
+    ordinary = value_T[ordinary_T].astype(np.float64)
+    scale, low, width = "linear", 0.0, 1.0
+    if ordinary.size and ordinary.min() >= 0:
+        if name in ("surprisal", "entropy"):
+            scale = "root"
+        elif ordinary.min() > 0 and ordinary.max() / ordinary.min() > 100:
+            scale = "log"
+    forward, backward = {
+        "linear": (np.asarray, np.asarray),
+        "root": (np.sqrt, np.square),
+        "log": (np.log, np.exp),
+    }[scale]
+    place = forward(ordinary)
+    if ordinary.size:
+        low = float(place.min())
+        width = (float(place.max()) - low) / (levels - 1) or 1.0
+    code = np.rint((place - low) / width)
+    codes_T = np.zeros(len(value_T), dtype="<u1" if bits <= 8 else "<u2")
+    codes_T[finite_T] = 1
+    codes_T[ordinary_T] = code + 2
+    kept_T = np.full(len(value_T), np.nan)
+    kept_T[finite_T] = special
+    kept_T[ordinary_T] = backward(low + code * width)
+    return codes_T, ["levels", codes_T.itemsize, scale, special, low, width], kept_T
+
+
+def _planes(values_T: np.ndarray) -> bytes:
+    """Bytes by significance, the lowest first."""
+    return values_T.view(np.uint8).reshape(len(values_T), values_T.itemsize).T.tobytes()
+
+
+def by_frequency(rollouts: Iterable[Columns], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The vocabulary's numbers from frequent to rare, and the rank of each number."""
+    count = np.zeros(size, dtype=np.int64)
+    for columns in rollouts:
+        count += np.bincount(columns.numbers_T, minlength=size)
+    order = np.argsort(-count, kind="stable")
+    rank = np.empty(size, dtype=np.uint32)
+    rank[order] = np.arange(size, dtype=np.uint32)
+    return order, rank
+
+
+def pack_all(rollouts: Sequence[Columns], rank: np.ndarray, limit: int) -> tuple[list[str], int, Rounding]:
+    """All blocks at the finest precision at which they stay within ``limit`` characters together, else at the coarsest.
+
+    Returns:
+        Blocks, bits a value, and what the rounding costs.
+    """
+    sample = rollouts[:: max(1, len(rollouts) // 32)]
+    share = sum(len(columns.numbers_T) for columns in sample) / max(
+        1, sum(len(columns.numbers_T) for columns in rollouts)
+    )
+    for bits in PRECISIONS:
+        last = bits == PRECISIONS[-1]
+        if not last and sum(len(pack(columns, rank, bits)) for columns in sample) > limit * share * 1.02:
+            continue
+        rounding = Rounding()
+        blocks = [pack(columns, rank, bits, rounding) for columns in rollouts]
+        if last or sum(map(len, blocks)) <= limit:
+            break
+    return blocks, bits, rounding
