@@ -713,9 +713,11 @@ def _float_columns(
             raise ValueError(f"{where}{name} must be a list of numbers")
         _check_length(where + name, len(values), length)
         try:
-            columns[target] = np.array(values, dtype=np.float32).reshape(length)
+            columns[target] = np.array(values, dtype=np.float32)
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{where}{name}: must be numbers or null") from error
+        if columns[target].ndim != 1:  # type: ignore[union-attr]
+            raise ValueError(f"{where}{name}: must be numbers or null")
     return columns
 
 

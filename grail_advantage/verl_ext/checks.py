@@ -24,6 +24,7 @@ from grail_advantage.verl_ext.settings import (
     TRAINER_MODULE,
     check_names,
     check_share_forward,
+    dump_options,
     import_trainer_module,
     signal_of,
 )
@@ -69,6 +70,7 @@ def check_config(config: DictConfig) -> None:
         return
     signal = signal_of(config.algorithm)
     check_share_forward(config, signal)
+    dump_options(config)
     _check_reads(config, signal)
     _check_uses(config, signal)
     _check_layout(config, signal)

@@ -5,13 +5,15 @@
   log-probabilities wherever that cannot change a result, ``true`` does the same and refuses a run in which it cannot, ``false``
   always runs a pass of its own.
 - ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
-- ``algorithm.token_dump.folder``: folder for every token's score, weight and advantage.
+- ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of ``rows`` rows a step, ``every`` so many
+  steps; see docs/token_dump.md.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from grail_advantage.signals.saliency import SaliencySignal
 SHARE_FORWARD = "algorithm.token_weights.share_forward"
 TRAINER_MODULE = "algorithm.token_weights.trainer_module"
 DUMP_FOLDER = "algorithm.token_dump.folder"
+DUMP_EVERY = "algorithm.token_dump.every"
+DUMP_ROWS = "algorithm.token_dump.rows"
 MOVED = {"algorithm.fuse_saliency_pass": SHARE_FORWARD, "algorithm.token_weights_dir": DUMP_FOLDER}
 """Options of 0.1 and what they are called now."""
 
@@ -35,7 +39,7 @@ def algorithm_sections() -> dict[str, Any]:
     default (``None`` where that depends on others), and those of the trainer."""
     sections: dict[str, Any] = {
         "token_weights": {"share_forward": "auto", "trainer_module": None},
-        "token_dump": {"folder": None},
+        "token_dump": {"folder": None, "every": 1, "rows": 64},
         # So that an old name gets to check_names.
         **{old.removeprefix("algorithm."): None for old in MOVED},
     }
@@ -112,9 +116,37 @@ def import_module(name: str | None) -> None:
         raise ValueError(f"{TRAINER_MODULE}={name} failed to import: {type(error).__name__}: {error}") from error
 
 
-def dump_folder(config: DictConfig) -> str | None:
-    """Where the tokens' figures go, if anywhere."""
-    return OmegaConf.select(config, DUMP_FOLDER)
+@dataclass(frozen=True)
+class DumpOptions:
+    """The options of ``algorithm.token_dump``."""
+
+    folder: Path
+    every: int
+    rows: int | None
+    """Rows a step; ``None`` for all."""
+
+
+def dump_options(config: DictConfig) -> DumpOptions | None:
+    """What is to be dumped, if anything.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    section = {**algorithm_sections()["token_dump"], **(OmegaConf.select(config, "algorithm.token_dump") or {})}
+    folder, every, rows = section["folder"], section["every"], section["rows"]
+    if every is None or isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"{DUMP_EVERY}={every!r} must be a whole number of steps, at least 1")
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        raise ValueError(f"{DUMP_ROWS}={rows!r} must be a whole number, at least 1, or null for all rows")
+    if folder is None:
+        return None
+    if not Path(str(folder)).is_absolute():
+        # The trainer runs in a process of its own, wherever that starts.
+        absolute = Path(str(folder)).expanduser().absolute()
+        raise ValueError(
+            f"{DUMP_FOLDER}={folder} must be an absolute path, on the machine of the trainer; use {absolute}"
+        )
+    return DumpOptions(Path(str(folder)), every, rows)
 
 
 def shares_forward(config: DictConfig, signal: Signal) -> bool:

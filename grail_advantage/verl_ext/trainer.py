@@ -20,14 +20,11 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -45,19 +42,20 @@ from verl.utils.fs import copy_to_local
 from verl.utils.model import get_generation_config
 from verl.workers.utils.padding import response_to_nested
 
-from grail_advantage.answer_span import AnswerSpan, find_answer_spans
+from grail_advantage.answer_span import find_answer_spans
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.passes import RowScores
 from grail_advantage.rollouts import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, PassRow, RolloutBatch
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext.requests import build_request, nested
-from grail_advantage.verl_ext.settings import dump_folder, shares_forward, signal_of
+from grail_advantage.verl_ext.settings import dump_options, shares_forward, signal_of
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, TARGET
 from grail_advantage.verl_ext.sharing_out import deal, spread
+from grail_advantage.verl_ext.step_dump import FIELDS, StepDump, StepRows, neutral_reasons, size_estimate
 from grail_advantage.verl_ext.stock_entry import TRAINER_PREFIX
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
-from grail_advantage.weighting import apply_token_weights, batch_weights, put_row, scores_of
+from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights, put_row, scores_of
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +143,15 @@ class TokenWeightTrainer:
                     f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} reads the column {column}, which "
                     f"data.train_files={self.config.data.train_files} lacks; its columns are {', '.join(sorted(known))}"
                 )
+        self._announce_dump()
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's; whatever ends it, what waits to be dumped is written."""
+        try:
+            return super().fit(*args, **kwargs)
+        finally:
+            if self._token_dump is not None:
+                self._token_dump.writer.close()
 
     # ------------------------------------------------------------------------------------------------------- verl's stages
 
@@ -314,7 +321,8 @@ class TokenWeightTrainer:
         figures["shared_forward_rate"] = int(known_B.sum()) / max(1, int(rows.selected_B.sum()))
         metrics.update({f"{self.config.algorithm.adv_estimator}/{name}": value for name, value in figures.items()})
 
-        self._dump(rollouts, selection, of_pass_BT if scores_BT is None else scores_BT, result.weights_BT, weighted_BT)
+        scores_BT = of_pass_BT if scores_BT is None else scores_BT
+        self._dump(batch, rollouts, selection, scores_BT, result, weighted_BT, metrics)
         values = response_to_nested(weighted_BT, nested(rollouts.responses))
         fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
         return _without_saliency_fields(
@@ -407,42 +415,81 @@ class TokenWeightTrainer:
     # --------------------------------------------------------------------------------------------------------------- dump
 
     @cached_property
-    def _dump_folder(self) -> Path | None:
-        folder = dump_folder(self.config)
-        return Path(folder) if folder else None
+    def _token_dump(self) -> StepDump | None:
+        """``None`` where ``algorithm.token_dump.folder`` is not set."""
+        options = dump_options(self.config)
+        if options is None:
+            return None
+        return StepDump(
+            options,
+            self.tokenizer,
+            model=str(self.config.actor_rollout_ref.model.path),
+            temperature=float(self.config.actor_rollout_ref.rollout.temperature),
+            updates=self.parameter_sync_step,
+        )
+
+    def _announce_dump(self) -> None:
+        if self._token_dump is None:
+            return
+        options, rollout = self._token_dump.options, self.config.actor_rollout_ref.rollout
+        rows = self.config.data.train_batch_size * rollout.n
+        said = size_estimate(
+            rows if options.rows is None else min(rows, options.rows),
+            self.config.data.max_response_length,
+            self.total_training_steps // options.every,
+        )
+        print(f"{said}, in {options.folder}", flush=True)
 
     def _dump(
         self,
+        batch: KVBatchMeta,
         rollouts: _Rollouts,
         selection: _Selection,
         scores_BT: torch.Tensor,
-        weights_BT: torch.Tensor,
+        result: BatchWeights,
         weighted_BT: torch.Tensor,
+        metrics: dict,
     ) -> None:
-        """With ``algorithm.token_dump.folder`` set, write every token's score, weight and advantage to ``STEP.jsonl`` there."""
-        if self._dump_folder is None:
+        """Hand the update's rows to the token dump, where there is one. This stops neither here nor in the writer's thread."""
+        dump = self._token_dump
+        if dump is None:
             return
-        path = self._dump_folder / f"{self.global_steps}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a" if self.local_trigger_step else "w", encoding="utf-8") as file:
-            for row, key in enumerate(rollouts.keys):
-                length = len(rollouts.responses[row])
-                span: AnswerSpan | None = selection.batch.spans[row]
-                record = {
-                    "key": key,
-                    "step": self.global_steps,
-                    "prompt_ids": rollouts.prompts[row].tolist(),
-                    "response_ids": rollouts.responses[row].tolist(),
-                    "tokens": self.tokenizer.convert_ids_to_tokens(rollouts.responses[row].tolist()),
-                    "span": [span.start, span.content_start, span.content_end, span.end] if span else None,
-                    "mask": selection.batch.mask_BT[row, :length].int().tolist(),
-                    "truncated": bool(selection.truncated_B[row]),
-                    "base_advantages": selection.base_advantages_BT[row, :length].tolist(),
-                    "scores": [s if math.isfinite(s) else None for s in scores_BT[row, :length].tolist()],
-                    "weights": weights_BT[row, :length].tolist(),
-                    "advantages": weighted_BT[row, :length].tolist(),
-                }
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        seen, update = selection.batch, self.local_trigger_step
+        with marked_timer("token_dump", self.timing_raw, color="purple"):
+            chosen = dump.choose(self.global_steps, update, rollouts.groups, seen.valid_B.tolist())
+            if chosen:
+                fetched = tq.kv_batch_get(
+                    keys=[rollouts.keys[row] for row in chosen],
+                    partition_id=batch.partition_id,
+                    select_fields=list(FIELDS),
+                )
+                neutral = neutral_reasons(
+                    self.signal,
+                    selection.rows,
+                    valid_B=seen.valid_B,
+                    advantages_B=seen.advantages_B,
+                    truncated_B=selection.truncated_B,
+                    non_finite_B=result.non_finite_B,
+                    spans=seen.spans,
+                )
+                rows = StepRows(
+                    method=self.config.algorithm.adv_estimator,
+                    signal=self.signal,
+                    keys=rollouts.keys,
+                    groups=rollouts.groups,
+                    prompts=rollouts.prompts,
+                    responses=rollouts.responses,
+                    spans=seen.spans,
+                    truncated_B=selection.truncated_B,
+                    neutral=neutral,
+                    mask_BT=seen.mask_BT,
+                    scores_BT=scores_BT,
+                    weights_BT=result.weights_BT,
+                    base_advantages_BT=selection.base_advantages_BT,
+                    advantages_BT=weighted_BT,
+                )
+                dump.write(self.global_steps, update, chosen, rows, fetched)
+        metrics["token_dump/failed_files"] = dump.writer.failed
 
 
 def _pass_row(rollouts: _Rollouts, selection: _Selection, row: int) -> PassRow:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +12,8 @@ from omegaconf import OmegaConf
 from transformers import GenerationConfig
 from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 
-from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
-from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _end_tokens, _groups, _Rollouts, _Selection
+from grail_advantage import GrailConfig
+from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _end_tokens, _groups, _Rollouts
 from tests.core.tiny_models import END_ID, PAD_ID, char_tokenizer, encode
 
 LIMIT = 6
@@ -129,69 +127,3 @@ def test_verl_computes_the_base_advantage_under_its_own_name() -> None:
     with pytest.raises(ZeroDivisionError), trainer._base_estimator():
         raise ZeroDivisionError
     assert trainer.config.algorithm.adv_estimator == "grail"
-
-
-class TestDump:
-    def _dump(self, trainer: TokenWeightTrainerSync, advantage: float) -> None:
-        rollouts = _rollouts(["{a}", "b"])
-        mask_BT = _mask(rollouts)
-        base_BT = torch.tensor([[advantage], [0.0]]) * mask_BT
-        scores_BT = torch.tensor([[0.5, 0.25, 0.0], [float("nan")] * 3])
-        weights_BT = torch.tensor([[0.5, 5.0, 1.0], [1.0, 0.0, 0.0]])
-        batch = RolloutBatch(mask_BT, base_BT[:, 0], [AnswerSpan(0, 1, 2, 3), None], {})
-        truncated_B = torch.tensor([False, True])
-        selection = _Selection(batch, base_BT, base_BT, truncated_B, GrailConfig().select(batch))
-        trainer._dump(rollouts, selection, scores_BT, weights_BT, base_BT * weights_BT)
-
-    def _read(self, folder: Path, step: int) -> list[dict]:
-        lines = (folder / f"{step}.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line, parse_constant=pytest.fail) for line in lines]
-
-    def test_has_one_record_a_row_cut_to_its_response(self, tmp_path: Path) -> None:
-        trainer = _trainer(token_dump={"folder": str(tmp_path)})
-        trainer.global_steps, trainer.local_trigger_step = 3, 0
-        self._dump(trainer, -1.0)
-        assert self._read(tmp_path, 3) == [
-            {
-                "key": "row0",
-                "step": 3,
-                "prompt_ids": encode("?"),
-                "response_ids": encode("{a}"),
-                "tokens": ["{", "a", "}"],
-                "span": [0, 1, 2, 3],
-                "mask": [1, 1, 1],
-                "truncated": False,
-                "base_advantages": [-1.0, -1.0, -1.0],
-                "scores": [0.5, 0.25, 0.0],
-                "weights": [0.5, 5.0, 1.0],
-                "advantages": [-0.5, -5.0, -1.0],
-            },
-            {
-                "key": "row1",
-                "step": 3,
-                "prompt_ids": encode("?"),
-                "response_ids": encode("b"),
-                "tokens": ["b"],
-                "span": None,
-                "mask": [1],
-                "truncated": True,
-                "base_advantages": [0.0],
-                "scores": [None],
-                "weights": [1.0],
-                "advantages": [0.0],
-            },
-        ]
-
-    def test_starts_anew_with_a_step_and_goes_on_within_it(self, tmp_path: Path) -> None:
-        trainer = _trainer(token_dump={"folder": str(tmp_path)})
-        trainer.global_steps = 1
-        for trigger, advantage in ((0, 1.0), (0, 2.0), (1, 3.0)):
-            trainer.local_trigger_step = trigger
-            self._dump(trainer, advantage)
-        assert [row["base_advantages"][0] for row in self._read(tmp_path, 1)] == [2.0, 0.0, 3.0, 0.0]
-
-    def test_is_off_by_default(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        for config in ({}, {"token_dump": {"folder": None}}):
-            self._dump(_trainer(**config), 1.0)
-        assert list(tmp_path.iterdir()) == []

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import pandas
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from grail_advantage.token_dump import DumpRow, read_dump
 
 ROOT = Path(__file__).parents[2]
 STOCK = """
@@ -86,8 +89,31 @@ class WholeRun:
 
     def records(self, step: int) -> list[dict]:
         """The step's dump, one record a row, in the order in which the trainer weighed them."""
-        lines = (self.folder / "dump" / f"{step}.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        rows = sorted(self.dump(step), key=lambda row: (row.update, row.row))
+        return [
+            {
+                "key": row.key,
+                "step": row.step,
+                "prompt_ids": row.prompt_ids.tolist(),
+                "response_ids": row.token_ids_T.tolist(),
+                "tokens": row.tokens,
+                "span": list(astuple(row.span)) if row.span else None,
+                "mask": row.mask_T.astype(int).tolist(),
+                "truncated": row.truncated,
+                "base_advantages": row.base_advantage_T.tolist(),
+                "scores": [None if math.isnan(value) else value for value in row.score_T.tolist()],
+                "weights": row.weight_T.tolist(),
+                "advantages": row.advantage_T.tolist(),
+            }
+            for row in rows
+        ]
+
+    def dump(self, step: int) -> list[DumpRow]:
+        """The same rows as the dump's reader gives them."""
+        dump = read_dump(self.folder / "dump")
+        rows = list(dump.rows([step]))
+        assert dump.problems == []
+        return rows
 
     def metrics(self, step: int) -> dict[str, float]:
         """What verl logged."""
@@ -122,6 +148,7 @@ def run(folder: Path, overrides: list[str], *, rows: int, stock: bool = False, *
         *entry,
         f"hydra.run.dir={folder / 'hydra'}",
         f"{'+' if stock else ''}algorithm.token_dump.folder={folder / 'dump'}",
+        f"{'+' if stock else ''}algorithm.token_dump.rows=null",
         f"data.train_files={folder / 'train.parquet'}",
         f"data.val_files={folder / 'train.parquet'}",
         "data.max_prompt_length=16",
