@@ -11,7 +11,7 @@ import pytest
 
 from grail_advantage.report import data
 from grail_advantage.token_dump import DumpHeader, MethodColumns, write_step
-from tests.report.dumps import dump_row
+from tests.dumps import dump_row
 
 NAN = math.nan
 
