@@ -34,7 +34,7 @@ class Theme:
 
 # Text keeps a contrast of at least 4.5 to every colour of its theme (WCAG 2.2, 1.4.3).
 LIGHT = Theme(ground=0.985, end=0.69, chroma=0.105, text="#111111")
-DARK = Theme(ground=0.22, end=0.49, chroma=0.095, text="#f5f5f5")
+DARK = Theme(ground=0.22, end=0.53, chroma=0.12, text="#f5f5f5")
 _BLUE, _ORANGE, _VIOLET = 250.0, 55.0, 305.0
 """OKLab hues in degrees."""
 

@@ -166,45 +166,57 @@ def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: flo
     for header in headers:
         collection.vocabulary.special.update(header.special_tokens if header is not None else {})
     methods = _methods(headers, collection)
-    limit = int(megabytes * 1e6) - 300_000
-
-    notes = []
-    asked = len(collection.kept)
-    while True:
-        order, rank = pack.by_frequency((kept.columns for kept in collection.kept), len(collection.vocabulary.numbers))
-        vocabulary = pack.encode_json(collection.vocabulary.table(order))
-        room = limit - len(vocabulary) - 250 * len(collection.kept)
-        blocks, bits, rounding = pack.pack_all([kept.columns for kept in collection.kept], rank, room)
-        size = sum(map(len, blocks))
-        if size <= room or len(collection.kept) <= 1 or not _thin(collection, 0.95 * max(room, 1) / size):
-            break
-    if collection.seen > asked or asked > len(collection.kept):
-        why = "--rollouts" if asked == len(collection.kept) else "--megabytes"
-        notes.append(
-            f"The page holds {len(collection.kept):,} of the {collection.seen:,} rollouts in the dump, whole problems evenly over the "
-            f"steps ({why} for more). Means by place and step are over all of them."
-        )
-    notes += [str(problem) for run in runs for problem in dict.fromkeys(run.problems)]
     known, more = _curves(runs)
-    index = {
+    index: dict[str, Any] = {
         "methods": methods,
         "runs": [{"name": name} for name in names],
-        "rows": _rows(collection.kept),
-        "groups": collection.groups,
-        "problems": collection.problems,
         "curves": known,
         "more": more,
         "bins": data.BINS,
         "position": _positions(runs, tables, methods),
-        "limits": _limits(collection.kept),
-        "overlays": [name for name in _OVERLAYS if any(name in kept.columns.values for kept in collection.kept)] or ["weight"],
         "colours": {"half": _HALF, "steps": _STEPS},
-        "subtitle": _subtitle(runs, headers, collection),
-        "notes": notes,
-        "foot": _foot(headers, bits, rounding, bool(blocks)),
         "nothing": _nothing(runs),
     }
-    return _page(names[0] if len(names) == 1 else " against ".join(names), _plain(index), vocabulary, blocks)
+    title = " against ".join(names)
+    asked = len(collection.kept)
+    while True:
+        index |= {
+            "rows": _rows(collection.kept),
+            "groups": collection.groups,
+            "problems": collection.problems,
+            "limits": _limits(collection.kept),
+            "overlays": _overlays(collection.kept),
+            "subtitle": _subtitle(runs, headers, collection),
+            "notes": _notes(runs, collection, asked),
+        }
+        order, rank = pack.by_frequency((kept.columns for kept in collection.kept), len(collection.vocabulary.numbers))
+        vocabulary = pack.encode_json(collection.vocabulary.table(order))
+        # What the last line of the page says depends on the room that is left.
+        room = int(megabytes * 1e6) - len(_page(title, _plain(index | {"foot": []}), vocabulary, [""] * asked)) - 1000
+        blocks, bits, rounding = pack.pack_all([kept.columns for kept in collection.kept], rank, room)
+        size = sum(map(len, blocks))
+        if size <= room or len(collection.kept) <= 1 or not _thin(collection, 0.95 * max(room, 1) / size):
+            break
+    index["foot"] = _foot(headers, bits, rounding, bool(blocks))
+    return _page(title, _plain(index), vocabulary, blocks)
+
+
+def _overlays(kept: Sequence[_Kept]) -> list[str]:
+    """What tokens can be coloured by."""
+    return [name for name in _OVERLAYS if any(name in one.columns.values for one in kept)] or ["weight"]
+
+
+def _notes(runs: Sequence[data.Run], collection: _Collection, asked: int) -> list[str]:
+    """What a reader has to know: what is left out, and what could not be read."""
+    notes = []
+    count = len(collection.kept)
+    if collection.seen > count:
+        why = "--rollouts" if asked == count else "--megabytes"
+        notes.append(
+            f"The page holds {count:,} of the {collection.seen:,} rollouts in the dump, whole problems evenly over the steps "
+            f"({why} for more). Means by place and step are over all of them."
+        )
+    return notes + [str(problem) for run in runs for problem in dict.fromkeys(run.problems)]
 
 
 # ------------------------------------------------------------------------------------------------------------------- reading

@@ -373,6 +373,7 @@
   const plots = [];
   const LINES = ["accent", "ink", "ink-3", "line-2"];
   const narrow = matchMedia("(max-width: 760px)");
+  const touch = matchMedia("(hover: none)");
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const FONT = "11px Inter, system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
   const axis = (extra) => ({
@@ -520,7 +521,7 @@
     $("training").hidden = false;
     index.curves.forEach(addCurve);
     const hints = [];
-    if (steps.length) hints.push("Click a step to read its rollouts");
+    if (steps.length) hints.push(`${touch.matches ? "Tap" : "Click"} a step to read its rollouts`);
     if (index.runs.length > 1) hints.push(`solid: ${index.runs[0].name}, dashed: ${index.runs[1].name}`);
     $("training-hint").textContent = hints.join(" · ");
     const more = $("more-curves");
@@ -751,7 +752,8 @@
       spread.title = `spread of weights ${number(row.spread)}`;
     }
     const run = index.runs.length > 1 ? `${index.runs[row.run].name} · ` : "";
-    const under = make("span", "under", `${run}step ${row.step} · problem ${groups[row.group].place + 1}`);
+    const step = allSteps.length > 1 ? `step ${row.step} · ` : "";
+    const under = make("span", "under", `${run}${step}problem ${groups[row.group].place + 1}`);
     const side = make("span", "side", plural(row.length, "token"));
     element.append(glyph(row.outcome), text, side, under, spread);
     return element;
@@ -849,7 +851,15 @@
     const same = groups.filter((other) => other.run !== group.run && other.problem === group.problem);
     return same.sort((a, b) => Math.abs(a.step - group.step) - Math.abs(b.step - group.step)).slice(0, 1);
   }
-  const together = (group) => [group, ...companions(group)].sort((a, b) => a.run - b.run).flatMap((g) => g.rows);
+  // Right and wrong in turns, so that both are in sight.
+  function together(group) {
+    const all = [group, ...companions(group)].sort((a, b) => a.run - b.run).flatMap((g) => g.rows);
+    const right = all.filter((row) => row.outcome === "right");
+    const others = all.filter((row) => row.outcome !== "right");
+    const out = [];
+    for (let i = 0; i < Math.max(right.length, others.length); i++) out.push(...right.slice(i, i + 1), ...others.slice(i, i + 1));
+    return out;
+  }
 
   function drawProblem(number_) {
     const group = groups[number_];
@@ -881,9 +891,9 @@
       const wrong = one.rows.filter((r) => r.outcome === "wrong").length;
       const box = make("div", "strips");
       const counts = [right ? `${right} right` : "", wrong ? `${wrong} wrong` : ""].filter(Boolean).join(", ");
-      const where = index.runs.length > 1 ? `${index.runs[one.run].name}, ` : "";
+      const where = [index.runs.length > 1 ? index.runs[one.run].name : "", allSteps.length > 1 ? `step ${one.step}` : ""].filter(Boolean).join(", ");
       const kept = one.total > one.rows.length ? ` of ${one.total}` : "";
-      box.append(make("h3", "", `${where || ""}${where ? "step" : "Step"} ${one.step}: ${one.rows.length}${kept} ${one.rows.length === 1 ? "response" : "responses"} to this problem${counts ? `, ${counts}` : ""}`));
+      box.append(make("h3", "", `${where ? where[0].toUpperCase() + where.slice(1) + ": " : ""}${one.rows.length}${kept} ${one.rows.length === 1 ? "response" : "responses"} to this problem${counts ? `, ${counts}` : ""}`));
       for (const row of one.rows) {
         const button = make("button", "strip");
         button.type = "button";
@@ -904,6 +914,18 @@
       }
       host.append(box);
     }
+    const key = make("p", "key marks");
+    const marks = [];
+    if (strips.some(({ row }) => row.span)) marks.push(["accent", "answer"]);
+    if (strips.some(({ row }) => row.wrong_step)) marks.push(["ink", "wrong step"]);
+    for (const [tone, text] of marks) {
+      const entry = make("span");
+      const dash = make("i");
+      dash.style.borderColor = `var(--${tone})`;
+      entry.append(dash, text);
+      key.append(entry);
+    }
+    host.append(key);
     drawStrips();
   }
 
@@ -932,7 +954,7 @@
       host.append(element);
     };
     if (row.answer !== null) fact("answer", row.answer.slice(0, 300), true);
-    fact("step", String(row.step));
+    if (allSteps.length > 1) fact("step", String(row.step));
     if (index.runs.length > 1) fact("of", index.runs[row.run].name);
     fact("tokens", number(row.length));
     if (row.reward !== null) fact("reward", number(row.reward));
@@ -941,7 +963,7 @@
     const neutral = row.neutrals?.[state.method] ?? (state.method === METHODS[0] || !row.neutrals ? row.neutral : null);
     if (row.truncated) host.append(make("span", "badge", "truncated: cut at the length limit"));
     if (neutral) host.append(make("span", "badge", `neutral: ${neutral}`));
-    if (row.wrong_step) host.append(make("span", "badge", "wrong step underlined"));
+    if (row.wrong_step) host.append(make("span", "badge", "wrong step: wavy line"));
     return host;
   }
 
@@ -1190,7 +1212,7 @@
     if (!page || t === undefined || !page.data) {
       if (pages.length) {
         host.hidden = false;
-        host.replaceChildren(make("span", "quiet", "Point at a token to read its values. Arrow keys move between tokens, Escape goes back to the list."));
+        host.replaceChildren(make("span", "quiet", touch.matches ? "Tap a token to read its values." : "Point at a token to read its values. Arrow keys move between tokens, Escape goes back to the list."));
       } else host.hidden = true;
       return;
     }
@@ -1253,8 +1275,9 @@
       const mixed = group.rows.some((r) => r.outcome === "right") && group.rows.some((r) => r.outcome === "wrong");
       return (mixed ? 1e6 : 0) + (row.neutral ? 0 : 1e3) + (row.spread ?? 0);
     };
-    const step = state.sort === "" ? Math.max(...among.map((row) => row.step)) : null;
     if (state.sort !== "") return among[0];
+    if (among.some((row) => !row.run)) among = among.filter((row) => !row.run);
+    const step = among.reduce((last, row) => Math.max(last, row.step), 0);
     return among.filter((row) => row.step === step).reduce((best, row) => (score(row) > score(best) ? row : best));
   }
 
@@ -1354,5 +1377,6 @@
       drawList();
     }
   }
+  performance.mark("ready");
   document.documentElement.dataset.ready = "yes";
 })();

@@ -1,0 +1,69 @@
+"""One browser for all tests of the report's page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.browser import executable, launched
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    if executable() is None:
+        pytest.skip("no Chromium: scripts/setup_chromium.sh installs it where it can, CHROMIUM=/path/to/chromium names one")
+    with launched() as found:
+        yield found
+
+
+class Opened:
+    """A page in the browser, and what it said."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.said: list[str] = []
+        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (self.said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: self.requests.append(request.url))
+        self.requests: list[str] = []
+
+    def go(self, path: Path, hash_: str = "") -> Any:
+        """Open a report and wait until it stands."""
+        self.page.goto(path.resolve().as_uri() + hash_)
+        self.page.wait_for_selector("html[data-ready]", timeout=20_000)
+        return self.page
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., Opened]]:
+    """Opens reports, without a network and without motion; fails when a page said something to the console."""
+    contexts = []
+    pages = []
+
+    def open_page(path: Path, hash_: str = "", *, phone: bool = False, dark: bool = False) -> Opened:
+        context = browser.new_context(
+            viewport={"width": 390, "height": 844} if phone else {"width": 1280, "height": 900},
+            color_scheme="dark" if dark else "light",
+            reduced_motion="reduce",
+            has_touch=phone,
+            is_mobile=phone,
+            offline=True,
+        )
+        contexts.append(context)
+        found = Opened(context.new_page())
+        pages.append(found)
+        found.go(path, hash_)
+        return found
+
+    yield open_page
+    said = [line for page in pages for line in page.said]
+    requests = {url.split("#")[0] for page in pages for url in page.requests}
+    for context in contexts:
+        context.close()
+    assert not said
+    assert all(url.startswith(("file://", "blob:", "data:")) for url in requests), requests
+    assert len([url for url in requests if url.startswith("file://")]) <= len(pages)
