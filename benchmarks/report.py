@@ -17,15 +17,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from measuring import RESULTS, median, selected_rows, show
+from measuring import RESULTS, STEP_LIMITS, median, selected_rows, show
 
 from recipe.marked_text import write_marked
 
 MARKER, FRONT_PAGE_MARKER = "results", "cost"
 README = Path(__file__).parent / "README.md"
 FRONT_PAGE = Path(__file__).parents[1] / "README.md"
-LIMITS = {("off", 1): 1.10, ("off", 4): 1.03, ("on", 1): 1.18, ("on", 4): 1.06}
-"""Most that a GRAIL step may cost, in GRPO steps, by gradient checkpointing and epochs."""
 AGAINST_PUBLISHED = 8
 """How many times less than the published procedure's pass GRAIL's must cost, with 4 epochs."""
 PUBLISHED = "published procedure"
@@ -115,7 +113,7 @@ def _step_row(step: Step, variant: str, epochs: int) -> str:
     ratios = step.ratios(variant, epochs)
     total = median([step.total(repeat, variant, epochs) for repeat in step.repeats]) / step.forward
     cost = step.weighing(variant, epochs) / step.forward
-    limit = LIMITS.get((step.checkpointing, epochs)) if variant.startswith("GRAIL") else None
+    limit = STEP_LIMITS.get((step.checkpointing, epochs)) if variant.startswith("GRAIL") else None
     return (
         f"| {variant} | {epochs} | {cost:.2f} | {step.expected_weighing(variant, epochs):.2f} | {total:.2f} "
         f"| {step.ratio_of_stages(variant, epochs):.3f} "
@@ -131,7 +129,7 @@ def _verdicts(step: Step, epochs: list[int], peaks: dict[str, int]) -> list[str]
             continue
         said = []
         for count in epochs:
-            limit = LIMITS.get((step.checkpointing, count))
+            limit = STEP_LIMITS.get((step.checkpointing, count))
             if limit:
                 ratio, whole = step.ratio_of_stages(variant, count), median(step.ratios(variant, count))
                 verdict = "met" if max(ratio, whole) <= limit else "MISSED" if min(ratio, whole) > limit else "unclear"

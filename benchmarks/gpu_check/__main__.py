@@ -1,0 +1,72 @@
+"""Run parts of the GPU check and write its page: ``bash scripts/gpu_check.sh --help``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpu_check import page
+from gpu_check.outcome import FAILED, PASSED
+from gpu_check.parts import LIMIT_SECONDS, PARTS, execute
+
+
+def why_not() -> str | None:
+    """Why nothing can run on this machine; ``None`` where something can."""
+    try:
+        import torch
+    except ImportError:
+        return (
+            f"{sys.executable} has no torch; set PYTHON to an interpreter that has one for GPUs, or run: "
+            "bash scripts/setup_gpu.sh"
+        )
+    if not torch.cuda.is_available():
+        return (
+            f"torch {torch.__version__} of {sys.executable} sees no GPU on this machine: nothing was checked. Run this where "
+            "nvidia-smi shows one, with PYTHON naming an interpreter whose torch is built for GPUs"
+        )
+    return None
+
+
+def main(arguments: Sequence[str] | None = None, results: Path = page.RESULTS, shown: Path = page.PAGE) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: letters of parts; all by default.
+        results: folder of the results.
+        shown: the page that shows them.
+
+    Returns:
+        0 if everything that was asked for ran and passed; 1 if not, or if there is no GPU.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bash scripts/gpu_check.sh",
+        description="What only a GPU can show, in parts that stand alone: "
+        + "; ".join(f"{part.letter}: {part.title}" for part in PARTS.values())
+        + f". Each takes at most {LIMIT_SECONDS // 60} minutes on one GPU.",
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all, in this order)")
+    chosen = parser.parse_args(arguments).parts or list(PARTS)
+    if unknown := [letter for letter in chosen if letter not in PARTS]:
+        parser.error(f"there is no part {', '.join(map(repr, unknown))}; choose from {', '.join(PARTS)}")
+    if (reason := why_not()) is not None:
+        print(f"gpu_check: {reason}", file=sys.stderr)
+        return 1
+
+    found = {}
+    for letter in dict.fromkeys(chosen):
+        print(f"gpu_check: part {letter}, {PARTS[letter].title}", file=sys.stderr, flush=True)
+        found[letter] = execute(PARTS[letter], results)
+        page.write_page(results, shown)
+    for letter, result in found.items():
+        print(f"{letter}: {result['status']}")
+        for check in result["checks"]:
+            if check["status"] != PASSED or result["status"] == FAILED:
+                print(f"   {check['status']}: {check['name']} ({check['said']})")
+    print(f"results in {page.named(results)}, shown in {page.named(shown)}")
+    return 0 if all(result["status"] == PASSED for result in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

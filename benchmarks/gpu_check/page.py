@@ -1,0 +1,138 @@
+"""Writes ``docs/gpu_check.md`` from the results: every figure comes from them, and what has no result was not run.
+
+PYTHONPATH=.:benchmarks python -m gpu_check.page
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpu_check.outcome import NOT_RUN
+from gpu_check.parts import PARTS, ROOT, Part, result_path
+from recipe.marked_text import write_marked
+
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_check"
+PAGE = ROOT / "docs" / "gpu_check.md"
+MARKER = "results"
+NOTHING = "Nothing has been run on a GPU yet."
+
+
+def named(path: Path) -> str:
+    """A path as the page calls it."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+def write_page(folder: Path = RESULTS, page: Path = PAGE) -> None:
+    """Put the results of a folder between the markers of the page."""
+    write_marked(page, MARKER, render(folder))
+
+
+def render(folder: Path) -> str:
+    """What stands between the page's markers."""
+    results = {}
+    for letter, part in PARTS.items():
+        path = result_path(folder, part)
+        if path.is_file():
+            results[letter] = json.loads(path.read_text(encoding="utf-8"))
+    lines = []
+    if all(result["status"] == NOT_RUN for result in results.values()):
+        lines += [NOTHING, ""]
+    for letter, part in PARTS.items():
+        lines += _part(part, results.get(letter))
+    return "\n".join(lines).strip()
+
+
+def _part(part: Part, result: Mapping[str, Any] | None) -> list[str]:
+    lines = [f"### {part.letter}: {part.title}", ""]
+    if result is None:
+        return [*lines, "**not run**", ""]
+    if "command" in result:
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        revision = f", revision {result['revision']}" if "revision" in result else ""
+        lines += [f"`{result['command']}`, {result['date']}{revision}. {result['hardware']}. {versions}.", ""]
+    took = f", {result['seconds']:.0f} s" if "seconds" in result else ""
+    lines += [f"**{result['status']}**{took}", ""]
+    if result["checks"]:
+        lines += ["| check | | found |", "|---|---|---|"]
+        lines += [
+            f"| {_cell(check['name'])} | {check['status']} | {_cell(check['said'])} |" for check in result["checks"]
+        ]
+        lines.append("")
+    for name, values in result["figures"].items():
+        kind, _, of = name.partition(", ")
+        lines += {"precision": _precision, "passes": _passes, "training side": _training_side, "smoke run": _smoke}[
+            kind
+        ](of, values)
+    return lines
+
+
+def _precision(shape: str, methods: Mapping[str, Mapping[str, float]]) -> list[str]:
+    lines = [
+        f"Shape of {shape}, random weights: token weights in bfloat16 less those in float32.",
+        "",
+        "| method | mean | 99 % below | largest | the weights' own deviation | rank correlation of the scores |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for method, found in methods.items():
+        cells = " | ".join(f"{found[key]:.4f}" for key in ("mean", "q99", "max", "deviation", "rank_correlation"))
+        lines.append(f"| {method} | {cells} |")
+    return [*lines, ""]
+
+
+def _passes(shape: str, found: Mapping[str, Any]) -> list[str]:
+    ways = found["ways"]
+    forward = ways.get("forward", {}).get("seconds")
+    lines = [
+        f"Shape of {shape}, bfloat16, one row of {found['tokens']} tokens, seconds the median of the runs; "
+        f"{_gibibytes(found['base_bytes'])} GiB are parameters.",
+        "",
+        "| pass | seconds | x the forward | peak memory, GiB | above the parameters |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for way, values in ways.items():
+        if values.get("out_of_memory"):
+            lines.append(f"| {way} | | | out of memory | |")
+            continue
+        seconds = statistics.median(values["seconds"])
+        times = f"{seconds / statistics.median(forward):.2f}" if forward else ""
+        above = _gibibytes(values["peak_bytes"] - found["base_bytes"])
+        lines.append(f"| {way} | {seconds:.3f} | {times} | {_gibibytes(values['peak_bytes'])} | {above} |")
+    return [*lines, ""]
+
+
+def _training_side(_: str, found: Mapping[str, Any]) -> list[str]:
+    setup = found["setup"]
+    lines = [
+        f"{setup['layers']} layers, width {setup['hidden']}, vocabulary {setup['vocabulary']}; {setup['rows']} rows x "
+        f"{setup['tokens']} tokens, {setup['selected_rows']} of them selected; {setup['layout']}, {setup['attention']}; "
+        "gradient checkpointing on, 1 epoch.",
+        "",
+        "| variant | seconds a step | x GRPO (lowest to highest) |",
+        "|---|--:|--:|",
+    ]
+    for variant, values in found["variants"].items():
+        spread = f"{min(values['ratios']):.3f} to {max(values['ratios']):.3f}"
+        lines.append(f"| {variant} | {values['seconds']:.2f} | {values['ratio']:.3f} ({spread}) |")
+    lines += ["", "| stage | peak memory, GiB |", "|---|--:|"]
+    lines += [f"| {stage} | {_gibibytes(peak)} |" for stage, peak in found["peak_bytes"].items()]
+    return [*lines, ""]
+
+
+def _smoke(_: str, found: Mapping[str, Any]) -> list[str]:
+    return ["| | |", "|---|--:|", *(f"| {_cell(str(name))} | {value} |" for name, value in found.items()), ""]
+
+
+def _gibibytes(size: float) -> str:
+    return f"{size / 2**30:.2f}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+if __name__ == "__main__":
+    write_page()

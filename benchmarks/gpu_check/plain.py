@@ -1,0 +1,300 @@
+"""Part a: torch and transformers alone. Token weights in bfloat16 against float32, and what each pass costs.
+
+Models of published shapes with random weights, built here: nothing is downloaded. Random weights tell time and memory as
+trained ones do; of precision they tell how rounding goes through that many layers of that width, not how it acts on a trained
+model.
+
+Shape suffixes: B rows, L prompt + response, V vocabulary, N weighed tokens.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from measuring import Clock, interleaved, median, peak_memory
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from gpu_check.outcome import Outcome
+from grail_advantage import GrailConfig, OarConfig, Signal, TokenWeights, compute_token_weights
+
+METHODS: dict[str, Signal] = {
+    "grail, official": GrailConfig("official"),
+    "grail, robust": GrailConfig("robust"),
+    "oar_g, official": OarConfig("gradient"),
+    "oar_g, grail_port": OarConfig("gradient", variant="grail_port"),
+}
+JUDGED = ("grail, official", "grail, robust")
+"""Methods whose weights bfloat16 must keep. OAR-G's noise is near bfloat16's rounding: what is left is measured, not judged."""
+MEAN_ERROR, RANK_CORRELATION = 0.05, 0.98
+"""Limits for the judged methods: mean absolute difference of the weights, and rank correlation of the scores."""
+ANSWER = r"\boxed{42}"
+AFTER_ANSWER = 16
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large everything is."""
+
+    shapes: dict[str, dict[str, int]]
+    """Options of ``Qwen3Config`` by the shape's name."""
+    small: dict[str, int]
+    """The shape that is compared with the CPU."""
+    weighed: tuple[int, int]
+    """Rows and tokens of a row, where weights are compared."""
+    tokens: int
+    """Of the row whose passes are measured."""
+    prompt: int
+    repeats: int
+
+
+FULL = Size(
+    shapes={
+        "Qwen3-0.6B": {
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+        "Qwen3-4B": {
+            "vocab_size": 151936,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    },
+    small={
+        "vocab_size": 1024,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    weighed=(4, 1024),
+    tokens=4096,
+    prompt=128,
+    repeats=3,
+)
+
+
+def run(outcome: Outcome, device: str = "cuda", size: Size = FULL) -> None:
+    """All checks of the part.
+
+    Args:
+        outcome: what they are written to.
+        device: ``cuda``, or ``cpu`` in tests.
+        size: of models and rows.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    with outcome.attempt("weights of the device against the CPU"):
+        against_cpu(outcome, device, size)
+    for shape, options in size.shapes.items():
+        with outcome.attempt(f"{shape}: weights in bfloat16 against float32"):
+            precision(outcome, shape, options, device, size)
+        release(device)
+        with outcome.attempt(f"{shape}: time and memory of the passes"):
+            passes(outcome, shape, options, device, size)
+        release(device)
+
+
+def against_cpu(outcome: Outcome, device: str, size: Size) -> None:
+    """The same small model on the device and on the CPU, both in float32."""
+    model = random_model(size.small, "cpu", torch.float32)
+    rows = random_rows(2, 192, 16, size.small["vocab_size"], "cpu")
+    for name in JUDGED:
+        expected = weights(model, METHODS[name], rows)
+        found = weights(model.to(device), METHODS[name], tuple(tensor.to(device) for tensor in rows))
+        model.to("cpu")
+        error = float((found.weights.cpu() - expected.weights).abs().max())
+        outcome.check(
+            f"{name}: weights of the device are the CPU's", error <= 1e-3, f"off by {error:.1e}, allowed 1e-3"
+        )
+
+
+def precision(outcome: Outcome, shape: str, options: dict[str, int], device: str, size: Size) -> None:
+    """Weights of one model in float32 and with its parameters rounded to bfloat16."""
+    model = random_model(options, device, torch.float32)
+    rows = random_rows(*size.weighed, size.prompt, options["vocab_size"], device)
+    exact = {name: weights(model, signal, rows) for name, signal in METHODS.items()}
+    model.to(torch.bfloat16)
+    table = {}
+    for name, signal in METHODS.items():
+        found = compared(weights(model, signal, rows), exact[name])
+        table[name] = found
+        if name in JUDGED:
+            outcome.check(
+                f"{shape}, {name}: bfloat16 keeps the weights",
+                found["mean"] <= MEAN_ERROR and found["rank_correlation"] >= RANK_CORRELATION,
+                f"weights off by {found['mean']:.4f} on average (at most {MEAN_ERROR}), scores' rank correlation "
+                f"{found['rank_correlation']:.4f} (at least {RANK_CORRELATION})",
+            )
+    outcome.figures(f"precision, {shape}", table)
+
+
+def compared(found: TokenWeights, exact: TokenWeights) -> dict[str, float]:
+    """How far weights are off, over the tokens that have scores."""
+    scored_BL = ~exact.scores.isnan()
+    error_N = (found.weights - exact.weights)[scored_BL].abs()
+    return {
+        "mean": float(error_N.mean()),
+        "q99": float(error_N.quantile(0.99)),
+        "max": float(error_N.max()),
+        "deviation": float(exact.weights[scored_BL].std()),
+        "rank_correlation": median(
+            [
+                rank_correlation(ours_L[there_L], theirs_L[there_L])
+                for ours_L, theirs_L, there_L in zip(found.scores, exact.scores, scored_BL, strict=True)
+            ]
+        ),
+    }
+
+
+def rank_correlation(a_N: torch.Tensor, b_N: torch.Tensor) -> float:
+    """Spearman's, for values without ties."""
+    ranks_2N = torch.stack([a_N.argsort().argsort(), b_N.argsort().argsort()]).double()
+    return float(torch.corrcoef(ranks_2N)[0, 1])
+
+
+def passes(outcome: Outcome, shape: str, options: dict[str, int], device: str, size: Size) -> None:
+    """Seconds and peak memory of every pass over one row, with gradient checkpointing off and on."""
+    model = random_model(options, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    rows = random_rows(1, size.tokens, size.prompt, options["vocab_size"], device)
+    base = peak_memory(device, lambda: None)
+    clock = Clock(device)
+    found: dict[str, dict[str, Any]] = {}
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        ways = {
+            "training": lambda: training_pass(model, rows[0]),
+            "grail": lambda: weights(model, METHODS["grail, official"], rows),
+            "oar_g": lambda: weights(model, METHODS["oar_g, official"], rows),
+        }
+        if not checkpointing:
+            ways = {"forward": lambda: forward_pass(model, rows[0]), **ways}
+        for name, way in ways.items():
+            label = f"{name}, checkpointed" if checkpointing else name
+            try:
+                peak = peak_memory(device, way)
+                seconds = interleaved(clock, {label: way}, size.repeats)[label]
+                found[label] = {"seconds": seconds, "peak_bytes": peak}
+            except torch.cuda.OutOfMemoryError:
+                found[label] = {"out_of_memory": True}
+            model.zero_grad(set_to_none=True)
+            release(device)
+    outcome.figures(f"passes, {shape}", {"tokens": size.tokens, "base_bytes": base, "ways": found})
+    _judge_passes(outcome, shape, found)
+
+
+def _judge_passes(outcome: Outcome, shape: str, found: dict[str, dict[str, Any]]) -> None:
+    """A saliency pass must fit wherever training fits, and checkpointing must save it memory."""
+    for smaller, larger, why in (
+        ("grail", "training", "GRAIL's pass needs no more memory than training"),
+        (
+            "grail, checkpointed",
+            "training, checkpointed",
+            "GRAIL's checkpointed pass needs no more memory than training",
+        ),
+        ("grail, checkpointed", "grail", "checkpointing saves memory in GRAIL's pass"),
+    ):
+        name = f"{shape}: {why}"
+        if found[smaller].get("out_of_memory"):
+            outcome.check(name, bool(found[larger].get("out_of_memory")), f"{smaller}: out of memory")
+        elif found[larger].get("out_of_memory"):
+            outcome.check(name, True, f"{larger}: out of memory; {smaller} fits")
+        else:
+            peaks = [found[way]["peak_bytes"] for way in (smaller, larger)]
+            said = f"{smaller} {peaks[0] / 2**30:.2f} GiB, {larger} {peaks[1] / 2**30:.2f} GiB"
+            outcome.check(name, peaks[0] <= peaks[1], said)
+
+
+def forward_pass(model: PreTrainedModel, input_ids_1L: torch.Tensor) -> None:
+    """The forward of the old log-probabilities: logits everywhere, no gradients."""
+    with torch.no_grad():
+        logits_LV = model(input_ids=input_ids_1L, use_cache=False).logits[0, :-1]
+        for part_KV, tokens_K in zip(logits_LV.split(512), input_ids_1L[0, 1:].split(512), strict=True):
+            F.cross_entropy(part_KV.float(), tokens_K)
+
+
+def training_pass(model: PreTrainedModel, input_ids_1L: torch.Tensor) -> None:
+    """A forward and a backward to every parameter. The gradients stay, as they do until the optimiser has stepped."""
+    model.train()
+    try:
+        logits_LV = model(input_ids=input_ids_1L, use_cache=False).logits[0, :-1]
+        parts = zip(logits_LV.split(512), input_ids_1L[0, 1:].split(512), strict=True)
+        sum(F.cross_entropy(part_KV.float(), tokens_K, reduction="sum") for part_KV, tokens_K in parts).backward()
+        model.zero_grad(set_to_none=True)
+    finally:
+        model.eval()
+
+
+def weights(model: PreTrainedModel, signal: Signal, rows: tuple[torch.Tensor, ...]) -> TokenWeights:
+    """Token weights of rows from :func:`random_rows`."""
+    return compute_token_weights(model, wordy_tokenizer(model.config.vocab_size), *rows, signal)
+
+
+def random_model(options: dict[str, int], device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """A Qwen3 model with tied embeddings and freshly drawn weights, in evaluation mode."""
+    config = Qwen3Config(**options, tie_word_embeddings=True, max_position_embeddings=32768, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return Qwen3ForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def random_rows(rows: int, tokens: int, prompt: int, vocabulary: int, device: str) -> tuple[torch.Tensor, ...]:
+    """Rows of random words that end in an answer and a few words behind it, all of them wrong.
+
+    Returns:
+        ids (B, L), attention mask (B, L), response mask (B, L), advantages (B,), as
+        :func:`grail_advantage.compute_token_weights` takes them.
+    """
+    tokenizer = wordy_tokenizer(vocabulary)
+    answer = torch.tensor(tokenizer.encode(ANSWER, add_special_tokens=False))
+    generator = torch.Generator().manual_seed(0)
+    input_ids_BL = torch.randint(_letters(), vocabulary - 2, (rows, tokens), generator=generator)
+    start = tokens - AFTER_ANSWER - len(answer)
+    input_ids_BL[:, start : start + len(answer)] = answer
+    response_BL = (torch.arange(tokens) >= prompt).expand(rows, -1).long()
+    tensors = (input_ids_BL, torch.ones_like(input_ids_BL), response_BL, -torch.ones(rows))
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
+@cache
+def wordy_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Single bytes, then words that stand for nothing, as many as the vocabulary needs."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, *(f"w{index}" for index in range(vocabulary - len(letters) - 2)), "<pad>", "<end>"]
+    backend = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>")
+
+
+def _letters() -> int:
+    return len(pre_tokenizers.ByteLevel.alphabet())
+
+
+def release(device: str) -> None:
+    """Give back what dropped tensors held."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
