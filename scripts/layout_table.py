@@ -148,7 +148,7 @@ CELLS: tuple[Cell, ...] = (
     OnGpu(
         "sequence parallelism",
         "2, with flash attention itself",
-        ("tests/verl_ext/test_sequence_parallel_gpu.py::test_weights_stay_close_to_those_of_a_plain_float32_model",),
+        ("tests/verl_ext/test_flash_attention_gpu.py::test_weights_stay_close_to_those_of_a_plain_float32_model",),
     ),
     Refused(
         "sequence parallelism",
