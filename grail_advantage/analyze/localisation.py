@@ -1,0 +1,361 @@
+"""Does a method's weight find the wrong step? Rankings of a response's tokens, measured against labelled steps.
+
+Everything is measured inside a response, as an advantage is shared out inside a response, and then averaged over problems.
+Each method ranks the tokens by its score, read in the direction in which its weight grows: a map that clips its weights would
+only add ties. Beside the methods stand rankings that look at no model or at nothing but the policy's own column, so that a
+method's figure can be told from that of its place in the text or of the kind of its token.
+
+Intervals are percentile bootstraps over problems.
+
+Shape suffixes: T response tokens, S steps, P problems, R resamples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from grail_advantage.token_dump import DumpRow
+
+RESAMPLES = 2000
+LEVEL = 0.95
+METRICS: dict[str, str] = {
+    "token_auroc": "AUROC of the wrong step's tokens against those of the other steps",
+    "number_auroc": "the same among tokens with a digit",
+    "result_auroc": "the same among tokens of results: those of the wrong result against those of the others",
+    "precision_at_1": "share of responses whose highest token is in the wrong step",
+    "precision_at_5": "share of the five highest tokens that is in the wrong step",
+    "step_auroc_mean": "AUROC of the wrong step against the others, a step counting as the mean of its tokens",
+    "step_auroc_max": "the same, a step counting as its highest token",
+    "step_first_mean": "share of responses whose highest step by mean is the wrong one",
+    "step_first_max": "the same by highest token",
+    "step_rank_mean": "rank of the wrong step by mean, 1 the highest",
+    "step_rank_max": "the same by highest token",
+    "weight_auroc": "token_auroc of the weights instead of the scores",
+    "weight_lift": "mean weight in the wrong step over the mean weight of all steps",
+}
+"""What is measured, in words. Of several equal values, each is as often above as below."""
+SPLITS = ("all", "wrong step last", "wrong step not last")
+
+
+# ----------------------------------------------------------------------------------------------------------------- metrics
+
+
+def auroc(positive: np.ndarray, negative: np.ndarray) -> float:
+    """Probability that a positive value is above a negative one, ties counting half; NaN where either is empty.
+
+    Args:
+        positive: values, any real dtype, finite.
+        negative: likewise.
+    """
+    if not len(positive) or not len(negative):
+        return float("nan")
+    ordered = np.sort(negative)
+    below = np.searchsorted(ordered, positive, side="left")
+    not_above = np.searchsorted(ordered, positive, side="right")
+    return float((below + not_above).mean() / (2 * len(negative)))
+
+
+def precision_at(values: np.ndarray, positive: np.ndarray, k: int) -> float:
+    """Expected share of positives among the ``k`` highest values where ties are broken evenly; NaN without values.
+
+    Args:
+        values: (N,) finite.
+        positive: (N,) bool.
+        k: of fewer than ``k`` values, all are taken.
+    """
+    k = min(k, len(values))
+    if k == 0:
+        return float("nan")
+    cut = np.sort(values)[-k]
+    above, at = values > cut, values == cut
+    return float((positive[above].sum() + positive[at].mean() * (k - above.sum())) / k)
+
+
+def rank_of(values: np.ndarray, index: int) -> float:
+    """Rank of one value, 1 the highest; of equal values, the mean rank."""
+    others = np.delete(values, index)
+    return float(1 + (others > values[index]).sum() + (others == values[index]).sum() / 2)
+
+
+def weighted_means(values_PM: np.ndarray, counts_RP: np.ndarray) -> np.ndarray:
+    """Mean over the problems that have a value, in each resample: (R, M), NaN where none has."""
+    known_PM = np.isfinite(values_PM)
+    total_RM = counts_RP @ np.where(known_PM, values_PM, 0.0)
+    number_RM = (counts_RP @ known_PM.astype(float)).astype(float)
+    return np.divide(total_RM, number_RM, out=np.full_like(total_RM, np.nan), where=number_RM > 0)
+
+
+# ------------------------------------------------------------------------------------------------------------------- rows
+
+
+@dataclass(frozen=True)
+class LabelledRow:
+    """What of a response is measured; masks are bool (T,)."""
+
+    problem: str
+    twin: bool
+    last: bool
+    """Whether the wrong step is the last one."""
+    steps: Sequence[np.ndarray]
+    """For each step the indices of its tokens in front of the answer."""
+    wrong: int
+    """Index of the wrong step, in a twin of the same one."""
+    number_T: np.ndarray
+    result_T: np.ndarray
+    wrong_result_T: np.ndarray
+    rankings: Mapping[str, np.ndarray]
+    """(T,) by name; NaN where there is no value."""
+    weights: Mapping[str, np.ndarray]
+
+
+def labelled_row(row: DumpRow, seed: int = 0) -> LabelledRow | None:
+    """A row of a dump with its labels; ``None`` where it has no wrong step in front of its answer, or no other step."""
+    twin = "step_before_edit" in row.labels
+    label = row.labels.get("step_before_edit" if twin else "wrong_step")
+    ranges = row.labels.get("steps")
+    if label is None or not ranges:
+        return None
+    length = len(row)
+    end = row.span.start if row.span is not None else length
+    steps, wrong = [], None
+    for first, past in ranges:
+        tokens = np.arange(first, min(past, end))
+        if len(tokens) and [first, past] == list(label):
+            wrong = len(steps)
+        if len(tokens):
+            steps.append(tokens)
+    if wrong is None or len(steps) < 2:
+        return None
+
+    def inside(found: Sequence[Sequence[int]]) -> np.ndarray:
+        mask_T = np.zeros(length, dtype=bool)
+        for first, past in found:
+            mask_T[first : min(past, end)] = True
+        return mask_T
+
+    result_T = inside(row.labels.get("results", ()))
+    changed = row.labels.get("result_before_edit" if twin else "wrong_result", label)
+    number_T = np.array([any(character.isdigit() for character in token) for token in row.tokens], dtype=bool)
+    index_T = np.arange(length, dtype=float)
+    rankings = {
+        "random": np.random.default_rng([seed, row.row]).random(length),
+        "earlier token": -index_T,
+        "later token": index_T,
+        "number token": number_T.astype(float),
+    }
+    # What costs nothing stands beside the methods even where none of them is it.
+    if row.old_log_prob_T is not None and "surprisal" not in row.methods:
+        rankings["surprisal"] = -row.old_log_prob_T.astype(float)
+    if row.entropy_T is not None and "entropy" not in row.methods:
+        rankings["entropy"] = row.entropy_T.astype(float)
+    return LabelledRow(
+        problem=row.id or row.key,
+        twin=twin,
+        last=wrong == len(steps) - 1,
+        steps=steps,
+        wrong=wrong,
+        number_T=number_T,
+        result_T=result_T,
+        wrong_result_T=inside([changed]) & result_T,
+        rankings={
+            **rankings,
+            **{name: found.score_T.astype(float) for name, found in row.methods.items() if found.score_T is not None},
+        },
+        weights={name: found.weight_T.astype(float) for name, found in row.methods.items()},
+    )
+
+
+def directions(rows: Sequence[LabelledRow]) -> dict[str, int]:
+    """1 for a method whose weights grow with its scores, -1 for one where they fall; over all rows."""
+    found: dict[str, float] = {}
+    for row in rows:
+        for name, weight_T in row.weights.items():
+            if name not in row.rankings:
+                continue
+            tokens = np.concatenate(row.steps)
+            score, weight = row.rankings[name][tokens], weight_T[tokens]
+            if np.isfinite(score).all():
+                rank = np.argsort(np.argsort(score)).astype(float)
+                found[name] = found.get(name, 0.0) + float(((rank - rank.mean()) * (weight - weight.mean())).sum())
+    return {name: -1 if sign < 0 else 1 for name, sign in found.items()}
+
+
+def row_metrics(row: LabelledRow, values_T: np.ndarray, weight_T: np.ndarray | None = None) -> dict[str, float]:
+    """The figures of one ranking of one response; NaN for those that it has no tokens for.
+
+    Args:
+        row: the response.
+        values_T: the ranking, finite in the steps.
+        weight_T: the method's weights.
+    """
+    tokens = np.concatenate(row.steps)
+    in_wrong = np.isin(tokens, row.steps[row.wrong])
+    values = values_T[tokens]
+
+    def among(mask_T: np.ndarray, positive: np.ndarray) -> float:
+        chosen = mask_T[tokens]
+        return auroc(values[chosen & positive], values[chosen & ~positive])
+
+    every_T = np.ones(len(values_T), dtype=bool)
+    metrics = {
+        "token_auroc": among(every_T, in_wrong),
+        "number_auroc": among(row.number_T, in_wrong),
+        "result_auroc": among(row.result_T, row.wrong_result_T[tokens]),
+        "precision_at_1": precision_at(values, in_wrong, 1),
+        "precision_at_5": precision_at(values, in_wrong, 5),
+    }
+    is_wrong_S = np.arange(len(row.steps)) == row.wrong
+    for pooling, pool in (("mean", np.mean), ("max", np.max)):
+        pooled_S = np.array([pool(values_T[step]) for step in row.steps])
+        metrics[f"step_auroc_{pooling}"] = auroc(pooled_S[is_wrong_S], pooled_S[~is_wrong_S])
+        metrics[f"step_first_{pooling}"] = precision_at(pooled_S, is_wrong_S, 1)
+        metrics[f"step_rank_{pooling}"] = rank_of(pooled_S, row.wrong)
+    if weight_T is not None:
+        weight = weight_T[tokens]
+        metrics["weight_auroc"] = auroc(weight[in_wrong], weight[~in_wrong])
+        metrics["weight_lift"] = float(weight[in_wrong].mean() / weight.mean()) if weight.mean() > 0 else float("nan")
+    return {name: metrics.get(name, float("nan")) for name in METRICS}
+
+
+# ---------------------------------------------------------------------------------------------------------------- results
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over problems."""
+
+    value: float
+    low: float
+    high: float
+    problems: int
+    """Those that have a value."""
+
+
+@dataclass(frozen=True)
+class Localisation:
+    """The result."""
+
+    figures: Mapping[tuple[str, str, str, str], Figure]
+    """By ranking, split, metric and kind: ``wrong`` the solutions with the wrong step, ``twin`` the right ones that they were
+    made of, ``difference`` the first less the second, problem by problem."""
+    rankings: Sequence[str]
+    problems: int
+    steps: float
+    """Mean number of steps."""
+    tokens: float
+    """Mean number of tokens in the steps."""
+    last: int
+    """Problems whose wrong step is the last one."""
+    directions: Mapping[str, int]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+    """Rows that are not measured, by reason."""
+    per_problem: Sequence[tuple[str, bool, bool, str, Mapping[str, float]]] = ()
+    """Problem, whether of the twin, whether the wrong step is last, ranking, figures."""
+
+    def get(self, ranking: str, metric: str, split: str = "all", kind: str = "wrong") -> Figure | None:
+        """One figure, where there is one."""
+        return self.figures.get((ranking, split, metric, kind))
+
+
+def localise(dump: Sequence[DumpRow], seed: int = 0, resamples: int = RESAMPLES) -> Localisation:
+    """Measure every ranking on the rows that all of them rank.
+
+    Args:
+        dump: rows with labels.
+        seed: of the random ranking and of the resampling.
+        resamples: of the bootstrap.
+
+    Raises:
+        ValueError: no row can be measured.
+    """
+    left_out: dict[str, int] = {}
+
+    def leave_out(reason: str) -> None:
+        left_out[reason] = left_out.get(reason, 0) + 1
+
+    rows: list[LabelledRow] = []
+    names = {name for row in dump for name in row.methods}
+    for entry in dump:
+        row = labelled_row(entry, seed)
+        if row is None:
+            leave_out("no wrong step in front of the answer, or no other step")
+            continue
+        tokens = np.concatenate(row.steps)
+        silent = sorted(
+            name for name in names if name not in row.rankings or not np.isfinite(row.rankings[name][tokens]).all()
+        )
+        if silent:
+            leave_out(f"no scores by {', '.join(silent)}")
+            continue
+        rows.append(row)
+    whole = {row.problem for row in rows if not row.twin}
+    for row in rows:
+        if row.problem not in whole:
+            leave_out("twin of a solution that is left out")
+    rows = [row for row in rows if row.problem in whole]
+    if not rows:
+        raise ValueError(f"no solution can be measured: {'; '.join(f'{n} {reason}' for reason, n in left_out.items())}")
+
+    signs = directions(rows)
+    rankings = [name for name in rows[0].rankings]
+    per_problem = [
+        (
+            row.problem,
+            row.twin,
+            row.last,
+            name,
+            row_metrics(row, row.rankings[name] * signs.get(name, 1), row.weights.get(name)),
+        )
+        for row in rows
+        for name in rankings
+    ]
+    edited = [row for row in rows if not row.twin]
+    problems = [row.problem for row in edited]
+    last_P = np.array([row.last for row in edited])
+    # The same resamples for everything, so that differences are of the same problems.
+    chosen = {"all": np.ones(len(edited), dtype=bool), "wrong step last": last_P, "wrong step not last": ~last_P}
+    figures: dict[tuple[str, str, str, str], Figure] = {}
+    place = {problem: index for index, problem in enumerate(problems)}
+    for name in rankings:
+        values = {kind: np.full((len(problems), len(METRICS)), np.nan) for kind in ("wrong", "twin")}
+        for problem, twin, _, ranking, found in per_problem:
+            if ranking == name:
+                values["twin" if twin else "wrong"][place[problem]] = [found[metric] for metric in METRICS]
+        values["difference"] = values["wrong"] - values["twin"]
+        for split, chosen_P in chosen.items():
+            for kind, values_PM in values.items():
+                for metric, figure in zip(METRICS, _figures(values_PM[chosen_P], seed, resamples), strict=True):
+                    if figure.problems:
+                        figures[name, split, metric, kind] = figure
+    return Localisation(
+        figures=figures,
+        rankings=rankings,
+        problems=len(problems),
+        steps=float(np.mean([len(row.steps) for row in edited])),
+        tokens=float(np.mean([sum(map(len, row.steps)) for row in edited])),
+        last=int(last_P.sum()),
+        directions=signs,
+        left_out=left_out,
+        per_problem=per_problem,
+    )
+
+
+def _figures(values_PM: np.ndarray, seed: int, resamples: int) -> list[Figure]:
+    problems = len(values_PM)
+    if not problems:
+        return [Figure(float("nan"), float("nan"), float("nan"), 0)] * values_PM.shape[1]
+    generator = np.random.default_rng(seed)
+    counts_RP = generator.multinomial(problems, np.full(problems, 1 / problems), size=resamples)
+    means_RM = weighted_means(values_PM, counts_RP)
+    means_M = weighted_means(values_PM, np.ones((1, problems)))[0]
+    known_M = np.isfinite(values_PM).sum(axis=0)
+    tail = (1 - LEVEL) / 2
+    found = []
+    for mean, number, means_R in zip(means_M, known_M, means_RM.T, strict=True):
+        finite = means_R[np.isfinite(means_R)]
+        low, high = np.quantile(finite, [tail, 1 - tail]) if len(finite) else (np.nan, np.nan)
+        found.append(Figure(float(mean), float(low), float(high), int(number)))
+    return found

@@ -1,0 +1,74 @@
+"""Methods as they are named on the command line: ``grail``, ``grail:preset=robust,gate=all``,
+``surprisal:reshaper=power,reshaper_options.exponent=1``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grail_advantage.options import option_fields
+from grail_advantage.registry import method
+from grail_advantage.signals.base import Signal
+
+
+def parse_method(spec: str) -> Signal:
+    """The method of ``NAME`` or ``NAME:option=value,option=value``.
+
+    Values are read as JSON (``true``, ``0.5``), else as texts. An option of options stands behind a dot.
+
+    Raises:
+        ValueError: an unknown method or option, or a value that is not allowed.
+    """
+    name, _, rest = spec.partition(":")
+    found = method(name)
+    # A class registered under two names sets an option of its own, which build() checks.
+    return found.build(parse_options([part for part in rest.split(",") if part] if rest else [], f"--method {spec}"))
+
+
+def parse_options(assignments: Sequence[str], where: str) -> dict[str, Any]:
+    """``key=value`` pairs, ``a.b=value`` as a mapping in a mapping.
+
+    Raises:
+        ValueError: one without ``=``, or the same key twice.
+    """
+    options: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not key or not equals:
+            raise ValueError(f"{where}: {assignment!r} must be option=value")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        *outer, last = key.split(".")
+        place = options
+        for part in outer:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"{where}: {key} is given twice")
+        if last in place:
+            raise ValueError(f"{where}: {key} is given twice")
+        place[last] = value
+    return options
+
+
+def parse_methods(specs: Sequence[str]) -> dict[str, Signal]:
+    """The methods by what they are called on the command line, in order.
+
+    Raises:
+        ValueError: as :func:`parse_method`; the same one twice.
+    """
+    found: dict[str, Signal] = {}
+    for spec in specs:
+        if spec in found:
+            raise ValueError(f"--method {spec} is given twice; give variants of a method other options")
+        found[spec] = parse_method(spec)
+    return found
+
+
+def described(signal: Signal) -> dict[str, Any]:
+    """A method's name and all its options, as JSON takes them."""
+    options = {entry.name: getattr(signal, entry.name) for entry in option_fields(type(signal))}
+    plain: Mapping[str, Any] = json.loads(json.dumps(options, default=str))
+    return {"method": signal.name, "options": dict(plain)}

@@ -1,0 +1,495 @@
+"""The analysis: weights of given responses by several methods, as a token dump.
+
+Every method runs through :func:`grail_advantage.compute_token_weights`. Log-probabilities and entropies are computed once and
+handed to all. A method that uses nothing of the model sees all responses as one batch; one that does sees the batches of
+:func:`.columns.token_batches`.
+
+A finished batch is a file of its own below ``parts``; the same analysis goes on behind those that are there.
+
+Shape suffixes: B rows, L prompt + response, T response tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from grail_advantage import __version__
+from grail_advantage.analyze.columns import padded, response_statistics, token_batches
+from grail_advantage.analyze.responses import Response, Tokens, example_of, tokenize
+from grail_advantage.analyze.specs import described
+from grail_advantage.answer_span import AnswerSpan, find_answer_span
+from grail_advantage.rollouts import EXAMPLES, GROUPS
+from grail_advantage.signals.base import Signal
+from grail_advantage.token_dump import (
+    DumpHeader,
+    DumpRow,
+    MethodColumns,
+    TokenTexts,
+    answer_text,
+    read_dump,
+    step_path,
+    write_step,
+)
+from grail_advantage.token_weights import TokenWeights, compute_token_weights
+
+DEFINITION = "definition.json"
+PARTS = "parts"
+ADVANTAGES = ("auto", "wrong", "right")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """What is computed. The same one gives the same folder."""
+
+    responses: Sequence[Response]
+    methods: Mapping[str, Signal]
+    """By the names under which their columns stand."""
+    model: str
+    """For the records: path or name of the model."""
+    temperature: float = 1.0
+    batch_tokens: int = 4096
+    """Most tokens of a batch, padding counted."""
+    advantages: str = "auto"
+    """``auto``: from the rewards, where there are any; ``wrong`` and ``right``: every row counts as that."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template is called with besides."""
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise ValueError("name at least one method")
+        if self.advantages not in ADVANTAGES:
+            raise ValueError(f"advantages={self.advantages!r} is unknown; choose one of {', '.join(ADVANTAGES)}")
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature={self.temperature} must be greater than 0; give the temperature of the sampling"
+            )
+        if self.batch_tokens < 1:
+            raise ValueError(f"batch_tokens={self.batch_tokens} must be at least 1")
+        ids = [row.id for row in self.responses]
+        for label, signal in self.methods.items():
+            if GROUPS in signal.reads and any(row.group is None for row in self.responses):
+                raise ValueError(
+                    f"{label} compares the responses of one prompt; give every line a group, and a reward or a gold answer"
+                )
+            if GROUPS in signal.reads and (self.advantages != "auto" or any(r.reward is None for r in self.responses)):
+                raise ValueError(
+                    f"{label} compares right responses with wrong ones; give every line a reward or a gold answer, and leave "
+                    "the advantages at auto"
+                )
+            if EXAMPLES in signal.reads:
+                for row in self.responses:
+                    example_of(row, self.template_options)
+                if all(row.gold is None and not row.columns for row in self.responses):
+                    raise ValueError(
+                        f"{label} tells the model the answer; give the lines gold, or the column that its options name"
+                    )
+        if not ids:
+            raise ValueError("there are no responses")
+
+    def row_advantages(self) -> tuple[list[float], str]:
+        """One advantage a row, and in words where they come from."""
+        rewards = [row.reward for row in self.responses]
+        if self.advantages != "auto" or any(reward is None for reward in rewards):
+            right = self.advantages == "right"
+            why = "" if self.advantages != "auto" else ", as there is neither a reward nor a gold answer"
+            value, word = (1.0, "right (1)") if right else (-1.0, "wrong (-1)")
+            return [value] * len(rewards), f"every row counts as {word}{why}"
+        known = [float(reward) for reward in rewards if reward is not None]
+        if any(row.group is None for row in self.responses):
+            return [
+                1.0 if reward > 0 else -1.0 for reward in known
+            ], "1 for a reward above 0, else -1, as there are no groups"
+        of_group: dict[str | None, list[float]] = {}
+        for row, reward in zip(self.responses, known, strict=True):
+            of_group.setdefault(row.group, []).append(reward)
+        means = {group: float(np.mean(found)) for group, found in of_group.items()}
+        return (
+            [reward - means[row.group] for row, reward in zip(self.responses, known, strict=True)],
+            "the reward less its group's mean",
+        )
+
+    def definition(self) -> dict[str, Any]:
+        """What must be equal for an analysis to go on where it was stopped; plain JSON."""
+        return {
+            "version": __version__,
+            "model": self.model,
+            "methods": {label: described(signal) for label, signal in self.methods.items()},
+            "responses": len(self.responses),
+            "responses_sha256": _digest(self.responses),
+            "temperature": self.temperature,
+            "batch_tokens": self.batch_tokens,
+            "advantages": self.advantages,
+            "template_options": dict(self.template_options),
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What :func:`run_analysis` left behind."""
+
+    path: Path
+    """The file."""
+    neutral: Mapping[str, Mapping[str, int]]
+    """For each method how many rows have no scores, by reason."""
+    unchanged: Sequence[str]
+    """Methods that gave every token of every row the weight 1."""
+
+
+def run_analysis(
+    analysis: Analysis,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    load_model: Callable[[], PreTrainedModel],
+    *,
+    progress: bool = True,
+) -> Outcome:
+    """Compute and write ``folder/step_000000.jsonl.gz``, going on where an equal analysis was stopped.
+
+    Args:
+        analysis: what to compute.
+        folder: where to; made where it is missing.
+        tokenizer: the model's.
+        load_model: gives the model, on its device; not called where all is done.
+        progress: whether to show a bar on a terminal.
+
+    Raises:
+        ValueError: the folder holds another analysis; the message names the differences.
+    """
+    _check_definition(analysis, folder)
+    path = step_path(folder, 0)
+    if path.exists():
+        return _outcome(path, analysis)
+    rows = _rows(analysis, tokenizer)
+    model = load_model()
+    computed = _with_model(analysis, rows, model, tokenizer, folder / PARTS, progress)
+    computed = _without_model(analysis, rows, computed, model, tokenizer)
+    first = next(iter(analysis.methods))
+    ordered = [_with_first_method(computed[place], first) for place in range(len(rows))]
+    write_step(folder, _header(analysis, tokenizer), ordered)
+    shutil.rmtree(folder / PARTS, ignore_errors=True)
+    return _outcome(path, analysis)
+
+
+# ------------------------------------------------------------------------------------------------------------ definition
+
+
+def _digest(responses: Sequence[Response]) -> str:
+    text = json.dumps([vars(row) for row in responses], default=str, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _check_definition(analysis: Analysis, folder: Path) -> None:
+    wanted = json.loads(json.dumps(analysis.definition()))
+    path = folder / DEFINITION
+    if path.exists():
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON ({error}); remove the folder or name another") from error
+        others = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+        if others:
+            differences = "; ".join(
+                f"{name}: {_short(found.get(name))}, now {_short(wanted.get(name))}" for name in others
+            )
+            raise ValueError(f"{folder} holds another analysis ({differences}); name another folder or remove this one")
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty and holds no analysis; name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".writing")
+    temporary.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ------------------------------------------------------------------------------------------------------------------ rows
+
+
+@dataclass(frozen=True)
+class _Row:
+    place: int
+    response: Response
+    tokens: Tokens
+    texts: list[str]
+    span: AnswerSpan | None
+    advantage: float
+    group: int
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens.prompt_P) + len(self.tokens.response_T)
+
+
+def _rows(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> list[_Row]:
+    texts = TokenTexts(tokenizer)
+    advantages, _ = analysis.row_advantages()
+    which = next(iter(analysis.methods.values())).span
+    groups: dict[str, int] = {}
+    rows = []
+    for place, response in enumerate(analysis.responses):
+        tokens = tokenize(response, tokenizer, analysis.template_options)
+        group = groups.setdefault(response.group if response.group is not None else f"row {place}", len(groups))
+        span = find_answer_span(tokens.response_T, tokenizer, which) if tokens.response_T else None
+        rows.append(_Row(place, response, tokens, texts(tokens.response_T), span, advantages[place], group))
+    return rows
+
+
+def token_ranges(labels: Mapping[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """Ranges of characters as ranges of tokens: a token belongs where its first character is.
+
+    Args:
+        labels: half-open ranges, or lists of them, by name.
+        texts: of the tokens; joined, the text that the characters are counted in.
+    """
+    starts_T = np.concatenate([[0], np.cumsum([len(text) for text in texts])])[:-1] if texts else np.zeros(0, dtype=int)
+    # A token without text stands where the next one does, and belongs to what is before it.
+    silent_T = np.array([not text for text in texts], dtype=bool)
+    keys_T = np.where(silent_T, starts_T - 0.5, starts_T)
+
+    def convert(found: Any) -> Any:
+        if found and isinstance(found[0], Sequence):
+            return [convert(entry) for entry in found]
+        return [int(np.searchsorted(keys_T, edge)) for edge in found]
+
+    return {name: convert(found) for name, found in labels.items()}
+
+
+def _dump_row(
+    row: _Row, log_probs_T: np.ndarray, entropy_T: np.ndarray, methods: Mapping[str, MethodColumns]
+) -> DumpRow:
+    response, length = row.response, len(row.tokens.response_T)
+    outcome = None if response.reward is None else ("right" if response.reward > 0 else "wrong")
+    return DumpRow(
+        step=0,
+        row=row.place,
+        key=response.id,
+        group=row.group,
+        id=response.id,
+        prompt=row.tokens.prompt,
+        response="".join(row.texts),
+        gold=None if response.gold is None else str(response.gold),
+        reward=response.reward,
+        outcome=outcome,
+        answer=answer_text(row.texts, row.span),
+        span=row.span,
+        prompt_ids=np.array(row.tokens.prompt_P, dtype=np.int64),
+        token_ids_T=np.array(row.tokens.response_T, dtype=np.int64),
+        tokens=row.texts,
+        mask_T=np.ones(length, dtype=bool),
+        weight_T=np.ones(length, dtype=np.float32),
+        base_advantage_T=np.full(length, row.advantage, dtype=np.float32),
+        old_log_prob_T=log_probs_T,
+        entropy_T=entropy_T,
+        methods=methods,
+        labels=token_ranges(response.labels, row.texts),
+    )
+
+
+def _with_first_method(row: DumpRow, first: str) -> DumpRow:
+    """The row with the columns of its first method as its own, and the methods in their order."""
+    found = row.methods[first]
+    return replace(
+        row,
+        score_T=found.score_T,
+        weight_T=found.weight_T,
+        advantage_T=found.weight_T * row.base_advantage_T,
+        neutral=found.neutral,
+    )
+
+
+def _header(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> DumpHeader:
+    signal = next(iter(analysis.methods.values()))
+    about = described(signal)
+    return DumpHeader(
+        step=0,
+        method=signal.name,
+        options=about["options"],
+        reshaper=about["options"].get("reshaper"),
+        model=analysis.model,
+        temperature=analysis.temperature,
+        rows_in_step=len(analysis.responses),
+        special_tokens=TokenTexts(tokenizer).special_tokens,
+        source="analyze",
+        written_by=f"grail_advantage {__version__}",
+    )
+
+
+def _outcome(path: Path, analysis: Analysis) -> Outcome:
+    neutral: dict[str, dict[str, int]] = {label: {} for label in analysis.methods}
+    unchanged = set(analysis.methods)
+    dump = read_dump(path.parent)
+    for row in dump:
+        for label in analysis.methods:
+            found = row.methods[label]
+            if found.neutral is not None:
+                neutral[label][found.neutral] = neutral[label].get(found.neutral, 0) + 1
+            if (found.weight_T != 1).any():
+                unchanged.discard(label)
+    if dump.problems:
+        raise ValueError(f"{dump.problems[0]}; remove {path.parent} and run the analysis again")
+    return Outcome(path, neutral, [label for label in analysis.methods if label in unchanged])
+
+
+# ----------------------------------------------------------------------------------------------------------------- passes
+
+
+def _with_model(
+    analysis: Analysis,
+    rows: Sequence[_Row],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    parts: Path,
+    progress: bool,
+) -> dict[int, DumpRow]:
+    """Log-probabilities, entropies, and what the methods give that use the model; by place."""
+    methods = {label: signal for label, signal in analysis.methods.items() if signal.uses}
+    together = any(GROUPS in signal.reads or signal.whole_groups for signal in methods.values())
+    batches = token_batches(
+        [row.length for row in rows], [row.group if together else row.place for row in rows], analysis.batch_tokens
+    )
+    done: dict[int, DumpRow] = {}
+    total = sum(row.length for row in rows)
+    with tqdm(total=total, unit=" tokens", disable=None if progress else True) as bar:
+        for number, batch in enumerate(batches):
+            part = step_path(parts, number)
+            if not part.exists():
+                found = _batch(analysis, methods, [rows[place] for place in batch], model, tokenizer)
+                write_step(parts, DumpHeader(step=number, method=""), found)
+            bar.update(sum(rows[place].length for place in batch))
+        if batches:
+            dump = read_dump(parts)
+            done = {row.row: replace(row, step=0) for row in dump}
+            if dump.problems or len(done) != len(rows):
+                broken = f": {dump.problems[0]}" if dump.problems else ""
+                raise ValueError(f"{parts} cannot be read{broken}; remove that folder and run the analysis again")
+    return done
+
+
+def _batch(
+    analysis: Analysis,
+    methods: Mapping[str, Signal],
+    rows: Sequence[_Row],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[DumpRow]:
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    tensors = padded([(row.tokens.prompt_P, row.tokens.response_T) for row in rows], pad, model.device)
+    log_probs_BL, entropy_BL = response_statistics(model, *tensors, analysis.temperature)
+    found = {
+        label: _weights(analysis, signal, rows, model, tokenizer, tensors, log_probs_BL, entropy_BL)
+        for label, signal in methods.items()
+    }
+    response_BL = tensors[2].cpu()
+    log_probs_BL, entropy_BL = log_probs_BL.cpu(), entropy_BL.cpu()
+    return [
+        _dump_row(
+            row,
+            log_probs_BL[index, response_BL[index]].numpy(),
+            entropy_BL[index, response_BL[index]].numpy(),
+            {
+                label: _method_columns(methods[label], result, row, index, response_BL)
+                for label, result in found.items()
+            },
+        )
+        for index, row in enumerate(rows)
+    ]
+
+
+def _without_model(
+    analysis: Analysis,
+    rows: Sequence[_Row],
+    computed: Mapping[int, DumpRow],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> dict[int, DumpRow]:
+    """The methods that use nothing of the model, over all rows at once, and all methods in their order."""
+    methods = {label: signal for label, signal in analysis.methods.items() if not signal.uses}
+    found: dict[str, TokenWeights] = {}
+    response_BL = torch.zeros(0)
+    if methods:
+        # The prompt plays no part; one token of it is as good as all.
+        tensors = padded([(row.tokens.prompt_P[-1:], row.tokens.response_T) for row in rows], 0, "cpu")
+        response_BL = tensors[2]
+        log_probs_BL, entropy_BL = torch.zeros(response_BL.shape), torch.zeros(response_BL.shape)
+        for place, row in enumerate(rows):
+            log_probs_BL[place, response_BL[place]] = torch.from_numpy(computed[row.place].old_log_prob_T)
+            entropy_BL[place, response_BL[place]] = torch.from_numpy(computed[row.place].entropy_T)
+        for label, signal in methods.items():
+            found[label] = _weights(analysis, signal, rows, model, tokenizer, tensors, log_probs_BL, entropy_BL)
+    result = {}
+    for row in rows:
+        of_row = dict(computed[row.place].methods)
+        for label, weights in found.items():
+            of_row[label] = _method_columns(methods[label], weights, row, row.place, response_BL)
+        result[row.place] = replace(computed[row.place], methods={label: of_row[label] for label in analysis.methods})
+    return result
+
+
+def _weights(
+    analysis: Analysis,
+    signal: Signal,
+    rows: Sequence[_Row],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    log_probs_BL: torch.Tensor,
+    entropy_BL: torch.Tensor,
+) -> TokenWeights:
+    examples = None
+    if EXAMPLES in signal.reads:
+        examples = [example_of(row.response, analysis.template_options) for row in rows]
+    return compute_token_weights(
+        model,
+        tokenizer,
+        *tensors,
+        torch.tensor([row.advantage for row in rows]),
+        signal,
+        temperature=analysis.temperature,
+        old_log_probs=log_probs_BL,
+        entropy=entropy_BL,
+        groups=torch.tensor([row.group for row in rows]),
+        examples=examples,
+    )
+
+
+def _method_columns(
+    signal: Signal, found: TokenWeights, row: _Row, index: int, response_BL: torch.Tensor
+) -> MethodColumns:
+    inside_L = response_BL[index]
+    score_T = found.scores[index].cpu()[inside_L].numpy()
+    return MethodColumns(
+        score_T=score_T,
+        weight_T=found.weights[index].cpu()[inside_L].numpy(),
+        neutral=_neutral(signal, score_T, found.spans[index], row.advantage),
+    )
+
+
+def _neutral(signal: Signal, score_T: np.ndarray, span: AnswerSpan | None, advantage: float) -> str | None:
+    """Why a row has no scores."""
+    if np.isfinite(score_T).any():
+        return None
+    if not len(score_T):
+        return "no tokens"
+    if advantage == 0:
+        return "advantage 0"
+    if signal.gate != "all" and (advantage > 0) != (signal.gate == "correct"):
+        return "outside the gate"
+    if span is None and (signal.needs_answer or signal.statistics == "reasoning"):
+        return "no answer"
+    return "no scores"

@@ -1,0 +1,403 @@
+"""The analysis of existing responses, against calls of compute_token_weights one row at a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grail_advantage import compute_token_weights
+from grail_advantage.analyze import weigh
+from grail_advantage.analyze.__main__ import main, with_rewards
+from grail_advantage.analyze.columns import padded, response_statistics, token_batches
+from grail_advantage.analyze.responses import Response, read_responses, tokenize
+from grail_advantage.analyze.specs import parse_method, parse_methods
+from grail_advantage.analyze.weigh import Analysis, run_analysis
+from grail_advantage.registry import method
+from grail_advantage.rollouts import Example
+from grail_advantage.token_dump import DumpRow, read_dump
+from tests.core.tiny_models import ROLLOUTS, char_tokenizer, encode, tiny_model
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '; ' }}{% endfor %}{{ 'reply: ' }}"
+CHOSEN = ["text after the box", "several boxes", "box at the end", "no box", "right"]
+RESPONSES = [
+    Response(id=name, prompt=ROLLOUTS[name].prompt, response=ROLLOUTS[name].response.removesuffix("<end>"))
+    for name in CHOSEN
+]
+SPECS = [
+    "grail",
+    "grail:preset=robust,gate=all",
+    "oar_g:variant=grail_port",
+    "oar_p:max_perturbations=3",
+    "surprisal",
+    "stare",
+]
+
+
+def run(folder: Path, responses: list[Response] = RESPONSES, specs: list[str] = SPECS, **options: Any) -> list[DumpRow]:
+    analysis = Analysis(responses=responses, methods=parse_methods(specs), model="tiny", **options)
+    run_analysis(analysis, folder, char_tokenizer(), tiny_model, progress=False)
+    dump = read_dump(folder)
+    rows = list(dump)
+    assert not dump.problems and [row.row for row in rows] == list(range(len(responses)))
+    return rows
+
+
+def alone(response: Response, spec: str, temperature: float, **given: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Scores and weights of one row, as compute_token_weights gives them without any column."""
+    prompt, answer = encode(response.prompt), encode(response.response)
+    inside_1L = torch.tensor([[False] * len(prompt) + [True] * len(answer)])
+    found = compute_token_weights(
+        tiny_model(),
+        char_tokenizer(),
+        torch.tensor([prompt + answer]),
+        torch.ones_like(inside_1L),
+        inside_1L,
+        torch.tensor([-1.0]),
+        parse_method(spec),
+        temperature=temperature,
+        **given,
+    )
+    return found.scores[inside_1L].numpy(), found.weights[inside_1L].numpy()
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 150, 10_000])
+def test_rows_are_as_if_each_were_alone(tmp_path: Path, batch_tokens: int):
+    specs = SPECS[:-1]  # stare compares rows
+    rows = run(tmp_path / "a", specs=specs, temperature=0.7, batch_tokens=batch_tokens)
+    for row, response in zip(rows, RESPONSES, strict=True):
+        assert list(row.methods) == specs
+        for spec in specs:
+            score_T, weight_T = alone(response, spec, 0.7)
+            np.testing.assert_allclose(row.methods[spec].score_T, score_T, rtol=2e-3, atol=1e-6, err_msg=spec)
+            np.testing.assert_allclose(row.methods[spec].weight_T, weight_T, rtol=2e-3, atol=1e-5, err_msg=spec)
+        np.testing.assert_array_equal(row.score_T, row.methods[specs[0]].score_T)
+        np.testing.assert_array_equal(row.advantage_T, -row.methods[specs[0]].weight_T)
+        assert row.response == response.response and row.prompt == response.prompt and row.id == response.id
+    assert rows[0].answer == "5" and rows[3].span is None
+    assert [row.methods["grail"].neutral for row in rows] == [None, None, None, "no answer", None]
+
+
+def test_columns_are_those_of_the_plain_host():
+    model = tiny_model()
+    rows = [(encode("How many? "), encode("It is \\boxed{12}.")), (encode("And?"), encode("5")), (encode("No"), [])]
+    log_probs_BL, entropy_BL = response_statistics(model, *padded(rows, 0, "cpu"), 0.8)
+    for index, (prompt, answer) in enumerate(rows):
+        ids = torch.tensor([prompt + answer])
+        with torch.no_grad():
+            expected = torch.log_softmax(model(input_ids=ids).logits[0].double() / 0.8, dim=-1)
+        for place in range(len(prompt), len(prompt) + len(answer)):
+            before_V = expected[place - 1]
+            assert log_probs_BL[index, place].item() == pytest.approx(before_V[ids[0, place]].item(), abs=1e-5)
+            assert entropy_BL[index, place].item() == pytest.approx(-(before_V.exp() * before_V).sum().item(), abs=1e-5)
+    assert (log_probs_BL != 0).sum() == sum(len(answer) for _, answer in rows)
+
+
+def test_batches_hold_every_row_once_and_groups_whole():
+    lengths, groups = [5, 9, 2, 7, 7, 3, 40], list("abacbca")
+    batches = token_batches(lengths, groups, 30)
+    assert sorted(row for batch in batches for row in batch) == list(range(7))
+    assert [{groups[row] for row in batch} for batch in batches] == [{"a"}, {"b"}, {"c"}]
+    batches = token_batches(lengths, range(7), 30)
+    assert batches == [[6], [1, 3, 4], [0, 5, 2]]
+    assert all(len(batch) == 1 or len(batch) * max(lengths[row] for row in batch) <= 30 for batch in batches)
+    assert token_batches([], [], 30) == []
+
+
+def test_methods_without_a_pass_see_all_rows_as_one_batch(tmp_path: Path):
+    rows = run(tmp_path / "a", specs=["high_entropy:rho=0.1"], batch_tokens=1)
+    chosen = sum(int((row.weight_T > 0).sum()) for row in rows)
+    tokens = sum(len(row) for row in rows)
+    assert chosen == -(-tokens // 10)
+    assert len({int((row.weight_T > 0).sum()) for row in rows}) > 1
+
+
+def test_token_ids_are_taken_as_they_are(tmp_path: Path):
+    text = RESPONSES[0]
+    ids = replace(text, response=encode(text.response) + encode("<end>"))
+    rows = run(tmp_path / "a", [text, ids], ["grail"])
+    assert rows[1].token_ids_T[:-1].tolist() == rows[0].token_ids_T.tolist()
+    assert rows[1].tokens[-1] == "" and rows[1].response == rows[0].response
+
+
+def test_a_stopped_analysis_goes_on_and_gives_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run(tmp_path / "whole", batch_tokens=60)
+    parts = []
+
+    def stop_at_the_third(folder: Path, header: Any, rows: Any) -> Path:
+        if len(parts) == 2:
+            raise KeyboardInterrupt
+        parts.append(folder)
+        return write_step(folder, header, rows)
+
+    write_step = weigh.write_step
+    monkeypatch.setattr(weigh, "write_step", stop_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped", batch_tokens=60)
+    monkeypatch.setattr(weigh, "write_step", write_step)
+
+    forwards = []
+    statistics = weigh.response_statistics
+    monkeypatch.setattr(weigh, "response_statistics", lambda *given: forwards.append(1) or statistics(*given))
+    run(tmp_path / "stopped", batch_tokens=60)
+    batches = len(token_batches([len(r.prompt) + len(r.response) for r in RESPONSES], range(5), 60))
+    assert batches > 2 and len(forwards) == batches - 2
+    name = "step_000000.jsonl.gz"
+    assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not (tmp_path / "stopped" / "parts").exists()
+
+
+def test_a_finished_analysis_loads_no_model(tmp_path: Path):
+    run(tmp_path / "a", specs=["surprisal"])
+    analysis = Analysis(responses=RESPONSES, methods=parse_methods(["surprisal"]), model="tiny")
+    outcome = run_analysis(analysis, tmp_path / "a", char_tokenizer(), lambda: pytest.fail("loaded"), progress=False)
+    assert outcome.path.exists() and outcome.neutral == {"surprisal": {"no answer": 1}}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"temperature": 0.5}, r"temperature: 1\.0, now 0\.5"),
+        ({"methods": parse_methods(["surprisal:gate=all"])}, "methods: "),
+        ({"responses": RESPONSES[:-1]}, r"responses: 5, now 4; responses_sha256: "),
+        ({"responses": [*RESPONSES[:-1], replace(RESPONSES[-1], reward=1.0)]}, "responses_sha256: "),
+        ({"model": "other"}, '"tiny", now "other"'),
+    ],
+)
+def test_another_definition_is_refused(tmp_path: Path, change: dict[str, Any], message: str):
+    given = {"responses": RESPONSES, "methods": parse_methods(["surprisal"]), "model": "tiny"}
+    run_analysis(Analysis(**given), tmp_path / "a", char_tokenizer(), tiny_model, progress=False)
+    with pytest.raises(ValueError, match=message):
+        run_analysis(Analysis(**{**given, **change}), tmp_path / "a", char_tokenizer(), tiny_model, progress=False)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty and holds no analysis"):
+        run(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+# -------------------------------------------------------------------------------------------------------------- advantages
+
+
+def graded(rewards: list[float | None], groups: list[str | None]) -> list[Response]:
+    return [replace(row, reward=r, group=g) for row, r, g in zip(RESPONSES, rewards, groups, strict=False)]
+
+
+@pytest.mark.parametrize(
+    "rewards, groups, how, expected",
+    [
+        ([None] * 3, [None] * 3, "auto", [-1, -1, -1]),
+        ([1, 0, 0], [None] * 3, "auto", [1, -1, -1]),
+        ([1, 0, 0], ["a", "a", "b"], "auto", [0.5, -0.5, 0]),
+        ([1, 0, 0], ["a", "a", "b"], "wrong", [-1, -1, -1]),
+        ([1, 0, 0], ["a", "a", "b"], "right", [1, 1, 1]),
+    ],
+)
+def test_advantages(rewards: list, groups: list, how: str, expected: list[float]):
+    analysis = Analysis(responses=graded(rewards, groups), methods=parse_methods(["grail"]), model="m", advantages=how)
+    assert analysis.row_advantages()[0] == expected
+
+
+def test_rows_say_why_they_have_no_scores(tmp_path: Path):
+    responses = graded([1, 0, 0], ["a", "a", "b"])
+    rows = run(tmp_path / "a", responses, ["grail", "oar_g"])
+    assert [row.methods["grail"].neutral for row in rows] == ["outside the gate", None, "advantage 0"]
+    assert [row.methods["oar_g"].neutral for row in rows] == [None, None, "advantage 0"]
+    assert [(row.outcome, row.group) for row in rows] == [("right", 0), ("wrong", 0), ("wrong", 1)]
+
+
+def test_gold_answers_are_judged():
+    rows = [Response(id="1", prompt="?", response=text, gold="1/2") for text in (r"\boxed{0.5}", r"\boxed{2}")]
+    rows.append(replace(rows[0], response=encode(r"\boxed{0.5}"), gold="2"))
+    rows.append(replace(rows[0], reward=0.25))
+    assert [row.reward for row in with_rewards(rows, char_tokenizer())] == [1.0, 0.0, 0.0, 0.25]
+
+
+# ------------------------------------------------------------------------------------------------------------- what is needed
+
+
+def test_methods_that_compare_rows_say_what_they_need():
+    for responses, message in (
+        (graded([1, 0], [None, None]), "shear:epsilon=1 compares the responses of one prompt; give every line a group"),
+        (graded([None, None], ["a", "a"]), "compares right responses with wrong ones; give every line a reward"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Analysis(responses=responses, methods=parse_methods(["shear:epsilon=1"]), model="m")
+
+
+def test_groups_stay_together(tmp_path: Path):
+    pytest.importorskip("ot")
+    responses = graded([1, 0, 1, 0], ["a", "b", "b", "a"])
+    rows = run(tmp_path / "a", responses, ["shear:epsilon=1,window=4,stride=2"], batch_tokens=1)
+    whole = run(tmp_path / "b", responses, ["shear:epsilon=1,window=4,stride=2"], batch_tokens=10_000)
+    for row, other in zip(rows, whole, strict=True):
+        assert np.isfinite(row.score_T).all()
+        np.testing.assert_allclose(row.weight_T, other.weight_T, rtol=1e-3)
+
+
+def test_methods_that_ask_again(tmp_path: Path):
+    tokenizer = char_tokenizer()
+    chat = [{"role": "user", "content": "Two and three?"}]
+    answer = r"It is \boxed{6}"
+    row = Response(id="1", prompt=chat, response=answer, gold="5")
+    for broken, message in (
+        (replace(row, prompt="Two?"), "its prompt is a text, and the method asks it again"),
+        (replace(row, gold=None), "rlsd tells the model the answer; give the lines gold"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Analysis(responses=[broken], methods=parse_methods(["rlsd"]), model="m")
+    with pytest.raises(ValueError, match="the tokenizer has no chat template"):
+        tokenize(row, tokenizer, {})
+    with_template = char_tokenizer.__wrapped__()
+    with_template.chat_template = TEMPLATE
+    analysis = Analysis(responses=[row], methods=parse_methods(["rlsd"]), model="m")
+    run_analysis(analysis, tmp_path / "a", with_template, tiny_model, progress=False)
+    (found,) = read_dump(tmp_path / "a")
+    assert found.prompt == "user: Two and three?; reply: "
+    prompt, response = encode(found.prompt), encode(answer)
+    inside_1L = torch.tensor([[False] * len(prompt) + [True] * len(response)])
+    expected = compute_token_weights(
+        tiny_model(),
+        with_template,
+        torch.tensor([prompt + response]),
+        torch.ones_like(inside_1L),
+        inside_1L,
+        torch.tensor([-1.0]),
+        method("rlsd").build({}),
+        examples=[Example(chat, {"reward_model": {"ground_truth": "5"}}, {})],
+    )
+    np.testing.assert_allclose(found.weight_T, expected.weights[inside_1L].numpy(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "is no JSON"),
+        ("[1]", "is no JSON object"),
+        ('{"prompt": "a"}', "has no response; a line has prompt"),
+        ('{"prompt": [], "response": "a"}', "prompt must be a text, or a list of messages"),
+        ('{"prompt": "a", "response": [1, -2]}', "response must be a text or a list of token ids"),
+        ('{"prompt": "a", "response": "b", "reward": "x"}', "reward='x' must be a finite number"),
+    ],
+)
+def test_wrong_lines_are_named(tmp_path: Path, line: str, message: str):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"prompt": "a", "response": "b"}\n\n' + line + "\n")
+    with pytest.raises(ValueError, match=f"r.jsonl:3: {message}"):
+        read_responses(path)
+
+
+def test_lines_that_differ_in_what_they_have_are_refused(tmp_path: Path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"prompt": "a", "response": "b", "group": 1}\n{"prompt": "a", "response": "b"}\n')
+    with pytest.raises(ValueError, match="1 of 2 lines have a group; give all of them one, or none"):
+        read_responses(path)
+
+
+def test_unknown_token_ids_and_empty_prompts_are_refused():
+    with pytest.raises(ValueError, match="token id 9999 is not in the tokenizer's vocabulary"):
+        tokenize(Response(id="1", prompt="a", response=[9999]), char_tokenizer(), {})
+
+
+def test_methods_on_the_command_line():
+    signal = parse_method("surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true")
+    assert (signal.gate, signal.reshaper, signal.reshaper_options, signal.normalize_mass) == (
+        "all",
+        "power",
+        {"exponent": 1.5},
+        True,
+    )
+    for spec, message in (
+        ("grial", "'grial' is no registered signal"),
+        ("grail:presets=robust", "grail.presets is not an option"),
+        ("grail:preset", "'preset' must be option=value"),
+        ("grail:preset=robust,preset=official", "preset is given twice"),
+        ("oar_g:method=perturbation", "adv_estimator does it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse_method(spec)
+    with pytest.raises(ValueError, match="--method grail is given twice"):
+        parse_methods(["grail", "grail"])
+
+
+# ------------------------------------------------------------------------------------------------------------ command line
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    tiny_model(max_position_embeddings=512).save_pretrained(folder)
+    char_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def call(model_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: main(["--model", "model", "--device", "cpu", *arguments])
+
+
+def test_command(call: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    lines = [
+        {"prompt": "Two and three?", "response": r"So \boxed{6}", "gold": "5", "group": 1},
+        {"prompt": "Two and three?", "response": r"So \boxed{5}", "gold": "5", "group": 1},
+    ]
+    Path("r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    call("--responses", "r.jsonl", "--method", "grail", "--method", "stare", "--out", "found")
+    said = capsys.readouterr()
+    assert "2 responses; advantage: the reward less its group's mean" in said.err
+    assert "grail: 1 of 2 rows have scores; 1 without scores (outside the gate)" in said.out
+    assert "stare: every weight is 1" in said.out
+    assert "see it: python -m grail_advantage.report found" in said.out
+    rows = list(read_dump("found"))
+    assert [(row.reward, row.outcome, row.answer) for row in rows] == [(0.0, "wrong", "6"), (1.0, "right", "5")]
+    for arguments, message in (
+        (["--responses", "r.jsonl", "--method", "oar_g", "--out", "found"], "holds another analysis"),
+        (["--responses", "r.jsonl", "--method", "none"], "'none' is no registered signal"),
+        (["--responses", "missing.jsonl", "--method", "grail"], "missing.jsonl: cannot be read"),
+        (["--responses", "r.jsonl", "--method", "grail", "--twins"], "--twins needs --steps"),
+        (["--responses", "r.jsonl", "--method", "grail", "--limit", "0"], "--limit=0 must be at least 1"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            call(*arguments)
+
+
+def test_command_with_steps(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
+    question = "Ann has 3 bags of 28 apples. How many has she, and twice as many?"
+    answer = "She has <<3*28=84>>84.\nTwice that is <<84*2=168>>168.\n#### 168"
+    lines = [{"question": f"{question} ({n})", "answer": answer, "idx": n} for n in range(4)]
+    Path("s.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ("--steps", "s.jsonl", "--method", "grail", "--limit", "3", "--twins", "--out", "found")
+    call(*arguments)
+    said = capsys.readouterr()
+    assert "6 responses; advantage: every row counts as wrong (-1)" in said.err
+    assert "- 3 solutions with one labelled wrong step" in said.out
+    record = json.loads(Path("found/localisation/localisation.json").read_text())
+    assert record["problems"] == 3 and record["about"]["command"].endswith("--twins --out found")
+    rankings = {figure["ranking"] for figure in record["figures"]}
+    assert rankings == {"random", "earlier token", "later token", "number token", "surprisal", "entropy", "grail"}
+    row = next(iter(read_dump("found")))
+    wrong = "".join(row.tokens[slice(*row.labels["wrong_step"])])
+    assert wrong in row.response and row.prompt.endswith("within \\boxed{}.\n")
+    before = Path("found/localisation/localisation.csv").read_bytes()
+    call(*arguments)  # finished: only measured anew
+    assert Path("found/localisation/localisation.csv").read_bytes() == before
+
+
+def test_neither_verl_nor_trl_is_imported():
+    code = (
+        "import sys; import grail_advantage.analyze.__main__; "
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'verl', 'ray', 'trl', 'vllm', 'matplotlib'}))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

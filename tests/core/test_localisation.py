@@ -1,0 +1,372 @@
+"""Labelled solutions, and how well rankings of tokens find the wrong step. Figures were worked out by hand."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from fractions import Fraction
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grail_advantage.analyze.gsm8k_edits import CannotEditError, EditedSolution, edit_solution, evaluate, plain_step
+from grail_advantage.analyze.localisation import (
+    METRICS,
+    auroc,
+    labelled_row,
+    localise,
+    precision_at,
+    rank_of,
+    weighted_means,
+)
+from grail_advantage.analyze.localisation_report import markdown, write_report
+from grail_advantage.analyze.solutions import read_solutions
+from grail_advantage.analyze.weigh import token_ranges
+from grail_advantage.answer_span import AnswerSpan
+from grail_advantage.token_dump import DumpRow, MethodColumns
+
+# ----------------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_auroc_by_hand():
+    # Pairs: 3 > 1, 3 > 2, 2 > 1, 2 = 2.
+    assert auroc(np.array([3.0, 2.0]), np.array([1.0, 2.0])) == 3.5 / 4
+    assert auroc(np.array([1.0]), np.array([1.0, 1.0, 1.0])) == 0.5
+    assert auroc(np.array([0.0]), np.array([1.0, 2.0])) == 0.0
+    assert np.isnan(auroc(np.array([]), np.array([1.0]))) and np.isnan(auroc(np.array([1.0]), np.array([])))
+
+
+def test_auroc_counts_pairs():
+    generator = np.random.default_rng(0)
+    positive, negative = generator.integers(0, 6, 23).astype(float), generator.integers(0, 6, 31).astype(float)
+    pairs = [(p > n) + (p == n) / 2 for p in positive for n in negative]
+    assert auroc(positive, negative) == pytest.approx(np.mean(pairs))
+
+
+def test_precision_at_by_hand():
+    values, positive = np.array([5.0, 4.0, 4.0, 4.0, 1.0]), np.array([False, True, False, False, True])
+    assert precision_at(values, positive, 1) == 0
+    assert precision_at(values, positive, 2) == pytest.approx(1 / 3 / 2)  # one of the three fours
+    assert precision_at(values, positive, 4) == 1 / 4
+    assert precision_at(values, positive, 9) == 2 / 5  # there are only five
+    assert np.isnan(precision_at(np.array([]), np.array([], dtype=bool), 1))
+
+
+def test_ties_are_broken_evenly():
+    """The figures are the means over all orders of equal values."""
+    values, positive = np.array([2.0, 1.0, 1.0, 1.0, 0.0]), np.array([False, True, True, False, True])
+    orders = [np.array(order) for order in permutations(range(5))]
+    for k in range(1, 6):
+        found = [positive[sorted(order, key=lambda i: -values[i])[:k]].mean() for order in orders]
+        assert precision_at(values, positive, k) == pytest.approx(np.mean(found))
+    for index in range(5):
+        ranks = [sorted(order, key=lambda i: -values[i]).index(index) + 1 for order in orders]
+        assert rank_of(values, index) == pytest.approx(np.mean(ranks))
+
+
+def test_means_of_resamples_leave_out_what_has_no_value():
+    values_PM = np.array([[1.0, np.nan], [2.0, 5.0], [6.0, np.nan]])
+    counts_RP = np.array([[1, 1, 1], [0, 1, 2], [3, 0, 0]])
+    np.testing.assert_array_equal(weighted_means(values_PM, counts_RP), [[3, 5], [14 / 3, 5], [1, np.nan]])
+
+
+# -------------------------------------------------------------------------------------------------------------------- rows
+
+STEPS = ["a 1 ", "b 2 ", "c 3 "]
+SPAN = AnswerSpan(6, 7, 8, 9)
+
+
+def row(scores: list[float], *, place: int = 0, twin: bool = False, weights: list[float] | None = None) -> DumpRow:
+    """Three steps of two tokens each, the second one wrong; a letter and the result, then the answer."""
+    tokens = ["a", " 1", "b", " 2", "c", " 3", "\\boxed{", "3", "}"]
+    length = len(tokens)
+    score_T = np.array([*scores, np.nan, np.nan, np.nan], dtype=np.float32)
+    weight_T = np.array([*(weights or scores), 1, 1, 1], dtype=np.float32)
+    suffix = "_before_edit" if twin else ""
+    labels = {
+        "steps": [[0, 2], [2, 4], [4, 6]],
+        "results": [[1, 2], [3, 4], [5, 6]],
+        ("step" if twin else "wrong_step") + suffix: [2, 4],
+        ("result" if twin else "wrong_result") + suffix: [3, 4],
+    }
+    return DumpRow(
+        step=0,
+        row=place,
+        key=str(place // 2),
+        group=place // 2,
+        id=str(place // 2),
+        response="".join(tokens),
+        span=SPAN,
+        prompt_ids=np.array([1]),
+        token_ids_T=np.arange(length),
+        tokens=tokens,
+        mask_T=np.ones(length, dtype=bool),
+        weight_T=weight_T,
+        old_log_prob_T=np.zeros(length, dtype=np.float32),
+        entropy_T=np.zeros(length, dtype=np.float32),
+        methods={"m": MethodColumns(score_T=score_T, weight_T=weight_T)},
+        labels=labels,
+    )
+
+
+def test_figures_of_one_solution_by_hand():
+    found = localise([row([1.0, 4.0, 3.0, 5.0, 2.0, 6.0])], resamples=10)
+    expected = {
+        "token_auroc": (2 + 3) / 8,  # 3 is above 1 and 2; 5 above 1, 4 and 2
+        "number_auroc": 1 / 2,  # 5 against 4 and 6
+        "result_auroc": 1 / 2,
+        "precision_at_1": 0.0,
+        "precision_at_5": 2 / 5,  # 6 5 4 3 2
+        "step_auroc_mean": 1 / 4 + 1 / 2,  # 4 against 2.5 and 4
+        "step_auroc_max": 1 / 2,  # 5 against 4 and 6
+        "step_first_mean": 1 / 2,
+        "step_first_max": 0.0,
+        "step_rank_mean": 1.5,
+        "step_rank_max": 2.0,
+        "weight_auroc": 5 / 8,
+        "weight_lift": 4 / 3.5,
+    }
+    assert expected.keys() == METRICS.keys()
+    for metric, value in expected.items():
+        figure = found.get("m", metric)
+        assert (figure.value, figure.low, figure.high, figure.problems) == pytest.approx((value, value, value, 1)), (
+            metric
+        )
+    assert found.get("earlier token", "token_auroc").value == 0.5
+    assert found.get("number token", "token_auroc").value == 0.5
+    assert found.get("surprisal", "token_auroc").value == 0.5  # all equal
+    assert (found.problems, found.last, found.steps, found.tokens) == (1, 0, 3, 6)
+
+
+def test_scores_are_read_in_the_direction_of_the_weights():
+    scores, falling = [1.0, 4.0, 3.0, 5.0, 2.0, 6.0], [6.0, 3.0, 4.0, 2.0, 5.0, 1.0]
+    found = localise([row(scores, weights=falling)], resamples=10)
+    assert found.directions == {"m": -1}
+    assert found.get("m", "token_auroc").value == 1 - 5 / 8
+    assert found.get("m", "weight_auroc").value == 1 - 5 / 8
+
+
+def test_twins_show_what_is_due_to_the_error():
+    rows = [
+        row([1, 1, 2, 2, 1, 1], place=0),
+        row([1, 1, 1, 1, 1, 1], place=1, twin=True),
+        row([3, 3, 1, 1, 1, 1], place=2),
+        row([3, 3, 1, 1, 1, 1], place=3, twin=True),
+    ]
+    found = localise(rows, resamples=400)
+    values = {kind: found.get("m", "token_auroc", kind=kind) for kind in ("wrong", "twin", "difference")}
+    assert [values[kind].value for kind in values] == pytest.approx([(1 + 0.25) / 2, (0.5 + 0.25) / 2, 0.25])
+    # Resamples hold the first problem, both, or the second.
+    assert (values["difference"].low, values["difference"].high) == (0.0, 0.5)
+    assert "What is due to the error" in markdown(found, {})
+
+
+def test_rows_that_a_method_does_not_score_are_left_out_for_all():
+    unscored = row([np.nan] * 6, place=2, weights=[1.0] * 6)
+    found = localise([row([1, 1, 2, 2, 1, 1]), unscored, row([1] * 6, place=3, twin=True)], resamples=10)
+    assert found.problems == 1
+    assert found.left_out == {"no scores by m": 1, "twin of a solution that is left out": 1}
+    with pytest.raises(ValueError, match="no solution can be measured: 1 no scores by m"):
+        localise([unscored])
+
+
+def test_tokens_of_the_answer_are_no_candidates():
+    inside = row([1.0] * 6)
+    inside.labels["steps"][2] = [4, 9]
+    assert [list(step) for step in labelled_row(inside).steps] == [[0, 1], [2, 3], [4, 5]]
+    inside.labels["wrong_step"] = [6, 9]
+    inside.labels["steps"].append([6, 9])
+    assert labelled_row(inside) is None
+
+
+def test_splits():
+    last = row([1, 1, 1, 1, 2, 2], place=2)
+    last.labels.update(wrong_step=[4, 6], wrong_result=[5, 6])
+    found = localise([row([2, 2, 1, 1, 2, 2]), last], resamples=10)
+    assert found.last == 1
+    by_split = {split: found.get("m", "token_auroc", split).value for split in ("all", "wrong step last")}
+    assert by_split == {"all": 0.5, "wrong step last": 1.0}
+    assert found.get("m", "token_auroc", "wrong step not last").value == 0.0
+    assert found.get("later token", "token_auroc", "wrong step last").value == 1.0
+
+
+def test_report(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    found = localise([row([1, 1, 2, 2, 1, 1]), row([1, 1, 1, 1, 1, 1], place=1, twin=True)], resamples=50)
+    paths = write_report(found, tmp_path, {"model": "tiny"})
+    assert {path.name for path in paths} == {
+        "localisation.md",
+        "localisation.csv",
+        "localisation.json",
+        "localisation.png",
+        "localisation.svg",
+        "problems.csv",
+    }
+    text = (tmp_path / "localisation.md").read_text()
+    assert "- model: tiny" in text and "| `m` | 1.00 (1.00 to 1.00) |" in text and "NaN" not in text
+    lines = list(csv.DictReader((tmp_path / "localisation.csv").open()))
+    chosen = [
+        line for line in lines if (line["ranking"], line["metric"], line["of"]) == ("m", "token_auroc", "difference")
+    ]
+    assert {line["split"]: line["value"] for line in chosen} == {"all": "0.5", "wrong step not last": "0.5"}
+    record = json.loads((tmp_path / "localisation.json").read_text())
+    assert record["problems"] == 1 and len(record["figures"]) == len(lines)
+    each = list(csv.DictReader((tmp_path / "problems.csv").open()))
+    assert len(each) == 2 * len(found.rankings) and each[0].keys() >= METRICS.keys()
+
+
+# ------------------------------------------------------------------------------------------------------------------- edits
+
+QUESTION = "Ann picks 3 baskets of 28 apples and sells half of them at $1.50 each. How much does she earn in 4 weeks?"
+ANSWER = (
+    "She picks 3*28=<<3*28=84>>84 apples.\nShe sells 84/2=<<84/2=42>>42 of the 84 apples.\n"
+    "She earns 42*$1.50=$<<42*1.5=63>>63.00 a week.\nIn all 63 * 4 = $<<63*4=252>>252.\n#### 252"
+)
+
+
+def broken_calculations(edit: EditedSolution) -> list[int]:
+    """Lines with a calculation that does not hold."""
+    return [
+        number
+        for number, line in enumerate(edit.annotated)
+        for left, right in re.findall(r"<<([^<>]*)=([^<>=]*)>>", line)
+        if evaluate(left) != Fraction(right)
+    ]
+
+
+def test_the_change_is_carried_on():
+    edits = [edit_solution(QUESTION, ANSWER, str(seed)) for seed in range(60)]
+    assert {edit.wrong_step for edit in edits} == {0, 1, 2, 3}
+    for edit in edits:
+        assert broken_calculations(edit) == [edit.wrong_step]
+        original = [step.text for step in edit.original_steps]
+        changed = [step.text for step in edit.steps]
+        assert changed[: edit.wrong_step] == original[: edit.wrong_step]
+        assert all(a != b for a, b in zip(changed[edit.wrong_step :], original[edit.wrong_step :], strict=True))
+        start, past = edit.steps[edit.wrong_step].results[edit.wrong_result]
+        assert len(changed[edit.wrong_step][start:past]) == len(("84", "42", "63.00", "252")[edit.wrong_step])
+        assert edit.original_answer == "252" and edit.answer != "252" and changed[3].endswith(f"${edit.answer}.")
+    first = next(edit for edit in edits if edit.wrong_step == 0)
+    apples = int(first.steps[0].text.removeprefix("She picks 3*28=").removesuffix(" apples."))
+    assert first.steps[1].text == f"She sells {apples}/2={apples // 2} of the {apples} apples."
+    assert first.steps[2].text == f"She earns {apples // 2}*$1.50=${1.5 * (apples // 2):.2f} a week."
+    assert edit_solution(QUESTION, ANSWER, "7") == edit_solution(QUESTION, ANSWER, "7")
+
+
+@pytest.mark.parametrize(
+    "question, answer, reason",
+    [
+        ("2 and 3?", "It is <<2+3=5>>5.\n#### 5", "fewer than two steps"),
+        ("2 and 3?", "It is five.\nSo five.\n#### 5", "no calculation"),
+        ("2 and 3?", "It is five.\nSo five.", "no final answer"),
+        ("2 and 3?", "It is <<2+3=6>>6.\nSo <<6+8=14>>14.\n#### 14", "does not hold"),
+        ("20 and 3?", "It is <<20%*3=6>>6.\nSo <<6+8=14>>14.\n#### 14", "plain arithmetic"),
+        ("13 and 3?", "It is <<3+8=11>>11.\nSo <<11+2=13>>13.\n#### 13", "stands before it"),
+        ("2 and 3?", "It is <<2*13=26>>26.\nHalf of 26 is 11.\nSo 26.\n#### 26", "without annotation"),
+        ("2 and 13?", "It is <<2*13=26>>26.\nHalf is 26/2 = 13.\nSo 26.\n#### 26", "without annotation"),
+        ("2 and 3?", "It is <<2*13=26>>26.\nSo <<3*13=39>>39.\n#### 2", "does not depend"),
+    ],
+)
+def test_solutions_without_a_certain_edit_are_refused(question: str, answer: str, reason: str):
+    with pytest.raises(CannotEditError, match=reason):
+        edit_solution(question, answer, "0")
+
+
+def test_a_slip_leaves_whole_numbers_whole_and_common_constants_alone():
+    answer = "He has <<2*40=80>>80.\nEach gets 80/5=<<80/5=16>>16.\nWith 8 more <<16+8=24>>24.\n#### 24"
+    edits = [edit_solution("two by forty for five?", answer, str(seed)) for seed in range(60)]
+    first = [
+        int(edit.steps[0].text.removeprefix("He has ").removesuffix(".")) for edit in edits if edit.wrong_step == 0
+    ]
+    assert first and all(number % 5 == 0 for number in first)
+    answer = answer.replace("2*40=80>>80", "2*30=60>>60").replace("80/5", "60/5").replace("16", "12")
+    answer = answer.replace("12+8=24>>24", "12+8=20>>20").replace("#### 24", "#### 20")
+    edits = [edit_solution("two by thirty for five?", answer, str(seed)) for seed in range(60)]
+    assert {edit.wrong_step for edit in edits} == {2}  # 60 and 12 may be minutes and months
+
+
+def test_thousands_and_decimals_keep_their_spelling():
+    step = plain_step("It costs 80,000*1.5=$<<80000*1.5=120000>>120,000 or <<3*.5=1.5>>1.50.")
+    assert step.text == "It costs 80,000*1.5=$120,000 or 1.50."
+    assert [step.text[a:b] for a, b in step.results] == ["120,000", "1.50"]
+    answer = "It costs <<80000*1.5=120000>>120,000.\nThat is <<120000+7000=127000>>127,000.\n#### 127,000"
+    for seed in range(20):
+        edit = edit_solution("80000 and 1.5?", answer, str(seed))
+        assert re.fullmatch(r"\d{3},\d{3}", edit.answer)
+
+
+@pytest.mark.parametrize("text", ["2**9", "__import__('os')", "1/0", "(" * 300, "a+1", "1e9", "", "3//2", "True"])
+def test_only_arithmetic_is_evaluated(text: str):
+    if text == "1e9":
+        assert evaluate(text) == 10**9
+        return
+    with pytest.raises(CannotEditError):
+        evaluate(text)
+
+
+# --------------------------------------------------------------------------------------------------------------- solutions
+
+
+def write(path: Path, *records: dict) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_gsm8k_becomes_labelled_solutions(tmp_path: Path):
+    path = write(
+        tmp_path / "gsm8k.jsonl",
+        {"question": QUESTION, "answer": ANSWER, "idx": 5},
+        {"question": "How many?", "answer": "Five.\n#### 5"},
+    )
+    found = read_solutions(path, seed=1, twins=True)
+    assert found.left_out == {"fewer than two steps": 1}
+    wrong, twin = found.solutions
+    assert (wrong.id, wrong.twin, twin.id, twin.twin) == ("5", False, "5", True)
+    assert twin.response.endswith("In all 63 * 4 = $252.\nThe final answer is \\boxed{252}.")
+    assert "".join(twin.response[a:b] for a, b in twin.steps) + "The final answer is \\boxed{252}." == twin.response
+    assert [twin.response[a:b] for a, b in twin.results] == ["84", "42", "63.00", "252"]
+    assert wrong.label == twin.label == wrong.wrong_result
+    assert wrong.as_response().reward == 0 and twin.as_response().reward == 1
+    assert wrong.as_response().gold == "252"
+    labels = wrong.as_response().labels
+    assert wrong.response[slice(*labels["wrong_step"])].startswith(twin.response[slice(*twin.steps[twin.label])][:9])
+    assert "wrong_step" not in twin.as_response().labels
+    assert read_solutions(path, seed=1).solutions == (wrong,) or list(read_solutions(path, seed=1).solutions) == [wrong]
+
+
+def test_process_bench(tmp_path: Path):
+    record = {"id": "gsm8k-0", "problem": "Two and three?", "steps": ["2 + 3 = 6", "So \\boxed{6}"], "label": 0}
+    path = write(tmp_path / "pb.jsonl", record, {**record, "id": "gsm8k-1", "label": -1})
+    wrong, right = read_solutions(path).solutions
+    assert wrong.response == "2 + 3 = 6\n\nSo \\boxed{6}"
+    assert [wrong.response[a:b] for a, b in wrong.steps] == ["2 + 3 = 6\n\n", "So \\boxed{6}"]
+    assert [wrong.response[a:b] for a, b in wrong.results] == ["6"]
+    assert wrong.as_response().labels["wrong_step"] == (0, 11)
+    assert right.label == -1 and "wrong_step" not in right.as_response().labels
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        (
+            {"problem": "p", "steps": ["a"], "label": 1},
+            r"pb.jsonl:1: label=1 must be the index of one of the 1 steps, or -1",
+        ),
+        ({"problem": "p", "steps": [], "label": -1}, r"pb.jsonl:1: steps must be a list of texts"),
+        ({"question": "p"}, r"pb.jsonl:1: has the keys question; labelled solutions have problem, steps, label"),
+    ],
+)
+def test_wrong_lines_are_named(tmp_path: Path, record: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        read_solutions(write(tmp_path / "pb.jsonl", record))
+
+
+def test_characters_become_tokens():
+    texts = ["ab", "", "c d", "", "é", "f"]  # silent tokens belong to what is before them
+    found = token_ranges({"steps": [(0, 2), (2, 6), (6, 7)], "wrong_step": (2, 6), "none": []}, texts)
+    assert found == {"steps": [[0, 2], [2, 5], [5, 6]], "wrong_step": [2, 5], "none": []}
+    # "c d" begins in front of character 3, so that it belongs to what begins there.
+    assert token_ranges({"part": (3, 6)}, texts) == {"part": [3, 5]}
