@@ -47,7 +47,9 @@ def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
         "advantage_T": 0.5 * np.array(weights, dtype=np.float32),
     }
     span = values.pop("span", None)
-    values = {name: np.array(value) if name.endswith("_T") else value for name, value in values.items()}
+    values = {
+        name: np.array(value) if name.endswith("_T") and value is not None else value for name, value in values.items()
+    }
     return DumpRow(
         **{**defaults, **values},
         tokens=tokens,

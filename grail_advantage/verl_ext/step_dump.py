@@ -27,8 +27,8 @@ from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.token_dump import DumpHeader, DumpRow, TokenDumpWriter, TokenTexts, answer_text
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, DumpOptions
 
-BYTES_PER_TOKEN = 24
-"""Of a dump on the disk, measured on rollouts of numbers as good as random; see docs/token_dump.md."""
+BYTES_PER_TOKEN = 27
+"""Of a dump on the disk, measured with every column there and as good as random; see docs/token_dump.md."""
 FIELDS = ("rm_scores", "reward_model", "extra_fields", "data_source", "extra_info", OLD_LOG_PROBS, ENTROPY)
 """What is fetched from TransferQueue for the written rows; what a run does not have is left out there."""
 

@@ -141,7 +141,7 @@ class TestReasons:
 
 def test_size_estimate() -> None:
     assert size_estimate(64, 1000, 500) == (
-        "token dump: 64 rows a step with up to 1000 tokens, at most about 1.54 MB a step and 0.768 GB for 500 steps"
+        "token dump: 64 rows a step with up to 1000 tokens, at most about 1.73 MB a step and 0.864 GB for 500 steps"
     )
 
 
@@ -330,7 +330,7 @@ class TestTrainer:
     def test_says_its_size_before_it_starts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         _trainer(tmp_path, every=3)._announce_dump()
         assert capsys.readouterr().out == (
-            "token dump: 8 rows a step with up to 100 tokens, at most about 0.0192 MB a step and 5.76e-05 GB for 3 steps, "
+            "token dump: 8 rows a step with up to 100 tokens, at most about 0.0216 MB a step and 6.48e-05 GB for 3 steps, "
             f"in {tmp_path}\n"
         )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 import torch
 
@@ -30,7 +33,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
         f"trainer.total_training_steps={STEPS}",
         "trainer.total_epochs=1",
     ]
-    return whole_run.run(tmp_path_factory.mktemp("run"), overrides, rows=PROMPTS * STEPS, stock=True)
+    folder = tmp_path_factory.mktemp("run")
+    overrides.append(f"trainer.rollout_data_dir={folder / 'rollouts'}")
+    return whole_run.run(folder, overrides, rows=PROMPTS * STEPS, stock=True)
 
 
 @pytest.mark.slow
@@ -104,3 +109,43 @@ def test_metrics_of_the_pass_are_logged(run: WholeRun) -> None:
     assert metrics["training/rollout_probs_diff_max"] < 1e-3
     # Normalised weights move advantage between tokens and leave its amount alone, up to the clip of other rows.
     assert metrics["grail/advantage_scale"] == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", range(1, STEPS + 1))
+def test_dump_joins_verls_own_rollout_dump(run: WholeRun, step: int) -> None:
+    """verl's ``uid`` is the dump's ``key``, and what both know of a row is the same."""
+    lines = (run.folder / "rollouts" / f"{step}.jsonl").read_text().splitlines()
+    verls = {line["uid"]: line for line in map(json.loads, lines)}
+    rows = {row.key: row for row in run.dump(step)}
+    assert rows.keys() == verls.keys() and len(lines) == len(rows) == PROMPTS * ROLLOUTS
+    tokenizer = whole_run.tokenizer()
+    for key, row in rows.items():
+        assert tokenizer.decode(row.token_ids_T, skip_special_tokens=True) == verls[key]["output"]
+        assert tokenizer.decode(row.prompt_ids, skip_special_tokens=True) == verls[key]["input"]
+        assert (row.gold, row.reward, row.step) == (verls[key]["gts"], verls[key]["score"], step)
+        assert row.outcome == ("right" if row.reward else "wrong")
+        assert row.prompt == tokenizer.decode(row.prompt_ids) and row.id.startswith("parity/")
+        assert "".join(row.tokens) == row.response and len(row.tokens) == len(row.token_ids_T)
+
+
+@pytest.mark.slow
+def test_dump_has_the_policys_own_figures(run: WholeRun) -> None:
+    """Log-probability and entropy stand at their token, at the rollouts' temperature, as the initial model gives them."""
+    model = run.model
+    for row in run.dump(1):
+        ids = torch.tensor([[*row.prompt_ids.tolist(), *row.token_ids_T.tolist()]])
+        with torch.no_grad():
+            log_probs = (model(ids).logits[0, len(row.prompt_ids) - 1 : -1] / TEMPERATURE).log_softmax(dim=-1)
+        of_tokens = log_probs.gather(1, torch.tensor(row.token_ids_T).unsqueeze(1)).squeeze(1)
+        np.testing.assert_allclose(row.old_log_prob_T, of_tokens.numpy(), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            row.entropy_T, -(log_probs.exp() * log_probs).sum(dim=-1).numpy(), rtol=1e-3, atol=1e-3
+        )
+
+
+@pytest.mark.slow
+def test_dump_says_its_size_and_takes_no_time(run: WholeRun) -> None:
+    assert f"token dump: {PROMPTS * ROLLOUTS} rows a step with up to {LIMIT} tokens, at most about" in run.output
+    assert run.metrics(1)["token_dump/failed_files"] == 0
+    assert run.metrics(1)["timing_s/token_dump"] > 0

@@ -1,0 +1,251 @@
+"""The figures of a run for papers: each as PNG, SVG and CSV.
+
+    python -m grail_advantage.report RUN --figures FOLDER
+
+- ``curves``: what the run logged, step by step;
+- ``profile``: the mean weight of the reasoning by its normalised position, right against wrong, over parts of the training,
+  with 95 % intervals over prompts. GRAIL's paper (arXiv 2606.04889) has a U there;
+- ``heat_map``: the same by step and position.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grail_advantage.report import colours, data
+from grail_advantage.report.visible import visible
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OUTCOME_COLOURS = {"right": "#1f6fb5", "wrong": "#c0561a", "": "#555555"}
+"""Blue and orange, as dark on white as text must be."""
+_STYLE = {
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "savefig.dpi": 200,
+    # Text stays text in an SVG, and equal figures make equal files.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "grail_advantage",
+    # Names are not formulas.
+    "text.parse_math": False,
+}
+
+
+def write_figures(run: data.Run, folder: Path, table: data.RowTable | None = None) -> list[Path]:
+    """Draw what a run has data for.
+
+    Args:
+        run: from :func:`grail_advantage.report.data.open_run`.
+        folder: is made where it is missing.
+        table: the dump's rows where somebody has read them already.
+
+    Returns:
+        The files.
+
+    Raises:
+        ValueError: there is nothing to draw.
+    """
+    import matplotlib
+
+    curves = data.curves(run.metrics)
+    if table is None and run.dump is not None:
+        table = data.row_table(run.dump)
+    written: list[Path] = []
+    with matplotlib.rc_context(_STYLE):
+        if curves:
+            written += _write(
+                folder, "curves", curve_rows(curves), lambda figure: draw_curves(figure, curves), _size(curves)
+            )
+        if table is not None and table.scored.any():
+            profiles, heat = data.profiles(table), data.heat_map(table)
+            parts = len({profile.first_step for profile in profiles})
+            written += _write(
+                folder,
+                "profile",
+                profile_rows(profiles),
+                lambda figure: draw_profiles(figure, profiles),
+                (2.4 * parts + 0.8, 2.7),
+            )
+            written += _write(
+                folder, "heat_map", heat_map_rows(heat), lambda figure: draw_heat_map(figure, heat), (5, 3.2)
+            )
+    if not written:
+        raise ValueError(
+            f"{run.folder} has nothing to draw: no metric that is known here, and no row with scores in its token dump"
+        )
+    return written
+
+
+def _write(
+    folder: Path, name: str, rows: Iterable[Sequence[Any]], draw: Callable[[Figure], None], size: tuple[float, float]
+) -> list[Path]:
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.{kind}" for kind in ("csv", "png", "svg")]
+    with paths[0].open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
+    figure.savefig(paths[1], metadata={"Software": None})
+    figure.savefig(paths[2], metadata={"Date": None, "Creator": None})
+    return paths
+
+
+def _number(value: float) -> str:
+    """For a CSV: empty where there is none; as short as a float64 allows."""
+    return repr(float(value)) if math.isfinite(value) else ""
+
+
+# ------------------------------------------------------------------------------------------------------------------- curves
+
+
+def curve_rows(curves: Sequence[data.Curve]) -> list[list[Any]]:
+    """``figure, line, step, value``."""
+    rows: list[list[Any]] = [["figure", "line", "step", "value"]]
+    for curve in curves:
+        for line in curve.lines:
+            rows += [
+                [curve.name, visible(line.label, breaks=False), step, _number(value)]
+                for step, value in zip(line.steps, line.values, strict=True)
+            ]
+    return rows
+
+
+def _size(curves: Sequence[data.Curve]) -> tuple[float, float]:
+    columns = min(3, len(curves))
+    return 3.2 * columns, 2.5 * math.ceil(len(curves) / columns)
+
+
+def draw_curves(figure: Figure, curves: Sequence[data.Curve]) -> None:
+    """One plot a curve, three in a row."""
+    columns = min(3, len(curves))
+    grid = figure.subplots(math.ceil(len(curves) / columns), columns, squeeze=False).ravel()
+    for plot, curve in zip(grid, curves, strict=False):
+        for i, line in enumerate(curve.lines):
+            marker = "o" if len(line.steps) <= 30 else None
+            plot.plot(
+                line.steps,
+                line.values,
+                marker=marker,
+                markersize=3,
+                linewidth=1.2,
+                label=visible(line.label, breaks=False),
+                color=f"C{i}",
+            )
+        plot.set(title=curve.title, xlabel="step", ylabel=curve.unit)
+        if len(curve.lines) > 1:
+            plot.legend(fontsize=7)
+    for plot in grid[len(curves) :]:
+        plot.remove()
+
+
+# ------------------------------------------------------------------------------------------------------------------ profile
+
+
+def _positions(bins: int) -> np.ndarray:
+    """Middles of the bins."""
+    return (np.arange(bins) + 0.5) / bins
+
+
+def profile_rows(profiles: Sequence[data.Profile]) -> list[list[Any]]:
+    """``first_step, last_step, outcome, position, mean, low, high, rows, prompts``."""
+    rows: list[list[Any]] = [
+        ["first_step", "last_step", "outcome", "position", "mean", "low", "high", "rows", "prompts"]
+    ]
+    for profile in profiles:
+        means = profile.means
+        for position, *values in zip(_positions(len(means.mean)), means.mean, means.low, means.high, strict=True):
+            figures = [_number(value) for value in (position, *values)]
+            rows.append(
+                [
+                    profile.first_step,
+                    profile.last_step,
+                    profile.outcome or "unknown",
+                    *figures,
+                    means.rows,
+                    means.groups,
+                ]
+            )
+    return rows
+
+
+def draw_profiles(figure: Figure, profiles: Sequence[data.Profile]) -> None:
+    """One plot a part of the training, on one scale."""
+    parts = sorted({(profile.first_step, profile.last_step) for profile in profiles})
+    plots = figure.subplots(1, len(parts), sharey=True, squeeze=False)[0]
+    for plot, part in zip(plots, parts, strict=True):
+        for profile in profiles:
+            if (profile.first_step, profile.last_step) == part:
+                _draw_profile(plot, profile)
+        steps = f"step {part[0]}" if part[0] == part[1] else f"steps {part[0]} to {part[1]}"
+        plot.axhline(1.0, color="#888888", linewidth=0.8, linestyle=":")
+        plot.set(title=steps, xlabel="position in the reasoning", xlim=(0, 1))
+        plot.legend(fontsize=7)
+    plots[0].set_ylabel("mean weight")
+
+
+def _draw_profile(plot: Axes, profile: data.Profile) -> None:
+    means, colour = profile.means, OUTCOME_COLOURS[profile.outcome]
+    positions = _positions(len(means.mean))
+    label = f"{profile.outcome or 'outcome unknown'} ({means.rows} rows)"
+    style = "--" if profile.outcome == "wrong" else "-"
+    plot.plot(positions, means.mean, style, color=colour, linewidth=1.3, label=label)
+    plot.fill_between(positions, means.low, means.high, color=colour, alpha=0.2, linewidth=0)
+
+
+# ----------------------------------------------------------------------------------------------------------------- heat map
+
+
+def heat_map_rows(heat: data.HeatMap) -> list[list[Any]]:
+    """``step, position, weight, rows``."""
+    rows: list[list[Any]] = [["step", "position", "weight", "rows"]]
+    positions = _positions(heat.weights.shape[1])
+    for step, weights, count in zip(heat.steps, heat.weights, heat.rows, strict=True):
+        rows += [
+            [step, _number(position), _number(weight), count]
+            for position, weight in zip(positions, weights, strict=True)
+        ]
+    return rows
+
+
+def draw_heat_map(figure: Figure, heat: data.HeatMap) -> None:
+    """Steps from left to right, positions upwards, colours by the weight's ratio to 1 as in the other views."""
+    from matplotlib.colors import ListedColormap
+
+    plot = figure.subplots()
+    places = colours.weight_place(heat.weights)
+    known = np.abs(places[np.isfinite(places)])
+    # Means lie near 1: the scale ends at the farthest of them.
+    limit = float(known.max()) if known.size and known.max() > 0 else 1.0
+    scale = ListedColormap(colours.diverging(257))
+    scale.set_bad("#d9d9d9")
+    count, bins = heat.weights.shape
+    shown = plot.pcolormesh(
+        np.arange(count + 1),
+        np.linspace(0, 1, bins + 1),
+        np.ma.masked_invalid(places).T,
+        cmap=scale,
+        vmin=-limit,
+        vmax=limit,
+    )
+    every = max(1, math.ceil(count / 8))
+    plot.set_xticks(np.arange(0, count, every) + 0.5, [str(step) for step in heat.steps[::every]])
+    plot.set(xlabel="step", ylabel="position in the reasoning", title="Mean weight of the rows with scores")
+    plot.grid(False)
+    ticks = np.linspace(-limit, limit, 5)
+    bar = figure.colorbar(shown, ax=plot, ticks=ticks)
+    bar.ax.set_yticklabels([f"{colours.WEIGHT_LIMIT**tick:.2f}" for tick in ticks])
+    bar.set_label("weight (grey: no such row)")

@@ -1,0 +1,127 @@
+"""One row of tokens in a notebook, on colours by weight or by another value.
+
+from grail_advantage.report.notebook import token_html
+token_html(tokens, weights)
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from grail_advantage.report import colours
+from grail_advantage.report.visible import visible
+from grail_advantage.token_dump import DumpRow
+
+
+class TokenHtml(str):
+    """HTML that a notebook displays. No scripts, and everything that a model wrote is escaped."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
+def token_html(
+    tokens: Sequence[str],
+    values: Sequence[float] | np.ndarray,
+    *,
+    scale: Literal["weight", "signed", "from zero"] = "weight",
+    name: str | None = None,
+    dark: bool = False,
+) -> TokenHtml:
+    """Tokens on colours by their values, which a pointer or a screen reader gets by token.
+
+    Args:
+        tokens: texts; joined they are the response, as in a dump's row.
+        values: float, as many; NaN for a token without a value.
+        scale: ``weight`` by the ratio to 1, from 1/4 to 4; ``signed`` from minus to plus the largest value; ``from zero`` to
+            the largest value, for scores, entropies or negative log-probabilities.
+        name: of the values; the scale's by default.
+        dark: for a dark page.
+
+    Returns:
+        A text that displays itself as the last value of a notebook's cell.
+
+    Raises:
+        ValueError: an unknown scale, or tokens and values of different numbers.
+    """
+    values_T = np.asarray(values, dtype=np.float64)
+    if values_T.shape != (len(tokens),):
+        raise ValueError(f"values has shape {values_T.shape} for {len(tokens)} tokens; give one value a token")
+    theme = colours.DARK if dark else colours.LIGHT
+    finite = values_T[np.isfinite(values_T)]
+    limit = float(np.abs(finite).max()) if len(finite) else 0.0
+    if scale == "weight":
+        places, table, ticks = colours.weight_place(values_T), colours.diverging(theme=theme), colours.WEIGHT_TICKS
+    elif scale == "signed":
+        places, table, ticks = (
+            colours.signed_place(values_T, limit),
+            colours.diverging(theme=theme),
+            (-limit, 0.0, limit),
+        )
+    elif scale == "from zero":
+        places, table, ticks = colours.share_place(values_T, 0.0, limit), colours.sequential(theme=theme), (0.0, limit)
+    else:
+        raise ValueError(f"scale={scale!r} is unknown; choose weight, signed or from zero")
+    signed = scale != "from zero"
+    name = html.escape(visible(name or {"weight": "weight"}.get(scale, "value"), breaks=False))
+
+    parts = []
+    for token, value, place in zip(tokens, values_T.tolist(), np.asarray(places).tolist(), strict=True):
+        ground = colours.pick(table, place, signed=signed)
+        style = f' style="background:{ground}"' if ground else ""
+        said = f"{name} {value:.4g}" if math.isfinite(value) else f"no {name}"
+        parts.append(f'<span title="{said}"{style}>{html.escape(visible(token))}</span>')
+    tick_places = {
+        "weight": lambda tick: float(colours.weight_place(tick)),
+        "signed": lambda tick: float(colours.signed_place(tick, limit)),
+        "from zero": lambda tick: float(colours.share_place(tick, 0.0, limit)),
+    }[scale]
+    legend = "".join(
+        f'<span style="background:{colours.pick(table, tick_places(tick), signed=signed)};padding:0 .5em">{tick:.3g}</span>'
+        for tick in dict.fromkeys(ticks)
+    )
+    ground = colours.diverging(theme=theme)[len(colours.diverging(theme=theme)) // 2]
+    return TokenHtml(
+        f'<div style="background:{ground};color:{theme.text};padding:.5em;font:14px/1.6 monospace">'
+        f'<div style="white-space:pre-wrap;overflow-wrap:anywhere;unicode-bidi:isolate">{"".join(parts)}</div>'
+        f'<div style="margin-top:.5em;font-size:12px">{name} {legend}</div></div>'
+    )
+
+
+def row_html(row: DumpRow, column: str = "weight", *, dark: bool = False) -> TokenHtml:
+    """A dump's row by one of its columns.
+
+    Args:
+        row: from :func:`grail_advantage.token_dump.read_dump`.
+        column: ``weight``, ``score``, ``advantage``, ``base_advantage``, ``entropy`` or ``surprisal`` (minus the old
+            log-probability). Tokens that do not train get no colour.
+        dark: for a dark page.
+
+    Raises:
+        ValueError: a column that the row does not have.
+    """
+    if column == "surprisal":
+        values_T = None if row.old_log_prob_T is None else -row.old_log_prob_T
+    else:
+        values_T = getattr(row, f"{column}_T") if column in ROW_SCALES else None
+    if values_T is None:
+        known = [name for name in ROW_SCALES if name == "surprisal" or getattr(row, f"{name}_T") is not None]
+        raise ValueError(f"column={column!r} is not in this row; it has {', '.join(known)}")
+    shown = np.where(row.mask_T, values_T, np.nan)
+    return token_html(row.tokens, shown, scale=ROW_SCALES[column], name=column.replace("_", " "), dark=dark)
+
+
+ROW_SCALES: dict[str, Literal["weight", "signed", "from zero"]] = {
+    "weight": "weight",
+    "score": "from zero",
+    "advantage": "signed",
+    "base_advantage": "signed",
+    "entropy": "from zero",
+    "surprisal": "from zero",
+}
+"""The columns that :func:`row_html` shows, and how."""
