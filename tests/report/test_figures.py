@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from grail_advantage.report import colours, data, figures
+from grail_advantage.report.__main__ import main
 from grail_advantage.token_dump import DumpHeader, write_step
 from tests.dumps import HOSTILE, dump_row
 
@@ -144,3 +145,11 @@ def test_hostile_names(tmp_path: Path, text: str) -> None:
     paths = figures._write(tmp_path, "curves", rows, lambda figure: figures.draw_curves(figure, [curve]), (3, 2))
     assert [path.suffix for path in paths if path.stat().st_size] == [".csv", ".png", ".svg"]
     ElementTree.parse(paths[2])
+
+
+def test_command(run: data.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(run.folder), "--figures", str(tmp_path / "f")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [Path(line).name for line in printed][:3] == ["curves.csv", "curves.png", "curves.svg"] and len(printed) == 9
+    assert main([str(tmp_path / "nowhere"), "--figures", str(tmp_path / "f")]) == 1
+    assert "is no folder" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from grail_advantage.report import colours
+from grail_advantage.report.__main__ import main
 from grail_advantage.report.terminal import coloured_tokens, find_row, print_rollout, rollout_view
 from grail_advantage.report.visible import visible
 from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
@@ -131,6 +132,31 @@ class TestVisible:
 
     def test_in_one_line(self) -> None:
         assert visible("a\n\nb", breaks=False) == "a↵↵b"
+
+
+class TestCommand:
+    """``python -m grail_advantage.report RUN --terminal``."""
+
+    def test_shows_a_rollout_and_what_could_not_be_read(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = write_step(
+            tmp_path / "tokens", HEADER, [dump_row([2.0, 0.5], row=row, tokens=["so ", "it"]) for row in (0, 1)]
+        )
+        path.with_name("step_000002.jsonl.gz").write_bytes(b"")
+        assert main([str(tmp_path), "--terminal", "--row", "1"]) == 0
+        printed = capsys.readouterr()
+        assert "step 1, row 1" in printed.out and "so it" in printed.out
+        assert "step_000002.jsonl.gz: holds no rows" in printed.err
+
+    def test_says_what_is_not_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        write_step(tmp_path, HEADER, [dump_row([1.0])])
+        assert main([str(tmp_path), "--terminal", "--step", "7"]) == 1
+        assert "report: --step 7 is not in" in capsys.readouterr().err
+        (tmp_path / "metrics").mkdir()
+        (tmp_path / "metrics" / "metrics.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
+        assert main([str(tmp_path / "metrics"), "--terminal"]) == 1
+        assert "has no token dump" in capsys.readouterr().err
 
 
 def test_print(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
