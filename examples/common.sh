@@ -171,6 +171,9 @@ ALGORITHM=(
     algorithm.adv_estimator="$adv_estimator"
     algorithm.grail.preset="$preset"
     algorithm.oar.variant="$oar_variant"
+    # what the method makes of every token, for python -m grail_advantage.report; see docs/token_dump.md
+    algorithm.token_dump.folder="$output_dir/tokens"
+    algorithm.token_dump.every=10
 )
 TRAINER=(
     trainer.nnodes="$nnodes"

@@ -3,7 +3,8 @@
 # Arguments are Hydra overrides.
 #
 # $OUTPUT_DIR/seed$SEED gets the warmed-up model and its data; below it, a folder for each estimator gets train.log
-# (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/ and learning_curve.png.
+# (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/, learning_curve.png, tokens/ (what the method made of
+# every token, docs/token_dump.md) and report.html.
 
 # shellcheck disable=SC2153  # the knobs come from the calling script
 set -euo pipefail
@@ -25,6 +26,7 @@ test_freq=$TEST_FREQ
 data_dir=$OUTPUT_DIR/seed$seed
 run_dir=$data_dir/$adv_estimator
 dry_run=${DRY_RUN:-0}
+tokens_dir=$(realpath -m "$run_dir")/tokens
 title="$adv_estimator, $base_model, worked arithmetic, seed $seed"
 
 # What verl would refuse minutes from now, after the warm-up and Ray's start, is refused here.
@@ -100,6 +102,7 @@ ALGORITHM=(
     algorithm.norm_adv_by_std_in_grpo=False
     algorithm.grail.preset="$preset"
     algorithm.oar.variant="$oar_variant"
+    algorithm.token_dump.folder="$tokens_dir"
     reward.custom_reward_function.path=pkg://grail_advantage.reward
     reward.custom_reward_function.name=compute_score
 )
@@ -138,7 +141,7 @@ echo "2/3 problems, model and supervised warm-up" >&2
 echo "3/3 reinforcement learning with $adv_estimator" >&2
 
 # Figures of an earlier run in the same place would be taken for this one's.
-rm -rf "$VERL_FILE_LOGGER_PATH" "$TENSORBOARD_DIR"
+rm -rf "$VERL_FILE_LOGGER_PATH" "$TENSORBOARD_DIR" "$tokens_dir"
 mkdir -p "$run_dir"
 "${command[@]}" >"$run_dir/train.log" 2>&1 &
 run_pid=$!
@@ -152,3 +155,5 @@ if ! wait "$run_pid"; then
 fi
 trap - EXIT
 .venv/bin/python -m recipe.run_report summary "$run_dir" --title "$title"
+report=$(.venv/bin/python -m grail_advantage.report "$run_dir")
+echo "  every token's weight, in a browser: $report"
