@@ -50,13 +50,13 @@ PARTS = {
             "b",
             "verl's engine: training side of a step, tests that need a GPU",
             "gpu_check.engine",
-            ("torch", "transformers", "verl", "tensordict", "peft", "pytest", PROJECT),
+            ("torch", "transformers", "verl", "tensordict", "peft", PROJECT),
         ),
         Part(
             "c",
             "flash attention: packed rows, sequence parallelism",
             "gpu_check.flash",
-            ("torch", "transformers", "verl", "tensordict", "peft", "pytest", "flash_attn", PROJECT),
+            ("torch", "transformers", "verl", "tensordict", "peft", "flash_attn", PROJECT),
         ),
         Part(
             "d",

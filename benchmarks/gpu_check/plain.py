@@ -98,8 +98,7 @@ def run(outcome: Outcome, device: str = "cuda", size: Size = FULL) -> None:
         device: ``cuda``, or ``cpu`` in tests.
         size: of models and rows.
     """
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")  # no TF32
     with outcome.attempt("weights of the device against the CPU"):
         against_cpu(outcome, device, size)
     for shape, options in size.shapes.items():
@@ -130,7 +129,9 @@ def precision(outcome: Outcome, shape: str, options: dict[str, int], device: str
     model = random_model(options, device, torch.float32)
     rows = random_rows(*size.weighed, size.prompt, options["vocab_size"], device)
     exact = {name: weights(model, signal, rows) for name, signal in METHODS.items()}
-    model.to(torch.bfloat16)
+    for parameter in model.parameters():
+        # Not the buffers: rotary frequencies stay in float32, as they do where a checkpoint is loaded in bfloat16.
+        parameter.data = parameter.data.to(torch.bfloat16)
     table = {}
     for name, signal in METHODS.items():
         found = compared(weights(model, signal, rows), exact[name])
@@ -203,11 +204,11 @@ def passes(outcome: Outcome, shape: str, options: dict[str, int], device: str, s
 def _judge_passes(outcome: Outcome, shape: str, found: dict[str, dict[str, Any]]) -> None:
     """A saliency pass must fit wherever training fits, and checkpointing must save it memory."""
     for smaller, larger, why in (
-        ("grail", "training", "GRAIL's pass needs no more memory than training"),
+        ("grail", "training", "GRAIL's pass needs less memory than training"),
         (
             "grail, checkpointed",
             "training, checkpointed",
-            "GRAIL's checkpointed pass needs no more memory than training",
+            "GRAIL's checkpointed pass needs less memory than training",
         ),
         ("grail, checkpointed", "grail", "checkpointing saves memory in GRAIL's pass"),
     ):
@@ -219,7 +220,7 @@ def _judge_passes(outcome: Outcome, shape: str, found: dict[str, dict[str, Any]]
         else:
             peaks = [found[way]["peak_bytes"] for way in (smaller, larger)]
             said = f"{smaller} {peaks[0] / 2**30:.2f} GiB, {larger} {peaks[1] / 2**30:.2f} GiB"
-            outcome.check(name, peaks[0] <= peaks[1], said)
+            outcome.check(name, peaks[0] < peaks[1], said)
 
 
 def forward_pass(model: PreTrainedModel, input_ids_1L: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_check.__main__ as command
-from gpu_check import engine, page, parts, plain
+from gpu_check import engine, page, parts, plain, pytest_checks
 from gpu_check.outcome import FAILED, NOT_RUN, PASSED, Outcome, status_of
 from gpu_check.parts import Part
 from gpu_check.pytest_checks import run_tests
@@ -63,8 +63,8 @@ class TestPlain:
                 "grail, robust: weights of the device are the CPU's",
                 "Qwen3-toy, grail, official: bfloat16 keeps the weights",
                 "Qwen3-toy, grail, robust: bfloat16 keeps the weights",
-                "Qwen3-toy: GRAIL's pass needs no more memory than training",
-                "Qwen3-toy: GRAIL's checkpointed pass needs no more memory than training",
+                "Qwen3-toy: GRAIL's pass needs less memory than training",
+                "Qwen3-toy: GRAIL's checkpointed pass needs less memory than training",
                 "Qwen3-toy: checkpointing saves memory in GRAIL's pass",
             ],
             PASSED,
@@ -333,6 +333,13 @@ class TestEngine:
         found = outcome(tmp_path)
         run_tests(found, [str(tmp_path / "test_missing.py")])
         assert [check["status"] for check in found.result["checks"]] == [FAILED]
+
+    def test_suite_without_pytest(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(pytest_checks, "find_spec", lambda name: None)
+        found = outcome(tmp_path)
+        run_tests(found, ["tests/test_any.py"])
+        [check] = found.result["checks"]
+        assert (check["status"], check["said"][:12]) == (NOT_RUN, "needs pytest")
 
     @pytest.mark.parametrize("files", [engine.TESTS, ("tests/verl_ext/test_flash_attention_gpu.py",)])
     def test_the_named_tests_exist(self, files: tuple[str, ...]) -> None:
