@@ -42,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         path = write_report(
             args.run, args.output, against=args.against, rollouts=args.rollouts, megabytes=args.megabytes
         )
+    except ModuleNotFoundError as error:
+        print(f"report: {error}; run `pip install 'grail-advantage[report]'`", file=sys.stderr)
+        return 1
     except (ValueError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 1
