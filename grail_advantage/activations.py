@@ -8,14 +8,28 @@ Shape suffixes: B rows, S positions, K target tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grail_advantage.fsdp1 import resharding, units_of, unwrapped
+
+logger = logging.getLogger(__name__)
+
+CHUNK_POSITIONS = 512
+"""Most positions whose logits are held with what their gradient needs, about 16 bytes for each and each entry of the
+vocabulary: 1.2 GB with 151,936 entries."""
+MARK = 64.0
+"""What goes the way of logits beside a sum of log-probabilities; it must arrive as it is."""
 
 
 def leaf_module(model: nn.Module, leaf: str) -> nn.Module:
@@ -43,8 +57,12 @@ def leaf_module(model: nn.Module, leaf: str) -> nn.Module:
 
 def accepts_logits_to_keep(model: nn.Module) -> bool:
     """Whether the model's forward takes ``logits_to_keep``, and so can leave out logits that nobody reads."""
-    inner = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-    return "logits_to_keep" in inspect.signature(type(inner).forward).parameters
+    return "logits_to_keep" in inspect.signature(type(inner_model(model)).forward).parameters
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The Hugging Face model inside wrappers."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
 @contextmanager
@@ -52,6 +70,9 @@ def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     """While open, each forward of ``module`` puts out a detached leaf that requires grad, and appends it to the list.
 
     The forward hook is gone afterwards, whatever happened inside.
+
+    Raises:
+        ValueError: no forward came by.
     """
     leaves_BSD: list[torch.Tensor] = []
 
@@ -66,8 +87,18 @@ def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     handle = module.register_forward_hook(replace_output)
     try:
         yield leaves_BSD
+        _check_ran(len(leaves_BSD), module, "leaf module")
     finally:
         handle.remove()
+
+
+def _check_ran(calls: int, module: nn.Module, what: str) -> None:
+    """A forward that went past a hook would give wrong values, or none."""
+    if not calls:
+        raise ValueError(
+            f"the model's forward did not call its {what} ({type(module).__name__}), so this method cannot read it; a "
+            "replaced forward (fused kernels, a patched model class) does that: switch it off, or use a method without a pass"
+        )
 
 
 @dataclass(frozen=True)
@@ -91,16 +122,20 @@ def keep_logits(head: nn.Module, columns: torch.Tensor, *, with_all: bool = Fals
     Args:
         head: the model's output embeddings, (B, S, D) to (B, S, V), bare or wrapped (FSDP, PEFT).
         columns: int64 indices into S.
+
+    Raises:
+        ValueError: no forward came by.
     """
     outputs: list[HeadOutput] = []
     everywhere: list[torch.Tensor] = []
+    calls = 0
 
     def before(_module: nn.Module, args: tuple) -> tuple:
+        nonlocal calls
+        calls += 1
         hidden_BSD, *others = args
         if with_all:
-            with torch.no_grad():
-                # Not through __call__, which would come back here.
-                everywhere.append(head.forward(hidden_BSD.detach(), *others))
+            everywhere.append(_all_logits(head, hidden_BSD, *others))
         return (hidden_BSD[:, columns], *others)
 
     def after(_module: nn.Module, _args: tuple, logits: torch.Tensor) -> None:
@@ -110,9 +145,93 @@ def keep_logits(head: nn.Module, columns: torch.Tensor, *, with_all: bool = Fals
     handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]
     try:
         yield outputs
+        _check_ran(calls, head, "output embeddings")
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _all_logits(head: nn.Module, hidden_BSD: torch.Tensor, *others: Any) -> torch.Tensor:
+    """Outside the graph."""
+    with torch.no_grad():
+        # Not through __call__, which would come back to the hook that asks.
+        return head.forward(hidden_BSD.detach(), *others)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Target tokens, and where in a micro-batch their predictors are; int64, (K,) each."""
+
+    tokens_K: torch.Tensor
+    batch_row_K: torch.Tensor
+    column_K: torch.Tensor
+
+
+def works_in_chunks(head: nn.Module) -> bool:
+    """Whether ranks may call a head's forward different numbers of times: not where each call gathers parameters, as FSDP1 does
+    those of units inside it (a LoRA's matrices)."""
+    return not units_of(unwrapped(head))
+
+
+@contextmanager
+def sum_log_probs(
+    head: nn.Module, targets: Targets, temperature: float, *, with_all: bool = False
+) -> Iterator[list[torch.Tensor]]:
+    """While open, the model puts out the sum of the targets' log-probabilities where it else puts out logits; to be read with
+    :func:`read_sum`.
+
+    The logits of :data:`CHUNK_POSITIONS` targets are held at a time, and computed again in the backward. Both happens where
+    sharding wrappers hold the whole parameters: inside the output embeddings' forward, and behind the gradient of what they put
+    out. Equal to :func:`negative_log_likelihood` of all logits up to the order of a sum, for models with
+    :func:`grail_advantage.architecture.has_plain_logits`.
+
+    Args:
+        head: the model's output embeddings, (B, S, D) to (B, S, V), bare or wrapped (FSDP, PEFT).
+        targets: of the model's forward.
+        temperature: sampling temperature, greater than 0.
+        with_all: append the logits of all columns, (B, S, V), outside the graph, to the list.
+
+    Raises:
+        ValueError: no forward came by.
+    """
+    head = unwrapped(head)
+    everywhere: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
+
+    def of_chunk(hidden_KD: torch.Tensor, tokens_K: torch.Tensor, *others: Any) -> torch.Tensor:
+        return -negative_log_likelihood(head.forward(hidden_KD[None], *others)[0], tokens_K, temperature)
+
+    def before(_module: nn.Module, args: tuple) -> tuple:
+        hidden_BSD, *others = args
+        if with_all:
+            everywhere.append(_all_logits(head, hidden_BSD, *others))
+        hidden_KD = hidden_BSD[targets.batch_row_K, targets.column_K]
+        chunks = zip(hidden_KD.split(CHUNK_POSITIONS), targets.tokens_K.split(CHUNK_POSITIONS), strict=True)
+        sums.append(sum(checkpoint(of_chunk, *chunk, *others, use_reentrant=False) for chunk in chunks))
+        return (hidden_BSD[:1, :1], *others)
+
+    def after(_module: nn.Module, _args: tuple, _logits: torch.Tensor) -> torch.Tensor:
+        return torch.stack([sums[-1], sums[-1].new_full((), MARK)]).reshape(1, 1, 2)
+
+    # First among the hooks: those that gather parameters for the backward must see what takes part in it.
+    handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after, prepend=True)]
+    try:
+        yield everywhere
+        _check_ran(len(sums), head, "output embeddings")
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def read_sum(logits: torch.Tensor) -> torch.Tensor:
+    """The scalar that :func:`sum_log_probs` sent through a model, float32.
+
+    Raises:
+        ValueError: the model changes its logits.
+    """
+    if logits.shape != (1, 1, 2) or logits.dtype != torch.float32 or float(logits[0, 0, 1].detach()) != MARK:
+        raise ValueError("the model changes its logits behind the output embeddings, which its code did not show")
+    return logits[0, 0, 0]
 
 
 @contextmanager
@@ -122,6 +241,9 @@ def capture_hidden_states(head: nn.Module) -> Iterator[list[torch.Tensor]]:
 
     Args:
         head: the model's output embeddings, bare or wrapped (FSDP, PEFT).
+
+    Raises:
+        ValueError: no forward came by.
     """
     captured_BSD: list[torch.Tensor] = []
 
@@ -133,35 +255,74 @@ def capture_hidden_states(head: nn.Module) -> Iterator[list[torch.Tensor]]:
     handle = head.register_forward_pre_hook(before)
     try:
         yield captured_BSD
+        _check_ran(len(captured_BSD), head, "output embeddings")
     finally:
         handle.remove()
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Iterator[None]:
     """Dropout off, gradient checkpointing as configured, gradients on; every module's mode is put back afterwards.
 
-    Transformers checkpoints a block only in training mode, which would also switch dropout on. In Llama, Qwen and their like,
-    dropout looks at the mode of the modules *inside* a block, so setting the block's own flag alone gives checkpointing
-    without dropout.
+    Transformers checkpoints a block only in training mode, which would also switch dropout on. So each block runs in
+    evaluation mode inside a checkpoint of its own, and only seems to train to the code around it. That checkpoint is never
+    reentrant: a reentrant one cannot be differentiated with respect to activations. FSDP1 units reshard as in training, see
+    :mod:`grail_advantage.fsdp1`.
+
+    Args:
+        model: bare or wrapped.
+        checkpoint_blocks: checkpoint the blocks whatever is configured: where training saves memory in another way.
     """
     modes = [(module, module.training) for module in model.modules()]
+    blocks = [
+        module
+        for module, _ in modes
+        if isinstance(module, GradientCheckpointingLayer) and (checkpoint_blocks or module.gradient_checkpointing)
+    ]
+    if not blocks and (
+        checkpoint_blocks or any(getattr(module, "gradient_checkpointing", False) for module, _ in modes)
+    ):
+        _warn_of_activations(type(inner_model(model)).__name__)
+    own = [{name: vars(block)[name] for name in _CHECKPOINTING if name in vars(block)} for block in blocks]
     try:
         model.eval()
-        for module, _ in modes:
-            if isinstance(module, GradientCheckpointingLayer) and _checkpoints_without_reentry(module):
-                module.training = True
-        with torch.inference_mode(False), torch.enable_grad():
+        for block in blocks:
+            block.training = block.gradient_checkpointing = True
+            block._gradient_checkpointing_func = partial(_checkpointed, block)
+        with torch.inference_mode(False), torch.enable_grad(), resharding(model):
             yield
     finally:
+        for block, attributes in zip(blocks, own, strict=True):
+            for name in _CHECKPOINTING:
+                vars(block).pop(name, None)
+            vars(block).update(attributes)
         for module, training in modes:
             module.training = training
 
 
-def _checkpoints_without_reentry(block: GradientCheckpointingLayer) -> bool:
-    """Reentrant checkpointing cannot be differentiated with respect to activations; such a block runs without."""
-    checkpoint = getattr(block, "_gradient_checkpointing_func", None)
-    return block.gradient_checkpointing and getattr(checkpoint, "keywords", {}).get("use_reentrant") is False
+_CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
+"""Attributes of a ``GradientCheckpointingLayer``."""
+
+
+def _checkpointed(block: nn.Module, function: Callable, *args: Any) -> Any:
+    def evaluated(*inputs: Any) -> Any:
+        block.training = False
+        try:
+            return function(*inputs)
+        finally:
+            block.training = True
+
+    return checkpoint(evaluated, *args, use_reentrant=False)
+
+
+@cache
+def _warn_of_activations(model: str) -> None:
+    logger.warning(
+        "the decoder blocks of %s are no transformers GradientCheckpointingLayer and are not checkpointed in evaluation mode: "
+        "a backward to its activations holds those of a whole micro-batch; if memory runs out, lower "
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu",
+        model,
+    )
 
 
 def negative_log_likelihood(logits_KV: torch.Tensor, tokens_K: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -20,13 +20,19 @@ from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from grail_advantage.activations import (
+    CHUNK_POSITIONS,
+    Targets,
     accepts_logits_to_keep,
     capture_hidden_states,
     evaluation_mode,
     leaf_module,
     negative_log_likelihood,
+    read_sum,
+    sum_log_probs,
+    works_in_chunks,
 )
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
+from grail_advantage.architecture import has_plain_logits
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.passes import Forward, MicroBatch, Model, Range, Turns
 from grail_advantage.rollouts import (
@@ -85,9 +91,9 @@ def compute_token_weights(
     """Token weights for a batch of rollouts by any registered method.
 
     Each row is stripped of its padding and computed alone, so its weights do not depend on its neighbours or on the side of
-    the padding, except where the method compares rows (its page says so) or draws noise by the row's place. Rows with advantage
-    0 weigh 1 with every method that does not compare rows: their token advantages are 0 in any case. No parameter gradient, no
-    hook and no changed training mode stay behind, also when it raises.
+    the padding, except where the method compares rows (its page says so). Rows with advantage 0 weigh 1 with every method that
+    does not compare rows: their token advantages are 0 in any case. No parameter gradient, no hook and no changed training
+    mode stay behind, also when it raises.
 
     Args:
         model: a causal language model.
@@ -310,8 +316,17 @@ class _OneRow(MicroBatch):
     def log_likelihood(self, tokens: Sequence[Range]) -> torch.Tensor:
         """See :class:`MicroBatch`."""
         ((first, past),) = tokens
+        tokens_K, model = self.row.tokens_S[first:past], self.model.model
+        head = model.get_output_embeddings()
+        if past - first > CHUNK_POSITIONS and works_in_chunks(head) and has_plain_logits(model):
+            column_K = torch.arange(first - 1, past - 1, device=tokens_K.device)
+            targets = Targets(tokens_K, torch.zeros_like(column_K), column_K)
+            tokens_1S = self.row.tokens_S[None, : past - 1]
+            with sum_log_probs(head, targets, self.model.temperature):
+                output = model(input_ids=tokens_1S, attention_mask=torch.ones_like(tokens_1S), use_cache=False)
+            return read_sum(output.logits)
         logits_KV = self.logits([(first - 1, past - 1)])
-        return -negative_log_likelihood(logits_KV, self.row.tokens_S[first:past], self.model.temperature)
+        return -negative_log_likelihood(logits_KV, tokens_K, self.model.temperature)
 
     def response_log_probs(self) -> list[torch.Tensor]:
         """See :class:`MicroBatch`."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -30,14 +30,21 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
 from grail_advantage.activations import (
+    CHUNK_POSITIONS,
+    Targets,
     capture_hidden_states,
     evaluation_mode,
     keep_logits,
     leaf_module,
     negative_log_likelihood,
+    read_sum,
+    sum_log_probs,
+    works_in_chunks,
 )
+from grail_advantage.architecture import has_plain_logits
 from grail_advantage.passes import Forward, MicroBatch, Model, Range, Turns
 from grail_advantage.rollouts import PassRow
+from grail_advantage.verl_ext.settings import SHARE_FORWARD
 
 PROGRESS_SECONDS = 10
 """A pass that shows its progress does so when it takes longer than this, and again after each such time."""
@@ -62,7 +69,7 @@ class EngineModel(Model):
     ) -> list[_T]:
         """See :class:`Model`; split as the actor update's, or without gradients as those of the old log-probabilities."""
         found: list[Any] = [None] * len(rows)
-        with evaluation_mode(self.engine.module) if gradients else torch.no_grad():
+        with gradient_mode(self.engine) if gradients else torch.no_grad():
             for batch, indices in training_micro_batches(self.engine, self._inputs(rows), gradients=gradients):
                 batch = batch.to(get_device_id())
                 tokens = batch["input_ids"].unbind()
@@ -135,6 +142,15 @@ class EngineModel(Model):
             },
             non_tensor_dict={"temperature": self.temperature},
         )
+
+
+def gradient_mode(engine: FSDPEngineWithLMHead) -> AbstractContextManager[None]:
+    """:func:`grail_advantage.activations.evaluation_mode` of the engine's model.
+
+    With ``enable_activation_offload`` verl switches the blocks' own checkpointing off, and offloads, or checkpoints in its own
+    way, in training mode alone (``verl.utils.activation_offload``). Blocks are checkpointed here then.
+    """
+    return evaluation_mode(engine.module, checkpoint_blocks=engine.model_config.enable_activation_offload)
 
 
 def training_micro_batches(
@@ -225,26 +241,42 @@ class EngineMicroBatch(MicroBatch):
         """See :class:`MicroBatch`."""
         engine = self.engine
         targets = self._find_targets(tokens)
+        for_verl: Any = None
         with autocast(engine):
             if engine.engine_config.use_fused_kernels:
                 # verl's fused forward gives every next token's log-probability instead of logits.
                 for_verl = self._forward()
-                found = for_verl.log_probs[targets.batch_row_K, targets.columns[targets.kept_K]].float().sum()
+                found = for_verl.log_probs[targets.batch_row_K, targets.column_K].float().sum()
             else:
-                head = engine.module.get_output_embeddings()
-                with keep_logits(head, targets.columns, with_all=self.with_log_probs) as heads:
-                    kept_logits = self._forward().logits
-                logits_KV = kept_logits[targets.batch_row_K, targets.kept_K]
-                temperature = tu.get_non_tensor_data(self.batch, "temperature", default=None)
-                found = -negative_log_likelihood(logits_KV, targets.tokens_K, temperature)
-                if self.with_log_probs:
-                    _check_untouched(kept_logits, heads[0].kept)
-                    # verl scales logits in place where it may, so nothing else may read these.
-                    for_verl = SimpleNamespace(logits=heads.pop().everywhere)
+                found, everywhere = self._from_logits(targets)
+                for_verl = SimpleNamespace(logits=everywhere)
             if self.with_log_probs:
                 with torch.no_grad():
                     self.outputs = self._verl_outputs(for_verl)
         return found
+
+    def _from_logits(self, targets: Targets) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The targets' log-likelihood and, where asked for, all logits, which verl scales in place where it may, so that
+        nothing else may read them."""
+        engine = self.engine
+        head = engine.module.get_output_embeddings()
+        temperature = tu.get_non_tensor_data(self.batch, "temperature", default=None)
+        columns, kept_K = targets.column_K.unique(return_inverse=True)
+        batch_rows = 1 if self.packed else len(self._starts) - 1
+        many = batch_rows * len(columns) > CHUNK_POSITIONS
+        if many and works_in_chunks(head) and has_plain_logits(engine.module):
+            with sum_log_probs(head, targets, temperature, with_all=self.with_log_probs) as all_logits:
+                found = read_sum(self._forward().logits)
+            return found, all_logits[0] if self.with_log_probs else None
+        if not len(columns):
+            columns = columns.new_zeros(1)  # at least one, so that there always is a graph for the backward
+        with keep_logits(head, columns, with_all=self.with_log_probs) as heads:
+            kept_logits = self._forward().logits
+        if self.with_log_probs:
+            _check_untouched(kept_logits, heads[0].kept)
+        logits_KV = kept_logits[targets.batch_row_K, kept_K]
+        found = -negative_log_likelihood(logits_KV, targets.tokens_K, temperature)
+        return found, heads[0].everywhere if self.with_log_probs else None
 
     def response_log_probs(self) -> list[torch.Tensor]:
         """See :class:`MicroBatch`; by verl's own code."""
@@ -281,7 +313,8 @@ class EngineMicroBatch(MicroBatch):
         outputs = self.engine.prepare_model_outputs(raw, self._output_args, self.batch, logits_processor_func=None)
         return {name: values.unbind() for name, values in outputs.items()}
 
-    def _find_targets(self, tokens: Sequence[Range]) -> _Targets:
+    def _find_targets(self, tokens: Sequence[Range]) -> Targets:
+        """Those whose predictors are in this rank's slice; packed rows are one long row."""
         offsets = self.offsets_R
         start_R, end_R = torch.tensor(tokens, device=offsets.device).unbind(dim=1)
         counts_R = end_R - start_R
@@ -297,21 +330,7 @@ class EngineMicroBatch(MicroBatch):
             column_K = column_K - get_ulysses_sequence_parallel_rank() * width
             here_K = (column_K >= 0) & (column_K < width)
             tokens_K, batch_row_K, column_K = tokens_K[here_K], batch_row_K[here_K], column_K[here_K]
-        columns, kept_K = column_K.unique(return_inverse=True)
-        return _Targets(tokens_K, batch_row_K, kept_K, columns if len(columns) else column_K.new_zeros(1))
-
-
-@dataclass(frozen=True)
-class _Targets:
-    """The target tokens of a micro-batch whose predictors are in this rank's slice of it; int64."""
-
-    tokens_K: torch.Tensor
-    batch_row_K: torch.Tensor
-    """Row of the model's input that holds the predictor; packed rows are one long row."""
-    kept_K: torch.Tensor
-    """Index into ``columns`` of the predictor's column in that row."""
-    columns: torch.Tensor
-    """Distinct columns whose logits are needed, at least one, so that there always is a graph for the backward."""
+        return Targets(tokens_K, batch_row_K, column_K)
 
 
 def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:
@@ -322,9 +341,10 @@ def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:
 
 
 def _check_untouched(logits: torch.Tensor, head_output: torch.Tensor) -> None:
-    """The log-probabilities come from the output embeddings' own output, which must be the model's logits."""
-    if not torch.equal(logits, head_output):
+    """verl's log-probabilities come from the output embeddings' own output, which must be the model's logits; NaN or not."""
+    same = (logits == head_output) | (logits.isnan() & head_output.isnan())
+    if not same.all():
         raise ValueError(
-            "algorithm.token_weights.share_forward does not work with this model, which changes its logits behind the output "
-            "embeddings; set algorithm.token_weights.share_forward=false"
+            f"{SHARE_FORWARD} does not work with this model, which changes its logits behind the output embeddings; set "
+            f"{SHARE_FORWARD}=false"
         )

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grail_advantage import activations
 from grail_advantage.activations import (
+    Targets,
     accepts_logits_to_keep,
+    capture_hidden_states,
     capture_leaf,
     evaluation_mode,
+    keep_logits,
     leaf_module,
     negative_log_likelihood,
+    read_sum,
     saliency,
+    sum_log_probs,
 )
 from tests.core.tiny_models import tiny_model
 
@@ -200,15 +210,139 @@ def test_evaluation_mode_turns_gradients_on_and_back(context: type) -> None:
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
 
 
-def test_evaluation_mode_keeps_checkpointing_of_blocks_without_their_dropout() -> None:
+class DropsOutByItself(GradientCheckpointingLayer):
+    """A block whose dropout looks at the block's own mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(3.0))
+        self.calls: list[bool] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(self.training)
+        return torch.sin(self.w * nn.functional.dropout(x, 0.5, self.training))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_evaluation_mode_keeps_checkpointing_of_blocks_without_their_dropout(reentrant: bool) -> None:
+    """Whichever way the blocks are checkpointed in training."""
     model = tiny_model(layers=2, attention_dropout=0.5).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    own = [dict(vars(block)) for block in model.model.layers]
     with evaluation_mode(model):
         on = [module for module in model.modules() if module.training]
         assert on == list(model.model.layers)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    with evaluation_mode(model):
-        assert not any(training_modes(model).values())
+    assert [dict(vars(block)) for block in model.model.layers] == own
     model.gradient_checkpointing_disable()
     with evaluation_mode(model):
         assert not any(training_modes(model).values())
+
+
+@pytest.mark.parametrize("configured", [False, True])
+def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool) -> None:
+    block = DropsOutByItself().train()
+    block.gradient_checkpointing = configured
+    model = nn.Sequential(block)
+    leaf = torch.arange(8.0).requires_grad_()
+    with evaluation_mode(model, checkpoint_blocks=not configured):
+        (found,) = torch.autograd.grad(model(leaf * 1).sum(), leaf)
+    assert block.calls == [False, False]  # once more in the backward
+    torch.testing.assert_close(found, 3 * torch.cos(3 * leaf.detach()))
+    assert block.training and block.gradient_checkpointing is configured
+    assert "_gradient_checkpointing_func" not in vars(block)
+
+
+class OldStyle(nn.Module):
+    """A model that checkpoints its blocks by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = True
+
+
+def test_blocks_that_cannot_be_checkpointed_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = OldStyle()
+    for _ in range(2):
+        with evaluation_mode(model):
+            pass
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "OldStyle" in said and "ppo_max_token_len_per_gpu" in said
+
+
+@pytest.mark.parametrize("reader", [capture_leaf, capture_hidden_states])
+def test_a_forward_that_goes_past_a_hook_is_said(reader: Any) -> None:
+    model, other = tiny_model(layers=1), nn.Linear(16, 97)
+    with pytest.raises(ValueError, match=r"forward did not call its .* \(Linear\)"), reader(other):
+        model(input_ids=torch.zeros((1, 3), dtype=torch.int64))
+    assert hooks(other) == 0
+    with pytest.raises(ValueError, match="output embeddings"), keep_logits(other, torch.tensor([0])):
+        model(input_ids=torch.zeros((1, 3), dtype=torch.int64))
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that a tensor made inside has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+def _long_targets(count: int) -> tuple[torch.Tensor, Targets]:
+    generator = torch.Generator().manual_seed(0)
+    tokens_2S = torch.randint(0, 97, (2, count), generator=generator)
+    column_K = torch.cat([torch.arange(count - 1), torch.arange(3, 9)])
+    row_K = torch.cat([torch.zeros(count - 1, dtype=torch.int64), torch.ones(6, dtype=torch.int64)])
+    return tokens_2S, Targets(tokens_2S[row_K, column_K + 1], row_K, column_K)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, 59, 60, 1000])
+def test_sum_of_log_probs_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int, tied: bool) -> None:
+    monkeypatch.setattr(activations, "CHUNK_POSITIONS", chunk)
+    model = tiny_model(tied=tied, layers=2)
+    tokens_2S, targets = _long_targets(55)
+    assert len(targets.tokens_K) == 60
+    with capture_leaf(model.model.embed_tokens) as leaves:
+        logits_2SV = model(input_ids=tokens_2S, use_cache=False).logits
+    of_all = negative_log_likelihood(logits_2SV[targets.batch_row_K, targets.column_K], targets.tokens_K, 0.7)
+    expected, _ = saliency(of_all, leaves[0])
+
+    with (
+        capture_leaf(model.model.embed_tokens) as leaves,
+        sum_log_probs(model.lm_head, targets, 0.7, with_all=True) as all_,
+    ):
+        found = read_sum(model(input_ids=tokens_2S, use_cache=False).logits)
+    assert found.item() == pytest.approx(-of_all.item(), rel=1e-6)
+    torch.testing.assert_close(saliency(-found, leaves[0])[0], expected, rtol=1e-4, atol=1e-5 * float(expected.max()))
+    assert torch.equal(all_[0], logits_2SV)
+    assert not all_[0].requires_grad
+    assert hooks(model) == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_no_tensor_grows_with_target_and_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "CHUNK_POSITIONS", 8)
+    model = tiny_model(layers=1, vocab_size=50_000, tied=True)
+    tokens_2S, targets = _long_targets(60)
+    with Largest() as largest, capture_leaf(model.model.embed_tokens) as leaves:
+        with sum_log_probs(model.lm_head, targets, 1.0):
+            found = read_sum(model(input_ids=tokens_2S, use_cache=False).logits)
+        saliency(found, leaves[0])
+    assert largest.elements <= max(8 * 50_000, model.lm_head.weight.numel())
+
+
+def test_a_model_that_changes_the_sum_is_refused() -> None:
+    for scale in (0.5, 1.0):
+        logits = scale * torch.tensor([[[-3.0, activations.MARK]]])
+        if scale == 1:
+            assert read_sum(logits) == -3
+            continue
+        with pytest.raises(ValueError, match="changes its logits"):
+            read_sum(logits)

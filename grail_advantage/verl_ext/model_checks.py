@@ -1,0 +1,97 @@
+"""What a run's model and tokenizer must be for its method.
+
+Asked before Ray starts where they are on this machine; else by the trainer, once they are, before the first rollouts.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from omegaconf import DictConfig, OmegaConf
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from grail_advantage.activations import leaf_module
+from grail_advantage.answer_span import find_answer_spans
+from grail_advantage.architecture import Architecture, architecture_of
+from grail_advantage.registry import method
+from grail_advantage.signals.base import Signal
+from grail_advantage.signals.saliency import SaliencySignal
+from grail_advantage.verl_ext.settings import SHARE_FORWARD, shares_forward
+
+logger = logging.getLogger(__name__)
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, signal: Signal) -> None:
+    """Refuse a tokenizer that the method cannot work with, or in whose tokens no answer can be found.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    signal.check_tokenizer(tokenizer)
+    find_answer_spans([], tokenizer, signal.span)
+
+
+def check_model(config: DictConfig, signal: Signal, folder: str | None = None) -> bool:
+    """Refuse a model that the method cannot work with.
+
+    Args:
+        config: the run's.
+        signal: its method.
+        folder: where the model is; without, only a model on this machine is looked at.
+
+    Returns:
+        whether a forward of this model may be shared (:func:`grail_advantage.verl_ext.settings.shares_forward`).
+
+    Raises:
+        ValueError: naming the option and the way out.
+    """
+    if not isinstance(signal, SaliencySignal):
+        return True
+    found = _architecture(config, folder)
+    if found is None:
+        return folder is None
+    path = f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
+    _check_leaf(config, signal, found, path)
+    # Fused kernels put out log-probabilities by verl's own code, whatever the model does with its logits.
+    if found.plain_logits or config.actor_rollout_ref.model.get("use_fused_kernels", False):
+        return True
+    if shares_forward(config, signal):
+        said = f"{path} scales or caps its logits behind the output embeddings, where a shared forward cannot follow"
+        if OmegaConf.select(config, SHARE_FORWARD) is True:
+            raise ValueError(f"{SHARE_FORWARD}=True does not work with this model: {said}; use auto")
+        if folder is not None:
+            logger.warning("%s: each step runs a pass of its own (%s=auto)", said, SHARE_FORWARD)
+    return False
+
+
+def _architecture(config: DictConfig, folder: str | None) -> Architecture | None:
+    model = config.actor_rollout_ref.model
+    trusted = model.get("trust_remote_code", False)
+    try:
+        found = AutoConfig.from_pretrained(
+            folder or model.path, trust_remote_code=trusted, local_files_only=folder is None
+        )
+        return architecture_of(found, trust_remote_code=trusted)
+    except Exception as error:
+        # Not on this machine, or code that needs more than the meta device: the run itself will tell.
+        if folder is not None:
+            logger.warning(
+                "the code of actor_rollout_ref.model.path=%s cannot be looked at before the run (%s: %s): no forward is shared",
+                model.path,
+                type(error).__name__,
+                error,
+            )
+        return None
+
+
+def _check_leaf(config: DictConfig, signal: SaliencySignal, found: Architecture, path: str) -> None:
+    if found.copy.get_output_embeddings() is None:
+        raise ValueError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} differentiates logits, and {path} "
+            f"({type(found.copy).__name__}) has no output embeddings; use a method without a pass (docs/methods.md)"
+        )
+    try:
+        leaf_module(found.copy, signal.leaf)
+    except ValueError as error:
+        section = method(config.algorithm.adv_estimator).section
+        raise ValueError(f"algorithm.{section}.leaf={signal.leaf} does not work with {path}: {error}") from error

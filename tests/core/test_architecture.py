@@ -1,0 +1,62 @@
+"""What a model's code does with its logits, against models whose code is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from grail_advantage.architecture import architecture_of, has_plain_logits
+from tests.core.tiny_models import tiny_model
+
+KNOWN = [
+    (Qwen2Config(num_hidden_layers=1), True),
+    (Qwen3Config(num_hidden_layers=1), True),
+    (Qwen3MoeConfig(num_hidden_layers=1, num_experts=2), True),
+    (LlamaConfig(num_hidden_layers=1), True),
+    (GPT2Config(n_layer=1), True),
+    (GraniteConfig(num_hidden_layers=1), True),
+    (GraniteConfig(num_hidden_layers=1, logits_scaling=8.0), False),
+    (CohereConfig(num_hidden_layers=1), False),  # times logit_scale
+    (Gemma2Config(num_hidden_layers=1), False),  # capped by a tanh
+    (Gemma2Config(num_hidden_layers=1, final_logit_softcapping=None), True),
+]
+
+
+@pytest.mark.parametrize(("config", "plain"), KNOWN, ids=[f"{type(c).__name__}: {plain}" for c, plain in KNOWN])
+def test_scaled_and_capped_logits_are_found_without_weights(config: PretrainedConfig, plain: bool) -> None:
+    found = architecture_of(config)
+    assert found.plain_logits is plain
+    assert {parameter.device.type for parameter in found.copy.parameters()} == {"meta"}
+
+
+def test_a_model_is_looked_at_without_being_run() -> None:
+    model = tiny_model(layers=1)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    attention = model.config._attn_implementation
+    assert has_plain_logits(nn.Sequential(model))
+    assert model.config._attn_implementation == attention
+    model.config.final_logit_softcapping = 30.0  # another configuration is another question
+    assert has_plain_logits(model)
+
+
+def test_what_cannot_be_probed_is_not_plain(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(type(tiny_model(layers=1))):
+        def forward(self, *args: object, **kwargs: object) -> None:
+            raise RuntimeError("no such luck")
+
+    assert not has_plain_logits(Broken(tiny_model(layers=1).config))
+    assert "no such luck" in caplog.text
+    assert not has_plain_logits(nn.Linear(2, 2))
+    assert torch.zeros(1).device.type == "cpu"
