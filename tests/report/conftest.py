@@ -53,6 +53,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Opened]]:
             is_mobile=phone,
             offline=True,
         )
+        context.set_default_timeout(8_000)
         contexts.append(context)
         found = Opened(context.new_page())
         pages.append(found)

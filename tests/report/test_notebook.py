@@ -51,7 +51,7 @@ def test_tokens_stand_on_the_colours_of_their_weights() -> None:
     ]
     assert shown._repr_html_() == shown
     legend = [text for tag, attrs, text in _Reader(shown).found if tag == "span" and "title" not in attrs]
-    assert legend == ["0.25", "0.5", "1", "2", "4"]
+    assert legend == ["at most 0.25", "0.5", "1", "2", "at least 4"]
 
 
 def test_other_scales() -> None:

@@ -178,6 +178,8 @@
   const plain = (text) =>
     text.replace(UNSEEN_ALL, (c) => (c === "\n" ? "↵" : c === "\t" ? "⇥" : code(c))).replace(/^ | $/g, "␣");
 
+  const spoken = (text) => (/\S/.test(text) ? plain(text) : text.includes("\n") ? "line break" : text.includes("\t") ? "tab" : text === "" ? "no text" : "space");
+
   const OUTCOME = { right: ["✓", "right"], wrong: ["✕", "wrong"] };
   function glyph(outcome) {
     const [sign, word] = OUTCOME[outcome] ?? ["·", "not judged"];
@@ -831,8 +833,8 @@
   let strips = [];
   let shownGroup = -1;
 
-  async function open(i) {
-    if (i !== state.row) state.token = -1;
+  async function open(i, keep = false) {
+    if (i !== state.row && !keep) state.token = -1;
     state.row = i;
     drawList();
     writeHash();
@@ -995,7 +997,7 @@
             if (page) rollout(page.row.i).then((data) => pages.includes(page) && (fillPage(page, data), markPages()));
           }
         },
-        { rootMargin: "200px" },
+        { rootMargin: "1500px 200px" },
       );
       pages.forEach((page) => watcher.observe(page.element));
     }
@@ -1058,6 +1060,7 @@
       else visible(span, text);
       span.setAttribute("role", "option");
       span.setAttribute("aria-selected", "false");
+      if (!/\S/.test(text)) span.setAttribute("aria-label", spoken(text));
       page.spans[t] = span;
       line.append(span);
       if (text.includes("\n")) line = null;
@@ -1167,11 +1170,12 @@
     if (box.top < Math.max(0, top) + 8 || box.bottom > bottom - 8) page.spans[to].scrollIntoView({ block: "center", behavior: "instant" });
   }
 
-  // The token above or below: the first line that differs, the nearest place in it.
+  // The token above or below: the first line that differs, the place in it nearest to where the moves up and down began.
   function otherLine(page, from, direction) {
     const start = page.spans[from].getClientRects()[0];
     if (!start) return from;
-    const middle = start.left + start.width / 2;
+    if (page.aim?.token !== from) page.aim = { middle: start.left + start.width / 2 };
+    const middle = page.aim.middle;
     let best = from;
     let line = null;
     for (let t = from + direction; t >= 0 && t < page.spans.length; t += direction) {
@@ -1185,6 +1189,7 @@
         best = t;
       }
     }
+    page.aim.token = best;
     return best;
   }
 
@@ -1205,7 +1210,7 @@
   function describe(page, t) {
     const { data } = page;
     const values = FIELDS.filter(([name]) => column(data, name)).map(([name, text]) => `${text.toLowerCase()} ${number(column(data, name)[t])}`);
-    return [plain(tokenText(data, t)), `token ${t + 1} of ${data.n}`, ...values, ...notes(page, t)].join(", ");
+    return [spoken(tokenText(data, t)), `token ${t + 1} of ${data.n}`, ...values, ...notes(page, t)].join(", ");
   }
   function readOut(page, t) {
     const host = $("readout");
@@ -1336,7 +1341,7 @@
     setForm();
     choose();
     shownGroup = -1;
-    if (named >= 0) open(named);
+    if (named >= 0) open(named, true);
     else if (shown.length) open(telling(shown).i);
     repaint();
   });
@@ -1371,7 +1376,7 @@
     choose();
     const first = named >= 0 ? rows[named] : shown.length ? telling(shown) : null;
     if (first) {
-      await open(first.i);
+      await open(first.i, named >= 0);
       const place = shown.indexOf(first);
       list.scrollTop = place * HEIGHT - list.clientHeight / 3;
       drawList();
