@@ -18,6 +18,8 @@ from recipe.marked_text import write_marked
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_check"
 PAGE = ROOT / "docs" / "gpu_check.md"
 MARKER = "results"
+INTERRUPTED = "interrupted"
+"""Stands for the status of a part whose process wrote last, without whoever started it."""
 NOTHING = "Nothing has been run on a GPU yet."
 
 
@@ -39,7 +41,7 @@ def render(folder: Path) -> str:
         if path.is_file():
             results[letter] = json.loads(path.read_text(encoding="utf-8"))
     lines = []
-    if all(result["status"] == NOT_RUN for result in results.values()):
+    if all(result.get("status") == NOT_RUN for result in results.values()):
         lines += [NOTHING, ""]
     for letter, part in PARTS.items():
         lines += _part(part, results.get(letter))
@@ -55,7 +57,7 @@ def _part(part: Part, result: Mapping[str, Any] | None) -> list[str]:
         revision = f", revision {result['revision']}" if "revision" in result else ""
         lines += [f"`{result['command']}`, {result['date']}{revision}. {result['hardware']}. {versions}.", ""]
     took = f", {result['seconds']:.0f} s" if "seconds" in result else ""
-    lines += [f"**{result['status']}**{took}", ""]
+    lines += [f"**{result.get('status', INTERRUPTED)}**{took}", ""]
     if result["checks"]:
         lines += ["| check | | found |", "|---|---|---|"]
         lines += [

@@ -104,7 +104,7 @@ def execute(part: Part, folder: Path, device: str = "cuda", limit: float = LIMIT
     path = result_path(folder, part)
     if lacking:
         result = _not_run(part, f"needs {', '.join(lacking)}; bash scripts/setup_gpu.sh installs everything")
-        if not path.exists() or json.loads(path.read_text(encoding="utf-8"))["status"] == NOT_RUN:
+        if not path.exists() or json.loads(path.read_text(encoding="utf-8")).get("status") == NOT_RUN:
             write(path, result)
         return result
     path.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_check.__main__ as command
-from gpu_check import engine, page, parts, plain, pytest_checks
+from gpu_check import engine, page, parts, plain, pytest_checks, smoke
 from gpu_check.outcome import FAILED, NOT_RUN, PASSED, Outcome, status_of
 from gpu_check.parts import Part
 from gpu_check.pytest_checks import run_tests
@@ -363,11 +363,83 @@ class TestEngine:
         assert check["status"] == FAILED and "invalid int value: 'none'" in check["said"]
 
 
+class TestSmoke:
+    @staticmethod
+    def _metrics(folder: Path, *values: float) -> Path:
+        names = [*smoke.FINITE, "timing_s/step"]
+        steps = [{"step": step, "data": dict.fromkeys(names, value)} for step, value in enumerate(values)]
+        path = folder / "metrics.jsonl"
+        path.write_text("".join(json.dumps(step) + "\n" for step in steps))
+        return path
+
+    def test_every_step_must_be_there_with_finite_figures(self, tmp_path: Path) -> None:
+        for values, status, said in (
+            ((0.0, 0.25, 0.5), PASSED, "all of them"),
+            ((0.0, 0.25), FAILED, "actor/pg_loss at step 2 is None; actor/grad_norm at step 2 is None"),
+            ((0.0, float("nan"), 0.5), FAILED, "actor/pg_loss at step 1 is nan"),
+        ):
+            found = outcome(tmp_path)
+            assert smoke.judge_training(found, self._metrics(tmp_path, *values)) is (status == PASSED)
+            [check] = found.result["checks"]
+            assert check["status"] == status and check["said"].startswith(said)
+        found = outcome(tmp_path)
+        smoke.judge_training(found, self._metrics(tmp_path, 0.0, 0.25, 0.5))
+        assert found.result["figures"]["smoke run"] == dict.fromkeys(["timing_s/step", *smoke.FINITE], 0.5)
+        parts.write(tmp_path / "d.json", {**found.result, "status": PASSED})
+        assert "| timing_s/step | 0.5 |" in page.render(tmp_path)
+        assert not smoke.judge_training(outcome(tmp_path), tmp_path / "none.jsonl")
+
+    def test_evaluation_must_report_on_every_problem(self, tmp_path: Path) -> None:
+        for responses, status in ((40, PASSED), (39, FAILED)):
+            figures = {"problems": 40, "responses": responses, "acc@1": {"value": 0.25}, "truncated": {"count": 3}}
+            (tmp_path / "results.json").write_text(json.dumps({"benchmarks": {"amc23": figures}}))
+            found = outcome(tmp_path)
+            smoke.judge_evaluation(found, tmp_path / "results.json")
+            [check] = found.result["checks"]
+            assert (check["status"], check["said"]) == (status, "40 problems, 25 % right, 3 truncated")
+
+    def test_data_is_prepared_where_it_is_missing(self, tmp_path: Path) -> None:
+        script, *words = smoke.preparation(tmp_path)
+        assert (ROOT / script).is_file()
+        assert words == ["--train", "deepmath", "--benchmarks", "amc23,aime24", "--output-dir", str(tmp_path)]
+        for name in ("deepmath", "amc23", "aime24"):
+            (tmp_path / f"{name}.parquet").write_bytes(b"")
+        assert smoke.preparation(tmp_path) == ()
+
+    def test_a_step_that_fails_ends_the_part(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in (*smoke.KNOBS, "EXPERIMENT_NAME", "DATA_DIR", "PYTHON"):
+            monkeypatch.setenv(name, "to be put back")
+        monkeypatch.setenv("DATA_DIR", str(tmp_path))
+        called: list[list[str]] = []
+        answers = iter([(0, ""), (1, "no luck\n\n")])
+        monkeypatch.setattr(smoke, "run_command", lambda command: called.append(command) or next(answers))
+        found = outcome(tmp_path)
+        smoke.run(found)
+        assert [command[1] for command in called] == ["scripts/prepare_data.sh", "examples/run_one_gpu_grail.sh"]
+        assert list(statuses(found.result).values()) == [PASSED, FAILED]
+        assert found.result["checks"][1]["said"] == "exit status 1: no luck"
+
+    @pytest.mark.slow
+    def test_the_launch_script_takes_the_knobs(self, tmp_path: Path) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in ("MODEL_PATH", "VERL_PLATFORM")}
+        environment |= smoke.KNOBS | {"DRY_RUN": "1", "PYTHON": sys.executable, "DATA_DIR": str(tmp_path)}
+        found = subprocess.run(
+            ["bash", *smoke.TRAINING], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert found.returncode == 0, found.stderr[-3000:]
+        assert "total_training_steps: 2\n" in found.stdout and "calculate_log_probs: true\n" in found.stdout
+
+
 class TestPage:
     def test_nothing_was_run(self, tmp_path: Path) -> None:
         shown = page.render(tmp_path)
         assert shown.startswith(page.NOTHING)
         assert shown.count("**not run**") == len(parts.PARTS)
+
+    def test_interrupted_part(self, tmp_path: Path) -> None:
+        outcome(tmp_path).check("first", True, "yes")
+        shown = page.render(tmp_path)
+        assert "**interrupted**\n" in shown and "| first | passed | yes |" in shown and page.NOTHING not in shown
 
     def test_made_up_result(self, tmp_path: Path) -> None:
         checks = [
