@@ -120,7 +120,8 @@ def labelled_row(row: DumpRow, seed: int = 0) -> LabelledRow | None:
         return None
     length = len(row)
     end = row.span.start if row.span is not None else length
-    steps, wrong = [], None
+    steps: list[np.ndarray] = []
+    wrong = None
     for first, past in ranges:
         tokens = np.arange(first, min(past, end))
         if len(tokens) and [first, past] == list(label):
@@ -131,7 +132,7 @@ def labelled_row(row: DumpRow, seed: int = 0) -> LabelledRow | None:
         return None
 
     def inside(found: Sequence[Sequence[int]]) -> np.ndarray:
-        mask_T = np.zeros(length, dtype=bool)
+        mask_T: np.ndarray = np.zeros(length, dtype=bool)
         for first, past in found:
             mask_T[first : min(past, end)] = True
         return mask_T
@@ -139,7 +140,7 @@ def labelled_row(row: DumpRow, seed: int = 0) -> LabelledRow | None:
     result_T = inside(row.labels.get("results", ()))
     changed = row.labels.get("result_before_edit" if twin else "wrong_result", label)
     number_T = np.array([any(character.isdigit() for character in token) for token in row.tokens], dtype=bool)
-    index_T = np.arange(length, dtype=float)
+    index_T: np.ndarray = np.arange(length, dtype=float)
     rankings = {
         "random": np.random.default_rng([seed, row.row]).random(length),
         "earlier token": -index_T,
@@ -199,7 +200,7 @@ def row_metrics(row: LabelledRow, values_T: np.ndarray, weight_T: np.ndarray | N
         chosen = mask_T[tokens]
         return auroc(values[chosen & positive], values[chosen & ~positive])
 
-    every_T = np.ones(len(values_T), dtype=bool)
+    every_T: np.ndarray = np.ones(len(values_T), dtype=bool)
     metrics = {
         "token_auroc": among(every_T, in_wrong),
         "number_auroc": among(row.number_T, in_wrong),
@@ -356,6 +357,6 @@ def _figures(values_PM: np.ndarray, seed: int, resamples: int) -> list[Figure]:
     found = []
     for mean, number, means_R in zip(means_M, known_M, means_RM.T, strict=True):
         finite = means_R[np.isfinite(means_R)]
-        low, high = np.quantile(finite, [tail, 1 - tail]) if len(finite) else (np.nan, np.nan)
-        found.append(Figure(float(mean), float(low), float(high), int(number)))
+        low, high = (float(np.quantile(finite, at)) if len(finite) else np.nan for at in (tail, 1 - tail))
+        found.append(Figure(float(mean), low, high, int(number)))
     return found

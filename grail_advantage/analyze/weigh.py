@@ -29,7 +29,7 @@ from grail_advantage import __version__
 from grail_advantage.analyze.columns import padded, response_statistics, token_batches
 from grail_advantage.analyze.responses import Response, Tokens, example_of, tokenize
 from grail_advantage.analyze.specs import described
-from grail_advantage.answer_span import AnswerSpan, find_answer_span
+from grail_advantage.answer_span import AnswerSpan, find_answer_spans
 from grail_advantage.rollouts import EXAMPLES, GROUPS
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_dump import (
@@ -245,7 +245,7 @@ def _rows(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> list[_Row]:
     for place, response in enumerate(analysis.responses):
         tokens = tokenize(response, tokenizer, analysis.template_options)
         group = groups.setdefault(response.group if response.group is not None else f"row {place}", len(groups))
-        span = find_answer_span(tokens.response_T, tokenizer, which) if tokens.response_T else None
+        (span,) = find_answer_spans([tokens.response_T], tokenizer, which)  # type: ignore[arg-type]
         rows.append(_Row(place, response, tokens, texts(tokens.response_T), span, advantages[place], group))
     return rows
 
