@@ -20,6 +20,9 @@ fi
 echo "test: on 2 idle cores about $say (and where .venv is not up to date yet, 1 to 3 minutes for it)" >&2
 
 bash scripts/setup_cpu.sh
+if [[ ${#selection[@]} == 0 ]]; then
+    bash scripts/setup_chromium.sh || echo "test: the tests of the report's page in a browser are skipped" >&2
+fi
 # shellcheck disable=SC1091
 source .venv/bin/activate
 
