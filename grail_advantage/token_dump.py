@@ -638,8 +638,8 @@ def _read_old_row(record: dict[str, Any], place: int) -> DumpRow:
     tokens = _spelt_texts(_tokens(record, length))
     span = _read_span(record, length)
     key = _typed(record, "key", str)
-    columns = {"score_T": "scores", "weight_T": "weights", "base_advantage_T": "base_advantages"}
-    columns = _float_columns(record, length, {**columns, "advantage_T": "advantages"})
+    names = {"score_T": "scores", "weight_T": "weights", "base_advantage_T": "base_advantages"}
+    columns = _float_columns(record, length, {**names, "advantage_T": "advantages"})
     scored = columns["score_T"] is not None and bool(np.isfinite(columns["score_T"]).any())
     return DumpRow(
         step=_typed(record, "step", int),
@@ -671,9 +671,11 @@ def _typed(record: dict[str, Any], name: str, kind: type, *default: Any) -> Any:
     value = record.get(name)
     if value is None and default:
         return default[0]
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is float and number:
-        return float(value)
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return float("inf")
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         said = "is missing" if value is None else f"is {type(value).__name__}"
         raise ValueError(f"{name} {said}; it must be {kind.__name__}")
@@ -700,10 +702,9 @@ def _int_column(record: dict[str, Any], name: str, length: int | None = None) ->
         raise ValueError(f"{name}: a number is too large") from error
 
 
-def _float_columns(
-    record: dict[str, Any], length: int, names: Mapping[str, str], where: str = ""
-) -> dict[str, np.ndarray | None]:
-    columns: dict[str, np.ndarray | None] = {}
+def _float_columns(record: dict[str, Any], length: int, names: Mapping[str, str], where: str = "") -> dict[str, Any]:
+    """Arrays, and ``None`` where the file has none; never of weights."""
+    columns: dict[str, Any] = {}
     for target, name in names.items():
         values = record.get(name)
         if values is None and target != "weight_T":
@@ -716,7 +717,7 @@ def _float_columns(
             columns[target] = np.array(values, dtype=np.float32)
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{where}{name}: must be numbers or null") from error
-        if columns[target].ndim != 1:  # type: ignore[union-attr]
+        if columns[target].ndim != 1:
             raise ValueError(f"{where}{name}: must be numbers or null")
     return columns
 

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +290,8 @@ def row_table(rows: Iterable[DumpRow], bins: int = BINS, method: str | None = No
         profiles.append(binned(weights_T[reasoning(row)], bins))
     kinds = (int, int, int, int, str, bool, bool, bool, int, float, float, float)
     columns = [np.array([record[i] for record in records], dtype=kind) for i, kind in enumerate(kinds)]
-    return RowTable(*columns, np.array(profiles, dtype=np.float64).reshape(len(records), bins))
+    columns.append(np.array(profiles, dtype=np.float64).reshape(len(records), bins))
+    return RowTable(**{entry.name: column for entry, column in zip(fields(RowTable), columns, strict=True)})
 
 
 @dataclass(frozen=True)
@@ -409,6 +410,9 @@ def by_step(table: RowTable) -> list[StepSummary]:
         known = values[np.isfinite(values)]
         return float(known.mean()) if len(known) else math.nan
 
+    def count(chosen: np.ndarray) -> int:
+        return int(np.count_nonzero(chosen))
+
     found = []
     for step in sorted(set(table.steps.tolist())):
         part = table.where(table.steps == step)
@@ -417,11 +421,11 @@ def by_step(table: RowTable) -> list[StepSummary]:
                 step=step,
                 rows=len(part),
                 prompts=len(np.unique(part.groups)),
-                right=np.count_nonzero(part.outcomes == "right"),
-                wrong=np.count_nonzero(part.outcomes == "wrong"),
-                scored=np.count_nonzero(part.scored),
-                answered=np.count_nonzero(part.answered),
-                truncated=np.count_nonzero(part.truncated),
+                right=count(part.outcomes == "right"),
+                wrong=count(part.outcomes == "wrong"),
+                scored=count(part.scored),
+                answered=count(part.answered),
+                truncated=count(part.truncated),
                 mean_length=mean(part.lengths.astype(np.float64)),
                 mean_weight=mean(part.mean_weights),
                 mean_spread=mean(part.spreads[part.scored]),

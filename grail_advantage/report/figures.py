@@ -185,7 +185,7 @@ def profile_rows(profiles: Sequence[data.Profile]) -> list[list[Any]]:
 def draw_profiles(figure: Figure, profiles: Sequence[data.Profile]) -> None:
     """One plot a part of the training, on one scale."""
     parts = sorted({(profile.first_step, profile.last_step) for profile in profiles})
-    plots = figure.subplots(1, len(parts), sharey=True, squeeze=False)[0]
+    plots: Sequence[Axes] = figure.subplots(1, len(parts), sharey=True, squeeze=False)[0].tolist()
     for plot, part in zip(plots, parts, strict=True):
         for profile in profiles:
             if (profile.first_step, profile.last_step) == part:

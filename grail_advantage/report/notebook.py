@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -55,36 +56,31 @@ def token_html(
     theme = colours.DARK if dark else colours.LIGHT
     finite = values_T[np.isfinite(values_T)]
     limit = float(np.abs(finite).max()) if len(finite) else 0.0
+    to_place: Callable[..., np.ndarray]
+    ticks: tuple[float, ...]
     if scale == "weight":
-        places, table, ticks = colours.weight_place(values_T), colours.diverging(theme=theme), colours.WEIGHT_TICKS
+        to_place, ticks = colours.weight_place, colours.WEIGHT_TICKS
     elif scale == "signed":
-        places, table, ticks = (
-            colours.signed_place(values_T, limit),
-            colours.diverging(theme=theme),
-            (-limit, 0.0, limit),
-        )
+        to_place, ticks = partial(colours.signed_place, limit=limit), (-limit, 0.0, limit)
     elif scale == "from zero":
-        places, table, ticks = colours.share_place(values_T, 0.0, limit), colours.sequential(theme=theme), (0.0, limit)
+        to_place, ticks = partial(colours.share_place, lowest=0.0, highest=limit), (0.0, limit)
     else:
         raise ValueError(f"scale={scale!r} is unknown; choose weight, signed or from zero")
     signed = scale != "from zero"
+    table = colours.diverging(theme=theme) if signed else colours.sequential(theme=theme)
     name = html.escape(visible(name or {"weight": "weight"}.get(scale, "value"), breaks=False))
 
     parts = []
-    for token, value, place in zip(tokens, values_T.tolist(), np.asarray(places).tolist(), strict=True):
+    for token, value, place in zip(tokens, values_T.tolist(), to_place(values_T).tolist(), strict=True):
         ground = colours.pick(table, place, signed=signed)
         style = f' style="background:{ground}"' if ground else ""
         said = f"{name} {value:.4g}" if math.isfinite(value) else f"no {name}"
         parts.append(f'<span title="{said}"{style}>{html.escape(visible(token))}</span>')
-    tick_places = {
-        "weight": lambda tick: float(colours.weight_place(tick)),
-        "signed": lambda tick: float(colours.signed_place(tick, limit)),
-        "from zero": lambda tick: float(colours.share_place(tick, 0.0, limit)),
-    }[scale]
-    legend = "".join(
-        f'<span style="background:{colours.pick(table, tick_places(tick), signed=signed)};padding:0 .5em">{tick:.3g}</span>'
-        for tick in dict.fromkeys(ticks)
-    )
+    edges = {ticks[0]: "at most ", ticks[-1]: "at least "} if scale == "weight" else {}
+    legend = ""
+    for tick in dict.fromkeys(ticks):
+        ground = colours.pick(table, float(to_place(tick)), signed=signed)
+        legend += f'<span style="background:{ground};padding:0 .5em">{edges.get(tick, "")}{tick:.3g}</span>'
     ground = colours.diverging(theme=theme)[len(colours.diverging(theme=theme)) // 2]
     return TokenHtml(
         f'<div style="background:{ground};color:{theme.text};padding:.5em;font:14px/1.6 monospace">'

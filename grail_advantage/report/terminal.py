@@ -20,7 +20,7 @@ from grail_advantage.token_dump import DumpFile, DumpHeader, DumpRow, TokenDump
 
 SHOWN = 8
 """Tokens in the table of extremes, at each end."""
-_PLAIN = Style(color="#6b6b6b")
+_PLAIN = Style(dim=True)
 _SPAN = Style(bold=True, underline=True)
 
 
@@ -151,7 +151,7 @@ def extremes(row: DumpRow, special: Mapping[int, str]) -> RenderableType:
             score = row.score_T[i] if row.score_T is not None else math.nan
             shown.add_row(
                 label,
-                Text(visible(row.tokens[i], breaks=False) or special.get(i, "")),
+                Text(f'"{visible(row.tokens[i], breaks=False)}"' if row.tokens[i] else special.get(i, "")),
                 str(i),
                 f"{weights[i]:.3f}",
                 f"{score:.4g}" if math.isfinite(score) else "",
