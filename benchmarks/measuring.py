@@ -160,13 +160,20 @@ def _versions() -> dict[str, str]:
 def _hardware(device: str, threads: int) -> str:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        driver = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-        ).stdout.split("\n")[0]
+        driver = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
         return (
             f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, driver {driver}, CUDA {torch.version.cuda}"
         )
     return f"{processor()}, {threads} thread{'s' if threads > 1 else ''} used"
+
+
+def said_by(*command: str) -> str:
+    """What a command prints in the project's folder; nothing where there is no such command, or it fails."""
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.strip()
 
 
 def processor() -> str:

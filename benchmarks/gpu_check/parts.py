@@ -193,14 +193,11 @@ def _add_failure(result: dict[str, Any], name: str, said: str) -> None:
 
 def run_part(part: Part, path: Path, device: str) -> None:
     """The body of :func:`execute`'s process."""
-    from measuring import Clock, record
+    from measuring import Clock, record, said_by
 
     described = record(part.letter, device, Clock(device), 1)
     described["command"] = f"bash scripts/gpu_check.sh {part.letter}"
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    if revision:
+    if revision := said_by("git", "rev-parse", "--short", "HEAD"):
         described["revision"] = revision
     module = importlib.import_module(part.module)
     module.run(Outcome(path, described), device)
