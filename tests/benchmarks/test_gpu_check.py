@@ -364,70 +364,60 @@ class TestEngine:
 
 
 class TestSmoke:
-    @staticmethod
-    def _metrics(folder: Path, *values: float) -> Path:
-        names = [*smoke.FINITE, "timing_s/step"]
-        steps = [{"step": step, "data": dict.fromkeys(names, value)} for step, value in enumerate(values)]
-        path = folder / "metrics.jsonl"
-        path.write_text("".join(json.dumps(step) + "\n" for step in steps))
-        return path
+    CLAIMS = (
+        {"what": "2 steps were trained", "proved": True, "figure": "2 in metrics.jsonl"},
+        {"what": "the loss is a number", "proved": False, "figure": "0.1, nan"},
+    )
 
-    def test_every_step_must_be_there_with_finite_figures(self, tmp_path: Path) -> None:
-        for values, status, said in (
-            ((0.0, 0.25, 0.5), PASSED, "all of them"),
-            ((0.0, 0.25), FAILED, "actor/pg_loss at step 2 is None; actor/grad_norm at step 2 is None"),
-            ((0.0, float("nan"), 0.5), FAILED, "actor/pg_loss at step 1 is nan"),
-        ):
-            found = outcome(tmp_path)
-            assert smoke.judge_training(found, self._metrics(tmp_path, *values)) is (status == PASSED)
-            [check] = found.result["checks"]
-            assert check["status"] == status and check["said"].startswith(said)
+    @pytest.fixture
+    def left_behind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """Stands for the script: leaves the given claims, and ends with the given status."""
+        for knob in ("SCRIPT", "ADV_ESTIMATOR", "DRY_RUN", "PYTHON"):
+            monkeypatch.setenv(knob, "to be put back")
+        folder = tmp_path / "run"
+
+        def make(code: int, claims: tuple[dict[str, Any], ...]) -> Path:
+            def script(command: list[str]) -> tuple[int, str]:
+                assert command == ["bash", smoke.SCRIPT] and (ROOT / smoke.SCRIPT).is_file()
+                assert "ADV_ESTIMATOR" not in os.environ and os.environ["PYTHON"] == sys.executable
+                (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+                if claims:
+                    (folder / "smoke.json").write_text(json.dumps(claims))
+                steps = [{"step": step, "data": {"timing_s/step": step / 3, "other": 1.0}} for step in (1, 2)]
+                (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+                return code, "no luck\n\n"
+
+            monkeypatch.setattr(smoke, "run_command", script)
+            return folder
+
+        return make
+
+    def test_claims_become_checks(self, tmp_path: Path, left_behind: Any) -> None:
         found = outcome(tmp_path)
-        smoke.judge_training(found, self._metrics(tmp_path, 0.0, 0.25, 0.5))
-        assert found.result["figures"]["smoke run"] == dict.fromkeys(["timing_s/step", *smoke.FINITE], 0.5)
-        parts.write(tmp_path / "d.json", {**found.result, "status": PASSED})
-        assert "| timing_s/step | 0.5 |" in page.render(tmp_path)
-        assert not smoke.judge_training(outcome(tmp_path), tmp_path / "none.jsonl")
+        folder = left_behind(1, self.CLAIMS)
+        smoke.run(found, folder=folder)
+        assert statuses(found.result) == {
+            "2 steps were trained": PASSED,
+            "the loss is a number": FAILED,
+            "the smoke run proves everything": FAILED,
+        }
+        assert found.result["checks"][2]["said"] == "exit status 1: no luck"
+        assert found.result["figures"]["smoke run"] == {"timing_s/step": 0.6667}
+        assert not (folder / "checkpoints").exists()
+        parts.write(tmp_path / "a.json", {**found.result, "status": FAILED})
+        assert "| timing_s/step | 0.6667 |" in page.render(tmp_path)
 
-    def test_evaluation_must_report_on_every_problem(self, tmp_path: Path) -> None:
-        for responses, status in ((40, PASSED), (39, FAILED)):
-            figures = {"problems": 40, "responses": responses, "acc@1": {"value": 0.25}, "truncated": {"count": 3}}
-            (tmp_path / "results.json").write_text(json.dumps({"benchmarks": {"amc23": figures}}))
-            found = outcome(tmp_path)
-            smoke.judge_evaluation(found, tmp_path / "results.json")
-            [check] = found.result["checks"]
-            assert (check["status"], check["said"]) == (status, "40 problems, 25 % right, 3 truncated")
-
-    def test_data_is_prepared_where_it_is_missing(self, tmp_path: Path) -> None:
-        script, *words = smoke.preparation(tmp_path)
-        assert (ROOT / script).is_file()
-        assert words == ["--train", "deepmath", "--benchmarks", "amc23,aime24", "--output-dir", str(tmp_path)]
-        for name in ("deepmath", "amc23", "aime24"):
-            (tmp_path / f"{name}.parquet").write_bytes(b"")
-        assert smoke.preparation(tmp_path) == ()
-
-    def test_a_step_that_fails_ends_the_part(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in (*smoke.KNOBS, "EXPERIMENT_NAME", "DATA_DIR", "PYTHON"):
-            monkeypatch.setenv(name, "to be put back")
-        monkeypatch.setenv("DATA_DIR", str(tmp_path))
-        called: list[list[str]] = []
-        answers = iter([(0, ""), (1, "no luck\n\n")])
-        monkeypatch.setattr(smoke, "run_command", lambda command: called.append(command) or next(answers))
+    def test_claims_of_an_earlier_run_do_not_count(self, tmp_path: Path, left_behind: Any) -> None:
+        smoke.run(outcome(tmp_path), folder=left_behind(0, self.CLAIMS[:1]))
         found = outcome(tmp_path)
-        smoke.run(found)
-        assert [command[1] for command in called] == ["scripts/prepare_data.sh", "examples/run_one_gpu_grail.sh"]
-        assert list(statuses(found.result).values()) == [PASSED, FAILED]
-        assert found.result["checks"][1]["said"] == "exit status 1: no luck"
+        smoke.run(found, folder=left_behind(1, ()))
+        assert statuses(found.result) == {"the smoke run proves everything": FAILED}
 
-    @pytest.mark.slow
-    def test_the_launch_script_takes_the_knobs(self, tmp_path: Path) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in ("MODEL_PATH", "VERL_PLATFORM")}
-        environment |= smoke.KNOBS | {"DRY_RUN": "1", "PYTHON": sys.executable, "DATA_DIR": str(tmp_path)}
-        found = subprocess.run(
-            ["bash", *smoke.TRAINING], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert found.returncode == 0, found.stderr[-3000:]
-        assert "total_training_steps: 2\n" in found.stdout and "calculate_log_probs: true\n" in found.stdout
+    def test_the_script_names_its_folder_so(self) -> None:
+        text = (ROOT / smoke.SCRIPT).read_text()
+        assert smoke.FOLDER.relative_to(ROOT).parts == ("outputs", "smoke", "run_one_gpu_grail-grail")
+        assert "script=${SCRIPT:-run_one_gpu_grail.sh}" in text and "PROJECT_NAME=smoke" in text
+        assert "EXPERIMENT_NAME=${script%.sh}-${ADV_ESTIMATOR:-grail}" in text
 
 
 class TestPage:
