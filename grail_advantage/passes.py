@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -161,12 +161,21 @@ def saliency_pass(
     )
 
 
-def saliency_step(micro: MicroBatch, targets: Sequence[Range], leaf: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def saliency_step(
+    micro: MicroBatch, targets: Sequence[Range], leaf: str, backward: AbstractContextManager | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """One forward and one backward to the leaf activation.
 
     Also a micro-batch without any target goes through both, since other ranks need its part in gathering parameters.
+
+    Args:
+        micro: the rows.
+        targets: see :func:`saliency_pass`, as the leaf.
+        leaf: the activation.
+        backward: entered around the backward, to time it.
     """
     with capture_leaf(micro.leaf(leaf)) as leaves:
         loss = -micro.log_likelihood(targets)
-    saliency_BS, norm_BS = saliency(loss, leaves[0])
+    with backward or nullcontext():
+        saliency_BS, norm_BS = saliency(loss, leaves[0])
     return list(zip(micro.per_row(saliency_BS), micro.per_row(norm_BS), strict=True))

@@ -8,7 +8,9 @@ entry point takes. Where a project has its configuration already, ``python3 -m v
 ``algorithm.adv_estimator`` is any registered method; ``uniform`` is GRPO in the same trainer, the baseline of the others. With
 one of verl's estimators (``grpo``, ...) it starts verl's stock trainer, which does not mask truncated responses.
 
-``DRY_RUN=1`` runs all start-up checks, prints the resolved configuration as YAML on stdout and starts nothing.
+A run that is finished already says so and exits with status 0; checkpoints of a run with other settings are refused
+(:mod:`grail_advantage.verl_ext.run_identity`). ``DRY_RUN=1`` runs all start-up checks, prints the resolved configuration as
+YAML on stdout and starts nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from grail_advantage.verl_ext.checks import check_config, check_estimator, check_verl_version
+from grail_advantage.verl_ext.checks import check_config, check_verl_version
 
 # Before anything of verl is imported: another version may not have what follows.
 check_verl_version(version("verl"))
@@ -32,7 +34,9 @@ from verl.utils.config import validate_config  # noqa: E402
 from verl.utils.device import auto_set_device  # noqa: E402
 
 from grail_advantage.registry import methods  # noqa: E402
+from grail_advantage.verl_ext.run_identity import begin_run, check_run  # noqa: E402
 from grail_advantage.verl_ext.settings import algorithm_sections  # noqa: E402
+from grail_advantage.verl_ext.stock_entry import prepare_run  # noqa: E402
 
 # The sections of all registered methods, as the configurations' defaults list names them.
 ConfigStore.instance().store(name="token_weights", node={"algorithm": algorithm_sections()}, package="_global_")
@@ -44,12 +48,14 @@ def prepare(config: DictConfig) -> None:
     Raises:
         ValueError: what cannot work, naming the option and the remedy.
     """
-    check_estimator(config.algorithm.adv_estimator)
-    if config.algorithm.adv_estimator not in methods():
-        check_config(config)
     auto_set_device(config)
-    # Also checks a run with one of the methods, see grail_advantage/verl_ext/stock_entry.py.
-    validate_config(
+    if config.algorithm.adv_estimator in methods():
+        prepare_run(config)
+    else:
+        check_config(config)
+        check_run(config)
+    # verl's own: what stock_entry.py put in its place would begin the run.
+    getattr(validate_config, "__wrapped__", validate_config)(
         config=config,
         use_reference_policy=need_reference_policy(config),
         use_critic=need_critic(config),
@@ -66,6 +72,7 @@ def main(config: DictConfig) -> None:
     if dry_run:
         print(resolved)
         return
+    begin_run(config)
     run_ppo(config, task_runner_class=TaskRunnerV1)
 
 

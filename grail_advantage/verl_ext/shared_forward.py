@@ -9,18 +9,19 @@ Shape suffixes: R rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from grail_advantage.activations import evaluation_mode
 from grail_advantage.passes import saliency_step
-from grail_advantage.verl_ext.engine_model import EngineMicroBatch, training_micro_batches
+from grail_advantage.verl_ext.engine_model import EngineMicroBatch, gradient_mode, training_micro_batches
 from grail_advantage.verl_ext.requests import nested
 
 TARGET = "saliency_target"
@@ -28,6 +29,8 @@ TARGET = "saliency_target"
 LEAF = "saliency_leaf"
 """Setting of a batch: see :func:`grail_advantage.activations.leaf_module`."""
 SALIENCY_FIELDS = ("saliency", "gradient_norm")
+SECONDS = "saliency_seconds"
+"""Field of what comes back: one float32 a row, the seconds that its rank's backwards took; NaN in rows without a target."""
 
 InferBatch = Callable[..., dict[str, Any]]
 
@@ -63,7 +66,7 @@ def infer_batch_with_saliency(
 
     Returns:
         verl's output; its ``model_output`` also has the nested float32 ``saliency`` and ``gradient_norm`` of all positions of
-        prompt + response, NaN in rows without a target.
+        prompt + response, NaN in rows without a target, and ``SECONDS``.
     """
     if data[TARGET].is_nested:  # as it comes out of TransferQueue
         data = data.copy()
@@ -87,27 +90,63 @@ def infer_batch_with_saliency(
 
     losses: list[float] = []
     if without_graph:
-        output = infer_batch(tu.index_select_tensor_dict(data, _whole_micro_batches(data, without_graph)))
+        output = infer_batch(_for_verl(data, without_graph))
         collect(without_graph, {name: values.unbind() for name, values in output["model_output"].items()})
         losses = output["loss"]
     if with_graph:
         leaf = tu.get_non_tensor_data(data, LEAF, default=None)
         part = tu.index_select_tensor_dict(data, with_graph)
-        with evaluation_mode(engine.module):
+        watch = DeviceWatch()
+        with gradient_mode(engine):
             for batch, indices in training_micro_batches(engine, part):
                 batch = batch.to(get_device_id())
                 micro = EngineMicroBatch(engine, batch, (), with_log_probs=True)
-                found = saliency_step(micro, batch[TARGET].tolist(), leaf)
+                found = saliency_step(micro, batch[TARGET].tolist(), leaf, backward=watch.running())
                 outputs = {**micro.outputs, **dict(zip(SALIENCY_FIELDS, zip(*found, strict=True), strict=True))}
                 collect([with_graph[index] for index in indices], outputs)
+        seconds = torch.tensor([watch.seconds()], device=get_device_id())
+        collect(with_graph, {SECONDS: [seconds] * len(with_graph)})
     for row in (~has_target_R).nonzero().flatten().tolist():
         nothing = torch.full((int(lengths_R[row]),), float("nan"), device=get_device_id())
-        collect([row], {name: [nothing] for name in SALIENCY_FIELDS})
+        collect([row], {**{name: [nothing] for name in SALIENCY_FIELDS}, SECONDS: [nothing[:1]]})
     return {"model_output": {name: nested(found) for name, found in rows.items()}, "loss": losses, "metrics": {}}
 
 
-def _whole_micro_batches(data: TensorDict, rows: list[int]) -> list[int]:
-    """The rows, the last one repeated until verl's fixed micro-batches come out even."""
+class DeviceWatch:
+    """Seconds that pieces of work take where they run. On a GPU nothing waits for it before it is read."""
+
+    def __init__(self) -> None:
+        self._on_host = 0.0
+        self._events: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A piece."""
+        if get_device_name() == "cpu":
+            start = time.perf_counter()
+            yield
+            self._on_host += time.perf_counter() - start
+            return
+        start, end = (get_torch_device().Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._events.append((start, end))
+
+    def seconds(self) -> float:
+        """Of all pieces."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        return self._on_host + sum(start.elapsed_time(end) for start, end in self._events) / 1000
+
+
+def _for_verl(data: TensorDict, rows: list[int]) -> TensorDict:
+    """The rows for verl's ``infer_batch``. Its fixed micro-batches have to come out even: they become as many as the rows need,
+    of one size, and where that does not divide either the last row is repeated."""
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
-        return rows
-    return rows + rows[-1:] * (-len(rows) % data["micro_batch_size_per_gpu"])
+        return tu.index_select_tensor_dict(data, rows)
+    count = -(-len(rows) // data["micro_batch_size_per_gpu"])
+    size = -(-len(rows) // count)
+    part = tu.index_select_tensor_dict(data, rows + rows[-1:] * (count * size - len(rows)))
+    tu.assign_non_tensor(part, micro_batch_size_per_gpu=size)
+    return part

@@ -27,30 +27,36 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+from verl.utils import omega_conf_to_dataclass
 from verl.utils import tensordict_utils as tu
 from verl.utils.debug import marked_timer
-from verl.utils.fs import copy_to_local
-from verl.utils.model import get_generation_config
+from verl.workers.config import HFModelConfig
+from verl.workers.rollout.utils import get_max_position_embeddings
 from verl.workers.utils.padding import response_to_nested
 
-from grail_advantage.answer_span import find_answer_spans
+from grail_advantage.answer_span import AnswerSpan, find_answer_spans
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.passes import RowScores
 from grail_advantage.rollouts import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, PassRow, RolloutBatch
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.signals.saliency import SaliencySignal
+from grail_advantage.tokenizers import check_round_trip
+from grail_advantage.verl_ext.model_checks import check_model, check_tokenizer
 from grail_advantage.verl_ext.requests import build_request, nested
 from grail_advantage.verl_ext.settings import dump_options, shares_forward, signal_of
-from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, TARGET
+from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 from grail_advantage.verl_ext.sharing_out import deal, spread
 from grail_advantage.verl_ext.step_dump import FIELDS, StepDump, StepRows, neutral_reasons, size_estimate
 from grail_advantage.verl_ext.stock_entry import TRAINER_PREFIX
@@ -58,6 +64,12 @@ from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights, put_row, scores_of
 
 logger = logging.getLogger(__name__)
+
+TIMING = "token_weights"
+"""``timing_s/token_weights``: seconds that the weights take in a step. Their parts are ``token_weights_rows``: fetching the
+responses, finding the answers and choosing the rows; ``token_weights_backward``: the backward on the forward of the old
+log-probabilities, a part of ``timing_s/old_log_prob``; ``token_weights_pass``: a pass of the rows' own; and
+``token_weights_weighting``: scores to advantages."""
 
 
 def base_mode(trainer_class: type) -> str:
@@ -74,8 +86,12 @@ class _Rollouts:
     keys: list[str]
     prompts: list[torch.Tensor]
     responses: list[torch.Tensor]
+    mask_BT: torch.Tensor
+    """bool; the tokens that the model generated. verl's ``response_mask`` until a rollout correction drops some."""
     generated: list[torch.Tensor]
     """The responses with -1, a token without text, in place of what a tool wrote: an answer is what the model generated."""
+    spans: Sequence[AnswerSpan | None]
+    """The answers in what was generated."""
     groups: list[int]
     """Rows with the same number answer the same prompt."""
     examples: Sequence[Example | None]
@@ -94,6 +110,10 @@ class _Selection:
     truncated_B: torch.Tensor
     rows: RowSelection
 
+    def has(self, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor) -> bool:
+        """Whether the batch is that of this mask and these advantages of verl's."""
+        return torch.equal(self.batch.mask_BT, mask_BT) and torch.equal(self.base_advantages_BT, base_advantages_BT)
+
     @property
     def selected(self) -> list[int]:
         """The rows that need scores."""
@@ -104,10 +124,13 @@ class TokenWeightTrainer:
     """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
     actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
+    _model_shares_forward: bool = True
     _saliency_keys: frozenset[str] = frozenset()
     """Rows of the current batch whose saliency came with the old log-probabilities."""
     _rollouts: _Rollouts | None = None
     """The current batch, so that what does not change within a step is fetched once."""
+    _chosen: _Selection | None = None
+    """The current batch's rows as the rewards alone choose them."""
 
     def __init__(self, config: DictConfig) -> None:
         # verl compares trainer_mode with its own names (PPOTrainer._build_replay_buffer and five more places); under another
@@ -130,9 +153,15 @@ class TokenWeightTrainer:
                 f"actor_rollout_ref.model.path={self.config.actor_rollout_ref.model.path} is a multi-modal model; "
                 f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} works with text models only"
             )
-        self.signal.check_tokenizer(self.tokenizer)
-        model_folder = copy_to_local(self.config.actor_rollout_ref.model.path)
-        self._end_tokens = _end_tokens(self.tokenizer, get_generation_config(model_folder))
+        check_round_trip(self.tokenizer, f"actor_rollout_ref.model.path={self.config.actor_rollout_ref.model.path}")
+        check_tokenizer(self.tokenizer, self.signal)
+        # As verl's rollout servers read it.
+        settings = {"load_tokenizer": False, "custom_chat_template": None}
+        model: HFModelConfig = omega_conf_to_dataclass(OmegaConf.merge(self.config.actor_rollout_ref.model, settings))
+        self._end_tokens = _end_tokens(self.tokenizer, model.generation_config)
+        limit = self.config.actor_rollout_ref.rollout.max_model_len
+        self._context_length = limit or get_max_position_embeddings(model.hf_config)
+        self._model_shares_forward = check_model(self.config, self.signal, model.local_path)
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
@@ -157,16 +186,22 @@ class TokenWeightTrainer:
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self._saliency_keys = frozenset()
-        self._rollouts = None
-        if not shares_forward(self.config, self.signal):
+        self._rollouts = self._chosen = None
+        if not (self._model_shares_forward and shares_forward(self.config, self.signal)):
             return super()._compute_old_log_prob(batch, metrics)
-        with self._base_estimator(rollout_correction=None):
-            super()._compute_advantage(batch, {})
-        rollouts = self._fetch_rollouts(batch)
-        selection = self._select(rollouts, *self._fetch_advantages(batch))
-        if not selection.selected:
+        with self._timed("rows"):
+            rollouts = self._fetch_rollouts(batch)
+            advantages_BT = self._reward_advantages(batch, rollouts)
+            self._chosen = selection = self._select(rollouts, rollouts.mask_BT, advantages_BT)
+            shared = self._with_targets(batch, rollouts, selection) if selection.selected else None
+        if shared is None:
             return super()._compute_old_log_prob(batch, metrics)
+        written = super()._compute_old_log_prob(shared, metrics)
+        self._saliency_keys = frozenset(batch.keys[row] for row in selection.selected)
+        return _without_saliency_fields(written.select_keys(batch.keys))
 
+    def _with_targets(self, batch: KVBatchMeta, rollouts: _Rollouts, selection: _Selection) -> KVBatchMeta:
+        """The batch for a forward that keeps the graph of the selected rows."""
         targets_B2 = torch.full((len(batch), 2), -1)
         for row in selection.selected:
             targets_B2[row] = torch.tensor(self.signal.target_positions(_pass_row(rollouts, selection, row)))
@@ -182,34 +217,58 @@ class TokenWeightTrainer:
         if shared.fields is not None:
             shared.fields = [*shared.fields, TARGET]
         shared.extra_info[LEAF] = self.signal.leaf
-        written = super()._compute_old_log_prob(shared, metrics)
-        self._saliency_keys = frozenset(batch.keys[row] for row in selection.selected)
-        return _without_saliency_fields(written.select_keys(batch.keys))
+        return shared
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with self._base_estimator():
             batch = super()._compute_advantage(batch, metrics)
-        rollouts = self._fetch_rollouts(batch)
-        selection = self._select(rollouts, *self._fetch_advantages(batch))
-        return self._weigh_advantages(batch, rollouts, selection, metrics)
+        with self._timed("rows"):
+            chosen = self._chosen if self._rollouts is not None and self._rollouts.keys == batch.keys else None
+            rollouts = self._fetch_rollouts(batch)
+            mask_BT, advantages_BT = self._fetch_advantages(batch)
+            if chosen is None or not chosen.has(mask_BT, advantages_BT):
+                chosen = self._select(rollouts, mask_BT, advantages_BT)
+        return self._weigh_advantages(batch, rollouts, chosen, metrics)
+
+    def _reward_advantages(self, batch: KVBatchMeta, rollouts: _Rollouts) -> torch.Tensor:
+        """What ``PPOTrainer._compute_advantage`` gives where nothing but the rewards counts, by verl's own code; (B, T)."""
+        rewards = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["rm_scores"])
+        data = DataProto.from_dict(
+            {
+                "token_level_rewards": rewards["rm_scores"].to_padded_tensor(0.0),
+                "response_mask": rollouts.mask_BT.long(),
+            },
+            non_tensors={"uid": np.array(rollouts.groups, dtype=object)},
+        )
+        algorithm = self.config.algorithm
+        found = compute_advantage_for_multi_trajectories(
+            data,
+            batch_keys=rollouts.keys,
+            adv_estimator=AdvantageEstimator.GRPO,
+            num_repeat=self.config.actor_rollout_ref.rollout.n,
+            norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
+            config=algorithm,
+        )
+        return found.batch["advantages"]
 
     @contextmanager
-    def _base_estimator(self, **options: Any) -> Iterator[None]:
-        """verl's own GRPO, under its own name: any other takes each output of a multi-output session for a session.
+    def _timed(self, part: str) -> Iterator[None]:
+        """Counts as ``timing_s/token_weights_<part>``."""
+        with marked_timer(f"{TIMING}_{part}", self.timing_raw, color="purple"):
+            yield
 
-        Args:
-            options: further options of ``algorithm`` to change within.
-        """
+    @contextmanager
+    def _base_estimator(self) -> Iterator[None]:
+        """verl's own GRPO, under its own name: any other takes each output of a multi-output session for a session."""
         algorithm = self.config.algorithm
-        changed = {"adv_estimator": AdvantageEstimator.GRPO.value, **options}
-        before = {name: algorithm.get(name) for name in changed}
+        name = algorithm.adv_estimator
         with open_dict(algorithm):
-            algorithm.update(changed)
+            algorithm.adv_estimator = AdvantageEstimator.GRPO.value
         try:
             yield
         finally:
             with open_dict(algorithm):
-                algorithm.update(before)
+                algorithm.adv_estimator = name
 
     # -------------------------------------------------------------------------------------------------- from TransferQueue
 
@@ -225,14 +284,15 @@ class TokenWeightTrainer:
             select_fields=[*fields, "raw_prompt", *self.signal.columns] if asked else fields,
         )
         responses = list(data["responses"].unbind())
+        loss_mask = data["loss_mask"]
+        generated = [torch.where(mask.bool(), row, -1) for row, mask in zip(responses, loss_mask.unbind(), strict=True)]
         self._rollouts = _Rollouts(
             keys=list(batch.keys),
             prompts=list(data["prompts"].unbind()),
             responses=responses,
-            generated=[
-                torch.where(mask.bool(), row, -1)
-                for row, mask in zip(responses, data["loss_mask"].unbind(), strict=True)
-            ],
+            mask_BT=loss_mask.to_padded_tensor(0).bool(),
+            generated=generated,
+            spans=find_answer_spans(generated, self.tokenizer, self.signal.span),
             groups=_groups(batch.keys),
             examples=self._examples(data) if asked else [None] * len(batch),
         )
@@ -273,7 +333,7 @@ class TokenWeightTrainer:
             mask_BT=mask_BT,
             # The rows' advantage: that of the tokens it is not 0 on.
             advantages_B=advantages_BT.gather(1, advantages_BT.abs().argmax(dim=1, keepdim=True)).squeeze(1),
-            spans=find_answer_spans(rollouts.generated, self.tokenizer, self.signal.span),
+            spans=rollouts.spans,
             columns_BT={},
             aggregate=self._aggregate,
             step=self.global_steps,
@@ -298,15 +358,18 @@ class TokenWeightTrainer:
         signal, rows = self.signal, selection.rows
         gradient_norms, known_B = torch.zeros(0), torch.zeros_like(rows.selected_B)
         of_pass_BT = torch.full(selection.batch.mask_BT.shape, float("nan"))
-        with marked_timer("token_weights", self.timing_raw, color="purple"):
+        with self._timed("weighting"):
             seen = replace(selection.batch, columns_BT=self._fetch_columns(batch))
             if signal.uses:
                 of_pass_BT, gradient_norms, known_B = self._shared_scores(batch, rollouts, selection)
-                left = (rows.selected_B & ~known_B).nonzero().flatten().tolist()
+        left = (rows.selected_B & ~known_B).nonzero().flatten().tolist() if signal.uses else []
+        if left:
+            with self._timed("pass"):
                 of_pass_BT, gradient_norms = self._own_scores(rollouts, selection, left, of_pass_BT, gradient_norms)
+        with self._timed("weighting"):
             scores_BT = scores_of(signal, seen, rows, of_pass_BT if signal.uses else None)
             result = batch_weights(scores_BT, seen, rows, signal)
-        weighted_BT = apply_token_weights(selection.advantages_BT, result.weights_BT, seen.mask_BT)
+            weighted_BT = apply_token_weights(selection.advantages_BT, result.weights_BT, seen.mask_BT)
 
         if result.non_finite_B.any():
             logger.warning(
@@ -323,28 +386,29 @@ class TokenWeightTrainer:
 
         scores_BT = of_pass_BT if scores_BT is None else scores_BT
         self._dump(batch, rollouts, selection, scores_BT, result, weighted_BT, metrics)
-        values = response_to_nested(weighted_BT, nested(rollouts.responses))
-        fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
-        return _without_saliency_fields(
-            tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
-        )
+        with self._timed("weighting"):
+            values = response_to_nested(weighted_BT, nested(rollouts.responses))
+            fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
+            written = tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+        parts = [seconds for name, seconds in self.timing_raw.items() if name.startswith(f"{TIMING}_")]
+        self.timing_raw[TIMING] = sum(parts)
+        return _without_saliency_fields(written)
 
     def _truncated(self, rollouts: _Rollouts) -> torch.Tensor:
-        """Rows, bool (B,), whose response reached the length limit without an end token."""
+        """Rows, bool (B,), whose response reached the length limit without an end token.
+
+        The limit is that of verl's rollout servers (``generate`` of ``vLLMHttpServer``, ``TRTLLMHttpServer`` and, with one
+        position kept free, ``SGLangHttpServer``). Each turn of a conversation has what the turns before it left, so a whole row
+        has it too.
+        """
         settings = self.config.actor_rollout_ref.rollout
-
-        def limit(prompt: torch.Tensor) -> int:
-            # As the rollout server bounds it (verl's vLLMHttpServer.generate).
-            longest = min(settings.response_length, settings.prompt_length + settings.response_length - len(prompt))
-            return min(longest, settings.max_model_len - len(prompt)) if settings.get("max_model_len") else longest
-
-        return torch.tensor(
-            [
-                len(row) >= limit(prompt) and int(row[-1]) not in self._end_tokens
-                for prompt, row in zip(rollouts.prompts, rollouts.responses, strict=True)
-            ],
-            dtype=torch.bool,
-        )
+        context = self._context_length - (settings.name == "sglang")
+        truncated = []
+        for prompt, row in zip(rollouts.prompts, rollouts.responses, strict=True):
+            room = min(settings.prompt_length + settings.response_length, context) - len(prompt)
+            ended = len(row) > 0 and int(row[-1]) in self._end_tokens
+            truncated.append(len(row) >= min(settings.response_length, room) and not ended)
+        return torch.tensor(truncated, dtype=torch.bool)
 
     def _shared_scores(
         self, batch: KVBatchMeta, rollouts: _Rollouts, selection: _Selection
@@ -358,7 +422,11 @@ class TokenWeightTrainer:
         if known:
             signal: SaliencySignal = self.signal
             keys = [rollouts.keys[row] for row in known]
-            data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(SALIENCY_FIELDS))
+            fields = [*SALIENCY_FIELDS, SECONDS]
+            data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+            # The step waited for the rank that took longest.
+            seconds = max(float(of_row) for of_row in data[SECONDS].unbind())
+            self.timing_raw[f"{TIMING}_backward"] = self.timing_raw.get(f"{TIMING}_backward", 0.0) + seconds
             for row, *of_row in zip(known, *(data[name].unbind() for name in SALIENCY_FIELDS), strict=True):
                 asked = _pass_row(rollouts, selection, row)
                 positions = slice(asked.response_start - 1, signal.target_positions(asked)[1])
@@ -516,7 +584,7 @@ def _groups(keys: Sequence[str]) -> list[int]:
 def _without_saliency_fields(batch: KVBatchMeta) -> KVBatchMeta:
     """The batch for verl's next stages, which fetch every field that it names."""
     if batch.fields is not None:
-        batch.fields = [name for name in batch.fields if name not in (TARGET, *SALIENCY_FIELDS)]
+        batch.fields = [name for name in batch.fields if name not in (TARGET, *SALIENCY_FIELDS, SECONDS)]
     return batch
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 
 from grail_advantage import GrailConfig
+from grail_advantage.answer_span import find_answer_spans
 from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _end_tokens, _groups, _Rollouts
+from recipe.tiny.model import build_tokenizer
+from tests.broken_tokenizer import save_under_class
 from tests.core.tiny_models import END_ID, PAD_ID, char_tokenizer, encode
 
 LIMIT = 6
@@ -24,11 +28,12 @@ def _trainer(**config: Any) -> TokenWeightTrainerSync:
     trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
     trainer.config = OmegaConf.create(
         {
-            "actor_rollout_ref": {"rollout": {"prompt_length": 3, "response_length": LIMIT, "max_model_len": None}},
+            "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 3, "response_length": LIMIT}},
             "algorithm": {"adv_estimator": "grail", **config},
         }
     )
     trainer._end_tokens = {END_ID}
+    trainer._context_length = 100
     trainer.tokenizer = char_tokenizer()
     trainer.signal = GrailConfig()
     trainer.global_steps = 1
@@ -41,7 +46,9 @@ def _rollouts(responses: list[str]) -> _Rollouts:
         keys=[f"row{row}" for row in range(len(ids))],
         prompts=[torch.tensor(encode("?")) for _ in ids],
         responses=ids,
+        mask_BT=torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], batch_first=True) == 1,
         generated=ids,
+        spans=find_answer_spans(ids, char_tokenizer(), GrailConfig().span),
         groups=list(range(len(ids))),
         examples=[None] * len(ids),
     )
@@ -75,19 +82,88 @@ def test_end_tokens_without_any() -> None:
     assert _end_tokens(SimpleNamespace(eos_token_id=None), None) == set()
 
 
+def test_a_tokenizer_that_loses_text_ends_the_run_at_its_start(tmp_path: Path) -> None:
+    """One that the driver could not look at, as it was not there yet."""
+    folder = save_under_class(build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder)  # tokenizer.json is damaged now
+    LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    trainer = _trainer()
+    model = {"_target_": "verl.workers.config.HFModelConfig", "path": str(folder)}
+    trainer.config.actor_rollout_ref.model = {**model, "override_config": {"attn_implementation": "sdpa"}}
+    with pytest.raises(ValueError, match=r"tokenizer of actor_rollout_ref\.model\.path=.* turns 'a b\\nc' into 'abc'"):
+        trainer._init_tokenizer()
+
+
 def test_truncated_is_a_response_at_the_limit_without_an_end_token() -> None:
     rollouts = _rollouts(["abc<end>", "abcde<end>", "abcdef", "abcde", "abc", ""])
     assert [len(row) for row in rollouts.responses] == [4, 6, 6, 5, 3, 0]
     assert _trainer()._truncated(rollouts).tolist() == [False, False, True, False, False, False]
 
 
-def test_truncated_by_the_room_that_a_long_prompt_leaves() -> None:
-    """verl's rollout server allows prompt_length + response_length tokens in all, and max_model_len if that is less."""
+@pytest.mark.parametrize(
+    ("engine", "context", "response", "truncated"),
+    [
+        # prompt_length + response_length = 9, less the prompt of 5
+        ("vllm", 100, "abcd", True),
+        ("vllm", 100, "abc", False),
+        ("sglang", 100, "abc", False),
+        # the context, less the prompt
+        ("vllm", 8, "abc", True),
+        ("vllm", 8, "ab", False),
+        ("vllm", 8, "ab<end>", False),
+        ("trtllm", 8, "abc", True),
+        ("trtllm", 8, "ab", False),
+        # and with SGLang one position less
+        ("sglang", 8, "ab", True),
+        ("sglang", 8, "a", False),
+        ("sglang", 8, "a<end>", False),
+        ("sglang", 9, "abc", True),
+        # no room at all
+        ("sglang", 6, "", True),
+        ("vllm", 5, "a", True),
+    ],
+)
+def test_truncated_by_the_room_that_a_long_prompt_leaves(
+    engine: str, context: int, response: str, truncated: bool
+) -> None:
     trainer = _trainer()
-    rollouts = replace(_rollouts(["abcd", "abc"]), prompts=[torch.arange(5), torch.arange(5)])
-    assert trainer._truncated(rollouts).tolist() == [True, False]
-    trainer.config.actor_rollout_ref.rollout.max_model_len = 8
-    assert trainer._truncated(rollouts).tolist() == [True, True]
+    trainer._context_length = context
+    trainer.config.actor_rollout_ref.rollout.name = engine
+    rollouts = replace(_rollouts([response]), prompts=[torch.arange(5)])
+    assert trainer._truncated(rollouts).tolist() == [truncated]
+
+
+def test_truncated_in_a_later_turn() -> None:
+    """Of rows in which a tool wrote "cd", the last turn had what was left; "f" ends a turn."""
+    rollouts = _rollouts(["abfcde", "abfcd<end>", "abfcf"])
+    of_tool = torch.tensor([False, False, False, True, True, False])
+    generated = [torch.where(of_tool[: len(row)], -1, row) for row in rollouts.responses]
+    rollouts = replace(rollouts, generated=generated)
+    trainer = _trainer()
+    trainer._end_tokens = {END_ID, encode("f")[0]}
+    assert trainer._truncated(rollouts).tolist() == [True, False, False]
+    trainer._context_length = 6  # the prompt has one token
+    assert trainer._truncated(_rollouts(["abfcd", "abfc", "abfcf"])).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize(("max_model_len", "context"), [(None, 48), (32, 32)])
+def test_length_of_the_context(tmp_path: Path, max_model_len: int | None, context: int) -> None:
+    """verl's server takes the model's positions where rollout.max_model_len is unset; options of the model count."""
+    build_tokenizer().save_pretrained(tmp_path)
+    GenerationConfig(eos_token_id=[3, 4]).save_pretrained(tmp_path)
+    LlamaConfig(architectures=["LlamaForCausalLM"], max_position_embeddings=64).save_pretrained(tmp_path)
+    trainer = _trainer()
+    trainer.config.actor_rollout_ref.rollout.max_model_len = max_model_len
+    trainer.config.actor_rollout_ref.model = {
+        "_target_": "verl.workers.config.HFModelConfig",
+        "path": str(tmp_path),
+        "custom_chat_template": "{{ messages }}",
+        "override_config": {"attn_implementation": "sdpa", "max_position_embeddings": 48},
+    }
+    trainer._init_tokenizer()
+    assert trainer._context_length == context
+    assert trainer._end_tokens == {3, 4, trainer.tokenizer.eos_token_id}
+    assert trainer.tokenizer.chat_template == "{{ messages }}"
 
 
 def test_any_end_token_ends_a_response() -> None:

@@ -1,0 +1,275 @@
+"""One step through the trainer's two stages, with a store in memory and workers that make saliencies up: what is fetched, what
+is computed once, and what the seconds say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls, trainer_base
+from verl.trainer.ppo.v1.utils import MetricsAggregator
+from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_tensordict
+
+import recipe.main_grail  # noqa: F401  stores the methods' sections
+from grail_advantage import GrailConfig
+from grail_advantage.passes import RowScores
+from grail_advantage.verl_ext import trainer as trainer_module
+from grail_advantage.verl_ext.requests import build_reply, rows_of
+from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
+from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
+from tests.core.tiny_models import END_ID, char_tokenizer, encode
+
+CONFIGS = Path(__file__).parents[2] / "recipe" / "config"
+CORRECTION = "algorithm.rollout_correction"
+ROWS = [
+    ("a_0_0", "Two?", r"So 2 is \boxed{2}.<end>", 1.0),
+    ("a_1_0", "Two?", r"Is it \boxed{3}, maybe?<end>", 0.0),
+    ("a_2_0", "Two?", r"I say \boxed{1}<end>", 0.0),
+    ("b_0_0", "And five?", r"One \boxed{5}<end>", 1.0),
+    ("b_1_0", "And five?", r"No \boxed{4} but \boxed{6}!<end>", 0.0),
+    ("b_2_0", "And five?", r"Never heard of it.<end>", 0.0),
+]
+WRONG = {"a_1_0", "a_2_0", "b_1_0"}
+"""Rows with an answer that is."""
+BACKWARD = 0.25
+
+
+def _saliency(tokens_S: torch.Tensor) -> torch.Tensor:
+    """A figure of each token and its position."""
+    return 0.1 + ((tokens_S * 31 + torch.arange(len(tokens_S)) * 17) % 11) / 11
+
+
+class Store:
+    """TransferQueue's functions for one batch; counts the fields that are fetched."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.fetched: Counter[str] = Counter()
+
+    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        present = [name for name in select_fields if all(name in self.rows[key] for key in keys)]
+        self.fetched.update(present)
+        return list_of_dict_to_tensordict([{name: self.rows[key][name] for name in present} for key in keys])
+
+    def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
+        for name, column in fields.items():
+            for key, value in zip(keys, column.unbind(), strict=True):
+                self.rows[key][name] = value.clone()
+        return KVBatchMeta(partition_id=partition_id, keys=keys, tags=[{} for _ in keys])
+
+
+class Workers:
+    """The actor's worker group."""
+
+    def __init__(self, store: Store) -> None:
+        self._dispatch_info = {"actor": [0]}
+        self.store = store
+        self.shared: list[str] = []
+        self.own: list[torch.Tensor] = []
+
+    def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
+        for key in batch.keys:
+            row = self.store.rows[key]
+            tokens = torch.cat([row["prompts"], row["responses"]])
+            row["log_probs"] = row["entropy"] = -0.1 * torch.ones(len(tokens))
+            if LEAF in batch.extra_info:
+                start, end = row[TARGET].tolist()
+                asked = end > start
+                self.shared += [key] if asked else []
+                value = _saliency(tokens) if asked else torch.full((len(tokens),), float("nan"))
+                row.update(dict.fromkeys(SALIENCY_FIELDS, value))
+                row[SECONDS] = torch.tensor([BACKWARD if asked else float("nan")])
+        return batch
+
+    def compute_token_scores(self, request: TensorDict) -> TensorDict:
+        signal: GrailConfig = get_non_tensor_data(request, "signal", default=None)
+        found = []
+        for row in rows_of(request):
+            self.own.append(row.tokens_S)
+            values_P = _saliency(row.tokens_S)[row.response_start - 1 :]
+            found.append(RowScores(signal.row_scores(row, values_P, values_P).scores_T, values_P))
+        return build_reply(found)
+
+
+class Step:
+    """A trainer with a batch, and what happened in a step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, overrides: Sequence[str], cls: type | None = None) -> None:
+        self.store = Store()
+        for module in (trainer_module, trainer_base):
+            monkeypatch.setattr(module, "tq", self.store)
+        self.calls: Counter[str] = Counter()
+        self._count(monkeypatch, trainer_module, "find_answer_spans")
+        self._count(monkeypatch, trainer_base, "compute_advantage_for_multi_trajectories")
+        monkeypatch.setattr(trainer_base, "calculate_debug_metrics", lambda data: {})
+        self._count(monkeypatch, GrailConfig, "select")
+        with initialize_config_dir(str(CONFIGS), version_base=None):
+            config = compose(
+                "cpu_trainer",
+                overrides=["data.max_response_length=64", "actor_rollout_ref.rollout.n=3", *overrides],
+            )
+        cls = cls or get_trainer_cls("grail_sync")
+        self.trainer = trainer = cls.__new__(cls)
+        trainer.config = config
+        trainer.trainer_mode = "sync"
+        trainer.signal = GrailConfig()
+        trainer.tokenizer = char_tokenizer()
+        trainer._end_tokens = {END_ID}
+        trainer._context_length = 1000
+        trainer._model_shares_forward = True
+        trainer.timing_raw = {}
+        trainer.global_steps, trainer.local_trigger_step = 1, 0
+        trainer.actor_rollout_wg = self.workers = Workers(self.store)
+        for key, prompt, response, reward in ROWS:
+            ids = torch.tensor(encode(response))
+            ones, last = torch.ones(len(ids), dtype=torch.int64), torch.tensor([len(ids) - 1])
+            self.store.rows[key] = {
+                "uid": key.split("_")[0],
+                "prompts": torch.tensor(encode(prompt)),
+                "responses": ids,
+                "response_mask": ones,
+                "loss_mask": ones,
+                "rollout_log_probs": torch.full((len(ids),), -0.1),
+                "rm_scores": torch.zeros(len(ids)).index_fill(0, last, reward),
+            }
+
+    def _count(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        inner: Callable = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """Both stages; the advantages by key."""
+        keys = [key for key, *_ in ROWS]
+        batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys])
+        batch = self.trainer._compute_old_log_prob(batch, {})
+        self.metrics: dict[str, float] = {}
+        batch = self.trainer._compute_advantage(batch, self.metrics)
+        assert batch.keys == keys
+        return {key: self.store.rows[key]["advantages"] for key in keys}
+
+
+ALONE = "algorithm.token_weights.share_forward=false"
+
+
+def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return all(map(torch.equal, found.values(), expected.values()))
+
+
+def test_fetches_and_computes_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = Step(monkeypatch, [ALONE])
+    expected = apart.run()
+    monkeypatch.undo()
+    step = Step(monkeypatch, [])
+    assert _same(step.run(), expected)
+    assert any(len(values.unique()) > 2 for values in expected.values())
+    assert set(step.workers.shared) == WRONG
+    assert step.workers.own == []
+    assert len(apart.workers.own) == len(WRONG)
+    for name in ("prompts", "loss_mask", "advantages", *SALIENCY_FIELDS):
+        assert step.store.fetched[name] == 1, name
+    # The others are read by verl too, in one or in both of its stages.
+    verls = {"responses": 1, "rm_scores": 1, "response_mask": 2}
+    assert {name: step.store.fetched[name] - times for name, times in verls.items()} == dict.fromkeys(verls, 1)
+    counts = {"find_answer_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 1}
+    assert step.calls == apart.calls == counts
+
+
+def test_a_correction_that_leaves_the_advantages_leaves_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importance weights change the loss and no advantage."""
+    expected = Step(monkeypatch, [ALONE]).run()
+    monkeypatch.undo()
+    step = Step(monkeypatch, [f"{CORRECTION}.rollout_is=token"])
+    for row in step.store.rows.values():
+        row["rollout_log_probs"] = torch.full((len(row["responses"]),), -0.2)
+    assert _same(step.run(), expected)
+    assert "rollout_is_weights" in step.store.rows["a_1_0"]
+    assert step.calls == {"find_answer_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 1}
+    assert step.store.fetched["prompts"] == 1
+    assert step.workers.own == []
+
+
+def test_a_correction_that_drops_tokens_chooses_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rejected: the whole of one wrong row."""
+    step = Step(monkeypatch, [f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'"])
+    for key, row in step.store.rows.items():
+        row["rollout_log_probs"] = torch.full((len(row["responses"]),), -3.0 if key == "a_1_0" else -0.1)
+    found = step.run()
+    assert (found["a_1_0"] == 0).all()
+    assert (found["a_2_0"] != 0).all()
+    assert step.calls == {"find_answer_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 2}
+    assert step.metrics["grail/shared_forward_rate"] == 1
+    assert step.workers.own == []
+
+
+class OtherAdvantages(PPOTrainerSync):
+    """A trainer's own way to advantages."""
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        batch = super()._compute_advantage(batch, metrics)
+        data = trainer_base.tq.kv_batch_get(batch.keys, batch.partition_id, ["advantages"])
+        fields = TensorDict({"advantages": -data["advantages"]}, batch_size=len(batch))
+        return trainer_base.tq.kv_batch_put(batch.keys, batch.partition_id, fields)
+
+
+class OtherAdvantagesWithTokenWeights(TokenWeightTrainer, OtherAdvantages):
+    pass
+
+
+def test_a_trainers_own_advantages_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, [], OtherAdvantagesWithTokenWeights)
+    found = step.run()
+    assert set(step.workers.shared) == WRONG
+    # The right rows are those with a negative advantage now, and their scores come from a pass of their own.
+    right = [
+        torch.tensor(encode(prompt + response.partition("}")[0] + "}"))
+        for _, prompt, response, reward in ROWS
+        if reward
+    ]
+    assert len(step.workers.own) == 2
+    assert all(any(torch.equal(tokens, row) for row in right) for tokens in step.workers.own)
+    assert (found["a_0_0"] < 0).all()
+    assert len(found["a_0_0"].unique()) > 2
+    assert step.calls == {"find_answer_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 2}
+
+
+def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, [])
+    step.run()
+    timing = step.trainer.timing_raw
+    parts = {name: value for name, value in timing.items() if name.startswith(f"{TIMING}_")}
+    assert set(parts) == {f"{TIMING}_{part}" for part in ("rows", "backward", "weighting")}
+    assert parts[f"{TIMING}_backward"] == BACKWARD
+    assert timing[TIMING] == pytest.approx(sum(parts.values()))
+    first = dict(timing)
+    step.run()  # the next update of the same step
+    assert timing[f"{TIMING}_backward"] == 2 * BACKWARD
+    assert all(timing[name] > first[name] for name in (*parts, TIMING))
+    assert timing[TIMING] == pytest.approx(sum(timing[name] for name in parts))
+    aggregator = MetricsAggregator()
+    assert {aggregator._get_aggregation_type(f"timing_s/{name}") for name in timing} == {"time_sum"}
+
+
+def test_seconds_of_a_pass_of_its_own_and_of_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gate, parts in (("wrong", {"rows", "pass", "weighting"}), ("nobody", {"rows", "weighting"})):
+        step = Step(monkeypatch, [ALONE])
+        if gate == "nobody":
+            step.trainer.signal = replace(GrailConfig(), mask_truncated=True)
+            step.trainer._context_length = 1  # every row is cut off
+            step.trainer._end_tokens = set()
+        step.run()
+        names = {name.removeprefix(f"{TIMING}_") for name in step.trainer.timing_raw if name.startswith(f"{TIMING}_")}
+        assert names == parts
+        monkeypatch.undo()
