@@ -1,8 +1,8 @@
 """Rollouts as small blocks of text that a page unpacks one at a time.
 
 A block is ``b85(deflate(columns))``: token numbers into the page's table of tokens, and one column of each kind of value. A column is
-kept exactly (float32) or rounded to levels that lie evenly over the row's own range; assets/report.js reads it back. Bytes of one
-significance stand together, because like bytes compress.
+kept exactly (float32) or rounded to levels that lie evenly over the row's own range; assets/report.js reads it back. What is alike
+stands together, bytes of one significance in a stretch with a Huffman table of its own, because that compresses best.
 
 Shape suffixes: T response tokens.
 """
@@ -24,11 +24,14 @@ EXACT = 32
 PRECISIONS = (EXACT, 12, 8, 7, 6, 5, 4)
 """Bits a value, the finest first; 32 is float32 as it is."""
 _FROM_PRODUCT = "product"
+_COARSE = ("surprisal", "entropy")
 
 
-def encode(data: bytes) -> str:
-    """Deflated and as text that may stand in a ``<script>``: base 85 without ``<``, a quarter longer than the bytes."""
-    return base64.b85encode(zlib.compress(data, 9)).decode("ascii").replace("<", "/")
+def encode(*parts: bytes) -> str:
+    """Deflated, each part by itself, and as text that may stand in a ``<script>``: base 85 without ``<``, 5/4 of the bytes."""
+    packer = zlib.compressobj(9)
+    data = b"".join(packer.compress(part) + packer.flush(zlib.Z_BLOCK) for part in parts) + packer.flush()
+    return base64.b85encode(data).decode("ascii").replace("<", "/")
 
 
 def encode_json(value: Any) -> str:
@@ -70,22 +73,22 @@ class Columns:
     numbers_T: np.ndarray
     mask_T: np.ndarray
     values: Mapping[str, np.ndarray]
-    """Float32 columns by name; further methods' as ``weight:NAME`` and ``score:NAME``."""
+    """Float32 columns by name; further methods' as ``score:NAME`` and ``weight:NAME``, the score first."""
 
 
 def columns_of(row: DumpRow, vocabulary: Vocabulary) -> Columns:
     """The columns of a row of a dump; what it has not is left out."""
     values = {
-        "weight": row.weight_T,
         "score": row.score_T,
+        "weight": row.weight_T,
         "base_advantage": row.base_advantage_T,
         "advantage": row.advantage_T,
         "surprisal": None if row.old_log_prob_T is None else -row.old_log_prob_T,
         "entropy": row.entropy_T,
     }
     for name, found in row.methods.items():
-        values[f"weight:{name}"] = found.weight_T
         values[f"score:{name}"] = found.score_T
+        values[f"weight:{name}"] = found.weight_T
     return Columns(
         vocabulary(row.token_ids_T.tolist(), row.tokens),
         row.mask_T,
@@ -117,40 +120,95 @@ def pack(columns: Columns, rank: np.ndarray, bits: int, rounding: Rounding | Non
         rounding: is told what the rounding costs.
     """
     head: dict[str, Any] = {"n": len(columns.numbers_T)}
-    parts: list[bytes] = []
-    ranks_T = rank[columns.numbers_T]
-    width = 1 if ranks_T.max(initial=0) < 1 << 8 else 2 if ranks_T.max(initial=0) < 1 << 16 else 4
-    head["ids"] = width
-    parts.append(_planes(ranks_T.astype(f"<u{width}")))
+    head["ids"], parts = _pack_numbers(rank[columns.numbers_T], len(rank))
     if columns.mask_T.all():
         head["mask"] = 0
     else:
         head["mask"] = 1
         parts.append(columns.mask_T.astype(np.uint8).tobytes())
     head["columns"] = described = {}
+    codes: dict[str, np.ndarray] = {}
     for name, value_T in columns.values.items():
-        described[name], data = _pack_column(name, value_T, columns, bits, rounding)
-        parts.append(data)
+        described[name], data = _pack_column(name, value_T, columns, bits, rounding, codes)
+        parts += data
     start = json.dumps(head, separators=(",", ":")).encode()
-    return encode(len(start).to_bytes(4, "little") + start + b"".join(parts))
+    return encode(len(start).to_bytes(4, "little") + start, *parts)
+
+
+def _pack_numbers(ranks_T: np.ndarray, size: int) -> tuple[list[Any], list[bytes]]:
+    """Token numbers as a byte each, frequent ones directly, others as their page of 256 with a second byte among the others'.
+
+    For tables of more than 65 thousand tokens four plain bytes.
+    """
+    pages = max(0, -(-(size - 256) // 255))
+    if pages > 255:
+        return ["plain"], _planes(ranks_T.astype("<u4"))
+    direct = 256 - pages
+    far_T = ranks_T >= direct
+    first_T = np.where(far_T, direct + (ranks_T - direct) // 256, ranks_T).astype(np.uint8)
+    second = ((ranks_T[far_T] - direct) % 256).astype(np.uint8)
+    return ["pages", direct], [first_T.tobytes(), second.tobytes()]
 
 
 def _pack_column(
-    name: str, value_T: np.ndarray, columns: Columns, bits: int, rounding: Rounding | None
-) -> tuple[list[Any], bytes]:
+    name: str,
+    value_T: np.ndarray,
+    columns: Columns,
+    bits: int,
+    rounding: Rounding | None,
+    codes: dict[str, np.ndarray],
+) -> tuple[list[Any], list[bytes]]:
+    """How to read a column, and its bytes; the codes of a rounded one are left in ``codes``."""
     if name == "advantage" and _is_product(value_T, columns.values, bits):
-        return [_FROM_PRODUCT], b""
+        return [_FROM_PRODUCT], []
     same = _same_as(name, value_T, columns.values)
     if same is not None:
-        return ["same", same], b""
+        return ["same", same], []
     if (value_T == value_T[0]).all():
-        return ["constant", float(value_T[0])], b""
+        return ["constant", float(value_T[0])], []
     if bits == EXACT:
         return ["exact"], _planes(value_T.astype("<f4"))
     codes_T, description, kept_T = _quantise(name, value_T, bits)
+    data = _planes(codes_T)
+    score = name.replace("weight", "score", 1)
+    if name.split(":")[0] == "weight" and score in codes and (found := _by_score(value_T, codes[score], description)):
+        description, data, kept_T = ["lookup", score, *found[0]], found[1], found[2]
+    codes[name] = codes_T
     if rounding is not None:
         rounding.see(name, value_T, kept_T)
-    return description, _planes(codes_T)
+    return description, data
+
+
+def _by_score(
+    weight_T: np.ndarray, codes_T: np.ndarray, description: list[Any]
+) -> tuple[list[int], list[bytes], np.ndarray] | None:
+    """The weights as a table over the codes of the scores that they come from, and the few that differ from it.
+
+    A reshaper maps scores to weights, so that a row's weights say little that its scores do not. The table holds the middle of
+    each code's weights; what is further from it than a level of the weights' own scale is kept as it is.
+
+    Returns:
+        Entries of the table and number of exceptions; their bytes; and what it reads as. ``None`` where it would not be shorter.
+    """
+    size = int(codes_T.max()) + 1
+    low, high = np.full(size, np.inf), np.full(size, -np.inf)
+    tolerance = description[-1]
+    # Tokens that a rule of its own weighs (the answer) must not widen the middle: they are those far from the median.
+    order = np.lexsort((weight_T, codes_T))
+    starts = np.searchsorted(codes_T[order], np.arange(size + 1))
+    median = np.array([weight_T[order[(a + b) // 2]] if b > a else 0.0 for a, b in zip(starts, starts[1:], strict=False)])
+    near_T = np.abs(weight_T - median[codes_T]) <= 2 * tolerance
+    np.minimum.at(low, codes_T[near_T], weight_T[near_T])
+    np.maximum.at(high, codes_T[near_T], weight_T[near_T])
+    with np.errstate(invalid="ignore"):
+        table = np.where(high >= low, (low + high) / 2, median).astype("<f4")
+    kept_T = table[codes_T].astype(np.float64)
+    (exceptions,) = np.nonzero(~(np.abs(kept_T - weight_T) <= tolerance))
+    if 4 * size + 8 * len(exceptions) > len(weight_T) * codes_T.itemsize // 2:
+        return None
+    kept_T[exceptions] = weight_T[exceptions]
+    parts = [table, exceptions.astype("<u4"), weight_T[exceptions].astype("<f4")]
+    return [size, len(exceptions)], [plane for part in parts for plane in _planes(part)], kept_T
 
 
 def _is_product(value_T: np.ndarray, values: Mapping[str, np.ndarray], bits: int) -> bool:
@@ -171,20 +229,25 @@ def _same_as(name: str, value_T: np.ndarray, values: Mapping[str, np.ndarray]) -
     return plain if plain in values and np.array_equal(values[plain], value_T, equal_nan=True) else None
 
 
+def levels_of(name: str, bits: int) -> int:
+    """How many values a rounded column can have beside its exact one; surprisal and entropy are read less closely."""
+    return (1 << (bits - 1 if name in _COARSE else bits)) - 2
+
+
 def _quantise(name: str, value_T: np.ndarray, bits: int) -> tuple[np.ndarray, list[Any], np.ndarray]:
     """Codes of a column, how to read them, and what they read as.
 
     Code 0 is NaN and code 1 the value that must stay exact (a weight of 1, else 0). The others lie evenly over the row's range:
     of the logarithm where positive values span more than a factor of 100, of the root for surprisal and entropy.
     """
-    levels = (1 << bits) - 2
+    levels = levels_of(name, bits)
     special = 1.0 if name.split(":")[0] == "weight" else 0.0
     finite_T = np.isfinite(value_T)
     ordinary_T = finite_T & (value_T != special)
     ordinary = value_T[ordinary_T].astype(np.float64)
     scale, low, width = "linear", 0.0, 1.0
     if ordinary.size and ordinary.min() >= 0:
-        if name in ("surprisal", "entropy"):
+        if name in _COARSE:
             scale = "root"
         elif ordinary.min() > 0 and ordinary.max() / ordinary.min() > 100:
             scale = "log"
@@ -207,9 +270,9 @@ def _quantise(name: str, value_T: np.ndarray, bits: int) -> tuple[np.ndarray, li
     return codes_T, ["levels", codes_T.itemsize, scale, special, low, width], kept_T
 
 
-def _planes(values_T: np.ndarray) -> bytes:
+def _planes(values_T: np.ndarray) -> list[bytes]:
     """Bytes by significance, the lowest first."""
-    return values_T.view(np.uint8).reshape(len(values_T), values_T.itemsize).T.tobytes()
+    return [plane.tobytes() for plane in values_T.view(np.uint8).reshape(len(values_T), values_T.itemsize).T]
 
 
 def by_frequency(rollouts: Iterable[Columns], size: int) -> tuple[np.ndarray, np.ndarray]:

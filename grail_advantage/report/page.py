@@ -458,7 +458,8 @@ def _foot(headers: Sequence[DumpHeader | None], bits: int, rounding: pack.Roundi
         names = {"weight": "weights", "score": "scores", "surprisal": "surprisals", "entropy": "entropies"}
         apart = ", ".join(f"{said} by at most {rounding.largest[n]:.2g}" for n, said in names.items() if n in rounding.largest)
         lines.append(
-            f"To keep the file small, values are rounded to {(1 << bits) - 2:,} levels over each response's own range: {apart}. "
+            f"To keep the file small, values are rounded to {pack.levels_of('weight', bits):,} levels over each response's own range, "
+            f"surprisal and entropy to {pack.levels_of('entropy', bits):,}: {apart}. "
             "The token dump has them exactly."
         )
     lines.append(f"Written by grail_advantage {__version__}. This file needs no network. Plots: uPlot 1.6.32, MIT licence.")

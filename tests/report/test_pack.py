@@ -28,15 +28,23 @@ def _read(block: str) -> tuple[dict[str, Any], np.ndarray, dict[str, np.ndarray]
     head = json.loads(data[4 : 4 + size])
     rest, n = data[4 + size :], head["n"]
 
-    def whole(width: int) -> np.ndarray:
+    def whole(width: int, count: int = n) -> np.ndarray:
         nonlocal rest
-        planes = np.frombuffer(rest[: n * width], dtype=np.uint8).reshape(width, n).astype(np.uint32)
-        rest = rest[n * width :]
-        return sum((planes[i] << (8 * i) for i in range(width)), np.zeros(n, dtype=np.uint32))
+        planes = np.frombuffer(rest[: count * width], dtype=np.uint8).reshape(width, count).astype(np.uint32)
+        rest = rest[count * width :]
+        return sum((planes[i] << (8 * i) for i in range(width)), np.zeros(count, dtype=np.uint32))
 
-    numbers = whole(head["ids"])
+    if head["ids"][0] == "plain":
+        numbers = whole(4)
+    else:
+        first, direct = whole(1), head["ids"][1]
+        far = first >= direct
+        second, rest = np.frombuffer(rest[: far.sum()], dtype=np.uint8), rest[far.sum() :]
+        numbers = first.copy()
+        numbers[far] = direct + (first[far] - direct) * 256 + second
     mask = whole(1) if head["mask"] else np.ones(n, dtype=np.uint32)
     columns: dict[str, np.ndarray] = {"mask": mask}
+    coded: dict[str, np.ndarray] = {}
     for name, how in head["columns"].items():
         if how[0] == "constant":
             columns[name] = np.full(n, how[1], dtype=np.float32)
@@ -46,9 +54,15 @@ def _read(block: str) -> tuple[dict[str, Any], np.ndarray, dict[str, np.ndarray]
             columns[name] = columns["weight"] * columns["base_advantage"]
         elif how[0] == "exact":
             columns[name] = whole(4).view(np.float32)
+        elif how[0] == "lookup":
+            _, score, size, exceptions = how
+            table = whole(4, size).view(np.float32)
+            where = whole(4, exceptions)
+            columns[name] = table[coded[score]]
+            columns[name][where] = whole(4, exceptions).view(np.float32)
         else:
             _, width, scale, special, low, step = how
-            codes = whole(width)
+            codes = coded[name] = whole(width)
             place = low + (codes.astype(np.float64) - 2) * step
             value = {"linear": place, "root": place**2, "log": np.exp(np.minimum(place, 80))}[scale]
             columns[name] = np.where(codes == 0, np.nan, np.where(codes == 1, special, value)).astype(np.float32)
@@ -116,12 +130,23 @@ class TestExact:
         _, numbers, _ = _read(pack.pack(columns, np.arange(8, dtype=np.uint32), 4))
         assert len(numbers) == count
 
-    @pytest.mark.parametrize(("size", "width"), [(256, 1), (257, 2), (65_537, 4)])
-    def test_as_many_bytes_a_token_as_needed(self, size: int, width: int) -> None:
-        numbers_T = np.array([0, size - 1], dtype=np.uint32)
-        columns = pack.Columns(numbers_T, np.ones(2, dtype=bool), {})
+    @pytest.mark.parametrize(
+        ("size", "how"),
+        [
+            (1, ["pages", 256]),
+            (256, ["pages", 256]),
+            (257, ["pages", 255]),
+            (511, ["pages", 255]),
+            (512, ["pages", 254]),
+            (65_281, ["pages", 1]),
+            (65_282, ["plain"]),
+        ],
+    )
+    def test_every_token_comes_back(self, size: int, how: list[Any]) -> None:
+        numbers_T = np.random.default_rng(0).permutation(size).astype(np.uint32)
+        columns = pack.Columns(numbers_T, np.ones(size, dtype=bool), {})
         head, numbers, _ = _read(pack.pack(columns, np.arange(size, dtype=np.uint32), pack.EXACT))
-        assert head["ids"] == width and np.array_equal(numbers, numbers_T)
+        assert head["ids"] == how and np.array_equal(numbers, numbers_T)
 
 
 class TestRounded:
@@ -133,10 +158,10 @@ class TestRounded:
         columns.values["score"][1] = 1e3
         rounding = pack.Rounding()
         head, _, found = _read(pack.pack(columns, np.arange(8, dtype=np.uint32), bits, rounding))
-        levels = 2**bits - 2
         scales = {"weight": "linear", "score": "log", "surprisal": "root", "entropy": "root"}
         for name, scale in scales.items():
             true_T = columns.values[name].astype(np.float64)
+            levels = 2 ** (bits if name in ("weight", "score") else bits - 1) - 2
             assert head["columns"][name][2] == scale
             forward = {"linear": np.asarray, "root": np.sqrt, "log": np.log}[scale]
             known = np.isfinite(true_T) & (true_T != head["columns"][name][3])
@@ -147,6 +172,29 @@ class TestRounded:
             assert len(np.unique(found[name][known])) <= levels
             apart = np.nanmax(np.abs(found[name].astype(np.float64) - true_T))
             assert rounding.largest[name] == pytest.approx(apart, rel=1e-3, abs=1e-6)
+
+    @pytest.mark.parametrize("bits", pack.PRECISIONS[2:])
+    def test_weights_that_follow_from_scores_are_a_table(self, bits: int) -> None:
+        rng = np.random.default_rng(0)
+        z = rng.standard_normal(3000)
+        weight_T = np.clip(1 + 0.5 * z, 0.5, 5).astype(np.float32)
+        weight_T[2900:2910], weight_T[2910:] = 2, 1
+        score_T = np.exp(z - 3).astype(np.float32)
+        score_T[2950:] = np.nan
+        tokens = (TOKENS * 3000)[:3000]
+        row = text_row(tokens, weight_T=weight_T, score_T=score_T)
+        columns = pack.columns_of(row, pack.Vocabulary())
+        rounding = pack.Rounding()
+        block = pack.pack(columns, np.arange(8, dtype=np.uint32), bits, rounding)
+        head, _, found = _read(block)
+        assert head["columns"]["weight"][:2] == ["lookup", "score"]
+        level = (weight_T.max() - weight_T.min()) / (2**bits - 3)
+        assert np.abs(found["weight"] - weight_T).max() <= level * 1.001
+        assert rounding.largest["weight"] == pytest.approx(np.abs(found["weight"] - weight_T).max(), rel=1e-3)
+        # What the answer's rule weighs is not smeared over the tokens with the same score.
+        assert np.abs(found["weight"][2900:2910] - 2).max() <= level and (found["weight"][2950:] == 1).all()
+        apart = text_row(tokens, weight_T=rng.permutation(weight_T), score_T=score_T)
+        assert len(block) < 0.9 * len(pack.pack(pack.columns_of(apart, pack.Vocabulary()), np.arange(8, dtype=np.uint32), bits))
 
     def test_a_weight_of_one_and_a_score_of_nothing_stay(self) -> None:
         columns = _columns(500)

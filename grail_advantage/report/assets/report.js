@@ -108,26 +108,47 @@
     const head = JSON.parse(new TextDecoder().decode(bytes.subarray(4, 4 + size)));
     const n = head.n;
     let at = 4 + size;
-    const ids = joined(bytes, at, n, head.ids);
-    at += n * head.ids;
+    let ids;
+    if (head.ids[0] === "plain") {
+      ids = joined(bytes, at, n, 4);
+      at += n * 4;
+    } else {
+      // Frequent tokens are a byte; others are the byte of their page of 256 and one of those that follow.
+      const direct = head.ids[1];
+      let second = at + n;
+      ids = new Uint32Array(n);
+      for (let t = 0; t < n; t++) ids[t] = bytes[at + t] < direct ? bytes[at + t] : direct + (bytes[at + t] - direct) * 256 + bytes[second++];
+      at = second;
+    }
     const mask = head.mask ? bytes.subarray(at, at + n) : null;
     if (head.mask) at += n;
     const columns = {};
+    const codes = {};
+    const floats = (count) => {
+      at += count * 4;
+      return new Float32Array(joined(bytes, at - count * 4, count, 4).buffer);
+    };
     for (const [name, how] of Object.entries(head.columns)) {
       let values;
       if (how[0] === "constant") values = new Float32Array(n).fill(how[1]);
       else if (how[0] === "same") values = columns[how[1]];
       else if (how[0] === "product") values = columns.weight.map((w, t) => w * columns.base_advantage[t]);
       else if (how[0] === "exact") {
-        values = new Float32Array(joined(bytes, at, n, 4).buffer);
-        at += n * 4;
+        values = floats(n);
+      } else if (how[0] === "lookup") {
+        const table = floats(how[2]);
+        values = Float32Array.from(codes[how[1]], (code) => table[code]);
+        const where = joined(bytes, at, how[3], 4);
+        at += how[3] * 4;
+        floats(how[3]).forEach((value, i) => (values[where[i]] = value));
       } else {
         const [, width, scale, special, low, step] = how;
-        const codes = joined(bytes, at, n, width);
+        const own = joined(bytes, at, n, width);
+        codes[name] = own;
         at += n * width;
         const back = BACKWARD[scale];
         values = new Float32Array(n);
-        for (let t = 0; t < n; t++) values[t] = codes[t] === 0 ? NaN : codes[t] === 1 ? special : back(low + (codes[t] - 2) * step);
+        for (let t = 0; t < n; t++) values[t] = own[t] === 0 ? NaN : own[t] === 1 ? special : back(low + (own[t] - 2) * step);
       }
       columns[name] = values;
     }
