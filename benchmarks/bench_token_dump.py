@@ -114,7 +114,7 @@ def main() -> None:
     print(f"  now:  the training waits {waited / millions * 1e3:.1f} ms, written after {written / millions:.2f} s,")
     print(f"        {size / millions / 1e6:.1f} MB, read in {read / millions:.2f} s")
     print(
-        f"  0.1:  the training waits {old / millions:.2f} s, {old_size / millions / 1e6:.1f} MB, without texts, old log-probabilities and entropies"
+        f"  0.1:  the training waits {old / millions:.2f} s, {old_size / millions / 1e6:.1f} MB, without texts and two columns"
     )
 
 
