@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
 
 from grail_advantage.registry import NameTakenError, failures, failures_said, methods
 from grail_advantage.signals.base import LOGITS, SALIENCY, SEQUENCES, Signal
+from grail_advantage.signals.oar import OarConfig
+from grail_advantage.tokenizers import load_tokenizer
 from grail_advantage.verl_ext.cpu import checks as cpu_checks
 from grail_advantage.verl_ext.estimators import WEIGHS_TOKENS
+from grail_advantage.verl_ext.model_checks import check_model, check_tokenizer
 from grail_advantage.verl_ext.settings import (
     TRAINER_MODULE,
     check_names,
@@ -50,7 +55,8 @@ TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 def check_config(config: DictConfig) -> None:
     """Check a run's resolved configuration.
 
-    Runs with verl's own estimators are only checked for the verl version, its v1 trainer and the estimator's name.
+    Runs with verl's own estimators are only checked for the verl version, its v1 trainer, the estimator's name, the tokenizer
+    and the use of the rollout's log-probabilities.
 
     Raises:
         ValueError: naming the option and the remedy.
@@ -66,7 +72,9 @@ def check_config(config: DictConfig) -> None:
     check_trl()
     check_names(config)
     check_estimator(config.algorithm.adv_estimator)
+    tokenizer = _check_tokenizer(config.actor_rollout_ref.model)
     if config.algorithm.adv_estimator not in methods():
+        _check_rollout_log_probs(config)
         return
     signal = signal_of(config.algorithm)
     check_share_forward(config, signal)
@@ -74,6 +82,10 @@ def check_config(config: DictConfig) -> None:
     _check_reads(config, signal)
     _check_uses(config, signal)
     _check_layout(config, signal)
+    _check_rollout_log_probs(config)
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, signal)
+    check_model(config, signal)
 
 
 def check_verl_version(found: str) -> None:
@@ -142,6 +154,50 @@ def check_estimator(name: str) -> None:
             f"algorithm.adv_estimator={name} needs sum_pi_squared, which the v1 trainer of verl {VERL_VERSION} does not hand "
             "to it, so that the run would fail after its first rollouts; use grpo"
         )
+
+
+def _check_tokenizer(model: DictConfig) -> PreTrainedTokenizerBase | None:
+    """Text must survive the tokenizer. One that is still to be downloaded is looked at once it is there, by the trainer."""
+    path = model.get("tokenizer_path", None) or model.path
+    options = {"local_files_only": True, "trust_remote_code": model.get("trust_remote_code", False)}
+    try:
+        here = cached_file(path, "tokenizer_config.json", local_files_only=True)
+    except (OSError, ValueError):  # not in the cache, or on a file system that verl copies from
+        return None
+    return load_tokenizer(path, **options) if here is not None else None
+
+
+def _check_rollout_log_probs(config: DictConfig) -> None:
+    """What compares the rollout's log-probabilities with the trainer's needs both over the same tokens.
+
+    vLLM gives them after all sampling options (``processed_logprobs``), and so over the tokens that ``top_k`` and ``top_p``
+    leave; the trainer's softmax is over the whole vocabulary. With equal weights, the ratio of the two is then not 1.
+    """
+    correction = config.algorithm.get("rollout_correction", None) or {}
+    used = next((name for name in ("bypass_mode", "rollout_is", "rollout_rs") if correction.get(name)), None)
+    if used is None:
+        return
+    rollout = config.actor_rollout_ref.rollout
+
+    def refuse(option: str, remedy: str) -> None:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.{option}={rollout.get(option)} does not work with "
+            f"algorithm.rollout_correction.{used}={correction[used]}; {remedy}"
+        )
+
+    if not rollout.calculate_log_probs:
+        refuse("calculate_log_probs", "use true: verl has nothing to correct with otherwise")
+    if rollout.name == "vllm" and str(rollout.get("logprobs_mode", None)).startswith("raw"):
+        if rollout.temperature != 1:
+            refuse(
+                "temperature", "vLLM's raw log-probabilities are those of temperature 1; use it, or processed_logprobs"
+            )
+        return
+    remedy = "the rollout's log-probabilities are then not those of the trainer's full softmax; use "
+    if rollout.top_k > 0:
+        refuse("top_k", f"{remedy}-1")
+    if rollout.top_p < 1:
+        refuse("top_p", f"{remedy}1.0")
 
 
 def _refuse(config: DictConfig, option: str, value: Any, remedy: str) -> None:
@@ -230,6 +286,14 @@ def _check_reads(config: DictConfig, signal: Signal) -> None:
         "bf16",
         "bfloat16",
     )
+    if isinstance(signal, OarConfig) and signal.uses == LOGITS and half:
+        logger.warning(
+            "algorithm.adv_estimator=%s compares two forwards that differ by noise of %s, most of which bf16 rounds away: its "
+            "scores are then about as far from float32's as with another seed (docs/gpu.md). "
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32 keeps them, at the price of a float32 run",
+            config.algorithm.adv_estimator,
+            f"noise_std={signal.noise_std:g}",
+        )
     if signal.ranks_entropy and half and not actor.get("entropy_from_logits_with_chunking", False):
         # Without chunks verl takes the entropy in the logits' own precision: a few dozen distinct values.
         _refuse(

@@ -1,0 +1,154 @@
+"""What a method cannot work with is said before Ray starts where the model is there, else by the trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import verl  # noqa: F401  its plugin registers the estimators
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from tokenizers import Regex, decoders
+from transformers import CohereConfig, GPT2Config, LlamaConfig
+from verl.trainer.ppo.v1 import PPOTrainerSync
+
+import recipe.main_grail  # noqa: F401  its configurations
+from grail_advantage import GrailConfig
+from grail_advantage.verl_ext.checks import check_config
+from grail_advantage.verl_ext.model_checks import check_model
+from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync
+from recipe.tiny.model import build_tokenizer
+from tests.verl_ext.test_trainer import _trainer
+
+ROOT = Path(__file__).parents[2]
+SHARE = "algorithm.token_weights.share_forward"
+REMOTE = """
+from transformers import PretrainedConfig
+
+class MineConfig(PretrainedConfig):
+    model_type = "mine"
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _config_folder() -> Iterator[None]:
+    with initialize_config_dir(str(ROOT / "recipe" / "config"), version_base=None):
+        yield
+
+
+def _compose(folder: Path, *overrides: str) -> DictConfig:
+    model = f"actor_rollout_ref.model.path={folder}"
+    return compose(
+        "grail_trainer",
+        overrides=["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.rollout.n=4", model, *overrides],
+    )
+
+
+def _save(folder: Path, config: Any) -> Path:
+    config.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_leaf_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    folder = _save(tmp_path / "model", GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=64))
+    check_config(_compose(folder))
+    check_config(_compose(folder, "algorithm.adv_estimator=uniform", "algorithm.grail.leaf=middle"))
+    message = (
+        r"algorithm\.grail\.leaf=middle does not work with actor_rollout_ref\.model\.path=.*GPT2.*; use embeddings"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_config(_compose(folder, "algorithm.grail.leaf=middle"))
+    check_config(_compose(tmp_path / "not here yet", "algorithm.grail.leaf=middle"))
+    with pytest.raises(ValueError, match=message):
+        check_model(_compose(folder), GrailConfig(leaf="middle"), str(folder))
+
+
+@pytest.mark.parametrize("estimator", ["grail", "uniform"])
+def test_a_tokenizer_without_bytes_is_refused(estimator: str, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    steps = [decoders.Replace(Regex("~~~~"), "~"), tokenizer.backend_tokenizer.decoder]
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"its decoder has the step .*~~~~.*; use a byte-level"):
+        check_config(_compose(tmp_path, f"algorithm.adv_estimator={estimator}"))
+
+
+def test_a_forward_is_not_shared_with_a_model_that_scales_its_logits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scaling = CohereConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=64)
+    folder = _save(tmp_path / "scaling", scaling)
+    with pytest.raises(ValueError, match=rf"{SHARE}=True does not work .*scales or caps its logits.*; use auto"):
+        check_config(_compose(folder, f"{SHARE}=true"))
+    check_config(_compose(folder, f"{SHARE}=false"))
+    check_config(_compose(folder))
+    assert not check_model(_compose(folder, f"{SHARE}=false"), GrailConfig(), str(folder))
+    assert "scales or caps" not in caplog.text
+    assert not check_model(_compose(folder), GrailConfig(), str(folder))
+    (said,) = [record.getMessage() for record in caplog.records if "scales or caps" in record.getMessage()]
+    assert "a pass of its own" in said
+
+    plain = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=64)
+    folder = _save(tmp_path / "plain", plain)
+    assert check_model(_compose(folder), GrailConfig(), str(folder))
+    check_config(_compose(folder, f"{SHARE}=true"))
+
+
+def test_code_that_cannot_be_looked_at_shares_no_forward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nobody knows"}')
+    assert check_model(_compose(tmp_path), GrailConfig())  # the trainer will ask
+    assert not check_model(_compose(tmp_path), GrailConfig(), str(tmp_path))
+    assert "no forward is shared" in caplog.text
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_the_trainer_follows(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = _trainer()
+    trainer._model_shares_forward = shares
+    trainer.timing_raw = {}
+    monkeypatch.setattr(PPOTrainerSync, "_compute_old_log_prob", lambda self, batch, metrics: "verl's own")
+    monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics: batch)
+    monkeypatch.setattr(TokenWeightTrainerSync, "_fetch_rollouts", lambda self, batch: 1 / 0)
+    if shares:
+        with pytest.raises(ZeroDivisionError):  # the way to a shared forward
+            trainer._compute_old_log_prob(None, {})
+    else:
+        assert trainer._compute_old_log_prob(None, {}) == "verl's own"
+
+
+def test_end_tokens_of_a_model_with_code_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It has no generation config, so that verl makes one from its configuration."""
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "configuration_mine.py").write_text(REMOTE)
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}, "eos_token_id": [3, 5],'
+        ' "architectures": ["LlamaForCausalLM"]}'
+    )
+    trainer = _trainer()
+    trainer.config.actor_rollout_ref.model = {
+        "_target_": "verl.workers.config.HFModelConfig",
+        "path": str(tmp_path),
+        "trust_remote_code": True,
+        "override_config": {"attn_implementation": "sdpa"},
+    }
+    trainer.config.actor_rollout_ref.rollout.max_model_len = 64
+    caplog.set_level(logging.WARNING)
+    trainer._init_tokenizer()
+    assert {3, 5} <= trainer._end_tokens
+    assert not trainer._model_shares_forward
+
+
+@pytest.mark.parametrize(("precision", "warned"), [(None, True), ("bf16", True), ("fp32", False)])
+def test_oar_g_in_bfloat16_is_warned_of(
+    precision: str | None, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    option = "+actor_rollout_ref.actor.fsdp_config.mixed_precision"
+    overrides = [] if precision is None else [f"{option}={{param_dtype:{precision}}}"]
+    for estimator in ("oar_p", "grail", "oar_g"):
+        check_config(_compose(tmp_path, f"algorithm.adv_estimator={estimator}", *overrides))
+        said = "noise_std=0.001" in caplog.text and "param_dtype=fp32" in caplog.text
+        assert said is (warned and estimator == "oar_g")
