@@ -2,8 +2,8 @@
 # shellcheck disable=SC2034,SC2154  # variables go to and come from the sourcing script
 #
 # Shared by examples/run_*_grail.sh for NVIDIA GPUs: reads the knobs, checks them and fills the parameter arrays. The sourcing
-# script has set model_name, model_path, max_response_length and micro_batch_sequences, and then adds to the arrays what its
-# model needs. The published hyper-parameters themselves are in recipe/config/grail_trainer.yaml.
+# script has set model_path, max_response_length and micro_batch_sequences, and then adds to the arrays what its model
+# needs. The published hyper-parameters themselves are in recipe/config/grail_trainer.yaml.
 
 # ---------------------------------------- user-adjustable ----------------------------------------
 
@@ -21,10 +21,13 @@ train_batch_size=${TRAIN_BATCH_SIZE:-32}          # prompts in a rollout batch
 max_prompt_length=${MAX_PROMPT_LENGTH:-1024}
 
 # learning
-adv_estimator=${ADV_ESTIMATOR:-grail}             # any registered method (docs/methods.md) or an estimator of verl
+# any registered method (docs/methods.md); grpo: uniform, which is GRPO in the same trainer; verl_grpo: verl's stock trainer,
+# which does not mask truncated responses
+adv_estimator=${ADV_ESTIMATOR:-grail}
 preset=${PRESET:-official}                        # of grail: official | robust
-oar_variant=${OAR_VARIANT:-official}              # of oar_g and oar_p: official | grail_port
+oar_variant=${OAR_VARIANT:-}                      # official | grail_port; unset: of oar_g grail_port, as published, else official
 lora_rank=${LORA_RANK:-0}                         # 0: train all parameters
+seed=${SEED:-42}                                  # of prompts, sampling and training
 
 # rollout
 rollout_n=${ROLLOUT_N:-8}                         # responses to a prompt
@@ -78,6 +81,25 @@ if [[ ! $learning_rate =~ ^[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?$ ]]; then
     echo "LEARNING_RATE=$learning_rate must be a number such as 1e-6" >&2
     exit 1
 fi
+if [[ ! $seed =~ ^(0|[1-9][0-9]*)$ ]]; then
+    echo "SEED=$seed must be a whole number from 0 on" >&2
+    exit 1
+fi
+if [[ -z $oar_variant ]]; then
+    # GRAIL's authors compared with their own port of OAR-G.
+    [[ $adv_estimator == oar_g ]] && oar_variant=grail_port || oar_variant=official
+fi
+method=$adv_estimator
+if [[ $adv_estimator == grpo ]]; then
+    adv_estimator=uniform
+    method=uniform
+    echo "ADV_ESTIMATOR=grpo: uniform, GRPO in the trainer of the other methods (weight 1, truncated responses masked alike);" \
+        "verl's stock trainer is ADV_ESTIMATOR=verl_grpo" >&2
+elif [[ $adv_estimator == verl_grpo ]]; then
+    adv_estimator=grpo
+    echo "ADV_ESTIMATOR=verl_grpo: verl's stock trainer, which does not mask truncated responses; the fair baseline is" \
+        "ADV_ESTIMATOR=grpo" >&2
+fi
 if [[ $strategy != fsdp && $strategy != fsdp2 ]]; then
     echo "STRATEGY=$strategy is unknown; choose fsdp or fsdp2" >&2
     exit 1
@@ -125,17 +147,28 @@ if [[ $dry_run == 0 && " $* " != *" data."*"_files="* ]]; then
     done
 fi
 
-# A run carries on from the last checkpoint under its name, so the name tells apart what must not be mixed.
-variant=$adv_estimator
-if [[ $adv_estimator == grail ]]; then
+# A run carries on from the last checkpoint under its name, so the name tells apart what one compares; whatever else differs is
+# refused at start-up (grail_advantage/verl_ext/run_identity.py).
+variant=$method
+if [[ $method == grail ]]; then
     variant+=-$preset
-elif [[ $adv_estimator == oar_* ]]; then
+elif [[ $method == oar_* ]]; then
     variant+=-$oar_variant
+fi
+for argument in "$@"; do
+    if [[ $argument =~ ^[+]*algorithm\.([a-z_]+)\.([a-z_]+)=([A-Za-z0-9_.-]+)$ && ${BASH_REMATCH[1]} != token_* ]]; then
+        variant+=-${BASH_REMATCH[2]}-${BASH_REMATCH[3]}
+    fi
+done
+if [[ -n ${MAX_RESPONSE_LENGTH:-} ]]; then
+    variant+=-len$max_response_length
 fi
 if ((lora_rank > 0)); then
     variant+=-lora$lora_rank
 fi
-experiment_name=${EXPERIMENT_NAME:-$model_name-$variant}
+model_name=$(basename "$model_path")
+model_name=$(tr '[:upper:]' '[:lower:]' <<<"${model_name//[^A-Za-z0-9._-]/_}")
+experiment_name=${EXPERIMENT_NAME:-$model_name-$variant-seed$seed}
 output_dir=$PWD/outputs/$project_name/$experiment_name
 
 # ------------------------------------------------ parameters --------------------------------------
@@ -146,6 +179,7 @@ DATA=(
     data.train_batch_size="$train_batch_size"
     data.max_prompt_length="$max_prompt_length"
     data.max_response_length="$max_response_length"
+    data.seed="$seed"
 )
 MODEL=(
     actor_rollout_ref.model.path="$model_path"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # GRAIL | Qwen3-0.6B, or another Qwen3 that fits (docs/gpu_sizing.md) | FSDP training | one NVIDIA GPU, or two
 #
-# Knobs: MODEL_PATH, MAX_RESPONSE_LENGTH here; ADV_ESTIMATOR, PRESET, OAR_VARIANT, NNODES, NGPUS_PER_NODE, TRAIN_BATCH_SIZE,
-#        ROLLOUT_N, MAX_PROMPT_LENGTH, PPO_MAX_TOKEN_LEN_PER_GPU, ROLLOUT_TP, LORA_RANK, STRATEGY, OFFLOAD, LEARNING_RATE,
-#        DATA_DIR, TOTAL_STEPS, SAVE_FREQ, TEST_FREQ, PROJECT_NAME, EXPERIMENT_NAME, LOGGER, PYTHON, DRY_RUN in
-#        examples/common.sh.
+# Knobs: MODEL_PATH, MAX_RESPONSE_LENGTH here; ADV_ESTIMATOR, PRESET, OAR_VARIANT, SEED, NNODES, NGPUS_PER_NODE,
+#        TRAIN_BATCH_SIZE, ROLLOUT_N, MAX_PROMPT_LENGTH, PPO_MAX_TOKEN_LEN_PER_GPU, ROLLOUT_TP, LORA_RANK, STRATEGY, OFFLOAD,
+#        LEARNING_RATE, DATA_DIR, TOTAL_STEPS, SAVE_FREQ, TEST_FREQ, PROJECT_NAME, EXPERIMENT_NAME, LOGGER, PYTHON, DRY_RUN
+#        in examples/common.sh.
 # Arguments are Hydra overrides. More than one node: docs/multi_node.md.
 
 set -xeuo pipefail
@@ -13,7 +13,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # ---------------------------------------- user-adjustable ----------------------------------------
 
 NGPUS_PER_NODE=${NGPUS_PER_NODE:-1}
-model_name=qwen3-0.6b
 model_path=${MODEL_PATH:-Qwen/Qwen3-0.6B}
 max_response_length=${MAX_RESPONSE_LENGTH:-4096}
 # full-length sequences in a micro-batch, and vLLM's share of the memory: computed for one GPU with 24 GB

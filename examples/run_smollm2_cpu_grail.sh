@@ -18,11 +18,11 @@ export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-}             # responses; otherwise
 export MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-32}
 export MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-64}
 
-# learning: any registered method (docs/methods.md) or one of verl's estimators; grail: official or robust; oar: official or
-# grail_port; options of other methods as Hydra overrides
+# learning: any registered method (docs/methods.md); grpo: uniform, which is GRPO in the same trainer, verl_grpo: verl's stock
+# trainer; grail: official or robust; oar: official or grail_port, unset for grail_port with oar_g; other options as overrides
 export ADV_ESTIMATOR=${ADV_ESTIMATOR:-grail}
 export PRESET=${PRESET:-official}
-export OAR_VARIANT=${OAR_VARIANT:-official}
+export OAR_VARIANT=${OAR_VARIANT:-}
 export LEARNING_RATE=${LEARNING_RATE:-1e-5}
 export SEED=${SEED:-0}
 

@@ -24,10 +24,21 @@ seed=$SEED
 total_steps=$TOTAL_STEPS
 test_freq=$TEST_FREQ
 data_dir=$OUTPUT_DIR/seed$seed
-run_dir=$data_dir/$adv_estimator
 dry_run=${DRY_RUN:-0}
+if [[ -z $oar_variant ]]; then
+    # GRAIL's authors compared with their own port of OAR-G.
+    [[ $adv_estimator == oar_g ]] && oar_variant=grail_port || oar_variant=official
+fi
+method=$adv_estimator
+if [[ $adv_estimator == grpo ]]; then
+    adv_estimator=uniform
+    method=uniform
+elif [[ $adv_estimator == verl_grpo ]]; then
+    adv_estimator=grpo
+fi
+run_dir=$data_dir/$method
 tokens_dir=$(realpath -m "$run_dir")/tokens
-title="$adv_estimator, $base_model, worked arithmetic, seed $seed"
+title="$method, $base_model, worked arithmetic, seed $seed"
 
 # What verl would refuse minutes from now, after the warm-up and Ray's start, is refused here.
 refuse() {
@@ -44,7 +55,7 @@ done
     refuse "LEARNING_RATE=$learning_rate must be a number such as 1e-4"
 [[ $preset == official || $preset == robust ]] || refuse "PRESET=$preset is unknown; choose official or robust"
 [[ $oar_variant == official || $oar_variant == grail_port ]] ||
-    refuse "OAR_VARIANT=$oar_variant is unknown; choose official or grail_port"
+    refuse "OAR_VARIANT=$OAR_VARIANT is unknown; choose official or grail_port"
 [[ $dry_run == 0 || $dry_run == 1 ]] || refuse "DRY_RUN=$dry_run must be 0 or 1"
 ((rollouts >= 2)) || refuse "ROLLOUTS=$rollouts leaves nothing to compare a response with; use 2 or more"
 responses=$((prompts * rollouts))
@@ -62,6 +73,9 @@ fi
 # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
+if [[ $ADV_ESTIMATOR == grpo ]]; then
+    echo "ADV_ESTIMATOR=grpo: uniform, GRPO in the trainer of the other methods; verl's stock trainer is verl_grpo" >&2
+fi
 echo "1/3 environment" >&2
 bash scripts/setup_cpu.sh >&2
 if [[ "$base_model" == smollm2 ]]; then
@@ -115,7 +129,7 @@ TRAINER=(
     trainer.resume_mode=disable
     trainer.logger='[file,tensorboard]'
     trainer.project_name="grail_$base_model"
-    trainer.experiment_name="$adv_estimator-seed$seed"
+    trainer.experiment_name="$method-seed$seed"
     trainer.default_local_dir="$run_dir/checkpoints"
     hydra.run.dir="$run_dir/hydra"
 )
@@ -138,7 +152,7 @@ fi
 
 echo "2/3 problems, model and supervised warm-up" >&2
 .venv/bin/python -m recipe.tiny.prepare --base-model "$base_model" --output-dir "$data_dir" --seed "$seed" >&2
-echo "3/3 reinforcement learning with $adv_estimator" >&2
+echo "3/3 reinforcement learning with $method" >&2
 
 # Figures of an earlier run in the same place would be taken for this one's.
 rm -rf "$VERL_FILE_LOGGER_PATH" "$TENSORBOARD_DIR" "$tokens_dir"

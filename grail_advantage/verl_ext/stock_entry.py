@@ -3,8 +3,8 @@
 Answers ``verl.trainer.main_ppo``: its ``main`` takes any ``algorithm.adv_estimator``, and its ``TaskRunnerV1.run`` looks the
 trainer up by name in a process of its own. Both call a function that they import by name after verl has loaded this plug-in:
 
-- ``validate_config`` (``main``, before Ray starts): a run with one of these methods is checked first, and its trainer mode then
-  names the trainer with token weights;
+- ``validate_config`` (``main``, before Ray starts): a run with one of these methods is checked first, its trainer mode then
+  names the trainer with token weights, and its definition is stored beside its checkpoints;
 - ``configure_verl_logging`` (the first line of ``TaskRunnerV1.run``, in the task runner's process): the trainers are registered
   there, which would be too much to import in every process that imports verl.
 
@@ -40,6 +40,7 @@ def prepare_run(config: DictConfig) -> None:
         ValueError: what cannot work, naming the option and the remedy.
     """
     from grail_advantage.verl_ext.checks import check_config, check_estimator
+    from grail_advantage.verl_ext.run_identity import check_run
 
     import_trainer_module(config)
     module = OmegaConf.select(config, TRAINER_MODULE)
@@ -49,6 +50,7 @@ def prepare_run(config: DictConfig) -> None:
     mode = config.trainer.v1.trainer_mode
     if config.algorithm.adv_estimator in methods():
         check_config(config)
+        check_run(config)
         with open_dict(config):
             config.trainer.v1.trainer_mode = f"{TRAINER_PREFIX}{mode}"
     elif config.algorithm.adv_estimator not in ADV_ESTIMATOR_REGISTRY:
@@ -63,8 +65,12 @@ def install() -> None:
 
     @functools.wraps(validate)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
+        from grail_advantage.verl_ext.run_identity import begin_run
+
         prepare_run(config)
         validate(config, *args, **kwargs)
+        if config.algorithm.adv_estimator in methods():
+            begin_run(config)
 
     @functools.wraps(configure)
     def configure_verl_logging() -> None:

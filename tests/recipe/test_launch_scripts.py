@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import requires
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +27,10 @@ from packaging.requirements import Requirement
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_extern_object
-from verl.utils.torch_functional import get_constant_schedule_with_warmup
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from grail_advantage.verl_ext.checks import VERL_VERSION
+from grail_advantage.verl_ext.settings import signal_of
 from recipe.chat_templates import read_chat_template
 from recipe.main_grail import prepare
 
@@ -55,9 +57,9 @@ KNOBS = {
     "ADV_ESTIMATOR", "PRESET", "OAR_VARIANT", "NNODES", "NGPUS_PER_NODE", "TRAIN_BATCH_SIZE", "ROLLOUT_N", "MAX_PROMPT_LENGTH",
     "MAX_RESPONSE_LENGTH", "PPO_MAX_TOKEN_LEN_PER_GPU", "ROLLOUT_TP", "LORA_RANK", "STRATEGY", "OFFLOAD", "MODEL_PATH",
     "DATA_DIR", "LEARNING_RATE", "TOTAL_STEPS", "SAVE_FREQ", "TEST_FREQ", "PROJECT_NAME", "EXPERIMENT_NAME", "LOGGER",
-    "PYTHON", "DRY_RUN",
+    "PYTHON", "DRY_RUN", "SEED",
 }  # fmt: skip
-CPU_KNOBS = {"PROMPTS", "ROLLOUTS", "MICRO_BATCH_SIZE", "SEED", "OUTPUT_DIR"}
+CPU_KNOBS = {"PROMPTS", "ROLLOUTS", "MICRO_BATCH_SIZE", "OUTPUT_DIR"}
 
 
 def run_script(script: str, *arguments: str, **knobs: str) -> subprocess.CompletedProcess[str]:
@@ -104,17 +106,22 @@ def container(config: Any) -> Any:
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
-@pytest.mark.parametrize("estimator", ["grail", "oar_g", "oar_p", "grpo"])
+@pytest.mark.parametrize("estimator", ["grail", "oar_g", "oar_p", "grpo", "verl_grpo"])
 @pytest.mark.parametrize("script", MODELS)
 def test_published_setup(echo: str, script: str, estimator: str, nnodes: int) -> None:
     model = MODELS[script]
     config = configuration(overrides(echo, script, ADV_ESTIMATOR=estimator, NNODES=str(nnodes)))
     prepare(config)  # all start-up checks, verl's among them
-    assert config.trainer.v1.trainer_mode == ("sync" if estimator == "grpo" else "grail_sync")
+    # grpo is the published baseline: the same trainer, truncated responses masked alike, weights 1
+    method = {"grpo": "uniform", "verl_grpo": "grpo"}.get(estimator, estimator)
+    assert config.algorithm.adv_estimator == method
+    assert config.trainer.v1.trainer_mode == ("sync" if estimator == "verl_grpo" else "grail_sync")
+    if estimator != "verl_grpo":
+        assert signal_of(config.algorithm).mask_truncated
 
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    assert config.algorithm.adv_estimator == estimator
-    assert config.algorithm.grail.preset == config.algorithm.oar.variant == "official"
+    assert config.algorithm.grail.preset == "official"
+    assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")
     assert not config.algorithm.norm_adv_by_std_in_grpo
     assert not config.algorithm.use_kl_in_reward and not actor.use_kl_loss and actor.entropy_coeff == 0
 
@@ -154,10 +161,22 @@ def test_published_setup(echo: str, script: str, estimator: str, nnodes: int) ->
     assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [42] * 4
 
 
-def test_one_seed_moves_all(echo: str) -> None:
-    config = configuration(overrides(echo, "run_qwen3_grail.sh", "data.seed=7"))
+@pytest.mark.parametrize("setting", [{"SEED": "7"}, {"argument": "data.seed=7"}])
+def test_one_seed_moves_all(echo: str, setting: dict[str, str]) -> None:
+    arguments, knobs = ([setting["argument"]], {}) if "argument" in setting else ([], setting)
+    config = configuration(overrides(echo, "run_qwen3_grail.sh", *arguments, **knobs))
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [7] * 4
+
+
+@pytest.mark.parametrize(
+    ("estimator", "said"), [("grpo", "grpo: uniform, GRPO in the"), ("verl_grpo", "verl_grpo: verl's")]
+)
+def test_which_grpo_is_said(echo: str, estimator: str, said: str) -> None:
+    result = run_script("run_qwen3_grail.sh", PYTHON=echo, DRY_RUN="1", ADV_ESTIMATOR=estimator)
+    assert f"ADV_ESTIMATOR={said}" in result.stderr
+    plain = configuration(overrides(echo, "run_qwen3_grail.sh", "algorithm.adv_estimator=grpo"))
+    assert plain.algorithm.adv_estimator == "grpo"  # an override means verl's own name
 
 
 def test_defaults_of_scripts_and_yaml_agree(echo: str) -> None:
@@ -186,6 +205,8 @@ def test_defaults_of_scripts_and_yaml_agree(echo: str) -> None:
         "actor_rollout_ref.rollout.max_model_len",
         "actor_rollout_ref.rollout.prometheus.served_model_name",
         "actor_rollout_ref.rollout.trace.experiment_name",
+        "algorithm.token_dump.folder",
+        "algorithm.token_dump.every",
         "ray_kwargs.ray_init.runtime_env.env_vars",
         "trainer.experiment_name",
         "trainer.default_local_dir",
@@ -234,16 +255,29 @@ def test_loss_is_the_published_one(echo: str, script: str) -> None:
 
 
 def test_learning_rate(echo: str) -> None:
-    """verl moves the learning rate once a rollout batch: at its first optimiser step it is what was published."""
+    """The schedule that verl's engine builds and moves once a rollout batch, against the published one, which moves at each
+    optimiser step: no batch at 0, the stairs on both sides of its slope, the full rate from the same step on."""
     actor = configuration(overrides(echo, "run_qwen3_grail.sh")).actor_rollout_ref.actor
-    assert actor.optim.lr_scheduler_type == "constant"
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=actor.optim.lr)
-    schedule = get_constant_schedule_with_warmup(optimizer, num_warmup_steps=actor.optim.lr_warmup_steps)
-    for optimizer_step in range(0, PUBLISHED_STEPS, PUBLISHED_EPOCHS):
-        published = 1e-6 * min(1.0, optimizer_step / PUBLISHED_WARM_UP)
-        assert schedule.get_last_lr()[0] == pytest.approx(published)
+    settings = omega_conf_to_dataclass(actor.optim)
+    settings.total_training_steps = PUBLISHED_STEPS // PUBLISHED_EPOCHS
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=settings.lr)
+    engine = SimpleNamespace(optimizer_config=settings, rank=1)
+    schedule = FSDPEngine._build_lr_scheduler(engine, optimizer)
+    engine.lr_scheduler = schedule
+    rates = []
+    for _ in range(PUBLISHED_STEPS // PUBLISHED_EPOCHS):
+        rates += schedule.get_last_lr() * PUBLISHED_EPOCHS
         optimizer.step()
-        schedule.step()
+        FSDPEngine.lr_scheduler_step(engine)
+
+    published = [1e-6 * min(1.0, step / PUBLISHED_WARM_UP) for step in range(PUBLISHED_STEPS)]
+    stairs = [1e-6 * min(1.0, (step // 4 + 1) / 6) for step in range(PUBLISHED_STEPS)]
+    assert rates == pytest.approx(stairs)
+    assert min(rates) > 0 and rates[PUBLISHED_WARM_UP:] == pytest.approx(published[PUBLISHED_WARM_UP:])
+    means = [sum(of[first : first + 4]) / 4 for of in (rates, published) for first in range(0, PUBLISHED_WARM_UP, 4)]
+    assert max(abs(ours - theirs) for ours, theirs in zip(means[:5], means[5:], strict=True)) < 0.1e-6
+    assert sum(rates[:PUBLISHED_WARM_UP]) == pytest.approx(10.0e-6)
+    assert sum(published[:PUBLISHED_WARM_UP]) == pytest.approx(9.5e-6)
 
 
 def test_reward_function_loads(echo: str) -> None:
@@ -318,20 +352,45 @@ def test_lora(echo: str) -> None:
     assert configuration(overrides(echo, "run_qwen3_8b_grail.sh")).actor_rollout_ref.model.lora_rank == 0
 
 
+def experiment(echo: str, script: str = "run_qwen3_grail.sh", *arguments: str, **knobs: str) -> str:
+    return str(configuration(overrides(echo, script, *arguments, **knobs)).trainer.experiment_name)
+
+
 def test_runs_that_must_not_mix_have_different_names(echo: str) -> None:
     """verl carries on from the last checkpoint under a name."""
-    settings = [
-        *({"script": script} for script in MODELS),
-        {"script": "run_qwen3_grail.sh", "PRESET": "robust"},
-        *({"script": "run_qwen3_grail.sh", "ADV_ESTIMATOR": name} for name in ("grpo", "oar_g", "oar_p")),
-        {"script": "run_qwen3_grail.sh", "ADV_ESTIMATOR": "oar_g", "OAR_VARIANT": "grail_port"},
-        {"script": "run_qwen3_grail.sh", "LORA_RANK": "8"},
-    ]
     names = [
-        next(value for value in overrides(echo, **setting) if value.startswith("trainer.experiment_name="))
-        for setting in settings
+        *(experiment(echo, script) for script in MODELS),
+        experiment(echo, PRESET="robust"),
+        *(experiment(echo, ADV_ESTIMATOR=name) for name in ("grpo", "verl_grpo", "oar_g", "oar_p")),
+        experiment(echo, ADV_ESTIMATOR="oar_g", OAR_VARIANT="official"),
+        experiment(echo, LORA_RANK="8"),
+        experiment(echo, SEED="7"),
+        experiment(echo, MAX_RESPONSE_LENGTH="2048"),
+        experiment(echo, MODEL_PATH="/models/Qwen3 4B/my-own_v1.2"),
+        experiment(echo, "run_qwen3_grail.sh", "algorithm.grail.gate=all"),
+        experiment(echo, "run_qwen3_grail.sh", "algorithm.grail.mask_truncated=False"),
     ]
-    assert len(set(names)) == len(settings)
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "knobs", "name"),
+    [
+        ([], {}, "qwen3-4b-grail-official-seed42"),
+        ([], {"MODEL_PATH": "/models/My Model"}, "my_model-grail-official-seed42"),
+        ([], {"ADV_ESTIMATOR": "grpo", "SEED": "1"}, "qwen3-4b-uniform-seed1"),
+        ([], {"ADV_ESTIMATOR": "uniform", "SEED": "1"}, "qwen3-4b-uniform-seed1"),
+        ([], {"ADV_ESTIMATOR": "verl_grpo"}, "qwen3-4b-verl_grpo-seed42"),
+        ([], {"ADV_ESTIMATOR": "oar_g"}, "qwen3-4b-oar_g-grail_port-seed42"),
+        ([], {"ADV_ESTIMATOR": "oar_p"}, "qwen3-4b-oar_p-official-seed42"),
+        (["algorithm.grail.gate=all"], {}, "qwen3-4b-grail-official-gate-all-seed42"),
+        (["algorithm.token_dump.every=1"], {}, "qwen3-4b-grail-official-seed42"),
+        (["trainer.val_before_train=False"], {"EXPERIMENT_NAME": "mine"}, "mine"),
+    ],
+)
+def test_name_of_a_run(echo: str, arguments: list[str], knobs: dict[str, str], name: str) -> None:
+    assert experiment(echo, "run_qwen3_grail.sh", *arguments, **knobs) == name
 
 
 def test_arguments_win_over_the_script(echo: str) -> None:
@@ -355,6 +414,7 @@ def test_arguments_win_over_the_script(echo: str) -> None:
         ({"TEST_FREQ": "often"}, "TEST_FREQ=often must be a whole number from 1 on, or -1"),
         ({"LORA_RANK": "-1"}, "LORA_RANK=-1 must be a whole number"),
         ({"LEARNING_RATE": "small"}, "LEARNING_RATE=small must be a number such as 1e-6"),
+        ({"SEED": "-1"}, "SEED=-1 must be a whole number from 0 on"),
         ({"STRATEGY": "megatron"}, "STRATEGY=megatron is unknown; choose fsdp or fsdp2"),
         ({"OFFLOAD": "yes"}, "OFFLOAD=yes must be True or False"),
         ({"DRY_RUN": "true"}, "DRY_RUN=true must be 0 or 1"),
@@ -425,7 +485,7 @@ def test_dry_run(echo: str, tmp_path: Path, script: str, estimator: str, platfor
     printed = yaml.safe_load(result.stdout)
     composed = configuration(overrides(echo, script, ADV_ESTIMATOR=estimator, PROJECT_NAME="dry_run_test"))
     assert printed == yaml.safe_load(OmegaConf.to_yaml(composed, resolve=True))
-    assert printed["algorithm"]["adv_estimator"] == estimator
+    assert printed["algorithm"]["adv_estimator"] == {"grpo": "uniform"}.get(estimator, estimator)
     assert not (ROOT / "outputs/dry_run_test").exists()
     assert not list(tmp_path.iterdir())
 
@@ -456,7 +516,7 @@ def test_header_lists_the_knobs(script: str) -> None:
     text = (EXAMPLES / script).read_text()
     header = text.partition("\nset -xeuo pipefail\n")[0]
     read = set(re.findall(r"\$\{([A-Z_]+):-", text + (EXAMPLES / "common.sh").read_text()))
-    assert set(re.findall(r"[A-Z][A-Z_]{4,}", header.partition("# Knobs:")[2])) == read == KNOBS
+    assert set(re.findall(r"[A-Z][A-Z_]{3,}", header.partition("# Knobs:")[2])) == read == KNOBS
 
 
 def pins() -> dict[str, str]:
@@ -481,7 +541,16 @@ def test_requirements_are_those_of_verl() -> None:
         if (version := ours.get(requirement.name.lower())) is not None:
             assert requirement.specifier.contains(version), f"{requirement} against {version}"
             named.add(requirement.name)
-    assert {"torch", "vllm", "transformers", "flash-attn", "tensordict", "ray", "cupy-cuda13x", "TransferQueue"} <= named
+    assert {
+        "torch",
+        "vllm",
+        "transformers",
+        "flash-attn",
+        "tensordict",
+        "ray",
+        "cupy-cuda13x",
+        "TransferQueue",
+    } <= named
 
 
 def test_requirements_are_within_the_packages_ranges() -> None:
@@ -491,19 +560,6 @@ def test_requirements_are_within_the_packages_ranges() -> None:
         if (version := ours.get(requirement.name.lower())) is not None:
             assert requirement.specifier.contains(version), requirement
     assert {"torch", "transformers", "verl"} <= {requirement.name for requirement in ranges}
-
-
-def test_commands_of_the_multi_node_page() -> None:
-    text = (ROOT / "docs/multi_node.md").read_text()
-    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
-    assert len(blocks) == 5
-    for block in blocks:
-        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
-        for script in re.findall(r"bash \S*?(examples/\S+)", block):
-            assert (ROOT / script).is_file()
-        for line in block.replace("\\\n", " ").splitlines():
-            if "bash " in line and "examples/" in line:
-                assert set(re.findall(r"\b([A-Z_]{4,})=", line)) - {"RAY_ADDRESS"} <= KNOBS
 
 
 @pytest.mark.parametrize(
@@ -531,6 +587,23 @@ def test_bad_knobs_of_the_cpu_example(tmp_path: Path, knobs: dict[str, str], mes
     assert result.returncode == 1 and result.stdout == ""
     assert result.stderr.startswith(message) and len(result.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("estimator", "method", "variant"),
+    [("grpo", "uniform", "official"), ("verl_grpo", "grpo", "official"), ("oar_g", "oar_g", "grail_port")],
+)
+def test_estimators_of_the_cpu_example(tmp_path: Path, estimator: str, method: str, variant: str) -> None:
+    """As those of the scripts for GPUs."""
+    knobs = {"DRY_RUN": "1", "ADV_ESTIMATOR": estimator, "OUTPUT_DIR": str(tmp_path / "out"), "SEED": "3"}
+    result = run_script("run_tiny_cpu_grail.sh", f"hydra.run.dir={tmp_path}", **knobs)
+    assert result.returncode == 0, result.stderr
+    config = yaml.safe_load(result.stdout)
+    assert (config["algorithm"]["adv_estimator"], config["algorithm"]["oar"]["variant"]) == (method, variant)
+    assert config["trainer"]["default_local_dir"] == str(
+        tmp_path / "out/seed3" / {"grpo": "uniform"}.get(estimator, estimator) / "checkpoints"
+    )
 
 
 @pytest.mark.slow

@@ -179,6 +179,7 @@ class Experiments:
         trainer.signal = GrailConfig("robust", gate="all")
         trainer.tokenizer = char_tokenizer()
         trainer._end_tokens = {END_ID}
+        trainer._context_length = 4096
         trainer.timing_raw = {}
         trainer.global_steps, trainer.local_trigger_step = 1, 0
         trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(config.algorithm.kl_ctrl)

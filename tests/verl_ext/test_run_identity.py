@@ -1,0 +1,260 @@
+"""No run carries on from another run's checkpoints, and a finished one says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import verl  # noqa: F401  its plugin registers the estimators
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from grail_advantage.verl_ext.run_identity import FILE, begin_run, check_run, finished_at, run_definition
+from recipe.main_grail import prepare
+
+ROOT = Path(__file__).parents[2]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _config_folder() -> Iterator[None]:
+    with initialize_config_dir(str(ROOT / "recipe" / "config"), version_base=None):
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def _compose(folder: Path, *overrides: str) -> DictConfig:
+    return compose("grail_trainer", overrides=[f"trainer.default_local_dir={folder}", *overrides])
+
+
+def _start(folder: Path, *overrides: str) -> None:
+    """What an entry point does before Ray."""
+    config = _compose(folder, *overrides)
+    prepare(config)
+    begin_run(config)
+
+
+def _save(folder: Path, step: int) -> Path:
+    """What verl leaves of a checkpoint, as far as resuming looks for it first."""
+    checkpoint = folder / f"global_step_{step}"
+    (checkpoint / "actor").mkdir(parents=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return checkpoint
+
+
+def test_the_same_run_carries_on(folder: Path) -> None:
+    _start(folder)
+    _save(folder, 10)
+    _start(folder)
+
+
+MAY_CHANGE = {
+    "steps": ("trainer.total_training_steps=80",),
+    "intervals": ("trainer.save_freq=5", "trainer.test_freq=-1", "trainer.val_before_train=False"),
+    "records": ("trainer.logger=[console]", "trainer.experiment_name=other", "algorithm.token_dump.folder=/somewhere"),
+    "devices": ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=2"),
+    "offload": (f"{ACTOR}.fsdp_config.param_offload=True", f"{ACTOR}.fsdp_config.optimizer_offload=True"),
+    "memory": (f"{ACTOR}.ppo_max_token_len_per_gpu=5120", f"{ROLLOUT}.gpu_memory_utilization=0.4"),
+    "another way to the same weights": ("algorithm.token_weights.share_forward=false",),
+    "validation": ("data.val_files=other.parquet", f"{ROLLOUT}.val_kwargs.n=1"),
+    "a section that nobody reads": ("algorithm.oar.boost=3", "algorithm.oar.variant=grail_port"),
+    "an option at its preset's value": ("algorithm.grail.span=first",),
+}
+
+
+@pytest.mark.parametrize("overrides", MAY_CHANGE.values(), ids=MAY_CHANGE.keys())
+def test_what_may_change(folder: Path, overrides: tuple[str, ...]) -> None:
+    _start(folder)
+    _save(folder, 10)
+    _start(folder, *overrides)
+
+
+DEFINES = {
+    "data.seed=7": ("data.seed", 42, 7),
+    "algorithm.grail.gate=all": ("algorithm.grail.gate", "wrong", "all"),
+    "algorithm.grail.mask_truncated=False": ("algorithm.grail.mask_truncated", True, False),
+    "algorithm.grail.preset=robust": ("algorithm.grail.alignment", "predictor", "token"),
+    "algorithm.adv_estimator=uniform": ("algorithm.adv_estimator", "grail", "uniform"),
+    "algorithm.adv_estimator=grpo": ("algorithm.adv_estimator", "grail", "grpo"),
+    "data.max_response_length=2048": ("data.max_response_length", 4096, 2048),
+    "data.prompt_key=question": ("data.prompt_key", "prompt", "question"),
+    f"{ACTOR}.optim.lr=2e-6": (f"{ACTOR}.optim.lr", 1e-6, 2e-6),
+    f"{ROLLOUT}.n=4": (f"{ROLLOUT}.n", 8, 4),
+    f"{ROLLOUT}.top_k=-1": (f"{ROLLOUT}.top_k", 50, -1),
+    "data.train_files=other.parquet": ("data.train_files", "~/data/rlhf/gsm8k/train.parquet", "other.parquet"),
+    "actor_rollout_ref.model.lora_rank=8": ("actor_rollout_ref.model.lora_rank", 0, 8),
+    "trainer.v1.trainer_mode=colocate_async": ("trainer.v1.trainer_mode", "sync", "colocate_async"),
+}  # fmt: skip
+
+
+MODEL = "actor_rollout_ref.model.path"
+DEFINES[f"{MODEL}=other/model"] = (MODEL, "~/models/deepseek-llm-7b-chat", "other/model")
+
+
+@pytest.mark.parametrize("override", DEFINES)
+def test_another_run_is_refused_with_what_differs(folder: Path, override: str) -> None:
+    _start(folder)
+    checkpoint = _save(folder, 10)
+    name, there, here = DEFINES[override]
+    with pytest.raises(ValueError, match="choose another trainer") as refused:
+        prepare(_compose(folder, override))
+    assert f"  {name}: {there!r} there, {here!r} here\n" in str(refused.value)
+    assert f"carry on from {checkpoint}" in str(refused.value)
+    _start(folder.with_name("another"), override)
+
+
+def test_all_that_differs_is_named(folder: Path) -> None:
+    _start(folder)
+    _save(folder, 10)
+    with pytest.raises(ValueError) as refused:
+        prepare(_compose(folder, "data.seed=7", "algorithm.grail.gate=all", "trainer.total_training_steps=60"))
+    named = {line.split(":")[0].strip() for line in str(refused.value).splitlines()[1:-1]}
+    seeds = {"data.seed", f"{ACTOR}.data_loader_seed", f"{ACTOR}.fsdp_config.seed", f"{ROLLOUT}.seed"}
+    assert named - {"reward.reward_model.rollout.seed"} == {"algorithm.grail.gate", *seeds}
+
+
+def test_a_run_without_a_checkpoint_binds_nobody(folder: Path) -> None:
+    _start(folder)
+    _start(folder, "data.seed=7")
+    assert json.loads((folder / FILE).read_text())["definition"]["data.seed"] == 7
+
+
+def test_a_run_that_saves_nothing_stores_nothing(folder: Path) -> None:
+    _start(folder, "trainer.save_freq=-1")
+    assert not folder.exists()
+
+
+def test_from_the_start_among_checkpoints_of_another_run(folder: Path) -> None:
+    """Two runs' checkpoints in one folder would be told apart by nothing."""
+    _start(folder)
+    _save(folder, 10)
+    again = "trainer.resume_mode=disable"
+    _start(folder, again)
+    with pytest.raises(ValueError, match=r"save its checkpoints among them:(\n.*)+data\.seed"):
+        prepare(_compose(folder, again, "data.seed=7"))
+    prepare(_compose(folder, again, "data.seed=7", "trainer.save_freq=-1"))  # as the example for the CPU starts
+
+
+def test_checkpoints_of_nobody_knows_whom(folder: Path) -> None:
+    checkpoint = _save(folder, 10)
+    with pytest.raises(ValueError, match=r"no run_definition\.json .*carry on from .*resume_mode=resume_path"):
+        prepare(_compose(folder))
+    _start(folder, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    _start(folder)
+
+
+def test_a_named_checkpoint(folder: Path) -> None:
+    _start(folder)
+    checkpoint = _save(folder, 10)
+    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    _start(folder, *named)
+    with pytest.raises(ValueError, match=r"carry on from .*global_step_10:(\n.*)+data\.seed"):
+        prepare(_compose(folder, *named, "data.seed=7"))
+    elsewhere = folder.with_name("elsewhere")
+    _start(elsewhere, *named, "data.seed=7")
+    assert json.loads((elsewhere / FILE).read_text())["definition"]["data.seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("trainer.resume_mode=always",), r"trainer\.resume_mode='always' is unknown; choose one of auto, disable"),
+        (("trainer.resume_mode=resume_path",), r"trainer\.resume_from_path=None is no checkpoint"),
+        (("trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/global_step_3"), r"is no checkpoint"),
+    ],
+)
+def test_what_verl_finds_out_after_ray(folder: Path, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_run(_compose(folder, *overrides))
+
+
+class TestFinished:
+    @pytest.mark.parametrize("estimator", ["grail", "grpo"])
+    def test_says_so_and_ends_with_status_0(
+        self, folder: Path, estimator: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        override = f"algorithm.adv_estimator={estimator}"
+        _start(folder, override)
+        checkpoint = _save(folder, 50)
+        with pytest.raises(SystemExit) as ended:
+            _start(folder, override)
+        assert ended.value.code == 0
+        assert f"already finished: {checkpoint} is the checkpoint of the last step" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            ("trainer.total_training_steps=60",),
+            ("trainer.total_training_steps=null",),
+            ("trainer.val_only=True",),
+            ("trainer.resume_mode=disable",),
+        ],
+    )
+    def test_is_not_where_something_is_left_to_do(self, folder: Path, overrides: tuple[str, ...]) -> None:
+        _start(folder)
+        _save(folder, 50)
+        assert finished_at(_compose(folder, *overrides)) is None
+
+    def test_a_tracker_without_its_checkpoint_is_no_end(self, folder: Path) -> None:
+        """verl then starts from scratch."""
+        _start(folder)
+        _save(folder, 50).rename(folder / "global_step_40")
+        assert finished_at(_compose(folder)) is None
+
+
+def test_both_entry_points_define_a_run_alike(folder: Path) -> None:
+    """verl's own command has no sections of methods, so what is left out there is the preset's."""
+    ours = _compose(folder, "algorithm.grail.preset=robust")
+    with initialize_verl():
+        stock = compose("ppo_trainer", overrides=["algorithm.adv_estimator=grail", "+algorithm.grail.preset=robust"])
+    names = {name for name in run_definition(ours) if name.startswith("algorithm.grail.")}
+    assert len(names) > 10
+    assert {name: run_definition(stock)[name] for name in names} == {name: run_definition(ours)[name] for name in names}
+    assert not [name for name in run_definition(ours) if name.startswith(("algorithm.oar", "algorithm.shear"))]
+
+
+def initialize_verl():
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    GlobalHydra.instance().clear()
+    return initialize_config_module("verl.trainer.config", version_base=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["recipe.main_grail", "verl.trainer.main_ppo"])
+def test_commands_stop_before_ray(tmp_path: Path, module: str) -> None:
+    """A run that is finished, and one that is another."""
+    folder = tmp_path / "checkpoints"
+    config = ["--config-name", "cpu_trainer"] if module.startswith("recipe") else ["trainer.device=cpu"]
+    actor = [f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT}.n=4", f"{ROLLOUT}.name=vllm"]
+    common = [*config, *actor, f"trainer.default_local_dir={folder}", "algorithm.adv_estimator=grail"]
+    common += ["trainer.total_training_steps=2", "trainer.save_freq=1", f"hydra.run.dir={tmp_path}"]
+
+    def start(*overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", module, *common, *overrides]
+        settings = {**os.environ, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", **environment}
+        if module.startswith("recipe"):
+            settings["VERL_PLATFORM"] = "cpu"
+        return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300, check=False)
+
+    # Ray is given an address where nothing listens: a run that gets that far has stored its definition.
+    begun = start("+ray_kwargs.ray_init.address=127.0.0.1:1", RAY_gcs_rpc_server_reconnect_timeout_s="1")
+    assert begun.returncode != 0
+    assert (folder / FILE).is_file(), begun.stderr
+    _save(folder, 2)
+    finished = start()
+    assert finished.returncode == 0, finished.stderr
+    assert "already finished" in finished.stderr and "ray init kwargs" not in finished.stdout
+    other = start("data.seed=7")
+    assert other.returncode != 0
+    assert "data.seed" in other.stderr and "ray init kwargs" not in other.stdout
