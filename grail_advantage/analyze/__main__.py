@@ -6,6 +6,7 @@ import argparse
 import random
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -179,11 +180,14 @@ def _chosen(responses: list[Response], options: argparse.Namespace) -> list[Resp
     if options.limit is None or options.limit >= len(responses):
         return responses
     groups = [row.group if row.group is not None else f"row {place}" for place, row in enumerate(responses)]
+    sizes = Counter(groups)
     kept: set[str] = set()
-    for group in random.Random(options.seed).sample(sorted(set(groups)), len(set(groups))):
-        if sum(other in kept or other == group for other in groups) > options.limit and kept:
+    count = 0
+    for group in random.Random(options.seed).sample(sorted(sizes), len(sizes)):
+        if kept and count + sizes[group] > options.limit:
             break
         kept.add(group)
+        count += sizes[group]
     return [row for row, group in zip(responses, groups, strict=True) if group in kept]
 
 

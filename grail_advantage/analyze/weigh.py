@@ -69,6 +69,8 @@ class Analysis:
     def __post_init__(self) -> None:
         if not self.methods:
             raise ValueError("name at least one method")
+        if not self.responses:
+            raise ValueError("there are no responses")
         if self.advantages not in ADVANTAGES:
             raise ValueError(f"advantages={self.advantages!r} is unknown; choose one of {', '.join(ADVANTAGES)}")
         if not self.temperature > 0:
@@ -77,7 +79,6 @@ class Analysis:
             )
         if self.batch_tokens < 1:
             raise ValueError(f"batch_tokens={self.batch_tokens} must be at least 1")
-        ids = [row.id for row in self.responses]
         for label, signal in self.methods.items():
             if GROUPS in signal.reads and any(row.group is None for row in self.responses):
                 raise ValueError(
@@ -95,8 +96,6 @@ class Analysis:
                     raise ValueError(
                         f"{label} tells the model the answer; give the lines gold, or the column that its options name"
                     )
-        if not ids:
-            raise ValueError("there are no responses")
 
     def row_advantages(self) -> tuple[list[float], str]:
         """One advantage a row, and in words where they come from."""

@@ -372,6 +372,18 @@ def test_command(call: Callable[..., None], tmp_path: Path, capsys: pytest.Captu
             call(*arguments)
 
 
+def test_a_random_choice_keeps_groups_whole(call: Callable[..., None]):
+    lines = [{"prompt": "Two?", "response": f"\\boxed{{{n}}}", "reward": n % 2, "group": n // 2} for n in range(8)]
+    Path("r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for limit, rows in ((1, 2), (4, 4), (5, 4), (8, 8)):
+        call(
+            "--responses", "r.jsonl", "--method", "surprisal:gate=all", "--limit", str(limit), "--out", f"found{limit}"
+        )
+        found = list(read_dump(f"found{limit}"))
+        assert len(found) == rows
+        assert all([row.group for row in found].count(group) == 2 for group in {row.group for row in found})
+
+
 def test_command_with_steps(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     question = "Ann has 3 bags of 28 apples. How many has she, and twice as many?"
     answer = "She has <<3*28=84>>84.\nTwice that is <<84*2=168>>168.\n#### 168"
