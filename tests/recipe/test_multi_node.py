@@ -1,0 +1,255 @@
+"""docs/multi_node.md and examples/slurm_grail.sh, with stand-ins for Slurm and Ray: addresses, cores, and waits that end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.recipe.test_setup_cpu import make_wheel
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/multi_node.md").read_text()
+BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)
+
+# srun runs its command here, as the node that it was asked for; the interpreter answers for the address by a table.
+SRUN = r"""#!/usr/bin/env bash
+while [[ $1 == --* ]]; do
+    [[ $1 != --nodelist=* ]] || export NODE=${1#*=}
+    shift
+done
+echo "$NODE ${SRUN_CPUS_PER_TASK:-none} ${*//$'\n'/ }" >>"$HERE/steps"
+exec "$@"
+"""
+PYTHON = r"""#!/usr/bin/env bash
+if [[ $* == *getsockname* ]]; then
+    echo "$NODE asks for ${!#}" >>"$HERE/steps"
+    variable=ADDRESS_$NODE
+    echo "${!variable}"
+else
+    exec "$REAL" "$@"
+fi
+"""
+RAY = r"""#!/usr/bin/env bash
+echo "$NODE $*" >>"$HERE/started"
+count=$(grep -c "^$NODE " "$HERE/started")
+((count > ${FAILURES:-0})) || [[ $* == *--head* ]] || exit 1
+touch "$HERE/joined.$NODE"
+echo $$ >"$HERE/pid.$NODE"
+exec /bin/sleep 30 >/dev/null 2>&1
+"""
+SCONTROL = '#!/usr/bin/env bash\nprintf "%s\\n" $3\n'
+# A ray whose cluster has the GPUs of the nodes that have joined.
+RAY_MODULE = """
+import glob, os
+initialized = False
+def is_initialized():
+    return initialized
+def init(**_):
+    global initialized
+    if not glob.glob(os.environ["HERE"] + "/joined.node1"):
+        raise ConnectionError("no cluster at " + os.environ["RAY_ADDRESS"])
+    initialized = True
+def nodes():
+    joined = glob.glob(os.environ["HERE"] + "/joined.*")
+    return [{"NodeManagerAddress": path.rsplit(".", 1)[1], "Alive": True} for path in joined]
+def cluster_resources():
+    return {"GPU": 4.0 * len(nodes())}
+"""
+LAUNCH = '#!/usr/bin/env bash\necho "$NNODES $NGPUS_PER_NODE $RAY_ADDRESS $*" >"$HERE/launched"\nexit "${LAUNCH_STATUS:-0}"\n'
+
+
+class Result(NamedTuple):
+    status: int
+    steps: list[str]
+    started: list[str]
+    launched: str | None
+    said: str
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    for name, text in {
+        "bin/srun": SRUN,
+        "bin/python3": PYTHON,
+        "bin/ray": RAY,
+        "bin/scontrol": SCONTROL,
+        "bin/sleep": '#!/usr/bin/env bash\nexec /bin/sleep "$([[ $1 == 5 ]] && echo 0.1 || echo "$1")"\n',
+        "modules/ray.py": RAY_MODULE,
+        "project/examples/run_test.sh": LAUNCH,
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    return tmp_path
+
+
+def submit(job: Path, *arguments: str, nodes: str = "node1 node2", **variables: str) -> Result:
+    """Run the script as Slurm would, from a copy of it elsewhere."""
+    copy = job / "slurm_script"
+    copy.write_text((ROOT / "examples/slurm_grail.sh").read_text())
+    environment = {
+        "PATH": f"{job}/bin:/usr/bin:/bin",
+        "PYTHONPATH": str(job / "modules"),
+        "HERE": str(job),
+        "REAL": sys.executable,
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_NNODES": str(len(nodes.split())),
+        "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_CPUS_PER_TASK": "48",
+        "SLURM_SUBMIT_DIR": str(job / "project"),
+        "ADDRESS_node1": "10.0.0.1",
+        "ADDRESS_node2": "10.0.0.2",
+        "WAIT_SECONDS": "60",
+        **variables,
+    }
+    environment = {name: value for name, value in environment.items() if value}
+    command = ["bash", str(copy), *(arguments or ("run_test.sh",))]
+    result = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=100)
+
+    def lines(name: str) -> list[str]:
+        return (job / name).read_text().splitlines() if (job / name).exists() else []
+
+    launched = lines("launched")
+    return Result(result.returncode, lines("steps"), lines("started"), launched[0] if launched else None, result.stderr)
+
+
+def test_two_nodes(job: Path) -> None:
+    result = submit(job, "run_test.sh", "trainer.x=1", FAILURES="2")
+    assert result.status == 0, result.said
+    assert result.launched == "2 4 10.0.0.1:6379 trainer.x=1"
+    # The first node's address is the one towards the second, and the second's the one towards the first's address.
+    assert "node1 asks for node2" in result.steps and "node2 asks for 10.0.0.1" in result.steps
+    assert (
+        result.started[0]
+        == "node1 start --head --node-ip-address=10.0.0.1 --port=6379 --num-cpus=48 --num-gpus=4 --block"
+    )
+    joining = "node2 start --address=10.0.0.1:6379 --node-ip-address=10.0.0.2 --num-cpus=48 --num-gpus=4 --block"
+    assert result.started[1:] == [joining] * 3
+    # Each step has the cores.
+    assert all(line.split()[1] == "48" for line in result.steps if "asks for" not in line)
+
+
+def test_one_node(job: Path) -> None:
+    result = submit(job, nodes="node1")
+    assert (result.status, result.launched) == (0, "1 4 127.0.0.1:6379 "), result.said
+    assert len(result.started) == 1
+
+
+@pytest.mark.parametrize("node", ["node1", "node2"])
+@pytest.mark.parametrize("address", ["127.0.1.1", "", "Traceback"])
+def test_address_that_others_cannot_reach(job: Path, node: str, address: str) -> None:
+    result = submit(job, **{f"ADDRESS_{node}": address or " "})
+    assert result.status != 0 and result.launched is None
+    assert f"{node} reaches" in result.said and "which the others cannot use; see docs/multi_node.md" in result.said
+
+
+def test_node_that_does_not_join(job: Path) -> None:
+    """Neither the script nor the node goes on for ever, nor an attempt to connect that does not come back."""
+    assert (
+        'timeout --kill-after=10 $((wait_seconds + 60)) "${run[@]}" python3'
+        in (ROOT / "examples/slurm_grail.sh").read_text()
+    )
+    result = submit(job, FAILURES="1000000", WAIT_SECONDS="3")
+    assert result.status != 0 and result.launched is None
+    assert "4 of 8 GPUs came together within WAIT_SECONDS=3, on ['node1']" in result.said
+    assert len(result.started) <= 1 + 1
+
+
+def test_cluster_ends_with_the_run(job: Path) -> None:
+    result = submit(job, LAUNCH_STATUS="7")
+    assert result.status == 7 and result.launched is not None
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{(job / 'pid.node1').read_text().strip()}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_in_a_container(job: Path) -> None:
+    wrap = job / "bin/wrap"
+    wrap.write_text('#!/usr/bin/env bash\necho "$@" >>"$HERE/wrapped"\nshift\nexec "$@"\n')
+    wrap.chmod(0o755)
+    result = submit(job, CONTAINER="wrap image.sif")
+    assert result.status == 0, result.said
+    wrapped = (job / "wrapped").read_text()
+    assert all(
+        f"image.sif {what}" in wrapped
+        for what in ("ray start --head", "bash -c", "python3 -", "bash examples/run_test.sh")
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (("run_nothing.sh",), {}, "the first argument must be a launch script such as run_qwen3_grail.sh"),
+        ((), {"SLURM_JOB_NODELIST": ""}, "submit this with sbatch"),
+        ((), {"WAIT_SECONDS": "forever"}, "WAIT_SECONDS=forever must be a whole number from 1 on"),
+    ],
+)
+def test_refused(job: Path, arguments: tuple[str, ...], variables: dict[str, str], message: str) -> None:
+    result = submit(job, *arguments, **variables)
+    assert result.status == 1 and message in result.said and not result.steps
+
+
+def test_the_pages_address_is_one_of_this_machine() -> None:
+    """The snippet, run as it stands towards an address here."""
+    (block,) = (block for block in BLOCKS if "getsockname" in block)
+    command = block.replace("node2", "127.0.0.1").replace("python3", sys.executable)
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert result.stdout == "127.0.0.1\n"
+    code = (ROOT / "examples/slurm_grail.sh").read_text()
+    assert all(line.strip() in code for line in block.splitlines() if "socket." in line or "getsockname" in line)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_blocks_of_the_page(block: str) -> None:
+    """Their syntax, the files that they name, and the knobs, which some script reads."""
+    subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+    for script in re.findall(r"\b(?:examples|scripts)/\w+\.sh", block) + re.findall(r"\b(run_\w+\.sh)", block):
+        assert (ROOT / (script if "/" in script else f"examples/{script}")).is_file()
+    read = "".join(
+        (ROOT / name).read_text()
+        for name in ("examples/common.sh", "examples/slurm_grail.sh", "scripts/setup_gpu.sh", "scripts/find_python.sh")
+    )
+    knobs = {"RAY_ADDRESS", "NNODES", "HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "WANDB_MODE"}
+    knobs |= {"VLLM_NO_USAGE_STATS", "RAY_USAGE_STATS_ENABLED"} | set(re.findall(r"\$\{([A-Z_]+)[:-]", read))
+    for word in re.findall(r"(?<![\w=])([A-Z][A-Z_]{3,})=", block):
+        assert word in knobs, word
+    for version in re.findall(r"flash-attn==\d\S*", block):
+        assert version in (ROOT / "requirements.txt").read_text().splitlines()
+
+
+def test_page_has_no_wait_without_an_end() -> None:
+    assert "until " not in "".join(BLOCKS) and "while " not in "".join(BLOCKS)
+    script = (ROOT / "examples/slurm_grail.sh").read_text()
+    assert not re.search(r"^\s*(until|while) ", script.partition("<<'PYTHON'")[0], flags=re.M)
+    assert os.access(ROOT / "examples/slurm_grail.sh", os.X_OK)
+
+
+def test_packages_taken_along_in_a_folder(tmp_path: Path) -> None:
+    """pip looks at the folder alone, whatever index the command names, as scripts/setup_gpu.sh does for flash-attn."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-cache-dir",
+        "--dest",
+        str(tmp_path),
+    ]
+    command += ["--index-url", "http://127.0.0.1:9/simple/", "packaging"]
+    links = tmp_path / "links"
+    links.mkdir()
+    make_wheel(links, "packaging", "1", {})
+    environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(links), "PIP_CONFIG_FILE": os.devnull}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert (tmp_path / "packaging-1-py3-none-any.whl").is_file()
