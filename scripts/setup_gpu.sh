@@ -124,8 +124,8 @@ check_gpus() { # sets archs
     fi
     lowest=$(cut -d , -f 2 <<<"$gpus" | tr -d ' ' | sort -V | head -n 1)
     if ! at_least "$lowest" 8.0; then
-        refuse "a GPU here has compute capability $lowest, and flash-attn and bfloat16 need 8.0 (Ampere) or newer; use another" \
-            "GPU, or hide this one with CUDA_VISIBLE_DEVICES"
+        refuse "a GPU here has compute capability $lowest, and flash-attn and bfloat16 need 8.0 (Ampere) or newer; use other" \
+            "GPUs, or set ANY_MACHINE=1 and leave that one out by CUDA_VISIBLE_DEVICES when training"
     fi
     # flash-attn knows one architecture for each generation: 8.6 and 8.9 run what is compiled for 8.0.
     archs=${archs:-$(cut -d , -f 2 <<<"$gpus" | tr -d ' ' | cut -d . -f 1 | sort -un | sed 's/$/0/' | paste -s -d ';')}
