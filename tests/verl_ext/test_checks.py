@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,13 @@ import verl  # noqa: F401  its plugin registers the estimators
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from transformers import AutoTokenizer
 
 from grail_advantage import GrailConfig
 from grail_advantage.verl_ext.checks import check_config, check_trl, check_verl_version
 from recipe.main_grail import prepare
+from recipe.tiny.model import build_tokenizer
+from tests.broken_tokenizer import save_under_class
 
 ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref.actor"
@@ -122,6 +126,53 @@ def test_refused_with_option_and_remedy_before_the_trainer_is_chosen(refused: tu
     assert config.trainer.v1.trainer_mode == mode
 
 
+CORRECTION = "algorithm.rollout_correction"
+SAME_SOFTMAX = ("actor_rollout_ref.rollout.top_k=-1",)
+
+
+@pytest.mark.parametrize("estimator", ["grail", "grpo"])
+@pytest.mark.parametrize("use", ["bypass_mode=True", "rollout_is=token", "rollout_is=sequence", "rollout_rs=token_k1"])
+class TestRolloutCorrection:
+    """The published top_k=50 is harmless as long as nobody reads the rollout's log-probabilities."""
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (("actor_rollout_ref.rollout.calculate_log_probs=False",), r"calculate_log_probs=False .*; use true"),
+            ((), r"top_k=50 .*not those of the trainer's full softmax; use -1"),
+            ((*SAME_SOFTMAX, "actor_rollout_ref.rollout.top_p=0.9"), r"top_p=0\.9 .*full softmax; use 1\.0"),
+            (
+                ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "actor_rollout_ref.rollout.temperature=0.7"),
+                r"temperature=0\.7 .*raw log-probabilities are those of temperature 1",
+            ),
+            (
+                ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.logprobs_mode=raw_logprobs"),
+                r"top_k=50 .*use -1",
+            ),
+        ],
+        ids=["nothing to read", "top_k", "top_p", "raw at another temperature", "another engine"],
+    )
+    def test_refused(self, estimator: str, use: str, overrides: tuple[str, ...], message: str) -> None:
+        name = use.partition("=")[0]
+        options = (f"algorithm.adv_estimator={estimator}", f"{CORRECTION}.{use}", *overrides)
+        with pytest.raises(ValueError, match=rf"rollout\..*rollout_correction\.{name}=") as refused:
+            check_config(_compose(*options))
+        assert re.search(message, str(refused.value))
+        check_config(_compose(options[0], *overrides))  # nobody reads them
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [
+            SAME_SOFTMAX,
+            (*SAME_SOFTMAX, "actor_rollout_ref.rollout.temperature=0.7"),
+            ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",),
+        ],
+        ids=["full", "full, tempered", "raw"],
+    )
+    def test_accepted(self, estimator: str, use: str, overrides: tuple[str, ...]) -> None:
+        check_config(_compose(f"algorithm.adv_estimator={estimator}", f"{CORRECTION}.{use}", *overrides))
+
+
 SEPARATE = (
     f"{MODE}=separate_async",
     f"{ACTOR}.ppo_mini_batch_size=8",
@@ -155,7 +206,7 @@ def test_separate_trainer_is_refused_with_option_and_remedy(override: str, messa
 
 @pytest.mark.parametrize(
     "remedy",
-    [(f"{SYNC_STEP}=1", f"{ACTOR}.ppo_mini_batch_size=32"), ("algorithm.rollout_correction.bypass_mode=True",)],
+    [(f"{SYNC_STEP}=1", f"{ACTOR}.ppo_mini_batch_size=32"), (f"{CORRECTION}.bypass_mode=True", *SAME_SOFTMAX)],
 )
 def test_separate_trainer_takes_offload_where_no_policy_is_put_back(remedy: tuple[str, ...]) -> None:
     check_config(_compose(*SEPARATE, f"{ACTOR}.fsdp_config.param_offload=True", *remedy))
@@ -298,6 +349,22 @@ def test_options_left_open_in_yaml_take_the_presets_value() -> None:
     options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
     assert GrailConfig.from_dict(options) == GrailConfig("robust")
     assert set(options) == {field.name for field in dataclasses.fields(GrailConfig)}
+
+
+@pytest.mark.parametrize("estimator", ["grail", "grpo"])
+def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(estimator: str, tmp_path: Path) -> None:
+    broken = save_under_class(build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama")
+    as_meant = (f"actor_rollout_ref.model.path={broken}", f"algorithm.adv_estimator={estimator}")
+    check_config(_compose(*as_meant))  # repaired wherever it is loaded
+    damaged = tmp_path / "damaged"
+    AutoTokenizer.from_pretrained(broken).save_pretrained(damaged)
+    message = r"the tokenizer of .*damaged .* turns 'a b\\nc' into 'abc': .*original model .*model\.tokenizer_path"
+    for option in ("path", "tokenizer_path"):
+        with pytest.raises(ValueError, match=message):
+            check_config(_compose(*as_meant, f"++actor_rollout_ref.model.{option}={damaged}"))
+    check_config(
+        _compose(f"actor_rollout_ref.model.path={damaged}", f"++actor_rollout_ref.model.tokenizer_path={broken}")
+    )
 
 
 @pytest.mark.parametrize("place", [None, "__init__.py", "experimental/ppo/__init__.py"])
