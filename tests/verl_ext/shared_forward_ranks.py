@@ -143,7 +143,9 @@ def log_probs(worker: Any, rows: list[Row], how: Fused, *, fused: bool) -> dict[
     output = worker.infer_batch(data)
     if output is None:
         return {}
-    names = [name for name in ("log_probs", "entropy", "saliency", "gradient_norm") if name in output]
+    names = [
+        name for name in ("log_probs", "entropy", "saliency", "gradient_norm", "saliency_seconds") if name in output
+    ]
     return {name: [row.clone() for row in output[name].unbind()] for name in names}
 
 

@@ -70,6 +70,10 @@ def _check(result: dict, rank: int, share: str, rtol: float = RTOL) -> None:
         for found, expected in zip(fused[name], rows, strict=True):
             # The last position predicts whatever row verl put next to this one; nobody reads it.
             torch.testing.assert_close(found[:-1], expected[:-1], rtol=rtol, atol=rtol)
+    seconds = [float(of_row) for of_row in fused["saliency_seconds"]]
+    targets = [row in CHOSEN[share] for row in ROWS_OF_RANK[rank]]
+    assert [value > 0 for value in seconds] == targets  # NaN is not
+    assert len({value for value, has_target in zip(seconds, targets, strict=True) if has_target}) <= 1
     for at, row in enumerate(ROWS_OF_RANK[rank]):
         tokens, response_start, (_, end) = _row(BATCH[row])
         for name in ("saliency", "gradient_norm"):

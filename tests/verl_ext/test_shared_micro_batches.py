@@ -1,0 +1,79 @@
+"""What the shared forward hands to verl, and how it takes the time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.workers.engine.utils import prepare_micro_batches
+
+from grail_advantage.verl_ext.requests import nested
+from grail_advantage.verl_ext.shared_forward import DeviceWatch, _for_verl
+
+
+def _data(count: int, **settings: object) -> tu.TensorDict:
+    """Rows of one token, which is the row's number, and one more."""
+    return tu.get_tensordict(
+        {"input_ids": nested([torch.tensor([row, 0]) for row in range(count)])}, non_tensor_dict=settings
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_fixed_micro_batches_are_as_many_as_the_rows_need_and_alike(data: st.DataObject) -> None:
+    count, size = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 8))
+    rows = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=count, unique=True))
+    part = _for_verl(_data(count, use_dynamic_bsz=False, micro_batch_size_per_gpu=size), rows)
+    micro_batches, _ = prepare_micro_batches(part)
+    sizes = [len(micro_batch) for micro_batch in micro_batches]
+    assert len(sizes) == -(-len(rows) // size)
+    assert set(sizes) == {-(-len(rows) // len(sizes))}
+    found = [int(row[0]) for micro_batch in micro_batches for row in micro_batch["input_ids"].unbind()]
+    assert found[: len(rows)] == rows
+    assert found[len(rows) :] == rows[-1:] * (len(found) - len(rows))
+    assert len(found) - len(rows) < len(sizes)  # never a micro-batch of copies
+
+
+def test_one_row_a_micro_batch_stays_so_and_the_batch_keeps_its_setting() -> None:
+    data = _data(3, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    assert len(prepare_micro_batches(_for_verl(data, [2, 0]))[0]) == 2
+    data = _data(6, use_dynamic_bsz=False, micro_batch_size_per_gpu=4)
+    _for_verl(data, [0, 1, 2, 3, 4])
+    assert data["micro_batch_size_per_gpu"] == 4
+
+
+def test_rows_for_a_token_budget_are_not_repeated() -> None:
+    part = _for_verl(_data(5, use_dynamic_bsz=True, micro_batch_size_per_gpu=4), [4, 1, 2])
+    assert [int(row[0]) for row in part["input_ids"].unbind()] == [4, 1, 2]
+
+
+@pytest.mark.skipif(get_device_name() != "cpu", reason="events of a GPU need work on it")
+def test_seconds_of_pieces_add_up_and_leave_out_what_is_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 3.0, 10.0, 10.5])
+    monkeypatch.setattr("grail_advantage.verl_ext.shared_forward.time.perf_counter", lambda: next(clock))
+    watch = DeviceWatch()
+    assert watch.seconds() == 0
+    with watch.running():
+        pass
+    with watch.running():
+        pass
+    assert watch.seconds() == 2.5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_seconds_on_a_gpu_are_those_of_its_work() -> None:
+    """Handing out the work takes the host a moment only; the watch sees how long the GPU is at it."""
+    watch, matrix_DD = DeviceWatch(), torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with watch.running():
+        for _ in range(100):
+            matrix_DD @ matrix_DD
+    handed_out = time.perf_counter() - start
+    seconds = watch.seconds()
+    assert handed_out < seconds <= time.perf_counter() - start
