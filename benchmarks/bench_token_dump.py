@@ -59,6 +59,7 @@ def make_batch(responses: list[torch.Tensor]) -> tuple[StepRows, TensorDict]:
         weights_BT=weights_BT,
         base_advantages_BT=base_BT,
         advantages_BT=weights_BT * base_BT,
+        rows_in_step=len(responses),
     )
 
     def jagged(values_BT: torch.Tensor) -> torch.Tensor:

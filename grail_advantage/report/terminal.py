@@ -54,7 +54,7 @@ def _row_of(file: DumpFile, place: int | None) -> DumpRow | None:
     for row in file.rows():
         if place == row.row or (place is None and row.neutral is None):
             return row
-        first = first or row
+        first = row if first is None else first
     return first if place is None else None
 
 

@@ -51,6 +51,8 @@ class StepRows:
     weights_BT: torch.Tensor
     base_advantages_BT: torch.Tensor
     advantages_BT: torch.Tensor
+    rows_in_step: int
+    """Without those that only fill it up."""
 
 
 def neutral_reasons(
@@ -70,7 +72,7 @@ def neutral_reasons(
         if selection.selected_B[row]:
             return "non-finite scores" if non_finite_B[row] else None
         if not valid_B[row]:
-            return "padding"
+            return "no token trains"
         if truncated_B[row] and signal.mask_truncated:
             return "truncated"
         if advantages_B[row] == 0:
@@ -187,7 +189,6 @@ class StepDump:
         taken = {name: values[chosen].float().numpy() for name, values in columns.items()}
         mask = batch.mask_BT[chosen].numpy()
         signal = batch.signal
-        rows_in_step = sum(reason != "padding" for reason in batch.neutral)
 
         def make() -> tuple[DumpHeader, list[DumpRow]]:
             known = _known(fetched, len(chosen))
@@ -231,7 +232,7 @@ class StepDump:
                     reshaper=getattr(signal, "reshaper", None),
                     model=self._model,
                     temperature=self._temperature,
-                    rows_in_step=rows_in_step,
+                    rows_in_step=batch.rows_in_step,
                     special_tokens={token: special[token] for token in sorted(seen) if token in special},
                     written_by=f"grail_advantage {__version__}",
                 ),

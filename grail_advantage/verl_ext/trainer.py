@@ -524,7 +524,8 @@ class TokenWeightTrainer:
             return
         seen, update = selection.batch, self.local_trigger_step
         with marked_timer("token_dump", self.timing_raw, color="purple"):
-            chosen = dump.choose(self.global_steps, update, rollouts.groups, seen.valid_B.tolist())
+            of_run = [not tag.get("is_padding", False) for tag in batch.tags]
+            chosen = dump.choose(self.global_steps, update, rollouts.groups, of_run)
             if chosen:
                 fetched = tq.kv_batch_get(
                     keys=[rollouts.keys[row] for row in chosen],
@@ -555,6 +556,7 @@ class TokenWeightTrainer:
                     weights_BT=result.weights_BT,
                     base_advantages_BT=selection.base_advantages_BT,
                     advantages_BT=weighted_BT,
+                    rows_in_step=sum(of_run),
                 )
                 dump.write(self.global_steps, update, chosen, rows, fetched)
         metrics["token_dump/failed_files"] = dump.writer.failed

@@ -20,7 +20,7 @@ from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_ste
 from grail_advantage.verl_ext import trainer as trainer_module
 from grail_advantage.verl_ext.settings import DumpOptions, dump_options
 from grail_advantage.verl_ext.step_dump import choose_rows, neutral_reasons, size_estimate
-from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _Rollouts, _Selection
+from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _Selection
 from tests.core.tiny_models import char_tokenizer, encode
 
 
@@ -102,7 +102,7 @@ class TestChoice:
 
 class TestReasons:
     def _reasons(self, signal: Any, **changes: Any) -> list[str | None]:
-        """Rows: scored, non-finite, padding, truncated, advantage 0, without an answer, outside the gate."""
+        """Rows: scored, non-finite, rejected, truncated, advantage 0, without an answer, outside the gate."""
         span = AnswerSpan(1, 2, 3, 4)
         known: dict[str, Any] = {
             "valid_B": torch.tensor([1, 1, 0, 1, 1, 1, 1]) > 0,
@@ -120,7 +120,7 @@ class TestReasons:
         assert self._reasons(GrailConfig()) == [
             None,
             "non-finite scores",
-            "padding",
+            "no token trains",
             "truncated",
             "advantage 0",
             "no answer",
@@ -201,24 +201,22 @@ def _trainer(folder: Path | None, **options: Any) -> TokenWeightTrainerSync:
 def _dump(trainer: TokenWeightTrainerSync, advantage: float = -1.0) -> dict[str, float]:
     """Two rows of a prompt, and one that fills up the batch; returns the metrics."""
     responses = [torch.tensor(encode(text)) for text in ("{a}", "b", "b")]
-    rollouts = _Rollouts(
+    rollouts = SimpleNamespace(
         keys=["p_0_0", "p_1_0", "pad_0_0"],
         prompts=[torch.tensor(encode(text)) for text in ("what?", "what?", "?")],
         responses=responses,
-        generated=responses,
-        spans=[AnswerSpan(0, 1, 2, 3), None, None],
         groups=[0, 0, 1],
-        examples=[None] * 3,
     )
+    spans = [AnswerSpan(0, 1, 2, 3), None, None]
     mask_BT = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]]) > 0
     base_BT = torch.tensor([[advantage], [0.0], [0.0]]) * mask_BT
     scores_BT = torch.tensor([[0.5, 0.25, float("inf")], [float("nan")] * 3, [float("nan")] * 3])
     weights_BT = torch.tensor([[0.5, 5.0, 1.0], [1.0, 0.0, 0.0], [0.0] * 3])
-    batch = RolloutBatch(mask_BT, base_BT[:, 0], rollouts.spans, {})
+    batch = RolloutBatch(mask_BT, base_BT[:, 0], spans, {})
     selection = _Selection(batch, base_BT, base_BT, torch.tensor([False, True, False]), trainer.signal.select(batch))
     result = SimpleNamespace(weights_BT=weights_BT, non_finite_B=torch.zeros(3, dtype=torch.bool))
     metrics: dict[str, float] = {}
-    meta = KVBatchMeta(partition_id="train", keys=rollouts.keys, tags=[{}] * 3)
+    meta = KVBatchMeta(partition_id="train", keys=rollouts.keys, tags=[{}, {}, {"is_padding": True}])
     trainer._dump(meta, rollouts, selection, scores_BT, result, base_BT * weights_BT, metrics)
     # What the run does to its tensors afterwards must not reach the file.
     for values in (scores_BT, weights_BT, base_BT):
