@@ -214,7 +214,7 @@ def phases(model: Model, setup: Setup) -> dict[str, list[Part]]:
     if setup.foreach:
         step = Part("Adam's step over all parameters", "4 A / N" if lora else "4 P / N", 4 * trained / setup.all_gpus)
     else:
-        step = Part("Adam's step, one parameter after another", "4 V D / N", 4 * table / setup.all_gpus)
+        step = Part("Adam's step, one parameter after another", "12 V D / N", 12 * table / setup.all_gpus)
     head_gradients = 0 if lora else 6
     return {
         "rollout": [*resident, Part("vLLM: weights, cache, buffers", "gpu_memory_utilization M", engine)],

@@ -8,12 +8,15 @@ import re
 import shlex
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from grail_advantage.activations import CHUNK_POSITIONS
@@ -106,6 +109,43 @@ def test_one_blocks_activations_bound_what_autograd_saves(kind: str, shape: tupl
     assert measured <= computed <= 2 * measured
 
 
+class Allocations(TorchDispatchMode):
+    """The most bytes of new tensors that are alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {
+            tensor.untyped_storage().data_ptr() for tensor in tree_flatten((args, kwargs))[0] if torch.is_tensor(tensor)
+        }
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if torch.is_tensor(tensor) and tensor.untyped_storage().data_ptr() not in known:
+                size = tensor.untyped_storage().nbytes()
+                self.now += size
+                weakref.finalize(tensor, self.free, size)
+        self.most = max(self.most, self.now)
+        return out
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+
+@pytest.mark.parametrize(("foreach", "least", "most"), [(True, 2000, 2000), (False, 1000, 3 * 1000)])
+def test_adams_step_makes_a_copy_of_what_it_steps_over(foreach: bool, least: int, most: int) -> None:
+    """Of all parameters, or up to three of the largest one; step counters aside."""
+    parameters = [torch.nn.Parameter(torch.randn(size)) for size in (1000, 700, 300)]
+    adam = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.0, foreach=foreach)
+    for _ in range(2):  # the first makes the moments
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        with Allocations() as allocated:
+            adam.step()
+    assert 4 * least <= allocated.most <= 4 * most + 100
+
+
 TOY = sizing.Model(
     "toy", layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocabulary=100, tied=True, kind="llama",
     script="run_qwen3_grail.sh",
@@ -148,7 +188,7 @@ def test_by_hand_with_offload_and_adapters() -> None:
     assert sizes["weights to vLLM"] == [1992 + 512, 1992]
     assert sizes["old log-probabilities and saliency"][:2] == [1992 + 512, 3200 + 2368]
     assert sizes["update: forward and backward"][:4] == [1992 + 512, 1024, 512, 1600 + 2368]
-    assert sizes["update: optimiser step"] == [1992 + 512, 1024, 512, 4 * 800 / 4]
+    assert sizes["update: optimiser step"] == [1992 + 512, 1024, 512, 12 * 800 / 4]
     assert sizing.checkpoint(TOY, setup) == 4 * 1992 + 12 * 512
     # of a node: parameters and moments of half the model, and the weights of its one engine
     assert sizing.host_memory(TOY, setup) == 31e9 + max(2 * 4 * 1992, (4 * 1992 + 8 * 512) / 2 + 2 * 1992)
