@@ -22,9 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage.options import option_fields
 from grail_advantage.registry import method, methods
-from grail_advantage.verl_ext.settings import MOVED, signal_of
+from grail_advantage.verl_ext.settings import MOVED, RUN_DEFINITION, signal_of
 
-FILE = "run_definition.json"
 SECTIONS = ("actor_rollout_ref", "algorithm", "data", "reward", "trainer.v1")
 MAY_CHANGE = re.compile(
     "|".join(
@@ -122,8 +121,8 @@ def check_run(config: DictConfig) -> None:
         if trainer.resume_mode == "resume_path":
             return  # somebody has named the checkpoint
         raise ValueError(
-            f"{folder} holds checkpoints, but no {FILE} that says which run they are of, and this run would {what}; {way_out}, "
-            "or say that they are this run's with trainer.resume_mode=resume_path and trainer.resume_from_path"
+            f"{folder} holds checkpoints, but no {RUN_DEFINITION} that says which run they are of, and this run would {what}; "
+            f"{way_out}, or say that they are this run's with trainer.resume_mode=resume_path and trainer.resume_from_path"
         )
     wanted = run_definition(config)
     differing = [name for name in sorted({*stored, *wanted}) if stored.get(name) != wanted.get(name)]
@@ -158,9 +157,9 @@ def begin_run(config: DictConfig) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     written_by = {name: version(name.replace("_", "-")) for name in ("grail_advantage", "verl")}
     content = {"written_by": written_by, "definition": run_definition(config)}
-    temporary = folder / f".{FILE}.{os.getpid()}"
+    temporary = folder / f".{RUN_DEFINITION}.{os.getpid()}"
     temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    temporary.replace(folder / FILE)
+    temporary.replace(folder / RUN_DEFINITION)
 
 
 def finished_at(config: DictConfig) -> Path | None:
@@ -196,7 +195,7 @@ def _resumed(config: DictConfig) -> Path | None:
 
 
 def _stored(folder: Path) -> dict[str, Any] | None:
-    path = folder / FILE
+    path = folder / RUN_DEFINITION
     return json.loads(path.read_text(encoding="utf-8"))["definition"] if path.is_file() else None
 
 

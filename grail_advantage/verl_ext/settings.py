@@ -30,6 +30,8 @@ TRAINER_MODULE = "algorithm.token_weights.trainer_module"
 DUMP_FOLDER = "algorithm.token_dump.folder"
 DUMP_EVERY = "algorithm.token_dump.every"
 DUMP_ROWS = "algorithm.token_dump.rows"
+RUN_DEFINITION = "run_definition.json"
+"""What defines a run, beside its checkpoints (:mod:`grail_advantage.verl_ext.run_identity`)."""
 MOVED = {"algorithm.fuse_saliency_pass": SHARE_FORWARD, "algorithm.token_weights_dir": DUMP_FOLDER}
 """Options of 0.1 and what they are called now."""
 

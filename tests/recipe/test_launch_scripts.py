@@ -491,10 +491,11 @@ def test_dry_run(echo: str, tmp_path: Path, script: str, estimator: str, platfor
 
 
 SHELL_FILES = [
-    *(f"examples/{script}" for script in (*MODELS, "common.sh")),
+    *(f"examples/{script}" for script in (*MODELS, "common.sh", "run_one_gpu_grail.sh", "slurm_grail.sh")),
     "scripts/setup_gpu.sh",
     "scripts/setup_cpu.sh",
     "scripts/train_cpu.sh",
+    "scripts/smoke_run.sh",
 ]
 
 

@@ -14,7 +14,8 @@ import verl  # noqa: F401  its plugin registers the estimators
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from grail_advantage.verl_ext.run_identity import FILE, begin_run, check_run, finished_at, run_definition
+from grail_advantage.verl_ext.run_identity import begin_run, check_run, finished_at, run_definition
+from grail_advantage.verl_ext.settings import RUN_DEFINITION as FILE
 from recipe.main_grail import prepare
 
 ROOT = Path(__file__).parents[2]

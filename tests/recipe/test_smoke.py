@@ -1,0 +1,240 @@
+"""The smoke run, as far as that goes without a GPU: its problems, its script with stand-ins, and that each claim can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from grail_advantage.reward import compute_score
+from grail_advantage.verl_ext.settings import RUN_DEFINITION
+from recipe.smoke import SUMMARY, claims, report, write_problems
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/smoke_run.sh"
+TRAINED = {
+    "actor/pg_loss": 0.01,
+    "actor/grad_norm": 0.2,
+    "critic/score/mean": 0.5,
+    "training/rollout_actor_probs_pearson_corr": 0.999,
+    "grail/selected_rate": 0.3,
+    "grail/weight_deviation": 0.4,
+    "grail/non_finite_rate": 0.0,
+}
+
+
+def finished_run(folder: Path, method: str = "grail") -> tuple[Path, Path]:
+    """What training and evaluation leave of a run in which all went well."""
+    checkpoints, evaluation = folder / "checkpoints", folder / "evaluation"
+    (checkpoints / "global_step_2/actor").mkdir(parents=True)
+    (checkpoints / RUN_DEFINITION).write_text(json.dumps({"definition": {"algorithm.adv_estimator": method}}))
+    data = {name.replace("grail/", f"{method}/"): value for name, value in TRAINED.items()}
+    write_metrics(folder, [{"step": 1, "data": data}, {"step": 2, "data": data}])
+    evaluation.mkdir()
+    results = {"benchmarks": {"aime24": {"problems": 16, "unanswered": {"value": 0.25}}}}
+    (evaluation / "results.json").write_text(json.dumps(results))
+    return folder, evaluation
+
+
+def write_metrics(folder: Path, records: list[dict[str, Any]]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def unproved(folder: Path) -> list[str]:
+    return [claim.what for claim in claims(folder, folder / "evaluation") if not claim.proved]
+
+
+def test_problems_are_what_launch_scripts_and_evaluation_read(tmp_path: Path) -> None:
+    write_problems(tmp_path)
+    sizes = {}
+    for path in tmp_path.glob("*.parquet"):
+        rows = pd.read_parquet(path)
+        sizes[path.stem] = len(rows)
+        for row in rows.to_dict("records"):
+            text = row["extra_info"]["problem"]
+            expected = eval(text.removeprefix("What is $").removesuffix("$?").replace("\\cdot", "*"))
+            gold = row["reward_model"]["ground_truth"]
+            assert gold == str(expected)
+            assert row["prompt"][0]["content"].startswith(text) and "\\boxed{}" in row["prompt"][0]["content"]
+            assert compute_score(row["data_source"], f"\\boxed{{{gold}}}", gold)["score"] == 1.0
+    assert sizes == {"deepmath": 64, "amc23": 4, "aime24": 16}
+
+
+@pytest.mark.parametrize("method", ["grail", "oar_g"])
+def test_a_run_that_went_well(tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(*finished_run(tmp_path, method))
+    printed = capsys.readouterr().out
+    assert "NOT PROVED" not in printed and f"{method} chose rows  (0.3, 0.3)" in printed
+    assert all(claim["proved"] for claim in json.loads((tmp_path / SUMMARY).read_text()))
+
+
+def test_the_baseline_chooses_no_rows(tmp_path: Path) -> None:
+    folder, _ = finished_run(tmp_path, "uniform")
+    data = {name.replace("grail/", "uniform/"): value for name, value in TRAINED.items()} | {
+        "uniform/selected_rate": 0.0
+    }
+    write_metrics(folder, [{"step": step, "data": data} for step in (1, 2)])
+    assert unproved(folder) == []
+
+
+def _metric(name: str, *values: float | None) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for record, value in zip(records, values, strict=True):
+            record["data"][name] = value
+            if value is None:
+                del record["data"][name]
+        write_metrics(folder, records)
+
+    return change
+
+
+def _without_second_step(folder: Path) -> None:
+    write_metrics(folder, [{"step": 1, "data": TRAINED}])
+
+
+def _no_answers(folder: Path) -> None:
+    results = {"benchmarks": {"aime24": {"problems": 16, "unanswered": {"value": 1.0}}}}
+    (folder / "evaluation/results.json").write_text(json.dumps(results))
+
+
+BROKEN: dict[str, Callable[[Path], None]] = {
+    "2 steps were trained": _without_second_step,
+    "the loss is a number": _metric("actor/pg_loss", 0.1, float("nan")),
+    "the gradients are numbers, and not all 0": _metric("actor/grad_norm", 0.0, 0.0),
+    "right and wrong answers in one batch": _metric("critic/score/mean", 0.0, 1.0),
+    "engine and trainer agree on the model": _metric("training/rollout_actor_probs_pearson_corr", 0.99, 0.2),
+    "grail chose rows": _metric("grail/selected_rate", 0.0, 0.0),
+    "grail's weights differ between tokens": _metric("grail/weight_deviation", 0.0, 0.0),
+    "every score is a number": _metric("grail/non_finite_rate", 0.0, 0.1),
+    "the checkpoint was written": lambda folder: (folder / "checkpoints/global_step_2/actor").rmdir(),
+    "the checkpoint was evaluated, and answers": _no_answers,
+}
+
+
+@pytest.mark.parametrize("claim", BROKEN)
+def test_each_claim_can_fail(tmp_path: Path, claim: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, evaluation = finished_run(tmp_path)
+    assert unproved(folder) == []
+    BROKEN[claim](folder)
+    assert unproved(folder) == [claim]
+    assert not report(folder, evaluation)
+    assert f"NOT PROVED  {claim}" in capsys.readouterr().out
+
+
+def test_a_metric_that_is_not_there_proves_nothing(tmp_path: Path) -> None:
+    folder, _ = finished_run(tmp_path)
+    _metric("actor/pg_loss", 0.1, None)(folder)
+    assert unproved(folder) == ["the loss is a number"]
+
+
+STAND_IN = f"""#!/usr/bin/env bash
+real={sys.executable}
+case "$*" in
+    *"-m recipe.main_grail"*)
+        for argument in "$@"; do
+            [[ $argument != trainer.default_local_dir=* ]] || checkpoints=${{argument#*=}}
+        done
+        if [[ $DRY_RUN == 1 ]]; then
+            printf '%s\\n' "$@"
+        elif [[ -d $checkpoints ]]; then
+            [[ -n ${{FORGETS:-}} ]] || echo "already finished" >&2
+        elif [[ -n ${{FAILS:-}} ]]; then
+            echo "out of memory" >&2
+            exit 1
+        else
+            folder=${{checkpoints%/checkpoints}}
+            cp -r "$RUN/checkpoints" "$RUN/metrics.jsonl" "$folder"
+        fi
+        ;;
+    *"-m recipe.evaluate"*)
+        printf '%s\\n' "$@" >"$RUN/asked"
+        while [[ $1 != --output-dir ]]; do shift; done
+        cp -r "$RUN/evaluation" "$2"
+        ;;
+    *) exec "$real" "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> str:
+    path = tmp_path / "python"
+    path.write_text(STAND_IN)
+    path.chmod(0o755)
+    return str(path)
+
+
+def start(stand_in: str, *arguments: str, **knobs: str) -> subprocess.CompletedProcess[str]:
+    """The script, in a copy of what it needs, so that it leaves nothing in this folder."""
+    folder = Path(stand_in).parent / "project"
+    if not folder.exists():
+        folder.mkdir()
+        for name in ("examples", "scripts", "recipe", "grail_advantage"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "scripts").unlink()
+        (folder / "scripts").mkdir()
+        for path in (ROOT / "scripts").glob("*.sh"):
+            (folder / "scripts" / path.name).write_text(path.read_text())
+        (folder / "examples").unlink()
+        (folder / "examples").mkdir()
+        for path in (ROOT / "examples").glob("*.sh"):
+            (folder / "examples" / path.name).write_text(path.read_text())
+    keep = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH")
+    environment = {name: os.environ[name] for name in keep if name in os.environ}
+    environment |= {"PYTHON": stand_in, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **knobs}
+    return subprocess.run(
+        ["bash", str(folder / "scripts/smoke_run.sh"), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_dry_run_shows_a_small_run_and_leaves_nothing(stand_in: str) -> None:
+    result = start(stand_in, "trainer.balance_batch=False", DRY_RUN="1", ADV_ESTIMATOR="oar_p", NGPUS_PER_NODE="2")
+    assert result.returncode == 0, result.stderr
+    asked = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
+    assert (asked["trainer.total_training_steps"], asked["trainer.save_freq"], asked["trainer.n_gpus_per_node"]) == (
+        "2",
+    ) * 3
+    assert (asked["data.train_batch_size"], asked["actor_rollout_ref.rollout.n"]) == ("16", "4")
+    assert asked["algorithm.adv_estimator"] == "oar_p"
+    assert asked["trainer.experiment_name"] == "run_one_gpu_grail-oar_p"
+    assert asked["trainer.balance_batch"] == "False"
+    assert asked["data.train_files"].endswith("outputs/smoke/run_one_gpu_grail-oar_p/data/deepmath.parquet")
+    assert not (Path(stand_in).parent / "project/outputs").exists()
+
+
+def test_a_script_that_is_not_there(stand_in: str) -> None:
+    result = start(stand_in, SCRIPT="run_gpt_grail.sh")
+    assert result.returncode == 1 and "SCRIPT=run_gpt_grail.sh is not in examples/" in result.stderr
+
+
+@pytest.mark.slow
+def test_all_four_parts(stand_in: str, tmp_path: Path) -> None:
+    finished_run(tmp_path / "run")
+    knobs = {"RUN": str(tmp_path / "run"), "SCRIPT": "run_qwen3_grail.sh", "NGPUS_PER_NODE": "2"}
+    for _ in range(2):  # an earlier smoke run is not carried on from
+        result = start(stand_in, **knobs)
+        assert result.returncode == 0, result.stderr + result.stdout
+        assert result.stdout.count("  proved  ") == 11 and "NOT PROVED" not in result.stdout
+    asked = (tmp_path / "run/asked").read_text()
+    assert "outputs/smoke/run_qwen3_grail-grail/checkpoints/global_step_2\n" in asked and "--max-tokens\n768\n" in asked
+
+    result = start(stand_in, **knobs, FORGETS="1")
+    assert result.returncode == 1 and "a second start should have said that the run is finished" in result.stderr
+    result = start(stand_in, **knobs, FAILS="1")
+    assert result.returncode == 1 and "out of memory" in result.stderr and "the training failed" in result.stderr
+    _metric("grail/selected_rate", 0.0, 0.0)(tmp_path / "run")
+    result = start(stand_in, **knobs)
+    assert result.returncode == 1 and "NOT PROVED  grail chose rows" in result.stdout
