@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ README = Path(__file__).parent / "README.md"
 FRONT_PAGE = Path(__file__).parents[1] / "README.md"
 AGAINST_PUBLISHED = 8
 """How many times less than the published procedure's pass GRAIL's must cost, with 4 epochs."""
+WHOLE_STEP_LIMIT = 1.02
+"""Most that a whole GRAIL step should cost, in steps of ``uniform``."""
 PUBLISHED = "published procedure"
 STAGES = ("old_log_probs", "saliency", "weights", "update")
 
@@ -287,6 +290,67 @@ def span_finding(result: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
+PARTS = {"generation": ("VLLM", "vLLM", "AgentLoop"), "training": ("Worker",), "driver": ("TaskRunner",)}
+"""Titles of the processes of a verl run hold one of these; whatever else runs is Ray, TransferQueue and the reward."""
+
+
+def whole_step(result: dict[str, Any]) -> list[str]:
+    lines = [
+        "### A whole step of a verl run, cpu",
+        "",
+        *_origin(result),
+        f"Seconds are {result['clock']}, means of the steps of each method, one after the other in one run; 95 % intervals by "
+        "drawing the pairs again.",
+        "",
+        "| model | steps of each | rows scored | uniform, s | grail, s | x uniform (95 %) | training alone, x uniform "
+        "| of uniform's seconds: generation, training, driver, rest | limit |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for run in result["runs"]:
+        of_method = {name: [step for step in run["steps"] if step["method"] == name] for name in ("uniform", "grail")}
+        seconds = {name: [sum(step["seconds"].values()) for step in steps] for name, steps in of_method.items()}
+        parts = {name: [_by_part(step["seconds"]) for step in steps] for name, steps in of_method.items()}
+        training = {name: sum(step["training"] for step in steps) for name, steps in parts.items()}
+        total = sum(seconds["uniform"])
+        shares = [sum(step[part] for step in parts["uniform"]) / total for part in (*PARTS, "rest")]
+        ratio, low, high = ratio_of_sums(seconds["grail"], seconds["uniform"])
+        count = len(seconds["uniform"])
+        scored = sum(step["selected_rate"] for step in of_method["grail"]) / count
+        lines.append(
+            f"| {run['name']}: {run['layers']} layers, feed-forward {run['intermediate']}, "
+            f"{run['prompts']} x {run['rollouts']} responses, checkpointing {'on' if run['checkpointing'] else 'off'} "
+            f"| {count} | {scored:.0%} | {total / count:.1f} | {sum(seconds['grail']) / count:.1f} "
+            f"| {ratio:.3f} ({low:.3f} to {high:.3f}) | {training['grail'] / training['uniform']:.3f} "
+            f"| {', '.join(f'{share:.0%}' for share in shares)} | {_limit(low, high)} |"
+        )
+    return [*lines, ""]
+
+
+def _by_part(seconds: dict[str, float]) -> dict[str, float]:
+    found = dict.fromkeys((*PARTS, "rest"), 0.0)
+    for title, value in seconds.items():
+        part = next((part for part, words in PARTS.items() if any(word in title for word in words)), "rest")
+        found[part] += value
+    return found
+
+
+def ratio_of_sums(ours: list[float], theirs: list[float], draws: int = 10_000) -> tuple[float, float, float]:
+    """The ratio, and its 95 % interval by drawing pairs with replacement."""
+    generator = random.Random(0)
+    pairs = list(zip(ours, theirs, strict=True))
+
+    def of(chosen: list[tuple[float, float]]) -> float:
+        return sum(own for own, _ in chosen) / sum(their for _, their in chosen)
+
+    drawn = sorted(of(generator.choices(pairs, k=len(pairs))) for _ in range(draws))
+    return of(pairs), drawn[int(0.025 * draws)], drawn[int(0.975 * draws) - 1]
+
+
+def _limit(low: float, high: float) -> str:
+    verdict = "met" if high <= WHOLE_STEP_LIMIT else "MISSED" if low > WHOLE_STEP_LIMIT else "unclear"
+    return f"{verdict}: {WHOLE_STEP_LIMIT:.2f}"
+
+
 def _origin(result: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return [
@@ -316,6 +380,7 @@ def render(folder: Path) -> str:
         "methods": methods,
         "growth": lambda result: growth(result, folder),
         "span_finding": span_finding,
+        "whole_step": whole_step,
     }
     for name, passage in passages.items():
         for path in sorted(folder.glob(f"{name}-*.json")):

@@ -13,12 +13,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import bench_methods
+import bench_whole_step
 import measuring
 import report
+import whole_step_trainer
 
 from grail_advantage.registry import methods
 from grail_advantage.signals.base import SEQUENCES
 from recipe.marked_text import marked
+from recipe.tiny.model import build_model, build_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -176,6 +179,65 @@ class TestReport:
             "vocabulary": [2048, 8192],
             "selected": [2, 7, 20],
         }
+
+
+class TestWholeStep:
+    def test_a_larger_model_is_the_same_function(self) -> None:
+        model = build_model(build_tokenizer(), seed=1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+        larger = bench_whole_step.enlarge(model, 5, 1024)
+        tokens = torch.randint(0, 200, (2, 30), generator=torch.Generator().manual_seed(3))
+        torch.testing.assert_close(larger(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-3)
+        blocks = [sum(p.numel() for p in of.model.layers.parameters()) for of in (model, larger)]
+        assert blocks[1] > 3 * blocks[0]
+
+    def test_a_step_lies_between_two_notes_and_the_first_do_not_count(self) -> None:
+        methods_in_turn = ["uniform", "grail", "grail", "uniform", "uniform", "grail", "grail"]
+        notes = [
+            {"step": step, "method": method, "seconds": {"raylet": 1.0 * step, "ray::Worker": 10.0 * step**2}}
+            for step, method in enumerate(methods_in_turn, start=1)
+        ]
+        notes[-1]["seconds"]["new"] = 0.5
+        logged = {
+            step: {f"{method}/selected_rate": step / 10, "response_length/mean": 30.0, "timing_s/gen": 2.0, "lr": 0}
+            for step, method in enumerate(methods_in_turn, start=1)
+        }
+        first, second = bench_whole_step._steps(notes, logged)
+        assert first == {
+            "method": "uniform",
+            "seconds": {"raylet": 1.0, "ray::Worker": 110.0},
+            "selected_rate": 0.5,
+            "tokens": 30.0,
+            "wall": {"timing_s/gen": 2.0},
+        }
+        assert (second["method"], second["seconds"]) == ("grail", {"raylet": 1.0, "ray::Worker": 130.0, "new": 0.5})
+
+    def test_processor_time_of_other_processes_counts_and_this_ones_does_not(self) -> None:
+        burn = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ninput()"
+        child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            assert child.stdout.readline() == "done\n"
+            seconds = whole_step_trainer.processor_seconds(os.getpid())
+        finally:
+            child.communicate("\n")
+        assert 0.4 < sum(seconds.values()) < 5
+
+    def test_ratio_of_sums(self) -> None:
+        assert report.ratio_of_sums([2.0, 4.0], [1.0, 2.0]) == (2.0, 2.0, 2.0)
+        ratio, low, high = report.ratio_of_sums([1.1, 1.0, 1.3, 1.0], [1.0, 1.1, 1.0, 1.2])
+        assert ratio == pytest.approx(4.4 / 4.3)
+        assert low < ratio < high
+        assert [report._limit(*interval) for interval in ((0.9, 1.01), (1.0, 1.1), (1.03, 1.1))] == [
+            "met: 1.02",
+            "unclear: 1.02",
+            "MISSED: 1.02",
+        ]
+
+    def test_processes_are_told_apart(self) -> None:
+        seconds = {"VLLM::EngineCore": 1.0, "ray::WorkerDict": 2.0, "ray::TaskRunnerV1.run": 4.0, "raylet": 8.0}
+        assert report._by_part(seconds) == {"generation": 1.0, "training": 2.0, "driver": 4.0, "rest": 8.0}
 
 
 @pytest.mark.slow
