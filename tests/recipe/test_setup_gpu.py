@@ -6,10 +6,16 @@ one for the interpreter, which answers what it is asked, writes down what pip is
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +23,8 @@ from typing import NamedTuple
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests.recipe.test_setup_cpu import Index, make_wheel, repack
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -369,3 +377,83 @@ def test_image() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".git", ".env*", ".netrc", ".venv", "data", "outputs", "results", "wandb"} <= set(ignored)
     assert not re.search(r"^(ARG|ENV).*(TOKEN|KEY|SECRET|PASSWORD)", lines, flags=re.M)
+
+
+FLASH_ATTN_SETUP = """
+import os
+from setuptools import setup
+import torch  # as the real one
+names = ("FLASH_ATTENTION_FORCE_BUILD", "MAX_JOBS", "FLASH_ATTN_CUDA_ARCHS")
+os.makedirs("flash_attn", exist_ok=True)
+open("flash_attn/__init__.py", "w").write(f"built = {[os.environ.get(name) for name in names]!r}")
+setup(name="flash-attn", version="2.8.3", packages=["flash_attn"], install_requires=["torch", "einops"])
+"""
+
+
+PKG_INFO = "Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.8.3\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["wheel", "source"])
+def test_with_the_real_pip(machine: Path, tmp_path: Path, way: str) -> None:
+    """Into a real environment, from an index of small packages; called again, nothing is downloaded."""
+    index, project = tmp_path / "index", tmp_path / "project"
+    cuda = "class cuda:\n    is_available = staticmethod(lambda: True)\n"
+    made = {
+        "torch": make_wheel(index / "torch", "torch", "2.11.0", {"torch/__init__.py": cuda}),
+        "einops": make_wheel(index / "einops", "einops", "1", {"einops.py": ""}),
+        "setuptools": repack(index / "setuptools", "setuptools"),
+    }
+    wheel = make_wheel(tmp_path / "verl/flash-attn", "flash_attn", "2.8.3", {"flash_attn/__init__.py": "built = None"})
+    source = index / "flash-attn/flash_attn-2.8.3.tar.gz"
+    source.parent.mkdir()
+    with tarfile.open(source, "w:gz") as archive:
+        for name, text in {"setup.py": FLASH_ATTN_SETUP, "PKG-INFO": PKG_INFO}.items():
+            information = tarfile.TarInfo(f"flash_attn-2.8.3/{name}")
+            information.size = len(text)
+            archive.addfile(information, io.BytesIO(text.encode()))
+    made["flash-attn"] = source
+    (project / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/setup_gpu.sh", project / "scripts")
+    versions = {name: re.search(r"-(\d[\d.]*\d|\d)(-|\.tar)", path.name)[1] for name, path in made.items()}
+    (project / "requirements.txt").write_text("flash-attn==2.8.3\n")
+    (project / "requirements.lock").write_text(
+        "# needs glibc 2.31\n"
+        + "".join(
+            f"{name}=={versions[name]} \\\n    --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+            for name, path in made.items()
+        )
+    )
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv/bin/python"
+    tools = machine / "tools"
+    (tools / "python").unlink()
+    pypi, verls = Index(index), Index(wheel.parent.parent if way == "wheel" else tmp_path / "nothing")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "PYTHON"))}
+    clean = {name: value for name, value in clean.items() if not name.lower().endswith("_proxy")}
+    environment = clean | MACHINE | {
+        "PATH": f"{tools}:{clean['PATH']}",
+        "HERE": str(machine),
+        "PYTHON": str(python),
+        "CUDA_HOME": str(tools / "cuda"),
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_INDEX_URL": pypi.url,
+        "PIP_NO_CACHE_DIR": "1",
+        "FLASH_ATTN_INDEX": verls.url,
+        "ANY_MACHINE": "0" if Path(sysconfig.get_path("include"), "Python.h").exists() else "1",
+    }  # fmt: skip
+    command = ["bash", str(project / "scripts/setup_gpu.sh"), "--requirements-only"]
+    try:
+        first = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert first.returncode == 0, first.stderr + first.stdout
+        built = subprocess.check_output(
+            [python, "-c", "import flash_attn; print(flash_attn.built)"], text=True, cwd="/"
+        ).strip()
+        assert built == ("None" if way == "wheel" else "['TRUE', '48', '90']")
+        asked = len(pypi.asked) + len(verls.asked)
+        again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert again.returncode == 0 and "is there" in again.stderr, again.stderr
+        assert len(pypi.asked) + len(verls.asked) == asked
+    finally:
+        pypi.server.shutdown()
+        verls.server.shutdown()
