@@ -27,11 +27,12 @@ def _trained(step: int, **values: float) -> dict:
 class TestMetrics:
     def test_a_resumed_run_stands_in_for_the_steps_it_takes_again(self, tmp_path: Path) -> None:
         """Its validation before the first step adds to the step that it resumed at."""
-        _log(tmp_path / "metrics.jsonl", {0: {"v": 0.0}, **{s: _trained(s, a=1.0) for s in (1, 2, 3, 4)}})
+        _log(tmp_path / "metrics.jsonl", {0: {"v": 0.0}, **{s: _trained(s, a=1.0, b=1.0) for s in (1, 2, 3, 4)}})
         _log(tmp_path / "metrics-2.jsonl", {2: {"v": 0.5}, **{s: _trained(s, a=2.0) for s in (3, 4)}})
         _log(tmp_path / "metrics-10.jsonl", {4: _trained(4, a=3.0)})
         found, problems = data.read_metrics(tmp_path)
         assert {step: values.get("a") for step, values in found.items()} == {0: None, 1: 1.0, 2: 1.0, 3: 2.0, 4: 3.0}
+        assert [step for step, values in found.items() if "b" in values] == [1, 2], "nothing is left of the others"
         assert found[2]["v"] == 0.5 and problems == []
 
     def test_broken_lines_are_named_and_left_out(self, tmp_path: Path) -> None:
