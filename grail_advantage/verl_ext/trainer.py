@@ -156,8 +156,7 @@ class TokenWeightTrainer:
         check_round_trip(self.tokenizer, f"actor_rollout_ref.model.path={self.config.actor_rollout_ref.model.path}")
         check_tokenizer(self.tokenizer, self.signal)
         # As verl's rollout servers read it.
-        settings = {"load_tokenizer": False, "custom_chat_template": None}
-        model: HFModelConfig = omega_conf_to_dataclass(OmegaConf.merge(self.config.actor_rollout_ref.model, settings))
+        model: HFModelConfig = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
         self._end_tokens = _end_tokens(self.tokenizer, model.generation_config)
         limit = self.config.actor_rollout_ref.rollout.max_model_len
         self._context_length = limit or get_max_position_embeddings(model.hf_config)

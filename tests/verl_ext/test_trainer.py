@@ -28,7 +28,9 @@ def _trainer(**config: Any) -> TokenWeightTrainerSync:
     trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
     trainer.config = OmegaConf.create(
         {
-            "actor_rollout_ref": {"rollout": {"name": "vllm", "prompt_length": 3, "response_length": LIMIT}},
+            "actor_rollout_ref": {
+                "rollout": {"name": "vllm", "prompt_length": 3, "response_length": LIMIT, "max_model_len": None}
+            },
             "algorithm": {"adv_estimator": "grail", **config},
         }
     )
@@ -160,6 +162,7 @@ def test_length_of_the_context(tmp_path: Path, max_model_len: int | None, contex
         "custom_chat_template": "{{ messages }}",
         "override_config": {"attn_implementation": "sdpa", "max_position_embeddings": 48},
     }
+    OmegaConf.set_struct(trainer.config, True)  # as Hydra's are
     trainer._init_tokenizer()
     assert trainer._context_length == context
     assert trainer._end_tokens == {3, 4, trainer.tokenizer.eos_token_id}
