@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
 
 import grail_advantage
-from grail_advantage import AnswerSpan, GrailConfig, TokenWeights, compute_token_weights
+from grail_advantage import AnswerSpan, GrailConfig, TokenWeights, activations, compute_token_weights, token_weights
 from tests.core.reference import PlainModel, ReferenceResult, reference_weights, resolve
 from tests.core.tiny_models import (
     CHARACTERS,
@@ -460,7 +460,7 @@ def test_dropout_of_training_mode_stays_out(family: str) -> None:
 def test_gradient_checkpointing_is_used_and_changes_nothing(
     family: str, kwargs: dict | None, leaf: str, calls: list[int]
 ) -> None:
-    """Reentrant checkpointing cannot give gradients of activations, so with it the blocks run once and are kept."""
+    """Reentrant checkpointing, which cannot give gradients of activations, is taken as the other kind."""
     model = tiny_model(family, attention_dropout=0.5)
     batch = make_batch([ROLLOUTS["text after the box"]])
     config = GrailConfig("robust", leaf=leaf)
@@ -470,8 +470,7 @@ def test_gradient_checkpointing_is_used_and_changes_nothing(
     with contextlib.ExitStack() as stack:
         seen = [stack.enter_context(watch_inputs(block.self_attn.q_proj)) for block in model.model.layers]
         got = compute(model, batch, config)
-    reentrant = bool(kwargs and kwargs["use_reentrant"])
-    assert [len(shapes) for shapes in seen] == ([1] * 4 if reentrant else calls)
+    assert [len(shapes) for shapes in seen] == calls
     assert torch.equal(got.weights, expected.weights)
     assert torch.equal(got.scores.nan_to_num(-1), expected.scores.nan_to_num(-1))
 
@@ -515,6 +514,50 @@ def test_a_row_with_non_finite_scores_weighs_one_and_is_counted(preset: str, bad
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+@pytest.mark.parametrize("name", MODELS)
+def test_long_answers_in_chunks_weigh_the_same(name: str, leaf: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = subject(name)
+    batch = make_batch([Rollout("Recite.", rf"So \boxed{{{'one, two; ' * 3}}} it is.", -1.0), *ALL_ROLLOUTS])
+    expected = compute(model, batch, GrailConfig(leaf=leaf), temperature=0.7)
+    heads = _count_heads(monkeypatch, chunk=4)
+    found = compute(model, batch, GrailConfig(leaf=leaf), temperature=0.7)
+    assert len(heads) > 7  # the long answer's chunks alone
+    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-3, atol=1e-4)
+
+
+def test_capped_logits_are_not_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = tiny_model()
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    config = Gemma2Config(
+        **{name: getattr(tiny.config, name) for name in sizes}, num_hidden_layers=2, final_logit_softcapping=2.0
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Gemma2ForCausalLM(config).eval()
+    batch = make_batch(ALL_ROLLOUTS)
+    expected = compute(model, batch, GrailConfig())
+    heads = _count_heads(monkeypatch, chunk=1)
+    assert torch.equal(compute(model, batch, GrailConfig()).weights, expected.weights)
+    assert not heads
+
+
+def _count_heads(monkeypatch: pytest.MonkeyPatch, chunk: int) -> list[int]:
+    """Let the logits of so many answer tokens be taken at a time; filled with the chunks' sizes."""
+    sizes: list[int] = []
+    whole = activations.negative_log_likelihood
+
+    def counted(logits_KV: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.append(len(logits_KV))
+        return whole(logits_KV, *others)
+
+    monkeypatch.setattr(activations, "CHUNK_POSITIONS", chunk)
+    monkeypatch.setattr(token_weights, "CHUNK_POSITIONS", chunk)
+    monkeypatch.setattr(activations, "negative_log_likelihood", counted)
+    return sizes
 
 
 def test_figures_of_a_batch() -> None:

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -140,8 +141,22 @@ def build_engine(setup: Setup, folder: Path) -> Any:
         optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),
     )
-    engine.initialize()
+    with pageable_parameters():
+        engine.initialize()
     return engine
+
+
+@contextmanager
+def pageable_parameters() -> Iterator[None]:
+    """Without an accelerator there is no pinned memory, which verl asks FSDP2's CPU offload for."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from verl.workers.engine.fsdp import transformer_impl
+
+    if torch.accelerator.is_available():
+        yield
+        return
+    with patch.object(transformer_impl, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False)):
+        yield
 
 
 def run_pass(engine: Any, rows: list[tuple], how: Pass) -> dict[str, list[torch.Tensor]]:
@@ -419,6 +434,7 @@ def scores_through_trainer(
         prompts=batch["prompts"],
         responses=batch["responses"],
         generated=batch["responses"],
+        spans=batch["spans"],
         groups=list(range(len(batch["prompts"]))),
         examples=[None] * len(batch["prompts"]),
     )
