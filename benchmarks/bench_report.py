@@ -1,9 +1,9 @@
 """How large the report of many long rollouts is, how fast it opens in a browser, and how smoothly it scrolls.
 
 Usage: ``python benchmarks/bench_report.py [--rows 2000] [--tokens 4096] [--page FILE]``. Needs Chromium
-(``scripts/setup_chromium.sh``). The rollouts are made up: words by Zipf's law, one after the other independently, which packs worse
-than text; scores are log-normal, weights GRAIL's of them, four of five tokens nearly sure. It prints the figures and whether they
-stay within the bounds: 30 MB, 3 s to a page that shows curves, list and an opened rollout.
+(``scripts/setup_chromium.sh``). The rollouts are made up: words by Zipf's law, one after the other independently, which packs
+worse than text; scores are log-normal, weights GRAIL's of them, four of five tokens nearly sure. It prints the figures beside
+the bounds, 30 MB and 3 s to a page that shows curves, list and an opened rollout, and ends with 1 where one is passed.
 
 ``--page`` measures a report that is there already.
 """
@@ -73,7 +73,9 @@ def write_run(folder: Path, rows: int, tokens: int, steps: int = 10) -> None:
     """A run's folder with that many rollouts."""
     rng = np.random.default_rng(0)
     letters = list("etaoinshrdlucmfwypvbgk")
-    texts = ["\n" if i % 97 == 20 else " " + "".join(rng.choice(letters, size=rng.integers(1, 9))) for i in range(WORDS)]
+    texts = [
+        "\n" if i % 97 == 20 else " " + "".join(rng.choice(letters, size=rng.integers(1, 9))) for i in range(WORDS)
+    ]
     share = 1 / (np.arange(WORDS) + 2.7) ** 1.1
     share /= share.sum()
     write_metrics(folder, 100)
@@ -137,7 +139,10 @@ def measure(page_file: Path, repeats: int) -> bool:
             page.close()
     frames.sort()
     print(f"size                                    {size:.1f} MB (bound {MEGABYTES:g})")
-    print(f"to curves, list and an opened rollout   {statistics.median(opened):.2f} s, at most {max(opened):.2f} (bound {SECONDS:g})")
+    print(
+        f"to curves, list and an opened rollout   {statistics.median(opened):.2f} s, at most {max(opened):.2f} "
+        f"(bound {SECONDS:g})"
+    )
     print(f"to the end of the file                  {statistics.median(complete):.2f} s, at most {max(complete):.2f}")
     print(f"to another rollout                      {statistics.median(turns):.0f} ms, at most {max(turns):.0f}")
     print(

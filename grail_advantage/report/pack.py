@@ -1,8 +1,8 @@
 """Rollouts as small blocks of text that a page unpacks one at a time.
 
-A block is ``b85(deflate(columns))``: token numbers into the page's table of tokens, and one column of each kind of value. A column is
-kept exactly (float32) or rounded to levels that lie evenly over the row's own range; assets/report.js reads it back. What is alike
-stands together, bytes of one significance in a stretch with a Huffman table of its own, because that compresses best.
+A block is ``b85(deflate(columns))``: token numbers into the page's table of tokens, and one column of each kind of value. A
+column is kept exactly (float32) or rounded to levels that lie evenly over the row's own range; assets/report.js reads it back.
+What is alike stands together, bytes of one significance in a stretch with a Huffman table of its own: that compresses best.
 
 Shape suffixes: T response tokens.
 """
@@ -10,6 +10,7 @@ Shape suffixes: T response tokens.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -188,15 +189,15 @@ def _by_score(
     each code's weights; what is further from it than a level of the weights' own scale is kept as it is.
 
     Returns:
-        Entries of the table and number of exceptions; their bytes; and what it reads as. ``None`` where it would not be shorter.
+        Entries of the table and number of exceptions; their bytes; what it reads as. ``None`` where it would not be shorter.
     """
     size = int(codes_T.max()) + 1
     low, high = np.full(size, np.inf), np.full(size, -np.inf)
     tolerance = description[-1]
     # Tokens that a rule of its own weighs (the answer) must not widen the middle: they are those far from the median.
     order = np.lexsort((weight_T, codes_T))
-    starts = np.searchsorted(codes_T[order], np.arange(size + 1))
-    median = np.array([weight_T[order[(a + b) // 2]] if b > a else 0.0 for a, b in zip(starts, starts[1:], strict=False)])
+    starts: Any = np.searchsorted(codes_T[order], np.arange(size + 1)).tolist()
+    median = np.array([weight_T[order[(a + b) // 2]] if b > a else 0.0 for a, b in itertools.pairwise(starts)])
     near_T = np.abs(weight_T - median[codes_T]) <= 2 * tolerance
     np.minimum.at(low, codes_T[near_T], weight_T[near_T])
     np.maximum.at(high, codes_T[near_T], weight_T[near_T])
@@ -261,7 +262,7 @@ def _quantise(name: str, value_T: np.ndarray, bits: int) -> tuple[np.ndarray, li
         low = float(place.min())
         width = (float(place.max()) - low) / (levels - 1) or 1.0
     code = np.rint((place - low) / width)
-    codes_T = np.zeros(len(value_T), dtype="<u1" if bits <= 8 else "<u2")
+    codes_T: np.ndarray = np.zeros(len(value_T), dtype="<u1" if bits <= 8 else "<u2")
     codes_T[finite_T] = 1
     codes_T[ordinary_T] = code + 2
     kept_T = np.full(len(value_T), np.nan)
@@ -277,11 +278,11 @@ def _planes(values_T: np.ndarray) -> list[bytes]:
 
 def by_frequency(rollouts: Iterable[Columns], size: int) -> tuple[np.ndarray, np.ndarray]:
     """The vocabulary's numbers from frequent to rare, and the rank of each number."""
-    count = np.zeros(size, dtype=np.int64)
+    count: np.ndarray = np.zeros(size, dtype=np.int64)
     for columns in rollouts:
         count += np.bincount(columns.numbers_T, minlength=size)
     order = np.argsort(-count, kind="stable")
-    rank = np.empty(size, dtype=np.uint32)
+    rank: np.ndarray = np.empty(size, dtype=np.uint32)
     rank[order] = np.arange(size, dtype=np.uint32)
     return order, rank
 

@@ -1,8 +1,8 @@
 """A run as one HTML file that needs no network: curves, where the weight falls, and every kept rollout token by token.
 
 The file holds its data as blocks of text (pack.py) that its script (assets/report.js) unpacks when they are looked at, so that
-thousands of long rollouts open at once. Texts of a model reach the page as ``textContent`` only, and a Content-Security-Policy lets
-nothing run but the two scripts that were written here, by their hashes.
+thousands of long rollouts open at once. Texts of a model reach the page as ``textContent`` only, and a Content-Security-Policy
+lets nothing run but the two scripts that were put in here, by their hashes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class _Collection:
             )
             for row in members:
                 columns = pack.columns_of(row, self.vocabulary)
-                trained = row.weight_T[row.mask_T]
+                # Of several methods, the first is what the page shows first.
+                weight_T = next((found.weight_T for found in row.methods.values()), row.weight_T)
+                trained = weight_T[row.mask_T]
                 trained = trained[np.isfinite(trained)].astype(np.float64)
                 spread = float(trained.std()) if len(trained) else math.nan
                 # The numbers are in the columns; the row keeps what the index needs.
@@ -99,7 +101,7 @@ class _Collection:
 
 def _light(row: DumpRow) -> DumpRow:
     """The row without what is in the columns."""
-    none = np.zeros(0, dtype=np.float32)
+    none: np.ndarray = np.zeros(0, dtype=np.float32)
     return replace(
         row,
         response="",
@@ -203,7 +205,8 @@ def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: flo
 
 def _overlays(kept: Sequence[_Kept]) -> list[str]:
     """What tokens can be coloured by."""
-    return [name for name in _OVERLAYS if any(name in one.columns.values for one in kept)] or ["weight"]
+    known = {name.split(":")[0] for one in kept for name in one.columns.values}
+    return [name for name in _OVERLAYS if name in known] or ["weight"]
 
 
 def _notes(runs: Sequence[data.Run], collection: _Collection, asked: int) -> list[str]:
@@ -265,11 +268,10 @@ def _thin(collection: _Collection, share: float) -> bool:
 
 
 def _methods(headers: Sequence[DumpHeader | None], collection: _Collection) -> list[str]:
-    """Names of the methods, that of the plain columns first."""
-    named = [header.method for header in headers if header is not None and header.method]
+    """Names of the methods, in the dump's order."""
     compared = list(dict.fromkeys(name for kept in collection.kept for name in kept.neutrals))
-    first = named[0] if named else compared[0] if compared else "weights"
-    return [first, *(name for name in compared if name != first)]
+    named = [header.method for header in headers if header is not None and header.method]
+    return compared or named[:1] or ["weights"]
 
 
 # --------------------------------------------------------------------------------------------------------------- the index
@@ -297,7 +299,8 @@ def _rows(kept: Sequence[_Kept]) -> dict[str, list[Any]]:
         "neutral": [one.row.neutral for one in kept],
         "neutrals": [one.neutrals or None for one in kept],
         "span": [
-            [span.start, span.content_start, span.content_end, span.end] if (span := one.row.span) else None for one in kept
+            [span.start, span.content_start, span.content_end, span.end] if (span := one.row.span) else None
+            for one in kept
         ],
         "wrong_step": [wrong_step(one.row) for one in kept],
         "length": [len(one.row) for one in kept],
@@ -331,15 +334,11 @@ def _positions(
 ) -> dict[str, Any]:
     """Mean weights by place, for each method."""
     found = {}
-    for place, method in enumerate(methods):
-        # Of several methods, the others' weights need another reading.
-        of_method = (
-            tables
-            if place == 0
-            else [
-                None if run.dump is None else data.row_table(run.dump.rows(), method=method) for run in runs
-            ]
-        )
+    for method in methods:
+        # The tables are of the plain columns; of several methods, each needs another reading.
+        of_method = tables
+        if len(methods) > 1:
+            of_method = [None if run.dump is None else data.row_table(run.dump.rows(), method=method) for run in runs]
         if (position := _position(of_method)) is not None:
             found[method] = position
     return found
@@ -389,7 +388,7 @@ def _limits(kept: Sequence[_Kept]) -> dict[str, float]:
     def values(name: str) -> np.ndarray:
         # Enough of them to know a percentile.
         some = kept[:: max(1, len(kept) // 256)]
-        found = [one.columns.values[name] for one in some if name in one.columns.values]
+        found = [value_T for one in some for key, value_T in one.columns.values.items() if key.split(":")[0] == name]
         joined = np.concatenate(found) if found else np.zeros(0, dtype=np.float32)
         return joined[np.isfinite(joined)]
 
@@ -447,7 +446,7 @@ def _subtitle(runs: Sequence[data.Run], headers: Sequence[DumpHeader | None], co
 def _foot(headers: Sequence[DumpHeader | None], bits: int, rounding: pack.Rounding, blocks: bool) -> list[str]:
     lines = []
     for header in headers[:1]:
-        if header is None:
+        if header is None or not header.method:
             continue
         options = ", ".join(f"{name} {value}" for name, value in header.options.items() if value is not None)
         temperature = "" if header.temperature is None else f" Temperature {header.temperature:g}."
@@ -456,13 +455,16 @@ def _foot(headers: Sequence[DumpHeader | None], bits: int, rounding: pack.Roundi
         lines.append("Every value is the run's own, in float32.")
     elif blocks:
         names = {"weight": "weights", "score": "scores", "surprisal": "surprisals", "entropy": "entropies"}
-        apart = ", ".join(f"{said} by at most {rounding.largest[n]:.2g}" for n, said in names.items() if n in rounding.largest)
-        lines.append(
-            f"To keep the file small, values are rounded to {pack.levels_of('weight', bits):,} levels over each response's own range, "
-            f"surprisal and entropy to {pack.levels_of('entropy', bits):,}: {apart}. "
-            "The token dump has them exactly."
+        apart = ", ".join(
+            f"{said} by at most {rounding.largest[n]:.2g}" for n, said in names.items() if n in rounding.largest
         )
-    lines.append(f"Written by grail_advantage {__version__}. This file needs no network. Plots: uPlot 1.6.32, MIT licence.")
+        lines.append(
+            f"To keep the file small, values are rounded to {pack.levels_of('weight', bits):,} levels over each response's own "
+            f"range, surprisal and entropy to {pack.levels_of('entropy', bits):,}: {apart}. The token dump has them exactly."
+        )
+    lines.append(
+        f"Written by grail_advantage {__version__}. This file needs no network. Plots: uPlot 1.6.32, MIT licence."
+    )
     return lines
 
 
@@ -538,7 +540,9 @@ def _style(text: str) -> str:
     for name, theme in themes.items():
         scales = {"d": colours.diverging(2 * _HALF + 1, theme), "s": colours.sequential(_STEPS, theme)}
         rules[name] = "".join(
-            f".{scale}{place}{{background-color:{colour}}}" for scale, table in scales.items() for place, colour in enumerate(table)
+            f".{scale}{place}{{background-color:{colour}}}"
+            for scale, table in scales.items()
+            for place, colour in enumerate(table)
         )
         text = text.replace(f"%{name}_GROUND%", scales["s"][0])
     return f"{text}{rules['LIGHT']}@media (prefers-color-scheme: dark){{{rules['DARK']}}}.t.none{{background:none}}"

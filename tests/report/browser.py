@@ -38,7 +38,9 @@ def launched() -> Iterator[Browser]:
     """
     path = executable()
     if path is None:
-        raise RuntimeError("no Chromium found: scripts/setup_chromium.sh installs it, CHROMIUM=/path/to/chromium names one")
+        raise RuntimeError(
+            "no Chromium found: scripts/setup_chromium.sh installs it, CHROMIUM=/path/to/chromium names one"
+        )
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

@@ -14,7 +14,9 @@ from tests.report.browser import executable, launched
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     if executable() is None:
-        pytest.skip("no Chromium: scripts/setup_chromium.sh installs it where it can, CHROMIUM=/path/to/chromium names one")
+        pytest.skip(
+            "no Chromium: scripts/setup_chromium.sh installs it where it can, CHROMIUM=/path/to/chromium names one"
+        )
     with launched() as found:
         yield found
 

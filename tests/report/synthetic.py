@@ -99,7 +99,9 @@ def _story(rng: np.random.Generator) -> tuple[str, list[int]]:
     return prompt, numbers
 
 
-def _solution(rng: np.random.Generator, numbers: list[int], right: bool, filler: int) -> tuple[list[list[str]], int | None, str]:
+def _solution(
+    rng: np.random.Generator, numbers: list[int], right: bool, filler: int
+) -> tuple[list[list[str]], int | None, str]:
     a, b, c, d = numbers
     product = b * c
     wrong_at = None
@@ -147,7 +149,18 @@ def write_dump(
                 if truncated:
                     tokens = tokens[: int(len(tokens) * 0.6)]
                 rows.append(
-                    _row(rng, tokens, parts, wrong_at, truncated, right, float(right - mean), step, place + group * responses, group)
+                    _row(
+                        rng,
+                        tokens,
+                        parts,
+                        wrong_at,
+                        truncated,
+                        right,
+                        float(right - mean),
+                        step,
+                        place + group * responses,
+                        group,
+                    )
                     | {"prompt": prompt, "gold": str(a + b * c - d), "answer": None if truncated else answer}
                 )
         header = DumpHeader(
@@ -207,7 +220,9 @@ def _row(
         "key": f"{group}_{place}_0",
         "group": group,
         "tokens": tokens,
-        "token_ids_T": np.array([sum(ord(c) * 31**i for i, c in enumerate(token)) % 49_000 + 3 if token else 2 for token in tokens]),
+        "token_ids_T": np.array(
+            [sum(ord(c) * 31**i for i, c in enumerate(token)) % 49_000 + 3 if token else 2 for token in tokens]
+        ),
         "reward": float(right and not truncated),
         "outcome": "right" if right and not truncated else "wrong",
         "truncated": truncated,
@@ -228,7 +243,11 @@ def _finish(rng: np.random.Generator, values: dict[str, Any], methods: Sequence[
         values["labels"] = {}
     found = {}
     for number, name in enumerate(methods):
-        weight_T = values["weight_T"] if number == 0 else np.clip(1 + 0.6 * rng.standard_normal(len(tokens)), 0.4, 3).astype("f4")
+        weight_T = (
+            values["weight_T"]
+            if number == 0
+            else np.clip(1 + 0.6 * rng.standard_normal(len(tokens)), 0.4, 3).astype("f4")
+        )
         score_T = values["score_T"] if number == 0 else rng.lognormal(-3, 1, len(tokens)).astype("f4")
         found[name] = MethodColumns(score_T=score_T, weight_T=weight_T, neutral=values["neutral"])
     return text_row(tokens, **values, methods=found)

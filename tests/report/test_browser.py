@@ -44,7 +44,9 @@ def rows_of(folder: Path) -> list[DumpRow]:
 
 def readout(page: Any) -> dict[str, str]:
     """The values of the token that is pointed at."""
-    return dict(zip(page.locator("#readout dt").all_inner_texts(), page.locator("#readout dd").all_inner_texts(), strict=True))
+    return dict(
+        zip(page.locator("#readout dt").all_inner_texts(), page.locator("#readout dd").all_inner_texts(), strict=True)
+    )
 
 
 def shown_number(text: str) -> float:
@@ -114,7 +116,9 @@ class TestHostile:
         assert page.locator("img, iframe, object, embed, form[action], b > *").count() == 0
         assert page.locator(".t").count() == len(HOSTILE)
         texts = page.locator(".t").evaluate_all("spans => spans.map((span) => span.textContent)")
-        assert texts[0] == HOSTILE[0] and texts[1] == HOSTILE[1] and texts[17] == HOSTILE[17] and len(texts[20]) == 100_000
+        assert (
+            texts[0] == HOSTILE[0] and texts[1] == HOSTILE[1] and texts[17] == HOSTILE[17] and len(texts[20]) == 100_000
+        )
         page.select_option("#more-curves", index=1)
         page.locator("#notes summary").click()
         assert "7" in page.locator("#notes").inner_text() or "line" in page.locator("#notes").inner_text()
@@ -161,7 +165,9 @@ class TestHostile:
         page.wait_for_selector(".pages.side .page:nth-child(2) .t")
 
     def test_a_hash_is_no_way_in(self, hostile: Path, opened: Open) -> None:
-        page = opened(hostile, "#rollout=<img onerror=alert(1) src=x>&overlay=__proto__&method=toString&view=x&token=-9e9&step=zz").page
+        page = opened(
+            hostile, "#rollout=<img onerror=alert(1) src=x>&overlay=__proto__&method=toString&view=x&token=-9e9&step=zz"
+        ).page
         assert page.locator(".t").count() > 0
         assert page.locator('#overlay input[value="weight"]').is_checked()
 
@@ -254,7 +260,9 @@ class TestValues:
         answered = next(row for row in rows if row.span and row.outcome == "right")
         page = opened(runs / "grail" / "report.html", f"#rollout={answered.step}.{answered.row}").page
         assert answered.span is not None
-        marked = page.locator(".t").evaluate_all("spans => spans.flatMap((s, t) => s.classList.contains('span') ? [t] : [])")
+        marked = page.locator(".t").evaluate_all(
+            "spans => spans.flatMap((s, t) => s.classList.contains('span') ? [t] : [])"
+        )
         assert marked == list(range(answered.span.start, answered.span.end))
         page.locator(".t").nth(answered.span.content_start).hover()
         assert "in the answer" in page.locator("#readout").inner_text()
@@ -303,7 +311,9 @@ class TestRuns:
 
     def test_the_profile_over_training(self, runs: Path, opened: Open) -> None:
         page = opened(runs / "grail" / "report.html").page
-        assert page.locator("#profile").get_attribute("aria-label").startswith("Mean weight by place, all steps. right: ")
+        assert (
+            page.locator("#profile").get_attribute("aria-label").startswith("Mean weight by place, all steps. right: ")
+        )
         page.locator("#scrub").focus()
         page.keyboard.press("ArrowRight")
         page.keyboard.press("ArrowRight")

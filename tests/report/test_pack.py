@@ -194,7 +194,9 @@ class TestRounded:
         # What the answer's rule weighs is not smeared over the tokens with the same score.
         assert np.abs(found["weight"][2900:2910] - 2).max() <= level and (found["weight"][2950:] == 1).all()
         apart = text_row(tokens, weight_T=rng.permutation(weight_T), score_T=score_T)
-        assert len(block) < 0.9 * len(pack.pack(pack.columns_of(apart, pack.Vocabulary()), np.arange(8, dtype=np.uint32), bits))
+        assert len(block) < 0.9 * len(
+            pack.pack(pack.columns_of(apart, pack.Vocabulary()), np.arange(8, dtype=np.uint32), bits)
+        )
 
     def test_a_weight_of_one_and_a_score_of_nothing_stay(self) -> None:
         columns = _columns(500)

@@ -141,7 +141,9 @@ class TestIndex:
     def test_a_prompt_in_both_runs_is_one_problem(self, run: Path, tmp_path: Path) -> None:
         write_dump(tmp_path / "other" / "tokens", (1, 7), seed=9, problems=4)
         index = unpacked(render([data.open_run(run), data.open_run(tmp_path / "other")]), "index")
-        problems = {number: {group["problem"] for group in index["groups"] if group["run"] == number} for number in (0, 1)}
+        problems = {
+            number: {group["problem"] for group in index["groups"] if group["run"] == number} for number in (0, 1)
+        }
         assert len(problems[0] & problems[1]) == 6
         assert len(index["problems"]) == len({problem["prompt"] for problem in index["problems"]})
         assert [entry["name"] for entry in index["runs"]] == ["grail", "other"]
@@ -164,7 +166,9 @@ class TestChoice:
         index = index_of(run, rollouts=30)
         assert len(index["rows"]["step"]) == 24
         assert [group["step"] for group in index["groups"]] == [1, 5, 10]
-        assert all(index["rows"]["group"].count(number) == group["total"] for number, group in enumerate(index["groups"]))
+        assert all(
+            index["rows"]["group"].count(number) == group["total"] for number, group in enumerate(index["groups"])
+        )
         assert "24 of the 72 rollouts" in index["notes"][0] and "--rollouts" in index["notes"][0]
         # What is not on the page still counts in the means.
         assert index["position"] == index_of(run)["position"]

@@ -255,10 +255,17 @@
   }
 
   function column(data, overlay) {
-    if ((overlay === "weight" || overlay === "score") && state.method && state.method !== METHODS[0]) {
-      return data.columns[`${overlay}:${state.method}`];
+    return columnOf(data, overlay, state.method);
+  }
+  // A method's own column where several were compared, else the plain one.
+  function columnOf(data, overlay, method) {
+    if (METHODS.length > 1 && overlay === "advantage") {
+      const weight = data.columns[`weight:${method}`];
+      const base = data.columns.base_advantage;
+      return weight && base && weight.map((w, t) => w * base[t]);
     }
-    return data.columns[overlay];
+    const own = METHODS.length > 1 && (overlay === "weight" || overlay === "score");
+    return data.columns[own ? `${overlay}:${method}` : overlay];
   }
 
   // Places of a rollout's tokens on the scale of an overlay, NaN where there is no value; and the scale.
@@ -776,7 +783,9 @@
     }
     const run = index.runs.length > 1 ? `${index.runs[row.run].name} · ` : "";
     const step = allSteps.length > 1 ? `step ${row.step} · ` : "";
-    const under = make("span", "under", `${run}${step}problem ${groups[row.group].place + 1}`);
+    const under = make("span", "under");
+    const group = groups[row.group];
+    visible(under, `${run}${step}problem ${index.problems[group.problem].id?.slice(0, 40) ?? group.place + 1}`, false);
     const side = make("span", "side", plural(row.length, "token"));
     element.append(glyph(row.outcome), text, side, under, spread);
     return element;
@@ -983,7 +992,7 @@
     if (row.reward !== null) fact("reward", number(row.reward));
     if (row.advantage !== null) fact("advantage", number(row.advantage));
     if (row.spread !== null) fact("spread of weights", number(row.spread));
-    const neutral = row.neutrals?.[state.method] ?? (state.method === METHODS[0] || !row.neutrals ? row.neutral : null);
+    const neutral = row.neutrals ? row.neutrals[state.method] : row.neutral;
     if (row.truncated) host.append(make("span", "badge", "truncated: cut at the length limit"));
     if (neutral) host.append(make("span", "badge", `neutral: ${neutral}`));
     if (row.wrong_step) host.append(make("span", "badge", "wrong step: wavy line"));
@@ -1036,12 +1045,12 @@
     const { row, element } = page;
     page.data = data;
     if (METHODS.length > 1) {
-      page.strips = METHODS.map((method, m) => {
+      page.strips = METHODS.map((method) => {
         const button = make("button", "strip");
         button.type = "button";
         const canvas = make("canvas");
         canvas.setAttribute("aria-hidden", "true");
-        const neutral = m ? row.neutrals?.[method] : row.neutral;
+        const neutral = row.neutrals?.[method];
         button.append(make("span", "glyph", method), canvas, make("span", "meta", neutral ? "neutral" : ""));
         button.setAttribute("aria-label", `Show ${method}${neutral ? `, neutral: ${neutral}` : ""}`);
         button.addEventListener("click", () => setMethod(method));
@@ -1129,7 +1138,7 @@
     if (page.map) drawStrip(page.map, page.row, page.data, state.overlay, 1);
     for (const { method, button, canvas } of page.strips ?? []) {
       const overlay = state.overlay === "score" ? "score" : "weight";
-      drawStrip(canvas, page.row, page.data, overlay, 1, page.data.columns[method === METHODS[0] ? overlay : `${overlay}:${method}`]);
+      drawStrip(canvas, page.row, page.data, overlay, 1, columnOf(page.data, overlay, method) ?? new Float32Array(page.data.n).fill(NaN));
       button.setAttribute("aria-pressed", method === state.method);
     }
   }
@@ -1299,7 +1308,7 @@
     const score = (row) => {
       const group = groups[row.group];
       const mixed = group.rows.some((r) => r.outcome === "right") && group.rows.some((r) => r.outcome === "wrong");
-      return (mixed ? 1e6 : 0) + (row.neutral ? 0 : 1e3) + (row.spread ?? 0);
+      return (mixed ? 1e6 : 0) + (row.neutral ? 0 : 1e4) + (row.wrong_step ? 1e3 : 0) + (row.spread ?? 0);
     };
     if (state.sort !== "") return among[0];
     if (among.some((row) => !row.run)) among = among.filter((row) => !row.run);
