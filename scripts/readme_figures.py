@@ -1,0 +1,207 @@
+"""Draw the README's figures and its table from the results that stand in the repository.
+
+    python scripts/readme_figures.py [--write README.md]
+
+- ``docs/images/differences.png`` and the table: ``docs/study/runs.csv``, main arms and the oracle, paired by seed;
+- ``docs/images/cost.png``: ``benchmarks/results/training_step-cpu.json``;
+- ``docs/images/learning_curve.png``: ``docs/images/learning_curve.csv``, which ``--run FOLDER`` takes from a run of the CPU
+  example.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import pyplot
+from scipy import stats
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from recipe.marked_text import write_marked  # noqa: E402
+from recipe.run_report import read_steps  # noqa: E402
+
+IMAGES = ROOT / "docs" / "images"
+RUNS = ROOT / "docs" / "study" / "runs.csv"
+COSTS = ROOT / "benchmarks" / "results" / "training_step-cpu.json"
+CURVE = IMAGES / "learning_curve.csv"
+BASELINE = "grpo"
+ARMS = {
+    "grail_official": "GRAIL, as published",
+    "grail_robust": "GRAIL, preset robust",
+    "oar_g": "OAR-G",
+    "shuffled": "GRAIL's weights, shuffled",
+    "oracle": "oracle: weight on the wrong step",
+}
+"""What the table shows, the oracle last, since it is no method."""
+STAGES = {"old_log_probs": "old log-probabilities", "saliency": "pass of its own", "update": "update"}
+COST_ARMS = {
+    "GRPO": "uniform (GRPO)",
+    "GRAIL official, fused": "GRAIL",
+    "GRAIL official, separate": "GRAIL, pass of its own",
+    "published procedure": "as the paper's code does it",
+}
+INK, ACCENT, MUTED, WARM = "#24292f", "#0b6e4f", "#9aa5b1", "#c8553d"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An arm minus the baseline, paired by seed, in points of final accuracy."""
+
+    label: str
+    points: list[float]
+    p: float
+    """Two-sided, of a paired t-test."""
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.points)
+
+    @property
+    def half_width(self) -> float:
+        """Of the 95 % interval by Student's distribution."""
+        count = len(self.points)
+        return float(stats.t.ppf(0.975, count - 1)) * statistics.stdev(self.points) / count**0.5
+
+
+def differences(path: Path = RUNS) -> list[Difference]:
+    """The arms of :data:`ARMS` against the baseline."""
+    accuracy: dict[str, dict[str, float]] = {}
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            accuracy.setdefault(row["arm"], {})[row["seed"]] = 100 * float(row["final_accuracy"])
+    found = []
+    for arm, label in ARMS.items():
+        seeds = sorted(accuracy[arm].keys() & accuracy[BASELINE].keys())
+        own, base = ([accuracy[name][seed] for seed in seeds] for name in (arm, BASELINE))
+        found.append(
+            Difference(label, [a - b for a, b in zip(own, base, strict=True)], float(stats.ttest_rel(own, base).pvalue))
+        )
+    return found
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """p-values corrected for their number (Holm 1979)."""
+    order = np.argsort(p_values)
+    corrected, highest = [0.0] * len(p_values), 0.0
+    for place, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - place) * p_values[index]))
+        corrected[index] = highest
+    return corrected
+
+
+def table(found: list[Difference]) -> str:
+    """Markdown."""
+    corrected = holm([difference.p for difference in found])
+    lines = ["| final accuracy, points against Dr. GRPO | difference | 95 % interval | p, Holm |", "|---|--:|--:|--:|"]
+    for difference, p in zip(found, corrected, strict=True):
+        low, high = difference.mean - difference.half_width, difference.mean + difference.half_width
+        lines.append(f"| {difference.label} | {difference.mean:+.1f} | {low:+.1f} to {high:+.1f} | {p:.2f} |")
+    return "\n".join(lines)
+
+
+def stage_seconds(results: dict[str, Any], arm: str) -> dict[str, float]:
+    """Median processor time of a step's stages with one epoch, without gradient checkpointing, as multiples of GRPO's step."""
+    run = next(run for run in results["runs"] if run["checkpointing"] == "off")
+
+    def median(name: str, stage: str) -> float:
+        return statistics.median(repeat[name][stage][0] if repeat[name][stage] else 0.0 for repeat in run["repeats"])
+
+    whole = sum(median("GRPO", stage) for stage in STAGES)
+    return {stage: median(arm, stage) / whole for stage in STAGES}
+
+
+def draw_differences(found: list[Difference], path: Path) -> None:
+    figure, axes = pyplot.subplots(figsize=(7, 2.6), dpi=160)
+    for place, difference in enumerate(reversed(found)):
+        colour = MUTED if difference.label.startswith("oracle") else ACCENT
+        axes.plot(difference.points, [place] * len(difference.points), "o", color=colour, alpha=0.35, markersize=4)
+        axes.errorbar(
+            difference.mean, place, xerr=difference.half_width, fmt="D", color=colour, markersize=6, capsize=3
+        )
+    axes.axvline(0, color=INK, linewidth=0.8)
+    axes.set_yticks(range(len(found)), [difference.label for difference in reversed(found)])
+    axes.set_xlabel("points of final accuracy above Dr. GRPO, same seed: mean, 95 % interval, seeds")
+    _finish(figure, axes, path)
+
+
+def draw_costs(results: dict[str, Any], path: Path) -> None:
+    figure, axes = pyplot.subplots(figsize=(7, 2.4), dpi=160)
+    labels = list(COST_ARMS.values())[::-1]
+    left = np.zeros(len(labels))
+    for stage, colour in zip(STAGES, (MUTED, WARM, ACCENT), strict=True):
+        parts = np.array([stage_seconds(results, arm)[stage] for arm in reversed(COST_ARMS)])
+        axes.barh(labels, parts, left=left, color=colour, label=STAGES[stage], height=0.6)
+        left += parts
+    for place, whole in enumerate(left):
+        axes.text(whole + 0.01, place, f"{whole:.2f}", va="center", fontsize=8, color=INK)
+    axes.set_xlabel("training side of a step, 1 epoch, multiples of uniform's processor time")
+    axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1.0))
+    _finish(figure, axes, path)
+
+
+def draw_curve(path: Path) -> None:
+    with CURVE.open(encoding="utf-8") as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    figure, axes = pyplot.subplots(figsize=(7, 2.8), dpi=160)
+    trained = [row for row in rows if "reward" in row]
+    validated = [row for row in rows if "accuracy" in row]
+    axes.plot([r["step"] for r in trained], [r["reward"] for r in trained], color=MUTED, label="training reward")
+    axes.plot(
+        [r["step"] for r in validated],
+        [r["accuracy"] for r in validated],
+        color=ACCENT,
+        marker="o",
+        label="held-out accuracy, sampled",
+    )
+    axes.set(xlabel="rollout batch of 256 responses", ylabel="share right", ylim=(0, 1), xticks=range(0, len(rows), 5))
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    _finish(figure, axes, path)
+
+
+def _finish(figure: Any, axes: Any, path: Path) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    axes.xaxis.label.set_fontsize(8)
+    axes.yaxis.label.set_fontsize(8)
+    figure.tight_layout()
+    figure.savefig(path, facecolor="white")
+    pyplot.close(figure)
+
+
+def store_curve(run: Path) -> None:
+    """Keep the curve of a run of the CPU example."""
+    with CURVE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["step", "reward", "accuracy"])
+        for step in read_steps(run):
+            writer.writerow([step.number, step.reward, step.accuracy])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="folder of a run of the CPU example")
+    parser.add_argument("--write", type=Path, help="page with the marker study, for the table")
+    parser.add_argument("--images", type=Path, default=IMAGES)
+    arguments = parser.parse_args()
+    if arguments.run:
+        store_curve(arguments.run)
+    found = differences()
+    results = json.loads(COSTS.read_text(encoding="utf-8"))
+    draw_differences(found, arguments.images / "differences.png")
+    draw_costs(results, arguments.images / "cost.png")
+    draw_curve(arguments.images / "learning_curve.png")
+    if arguments.write:
+        write_marked(arguments.write, "study", table(found))
+
+
+if __name__ == "__main__":
+    main()
