@@ -211,7 +211,8 @@ def sum_log_probs(
         return (hidden_BSD[:1, :1], *others)
 
     def after(_module: nn.Module, _args: tuple, _logits: torch.Tensor) -> torch.Tensor:
-        return torch.stack([sums[-1], sums[-1].new_full((), MARK)]).reshape(1, 1, 2)
+        # No view, which FSDP2 warns of.
+        return torch.cat([sums[-1].reshape(1, 1, 1), sums[-1].new_full((1, 1, 1), MARK)], dim=-1)
 
     # First among the hooks: those that gather parameters for the backward must see what takes part in it.
     handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after, prepend=True)]

@@ -58,11 +58,24 @@ NAN = {"fsdp": Setup("qwen3-nan", "fsdp"), "fsdp2": Setup("qwen3-nan", "fsdp2")}
 
 
 @contextmanager
-def chunks_of(positions: int) -> Iterator[None]:
-    """Let logits be taken of so many positions at a time."""
-    modules = ("grail_advantage.activations", "grail_advantage.verl_ext.engine_model")
-    with patch(f"{modules[0]}.CHUNK_POSITIONS", positions), patch(f"{modules[1]}.CHUNK_POSITIONS", positions):
-        yield
+def chunks_of(positions: int) -> Iterator[list[int]]:
+    """Let logits be taken of so many positions at a time; filled with the chunks' sizes."""
+    from grail_advantage import activations
+    from grail_advantage.verl_ext import engine_model
+
+    sizes: list[int] = []
+    whole = activations.negative_log_likelihood
+
+    def counted(logits_KV: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.append(len(logits_KV))
+        return whole(logits_KV, *others)
+
+    with (
+        patch.object(activations, "CHUNK_POSITIONS", positions),
+        patch.object(engine_model, "CHUNK_POSITIONS", positions),
+        patch.object(activations, "negative_log_likelihood", counted),
+    ):
+        yield sizes
 
 
 @contextmanager
@@ -157,11 +170,12 @@ class Experiments(SharedForward):
         before = hooks(engine.module)
         results = {}
         for name, positions in (("at once", 10**6), ("chunked", CHUNK)):
-            with chunks_of(positions):
+            with chunks_of(positions) as sizes:
                 how = Pass("embeddings", "official", temperature=0.7, rows=2)
                 results[name] = {
                     "pass": run_pass(engine, self._pass_rows(), how),
                     "shared": log_probs(worker, self.rows("long"), HOWS["rows"], fused=True),
+                    "chunks": sizes,
                 }
         results["leftovers"] = leftovers(engine, before)
         return results
