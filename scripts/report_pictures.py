@@ -11,8 +11,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from PIL import Image
-
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -53,8 +51,6 @@ def main() -> None:
             page.wait_for_timeout(500)
             path = IMAGES / f"report_{name}.png"
             page.screenshot(path=path)
-            # A page has few colours; a table of them makes the file a third.
-            Image.open(path).convert("RGB").quantize(192, dither=Image.Dither.NONE).save(path, optimize=True)
             print(path)
 
 

@@ -595,6 +595,43 @@
     profilePlot = plot($("profile"), profileOptions(position), profileData(position, Number($("scrub").value)));
     showScrub();
     if (several) drawHeat(position);
+    drawMethods(several);
+  }
+
+  // All methods' profiles beside each other, where there is room for them.
+  const small = [];
+  function drawMethods(several) {
+    const named = METHODS.filter((method) => index.position[method]);
+    $("methods-panel").hidden = several || named.length < 2;
+    if ($("methods-panel").hidden) return;
+    if (!small.length) {
+      const all = named.flatMap((method) => index.position[method].all.filter((line) => !line.run));
+      const values = all.flatMap((line) => line.mean).filter((v) => v !== null);
+      const range = [Math.min(1, ...values) - 0.04, Math.max(1, ...values) + 0.04];
+      for (const method of named) {
+        const button = make("button", "small-plot");
+        button.type = "button";
+        const host = make("span", "plot");
+        button.append(make("span", "name", method), host);
+        button.addEventListener("click", () => setMethod(method));
+        $("methods").append(button);
+        const lines = index.position[method].all.filter((line) => !line.run);
+        const made = plot(
+          host,
+          {
+            height: 78,
+            padding: [6, 4, 4, 0],
+            scales: { x: { time: false, range: [0, 100] }, y: { range } },
+            axes: [{ show: false }, axis({ size: 32, space: 26, values: (u, splits) => splits.map((v) => number(v)) })],
+            series: [{}, ...lines.map((line) => ({ stroke: () => ink(line.outcome === "right" ? "accent" : "ink"), width: 1.5, dash: line.outcome === "wrong" ? [5, 3] : undefined, points: { show: false } }))],
+            cursor: { show: false },
+          },
+          [centres, ...lines.map((line) => line.mean)],
+        );
+        small.push({ method, button, made });
+      }
+    }
+    for (const { method, button } of small) button.setAttribute("aria-pressed", method === state.method);
   }
 
   const K = index.bins;
@@ -1247,12 +1284,14 @@
     if (!page || t === undefined || !page.data) {
       if (pages.length) {
         host.hidden = false;
+        host.className = "readout idle";
         host.replaceChildren(make("span", "quiet", touch.matches ? "Tap a token to read its values." : "Point at a token to read its values. Arrow keys move between tokens, Escape goes back to the list."));
       } else host.hidden = true;
       return;
     }
     const { data } = page;
     host.hidden = false;
+    host.className = "readout";
     const what = make("div", "what");
     what.append(plain(tokenText(data, t)).slice(0, 60), make("small", "", `${number(t + 1)} of ${number(data.n)} · id ${data.words.ids[data.ids[t]]}`));
     const values = make("dl");
