@@ -40,12 +40,12 @@ class Size:
     intermediate: int
     prompts: int
     checkpointing: bool
-    """verl's default is to checkpoint."""
+    """verl's default is to checkpoint; the example does not."""
     rollouts: int = 8
 
 
 SIZES = {
-    "tiny": Size(3, 384, 32, True),
+    "tiny": Size(3, 384, 32, False),
     "large": Size(8, 2048, 16, True),
     "large, without checkpointing": Size(8, 2048, 16, False),
 }

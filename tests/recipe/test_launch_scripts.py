@@ -623,6 +623,7 @@ def test_dry_run_of_the_cpu_example(tmp_path: Path, estimator: str) -> None:
     config = yaml.safe_load(result.stdout)
     # 150 responses: the most up to 128 that divide them
     assert config["actor_rollout_ref"]["actor"]["ppo_micro_batch_size_per_gpu"] == 75
+    assert config["actor_rollout_ref"]["model"]["enable_gradient_checkpointing"] is False
     algorithm = config["algorithm"]
     assert (algorithm["adv_estimator"], algorithm["oar"]["variant"]) == (estimator, "grail_port")
     assert algorithm["oar"]["boost"] == 1.5
