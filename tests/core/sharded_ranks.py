@@ -22,14 +22,20 @@ METHODS: dict[str, Signal] = {
     "oar_p": OarConfig("perturbation"),
     "surprisal": methods()["surprisal"].build({"gate": "all"}),
 }
-SHARES: dict[str, tuple[list[Rollout], list[Rollout]]] = {
-    "three and one": (
+SHARES: dict[str, tuple[list[Rollout], list[Rollout], list[Rollout]]] = {
+    "three, one and two": (
         [ROLLOUTS[name] for name in ("text after the box", "several boxes", "one token before the box")],
         [ROLLOUTS["box at the end"]],
+        [ROLLOUTS["empty box"], ROLLOUTS["right"]],
     ),
-    "all on one rank": ([ROLLOUTS["several boxes"], ROLLOUTS["text after the box"]], [ROLLOUTS["no box"]]),
-    "none anywhere": ([ROLLOUTS["no box"]], [ROLLOUTS["no box"], ROLLOUTS["no box"]]),
+    "all on one rank": (
+        [ROLLOUTS["several boxes"], ROLLOUTS["text after the box"]],
+        [ROLLOUTS["no box"]],
+        [ROLLOUTS["no box"]],
+    ),
+    "none anywhere": ([ROLLOUTS["no box"]], [ROLLOUTS["no box"], ROLLOUTS["no box"]], [ROLLOUTS["no box"]]),
 }
+"""Each rank's rows; two ranks have the first two."""
 SHARDINGS = ("fully_shard", "FullyShardedDataParallel")
 
 

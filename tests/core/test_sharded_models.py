@@ -1,4 +1,4 @@
-"""``compute_token_weights`` with a model sharded over two ranks that have different numbers of rows to compute."""
+"""``compute_token_weights`` with a model sharded over ranks that have different numbers of rows to compute."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from tests.verl_ext.rank_group import start_ranks
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """Starts the two ranks; a rank without a counterpart for its collectives would hang until its time is up."""
-    return start_ranks("tests.core.sharded_ranks", tmp_path_factory.mktemp("sharded"), 2)
+@pytest.fixture(scope="module", params=[2, 3], ids=["two ranks", "three ranks"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """Starts the ranks; one without a counterpart for its collectives would hang until its time is up. Three do not divide the
+    model's 16 dimensions."""
+    return start_ranks("tests.core.sharded_ranks", tmp_path_factory.mktemp("sharded"), request.param)
 
 
 @pytest.mark.parametrize("name", ranks.METHODS)
