@@ -18,6 +18,7 @@ from grail_advantage.report import colours
 from grail_advantage.report.page import write_report
 from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
 from tests.report.synthetic import text_row, write_dump, write_metrics
+from tests.report.test_pack import read_block
 
 pytestmark = pytest.mark.slow
 
@@ -224,19 +225,16 @@ class TestValues:
         write_dump(tmp_path, range(1, 11), problems=4, filler=12)
         page = opened(write_report(tmp_path, megabytes=1), "#rollout=1.0&token=5").page
         row = rows_of(tmp_path)[0]
-        said = re.search(
-            r"weights by at most ([\d.]+), .* surprisals by at most ([\d.]+)", page.locator("#foot").inner_text()
-        )
-        assert said is not None and row.old_log_prob_T is not None
-        for t in range(5, 45):
+        block = re.search(r'id="r0">(.*?)</script>', (tmp_path / "report.html").read_text())
+        assert block is not None and re.search(r"rounded to [\d,]+ levels", page.locator("#foot").inner_text())
+        head, _, columns = read_block(block[1])
+        assert head["columns"]["surprisal"][0] == "levels"
+        for t in range(5, 25):
             page.locator(".t").nth(t).dispatch_event("click")
             values = readout(page)
-            # Three digits are shown, and two of the largest difference.
-            for name, true, most in (
-                ("Weight", row.weight_T[t], float(said[1])),
-                ("Surprisal", -row.old_log_prob_T[t], float(said[2])),
-            ):
-                assert abs(shown_number(values[name]) - float(true)) <= 1.05 * most + 0.005 * float(true)
+            for name in ("Weight", "Surprisal", "Entropy"):
+                assert shown_number(values[name]) == pytest.approx(columns[name.lower()][t], rel=6e-3)
+            assert shown_number(values["Weight"]) == pytest.approx(float(row.weight_T[t]), abs=0.02)
 
     @pytest.mark.parametrize("dark", [False, True])
     def test_colours_are_those_of_the_scale(self, runs: Path, opened: Open, dark: bool) -> None:

@@ -21,7 +21,7 @@ def _bytes(block: str) -> bytes:
     return zlib.decompress(base64.b85decode(block.replace("/", "<")))
 
 
-def _read(block: str) -> tuple[dict[str, Any], np.ndarray, dict[str, np.ndarray]]:
+def read_block(block: str) -> tuple[dict[str, Any], np.ndarray, dict[str, np.ndarray]]:
     """Head, token numbers and columns, by the description in the head alone."""
     data = _bytes(block)
     size = int.from_bytes(data[:4], "little")
@@ -98,7 +98,7 @@ class TestExact:
         mask = np.arange(300) % 3 > 0
         columns = pack.Columns(columns.numbers_T, mask, columns.values)
         rank = np.arange(len(TOKENS), dtype=np.uint32)[::-1].copy()
-        head, numbers, found = _read(pack.pack(columns, rank, pack.EXACT))
+        head, numbers, found = read_block(pack.pack(columns, rank, pack.EXACT))
         assert np.array_equal(numbers, rank[columns.numbers_T])
         assert np.array_equal(found.pop("mask"), mask)
         assert found.keys() == columns.values.keys()
@@ -109,7 +109,7 @@ class TestExact:
 
     def test_an_advantage_that_is_the_product_takes_no_room(self) -> None:
         columns = _columns()
-        head, _, found = _read(pack.pack(columns, np.arange(8, dtype=np.uint32), pack.EXACT))
+        head, _, found = read_block(pack.pack(columns, np.arange(8, dtype=np.uint32), pack.EXACT))
         assert head["columns"]["advantage"] == ["product"]
         assert np.array_equal(found["advantage"], columns.values["advantage"])
 
@@ -119,7 +119,7 @@ class TestExact:
         other = MethodColumns(score_T=None, weight_T=base.weight_T[::-1].copy())
         row = text_row(TOKENS, methods={"grail": same, "shear": other})
         columns = pack.columns_of(row, pack.Vocabulary())
-        head, _, found = _read(pack.pack(columns, np.arange(8, dtype=np.uint32), pack.EXACT))
+        head, _, found = read_block(pack.pack(columns, np.arange(8, dtype=np.uint32), pack.EXACT))
         assert head["columns"]["weight:grail"] == ["same", "weight"]
         assert np.array_equal(found["weight:shear"], other.weight_T)
         assert "score:shear" not in found
@@ -127,7 +127,7 @@ class TestExact:
     @pytest.mark.parametrize("count", [0, 1])
     def test_short_responses(self, count: int) -> None:
         columns = _columns(count)
-        _, numbers, _ = _read(pack.pack(columns, np.arange(8, dtype=np.uint32), 4))
+        _, numbers, _ = read_block(pack.pack(columns, np.arange(8, dtype=np.uint32), 4))
         assert len(numbers) == count
 
     @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ class TestExact:
     def test_every_token_comes_back(self, size: int, how: list[Any]) -> None:
         numbers_T = np.random.default_rng(0).permutation(size).astype(np.uint32)
         columns = pack.Columns(numbers_T, np.ones(size, dtype=bool), {})
-        head, numbers, _ = _read(pack.pack(columns, np.arange(size, dtype=np.uint32), pack.EXACT))
+        head, numbers, _ = read_block(pack.pack(columns, np.arange(size, dtype=np.uint32), pack.EXACT))
         assert head["ids"] == how and np.array_equal(numbers, numbers_T)
 
 
@@ -157,7 +157,7 @@ class TestRounded:
         columns.values["score"][::7] = np.nan
         columns.values["score"][1] = 1e3
         rounding = pack.Rounding()
-        head, _, found = _read(pack.pack(columns, np.arange(8, dtype=np.uint32), bits, rounding))
+        head, _, found = read_block(pack.pack(columns, np.arange(8, dtype=np.uint32), bits, rounding))
         scales = {"weight": "linear", "score": "log", "surprisal": "root", "entropy": "root"}
         for name, scale in scales.items():
             true_T = columns.values[name].astype(np.float64)
@@ -186,7 +186,7 @@ class TestRounded:
         columns = pack.columns_of(row, pack.Vocabulary())
         rounding = pack.Rounding()
         block = pack.pack(columns, np.arange(8, dtype=np.uint32), bits, rounding)
-        head, _, found = _read(block)
+        head, _, found = read_block(block)
         assert head["columns"]["weight"][:2] == ["lookup", "score"]
         level = (weight_T.max() - weight_T.min()) / (2**bits - 3)
         assert np.abs(found["weight"] - weight_T).max() <= level * 1.001
@@ -202,13 +202,13 @@ class TestRounded:
         columns = _columns(500)
         columns.values["weight"][::2] = 1
         columns.values["score"][::2] = 0
-        _, _, found = _read(pack.pack(columns, np.arange(8, dtype=np.uint32), 4))
+        _, _, found = read_block(pack.pack(columns, np.arange(8, dtype=np.uint32), 4))
         assert (found["weight"][::2] == 1).all() and (found["score"][::2] == 0).all()
 
     def test_values_that_are_all_exact_or_missing(self) -> None:
         columns = _columns(4)
         columns.values["weight"][:] = [1, np.nan, 1, np.nan]
-        _, _, found = _read(pack.pack(columns, np.arange(8, dtype=np.uint32), 5))
+        _, _, found = read_block(pack.pack(columns, np.arange(8, dtype=np.uint32), 5))
         assert np.array_equal(found["weight"], columns.values["weight"], equal_nan=True)
 
 
