@@ -30,6 +30,7 @@ AGAINST_PUBLISHED = 8
 WHOLE_STEP_LIMIT = 1.02
 """Most that a whole GRAIL step should cost, in steps of ``uniform``."""
 PUBLISHED = "published procedure"
+FRONT_PAGE_VARIANT = "GRAIL official, fused"
 STAGES = ("old_log_probs", "saliency", "weights", "update")
 
 
@@ -290,7 +291,7 @@ def span_finding(result: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-PARTS = {"generation": ("VLLM", "vLLM", "AgentLoop"), "training": ("Worker",), "driver": ("TaskRunner",)}
+PARTS = {"generation": ("VLLM", "vLLM", "AgentLoop"), "training": ("WorkerDict",), "driver": ("TaskRunner",)}
 """Titles of the processes of a verl run hold one of these; whatever else runs is Ray, TransferQueue and the reward."""
 
 
@@ -389,19 +390,21 @@ def render(folder: Path) -> str:
 
 
 def summary(folder: Path) -> str:
-    """For the front page: each variant's step, pass and memory against the targets."""
-    lines = []
+    """For the front page: what GRAIL as published adds to a step, one sentence a device."""
+    sentences = []
     for path in sorted(folder.glob("training_step-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
-        for run in result["runs"]:
-            step = Step(run, result["setup"])
-            lines += [
-                f"On {result['device']}, gradient checkpointing {step.checkpointing}, {step.share:.1%} of the rows selected:",
-                "",
-                *_verdicts(step, result["epochs"], run["peak_bytes"]),
-                "",
-            ]
-    return "\n".join(lines).strip()
+        run = next((run for run in result["runs"] if run["checkpointing"] == "off"), result["runs"][0])
+        step, epochs = Step(run, result["setup"]), result["epochs"]
+        ours = " and ".join(f"{step.ratio_of_stages(FRONT_PAGE_VARIANT, count):.2f}" for count in epochs)
+        theirs = " and ".join(f"{step.ratio_of_stages(PUBLISHED, count):.2f}" for count in epochs)
+        share = run["peak_bytes"]["fused pass, official"] / run["peak_bytes"]["actor update"]
+        sentences.append(
+            f"On the {result['device'].upper()}, with {step.share:.0%} of the responses scored, GRAIL makes the training side "
+            f"of a step {ours} times as long with {' and '.join(map(str, epochs))} epochs of updates; the paper's procedure "
+            f"{theirs} times. Its peak memory is {share:.2f} of the update's."
+        )
+    return " ".join(sentences)
 
 
 def main() -> None:

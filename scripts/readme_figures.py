@@ -4,6 +4,7 @@
 
 - ``docs/images/differences.png`` and the table: ``docs/study/runs.csv``, main arms and the oracle, paired by seed;
 - ``docs/images/cost.png``: ``benchmarks/results/training_step-cpu.json``;
+- ``docs/images/tokens.png``: with ``--tokens FOLDER KEY``, a row of an analysis, weighed by several methods (needs Chromium);
 - ``docs/images/learning_curve.png``: ``docs/images/learning_curve.csv``, which ``--run FOLDER`` takes from a run of the CPU
   example.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import html
 import json
 import statistics
 import sys
@@ -24,10 +26,15 @@ from matplotlib import pyplot
 from scipy import stats
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from report import Step  # noqa: E402
+
+from grail_advantage.report.notebook import token_html  # noqa: E402
+from grail_advantage.token_dump import read_dump  # noqa: E402
 from recipe.marked_text import write_marked  # noqa: E402
 from recipe.run_report import read_steps  # noqa: E402
+from tests.report.browser import launched  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 RUNS = ROOT / "docs" / "study" / "runs.csv"
@@ -49,6 +56,16 @@ COST_ARMS = {
     "GRAIL official, separate": "GRAIL, pass of its own",
     "published procedure": "as the paper's code does it",
 }
+TOKEN_METHODS = {
+    "grail": "GRAIL",
+    "grail:preset=robust": "GRAIL, preset robust",
+    "oar_g:variant=grail_port": "OAR-G",
+    "surprisal": "surprisal: only the least likely token",
+}
+TOKENS_PAGE = """<!doctype html><meta charset="utf-8"><style>
+body {{ margin: 0; padding: 14px 18px; width: 864px; background: white; color: #24292f; font: 14px/1.6 sans-serif }}
+h1 {{ font-size: 14px; margin: 0 0 10px; font-weight: normal }} h2 {{ font-size: 14px; margin: 12px 0 2px }}
+</style><h1>{head}</h1>{parts}"""
 INK, ACCENT, MUTED, WARM = "#24292f", "#0b6e4f", "#9aa5b1", "#c8553d"
 
 
@@ -109,14 +126,20 @@ def table(found: list[Difference]) -> str:
 
 
 def stage_seconds(results: dict[str, Any], arm: str) -> dict[str, float]:
-    """Median processor time of a step's stages with one epoch, without gradient checkpointing, as multiples of GRPO's step."""
+    """Median processor time of a step's stages with one epoch, without gradient checkpointing, as multiples of GRPO's step.
+
+    The update is the same work in every arm, so all measurements of it count together, as in ``benchmarks/report.py``.
+    """
     run = next(run for run in results["runs"] if run["checkpointing"] == "off")
-
-    def median(name: str, stage: str) -> float:
-        return statistics.median(repeat[name][stage][0] if repeat[name][stage] else 0.0 for repeat in run["repeats"])
-
-    whole = sum(median("GRPO", stage) for stage in STAGES)
-    return {stage: median(arm, stage) / whole for stage in STAGES}
+    step = Step(run, results["setup"])
+    whole = step.forward + step.update
+    own = step.weighing(arm, 1)
+    pass_of_its_own = 0.0 if arm.endswith("fused") else own
+    return {
+        "old_log_probs": (step.forward + own - pass_of_its_own) / whole,
+        "saliency": pass_of_its_own / whole,
+        "update": step.update / whole,
+    }
 
 
 def draw_differences(found: list[Difference], path: Path) -> None:
@@ -167,6 +190,20 @@ def draw_curve(path: Path) -> None:
     _finish(figure, axes, path)
 
 
+def draw_tokens(folder: Path, key: str, path: Path) -> None:
+    """A row of an analysis with several methods, as a notebook shows it."""
+    row = next(row for row in read_dump(folder) if row.key == key)
+    parts = [
+        f"<h2>{html.escape(label)}</h2>{token_html(row.tokens, row.methods[name].weight_T, name='weight')}"
+        for name, label in TOKEN_METHODS.items()
+    ]
+    head = f"The right answer is {row.gold}. What each method multiplies this response's (negative) advantage by:"
+    with launched() as browser:
+        page = browser.new_page(viewport={"width": 900, "height": 600}, device_scale_factor=1.6)
+        page.set_content(TOKENS_PAGE.format(head=html.escape(head), parts="".join(parts)))
+        page.locator("body").screenshot(path=path)
+
+
 def _finish(figure: Any, axes: Any, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
@@ -189,6 +226,7 @@ def store_curve(run: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="folder of a run of the CPU example")
+    parser.add_argument("--tokens", nargs=2, metavar=("FOLDER", "KEY"), help="dump of an analysis, and the row")
     parser.add_argument("--write", type=Path, help="page with the marker study, for the table")
     parser.add_argument("--images", type=Path, default=IMAGES)
     arguments = parser.parse_args()
@@ -199,6 +237,8 @@ def main() -> None:
     draw_differences(found, arguments.images / "differences.png")
     draw_costs(results, arguments.images / "cost.png")
     draw_curve(arguments.images / "learning_curve.png")
+    if arguments.tokens:
+        draw_tokens(Path(arguments.tokens[0]), arguments.tokens[1], arguments.images / "tokens.png")
     if arguments.write:
         write_marked(arguments.write, "study", table(found))
 

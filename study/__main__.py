@@ -16,15 +16,12 @@ import platform
 from datetime import date
 from pathlib import Path
 
-from recipe.marked_text import write_marked
 from study.arms import ARMS
 from study.ground_truth import TRUTH_FILE, ground_truth
-from study.report import conclusions, read_truth, write_report
+from study.report import write_report
 from study.runs import RAW, WARM_UP, StudySettings, prepare_model, run_all
-from study.statistics import read_runs
 
 REPORT = "report"
-MARKER = "study"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,7 +32,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(max(arm.seeds for arm in ARMS))))
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time, each on one thread")
     parser.add_argument("--report-only", action="store_true", help="write the report from the runs that are there")
-    parser.add_argument("--readme", type=Path, help="page whose markers <!-- study --> get the conclusions")
     parser.add_argument("--command", default="python -m study", help="what the report gives as its command")
     options = parser.parse_args(arguments)
 
@@ -52,17 +48,13 @@ def main(arguments: list[str] | None = None) -> None:
         "date": date.today().isoformat(),
     }
     measured = output_dir / TRUTH_FILE
-    truth_path = measured if measured.is_file() else None
     files = write_report(
         output_dir / RAW,
         output_dir / REPORT,
         header,
-        truth_path=truth_path,
+        truth_path=measured if measured.is_file() else None,
         expected=[(arm.name, seed) for arm in arms for seed in options.seeds if seed < arm.seeds],
     )
-    if options.readme is not None:
-        lines = conclusions(read_runs(output_dir / RAW), read_truth(truth_path))
-        write_marked(options.readme, MARKER, "\n".join(f"- {line}" for line in lines))
     print("\n".join(str(path) for path in files))
 
 

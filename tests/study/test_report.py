@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from grail_advantage import GrailConfig
-from recipe.marked_text import marked
 from study.report import _setting, conclusions, curves, plot_differences, verdict, write_report
 from study.saliency_truth import BASELINES, METRICS
 from study.statistics import Difference, Run, compare, read_runs
@@ -289,15 +288,6 @@ def test_forest_plot_shows_each_interval(study: Path, tmp_path: Path, monkeypatc
         assert [[100 * found.value, height]] in drawn
         assert [[100 * found.low, height], [100 * found.high, height]] in drawn
     pyplot.close("all")
-
-
-def test_readme_repeats_the_conclusions_of_the_committed_report() -> None:
-    root = Path(__file__).parents[2]
-    shown = marked((root / "README.md").read_text(encoding="utf-8"), "study").splitlines()
-    report = (root / "docs" / "study" / "REPORT.md").read_text(encoding="utf-8")
-    concluded = report.split("## Conclusions")[1].split("\n## ")[0].strip().splitlines()
-    assert shown == concluded
-    assert 1 <= len(shown) <= 5
 
 
 def test_an_arms_settings_are_told_by_what_is_not_a_default() -> None:

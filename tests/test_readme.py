@@ -1,0 +1,76 @@
+"""The front page: its snippet runs, its table, sentence and figures are those of the results in the repository."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from recipe.marked_text import marked
+from tests.core.tiny_models import char_tokenizer, tiny_model
+from tests.documentation import snippets
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    path = ROOT / "scripts" / "readme_figures.py"
+    spec = importlib.util.spec_from_file_location("readme_figures", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_snippet_runs(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    char_tokenizer().save_pretrained(tmp_path)
+    (snippet,) = snippets("../README.md")
+    names: dict = {}
+    exec(snippet.replace("Qwen/Qwen3-0.6B", str(tmp_path)), names)
+    weights, response = names["result"].weights, names["response_mask"].bool()
+    assert weights[response].unique().numel() > 3  # scores made them, not the neutral 1
+    answer = "".join(names["tokenizer"].convert_ids_to_tokens(names["response"])).index("{12") + 1
+    assert weights[response][answer : answer + 2].tolist() == [5.0, 5.0]
+    assert torch.equal(names["token_advantages"], -0.5 * weights)
+
+
+def test_table_is_that_of_the_studys_runs(figures: ModuleType) -> None:
+    shown = marked(README.read_text(encoding="utf-8"), "study")
+    assert shown == figures.table(figures.differences()), "run python scripts/readme_figures.py --write README.md"
+
+
+def test_holm_by_hand(figures: ModuleType) -> None:
+    # Sorted .01 .02 .03 .04: x 4, x 3, x 2, x 1, and never below an earlier one.
+    assert figures.holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert figures.holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def test_difference_by_hand(figures: ModuleType) -> None:
+    found = figures.Difference("x", [1.0, 2.0, 3.0], 0.5)
+    # Mean 2, standard deviation 1, Student's 97.5 % quantile with 2 degrees of freedom 4.303.
+    assert found.mean == 2.0
+    assert found.half_width == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
+
+
+def test_figures_are_drawn(figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["readme_figures.py", "--images", str(tmp_path)])
+    figures.main()
+    drawn = {path.name for path in tmp_path.iterdir() if path.stat().st_size > 5000}
+    assert drawn == {"cost.png", "differences.png", "learning_curve.png"}
+
+
+def test_stages_of_the_cost_figure_sum_to_the_reported_ratio(figures: ModuleType) -> None:
+    results = json.loads(figures.COSTS.read_text(encoding="utf-8"))
+    run = next(run for run in results["runs"] if run["checkpointing"] == "off")
+    step = figures.Step(run, results["setup"])
+    for arm in figures.COST_ARMS:
+        whole = sum(figures.stage_seconds(results, arm).values())
+        assert whole == pytest.approx(step.ratio_of_stages(arm, 1) if arm != "GRPO" else 1.0)
