@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, Clock, record, show, write
+from measuring import RESULTS, Clock, processor, record, show, write
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from recipe.tiny.prepare import MODEL_FOLDER, PrepareSettings, prepare
@@ -172,7 +172,13 @@ def main() -> None:
             f"--pairs {args.pairs} must be even and at least 2: the order of the methods turns round after each pair"
         )
     clock = Clock("cpu")
-    result = record("whole_step", "cpu", clock, 1) | {"clock": "processor time of all processes", "runs": []}
+    result = record("whole_step", "cpu", clock, 1) | {
+        "clock": "processor time of all processes",
+        "hardware": processor(),
+    }
+    if args.work:  # where it lay says nothing
+        result["command"] = result["command"].replace(f" --work {args.work}", "")
+    result["runs"] = []
     with tempfile.TemporaryDirectory() as temporary:
         work = (args.work or Path(temporary)).resolve()
         prepare(work / "prepared", PrepareSettings(), show)
