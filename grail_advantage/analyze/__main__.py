@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
 import shlex
 import sys
@@ -147,7 +148,7 @@ def _localise(options: argparse.Namespace, outcome: Outcome) -> None:
     found = localise(list(read_dump(outcome.path.parent)), options.seed)
     about = {
         "model": options.model,
-        "solutions": options.steps.name,
+        "solutions": f"{options.steps.name} (SHA-256 {hashlib.sha256(options.steps.read_bytes()).hexdigest()[:16]}...)",
         "command": f"python -m grail_advantage.analyze {shlex.join(options.arguments)}",
         "versions": ", ".join(
             [f"grail_advantage {__version__}", *(f"{name} {version(name)}" for name in ("torch", "transformers"))]

@@ -171,7 +171,8 @@ def _twins(found: Localisation) -> list[str]:
 def _said(figure: Figure | None, sign: str = "") -> str:
     if figure is None:
         return ""
-    return f"{figure.value:{sign}.2f} ({figure.low:{sign}.2f} to {figure.high:{sign}.2f})"
+    value, low, high = (round(number, 2) + 0.0 for number in (figure.value, figure.low, figure.high))  # no minus zero
+    return f"{value:{sign}.2f} ({low:{sign}.2f} to {high:{sign}.2f})"
 
 
 def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
