@@ -32,6 +32,9 @@ STEP = "tests/verl_ext/test_saliency_pass.py::TestNextOptimiserStep"
 TRAINER = "tests/verl_ext/test_layouts.py::TestEveryScenario"
 COLOCATED = "tests/verl_ext/test_layouts_run.py::TestColocateAsync"
 SEPARATED = "tests/verl_ext/test_layouts_run.py::TestSeparateAsync"
+SAVED = "tests/verl_ext/test_pass_memory.py::TestSavedTensors::test_are_as_few_with_activations_offloaded"
+THREE = "tests/verl_ext/test_three_ranks.py::test_scores_and_log_probs_are_those_of_the_plain_model"
+THREE_STEP = "tests/verl_ext/test_three_ranks.py::test_the_next_optimiser_step_is_the_same"
 UNEVEN = "tests/verl_ext/test_saliency_pass.py::test_ranks_with_very_different_rows_run_as_many_micro_batches"
 RUN = "tests/verl_ext/test_training_run.py::test_weights_equal_those_of_one_process"
 FUSED = "tests/verl_ext/test_shared_forward.py::test_gives_verls_log_probs_and_the_separate_passs_scores"
@@ -98,6 +101,7 @@ CELLS: tuple[Cell, ...] = (
     ),
     Tested("ranks", "1", (TRAINER, SEPARATED)),
     Tested("ranks", "2", (PASS, STEP, RUN)),
+    Tested("ranks", "3", (f"{THREE}[fsdp]", f"{THREE}[fsdp2]", f"{THREE_STEP}[fsdp]", f"{THREE_STEP}[fsdp2]")),
     Tested(
         "ranks", "4", (f"{SEQUENCE}[fsdp, 4 ranks]", f"{SEQUENCE}[fsdp2, 4 ranks]", f"{SEQUENCE_STEP}[fsdp2, 4 ranks]")
     ),
@@ -107,7 +111,11 @@ CELLS: tuple[Cell, ...] = (
         "off",
         (f"{PASS}[fsdp, tied, no checkpointing]", f"{PASS}[fsdp2, tied, no checkpointing]"),
     ),
-    Tested("gradient checkpointing", "with verl's activation offload", (f"{PASS}[fsdp2, activations offloaded]",)),
+    Tested(
+        "gradient checkpointing",
+        "with verl's activation offload",
+        (f"{PASS}[fsdp2, activations offloaded]", f"{SAVED}[checkpointing-fsdp]", f"{SAVED}[checkpointing-fsdp2]"),
+    ),
     Tested(
         "parameter and optimiser offload",
         "on",
@@ -116,6 +124,11 @@ CELLS: tuple[Cell, ...] = (
             f"{PASS}[fsdp2, parameters offloaded]",
             f"{STEP}[fsdp2, parameters offloaded]",
         ),
+    ),
+    Tested(
+        "parameter and optimiser offload",
+        "FSDP2's own, `offload_policy`",
+        (f"{THREE}[fsdp2, parameters offloaded by FSDP2]", f"{THREE_STEP}[fsdp2, parameters offloaded by FSDP2]"),
     ),
     Refused(
         "parameter and optimiser offload",
@@ -299,6 +312,12 @@ CELLS: tuple[Cell, ...] = (
         "bypass, with a method that reads the entropy",
         ("algorithm.rollout_correction.bypass_mode=True", "algorithm.adv_estimator=entropy"),
         "algorithm.rollout_correction.bypass_mode=True does not work with algorithm.adv_estimator=entropy",
+    ),
+    Refused(
+        "rollout correction",
+        "any, with `top_k`, `top_p` below 1, or without `calculate_log_probs`",
+        ("algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}.top_k=50"),
+        f"{ROLLOUT}.top_k=50 does not work with algorithm.rollout_correction.rollout_is=token",
     ),
     Tested("method", "every one, in two steps of a run on 2 ranks", (METHODS,)),
     Refused(
