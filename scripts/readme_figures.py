@@ -63,9 +63,10 @@ TOKEN_METHODS = {
     "surprisal": "surprisal: only the least likely token",
 }
 TOKENS_PAGE = """<!doctype html><meta charset="utf-8"><style>
-body {{ margin: 0; padding: 14px 18px; width: 864px; background: white; color: #24292f; font: 14px/1.6 sans-serif }}
-h1 {{ font-size: 14px; margin: 0 0 10px; font-weight: normal }} h2 {{ font-size: 14px; margin: 12px 0 2px }}
-</style><h1>{head}</h1>{parts}"""
+body {{ margin: 0; padding: 14px 18px; width: 1000px; background: white; color: #24292f; font: 14px/1.5 sans-serif }}
+h1 {{ font-size: 15px; margin: 0; font-weight: normal }} h2 {{ font-size: 14px; margin: 12px 0 2px }}
+main {{ display: grid; grid-template-columns: 1fr 1fr; gap: 0 16px }}
+</style><h1>{head}</h1><main>{parts}</main>"""
 INK, ACCENT, MUTED, WARM = "#24292f", "#0b6e4f", "#9aa5b1", "#c8553d"
 
 
@@ -194,12 +195,13 @@ def draw_tokens(folder: Path, key: str, path: Path) -> None:
     """A row of an analysis with several methods, as a notebook shows it."""
     row = next(row for row in read_dump(folder) if row.key == key)
     parts = [
-        f"<h2>{html.escape(label)}</h2>{token_html(row.tokens, row.methods[name].weight_T, name='weight')}"
+        f"<section><h2>{html.escape(label)}</h2>"
+        f"{token_html(row.tokens, row.methods[name].weight_T, name='weight')}</section>"
         for name, label in TOKEN_METHODS.items()
     ]
     head = f"The right answer is {row.gold}. What each method multiplies this response's (negative) advantage by:"
     with launched() as browser:
-        page = browser.new_page(viewport={"width": 900, "height": 600}, device_scale_factor=1.6)
+        page = browser.new_page(viewport={"width": 1040, "height": 600}, device_scale_factor=1.6)
         page.set_content(TOKENS_PAGE.format(head=html.escape(head), parts="".join(parts)))
         page.locator("body").screenshot(path=path)
 
