@@ -326,7 +326,10 @@ def test_lock_has_every_requirement_and_its_hashes() -> None:
 
 
 def test_what_pip_check_may_say_is_about_locked_packages() -> None:
-    pins = [Requirement(line) for line in (ROOT / "requirements-cpu.txt").read_text().splitlines() if "==" in line[:60]]
+    lines = [
+        line for name in ("cpu", "smollm2") for line in (ROOT / f"requirements-{name}.txt").read_text().splitlines()
+    ]
+    pins = [Requirement(line) for line in lines if "==" in line[:60] and not line.startswith("#")]
     versions = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
     for line in (ROOT / "requirements-cpu-check.txt").read_text().splitlines():
         if not line.startswith("#"):
