@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas
 import torch
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grail_advantage.token_dump import DumpRow, read_dump
@@ -32,10 +32,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     tokens = [*"01234567+=}", "\\boxed{", "user", "assistant", "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|user|assistant|[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
+        unk_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
         chat_template="{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
