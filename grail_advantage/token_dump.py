@@ -375,7 +375,7 @@ class TokenDumpWriter:
         """
         self._futures = [future for future in self._futures if not future.done()]
         if len(self._futures) >= self._waiting:
-            self._fail(f"{len(self._futures)} updates wait to be written already")
+            self.lose(f"{len(self._futures)} updates wait to be written already")
             return
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token_dump")
@@ -386,7 +386,7 @@ class TokenDumpWriter:
         try:
             removed = remove_steps(self.folder, step)
         except OSError as error:
-            self._fail(f"{type(error).__name__}: {error}")
+            self.lose(f"{type(error).__name__}: {error}")
             return
         if removed:
             logger.warning(
@@ -406,9 +406,10 @@ class TokenDumpWriter:
         try:
             write_step(self.folder, *make())
         except Exception as error:
-            self._fail(f"{type(error).__name__}: {error}")
+            self.lose(f"{type(error).__name__}: {error}")
 
-    def _fail(self, why: str) -> None:
+    def lose(self, why: str) -> None:
+        """Count an update that is not written, and say why of the first."""
         if not self.failed:
             logger.warning("token dump: a file was not written to %s (%s); training goes on", self.folder, why)
         self.failed += 1

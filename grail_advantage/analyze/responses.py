@@ -85,6 +85,11 @@ def read_responses(path: Path) -> list[Response]:
         given = sum(getattr(row, name) is not None for row in found)
         if 0 < given < len(found):
             raise ValueError(f"{path}: {given} of {len(found)} lines have a {name}; give all of them one, or none")
+    judged = sum(row.reward is not None or row.gold is not None for row in found)
+    if 0 < judged < len(found):
+        raise ValueError(
+            f"{path}: {judged} of {len(found)} lines have a gold answer; give all of them one, or a reward"
+        )
     return found
 
 

@@ -89,8 +89,13 @@ def read_solutions(path: Path, *, seed: int = 0, twins: bool = False) -> Solutio
     """
     solutions: list[Solution] = []
     left_out: Counter[str] = Counter()
+    names: dict[str, int] = {}
     for number, record in json_lines(path):
         name = str(record.get("id", record.get("idx", number)))
+        if names.setdefault(name, number) != number:
+            raise ValueError(
+                f"{path}:{number}: has the id {name} of line {names[name]}; give each problem one of its own"
+            )
         if all(key in record for key in PROCESS_BENCH):
             solutions.append(_process_bench(record, name, f"{path}:{number}"))
         elif all(key in record for key in GSM8K):

@@ -204,7 +204,8 @@ def _check_definition(analysis: Analysis, folder: Path) -> None:
             )
             raise ValueError(f"{folder} holds another analysis ({differences}); name another folder or remove this one")
         return
-    if folder.exists() and any(folder.iterdir()):
+    # A definition whose writing broke off is nobody's.
+    if folder.exists() and any(not path.name.endswith(".writing") for path in folder.iterdir()):
         raise ValueError(f"{folder} is not empty and holds no analysis; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".writing")

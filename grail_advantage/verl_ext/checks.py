@@ -164,7 +164,12 @@ def _check_tokenizer(model: DictConfig) -> PreTrainedTokenizerBase | None:
         here = cached_file(path, "tokenizer_config.json", local_files_only=True)
     except (OSError, ValueError):  # not in the cache, or on a file system that verl copies from
         return None
-    return load_tokenizer(path, **options) if here is not None else None
+    if here is None:
+        return None
+    try:
+        return load_tokenizer(path, **options)
+    except OSError:  # a download that broke off
+        return None
 
 
 def _check_rollout_log_probs(config: DictConfig) -> None:

@@ -49,6 +49,11 @@ def check_model(config: DictConfig, signal: Signal, folder: str | None = None) -
         return True
     found = _architecture(config, folder)
     if found is None:
+        if folder is not None and OmegaConf.select(config, SHARE_FORWARD) is True and shares_forward(config, signal):
+            raise ValueError(
+                f"{SHARE_FORWARD}=True needs a model whose code can be looked at, and that of actor_rollout_ref.model.path="
+                f"{config.actor_rollout_ref.model.path} cannot (see the log); use auto"
+            )
         return folder is None
     path = f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
     _check_leaf(config, signal, found, path)

@@ -1,7 +1,8 @@
 """What makes a run the run it is: stored beside its checkpoints, so that no other run carries on from them.
 
 verl resumes whatever lies in ``trainer.default_local_dir`` (``trainer.resume_mode=auto``, its default): under other settings it
-goes on with a mixture, and past ``trainer.total_training_steps`` it trains nothing and says nothing.
+goes on with a mixture, and past ``trainer.total_training_steps`` it trains nothing and says nothing. (Where only
+``trainer.total_epochs`` bounds a run, its last step is known once the data are loaded, and not here.)
 
 A run's definition is its resolved configuration without what may change from one start to the next: number of steps, how often
 to save and to validate, logs and names, devices, and what moves speed and memory but not the gradient. A method's section
@@ -20,11 +21,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from grail_advantage import __version__
 from grail_advantage.options import option_fields
 from grail_advantage.registry import method, methods
 from grail_advantage.verl_ext.settings import MOVED, RUN_DEFINITION, signal_of
 
-SECTIONS = ("actor_rollout_ref", "algorithm", "data", "reward", "trainer.v1")
+SECTIONS = ("actor_rollout_ref", "algorithm", "data", "reward", "distillation", "trainer.v1", "trainer.critic_warmup")
 MAY_CHANGE = re.compile(
     "|".join(
         (
@@ -77,7 +79,9 @@ def run_definition(config: DictConfig) -> dict[str, Any]:
     critic = config.critic.enable or config.algorithm.adv_estimator == "gae"
     for section in (*SECTIONS, *(["critic"] if critic else [])):
         values = OmegaConf.select(config, section)
-        _flatten(section, OmegaConf.to_container(values, resolve=True) if values is not None else {}, found)
+        _flatten(
+            section, OmegaConf.to_container(values, resolve=True) if OmegaConf.is_config(values) else values, found
+        )
     others = {f"algorithm.{each.section}" for each in methods().values()} | set(MOVED)
     found = {
         name: value
@@ -116,16 +120,18 @@ def check_run(config: DictConfig) -> None:
         "choose another trainer.experiment_name or trainer.default_local_dir (EXPERIMENT_NAME of the launch scripts), or move "
         "the old folder away"
     )
-    stored = _stored(folder)
-    if stored is None:
+    content = _stored(folder)
+    if content is None:
         if trainer.resume_mode == "resume_path":
             return  # somebody has named the checkpoint
         raise ValueError(
             f"{folder} holds checkpoints, but no {RUN_DEFINITION} that says which run they are of, and this run would {what}; "
             f"{way_out}, or say that they are this run's with trainer.resume_mode=resume_path and trainer.resume_from_path"
         )
-    wanted = run_definition(config)
-    differing = [name for name in sorted({*stored, *wanted}) if stored.get(name) != wanted.get(name)]
+    stored, wanted = content["definition"], run_definition(config)
+    # An option that only one of two versions knows says nothing about the run.
+    names = {*stored, *wanted} if content.get("written_by") == _versions() else stored.keys() & wanted.keys()
+    differing = [name for name in sorted(names) if stored.get(name) != wanted.get(name)]
     if differing:
         lines = "\n".join(f"  {name}: {stored.get(name)!r} there, {wanted.get(name)!r} here" for name in differing)
         raise ValueError(
@@ -154,12 +160,17 @@ def begin_run(config: DictConfig) -> None:
     if config.trainer.save_freq <= 0:
         return
     folder = Path(config.trainer.default_local_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    written_by = {name: version(name.replace("_", "-")) for name in ("grail_advantage", "verl")}
-    content = {"written_by": written_by, "definition": run_definition(config)}
+    content = {"written_by": _versions(), "definition": run_definition(config)}
     temporary = folder / f".{RUN_DEFINITION}.{os.getpid()}"
-    temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    temporary.replace(folder / RUN_DEFINITION)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        temporary.replace(folder / RUN_DEFINITION)
+    except OSError as error:
+        raise ValueError(
+            f"trainer.default_local_dir={folder} cannot be written to from here ({error}), so that nothing would say which run "
+            "its checkpoints are of; choose a folder that every machine of the run sees"
+        ) from error
 
 
 def finished_at(config: DictConfig) -> Path | None:
@@ -196,7 +207,11 @@ def _resumed(config: DictConfig) -> Path | None:
 
 def _stored(folder: Path) -> dict[str, Any] | None:
     path = folder / RUN_DEFINITION
-    return json.loads(path.read_text(encoding="utf-8"))["definition"] if path.is_file() else None
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def _versions() -> dict[str, str]:
+    return {"grail_advantage": __version__, "verl": version("verl")}
 
 
 def _flatten(prefix: str, value: Any, found: dict[str, Any]) -> None:

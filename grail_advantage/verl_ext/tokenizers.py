@@ -11,12 +11,15 @@ Can go when verl takes no transformers any more that has the defect.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from typing import Any
 
 from verl.utils.tokenizer import tokenizer as verls
 
 from grail_advantage.tokenizers import faithful_tokenizer
+
+logger = logging.getLogger(__name__)
 
 INSTALLED = "loads_faithful_tokenizers"
 """Attribute of the function put in place."""
@@ -33,7 +36,12 @@ def install() -> None:
         name_or_path: Any, correct_pad_token: bool = True, correct_gemma2: bool = True, **kwargs: Any
     ) -> Any:
         loaded = original(name_or_path, correct_pad_token, correct_gemma2, **kwargs)
-        tokenizer = faithful_tokenizer(loaded, name_or_path, **kwargs)
+        try:
+            tokenizer = faithful_tokenizer(loaded, name_or_path, **kwargs)
+        except Exception as error:
+            # This serves runs of verl's that have nothing to do with token weights; those with them are checked at their start.
+            logger.warning("the tokenizer of %s cannot be tried (%s: %s)", name_or_path, type(error).__name__, error)
+            return loaded
         if tokenizer is not loaded and correct_pad_token:
             verls.set_pad_token_id(tokenizer)
         return tokenizer

@@ -304,6 +304,13 @@ def test_lines_that_differ_in_what_they_have_are_refused(tmp_path: Path):
         read_responses(path)
 
 
+def test_a_gold_answer_on_some_lines_only_is_refused(tmp_path: Path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"prompt": "a", "response": "b", "gold": "1"}\n{"prompt": "a", "response": "b"}\n')
+    with pytest.raises(ValueError, match="1 of 2 lines have a gold answer; give all of them one, or a reward"):
+        read_responses(path)
+
+
 def test_unknown_token_ids_and_empty_prompts_are_refused():
     with pytest.raises(ValueError, match="token id 9999 is not in the tokenizer's vocabulary"):
         tokenize(Response(id="1", prompt="a", response=[9999]), char_tokenizer(), {})

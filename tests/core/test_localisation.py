@@ -364,6 +364,13 @@ def test_wrong_lines_are_named(tmp_path: Path, record: dict, message: str):
         read_solutions(write(tmp_path / "pb.jsonl", record))
 
 
+def test_two_problems_with_one_id_are_refused(tmp_path: Path):
+    path = tmp_path / "pb.jsonl"
+    path.write_text('{"id": "x", "problem": "p", "steps": ["a"], "label": 0}\n' * 2)
+    with pytest.raises(ValueError, match=r"pb.jsonl:2: has the id x of line 1"):
+        read_solutions(path)
+
+
 def test_characters_become_tokens():
     texts = ["ab", "", "c d", "", "é", "f"]  # silent tokens belong to what is before them
     found = token_ranges({"steps": [(0, 2), (2, 6), (6, 7)], "wrong_step": (2, 6), "none": []}, texts)

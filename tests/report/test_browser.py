@@ -145,7 +145,7 @@ class TestHostile:
     )
     def test_what_shows_nothing_is_named(self, hostile: Path, opened: Open, token: int, signs: list[str]) -> None:
         page = opened(hostile, "#rollout=1.0").page
-        assert page.locator(".t").nth(token).locator(".sign").all_inner_texts() == signs
+        assert page.locator(".t").nth(token).locator(".sign").all_text_contents() == signs
 
     def test_every_token_can_be_pointed_at(self, hostile: Path, opened: Open) -> None:
         page = opened(hostile, "#rollout=1.0").page

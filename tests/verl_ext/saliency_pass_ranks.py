@@ -433,6 +433,7 @@ def scores_through_trainer(
         keys=[],
         prompts=batch["prompts"],
         responses=batch["responses"],
+        mask_BT=batch["mask_BT"],
         generated=batch["responses"],
         spans=batch["spans"],
         groups=list(range(len(batch["prompts"]))),

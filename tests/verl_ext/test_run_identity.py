@@ -87,6 +87,7 @@ DEFINES = {
     "algorithm.adv_estimator=uniform": ("algorithm.adv_estimator", "grail", "uniform"),
     "algorithm.adv_estimator=grpo": ("algorithm.adv_estimator", "grail", "grpo"),
     "data.max_response_length=2048": ("data.max_response_length", 4096, 2048),
+    "trainer.critic_warmup=3": ("trainer.critic_warmup", 0, 3),
     "data.prompt_key=question": ("data.prompt_key", "prompt", "question"),
     f"{ACTOR}.optim.lr=2e-6": (f"{ACTOR}.optim.lr", 1e-6, 2e-6),
     f"{ROLLOUT}.n=4": (f"{ROLLOUT}.n", 8, 4),
@@ -111,6 +112,19 @@ def test_another_run_is_refused_with_what_differs(folder: Path, override: str) -
     assert f"  {name}: {there!r} there, {here!r} here\n" in str(refused.value)
     assert f"carry on from {checkpoint}" in str(refused.value)
     _start(folder.with_name("another"), override)
+
+
+def test_an_option_that_only_another_version_knows_says_nothing(folder: Path) -> None:
+    _start(folder)
+    _save(folder, 10)
+    content = json.loads((folder / FILE).read_text())
+    del content["definition"]["algorithm.grail.leaf"]
+    (folder / FILE).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"algorithm\.grail\.leaf: None there"):
+        _start(folder)
+    content["written_by"]["grail_advantage"] = "0.1"
+    (folder / FILE).write_text(json.dumps(content))
+    _start(folder)
 
 
 def test_all_that_differs_is_named(folder: Path) -> None:

@@ -58,6 +58,19 @@ def test_padding_token_is_set_as_verl_sets_it(tmp_path: Path) -> None:
     assert verl.utils.hf_tokenizer(str(folder), correct_pad_token=False).pad_token_id is None
 
 
+def test_a_tokenizer_that_cannot_be_tried_stays_as_verl_loads_it(
+    broken: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """verl's other runs come here, too; those with token weights are checked at their start."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise NotImplementedError("no vocabulary")
+
+    monkeypatch.setattr(tokenizers, "faithful_tokenizer", fails)
+    assert type(verl.utils.hf_tokenizer(str(broken))) is type(AutoTokenizer.from_pretrained(broken))
+    assert "cannot be tried (NotImplementedError: no vocabulary)" in caplog.text
+
+
 @pytest.mark.slow
 def test_another_process_needs_no_more_than_verl(broken: Path) -> None:
     code = f"import verl; from verl.utils import hf_tokenizer as t; t = t({str(broken)!r}); print(t.decode(t.encode('a b')))"
