@@ -59,8 +59,8 @@ COST_ARMS = {
 TOKEN_METHODS = {
     "grail": "GRAIL",
     "grail:preset=robust": "GRAIL, preset robust",
-    "oar_g:variant=grail_port": "OAR-G",
-    "surprisal": "surprisal: only the least likely token",
+    "oar_g:variant=grail_port": "OAR-G (GRAIL's authors' variant)",
+    "surprisal": "surprisal: weight 1 on the least likely token, 0 on all others",
 }
 TOKENS_PAGE = """<!doctype html><meta charset="utf-8"><style>
 body {{ margin: 0; padding: 14px 18px; width: 1000px; background: white; color: #24292f; font: 14px/1.5 sans-serif }}
@@ -186,7 +186,12 @@ def draw_curve(path: Path) -> None:
         marker="o",
         label="held-out accuracy, sampled",
     )
-    axes.set(xlabel="rollout batch of 256 responses", ylabel="share right", ylim=(0, 1), xticks=range(0, len(rows), 5))
+    axes.set(
+        xlabel="training step (rollout batch of 256 responses)",
+        ylabel="share right",
+        ylim=(0, 1),
+        xticks=range(0, len(rows), 5),
+    )
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     _finish(figure, axes, path)
 

@@ -1,9 +1,10 @@
-"""The front page: its snippet runs, its table, sentence and figures are those of the results in the repository."""
+"""The front page: its method runs, its table, sentence and figures are those of the results in the repository."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +33,7 @@ def figures() -> ModuleType:
 def test_snippet_runs(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     char_tokenizer().save_pretrained(tmp_path)
-    (snippet,) = snippets("../README.md")
+    (snippet,) = snippets("how_it_works.md")
     names: dict = {}
     exec(snippet.replace("Qwen/Qwen3-0.6B", str(tmp_path)), names)
     weights, response = names["result"].weights, names["response_mask"].bool()
@@ -40,6 +41,29 @@ def test_snippet_runs(tmp_path: Path) -> None:
     answer = "".join(names["tokenizer"].convert_ids_to_tokens(names["response"])).index("{12") + 1
     assert weights[response][answer : answer + 2].tolist() == [5.0, 5.0]
     assert torch.equal(names["token_advantages"], -0.5 * weights)
+
+
+def test_own_method_runs() -> None:
+    """In a process of its own, since a name can be taken only once."""
+    code = README.read_text(encoding="utf-8").split("test_own_method_runs -->\n```python\n")[1].split("```")[0]
+    check = """
+import torch
+from grail_advantage import compute_token_weights
+from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
+batch = make_batch([ROLLOUTS["text after the box"], ROLLOUTS["right"]], padding="both")
+input_ids, attention_mask, response_mask, advantages = batch.tensors()
+result = compute_token_weights(
+    tiny_model(), char_tokenizer(), input_ids, attention_mask, response_mask, advantages, Certain()
+)
+wrong, right = (result.weights[row, response_mask[row].bool()] for row in (0, 1))
+assert wrong.unique().numel() > 3 and right.eq(1).all() and advantages[0] < 0 < advantages[1]
+p = result.scores[0, response_mask[0].bool()]
+assert ((wrong.argsort() - p.argsort()).abs() == 0).float().mean() > 0.9
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{check}"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_table_is_that_of_the_studys_runs(figures: ModuleType) -> None:
