@@ -179,7 +179,14 @@ class Project:
         }
         command = ["bash", str(self.folder / "scripts/setup_cpu.sh")]
         return subprocess.Popen(
-            command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            env=environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # A suite that was started in the background ignores it, and so would the script.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def run(self, with_uv: bool, **variables: str) -> tuple[int, str]:

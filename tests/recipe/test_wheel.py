@@ -79,7 +79,7 @@ def test_content(wheel: Path) -> None:
     assert {"grail_advantage/py.typed", "grail_advantage/reward/_verify_worker.py"} <= set(names)
     assert metadata["Version"] == grail_advantage.__version__
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra")) == {"verl", "trl", "shear", "cpu", "eval", "study", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"verl", "trl", "shear", "report", "cpu", "eval", "study", "dev"}
 
 
 COMPOSE = """
