@@ -23,7 +23,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -375,7 +375,7 @@ class TokenDumpWriter:
         """
         self._futures = [future for future in self._futures if not future.done()]
         if len(self._futures) >= self._waiting:
-            self.lose(f"{len(self._futures)} updates wait to be written already")
+            self._fail(f"{len(self._futures)} updates wait to be written already")
             return
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token_dump")
@@ -386,7 +386,7 @@ class TokenDumpWriter:
         try:
             removed = remove_steps(self.folder, step)
         except OSError as error:
-            self.lose(f"{type(error).__name__}: {error}")
+            self._fail(f"{type(error).__name__}: {error}")
             return
         if removed:
             logger.warning(
@@ -403,13 +403,18 @@ class TokenDumpWriter:
         self._executor, self._futures = None, []
 
     def _write(self, make: Callable[[], tuple[DumpHeader, Iterable[DumpRow]]]) -> None:
-        try:
+        with self.attempt():
             write_step(self.folder, *make())
-        except Exception as error:
-            self.lose(f"{type(error).__name__}: {error}")
 
-    def lose(self, why: str) -> None:
-        """Count an update that is not written, and say why of the first."""
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Within, whatever goes wrong loses an update's file and stops nothing."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
         if not self.failed:
             logger.warning("token dump: a file was not written to %s (%s); training goes on", self.folder, why)
         self.failed += 1

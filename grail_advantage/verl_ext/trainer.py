@@ -521,58 +521,44 @@ class TokenWeightTrainer:
         dump = self._token_dump
         if dump is None:
             return
-        with marked_timer("token_dump", self.timing_raw, color="purple"):
-            try:
-                self._write_dump(dump, batch, rollouts, selection, scores_BT, result, weighted_BT)
-            except Exception as error:
-                dump.writer.lose(f"{type(error).__name__}: {error}")
-        metrics["token_dump/failed_files"] = dump.writer.failed
-
-    def _write_dump(
-        self,
-        dump: StepDump,
-        batch: KVBatchMeta,
-        rollouts: _Rollouts,
-        selection: _Selection,
-        scores_BT: torch.Tensor,
-        result: BatchWeights,
-        weighted_BT: torch.Tensor,
-    ) -> None:
         seen, update = selection.batch, self.local_trigger_step
-        of_run = [not tag.get("is_padding", False) for tag in batch.tags]
-        chosen = dump.choose(self.global_steps, update, rollouts.groups, of_run)
-        if not chosen:
-            return
-        fetched = tq.kv_batch_get(
-            keys=[rollouts.keys[row] for row in chosen], partition_id=batch.partition_id, select_fields=list(FIELDS)
-        )
-        neutral = neutral_reasons(
-            self.signal,
-            selection.rows,
-            valid_B=seen.valid_B,
-            advantages_B=seen.advantages_B,
-            truncated_B=selection.truncated_B,
-            non_finite_B=result.non_finite_B,
-            spans=seen.spans,
-        )
-        rows = StepRows(
-            method=self.config.algorithm.adv_estimator,
-            signal=self.signal,
-            keys=rollouts.keys,
-            groups=rollouts.groups,
-            prompts=rollouts.prompts,
-            responses=rollouts.responses,
-            spans=seen.spans,
-            truncated_B=selection.truncated_B,
-            neutral=neutral,
-            mask_BT=seen.mask_BT,
-            scores_BT=scores_BT,
-            weights_BT=result.weights_BT,
-            base_advantages_BT=selection.base_advantages_BT,
-            advantages_BT=weighted_BT,
-            rows_in_step=sum(of_run),
-        )
-        dump.write(self.global_steps, update, chosen, rows, fetched)
+        with marked_timer("token_dump", self.timing_raw, color="purple"), dump.writer.attempt():
+            of_run = [not tag.get("is_padding", False) for tag in batch.tags]
+            chosen = dump.choose(self.global_steps, update, rollouts.groups, of_run)
+            if chosen:
+                fetched = tq.kv_batch_get(
+                    keys=[rollouts.keys[row] for row in chosen],
+                    partition_id=batch.partition_id,
+                    select_fields=list(FIELDS),
+                )
+                neutral = neutral_reasons(
+                    self.signal,
+                    selection.rows,
+                    valid_B=seen.valid_B,
+                    advantages_B=seen.advantages_B,
+                    truncated_B=selection.truncated_B,
+                    non_finite_B=result.non_finite_B,
+                    spans=seen.spans,
+                )
+                rows = StepRows(
+                    method=self.config.algorithm.adv_estimator,
+                    signal=self.signal,
+                    keys=rollouts.keys,
+                    groups=rollouts.groups,
+                    prompts=rollouts.prompts,
+                    responses=rollouts.responses,
+                    spans=seen.spans,
+                    truncated_B=selection.truncated_B,
+                    neutral=neutral,
+                    mask_BT=seen.mask_BT,
+                    scores_BT=scores_BT,
+                    weights_BT=result.weights_BT,
+                    base_advantages_BT=selection.base_advantages_BT,
+                    advantages_BT=weighted_BT,
+                    rows_in_step=sum(of_run),
+                )
+                dump.write(self.global_steps, update, chosen, rows, fetched)
+        metrics["token_dump/failed_files"] = dump.writer.failed
 
 
 def _pass_row(rollouts: _Rollouts, selection: _Selection, row: int) -> PassRow:
