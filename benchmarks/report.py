@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +309,7 @@ def whole_step(result: dict[str, Any]) -> list[str]:
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for run in result["runs"]:
-        of_method = {name: [step for step in run["steps"] if step["method"] == name] for name in ("uniform", "grail")}
+        of_method = _steps_of_methods(run)
         seconds = {name: [sum(step["seconds"].values()) for step in steps] for name, steps in of_method.items()}
         parts = {name: [_by_part(step["seconds"]) for step in steps] for name, steps in of_method.items()}
         training = {name: sum(step["training"] for step in steps) for name, steps in parts.items()}
@@ -316,15 +317,22 @@ def whole_step(result: dict[str, Any]) -> list[str]:
         shares = [sum(step[part] for step in parts["uniform"]) / total for part in (*PARTS, "rest")]
         ratio, low, high = ratio_of_sums(seconds["grail"], seconds["uniform"])
         count = len(seconds["uniform"])
-        scored = sum(step["selected_rate"] for step in of_method["grail"]) / count
         lines.append(
             f"| {run['name']}: {run['layers']} layers, feed-forward {run['intermediate']}, "
             f"{run['prompts']} x {run['rollouts']} responses, checkpointing {'on' if run['checkpointing'] else 'off'} "
-            f"| {count} | {scored:.0%} | {total / count:.1f} | {sum(seconds['grail']) / count:.1f} "
+            f"| {count} | {_scored(of_method):.0%} | {total / count:.1f} | {sum(seconds['grail']) / count:.1f} "
             f"| {ratio:.3f} ({low:.3f} to {high:.3f}) | {training['grail'] / training['uniform']:.3f} "
             f"| {', '.join(f'{share:.0%}' for share in shares)} | {_limit(low, high)} |"
         )
     return [*lines, ""]
+
+
+def _steps_of_methods(run: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    return {name: [step for step in run["steps"] if step["method"] == name] for name in ("uniform", "grail")}
+
+
+def _scored(of_method: dict[str, list[dict[str, Any]]]) -> float:
+    return statistics.fmean(step["selected_rate"] for step in of_method["grail"])
 
 
 def _by_part(seconds: dict[str, float]) -> dict[str, float]:
@@ -390,7 +398,7 @@ def render(folder: Path) -> str:
 
 
 def summary(folder: Path) -> str:
-    """For the front page: what GRAIL as published adds to a step, one sentence a device."""
+    """For the front page: what GRAIL as published adds to the training side of a step, and to whole steps of verl runs."""
     sentences = []
     for path in sorted(folder.glob("training_step-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -404,6 +412,19 @@ def summary(folder: Path) -> str:
             f"of a step {ours} times as long with {' and '.join(map(str, epochs))} epochs of updates; the paper's procedure "
             f"{theirs} times. Its peak memory is {share:.2f} of the update's."
         )
+    for path in sorted(folder.glob("whole_step-*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        runs = []
+        for run in result["runs"]:
+            of_method = _steps_of_methods(run)
+            seconds = {name: [sum(step["seconds"].values()) for step in steps] for name, steps in of_method.items()}
+            ratio, low, high = ratio_of_sums(seconds["grail"], seconds["uniform"])
+            checkpointing = " and checkpointing" if run["checkpointing"] else ""
+            runs.append(
+                f"{ratio:.2f} ({low:.2f} to {high:.2f}) with {run['layers']} layers{checkpointing}, "
+                f"{_scored(of_method):.0%} scored"
+            )
+        sentences.append(f"Whole verl steps, generation included, 1 epoch: {'; '.join(runs)}.")
     return " ".join(sentences)
 
 
