@@ -21,8 +21,6 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "verl", "flash-attn", "numpy", "tokenizers")
-STEP_LIMITS = {("off", 1): 1.10, ("off", 4): 1.03, ("on", 1): 1.18, ("on", 4): 1.06}
-"""Most that a GRAIL step may cost, in GRPO steps, by gradient checkpointing and epochs."""
 
 
 class Clock:

@@ -19,17 +19,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
-from measuring import RESULTS, STEP_LIMITS, median, selected_rows, show
+from measuring import RESULTS, median, selected_rows, show
 
 from recipe.marked_text import write_marked
 
 MARKER, FRONT_PAGE_MARKER = "results", "cost"
 README = Path(__file__).parent / "README.md"
 FRONT_PAGE = Path(__file__).parents[1] / "README.md"
-AGAINST_PUBLISHED = 8
-"""How many times less than the published procedure's pass GRAIL's must cost, with 4 epochs."""
-WHOLE_STEP_LIMIT = 1.02
-"""Most that a whole GRAIL step should cost, in steps of ``uniform``."""
 PUBLISHED = "published procedure"
 FRONT_PAGE_VARIANT = "GRAIL official, fused"
 STAGES = ("old_log_probs", "saliency", "weights", "update")
@@ -104,13 +100,13 @@ def training_step(result: dict[str, Any]) -> list[str]:
             f"{len(step.repeats)} repeats; updates, the same work every time, spread by ±{step.spread():.1%}.",
             "",
             "| variant | epochs | weights cost, F | by the account, F | step, F | x GRPO, by stages | x GRPO, whole steps "
-            "(lowest to highest) | limit |",
-            "|---|--:|--:|--:|--:|--:|--:|--:|",
+            "(lowest to highest) |",
+            "|---|--:|--:|--:|--:|--:|--:|",
         ]
         for epochs in result["epochs"]:
             for variant in step.variants:
                 lines.append(_step_row(step, variant, epochs))
-        lines += ["", *_verdicts(step, result["epochs"], run["peak_bytes"]), "", *_memory(run["peak_bytes"]), ""]
+        lines += ["", *_memory(run["peak_bytes"]), ""]
     return lines
 
 
@@ -118,41 +114,11 @@ def _step_row(step: Step, variant: str, epochs: int) -> str:
     ratios = step.ratios(variant, epochs)
     total = median([step.total(repeat, variant, epochs) for repeat in step.repeats]) / step.forward
     cost = step.weighing(variant, epochs) / step.forward
-    limit = STEP_LIMITS.get((step.checkpointing, epochs)) if variant.startswith("GRAIL") else None
     return (
         f"| {variant} | {epochs} | {cost:.2f} | {step.expected_weighing(variant, epochs):.2f} | {total:.2f} "
         f"| {step.ratio_of_stages(variant, epochs):.3f} "
-        f"| {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) | {f'{limit:.2f}' if limit else ''} |"
+        f"| {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |"
     )
-
-
-def _verdicts(step: Step, epochs: list[int], peaks: dict[str, int]) -> list[str]:
-    """One line a target."""
-    lines = []
-    for variant in step.variants:
-        if not variant.startswith("GRAIL"):
-            continue
-        said = []
-        for count in epochs:
-            limit = STEP_LIMITS.get((step.checkpointing, count))
-            if limit:
-                ratio, whole = step.ratio_of_stages(variant, count), median(step.ratios(variant, count))
-                verdict = "met" if max(ratio, whole) <= limit else "MISSED" if min(ratio, whole) > limit else "unclear"
-                said.append(
-                    f"{ratio:.3f} x GRPO by stages and {whole:.3f} x in whole steps with {count} epoch{'s' * (count > 1)} "
-                    f"({verdict}: {limit:.2f})"
-                )
-        if PUBLISHED in step.variants and 4 in epochs:
-            times = step.weighing(PUBLISHED, 4) / step.weighing(variant, 4)
-            said.append(
-                f"{times:.1f} x less than the published procedure with 4 epochs "
-                f"({'met' if times >= AGAINST_PUBLISHED else 'MISSED'}: {AGAINST_PUBLISHED})"
-            )
-        preset, way = variant.removeprefix("GRAIL ").split(", ")
-        peak, limit = peaks[f"{way} pass, {preset}"], peaks["actor update"]
-        said.append(f"peak memory {peak / limit:.2f} x the actor update's ({'met' if peak <= limit else 'MISSED'}: 1)")
-        lines.append(f"- {variant}: {'; '.join(said)}.")
-    return lines
 
 
 def _memory(peaks: dict[str, int]) -> list[str]:
@@ -301,12 +267,11 @@ def whole_step(result: dict[str, Any]) -> list[str]:
         "### A whole step of a verl run, cpu",
         "",
         *_origin(result),
-        f"Seconds are {result['clock']}, means of the steps of each method, one after the other in one run; 95 % intervals by "
-        "drawing the pairs again.",
+        "Means of the steps of each method, in turn in one run; 95 % intervals by drawing the pairs again.",
         "",
         "| model | steps of each | rows scored | uniform, s | grail, s | x uniform (95 %) | training alone, x uniform "
-        "| of uniform's seconds: generation, training, driver, rest | limit |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| of uniform's seconds: generation, training, driver, rest |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for run in result["runs"]:
         of_method = _steps_of_methods(run)
@@ -322,7 +287,7 @@ def whole_step(result: dict[str, Any]) -> list[str]:
             f"{run['prompts']} x {run['rollouts']} responses, checkpointing {'on' if run['checkpointing'] else 'off'} "
             f"| {count} | {_scored(of_method):.0%} | {total / count:.1f} | {sum(seconds['grail']) / count:.1f} "
             f"| {ratio:.3f} ({low:.3f} to {high:.3f}) | {training['grail'] / training['uniform']:.3f} "
-            f"| {', '.join(f'{share:.0%}' for share in shares)} | {_limit(low, high)} |"
+            f"| {', '.join(f'{share:.0%}' for share in shares)} |"
         )
     return [*lines, ""]
 
@@ -353,11 +318,6 @@ def ratio_of_sums(ours: list[float], theirs: list[float], draws: int = 10_000) -
 
     drawn = sorted(of(generator.choices(pairs, k=len(pairs))) for _ in range(draws))
     return of(pairs), drawn[int(0.025 * draws)], drawn[int(0.975 * draws) - 1]
-
-
-def _limit(low: float, high: float) -> str:
-    verdict = "met" if high <= WHOLE_STEP_LIMIT else "MISSED" if low > WHOLE_STEP_LIMIT else "unclear"
-    return f"{verdict}: {WHOLE_STEP_LIMIT:.2f}"
 
 
 def _origin(result: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from measuring import STEP_LIMITS, median
+from measuring import median
 
 from gpu_check.outcome import Outcome
 from gpu_check.parts import last_line, run_command
@@ -18,6 +18,8 @@ from gpu_check.pytest_checks import run_tests
 CHECKPOINTING = "on"
 """As the launch scripts train."""
 MEASURED = ("--epochs", "1", "--repeats", "2", "--gradient-checkpointing", CHECKPOINTING)
+STEP_LIMIT = 1.18
+"""Most that a GRAIL step of one epoch should cost, in GRPO steps: 35 % of the rows at 2 F of the account's 5 F is 1.14."""
 SMALL_GPU = 60 * 2**30
 """Bytes of memory below which a model of Qwen3-0.6B's shape stands for Qwen3-4B's."""
 TESTS = ("tests/verl_ext/test_layouts_gpu.py",)
@@ -67,11 +69,11 @@ def training_side(outcome: Outcome, device: str, options: Sequence[str]) -> None
     outcome.check("training side of a step: the benchmark runs", True, "saliencies of its three ways agree")
     table = summary(json.loads(path.read_text(encoding="utf-8")))
     outcome.figures("training side", table)
-    fused, limit = table["variants"]["GRAIL official, fused"], STEP_LIMITS[CHECKPOINTING, 1]
+    fused = table["variants"]["GRAIL official, fused"]
     outcome.check(
         "GRAIL's step against GRPO's",
-        fused["ratio"] <= limit,
-        f"{fused['ratio']:.3f} x, {min(fused['ratios']):.3f} to {max(fused['ratios']):.3f} (at most {limit:.2f})",
+        fused["ratio"] <= STEP_LIMIT,
+        f"{fused['ratio']:.3f} x, {min(fused['ratios']):.3f} to {max(fused['ratios']):.3f} (at most {STEP_LIMIT:.2f})",
     )
     peaks = table["peak_bytes"]
     share = peaks["fused pass, official"] / peaks["actor update"]

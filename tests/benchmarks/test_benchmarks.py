@@ -142,30 +142,6 @@ class TestReport:
                 # The seconds above follow the account.
                 assert step.weighing(variant, epochs) / 2 == pytest.approx(step.expected_weighing(variant, epochs))
 
-    def test_targets_are_judged(self) -> None:
-        peaks = {"fused pass, official": 90, "separate pass, official": 101, "actor update": 100}
-        fused, separate = report._verdicts(self._step(), [1, 4], peaks)
-        assert fused == (
-            "- GRAIL official, fused: 1.087 x GRPO by stages and 1.087 x in whole steps with 1 epoch (met: 1.10); "
-            "1.027 x GRPO by stages and 1.027 x in whole steps with 4 epochs (met: 1.03); "
-            "22.9 x less than the published procedure with 4 epochs (met: 8); peak memory 0.90 x the actor update's (met: 1)."
-        )
-        assert separate == (
-            "- GRAIL official, separate: 1.175 x GRPO by stages and 1.175 x in whole steps with 1 epoch (MISSED: 1.10); "
-            "1.054 x GRPO by stages and 1.054 x in whole steps with 4 epochs (MISSED: 1.03); "
-            "11.4 x less than the published procedure with 4 epochs (met: 8); "
-            "peak memory 1.01 x the actor update's (MISSED: 1)."
-        )
-
-    def test_a_target_that_noise_hides_is_unclear(self) -> None:
-        step = self._step()
-        for stages in step.repeats[0].values():
-            stages["update"] = [6.0, 6.0, 6.0, 6.0]
-        step.repeats[0]["GRAIL official, fused"]["update"] = [6.2, 6.0, 6.0, 6.0]
-        peaks = {"fused pass, official": 90, "separate pass, official": 90, "actor update": 100}
-        fused = report._verdicts(step, [1, 4], peaks)[0]
-        assert "1.087 x GRPO by stages and 1.113 x in whole steps with 1 epoch (unclear: 1.10)" in fused
-
     def test_a_sweep_changes_one_number(self) -> None:
         base = {"rows": 20, "tokens": 256, "vocabulary": 8192, "selected": 7}
         others = [{"rows": 10, "selected": 4}, {"tokens": 64}, {"vocabulary": 2048}, {"selected": 2}, {"selected": 20}]
@@ -231,11 +207,6 @@ class TestWholeStep:
         ratio, low, high = report.ratio_of_sums([1.1, 1.0, 1.3, 1.0], [1.0, 1.1, 1.0, 1.2])
         assert ratio == pytest.approx(4.4 / 4.3)
         assert low < ratio < high
-        assert [report._limit(*interval) for interval in ((0.9, 1.01), (1.0, 1.1), (1.03, 1.1))] == [
-            "met: 1.02",
-            "unclear: 1.02",
-            "MISSED: 1.02",
-        ]
 
     def test_processes_are_told_apart(self) -> None:
         seconds = {"VLLM::EngineCore": 1.0, "ray::WorkerDict": 2.0, "ray::TaskRunnerV1.run": 4.0, "raylet": 8.0}
