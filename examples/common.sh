@@ -85,21 +85,8 @@ if [[ ! $seed =~ ^(0|[1-9][0-9]*)$ ]]; then
     echo "SEED=$seed must be a whole number from 0 on" >&2
     exit 1
 fi
-if [[ -z $oar_variant ]]; then
-    # GRAIL's authors compared with their own port of OAR-G.
-    [[ $adv_estimator == oar_g ]] && oar_variant=grail_port || oar_variant=official
-fi
-method=$adv_estimator
-if [[ $adv_estimator == grpo ]]; then
-    adv_estimator=uniform
-    method=uniform
-    echo "ADV_ESTIMATOR=grpo: uniform, GRPO in the trainer of the other methods (weight 1, truncated responses masked alike);" \
-        "verl's stock trainer is ADV_ESTIMATOR=verl_grpo" >&2
-elif [[ $adv_estimator == verl_grpo ]]; then
-    adv_estimator=grpo
-    echo "ADV_ESTIMATOR=verl_grpo: verl's stock trainer, which does not mask truncated responses; the fair baseline is" \
-        "ADV_ESTIMATOR=grpo" >&2
-fi
+# shellcheck source=scripts/choose_method.sh
+source scripts/choose_method.sh
 if [[ $strategy != fsdp && $strategy != fsdp2 ]]; then
     echo "STRATEGY=$strategy is unknown; choose fsdp or fsdp2" >&2
     exit 1

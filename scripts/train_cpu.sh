@@ -25,17 +25,8 @@ total_steps=$TOTAL_STEPS
 test_freq=$TEST_FREQ
 data_dir=$OUTPUT_DIR/seed$seed
 dry_run=${DRY_RUN:-0}
-if [[ -z $oar_variant ]]; then
-    # GRAIL's authors compared with their own port of OAR-G.
-    [[ $adv_estimator == oar_g ]] && oar_variant=grail_port || oar_variant=official
-fi
-method=$adv_estimator
-if [[ $adv_estimator == grpo ]]; then
-    adv_estimator=uniform
-    method=uniform
-elif [[ $adv_estimator == verl_grpo ]]; then
-    adv_estimator=grpo
-fi
+# shellcheck source=scripts/choose_method.sh
+source scripts/choose_method.sh
 run_dir=$data_dir/$method
 tokens_dir=$(realpath -m "$run_dir")/tokens
 title="$method, $base_model, worked arithmetic, seed $seed"
@@ -73,9 +64,6 @@ fi
 # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
-if [[ $ADV_ESTIMATOR == grpo ]]; then
-    echo "ADV_ESTIMATOR=grpo: uniform, GRPO in the trainer of the other methods; verl's stock trainer is verl_grpo" >&2
-fi
 echo "1/3 environment" >&2
 bash scripts/setup_cpu.sh >&2
 if [[ "$base_model" == smollm2 ]]; then

@@ -495,6 +495,7 @@ SHELL_FILES = [
     "scripts/setup_gpu.sh",
     "scripts/setup_cpu.sh",
     "scripts/train_cpu.sh",
+    "scripts/choose_method.sh",
     "scripts/smoke_run.sh",
 ]
 
