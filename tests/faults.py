@@ -1,0 +1,277 @@
+"""What may go wrong, where, what becomes of it, and what shows that: the table of docs/faults.md.
+
+To add a fault, add a :class:`Fault` to :data:`FAULTS`, under the section (``about``) where a reader would look for it, and run
+
+    python scripts/fault_table.py
+
+A proof is a test, as pytest names it below ``tests/`` (``recipe/test_reward.py::test_killed_idle_workers_are_replaced``; a class,
+or a test with or without its parameters), or the page of a recorded run (``docs/soak/README.md``). ``tests/test_faults.py`` checks
+that each exists and that the page is the one written last. The outcome is what a user sees, in one sentence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """One row of the table."""
+
+    about: str
+    """The section, one of :data:`SECTIONS`."""
+    fault: str
+    place: str
+    outcome: str
+    proof: tuple[str, ...]
+
+
+PROCESSES, CHECKPOINTS, FILES = "Processes that die or hang", "Checkpoints and resuming", "Dumps, logs and disks"
+NODES, NUMBERS, TEXT, SETTINGS = "Nodes and ranks", "Numbers and shapes", "Text and foreign files", "Settings"
+SECTIONS = (PROCESSES, CHECKPOINTS, FILES, NODES, NUMBERS, TEXT, SETTINGS)
+"""In the order of the page."""
+
+RETRIED = "its problem counts as wrong, the worker is replaced, the run goes on"
+WEIGHS_ONE = "the row keeps weight 1 and is counted in `non_finite_rate`; no other row changes"
+
+FAULTS = (
+    # -------------------------------------------------------------------------------------------------------- processes
+    Fault(
+        PROCESSES,
+        "killed",
+        "a process that judges an answer, idle or at work",
+        RETRIED,
+        (
+            "recipe/test_reward.py::test_killed_idle_workers_are_replaced",
+            "recipe/test_reward.py::test_worker_killed_at_work_is_replaced",
+        ),
+    ),
+    Fault(
+        PROCESSES,
+        "the program is killed",
+        "while its children judge answers",
+        "no child is left behind",
+        ("recipe/test_reward.py::test_killed_program_leaves_no_workers",),
+    ),
+    Fault(
+        PROCESSES,
+        "killed",
+        "evaluation",
+        "the same command goes on with the problems that are left; the results are those of an uninterrupted evaluation",
+        ("recipe/test_evaluate.py::test_killed_and_resumed_equals_uninterrupted",),
+    ),
+    Fault(
+        PROCESSES,
+        "an engine fails",
+        "evaluation on several GPUs",
+        "the others are stopped, the error is shown, what is finished stays",
+        ("recipe/test_evaluate.py::test_an_engine_that_fails_stops_the_others",),
+    ),
+    # ------------------------------------------------------------------------------------------------------ checkpoints
+    Fault(
+        CHECKPOINTS,
+        "settings of another run",
+        "start in a folder with checkpoints",
+        "refused before Ray with each option, its value there and here, and the way out",
+        ("verl_ext/test_run_identity.py::test_another_run_is_refused_with_what_differs",),
+    ),
+    Fault(
+        CHECKPOINTS,
+        "the run is finished",
+        "start again",
+        "says so, status 0, nothing is trained",
+        (
+            "verl_ext/test_run_identity.py::TestFinished::test_says_so_and_ends_with_status_0",
+            "verl_ext/test_run_identity.py::test_commands_stop_before_ray",
+        ),
+    ),
+    Fault(
+        CHECKPOINTS,
+        "checkpoints without a definition",
+        "start",
+        "refused before Ray; naming the checkpoint with `trainer.resume_mode=resume_path` takes it",
+        ("verl_ext/test_run_identity.py::test_checkpoints_of_nobody_knows_whom",),
+    ),
+    # ------------------------------------------------------------------------------------------------------------ files
+    Fault(
+        FILES,
+        "the disk fails or is full",
+        "token dump",
+        "the training goes on; said once and counted in `token_dump/failed_files`",
+        (
+            "core/test_token_dump.py::TestWriter::test_a_failing_disk_is_counted_and_said_once",
+            "verl_ext/test_step_dump.py::TestTrainer::test_a_disk_that_fails_is_a_metric",
+        ),
+    ),
+    Fault(
+        FILES,
+        "the disk hangs",
+        "token dump",
+        "the training goes on; steps that find four others waiting are left out and counted",
+        ("core/test_token_dump.py::TestWriter::test_a_disk_that_hangs_does_not_stop_the_training",),
+    ),
+    Fault(
+        FILES,
+        "the folder cannot be made",
+        "token dump",
+        "refused at the start, naming `algorithm.token_dump.folder`",
+        ("verl_ext/test_step_dump.py::TestTrainer::test_a_folder_that_cannot_be_made_is_refused_at_the_start",),
+    ),
+    Fault(
+        FILES,
+        "killed while a file is written",
+        "token dump",
+        "the file that was there stays; a new one appears whole or not at all",
+        ("core/test_token_dump.py::TestFiles::test_what_fails_leaves_the_file_that_was_there",),
+    ),
+    Fault(
+        FILES,
+        "a file is cut off or broken",
+        "reader of dumps, report",
+        "whole rows are shown, file and line of the rest are named",
+        (
+            "core/test_token_dump.py::TestBroken",
+            "report/test_page.py::TestBroken",
+            "report/test_browser.py::TestRuns::test_of_a_broken_dump_says_so_at_the_top",
+        ),
+    ),
+    Fault(
+        FILES,
+        "a line is cut off by a kill",
+        "results of an evaluation",
+        "the half line is dropped, its problem is sampled again; any other damage is refused",
+        (
+            "recipe/test_evaluate.py::test_broken_last_line_is_dropped",
+            "recipe/test_evaluate.py::test_damaged_file_is_refused",
+        ),
+    ),
+    # ------------------------------------------------------------------------------------------------------------ nodes
+    Fault(
+        NODES,
+        "very different rows on each rank",
+        "passes through the model",
+        "every rank runs as many micro-batches as the fullest; none waits",
+        ("verl_ext/test_saliency_pass.py::test_ranks_with_very_different_rows_run_as_many_micro_batches",),
+    ),
+    Fault(
+        NODES,
+        "rows, targets and parameters that do not divide among the ranks",
+        "three ranks",
+        "scores and the next optimiser step are those of the plain model",
+        ("verl_ext/test_three_ranks.py",),
+    ),
+    # ---------------------------------------------------------------------------------------------------------- numbers
+    Fault(
+        NUMBERS,
+        "NaN or Inf in scores",
+        "weights of any method",
+        WEIGHS_ONE,
+        (
+            "core/test_weighting.py::test_a_non_finite_score_makes_its_row_weigh_one",
+            "core/test_token_weights.py::test_a_row_with_non_finite_scores_weighs_one_and_is_counted",
+        ),
+    ),
+    Fault(
+        NUMBERS,
+        "NaN logits in one row",
+        "saliency pass, alone or on the forward of the old log-probabilities",
+        WEIGHS_ONE,
+        ("verl_ext/test_pass_memory.py::test_rows_with_nan_logits_leave_the_others_alone",),
+    ),
+    Fault(
+        NUMBERS,
+        "NaN or Inf in entropies or old log-probabilities",
+        "`entropy`, `entropy_bonus`, `high_entropy`, `probability`, `surprisal`, `stare`",
+        WEIGHS_ONE,
+        (
+            "core/test_entropy.py::test_non_finite_entropies_leave_the_row_at_one",
+            "core/test_entropy_bonus.py::test_non_finite_entropies_leave_the_row_at_one",
+            "core/test_high_entropy.py::test_a_row_with_a_non_finite_entropy_weighs_one_and_counts_nowhere",
+            "core/test_probability.py::test_non_finite_log_probabilities_leave_the_row_at_one",
+            "core/test_surprisal.py::test_non_finite_log_probabilities_only_matter_where_they_are_read",
+            "core/test_stare.py::test_a_row_with_a_non_finite_value_weighs_one_and_counts_nowhere",
+        ),
+    ),
+    Fault(
+        NUMBERS,
+        "no row trains",
+        "choice of rows",
+        "nothing is selected, no pass runs",
+        ("core/test_weighting.py::test_row_selection_of_an_empty_batch",),
+    ),
+    Fault(
+        NUMBERS,
+        "an answer of 10,000 tokens",
+        "logits of the targets",
+        "taken 512 targets at a time; no tensor grows with targets and vocabulary",
+        (
+            "core/test_activations.py::test_no_tensor_grows_with_target_and_vocabulary",
+            "verl_ext/test_pass_memory.py::TestLongTargets",
+        ),
+    ),
+    # ------------------------------------------------------------------------------------------------------------- text
+    Fault(
+        TEXT,
+        "an answer that makes the judge hang, crash or take all memory",
+        "reward",
+        "score 0 within the time limit; the next answers are judged as ever",
+        ("recipe/test_reward.py::test_hostile_answers_score_zero_and_leave_a_working_pool",),
+    ),
+    Fault(
+        TEXT,
+        "control characters, markup, half surrogates, bytes that are no UTF-8",
+        "answer spans, dump, page, terminal, notebook, figures",
+        "shown as text, escaped; what is read back is what was written",
+        (
+            "core/test_answer_span.py::test_tokens_of_hostile_text",
+            "core/test_token_dump.py::TestRoundTrip::test_hostile_texts",
+            "report/test_terminal.py::TestView::test_hostile_texts_do_nothing",
+            "report/test_notebook.py::test_hostile_texts_are_text",
+            "report/test_figures.py::test_hostile_names",
+        ),
+    ),
+    Fault(
+        TEXT,
+        "a tokenizer that loses text",
+        "start of a run",
+        "refused, with an example of what is lost and the remedy",
+        (
+            "core/test_tokenizers.py::test_a_damaged_tokenizer_is_refused",
+            "verl_ext/test_checks.py::test_a_tokenizer_that_loses_text_is_refused_for_every_estimator",
+        ),
+    ),
+    Fault(
+        TEXT,
+        "rows that cannot be used",
+        "data preparation",
+        "left out and counted; too many of them are refused; other data sets are still prepared",
+        (
+            "recipe/test_data.py::test_too_many_bad_rows_are_refused",
+            "recipe/test_data.py::test_a_failing_dataset_does_not_stop_the_others",
+        ),
+    ),
+    # --------------------------------------------------------------------------------------------------------- settings
+    Fault(
+        SETTINGS,
+        "a combination that cannot work",
+        "start of a run",
+        "refused before Ray with the option and the remedy ([compatibility](compatibility.md))",
+        (
+            "verl_ext/test_checks.py::TestCommandLine::test_a_run_refuses_before_ray_starts",
+            "verl_ext/test_checks.py::test_refused_with_option_and_remedy_before_the_trainer_is_chosen",
+        ),
+    ),
+    Fault(
+        SETTINGS,
+        "a bad value of a knob",
+        "launch scripts",
+        "one line that names the knob, before anything is installed or started",
+        ("recipe/test_launch_scripts.py::test_bad_knobs_of_the_cpu_example",),
+    ),
+    Fault(
+        SETTINGS,
+        "another version of verl",
+        "start of a run",
+        "refused with the version that is needed",
+        ("verl_ext/test_checks.py::TestVerlVersion::test_refuses_others",),
+    ),
+)
