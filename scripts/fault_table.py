@@ -17,7 +17,9 @@ MARKER = "faults"
 
 def tables() -> str:
     """A table for each section, in Markdown."""
-    return "\n\n".join(f"## {about}\n\n{_table([fault for fault in FAULTS if fault.about == about])}" for about in SECTIONS)
+    return "\n\n".join(
+        f"## {about}\n\n{_table([fault for fault in FAULTS if fault.about == about])}" for about in SECTIONS
+    )
 
 
 def _table(faults: list[Fault]) -> str:

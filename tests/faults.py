@@ -4,9 +4,10 @@ To add a fault, add a :class:`Fault` to :data:`FAULTS`, under the section (``abo
 
     python scripts/fault_table.py
 
-A proof is a test, as pytest names it below ``tests/`` (``recipe/test_reward.py::test_killed_idle_workers_are_replaced``; a class,
-or a test with or without its parameters), or the page of a recorded run (``docs/soak/README.md``). ``tests/test_faults.py`` checks
-that each exists and that the page is the one written last. The outcome is what a user sees, in one sentence.
+A proof is a test, as pytest names it below ``tests/`` (``recipe/test_reward.py::test_killed_idle_workers_are_replaced``, a
+class, or a whole file; parameters in brackets may follow), or the page of a recorded run (``docs/soak/README.md``).
+``tests/test_faults.py`` checks that each exists and that the page is the one written last. The outcome is what a user sees, in
+one sentence.
 """
 
 from __future__ import annotations
