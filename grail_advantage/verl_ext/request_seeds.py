@@ -1,0 +1,54 @@
+"""Sampling that a run can repeat: each request has a seed of its own, by run, step, prompt and sample.
+
+vLLM samples a request that has no seed from a generator of the engine, which begins anew with every start of a run and whose
+numbers go by the arrival of requests; verl's ``rollout.full_determinism`` gives all samples of a prompt the same seed, and so
+the same text. With
+
+    actor_rollout_ref.rollout.agent.agent_loop_manager_class=grail_advantage.verl_ext.request_seeds.SeededAgentLoopManager
+
+the samples of a step follow from the weights, the run's ``rollout.seed`` and the step alone, up to the rounding of the engine's
+logits, which depends on what else is in a batch. It is verl's own option for another manager
+(``TaskRunnerV1.init_agent_loop_manager``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import ray
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+
+def request_seed(*of: Any) -> int:
+    """A seed of 63 bits, by what can be written as JSON."""
+    text = json.dumps(of, sort_keys=True, default=str).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+class SeededAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+    """verl's worker, whose requests have seeds."""
+
+    async def _run_agent_loop(
+        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, agent_name: str, **kwargs: Any
+    ) -> Any:
+        seed = request_seed(
+            self.config.actor_rollout_ref.rollout.seed,
+            trajectory["step"],
+            trajectory["validate"],
+            kwargs.get("index"),
+            kwargs["raw_prompt"],
+            kwargs["session_id"],
+        )
+        return await super()._run_agent_loop(
+            {**sampling_params, "seed": seed}, trajectory, agent_name=agent_name, **kwargs
+        )
+
+
+class SeededAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager with :class:`SeededAgentLoopWorker`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(SeededAgentLoopWorker)

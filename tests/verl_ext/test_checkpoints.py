@@ -1,0 +1,168 @@
+"""Which checkpoints are whole, and from which one a run carries on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grail_advantage.verl_ext.checkpoints import (
+    PARTS,
+    STATE,
+    TRACKER,
+    Checkpoint,
+    checkpoints,
+    choose_start,
+    damage,
+    keep_last,
+    settle_start,
+    tracked_step,
+    write_state,
+)
+from tests.checkpoints import write_checkpoint
+
+ALL = tuple(PARTS)
+
+
+def _damage(path: Path) -> list[str]:
+    return damage(path, ALL)
+
+
+def _start(folder: Path) -> int | None:
+    found = choose_start(folder, _damage).checkpoint
+    return found.step if found is not None else None
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+class TestDamage:
+    def test_a_whole_one_has_none(self, tmp_path: Path) -> None:
+        assert _damage(write_checkpoint(tmp_path, 5, ranks=3)) == []
+
+    @pytest.mark.parametrize(
+        "name", ["actor/model_world_size_2_rank_1.pt", "actor/optim_world_size_2_rank_0.pt", "data.pt"]
+    )
+    @pytest.mark.parametrize("how", ["missing", "cut off", "empty"])
+    def test_each_file(self, tmp_path: Path, name: str, how: str) -> None:
+        path = write_checkpoint(tmp_path, 5, ranks=2)
+        if how == "missing":
+            (path / name).unlink()
+        elif how == "empty":
+            (path / name).write_bytes(b"")
+        else:
+            _cut(path / name)
+        assert _damage(path) == [name]
+
+    def test_the_record_of_the_ranks_is_written_last(self, tmp_path: Path) -> None:
+        path = write_checkpoint(tmp_path, 5)
+        (path / "actor/fsdp_config.json").write_text('{"world_')
+        assert _damage(path) == ["actor/fsdp_config.json"]
+
+    def test_what_is_not_loaded_is_not_missed(self, tmp_path: Path) -> None:
+        path = write_checkpoint(tmp_path, 5)
+        (path / "actor/optim_world_size_1_rank_0.pt").unlink()
+        assert damage(path, ["model", "extra"]) == []
+
+    def test_a_critics(self, tmp_path: Path) -> None:
+        path = write_checkpoint(tmp_path, 5)
+        assert damage(path, ALL, critic=True) == ["critic/fsdp_config.json"]
+
+
+class TestStart:
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        assert _start(tmp_path / "none") is None
+
+    def test_the_one_that_verl_names(self, tmp_path: Path) -> None:
+        write_checkpoint(tmp_path, 5)
+        write_checkpoint(tmp_path, 10)
+        assert _start(tmp_path) == 10
+
+    def test_somebody_went_back(self, tmp_path: Path) -> None:
+        """By verl's own tracker; the later ones are of steps that are taken again, whatever happens then."""
+        for step in (5, 10, 15):
+            write_checkpoint(tmp_path, step)
+        (tmp_path / TRACKER).write_text("10")
+        found = choose_start(tmp_path, _damage)
+        assert found.checkpoint == Checkpoint(tmp_path / "global_step_10") and found.notes == ()
+        settle_start(tmp_path, found.checkpoint)
+        (tmp_path / TRACKER).write_text("")
+        assert _start(tmp_path) == 10
+
+    def test_killed_while_the_first_was_saved(self, tmp_path: Path) -> None:
+        path = write_checkpoint(tmp_path, 5, logged=False, tracked=False)
+        (path / "actor/fsdp_config.json").unlink()
+        assert _start(tmp_path) is None
+
+    @pytest.mark.parametrize("tracked", [True, False], ids=["verl's tracker written", "not yet written"])
+    def test_killed_while_one_was_saved_or_before_its_step_was_logged(self, tmp_path: Path, tracked: bool) -> None:
+        write_checkpoint(tmp_path, 5)
+        write_checkpoint(tmp_path, 10, logged=False, tracked=tracked)
+        found = choose_start(tmp_path, _damage)
+        assert found.checkpoint is not None and found.checkpoint.step == 5
+        assert bool(found.notes) == tracked
+        settle_start(tmp_path, found.checkpoint)
+        assert tracked_step(tmp_path) == 5 and _start(tmp_path) == 5
+
+    def test_killed_while_the_tracker_was_written(self, tmp_path: Path) -> None:
+        write_checkpoint(tmp_path, 5)
+        write_checkpoint(tmp_path, 10, logged=False)
+        (tmp_path / TRACKER).write_text("")
+        assert _start(tmp_path) == 5
+
+    def test_a_damaged_one_is_named_and_the_last_whole_one_taken(self, tmp_path: Path) -> None:
+        write_checkpoint(tmp_path, 5)
+        _cut(write_checkpoint(tmp_path, 10) / "actor/model_world_size_1_rank_0.pt")
+        found = choose_start(tmp_path, _damage)
+        assert found.checkpoint is not None and found.checkpoint.step == 5
+        (note,) = found.notes
+        assert "global_step_10 is not whole: actor/model_world_size_1_rank_0.pt" in note
+
+    def test_no_whole_one(self, tmp_path: Path) -> None:
+        (write_checkpoint(tmp_path, 10) / "data.pt").unlink()
+        with pytest.raises(ValueError, match=r"no whole checkpoint: .*global_step_10 is not whole: data\.pt .*FRESH=1"):
+            _start(tmp_path)
+
+    def test_the_only_one_is_not_logged(self, tmp_path: Path) -> None:
+        """With ``max_actor_ckpt_to_keep=1`` verl has removed the one before."""
+        write_checkpoint(tmp_path, 10, logged=False)
+        assert _start(tmp_path) == 10
+
+    def test_those_of_a_version_that_did_not_say(self, tmp_path: Path) -> None:
+        write_checkpoint(tmp_path, 5, logged=False)
+        write_checkpoint(tmp_path, 10, logged=False)
+        assert _start(tmp_path) == 10
+
+    def test_the_named_one_is_gone(self, tmp_path: Path) -> None:
+        """verl would start from scratch, without a word."""
+        write_checkpoint(tmp_path, 5)
+        (tmp_path / TRACKER).write_text("10")
+        assert _start(tmp_path) == 5
+
+    @pytest.mark.parametrize("content", ["{", "[]", '{"step": 7}', ""])
+    def test_a_state_that_says_nothing(self, tmp_path: Path, content: str) -> None:
+        path = write_checkpoint(tmp_path, 5)
+        (path / STATE).write_text(content)
+        assert Checkpoint(path).state is None
+
+
+class TestKeepLast:
+    def test_counts_those_of_all_lives(self, tmp_path: Path) -> None:
+        for step in (5, 10, 15, 20):
+            write_checkpoint(tmp_path, step)
+        removed = keep_last(tmp_path, 15, 2)
+        assert [path.name for path in removed] == ["global_step_5"]
+        assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [10, 15, 20]
+
+    def test_other_folders_stay(self, tmp_path: Path) -> None:
+        write_checkpoint(tmp_path, 5)
+        (tmp_path / "global_step_best").mkdir()
+        assert keep_last(tmp_path, 5, 1) == []
+        assert (tmp_path / "global_step_best").is_dir()
+
+    def test_a_state_appears_whole(self, tmp_path: Path) -> None:
+        path = write_checkpoint(tmp_path, 5, logged=False)
+        write_state(path, {"step": 5, "x": [1, None]})
+        assert Checkpoint(path).state == {"step": 5, "x": [1, None]}
+        assert [file.name for file in path.iterdir() if file.name.startswith(".")] == []

@@ -1,0 +1,101 @@
+"""One history of a run that was started several times: verl's file and tensorboard loggers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from verl.utils import tracking
+from verl.utils.tracking import Tracking
+
+from grail_advantage.verl_ext.continued_logs import continued_logs, keep_steps, metrics_file
+
+BACKENDS = ["file", "tensorboard"]
+
+
+@pytest.fixture(autouse=True)
+def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tensorboard"))
+
+
+def _life(resumed_at: int, steps: range, value: float) -> None:
+    """A life of a run that is killed: nothing is closed."""
+    with continued_logs(resumed_at):
+        logs = Tracking("project", "experiment", BACKENDS)
+    for step in steps:
+        logs.log({"value": value}, step)
+    logs._finished = True  # its __del__ is not what ends a killed run
+
+
+def _file(tmp_path: Path) -> list[tuple[int, float]]:
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    return [(line["step"], line["data"]["value"]) for line in map(json.loads, lines)]
+
+
+def _tensorboard(tmp_path: Path) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    return [(event.step, event.value) for event in found.Scalars("value")]
+
+
+def test_no_step_twice_and_none_lost(tmp_path: Path) -> None:
+    """Killed behind step 7 with a checkpoint of step 5, then behind step 8 with that of step 7."""
+    _life(0, range(0, 8), 1.0)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 8, "data": {"va')
+    _life(5, range(6, 9), 2.0)
+    _life(7, range(8, 11), 3.0)
+    expected = [*((step, 1.0) for step in range(6)), (6, 2.0), (7, 2.0), (8, 3.0), (9, 3.0), (10, 3.0)]
+    assert _file(tmp_path) == expected
+    assert _tensorboard(tmp_path) == expected
+
+
+def test_a_run_from_the_beginning_has_nothing_of_another(tmp_path: Path) -> None:
+    _life(0, range(0, 4), 1.0)
+    _life(0, range(0, 2), 2.0)
+    assert _file(tmp_path) == _tensorboard(tmp_path) == [(0, 2.0), (1, 2.0)]
+
+
+def test_verls_own_are_back_behind_it(tmp_path: Path) -> None:
+    of_verl = tracking.FileLogger, tracking._TensorboardAdapter
+    with pytest.raises(RuntimeError), continued_logs(3):
+        assert tracking.FileLogger is not of_verl[0]
+        raise RuntimeError
+    assert (tracking.FileLogger, tracking._TensorboardAdapter) == of_verl
+
+
+@pytest.mark.parametrize("root", [None, "elsewhere"])
+def test_the_file_is_verls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str | None) -> None:
+    """Where nothing names it, and where only the folder is named."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VERL_FILE_LOGGER_PATH")
+    if root:
+        monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", root)
+    of_verl = tracking.FileLogger("project", "experiment")
+    of_verl.finish()
+    assert metrics_file("project", "experiment").resolve() == Path(of_verl.filepath).resolve()
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        (b"", b""),
+        (b'{"step": 1}\n{"step": 2}\n{"step": 3}\n', b'{"step": 1}\n{"step": 2}\n'),
+        (b'{"step": 1}\n{"step": 2}', b'{"step": 1}\n'),
+        (b'{"step": 1}\nnot json\n[1]\n{"a": 1}\n{"step": 2}\n', b'{"step": 1}\n{"step": 2}\n'),
+    ],
+)
+def test_keep_steps(tmp_path: Path, content: bytes, kept: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(content)
+    assert keep_steps(path, 2) == kept.count(b"\n")
+    assert path.read_bytes() == kept
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_no_file(tmp_path: Path) -> None:
+    assert keep_steps(tmp_path / "none.jsonl", 2) == 0
