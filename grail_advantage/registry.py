@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "grail_advantage.signals"
 
-RESERVED = ("token_weights", "token_dump")
+RESERVED = ("token_weights", "token_dump", "watchdog")
 """Sections of ``algorithm`` that belong to the trainer."""
 
 

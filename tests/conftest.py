@@ -10,7 +10,13 @@ torch.set_num_threads(1)
 
 # A whole verl run with two rollout replicas takes a third of a 24 GB machine, and Ray kills workers where memory runs short;
 # so these come one after the other. The tests of any other file share what they start and stay together.
-WHOLE_RUNS = ("test_training_run.py", "test_methods_run.py", "test_layouts_run.py", "test_cpu_platform.py")
+WHOLE_RUNS = (
+    "test_training_run.py",
+    "test_methods_run.py",
+    "test_layouts_run.py",
+    "test_cpu_platform.py",
+    "test_killed_run.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)

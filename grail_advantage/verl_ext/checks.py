@@ -32,6 +32,7 @@ from grail_advantage.verl_ext.settings import (
     dump_options,
     import_trainer_module,
     signal_of,
+    watchdog_options,
 )
 from grail_advantage.verl_ext.works_with import (
     NEEDED,
@@ -71,6 +72,7 @@ def check_config(config: DictConfig) -> None:
         cpu_checks.check_config(config, _base_mode(config))
     check_trl()
     check_names(config)
+    watchdog_options(config)
     check_estimator(config.algorithm.adv_estimator)
     tokenizer = _check_tokenizer(config.actor_rollout_ref.model)
     if config.algorithm.adv_estimator not in methods():

@@ -7,6 +7,8 @@
 - ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
 - ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of ``rows`` rows a step, ``every`` so many
   steps; see docs/token_dump.md.
+- ``algorithm.watchdog``: ``enabled``, and how many seconds a phase of a step (``phase_timeout``), and one that takes long
+  (``long_phase_timeout``), may last; see docs/endings.md.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ TRAINER_MODULE = "algorithm.token_weights.trainer_module"
 DUMP_FOLDER = "algorithm.token_dump.folder"
 DUMP_EVERY = "algorithm.token_dump.every"
 DUMP_ROWS = "algorithm.token_dump.rows"
+WATCHDOG = "algorithm.watchdog"
 RUN_DEFINITION = "run_definition.json"
 """What defines a run, beside its checkpoints (:mod:`grail_advantage.verl_ext.run_identity`)."""
 MOVED = {"algorithm.fuse_saliency_pass": SHARE_FORWARD, "algorithm.token_weights_dir": DUMP_FOLDER}
@@ -42,6 +45,7 @@ def algorithm_sections() -> dict[str, Any]:
     sections: dict[str, Any] = {
         "token_weights": {"share_forward": "auto", "trainer_module": None},
         "token_dump": {"folder": None, "every": 1, "rows": 64},
+        "watchdog": {"enabled": True, "phase_timeout": 7200, "long_phase_timeout": 14400},
         # So that an old name gets to check_names.
         **{old.removeprefix("algorithm."): None for old in MOVED},
     }
@@ -149,6 +153,30 @@ def dump_options(config: DictConfig) -> DumpOptions | None:
             f"{DUMP_FOLDER}={folder} must be an absolute path, on the machine of the trainer; use {absolute}"
         )
     return DumpOptions(Path(str(folder)), every, rows)
+
+
+@dataclass(frozen=True)
+class WatchdogOptions:
+    """The options of ``algorithm.watchdog``; seconds."""
+
+    phase_timeout: float
+    long_phase_timeout: float
+
+
+def watchdog_options(config: DictConfig) -> WatchdogOptions | None:
+    """The time limits of a run; ``None`` where nothing watches it.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    section = {**algorithm_sections()["watchdog"], **(OmegaConf.select(config, WATCHDOG) or {})}
+    enabled = section.pop("enabled")
+    if not isinstance(enabled, bool):
+        raise ValueError(f"{WATCHDOG}.enabled={enabled!r} must be true or false")
+    for name, seconds in section.items():
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"{WATCHDOG}.{name}={seconds!r} must be a number of seconds above 0")
+    return WatchdogOptions(**section) if enabled else None
 
 
 def shares_forward(config: DictConfig, signal: Signal) -> bool:

@@ -132,9 +132,9 @@ def test_a_class_that_is_no_dataclass_is_refused(clean_registry: None) -> None:
             pass
 
 
-@pytest.mark.parametrize("name", ["token_weights", "token_dump", "my.method", "", "1st"])
+@pytest.mark.parametrize("name", ["token_weights", "token_dump", "watchdog", "my.method", "", "1st"])
 def test_a_name_that_cannot_be_a_section_is_refused(clean_registry: None, name: str) -> None:
-    with pytest.raises(ValueError, match=r"the name must be an identifier, and none of token_weights, token_dump"):
+    with pytest.raises(ValueError, match=r"the name must be an identifier, and none of token_weights, token_dump, watchdog"):
 
         @register_signal(name)
         @dataclass(frozen=True, kw_only=True)
