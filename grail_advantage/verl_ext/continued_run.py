@@ -29,6 +29,7 @@ from verl.utils import tensordict_utils as tu
 from grail_advantage.verl_ext.checkpoints import Checkpoint, is_checkpoint, keep_last, write_state
 from grail_advantage.verl_ext.continued_logs import continued_logs
 from grail_advantage.verl_ext.stock_entry import CONTINUED_PREFIX
+from grail_advantage.verl_ext.watchdog import WatchedTrainer
 
 
 def base_mode(trainer_class: type) -> str:
@@ -38,7 +39,7 @@ def base_mode(trainer_class: type) -> str:
     return "colocate_async" if issubclass(trainer_class, PPOTrainerColocateAsync) else "sync"
 
 
-class ContinuedRun:
+class ContinuedRun(WatchedTrainer):
     """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
     _saved: int | None = None
