@@ -15,6 +15,7 @@ strategy=${STRATEGY:-fsdp2}                       # fsdp | fsdp2
 offload=${OFFLOAD:-False}                         # True: parameters and optimiser state wait in host memory
 data_dir=${DATA_DIR:-$PWD/data}                   # from scripts/prepare_data.sh
 dry_run=${DRY_RUN:-0}                             # 1: check everything, print the resolved configuration, start nothing
+fresh=${FRESH:-0}                                 # 1: a new run; the folder of an earlier one of its name is moved away
 
 # batch and lengths
 train_batch_size=${TRAIN_BATCH_SIZE:-32}          # prompts in a rollout batch
@@ -95,10 +96,13 @@ if [[ $offload != True && $offload != False ]]; then
     echo "OFFLOAD=$offload must be True or False" >&2
     exit 1
 fi
-if [[ $dry_run != 0 && $dry_run != 1 ]]; then
-    echo "DRY_RUN=$dry_run must be 0 or 1" >&2
-    exit 1
-fi
+for knob in DRY_RUN FRESH; do
+    variable=${knob,,}
+    if [[ ${!variable} != 0 && ${!variable} != 1 ]]; then
+        echo "$knob=${!variable} must be 0 or 1" >&2
+        exit 1
+    fi
+done
 if ! command -v "$python" >/dev/null; then
     echo "PYTHON=$python is not a command; name the interpreter that has requirements.txt installed" >&2
     exit 1
@@ -207,16 +211,12 @@ TRAINER=(
     trainer.experiment_name="$experiment_name"
     trainer.default_local_dir="$output_dir/checkpoints"
 )
-# verl overwrites a metrics file that exists, so a resumed run gets one of its own: metrics-2.jsonl, metrics-3.jsonl, ...
-metrics_file=$output_dir/metrics.jsonl
-for ((run = 2; ; run++)); do
-    [[ -e $metrics_file ]] || break
-    metrics_file=$output_dir/metrics-$run.jsonl
-done
+# However the launch script ends, the run does too, and leaves no process behind (docs/endings.md).
+export GRAIL_ADVANTAGE_ENDS_WITH=$$
 # The process that writes the logs runs somewhere in the Ray cluster, without this shell's environment.
 EXTRA=(
     +ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR="$output_dir/tensorboard"
-    +ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="$metrics_file"
+    +ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="$output_dir/metrics.jsonl"
     hydra.run.dir="$output_dir/hydra"
 )
 if ((lora_rank > 0)); then
@@ -232,3 +232,15 @@ if [[ $dry_run == 1 ]]; then
     # A dry run leaves no file behind.
     EXTRA+=(hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=disabled hydra/hydra_logging=disabled)
 fi
+if [[ $fresh == 1 && $dry_run == 0 ]]; then
+    # shellcheck source=scripts/start_fresh.sh
+    source scripts/start_fresh.sh
+    start_fresh "$output_dir"
+fi
+
+# The summary of the whole run, all starts of it, where the file logger keeps it.
+summarize() {
+    if [[ $dry_run == 0 && -f $output_dir/metrics.jsonl ]]; then
+        "$python" -m recipe.run_report summary "$output_dir" --title "$experiment_name"
+    fi
+}

@@ -3,8 +3,8 @@
 #
 # Knobs: MODEL_PATH, MAX_RESPONSE_LENGTH here; ADV_ESTIMATOR, PRESET, OAR_VARIANT, SEED, NNODES, NGPUS_PER_NODE,
 #        TRAIN_BATCH_SIZE, ROLLOUT_N, MAX_PROMPT_LENGTH, PPO_MAX_TOKEN_LEN_PER_GPU, ROLLOUT_TP, LORA_RANK, STRATEGY, OFFLOAD,
-#        LEARNING_RATE, DATA_DIR, TOTAL_STEPS, SAVE_FREQ, TEST_FREQ, PROJECT_NAME, EXPERIMENT_NAME, LOGGER, PYTHON, DRY_RUN
-#        in examples/common.sh.
+#        LEARNING_RATE, DATA_DIR, TOTAL_STEPS, SAVE_FREQ, TEST_FREQ, PROJECT_NAME, EXPERIMENT_NAME, LOGGER, PYTHON, DRY_RUN,
+#        FRESH in examples/common.sh.
 # Arguments are Hydra overrides. More than one node: docs/multi_node.md.
 
 set -xeuo pipefail
@@ -30,3 +30,4 @@ DATA+=(
 DRY_RUN=$dry_run "$python" -m recipe.main_grail \
     "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${REF[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" \
     "${EXTRA[@]}" "$@"
+summarize

@@ -23,6 +23,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as futures_wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -46,6 +47,15 @@ _NAME = re.compile(r"step_(\d{1,15})(?:_update_(\d{1,9}))?\.jsonl(?:\.gz)?")
 _OLD_NAME = re.compile(r"(\d{1,15})\.jsonl")
 _GZIP_LEVEL = 5
 _TEMPORARY = ".writing"
+MOST_LINE = 128 << 20
+"""Most bytes of a line that are read; a row of a million tokens with all columns has about 80 MB."""
+_MOST_UNPACKED = 256 << 20
+_MOST_RATIO = 200
+"""A file is read as long as it unpacks to no more bytes than this, or than this many times its own. Dumps of rollouts unpack to
+3 to 5 times their size; only those of one response again and again come near."""
+_MOST_INT = 2**63
+MOST_PROBLEMS = 100
+"""A file with more lines that cannot be read is not read on."""
 _BYTE_LEVEL = [{"type": "ByteLevel"}]
 _SENTENCE_PIECE = [{"type": "ByteFallback"}, {"type": "Metaspace", "replacement": "\u2581"}]
 
@@ -226,7 +236,8 @@ def write_step(folder: Path, header: DumpHeader, rows: Iterable[DumpRow]) -> Pat
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}{_TEMPORARY}")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # never through a link that somebody put there
             # Without a name and a time in its head, equal rows make equal files.
             with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=_GZIP_LEVEL, mtime=0) as packed:
                 packed.write(_line(_header_record(header, len(rows))))
@@ -249,6 +260,12 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def dumped_steps(folder: Path) -> list[int]:
+    """The steps of which a folder has files, in order; none where there is no folder."""
+    found = (_NAME.fullmatch(path.name) for path in Path(folder).glob("step_*"))
+    return sorted({int(named[1]) for named in found if named})
 
 
 def remove_steps(folder: Path, first: int) -> list[Path]:
@@ -396,6 +413,10 @@ class TokenDumpWriter:
                 self.folder,
             )
 
+    def wait(self, seconds: float) -> None:
+        """Wait until everything is written, but no longer than this: a disk that hangs stops nothing."""
+        futures_wait(self._futures, timeout=seconds)
+
     def close(self) -> None:
         """Wait until everything is written."""
         if self._executor is not None:
@@ -434,6 +455,7 @@ class DumpFile:
     """Shared with the folder's other files."""
     old: bool = False
     """Of version 1, 0.1's: no header."""
+    _known: set[Problem] = field(default_factory=set)
 
     @property
     def header(self) -> DumpHeader | None:
@@ -449,6 +471,9 @@ class DumpFile:
         """The rows that can be read, one at a time."""
         seen = 0
         for number, line in _lines(self.path, self._problem):
+            if len(self._known) >= MOST_PROBLEMS:
+                self._problem(number, f"{len(self._known)} lines could not be read; the file is not read on")
+                return
             try:
                 record = _parse(line)
                 if not isinstance(record, dict):
@@ -477,7 +502,8 @@ class DumpFile:
 
     def _problem(self, line: int | None, message: str) -> None:
         problem = Problem(self.path, line, message)
-        if problem not in self.problems:
+        if problem not in self._known and len(self._known) <= MOST_PROBLEMS:
+            self._known.add(problem)
             self.problems.append(problem)
 
 
@@ -537,25 +563,35 @@ def read_dump(folder: Path | str) -> TokenDump:
 
 
 def _lines(path: Path, say: Callable[[int, str], None]) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines of a file, gzip or plain. One that breaks off yields its whole lines and says so."""
-    number, rest = 0, b""
+    """Numbered lines of a file, gzip or plain. One that breaks off yields its whole lines and says so, and so does one that
+    unpacks to more than a dump can."""
+    number, unpacked = 0, 0
+    rest: list[bytes] = []
     why = ""
     try:
+        most = max(_MOST_UNPACKED, _MOST_RATIO * path.stat().st_size)
         with _open(path) as file:
-            while chunk := file.read1(1 << 20):  # type: ignore[attr-defined]
-                *whole, rest = (rest + chunk).split(b"\n") if b"\n" in chunk else [rest + chunk]
+            while not why and (chunk := file.read1(1 << 20)):  # type: ignore[attr-defined]
+                unpacked += len(chunk)
+                *whole, last = chunk.split(b"\n")
                 for line in whole:
                     number += 1
-                    yield number, line
+                    yield number, b"".join([*rest, line])
+                    rest = []
+                rest.append(last)
+                if sum(map(len, rest)) > MOST_LINE:
+                    why = f"has a line of more than {MOST_LINE >> 20} MiB, which no row of a dump needs"
+                elif unpacked > most:
+                    why = f"unpacks to more than {most >> 20} MiB, which no dump of its size does"
     except EOFError:
         why = "is cut off"
     except (OSError, zlib.error) as error:
         why = f"cannot be read on ({error})"
     if why:
         say(number + 1, f"the file {why}; {number} whole lines are read")
-    elif rest:
+    elif last_line := b"".join(rest):
         # A last line without its line break is whole, or cut off and then no JSON.
-        yield number + 1, rest
+        yield number + 1, last_line
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -685,6 +721,8 @@ def _typed(record: dict[str, Any], name: str, kind: type, *default: Any) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         said = "is missing" if value is None else f"is {type(value).__name__}"
         raise ValueError(f"{name} {said}; it must be {kind.__name__}")
+    if kind is int and not -_MOST_INT <= value < _MOST_INT:
+        raise ValueError(f"{name}: a number is too large")
     return value
 
 
@@ -720,7 +758,8 @@ def _float_columns(record: dict[str, Any], length: int, names: Mapping[str, str]
             raise ValueError(f"{where}{name} must be a list of numbers")
         _check_length(where + name, len(values), length)
         try:
-            columns[target] = np.array(values, dtype=np.float32)
+            with np.errstate(over="ignore"):  # beyond float32 is as good as Inf
+                columns[target] = np.array(values, dtype=np.float32)
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{where}{name}: must be numbers or null") from error
         if columns[target].ndim != 1:

@@ -6,7 +6,8 @@ entry point takes. Where a project has its configuration already, ``python3 -m v
 ``algorithm.adv_estimator=grail``, and options behind a ``+``.
 
 ``algorithm.adv_estimator`` is any registered method; ``uniform`` is GRPO in the same trainer, the baseline of the others. With
-one of verl's estimators (``grpo``, ...) it starts verl's stock trainer, which does not mask truncated responses.
+one of verl's estimators (``grpo``, ...) it starts verl's stock trainer, which does not mask truncated responses; killed runs
+go on there too (:mod:`grail_advantage.verl_ext.continued_run`).
 
 A run that is finished already says so and exits with status 0; checkpoints of a run with other settings are refused
 (:mod:`grail_advantage.verl_ext.run_identity`). ``DRY_RUN=1`` runs all start-up checks, prints the resolved configuration as
@@ -34,9 +35,10 @@ from verl.utils.config import validate_config  # noqa: E402
 from verl.utils.device import auto_set_device  # noqa: E402
 
 from grail_advantage.registry import methods  # noqa: E402
+from grail_advantage.verl_ext import endings  # noqa: E402
 from grail_advantage.verl_ext.run_identity import begin_run, check_run  # noqa: E402
 from grail_advantage.verl_ext.settings import algorithm_sections  # noqa: E402
-from grail_advantage.verl_ext.stock_entry import prepare_run  # noqa: E402
+from grail_advantage.verl_ext.stock_entry import CONTINUED_PREFIX, prepare_run  # noqa: E402
 
 # The sections of all registered methods, as the configurations' defaults list names them.
 ConfigStore.instance().store(name="token_weights", node={"algorithm": algorithm_sections()}, package="_global_")
@@ -54,6 +56,9 @@ def prepare(config: DictConfig) -> None:
     else:
         check_config(config)
         check_run(config)
+        mode = config.trainer.v1.trainer_mode
+        if mode in ("sync", "colocate_async", "separate_async"):
+            config.trainer.v1.trainer_mode = f"{CONTINUED_PREFIX}{mode}"
     # verl's own: what stock_entry.py put in its place would begin the run.
     getattr(validate_config, "__wrapped__", validate_config)(
         config=config,
@@ -73,6 +78,7 @@ def main(config: DictConfig) -> None:
         print(resolved)
         return
     begin_run(config)
+    endings.begin(config)
     run_ppo(config, task_runner_class=TaskRunnerV1)
 
 

@@ -9,6 +9,7 @@ Reads the file that verl's ``file`` logger writes (``VERL_FILE_LOGGER_PATH``), s
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -53,12 +54,17 @@ class Step:
         )
 
 
-def read_steps(run_dir: Path) -> list[Step]:
-    """All steps logged so far, in order; a line that is still being written is left out."""
+def read_lines(run_dir: Path) -> list[str]:
+    """The lines logged so far; one that is still being written is left out."""
     path = run_dir / METRICS_FILE
     if not path.exists():
         return []
-    return [Step.parse(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def read_steps(run_dir: Path) -> list[Step]:
+    """All steps logged so far, in order."""
+    return [Step.parse(line) for line in read_lines(run_dir)]
 
 
 def _is_running(pid: int) -> bool:
@@ -73,13 +79,18 @@ def _is_running(pid: int) -> bool:
 
 
 def _new_steps(run_dir: Path, pid: int) -> Iterator[Step | None]:
-    """Steps as they are logged; ``None`` whenever nothing new came for a second."""
-    seen = 0
+    """Steps as they are logged; ``None`` whenever nothing new came for a second.
+
+    What an earlier life of the run logged is not new. A run that goes on from an earlier step takes the later ones out of the
+    file before it logs again.
+    """
+    seen = read_lines(run_dir)
     while True:
         running = _is_running(pid)
-        steps = read_steps(run_dir)
-        yield from steps[seen:]
-        seen = len(steps)
+        lines = read_lines(run_dir)
+        common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(seen, lines, strict=False)))
+        yield from map(Step.parse, lines[common:])
+        seen = lines
         if not running:
             return
         yield None
@@ -90,7 +101,11 @@ def watch(run_dir: Path, pid: int, total: int) -> None:
     """Print a line for each step until the process ends."""
     started = time.monotonic()
     first_step_at: float | None = None
+    first = 0
     said_at = started
+    before = read_steps(run_dir)
+    if before:
+        print(f"  {before[-1].number} steps are logged already", flush=True)
     for step in _new_steps(run_dir, pid):
         now = time.monotonic()
         if step is None:
@@ -106,8 +121,9 @@ def watch(run_dir: Path, pid: int, total: int) -> None:
         if step.accuracy is not None:
             parts.append(f"held-out accuracy {step.accuracy:.3f}")
         if step.number > 0:
-            first_step_at = first_step_at if first_step_at is not None else now - (step.seconds or 0)
-            pace = (now - first_step_at) / step.number
+            if first_step_at is None:
+                first_step_at, first = now - (step.seconds or 0), step.number
+            pace = (now - first_step_at) / (step.number - first + 1)
             parts.append(f"{pace:.1f} s/step, {pace * (total - step.number):.0f} s left")
         print("  " + "  ".join(parts), flush=True)
 

@@ -4,7 +4,7 @@
 #
 # $OUTPUT_DIR/seed$SEED gets the warmed-up model and its data; below it, a folder for each estimator gets train.log
 # (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/, learning_curve.png, tokens/ (what the method made of
-# every token, docs/token_dump.md) and report.html.
+# every token, docs/token_dump.md), report.html and checkpoints/, from which the same command goes on (docs/resume.md).
 
 # shellcheck disable=SC2153  # the knobs come from the calling script
 set -euo pipefail
@@ -23,6 +23,8 @@ learning_rate=$LEARNING_RATE
 seed=$SEED
 total_steps=$TOTAL_STEPS
 test_freq=$TEST_FREQ
+save_freq=$SAVE_FREQ
+fresh=$FRESH
 data_dir=$OUTPUT_DIR/seed$seed
 dry_run=${DRY_RUN:-0}
 # shellcheck source=scripts/choose_method.sh
@@ -40,7 +42,9 @@ for knob in PROMPTS ROLLOUTS MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH TOTAL_STEPS M
     [[ ${!knob} =~ ^[1-9][0-9]*$ || ($knob == MICRO_BATCH_SIZE && -z ${!knob}) ]] ||
         refuse "$knob=${!knob} must be a whole number from 1 on"
 done
-[[ $TEST_FREQ =~ ^(-1|[1-9][0-9]*)$ ]] || refuse "TEST_FREQ=$TEST_FREQ must be a whole number from 1 on, or -1 for never"
+for knob in TEST_FREQ SAVE_FREQ; do
+    [[ ${!knob} =~ ^(-1|[1-9][0-9]*)$ ]] || refuse "$knob=${!knob} must be a whole number from 1 on, or -1 for never"
+done
 [[ $seed =~ ^(0|[1-9][0-9]*)$ ]] || refuse "SEED=$seed must be a whole number from 0 on"
 [[ $learning_rate =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] ||
     refuse "LEARNING_RATE=$learning_rate must be a number such as 1e-4"
@@ -48,6 +52,7 @@ done
 [[ $oar_variant == official || $oar_variant == grail_port ]] ||
     refuse "OAR_VARIANT=$OAR_VARIANT is unknown; choose official or grail_port"
 [[ $dry_run == 0 || $dry_run == 1 ]] || refuse "DRY_RUN=$dry_run must be 0 or 1"
+[[ $fresh == 0 || $fresh == 1 ]] || refuse "FRESH=$fresh must be 0 or 1"
 ((rollouts >= 2)) || refuse "ROLLOUTS=$rollouts leaves nothing to compare a response with; use 2 or more"
 responses=$((prompts * rollouts))
 if [[ -z $micro_batch_size ]]; then
@@ -99,6 +104,8 @@ ROLLOUT=(
     actor_rollout_ref.rollout.n="$rollouts"
     actor_rollout_ref.rollout.temperature=1.0
     actor_rollout_ref.rollout.seed="$seed"
+    # The same seed gives the same samples, whenever a step is taken.
+    +actor_rollout_ref.rollout.agent.agent_loop_manager_class=grail_advantage.verl_ext.request_seeds.SeededAgentLoopManager
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu="$micro_batch_size"
     actor_rollout_ref.rollout.val_kwargs.do_sample=True
     actor_rollout_ref.rollout.val_kwargs.temperature=1.0
@@ -117,8 +124,8 @@ TRAINER=(
     trainer.total_epochs=1000
     trainer.val_before_train=True
     trainer.test_freq="$test_freq"
-    trainer.save_freq=-1
-    trainer.resume_mode=disable
+    trainer.save_freq="$save_freq"
+    trainer.max_actor_ckpt_to_keep=2
     trainer.logger='[file,tensorboard]'
     trainer.project_name="grail_$base_model"
     trainer.experiment_name="$method-seed$seed"
@@ -127,6 +134,8 @@ TRAINER=(
 )
 
 export VERL_PLATFORM=cpu
+# However this script ends, the run does too, and leaves no process behind (docs/endings.md).
+export GRAIL_ADVANTAGE_ENDS_WITH=$$
 export VERL_FILE_LOGGER_PATH="$run_dir/metrics.jsonl"
 export TENSORBOARD_DIR="$run_dir/tensorboard"
 command=(
@@ -138,18 +147,29 @@ if [[ $dry_run == 1 ]]; then
 fi
 if [[ $adv_estimator != grail || $# != 0 ]]; then
     # Method, options and overrides, before the time for the warm-up is spent.
-    DRY_RUN=1 "${command[@]}" hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=disabled \
-        hydra/hydra_logging=disabled >/dev/null
+    check=("${command[@]}" hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=disabled hydra/hydra_logging=disabled)
+    # The folder of the earlier run is not this one's.
+    [[ $fresh == 0 ]] || check+=(trainer.save_freq=-1 trainer.resume_mode=disable algorithm.token_dump.folder=null)
+    DRY_RUN=1 "${check[@]}" >/dev/null
+fi
+if [[ $fresh == 1 ]]; then
+    # shellcheck source=scripts/start_fresh.sh
+    source scripts/start_fresh.sh
+    start_fresh "$run_dir"
 fi
 
 echo "2/3 problems, model and supervised warm-up" >&2
 .venv/bin/python -m recipe.tiny.prepare --base-model "$base_model" --output-dir "$data_dir" --seed "$seed" >&2
 echo "3/3 reinforcement learning with $method" >&2
 
-# Figures of an earlier run in the same place would be taken for this one's.
-rm -rf "$VERL_FILE_LOGGER_PATH" "$TENSORBOARD_DIR" "$tokens_dir"
 mkdir -p "$run_dir"
-"${command[@]}" >"$run_dir/train.log" 2>&1 &
+# A run that goes on must not do so from another model, on other problems.
+if compgen -G "$run_dir/checkpoints/global_step_*" >/dev/null && ! cmp -s "$data_dir/warm_up.json" "$run_dir/warm_up.json"; then
+    refuse "$data_dir has another model and other problems than those that the run in $run_dir began with; start a new run" \
+        "with FRESH=1, which moves the old one away"
+fi
+cp "$data_dir/warm_up.json" "$run_dir/"
+"${command[@]}" >>"$run_dir/train.log" 2>&1 &
 run_pid=$!
 trap 'kill "$run_pid" 2>/dev/null || true' EXIT
 echo "  full output: $run_dir/train.log"
@@ -160,6 +180,7 @@ if ! wait "$run_pid"; then
     exit 1
 fi
 trap - EXIT
+tail -n 5 "$run_dir/train.log" | grep "^already finished" || true
 .venv/bin/python -m recipe.run_report summary "$run_dir" --title "$title"
 report=$(.venv/bin/python -m grail_advantage.report "$run_dir")
 echo "  every token's weight, in a browser: $report"

@@ -1,8 +1,8 @@
 """What makes a run the run it is: stored beside its checkpoints, so that no other run carries on from them.
 
 verl resumes whatever lies in ``trainer.default_local_dir`` (``trainer.resume_mode=auto``, its default): under other settings it
-goes on with a mixture, and past ``trainer.total_training_steps`` it trains nothing and says nothing. (Where only
-``trainer.total_epochs`` bounds a run, its last step is known once the data are loaded, and not here.)
+goes on with a mixture, and past the last step it trains nothing and says nothing. A token dump belongs to one run in the same
+way.
 
 A run's definition is its resolved configuration without what may change from one start to the next: number of steps, how often
 to save and to validate, logs and names, devices, and what moves speed and memory but not the gradient. A method's section
@@ -11,8 +11,8 @@ counts with the values that its preset stands for, and the sections of other met
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import sys
 from importlib.metadata import version
@@ -24,7 +24,18 @@ from omegaconf import DictConfig, OmegaConf
 from grail_advantage import __version__
 from grail_advantage.options import option_fields
 from grail_advantage.registry import method, methods
-from grail_advantage.verl_ext.settings import MOVED, RUN_DEFINITION, signal_of
+from grail_advantage.token_dump import dumped_steps
+from grail_advantage.verl_ext.checkpoints import (
+    PARTS,
+    Checkpoint,
+    Start,
+    choose_start,
+    damage,
+    is_checkpoint,
+    settle_start,
+    write_whole,
+)
+from grail_advantage.verl_ext.settings import DUMP_FOLDER, MOVED, RUN_DEFINITION, dump_options, signal_of
 
 SECTIONS = ("actor_rollout_ref", "algorithm", "data", "reward", "distillation", "trainer.v1", "trainer.critic_warmup")
 MAY_CHANGE = re.compile(
@@ -40,7 +51,7 @@ MAY_CHANGE = re.compile(
                 "prometheus",
                 "disable_log_stats",
             ),
-            *("checkpoint", "token_dump"),
+            *("checkpoint", "token_dump", "watchdog"),
             # devices, and how work is dealt out
             *("nnodes", "n_gpus_per_node", ".*workers", "nccl_timeout", ".*parallel_size", "strategy", "fsdp_size"),
             *("wrap_policy", "turbo_config", "checkpoint_engine", "disaggregation", "engine_kwargs", "use_shm"),
@@ -71,6 +82,12 @@ MAY_CHANGE = re.compile(
 )
 """Parts of an option's name."""
 _MODES = ("auto", "disable", "resume_path")
+FSDP_CONFIG = "fsdp_config.json"
+"""verl's own record, beside a checkpoint's files, of how many ranks wrote it, and with which FSDP."""
+_WAY_OUT = (
+    "choose another trainer.experiment_name or trainer.default_local_dir (EXPERIMENT_NAME of the launch scripts, OUTPUT_DIR of "
+    "those without a GPU), or start a new run with FRESH=1 of the launch scripts, which moves the old folder away"
+)
 
 
 def run_definition(config: DictConfig) -> dict[str, Any]:
@@ -90,7 +107,7 @@ def run_definition(config: DictConfig) -> dict[str, Any]:
         and not any(MAY_CHANGE.fullmatch(part) for part in name.split("."))
     }
     mode = "trainer.v1.trainer_mode"
-    found[mode] = str(found[mode]).removeprefix("grail_")
+    found[mode] = str(found[mode]).removeprefix("grail_").removeprefix("continued_")
     if config.algorithm.adv_estimator in methods():
         signal, section = signal_of(config.algorithm), method(config.algorithm.adv_estimator).section
         found |= {
@@ -111,37 +128,94 @@ def check_run(config: DictConfig) -> None:
     folder = Path(trainer.default_local_dir)
     if trainer.resume_mode not in _MODES:
         raise ValueError(f"trainer.resume_mode={trainer.resume_mode!r} is unknown; choose one of {', '.join(_MODES)}")
-    start = _resumed(config)
+    found = _start(config).checkpoint
+    start = found.path if found is not None else None
+    if start is not None:
+        check_ranks(config, start)
+    _check_dump(config, resumes=start is not None)
     carries_on = start is not None and start.absolute().parent == folder.absolute()
     if not any(folder.glob("global_step_*")) or not (carries_on or trainer.save_freq > 0):
         return
     what = f"carry on from {start}" if carries_on else "save its checkpoints among them"
-    way_out = (
-        "choose another trainer.experiment_name or trainer.default_local_dir (EXPERIMENT_NAME of the launch scripts), or move "
-        "the old folder away"
-    )
     content = _stored(folder)
     if content is None:
         if trainer.resume_mode == "resume_path":
             return  # somebody has named the checkpoint
         raise ValueError(
             f"{folder} holds checkpoints, but no {RUN_DEFINITION} that says which run they are of, and this run would {what}; "
-            f"{way_out}, or say that they are this run's with trainer.resume_mode=resume_path and trainer.resume_from_path"
+            f"{_WAY_OUT}, or say that they are this run's with trainer.resume_mode=resume_path and trainer.resume_from_path"
         )
+    differing = _differing(config, content)
+    if differing:
+        raise ValueError(
+            f"{folder} holds the checkpoints of a run with other settings, and this one would {what}:\n{differing}\n"
+            f"{_WAY_OUT}, or put the settings back"
+        )
+
+
+def _differing(config: DictConfig, content: dict[str, Any]) -> str:
+    """What differs from a stored definition, an option a line; empty where nothing does."""
     stored, wanted = content["definition"], run_definition(config)
     # An option that only one of two versions knows says nothing about the run.
     names = {*stored, *wanted} if content.get("written_by") == _versions() else stored.keys() & wanted.keys()
     differing = [name for name in sorted(names) if stored.get(name) != wanted.get(name)]
-    if differing:
-        lines = "\n".join(f"  {name}: {stored.get(name)!r} there, {wanted.get(name)!r} here" for name in differing)
+    return "\n".join(f"  {name}: {stored.get(name)!r} there, {wanted.get(name)!r} here" for name in differing)
+
+
+def _check_dump(config: DictConfig, *, resumes: bool) -> None:
+    """Refuse to write among the token dump of another run, whose steps would be taken for this one's, or removed."""
+    options = dump_options(config) if config.algorithm.adv_estimator in methods() else None
+    if options is None or not dumped_steps(options.folder):
+        return
+    content = _stored(options.folder)
+    if content is None and resumes:
+        return  # of a version that did not say
+    why = f"no {RUN_DEFINITION} that says which run they are of" if content is None else _differing(config, content)
+    if why:
         raise ValueError(
-            f"{folder} holds the checkpoints of a run with other settings, and this one would {what}:\n{lines}\n"
-            f"{way_out}, or put the settings back"
+            f"{DUMP_FOLDER}={options.folder} holds the steps of another run:\n{why}\nchoose another folder, move this one "
+            "away, or start with FRESH=1 of the launch scripts, which moves the old run's folder away"
         )
 
 
+def check_ranks(config: DictConfig, checkpoint: Path) -> None:
+    """Refuse a checkpoint of another number of ranks where it cannot be shared out anew.
+
+    Args:
+        config: the run's configuration.
+        checkpoint: the folder ``global_step_N`` that it would resume from.
+
+    Raises:
+        ValueError: with both numbers and the ways out.
+    """
+    record = checkpoint / "actor" / FSDP_CONFIG
+    if not record.is_file():
+        return
+    stored = json.loads(record.read_text(encoding="utf-8"))
+    saved, trainer = stored["world_size"], config.trainer
+    ranks = trainer.nnodes * trainer.n_gpus_per_node
+    if saved == ranks:
+        return
+    if config.algorithm.adv_estimator not in methods():
+        why = f"algorithm.adv_estimator={config.algorithm.adv_estimator} trains with verl's own worker, which needs as many"
+    elif config.critic.enable or (checkpoint / "critic").is_dir():
+        why = "verl's critic needs as many"
+    elif stored["FSDP_version"] != 2 or config.actor_rollout_ref.actor.strategy != "fsdp2":
+        why = "only FSDP2's checkpoints (actor_rollout_ref.actor.strategy=fsdp2) can be shared out to another number"
+    else:
+        print(f"{checkpoint} is of {saved} ranks and is shared out to {ranks}", flush=True)
+        return
+    raise ValueError(
+        f"{checkpoint} was written by {saved} ranks, and trainer.nnodes={trainer.nnodes} x trainer.n_gpus_per_node="
+        f"{trainer.n_gpus_per_node} are {ranks}; {why}. Start {saved} ranks, on fewer nodes if these have the GPUs; or "
+        f"begin a new run from its model: python3 -m verl.model_merger merge --backend fsdp --local_dir {checkpoint}/actor "
+        "--target_dir MERGED, then actor_rollout_ref.model.path=MERGED with another trainer.default_local_dir"
+    )
+
+
 def begin_run(config: DictConfig) -> None:
-    """Store the definition of a run that saves checkpoints; :func:`check_run` comes before.
+    """Store the definition of a run that saves checkpoints, and have it carry on from the last good one; :func:`check_run`
+    comes before.
 
     Raises:
         SystemExit: with status 0, where the run is finished already.
@@ -149,23 +223,32 @@ def begin_run(config: DictConfig) -> None:
     finished = finished_at(config)
     if finished is not None:
         print(
-            f"already finished: {finished} is the checkpoint of the last step, trainer.total_training_steps="
-            f"{config.trainer.total_training_steps}, so nothing is left to train. Evaluate it with scripts/evaluate.sh "
-            "--model; to train on, raise trainer.total_training_steps (TOTAL_STEPS of the launch scripts); for a new run, "
-            "choose another trainer.experiment_name or trainer.default_local_dir",
+            f"already finished: {finished} is the checkpoint of the last step, so nothing is left to train. Evaluate it with "
+            "scripts/evaluate.sh --model; to train on, raise trainer.total_training_steps (TOTAL_STEPS of the launch scripts); "
+            f"for a new run, {_WAY_OUT}",
             file=sys.stderr,
             flush=True,
         )
         raise SystemExit(0)
-    if config.trainer.save_freq <= 0:
+    trainer, start = config.trainer, _start(config)
+    folder = Path(trainer.default_local_dir)
+    for note in start.notes:
+        at = start.checkpoint.path if start.checkpoint is not None else "the beginning"
+        print(f"{note}; the run carries on from {at}", file=sys.stderr, flush=True)
+    content = json.dumps({"written_by": _versions(), "definition": run_definition(config)}, indent=2, sort_keys=True)
+    options = dump_options(config) if config.algorithm.adv_estimator in methods() else None
+    if options is not None:
+        with contextlib.suppress(OSError):  # on another machine; what cannot be written there is said there
+            options.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(options.folder / RUN_DEFINITION, content + "\n")
+    if trainer.save_freq <= 0:
         return
-    folder = Path(config.trainer.default_local_dir)
-    content = {"written_by": _versions(), "definition": run_definition(config)}
-    temporary = folder / f".{RUN_DEFINITION}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        temporary.replace(folder / RUN_DEFINITION)
+        write_whole(folder / RUN_DEFINITION, content + "\n")
+        in_folder = start.checkpoint is None or start.checkpoint.path.absolute().parent == folder.absolute()
+        if trainer.resume_mode != "disable" and in_folder and not trainer.get("val_only", False):
+            settle_start(folder, start.checkpoint)
     except OSError as error:
         raise ValueError(
             f"trainer.default_local_dir={folder} cannot be written to from here ({error}), so that nothing would say which run "
@@ -174,35 +257,52 @@ def begin_run(config: DictConfig) -> None:
 
 
 def finished_at(config: DictConfig) -> Path | None:
-    """The checkpoint that the run would resume from, where it is that of the last step; ``None`` where there is work left."""
-    trainer = config.trainer
-    start = _resumed(config)
-    if start is None or trainer.total_training_steps is None or trainer.get("val_only", False):
+    """The checkpoint that the run would resume from, where it is that of the last step; ``None`` where there is work left.
+
+    Where only ``trainer.total_epochs`` bounds a run, its last step is known once the data are loaded; the checkpoint says it.
+    """
+    trainer, start = config.trainer, _start(config).checkpoint
+    if start is None or trainer.get("val_only", False):
         return None
-    return start if int(start.name.removeprefix("global_step_")) >= trainer.total_training_steps else None
+    last = trainer.total_training_steps
+    if last is None:
+        state = start.state or {}
+        last = state.get("last_step") if state.get("total_epochs") == trainer.total_epochs else None
+    return start.path if last is not None and start.step >= last else None
 
 
-def _resumed(config: DictConfig) -> Path | None:
-    """The checkpoint that verl would resume from (``PPOTrainer._load_checkpoint``).
+def _start(config: DictConfig) -> Start:
+    """Where the run would carry on, as verl does it (``PPOTrainer._load_checkpoint``) but for checkpoints that are not whole.
 
     Raises:
-        ValueError: ``trainer.resume_from_path`` names none.
+        ValueError: ``trainer.resume_from_path`` names none, or no checkpoint is whole.
     """
     trainer = config.trainer
     if trainer.resume_mode == "auto":
-        folder = Path(trainer.default_local_dir)
-        tracker = folder / "latest_checkpointed_iteration.txt"
-        checkpoint = folder / f"global_step_{int(tracker.read_text())}" if tracker.is_file() else None
-        return checkpoint if checkpoint is not None and checkpoint.is_dir() else None
+        return choose_start(Path(trainer.default_local_dir), lambda path: _damage(config, path))
     if trainer.resume_mode == "resume_path":
         named = Path(str(trainer.resume_from_path))
-        if not re.fullmatch(r"global_step_\d+", named.name) or not named.is_dir():
+        if not is_checkpoint(named):
             raise ValueError(
                 f"trainer.resume_from_path={trainer.resume_from_path} is no checkpoint; with trainer.resume_mode=resume_path "
                 "it must be a folder global_step_N"
             )
-        return named
-    return None
+        broken = _damage(config, named)
+        if broken:
+            raise ValueError(
+                f"trainer.resume_from_path={named} is not whole: {', '.join(broken)} missing or cut off; name another one"
+            )
+        return Start(Checkpoint(named))
+    return Start(None)
+
+
+def _damage(config: DictConfig, path: Path) -> list[str]:
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy not in ("fsdp", "fsdp2"):
+        return []
+    wanted = OmegaConf.select(actor, "checkpoint.load_contents") or PARTS
+    critic = bool(config.critic.enable or config.algorithm.adv_estimator == "gae")
+    return damage(path, [part for part in wanted if part in PARTS], critic=critic)
 
 
 def _stored(folder: Path) -> dict[str, Any] | None:

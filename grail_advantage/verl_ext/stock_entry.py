@@ -4,7 +4,8 @@ Answers ``verl.trainer.main_ppo``: its ``main`` takes any ``algorithm.adv_estima
 trainer up by name in a process of its own. Both call a function that they import by name after verl has loaded this plug-in:
 
 - ``validate_config`` (``main``, before Ray starts): a run with one of these methods is checked first, its trainer mode then
-  names the trainer with token weights, and its definition is stored beside its checkpoints;
+  names the trainer with token weights, its definition is stored beside its checkpoints, and the driver is prepared for the
+  run's end;
 - ``configure_verl_logging`` (the first line of ``TaskRunnerV1.run``, in the task runner's process): the trainers are registered
   there, which would be too much to import in every process that imports verl.
 
@@ -27,6 +28,8 @@ from grail_advantage.verl_ext.settings import TRAINER_MODULE, import_trainer_mod
 
 TRAINER_PREFIX = "grail_"
 """Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
+CONTINUED_PREFIX = "continued_"
+"""Trainer ``continued_<mode>`` is trainer ``<mode>`` that may be killed (:mod:`grail_advantage.verl_ext.continued_run`)."""
 INSTALLED = "prepares_token_weights"
 """Attribute of the function put in place."""
 MODULE_VARIABLE = "GRAIL_ADVANTAGE_TRAINER_MODULE"
@@ -65,12 +68,14 @@ def install() -> None:
 
     @functools.wraps(validate)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
+        from grail_advantage.verl_ext import endings
         from grail_advantage.verl_ext.run_identity import begin_run
 
         prepare_run(config)
         validate(config, *args, **kwargs)
         if config.algorithm.adv_estimator in methods():
             begin_run(config)
+            endings.begin(config)
 
     @functools.wraps(configure)
     def configure_verl_logging() -> None:

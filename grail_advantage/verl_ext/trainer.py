@@ -37,7 +37,8 @@ from transfer_queue import KVBatchMeta
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import omega_conf_to_dataclass
 from verl.utils import tensordict_utils as tu
@@ -53,6 +54,7 @@ from grail_advantage.rollouts import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, 
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.tokenizers import check_round_trip
+from grail_advantage.verl_ext.continued_run import ContinuedRun
 from grail_advantage.verl_ext.model_checks import check_model, check_tokenizer
 from grail_advantage.verl_ext.requests import build_request, nested
 from grail_advantage.verl_ext.settings import dump_options, shares_forward, signal_of
@@ -65,18 +67,13 @@ from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_w
 
 logger = logging.getLogger(__name__)
 
+DUMP_SECONDS = 60.0
+"""How long a checkpoint waits for the dump of its steps."""
 TIMING = "token_weights"
 """``timing_s/token_weights``: seconds that the weights take in a step. Their parts are ``token_weights_rows``: fetching the
 responses, finding the answers and choosing the rows; ``token_weights_backward``: the backward on the forward of the old
 log-probabilities, a part of ``timing_s/old_log_prob``; ``token_weights_pass``: a pass of the rows' own; and
 ``token_weights_weighting``: scores to advantages."""
-
-
-def base_mode(trainer_class: type) -> str:
-    """verl's own name for the kind of trainer that a class is."""
-    if issubclass(trainer_class, PPOTrainerSeparateAsync):
-        return "separate_async"
-    return "colocate_async" if issubclass(trainer_class, PPOTrainerColocateAsync) else "sync"
 
 
 @dataclass(frozen=True)
@@ -108,6 +105,8 @@ class _Selection:
     advantages_BT: torch.Tensor
     """The same, 0 on truncated rows where these are masked."""
     truncated_B: torch.Tensor
+    unjudged_B: torch.Tensor
+    """Rows whose reward, or what verl made of it, is not finite; their advantages are 0."""
     rows: RowSelection
 
     def has(self, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor) -> bool:
@@ -120,7 +119,7 @@ class _Selection:
         return self.rows.selected_B.nonzero().flatten().tolist()
 
 
-class TokenWeightTrainer:
+class TokenWeightTrainer(ContinuedRun):
     """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
     actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
@@ -133,10 +132,6 @@ class TokenWeightTrainer:
     """The current batch's rows as the rewards alone choose them."""
 
     def __init__(self, config: DictConfig) -> None:
-        # verl compares trainer_mode with its own names (PPOTrainer._build_replay_buffer and five more places); under another
-        # name it silently takes the asynchronous replay buffer.
-        with open_dict(config):
-            config.trainer.v1.trainer_mode = base_mode(type(self))
         self.signal = signal_of(config.algorithm)
         super().__init__(config)
 
@@ -181,6 +176,20 @@ class TokenWeightTrainer:
             if self._token_dump is not None:
                 self._token_dump.writer.close()
 
+    def _count_checkpoint(self) -> None:
+        if self._saved is not None and self._token_dump is not None:
+            self._token_dump.writer.wait(DUMP_SECONDS)
+        super()._count_checkpoint()
+
+    def _run_state(self) -> dict[str, Any]:
+        dump = self._token_dump
+        return {**super()._run_state(), "failed_dump_files": dump.writer.failed if dump is not None else 0}
+
+    def _restore_run_state(self, state: dict[str, Any]) -> None:
+        super()._restore_run_state(state)
+        if self._token_dump is not None:
+            self._token_dump.writer.failed = state.get("failed_dump_files", 0)
+
     # ------------------------------------------------------------------------------------------------------- verl's stages
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
@@ -190,8 +199,8 @@ class TokenWeightTrainer:
             return super()._compute_old_log_prob(batch, metrics)
         with self._timed("rows"):
             rollouts = self._fetch_rollouts(batch)
-            advantages_BT = self._reward_advantages(batch, rollouts)
-            self._chosen = selection = self._select(rollouts, rollouts.mask_BT, advantages_BT)
+            advantages = self._reward_advantages(batch, rollouts, rollouts.mask_BT, "rm_scores")
+            self._chosen = selection = self._select(rollouts, rollouts.mask_BT, *advantages)
             shared = self._with_targets(batch, rollouts, selection) if selection.selected else None
         if shared is None:
             return super()._compute_old_log_prob(batch, metrics)
@@ -225,19 +234,40 @@ class TokenWeightTrainer:
             chosen = self._chosen if self._rollouts is not None and self._rollouts.keys == batch.keys else None
             rollouts = self._fetch_rollouts(batch)
             mask_BT, advantages_BT = self._fetch_advantages(batch)
+            advantages_BT, unjudged_B = self._finite_advantages(batch, rollouts, mask_BT, advantages_BT)
             if chosen is None or not chosen.has(mask_BT, advantages_BT):
-                chosen = self._select(rollouts, mask_BT, advantages_BT)
+                chosen = self._select(rollouts, mask_BT, advantages_BT, unjudged_B)
         return self._weigh_advantages(batch, rollouts, chosen, metrics)
 
-    def _reward_advantages(self, batch: KVBatchMeta, rollouts: _Rollouts) -> torch.Tensor:
-        """What ``PPOTrainer._compute_advantage`` gives where nothing but the rewards counts, by verl's own code; (B, T)."""
-        rewards = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["rm_scores"])
+    def _reward_advantages(
+        self, batch: KVBatchMeta, rollouts: _Rollouts, mask_BT: torch.Tensor, rewards: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``PPOTrainer._compute_advantage`` makes of rewards alone, by verl's own code.
+
+        A row whose reward is not finite gets 0, and no other row is compared with it.
+
+        Args:
+            batch: the batch.
+            rollouts: its rollouts.
+            mask_BT: the tokens that train.
+            rewards: the field of the rewards.
+
+        Returns:
+            Advantages (B, T), all finite, and the rows whose are not verl's for that, bool (B,).
+        """
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[rewards])
+        rewards_BT = data[rewards].to_padded_tensor(0.0)
+        judged_B = rewards_BT.sum(dim=1).isfinite()[_last_outputs(rollouts.keys)]
+        groups: list[Any] = [
+            group if judged else f"unjudged {place}"
+            for place, (group, judged) in enumerate(zip(rollouts.groups, judged_B.tolist(), strict=True))
+        ]
         data = DataProto.from_dict(
             {
-                "token_level_rewards": rewards["rm_scores"].to_padded_tensor(0.0),
-                "response_mask": rollouts.mask_BT.long(),
+                "token_level_rewards": torch.where(judged_B.unsqueeze(1), rewards_BT, 0.0),
+                "response_mask": mask_BT.long(),
             },
-            non_tensors={"uid": np.array(rollouts.groups, dtype=object)},
+            non_tensors={"uid": np.array(groups, dtype=object)},
         )
         algorithm = self.config.algorithm
         found = compute_advantage_for_multi_trajectories(
@@ -248,7 +278,36 @@ class TokenWeightTrainer:
             norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
             config=algorithm,
         )
-        return found.batch["advantages"]
+        advantages_BT = found.batch["advantages"]
+        known_B = advantages_BT.isfinite().all(dim=1)  # not where finite rewards are too large for their mean
+        return torch.where(known_B.unsqueeze(1), advantages_BT, 0.0), ~(judged_B & known_B)
+
+    def _finite_advantages(
+        self, batch: KVBatchMeta, rollouts: _Rollouts, mask_BT: torch.Tensor, advantages_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The given advantages with those that are not finite from :meth:`_reward_advantages`, and the rows that train nothing,
+        bool (B,).
+
+        verl alone would make NaN of the advantages of the whole group, and then skip the update of every mini-batch with such
+        a row, whose gradient is NaN (``FSDPEngine.optimizer_step``). Where advantages are a trainer's own, the row gets 0.
+        """
+        finite_B = torch.where(mask_BT, advantages_BT, 0.0).isfinite().all(dim=1)
+        if finite_B.all():
+            return advantages_BT, ~finite_B
+        mended_BT, unjudged_B = torch.zeros_like(advantages_BT), ~finite_B
+        if super()._compute_advantage.__func__ is PPOTrainer._compute_advantage:
+            rewards = "token_level_rewards" if self.config.algorithm.use_kl_in_reward else "rm_scores"
+            mended_BT, unjudged_B = self._reward_advantages(batch, rollouts, mask_BT, rewards)
+        logger.warning(
+            "step %d: %d of %d rows, such as %s, have no finite reward, or one that is too large. They train nothing, and the "
+            "other responses to their prompts are compared without them; verl alone would skip the whole update. Mend the "
+            "reward function",
+            self.global_steps,
+            int(unjudged_B.sum()),
+            len(batch),
+            rollouts.keys[int(unjudged_B.int().argmax())],
+        )
+        return torch.where(finite_B.unsqueeze(1), advantages_BT, mended_BT), unjudged_B
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -323,7 +382,9 @@ class TokenWeightTrainer:
 
     # ------------------------------------------------------------------------------------------------ scores and weights
 
-    def _select(self, rollouts: _Rollouts, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor) -> _Selection:
+    def _select(
+        self, rollouts: _Rollouts, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor, unjudged_B: torch.Tensor
+    ) -> _Selection:
         advantages_BT = base_advantages_BT
         truncated_B = self._truncated(rollouts)
         if self.signal.mask_truncated:
@@ -338,7 +399,8 @@ class TokenWeightTrainer:
             step=self.global_steps,
             examples=rollouts.examples if EXAMPLES in self.signal.reads else None,
         )
-        return _Selection(batch, base_advantages_BT, advantages_BT, truncated_B, self.signal.select(batch))
+        rows = self.signal.select(batch)
+        return _Selection(batch, base_advantages_BT, advantages_BT, truncated_B, unjudged_B, rows)
 
     def _aggregate(self, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
         """A mean over the batch as the run's loss takes it."""
@@ -380,6 +442,7 @@ class TokenWeightTrainer:
         figures = weight_metrics(result, seen.mask_BT, seen.advantages_B, rows, gradient_norms)
         valid_B = seen.valid_B
         figures["truncated_rate"] = int((selection.truncated_B & valid_B).sum()) / max(1, int(valid_B.sum()))
+        figures["unjudged_rate"] = int((selection.unjudged_B & valid_B).sum()) / max(1, int(valid_B.sum()))
         figures["shared_forward_rate"] = int(known_B.sum()) / max(1, int(rows.selected_B.sum()))
         metrics.update({f"{self.config.algorithm.adv_estimator}/{name}": value for name, value in figures.items()})
 
@@ -580,6 +643,15 @@ def _groups(keys: Sequence[str]) -> list[int]:
     """Numbers for the prompts that rows answer; verl's keys are ``{prompt}_{session}_{output}``."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(key.rsplit("_", 2)[0], len(numbers)) for key in keys]
+
+
+def _last_outputs(keys: Sequence[str]) -> list[int]:
+    """For each row the row of the last output of its session, whose reward is the session's."""
+    last: dict[str, tuple[int, int]] = {}
+    for row, key in enumerate(keys):
+        session, output = key.rsplit("_", 1)
+        last[session] = max(last.get(session, (-1, row)), (int(output), row))
+    return [last[key.rsplit("_", 1)[0]][1] for key in keys]
 
 
 def _without_saliency_fields(batch: KVBatchMeta) -> KVBatchMeta:

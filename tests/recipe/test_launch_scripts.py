@@ -57,7 +57,7 @@ KNOBS = {
     "ADV_ESTIMATOR", "PRESET", "OAR_VARIANT", "NNODES", "NGPUS_PER_NODE", "TRAIN_BATCH_SIZE", "ROLLOUT_N", "MAX_PROMPT_LENGTH",
     "MAX_RESPONSE_LENGTH", "PPO_MAX_TOKEN_LEN_PER_GPU", "ROLLOUT_TP", "LORA_RANK", "STRATEGY", "OFFLOAD", "MODEL_PATH",
     "DATA_DIR", "LEARNING_RATE", "TOTAL_STEPS", "SAVE_FREQ", "TEST_FREQ", "PROJECT_NAME", "EXPERIMENT_NAME", "LOGGER",
-    "PYTHON", "DRY_RUN", "SEED",
+    "PYTHON", "DRY_RUN", "SEED", "FRESH",
 }  # fmt: skip
 CPU_KNOBS = {"PROMPTS", "ROLLOUTS", "MICRO_BATCH_SIZE", "OUTPUT_DIR"}
 
@@ -115,7 +115,7 @@ def test_published_setup(echo: str, script: str, estimator: str, nnodes: int) ->
     # grpo is the published baseline: the same trainer, truncated responses masked alike, weights 1
     method = {"grpo": "uniform", "verl_grpo": "grpo"}.get(estimator, estimator)
     assert config.algorithm.adv_estimator == method
-    assert config.trainer.v1.trainer_mode == ("sync" if estimator == "verl_grpo" else "grail_sync")
+    assert config.trainer.v1.trainer_mode == ("continued_sync" if estimator == "verl_grpo" else "grail_sync")
     if estimator != "verl_grpo":
         assert signal_of(config.algorithm).mask_truncated
 
@@ -496,6 +496,7 @@ SHELL_FILES = [
     "scripts/setup_cpu.sh",
     "scripts/train_cpu.sh",
     "scripts/choose_method.sh",
+    "scripts/start_fresh.sh",
     "scripts/smoke_run.sh",
 ]
 

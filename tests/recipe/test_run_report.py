@@ -79,12 +79,36 @@ def test_a_run_that_logged_nothing_is_an_error(tmp_path: Path) -> None:
         summary(tmp_path, "nothing")
 
 
-def test_watch_prints_every_step_and_ends_with_the_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "pass"])
+def _watched(folder: Path, script: str, total: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What is printed beside a process that works on the metrics file, ``path`` in the script."""
+    code = f"import json, time\nfrom pathlib import Path\npath = Path({str(folder / METRICS_FILE)!r})\n{script}"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    watch(folder, process.pid, total=total)
     process.wait()
-    watch(_write(tmp_path, RECORDS), process.pid, total=2)
-    lines = capsys.readouterr().out.splitlines()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_watch_prints_every_step_and_ends_with_the_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "".join(json.dumps(record) + "\n" for record in RECORDS)
+    lines = _watched(tmp_path, f"time.sleep(0.5)\npath.write_text({text!r})", 2, capsys)
     assert [line.split()[:2] for line in lines] == [["step", "0/2"], ["step", "1/2"], ["step", "2/2"]]
     assert "held-out accuracy 0.250" in lines[0]
     assert "reward 0.200" in lines[1]
     assert "token scores for  50% of rows" in lines[1]
+
+
+def test_watch_prints_the_steps_of_this_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that goes on from step 1 takes step 2 out and logs it again; the file is as long as it was, or longer."""
+    _write(tmp_path, RECORDS)
+    again = [{"step": step, "data": {"critic/score/mean": 0.7, "timing_s/step": 1.0}} for step in (2, 3)]
+    cut, text = ("".join(json.dumps(record) + "\n" for record in records) for records in (RECORDS[:2], again))
+    script = f"time.sleep(0.5)\npath.write_text({cut!r} + {text!r})\ntime.sleep(1.5)"
+    lines = _watched(tmp_path, script, 4, capsys)
+    assert lines[0] == "  2 steps are logged already"
+    assert [line.split()[:2] for line in lines[1:]] == [["step", "2/4"], ["step", "3/4"]]
+    seconds = float(lines[2].split(" s/step")[0].split()[-1])
+    assert seconds < 3, "the pace is that of this start's steps, not of all before them"
+
+
+def test_a_finished_run_has_nothing_new(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _watched(_write(tmp_path, RECORDS), "", 2, capsys) == ["  2 steps are logged already"]

@@ -331,7 +331,7 @@ def test_accepted(overrides: tuple[str, ...]) -> None:
 def test_verls_own_estimators_get_verls_trainer() -> None:
     config = _compose("algorithm.adv_estimator=grpo")
     prepare(config)
-    assert config.trainer.v1.trainer_mode == "sync"
+    assert config.trainer.v1.trainer_mode == "continued_sync"
 
 
 def test_verls_own_estimators_meet_none_of_these_refusals() -> None:

@@ -14,9 +14,11 @@ import verl  # noqa: F401  its plugin registers the estimators
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+from grail_advantage.verl_ext.checkpoints import TRACKER
 from grail_advantage.verl_ext.run_identity import begin_run, check_run, finished_at, run_definition
 from grail_advantage.verl_ext.settings import RUN_DEFINITION as FILE
 from recipe.main_grail import prepare
+from tests.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -44,12 +46,9 @@ def _start(folder: Path, *overrides: str) -> None:
     begin_run(config)
 
 
-def _save(folder: Path, step: int) -> Path:
-    """What verl leaves of a checkpoint, as far as resuming looks for it first."""
-    checkpoint = folder / f"global_step_{step}"
-    (checkpoint / "actor").mkdir(parents=True)
-    (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
-    return checkpoint
+def _save(folder: Path, step: int, **state: bool) -> Path:
+    """A checkpoint of the configuration's eight ranks."""
+    return write_checkpoint(folder, step, ranks=8, **state)
 
 
 def test_the_same_run_carries_on(folder: Path) -> None:
@@ -156,7 +155,7 @@ def test_from_the_start_among_checkpoints_of_another_run(folder: Path) -> None:
     _start(folder, again)
     with pytest.raises(ValueError, match=r"save its checkpoints among them:(\n.*)+data\.seed"):
         prepare(_compose(folder, again, "data.seed=7"))
-    prepare(_compose(folder, again, "data.seed=7", "trainer.save_freq=-1"))  # as the example for the CPU starts
+    prepare(_compose(folder, again, "data.seed=7", "trainer.save_freq=-1"))
 
 
 def test_checkpoints_of_nobody_knows_whom(folder: Path) -> None:
@@ -192,6 +191,78 @@ def test_what_verl_finds_out_after_ray(folder: Path, overrides: tuple[str, ...],
         check_run(_compose(folder, *overrides))
 
 
+class TestWhole:
+    def test_the_run_carries_on_from_the_last_whole_one(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """And verl with it, which reads its own tracker."""
+        _start(folder)
+        _save(folder, 10)
+        broken = _save(folder, 20)
+        (broken / "actor/model_world_size_8_rank_3.pt").write_bytes(b"PK")
+        _start(folder)
+        said = capsys.readouterr().err
+        assert (
+            f"{broken} is not whole: actor/model_world_size_8_rank_3.pt missing or cut off; the run carries on from"
+            in said
+        )
+        assert (folder / TRACKER).read_text() == "10"
+
+    def test_no_whole_one_is_refused_before_ray(self, folder: Path) -> None:
+        _start(folder)
+        (_save(folder, 10) / "data.pt").unlink()
+        with pytest.raises(ValueError, match=r"holds no whole checkpoint.*data\.pt.*resume_mode=disable \(FRESH=1"):
+            prepare(_compose(folder))
+        prepare(_compose(folder, "trainer.resume_mode=disable"))
+
+    def test_a_named_one_is_refused_with_what_is_missing(self, folder: Path) -> None:
+        _start(folder)
+        checkpoint = _save(folder, 10)
+        (checkpoint / "actor/optim_world_size_8_rank_0.pt").unlink()
+        named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+        with pytest.raises(ValueError, match=r"resume_from_path=.* is not whole: actor/optim_world_size_8_rank_0\.pt"):
+            prepare(_compose(folder, *named))
+
+
+class TestDump:
+    """A dump's folder belongs to a run, as that of the checkpoints does."""
+
+    @pytest.fixture
+    def dump(self, tmp_path: Path) -> str:
+        return f"algorithm.token_dump.folder={tmp_path / 'tokens'}"
+
+    def _write(self, tmp_path: Path, step: int) -> None:
+        (tmp_path / "tokens" / f"step_{step:06d}.jsonl.gz").write_bytes(b"")
+
+    def test_of_another_run_is_refused(self, folder: Path, tmp_path: Path, dump: str) -> None:
+        _start(folder, dump)
+        self._write(tmp_path, 1)
+        with pytest.raises(
+            ValueError, match=r"token_dump\.folder=.* holds the steps of another run:(\n.*)+data\.seed: 42 there"
+        ):
+            prepare(_compose(folder, dump, "data.seed=7"))
+
+    def test_of_the_same_run_is_carried_on(self, folder: Path, tmp_path: Path, dump: str) -> None:
+        """With a checkpoint or before the first one."""
+        _start(folder, dump)
+        self._write(tmp_path, 1)
+        _start(folder, dump)
+        _save(folder, 10)
+        _start(folder, dump)
+
+    def test_of_nobody_knows_whom(self, folder: Path, tmp_path: Path, dump: str) -> None:
+        (tmp_path / "tokens").mkdir()
+        self._write(tmp_path, 1)
+        with pytest.raises(ValueError, match=r"no run_definition\.json that says .*\n.*choose another folder"):
+            prepare(_compose(folder, dump))
+        _start(folder)
+        _save(folder, 10)
+        _start(folder, dump)
+
+    def test_an_empty_folder_is_nobodys(self, folder: Path, tmp_path: Path, dump: str) -> None:
+        _start(folder, dump)
+        _start(folder, dump, "data.seed=7")
+        assert json.loads((tmp_path / "tokens" / FILE).read_text())["definition"]["data.seed"] == 7
+
+
 class TestFinished:
     @pytest.mark.parametrize("estimator", ["grail", "grpo"])
     def test_says_so_and_ends_with_status_0(
@@ -209,7 +280,7 @@ class TestFinished:
         "overrides",
         [
             ("trainer.total_training_steps=60",),
-            ("trainer.total_training_steps=null",),
+            ("trainer.total_training_steps=null", "trainer.total_epochs=2000"),
             ("trainer.val_only=True",),
             ("trainer.resume_mode=disable",),
         ],
@@ -220,9 +291,24 @@ class TestFinished:
         assert finished_at(_compose(folder, *overrides)) is None
 
     def test_a_tracker_without_its_checkpoint_is_no_end(self, folder: Path) -> None:
-        """verl then starts from scratch."""
+        """The run goes on from the one that is there."""
         _start(folder)
         _save(folder, 50).rename(folder / "global_step_40")
+        assert finished_at(_compose(folder)) is None
+
+    def test_by_epochs_alone(self, folder: Path) -> None:
+        """How many steps they make, the checkpoint says."""
+        epochs = ("trainer.total_training_steps=null", "trainer.total_epochs=1000")
+        _start(folder, *epochs)
+        _save(folder, 40)
+        assert finished_at(_compose(folder, *epochs)) is None
+        checkpoint = _save(folder, 50)
+        assert finished_at(_compose(folder, *epochs)) == checkpoint
+
+    def test_is_not_before_its_last_step_is_logged(self, folder: Path) -> None:
+        _start(folder)
+        _save(folder, 40)
+        _save(folder, 50, logged=False)
         assert finished_at(_compose(folder)) is None
 
 

@@ -1,0 +1,163 @@
+"""The CPU example started again and again, with a stand-in for everything that takes time: what it keeps, what it moves away,
+what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STAND_IN = """#!/usr/bin/env bash
+# Each call is a line of calls.txt; the trainer "trains" up to the step in steps.txt.
+echo "$*" >>calls.txt
+case "$2" in
+recipe.tiny.prepare)
+    mkdir -p out/seed0 && cat model.txt >out/seed0/warm_up.json ;;
+recipe.main_grail)
+    [[ ${DRY_RUN:-0} == 1 ]] && exit 0
+    step=$(<steps.txt)
+    echo "a life"
+    for ((i = 1; i <= step; i++)); do echo "{\\"step\\": $i, \\"data\\": {}}"; done >"$VERL_FILE_LOGGER_PATH"
+    mkdir -p out/seed0/grail/checkpoints/global_step_"$step"
+    if [[ $step == 0 ]]; then exit 3; fi
+    echo "already finished: a checkpoint"
+    ;;
+recipe.run_report) [[ $3 == summary ]] && echo "the summary" || true ;;
+grail_advantage.report) echo report.html ;;
+esac
+"""
+
+
+class Project:
+    """The scripts in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "examples").mkdir()
+        (folder / "scripts").mkdir()
+        (folder / ".venv/bin").mkdir(parents=True)
+        for name in ("examples/run_tiny_cpu_grail.sh", *(f"scripts/{n}.sh" for n in self.scripts)):
+            (folder / name).write_text((ROOT / name).read_text())
+        (folder / "scripts/setup_cpu.sh").write_text("")
+        (folder / ".venv/bin/python").write_text(STAND_IN)
+        (folder / ".venv/bin/python").chmod(0o755)
+        (folder / "model.txt").write_text("a model")
+        self.steps = 20
+
+    scripts = ("train_cpu", "choose_method", "start_fresh")
+
+    def start(self, *arguments: str, **knobs: str) -> subprocess.CompletedProcess[str]:
+        (self.folder / "steps.txt").write_text(str(self.steps))
+        return subprocess.run(
+            ["bash", "examples/run_tiny_cpu_grail.sh", *arguments],
+            cwd=self.folder,
+            env={"PATH": "/usr/bin:/bin", "OUTPUT_DIR": str(self.folder / "out"), **knobs},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "out/seed0/grail"
+
+    def trained(self) -> list[str]:
+        """The trainer's calls."""
+        return [line for line in (self.folder / "calls.txt").read_text().splitlines() if "recipe.main_grail" in line]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def test_saves_and_goes_on_by_itself(project: Project) -> None:
+    assert project.start().returncode == 0
+    (call,) = project.trained()
+    options = call.split()
+    assert "trainer.save_freq=5" in options and "trainer.max_actor_ckpt_to_keep=2" in options
+    assert f"trainer.default_local_dir={project.run_dir}/checkpoints" in options
+    assert not [option for option in options if option.startswith(("trainer.resume_mode", "trainer.del_"))]
+
+
+def test_a_second_start_keeps_everything_and_says_that_the_run_is_finished(project: Project) -> None:
+    project.start()
+    for name in ("tensorboard", "tokens"):
+        (project.run_dir / name).mkdir(exist_ok=True)
+        (project.run_dir / name / "of the first").write_text("")
+    again = project.start()
+    assert again.returncode == 0, again.stderr
+    assert "already finished: a checkpoint\n" in again.stdout and "the summary\n" in again.stdout
+    assert (project.run_dir / "tensorboard/of the first").exists() and (
+        project.run_dir / "tokens/of the first"
+    ).exists()
+    assert (project.run_dir / "train.log").read_text().count("a life") == 2
+
+
+def test_fresh_moves_the_earlier_run_away(project: Project) -> None:
+    project.start()
+    (project.run_dir / "mine").write_text("")
+    for number in (1, 2):
+        fresh = project.start(FRESH="1")
+        assert fresh.returncode == 0, fresh.stderr
+        assert f"FRESH=1: the earlier run is in {project.run_dir}.{number} now" in fresh.stderr
+    assert (Path(f"{project.run_dir}.1") / "mine").exists()
+    assert not (project.run_dir / "mine").exists() and not (Path(f"{project.run_dir}.2") / "mine").exists()
+
+
+def test_fresh_without_an_earlier_run(project: Project) -> None:
+    fresh = project.start(FRESH="1")
+    assert fresh.returncode == 0 and "FRESH=1" not in fresh.stderr
+
+
+def test_fresh_is_checked_as_a_new_run(project: Project) -> None:
+    """Options are tried before anything is moved, and not against the run that is going to be moved."""
+    project.start()
+    project.start("algorithm.grail.gate=all", FRESH="1")
+    check = project.trained()[1].split()
+    assert {"trainer.save_freq=-1", "trainer.resume_mode=disable", "algorithm.token_dump.folder=null"} <= set(check)
+
+
+def test_another_model_is_refused(project: Project) -> None:
+    """Made anew by another version of the example, say; its checkpoints would be mixed with it."""
+    project.start()
+    (project.folder / "model.txt").write_text("another model")
+    refused = project.start()
+    assert refused.returncode == 1
+    assert "another model and other problems" in refused.stderr and "FRESH=1" in refused.stderr
+    assert len(project.trained()) == 1
+    assert project.start(FRESH="1").returncode == 0
+
+
+def test_a_run_that_fails(project: Project) -> None:
+    project.steps = 0
+    failed = project.start()
+    assert failed.returncode == 1
+    assert "the run failed; the end of" in failed.stderr and "a life" in failed.stderr
+    assert "the summary" not in failed.stdout
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"SAVE_FREQ": "0"}, "SAVE_FREQ=0 must be a whole number from 1 on, or -1 for never"),
+        ({"FRESH": "yes"}, "FRESH=yes must be 0 or 1"),
+    ],
+)
+def test_bad_knobs(project: Project, knobs: dict[str, str], message: str) -> None:
+    refused = project.start(**knobs)
+    assert (refused.returncode, refused.stderr) == (1, f"{message}\n")
+
+
+def test_gpu_scripts_move_it_alike(tmp_path: Path) -> None:
+    """``start_fresh``, which examples/common.sh calls too, but never in a dry run."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").write_text("")
+    command = f"source {ROOT}/scripts/start_fresh.sh; start_fresh {tmp_path}/run; start_fresh {tmp_path}/none"
+    done = subprocess.run(["bash", "-eu", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == f"FRESH=1: the earlier run is in {tmp_path}/run.1 now\n"
+    assert (tmp_path / "run.1/checkpoints").exists() and not (tmp_path / "run").exists()
+    assert "[[ $fresh == 1 && $dry_run == 0 ]]" in (ROOT / "examples/common.sh").read_text()
