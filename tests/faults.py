@@ -70,6 +70,57 @@ FAULTS = (
     # ------------------------------------------------------------------------------------------------------ checkpoints
     Fault(
         CHECKPOINTS,
+        "killed",
+        "in a step",
+        "the same command goes on from the last checkpoint; metrics, dumps and weights are an uninterrupted run's, bit for "
+        "bit where requests have seeds ([resume](resume.md#how-exact))",
+        ("verl_ext/test_resume_run.py", "verl_ext/test_continued_run.py"),
+    ),
+    Fault(
+        CHECKPOINTS,
+        "killed",
+        "while a checkpoint is written, or before its step is logged",
+        "goes on from the checkpoint before, so that no step's metrics are lost",
+        (
+            "verl_ext/test_checkpoints.py::TestStart::test_killed_while_one_was_saved_or_before_its_step_was_logged",
+            "verl_ext/test_checkpoints.py::TestStart::test_killed_while_the_first_was_saved",
+            "verl_ext/test_checkpoints.py::TestStart::test_killed_while_the_tracker_was_written",
+            "verl_ext/test_continued_run.py::test_a_checkpoint_counts_once_its_step_is_logged",
+        ),
+    ),
+    Fault(
+        CHECKPOINTS,
+        "files are missing or cut off",
+        "a checkpoint",
+        "named; the last whole one before it is taken; without one, refused before Ray with the way out",
+        (
+            "verl_ext/test_checkpoints.py::TestDamage",
+            "verl_ext/test_run_identity.py::TestWhole",
+        ),
+    ),
+    Fault(
+        CHECKPOINTS,
+        "killed, again and again",
+        "logs: `metrics.jsonl`, TensorBoard",
+        "no step twice and none lost; a half-written line is dropped",
+        ("verl_ext/test_continued_logs.py::test_no_step_twice_and_none_lost",),
+    ),
+    Fault(
+        CHECKPOINTS,
+        "the model or the problems were made anew",
+        "CPU example that goes on",
+        "refused; `FRESH=1` begins a new run and moves the old one away",
+        ("recipe/test_train_cpu.py::test_another_model_is_refused",),
+    ),
+    Fault(
+        CHECKPOINTS,
+        "a dump of another run",
+        "the token dump's folder",
+        "refused before Ray with each option that differs",
+        ("verl_ext/test_run_identity.py::TestDump",),
+    ),
+    Fault(
+        CHECKPOINTS,
         "settings of another run",
         "start in a folder with checkpoints",
         "refused before Ray with each option, its value there and here, and the way out",
