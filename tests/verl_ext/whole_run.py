@@ -7,8 +7,10 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas
 import torch
@@ -82,6 +84,16 @@ def write_assets(folder: Path, rows: int) -> None:
     pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
 
 
+def on_nodes(nodes: int) -> list[str]:
+    """What makes a run take one rank on each node of a Ray cluster that is there."""
+    given = ("num_cpus", "num_gpus")  # by the cluster
+    return [
+        f"trainer.nnodes={nodes}",
+        "trainer.n_gpus_per_node=1",
+        *(f"ray_kwargs.ray_init.{name}=null" for name in given),
+    ]
+
+
 @dataclass(frozen=True)
 class WholeRun:
     """A finished run."""
@@ -128,15 +140,33 @@ class WholeRun:
         return Qwen3ForCausalLM.from_pretrained(self.folder / "model", dtype=torch.float32)
 
 
-def run(folder: Path, overrides: list[str], *, rows: int, stock: bool = False, **environment: str) -> WholeRun:
-    """Train in ``folder``.
+def run(folder: Path, overrides: list[str], **settings: Any) -> WholeRun:
+    """Train in ``folder``, see :func:`start`; the run must succeed."""
+    done = start(folder, overrides, **settings)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return WholeRun(folder, done.stdout + done.stderr)
+
+
+def start(
+    folder: Path,
+    overrides: list[str],
+    *,
+    rows: int,
+    stock: bool = False,
+    nodes: int = 0,
+    wrapper: Sequence[str] = (),
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Train in ``folder``, and say how it ended.
 
     Args:
-        folder: an empty folder.
+        folder: an empty folder, or that of a run that is to carry on.
         overrides: what the run is about.
         rows: prompts in the data set.
         stock: through verl's own entry point, with verl's own configuration and what a machine without an accelerator needs;
             otherwise through the recipe's.
+        nodes: so many Ray nodes of one rank each, by ``scripts/local_nodes.sh``; 0 for the Ray that verl starts.
+        wrapper: words in front of the command.
         environment: further variables.
     """
     write_assets(folder, rows)
@@ -169,12 +199,14 @@ def run(folder: Path, overrides: list[str], *, rows: int, stock: bool = False, *
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         *overrides,
     ]
+    command = [*wrapper, *command]
+    if nodes:
+        command = ["bash", str(ROOT / "scripts/local_nodes.sh"), str(nodes), *command, *on_nodes(nodes)]
     variables = {
         **os.environ,
         "VERL_PLATFORM": "cpu",
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+        "PYTHON": sys.executable,
         **environment,
     }
-    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return WholeRun(folder, done.stdout + done.stderr)
+    return subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=1500)

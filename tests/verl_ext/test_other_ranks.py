@@ -1,0 +1,112 @@
+"""A checkpoint of four ranks, on one, two, three and eight: every rank holds its part of what was saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+import recipe.main_grail  # noqa: F401  stores the methods' sections
+from grail_advantage.verl_ext.other_ranks import own_slice
+from grail_advantage.verl_ext.run_identity import FSDP_CONFIG, check_ranks
+from tests import forked
+from tests.verl_ext import other_ranks_process as process
+from tests.verl_ext.test_saliency_pass import write_models
+
+CONFIGS = Path(__file__).parents[2] / "recipe" / "config"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 31])
+@pytest.mark.parametrize("before", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 6])
+def test_own_slice(rows: int, before: int, after: int) -> None:
+    whole = torch.arange(2 * rows).reshape(rows, 2)
+    parts = [process.slice_of(whole, rank, before) for rank in range(before)]
+    found = [own_slice(parts, rank, after) for rank in range(after)]
+    assert torch.equal(torch.cat(found), whole)
+    for rank, own in enumerate(found):
+        assert torch.equal(own, process.slice_of(whole, rank, after))
+    parts[0][0] = -1
+    assert torch.equal(torch.cat(found), whole)  # copies
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, torch.Tensor]], dict[Any, Any]]:
+    """The whole models, by name of set-up, and what every rank holds after loading."""
+    folder = tmp_path_factory.mktemp("other_ranks")
+    models = write_models(folder)
+    wholes = {}
+    for name, setup in process.SETUPS.items():
+        wholes[name] = models[setup.adapter or setup.model].state_dict()
+        torch.save(wholes[name], folder / f"{setup.adapter or setup.model}.pt")
+    done = forked.run("tests.verl_ext.other_ranks_process", str(folder))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return wholes, torch.load(folder / "found.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", process.LOADED)
+@pytest.mark.parametrize("name", process.SETUPS)
+def test_every_rank_holds_its_part(loaded: tuple[dict, dict], name: str, ranks: int) -> None:
+    wholes, found = loaded
+    held = [found[name, ranks, rank] for rank in range(ranks)]
+    for rank, own in enumerate(held):
+        assert own["model"].keys() == wholes[name].keys()
+        for key, whole in wholes[name].items():
+            assert torch.equal(own["model"][key], process.slice_of(whole, rank, ranks)), key
+        assert len(own["moments"]) == len(own["shapes"]) > 0
+        for index, (of_one, shape) in enumerate(zip(own["moments"], own["shapes"], strict=True)):
+            assert of_one["step"] == 3
+            for moment in ("exp_avg", "exp_avg_sq"):
+                whole = process.moment(index, moment, shape)
+                assert torch.equal(of_one[moment], process.slice_of(whole, rank, ranks))
+        assert (own["lr"], own["last_epoch"], own["patched"]) == (0.125, 5, False)
+
+
+def _checkpoint(folder: Path, ranks: int, version: int = 2) -> Path:
+    checkpoint = folder / "global_step_3"
+    (checkpoint / "actor").mkdir(parents=True)
+    (checkpoint / "actor" / FSDP_CONFIG).write_text(json.dumps({"FSDP_version": version, "world_size": ranks}))
+    return checkpoint
+
+
+def _config(*overrides: str) -> Any:
+    with initialize_config_dir(str(CONFIGS), version_base=None):
+        return compose("cpu_trainer", overrides=list(overrides))
+
+
+def test_other_ranks_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = _checkpoint(tmp_path, 4)
+    check_ranks(_config("trainer.nnodes=2", "trainer.n_gpus_per_node=2"), checkpoint)
+    assert capsys.readouterr().out == ""
+    check_ranks(_config("trainer.nnodes=1", "trainer.n_gpus_per_node=2"), checkpoint)
+    assert "is of 4 ranks and is shared out to 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "version", "why"),
+    [
+        (["actor_rollout_ref.actor.strategy=fsdp"], 1, "only FSDP2's checkpoints"),
+        ([], 1, "only FSDP2's checkpoints"),
+        (["actor_rollout_ref.actor.strategy=fsdp"], 2, "only FSDP2's checkpoints"),
+        (["algorithm.adv_estimator=grpo"], 2, "algorithm.adv_estimator=grpo trains with verl's own worker"),
+        (["critic.enable=True"], 2, "verl's critic needs as many"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, overrides: list[str], version: int, why: str) -> None:
+    checkpoint = _checkpoint(tmp_path, 4, version)
+    with pytest.raises(
+        ValueError, match=r"was written by 4 ranks, and trainer.nnodes=2 x trainer.n_gpus_per_node=1 are 2"
+    ) as error:
+        check_ranks(_config("trainer.nnodes=2", *overrides), checkpoint)
+    for part in (
+        why,
+        "Start 4 ranks, on fewer nodes",
+        f"--local_dir {checkpoint}/actor",
+        "actor_rollout_ref.model.path=MERGED",
+    ):
+        assert part in str(error.value)
