@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# A controlled comparison of token weights on this machine: warm-up, every run that is missing, ground truth, report.
+# The study of token weights on this machine: what is missing of its plan, one sitting at a time, then the report.
 #
-#   bash scripts/study.sh                                     all arms and seeds into outputs/study; hours, resumable
-#   bash scripts/study.sh --arms grpo grail_official --seeds 0
-#   bash scripts/study.sh --report-only                       report and plots from the runs that are there
+#   bash scripts/study.sh                              2.5 hours on two processes, into docs/study2
+#   bash scripts/study.sh --hours 1 --processes 1
+#   bash scripts/study.sh --regimes misconceptions
 #
-# More with --help. Runs go one to a thread, so that their figures do not depend on the number of cores.
+# More with --help. Jobs go one to a thread, so that their figures do not depend on the number of cores.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup_cpu.sh >&2
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
-exec .venv/bin/python -m study --command "bash scripts/study.sh${*:+ $*}" "$@"
+exec .venv/bin/python -m study run "$@"

@@ -1,70 +1,64 @@
-"""Run the study, or what of it is not there yet, and write its report.
+"""The study of token weights: work on its plan, write its report, or that of the first study.
 
-    python -m study --output-dir outputs/study                 everything
-    python -m study --output-dir DIR --arms grpo grail_official --seeds 0
-    python -m study --output-dir DIR --report-only
+    python -m study run --hours 2.5 --processes 2      the jobs that are missing, in their order, into docs/study2/*.csv
+    python -m study run --regimes misconceptions       of one regime only
+    python -m study report                             docs/study2/REPORT.md from the CSV files
+    python -m study first [--measure]                  docs/study/REPORT.md; with --measure also its result_tokens.csv
 
-A finished run is one file, ``DIR/raw/ARM-seedK.json``; one whose settings are unchanged is not run again. The report goes to
-``DIR/report``.
+A sitting ends when its hours are over or nothing is left. What is finished stands in the CSV files at once, and the next
+sitting goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-from datetime import date
 from pathlib import Path
 
-from study.arms import ARMS
-from study.ground_truth import TRUTH_FILE, ground_truth
+from study.first_report import measure_again, write_first_report
+from study.plan import MEASUREMENTS, RUNS, StudyPlan
 from study.report import write_report
-from study.runs import RAW, WARM_UP, StudySettings, prepare_model, run_all
+from study.task import REGIMES
+from study.work import Files, Sitting
 
-REPORT = "report"
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "docs" / "study2"
+FIRST = ROOT / "docs" / "study"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    names = [arm.name for arm in ARMS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs/study"))
-    parser.add_argument("--arms", nargs="+", choices=names, default=names, metavar="ARM", help=", ".join(names))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(max(arm.seeds for arm in ARMS))))
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time, each on one thread")
-    parser.add_argument("--report-only", action="store_true", help="write the report from the runs that are there")
-    parser.add_argument("--command", default="python -m study", help="what the report gives as its command")
+def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        prog="study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="do what is missing")
+    run.add_argument("--hours", type=float, default=2.5, help="wall-clock time of this sitting")
+    run.add_argument("--processes", type=int, default=2, choices=(1, 2), help="jobs at a time, each on one thread")
+    run.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
+    run.add_argument("--kinds", nargs="+", choices=(*RUNS, *MEASUREMENTS), default=[*RUNS, *MEASUREMENTS])
+    run.add_argument(
+        "--models", type=Path, default=ROOT / "outputs" / "study2", help="warmed-up models; may be deleted"
+    )
+    report = commands.add_parser("report", help="write the report of what is there")
+    for command in (run, report):
+        command.add_argument("--data-dir", type=Path, default=DATA, help="folder of the CSV files and the report")
+    first = commands.add_parser("first", help="write the first study's report")
+    first.add_argument("--data-dir", type=Path, default=FIRST)
+    first.add_argument("--measure", action="store_true", help="make its warmed-up model again and judge its responses")
     options = parser.parse_args(arguments)
 
-    settings = StudySettings()
-    output_dir = options.output_dir
-    arms = [arm for arm in ARMS if arm.name in options.arms]
-    if not options.report_only:
-        prepare_model(output_dir / WARM_UP, settings)
-        run_all(output_dir, arms, options.seeds, settings, options.processes)
-        ground_truth(output_dir, settings)
-    header = {
-        "command": f"`{options.command}`",
-        "hardware": f"{_processor()}, {os.cpu_count()} cores, no GPU; each run on one thread",
-        "date": date.today().isoformat(),
-    }
-    measured = output_dir / TRUTH_FILE
-    files = write_report(
-        output_dir / RAW,
-        output_dir / REPORT,
-        header,
-        truth_path=measured if measured.is_file() else None,
-        expected=[(arm.name, seed) for arm in arms for seed in options.seeds if seed < arm.seeds],
-    )
-    print("\n".join(str(path) for path in files))
-
-
-def _processor() -> str:
-    """The processor's name, where Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    plan = plan or StudyPlan()
+    if options.command == "first":
+        if options.measure:
+            print(measure_again(options.data_dir))
+        print(*write_first_report(options.data_dir), sep="\n")
+        return
+    files = Files(options.data_dir)
+    if options.command == "run":
+        options.models.mkdir(parents=True, exist_ok=True)
+        sitting = Sitting(plan, files, options.models, regimes=options.regimes, kinds=options.kinds)
+        sitting.run(seconds=3600 * options.hours, processes=options.processes)
+    print(*write_report(plan, files, options.data_dir), sep="\n")
 
 
 if __name__ == "__main__":

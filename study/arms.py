@@ -1,15 +1,20 @@
-"""The arms of the study: what distinguishes one from another, and nothing else.
+"""The arms of the study: a registered method with options, or one of the study's own controls, and nothing else.
 
 The base of every arm is the published set-up: advantages not divided by the group's standard deviation, token sum over a
-constant length (Dr.GRPO). ``grpo_std`` is GRPO as verl ships it.
+constant length (Dr. GRPO), truncated responses without advantage.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from grail_advantage import GrailConfig, OarConfig
+from grail_advantage.registry import method
+from grail_advantage.signals.base import Signal
+from grail_advantage.signals.rlsd import PLACE
+
+Control = Literal["right_only", "shuffled", "random_token", "last_result", "oracle", "regression"]
 
 
 @dataclass(frozen=True)
@@ -19,43 +24,53 @@ class Arm:
     name: str
     label: str
     """For people."""
-    group: Literal["main", "control", "baseline", "ablation"]
-    weights: GrailConfig | OarConfig | None = None
-    control: Literal["shuffled", "oracle"] | None = None
-    """``shuffled``: the method's weights on other tokens of the same response. ``oracle``: weights by one who knows the
-    step that went wrong."""
-    advantage: Literal["dr_grpo", "grpo", "optimal_token_baseline"] = "dr_grpo"
+    method: str = "uniform"
+    """A registered method."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    control: Control | None = None
+    """``right_only``: wrong rows weigh 0. ``shuffled``: the method's weights on other tokens of the same kind of the same
+    response. ``random_token``, ``last_result``: a random token, or the first digit of the last result, in place of the token
+    that the method picks by score. ``oracle``: the exact token advantage. ``regression``: :mod:`study.regression`."""
+    advantage: Literal["dr_grpo", "grpo"] = "dr_grpo"
+    """``grpo``: divided by the group's standard deviation."""
     loss_agg_mode: str = "seq-mean-token-sum-norm"
-    seeds: int = 2
-    """How many of the study's seeds it runs on; with fewer than five the report draws no conclusion."""
+
+    @property
+    def signal(self) -> Signal:
+        """The method with its options."""
+        return method(self.method).build(self.options)
 
 
-def _ablation(name: str, label: str, **changes: object) -> Arm:
-    return Arm(f"official_{name}", f"official, {label}", "ablation", GrailConfig(preset="official", **changes))
-
-
-_MAIN_SEEDS = 5
-
-ARMS = (
-    Arm("grpo", "GRPO", "main", seeds=_MAIN_SEEDS),
-    Arm("grail_official", "GRAIL official", "main", GrailConfig(preset="official"), seeds=_MAIN_SEEDS),
-    Arm("grail_robust", "GRAIL robust", "main", GrailConfig(preset="robust"), seeds=_MAIN_SEEDS),
-    Arm("oar_g", "OAR-G", "main", OarConfig(method="gradient"), seeds=_MAIN_SEEDS),
-    Arm(
-        "shuffled",
-        "GRAIL official, weights shuffled",
-        "control",
-        GrailConfig(preset="official"),
-        control="shuffled",
-        seeds=_MAIN_SEEDS,
-    ),
-    Arm("oracle", "oracle: weight on the true error", "control", control="oracle", seeds=_MAIN_SEEDS),
-    _ablation("content_1", "content weight 1", content_weight=1.0),
-    _ablation("gate_all", "gate all", gate="all"),
-    _ablation("gate_correct", "gate correct", gate="correct"),
-    _ablation("reasoning", "statistics over the reasoning", statistics="reasoning"),
-    _ablation("token", "alignment token", alignment="token"),
-    _ablation("last", "leaf last", leaf="last"),
-    Arm("grpo_std", "GRPO as verl ships it", "baseline", advantage="grpo", loss_agg_mode="token-mean"),
-    Arm("otb", "optimal token baseline", "baseline", advantage="optimal_token_baseline"),
+MAIN = (
+    Arm("uniform", "uniform (Dr. GRPO)"),
+    Arm("right_only", "right rows only", control="right_only"),
+    Arm("grail", "GRAIL, as published", "grail"),
+    Arm("grail_robust", "GRAIL, preset robust", "grail", {"preset": "robust"}),
+    Arm("oar_g", "OAR-G", "oar_g"),
+    Arm("oar_g_port", "OAR-G, GRAIL's authors' variant", "oar_g", {"variant": "grail_port"}),
+    Arm("grail_shuffled", "GRAIL's weights, shuffled within token type", "grail", control="shuffled"),
+    Arm("surprisal", "wrong rows: least likely token", "surprisal"),
+    Arm("random_token", "wrong rows: a random token", "surprisal", control="random_token"),
+    Arm("last_result", "wrong rows: last result", "surprisal", control="last_result"),
+    Arm("oracle", "exact token advantage (oracle)", control="oracle"),
 )
+"""Compared in every regime, each at a learning rate of its own."""
+
+SIDE = (
+    Arm("grpo_verl", "GRPO as verl ships it", advantage="grpo", loss_agg_mode="token-mean"),
+    Arm("entropy", "entropy", "entropy"),
+    Arm("high_entropy", "high entropy (80/20)", "high_entropy"),
+    Arm("entropy_bonus", "entropy bonus", "entropy_bonus"),
+    Arm("probability", "probability", "probability"),
+    Arm("stare", "STARE", "stare"),
+    Arm("surprisal_smooth", "surprisal, smooth, all rows", "surprisal", {"reshaper": "log_zscore", "gate": "all"}),
+    Arm("oar_p", "OAR-P", "oar_p"),
+    # The tiny model has never read English: the request is the answer alone.
+    Arm("rlsd", "RLSD", "rlsd", {"request": PLACE}),
+    # Responses are some 60 tokens long; the default window of 100 would hold them whole.
+    Arm("shear", "SHEAR, window 16", "shear", {"window": 16, "stride": 4}),
+    Arm("regression", "regression, falling back to uniform", control="regression"),
+)
+"""Fewer seeds, in the first regime, at the learning rate of ``uniform``."""
+
+ARMS = {arm.name: arm for arm in (*MAIN, *SIDE)}

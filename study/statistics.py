@@ -1,357 +1,148 @@
-"""What the runs of a study say: figures of each run, and paired differences between arms over the same seeds.
-
-A run is one file ``<arm>-seed<k>.json``, written by the study's trainer. Definitions:
-
-- final accuracy and final pass@3: mean of the last two evaluations after step 0, which halves the noise of sampling;
-- area: area under the accuracy curve (trapezoids) divided by the steps it spans, so the mean accuracy while training;
-- steps to an accuracy: linear interpolation between evaluations; ``None`` for a run that never got there. Their mean is a
-  restricted one: a run that never got there counts as the last step that all runs have, and is counted beside it;
-- response length and entropy at the end: mean of the last ten steps;
-- seconds a step: median.
-
-A difference between two arms is the mean over seeds of the difference within a seed. Its 95 % interval is a percentile
-bootstrap over seeds, widened for their small number; :func:`false_alarm_rate` says how far it can be trusted all the same.
-"""
+"""Paired comparisons of arms over seeds, and rank figures of token scores."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise, product
-from pathlib import Path
-from statistics import NormalDist
-from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from recipe.evaluate.bootstrap import LEVEL, SEED, resample_counts
-
-BASELINE = "grpo"
-LAST_EVALUATIONS = 2
-LAST_STEPS = 10
-TARGET_SHARE = 0.8
-MAX_EXACT_SEEDS = 16
-_ROUNDING = 1e-9
-_RUN_KEYS = ("arm", "seed", "group", "steps", "evaluations")
+LEVEL = 0.95
+RESAMPLES = 10_000
+_CHUNK = 500
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training run as its file holds it."""
+class Paired:
+    """Differences within seeds: their mean, its 95 % interval by Student's distribution, and the p-value of mean zero."""
 
-    arm: str
-    label: str
-    """Name for people; the arm's name where the file has none."""
-    group: str
-    """``baseline``, ``main`` or ``ablation``."""
-    seed: int
-    settings: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    seconds: float | None
-    """Wall-clock time of the whole run."""
-    steps: Sequence[Mapping[str, Any]]
-    """One entry a training step."""
-    evaluations: Sequence[Mapping[str, Any]]
-    """One entry an evaluation on the held-out problems, by ascending step; at least one after step 0."""
+    count: int
+    mean: float
+    deviation: float
+    """Standard deviation of the differences; nan with a single one."""
+    low: float
+    high: float
+    p: float
+    """Two-sided paired t-test."""
 
 
-@dataclass(frozen=True)
-class RunFigures:
-    """Figures of one run, as the module's docstring defines them; ``None`` where the run does not have one."""
-
-    last_step: int
-    start_accuracy: float
-    """At the first evaluation."""
-    final_accuracy: float
-    area: float
-    final_pass: float
-    response_length: float | None
-    """Tokens."""
-    entropy: float | None
-    seconds_step: float | None
-    seconds_weights: float | None
-    """Of these, seconds for the token weights."""
-    selected_rate: float | None
-    """Share of responses that got token weights from scores, mean over steps."""
-    advantage_scale: float | None
-    """Mean of ``|token advantage|`` over the mean of ``|advantage|``, mean over steps."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Mean difference over the seeds that two arms share, and its 95 % interval."""
-
-    seeds: tuple[int, ...]
-    value: float
-    low: float | None
-    high: float | None
-    """``None`` with a single seed."""
-    p_value: float | None
-    """Exact two-sided sign-flip test; ``None`` with a single seed or with more than ``MAX_EXACT_SEEDS``."""
-
-    @property
-    def sign(self) -> int:
-        """1 or -1 where the interval lies above or below zero, else 0."""
-        if self.low is None or self.high is None:
-            return 0
-        return int(self.low > _ROUNDING) - int(self.high < -_ROUNDING)
-
-
-def read_runs(raw_dir: Path) -> list[Run]:
-    """All runs of a folder, by arm and seed.
+def paired(differences: Sequence[float]) -> Paired:
+    """Paired t-test of differences by seed; with a single one, interval and p are nan.
 
     Raises:
-        ValueError: no run, two files of one run, or a file that is damaged or not a finished run; the message names it.
+        ValueError: no difference.
     """
-    runs: dict[tuple[str, int], Run] = {}
-    for path in sorted(raw_dir.glob("*.json")):
-        run = _read_run(path)
-        if (run.arm, run.seed) in runs:
-            raise ValueError(f"{path}: arm {run.arm!r} with seed {run.seed} is there twice; remove one of the files")
-        runs[run.arm, run.seed] = run
-    if not runs:
-        raise ValueError(f"{raw_dir} holds no run (ARM-seedK.json); run the study first")
-    return [runs[key] for key in sorted(runs)]
+    values = np.asarray(differences, dtype=np.float64)
+    if not len(values):
+        raise ValueError("no differences: the two arms have no seed in common")
+    mean = float(values.mean())
+    if len(values) == 1:
+        return Paired(1, mean, math.nan, math.nan, math.nan, math.nan)
+    deviation = float(values.std(ddof=1))
+    error = deviation / math.sqrt(len(values))
+    half = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)) * error
+    p = float(2 * stats.t.sf(abs(mean) / error, len(values) - 1)) if error > 0 else float(mean == 0)
+    return Paired(len(values), mean, deviation, mean - half, mean + half, p)
 
 
-def _read_run(path: Path) -> Run:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); remove it and run it again") from None
-    missing = [key for key in _RUN_KEYS if key not in data]
-    if missing:
-        raise ValueError(f"{path} has no {', '.join(missing)}; it is not a file of a run")
-    evaluations = sorted(data["evaluations"], key=lambda evaluation: evaluation["step"])
-    if not evaluations or evaluations[-1]["step"] <= 0:
-        raise ValueError(f"{path} has no evaluation after step 0; let the run finish")
-    for evaluation in evaluations:
-        for name in ("accuracy", "pass_at_3"):
-            value = evaluation[name]
-            if not 0 <= value <= 1:  # also refuses NaN
-                raise ValueError(f"{path}: {name}={value} at step {evaluation['step']} must lie in [0, 1]")
-    return Run(
-        arm=data["arm"],
-        label=data.get("label") or data["arm"],
-        group=data["group"],
-        seed=data["seed"],
-        settings=data.get("settings") or {},
-        versions=data.get("versions") or {},
-        seconds=data.get("seconds"),
-        steps=data["steps"],
-        evaluations=evaluations,
-    )
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for their number (Holm 1979)."""
+    order = np.argsort(p_values)
+    corrected, highest = [0.0] * len(p_values), 0.0
+    for place, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(p_values) - place) * p_values[index]))
+        corrected[index] = highest
+    return corrected
 
 
-def figures(run: Run) -> RunFigures:
-    """The figures of one run."""
-    steps = [evaluation["step"] for evaluation in run.evaluations]
-    accuracies = [evaluation["accuracy"] for evaluation in run.evaluations]
-    last = [evaluation for evaluation in run.evaluations if evaluation["step"] > 0][-LAST_EVALUATIONS:]
-    tail = run.steps[-LAST_STEPS:]
-    return RunFigures(
-        last_step=steps[-1],
-        start_accuracy=accuracies[0],
-        final_accuracy=float(np.mean([evaluation["accuracy"] for evaluation in last])),
-        area=area_under_curve(steps, accuracies),
-        final_pass=float(np.mean([evaluation["pass_at_3"] for evaluation in last])),
-        response_length=_over_steps(np.mean, tail, "response_length"),
-        entropy=_over_steps(np.mean, tail, "entropy"),
-        seconds_step=_over_steps(np.median, run.steps, "seconds"),
-        seconds_weights=_over_steps(np.median, run.steps, "seconds_weights"),
-        selected_rate=_over_steps(np.mean, run.steps, "selected_rate"),
-        advantage_scale=_over_steps(np.mean, run.steps, "advantage_scale"),
-    )
+def equivalence_p(differences: Sequence[float], bound: float) -> float:
+    """p-value of two one-sided paired t-tests (TOST, Schuirmann 1987): that the mean lies beyond ``bound`` on either side.
 
-
-def _over_steps(reduce: Any, steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = [step[name] for step in steps if step.get(name) is not None and math.isfinite(step[name])]
-    return float(reduce(values)) if values else None
-
-
-def area_under_curve(steps: Sequence[int], accuracies: Sequence[float]) -> float:
-    """Mean height of the curve through the points, by trapezoids; the value itself for a single point."""
-    if len(steps) == 1:
-        return float(accuracies[0])
-    return float(np.trapezoid(accuracies, steps) / (steps[-1] - steps[0]))
-
-
-def steps_to_accuracy(run: Run, target: float) -> float | None:
-    """First step at which the curve through the evaluations is at ``target`` or above; ``None`` if it never is."""
-    first = run.evaluations[0]
-    if first["accuracy"] >= target:
-        return float(first["step"])
-    for before, after in pairwise(run.evaluations):
-        if after["accuracy"] >= target:
-            share = (target - before["accuracy"]) / (after["accuracy"] - before["accuracy"])
-            return float(before["step"] + share * (after["step"] - before["step"]))
-    return None
-
-
-def target_accuracy(runs: Sequence[Run], baseline: str = BASELINE) -> float | None:
-    """Accuracy at 80 % of what the baseline gains on average; ``None`` without a baseline run or without a gain."""
-    found = [figures(run) for run in runs if run.arm == baseline]
-    if not found:
-        return None
-    start = float(np.mean([figure.start_accuracy for figure in found]))
-    gain = float(np.mean([figure.final_accuracy for figure in found])) - start
-    return start + TARGET_SHARE * gain if gain > 0 else None
-
-
-def restricted_steps(runs: Sequence[Run], target: float, horizon: int) -> tuple[float, int]:
-    """Mean steps to ``target``, where a run that is not there by step ``horizon`` counts as ``horizon``, and how many did."""
-    steps = [steps_to_accuracy(run, target) for run in runs]
-    reached = [step for step in steps if step is not None and step <= horizon]
-    return float(np.mean([*reached, *[horizon] * (len(steps) - len(reached))])), len(steps) - len(reached)
-
-
-def pairs(runs: Sequence[Run], arm: str, reference: str = BASELINE) -> list[tuple[Run, Run]]:
-    """``(run of arm, run of reference)`` of every seed that both have and whose evaluations can be compared."""
-    references = {run.seed: run for run in runs if run.arm == reference}
-    candidates = [(run, references[run.seed]) for run in runs if run.arm == arm and run.seed in references]
-    return [pair for pair in candidates if _evaluated_on(pair[0]) == _evaluated_on(pair[1])]
-
-
-def not_comparable(runs: Sequence[Run], arm: str, reference: str = BASELINE) -> list[int]:
-    """Seeds that both arms have but :func:`pairs` leaves out: other evaluation steps or another number of problems."""
-    paired = {run.seed for run, _ in pairs(runs, arm, reference)}
-    seeds = [{run.seed for run in runs if run.arm == name} for name in (arm, reference)]
-    return sorted((seeds[0] & seeds[1]) - paired)
-
-
-def _evaluated_on(run: Run) -> list[tuple[int, int]]:
-    return [(evaluation["step"], len(evaluation.get("correct", ()))) for evaluation in run.evaluations]
-
-
-def paired_difference(differences: Mapping[int, float]) -> Difference | None:
-    """Mean of the differences by seed with its interval; ``None`` where there is none."""
-    if not differences:
-        return None
-    values = np.array(list(differences.values()), dtype=float)
-    low_high = bootstrap_interval(values)
-    return Difference(
-        seeds=tuple(sorted(differences)),
-        value=float(values.mean()),
-        low=low_high[0] if low_high else None,
-        high=low_high[1] if low_high else None,
-        p_value=sign_flip_p(values),
-    )
-
-
-def compare(runs: Sequence[Run], arm: str, figure: str, reference: str = BASELINE) -> Difference | None:
-    """``arm`` minus ``reference`` in one figure of :class:`RunFigures`; seeds where either has none are left out."""
-    values = {
-        run.seed: (getattr(figures(run), figure), getattr(figures(other), figure))
-        for run, other in pairs(runs, arm, reference)
-    }
-    return paired_difference(
-        {seed: first - second for seed, (first, second) in values.items() if first is not None and second is not None}
-    )
-
-
-def compare_steps(runs: Sequence[Run], arm: str, target: float, reference: str = BASELINE) -> Difference | None:
-    """``arm`` minus ``reference`` in restricted steps to ``target``; negative where the arm is faster."""
-    return paired_difference(
-        {
-            run.seed: restricted_steps([run], target, run.evaluations[-1]["step"])[0]
-            - restricted_steps([other], target, other.evaluations[-1]["step"])[0]
-            for run, other in pairs(runs, arm, reference)
-        }
-    )
-
-
-def compare_ratio(runs: Sequence[Run], arm: str, figure: str, reference: str = BASELINE) -> Difference | None:
-    """Geometric mean over seeds of ``arm`` divided by ``reference``, with its interval on the same scale.
-
-    ``p_value`` is that of the logarithms; ``sign`` is about zero and says nothing of a ratio.
+    Below 0.05, the mean lies between ``-bound`` and ``bound``; the same as a 90 % interval inside these.
     """
-    values = {
-        run.seed: (getattr(figures(run), figure), getattr(figures(other), figure))
-        for run, other in pairs(runs, arm, reference)
-    }
-    logs = paired_difference({seed: math.log(a / b) for seed, (a, b) in values.items() if a and b})
-    if logs is None:
-        return None
-    low, high = (None if end is None else math.exp(end) for end in (logs.low, logs.high))
-    return Difference(logs.seeds, math.exp(logs.value), low, high, logs.p_value)
+    values = np.asarray(differences, dtype=np.float64)
+    if len(values) < 2:
+        return math.nan
+    error = values.std(ddof=1) / math.sqrt(len(values))
+    if error == 0:
+        return float(abs(values.mean()) >= bound)
+    distance = (bound - abs(values.mean())) / error
+    return float(stats.t.sf(distance, len(values) - 1))
 
 
-def bootstrap_interval(values_N: np.ndarray, key: str = "seeds") -> tuple[float, float] | None:
-    """95 % interval of the mean, by 10,000 bootstrap resamples; the same for the same values, ``None`` below two.
+def seeds_for_power(deviation: float, effect: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
+    """Least number of seeds at which a two-sided paired t-test finds ``effect`` with this power.
 
-    Its ends are the resampled means' quantiles at ``Phi(-t sqrt(n / (n - 1)))`` from either side, t being Student's 97.5 %
-    quantile with n - 1 degrees of freedom, instead of at 2.5 %. The plain percentile interval is too narrow for few values
-    by as much (Hesterberg 2015, "expanded percentile interval"); for many values both are the same.
+    Args:
+        deviation: standard deviation of the differences within a seed, in the unit of ``effect``.
+        effect: the true mean difference.
+        alpha: level of the test.
+        power: probability of p < alpha.
     """
-    count = len(values_N)
-    if count < 2:
-        return None
-    low, high = _interval(_resamples(key, count) @ values_N[:, None], count)
-    return float(low[0]), float(high[0])
+    for count in range(2, 1000):
+        critical = stats.t.ppf(1 - alpha / 2, count - 1)
+        shift = effect / deviation * math.sqrt(count)
+        reached = stats.nct.sf(critical, count - 1, shift) + stats.nct.cdf(-critical, count - 1, shift)
+        if reached >= power:
+            return count
+    raise ValueError(f"an effect of {effect} beside a deviation of {deviation} takes more than 1000 seeds")
 
 
-def _interval(means_RM: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    tail = NormalDist().cdf(-_student_quantile(count - 1) * math.sqrt(count / (count - 1)))
-    low, high = np.quantile(means_RM, [tail, 1 - tail], axis=0)
-    return low, high
+def equivalence_power(deviation: float, bound: float, count: int, *, alpha: float = 0.05) -> float:
+    """Probability that :func:`equivalence_p` is below ``alpha`` where the true difference is 0, by integration over the
+    deviation that is found."""
+    degrees = count - 1
+    critical = stats.t.ppf(1 - alpha, degrees)
+    # Given the found standard error e, the mean must lie within bound - critical * e.
+    shares = (np.arange(4000) + 0.5) / 4000
+    errors = deviation * np.sqrt(stats.chi2.ppf(shares, degrees) / degrees / count)
+    reach = np.maximum(bound - critical * errors, 0) / (deviation / math.sqrt(count))
+    return float(np.mean(2 * stats.norm.cdf(reach) - 1))
 
 
-@lru_cache
-def _student_quantile(degrees: int) -> float:
-    """97.5 % quantile of Student's distribution, from its integrated density."""
-    x = np.linspace(0, 20, 200_001)
-    log_scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2) - 0.5 * math.log(degrees * math.pi)
-    density = np.exp(log_scale - (degrees + 1) / 2 * np.log1p(x**2 / degrees))
-    below = 0.5 + np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(x))])
-    return float(np.interp((1 + LEVEL) / 2, below, x))
+def two_way_bootstrap(differences_SP: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95 % percentile interval of the mean over seeds and problems, both drawn anew.
 
+    A resample draws as many seeds as there are, with replacement, and for each draw as many of that seed's problems as it has:
+    every seed has problems of its own.
 
-@lru_cache(maxsize=4)
-def _resamples(key: str, count: int) -> np.ndarray:
-    """Weight of each value in each resample's mean: (resamples, count); kept, as one study asks for the same ones often."""
-    return resample_counts(key, count) / count
-
-
-def sign_flip_p(values_N: np.ndarray) -> float | None:
-    """Two-sided exact p-value of a mean of zero, under which each difference is as likely with either sign.
-
-    With n values it is never below ``2 / 2**n``. ``None`` below two values and above ``MAX_EXACT_SEEDS``.
+    Args:
+        differences_SP: one arm's accuracy minus another's, of every problem of every seed.
+        seed: of the resampling.
     """
-    count = len(values_N)
-    if not 2 <= count <= MAX_EXACT_SEEDS:
-        return None
-    signs_FN = np.array(list(product((-1.0, 1.0), repeat=count)))
-    return float(np.mean(np.abs(signs_FN @ values_N) >= abs(values_N.sum()) - _ROUNDING))
+    seeds, problems = differences_SP.shape
+    generator = np.random.default_rng(seed)
+    means = []
+    for first in range(0, RESAMPLES, _CHUNK):
+        count = min(_CHUNK, RESAMPLES - first)
+        rows = generator.integers(seeds, size=(count, seeds, 1))
+        columns = generator.integers(problems, size=(count, seeds, problems))
+        means.append(differences_SP[rows, columns].mean(axis=(1, 2)))
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    return float(low), float(high)
 
 
-@lru_cache
-def false_alarm_rate(seeds: int) -> float:
-    """How often the interval over so many seeds excludes zero though there is no difference; 0.05 if it were exact.
-
-    From 1000 simulated studies with normal differences, and the very resamples that :func:`bootstrap_interval` takes.
-    """
-    if seeds < 2:
-        raise ValueError(f"seeds={seeds} must be at least 2; one seed has no interval")
-    generator = np.random.default_rng(SEED)
-    excluded = []
-    for _ in range(4):  # all at once would take 80 MB
-        low_S, high_S = _interval(_resamples("seeds", seeds) @ generator.standard_normal((seeds, 250)), seeds)
-        excluded.append(np.mean((low_S > 0) | (high_S < 0)))
-    return float(np.mean(excluded))
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and its 95 % interval by Student's distribution; nan ends with a single value."""
+    found = paired(values)
+    return found.mean, found.low, found.high
 
 
-def missing_runs(runs: Sequence[Run], expected: Sequence[tuple[str, int]] = ()) -> list[tuple[str, int]]:
-    """Runs ``(arm, seed)`` that were expected and are not there.
+def auroc(scores_N: np.ndarray, true_N: np.ndarray) -> float:
+    """Probability that a true token has a higher score than another one, ties counting half; nan where either kind is
+    missing."""
+    if true_N.all() or not true_N.any():
+        return math.nan
+    true, others = scores_N[true_N][:, None], scores_N[~true_N][None]
+    return float(np.mean((true > others) + 0.5 * (true == others)))
 
-    Without ``expected``: every ablation should have the seeds that any ablation has, and every other arm those of the others.
-    """
-    there = {(run.arm, run.seed) for run in runs}
-    if not expected:
-        seeds_of: dict[bool, set[int]] = {}
-        for run in runs:
-            seeds_of.setdefault(run.group == "ablation", set()).add(run.seed)
-        expected = [(run.arm, seed) for run in runs for seed in seeds_of[run.group == "ablation"]]
-    return sorted(set(expected) - there)
+
+def spearman(first_N: np.ndarray, second_N: np.ndarray) -> float:
+    """Rank correlation with average ranks for ties; nan where either is constant."""
+    ranks = [stats.rankdata(values) for values in (first_N, second_N)]
+    centred = [values - values.mean() for values in ranks]
+    norm = math.sqrt(float((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
+    return float((centred[0] * centred[1]).sum() / norm) if norm > 0 else math.nan

@@ -1,47 +1,128 @@
-"""The study's task: worked solutions with filler and asides, and where they go wrong."""
+"""The study's task: worked solutions with filler and asides in three regimes, and where they go wrong."""
 
 from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from recipe.tiny.task import Problem, boxed_answer, problems
-from study.task import MAX_RESPONSE_TOKENS, error_tokens, find_errors, solve, step_tokens, study_tokenizer
+from recipe.tiny.task import boxed_answer
+from study.task import (
+    ASIDE,
+    ASIDE_RESULT,
+    BOX,
+    END,
+    FILL,
+    LEFT,
+    MAX_RESPONSE_TOKENS,
+    MISCONCEIVED_SHARE,
+    OTHER,
+    REGIMES,
+    RESULT,
+    StudyProblem,
+    apply,
+    read,
+    read_tokens,
+    regime,
+    right_solution,
+    solve,
+    study_problems,
+    study_tokenizer,
+    text_of,
+)
 
 TOKENIZER = study_tokenizer()
-PROBLEMS = problems("train", 200, seed=3)
+PROBLEMS = {name: study_problems(name, "train", 200, seed=3) for name in REGIMES}
+CHAIN = StudyProblem("7+5-3", 7, (("+", 5), ("-", 3)), (None, None))
+HIDDEN = StudyProblem("7+(2+3)-4", 7, (("+", 5), ("-", 4)), ((2, 3), None))
 
 
-def test_a_solution_without_slips_is_right_and_has_no_error() -> None:
+@pytest.mark.parametrize("name", REGIMES)
+def test_a_right_solution_is_right_and_has_no_error(name: str) -> None:
     rng = random.Random(0)
-    texts = [solve(problem, 0.0, rng) for problem in PROBLEMS]
-    assert [boxed_answer(text) for text in texts] == [str(problem.answer) for problem in PROBLEMS]
-    assert not any(find_errors(problem, text) for problem, text in zip(PROBLEMS, texts, strict=True))
-    assert sum("(" in text for text in texts) > 100, "asides are part of the task"
-    assert sum("then" in text for text in texts) > 20, "filler words are part of the task"
+    for problem in PROBLEMS[name]:
+        text = right_solution(problem, rng)
+        assert boxed_answer(text) == str(problem.answer)
+        found = read(problem, text)
+        assert not found.errors and len(found.steps) == len(problem.steps)
 
 
-def test_a_wrong_answer_always_has_an_error_and_steps_slip_at_the_given_rate() -> None:
+@pytest.mark.parametrize("name", REGIMES)
+def test_a_wrong_answer_always_has_an_error_that_the_answer_depends_on(name: str) -> None:
     rng = random.Random(1)
-    pairs = [(problem, solve(problem, 0.3, rng)) for problem in PROBLEMS]
-    for problem, text in pairs:
+    wrong = 0
+    for problem in PROBLEMS[name]:
+        text = solve(problem, regime(name, 3), rng)
+        found = read(problem, text)
+        assert not any(error.kind != "result" for error in found.errors), text
         if boxed_answer(text) != str(problem.answer):
-            assert find_errors(problem, text)
-    steps = sum(len(problem.steps) for problem in PROBLEMS)
-    slips = sum(len(find_errors(problem, text)) for problem, text in pairs)
-    assert slips / steps == pytest.approx(0.3, abs=0.05)
+            wrong += 1
+            assert found.errors
+    assert 40 < wrong < 180
 
 
-def test_every_solution_is_written_back_and_fits_the_length_limit() -> None:
+@pytest.mark.parametrize("name", REGIMES)
+def test_every_solution_is_written_back_and_fits_the_length_limit(name: str) -> None:
     rng = random.Random(2)
-    for problem in PROBLEMS:
-        text = solve(problem, 0.2, rng)
+    lengths = []
+    for problem in PROBLEMS[name]:
+        text = solve(problem, regime(name, 0), rng)
         ids = TOKENIZER.encode(text)
-        assert TOKENIZER.decode(ids) == text
-        assert len(ids) < MAX_RESPONSE_TOKENS
-    longest = "then first 18-9=19;(9+9=18)" * 6 + "then first \\boxed{19}"
-    assert len(TOKENIZER.encode(longest)) < MAX_RESPONSE_TOKENS
+        assert TOKENIZER.decode(ids) == text == text_of(ids, TOKENIZER)[0]
+        lengths.append(len(ids))
+    assert max(lengths) < MAX_RESPONSE_TOKENS
+
+
+def test_slips_come_at_their_rate_and_misconceptions_always_as_the_same_number() -> None:
+    rng = random.Random(4)
+    written: dict[str, dict[tuple[str, ...], list[str]]] = {name: {} for name in REGIMES}
+    for name in ("slips", "misconceptions"):
+        for _ in range(10):
+            for problem in PROBLEMS[name]:
+                for piece in read(problem, solve(problem, regime(name, 0), rng)).pieces:
+                    written[name].setdefault(piece.left, []).append(piece.result)
+    for name, rate in (("slips", 0.2), ("misconceptions", 0.25 * (0.8 * 0.7 + 0.2 * 0.9) + 0.02)):
+        pairs = [(left, result) for left, results in written[name].items() for result in results]
+        wrong = [result != str(apply(int(left[0]), left[1], int(left[2]))) for left, result in pairs]
+        assert np.mean(wrong) == pytest.approx(rate, abs=0.05)
+    misconceived = regime("misconceptions", 0).misconceived
+    known = [
+        (value, op, term)
+        for value in range(20)
+        for op in "+-"
+        for term in range(10)
+        if 0 <= apply(value, op, term) <= 19
+    ]
+    assert len(misconceived) == round(MISCONCEIVED_SHARE * len(known)) and set(misconceived) <= set(known)
+    for (value, operator, term), (number, rate) in misconceived.items():
+        assert number != apply(value, operator, term)
+        results = written["misconceptions"].get((str(value), operator, str(term)), [])
+        if len(results) > 60:
+            assert results.count(str(number)) / len(results) == pytest.approx(rate, abs=0.2)
+    assert regime("misconceptions", 1).misconceived != misconceived, "each seed has its own"
+
+
+def test_distractors_hide_two_terms_and_their_asides_decide() -> None:
+    for problem in PROBLEMS["distractors"]:
+        assert sum(hidden is not None for hidden in problem.sums) == 2
+        assert eval(problem.text) == problem.answer
+    text = "ok (2+3=6)7+6=13;(1+1=3)13-4=9;\\boxed{9}"
+    found = read(HIDDEN, text)
+    assert [(piece.aside, piece.step) for piece in found.pieces] == [(True, 0), (False, 0), (True, None), (False, 1)]
+    assert [(text[e.start : e.end], e.start, e.kind) for e in found.errors] == [("6", 8, "result")]
+    # The step takes the operand that is written, not the right one; without an aside it must be the right one.
+    assert read(HIDDEN, "(2+3=6)7+5=12;12-4=8;\\boxed{8}").errors[1].kind == "copy"
+    assert not read(HIDDEN, "7+5=12;12-4=8;\\boxed{8}").errors
+    # Of several asides for one step the last counts.
+    assert not read(HIDDEN, "(2+3=6)(2+3=5)7+5=12;12-4=8;\\boxed{8}").errors
+
+
+@pytest.mark.parametrize("name", ["misconceptions", "slips"])
+def test_splits_are_disjoint_and_each_seed_has_its_own_problems(name: str) -> None:
+    held_out = {problem.text for problem in study_problems(name, "validation", 100, seed=3)}
+    assert not held_out & {problem.text for problem in PROBLEMS[name]}
+    assert held_out != {problem.text for problem in study_problems(name, "validation", 100, seed=4)}
 
 
 @pytest.mark.parametrize(
@@ -52,16 +133,33 @@ def test_every_solution_is_written_back_and_fits_the_length_limit() -> None:
         ("7+5=12;(2+2=5)now 12-3=8;\\boxed{8}", [("8", 23)]),
         ("(1+1=3)7+5=12;12-3=9;ok \\boxed{7}", [("7", 31)]),
         ("7+5=11;11-3=9;\\boxed{9}", [("1", 4), ("1", 5)]),
+        ("7+5=12;13-3=10;\\boxed{10}", [("1", 7), ("3", 8), ("-", 9), ("3", 10)]),
+        ("7+5=12;\\boxed{9}", []),
+        ("words \\boxed{9} and 7+5=13", []),
     ],
 )
 def test_error_tokens_are_those_of_the_first_error(response: str, wrong: list[tuple[str, int]]) -> None:
-    problem = Problem.parse("7+5-3")
-    ids = TOKENIZER.encode(response)
-    found = error_tokens(problem, ids, TOKENIZER)
-    offsets = [len(TOKENIZER.decode(ids[:index])) for index in range(len(ids))]
-    assert sorted((TOKENIZER.decode([ids[index]]), offsets[index]) for index in found) == sorted(wrong)
+    ids = [*TOKENIZER.encode(response), TOKENIZER.eos_token_id]
+    found = read_tokens(CHAIN, ids, TOKENIZER)
+    places = np.flatnonzero(found.error_T)
+    assert [(TOKENIZER.decode([ids[place]]), found.offsets[place]) for place in places] == wrong
 
 
-def test_step_tokens_are_the_steps_without_asides_and_filler() -> None:
-    ids = TOKENIZER.encode("ok 7+5=12;(2+2=5)now 12-3=9;\\boxed{9}")
-    assert [TOKENIZER.decode([ids[i] for i in step]) for step in step_tokens(ids, TOKENIZER)] == ["7+5=12", "12-3=9"]
+def test_every_token_has_its_role() -> None:
+    text = "ok 7+5=12;(2+2=5)12-3=9;x\\boxed{9}"
+    ids = [*TOKENIZER.encode(text), TOKENIZER.eos_token_id]
+    found = read_tokens(CHAIN, ids, TOKENIZER)
+    roles = [FILL] * 2 + [LEFT] * 4 + [RESULT] * 2 + [END] + [ASIDE] * 5 + [ASIDE_RESULT, ASIDE]
+    roles += [LEFT] * 5 + [RESULT, END, OTHER] + [BOX] * 5 + [BOX]
+    assert found.role_T.tolist()[: len(roles)] == roles[: len(found.role_T)]
+    decisive = "".join(TOKENIZER.decode([ids[place]]) for place in np.flatnonzero(found.decisive_T))
+    assert decisive == "7+5=12;12-3=9;\\boxed{9}"
+    hidden = [*TOKENIZER.encode("(2+3=5)7+5=12;(2+2=5)12-4=8;\\boxed{8}"), TOKENIZER.eos_token_id]
+    found = read_tokens(HIDDEN, hidden, TOKENIZER)
+    decisive = "".join(TOKENIZER.decode([hidden[place]]) for place in np.flatnonzero(found.decisive_T))
+    assert decisive == "(2+3=5)7+5=12;12-4=8;\\boxed{8}"
+
+
+def test_unknown_regime_is_named() -> None:
+    with pytest.raises(ValueError, match="misconceptions, slips, distractors"):
+        regime("sleep", 0)

@@ -1,209 +1,242 @@
-"""The study's training loop against plain computations, and the study itself in miniature."""
+"""The study's training loop and its controls against plain computations."""
 
 from __future__ import annotations
 
 import copy
-import itertools
-import json
 from dataclasses import replace
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from recipe.reward import compute_score
 from recipe.tiny.model import build_model
 from recipe.tiny.sampling import prompt_ids
-from recipe.tiny.task import Problem, problems
-from recipe.tiny.warm_up import WarmUpSettings
-from study import runs, trainer
-from study.arms import ARMS, Arm
-from study.task import MAX_RESPONSE_TOKENS, error_tokens, solve, study_tokenizer
+from study import trainer
+from study.arms import ARMS, MAIN, SIDE, Arm
+from study.exact import token_advantages
+from study.task import MAX_RESPONSE_TOKENS, StudyProblem, study_problems, study_tokenizer
+from study.trainer import Rollouts, RunSettings, as_rollouts, credit, numbers, policy_state, roll_out, update
 
 TOKENIZER = study_tokenizer()
-TRAIN = problems("train", 64)
-HELD_OUT = problems("validation", 8)
-ARM = {arm.name: arm for arm in ARMS}
-SETTINGS = trainer.RunSettings(steps=1, prompts=2, rollouts=4, epochs=1, evaluate_every=1)
+SETTINGS = RunSettings(steps=1, prompts=2, rollouts=3, epochs=1, evaluate_at=(1,), gradient_norm=1e9)
+SUMS = {
+    "7+5-3": (7, (("+", 5), ("-", 3))),
+    "4+4+1": (4, (("+", 4), ("+", 1))),
+}
+TEXTS = {
+    "7+5-3": ["ok 7+5=12;12-3=9;\\boxed{9}", "7+5=11;(2+2=4)11-3=8;so \\boxed{8}", "7+5=12;12-3="],
+    "4+4+1": ["4+4=8;8+1=9;\\boxed{9}", "now 4+4=8;8+1=7;\\boxed{7}", "4+4=9;9+1=10;now \\boxed{10}"],
+}
+ADVANTAGES = torch.tensor([2 / 3, -1 / 3, 0.0, 2 / 3, -1 / 3, -1 / 3])
+"""A third of each group is right; the third row is cut off and teaches nothing."""
 
 
-def _model(seed: int = 0) -> Qwen3ForCausalLM:
-    return build_model(TOKENIZER, seed)
+def model_of(seed: int = 0) -> Qwen3ForCausalLM:
+    return build_model(TOKENIZER, seed).eval()
 
 
-def _rollouts() -> trainer.Rollouts:
+def rollouts() -> Rollouts:
     """Two problems, three written responses each: right and wrong ones, one of them cut off."""
-    texts = {
-        "7+5-3": ["ok 7+5=12;12-3=9;\\boxed{9}", "7+5=11;(2+2=4)11-3=8;so \\boxed{8}", "7+5=12;12-3="],
-        "4+4+1": ["4+4=8;8+1=9;\\boxed{9}", "now 4+4=8;8+1=7;\\boxed{7}", "4+4=9;9+1=10;now \\boxed{10}"],
-    }
-    rows = [(Problem.parse(problem), text) for problem, written in texts.items() for text in written]
-    prompts = [prompt_ids(TOKENIZER, problem) for problem, _ in rows]
-    responses = [TOKENIZER.encode(text) + [TOKENIZER.eos_token_id] * ("}" in text) for _, text in rows]
-    width = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True))
-    ids = torch.full((len(rows), width), TOKENIZER.pad_token_id)
-    attention = torch.zeros_like(ids)
-    mask = torch.zeros_like(ids)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        ids[row, : len(prompt) + len(response)] = torch.tensor(prompt + response)
-        attention[row, : len(prompt) + len(response)] = 1
-        mask[row, len(prompt) : len(prompt) + len(response)] = 1
-    return trainer.Rollouts(
-        input_ids_BL=ids,
-        attention_mask_BL=attention,
-        response_mask_BL=mask,
-        rewards_B=torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0]),
-        truncated_B=torch.tensor([False, False, True, False, False, False]),
-        problems=[problem for problem, _ in rows],
-        groups_B=torch.tensor([0, 0, 0, 1, 1, 1]).numpy(),
-    )
+    problems, prompts, responses = [], [], []
+    for text, written in TEXTS.items():
+        first, steps = SUMS[text]
+        problem = StudyProblem(text, first, steps, (None,) * len(steps))
+        for one in written:
+            problems.append(problem)
+            prompts.append(prompt_ids(TOKENIZER, problem))
+            responses.append(TOKENIZER.encode(one) + [TOKENIZER.eos_token_id] * ("}" in one))
+    return as_rollouts(TOKENIZER, problems, prompts, responses, 3)
 
 
-def _step(model: Qwen3ForCausalLM, arm: Arm) -> dict[str, torch.Tensor]:
-    """Minus the gradient of a whole update, which plain SGD with step 1 leaves in the parameters."""
-    before = copy.deepcopy(model.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings = replace(SETTINGS, gradient_norm=1e9)
-    generator = torch.Generator().manual_seed(0)
-    trainer._update(model, TOKENIZER, optimizer, _rollouts(), arm, settings, generator)
-    return {name: value - before[name] for name, value in model.state_dict().items()}
+def credited(arm: Arm, model: Qwen3ForCausalLM | None = None) -> torch.Tensor:
+    batch = rollouts()
+    model = model or model_of()
+    drawn = numbers(0, trainer.CONTROL, 1, tuple(batch.input_ids_BL.shape))
+    return credit(model, TOKENIZER, batch, arm, policy_state(model, batch), drawn, 1)
 
 
-@pytest.mark.parametrize("name", ["grpo", "grail_robust", "oracle"])
+def response_of(row: int, values_BL: torch.Tensor) -> dict[str, list[float]]:
+    """Values of a row's tokens, with the tokens."""
+    batch = rollouts()
+    start = len(batch.prompts[row])
+    tokens = [TOKENIZER.decode([token]) for token in batch.responses[row]]
+    return {"tokens": tokens, "values": values_BL[row, start : start + len(tokens)].tolist()}
+
+
+def test_rollouts_are_judged_as_by_the_projects_reward() -> None:
+    batch = rollouts()
+    assert batch.rewards_B.tolist() == [1, 0, 0, 1, 0, 0]
+    assert batch.truncated_B.tolist() == [False, False, True, False, False, False]
+    for problem, response, reward in zip(batch.problems, batch.responses, batch.rewards_B.tolist(), strict=True):
+        text = TOKENIZER.decode(response, skip_special_tokens=True)
+        assert compute_score("tiny_chain_sum", text, str(problem.answer))["score"] == reward
+    torch.testing.assert_close(trainer.sequence_advantages(batch, ARMS["uniform"]), ADVANTAGES)
+
+
+def test_state_is_that_of_the_policy() -> None:
+    batch, model = rollouts(), model_of()
+    state = policy_state(model, batch)
+    row, start = 1, len(batch.prompts[1])
+    ids = [*batch.prompts[row], *batch.responses[row]]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    place = start + 4
+    torch.testing.assert_close(state.old_log_probs_BL[row, place], logits[place - 1, ids[place]], rtol=1e-4, atol=1e-5)
+    entropy = -(logits[place - 1].exp() * logits[place - 1]).sum()
+    torch.testing.assert_close(state.entropy_BL[row, place], entropy, rtol=1e-4, atol=1e-5)
+    # What the output embeddings make of the kept state is the distribution that the token was drawn from.
+    again = model.lm_head(state.hidden_BLD[row, place]).log_softmax(-1).detach()
+    torch.testing.assert_close(again, logits[place - 1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["uniform", "grail_robust", "surprisal", "oracle"])
 def test_one_update_follows_the_gradient_written_out(name: str) -> None:
-    """Row by row: token weight x (reward - group mean) x log-probability, summed, over rows x the longest response."""
-    rollouts = _rollouts()
-    model = _model()
-    moved = _step(_model(), ARM[name])
-    if name == "grpo":
-        weights = torch.ones(rollouts.input_ids_BL.shape)
-    elif name == "oracle":
-        weights = trainer.oracle_weights(rollouts, _advantage_rows(rollouts), TOKENIZER)
-    else:
-        weights = trainer.compute_token_weights(
-            model,
-            TOKENIZER,
-            rollouts.input_ids_BL,
-            rollouts.attention_mask_BL,
-            rollouts.response_mask_BL,
-            _advantage_rows(rollouts)[:, 0],
-            ARM[name].weights,
-        ).weights
-        assert (weights[1] != 1).any()
+    """Row by row: token advantage x log-probability, summed, over rows x the longest response."""
+    batch, model = rollouts(), model_of()
+    advantages = credited(ARMS[name])
+    before = copy.deepcopy(model.state_dict())
+    state = policy_state(model, batch)
+    update(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        batch,
+        advantages,
+        state.old_log_probs_BL,
+        ARMS[name],
+        SETTINGS,
+    )
+    plain = model_of()
     total = torch.zeros(())
     for row in range(6):
-        length = int(rollouts.attention_mask_BL[row].sum())
-        ids = rollouts.input_ids_BL[row, :length]
-        log_probs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-        for position in range(1, length):
-            if rollouts.response_mask_BL[row, position]:
-                advantage = weights[row, position] * _advantage_rows(rollouts)[row, 0]
-                total = total + advantage * log_probs[position - 1, ids[position]]
+        ids = [*batch.prompts[row], *batch.responses[row]]
+        log_probs = plain(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        for place in range(len(batch.prompts[row]), len(ids)):
+            total = total + advantages[row, place] * log_probs[place - 1, ids[place]]
     (total / (6 * MAX_RESPONSE_TOKENS)).backward()
-    for parameter_name, parameter in model.named_parameters():
-        torch.testing.assert_close(moved[parameter_name], parameter.grad, rtol=2e-3, atol=2e-7)
+    for parameter_name, parameter in plain.named_parameters():
+        moved = model.state_dict()[parameter_name] - before[parameter_name]
+        torch.testing.assert_close(moved, parameter.grad, rtol=2e-3, atol=2e-7)
 
 
-def _advantage_rows(rollouts: trainer.Rollouts) -> torch.Tensor:
-    """(6, 1): a third of each group is right; the third row is cut off and teaches nothing."""
-    return torch.tensor([[2 / 3], [-1 / 3], [0.0], [2 / 3], [-1 / 3], [-1 / 3]])
+@pytest.mark.parametrize("arm", [*MAIN, *SIDE], ids=lambda arm: arm.name)
+def test_every_arm_gives_credit_where_a_response_teaches(arm: Arm) -> None:
+    found = credited(arm)
+    batch = rollouts()
+    assert torch.isfinite(found).all() and found.any()
+    assert not found[~batch.response_mask_BL.bool()].any()
+    assert not found[2].any(), "a response without an end token teaches nothing"
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.name)
-def test_every_arm_takes_a_step(arm: Arm) -> None:
-    moved = _step(_model(), arm)
-    assert all(torch.isfinite(value).all() for value in moved.values())
-    assert any((value != 0).any() for value in moved.values())
+def test_arms_have_names_of_their_own_and_differ() -> None:
+    arms = [*MAIN, *SIDE]
+    assert len({arm.name for arm in arms}) == len(arms)
+    assert len({(arm.method, str(arm.options), arm.control, arm.advantage) for arm in arms}) == len(arms)
 
 
-def test_oracle_weights_by_hand() -> None:
-    rollouts = _rollouts()
-    weights = trainer.oracle_weights(rollouts, _advantage_rows(rollouts), TOKENIZER)
-    start = int(rollouts.response_mask_BL[4].argmax())
-    response = rollouts.input_ids_BL[4, rollouts.response_mask_BL[4].bool()].tolist()
-    (wrong,) = error_tokens(rollouts.problems[4], response, TOKENIZER)
-    scale = len(response) / (len(response) - 1 + trainer.ORACLE_WEIGHT)
-    expected = torch.full((len(response),), scale)
-    expected[wrong] = scale * trainer.ORACLE_WEIGHT
-    torch.testing.assert_close(weights[4, start : start + len(response)], expected)
-    assert (weights[0] == rollouts.response_mask_BL[0]).all(), "a right response keeps weight 1"
-    torch.testing.assert_close(weights.sum(dim=1), rollouts.response_mask_BL.sum(dim=1).float())
+def test_uniform_is_the_rows_advantage_and_right_only_leaves_wrong_rows_out() -> None:
+    mask = rollouts().response_mask_BL
+    torch.testing.assert_close(credited(ARMS["uniform"]), mask * ADVANTAGES.unsqueeze(1))
+    torch.testing.assert_close(credited(ARMS["right_only"]), mask * ADVANTAGES.clamp(min=0).unsqueeze(1))
 
 
-def test_shuffled_weights_are_the_same_weights_elsewhere() -> None:
-    mask = _rollouts().response_mask_BL
-    weights = torch.rand(mask.shape) * mask
-    shuffled = trainer.shuffled(weights, mask, torch.Generator().manual_seed(0))
-    assert ((shuffled != 0) == mask.bool()).all()
-    for row in range(len(mask)):
-        assert sorted(shuffled[row].tolist()) == sorted(weights[row].tolist())
-    assert not torch.equal(shuffled, weights)
+def test_picks_in_wrong_rows_are_one_token_each_and_right_rows_stay() -> None:
+    uniform, last = credited(ARMS["uniform"]), credited(ARMS["last_result"])
+    for name in ("surprisal", "random_token", "last_result"):
+        found = credited(ARMS[name])
+        assert (found[[0, 3]] == uniform[[0, 3]]).all()
+        assert [int((found[row] != 0).sum()) for row in (1, 4, 5)] == [1, 1, 1]
+        assert [float(found[row].sum()) for row in (1, 4, 5)] == pytest.approx([-1 / 3] * 3)
+    for row, expected in ((1, "8"), (4, "7"), (5, "1")):
+        found = response_of(row, last)
+        (place,) = np.flatnonzero(found["values"])
+        assert found["tokens"][place] == expected and "box" not in "".join(found["tokens"][:place])
+    least = credited(ARMS["surprisal"])
+    batch = rollouts()
+    state = policy_state(model_of(), batch)
+    start, box = len(batch.prompts[1]), response_of(1, least)["tokens"].index("\\")
+    own = state.old_log_probs_BL[1, start : start + box]
+    assert int(least[1].nonzero()[0, 0]) == start + int(own.argmin())
 
 
-def test_pass_at_3_is_the_mean_over_all_choices_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    rewards = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 0]]).float()
-    mask = torch.ones(20, 4)
-    monkeypatch.setattr(
-        trainer, "roll_out", lambda *_, **__: replace(_rollouts(), rewards_B=rewards.flatten(), response_mask_BL=mask)
+def test_a_random_token_is_any_reasoning_token() -> None:
+    batch = rollouts()
+    model = model_of()
+    state = policy_state(model, batch)
+    chosen = set()
+    for step in range(40):
+        drawn = numbers(0, trainer.CONTROL, step, tuple(batch.input_ids_BL.shape))
+        found = credit(model, TOKENIZER, batch, ARMS["random_token"], state, drawn, 1)
+        chosen.add(int(found[4].nonzero()[0, 0]) - len(batch.prompts[4]))
+    reasoning = response_of(4, found)["tokens"].index("\\")
+    assert chosen <= set(range(reasoning)) and len(chosen) > 7
+
+
+def test_shuffled_weights_stay_within_their_kind_of_token() -> None:
+    batch = rollouts()
+    weights = torch.rand(batch.input_ids_BL.shape, generator=torch.Generator().manual_seed(0)) * batch.response_mask_BL
+    found = trainer.shuffled(weights, batch, numbers(0, trainer.CONTROL, 1, tuple(weights.shape)))
+    assert not torch.equal(found, weights)
+    assert (found[~batch.response_mask_BL.bool()] == 0).all()
+    for row, read in enumerate(batch.reads):
+        start = len(batch.prompts[row])
+        for role in np.unique(read.role_T):
+            places = start + np.flatnonzero(read.role_T == role)
+            assert sorted(found[row, places].tolist()) == sorted(weights[row, places].tolist())
+
+
+def test_oracle_is_the_exact_advantage_and_the_rows_own_where_there_is_none() -> None:
+    batch, model = rollouts(), model_of()
+    found = credited(ARMS["oracle"], model)
+    exact = token_advantages(model, TOKENIZER, batch.problems, batch.prompts, batch.responses)
+    assert exact[2] is None and all(values is not None for row, values in enumerate(exact) if row != 2)
+    for row in (0, 1, 4):
+        np.testing.assert_allclose(response_of(row, found)["values"], exact[row], rtol=1e-5)
+
+
+def test_clipped_error_tokens_are_counted() -> None:
+    batch, model = rollouts(), model_of()
+    arm = ARMS["uniform"]
+    state = policy_state(model, batch)
+    settings = replace(SETTINGS, epochs=3)
+    rate = 1e-2
+    done = update(
+        model,
+        torch.optim.Adam(model.parameters(), lr=rate),
+        batch,
+        credited(arm),
+        state.old_log_probs_BL,
+        arm,
+        settings,
     )
-    settings = replace(SETTINGS, evaluation_samples=5)
-    figures = trainer.evaluate(_model(), TOKENIZER, HELD_OUT[:4], settings, seed=0, step=0)
-    choices = [any(chosen) for row in rewards.tolist() for chosen in itertools.combinations(row, 3)]
-    assert figures["pass_at_3"] == pytest.approx(sum(choices) / len(choices))
-    assert figures["accuracy"] == pytest.approx(7 / 20)
-    assert figures["correct"] == [1, 2, 0, 4]
+    # The errors of the three wrong rows with an advantage have 2, 1 and 1 tokens; the first epoch does not count.
+    assert done.errors == 2 * (2 + 1 + 1)
+    assert 0 < done.clipped <= done.errors and done.gradient_norm > 0
+    again = policy_state(model, batch).old_log_probs_BL
+    still = update(model, torch.optim.SGD(model.parameters(), lr=0.0), batch, credited(arm), again, arm, settings)
+    assert still.clipped == 0
 
 
-def test_rollouts_mark_response_truncation_and_reward() -> None:
-    rollouts = trainer.roll_out(_model(), TOKENIZER, TRAIN[:2], 3, generator=torch.Generator().manual_seed(0))
-    for row in range(6):
-        prompt = prompt_ids(TOKENIZER, rollouts.problems[row])
-        length = int(rollouts.attention_mask_BL[row].sum())
-        assert rollouts.input_ids_BL[row, : len(prompt)].tolist() == prompt
-        assert rollouts.response_mask_BL[row].nonzero().flatten().tolist() == list(range(len(prompt), length))
-        assert rollouts.truncated_B[row] == (rollouts.input_ids_BL[row, length - 1] != TOKENIZER.eos_token_id)
-    assert [problem.text for problem in rollouts.problems] == [TRAIN[0].text] * 3 + [TRAIN[1].text] * 3
+def test_random_numbers_of_a_seed_are_repeated_and_streams_differ() -> None:
+    assert (numbers(1, 2, 3, (4,)) == numbers(1, 2, 3, (4,))).all()
+    others = [numbers(*key, (4,)) for key in ((1, 2, 4), (1, 3, 3), (2, 2, 3))]
+    assert all((numbers(1, 2, 3, (4,)) != other).all() for other in others)
 
 
-@pytest.mark.parametrize(("option", "value"), [("steps", 0), ("rollouts", 1), ("evaluation_samples", 2)])
-def test_settings_that_cannot_work_are_named(option: str, value: int) -> None:
+def test_rollouts_are_groups_of_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "MAX_RESPONSE_TOKENS", 8)
+    problems = study_problems("distractors", "train", 2, 0)
+    found = roll_out(model_of(), TOKENIZER, problems, 3, seed=0, step=1)
+    assert [problem.text for problem in found.problems] == [problems[0].text] * 3 + [problems[1].text] * 3
+    assert found.groups_B.tolist() == [0, 0, 0, 1, 1, 1]
+    assert found.truncated_B.all() and not found.rewards_B.any()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("steps", 0), ("rollouts", 1), ("samples", 10), ("evaluate_at", (8,)), ("evaluate_at", (0, 12))],
+)
+def test_settings_that_cannot_work_are_named(option: str, value: object) -> None:
     with pytest.raises(ValueError, match=option):
-        trainer.RunSettings(**{option: value})
-
-
-@pytest.mark.slow
-def test_the_study_in_miniature_repeats_itself_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = runs.StudySettings(
-        run=replace(SETTINGS, steps=2),
-        warm_up=WarmUpSettings(error_rate=0.2, steps=3, batch_size=4, evaluate_every=3),
-        train_size=64,
-        held_out_size=8,
-    )
-    arms = [ARM["grpo"], ARM["grail_official"]]
-    for folder in ("one", "two"):
-        runs.prepare_model(tmp_path / folder / runs.WARM_UP, settings)
-        runs.run_all(tmp_path / folder, arms, [0], settings, processes=2)
-    records = {}
-    for folder, arm in itertools.product(("one", "two"), arms):
-        records[folder, arm.name] = json.loads((tmp_path / folder / runs.RAW / f"{arm.name}-seed0.json").read_text())
-    for arm in arms:
-        one, two = records["one", arm.name], records["two", arm.name]
-        assert one["evaluations"] == two["evaluations"]
-        assert [entry["step"] for entry in one["evaluations"]] == [0, 1, 2]
-        for first, second in zip(one["steps"], two["steps"], strict=True):
-            assert {k: v for k, v in first.items() if "seconds" not in k} == {
-                k: v for k, v in second.items() if "seconds" not in k
-            }
-    capsys.readouterr()
-    runs.run_all(tmp_path / "one", arms, [0], settings, processes=1)
-    assert "2 runs, 2 of them finished" in capsys.readouterr().out
-    changed = replace(settings, run=replace(settings.run, learning_rate=1e-3))
-    assert not runs.is_done(tmp_path / "one", arms[0], 0, changed)
-
-
-def test_a_solved_task_is_rewarded() -> None:
-    import random
-
-    problem = TRAIN[0]
-    text = solve(problem, 0.0, random.Random(0))
-    assert trainer.compute_score(trainer.DATA_SOURCE, text, str(problem.answer))["score"] == 1.0
+        RunSettings(**{option: value})

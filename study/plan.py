@@ -1,0 +1,138 @@
+"""What the study runs, in which order, and what it compares; ``docs/study2/PLAN.md`` says why.
+
+A job is one process's work on one seed: its warm-up (``start``), a training run (``pilot``, ``tune``, ``main``, ``side``), or a
+measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from study.arms import MAIN, SIDE, Arm
+from study.trainer import RunSettings
+
+NO_ARM = "-"
+RUNS = ("pilot", "tune", "main", "side")
+MEASUREMENTS = ("alignment", "truth")
+BOUND = 0.015
+"""Differences of the primary outcome within this are called equivalent to none."""
+CONTRASTS = (("grail", "uniform"), ("surprisal", "uniform"), ("surprisal", "random_token"))
+"""Arm minus reference; corrected together."""
+
+
+@dataclass(frozen=True, order=True)
+class Job:
+    """One piece of work."""
+
+    kind: str
+    regime: str
+    arm: str
+    seed: int
+    rate: float = 0.0
+    """Learning rate of a run."""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """As its row says it."""
+        return self.kind, self.regime, self.arm, str(self.seed), repr(self.rate)
+
+
+@dataclass(frozen=True)
+class RegimePlan:
+    """Seeds of one regime; those of the pilot and of tuning are used for nothing else."""
+
+    name: str
+    main_seeds: tuple[int, ...]
+    tuning_seeds: tuple[int, ...]
+    measured_seeds: tuple[int, ...]
+    """Of the main seeds, those at whose checkpoints alignment and ground truth are measured."""
+    side_seeds: tuple[int, ...] = ()
+    pilot_seeds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """The whole study."""
+
+    regimes: tuple[RegimePlan, ...] = (
+        RegimePlan(
+            "misconceptions",
+            main_seeds=tuple(range(1, 11)),
+            tuning_seeds=(1001, 1002),
+            measured_seeds=(1, 2, 3, 4),
+            side_seeds=(1, 2, 3),
+            pilot_seeds=(2001, 2002, 2003, 2004),
+        ),
+        RegimePlan("slips", tuple(range(1, 11)), (1001,), (1, 2, 3)),
+        RegimePlan("distractors", tuple(range(1, 7)), (1001,), (1, 2, 3)),
+    )
+    rates: tuple[float, ...] = (5e-5, 1e-4, 2e-4)
+    """Tried for every main arm in every regime."""
+    pilot_rate: float = 1e-4
+    pilot_arms: tuple[str, ...] = ("uniform", "grail", "surprisal", "random_token")
+    main_arms: tuple[Arm, ...] = MAIN
+    side_arms: tuple[Arm, ...] = SIDE
+    run: RunSettings = field(default_factory=RunSettings)
+    warm_up_steps: int = 1000
+    warm_up_batch: int = 32
+    """Written solutions a step of the warm-up."""
+    warm_up_rate: float = 3e-3
+    train_size: int = 4096
+    held_out_size: int = 256
+    wordings: int = 2
+    """Right solutions of each held-out problem for the exact accuracy."""
+    batches: int = 16
+    """Rollout batches of an alignment measurement."""
+    yardstick_problems: int = 1024
+    judged: int = 200
+    """At most so many wrong, and so many right, responses of a ground-truth measurement."""
+
+    def jobs(self, rates: Mapping[tuple[str, str], float]) -> Iterator[Job]:
+        """All jobs in their order. A main or side run whose learning rate is not known yet comes with rate 0.
+
+        Args:
+            rates: the tuned learning rate by regime and arm.
+        """
+        for regime in self.regimes:
+            for seed in regime.pilot_seeds:
+                yield Job("start", regime.name, NO_ARM, seed)
+                yield from (Job("pilot", regime.name, arm, seed, self.pilot_rate) for arm in self.pilot_arms)
+            for seed in regime.tuning_seeds:
+                yield Job("start", regime.name, NO_ARM, seed)
+                for arm in self.main_arms:
+                    yield from (Job("tune", regime.name, arm.name, seed, rate) for rate in self.rates)
+            for seed in regime.main_seeds:
+                yield Job("start", regime.name, NO_ARM, seed)
+                for arm in self.main_arms:
+                    yield Job("main", regime.name, arm.name, seed, rates.get((regime.name, arm.name), 0.0))
+                if seed in regime.measured_seeds:
+                    yield from (Job(kind, regime.name, NO_ARM, seed) for kind in MEASUREMENTS)
+            for seed in regime.side_seeds:
+                for arm in self.side_arms:
+                    yield Job("side", regime.name, arm.name, seed, rates.get((regime.name, "uniform"), 0.0))
+
+    def tuned_rates(self, rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, str], float]:
+        """The learning rate of the highest mean outcome over the tuning seeds, of equal ones the lowest, by regime and arm;
+        only where all tuning runs are there."""
+        accuracy = {
+            (row["regime"], row["arm"], row["seed"], row["rate"]): float(row["accuracy"])
+            for row in rows
+            if row["kind"] == "tune"
+        }
+        found = {}
+        for regime in self.regimes:
+            for arm in self.main_arms:
+                means = []
+                for rate in self.rates:
+                    keys = [(regime.name, arm.name, str(seed), repr(rate)) for seed in regime.tuning_seeds]
+                    if all(key in accuracy for key in keys):
+                        means.append((-fmean(accuracy[key] for key in keys), rate))
+                if len(means) == len(self.rates):
+                    found[regime.name, arm.name] = min(means)[1]
+        return found
+
+    def regime(self, name: str) -> RegimePlan:
+        """By its name."""
+        return next(regime for regime in self.regimes if regime.name == name)

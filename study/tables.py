@@ -1,0 +1,48 @@
+"""Formatting that both reports share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from study.statistics import Paired
+
+ABSENT = "-"
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
+    """Lines of a Markdown table; columns from ``right`` on are set flush right."""
+    rule = ["--:" if right is not None and column >= right else "---" for column in range(len(head))]
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in [head, *rows]]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """With its sign; zero is never negative."""
+    text = f"{value:+.{digits}f}"
+    return text.replace("-", "+") if float(text) == 0 else text
+
+
+def interval(found: Paired, scale: float = 1.0, digits: int = 1) -> str:
+    """Mean and 95 % interval."""
+    text = signed(scale * found.mean, digits)
+    if math.isnan(found.low):
+        return f"{text}, no interval"
+    return f"{text} [{signed(scale * found.low, digits)}, {signed(scale * found.high, digits)}]"
+
+
+def number(value: float, digits: int = 2) -> str:
+    """A number, or the sign for none."""
+    return ABSENT if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def pyplot() -> Any:
+    """matplotlib's, drawing into files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

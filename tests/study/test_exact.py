@@ -1,0 +1,214 @@
+"""Accuracy without sampling against enumeration, sampling and finite differences; exact token advantages against both."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3ForCausalLM
+
+from recipe.tiny.model import build_model
+from recipe.tiny.sampling import prompt_ids
+from study.exact import (
+    Texts,
+    accuracy_gradient,
+    deciding_tokens,
+    exact_accuracy,
+    right_continuation,
+    right_probabilities,
+    right_texts,
+    token_advantages,
+)
+from study.task import StudyProblem, read, read_tokens, study_problems, study_tokenizer
+
+TOKENIZER = study_tokenizer()
+CHAIN = StudyProblem("7+5-3", 7, (("+", 5), ("-", 3)), (None, None))
+HIDDEN = StudyProblem("7+(2+3)-4", 7, (("+", 5), ("-", 4)), ((2, 3), None))
+WRITTEN = "ok 7+5=12;(1+1=3)12-3=9;now \\boxed{9}"
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen3ForCausalLM:
+    """Its logits are scaled up, so that probabilities are far from equal."""
+    model = build_model(TOKENIZER, 0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    return model.eval()
+
+
+def plain_log_probs(model: Qwen3ForCausalLM, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Of the next token behind ``ids``; one forward without padding or cache."""
+    with torch.no_grad():
+        return (model(input_ids=torch.tensor([ids])).logits[0, -1].double() / temperature).log_softmax(-1)
+
+
+def texts_of(problem: StudyProblem, *written: str) -> Texts:
+    responses = [TOKENIZER.encode(text) for text in written]
+    decided = [deciding_tokens(read_tokens(problem, response, TOKENIZER)) for response in responses]
+    return Texts([prompt_ids(TOKENIZER, problem)] * len(written), responses, decided)
+
+
+@pytest.mark.parametrize(
+    ("problem", "text", "decided"),
+    [
+        (CHAIN, WRITTEN, "12;9;9}"),
+        (HIDDEN, "(2+3=5)7+5=12;(2+2=4)12-4=8;\\boxed{8}", "5)12;8;8}"),
+        (CHAIN, "7+5=12;12-3=9 \\boxed{9}", "12;99}"),
+    ],
+)
+def test_what_decides_is_where_results_and_the_box_are_written(problem: StudyProblem, text: str, decided: str) -> None:
+    ids = TOKENIZER.encode(text)
+    found = deciding_tokens(read_tokens(problem, ids, TOKENIZER))
+    assert "".join(TOKENIZER.decode([ids[place]]) for place in np.flatnonzero(found)) == decided
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_accuracy_is_that_of_every_text_enumerated(temperature: float) -> None:
+    """All texts that differ from the given one in deciding tokens, each judged by reading it; of six tokens, others are ruled
+    out."""
+    problem = StudyProblem("4+5", 4, (("+", 5),), (None,))
+    prompt = prompt_ids(TOKENIZER, problem)
+    texts = texts_of(problem, "so 4+5=9;\\boxed{9}")
+    allowed = TOKENIZER.convert_tokens_to_ids(list("9810;}"))
+    model = build_model(TOKENIZER, 0).eval()
+    ruled_out = torch.full((len(TOKENIZER),), -1e4)
+    ruled_out[allowed] = 0
+    with torch.no_grad():
+        model.lm_head.weight.mul_(5)
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output + ruled_out)
+    ends: dict[tuple[int, ...], float] = {tuple(prompt): 1.0}
+    for token, decides in zip(texts.responses[0], texts.decided[0], strict=True):
+        longer = {}
+        for ids, probability in ends.items():
+            if not decides:
+                longer[*ids, token] = probability
+                continue
+            chances = plain_log_probs(model, list(ids), temperature).exp()
+            longer |= {(*ids, choice): probability * float(chances[choice]) for choice in allowed}
+        ends = longer
+    assert len(ends) == 6**4 and sum(ends.values()) == pytest.approx(1)
+    right = 0.0
+    for ids, probability in ends.items():
+        text = TOKENIZER.decode(ids[len(prompt) :])
+        found = read(problem, text)
+        # As the wording has it: the step is written, and its end is.
+        if found.box is not None and not found.errors and len(found.steps) == 1 and ";" in text:
+            right += probability
+    assert 1e-12 < right < 0.5
+    assert exact_accuracy(model, TOKENIZER, texts, temperature=temperature) == pytest.approx(right, rel=1e-4)
+
+
+def test_accuracy_is_that_of_sampling_under_the_same_wording() -> None:
+    """A model that is right now and then: every deciding token is drawn, everything else is given."""
+    model = build_model(TOKENIZER, 0).eval()
+    texts = texts_of(CHAIN, "7+5=12;12-3=9;\\boxed{9}")
+    fit(model, texts, until=0.4)
+    exact = exact_accuracy(model, TOKENIZER, texts)
+    generator = torch.Generator().manual_seed(0)
+    draws = 4000
+    alive = torch.ones(draws, dtype=torch.bool)
+    ids = list(texts.prompts[0])
+    for token, decides in zip(texts.responses[0], texts.decided[0], strict=True):
+        if decides:
+            drawn = torch.multinomial(plain_log_probs(model, ids).exp(), draws, replacement=True, generator=generator)
+            alive &= drawn == token
+        ids.append(token)
+    assert 0.2 < exact < 0.8
+    assert float(alive.double().mean()) == pytest.approx(exact, abs=4 * (exact * (1 - exact) / draws) ** 0.5)
+
+
+def fit(model: nn.Module, texts: Texts, until: float) -> None:
+    """Ascend the exact accuracy, by its own gradient."""
+    for _ in range(200):
+        if exact_accuracy(model, TOKENIZER, texts) > until:
+            return
+        loss = -right_probabilities(model, TOKENIZER, texts).log().mean()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.02 * parameter.grad.sign() * 0.1
+                parameter.grad = None
+    raise AssertionError("the accuracy did not rise")
+
+
+def test_gradient_is_that_of_finite_differences() -> None:
+    model = build_model(TOKENIZER, 0).eval()
+    problems = study_problems("slips", "train", 3, 0)
+    texts = right_texts(problems, TOKENIZER, 1, 0)
+    fit(model, texts, until=0.05)
+    model.double()
+    found = accuracy_gradient(model, TOKENIZER, texts)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    start = nn.utils.parameters_to_vector(model.parameters()).detach()
+    for _ in range(3):
+        direction = torch.randn(len(start), generator=generator, dtype=torch.float64) * found.abs().sqrt()
+        ends = []
+        for sign in (1, -1):
+            nn.utils.vector_to_parameters(start + sign * 1e-3 * direction, model.parameters())
+            ends.append(exact_accuracy(model, TOKENIZER, texts))
+        nn.utils.vector_to_parameters(start, model.parameters())
+        assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(float(found @ direction), rel=1e-4)
+
+
+def test_gradient_of_many_rows_is_their_mean(model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = right_texts(study_problems("distractors", "train", 3, 0), TOKENIZER, 2, 0)
+    whole = accuracy_gradient(model, TOKENIZER, texts)
+    monkeypatch.setattr("study.exact.ROWS_TOGETHER", 1)
+    torch.testing.assert_close(accuracy_gradient(model, TOKENIZER, texts), whole, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("problem", "response", "right"),
+    [
+        (CHAIN, "so 7+5=13;(1+1=3)13-3=10;ok \\boxed{10}", "so 7+5=12;(1+1=3)12-3=9;ok \\boxed{9}"),
+        (CHAIN, "7+5=12;12-3=9;\\boxed{8}", "7+5=12;12-3=9;\\boxed{9}"),
+        (CHAIN, "7+5=12;13-3=10;\\boxed{10}", "7+5=12;12-3=9;\\boxed{9}"),
+        (HIDDEN, "(2+3=6)7+6=13;(2+2=4)13-4=9;\\boxed{9}", "(2+3=5)7+5=12;(2+2=4)12-4=8;\\boxed{8}"),
+        (CHAIN, "7+5=12;\\boxed{9}", None),
+        (CHAIN, "7+5=13;13-3=10;", None),
+    ],
+)
+def test_the_right_continuation_keeps_the_wording(problem: StudyProblem, response: str, right: str | None) -> None:
+    ids = [*TOKENIZER.encode(response), TOKENIZER.eos_token_id]
+    found = right_continuation(problem, ids, read_tokens(problem, ids, TOKENIZER), TOKENIZER)
+    assert (None if found is None else TOKENIZER.decode(found, skip_special_tokens=True)) == right
+    assert found is None or found[-1] == TOKENIZER.eos_token_id
+
+
+def test_generated_ids_stay_where_the_text_is_right() -> None:
+    letters = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "ok"]
+    assert letters != TOKENIZER.encode("ok")
+    ids = [*letters, *TOKENIZER.encode(" 7+5=13;13-3=10;\\boxed{10}")]
+    found = right_continuation(CHAIN, ids, read_tokens(CHAIN, ids, TOKENIZER), TOKENIZER)
+    assert found[:2] == letters
+
+
+def test_token_advantages_are_differences_of_the_value_by_enumeration(model: Qwen3ForCausalLM) -> None:
+    """The value of a prefix: the product of the right deciding tokens' probabilities behind it, each from a plain forward."""
+    prompt = prompt_ids(TOKENIZER, CHAIN)
+    right = TOKENIZER.encode("7+5=12;12-3=9;\\boxed{9}")
+    wrong = TOKENIZER.encode("7+5=14;14-3=11;\\boxed{11}")
+    right_T, wrong_T = token_advantages(model, TOKENIZER, [CHAIN] * 2, [prompt] * 2, [right, wrong])
+    decided = texts_of(CHAIN, "7+5=12;12-3=9;\\boxed{9}").decided[0]
+    log_probs = [plain_log_probs(model, [*prompt, *right[:place]]) for place in range(len(right))]
+
+    def value(place: int) -> float:
+        own = [float(log_probs[i][right[i]]) for i in range(place, len(right)) if decided[i]]
+        return float(np.exp(sum(own)))
+
+    scale = value(0)
+    for place in range(len(right)):
+        assert right_T[place] / scale == pytest.approx((value(place + 1) - value(place)) / scale, rel=1e-3, abs=1e-3)
+    # "14" and "12" part at their second digit; from there on nothing can be won or lost.
+    assert wrong_T[:5] == pytest.approx(right_T[:5])
+    assert wrong_T[5] == pytest.approx(-value(5), rel=1e-4)
+    assert not wrong_T[6:].any()
+    # Mean zero over what the policy draws at a deciding token: the right one raises the value, any other loses it.
+    for place in np.flatnonzero(decided):
+        probability = float(log_probs[place][right[place]].exp())
+        assert probability * right_T[place] - (1 - probability) * value(place) == pytest.approx(
+            0, abs=1e-4 * value(place)
+        )
+    assert right_T[~decided] == pytest.approx(0, abs=1e-12)

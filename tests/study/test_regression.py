@@ -1,0 +1,135 @@
+"""The regression arm: features without a conditional mean, ridge against a plain solve, and what its folds keep apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from recipe.tiny.model import build_model
+from recipe.tiny.sampling import prompt_ids
+from study import regression
+from study.regression import (
+    Regression,
+    centred,
+    cross_validated_penalty,
+    cross_validated_r2,
+    fit,
+    ridge,
+    token_features,
+)
+from study.task import study_problems, study_tokenizer
+
+
+def test_features_have_mean_zero_over_the_tokens_that_the_policy_could_have_drawn() -> None:
+    """By enumeration of the vocabulary behind a few prefixes of a real model."""
+    tokenizer = study_tokenizer()
+    model = build_model(tokenizer, 0).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10)
+    ids = [*prompt_ids(tokenizer, study_problems("slips", "train", 1, 0)[0]), *tokenizer.encode("so 7+5=12;")]
+    with torch.no_grad():
+        output = model(input_ids=torch.tensor([ids]), output_hidden_states=True)
+    log_probs = output.logits[0].double().log_softmax(-1).numpy()
+    hidden = output.hidden_states[-1][0].double().numpy()
+    for place in range(len(ids) - 6, len(ids)):
+        probability = np.exp(log_probs[place])
+        count = len(probability)
+        entropy = float(-(probability * log_probs[place]).sum())
+        features = token_features(-log_probs[place], np.full(count, entropy), np.tile(hidden[place], (count, 1)))
+        assert features.shape == (count, 129)
+        assert np.abs(features).max() > 1e-2
+        np.testing.assert_allclose(probability @ features, 0, atol=1e-12)
+
+
+def test_ridge_is_a_least_squares_of_the_rows_with_the_penalty_as_rows() -> None:
+    generator = np.random.default_rng(0)
+    features, targets = generator.normal(size=(20, 5)), generator.normal(size=20)
+    for penalty in (0.0, 0.3, 100.0):
+        stacked = np.concatenate([features, np.sqrt(penalty) * np.eye(5)])
+        plain = np.linalg.lstsq(stacked, np.concatenate([targets, np.zeros(5)]), rcond=None)[0]
+        np.testing.assert_allclose(ridge(features, targets, penalty), plain, atol=1e-10)
+
+
+def test_penalty_is_that_of_the_least_generalised_cross_validation() -> None:
+    """Against the hat matrix written out, with more rows than features and with fewer."""
+    generator = np.random.default_rng(1)
+    for shape in ((30, 4), (6, 20)):
+        features = generator.normal(size=shape)
+        targets = features[:, 0] + generator.normal(size=shape[0])
+        scale = (features**2).sum() / shape[1]
+        scores = []
+        for relative in regression.PENALTIES:
+            penalty = relative * scale
+            hat = features @ np.linalg.solve(features.T @ features + penalty * np.eye(shape[1]), features.T)
+            left = targets - hat @ targets
+            scores.append((shape[0] * left @ left / (shape[0] - np.trace(hat)) ** 2, penalty))
+        assert cross_validated_penalty(features, targets) == pytest.approx(min(scores)[1])
+
+
+def a_batch(seed: int, signal: float) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Eight groups of four rows of seven tokens; the rewards follow the first feature by so much."""
+    generator = np.random.default_rng(seed)
+    features = [generator.normal(size=(7, 3)) for _ in range(32)]
+    sums = np.array([row.sum(axis=0)[0] for row in features])
+    rewards = (signal * sums + generator.normal(size=32) > 0).astype(float)
+    return features, rewards, np.arange(32) // 4
+
+
+def test_a_groups_own_rewards_change_nothing_of_its_regression() -> None:
+    features, rewards, groups = a_batch(0, 1.0)
+    folds = np.unique(groups, return_inverse=True)[1] % regression.FOLDS
+    changed = np.where(folds == 1, 1 - rewards, rewards)
+    fitted = []
+    for own in (rewards, changed):
+        one = Regression()
+        one.advantages(*a_batch(7, 1.0))
+        one.advantages(features, own, groups)
+        fitted.append([one.without(fold) for fold in range(regression.FOLDS)])
+    np.testing.assert_array_equal(fitted[0][1][0], fitted[1][1][0])
+    assert fitted[0][1][1] == fitted[1][1][1], "the share that falls back does not see them either"
+    for fold in (0, 2, 3):
+        assert not np.array_equal(fitted[0][fold][0], fitted[1][fold][0]), "the other folds do"
+
+
+def test_advantages_are_the_regressions_and_fall_back_to_the_rows_own() -> None:
+    for seed, signal in ((2, 3.0), (3, 0.0)):
+        features, rewards, groups = a_batch(seed, signal)
+        one = Regression()
+        found, rho = one.advantages(features, rewards, groups)
+        own = centred(rewards, groups)
+        for row in (0, 5, 31):
+            u, own_rho = one.without((row // 4) % regression.FOLDS)
+            np.testing.assert_allclose(found[row], own_rho * features[row] @ u + (1 - own_rho) * own[row])
+        if signal:
+            assert 0.3 < rho < 1
+            assert np.corrcoef([row.sum() for row in found], own)[0, 1] > 0.5
+        else:
+            assert rho == 0
+            assert all((row == own[index]).all() for index, row in enumerate(found))
+
+
+def test_only_the_last_batches_count() -> None:
+    kept, forgetful = Regression(), Regression()
+    kept.advantages(*a_batch(99, 1.0))
+    for seed in range(regression.BATCHES):
+        kept.advantages(*a_batch(seed, 1.0))
+        forgetful.advantages(*a_batch(seed, 1.0))
+    np.testing.assert_array_equal(kept.without(0)[0], forgetful.without(0)[0])
+
+
+def test_r2_by_hand_and_its_bounds() -> None:
+    features = np.array([[1.0], [-1.0], [1.0], [-1.0]])
+    folds = np.array([0, 0, 1, 1])
+    # Each fold's fit from the other is all but exact, since the least penalty is small beside the features.
+    assert cross_validated_r2(features, 2 * features[:, 0], folds) == pytest.approx(1, abs=1e-3)
+    # Each fold predicts the opposite: below 0, cut.
+    assert cross_validated_r2(features, np.array([1.0, -1.0, -1.0, 1.0]), folds) == 0
+    assert cross_validated_r2(features, np.zeros(4), folds) == 0
+    assert cross_validated_r2(features, features[:, 0], np.zeros(4)) == 0
+    assert not fit(np.zeros((3, 2)), np.ones(3)).any()
+
+
+def test_centred_by_hand() -> None:
+    found = centred(np.array([1.0, 3.0, 5.0, 5.0]), np.array([0, 0, 1, 1]))
+    assert found.tolist() == [-1, 1, 0, 0]

@@ -1,0 +1,263 @@
+"""The raw files, the plan's order, and the study in miniature: sittings, carrying on, repeating to the last bit."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from study import __main__ as command
+from study import work
+from study.arms import ARMS
+from study.plan import CONTRASTS, NO_ARM, Job, RegimePlan, StudyPlan
+from study.raw import RawFile
+from study.trainer import RunSettings
+from study.work import Files, Sitting, finished, settings_digest
+
+TINY = StudyPlan(
+    regimes=(
+        RegimePlan("misconceptions", main_seeds=(1,), tuning_seeds=(9,), measured_seeds=(1,), side_seeds=(1,)),
+        RegimePlan("distractors", main_seeds=(1,), tuning_seeds=(9,), measured_seeds=()),
+    ),
+    rates=(1e-4, 1e-3),
+    main_arms=(ARMS["uniform"], ARMS["surprisal"]),
+    side_arms=(ARMS["regression"],),
+    run=RunSettings(steps=2, prompts=2, rollouts=4, epochs=1, evaluate_at=(1, 2), samples=2, samples_hot=1),
+    warm_up_steps=3,
+    warm_up_batch=4,
+    train_size=16,
+    held_out_size=4,
+    batches=2,
+    yardstick_problems=4,
+    judged=2,
+)
+REPEATED = ("job_seconds", "processor_seconds", "weight_seconds")
+"""Columns of measured time."""
+
+
+# Raw files
+
+
+def a_file(path: Path) -> RawFile:
+    return RawFile(path / "data" / "runs.csv", ("arm", "value"))
+
+
+def test_rows_come_back_as_they_were_and_are_appended(tmp_path: Path) -> None:
+    file = a_file(tmp_path)
+    assert file.read() == []
+    file.append([{"arm": "a", "value": 0.1 + 0.2}])
+    file.append([{"arm": "b, c", "value": 1e-7}, {"value": 3, "arm": "d"}])
+    assert [row["arm"] for row in file.read()] == ["a", "b, c", "d"]
+    assert float(file.read()[0]["value"]) == 0.1 + 0.2
+    assert file.path.read_text().startswith("arm,value\na,0.30000000000000004\n")
+    assert os.listdir(file.path.parent) == ["runs.csv"], "nothing is left beside it"
+
+
+def test_a_crash_while_writing_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = a_file(tmp_path)
+    file.append([{"arm": "a", "value": 1}])
+    before = file.path.read_bytes()
+
+    def crash(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        file.append([{"arm": "b", "value": 2}])
+    assert file.path.read_bytes() == before
+    assert os.listdir(file.path.parent) == ["runs.csv"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("arm,other\n", "has the columns arm, other"), ("arm,value\na,1\nb\n", "line 3 has 1 fields")]
+)
+def test_a_file_of_another_kind_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = a_file(tmp_path)
+    file.path.parent.mkdir()
+    file.path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        file.read()
+    with pytest.raises(ValueError, match="a row has the fields"):
+        file.append([{"arm": "a"}])
+
+
+# The plan
+
+
+def test_the_plan_holds_what_was_promised() -> None:
+    plan = StudyPlan()
+    by_name = {regime.name: regime for regime in plan.regimes}
+    assert [*by_name] == ["misconceptions", "slips", "distractors"], "the primary regime comes first"
+    assert [len(regime.main_seeds) for regime in plan.regimes] == [10, 10, 6]
+    for regime in plan.regimes:
+        assert not set(regime.main_seeds) & {*regime.tuning_seeds, *regime.pilot_seeds}
+        assert not set(regime.tuning_seeds) & set(regime.pilot_seeds)
+        assert set(regime.measured_seeds) | set(regime.side_seeds) <= set(regime.main_seeds)
+        assert 0 not in regime.main_seeds, "seed 0 under slips is the first study's model"
+    assert {arm for pair in CONTRASTS for arm in pair} <= {arm.name for arm in plan.main_arms}
+    assert plan.run.temperature == 0.6 and plan.run.evaluate_at == (8, 12) and plan.run.samples == 8
+    assert plan.held_out_size == 256
+
+
+def test_jobs_of_a_seed_follow_its_start_and_seeds_come_whole() -> None:
+    jobs = list(StudyPlan().jobs({}))
+    assert len(set(jobs)) == len(jobs)
+    started: set[tuple[str, int]] = set()
+    for job in jobs:
+        if job.kind == "start":
+            started.add((job.regime, job.seed))
+        else:
+            assert (job.regime, job.seed) in started
+    main = [job.seed for job in jobs if job.kind == "main" and job.regime == "slips"]
+    assert main == sorted(main), "all arms of a seed before the next seed"
+
+
+def a_tuning(accuracy: Mapping[tuple[str, int, float], float]) -> list[dict[str, str]]:
+    return [
+        {
+            "kind": "tune",
+            "regime": "misconceptions",
+            "arm": arm,
+            "seed": str(seed),
+            "rate": repr(rate),
+            "accuracy": str(value),
+        }
+        for (arm, seed, rate), value in accuracy.items()
+    ]
+
+
+def test_the_rate_of_the_highest_mean_is_taken_once_all_are_there() -> None:
+    plan = replace(TINY, regimes=(replace(TINY.regimes[0], tuning_seeds=(8, 9)),))
+    found = {("uniform", 8, 1e-4): 0.5, ("uniform", 9, 1e-4): 0.5, ("uniform", 8, 1e-3): 0.9, ("uniform", 9, 1e-3): 0.2}
+    assert plan.tuned_rates(a_tuning(found)) == {("misconceptions", "uniform"): 1e-3}
+    assert plan.tuned_rates(a_tuning(found | {("uniform", 9, 1e-3): 0.1}))["misconceptions", "uniform"] == 1e-4, (
+        "ties low"
+    )
+    del found["uniform", 9, 1e-3]
+    assert plan.tuned_rates(a_tuning(found)) == {}
+
+
+def test_jobs_wait_for_their_model_and_their_rate(tmp_path: Path) -> None:
+    sitting = Sitting(TINY, Files(tmp_path), tmp_path, regimes=["misconceptions"], kinds=["tune", "main"])
+    first = sitting.next_jobs([], 9)
+    assert first == [Job("start", "misconceptions", NO_ARM, 9), Job("start", "misconceptions", NO_ARM, 1)]
+    for job in first:
+        sitting.folder(job).mkdir()
+    # Main runs are not ready while their learning rate is open.
+    assert {job.kind for job in sitting.next_jobs([], 9)} == {"tune"}
+    assert len(sitting.next_jobs([], 9)) == 4
+    assert sitting.next_jobs(sitting.next_jobs([], 9)[:1], 1)[0] == Job("tune", "misconceptions", "uniform", 9, 1e-3)
+
+
+def a_start(plan: StudyPlan, seed: int = 1) -> dict[str, Any]:
+    job = Job("start", "misconceptions", NO_ARM, seed)
+    values = dict.fromkeys(work.START_COLUMNS, 0.25)
+    return dict(zip(work.JOB_COLUMNS, job.key, strict=True)) | values | {
+        "job_seconds": 1.0, "settings": settings_digest(plan, "start"), "versions": "torch 1"
+    }  # fmt: skip
+
+
+def test_rows_of_other_settings_are_refused(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    files.start.append([a_start(TINY)])
+    assert len(finished(files, TINY)) == 1
+    with pytest.raises(ValueError, match="of other settings than these"):
+        finished(files, replace(TINY, warm_up_steps=4))
+    # What only a measurement depends on leaves the runs alone.
+    assert settings_digest(TINY, "main") == settings_digest(replace(TINY, batches=3), "main")
+    assert settings_digest(TINY, "alignment") != settings_digest(replace(TINY, batches=3), "alignment")
+
+
+def test_a_model_made_again_must_be_the_one_of_then(tmp_path: Path) -> None:
+    sitting = Sitting(TINY, Files(tmp_path), tmp_path, regimes=["misconceptions"], kinds=["tune"])
+    job = Job("start", "misconceptions", NO_ARM, 1)
+    sitting.keep(job, [a_start(TINY)])
+    sitting.keep(job, [a_start(TINY)])
+    assert len(sitting.files.start.read()) == 1
+    with pytest.raises(ValueError, match=r"differs from the recorded one \(exact\): another machine"):
+        sitting.keep(job, [a_start(TINY) | {"exact": 0.2500000001}])
+
+
+# The study in miniature
+
+
+def run(folder: Path, *arguments: str) -> None:
+    command.main(["run", "--data-dir", str(folder / "data"), "--models", str(folder / "models"), *arguments], TINY)
+
+
+def rows(folder: Path) -> dict[tuple[str, ...], dict[str, str]]:
+    """All rows without their times."""
+    found = {}
+    for path in sorted((folder / "data").glob("*.csv")):
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                key = (
+                    path.name,
+                    *(row.get(name, "") for name in (*work.JOB_COLUMNS, "measured", "method", "figure", "split")),
+                )
+                assert key not in found
+                found[key] = {name: value for name, value in row.items() if name not in REPEATED}
+    return found
+
+
+def test_the_study_in_miniature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, with answers that are right at random: an untrained model has none."""
+    monkeypatch.setattr(work, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr("study.trainer.MAX_RESPONSE_TOKENS", 24)
+    monkeypatch.setattr("study.work.MAX_RESPONSE_TOKENS", 24)
+    monkeypatch.setattr("study.trainer.is_right", lambda tokenizer, problem, response: sum(response) % 2 == 0)
+    run(tmp_path / "a", "--regimes", "misconceptions", "--hours", "0")
+    assert rows(tmp_path / "a") == {}, "a sitting without time begins nothing"
+    run(tmp_path / "a", "--regimes", "misconceptions", "--kinds", "tune", "--processes", "1")
+    tuned = rows(tmp_path / "a")
+    assert sum(key[1] == "tune" for key in tuned) == 4 and not any(key[1] == "main" for key in tuned)
+    said = capsys.readouterr().out
+    assert "core-hours left" in said and "rate 0.001" in said
+    # The models are gone; the next sitting makes those again that it needs, and carries on.
+    for path in (tmp_path / "a" / "models").iterdir():
+        path.rename(tmp_path / f"gone {path.name}")
+    run(tmp_path / "a", "--regimes", "misconceptions")
+    whole = rows(tmp_path / "a")
+    assert tuned.items() <= whole.items()
+    kinds = [key[1] for key in whole]
+    assert (kinds.count("main"), kinds.count("side"), kinds.count("start")) == (2, 1, 2)
+    assert {key[6] for key in whole if key[1] == "alignment"} == {"uniform", "surprisal", "regression"}
+    before = {path: path.read_bytes() for path in (tmp_path / "a" / "data").iterdir()}
+    run(tmp_path / "a", "--regimes", "misconceptions")
+    assert {path: path.read_bytes() for path in (tmp_path / "a" / "data").iterdir()} == before, "nothing is left to do"
+    report = (tmp_path / "a" / "data" / "REPORT.md").read_text()
+    assert "## Regime misconceptions" in report and "distractors: 2 of 2 runs `main`" in report
+
+
+class InThisProcess:
+    """A pool of one, at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def submit(self, function: Any, *arguments: Any) -> Any:
+        from concurrent.futures import Future
+
+        future: Future = Future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **_: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_two_processes_give_what_one_gives_to_the_last_bit(tmp_path: Path) -> None:
+    run(tmp_path / "one", "--processes", "1", "--kinds", "tune", "main", "--regimes", "distractors")
+    run(tmp_path / "two", "--processes", "2", "--kinds", "tune", "main", "--regimes", "distractors")
+    assert rows(tmp_path / "one") == rows(tmp_path / "two") != {}
