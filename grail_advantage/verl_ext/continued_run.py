@@ -3,8 +3,8 @@
 :class:`ContinuedRun` goes before any of verl's v1 trainers in the bases of a class, and adds to it:
 
 - a checkpoint counts once its step's metrics are logged, so that a run carries on where its history ends
-  (:mod:`grail_advantage.verl_ext.checkpoints`); no more of them are kept than ``trainer.max_actor_ckpt_to_keep``, whichever life
-  of the run saved them;
+  (:mod:`grail_advantage.verl_ext.checkpoints`); no more of them are kept than ``trainer.max_actor_ckpt_to_keep``, whichever
+  life of the run saved them;
 - the ``file`` and ``tensorboard`` loggers carry on (:mod:`grail_advantage.verl_ext.continued_logs`), and the validation before
   the training is that of the run, not of each of its lives;
 - what verl's checkpoints lack of the trainer's own process: its random generators, and an adaptive KL coefficient;
@@ -26,7 +26,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.checkpoints import Checkpoint, is_checkpoint, keep_last, write_state
+from grail_advantage.verl_ext.checkpoints import STATE, Checkpoint, is_checkpoint, keep_last, write_state
 from grail_advantage.verl_ext.continued_logs import continued_logs
 from grail_advantage.verl_ext.stock_entry import CONTINUED_PREFIX
 from grail_advantage.verl_ext.watchdog import WatchedTrainer
@@ -114,8 +114,15 @@ class ContinuedRun(WatchedTrainer):
         named = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
         path = Path(named or Path(trainer.default_local_dir) / f"global_step_{self.global_steps}")
         state = Checkpoint(path).state if is_checkpoint(path) else None
-        if state is not None:
+        if state is None:
+            return
+        try:
             self._restore_run_state(state)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{path / STATE} is not as a run leaves it ({type(error).__name__}: {error}); put the file back, or name "
+                "another checkpoint with trainer.resume_mode=resume_path and trainer.resume_from_path"
+            ) from error
 
     def _restore_run_state(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`_run_state` gave."""

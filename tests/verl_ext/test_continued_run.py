@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.checkpoints import TRACKER, Checkpoint, checkpoints
+from grail_advantage.verl_ext.checkpoints import TRACKER, Checkpoint, checkpoints, write_state
 from grail_advantage.verl_ext.continued_run import ContinuedRun
 from tests.checkpoints import write_checkpoint
 
@@ -179,6 +179,18 @@ def test_an_adaptive_kl_coefficient_goes_on(config: Any) -> None:
     second = Trainer(config)
     second._load_checkpoint()
     assert second.kl_ctrl_in_reward.value == first.kl_ctrl_in_reward.value == pytest.approx(0.1 * 2**6)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{}, {"kl_coefficient": None}, {"kl_coefficient": None, "random": {"torch": "00", "numpy": [], "python": []}}],
+)
+def test_a_state_that_somebody_changed_is_refused_by_name(config: Any, broken: dict[str, Any]) -> None:
+    _life(config)
+    folder = Path(config.trainer.default_local_dir) / "global_step_6"
+    write_state(folder, {"step": 6, **broken})
+    with pytest.raises(ValueError, match=r"global_step_6/run_state\.json is not as a run leaves it .*resume_path"):
+        _Trainer(config)._load_checkpoint()
 
 
 def test_val_only_leaves_everything_alone(config: Any) -> None:
