@@ -81,7 +81,9 @@ def main(folder: str) -> None:
             "trainer": {"default_local_dir": folder, "resume_mode": "auto", "save_freq": 1},
             "algorithm": {"watchdog": {}},
             "actor_rollout_ref": {"rollout": {"name": "vllm"}},
-            "ray_kwargs": {"ray_init": {"num_cpus": 4, "include_dashboard": False}},
+            "ray_kwargs": {
+                "ray_init": {} if "RAY_ADDRESS" in os.environ else {"num_cpus": 4, "include_dashboard": False}
+            },
         }
     )
     endings.begin(config)
