@@ -11,7 +11,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -78,19 +78,15 @@ def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str],
     return True
 
 
-def default_settings(base_model: str, seed: int, max_seconds: float | None = None) -> PrepareSettings:
+def default_settings(base_model: str, seed: int) -> PrepareSettings:
     """Settings that bring a base model to a third of its samples right; ValueError for an unknown base model."""
     if base_model == "smollm2":
         # It can write and add already, so it needs the form of the solutions more than the sums.
-        warm_up_settings = WarmUpSettings(
-            batch_size=8, learning_rate=3e-4, steps=64, evaluate_every=16, max_seconds=1800.0, seed=seed
-        )
+        warm_up_settings = WarmUpSettings(batch_size=8, learning_rate=3e-4, steps=64, evaluate_every=16, seed=seed)
         validation_size = 48
     else:
         warm_up_settings = WarmUpSettings(seed=seed)
         validation_size = PrepareSettings.validation_size
-    if max_seconds is not None:
-        warm_up_settings = replace(warm_up_settings, max_seconds=max_seconds)
     return PrepareSettings(base_model=base_model, seed=seed, validation_size=validation_size, warm_up=warm_up_settings)
 
 
@@ -129,9 +125,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, initial model and warm-up")
     parser.add_argument("--base-model", choices=BASE_MODELS, default="tiny", help="what is warmed up")
-    parser.add_argument("--max-seconds", type=float, help="limit of the warm-up")
     options = parser.parse_args(arguments)
-    settings = default_settings(options.base_model, options.seed, options.max_seconds)
+    settings = default_settings(options.base_model, options.seed)
     prepare(options.output_dir, settings, report=lambda line: print(line, flush=True))
 
 

@@ -32,20 +32,18 @@ class WarmUpSettings:
     batch_size: int = 32
     learning_rate: float = 3e-3
     steps: int = 800
-    """At most so many; the learning rate falls to a tenth along a cosine over them."""
+    """At most so many, however long they take; the learning rate falls to a tenth along a cosine over them."""
     evaluate_every: int = 100
     greedy_target: float = 0.9
     """Training ends once greedy decoding is right on this share of held-out problems ..."""
     sampled_target: float = 0.25
     """... and sampling at temperature 1 on this share."""
-    max_seconds: float = 420.0
-    """Time limit; only where it is reached does the result depend on the machine's speed."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.error_rate < 1:
             raise ValueError(f"error_rate={self.error_rate} must lie in [0, 1)")
-        for name in ("batch_size", "steps", "evaluate_every", "learning_rate", "max_seconds"):
+        for name in ("batch_size", "steps", "evaluate_every", "learning_rate"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
 
@@ -80,7 +78,7 @@ def warm_up(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-        last = step == settings.steps or time.monotonic() - started > settings.max_seconds
+        last = step == settings.steps
         line = f"warm-up step {step}/{settings.steps}  loss {loss.item():.4f}"
         if last or step % settings.evaluate_every == 0:
             model.eval()
@@ -92,7 +90,7 @@ def warm_up(
         elif step % _REPORT_EVERY:
             continue
         seconds = time.monotonic() - started
-        left = min(seconds / step * (settings.steps - step), max(0.0, settings.max_seconds - seconds))
+        left = seconds / step * (settings.steps - step)
         report(f"{line}  {seconds:.0f} s, " + ("done" if last else f"at most {left:.0f} s left"))
         if last:
             break
@@ -100,7 +98,7 @@ def warm_up(
     if sampled < settings.sampled_target:
         report(
             f"warning: warm-up ended at {sampled:.2f} sampled accuracy, below sampled_target={settings.sampled_target}; "
-            f"give it more than max_seconds={settings.max_seconds:.0f} or steps={settings.steps}"
+            f"give it more than steps={settings.steps}"
         )
     return {
         "step": step,

@@ -941,6 +941,13 @@ def command(*arguments: str | Path) -> list[str]:
 ENVIRONMENT = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
 
 
+def run_evaluation(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """An evaluation by the script that ends well."""
+    finished = subprocess.run(command(*arguments), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    return finished
+
+
 @dataclasses.dataclass(frozen=True)
 class RealRun:
     """A finished evaluation and the arguments that made it, but for ``--output-dir``."""
@@ -970,10 +977,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> RealRun:
     arguments = ["--model", checkpoint, "--benchmarks", "amc23", "--data-dir", data, "--max-tokens", MAX_TOKENS]
     arguments = [str(argument) for argument in arguments]
     output_dir = folder / "out"
-    finished = subprocess.run(
-        command(*arguments, "--output-dir", output_dir), env=ENVIRONMENT, capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
+    finished = run_evaluation(*arguments, "--output-dir", output_dir)
     return RealRun(arguments, model, checkpoint, output_dir, finished.stdout)
 
 
@@ -1008,14 +1012,7 @@ def test_two_engines_give_what_one_gives(real_run: RealRun, tmp_path: Path) -> N
     path.parent.mkdir(parents=True)
     whole = generation_path(real_run.output_dir, "amc23").read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(whole[:31]))  # ten problems are left
-    finished = subprocess.run(
-        command(*real_run.arguments, "--workers", "2", "--output-dir", output_dir),
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    finished = run_evaluation(*real_run.arguments, "--workers", "2", "--output-dir", output_dir)
     assert "into 2 vLLM engines" in finished.stderr
     assert path.read_bytes() == b"".join(whole)
     assert (output_dir / "results.json").read_bytes() == (real_run.output_dir / "results.json").read_bytes()
@@ -1052,14 +1049,7 @@ def test_killed_and_resumed_equals_uninterrupted(real_run: RealRun, tmp_path: Pa
     with path.open("ab") as file:
         file.write(b'{"index":39,"samples":[{"seed"')
 
-    finished = subprocess.run(
-        command(*real_run.arguments, "--output-dir", output_dir),
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    finished = run_evaluation(*real_run.arguments, "--output-dir", output_dir)
     assert "problems are there already" in finished.stderr
     assert path.read_bytes() == generation_path(real_run.output_dir, "amc23").read_bytes()
     assert set(kept.splitlines()[1:-1]) <= set(path.read_bytes().splitlines())

@@ -7,6 +7,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from recipe.tiny import prepare as prepare_module
+from recipe.tiny import warm_up as warm_up_module
 from recipe.tiny.model import TURN_END, TURN_START, build_model, build_tokenizer
 from recipe.tiny.prepare import PrepareSettings, prepare
 from recipe.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids, sample
@@ -303,16 +305,33 @@ def test_miniature_warm_up_learns_and_repeats(tokenizer: PreTrainedTokenizerFast
     assert any("warning" in line and "sampled_target" in line for line in lines)
 
 
-def test_warm_up_ends_when_good_enough_or_out_of_time(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
-    for ending in ({"greedy_target": 0.0, "sampled_target": 0.0, "evaluate_every": 2}, {"max_seconds": 1e-6}):
+def test_warm_up_ends_when_good_enough(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
+    settings = replace(MINIATURE, greedy_target=0.0, sampled_target=0.0, evaluate_every=2)
+    result = warm_up(build_model(tokenizer, seed=0), tokenizer, train, train[:4], settings, report=lambda line: None)
+    assert result["step"] == 2
+
+
+def test_warm_up_gives_the_same_model_on_a_slow_machine(
+    tokenizer: PreTrainedTokenizerFast, train: list[Problem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and accuracy end it, never the clock, by which every step takes an hour here."""
+    settings = replace(MINIATURE, steps=6, evaluate_every=2)
+    weights, results = [], []
+    for seconds_a_look in (0.0, 3600.0):
+        clock = itertools.count(step=seconds_a_look)
+        monkeypatch.setattr(warm_up_module, "time", SimpleNamespace(monotonic=clock.__next__))
         model = build_model(tokenizer, seed=0)
-        result = warm_up(model, tokenizer, train, train[:4], replace(MINIATURE, **ending), report=lambda line: None)
-        assert result["step"] == ending.get("evaluate_every", 1)
+        results.append(warm_up(model, tokenizer, train, train[:4], settings, report=lambda line: None))
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*weights)
+    fast, slow = results
+    assert fast.pop("seconds") == 0 < 3600 <= slow.pop("seconds")
+    assert fast == slow and fast["step"] == settings.steps
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("error_rate", 1.0), ("batch_size", 0), ("steps", 0), ("max_seconds", 0.0), ("learning_rate", -1)],
+    [("error_rate", 1.0), ("batch_size", 0), ("steps", 0), ("learning_rate", -1)],
 )
 def test_wrong_warm_up_settings_are_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
