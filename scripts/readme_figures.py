@@ -34,6 +34,7 @@ from grail_advantage.report.notebook import token_html  # noqa: E402
 from grail_advantage.token_dump import read_dump  # noqa: E402
 from recipe.marked_text import write_marked  # noqa: E402
 from recipe.run_report import read_steps  # noqa: E402
+from study.statistics import holm  # noqa: E402
 from tests.report.browser import launched  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
@@ -104,16 +105,6 @@ def differences(path: Path = RUNS) -> list[Difference]:
             Difference(label, [a - b for a, b in zip(own, base, strict=True)], float(stats.ttest_rel(own, base).pvalue))
         )
     return found
-
-
-def holm(p_values: list[float]) -> list[float]:
-    """p-values corrected for their number (Holm 1979)."""
-    order = np.argsort(p_values)
-    corrected, highest = [0.0] * len(p_values), 0.0
-    for place, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(p_values) - place) * p_values[index]))
-        corrected[index] = highest
-    return corrected
 
 
 def table(found: list[Difference]) -> str:

@@ -61,12 +61,12 @@ class StudyPlan:
             "misconceptions",
             main_seeds=tuple(range(1, 11)),
             tuning_seeds=(1001, 1002),
-            measured_seeds=(1, 2, 3, 4),
-            side_seeds=(1, 2, 3),
-            pilot_seeds=(2001, 2002, 2003, 2004),
+            measured_seeds=(1, 2, 3),
+            side_seeds=(1, 2),
+            pilot_seeds=(2001, 2002, 2003),
         ),
-        RegimePlan("slips", tuple(range(1, 11)), (1001,), (1, 2, 3)),
-        RegimePlan("distractors", tuple(range(1, 7)), (1001,), (1, 2, 3)),
+        RegimePlan("slips", tuple(range(1, 11)), (1001,), (1, 2)),
+        RegimePlan("distractors", tuple(range(1, 7)), (1001,), (1, 2)),
     )
     rates: tuple[float, ...] = (5e-5, 1e-4, 2e-4)
     """Tried for every main arm in every regime."""
@@ -79,9 +79,11 @@ class StudyPlan:
     warm_up_batch: int = 32
     """Written solutions a step of the warm-up."""
     warm_up_rate: float = 3e-3
+    hours: float = 12.0
+    """Processor time of all jobs together; none begins that would exceed it."""
     train_size: int = 4096
     held_out_size: int = 256
-    wordings: int = 2
+    wordings: int = 1
     """Right solutions of each held-out problem for the exact accuracy."""
     batches: int = 16
     """Rollout batches of an alignment measurement."""

@@ -342,9 +342,7 @@ def _truth(results: Results, regime: RegimePlan) -> list[str]:
         "rank correlation, wrong rows": ("rank_correlation", "wrong"),
         "right rows ": ("rank_correlation", "right"),
     }
-    labels = {method: ARMS[method].label for method in truth.METHODS} | {
-        k: f"baseline: {v}" for k, v in truth.BASELINES.items()
-    }
+    labels = truth.LABELS | {name: f"baseline: {label}" for name, label in truth.BASELINES.items()}
     cells = []
     for method, label in labels.items():
         found = [values.get((method, *column), []) for column in columns.values()]

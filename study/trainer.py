@@ -67,7 +67,7 @@ class RunSettings:
     """Of the outcome."""
     samples: int = 8
     """Samples a held-out problem for the outcome."""
-    samples_hot: int = 4
+    samples_hot: int = 2
     """Samples a held-out problem at temperature 1, after the last step."""
 
     def __post_init__(self) -> None:

@@ -37,6 +37,8 @@ from study.task import ASIDE_RESULT, OTHER, RESULT, StudyProblem, TokenReading, 
 from study.trainer import examples
 
 METHODS = ("grail", "grail_robust", "oar_g", "oar_g_port", "oar_p", "surprisal", "entropy")
+LABELS = {method: ARMS[method].label for method in METHODS} | {"surprisal": "surprisal"}
+"""For people; an arm's label says how its score is used."""
 BASELINES = {"result_token": "it is a result token", "position": "later in the text"}
 SPLITS = ("all", "first", "middle", "last", "not_last")
 FIGURES = ("auroc_all", "auroc_results", "relevance", "weight_ratio", "rank_correlation")

@@ -194,10 +194,15 @@ class Sitting:
         try:
             while True:
                 expected = self.expected_seconds()
+                spent = sum(total_hours(self.files).values()) * 3600
+                spent += sum(expected[job.kind] for job, _ in running.values())
                 for job in self.next_jobs([job for job, _ in running.values()], processes - len(running)):
                     # A job's wall-clock time, as it was in this sitting; before that its processor time.
                     if time.monotonic() + longest.get(job.kind, expected[job.kind]) > ends:
                         continue
+                    if spent + expected[job.kind] > 3600 * self.plan.hours:
+                        continue
+                    spent += expected[job.kind]
                     future = pool.submit(do, self.plan, job, self.folder(job))
                     running[future] = (job, time.monotonic())
                 if not running:
@@ -352,7 +357,7 @@ def _alignment(plan: StudyPlan, job: Job, folder: Path) -> list[dict[str, Any]]:
         load_model(folder),
         study_tokenizer(),
         training,
-        [*plan.main_arms, *plan.side_arms],
+        [*plan.main_arms, *(plan.side_arms if plan.regime(job.regime).side_seeds else ())],
         plan.run,
         batches=plan.batches,
         yardstick_problems=plan.yardstick_problems,
