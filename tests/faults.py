@@ -67,6 +67,61 @@ FAULTS = (
         "the others are stopped, the error is shown, what is finished stays",
         ("recipe/test_evaluate.py::test_an_engine_that_fails_stops_the_others",),
     ),
+    Fault(
+        PROCESSES,
+        "killed",
+        "vLLM's engine",
+        "the watchdog ends the run with status 1, says who died and from where the same command goes on; no process is left",
+        ("verl_ext/test_killed_run.py", "verl_ext/test_watchdog.py::TestDeaths"),
+    ),
+    Fault(
+        PROCESSES,
+        "killed",
+        "an actor of a run, or the trainer's process",
+        "the same",
+        (
+            "verl_ext/test_endings.py::test_a_run_of_which_one_is_killed_says_who_and_leaves_nobody",
+            "verl_ext/test_watchdog.py::TestDeaths",
+        ),
+    ),
+    Fault(
+        PROCESSES,
+        "SIGKILL, SIGTERM, Ctrl-C",
+        "driver",
+        "every process of the run is ended, those too that Ray does not know",
+        (
+            "verl_ext/test_endings.py::test_a_run_of_which_one_is_killed_says_who_and_leaves_nobody",
+            "verl_ext/test_endings.py::TestReaper",
+        ),
+    ),
+    Fault(
+        PROCESSES,
+        "ends, whatever by",
+        "launch script",
+        "the run ends with it",
+        ("verl_ext/test_endings.py::TestReaper::test_ends_the_driver_with_its_owner",),
+    ),
+    Fault(
+        PROCESSES,
+        "killed together with what ends its processes",
+        "driver",
+        "the next start names what is left, with age and command, and touches nothing; live runs are never named",
+        ("verl_ext/test_endings.py::TestLeftovers",),
+    ),
+    Fault(
+        PROCESSES,
+        "no end",
+        "a phase of a step, validation, checkpoint, start, end of the run",
+        "the watchdog ends the run after `algorithm.watchdog.phase_timeout` or `long_phase_timeout`, and says where it waits",
+        ("verl_ext/test_watchdog.py::TestTime",),
+    ),
+    Fault(
+        PROCESSES,
+        "the machine is suspended",
+        "anywhere",
+        "the time does not count",
+        ("verl_ext/test_watchdog.py::TestTime::test_a_machine_that_was_suspended_is_not_blamed",),
+    ),
     # ------------------------------------------------------------------------------------------------------ checkpoints
     Fault(
         CHECKPOINTS,
