@@ -123,8 +123,9 @@ inside() { # the first process of the new namespaces: makes the nodes, runs the 
     done
 
     export RAY_ADDRESS=$network.1:$port GLOO_SOCKET_IFNAME=eth0 RAY_USAGE_STATS_ENABLED=0
-    # Ray's head turns tokens on where its user has one, and the other nodes do not. Nobody else gets into this network.
-    export RAY_AUTH_MODE=disabled
+    # Without a word about it, Ray's head asks for a token where its user has one, and the others bring none.
+    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+    RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
     # The nodes share the processors.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
     ((with_ray == 0)) || start_ray

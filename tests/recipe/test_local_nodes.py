@@ -1,0 +1,145 @@
+"""scripts/local_nodes.sh without Ray: nodes reach each other, are cut off and killed, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "local_nodes.sh"
+ENVIRONMENT = {**os.environ, "RAY": "0", "PYTHON": sys.executable}
+LISTEN = "import socket; s = socket.create_server(('', 7000)); s.listen()\nwhile True: s.accept()[0].close()"
+REACH = """
+import socket, sys, time
+deadline = time.monotonic() + 20
+while True:
+    try:
+        socket.create_connection(('10.77.0.2', 7000), timeout=0.5).close()
+        sys.exit(0)
+    except OSError:
+        if sys.argv[1] == 'once' or time.monotonic() > deadline:
+            sys.exit(1)
+        time.sleep(0.1)
+"""
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(SCRIPT), *arguments],
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Runs a shell script on the first of two nodes; ``$on``, ``$cut``, ... are the commands that it may give."""
+    said = run("2", "true")
+    if "does not let" in said.stderr:
+        pytest.skip(said.stderr.strip())
+    assert said.returncode == 0, said.stderr
+    words = "\n".join(f'{name}="bash {SCRIPT} {name} 2"' for name in ("on", "cut", "mend", "kill"))
+    reach = f"reach() {{ {shlex.quote(sys.executable)} -c {shlex.quote(REACH)} $1; }}"
+
+    def on_nodes(script: str) -> subprocess.CompletedProcess[str]:
+        return run("2", "bash", "-c", f"{words}\npython={shlex.quote(sys.executable)}\n{reach}\n{script}")
+
+    return on_nodes
+
+
+def test_status_name_folders_and_variables(nodes: Callable) -> None:
+    done = nodes("""
+        hostname; $on hostname; pwd; $on pwd
+        echo here >/dev/shm/file; ls /dev/shm; $on ls /dev/shm; $on ls /tmp/ray
+        echo "$RAY_ADDRESS $GLOO_SOCKET_IFNAME $RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}"
+        exit 7
+    """)
+    here = os.getcwd()
+    assert done.returncode == 7
+    assert done.stdout.split("\n")[:-1] == [
+        "node1", "node2", here, here, "file", "10.77.0.1:6379 eth0 token 64",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_cut_mended_and_killed(nodes: Callable) -> None:
+    done = nodes(f"""
+        $on $python -c {shlex.quote(LISTEN)} & listening=$!
+        reach patiently && echo reached
+        $cut; reach once || echo cut off
+        $mend; reach patiently && echo back
+        $kill; wait $listening; echo $?
+        reach once || echo dead
+        hostname
+    """)
+    assert done.stdout.split("\n")[:-1] == ["reached", "cut off", "back", "137", "dead", "node1"], done.stderr
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if mark in " ".join(process.info["cmdline"] or [])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left(nodes: Callable, tmp_path: Path, number: signal.Signals) -> None:
+    """Of the command, nor of what runs on the other node, whether the script is asked or killed."""
+    mark = f"{tmp_path}/mark"
+    command = f'{sys.executable} -c \'import time; open("{mark}", "a").write("x"); time.sleep(60)\''
+    script = f"bash {SCRIPT} on 2 {command} & {command}"
+    process = subprocess.Popen(["bash", str(SCRIPT), "2", "bash", "-c", script], env=ENVIRONMENT)
+    deadline = time.monotonic() + 30
+    while not (Path(mark).exists() and Path(mark).read_text() == "xx"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    status = process.wait(timeout=30)
+    assert status == {signal.SIGTERM: 143, signal.SIGINT: 143, signal.SIGKILL: -9}[number]
+    while _marked(mark):
+        assert time.monotonic() < deadline + 30
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ((), {}, "usage: bash scripts/local_nodes.sh NODES COMMAND...; NODES is 1 to 99"),
+        (("two", "true"), {}, "NODES is 1 to 99"),
+        (("2",), {}, "NODES is 1 to 99"),
+        (("2", "true"), {"SLOTS": "0"}, "SLOTS=0 must be a whole number from 1 on"),
+        (("2", "true"), {"RAY": "yes"}, "RAY=yes must be 0 or 1"),
+        (("2", "true"), {"PYTHON": "/no/python"}, "PYTHON=/no/python is no interpreter; run bash scripts/setup_cpu.sh"),
+        (("cut",), {}, "which node?"),
+        (("cut", "2"), {}, "there is no node 2 here; cut works inside a command"),
+    ],
+)
+def test_refused(arguments: tuple[str, ...], environment: dict[str, str], message: str) -> None:
+    done = run(*arguments, **environment)
+    assert done.returncode == 1 and message in done.stderr
+
+
+def test_a_machine_without_namespaces_is_named(tmp_path: Path) -> None:
+    """Whatever unshare says stands there, with the way out."""
+    unshare = tmp_path / "unshare"
+    unshare.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
+    unshare.chmod(0o755)
+    done = run("2", "true", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 1
+    for part in (
+        "does not let",
+        "make network namespaces",
+        "Operation not permitted",
+        "CAP_SYS_ADMIN",
+        "docs/multi_node.md",
+    ):
+        assert part in done.stderr
