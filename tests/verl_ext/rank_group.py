@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -20,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests import forked
+
 TIMEOUT = timedelta(seconds=120)
 Results = dict[str, dict[str, Any]]
 
@@ -35,36 +34,26 @@ def start_ranks(module: str, folder: Path, world_size: int, *, gpus: bool = Fals
 
     The ranks are joined by gloo on the CPU, or with ``gpus`` by NCCL, each on the GPU of its number.
     """
-    environment = {
-        **os.environ,
-        "VERL_PLATFORM": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    if gpus:
-        del environment["VERL_PLATFORM"]
-    logs = [(folder / f"log{rank}.txt").open("w") for rank in range(world_size)]
+    variables = {**forked.ENVIRONMENT, "VERL_PLATFORM": None if gpus else "cpu"}
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(world_size), str(folder)],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+        forked.start(
+            module,
+            *map(str, (rank, world_size, folder)),
+            stdout=folder / f"log{rank}.txt",
+            fork=not gpus,
+            **variables,
         )
-        for rank, log in enumerate(logs)
+        for rank in range(world_size)
     ]
     try:
         for process in processes:
-            process.wait(timeout=900)
-    except subprocess.TimeoutExpired:
-        pytest.fail("the ranks hang\n" + _tails(folder))
+            process.join(900)
+            if process.exitcode is None:
+                pytest.fail("the ranks hang\n" + _tails(folder))
     finally:
-        for process, log in zip(processes, logs, strict=True):
+        for process in processes:
             process.kill()
-            process.wait()
-            log.close()
+            process.join()
     files = [folder / f"result{rank}.pt" for rank in range(world_size)]
     if not all(file.exists() for file in files):
         pytest.fail("the ranks did not start\n" + _tails(folder))

@@ -21,6 +21,7 @@ from grail_advantage import GrailConfig
 from grail_advantage.verl_ext.checks import check_config, check_trl, check_verl_version
 from recipe.main_grail import prepare
 from recipe.tiny.model import build_tokenizer
+from tests import forked
 from tests.broken_tokenizer import save_under_class
 
 ROOT = Path(__file__).parents[2]
@@ -404,15 +405,7 @@ class TestVerlVersion:
 
 
 def _main(*overrides: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "recipe.main_grail", *overrides],
-        cwd=ROOT,
-        env={**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return forked.run("recipe.main_grail", *overrides, HYDRA_FULL_ERROR="1", **environment)
 
 
 @pytest.mark.slow
@@ -447,7 +440,9 @@ class TestCommandLine:
         assert "ray init kwargs" not in done.stdout + done.stderr
 
     def test_a_plugin_that_is_switched_off_is_noticed(self, tmp_path: Path) -> None:
-        done = _main(*self.CPU, f"hydra.run.dir={tmp_path}", VERL_USE_EXTERNAL_PLUGINS="none", VERL_PLATFORM="nvidia")
+        command = [sys.executable, "-m", "recipe.main_grail", *self.CPU, f"hydra.run.dir={tmp_path}"]
+        variables = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_PLATFORM": "nvidia"}
+        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
         assert done.returncode != 0
         assert " is not registered with verl: the plug-in of this package did not load" in done.stderr
         assert "VERL_USE_EXTERNAL_PLUGINS" in done.stderr

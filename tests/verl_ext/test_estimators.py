@@ -18,6 +18,7 @@ from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from grail_advantage.registry import methods
 from grail_advantage.verl_ext.estimators import weighted_estimator
+from tests import forked
 
 GROUPS = ["a", "a", "b", "a", "b", "c", "a", "d", "d"]
 REWARDS = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 2.0, -1.0]
@@ -172,7 +173,7 @@ class TestStockEntryPoint:
     )
 
     def _start(self, tmp_path: Any, *overrides: str) -> subprocess.CompletedProcess:
-        return _run("-m", "verl.trainer.main_ppo", *self.OVERRIDES, f"hydra.run.dir={tmp_path}", *overrides)
+        return forked.run("verl.trainer.main_ppo", *self.OVERRIDES, f"hydra.run.dir={tmp_path}", *overrides)
 
     @pytest.mark.parametrize(
         ("overrides", "said"),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from grail_advantage.verl_ext.checkpoints import TRACKER
 from grail_advantage.verl_ext.run_identity import begin_run, check_run, finished_at, run_definition
 from grail_advantage.verl_ext.settings import RUN_DEFINITION as FILE
 from recipe.main_grail import prepare
+from tests import forked
 from tests.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -342,11 +341,7 @@ def test_commands_stop_before_ray(tmp_path: Path, module: str) -> None:
     common += ["trainer.total_training_steps=2", "trainer.save_freq=1", f"hydra.run.dir={tmp_path}"]
 
     def start(*overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", module, *common, *overrides]
-        settings = {**os.environ, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", **environment}
-        if module.startswith("recipe"):
-            settings["VERL_PLATFORM"] = "cpu"
-        return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=300, check=False)
+        return forked.run(module, *common, *overrides, HYDRA_FULL_ERROR="1", **environment)
 
     # Ray is given an address where nothing listens: a run that gets that far has stored its definition.
     begun = start("+ray_kwargs.ray_init.address=127.0.0.1:1", RAY_gcs_rpc_server_reconnect_timeout_s="1")
