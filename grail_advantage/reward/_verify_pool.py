@@ -2,7 +2,8 @@
 
 math-verify's own time-outs need the main thread (SIGALRM), while reward functions run in executor threads; and sympy can
 hang inside one call into C, where no thread can stop it. So every comparison runs in a child process (``_verify_worker``)
-with limits on processor time, wall time and memory. Each child is a fresh interpreter with its own pair of pipes: starting
+with limits on processor time, wall time and memory, and without files, network and other processes where the kernel can take
+these away (``_confine``). Each child is a fresh interpreter with its own pair of pipes: starting
 one neither forks this process, which may hold torch, Ray and their threads, nor runs its main module again, and killing one
 cannot leave a shared lock or queue broken.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import select
 import signal
@@ -20,6 +22,9 @@ import threading
 import time
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _WORKER_SCRIPT = Path(__file__).with_name("_verify_worker.py")
 # Loading sympy takes less than a second of processor time; the rest allows for a machine that is busy starting Ray.
@@ -29,6 +34,8 @@ _RETIRE_AT = 384 << 20  # a fresh worker holds 60 MB
 # The kernel ends a worker that used up its processor time. One that is merely starved by other work gets this many times
 # that by the wall clock, so that verdicts do not depend on how busy the machine is.
 _WALL_FACTOR = 10.0
+# What a child gets of this process's environment, which may hold keys: what finds its libraries and sets up sympy.
+_ENVIRONMENT = ("PYTHON", "LD_", "LC_", "LANG", "SYMPY_", "MPMATH_")
 
 
 class VerifyFailed(Exception):
@@ -46,6 +53,8 @@ class _Worker:
         self._cpu_seconds = cpu_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = False
+        self.confinement: list[str] = []
+        """Layers of ``_confine`` that hold in the process that last got ready."""
 
     def start(self) -> None:
         """Start the process without waiting for it to be ready."""
@@ -56,7 +65,8 @@ class _Worker:
             stdout=subprocess.PIPE,
             bufsize=0,
             # The order of sympy's terms follows hashes of strings, and a judge should not depend on it.
-            env={**os.environ, "PYTHONHASHSEED": "0"},
+            env={name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
+            | {"PYTHONHASHSEED": "0"},
         )
 
     def ask(self, request: bytes) -> bool:
@@ -66,7 +76,7 @@ class _Worker:
                 self.stop()
                 self.start()
             if not self._ready:
-                self._read_line(_START_SECONDS)
+                self.confinement = _said(json.loads(self._read_line(_START_SECONDS)))
                 self._ready = True
             try:
                 self._process.stdin.write(request)
@@ -128,6 +138,23 @@ class _Worker:
         self._process = None
 
 
+_missing_said = False
+
+
+def _said(ready: dict[str, Any]) -> list[str]:
+    """The layers that hold; those that do not are said once a process."""
+    global _missing_said
+    if ready["missing"] and not _missing_said:
+        _missing_said = True
+        reasons = ", ".join(f"no {layer} ({why})" for layer, why in ready["missing"].items())
+        logger.warning(
+            "reward: answers are compared behind fewer walls than the kernel could give: %s; %s hold. docs/hostile_input.md",
+            reasons,
+            ", ".join(ready["confined"]) or "none of them",
+        )
+    return ready["confined"]
+
+
 class VerifyPool:
     """Compares answers in ``workers`` child processes; any number of threads may call it.
 
@@ -155,6 +182,10 @@ class VerifyPool:
                 return worker.ask(request)
         finally:
             self._idle.put(worker)
+
+    def confinement(self) -> list[list[str]]:
+        """Layers of ``_confine`` that hold, of each worker that has answered once."""
+        return [worker.confinement for worker in self._workers if worker.confinement]
 
     def pids(self) -> list[int]:
         """Process ids of the running workers."""

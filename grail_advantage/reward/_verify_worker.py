@@ -2,7 +2,8 @@
 
 It reads one JSON line per request from standard input, ``{"gold": LaTeX, "pred": LaTeX}``, and answers each with one JSON
 line, ``{"equal": bool, "last": bool}`` or ``{"error": text, "last": bool}``; ``last`` says that it leaves after this answer.
-An answer that needs more processor time than allowed makes the kernel end the process, whatever Python is doing then.
+An answer that needs more processor time than allowed makes the kernel end the process, whatever Python is doing then. The first
+line, ``{"confined": [...], "missing": {...}}``, says that it is ready and which layers of ``_confine`` hold.
 
 Arguments: seconds of processor time for one request, bytes of memory that answers may take, bytes of memory beyond which
 the worker leaves after its answer, so that sympy's and ANTLR's caches cannot grow without end.
@@ -10,6 +11,7 @@ the worker leaves after its answer, so that sympy's and ANTLR's caches cannot gr
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import math
@@ -18,8 +20,10 @@ import re
 import resource
 import signal
 import sys
+import sysconfig
 from functools import lru_cache
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 # Run as a script, Python puts this file's folder first on the path, where it could hide an installed module.
@@ -125,17 +129,30 @@ def equal(gold: str, pred: str) -> bool:
     )
 
 
-def _memory() -> tuple[int, int]:
-    """Bytes mapped and bytes resident. (getrusage would count what the parent had before it started this program.)"""
-    with open("/proc/self/statm") as statm:
-        mapped, resident = statm.read().split()[:2]
+def _memory(statm: int) -> tuple[int, int]:
+    """Bytes mapped and bytes resident, from ``/proc/self/statm``, which stays open: later nothing there can be opened.
+    (getrusage would count what the parent had before it started this program.)"""
+    mapped, resident = os.pread(statm, 128, 0).split()[:2]
     return int(mapped) * resource.getpagesize(), int(resident) * resource.getpagesize()
 
 
-def _limit(kind: int, value: int) -> None:
-    hard = resource.getrlimit(kind)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, value))
+def _libraries() -> list[Path]:
+    """Where what is imported here comes from; sympy and ANTLR load parts of themselves when they are needed."""
+    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    for name, module in sys.modules.items():
+        if "." not in name and (origin := getattr(module.__spec__, "origin", None)) and os.path.isabs(origin):
+            is_package = getattr(module, "__path__", None) is not None
+            folders.add(os.path.dirname(os.path.dirname(origin) if is_package else origin))
+    return [Path(folder) for folder in sorted(folders) if os.path.isdir(folder)]
+
+
+def _sibling(name: str) -> ModuleType:
+    """A module of this file's folder, without the package around it, which would load torch."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def main(cpu_seconds: float, memory: int, retire_at: int) -> None:
@@ -153,11 +170,13 @@ def main(cpu_seconds: float, memory: int, retire_at: int) -> None:
         ("(0, 1]", "x=3"),
     ):
         equal(gold, pred)
-    _limit(resource.RLIMIT_AS, _memory()[0] + memory)
-    _limit(resource.RLIMIT_FSIZE, 0)  # pipes are no files
-    _limit(resource.RLIMIT_CORE, 0)
+    statm = os.open("/proc/self/statm", os.O_RDONLY)
+    confinement = _sibling("_confine")
+    libraries = _libraries()
     sys.dont_write_bytecode = True
-    replies.write("{}\n")  # ready
+    confinement.lower_limit(resource.RLIMIT_AS, _memory(statm)[0] + memory)
+    active, missing = confinement.confine(libraries)
+    replies.write(json.dumps({"confined": active, "missing": missing}) + "\n")  # ready
     replies.flush()
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -174,7 +193,7 @@ def main(cpu_seconds: float, memory: int, retire_at: int) -> None:
         except Exception as error:
             reply = {"error": type(error).__name__}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        reply["last"] = _memory()[1] > retire_at
+        reply["last"] = _memory(statm)[1] > retire_at
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
         if reply["last"]:
