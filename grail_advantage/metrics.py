@@ -39,6 +39,7 @@ GRADIENT_METRICS = {
 """Those of a pass with gradients."""
 TRAINER_METRICS = {
     "truncated_rate": "share of rows that hit the length limit without an end token",
+    "unjudged_rate": "share of rows that train nothing because their reward, or what verl made of it, is not finite",
     "shared_forward_rate": "share of the scored rows whose saliency was taken on the forward of the old log-probabilities",
 }
 """Those that the trainer adds."""
@@ -56,7 +57,7 @@ def weight_metrics(
     Args:
         result: the batch's weights.
         response_mask_BT: bool or 0/1. Rows without a valid token, such as synthetic padding, count nowhere.
-        advantages_B: one advantage a row, before weighting.
+        advantages_B: one advantage a row, before weighting. One that is not finite counts as 0.
         rows: the selection that the weights were made with.
         gradient_norms: 1-D float32; the gradient norms of all positions that the pass looked at; empty for a signal without
             gradients.
@@ -70,6 +71,7 @@ def weight_metrics(
     n_rows = int(valid_B.sum())
     if n_rows == 0:
         return {}
+    advantages_B = torch.where(advantages_B.isfinite(), advantages_B, 0.0)
     weights_BT = result.weights_BT
     weights_N = weights_BT[mask_BT].double()
     neutral_B = ((weights_BT == 1.0) | ~mask_BT).all(dim=-1)

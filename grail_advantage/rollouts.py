@@ -47,7 +47,8 @@ class RolloutBatch:
     mask_BT: torch.Tensor
     """bool; the tokens that train."""
     advantages_B: torch.Tensor
-    """One advantage a row, before weighting; 0 for truncated rows where these are masked."""
+    """One advantage a row, before weighting; 0 for truncated rows where these are masked. One that is not finite becomes 0, so
+    that no other row is compared with it."""
     spans: Sequence[AnswerSpan | None]
     """The rows' answers, in response-token indices."""
     columns_BT: Mapping[str, torch.Tensor]
@@ -58,6 +59,10 @@ class RolloutBatch:
     """Training step, for signals that change over a run; 0 where there is none."""
     examples: Sequence[Example | None] | None = None
     """What each row was asked, for signals that read ``EXAMPLES``; ``None`` for a row that only fills up the batch."""
+
+    def __post_init__(self) -> None:
+        finite_B = torch.where(self.advantages_B.isfinite(), self.advantages_B, 0.0)
+        object.__setattr__(self, "advantages_B", finite_B)
 
     @property
     def valid_B(self) -> torch.Tensor:

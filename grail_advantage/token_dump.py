@@ -721,7 +721,7 @@ def _typed(record: dict[str, Any], name: str, kind: type, *default: Any) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         said = "is missing" if value is None else f"is {type(value).__name__}"
         raise ValueError(f"{name} {said}; it must be {kind.__name__}")
-    if kind is int and not -_MOST_INT <= value < _MOST_INT:
+    if isinstance(value, int) and kind is int and not -_MOST_INT <= value < _MOST_INT:
         raise ValueError(f"{name}: a number is too large")
     return value
 

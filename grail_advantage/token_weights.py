@@ -101,7 +101,7 @@ def compute_token_weights(
         input_ids: (B, L) int64, prompt + response, padded on either side.
         attention_mask: (B, L) bool or 0/1.
         response_mask: (B, L) bool or 0/1, the response tokens, contiguous in each row; a row without any weighs 0.
-        advantages: (B,) one advantage a row.
+        advantages: (B,) one advantage a row. A row without a finite one is treated as one with advantage 0.
         config: the method and its options, such as :class:`grail_advantage.GrailConfig`.
         temperature: sampling temperature that logits are divided by, where the method does that.
         old_log_probs: (B, L) float; log-probability of each response token at this temperature under the policy before the
@@ -360,9 +360,9 @@ class _OneRow(MicroBatch):
             log_probs_KV = torch.log_softmax(logits_KV.float() / self.model.temperature, dim=-1)
             found[OLD_LOG_PROBS].append(log_probs_KV.gather(-1, tokens_K.unsqueeze(-1)).squeeze(-1))
             if entropy:
-                # A word that is ruled out (probability 0, logit -inf) adds nothing.
+                # A word that is ruled out (probability 0, logit -inf) adds nothing; NaN stays.
                 found[ENTROPY].append(
-                    -torch.where(log_probs_KV > -torch.inf, log_probs_KV.exp() * log_probs_KV, 0).sum(-1)
+                    -torch.where(log_probs_KV == -torch.inf, 0, log_probs_KV.exp() * log_probs_KV).sum(-1)
                 )
         return {name: torch.cat(values) for name, values in found.items() if values}
 

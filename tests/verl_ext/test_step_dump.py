@@ -213,7 +213,8 @@ def _dump(trainer: TokenWeightTrainerSync, advantage: float = -1.0) -> dict[str,
     scores_BT = torch.tensor([[0.5, 0.25, float("inf")], [float("nan")] * 3, [float("nan")] * 3])
     weights_BT = torch.tensor([[0.5, 5.0, 1.0], [1.0, 0.0, 0.0], [0.0] * 3])
     batch = RolloutBatch(mask_BT, base_BT[:, 0], spans, {})
-    selection = _Selection(batch, base_BT, base_BT, torch.tensor([False, True, False]), trainer.signal.select(batch))
+    truncated_B, rows = torch.tensor([False, True, False]), trainer.signal.select(batch)
+    selection = _Selection(batch, base_BT, base_BT, truncated_B, ~mask_BT[:, 0], rows)
     result = SimpleNamespace(weights_BT=weights_BT, non_finite_B=torch.zeros(3, dtype=torch.bool))
     metrics: dict[str, float] = {}
     meta = KVBatchMeta(partition_id="train", keys=rollouts.keys, tags=[{}, {}, {"is_padding": True}])

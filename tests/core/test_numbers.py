@@ -1,0 +1,379 @@
+"""Numbers that no method should meet, through every registered method: what is not finite, what under- and overflows, batches
+in which nothing or one thing trains, and very long rows.
+
+What each method makes of ordinary numbers is tested beside it. Here stands what holds for all: a row that cannot be scored
+weighs 1, no other row notices, the batch's figures are finite, and no number makes a weight that is not finite or below 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from grail_advantage import AnswerSpan, Signal, compute_token_weights
+from grail_advantage.metrics import weight_metrics
+from grail_advantage.registry import method, methods
+from grail_advantage.rollouts import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, Example, RolloutBatch
+from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights, scores_of
+from tests.core import plain_weights, reference
+from tests.core.plain_weights import Row
+from tests.core.tiny_models import CHARACTERS, Batch, Rollout, char_tokenizer, make_batch, tiny_model
+
+NAN, INF = math.nan, math.inf
+PASS = "pass"
+TOKENS = 9
+SPAN = AnswerSpan(4, 5, 7, 8)
+ADVANTAGES = (-1.0, 0.5, -0.25, 0.5, -1.5, 0.0)
+OPTIONS = {"stare": {"variant": "C2"}}
+"""So that the method does something with every row below, whose entropies are low."""
+COMPARES_ROWS = {"high_entropy", "stare"}
+"""Methods that need values of rows whose advantage is 0."""
+
+
+@dataclass
+class Case:
+    """A batch with the numbers that a method reads, as the hosts fill them in."""
+
+    advantages_B: torch.Tensor
+    mask_BT: torch.Tensor
+    values: dict[str, torch.Tensor]
+    """By source: a column's name, or ``PASS``."""
+    spans: list[AnswerSpan | None] = field(default_factory=list)
+
+    def run(self, name: str) -> tuple[BatchWeights, dict[str, float]]:
+        """Weights and figures; what every batch must fulfil is checked."""
+        signal = signal_of(name)
+        columns = {source: values for source, values in self.values.items() if source in signal.reads}
+        batch = RolloutBatch(self.mask_BT, self.advantages_B, self.spans, columns)
+        rows = signal.select(batch)
+        scores_BT = scores_of(signal, batch, rows, self.values[PASS] if signal.uses else None)
+        result = batch_weights(scores_BT, batch, rows, signal)
+        assert result.weights_BT.dtype == torch.float32
+        assert bool(result.weights_BT.isfinite().all()) and bool((result.weights_BT >= 0).all())
+        assert bool((result.weights_BT[~self.mask_BT] == 0).all())
+        figures = weight_metrics(result, self.mask_BT, self.advantages_B, rows, torch.zeros(0))
+        assert all(math.isfinite(value) for value in figures.values()), figures
+        return result, figures
+
+    def with_value(self, source: str, row: int, token: int, value: float) -> Case:
+        values = self.values | {source: self.values[source].clone()}
+        values[source][row, token] = value
+        return replace(self, values=values)
+
+    def without(self, row: int) -> Case:
+        """The same batch in which no token of a row trains."""
+        mask_BT = self.mask_BT.clone()
+        mask_BT[row] = False
+        return replace(self, mask_BT=mask_BT)
+
+
+def signal_of(name: str) -> Signal:
+    return method(name).build(OPTIONS.get(name, {}))
+
+
+def case(rows: int = len(ADVANTAGES), tokens: int = TOKENS, seed: int = 0) -> Case:
+    """Ordinary numbers."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def numbers() -> torch.Tensor:
+        return torch.rand((rows, tokens), generator=draw)
+
+    values = {OLD_LOG_PROBS: -3 * numbers() - 0.01, ENTROPY: 0.3 * numbers(), PASS: numbers() + 0.01}
+    advantages_B = torch.tensor(ADVANTAGES).repeat(rows // len(ADVANTAGES) + 1)[:rows]
+    return Case(advantages_B, torch.ones((rows, tokens), dtype=torch.bool), values, [SPAN] * rows)
+
+
+def sources(name: str) -> list[str]:
+    """What a method's scores are made of."""
+    signal = signal_of(name)
+    return [*sorted(signal.reads & {OLD_LOG_PROBS, ENTROPY}), *([PASS] if signal.uses else [])]
+
+
+def scored_row(name: str) -> int:
+    """A row that the method gives scores."""
+    signal, plain = signal_of(name), case()
+    batch = RolloutBatch(plain.mask_BT, plain.advantages_B, plain.spans, {})
+    return int(signal.select(batch).selected_B.int().argmax())
+
+
+EVERY_SOURCE = [(name, source) for name in methods() for source in sources(name)]
+EVERY_METHOD = list(methods())
+
+
+def test_all_methods_with_scores_are_here() -> None:
+    """A new method is tested here as soon as it is registered."""
+    assert {name for name, _ in EVERY_SOURCE} == set(methods()) - {"uniform"}
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize(("name", "source"), EVERY_SOURCE)
+def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
+    name: str, source: str, value: float
+) -> None:
+    bad, plain = scored_row(name), case()
+    found, figures = plain.with_value(source, bad, 1, value).run(name)
+    others = [row for row in range(len(ADVANTAGES)) if row != bad]
+    assert found.weights_BT[bad].tolist() == [1.0] * TOKENS
+    assert found.non_finite_B.tolist() == [row == bad for row in range(len(ADVANTAGES))]
+    assert figures["non_finite_rate"] == pytest.approx(1 / len(ADVANTAGES))
+    # As if no token of it trained, which leaves it out of whatever a method compares.
+    expected, _ = plain.without(bad).run(name)
+    assert torch.equal(found.weights_BT[others], expected.weights_BT[others])
+    assert bool((expected.weights_BT[others] != 1).any()), "the method must do something"
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_an_advantage_that_is_not_finite_counts_as_none(name: str, value: float) -> None:
+    bad, plain = scored_row(name), case()
+    advantages_B = plain.advantages_B.clone()
+    advantages_B[bad] = 0.0
+    expected, expected_figures = replace(plain, advantages_B=advantages_B.clone()).run(name)
+    advantages_B[bad] = value
+    found, figures = replace(plain, advantages_B=advantages_B).run(name)
+    assert torch.equal(found.weights_BT, expected.weights_BT)
+    assert figures == expected_figures
+    if name not in COMPARES_ROWS:
+        assert found.weights_BT[bad].tolist() == [1.0] * TOKENS
+    weighted_BT = apply_token_weights(advantages_B.unsqueeze(1).expand(-1, TOKENS), found.weights_BT, plain.mask_BT)
+    others = [row for row in range(len(ADVANTAGES)) if row != bad]
+    assert bool(weighted_BT[others].isfinite().all())
+
+
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_a_batch_in_which_no_row_has_an_advantage(name: str) -> None:
+    found, figures = replace(case(), advantages_B=torch.zeros(len(ADVANTAGES))).run(name)
+    assert figures["top_share"] == figures["advantage_scale"] == 0.0
+    if name not in COMPARES_ROWS:
+        assert bool((found.weights_BT == 1).all())
+        assert (figures["selected_rate"], figures["neutral_rate"]) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_a_batch_in_which_one_row_has_an_advantage(name: str) -> None:
+    one, plain = scored_row(name), case()
+    advantages_B = torch.zeros(len(ADVANTAGES))
+    advantages_B[one] = plain.advantages_B[one]
+    found, _ = replace(plain, advantages_B=advantages_B).run(name)
+    if name not in COMPARES_ROWS:
+        expected, _ = plain.run(name)
+        assert torch.equal(found.weights_BT[one], expected.weights_BT[one])
+        assert bool((found.weights_BT[[row for row in range(len(ADVANTAGES)) if row != one]] == 1).all())
+
+
+@pytest.mark.parametrize("shape", [(0, TOKENS), (3, 0), (0, 0)])
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_batches_without_a_token(name: str, shape: tuple[int, int]) -> None:
+    nothing = case(*shape)
+    nothing.spans = [None] * shape[0]
+    found, figures = nothing.run(name)
+    assert found.weights_BT.shape == shape
+    assert figures == {}
+
+
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_empty_responses_among_others(name: str) -> None:
+    """Rows that fill up a batch, or that a rejection emptied."""
+    plain = case()
+    emptied = plain.without(0).without(3)
+    found, figures = emptied.run(name)
+    assert bool((found.weights_BT[[0, 3]] == 0).all())
+    kept = [row for row in range(len(ADVANTAGES)) if row not in (0, 3)]
+    few = Case(
+        plain.advantages_B[kept],
+        plain.mask_BT[kept],
+        {source: values[kept] for source, values in plain.values.items()},
+        [SPAN] * len(kept),
+    )
+    expected, expected_figures = few.run(name)
+    assert torch.equal(found.weights_BT[kept], expected.weights_BT)
+    assert figures == pytest.approx(expected_figures)
+
+
+EXTREMES = {
+    "all underflowed to 0": lambda values: torch.zeros_like(values),
+    "subnormal": lambda values: values * 1e-44,
+    "one that is not 0": lambda values: torch.where(torch.arange(values.shape[1]) == 2, values, 0.0),
+    "equal": lambda values: torch.full_like(values, 0.125),
+    "rounded to bfloat16": lambda values: values.bfloat16().float(),
+    "beyond bfloat16's precision": lambda values: (1 + 1e-3 * values).bfloat16().float(),
+    "huge": lambda values: values * 3e38,
+    "huge and tiny": lambda values: torch.where(torch.arange(values.shape[1]) % 2 == 0, 3e38, 1e-45).expand_as(values),
+    "of both signs": lambda values: values - 0.5,
+}
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_numbers_that_under_and_overflow(name: str, extreme: str) -> None:
+    """Every weight is finite, as :meth:`Case.run` checks; what is finite in float32 is a number and no fault."""
+    plain = case()
+    change = EXTREMES[extreme]
+    values = {
+        OLD_LOG_PROBS: -change(-plain.values[OLD_LOG_PROBS]),
+        ENTROPY: change(plain.values[ENTROPY]),
+        PASS: change(plain.values[PASS]),
+    }
+    found, figures = replace(plain, values=values).run(name)
+    assert found.weights_BT.isfinite().all()
+    if extreme in ("all underflowed to 0", "equal") and not COMPARES_ROWS & {name}:
+        # Scores that say nothing: no token of a row counts more than another one because of them.
+        of_scores = [
+            row[mask].unique().numel() for row, mask in zip(found.weights_BT, found.from_scores_BT, strict=True)
+        ]
+        assert name in HARD or max(of_scores, default=0) <= 1
+    assert figures["non_finite_rate"] == 0 or "huge" in extreme
+
+
+HARD = {"surprisal", "entropy_bonus"}
+"""Methods that choose a token among equal ones, or whose scores are multiplied with something else of the row."""
+
+
+LONG = 32_768
+
+
+@cache
+def long_case() -> Case:
+    """Two rows as long as the longest responses, and a short one."""
+    long = case(3, LONG, seed=5)
+    long.spans = [AnswerSpan(LONG - 30, LONG - 20, LONG - 5, LONG - 1), None, SPAN]
+    long.advantages_B = torch.tensor([-1.0, 0.5, -0.5])
+    long.mask_BT[2, TOKENS:] = False
+    return long
+
+
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_rows_of_32768_tokens(name: str) -> None:
+    """Sums over so many tokens stay exact: with a plain computation where there is one, else with the row by itself."""
+    long = long_case()
+    found, _ = long.run(name)
+    if plain := PLAIN.get(name):
+        rows = [
+            Row(
+                float(long.advantages_B[row]),
+                long.values[OLD_LOG_PROBS][row, :length].tolist(),
+                long.values[ENTROPY][row, :length].tolist(),
+                long.spans[row],
+            )
+            for row, length in enumerate((LONG, LONG, TOKENS))
+        ]
+        for row, expected in enumerate(plain(rows)):
+            length = len(expected)
+            torch.testing.assert_close(
+                found.weights_BT[row, :length], torch.tensor(expected), rtol=1e-5, atol=1e-6, msg=f"row {row}"
+            )
+    elif name == "grail":
+        expected = reference.row_weights(
+            long.values[PASS][0].tolist(),
+            (LONG - 30, LONG - 20, LONG - 5, LONG - 1),
+            -1.0,
+            reference.resolve("official"),
+        )
+        torch.testing.assert_close(found.weights_BT[0], torch.tensor(expected), rtol=1e-5, atol=1e-6)
+    if name not in COMPARES_ROWS:
+        alone = Case(
+            long.advantages_B[2:],
+            long.mask_BT[2:, :TOKENS],
+            {source: values[2:, :TOKENS] for source, values in long.values.items()},
+            long.spans[2:],
+        )
+        assert torch.equal(found.weights_BT[2, :TOKENS], alone.run(name)[0].weights_BT[0])
+
+
+PLAIN: dict[str, Callable] = {
+    name: plain_weights.METHODS[name] for name in ("entropy", "high_entropy", "entropy_bonus", "probability")
+}
+"""Those of the plain computations that take no time that grows with the square of the length."""
+
+
+# --- through a model -------------------------------------------------------------------------------------------------
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@cache
+def with_template() -> Any:
+    """The tokenizer of single characters for chats."""
+    tokenizer = copy.deepcopy(char_tokenizer())
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+WHOLE = [
+    Rollout("Four?", r"Say it \boxed{4} then", -1.0),
+    Rollout("Four?", r"It is \boxed{5}", 0.5),
+    Rollout("Half?", r"\boxed{4} no, so \boxed{0.5} or", -0.5),
+    Rollout("Half?", r"So \boxed{7}.<end>", 0.5),
+]
+
+
+def weigh(
+    name: str, model: Any, rollouts: list[Rollout] | Batch, **options: Any
+) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """Weights of each response by the plain host, with what any method may ask for."""
+    signal, batch = signal_of(name), rollouts if isinstance(rollouts, Batch) else make_batch(rollouts)
+    tokenizer, count = char_tokenizer(), len(batch.input_ids)
+    given: dict[str, Any] = {}
+    if GROUPS in signal.reads:
+        given["groups"] = torch.arange(count) // 2
+    if EXAMPLES in signal.reads:
+        tokenizer = with_template()
+        asked = [{"role": "user", "content": "How many?"}]
+        given["examples"] = [Example(asked, {"reward_model": {"ground_truth": "4"}}, {})] * count
+    found = compute_token_weights(model, tokenizer, *batch.tensors(), signal, **given, **options)
+    assert bool(found.weights.isfinite().all())
+    assert all(math.isfinite(value) for value in found.stats.values()), found.stats
+    return [row[mask.bool()] for row, mask in zip(found.weights, batch.response_mask, strict=True)], found.stats
+
+
+@cache
+def broken_model() -> Any:
+    """Untied, so that its one broken embedding touches only the rows that read it; every logit behind it is NaN."""
+    model = tiny_model(layers=2)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
+    return model
+
+
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_nan_logits_in_one_row(name: str) -> None:
+    """Of a prompt with two more rows, so that a method that compares the rows of a prompt has others to compare."""
+    healthy = [Rollout("Four?", r"My \boxed{6} is", -0.5), *WHOLE]
+    broken = replace(healthy[0], response=r"~y \boxed{6} is")
+    found, figures = weigh(name, broken_model(), [broken, *WHOLE])
+    assert bool((found[0] == 1).all())
+    # Without its tokens in the batch.
+    alone, _ = weigh(name, broken_model(), [replace(broken, response="", advantage=0.0), *WHOLE])
+    for of_row, expected in zip(found[1:], alone[1:], strict=True):
+        torch.testing.assert_close(of_row, expected, rtol=1e-6, atol=1e-6)
+    assert figures["non_finite_rate"] == (pytest.approx(1 / 5) if sources(name) else 0.0)
+
+
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_gradients_and_probabilities_that_underflow_in_bfloat16(name: str) -> None:
+    """A sharp temperature makes the policy certain, a flat one its gradients vanish."""
+    model = tiny_model(layers=2).bfloat16()
+    for temperature in (1e-4, 1e6):
+        weigh(name, model, WHOLE, temperature=temperature)
+
+
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_a_vocabulary_that_is_padded_beyond_the_tokenizers(name: str) -> None:
+    """Its surplus entries are ids that a sampler may draw and that stand for no text."""
+    model = tiny_model(layers=2, vocab_size=256)
+    plain, _ = weigh(name, model, WHOLE)
+    batch = make_batch(WHOLE)
+    first = int(batch.response_mask[0].int().argmax())
+    ids = batch.input_ids.clone()
+    ids[0, first] = 250
+    found, figures = weigh(name, model, replace(batch, input_ids=ids))
+    assert figures["non_finite_rate"] == 0.0
+    if name not in COMPARES_ROWS | {"shear"}:
+        assert all(map(torch.equal, found[1:], plain[1:]))
