@@ -9,7 +9,7 @@ Shape suffixes: P tokens of a prompt, T response tokens.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,7 +110,7 @@ def _response(record: Mapping[str, Any], number: int, where: str) -> Response:
         raise ValueError(f"{where}: response must be a text or a list of token ids")
     if isinstance(reward, bool):
         reward = float(reward)
-    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+    if reward is not None and not (isinstance(reward, int | float) and abs(reward) <= sys.float_info.max):
         raise ValueError(f"{where}: reward={reward!r} must be a finite number")
     group = record.get("group")
     return Response(

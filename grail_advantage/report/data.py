@@ -18,13 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from grail_advantage.token_dump import DumpRow, Problem, TokenDump, read_dump
+from grail_advantage.token_dump import MOST_PROBLEMS, DumpRow, Problem, TokenDump, read_dump
 
 TOKENS = "tokens"
 """Where a run has its dump, by convention."""
 BINS = 20
 OUTCOMES = ("right", "wrong")
 _METRICS_NAME = re.compile(r"metrics(?:-(\d+))?\.jsonl")
+_MOST_STEP = 10**15
+"""As in the names of a token dump's files."""
 _NORMAL_95 = 1.959963984540054
 _TRAINED = "training/global_step"
 """verl logs it with every training step, and not with a validation before the first."""
@@ -87,7 +89,7 @@ def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[Proble
     """
     found: dict[int, dict[str, float]] = {}
     problems: list[Problem] = []
-    named = [(path, _METRICS_NAME.fullmatch(path.name)) for path in folder.iterdir()]
+    named = [(path, _METRICS_NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_file()]
     for path, _ in sorted(((path, int(match[1] or 0)) for path, match in named if match), key=lambda entry: entry[1]):
         steps = _read_metrics_file(path, problems)
         first = min((step for step, values in steps.items() if _TRAINED in values), default=None)
@@ -105,23 +107,28 @@ def _read_metrics_file(path: Path, problems: list[Problem]) -> dict[int, dict[st
     except OSError as error:
         problems.append(Problem(path, None, f"cannot be read: {error.strerror or error}"))
         return steps
+    unread = 0
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
             step, data = record["step"], record["data"]
-            if type(step) is not int or not isinstance(data, dict):
+            if type(step) is not int or not 0 <= step <= _MOST_STEP or not isinstance(data, dict):
                 raise TypeError
-        except (ValueError, RecursionError, KeyError, TypeError):
-            problems.append(Problem(path, number, "is no line of verl's file logger; left out"))
+            values = {
+                str(name): float(value) if value is not None else math.nan
+                for name, value in data.items()
+                if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+            }
+        except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
+            unread += 1
+            if unread <= MOST_PROBLEMS:
+                problems.append(Problem(path, number, "is no line of verl's file logger; left out"))
             continue
-        values = {
-            str(name): float(value) if value is not None else math.nan
-            for name, value in data.items()
-            if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-        }
         steps[step] = {**steps.get(step, {}), **values}
+    if unread > MOST_PROBLEMS:
+        problems.append(Problem(path, None, f"has {unread} such lines; the first {MOST_PROBLEMS} are named"))
     return steps
 
 

@@ -153,7 +153,9 @@ def write_report(
     page = render(runs, rollouts=rollouts, megabytes=megabytes)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(page, encoding="utf-8")
+    temporary.unlink(missing_ok=True)
+    with temporary.open("x", encoding="utf-8") as file:  # never through a link that somebody put into the run's folder
+        file.write(page)
     os.replace(temporary, path)
     return path
 
