@@ -22,7 +22,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -63,6 +64,15 @@ class Verdict(NamedTuple):
     remedy: str
 
 
+@dataclass
+class _Phase:
+    """What the trainer is at; a new one replaces it, so that the trainer never waits for a look."""
+
+    name: str
+    step: int
+    lasted: float = 0.0
+
+
 class Watch:
     """Decides whether a run can go on; knows neither threads nor Ray.
 
@@ -85,25 +95,26 @@ class Watch:
         self.options, self._actors, self._engines, self._answers, self._clock = options, actors, engines, answers, clock
         self._looked = clock()
         self._refused: dict[str, int] = {}
-        self._phase, self._step, self._lasted = START, 0, 0.0
+        self._now = _Phase(START, 0)
         self._first: int | None = None
 
     def enter(self, phase: str, step: int) -> None:
         """A phase begins. ``END`` is the last one, in which actors may go."""
         if phase == STEP and self._first is None:
             self._first = step
-        self._phase, self._step, self._lasted = phase, step, 0.0
+        self._now = _Phase(phase, step)
 
     def look(self) -> Verdict | None:
         """To be called every :data:`INTERVAL` seconds; ``None`` while the run can go on."""
         now = self._clock()
-        self._lasted += min(now - self._looked, STOPPED * INTERVAL)
+        phase = self._now
+        phase.lasted += min(now - self._looked, STOPPED * INTERVAL)
         self._looked = now
-        if self._phase != END:
+        if phase.name != END:
             found = self.deaths()
             if found:
-                return self.of_deaths(found)
-        return self._of_time()
+                return of_deaths(found, self.when())
+        return self._of_time(phase)
 
     def deaths(self) -> list[Death]:
         """Whoever died so far, the first death first."""
@@ -119,22 +130,20 @@ class Watch:
                 dead = [*dead, Death(server, f"vLLM's engine of {server}", said, 0.0)]
         return dead
 
-    def of_deaths(self, found: list[Death]) -> Verdict:
-        """The verdict on deaths."""
-        return of_deaths(found, self._when())
-
-    def _of_time(self) -> Verdict | None:
-        long = self._phase in LONG or self._first in (None, self._step)
+    def _of_time(self, phase: _Phase) -> Verdict | None:
+        long = phase.name in LONG or self._first in (None, phase.step)
         name = "long_phase_timeout" if long else "phase_timeout"
         limit = self.options.long_phase_timeout if long else self.options.phase_timeout
-        if self._lasted <= limit:
+        if phase.lasted <= limit:
             return None
-        reason = [("waited", self._when()), ("limit", f"{WATCHDOG}.{name}={limit:g} seconds; all actors are alive")]
+        reason = [("waited", self.when()), ("limit", f"{WATCHDOG}.{name}={limit:g} seconds; all actors are alive")]
         return Verdict(reason, None, f"if it is only slow, raise {WATCHDOG}.{name}; docs/troubleshooting.md, The run")
 
-    def _when(self) -> str:
-        step = f"step {self._step}, " if self._step else ""
-        return f"{step}phase {self._phase}, {self._lasted:.0f} s after its begin"
+    def when(self) -> str:
+        """Step and phase, and for how long."""
+        phase = self._now
+        step = f"step {phase.step}, " if phase.step else ""
+        return f"{step}phase {phase.name}, {phase.lasted:.0f} s after its begin"
 
 
 def of_deaths(found: list[Death], when: str) -> Verdict:
@@ -210,35 +219,30 @@ class Watchdog:
         self._trainer = trainer
         self.watch = Watch(options, ray_life.actors, trainer._engines, ray_life.engine_answers)
         self._thread_of_trainer = threading.get_ident()
-        self._lock = threading.Lock()
         threading.Thread(target=self._run, name="grail_advantage watchdog", daemon=True).start()
 
     def enter(self, phase: str) -> None:
         """See :meth:`Watch.enter`."""
-        with self._lock:
-            self._thread_of_trainer = threading.get_ident()
-            self.watch.enter(phase, getattr(self._trainer, "global_steps", 0))
+        self._thread_of_trainer = threading.get_ident()
+        self.watch.enter(phase, getattr(self._trainer, "global_steps", 0))
 
     def failed(self) -> None:
         """The trainer ends by an error. Where that is due to a death, the driver says so when it ends."""
+        when = self.watch.when()
+        self.enter(END)
         deadline = time.monotonic() + NOTICE_SECONDS
-        while True:
-            with self._lock:
-                found = self.watch.deaths()
-            if found or time.monotonic() > deadline:
-                break
-            time.sleep(0.5)
-        with self._lock:
+        # Whatever fails here, the trainer's own error is what counts.
+        with suppress(Exception):
+            while not (found := self.watch.deaths()) and time.monotonic() < deadline:
+                time.sleep(0.5)
             if found:
-                ray_life.tell(Words(self._message(self.watch.of_deaths(found), stack=[]), now=False))
-            self.watch.enter(END, getattr(self._trainer, "global_steps", 0))
+                ray_life.tell(Words(self._message(of_deaths(found, when), stack=[]), now=False))
 
     def _run(self) -> None:
         while True:
             time.sleep(INTERVAL)
             try:
-                with self._lock:
-                    verdict = self.watch.look()
+                verdict = self.watch.look()
             except Exception:
                 # Ray's control service is away. If it stays away, Ray ends this process.
                 continue

@@ -26,7 +26,7 @@ TITLES = {
     "gcs": "gcs_server",
 }
 """What processes of a run call themselves, by what they are."""
-STARTED_IN = 240.0
+STARTED_IN = 600.0
 """Seconds within which a run gets somewhere."""
 
 
