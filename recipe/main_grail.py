@@ -21,7 +21,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from grail_advantage.verl_ext.checks import check_config, check_verl_version
+from grail_advantage.verl_ext.checks import TRAINER_MODES, check_config, check_verl_version
 
 # Before anything of verl is imported: another version may not have what follows.
 check_verl_version(version("verl"))
@@ -57,7 +57,7 @@ def prepare(config: DictConfig) -> None:
         check_config(config)
         check_run(config)
         mode = config.trainer.v1.trainer_mode
-        if mode in ("sync", "colocate_async", "separate_async"):
+        if mode in TRAINER_MODES:
             config.trainer.v1.trainer_mode = f"{CONTINUED_PREFIX}{mode}"
     # verl's own: what stock_entry.py put in its place would begin the run.
     getattr(validate_config, "__wrapped__", validate_config)(

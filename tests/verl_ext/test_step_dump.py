@@ -187,6 +187,7 @@ def _trainer(folder: Path | None, **options: Any) -> TokenWeightTrainerSync:
         {
             "actor_rollout_ref": {"rollout": {"temperature": 0.8, "n": 2}, "model": {"path": "/models/a"}},
             "data": {"train_batch_size": 4, "max_response_length": 100},
+            "trainer": {"val_before_train": True},
             "algorithm": {"adv_estimator": "grail", "token_dump": {"folder": folder and str(folder), **options}},
         }
     )
