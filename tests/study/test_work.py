@@ -210,8 +210,8 @@ def test_the_study_in_miniature(
 ) -> None:
     """In this process, with answers that are right at random: an untrained model has none."""
     monkeypatch.setattr(work, "ProcessPoolExecutor", InThisProcess)
-    monkeypatch.setattr("study.trainer.MAX_RESPONSE_TOKENS", 24)
-    monkeypatch.setattr("study.work.MAX_RESPONSE_TOKENS", 24)
+    monkeypatch.setattr("study.trainer.MAX_RESPONSE_TOKENS", 8)
+    monkeypatch.setattr("study.work.MAX_RESPONSE_TOKENS", 8)
     monkeypatch.setattr("study.trainer.is_right", lambda tokenizer, problem, response: sum(response) % 2 == 0)
     run(tmp_path / "a", "--regimes", "misconceptions", "--hours", "0")
     assert rows(tmp_path / "a") == {}, "a sitting without time begins nothing"
