@@ -27,7 +27,7 @@ def request_seed(*of: Any) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
-class SeededAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__):
+class SeededAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     """verl's worker, whose requests have seeds."""
 
     async def _run_agent_loop(
