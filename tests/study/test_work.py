@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from study import __main__ as command
 from study import work
 from study.arms import ARMS
-from study.plan import CONTRASTS, NO_ARM, Job, RegimePlan, StudyPlan
+from study.plan import CONTRASTS, MEASUREMENTS, NO_ARM, RUNS, Job, RegimePlan, StudyPlan
 from study.raw import RawFile
 from study.trainer import RunSettings
 from study.work import Files, Sitting, finished, settings_digest
@@ -102,6 +103,31 @@ def test_the_plan_holds_what_was_promised() -> None:
     assert {arm for pair in CONTRASTS for arm in pair} <= {arm.name for arm in plan.main_arms}
     assert plan.run.temperature == 0.6 and plan.run.evaluate_at == (8, 12) and plan.run.samples == 8
     assert plan.held_out_size == 256
+
+
+def test_the_written_plan_is_the_one_that_is_run() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "study2" / "PLAN.md").read_text(encoding="utf-8")
+    plan = StudyPlan()
+
+    def said(seeds: tuple[int, ...]) -> str:
+        if len(seeds) < 3:
+            return ", ".join(map(str, seeds))
+        return f"{seeds[0]} to {seeds[-1]}"
+
+    for regime in plan.regimes:
+        cells = [regime.name, said(regime.main_seeds), said(regime.tuning_seeds), said(regime.pilot_seeds)]
+        assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in text
+    for regime, starts, runs, measurements in re.findall(r"\| (\w+) \| (\d+) \| (\d+) \| (\d+) \| [\d.]+ \|", text):
+        kinds = [job.kind for job in plan.jobs({}) if job.regime == regime]
+        counts = (
+            kinds.count("start"),
+            sum(kind in RUNS for kind in kinds),
+            sum(kind in MEASUREMENTS for kind in kinds),
+        )
+        assert counts == (int(starts), int(runs), int(measurements)), regime
+    for rate in ("5e-5", "1e-4", "2e-4"):
+        assert rate in text and float(rate) in plan.rates
+    assert "12 core-hours" in text and plan.hours == 12
 
 
 def test_jobs_of_a_seed_follow_its_start_and_seeds_come_whole() -> None:
