@@ -85,6 +85,12 @@ else
     head=127.0.0.1
 fi
 export RAY_ADDRESS=$head:$ray_port
+# Without a word about it, Ray's head asks for a token where its user has one (~/.ray/auth_token), and the others bring none.
+export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+if [[ $RAY_AUTH_MODE == token && -z ${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-} ]]; then
+    RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+    export RAY_AUTH_TOKEN
+fi
 
 # Whatever happens, no step outlives this script.
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT

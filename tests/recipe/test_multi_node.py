@@ -38,6 +38,7 @@ fi
 """
 RAY = r"""#!/usr/bin/env bash
 echo "$NODE $*" >>"$HERE/started"
+echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >>"$HERE/tokens"
 count=$(grep -c "^$NODE " "$HERE/started")
 ((count > ${FAILURES:-0})) || [[ $* == *--head* ]] || exit 1
 touch "$HERE/joined.$NODE"
@@ -62,7 +63,7 @@ def nodes():
 def cluster_resources():
     return {"GPU": 4.0 * len(nodes())}
 """
-LAUNCH = '#!/usr/bin/env bash\necho "$NNODES $NGPUS_PER_NODE $RAY_ADDRESS $*" >"$HERE/launched"\nexit "${LAUNCH_STATUS:-0}"\n'
+LAUNCH = '#!/usr/bin/env bash\necho "$NNODES $NGPUS_PER_NODE $RAY_ADDRESS $*" >"$HERE/launched"\necho "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >>"$HERE/tokens"\nexit "${LAUNCH_STATUS:-0}"\n'
 
 
 class Result(NamedTuple):
@@ -135,6 +136,20 @@ def test_two_nodes(job: Path) -> None:
     assert result.started[1:] == [joining] * 3
     # Each step has the cores.
     assert all(line.split()[1] == "48" for line in result.steps if "asks for" not in line)
+
+
+def test_one_token_for_the_head_the_nodes_and_the_run(job: Path) -> None:
+    """A head whose user has a token of Ray's refuses all others but for it."""
+    assert submit(job).status == 0
+    tokens = (job / "tokens").read_text().splitlines()
+    assert len(tokens) == 3 and len(set(tokens)) == 1
+    assert re.fullmatch("token [0-9a-f]{64}", tokens[0])
+    (job / "tokens").unlink()
+    assert submit(job, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="mine").status == 0
+    assert set((job / "tokens").read_text().splitlines()) == {"token mine"}
+    (job / "tokens").unlink()
+    assert submit(job, RAY_AUTH_MODE="disabled").status == 0
+    assert set((job / "tokens").read_text().splitlines()) == {"disabled "}
 
 
 def test_one_node(job: Path) -> None:
