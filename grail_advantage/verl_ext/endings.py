@@ -69,7 +69,7 @@ def name_leftovers() -> None:
         said = [f"grail_advantage: of a run that has ended (driver {driver}) these processes are still there:"]
         said += [f"  {process.pid:>8}  {_age(process.seconds):>9}  {process.title}" for process in found]
         said.append(f"  to end them: kill -9 {' '.join(str(process.pid) for process in found)}")
-        print("\n".join(said), file=sys.stderr, flush=True)
+        reaper.say("\n".join(said))
 
 
 def _age(seconds: float) -> str:
@@ -113,7 +113,7 @@ def _ask() -> Words | None:
 def _print(text: str) -> None:
     if not _printed.is_set():
         _printed.set()
-        print(text, file=sys.stderr, flush=True)
+        reaper.say(text)
 
 
 def _at_exit(beside: subprocess.Popen[bytes], config: DictConfig) -> None:

@@ -117,6 +117,12 @@ def leftovers() -> dict[int, list[Found]]:
     return found
 
 
+def say(text: str) -> None:
+    """To the user, who may have closed the terminal or the pipe; what is to be done is done all the same."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     """Send a signal, to a process that may be gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -150,7 +156,7 @@ def await_end(driver: int, started: int, owner: int | None) -> bool:
         now = time.monotonic()
         if owner is not None and orphaned is None and (owner_started is None or start_time(owner) != owner_started):
             orphaned = now
-            print(f"grail_advantage: process {owner}, which this run ends with, is gone", file=sys.stderr, flush=True)
+            say(f"grail_advantage: process {owner}, which this run ends with, is gone")
             if said is None:
                 kill(driver, signal.SIGTERM)
         if (orphaned is not None and now - orphaned > OWNERLESS) or (said is not None and now - said > EXIT):
@@ -164,16 +170,14 @@ def main(driver: int, started: int, tag: str, owner: int | None) -> None:
         signal.signal(number, signal.SIG_IGN)
     said = await_end(driver, started, owner)
     if not said:
-        print(
-            f"grail_advantage: the driver of this run, process {driver}, was killed or crashed; what it leaves is ended now",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"grail_advantage: the driver of this run, process {driver}, was killed or crashed; what it leaves is ended now"
         )
     if not await_none(tag, GRACE):
         return
     left = await_none(tag, KILLING, act=kill)
     if left:
-        print(f"grail_advantage: these processes of the run could not be ended: {left}", file=sys.stderr, flush=True)
+        say(f"grail_advantage: these processes of the run could not be ended: {left}")
 
 
 if __name__ == "__main__":

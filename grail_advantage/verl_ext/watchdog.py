@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from grail_advantage.verl_ext import ray_life
+from grail_advantage.verl_ext import ray_life, reaper
 from grail_advantage.verl_ext.checkpoints import checkpoints
 from grail_advantage.verl_ext.ray_life import Death, Engine, Process, Words
 from grail_advantage.verl_ext.settings import WATCHDOG, WatchdogOptions, watchdog_options
@@ -261,7 +261,7 @@ class Watchdog:
             ray_life.tell(Words(said, now=True))
             time.sleep(DRIVER_SECONDS)
         finally:
-            print(said, file=sys.stderr, flush=True)
+            reaper.say(said)
             os._exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -136,9 +137,13 @@ class KilledRun:
 
     def kill_all(self) -> None:
         """What a test that failed leaves behind is nobody else's business."""
-        for pid in getattr(self, "everybody", {}):
-            if pid in self.left():
-                reaper.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(LookupError):
+            driver = self.driver
+            tag, started = reaper.tag_of(driver), descendants(driver)
+            for pid in [driver, *started, *reaper.processes(tag)]:
+                reaper.kill(pid)
+        for pid in self.left() if hasattr(self, "everybody") else ():
+            reaper.kill(pid)
 
 
 def parents() -> dict[int, int]:

@@ -105,6 +105,16 @@ class TestReaper:
         _, said = beside.communicate(timeout=BOUND)
         assert beside.returncode == 0 and "was killed or crashed" in said
 
+    def test_ends_what_is_left_though_nobody_listens(self, sleepers: Callable[[str], int]) -> None:
+        driver = subprocess.Popen(["sleep", "100"])
+        tag = reaper.tag_of(driver.pid)
+        beside, left = _reaper(driver.pid, tag), sleepers(tag)
+        beside.stderr.close()
+        driver.kill()
+        driver.wait()
+        beside.wait(timeout=BOUND)
+        assert reaper.start_time(left) is None
+
     def test_ends_the_driver_with_its_owner(self) -> None:
         driver, owner = subprocess.Popen(["sleep", "100"]), subprocess.Popen(["sleep", "100"])
         beside = _reaper(driver.pid, reaper.tag_of(driver.pid), str(owner.pid))
