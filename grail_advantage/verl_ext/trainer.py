@@ -38,7 +38,6 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import omega_conf_to_dataclass
 from verl.utils import tensordict_utils as tu
@@ -295,7 +294,8 @@ class TokenWeightTrainer(ContinuedRun):
         if finite_B.all():
             return advantages_BT, ~finite_B
         mended_BT, unjudged_B = torch.zeros_like(advantages_BT), ~finite_B
-        if super()._compute_advantage.__func__ is PPOTrainer._compute_advantage:
+        makers = [cls.__module__ for cls in type(self).__mro__ if "_compute_advantage" in vars(cls)]
+        if all(module.startswith(("verl.", "grail_advantage.")) for module in makers):
             rewards = "token_level_rewards" if self.config.algorithm.use_kl_in_reward else "rm_scores"
             mended_BT, unjudged_B = self._reward_advantages(batch, rollouts, mask_BT, rewards)
         logger.warning(

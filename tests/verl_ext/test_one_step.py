@@ -3,6 +3,7 @@ is computed once, and what the seconds say."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -273,3 +274,89 @@ def test_seconds_of_a_pass_of_its_own_and_of_none(monkeypatch: pytest.MonkeyPatc
         names = {name.removeprefix(f"{TIMING}_") for name in step.trainer.timing_raw if name.startswith(f"{TIMING}_")}
         assert names == parts
         monkeypatch.undo()
+
+
+class TestRewardsThatAreNotFinite:
+    """Of one response. verl alone gives its whole prompt NaN, and skips the update over it."""
+
+    BAD = "a_2_0"
+
+    def _run(
+        self, monkeypatch: pytest.MonkeyPatch, value: float, *overrides: str, cls: type | None = None
+    ) -> tuple[Step, dict[str, torch.Tensor]]:
+        step = Step(monkeypatch, overrides, cls)
+        self._set(step, value)
+        return step, step.run()
+
+    def _set(self, step: Step, value: float) -> None:
+        step.store.rows[self.BAD]["rm_scores"][-1] = value
+
+    def _without(self, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, torch.Tensor]:
+        """The same step over the other rows alone."""
+        kept = [row for row in ROWS if row[0] != self.BAD]
+        with monkeypatch.context() as patch:
+            patch.setattr("tests.verl_ext.test_one_step.ROWS", kept)
+            return Step(patch, overrides).run()
+
+    @pytest.mark.parametrize("normalised", ["true", "false"])
+    @pytest.mark.parametrize("how", ["shared", "alone"])
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+    def test_trains_nothing_and_reaches_no_other(
+        self, value: float, how: str, normalised: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        overrides = [f"algorithm.norm_adv_by_std_in_grpo={normalised}", *([ALONE] if how == "alone" else [])]
+        expected = self._without(monkeypatch, *overrides)
+        with monkeypatch.context() as patch:
+            step, found = self._run(patch, value, *overrides)
+        assert (found.pop(self.BAD) == 0).all()
+        assert found.keys() == expected.keys()
+        assert _same(found, expected)
+        assert any(len(values.unique()) > 2 for values in found.values())
+        assert step.metrics["grail/unjudged_rate"] == pytest.approx(1 / len(ROWS))
+        assert all(math.isfinite(value) for value in step.metrics.values())
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "1 of 6 rows, such as a_2_0, have no finite reward" in caplog.text
+        assert step.workers.own == [] or how == "alone"
+
+    def test_is_nan_for_the_whole_prompt_in_verl(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What the warning says of verl; if it mends this, ours can go."""
+        step = Step(monkeypatch, [])
+        self._set(step, float("nan"))
+        keys = [key for key, *_ in ROWS]
+        batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys])
+        batch = step.trainer._compute_old_log_prob(batch, {})
+        with step.trainer._base_estimator():
+            PPOTrainerSync._compute_advantage(step.trainer, batch, {})
+        for key in keys:
+            assert bool(step.store.rows[key]["advantages"].isnan().any()) == key.startswith("a_")
+
+    def test_of_a_whole_prompt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = Step(monkeypatch, []).run()
+        monkeypatch.undo()
+        step = Step(monkeypatch, [])
+        for key in ("a_0_0", "a_1_0", "a_2_0"):
+            step.store.rows[key]["rm_scores"][-1] = float("nan")
+        found = step.run()
+        assert all((found[key] == 0).all() for key in found if key.startswith("a_"))
+        assert all(torch.equal(found[key], expected[key]) for key in found if key.startswith("b_"))
+        assert step.metrics["grail/unjudged_rate"] == 0.5
+
+    def test_too_large_for_a_mean(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        step = Step(monkeypatch, [])
+        for key, value in (("a_0_0", 3e38), ("a_1_0", 3e38), ("a_2_0", -3e38)):
+            step.store.rows[key]["rm_scores"][-1] = value
+        found = step.run()
+        assert all(values.isfinite().all() for values in found.values())
+        assert (found["b_1_0"] != 0).any()
+
+    def test_of_an_output_that_is_not_the_last_of_its_session(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """verl reads no reward but the last one's."""
+        assert trainer_module._last_outputs(["a_0_0", "a_0_2", "b_1_0", "a_0_10", "b_0_0"]) == [3, 3, 2, 3, 4]
+
+    def test_with_advantages_of_a_trainers_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """There only the rows that have none lose theirs."""
+        with monkeypatch.context() as patch:
+            expected = Step(patch, [], OtherAdvantagesWithTokenWeights).run()
+        _, found = self._run(monkeypatch, float("nan"), cls=OtherAdvantagesWithTokenWeights)
+        assert all((found[key] == 0).all() for key in found if key.startswith("a_"))
+        assert all(torch.equal(found[key], expected[key]) for key in found if key.startswith("b_"))
