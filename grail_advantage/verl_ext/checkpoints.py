@@ -24,6 +24,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 """verl's: the step of the last checkpoint."""
 PARTS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 """What a worker saves (``FSDPCheckpointManager.save_checkpoint``), and how its files begin."""
+MOST_RANKS = 1 << 16
+"""A file that says more was not written by a run."""
 _NAME = re.compile(r"global_step_(\d{1,15})")
 
 
@@ -46,7 +48,7 @@ class Checkpoint:
         """What :func:`write_state` wrote; ``None`` where the step is not logged, or the file cannot be read."""
         try:
             found = json.loads((self.path / STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return None
         return found if isinstance(found, dict) and found.get("step") == self.step else None
 
@@ -105,9 +107,9 @@ def world_size(path: Path, role: str = "actor") -> int | None:
     """How many ranks saved a checkpoint of FSDP; ``None`` where it does not say."""
     try:
         ranks = json.loads((path / role / "fsdp_config.json").read_text(encoding="utf-8"))["world_size"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    return ranks if isinstance(ranks, int) and ranks > 0 else None
+    return ranks if isinstance(ranks, int) and 0 < ranks <= MOST_RANKS else None
 
 
 def _ends(path: Path) -> bool:

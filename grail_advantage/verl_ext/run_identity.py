@@ -307,7 +307,19 @@ def _damage(config: DictConfig, path: Path) -> list[str]:
 
 def _stored(folder: Path) -> dict[str, Any] | None:
     path = folder / RUN_DEFINITION
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict) and isinstance(found.get("definition"), dict):
+            return found
+        why = "it holds no definition"
+    except (OSError, ValueError, RecursionError) as error:
+        why = str(error)
+    raise ValueError(
+        f"{path} does not say which run the files beside it are of ({why}); put it back from a copy, or remove it and name the "
+        "checkpoint with trainer.resume_mode=resume_path and trainer.resume_from_path"
+    )
 
 
 def _versions() -> dict[str, str]:

@@ -23,6 +23,7 @@ _HASHED = (*_WEIGHTS, "*.json", "*.jinja", "*.txt", "*.model")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _STAMP = "merged_from.json"
+_MOST_RANKS = 1 << 16
 _ADAPTER = "lora_adapter"
 _LORA_META = "lora_train_meta.json"
 
@@ -131,7 +132,9 @@ def _shards(checkpoint: Path) -> list[Path]:
         return []
     try:
         world_size = int(json.loads(config.read_text(encoding="utf-8"))["world_size"])
-    except (ValueError, KeyError, TypeError) as error:
+        if not 0 < world_size <= _MOST_RANKS:
+            raise ValueError(f"{world_size} ranks")
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{config} does not say the world_size ({error!r}); the checkpoint is broken") from None
     shards = [checkpoint / f"model_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
     missing = [shard.name for shard in shards if not shard.is_file()]
@@ -151,7 +154,7 @@ def _merged(checkpoint: Path, shards: list[Path]) -> Path:
     sources += [path for path in [checkpoint / _LORA_META] if path.is_file()]
     stamp = {str(path.relative_to(checkpoint)): [path.stat().st_size, path.stat().st_mtime_ns] for path in sources}
     stamp_path = target / _STAMP
-    if stamp_path.is_file() and json.loads(stamp_path.read_text(encoding="utf-8")) == stamp:
+    if stamp_path.is_file() and stamp_path.read_bytes() == _json(stamp):
         return target
 
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -166,13 +169,17 @@ def _merged(checkpoint: Path, shards: list[Path]) -> Path:
             )
         if (temporary / _ADAPTER).is_dir():
             _add_lora(temporary)
-        (temporary / _STAMP).write_text(json.dumps(stamp, indent=2) + "\n", encoding="utf-8")
+        (temporary / _STAMP).write_bytes(_json(stamp))
         if target.exists():
             shutil.rmtree(target)
         temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def _add_lora(folder: Path) -> None:

@@ -340,11 +340,15 @@ def test_commands_stop_before_ray(tmp_path: Path, module: str) -> None:
     common = [*config, *actor, f"trainer.default_local_dir={folder}", "algorithm.adv_estimator=grail"]
     common += ["trainer.total_training_steps=2", "trainer.save_freq=1", f"hydra.run.dir={tmp_path}"]
 
-    def start(*overrides: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return forked.run(module, *common, *overrides, HYDRA_FULL_ERROR="1", **environment)
+    def start(*overrides: str, fork: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+        platform = "cpu" if fork or module.startswith("recipe") else None
+        variables = {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", "VERL_PLATFORM": platform, **environment}
+        return forked.run(module, *common, *overrides, fork=fork, **variables)
 
-    # Ray is given an address where nothing listens: a run that gets that far has stored its definition.
-    begun = start("+ray_kwargs.ray_init.address=127.0.0.1:1", RAY_gcs_rpc_server_reconnect_timeout_s="1")
+    # Ray is given an address where nothing listens: a run that gets that far has stored its definition. Ray reads its variables
+    # while it is imported.
+    nowhere = "+ray_kwargs.ray_init.address=127.0.0.1:1"
+    begun = start(nowhere, fork=False, RAY_gcs_rpc_server_reconnect_timeout_s="1")
     assert begun.returncode != 0
     assert (folder / FILE).is_file(), begun.stderr
     _save(folder, 2)
@@ -354,3 +358,16 @@ def test_commands_stop_before_ray(tmp_path: Path, module: str) -> None:
     other = start("data.seed=7")
     assert other.returncode != 0
     assert "data.seed" in other.stderr and "ray init kwargs" not in other.stdout
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'{"definition": 3}', b"[" * 100_000, b"\xff\xfe"],
+    ids=lambda content: repr(content[:20]),
+)
+def test_a_broken_definition_is_named(folder: Path, content: bytes) -> None:
+    _start(folder)
+    _save(folder, 10)
+    (folder / FILE).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{FILE} does not say which run the files beside it are of .*resume_path"):
+        _start(folder)
