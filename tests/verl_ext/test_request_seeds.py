@@ -1,0 +1,65 @@
+"""Each response has a seed of its own, which follows from what it is and from nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grail_advantage.verl_ext.request_seeds import SeededAgentLoopWorker, request_seed
+
+VERLS = SeededAgentLoopWorker.__mro__[1]
+MESSAGES = [{"role": "user", "content": "1+1"}]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The sampling parameters with which verl's own worker is called."""
+    found: list[dict[str, Any]] = []
+
+    async def run(self: Any, sampling_params: dict, trajectory: dict, *, agent_name: str, **kwargs: Any) -> str:
+        found.append(sampling_params)
+        return f"{agent_name} {kwargs['session_id']}"
+
+    monkeypatch.setattr(VERLS, "_run_agent_loop", run)
+    return found
+
+
+def _seed(asked: list[dict[str, Any]], *, run: int = 0, step: int = 1, validate: bool = False, **kwargs: Any) -> int:
+    worker = SeededAgentLoopWorker.__new__(SeededAgentLoopWorker)
+    worker.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(seed=run)))
+    given = {"temperature": 0.7}
+    request = {"raw_prompt": MESSAGES, "session_id": 0, "index": 5, "uid": "anything", **kwargs}
+    trajectory = {"step": step, "validate": validate, "sample_index": 3, "rollout_n": 0}
+    answer = asyncio.run(worker._run_agent_loop(given, trajectory, agent_name="loop", **request))
+    assert answer == f"loop {request['session_id']}" and given == {"temperature": 0.7}
+    assert asked[-1].pop("temperature") == 0.7
+    (seed,) = asked[-1].values()
+    return seed
+
+
+def test_differs_by_run_step_kind_prompt_and_number(asked: list[dict[str, Any]]) -> None:
+    variants = [
+        {},
+        {"run": 1},
+        {"step": 2},
+        {"validate": True},
+        {"session_id": 1},
+        {"index": 6},
+        {"raw_prompt": [{"role": "user", "content": "1+2"}]},
+    ]
+    seeds = [_seed(asked, **variant) for variant in variants]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_is_the_same_whenever_and_under_whatever_key(asked: list[dict[str, Any]]) -> None:
+    assert _seed(asked, uid="a") == _seed(asked, uid="b") == _seed(asked)
+
+
+def test_seeds_of_many_requests_do_not_meet() -> None:
+    seeds = {request_seed(0, step, sample) for step, sample in itertools.product(range(100), range(256))}
+    assert len(seeds) == 100 * 256
