@@ -10,7 +10,7 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.95
-RESAMPLES = 10_000
+RESAMPLES = 4_000
 _CHUNK = 500
 
 

@@ -166,6 +166,12 @@ def test_the_page_holds_all_that_was_measured_and_names_what_is_missing(tmp_path
     assert "jobs `alignment`" not in text, "what is complete is not named"
 
 
+def test_the_published_page_is_made_from_the_files_beside_it() -> None:
+    folder = Path(__file__).parents[2] / "docs" / "study2"
+    page = (folder / "REPORT.md").read_text(encoding="utf-8")
+    assert page == markdown(Results.read(StudyPlan(), Files(folder))), "run python -m study report"
+
+
 def test_an_empty_study_has_a_page(tmp_path: Path) -> None:
     text = markdown(Results.read(PLAN, Files(tmp_path)))
     assert "**Nothing is concluded yet.**" in text and text.count("Nothing has been run.") == 2
