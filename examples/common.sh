@@ -241,6 +241,7 @@ fi
 # The summary of the whole run, all starts of it, where the file logger keeps it.
 summarize() {
     if [[ $dry_run == 0 && -f $output_dir/metrics.jsonl ]]; then
-        "$python" -m recipe.run_report summary "$output_dir" --title "$experiment_name"
+        "$python" -m recipe.run_report summary "$output_dir" --title "$experiment_name" ||
+            echo "the run is done; its summary could not be made" >&2
     fi
 }
