@@ -1,4 +1,4 @@
-"""What this project relies on in verl, transformers, TransferQueue and vLLM, found in its own source and in its classes.
+"""What this project relies on in verl, transformers, TransferQueue, vLLM and Ray, found in its own source and in its classes.
 
     python -m tests.verl_ext.relied_on            what differs from relied_on.json
     python -m tests.verl_ext.relied_on --write    relied_on.json anew, once everything that differed has been read
@@ -29,12 +29,21 @@ import grail_advantage.verl_ext
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("relied_on.json")
-PACKAGES = ("verl", "transfer_queue", "transformers", "vllm")
+PACKAGES = ("verl", "transfer_queue", "transformers", "vllm", "ray")
 FOLDERS = ("grail_advantage", "recipe")
 OTHER_ENVIRONMENT = ROOT / "grail_advantage" / "trl_ext"
 """TRL and verl exclude each other."""
 ENGINE = ("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead")
 ENGINE_NAMES = ("engine",)
+VARIABLES = {
+    ("watchdog.py", "replica"): ("verl.workers.rollout.replica", "RolloutReplica"),
+    ("watchdog.py", "manager"): ("verl.workers.rollout.llm_server", "LLMServerManager"),
+    ("watchdog.py", "tracking"): ("verl.utils.tracking", "Tracking"),
+    ("ray_life.py", "worker.global_worker.node"): ("ray._private.node", "Node"),
+}
+"""What else is read through a variable: file, its name there, and the class."""
+OVER_THE_WIRE = (("vllm.entrypoints.serve.instrumentator.health", "health"),)
+"""What is asked by HTTP."""
 JOINED = {"CpuWorkerExtension": ("vllm.v1.worker.cpu_worker", "CPUWorker")}
 """Classes that are mixed into one of theirs while a run goes on."""
 
@@ -127,7 +136,9 @@ def _holder(name: str, bases: list[type]) -> type | None:
 
 @functools.cache
 def _tree(cls: type) -> ast.Module:
-    return ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    # Ray makes a class of its own of an actor's, without a source.
+    written = vars(cls).get("__ray_actor_class__", cls)
+    return ast.parse(textwrap.dedent(inspect.getsource(written)))
 
 
 def _sets(name: str, bases: list[type]) -> type | None:
@@ -194,13 +205,28 @@ def _of_the_engine() -> dict[str, dict[str, Any]]:
     return entries
 
 
+def _of_variables() -> dict[str, dict[str, Any]]:
+    """Attributes of :data:`VARIABLES`, and :data:`OVER_THE_WIRE`."""
+    entries: dict[str, dict[str, Any]] = {}
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and (path.name, ast.unparse(node.value)) in VARIABLES:
+                module, name = VARIABLES[path.name, ast.unparse(node.value)]
+                cls = getattr(importlib.import_module(module), name)
+                theirs = [base for base in cls.__mro__ if is_foreign(base.__module__)]
+                entries.update(_attribute(node.attr, theirs, f"{path.name} reads {ast.unparse(node)}"))
+    for module, name in OVER_THE_WIRE:
+        entries[f"{module}.{name}"] = describe(getattr(importlib.import_module(module), name))
+    return entries
+
+
 def collect() -> dict[str, dict[str, Any]]:
     """All entries by dotted name, sorted.
 
     Raises:
         ImportError, AttributeError, LookupError: something relied on is not there, by its name.
     """
-    return dict(sorted({**_imported(), **_inherited(), **_of_the_engine()}.items()))
+    return dict(sorted({**_imported(), **_inherited(), **_of_the_engine(), **_of_variables()}.items()))
 
 
 def differences(now: dict[str, dict[str, Any]], known: dict[str, dict[str, Any]]) -> list[str]:
