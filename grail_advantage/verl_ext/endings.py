@@ -97,6 +97,8 @@ def _listen(beside: subprocess.Popen[bytes]) -> None:
         time.sleep(LISTEN)
         words = _ask()
         if words is not None and words.now:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
             _print(words.text)
             _say_ending(beside)
             # The main thread waits for the trainer without a limit.

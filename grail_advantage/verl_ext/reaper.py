@@ -63,8 +63,11 @@ def start_time(pid: int) -> int | None:
 
 def machine() -> str:
     """This machine, and the set of process ids that is seen from here."""
-    boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}.{os.readlink(PROC / 'self/ns/pid').strip('pid:[]')}"
+    boot = names = ""
+    with contextlib.suppress(OSError):  # some sandboxes have neither
+        boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
+        names = os.readlink(PROC / "self/ns/pid").strip("pid:[]")
+    return f"{boot}.{names}"
 
 
 def tag_of(pid: int) -> str:
