@@ -163,10 +163,16 @@ def choose_start(folder: Path, damage_of: Callable[[Path], list[str]]) -> Start:
     )
 
 
-def settle_start(folder: Path, start: Checkpoint | None) -> None:
-    """Have verl carry on from a checkpoint of this folder; those of later steps count no more, since these are taken again."""
+def settle_start(folder: Path, start: Checkpoint | None, *, trains: bool = True) -> None:
+    """Have verl carry on from a checkpoint of this folder; those of later steps count no more, since these are taken again.
+
+    Args:
+        folder: with the checkpoints.
+        start: where the run goes on; ``None`` at the beginning.
+        trains: whether steps are taken at all.
+    """
     step = start.step if start is not None else 0
-    for checkpoint in checkpoints(folder):
+    for checkpoint in checkpoints(folder) if trains else []:
         if checkpoint.step > step:
             (checkpoint.path / STATE).unlink(missing_ok=True)
     if start is not None and tracked_step(folder) != step:

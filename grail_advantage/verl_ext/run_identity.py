@@ -241,14 +241,14 @@ def begin_run(config: DictConfig) -> None:
         with contextlib.suppress(OSError):  # on another machine; what cannot be written there is said there
             options.folder.mkdir(parents=True, exist_ok=True)
             write_whole(options.folder / RUN_DEFINITION, content + "\n")
-    if trainer.save_freq <= 0:
-        return
+    saves = trainer.save_freq > 0
+    goes_on = start.checkpoint is not None and start.checkpoint.path.absolute().parent == folder.absolute()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / RUN_DEFINITION, content + "\n")
-        in_folder = start.checkpoint is None or start.checkpoint.path.absolute().parent == folder.absolute()
-        if trainer.resume_mode != "disable" and in_folder and not trainer.get("val_only", False):
-            settle_start(folder, start.checkpoint)
+        if saves:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / RUN_DEFINITION, content + "\n")
+        if {"auto": saves or goes_on, "resume_path": saves and goes_on}.get(trainer.resume_mode, False):
+            settle_start(folder, start.checkpoint, trains=not trainer.get("val_only", False))
     except OSError as error:
         raise ValueError(
             f"trainer.default_local_dir={folder} cannot be written to from here ({error}), so that nothing would say which run "
