@@ -38,7 +38,7 @@ def start(
     """Start ``python -m module``; its errors go to ``stdout``, too, unless a file for them is named.
 
     ``environment`` has further variables, None for one to be without. Without ``fork`` it is a new interpreter with the
-    environment of this one, which a process that uses a GPU has to be.
+    environment of this one: for a process that uses a GPU, or whose variables are read while something is imported.
     """
     if fork:
         _begin()
@@ -55,12 +55,12 @@ def _begin() -> None:
 
 
 def run(
-    module: str, *arguments: str, timeout: float = 300, **environment: str | None
+    module: str, *arguments: str, timeout: float = 300, fork: bool = True, **environment: str | None
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python -m module`` to its end."""
     with tempfile.TemporaryDirectory() as folder:
         stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
-        process = start(module, *arguments, stdout=stdout, stderr=stderr, **environment)
+        process = start(module, *arguments, stdout=stdout, stderr=stderr, fork=fork, **environment)
         try:
             process.join(timeout)
             if process.exitcode is None:
