@@ -65,8 +65,10 @@ start_ray() {
         else
             cluster=(--address="$RAY_ADDRESS")
         fi
-        # The head is still starting when the others do; Ray lets them wait for it.
-        (on_node "$node" "${start[@]}" "${cluster[@]}" --node-ip-address="$network.$node") >"/run/nodes/node$node.log" 2>&1 &
+        # The head is still starting when the others do, and Ray gives its own processes 30 seconds, however busy the machine.
+        # shellcheck disable=SC2016
+        (on_node "$node" bash -c 'until "${@:2}" || ((SECONDS > $1)); do sleep 1; done' start "$wait_seconds" \
+            "${start[@]}" "${cluster[@]}" --node-ip-address="$network.$node") >"/run/nodes/node$node.log" 2>&1 &
     done
     (on_node 1 timeout --kill-after=10 "$wait_seconds" "$python" -c '
 import sys, time, ray

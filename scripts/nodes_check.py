@@ -64,7 +64,7 @@ def options(steps: int = STEPS) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Of every run: one thread a process, so that sums have one order."""
-    return {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "WAIT_SECONDS": "600"}
 
 
 def trained(folder: Path, *, ranks: int, nodes: int) -> whole_run.WholeRun:
