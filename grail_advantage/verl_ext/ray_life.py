@@ -79,8 +79,8 @@ def cause_of(cause: ActorDeathCause) -> str | None:
 
 
 def _line(text: str) -> str:
-    """The message without line breaks, and without Ray's way of addressing its readers."""
-    line = " ".join(text.split()).removeprefix("The actor is dead because ")
+    """The message without line breaks, and without what Ray says to every death."""
+    line = " ".join(text.split()).removeprefix("The actor is dead because ").partition(" Some common causes include")[0]
     return f"{line[:600]}..." if len(line) > 600 else line
 
 
