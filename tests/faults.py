@@ -254,6 +254,13 @@ FAULTS = (
     # ------------------------------------------------------------------------------------------------------------ nodes
     Fault(
         NODES,
+        "all scored rows on one rank, or none at all",
+        "the backward on the forward of the old log-probabilities",
+        "scores are those of the plain model; no rank waits for another",
+        ("verl_ext/test_shared_forward.py::test_ranks_with_different_numbers_of_targets",),
+    ),
+    Fault(
+        NODES,
         "very different rows on each rank",
         "passes through the model",
         "every rank runs as many micro-batches as the fullest; none waits",

@@ -35,7 +35,7 @@ _RETIRE_AT = 384 << 20  # a fresh worker holds 60 MB
 # that by the wall clock, so that verdicts do not depend on how busy the machine is.
 _WALL_FACTOR = 10.0
 # What a child gets of this process's environment, which may hold keys: what finds its libraries and sets up sympy.
-_ENVIRONMENT = ("PYTHON", "LD_", "LC_", "LANG", "SYMPY_", "MPMATH_")
+_ENVIRONMENT = ("HOME", "PYTHON", "LD_", "LC_", "LANG", "SYMPY_", "MPMATH_")
 
 
 class VerifyFailed(Exception):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from grail_advantage.reward import _confine
+from grail_advantage.reward import _confine, _verify_pool
 
 WORKER = Path(_confine.__file__).with_name("_verify_worker.py")
 LAYERS = ["privileges", "limits", "landlock", "seccomp"]
@@ -320,3 +320,17 @@ def test_a_worker_compares_and_does_nothing_else(tmp_path: Path) -> None:
     # The interpreter's own hook is a wall of its own, for kernels without these layers.
     _, replies = in_worker([attempts[name] for name in ("write", "connect", "start", "signal")], hook=True)
     assert [reply.get("error") for reply in replies] == ["PermissionError"] * 4
+
+
+def test_a_worker_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What finds libraries is all that it gets of the environment."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    worker = _verify_pool._Worker(1.0)
+    worker.start()
+    try:
+        environment = Path(f"/proc/{worker._process.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        worker.stop()
+    assert b"PYTHONPATH=/nowhere" in environment and b"PYTHONHASHSEED=0" in environment
+    assert not any(entry.startswith(b"HF_TOKEN") for entry in environment)
