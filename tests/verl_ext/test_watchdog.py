@@ -165,7 +165,8 @@ class TestCauses:
         assert ray_life.cause_of(_died("WORKER_DIED", "Worker exit type: INTENDED_USER_EXIT ...")) is None
 
     def test_not_meant(self) -> None:
-        text = "The actor is dead because its worker process has died. Worker exit\ntype: SYSTEM_ERROR Some common causes include: (1)"
+        text = "The actor is dead because its worker process has died. Worker exit\ntype: SYSTEM_ERROR"
+        text += " Some common causes include: (1) the process was killed"
         assert (
             ray_life.cause_of(_died("WORKER_DIED", text))
             == "its worker process has died. Worker exit type: SYSTEM_ERROR"
