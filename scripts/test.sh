@@ -33,4 +33,4 @@ ruff check .
 ruff format --check .
 mypy
 # Two files at a time: most of a test is processes that start. tests/conftest.py says what stays together.
-python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadgroup "${selection[@]}" "$@"
+python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadgroup --no-loadscope-reorder "${selection[@]}" "$@"

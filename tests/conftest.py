@@ -16,15 +16,57 @@ WHOLE_RUNS = (
     "test_layouts_run.py",
     "test_cpu_platform.py",
     "test_killed_run.py",
+    "test_resume_run.py",
 )
+
+
+# Files of half a minute and more on one core, the longest first: one that begins last leaves the other cores idle.
+LONGEST = (
+    "test_trl.py",
+    "test_shared_forward.py",
+    "test_sequence_parallel.py",
+    "test_saliency_pass.py",
+    "test_pass_memory.py",
+    "test_three_ranks.py",
+    "test_oar_pass.py",
+    "test_reward.py",
+    "test_setup_cpu.py",
+    "test_launch_scripts.py",
+    "test_run_identity.py",
+    "test_checks.py",
+    "test_benchmarks.py",
+    "test_gpu_check.py",
+    "test_browser.py",
+    "test_adapters.py",
+    "test_wheel.py",
+    "test_setup_gpu.py",
+    "test_layout_table.py",
+    "test_trainer.py",
+    "test_inference_passes.py",
+    "test_evaluate.py",
+    "test_layouts.py",
+    "test_estimators.py",
+    "test_token_weights.py",
+    "test_sharded_models.py",
+    "test_smoke.py",
+    "test_tokenizers.py",
+)
+_RANKS = {"whole runs": -1, **{name: rank for rank, name in enumerate(LONGEST)}}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Name the group of each test for ``pytest --dist loadgroup``; without it the groups mean nothing."""
+    """Name the group of each test for ``pytest --dist loadgroup``, and put the longest groups first.
+
+    The order holds with ``--no-loadscope-reorder`` alone: pytest-xdist begins with the groups of most tests otherwise.
+    """
     for item in items:
-        group = "whole runs" if item.path.name in WHOLE_RUNS else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: _RANKS.get(_group(item), len(LONGEST)))
+
+
+def _group(item: pytest.Item) -> str:
+    return "whole runs" if item.path.name in WHOLE_RUNS else item.path.name
 
 
 @pytest.hookimpl(trylast=True)

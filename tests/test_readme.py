@@ -43,6 +43,7 @@ def test_snippet_runs(tmp_path: Path) -> None:
     assert torch.equal(names["token_advantages"], -0.5 * weights)
 
 
+@pytest.mark.slow
 def test_own_method_runs() -> None:
     """In a process of its own, since a name can be taken only once."""
     code = README.read_text(encoding="utf-8").split("test_own_method_runs -->\n```python\n")[1].split("```")[0]

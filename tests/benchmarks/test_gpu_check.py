@@ -53,6 +53,7 @@ def statuses(result: dict[str, Any]) -> dict[str, str]:
 
 
 class TestPlain:
+    @pytest.mark.slow
     def test_the_part_at_toy_size_and_its_page(self, tmp_path: Path) -> None:
         found = outcome(tmp_path)
         plain.run(found, "cpu", TINY)

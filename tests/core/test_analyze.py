@@ -413,6 +413,7 @@ def test_command_with_steps(call: Callable[..., None], capsys: pytest.CaptureFix
     assert Path("found/localisation/localisation.csv").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_neither_verl_nor_trl_is_imported():
     code = (
         "import sys; import grail_advantage.analyze.__main__; "

@@ -73,6 +73,7 @@ def test_committed_page_is_the_one_written_last(passage: str) -> None:
     assert shown == passage.strip(), "run `python scripts/methods_page.py`"
 
 
+@pytest.mark.slow
 def test_writes_into_a_page(tmp_path: Path, passage: str) -> None:
     path = tmp_path / "page.md"
     path.write_text("words\n<!-- methods -->\nold\n<!-- /methods -->\n", encoding="utf-8")

@@ -134,7 +134,9 @@ def test_a_class_that_is_no_dataclass_is_refused(clean_registry: None) -> None:
 
 @pytest.mark.parametrize("name", ["token_weights", "token_dump", "watchdog", "my.method", "", "1st"])
 def test_a_name_that_cannot_be_a_section_is_refused(clean_registry: None, name: str) -> None:
-    with pytest.raises(ValueError, match=r"the name must be an identifier, and none of token_weights, token_dump, watchdog"):
+    with pytest.raises(
+        ValueError, match=r"the name must be an identifier, and none of token_weights, token_dump, watchdog"
+    ):
 
         @register_signal(name)
         @dataclass(frozen=True, kw_only=True)
@@ -409,6 +411,7 @@ class TestPlugins:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("GrailConfig signal 'grail' is registered already, by grail_advantage")
 
+    @pytest.mark.slow
     def test_the_example_of_the_documentation(self, tmp_path: Path) -> None:
         """Its two methods and its snippet, as somebody else's package; a whole verl run of it is in test_methods_run.py."""
         write_files("write_your_own.md", tmp_path)

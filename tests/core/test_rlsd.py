@@ -522,6 +522,7 @@ def prepared(
     return ids[: found.response_start], tokenizer.decode(ids[: found.response_start]), found
 
 
+@pytest.mark.slow
 @each_chat
 def test_rebuilt_prompt(chat: Chat) -> None:
     gold = "fifty-one {x} {{ 7 }} {% raw %} {privileged} $\\frac{1}{2}$"

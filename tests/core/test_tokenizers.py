@@ -74,6 +74,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     """By the vocabularies and rules that the target models have, under the classes of their checkpoints."""
