@@ -33,6 +33,7 @@ from grail_advantage.verl_ext.checks import VERL_VERSION
 from grail_advantage.verl_ext.settings import signal_of
 from recipe.chat_templates import read_chat_template
 from recipe.main_grail import prepare
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -93,6 +94,21 @@ def overrides(echo: str, script: str, *arguments: str, **knobs: str) -> list[str
     assert dry_run == knobs.get("DRY_RUN", "1")
     assert command[:2] == ["-m", "recipe.main_grail"]
     return command[2:]
+
+
+def cpu_overrides(echo: str, folder: Path, *arguments: str, **knobs: str) -> list[str]:
+    """The overrides with which the tiny example starts the entry point, in a project whose environment is ``echo``."""
+    scripts, environment = folder / "project/scripts", folder / "project/.venv/bin"
+    if not scripts.exists():
+        for path in (scripts, environment):
+            path.mkdir(parents=True)
+        (folder / "project/examples").symlink_to(EXAMPLES)
+        for path in (ROOT / "scripts").glob("*.sh"):
+            (scripts / path.name).symlink_to(path)
+        (scripts / "setup_cpu.sh").unlink()
+        (scripts / "setup_cpu.sh").write_text("true\n")
+        (environment / "python").symlink_to(echo)
+    return overrides(echo, str(folder / "project/examples/run_tiny_cpu_grail.sh"), *arguments, **knobs)
 
 
 def configuration(overrides: list[str]) -> DictConfig:
@@ -356,6 +372,7 @@ def experiment(echo: str, script: str = "run_qwen3_grail.sh", *arguments: str, *
     return str(configuration(overrides(echo, script, *arguments, **knobs)).trainer.experiment_name)
 
 
+@pytest.mark.slow
 def test_runs_that_must_not_mix_have_different_names(echo: str) -> None:
     """verl carries on from the last checkpoint under a name."""
     names = [
@@ -466,21 +483,21 @@ def test_unknown_estimator_is_refused_with_a_list(echo: str) -> None:
 def test_dry_run(echo: str, tmp_path: Path, script: str, estimator: str, platform: str) -> None:
     """No GPU, no model, no data, no network, a folder without a trace of the run, and pure YAML on stdout."""
     nowhere = "http://127.0.0.1:9"
-    result = run_script(
-        script,
-        PYTHON=sys.executable,
-        DRY_RUN="1",
-        ADV_ESTIMATOR=estimator,
-        PROJECT_NAME="dry_run_test",
-        VERL_PLATFORM=platform,
-        CUDA_VISIBLE_DEVICES="",
-        HF_HOME=str(tmp_path),
-        HF_ENDPOINT=nowhere,
-        http_proxy=nowhere,
-        https_proxy=nowhere,
-        no_proxy="",
-        OMP_NUM_THREADS="1",
-    )
+    knobs = {"DRY_RUN": "1", "ADV_ESTIMATOR": estimator, "PROJECT_NAME": "dry_run_test"}
+    variables = {
+        "VERL_PLATFORM": platform,
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HOME": str(tmp_path),
+        "HF_ENDPOINT": nowhere,
+        "http_proxy": nowhere,
+        "https_proxy": nowhere,
+        "no_proxy": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    if (script, estimator) == ("run_qwen3_grail.sh", "grail"):
+        result = run_script(script, PYTHON=sys.executable, **knobs, **variables)
+    else:
+        result = forked.run("recipe.main_grail", *overrides(echo, script, **knobs), DRY_RUN="1", **variables)
     assert result.returncode == 0, result.stderr
     printed = yaml.safe_load(result.stdout)
     composed = configuration(overrides(echo, script, ADV_ESTIMATOR=estimator, PROJECT_NAME="dry_run_test"))
@@ -597,10 +614,11 @@ def test_bad_knobs_of_the_cpu_example(tmp_path: Path, knobs: dict[str, str], mes
     ("estimator", "method", "variant"),
     [("grpo", "uniform", "official"), ("verl_grpo", "grpo", "official"), ("oar_g", "oar_g", "grail_port")],
 )
-def test_estimators_of_the_cpu_example(tmp_path: Path, estimator: str, method: str, variant: str) -> None:
+def test_estimators_of_the_cpu_example(echo: str, tmp_path: Path, estimator: str, method: str, variant: str) -> None:
     """As those of the scripts for GPUs."""
-    knobs = {"DRY_RUN": "1", "ADV_ESTIMATOR": estimator, "OUTPUT_DIR": str(tmp_path / "out"), "SEED": "3"}
-    result = run_script("run_tiny_cpu_grail.sh", f"hydra.run.dir={tmp_path}", **knobs)
+    knobs = {"ADV_ESTIMATOR": estimator, "OUTPUT_DIR": str(tmp_path / "out"), "SEED": "3"}
+    command = cpu_overrides(echo, tmp_path, f"hydra.run.dir={tmp_path}", **knobs)
+    result = forked.run("recipe.main_grail", *command, DRY_RUN="1")
     assert result.returncode == 0, result.stderr
     config = yaml.safe_load(result.stdout)
     assert (config["algorithm"]["adv_estimator"], config["algorithm"]["oar"]["variant"]) == (method, variant)
@@ -611,7 +629,15 @@ def test_estimators_of_the_cpu_example(tmp_path: Path, estimator: str, method: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["oar_g", "oar_p"])
-def test_dry_run_of_the_cpu_example(tmp_path: Path, estimator: str) -> None:
+def test_dry_run_of_the_cpu_example(echo: str, tmp_path: Path, estimator: str) -> None:
+    """With OAR-G through the script and the environment that it sets up."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        if estimator == "oar_g":
+            return run_script("run_tiny_cpu_grail.sh", *arguments, f"hydra.run.dir={tmp_path}", **knobs)
+        command = cpu_overrides(echo, tmp_path, *arguments, f"hydra.run.dir={tmp_path}", **knobs)
+        return forked.run("recipe.main_grail", *command, DRY_RUN="1")
+
     knobs = {
         "DRY_RUN": "1",
         "ADV_ESTIMATOR": estimator,
@@ -620,7 +646,7 @@ def test_dry_run_of_the_cpu_example(tmp_path: Path, estimator: str) -> None:
         "ROLLOUTS": "25",
         "OUTPUT_DIR": str(tmp_path / "out"),
     }
-    result = run_script("run_tiny_cpu_grail.sh", "algorithm.oar.boost=1.5", f"hydra.run.dir={tmp_path}", **knobs)
+    result = run("algorithm.oar.boost=1.5")
     assert result.returncode == 0, result.stderr
     config = yaml.safe_load(result.stdout)
     # 150 responses: the most up to 128 that divide them
@@ -629,6 +655,6 @@ def test_dry_run_of_the_cpu_example(tmp_path: Path, estimator: str) -> None:
     algorithm = config["algorithm"]
     assert (algorithm["adv_estimator"], algorithm["oar"]["variant"]) == (estimator, "grail_port")
     assert algorithm["oar"]["boost"] == 1.5
-    refused = run_script("run_tiny_cpu_grail.sh", "algorithm.oar.quantile=2", f"hydra.run.dir={tmp_path}", **knobs)
+    refused = run("algorithm.oar.quantile=2")
     assert refused.returncode != 0
     assert "oar.quantile=2" in refused.stderr
