@@ -442,7 +442,8 @@ def scores_through_trainer(
     advantages_BT = batch["advantages_BT"]
     seen = RolloutBatch(batch["mask_BT"], batch["advantages_B"], batch["spans"], {})
     rows = signal.select(seen)
-    selection = _Selection(seen, advantages_BT, advantages_BT, torch.zeros(len(advantages_BT)).bool(), rows)
+    none_B = torch.zeros(len(advantages_BT)).bool()
+    selection = _Selection(seen, advantages_BT, advantages_BT, truncated_B=none_B, unjudged_B=none_B, rows=rows)
     nothing_BT = torch.full(advantages_BT.shape, float("nan"))
     scores_BT, norms = trainer._own_scores(rollouts, selection, selection.selected, nothing_BT, torch.zeros(0))
     return {"scores": scores_BT, "norms": norms, "rows_of_rank": workers.lengths}

@@ -173,7 +173,7 @@ def test_first_rank_shows_the_progress_of_a_pass_that_takes_its_time(measured: M
     own = sum(_row(BATCH[place], place).span.start for place in SHARES[0])
     assert f"{own}/{own}" in first["at once"]
     assert "OAR-P, rank 0:" in first["at once"]
-    assert first["as it is"] == second["at once"] == second["as it is"] == ""
+    assert first["later"] == second["at once"] == second["later"] == ""
 
 
 @pytest.mark.parametrize("setup", ranks.HALVED)
