@@ -137,7 +137,7 @@ class Experiments:
         return {"forwards": counts[0], **output}
 
     def progress(self, setup: Setup) -> dict[str, Any]:
-        """What a pass writes to stderr while it runs, when it is told to write at once, and when it is not long enough for it."""
+        """What a pass writes to stderr while it runs, told to write at once, and told to wait for longer than it takes."""
         from grail_advantage.verl_ext import engine_model
 
         engine = build_engine(setup, self.folder)
