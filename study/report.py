@@ -275,7 +275,8 @@ def _tuning(results: Results, regime: RegimePlan) -> list[str]:
             values = [float(row["accuracy"]) for row in runs if row["rate"] == repr(rate)]
             cells.append(f"{100 * np.mean(values):.1f}" if values else ABSENT)
         taken = rates.get((regime.name, arm.name))
-        rows.append([arm.label, *cells, ABSENT if taken is None else f"{taken:g}"])
+        end = ", an end of the grid" if taken in (min(results.plan.rates), max(results.plan.rates)) else ""
+        rows.append([arm.label, *cells, ABSENT if taken is None else f"{taken:g}{end}"])
     if not rows:
         return []
     head = ["accuracy in tuning, %", *[f"rate {rate:g}" for rate in results.plan.rates], "taken"]

@@ -151,7 +151,7 @@ def test_the_page_holds_all_that_was_measured_and_names_what_is_missing(tmp_path
         "| wrong rows: least likely token - wrong rows: a random token | 5 |",
         "| entropy | 2 | 0.0001 |",
         "| 1.50 | 0.10 |",  # minutes
-        "| uniform (Dr. GRPO) | 56.2 | 59.4 | 68.8 | 0.0002 |",
+        "| uniform (Dr. GRPO) | 56.2 | 59.4 | 68.8 | 0.0002, an end of the grid |",
         "| GRAIL, as published | 0.450 | +1.50 [+1.50, +1.50] | 0.300 | 0.300 |",
         "| baseline: it is a result token |",
         "misconceptions: 9 of 12 runs `tune`",
