@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -182,7 +182,7 @@ class Watcher:
         """Every process that the life had, by its number and start."""
 
     def now(self) -> float:
-        return time.monotonic() - self.began
+        return time.time() - self.began
 
     def live(
         self,
@@ -308,11 +308,12 @@ def _last_words(run_dir: Path) -> str:
     return telling[-1].strip()[:240] if telling else ""
 
 
-def run(output_dir: Path, steps: int, patience: float) -> None:
-    """Start the run again and again until it is finished."""
+def run(output_dir: Path, steps: int, patience: float, kills: int) -> None:
+    """Start the run again and again until it is finished. A soak that was stopped itself goes on with the next life."""
     output_dir.mkdir(parents=True, exist_ok=True)
     run_dir = output_dir / "seed0" / "grail"
-    records, began = Records(), time.monotonic()
+    description, records = _begun(output_dir, steps, patience, kills)
+    began = description["began"]
     environment = {**os.environ, **KNOBS, "TOTAL_STEPS": str(steps), "OUTPUT_DIR": str(output_dir)}
 
     def say(line: str) -> None:
@@ -321,13 +322,14 @@ def run(output_dir: Path, steps: int, patience: float) -> None:
         with (output_dir / "soak.log").open("a") as file:
             file.write(text + "\n")
 
-    plan = kill_plan(steps)
-    (output_dir / "plan.json").write_text(json.dumps(_description(steps, patience, plan), indent=2) + "\n")
+    killed = {life.killed for life in records.lives}
+    plan = [(step, place) for step, place in kill_plan(steps)[:kills] if place not in killed]
     # The model is made before, so that no life counts the time for it.
     say("model and problems")
     prepare = [sys.executable, "-m", "recipe.tiny.prepare", "--output-dir", str(output_dir / "seed0"), "--seed", "0"]
     subprocess.run(prepare, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    for number in range(1, 4 * len(plan) + 2):
+    first = len(records.lives) + 1
+    for number in range(first, first + 4 * len(plan) + 4):
         watcher = Watcher(run_dir, records, began, say)
         life = Life(number, round(watcher.now(), 1))
         records.lives.append(life)
@@ -346,15 +348,42 @@ def run(output_dir: Path, steps: int, patience: float) -> None:
     raise RuntimeError(f"the run did not finish in {number} lives; see {output_dir / 'soak.log'}")
 
 
-def _description(steps: int, patience: float, plan: Iterable[tuple[int, str]]) -> dict[str, Any]:
-    return {
+def _begun(output_dir: Path, steps: int, patience: float, kills: int) -> tuple[dict[str, Any], Records]:
+    """What is to be done, and what was recorded of it before."""
+    path = output_dir / "plan.json"
+    if path.exists():
+        return json.loads(path.read_text()), _load(output_dir)
+    description = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "began": time.time(),
         "steps": steps,
         "patience": patience,
         "knobs": KNOBS,
-        "plan": list(plan),
+        "kills": kill_plan(steps)[:kills],
         "machine": f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, {platform.machine()}",
     }
+    path.write_text(json.dumps(description, indent=2) + "\n")
+    return description, Records()
+
+
+def _load(output_dir: Path) -> Records:
+    """What :func:`_save` wrote."""
+    return Records(*(_read_as(output_dir / name, kind) for name, kind in (("lives.csv", Life), ("memory.csv", Memory))))
+
+
+def _read_as(path: Path, kind: type) -> list[Any]:
+    types = {entry.name: str(entry.type) for entry in fields(kind)}
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = [{name: _value(text, types[name]) for name, text in row.items()} for row in csv.DictReader(file)]
+    return [kind(**row) for row in rows]
+
+
+def _value(text: str, kind: str) -> Any:
+    if not text and "None" in kind:
+        return None
+    return {"int": int, "float": float, "str": str}[kind.split()[0]](text)
 
 
 def _save(output_dir: Path, records: Records) -> None:
@@ -710,6 +739,7 @@ def main() -> None:
     run_parser = commands.add_parser("run", help="the soak")
     run_parser.add_argument("--output-dir", type=Path, required=True)
     run_parser.add_argument("--steps", type=int, default=300)
+    run_parser.add_argument("--kills", type=int, default=len(KILLED), help=f"the first so many of: {', '.join(KILLED)}")
     run_parser.add_argument("--patience", type=float, default=180.0, help="seconds for a killed run to end by itself")
     page_parser = commands.add_parser("page", help="docs/soak/")
     page_parser.add_argument(
@@ -717,7 +747,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.command == "run":
-        run(arguments.output_dir.resolve(), arguments.steps, arguments.patience)
+        run(arguments.output_dir.resolve(), arguments.steps, arguments.patience, arguments.kills)
         return
     if arguments.output_dir is not None:
         collect(arguments.output_dir.resolve())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,8 @@ PROMPTS, ROLLOUTS, STEPS, KILLED_BEHIND = 4, 4, 4, 2
 MANAGER = "grail_advantage.verl_ext.request_seeds.SeededAgentLoopManager"
 OF_THE_ENGINE = ("training/rollout_", "rollout_corr/")
 """Figures of vLLM's own log-probabilities, whose last bits depend on what else was in a batch."""
-OF_THE_CLOCK = ("timing", "perf/", "training/rollout_timing")
+OF_THE_MACHINE = re.compile(r"timing|perf/")
+"""Seconds and memory."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,16 @@ def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> 
     resumed, uninterrupted = (_lines(folder) for folder in (pair.resumed.folder, pair.uninterrupted))
     for there, here in zip(uninterrupted[KILLED_BEHIND + 1 :], resumed[KILLED_BEHIND + 1 :], strict=True):
         assert there["data"].keys() == here["data"].keys()
-        names = [name for name in there["data"] if not name.startswith((*OF_THE_CLOCK, *OF_THE_ENGINE))]
+        names = [
+            name for name in there["data"] if not name.startswith(OF_THE_ENGINE) and not OF_THE_MACHINE.search(name)
+        ]
+        assert len(names) > 50
         assert {"actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean", "grail/weight_deviation"} <= {
             *names
         }
         assert {name: here["data"][name] for name in names} == {name: there["data"][name] for name in names}
     moved = [line["data"]["actor/grad_norm"] for line in resumed[1:]]
-    assert len(set(moved)) == STEPS, "nothing was learned that could have been lost"
+    assert len(set(moved)) > 1, "nothing was learned that could have been lost"
 
 
 def test_the_engines_own_figures_differ_by_rounding_alone(pair: Pair) -> None:
