@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRAIL | environment, style, types and tests | any machine, tests that need a GPU are skipped without one
-# Knobs: TEST_PROCESSES (2: files tested at the same time)
+# Knobs: TEST_PROCESSES (3: files tested at the same time; 2 take less memory)
 # Arguments go to pytest.
 #
 #   bash scripts/test.sh             # everything: whole verl runs, ranks, training, package installations
@@ -32,5 +32,7 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 ruff check .
 ruff format --check .
 mypy
-# Two files at a time: most of a test is processes that start. tests/conftest.py says what stays together.
-python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-2}" --dist loadgroup --no-loadscope-reorder "${selection[@]}" "$@"
+# Three files at a time on two cores: many tests wait for processes that start. tests/conftest.py says what stays together and
+# what begins first.
+python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-3}" --dist loadgroup --no-loadscope-reorder \
+    "${selection[@]}" "$@"
