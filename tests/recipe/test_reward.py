@@ -283,6 +283,7 @@ def test_number_path_agrees_with_math_verify(gold: str, other: str, digits: int 
     assert reward._same_number((value, decimal), answer_number) == _verify_pool.get_pool().verify(gold, answer)
 
 
+@pytest.mark.slow
 def test_fast_parser_finds_what_the_plain_parser_finds() -> None:
     """The worker parses in two stages for speed; every form of the tables must come out as without that."""
     script = """
@@ -449,6 +450,7 @@ def test_an_ordinary_worker_stays() -> None:
     assert _verify_pool.get_pool().pids() == before
 
 
+@pytest.mark.slow
 def test_what_a_verification_must_not_do(tmp_path: Path) -> None:
     """sympy evaluates text as Python. Code that got that far inside a worker could not touch the system."""
     script = """
@@ -546,6 +548,7 @@ def test_worker_killed_at_work_is_replaced(short_limit: None) -> None:
     assert accepts("x+52", "52+x")
 
 
+@pytest.mark.slow
 def test_worker_that_never_replies_is_replaced() -> None:
     """Stopped, it uses no processor time, so the wall clock decides; its late reply must not reach the next question."""
     pool = _verify_pool.VerifyPool(workers=1, cpu_seconds=0.5)
@@ -605,6 +608,7 @@ print(json.dumps([scores, _verify_pool.get_pool().pids()]))
     assert len(pids) == 2 and _gone(pids)
 
 
+@pytest.mark.slow
 def test_forked_child_uses_its_own_workers() -> None:
     """Also when other threads of the parent hold every worker at the time of the fork."""
     child, child_pids, parent, parent_pids = _run("""
@@ -644,6 +648,7 @@ print(json.dumps([*json.loads(os.read(read, 65536)), parent, pids + get_pool().p
     assert _gone(child_pids + parent_pids)
 
 
+@pytest.mark.slow
 def test_killed_program_leaves_no_workers() -> None:
     """Neither an idle worker nor one that hangs outlives a program that had no chance to clean up."""
     program = """
