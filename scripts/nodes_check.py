@@ -175,11 +175,11 @@ def lost(folder: Path, loss: Loss) -> dict[str, Any]:
         **found,
         "whole_seconds": round(total),
         "saved_step": saved,
-        "said": said(done.stdout + done.stderr),
+        "said": [line.replace(f"{folder.parent}/", "") for line in said(done.stdout + done.stderr)],
         "resumed_steps": sorted(
             json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
         ),
-        "resume_note": [line for line in resumed.output.splitlines() if "is shared out to" in line][:1],
+        "resume_note": re.findall(r"is of \d+ ranks and is shared out to \d+", resumed.output)[:1],
     }
 
 
@@ -212,34 +212,39 @@ def lose(how: str, node: str, metrics: Path, report: Path, command: list[str]) -
 def page(record: dict[str, Any]) -> str:
     """The generated part of the page."""
     lines = [
-        f"`python scripts/nodes_check.py`, {record['date']}, {record['steps']} steps of GRAIL, {PROMPTS} prompts x {ROLLOUTS} "
-        "responses a step.",
+        f"`python scripts/nodes_check.py`, {record['date']}, GRAIL with {PROMPTS} prompts x {ROLLOUTS} responses a step.",
         "",
-        "| ranks, one on each node, against as many on one node | rows, tokens | rows with other tokens | largest "
-        "difference of scores, weights, advantages | of parameters after the last step | metrics that differ |",
-        "|---|---|---|---|---|---|",
     ]
-    for found in record["equal"]:
-        differing = found["metrics_that_differ"]
-        worst = "; ".join(f"`{name}` by {gap:.1g}" for name, gap in differing.items()) or "none"
-        gaps = ", ".join(f"{found['largest_difference'][name]:.3g}" for name in COLUMNS[:3])
-        lines.append(
-            f"| {found['ranks']} | {found['rows']}, {found['tokens']} | {found['rows_with_other_tokens']} | {gaps} | "
-            f"{found['largest_difference_of_parameters']:.3g} | {worst}, of {found['metrics_compared']} |"
-        )
-    lines += [
-        "",
-        "| what happens to the last node behind step 2 | nodes | the run ends after | status | saved | goes on with | steps in "
-        "the log at the end |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    words = {"cut": "its network is cut off", "kill": "all its processes are killed"}
-    for found in record["lost"]:
-        lines.append(
-            f"| {words[found['how']]} | {found['ranks']} | {found['seconds_until_the_end']:.0f} s | {found['status']} | step "
-            f"{found['saved_step']} | {found['left']} rank{'s' if found['left'] > 1 else ''} | "
-            f"{', '.join(map(str, found['resumed_steps']))} |"
-        )
+    if record["equal"]:
+        lines += [
+            "| ranks, one on each node, against as many on one node | steps, rows, tokens | rows with other tokens | largest "
+            "difference of scores, weights, advantages | of parameters after the last step | metrics that differ |",
+            "|---|---|---|---|---|---|",
+        ]
+        for found in record["equal"]:
+            worst = "; ".join(f"`{name}` by {gap:.1g}" for name, gap in found["metrics_that_differ"].items()) or "none"
+            gaps = ", ".join(f"{found['largest_difference'][name]:.3g}" for name in COLUMNS[:3])
+            lines.append(
+                f"| {found['ranks']} | {found['steps']}, {found['rows']}, {found['tokens']} | "
+                f"{found['rows_with_other_tokens']} | {gaps} | {found['largest_difference_of_parameters']:.3g} | {worst}, of "
+                f"{found['metrics_compared']} |"
+            )
+        lines.append("")
+    if record["lost"]:
+        lines += [
+            "| what happens to the last node behind step 2 | nodes | the run ends after | status | saved | goes on with | "
+            "steps in the log at the end |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        words = {"cut": "its network is cut off", "kill": "all its processes are killed"}
+        for found in record["lost"]:
+            lines.append(
+                f"| {words[found['how']]} | {found['ranks']} | {found['seconds_until_the_end']:.0f} s | {found['status']} | "
+                f"step {found['saved_step']} | {found['left']} rank{'s' if found['left'] > 1 else ''} | "
+                f"{', '.join(map(str, found['resumed_steps']))} |"
+            )
+        for found in record["lost"]:
+            lines += ["", f"What the run says where {words[found['how']]}:", "", "```", *found["said"], "```"]
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
+from recipe.marked_text import marked
 from tests.recipe.test_setup_cpu import make_wheel
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +65,11 @@ def nodes():
 def cluster_resources():
     return {"GPU": 4.0 * len(nodes())}
 """
-LAUNCH = '#!/usr/bin/env bash\necho "$NNODES $NGPUS_PER_NODE $RAY_ADDRESS $*" >"$HERE/launched"\necho "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >>"$HERE/tokens"\nexit "${LAUNCH_STATUS:-0}"\n'
+LAUNCH = r"""#!/usr/bin/env bash
+echo "$NNODES $NGPUS_PER_NODE $RAY_ADDRESS $*" >"$HERE/launched"
+echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >>"$HERE/tokens"
+exit "${LAUNCH_STATUS:-0}"
+"""
 
 
 class Result(NamedTuple):
@@ -239,6 +245,26 @@ def test_blocks_of_the_page(block: str) -> None:
         assert word in knobs, word
     for version in re.findall(r"flash-attn==\d\S*", block):
         assert version in (ROOT / "requirements.txt").read_text().splitlines()
+
+
+def test_what_was_recorded_on_nodes_stands_on_the_page() -> None:
+    """Equal is equal; a lost node ends the run by itself, and what is left goes on to the end, no step lost or twice."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import nodes_check
+
+    record = json.loads(nodes_check.RECORD.read_text())
+    assert marked(PAGE, "nodes") == nodes_check.page(record).strip()
+    for found in record["equal"]:
+        assert found["rows"] == found["steps"] * nodes_check.PROMPTS * nodes_check.ROLLOUTS
+        gaps = [*found["largest_difference"].values(), found["largest_difference_of_parameters"]]
+        assert (found["rows_with_other_tokens"], set(gaps), found["metrics_that_differ"]) == (0, {0.0}, {})
+        assert set(found["places"]) == {f"node{node}" for node in range(1, found["ranks"] + 1)}
+    assert record["lost"]
+    for found in record["lost"]:
+        assert found["ended_by_itself"] and found["status"] == 1
+        assert found["said"][0].startswith("grail_advantage watchdog: this run cannot go on")
+        assert any(f"10.77.0.{found['ranks']}" in line for line in found["said"])
+        assert found["resume_note"] and found["resumed_steps"] == list(range(1, nodes_check.STEPS + 2))
 
 
 def test_page_has_no_wait_without_an_end() -> None:
