@@ -365,12 +365,12 @@ def summary(folder: Path) -> str:
         run = next((run for run in result["runs"] if run["checkpointing"] == "off"), result["runs"][0])
         step, epochs = Step(run, result["setup"]), result["epochs"]
         ours = " and ".join(f"{step.ratio_of_stages(FRONT_PAGE_VARIANT, count):.2f}" for count in epochs)
-        theirs = " and ".join(f"{step.ratio_of_stages(PUBLISHED, count):.2f}" for count in epochs)
         share = run["peak_bytes"]["fused pass, official"] / run["peak_bytes"]["actor update"]
+        memory = "without raising its peak memory" if share <= 1 else f"and its peak memory {share:.2f} times as high"
         sentences.append(
-            f"On the {result['device'].upper()}, with {step.share:.0%} of the responses scored, GRAIL makes the training side "
-            f"of a step {ours} times as long with {' and '.join(map(str, epochs))} epochs of updates; the paper's procedure "
-            f"{theirs} times. Its peak memory is {share:.2f} of the update's."
+            f"On the {result['device'].upper()}, {result['setup']['layers']} layers, with {step.share:.0%} of the responses scored, "
+            f"GRAIL makes the training side of a step {ours} times as long with {' and '.join(map(str, epochs))} epochs of "
+            f"updates, {memory}."
         )
     for path in sorted(folder.glob("whole_step-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
