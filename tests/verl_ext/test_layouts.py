@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +10,13 @@ import torch
 from transformers import PreTrainedModel
 
 from grail_advantage import GrailConfig, compute_token_weights
+from tests import forked
 from tests.core.tiny_models import Rollout, char_tokenizer, make_batch, tiny_model
 from tests.verl_ext import layouts_process as process
 from tests.verl_ext.layouts_process import GROUPS, SCENARIOS, SEVERAL_OUTPUTS, Output
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 Rows = dict[str, dict[str, torch.Tensor]]
 
 
@@ -44,14 +40,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     folder = tmp_path_factory.mktemp("layouts")
     model = tiny_model(seed=5)
     model.save_pretrained(folder / "model")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.verl_ext.layouts_process", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "VERL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = forked.run("tests.verl_ext.layouts_process", str(folder), timeout=600)
     assert (folder / "result.pt").exists(), done.stdout[-3000:] + done.stderr[-3000:]
     return Measured(model, torch.load(folder / "result.pt"))
 
