@@ -284,6 +284,6 @@ class InThisProcess:
 
 @pytest.mark.slow
 def test_two_processes_give_what_one_gives_to_the_last_bit(tmp_path: Path) -> None:
-    run(tmp_path / "one", "--processes", "1", "--kinds", "tune", "main", "--regimes", "distractors")
-    run(tmp_path / "two", "--processes", "2", "--kinds", "tune", "main", "--regimes", "distractors")
+    run(tmp_path / "one", "--processes", "1", "--kinds", "tune", "--regimes", "distractors")
+    run(tmp_path / "two", "--processes", "2", "--kinds", "tune", "--regimes", "distractors")
     assert rows(tmp_path / "one") == rows(tmp_path / "two") != {}
