@@ -368,8 +368,8 @@ def summary(folder: Path) -> str:
         share = run["peak_bytes"]["fused pass, official"] / run["peak_bytes"]["actor update"]
         memory = "without raising its peak memory" if share <= 1 else f"and its peak memory {share:.2f} times as high"
         sentences.append(
-            f"On the {result['device'].upper()}, {result['setup']['layers']} layers, with {step.share:.0%} of the responses scored, "
-            f"GRAIL makes the training side of a step {ours} times as long with {' and '.join(map(str, epochs))} epochs of "
+            f"On the {result['device'].upper()}, {result['setup']['layers']} layers, with {step.share:.0%} of the responses "
+            f"scored, GRAIL makes the training side of a step {ours} times as long with {' and '.join(map(str, epochs))} epochs of "
             f"updates, {memory}."
         )
     for path in sorted(folder.glob("whole_step-*.json")):
