@@ -369,8 +369,8 @@ def summary(folder: Path) -> str:
         memory = "without raising its peak memory" if share <= 1 else f"and its peak memory {share:.2f} times as high"
         sentences.append(
             f"On the {result['device'].upper()}, {result['setup']['layers']} layers, with {step.share:.0%} of the responses "
-            f"scored, GRAIL makes the training side of a step {ours} times as long with {' and '.join(map(str, epochs))} epochs of "
-            f"updates, {memory}."
+            f"scored, GRAIL makes the training side of a step {ours} times as long with "
+            f"{' and '.join(map(str, epochs))} epochs of updates, {memory}."
         )
     for path in sorted(folder.glob("whole_step-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
