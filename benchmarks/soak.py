@@ -15,6 +15,7 @@ import argparse
 import csv
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -54,6 +55,8 @@ LEFT = 15.0
 CHECKPOINT = "a worker, while it writes a checkpoint"
 WARM_UP = 10
 """First steps of a life, in which the processes fill their caches; the memory's slope begins behind them."""
+ENDING = 10.0
+"""Seconds before the end of a life that do not count for the slope."""
 
 
 def _titled(pattern: str) -> Callable[[psutil.Process], bool]:
@@ -223,8 +226,8 @@ class Watcher:
             time.sleep(0.5)
         life.ended, life.status = self.now(), process.returncode
         life.ended_by = life.ended_by or "itself"
-        life.message = _last_words(self.run_dir).replace(str(self.run_dir), "RUN")
         log.close()
+        life.message = _last_words(Path(log.name), self.run_dir)
         self._look_for_leftovers(life)
 
     def _file(self) -> int | None:
@@ -300,12 +303,12 @@ class Watcher:
         return alive
 
 
-def _last_words(run_dir: Path) -> str:
-    """The end of the run in its own words: what stands behind the last error or notice in its log."""
-    path = run_dir / "train.log"
-    lines = path.read_text(errors="replace").splitlines()[-400:] if path.exists() else []
-    telling = [line for line in lines if re.search(r"cannot go on|killed|died|Error: |already finished", line)]
-    return telling[-1].strip()[:240] if telling else ""
+def _last_words(log: Path, run_dir: Path) -> str:
+    """What the run said of its end: of the watchdog's words who died, when, and what now; or the last error."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()] if log.exists() else []
+    told = [re.sub(r"\s{2,}", " ", line) for line in lines if re.match(r"(died|also died|when|what now)\s", line)]
+    rest = [line for line in lines if re.search(r"was killed|Error: |already finished", line)]
+    return "; ".join(told or rest[-1:]).replace(str(run_dir), "RUN")[:400]
 
 
 def run(output_dir: Path, steps: int, patience: float, kills: int) -> None:
@@ -413,9 +416,13 @@ def _rounded(value: Any) -> Any:
 def collect(output_dir: Path) -> None:
     """Put the records of a soak where the page is drawn from."""
     PAGE.mkdir(parents=True, exist_ok=True)
-    for name in ("lives.csv", "memory.csv", "plan.json"):
+    for name in ("memory.csv", "plan.json"):
         shutil.copy(output_dir / name, PAGE / name)
     run_dir = output_dir / "seed0" / "grail"
+    lives = _load(output_dir).lives
+    for life in lives:
+        life.message = _last_words(run_dir.parent / f"life-{life.number}.log", run_dir)
+    _write_csv(PAGE / "lives.csv", [asdict(life) for life in lives], [entry.name for entry in fields(Life)])
     rows = []
     for line in (run_dir / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -501,6 +508,10 @@ class Slope:
 def slopes(memory: Sequence[dict[str, Any]], lives: Sequence[dict[str, Any]]) -> list[Slope]:
     """One line for each role: a common slope with a level for each life, by least squares; behind ``WARM_UP`` steps."""
     first = {life["number"]: life["resumed_from"] + WARM_UP for life in lives}
+    begun = {life["number"]: life["first_step_at"] or math.inf for life in lives}
+    ended = {life["number"]: (life["killed_at"] or life["ended"]) - ENDING for life in lives}
+    memory = [row for row in memory if row["seconds"] > begun.get(row["life"], 0)]
+    memory = [row for row in memory if row["seconds"] < ended.get(row["life"], math.inf)]
     found = []
     totals: dict[tuple[float, float, float], float] = {}
     for row in memory:
@@ -547,7 +558,8 @@ def problems(steps: Sequence[dict[str, Any]], total: int) -> list[str]:
 def lost_seconds(life: dict[str, Any], following: dict[str, Any], seconds: float) -> float:
     """From the kill until the run was as far again: the end, the start, and the steps that were taken again."""
     again = life["last_step"] - following["resumed_from"]
-    return following["first_step_at"] - life["killed_at"] + max(0, again - 1) * seconds
+    end, start = life["ended"] - life["killed_at"], following["first_step_at"] - following["started"]
+    return end + start + max(0, again - 1) * seconds
 
 
 def draw(steps: Sequence[dict[str, Any]], memory: Sequence[dict[str, Any]], lives: Sequence[dict[str, Any]]) -> None:
@@ -576,11 +588,10 @@ def draw(steps: Sequence[dict[str, Any]], memory: Sequence[dict[str, Any]], live
     )
     for i, life in enumerate(kills, start=1):
         curve.axvline(life["last_step"], color="#b5432a", linewidth=0.8, linestyle=":")
-        curve.text(life["last_step"], 1.01, str(i), color="#b5432a", ha="center", transform=curve.get_xaxis_transform())
+        curve.text(life["last_step"], 0.01, f" {i}", color="#b5432a", transform=curve.get_xaxis_transform())
     curve.set(
         xlabel="step", ylabel="share right", ylim=(0, 1), title="The run's one curve; dotted: kills", xlim=(0, None)
     )
-    curve.title.set_y(1.05)
     curve.legend(loc="upper left", ncols=3)
 
     for life in lives:
@@ -598,13 +609,14 @@ def draw(steps: Sequence[dict[str, Any]], memory: Sequence[dict[str, Any]], live
             )
         if life["killed_at"] is not None:
             progress.plot(life["killed_at"] / 60, life["last_step"], marker="x", color="#b5432a")
-            progress.annotate(
-                f" {life['killed']}", (life["killed_at"] / 60, life["last_step"]), fontsize=8, va="top", color="#b5432a"
-            )
+            name = f"{life['killed']} "
+            at = (life["killed_at"] / 60, life["last_step"])
+            progress.annotate(name, at, fontsize=8, ha="right", va="bottom", color="#b5432a")
     progress.set(xlabel="minutes", ylabel="step", title="Lives: grey starting, blue training, x killed")
 
     order = [name for name in (*ROLES, REST) if any(row["role"] == name for row in memory)]
-    times = sorted({row["seconds"] for row in memory})
+    ends = [life["ended"] for life in lives]  # nothing is left then
+    times = sorted({row["seconds"] for row in memory} | set(ends))
     place = {seconds: i for i, seconds in enumerate(times)}
     stack = np.zeros((len(order), len(times)))
     for row in memory:
@@ -643,7 +655,7 @@ def page(
     memory: Sequence[dict[str, Any]],
     lives: Sequence[dict[str, Any]],
     plan: dict[str, Any],
-    again: Sequence[dict[str, Any]],
+    repeated: Sequence[dict[str, Any]],
 ) -> str:
     """The page's text."""
     seconds = statistics.median(row["seconds"] for row in steps if row["seconds"] is not None)
@@ -709,7 +721,7 @@ def page(
             f"| {row['first']:.0f} to {row['last']:.0f} | {row['values']:.0f} | {row['differing']:.0f} |"
             if not row["names"]
             else f"| {row['first']:.0f} to {row['last']:.0f} | {row['values']:.0f} | {row['differing']:.0f}: {row['names']} |"
-            for row in again
+            for row in repeated
         ),
         "",
         "What the run said of its end:",
