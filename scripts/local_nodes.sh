@@ -70,19 +70,17 @@ start_ray() {
         (on_node "$node" bash -c 'until "${@:2}" || ((SECONDS > $1)); do sleep 1; done' start "$wait_seconds" \
             "${start[@]}" "${cluster[@]}" --node-ip-address="$network.$node") >"/run/nodes/node$node.log" 2>&1 &
     done
-    (on_node 1 timeout --kill-after=10 "$wait_seconds" "$python" -c '
+    until (on_node 1 timeout --kill-after=10 "$wait_seconds" "$python" -c '
 import sys, time, ray
-while True:
-    try:
-        ray.init(log_to_driver=False)
-        break
-    except ConnectionError:
-        time.sleep(0.5)
+ray.init(log_to_driver=False)
 while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
-    time.sleep(0.2)' "$nodes") >/run/nodes/wait.log 2>&1 || {
-        tail -n 20 /run/nodes/node*.log /run/nodes/wait.log >&2
-        refuse "the nodes did not come together within WAIT_SECONDS=$wait_seconds; what they said stands above"
-    }
+    time.sleep(0.2)' "$nodes") >/run/nodes/wait.log 2>&1; do
+        ((SECONDS < wait_seconds && status == 0)) || {
+            tail -n 20 /run/nodes/node*.log /run/nodes/wait.log >&2
+            refuse "the nodes did not come together within WAIT_SECONDS=$wait_seconds; what they said stands above"
+        }
+        sleep 1
+    done
 }
 
 inside() { # the first process of the new namespaces: makes the nodes, runs the command, and ends all by ending
