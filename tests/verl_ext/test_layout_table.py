@@ -16,6 +16,7 @@ from hydra import compose, initialize_config_dir
 import recipe.main_grail  # noqa: F401  stores the methods' sections
 from grail_advantage.verl_ext.checks import check_config
 from recipe.marked_text import marked
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,13 +42,8 @@ def _name(cell: object) -> str:
 def collected() -> set[str]:
     """Node ids of all tests of the files that the table names."""
     files = sorted({node_id.split("::")[0] for cell in TESTED for node_id in cell.tests})
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider", *files],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    asked = ["--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    done = forked.run("pytest", *asked, *(str(ROOT / file) for file in files))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return {line for line in done.stdout.splitlines() if "::" in line}
 
