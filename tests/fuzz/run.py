@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -22,27 +23,17 @@ from pathlib import Path
 from tests.fuzz.names import CORPUS, MODULES
 
 SITE = Path(__file__).parents[2]
+SEARCH = Path(__file__).with_name("search.py")
 MOST_BYTES = 4096
-KEPT_BYTES, KEPT_FILES = 1024, 40
-
-PROGRAM = """
-import logging
-import sys
-import atheris
-names = sys.argv.pop(1).split(",")
-target = sys.argv.pop(1)
-with atheris.instrument_imports(include=names):
-    from tests.fuzz.targets import TARGETS
-logging.getLogger("grail_advantage").setLevel(logging.CRITICAL)
-atheris.Setup(sys.argv, TARGETS[target])
-atheris.Fuzz()
-"""
+KEPT_BYTES, KEPT_FILES = 1024, 24
 
 
 def fuzz(target: str, *arguments: str, quiet: bool = False) -> str:
     """Run atheris on a target; what it printed."""
-    command = [sys.executable, "-c", PROGRAM, ",".join(MODULES[target]), target, *arguments]
-    process = subprocess.Popen(command, cwd=SITE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, str(SEARCH), *arguments]
+    paths = [str(SITE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "FUZZ_TARGET": target, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     said = []
     for line in process.stdout:
         said.append(line)

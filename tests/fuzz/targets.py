@@ -125,7 +125,8 @@ def span(content: bytes) -> None:
         def covering(low: int, high: int) -> list[int]:
             return [t for t, piece in enumerate(pieces) if piece and starts[t] < high and starts[t] + len(piece) > low]
 
-        whole, inside = covering(start, end), covering(content_start, content_end)
+        whole = covering(start, end)
+        inside = covering(content_start, content_end) if content_start < content_end else []
         inside_range = (inside[0], inside[-1] + 1) if inside else (covering(content_end, end)[0],) * 2
         assert (found.start, found.content_start, found.content_end, found.end) == (
             whole[0],
