@@ -160,6 +160,8 @@ def lost(folder: Path, loss: Loss) -> dict[str, Any]:
         RAY_LOGS=str(folder / "ray"),
     )
     total = time.monotonic() - began
+    if not report.exists():
+        raise SystemExit(f"the run did not come as far as step {LOST_AT}:\n{(done.stdout + done.stderr)[-3000:]}")
     found = json.loads(report.read_text())
     (folder / "lost.log").write_text(done.stdout + done.stderr)
     saved = int((folder / "checkpoints/latest_checkpointed_iteration.txt").read_text())
