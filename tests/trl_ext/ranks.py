@@ -1,8 +1,11 @@
-"""One of two ranks joined by gloo through accelerate, or the only one; see test_trl.py. Nothing is judged here."""
+"""Two ranks joined by gloo through accelerate, and one that is alone; see test_trl.py. Nothing is judged here."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "surprisal": {"token_weights": "surprisal"},
 }
 STEPS = 3
+TIMEOUT = 500
+"""Seconds; ranks that hang end with this process."""
 
 
 def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
@@ -69,17 +74,39 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     }
 
 
-def main(rank: int, world_size: int, folder: Path) -> None:
+def start(rank: int, world_size: int, port: int, folder: Path) -> None:
+    """Train with every method as a rank, in a process of its own."""
+    with (folder / f"log{rank}of{world_size}.txt").open("w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    if world_size > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name in WEIGHTS:
         try:
-            results[name] = run(name, folder / f"run{rank}", world_size)
+            results[name] = run(name, folder / f"run{rank}of{world_size}", world_size)
         except Exception:
             results[name] = traceback.format_exc()
             break  # the other rank waits for a counterpart
     torch.save(results, folder / f"result{rank}of{world_size}.pt")
 
 
+def main(port: int, folder: Path) -> None:
+    """Two ranks and one that is alone, all at once; they are forks, so that TRL is imported once."""
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=start, args=(rank, world_size, port, folder), daemon=True)
+        for world_size in (2, 1)
+        for rank in range(world_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + TIMEOUT
+    for rank in ranks:
+        rank.join(max(0, deadline - time.monotonic()))
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))
