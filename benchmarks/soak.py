@@ -55,7 +55,7 @@ LEFT = 15.0
 CHECKPOINT = "a worker, while it writes a checkpoint"
 WARM_UP = 10
 """First steps of a life, in which the processes fill their caches; the memory's slope begins behind them."""
-ENDING = 10.0
+ENDING = 15.0
 """Seconds before the end of a life that do not count for the slope."""
 
 
@@ -254,9 +254,10 @@ class Watcher:
         shares: dict[str, list[float]] = {}
         for process in self._processes():
             shares.setdefault(role_of(process), []).append(proportional_share(process.pid))
+        seconds = round(self.now(), 1)
         for role, of_role in shares.items():
             self.records.memory.append(
-                Memory(round(self.now(), 1), life.number, life.last_step, role, len(of_role), round(sum(of_role), 1))
+                Memory(seconds, life.number, life.last_step, role, len(of_role), round(sum(of_role), 1))
             )
 
     def _strike(self, life: Life, place: str) -> None:
@@ -486,6 +487,17 @@ def _read(name: str) -> list[dict[str, Any]]:
         return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
 
+def _read_memory() -> list[dict[str, Any]]:
+    """The memory's records; what was recorded in one go has one time."""
+    rows, roles, seconds = _read("memory.csv"), set[str](), 0.0
+    for row in rows:
+        if row["role"] in roles or not roles:
+            roles, seconds = set(), row["seconds"]
+        roles.add(row["role"])
+        row["seconds"] = seconds
+    return rows
+
+
 def _number(text: str) -> Any:
     try:
         return float(text)
@@ -509,7 +521,12 @@ def slopes(memory: Sequence[dict[str, Any]], lives: Sequence[dict[str, Any]]) ->
     """One line for each role: a common slope with a level for each life, by least squares; behind ``WARM_UP`` steps."""
     first = {life["number"]: life["resumed_from"] + WARM_UP for life in lives}
     begun = {life["number"]: life["first_step_at"] or math.inf for life in lives}
-    ended = {life["number"]: (life["killed_at"] or life["ended"]) - ENDING for life in lives}
+    # A run that has ended still makes its report.
+    drivers = {row["life"]: row["seconds"] for row in memory if row["role"] == "driver"}
+    ended = {
+        life["number"]: min(life["killed_at"] or life["ended"], drivers.get(life["number"], math.inf)) - ENDING
+        for life in lives
+    }
     memory = [row for row in memory if row["seconds"] > begun.get(row["life"], 0)]
     memory = [row for row in memory if row["seconds"] < ended.get(row["life"], math.inf)]
     found = []
@@ -640,14 +657,14 @@ def _plain(message: str) -> str:
 
 def write_page() -> None:
     """``docs/soak/README.md`` and its plot, from the records beside it."""
-    draw(_read("steps.csv"), _read("memory.csv"), _read("lives.csv"))
+    draw(_read("steps.csv"), _read_memory(), _read("lives.csv"))
     (PAGE / "README.md").write_text(page_of_records())
 
 
 def page_of_records() -> str:
     """The page from what ``docs/soak/`` holds."""
     plan = json.loads((PAGE / "plan.json").read_text())
-    return page(_read("steps.csv"), _read("memory.csv"), _read("lives.csv"), plan, _read("twice.csv"))
+    return page(_read("steps.csv"), _read_memory(), _read("lives.csv"), plan, _read("twice.csv"))
 
 
 def page(
@@ -662,6 +679,10 @@ def page(
     saves = [row["save_seconds"] for row in steps if row["save_seconds"] is not None]
     wrong = problems(steps, plan["steps"])
     kills = [life for life in lives if life["killed"]]
+    longest = max(lives, key=lambda life: life["last_step"] - life["resumed_from"])
+    middle = (longest["last_step"] + longest["resumed_from"]) / 2
+    half = [row for row in memory if row["life"] == longest["number"] and row["step"] > middle]
+    late = {slope.role: slope.a_hundred_steps for slope in slopes(half, [longest])}
     first, last, count = plan["dumped_steps"]
     knobs = " ".join(f"{name}={value}" for name, value in plan["knobs"].items())
     lines = [
@@ -733,10 +754,12 @@ def page(
         f"Proportional share (PSS), every {INTERVAL:.0f} s. The slope is that of a straight line with a level of its own for "
         f"each life, by least squares, behind the first {WARM_UP} steps of a life.",
         "",
-        "| processes | MiB, median | MiB a hundred steps | standard error |",
-        "|---|---|---|---|",
+        "| processes | MiB, median | MiB a hundred steps | standard error | "
+        f"steps {middle:.0f} to {longest['last_step']:.0f} alone |",
+        "|---|---|---|---|---|",
         *(
-            f"| {slope.role} | {slope.mebibytes:.0f} | {slope.a_hundred_steps:+.1f} | {slope.error:.1f} |"
+            f"| {slope.role} | {slope.mebibytes:.0f} | {slope.a_hundred_steps:+.1f} | {slope.error:.1f} | "
+            f"{late.get(slope.role, math.nan):+.1f} |"
             for slope in slopes(memory, lives)
         ),
         "",

@@ -176,6 +176,13 @@ FAULTS = (
     ),
     Fault(
         CHECKPOINTS,
+        "killed five times in 300 steps",
+        "driver, actor worker, rollout server, a worker that writes a checkpoint, reward worker",
+        "the same command goes on each time; every step once; steps that were taken again are the same bit for bit",
+        ("docs/soak/README.md",),
+    ),
+    Fault(
+        CHECKPOINTS,
         "settings of another run",
         "start in a folder with checkpoints",
         "refused before Ray with each option, its value there and here, and the way out",
