@@ -30,14 +30,15 @@ LISTEN = 1.0
 """Seconds between two looks for last words."""
 LEFTOVER_SECONDS = 20.0
 """For what is just ending to be gone."""
-ASK_SECONDS = 5.0
-"""For Ray to answer at the end."""
+ASK_SECONDS = 15.0
+"""For Ray to answer at the end; a thread that still asks while Ray shuts down can crash the process."""
 
 TASK_RUNNER = "TaskRunner"
 """What the classes are called in whose process verl's trainers run (``verl.trainer.main_ppo``)."""
 
 _begun = threading.Event()
 _printed = threading.Event()
+_over = threading.Event()
 
 
 def begin(config: DictConfig) -> None:
@@ -56,8 +57,9 @@ def begin(config: DictConfig) -> None:
         option = f"ray_kwargs.ray_init.runtime_env.env_vars.{variable}"
         OmegaConf.update(config, option, os.environ[variable], force_add=True)
     beside = _start_reaper(tag)
-    atexit.register(_at_exit, beside, config)
-    threading.Thread(target=_listen, args=(beside,), name="grail_advantage last words", daemon=True).start()
+    listening = threading.Thread(target=_listen, args=(beside,), name="grail_advantage last words", daemon=True)
+    atexit.register(_at_exit, beside, config, listening)
+    listening.start()
 
 
 def name_leftovers() -> None:
@@ -93,8 +95,7 @@ def _say_ending(beside: subprocess.Popen[bytes]) -> None:
 
 def _listen(beside: subprocess.Popen[bytes]) -> None:
     """Wait for the watchdog's last words."""
-    while True:
-        time.sleep(LISTEN)
+    while not _over.wait(LISTEN):
         words = _ask()
         if words is not None and words.now:
             with contextlib.suppress(Exception):
@@ -118,9 +119,11 @@ def _print(text: str) -> None:
         reaper.say(text)
 
 
-def _at_exit(beside: subprocess.Popen[bytes], config: DictConfig) -> None:
+def _at_exit(beside: subprocess.Popen[bytes], config: DictConfig, listening: threading.Thread) -> None:
     """Runs before Ray's own, which was registered earlier."""
     _say_ending(beside)
+    _over.set()
+    listening.join(ASK_SECONDS)
     asking = threading.Thread(target=_print_cause, args=(config,), daemon=True)
     asking.start()
     asking.join(ASK_SECONDS)
