@@ -30,7 +30,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-os.environ.update(VERL_PLATFORM="cpu", TOKENIZERS_PARALLELISM="false")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -321,6 +320,7 @@ def gloo() -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    os.environ.update(VERL_PLATFORM="cpu", TOKENIZERS_PARALLELISM="false")  # before anything imports verl
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=("traffic", "driver", "queue", "gloo"))
     parser.add_argument("--sizes", nargs="+", default=SIZES, metavar="ROWSxTOKENS", help="of the driver's batches")
