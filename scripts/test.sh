@@ -13,9 +13,9 @@ selection=()
 if [[ ${1:-} == --quick ]]; then
     shift
     selection=(-m "not slow")
-    say="under 5 minutes, 2 GB of memory"
+    say="5 minutes, 4 GB of memory"
 else
-    say="25 to 40 minutes, 10 GB of memory; --quick: under 5 minutes"
+    say="40 minutes, 10 GB of memory; --quick: 5 minutes"
 fi
 echo "test: on 2 idle cores about $say (and where .venv is not up to date yet, 1 to 3 minutes for it)" >&2
 

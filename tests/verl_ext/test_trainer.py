@@ -179,7 +179,7 @@ def test_advantage_of_a_row_is_that_of_its_tokens_that_train() -> None:
     mask = [[1, 1, 1], [0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1]]
     mask_BT = torch.tensor(mask) > 0
     advantages_BT = torch.tensor([[0.5], [-2.0], [0.0], [1.0], [-0.25]]) * mask_BT
-    selection = _trainer()._select(_rollouts(["abc"] * 5), mask_BT, advantages_BT)
+    selection = _trainer()._select(_rollouts(["abc"] * 5), mask_BT, advantages_BT, torch.zeros(5, dtype=torch.bool))
     assert selection.batch.advantages_B.tolist() == [0.5, -2.0, 0.0, 0.0, -0.25]
 
 
@@ -192,7 +192,8 @@ def test_a_truncated_row_has_no_advantage_where_these_are_masked(masks: bool) ->
     trainer = _trainer()
     trainer.signal = GrailConfig(mask_truncated=masks)
     rollouts = _rollouts(["abcdef", "abc<end>"])
-    selection = trainer._select(rollouts, _mask(rollouts), torch.tensor([[1.0], [-1.0]]) * _mask(rollouts))
+    advantages_BT = torch.tensor([[1.0], [-1.0]]) * _mask(rollouts)
+    selection = trainer._select(rollouts, _mask(rollouts), advantages_BT, torch.zeros(2, dtype=torch.bool))
     assert selection.truncated_B.tolist() == [True, False]
     assert selection.batch.advantages_B.tolist() == [0.0 if masks else 1.0, -1.0]
     assert selection.base_advantages_BT[0].tolist() == [1.0] * 6
