@@ -196,11 +196,11 @@ def keep_last(folder: Path, step: int, count: int) -> list[Path]:
     return old
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file such that it appears whole and on the disk, or not at all."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, text as UTF-8, such that it appears whole and on the disk, or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with temporary.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -17,6 +17,8 @@ from typing import Any
 
 from verl.utils import tracking
 
+from grail_advantage.verl_ext.checkpoints import write_whole
+
 
 def keep_steps(path: Path, last: int) -> int:
     """Take out of a metrics file what is later than a step, and a line that a kill cut off.
@@ -33,12 +35,7 @@ def keep_steps(path: Path, last: int) -> int:
     if not path.exists():
         return 0
     kept = [line for line in path.read_bytes().splitlines(keepends=True) if _is_kept(line, last)]
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_whole(path, b"".join(kept))
     return len(kept)
 
 
