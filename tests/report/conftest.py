@@ -1,4 +1,8 @@
-"""One browser for all tests of the report's page."""
+"""One browser for all tests of a file that looks at the report's page.
+
+It goes with the file: as long as Playwright is open, an event loop runs in this thread, and ``asyncio.run`` of any later test
+of the same process fails.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import pytest
 from tests.report.browser import executable, launched
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     if executable() is None:
         pytest.skip(
