@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.weighting import BatchWeights
 
 TOP_SHARE = 0.1
+BLOCK = 2**17
+"""Tokens that are worked on at once."""
 
 METRICS = {
     "answer_found_rate": "share of rows with a complete answer",
@@ -66,52 +69,87 @@ def weight_metrics(
         the figures of ``METRICS``, and with gradient norms those of ``GRADIENT_METRICS``; empty for a batch without a valid
         token.
     """
-    mask_BT = response_mask_BT.bool()
-    valid_B = mask_BT.any(dim=-1)
+    mask_BT = response_mask_BT.bool().cpu().numpy()
+    length_B = np.count_nonzero(mask_BT, axis=1)
+    valid_B = length_B > 0
     n_rows = int(valid_B.sum())
     if n_rows == 0:
         return {}
-    advantages_B = torch.where(advantages_B.isfinite(), advantages_B, 0.0)
-    weights_BT = result.weights_BT
-    weights_N = weights_BT[mask_BT].double()
-    neutral_B = ((weights_BT == 1.0) | ~mask_BT).all(dim=-1)
+    advantages_B = torch.where(advantages_B.isfinite(), advantages_B, 0.0).double().abs().cpu().numpy()
+    sum_B, square_B, scatter_B, neutral_B, mass_N = _of_rows(
+        result.weights_BT.detach(), mask_BT, length_B, advantages_B
+    )
 
     def share(rows_B: torch.Tensor) -> float:
-        return int((rows_B & valid_B).sum()) / n_rows
+        return int((rows_B.cpu().numpy() & valid_B).sum()) / n_rows
 
-    def token_share(part_BT: torch.Tensor) -> float:
-        return int(part_BT.sum()) / max(1, int(result.from_scores_BT.sum()))
-
-    row_weights_BT = weights_BT.double()
-    square_B = row_weights_BT.square().sum(dim=-1)
-    ratio_B = row_weights_BT.sum(dim=-1).square() / (mask_BT.sum(dim=-1) * square_B)
-    ratio_B = ratio_B[valid_B & (square_B > 0)]
-
-    mass_BT = weights_BT.double() * advantages_B.double().abs().unsqueeze(-1)
-    mass_N = mass_BT[mask_BT & (advantages_B != 0).unsqueeze(-1)]
-    unweighted = (mask_BT * advantages_B.double().abs().unsqueeze(-1)).sum()
-    heaviest = max(1, round(TOP_SHARE * mass_N.numel()))
+    from_scores = max(1, int(torch.count_nonzero(result.from_scores_BT)))
+    average = sum_B.sum() / length_B.sum()
+    # A row's squares about its own mean, and those of its mean about the batch's.
+    variance = (scatter_B + length_B * (sum_B / np.maximum(length_B, 1) - average) ** 2).sum() / length_B.sum()
+    weighed_B = valid_B & (square_B > 0)
+    ratio_B = sum_B[weighed_B] ** 2 / (length_B[weighed_B] * square_B[weighed_B])
+    mass, unweighted = (advantages_B * sum_B).sum(), (advantages_B * length_B).sum()
+    heaviest_N = _largest(mass_N, max(1, round(TOP_SHARE * len(mass_N))))
 
     metrics = {
         "answer_found_rate": share(rows.answered_B),
         "selected_rate": share(rows.selected_B),
-        "neutral_rate": share(neutral_B),
+        "neutral_rate": int((neutral_B & valid_B).sum()) / n_rows,
         "non_finite_rate": share(result.non_finite_B),
-        "average_weight": float(weights_N.mean()),
-        "weight_deviation": float(weights_N.std(correction=0)),
-        "clipped_low_rate": token_share(result.at_lower_bound_BT),
-        "clipped_high_rate": token_share(result.at_upper_bound_BT),
-        "effective_sample_ratio": float(ratio_B.mean()) if ratio_B.numel() else 0.0,
-        "top_share": float(mass_N.topk(heaviest).values.sum() / mass_N.sum()) if mass_N.sum() > 0 else 0.0,
-        "advantage_scale": float(mass_N.sum() / unweighted) if unweighted > 0 else 0.0,
+        "average_weight": float(average),
+        "weight_deviation": math.sqrt(variance),
+        "clipped_low_rate": int(torch.count_nonzero(result.at_lower_bound_BT)) / from_scores,
+        "clipped_high_rate": int(torch.count_nonzero(result.at_upper_bound_BT)) / from_scores,
+        "effective_sample_ratio": float(ratio_B.mean()) if len(ratio_B) else 0.0,
+        "top_share": float(heaviest_N.sum() / mass) if mass > 0 else 0.0,
+        "advantage_scale": float(mass / unweighted) if unweighted > 0 else 0.0,
     }
-    finite_norms = gradient_norms[torch.isfinite(gradient_norms)].double()
-    if finite_norms.numel():
-        metrics["gradient_norm_p10"] = float(_quantile(finite_norms, 0.1))
-        metrics["gradient_norm_p90"] = float(_quantile(finite_norms, 0.9))
+    norms = gradient_norms.detach().cpu().numpy()
+    norms = norms[np.isfinite(norms)]
+    if len(norms):
+        low, high = (max(1, math.ceil(q * len(norms))) - 1 for q in (0.1, 0.9))  # nearest rank
+        norms.partition([low, high])
+        metrics["gradient_norm_p10"], metrics["gradient_norm_p90"] = float(norms[low]), float(norms[high])
     return metrics
 
 
-def _quantile(values: torch.Tensor, q: float) -> torch.Tensor:
-    """Nearest-rank quantile. ``torch.quantile`` refuses more than 16 million values, which a large batch exceeds."""
-    return values.kthvalue(max(1, math.ceil(q * values.numel()))).values
+def _of_rows(
+    weights_BT: torch.Tensor, mask_BT: np.ndarray, length_B: np.ndarray, advantages_B: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What the figures need of each row, in one pass over the batch, block by block.
+
+    A step has tens of millions of tokens, and one array of them in float64 is more than a processor's cache: each operation on
+    whole arrays would wait for the memory, and for its new pages.
+
+    Returns:
+        sums of each row's weights, of their squares, and of their squares about the row's mean; whether each is neutral; the
+        advantage masses ``|A_t|`` of all tokens whose advantage is not 0.
+    """
+    rows, columns = mask_BT.shape
+    sum_B, square_B, scatter_B = np.zeros(rows), np.zeros(rows), np.zeros(rows)
+    neutral_B = np.zeros(rows, dtype=bool)
+    mass_N, filled = np.empty(int(length_B[advantages_B > 0].sum())), 0
+    step = max(1, BLOCK // max(1, columns))
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        mask_bT = mask_BT[part]
+        weight_bT = weights_BT[part].double().cpu().numpy()
+        sum_B[part] = weight_bT.sum(axis=1)
+        square_B[part] = np.einsum("bt,bt->b", weight_bT, weight_bT)
+        neutral_B[part] = ((weight_bT == 1.0) | ~mask_bT).all(axis=1)
+        some_b = advantages_B[part] > 0
+        found_n = (weight_bT * advantages_B[part, None])[mask_bT & some_b[:, None]]
+        mass_N[filled : filled + len(found_n)] = found_n
+        filled += len(found_n)
+        centred_bT = (weight_bT - sum_B[part, None] / np.maximum(length_B[part, None], 1)) * mask_bT
+        scatter_B[part] = np.einsum("bt,bt->b", centred_bT, centred_bT)
+    return sum_B, square_B, scatter_B, neutral_B, mass_N
+
+
+def _largest(values_N: np.ndarray, count: int) -> np.ndarray:
+    """The largest ``count`` of them, or all, in no order; ``values_N`` is put in another one."""
+    if count >= len(values_N):
+        return values_N
+    values_N.partition(len(values_N) - count)
+    return values_N[-count:]

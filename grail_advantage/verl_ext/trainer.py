@@ -431,6 +431,7 @@ class TokenWeightTrainer(ContinuedRun):
             scores_BT = scores_of(signal, seen, rows, of_pass_BT if signal.uses else None)
             result = batch_weights(scores_BT, seen, rows, signal)
             weighted_BT = apply_token_weights(selection.advantages_BT, result.weights_BT, seen.mask_BT)
+            figures = weight_metrics(result, seen.mask_BT, seen.advantages_B, rows, gradient_norms)
 
         if result.non_finite_B.any():
             logger.warning(
@@ -439,7 +440,6 @@ class TokenWeightTrainer(ContinuedRun):
                 int(result.non_finite_B.sum()),
                 int(rows.selected_B.sum()),
             )
-        figures = weight_metrics(result, seen.mask_BT, seen.advantages_B, rows, gradient_norms)
         valid_B = seen.valid_B
         figures["truncated_rate"] = int((selection.truncated_B & valid_B).sum()) / max(1, int(valid_B.sum()))
         figures["unjudged_rate"] = int((selection.unjudged_B & valid_B).sum()) / max(1, int(valid_B.sum()))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 
+from grail_advantage import metrics
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.weighting import BatchWeights
@@ -61,6 +63,67 @@ def test_every_figure_by_hand() -> None:
         },
         rel=1e-6,
     )
+
+
+def plainly(
+    weights: list[list[float]], mask: list[list[int]], advantages: list[float], norms: list[float]
+) -> dict[str, float]:
+    """The figures of weights token by token, in fractions."""
+    rows = [
+        (
+            [Fraction(w) for w, valid in zip(row, valid_row, strict=True) if valid],
+            abs(Fraction(a)) if math.isfinite(a) else 0,
+        )
+        for row, valid_row, a in zip(weights, mask, advantages, strict=True)
+        if any(valid_row)
+    ]
+    tokens = [w for row, _ in rows for w in row]
+    mean = sum(tokens) / len(tokens)
+    ratios = [sum(row) ** 2 / (len(row) * sum(w * w for w in row)) for row, _ in rows if any(row)]
+    masses = sorted((w * a for row, a in rows if a for w in row), reverse=True)
+    finite = sorted(norm for norm in norms if math.isfinite(norm))
+    return {
+        "neutral_rate": sum(all(w == 1 for w in row) for row, _ in rows) / len(rows),
+        "average_weight": float(mean),
+        "weight_deviation": math.sqrt(sum((w - mean) ** 2 for w in tokens) / len(tokens)),
+        "effective_sample_ratio": float(sum(ratios) / len(ratios)),
+        "top_share": float(sum(masses[: max(1, round(len(masses) / 10))]) / sum(masses)),
+        "advantage_scale": float(sum(masses) / sum(len(row) * a for row, a in rows)),
+        "gradient_norm_p10": finite[math.ceil(0.1 * len(finite)) - 1],
+        "gradient_norm_p90": finite[math.ceil(0.9 * len(finite)) - 1],
+    }
+
+
+@pytest.mark.parametrize("block", [1, 100, 10**6])
+@pytest.mark.parametrize("level", [1.0, 300.0])
+def test_figures_token_by_token(block: int, level: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of all lengths, with gaps and without a token, in blocks of a row, of some, and of all, to 12 digits."""
+    monkeypatch.setattr(metrics, "BLOCK", block)
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(0, 48, (23, 1), generator=generator)
+    lengths[5], lengths[6], lengths[7] = 0, 1, 47
+    mask = (torch.arange(47) < lengths) & (torch.rand(23, 47, generator=generator) > 0.2)
+    weights = level + 0.01 * torch.randn(23, 47, generator=generator)
+    weights[torch.rand(23, generator=generator) > 0.7] = 1.0
+    weights[8] = 0.0
+    weights = weights * mask
+    advantages = torch.randn(23, generator=generator)
+    advantages[3], advantages[10], advantages[11] = 0.0, math.nan, -math.inf
+    norms = torch.rand(1013, generator=generator)
+    norms[17], norms[1000] = math.nan, math.inf
+    before = norms.clone()
+    none_B, none_BT = torch.zeros(23, dtype=torch.bool), torch.zeros(23, 47, dtype=torch.bool)
+    got = weight_metrics(
+        BatchWeights(weights, none_B, none_BT, none_BT, none_BT),
+        mask,
+        advantages,
+        RowSelection(none_B, none_B, none_B),
+        norms,
+    )
+    expected = plainly(weights.tolist(), mask.tolist(), advantages.tolist(), norms.tolist())
+    assert 0 < expected["neutral_rate"] < 1
+    assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+    assert torch.equal(norms.nan_to_num(), before.nan_to_num()), "the caller's are left alone"
 
 
 def test_top_share_takes_a_tenth_of_the_tokens() -> None:
