@@ -3,7 +3,7 @@
 - Before Ray starts, processes that earlier runs left behind are named; they are not touched.
 - A small process beside this one sees to it that nothing of the run is left (:mod:`grail_advantage.verl_ext.reaper`).
 - The watchdog's last words, from the trainer's process, are printed here, where the user reads them, and end the run.
-- When the trainer's process itself was killed, that is said.
+- When the trainer's process itself was killed, or one of Ray's servers, that is said.
 
 Ray does the rest: ``ray.init`` ties the servers that it starts to this process (``PR_SET_PDEATHSIG``), SIGTERM and Ctrl-C end
 it in an orderly way, workers end when their raylet is gone or when their job is over, on every node.
@@ -33,6 +33,8 @@ LEFTOVER_SECONDS = 20.0
 ASK_SECONDS = 15.0
 """For Ray to answer at the end; a thread that still asks while Ray shuts down can crash the process."""
 
+SEEN = "seen by the driver; no process of the run goes on without it"
+"""When one of Ray's servers died, of which no phase is known."""
 TASK_RUNNER = "TaskRunner"
 """What the classes are called in whose process verl's trainers run (``verl.trainer.main_ppo``)."""
 
@@ -57,7 +59,7 @@ def begin(config: DictConfig) -> None:
         option = f"ray_kwargs.ray_init.runtime_env.env_vars.{variable}"
         OmegaConf.update(config, option, os.environ[variable], force_add=True)
     beside = _start_reaper(tag)
-    listening = threading.Thread(target=_listen, args=(beside,), name="grail_advantage last words", daemon=True)
+    listening = threading.Thread(target=_listen, args=(beside, config), name="grail_advantage last words", daemon=True)
     atexit.register(_at_exit, beside, config, listening)
     listening.start()
 
@@ -93,17 +95,29 @@ def _say_ending(beside: subprocess.Popen[bytes]) -> None:
         os.write(beside.stdin.fileno(), reaper.ENDING)
 
 
-def _listen(beside: subprocess.Popen[bytes]) -> None:
-    """Wait for the watchdog's last words."""
+def _listen(beside: subprocess.Popen[bytes], config: DictConfig) -> None:
+    """Wait for the watchdog's last words, or for the death of a server without which it has none."""
     while not _over.wait(LISTEN):
-        words = _ask()
-        if words is not None and words.now:
+        text = _of_servers(config)
+        if text is None:
+            words = _ask()
+            text = words.text if words is not None and words.now else None
+        if text is not None:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
-            _print(words.text)
+            _print(text)
             _say_ending(beside)
             # The main thread waits for the trainer without a limit.
             os._exit(1)
+
+
+def _of_servers(config: DictConfig) -> str | None:
+    """What to say where one of Ray's servers has died."""
+    try:
+        dead = ray_life.dead_servers()
+    except Exception:  # this process is just joining Ray, or leaving it
+        return None
+    return message(of_deaths(dead, SEEN), config, stack=[]) if dead else None
 
 
 def _ask() -> Words | None:
@@ -137,8 +151,11 @@ def _print_cause(config: DictConfig) -> None:
         return
     try:
         _, dead = ray_life.actors()
+        gone = ray_life.own_node_is_gone()
     except Exception:
         return
     trainers = [death for death in dead if death.who.name.startswith(TASK_RUNNER)]
     if trainers:
         _print(message(of_deaths(trainers, "it is the trainer's own process"), config, stack=[]))
+    elif gone:
+        _print(message(of_deaths(gone, SEEN), config, stack=[]))

@@ -3,7 +3,8 @@
 Answers Ray 2.60. Its public ``ray.util.state.list_actors`` asks the dashboard's server, which a run need not have
 (``ray_kwargs.ray_init.include_dashboard=False`` in recipe/config/cpu.yaml); what is used instead is
 ``ray._private.state.actors``, the same table from Ray's control service, with ``ActorDeathCause`` of its protocol
-(``common.proto``). The log folder is that of ``ray._private.worker.global_worker.node``. Word from one process of a run to
+(``common.proto``). The log folder, and Ray's own servers where this process started them, are those of
+``ray._private.worker.global_worker.node``. Word from one process of a run to
 another goes through ``ray.experimental.internal_kv``, which works without an actor between them. Can go when the state API
 works without the dashboard.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +27,8 @@ ON_PURPOSE = ("RAY_KILL", "OUT_OF_SCOPE", "REF_DELETED", "OWNER_DIED")
 """Reasons by which somebody meant an actor to end, or by which it followed another that is in the table itself."""
 USER_EXIT = "INTENDED_USER_EXIT"
 """How ``ray.actor.exit_actor`` shows in a death's message."""
+SERVERS = ("raylet", "gcs_server")
+"""Ray's own servers without which no run goes on, as Ray calls them and their logs."""
 NAMESPACE = b"grail_advantage"
 TAIL_BYTES = 16_000
 READ_SECONDS = 20
@@ -103,6 +107,34 @@ def _process(entry: dict[str, Any]) -> Process:
     return Process(entry["ActorID"], name, address["IPAddress"], address["NodeID"], entry["Pid"])
 
 
+def dead_servers() -> list[Death]:
+    """Those of Ray's own servers that this process started and that have died; none while Ray shuts down."""
+    if not ray.is_initialized():
+        return []
+    node = worker.global_worker.node
+    found = []
+    for name, process in node.dead_processes():
+        if name in SERVERS:
+            who = Process("", name, node.node_ip_address, ray.get_runtime_context().get_node_id(), process.pid)
+            found.append(Death(who, f"Ray's {who}", _ended(process.returncode), 0.0))
+    return found if ray.is_initialized() else []
+
+
+def _ended(status: int) -> str:
+    """How a process ended, by its status as ``subprocess`` gives it."""
+    if status >= 0:
+        return f"it ended with status {status}"
+    return f"it was killed by {signal.Signals(-status).name}"
+
+
+def own_node_is_gone() -> list[Death]:
+    """The raylet of this process's node, where Ray's control service has given the node up."""
+    here = ray.get_runtime_context().get_node_id()
+    gone = [node for node in state.nodes() if node["NodeID"] == here and not node["Alive"]]
+    raylets = [Process("", "raylet", node["NodeManagerAddress"], here, 0) for node in gone]
+    return [Death(who, f"Ray's raylet on {who.node}", "Ray gave the node up", 0.0) for who in raylets]
+
+
 class Engine(NamedTuple):
     """An inference server of vLLM, whose engine is a process that Ray does not know."""
 
@@ -129,10 +161,10 @@ def engine_answers(engine: Engine) -> bool | None:
 
 def last_lines(who: Process, count: int) -> tuple[str, list[str]]:
     """The file that a process wrote to last, and its last lines; an empty name where it is out of reach."""
-    if who.pid <= 0:
+    if who.pid <= 0 and who.name not in SERVERS:
         return "", []
     if who.node_id == ray.get_runtime_context().get_node_id():
-        return _read_log(who.pid, count)
+        return _read_log(who.pid if who.name not in SERVERS else who.name, count)
     try:
         there = NodeAffinitySchedulingStrategy(node_id=who.node_id, soft=False)
         read = ray.remote(num_cpus=0, max_retries=0)(_read_log).options(scheduling_strategy=there)
@@ -141,15 +173,16 @@ def last_lines(who: Process, count: int) -> tuple[str, list[str]]:
         return "", []
 
 
-def _read_log(pid: int, count: int) -> tuple[str, list[str]]:
-    """The same, on the node of the process."""
+def _read_log(whose: int | str, count: int) -> tuple[str, list[str]]:
+    """The same, on the node of the process: a worker's by its id, that of one of Ray's servers by its name."""
     found: tuple[float, str, list[str]] = (0.0, "", [])
-    for path in Path(worker.global_worker.node.get_logs_dir_path()).glob(f"worker-*-{pid}.[eo]*"):
+    pattern = f"{whose}.[eo]*" if whose in SERVERS else f"worker-*-{whose}.[eo]*"
+    for path in Path(worker.global_worker.node.get_logs_dir_path()).glob(pattern):
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
-        # Ray's own marks, which tell a log's reader the actor's name.
-        lines = [line.rstrip() for line in lines if line.strip() and not line.startswith(":")]
+        # Ray's own marks, which tell a log's reader the actor's name, and the counters of its servers.
+        lines = [line.rstrip() for line in lines if line.strip() and not line.startswith((":", "[state-dump]"))]
         if lines and path.stat().st_mtime > found[0]:
             found = (path.stat().st_mtime, str(path), lines[-count:])
     return found[1:]

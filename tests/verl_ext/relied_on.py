@@ -40,6 +40,7 @@ VARIABLES = {
     ("watchdog.py", "manager"): ("verl.workers.rollout.llm_server", "LLMServerManager"),
     ("watchdog.py", "tracking"): ("verl.utils.tracking", "Tracking"),
     ("ray_life.py", "worker.global_worker.node"): ("ray._private.node", "Node"),
+    ("ray_life.py", "node"): ("ray._private.node", "Node"),
 }
 """What else is read through a variable: file, its name there, and the class."""
 OVER_THE_WIRE = (("vllm.entrypoints.serve.instrumentator.health", "health"),)

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
-from grail_advantage.verl_ext import endings, reaper
+from grail_advantage.verl_ext import endings, ray_life, reaper
 
 ROOT = Path(__file__).parents[2]
 BOUND = 60.0
@@ -127,6 +129,62 @@ class TestReaper:
         owner.wait()
         assert driver.wait(timeout=BOUND) == -signal.SIGTERM
         assert f"process {owner.pid}, which this run ends with, is gone" in beside.communicate(timeout=BOUND)[1]
+
+
+class TestServers:
+    """Ray's own servers; that their death ends a run is recorded in docs/endings.md."""
+
+    CONFIG = OmegaConf.create({"trainer": {"resume_mode": "disable"}})
+
+    @pytest.fixture
+    def servers(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, subprocess.Popen]:
+        """Processes that Ray is made to take for the servers of this one, with logs."""
+        started = {name: subprocess.Popen(["sleep", "100"]) for name in ("log_monitor", "raylet", "gcs_server")}
+        dead = lambda: [(name, process) for name, process in started.items() if process.poll() is not None]  # noqa: E731
+        node = SimpleNamespace(dead_processes=dead, node_ip_address="10.0.0.1", get_logs_dir_path=lambda: str(tmp_path))
+        (tmp_path / "raylet.out").write_text("[state-dump] 1\nits last line\n[state-dump] 2\n")
+        (tmp_path / "worker-1-2.out").write_text("a worker's\n")
+        monkeypatch.setattr(ray_life.worker.global_worker, "node", node, raising=False)
+        monkeypatch.setattr(ray_life.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+        monkeypatch.setattr(ray_life.ray, "is_initialized", lambda: True)
+        yield started
+        for process in started.values():
+            process.kill()
+            process.wait()
+
+    def test_that_died_are_named_with_their_last_lines(self, servers: dict[str, subprocess.Popen]) -> None:
+        assert endings._of_servers(self.CONFIG) is None
+        for name in ("log_monitor", "raylet"):
+            servers[name].kill()
+            servers[name].wait()
+        said = endings._of_servers(self.CONFIG)
+        assert f"died       Ray's raylet, process {servers['raylet'].pid} on 10.0.0.1" in said
+        assert "killed by SIGKILL" in said and "| its last line" in said and "the same command starts" in said
+        assert "state-dump" not in said and "log_monitor" not in said and "gcs_server" not in said
+
+    def test_while_ray_shuts_down_are_none(
+        self, servers: dict[str, subprocess.Popen], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ray says that it has left before it ends them."""
+        servers["gcs_server"].terminate()
+        servers["gcs_server"].wait()
+        assert "process" in endings._of_servers(self.CONFIG)
+        answers = iter([True, False])
+        monkeypatch.setattr(ray_life.ray, "is_initialized", lambda: next(answers))
+        assert ray_life.dead_servers() == []
+
+    def test_of_a_cluster_that_was_there_are_known_by_their_node(
+        self, servers: dict[str, subprocess.Popen], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        alive = {"here": True, "elsewhere": False}
+        address = {"NodeManagerAddress": "10.0.0.1"}
+        nodes = lambda: [{"NodeID": name, "Alive": there, **address} for name, there in alive.items()]  # noqa: E731
+        monkeypatch.setattr(ray_life.state, "nodes", nodes)
+        assert ray_life.own_node_is_gone() == []
+        alive["here"] = False
+        (death,) = ray_life.own_node_is_gone()
+        assert death.what == "Ray's raylet on 10.0.0.1"
+        assert ray_life.last_lines(death.who, 5)[1] == ["its last line"]
 
 
 class _Run:
