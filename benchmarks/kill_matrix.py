@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -116,6 +117,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--write", action="store_true", help="only write the page")
     args = parser.parse_args()
+    # What a shell starts in the background has Ctrl-C ignored, and so would the runs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"kinds": {}}
     if not args.write:
         record["versions"] = {name: version(name) for name in ("verl", "ray", "vllm")}

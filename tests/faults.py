@@ -290,6 +290,13 @@ FAULTS = (
     Fault(
         NODES,
         "a node is cut off",
+        "two nodes, in a step",
+        "the same, once Ray has given the node up: 70 s with Ray's defaults",
+        ("docs/multi_node.md",),
+    ),
+    Fault(
+        NODES,
+        "a node is cut off",
         "a collective of the ranks",
         "an error on both sides after `actor_rollout_ref.nccl_timeout` seconds, which verl alone leaves out",
         (
@@ -300,9 +307,9 @@ FAULTS = (
     Fault(
         NODES,
         "none: two nodes instead of one",
-        "pass and optimiser step of two ranks",
-        "the same scores, weights, advantages and parameters, bit for bit",
-        ("verl_ext/test_nodes.py::test_two_nodes_give_what_one_gives",),
+        "pass and optimiser step of two ranks; a whole run",
+        "the same scores, weights, advantages and parameters, bit for bit; all metrics of the run too",
+        ("verl_ext/test_nodes.py::test_two_nodes_give_what_one_gives", "docs/multi_node.md"),
     ),
     Fault(
         NODES,
