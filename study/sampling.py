@@ -8,10 +8,19 @@ Shape suffixes: B rows, T response tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.masking_utils import sdpa_mask
 
 ROWS_TOGETHER = 512
 
@@ -35,10 +44,50 @@ def sample(
         temperature: logits are divided by it; 0 is greedy and reads no numbers.
     """
     found: list[list[int]] = []
-    for first in range(0, len(prompts), ROWS_TOGETHER):
-        rows = slice(first, first + ROWS_TOGETHER)
-        found += _sample_together(model, tokenizer, prompts[rows], uniform_BT[rows], temperature)
+    with _grouped_attention(model):
+        for first in range(0, len(prompts), ROWS_TOGETHER):
+            rows = slice(first, first + ROWS_TOGETHER)
+            found += _sample_together(model, tokenizer, prompts[rows], uniform_BT[rows], temperature)
     return found
+
+
+def _sdpa_grouped(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers' ``sdpa``, which copies keys and values for every query head wherever there is a mask. On the CPU torch
+    needs no copy, and gives the same to the last bit."""
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attention_mask,
+        scale=scaling,
+        is_causal=attention_mask is None and query.shape[2] > 1,
+        enable_gqa=True,
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("sdpa_grouped", _sdpa_grouped)
+AttentionMaskInterface.register("sdpa_grouped", sdpa_mask)
+
+
+@contextmanager
+def _grouped_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within it a model with ``sdpa`` attention uses :func:`_sdpa_grouped`."""
+    before = model.config._attn_implementation
+    if before == "sdpa":
+        model.set_attn_implementation("sdpa_grouped")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
 
 
 def _sample_together(
@@ -48,9 +97,14 @@ def _sample_together(
     uniform_BT: torch.Tensor,
     temperature: float,
 ) -> list[list[int]]:
-    longest = max(len(ids) for ids in prompts)
-    tokens_BL = torch.tensor([[tokenizer.pad_token_id] * (longest - len(ids)) + list(ids) for ids in prompts])
-    starts_B1 = torch.tensor([[longest - len(ids)] for ids in prompts])
+    # A prompt is read once for all samples of it that stand together.
+    asked = [ids for ids, before in zip(prompts, [None, *prompts], strict=False) if ids != before]
+    owner_B = (
+        torch.tensor([ids != before for ids, before in zip(prompts, [None, *prompts], strict=False)]).cumsum(0) - 1
+    )
+    longest = max(len(ids) for ids in asked)
+    tokens_BL = torch.tensor([[tokenizer.pad_token_id] * (longest - len(ids)) + list(ids) for ids in asked])
+    starts_B1 = torch.tensor([[longest - len(ids)] for ids in asked])
     mask_BL = (torch.arange(longest) >= starts_B1).long()
     positions_BL = (torch.arange(longest) - starts_B1).clamp(min=0)
     responses: list[list[int]] = [[] for _ in prompts]
@@ -64,6 +118,9 @@ def _sample_together(
             past_key_values=cache,
             logits_to_keep=1,
         ).logits[:, -1]
+        if token == 0:
+            logits_BV, mask_BL, positions_BL = logits_BV[owner_B], mask_BL[owner_B], positions_BL[owner_B]
+            cache.batch_select_indices(owner_B)
         next_B = _draw(logits_BV.double(), uniform_BT[alive, token], temperature)
         for row, chosen in zip(alive.tolist(), next_B.tolist(), strict=True):
             responses[row].append(chosen)

@@ -219,19 +219,26 @@ def sample_accuracy(
 def policy_state(model: PreTrainedModel, rollouts: Rollouts) -> State:
     """One forward over the batch, without gradients."""
     ids_BL = rollouts.input_ids_BL
-    with torch.no_grad():
-        output = model(input_ids=ids_BL, output_hidden_states=True)
-    log_probs_BLV = output.logits[:, :-1].float().log_softmax(dim=-1)
-    hidden_BLD = output.hidden_states[-1][:, :-1].float()  # the last of them is behind the final norm
-    return State(
-        old_log_probs_BL=_shifted(log_probs_BLV.gather(-1, ids_BL[:, 1:, None])[:, :, 0]),
-        entropy_BL=_shifted(-(log_probs_BLV.exp() * log_probs_BLV).sum(dim=-1)),
-        hidden_BLD=torch.cat([torch.zeros_like(hidden_BLD[:, :1]), hidden_BLD], dim=1),
-    )
+    old_log_probs_BL, entropy_BL = torch.zeros(ids_BL.shape), torch.zeros(ids_BL.shape)
+    hidden_BLD = torch.zeros(*ids_BL.shape, model.config.hidden_size)
+    lengths_B = rollouts.attention_mask_BL.sum(dim=1)
+    for rows in _alike(torch.arange(len(ids_BL)), lengths_B):
+        width = int(lengths_B[rows].max())
+        with torch.no_grad():
+            output = model(input_ids=ids_BL[rows, :width], output_hidden_states=True)
+        log_probs_BLV = output.logits[:, :-1].float().log_softmax(dim=-1)
+        chosen_BL = log_probs_BLV.gather(-1, ids_BL[rows, 1:width, None])[:, :, 0]
+        old_log_probs_BL[rows, 1:width] = chosen_BL
+        entropy_BL[rows, 1:width] = -(log_probs_BLV.exp() * log_probs_BLV).sum(dim=-1)
+        hidden_BLD[rows, 1:width] = output.hidden_states[-1][
+            :, :-1
+        ].float()  # the last of them is behind the final norm
+    return State(old_log_probs_BL, entropy_BL, hidden_BLD)
 
 
-def _shifted(values_BL: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.zeros_like(values_BL[:, :1]), values_BL], dim=1)
+def _alike(rows_B: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows of like length together, so that little padding is computed."""
+    return rows_B[lengths_B[rows_B].argsort(stable=True)].chunk(MICRO_BATCHES)
 
 
 def credit(
@@ -407,7 +414,8 @@ def gradient(
     """Add the gradient of verl's loss over the whole batch to the parameters' gradients.
 
     Returns:
-        of every micro-batch the rows and the log-probabilities of their tokens, from the second position on.
+        of every micro-batch the rows and the log-probabilities of their tokens, from the second position on; without the
+        rows, and the ends of rows, that have no advantage.
     """
     mask_BL = rollouts.response_mask_BL
     actor = FSDPActorConfig(
@@ -423,10 +431,16 @@ def gradient(
             "batch_num_tokens": int(mask_BL.sum()),
         },
     )
+    # A token without an advantage adds exactly nothing, and none looks at what follows it: rows end with the last token that
+    # has one, and rows without any are left out. One row stays in any case, so that every parameter has a gradient.
+    taught_BL = advantages_BL != 0
+    ends_B = torch.where(taught_BL, torch.arange(1, taught_BL.shape[1] + 1), 0).amax(dim=1)
+    live_B = ends_B.nonzero().flatten()
+    if not len(live_B):
+        live_B, ends_B = torch.tensor([0]), rollouts.attention_mask_BL.sum(dim=1)
     found = []
-    # Rows of like length together, so that little padding is computed; the gradients add up to the whole batch's.
-    for rows in rollouts.attention_mask_BL.sum(dim=1).argsort(stable=True).chunk(MICRO_BATCHES):
-        width = int(rollouts.attention_mask_BL[rows].sum(dim=1).max())
+    for rows in _alike(live_B, ends_B):  # the gradients add up to the whole batch's
+        width = int(ends_B[rows].max())
         ids_BL = rollouts.input_ids_BL[rows, :width]
         logits_BLV = model(input_ids=ids_BL).logits[:, :-1].float()
         log_probs_BL = logits_BLV.log_softmax(dim=-1).gather(-1, ids_BL[:, 1:].unsqueeze(-1)).squeeze(-1)

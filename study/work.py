@@ -52,6 +52,8 @@ RUN_COLUMNS = (
 """``right_1`` and ``right_2``: right samples of each held-out problem, a digit each, at the two steps of the "
 "outcome."""
 FIRST_GUESS = {"start": 240.0, "alignment": 600.0, "truth": 300.0}
+WARM_UP_PARTS = 4
+"""Of a batch of solutions, by length."""
 RUN_GUESS = 150.0
 """Seconds of a job while none of its kind has been done; only for the time left that is shown."""
 _TRUTH_SAMPLES = 4
@@ -310,6 +312,7 @@ def warmed_up(plan: StudyPlan, name: str, seed: int) -> PreTrainedModel:
         report=lambda line: None,
         solve=lambda problem, _, rng: solve(problem, errors, rng),
         max_new_tokens=MAX_RESPONSE_TOKENS,
+        micro_batches=WARM_UP_PARTS,
     )
     return model
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.nn import functional as F
@@ -58,10 +59,13 @@ def warm_up(
     *,
     solve: Callable[[Problem, float, random.Random], str] = solve,
     max_new_tokens: int = MAX_RESPONSE_TOKENS,
+    micro_batches: int = 1,
 ) -> dict[str, float]:
     """Train ``model`` in place; returns the last step, loss, greedy and sampled accuracy, and the seconds taken.
 
-    ``solve`` writes the training solutions, ``max_new_tokens`` limits the sampled ones.
+    ``solve`` writes the training solutions, ``max_new_tokens`` limits the sampled ones. With more than one of
+    ``micro_batches``, a batch's solutions go through the model in so many parts of like length, which pads less; the gradient
+    is the same up to rounding.
     """
     rng = random.Random(settings.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -72,8 +76,7 @@ def warm_up(
             group["lr"] = settings.learning_rate * _schedule(step, settings.steps)
         chosen = rng.choices(train, k=settings.batch_size)
         batch = [(problem, solve(problem, settings.error_rate, rng)) for problem in chosen]
-        loss = solution_loss(model, tokenizer, batch)
-        loss.backward()
+        loss = _add_gradient(model, tokenizer, batch, micro_batches)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -109,21 +112,56 @@ def warm_up(
     }
 
 
+def _add_gradient(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, batch: list[tuple[Problem, str]], parts: int
+) -> torch.Tensor:
+    """Add the gradient of :func:`solution_loss` to the parameters' own; its value."""
+    if parts == 1:
+        loss = solution_loss(model, tokenizer, batch)
+        loss.backward()
+        return loss
+    rows = sorted((_row(tokenizer, *one) for one in batch), key=lambda row: len(row[0]))
+    tokens = sum(label != _IGNORED for _, labels in rows for label in labels)
+    size = math.ceil(len(rows) / parts)
+    total = torch.zeros(())
+    for first in range(0, len(rows), size):
+        loss = _loss(model, tokenizer, rows[first : first + size], "sum") / tokens
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
 def solution_loss(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, batch: list[tuple[Problem, str]]
 ) -> torch.Tensor:
     """Mean cross-entropy over the solutions' tokens and their end tokens; scalar, float32."""
-    rows = []
-    for problem, solution in batch:
-        prompt = prompt_ids(tokenizer, problem)
-        response = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
-        rows.append((prompt + response, [_IGNORED] * len(prompt) + response))
+    return _loss(model, tokenizer, [_row(tokenizer, *one) for one in batch], "mean")
+
+
+def _row(tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str) -> tuple[list[int], list[int]]:
+    """Token ids and labels of a problem with its solution."""
+    prompt = prompt_ids(tokenizer, problem)
+    response = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
+    return prompt + response, [_IGNORED] * len(prompt) + response
+
+
+def _loss(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: Sequence[tuple[list[int], list[int]]],
+    reduction: Literal["mean", "sum"],
+) -> torch.Tensor:
     longest = max(len(ids) for ids, _ in rows)
     ids_BL = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in rows])
     labels_BL = torch.tensor([labels + [_IGNORED] * (longest - len(labels)) for _, labels in rows])
     # Right padding needs no attention mask: a causal model's real tokens never look at it.
     logits_BLV = model(input_ids=ids_BL).logits
-    return F.cross_entropy(logits_BLV[:, :-1].flatten(0, 1).float(), labels_BL[:, 1:].flatten(), ignore_index=_IGNORED)
+    return F.cross_entropy(
+        logits_BLV[:, :-1].flatten(0, 1).float(),
+        labels_BL[:, 1:].flatten(),
+        ignore_index=_IGNORED,
+        reduction=reduction,
+    )
 
 
 def _schedule(step: int, steps: int) -> float:

@@ -120,6 +120,15 @@ def test_one_update_follows_the_gradient_written_out(name: str) -> None:
         torch.testing.assert_close(moved, parameter.grad, rtol=2e-3, atol=2e-7)
 
 
+def test_a_batch_that_teaches_nothing_has_zero_gradients() -> None:
+    """Not none at all: Adam's momentum goes on."""
+    batch, model = rollouts(), model_of()
+    state = policy_state(model, batch)
+    nothing = torch.zeros(batch.input_ids_BL.shape)
+    trainer.gradient(model, batch, nothing, state.old_log_probs_BL, ARMS["uniform"], SETTINGS)
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("arm", [*MAIN, *SIDE], ids=lambda arm: arm.name)
 def test_every_arm_gives_credit_where_a_response_teaches(arm: Arm) -> None:
     found = credited(arm)
