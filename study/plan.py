@@ -1,7 +1,8 @@
 """What the study runs, in which order, and what it compares; ``docs/study2/PLAN.md`` says why.
 
 A job is one process's work on one seed: its warm-up (``start``), a training run (``pilot``, ``tune``, ``main``, ``side``), or a
-measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one.
+measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one; in the first one
+the arms that are compared go through all of their seeds before the others begin.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Job:
 
 @dataclass(frozen=True)
 class RegimePlan:
-    """Seeds of one regime; those of the pilot and of tuning are used for nothing else."""
+    """Seeds of one regime; those of the pilot and of tuning are used for nothing else, and the pilot's runs on seeds of both
+    count for tuning too."""
 
     name: str
     main_seeds: tuple[int, ...]
@@ -60,7 +62,7 @@ class StudyPlan:
         RegimePlan(
             "misconceptions",
             main_seeds=tuple(range(1, 11)),
-            tuning_seeds=(1001, 1002),
+            tuning_seeds=(2001, 2002),
             measured_seeds=(1, 2, 3),
             side_seeds=(1, 2),
             pilot_seeds=(2001, 2002, 2003),
@@ -98,22 +100,49 @@ class StudyPlan:
             rates: the tuned learning rate by regime and arm.
         """
         for regime in self.regimes:
-            for seed in regime.pilot_seeds:
-                yield Job("start", regime.name, NO_ARM, seed)
-                yield from (Job("pilot", regime.name, arm, seed, self.pilot_rate) for arm in self.pilot_arms)
+            begun: set[int] = set()
+            for job in self._runs(regime, rates):
+                if job.seed not in begun:
+                    begun.add(job.seed)
+                    yield Job("start", regime.name, NO_ARM, job.seed)
+                yield job
+
+    def _runs(self, regime: RegimePlan, rates: Mapping[tuple[str, str], float]) -> Iterator[Job]:
+        """Everything of a regime but its warm-ups."""
+        for seed in regime.pilot_seeds:
+            yield from (Job("pilot", regime.name, arm, seed, self.pilot_rate) for arm in self.pilot_arms)
+        passes = self.passes(regime)
+        for arms in passes:
             for seed in regime.tuning_seeds:
-                yield Job("start", regime.name, NO_ARM, seed)
-                for arm in self.main_arms:
-                    yield from (Job("tune", regime.name, arm.name, seed, rate) for rate in self.rates)
+                for arm in arms:
+                    yield from (
+                        Job("tune", regime.name, arm.name, seed, rate)
+                        for rate in self.rates
+                        if seed in self.tuning_seeds(regime, arm) and not self._is_pilot(regime, arm, seed, rate)
+                    )
             for seed in regime.main_seeds:
-                yield Job("start", regime.name, NO_ARM, seed)
-                for arm in self.main_arms:
+                for arm in arms:
                     yield Job("main", regime.name, arm.name, seed, rates.get((regime.name, arm.name), 0.0))
-                if seed in regime.measured_seeds:
+                if seed in regime.measured_seeds and arms is passes[-1]:
                     yield from (Job(kind, regime.name, NO_ARM, seed) for kind in MEASUREMENTS)
-            for seed in regime.side_seeds:
-                for arm in self.side_arms:
-                    yield Job("side", regime.name, arm.name, seed, rates.get((regime.name, "uniform"), 0.0))
+        for seed in regime.side_seeds:
+            for arm in self.side_arms:
+                yield Job("side", regime.name, arm.name, seed, rates.get((regime.name, "uniform"), 0.0))
+
+    def passes(self, regime: RegimePlan) -> list[tuple[Arm, ...]]:
+        """Main arms in the order of their passes over the seeds: in the primary regime those that are compared come first."""
+        if regime is not self.regimes[0]:
+            return [self.main_arms]
+        rest = tuple(arm for arm in self.main_arms if not _is_compared(arm))
+        return [arms for arms in (tuple(arm for arm in self.main_arms if _is_compared(arm)), rest) if arms]
+
+    def tuning_seeds(self, regime: RegimePlan, arm: Arm) -> tuple[int, ...]:
+        """All of the regime's for the arms that are compared, the first one for the others."""
+        return regime.tuning_seeds if _is_compared(arm) else regime.tuning_seeds[:1]
+
+    def _is_pilot(self, regime: RegimePlan, arm: Arm, seed: int, rate: float) -> bool:
+        """Whether a run for tuning is one that the pilot makes."""
+        return seed in regime.pilot_seeds and arm.name in self.pilot_arms and rate == self.pilot_rate
 
     def tuned_rates(self, rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, str], float]:
         """The learning rate of the highest mean outcome over the tuning seeds, of equal ones the lowest, by regime and arm;
@@ -121,14 +150,15 @@ class StudyPlan:
         accuracy = {
             (row["regime"], row["arm"], row["seed"], row["rate"]): float(row["accuracy"])
             for row in rows
-            if row["kind"] == "tune"
+            if row["kind"] in ("tune", "pilot")
         }
         found = {}
         for regime in self.regimes:
             for arm in self.main_arms:
                 means = []
                 for rate in self.rates:
-                    keys = [(regime.name, arm.name, str(seed), repr(rate)) for seed in regime.tuning_seeds]
+                    seeds = self.tuning_seeds(regime, arm)
+                    keys = [(regime.name, arm.name, str(seed), repr(rate)) for seed in seeds]
                     if all(key in accuracy for key in keys):
                         means.append((-fmean(accuracy[key] for key in keys), rate))
                 if len(means) == len(self.rates):
@@ -138,3 +168,7 @@ class StudyPlan:
     def regime(self, name: str) -> RegimePlan:
         """By its name."""
         return next(regime for regime in self.regimes if regime.name == name)
+
+
+def _is_compared(arm: Arm) -> bool:
+    return any(arm.name in pair for pair in CONTRASTS)

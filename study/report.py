@@ -265,9 +265,14 @@ def _secondary(results: Results, regime: RegimePlan, arms: Sequence[Arm], kind: 
 
 def _tuning(results: Results, regime: RegimePlan) -> list[str]:
     rows = []
-    rates = results.plan.tuned_rates(results.rows["tune"])
+    tuning = [
+        row
+        for row in (*results.rows["tune"], *results.rows["pilot"])
+        if row["regime"] == regime.name and int(row["seed"]) in regime.tuning_seeds
+    ]
+    rates = results.plan.tuned_rates(tuning)
     for arm in results.plan.main_arms:
-        runs = [row for row in results.rows["tune"] if (row["regime"], row["arm"]) == (regime.name, arm.name)]
+        runs = [row for row in tuning if row["arm"] == arm.name]
         if not runs:
             continue
         cells = []

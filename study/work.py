@@ -142,20 +142,18 @@ class Sitting:
         """Jobs of the plan that are not finished, in their order; a start also where its model is gone and still "
         "needed."""
         done = finished(self.files, self.plan)
-        runs = [row for rows in done.values() for row in rows if row["kind"] == "tune"]
-        wanted = [
-            job
-            for job in self.plan.jobs(self.plan.tuned_rates(runs))
-            if job.regime in self.regimes and (job.kind in self.kinds or job.kind == "start")
-        ]
-        work = [job for job in wanted if job.kind != "start" and job.key not in done]
-        needed = {(job.regime, job.seed) for job in work}
-        return [
-            job
-            for job in wanted
-            if (job.kind == "start" and (job.regime, job.seed) in needed and not self.folder(job).is_dir())
-            or job in work
-        ]
+        runs = [row for rows in done.values() for row in rows]
+        found: list[Job] = []
+        begun: set[tuple[str, int]] = set()
+        for job in self.plan.jobs(self.plan.tuned_rates(runs)):
+            if job.regime not in self.regimes or job.kind not in self.kinds or job.key in done:
+                continue
+            if (job.regime, job.seed) not in begun:
+                begun.add((job.regime, job.seed))
+                start = Job("start", job.regime, NO_ARM, job.seed)
+                found += [] if self.folder(start).is_dir() else [start]
+            found.append(job)
+        return found
 
     def folder(self, job: Job) -> Path:
         """Where a seed's warmed-up model lies."""

@@ -97,7 +97,6 @@ def test_the_plan_holds_what_was_promised() -> None:
     assert [len(regime.main_seeds) for regime in plan.regimes] == [10, 10, 6]
     for regime in plan.regimes:
         assert not set(regime.main_seeds) & {*regime.tuning_seeds, *regime.pilot_seeds}
-        assert not set(regime.tuning_seeds) & set(regime.pilot_seeds)
         assert set(regime.measured_seeds) | set(regime.side_seeds) <= set(regime.main_seeds)
         assert 0 not in regime.main_seeds, "seed 0 under slips is the first study's model"
     assert {arm for pair in CONTRASTS for arm in pair} <= {arm.name for arm in plan.main_arms}
@@ -141,6 +140,28 @@ def test_jobs_of_a_seed_follow_its_start_and_seeds_come_whole() -> None:
             assert (job.regime, job.seed) in started
     main = [job.seed for job in jobs if job.kind == "main" and job.regime == "slips"]
     assert main == sorted(main), "all arms of a seed before the next seed"
+    main = [job for job in jobs if job.kind == "main" and job.regime == "misconceptions"]
+    compared = {arm for pair in CONTRASTS for arm in pair}
+    assert {job.arm for job in main[:40]} == compared and not {job.arm for job in main[40:]} & compared
+    assert [job.seed for job in main] == [seed for seed in range(1, 11) for _ in range(4)] + [
+        seed for seed in range(1, 11) for _ in range(7)
+    ]
+
+
+def test_compared_arms_are_tuned_on_all_seeds_and_the_pilots_runs_count() -> None:
+    plan = StudyPlan()
+    regime = plan.regimes[0]
+    runs = [job for job in plan.jobs({}) if job.kind in ("pilot", "tune") and job.regime == regime.name]
+    for arm in plan.main_arms:
+        seeds = (2001, 2002) if arm.name in plan.pilot_arms else (2001,)
+        own = [(job.seed, job.rate) for job in runs if job.arm == arm.name and job.seed != 2003]
+        assert sorted(own) == sorted((seed, rate) for seed in seeds for rate in plan.rates), "each once"
+    rows = [
+        dict(zip(work.JOB_COLUMNS, job.key, strict=True)) | {"accuracy": str(0.5 + (job.rate == plan.pilot_rate))}
+        for job in runs
+    ]
+    assert plan.tuned_rates(rows) == {(regime.name, arm.name): plan.pilot_rate for arm in plan.main_arms}
+    assert len(plan.tuned_rates([row for row in rows if row["kind"] == "tune"])) == 7
 
 
 def a_tuning(accuracy: Mapping[tuple[str, int, float], float]) -> list[dict[str, str]]:
@@ -171,6 +192,7 @@ def test_the_rate_of_the_highest_mean_is_taken_once_all_are_there() -> None:
 def test_jobs_wait_for_their_model_and_their_rate(tmp_path: Path) -> None:
     sitting = Sitting(TINY, Files(tmp_path), tmp_path, regimes=["misconceptions"], kinds=["tune", "main"])
     first = sitting.next_jobs([], 9)
+    assert len(sitting.missing()) == 2 + 4 + 2
     assert first == [Job("start", "misconceptions", NO_ARM, 9), Job("start", "misconceptions", NO_ARM, 1)]
     for job in first:
         sitting.folder(job).mkdir()
