@@ -99,7 +99,10 @@ FAULTS = (
         "ends, whatever by",
         "launch script",
         "the run ends with it",
-        ("verl_ext/test_endings.py::TestReaper::test_ends_the_driver_with_its_owner",),
+        (
+            "verl_ext/test_endings.py::TestReaper::test_ends_the_driver_with_its_owner",
+            "recipe/test_train_cpu.py::test_the_run_ends_with_the_script",
+        ),
     ),
     Fault(
         PROCESSES,

@@ -3,14 +3,20 @@ what it refuses."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """#!/usr/bin/env bash
-# Each call is a line of calls.txt; the trainer "trains" up to the step in steps.txt.
+# Each call is a line of calls.txt; the trainer "trains" up to the step in steps.txt; at 99 it does not end.
 echo "$*" >>calls.txt
 case "$2" in
 recipe.tiny.prepare)
@@ -22,9 +28,13 @@ recipe.main_grail)
     for ((i = 1; i <= step; i++)); do echo "{\\"step\\": $i, \\"data\\": {}}"; done >"$VERL_FILE_LOGGER_PATH"
     mkdir -p out/seed0/grail/checkpoints/global_step_"$step"
     if [[ $step == 0 ]]; then exit 3; fi
+    if [[ $step == 99 ]]; then exec sleep 300; fi
     echo "already finished: a checkpoint"
     ;;
-recipe.run_report) [[ $3 == summary ]] && echo "the summary" || true ;;
+recipe.run_report)
+    [[ $3 == summary ]] && echo "the summary"
+    while [[ $3 == watch ]] && kill -0 "$6" 2>/dev/null; do sleep 0.1; done
+    ;;
 grail_advantage.report) echo report.html ;;
 esac
 """
@@ -49,15 +59,23 @@ class Project:
     scripts = ("train_cpu", "choose_method", "start_fresh")
 
     def start(self, *arguments: str, **knobs: str) -> subprocess.CompletedProcess[str]:
+        running = self.begin(*arguments, **knobs)
+        stdout, stderr = running.communicate(timeout=60)
+        return subprocess.CompletedProcess(running.args, running.returncode, stdout, stderr)
+
+    def begin(self, *arguments: str, **knobs: str) -> subprocess.Popen[str]:
+        """In a session of its own."""
         (self.folder / "steps.txt").write_text(str(self.steps))
-        return subprocess.run(
+        return subprocess.Popen(
             ["bash", "examples/run_tiny_cpu_grail.sh", *arguments],
             cwd=self.folder,
             env={"PATH": "/usr/bin:/bin", "OUTPUT_DIR": str(self.folder / "out"), **knobs},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
-            check=False,
+            start_new_session=True,
+            # What a shell starts in the background, such as these tests, has Ctrl-C ignored.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
         )
 
     @property
@@ -161,3 +179,35 @@ def test_gpu_scripts_move_it_alike(tmp_path: Path) -> None:
     assert done.stderr == f"FRESH=1: the earlier run is in {tmp_path}/run.1 now\n"
     assert (tmp_path / "run.1/checkpoints").exists() and not (tmp_path / "run").exists()
     assert "[[ $fresh == 1 && $dry_run == 0 ]]" in (ROOT / "examples/common.sh").read_text()
+
+
+@pytest.mark.parametrize(("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)])
+def test_the_run_ends_with_the_script(project: Project, send: Callable[[int, int], None], number: int) -> None:
+    """SIGTERM to the script alone, and Ctrl-C, which reaches all processes of a terminal and which the run ignores."""
+    project.steps = 99
+    running = project.begin()
+
+    def session() -> dict[int, str]:
+        found = {}
+        for pid in psutil.pids():
+            try:
+                if os.getsid(pid) == running.pid:
+                    found[pid] = " ".join(psutil.Process(pid).cmdline())
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        return found
+
+    try:
+        deadline = time.monotonic() + 30
+        while not {"sleep 300"} < set(session().values()):
+            assert running.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        send(running.pid, number)
+        assert running.wait(timeout=30) == -number
+        while session():
+            assert time.monotonic() < deadline, session()
+            time.sleep(0.05)
+    finally:
+        for pid in session():
+            os.kill(pid, signal.SIGKILL)
+        running.communicate(timeout=30)
