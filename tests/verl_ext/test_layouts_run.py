@@ -68,7 +68,7 @@ def _run(folder: Path, overrides: list[str]) -> WholeRun:
         "trainer.v1.sampler.custom_sampler.path=null",
         "trainer.v1.sampler.custom_sampler.name=null",
     ]
-    return whole_run.run(folder, [*common, *overrides], rows=8)
+    return whole_run.run(folder, [*common, *overrides], rows=8, warm=True)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     ]
     folder = tmp_path_factory.mktemp("run")
     overrides.append(f"trainer.rollout_data_dir={folder / 'rollouts'}")
-    return whole_run.run(folder, overrides, rows=PROMPTS * STEPS, stock=True)
+    return whole_run.run(folder, overrides, rows=PROMPTS * STEPS, stock=True, warm=True)
 
 
 @pytest.mark.slow

@@ -1,0 +1,178 @@
+"""Forks of one process that has imported what the processes of a verl run import; see :func:`python`.
+
+A whole run is a dozen processes, each of which imports torch, verl and mostly vLLM for ten seconds and then does little. A fork
+has them from the start. Else it is the process that was asked for: its own arguments, variables, folder and open files.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.forked import ENVIRONMENT, ROOT
+
+CLIENT = Path(__file__).with_name("warm_client.py")
+READ_WHEN_IMPORTED = {"VLLM_LOGGING_LEVEL": "WARN", "RAY_AUTH_MODE": "disabled"}
+"""Variables that a run through :func:`python` must have: Ray's core reads how it authenticates when it is loaded."""
+FLAGS = "BEIOSsu"
+"""Options of the interpreter without a value, which a command may have."""
+
+
+@cache
+def python() -> Path:
+    """An executable that takes the place of the interpreter; the server behind it lives as long as this process.
+
+    Raises:
+        RuntimeError: it ended before it was there.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="warm"))  # a socket's path must be short
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # Ray's core reads these, too, when it is loaded. Of a run that starts its own Ray the job is the first one; a worker
+    # whose raylet dies hears of it by its socket as well.
+    rays = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": str(os.getpid())}
+    address, ready, log = folder / "socket", folder / "ready", folder / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(address), str(ready)],
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT, **READ_WHEN_IMPORTED, **rays},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+        )
+    while not ready.exists():
+        if process.poll() is not None:
+            raise RuntimeError(log.read_text())
+        time.sleep(0.1)
+    path = folder / "python"
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{CLIENT}" "{address}" "{path}" "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def main() -> None:
+    """Import, listen, say so, and fork until the process that started this one is gone."""
+    address, ready = map(Path, sys.argv[1:])
+    given = dict(os.environ)
+    import tests.warm_imports  # noqa: F401
+
+    own = {name: value for name, value in os.environ.items() if name not in given}
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(address))
+        server.listen(64)
+        ready.touch()
+        _serve(server, own, os.getppid())
+
+
+def _serve(server: socket.socket, own: dict[str, str], parent: int) -> None:
+    """Fork for each connection. ``own`` are variables that the imports have set."""
+    events = selectors.DefaultSelector()
+    events.register(server, selectors.EVENT_READ)
+    while os.getppid() == parent:
+        for key, _ in events.select(timeout=5):
+            if key.fileobj is server:
+                _fork(server, events, own)
+                continue
+            pid, process, connection = key.data
+            if key.fileobj is connection:  # who asked is gone
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                events.unregister(connection)
+                continue
+            _, status = os.waitpid(pid, 0)
+            code = os.waitstatus_to_exitcode(status)
+            with contextlib.suppress(OSError):
+                connection.sendall(code.to_bytes(4, "little", signed=True))
+            with contextlib.suppress(KeyError):
+                events.unregister(connection)
+            events.unregister(process)
+            connection.close()
+            os.close(process)
+
+
+def _fork(server: socket.socket, events: selectors.BaseSelector, own: dict[str, str]) -> None:
+    connection, _ = server.accept()
+    length, handed, _, _ = socket.recv_fds(connection, 8, 253)
+    size = int.from_bytes(length, "little")
+    received = b""
+    while len(received) < size:
+        part = connection.recv(size - len(received))
+        if not part:
+            return
+        received += part
+    pid = os.fork()
+    if pid:
+        for number in handed:
+            os.close(number)
+        process = os.pidfd_open(pid)
+        for file in (process, connection):
+            events.register(file, selectors.EVENT_READ, (pid, process, connection))
+        return
+    others = [key.data[1:] for key in events.get_map().values() if key.data]
+    events.close()
+    server.close()
+    connection.close()
+    for process, other in others:
+        with contextlib.suppress(OSError):
+            os.close(process)
+        other.close()
+    _become(json.loads(received), handed, own)
+
+
+def _become(request: dict[str, Any], handed: list[int], own: dict[str, str]) -> None:
+    """Be the process that was asked for, from here to the end."""
+    import torch
+
+    # First out of the way of the numbers that are wanted, then to these.
+    above = max([*request["numbers"], *handed]) + 1
+    moved = []
+    for number in handed:
+        moved.append(fcntl.fcntl(number, fcntl.F_DUPFD, above))
+        os.close(number)
+    for number, wanted in zip(moved, request["numbers"], strict=True):
+        os.dup2(number, wanted, inheritable=True)
+        os.close(number)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update({**own, **request["environment"]})
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
+    multiprocessing.set_executable(request["python"])  # what it spawns is a fork, too
+    sys.path[:0] = [entry for entry in os.environ.get("PYTHONPATH", "").split(":") if entry and entry not in sys.path]
+
+    arguments = list(request["arguments"])
+    while arguments and arguments[0][:1] == "-" and set(arguments[0][1:]) <= set(FLAGS):
+        del arguments[0]
+    kind = arguments[0]
+    if kind == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(arguments[1], sys.modules["__main__"].__dict__)
+    elif kind == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(kind).parent))
+        runpy.run_path(kind, run_name="__main__")
+    sys.exit()
+
+
+if __name__ == "__main__":
+    main()
