@@ -55,7 +55,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         "trainer.val_before_train=True",
         "trainer.logger=[file,tensorboard]",
     ]
-    settings = {"rows": 3 * PROMPTS, "warm": True, "OMP_NUM_THREADS": "1", "TENSORBOARD_DIR": str(folder / "tensorboard")}
+    settings = {
+        "rows": 3 * PROMPTS,
+        "warm": True,
+        "OMP_NUM_THREADS": "1",
+        "TENSORBOARD_DIR": str(folder / "tensorboard"),
+    }
     whole_run.run(folder, overrides, **settings)
     uninterrupted = tmp_path_factory.mktemp("uninterrupted")
     for name in ("metrics.jsonl", "dump"):
