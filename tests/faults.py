@@ -86,6 +86,13 @@ FAULTS = (
     ),
     Fault(
         PROCESSES,
+        "killed",
+        "one of Ray's own servers, raylet or GCS",
+        "the driver ends the run with status 1 and says the same; no process is left",
+        ("docs/endings.md", "verl_ext/test_endings.py::TestServers"),
+    ),
+    Fault(
+        PROCESSES,
         "SIGKILL, SIGTERM, Ctrl-C",
         "driver",
         "every process of the run is ended, those too that Ray does not know",
