@@ -316,9 +316,9 @@ FAULTS = (
     ),
     Fault(
         NODES,
-        "none: two nodes instead of one",
-        "pass and optimiser step of two ranks; a whole run",
-        "the same scores, weights, advantages and parameters, bit for bit; all metrics of the run too",
+        "none: two or four nodes instead of one",
+        "pass and optimiser step of two ranks; whole runs of two and four",
+        "the same scores, weights, advantages and parameters, bit for bit; all metrics of the runs too",
         ("verl_ext/test_nodes.py::test_two_nodes_give_what_one_gives", "docs/multi_node.md"),
     ),
     Fault(
