@@ -24,11 +24,12 @@ sys.exit(3)
 @pytest.mark.parametrize("fork", [True, False], ids=["fork", "interpreter"])
 def test_a_module_runs_as_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork: bool) -> None:
     (tmp_path / "probe_of_forks.py").write_text(PROBE)
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
     monkeypatch.setenv("TAKEN", "there")
     for _ in range(2):  # nothing of one process is left in the next
-        done = forked.run("probe_of_forks", "one", "two words", fork=fork, GIVEN="a b", TAKEN=None)
+        done = forked.run(
+            "probe_of_forks", "one", "two words", fork=fork, GIVEN="a b", TAKEN=None, PYTHONPATH=str(tmp_path)
+        )
         assert done.returncode == 3, done.stderr
         seen = json.loads(done.stdout)
         assert seen.pop("pid") != os.getpid()

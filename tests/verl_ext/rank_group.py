@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import time
 import traceback
 from collections.abc import Callable
@@ -47,13 +48,13 @@ def start_ranks(module: str, folder: Path, world_size: int, *, gpus: bool = Fals
     ]
     try:
         for process in processes:
-            process.join(900)
-            if process.exitcode is None:
-                pytest.fail("the ranks hang\n" + _tails(folder))
+            process.wait(900)
+    except subprocess.TimeoutExpired:
+        pytest.fail("the ranks hang\n" + _tails(folder))
     finally:
         for process in processes:
             process.kill()
-            process.join()
+            process.wait()
     files = [folder / f"result{rank}.pt" for rank in range(world_size)]
     if not all(file.exists() for file in files):
         pytest.fail("the ranks did not start\n" + _tails(folder))

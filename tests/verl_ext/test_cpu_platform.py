@@ -14,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from grail_advantage.verl_ext.cpu.checks import check_config
+from tests import forked
 
 CONFIG_DIR = Path(__file__).parents[2] / "recipe" / "config"
 
@@ -37,11 +38,11 @@ print("PROBE" + json.dumps(registered))
 """
 
 
-def run_python(*arguments: str, **environment: str) -> dict[str, Any]:
-    """Run a new interpreter with ``arguments`` and return what it printed behind the word PROBE."""
+def run_python(*arguments: str, python: str | Path = sys.executable, **environment: str) -> dict[str, Any]:
+    """Run a new process with ``arguments`` and return what it printed behind the word PROBE."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "VLLM_"))}
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [str(python), *arguments],
         env={**inherited, **environment},
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -170,7 +171,8 @@ def test_everything_else_is_accepted() -> None:
 @pytest.mark.parametrize("embeddings", ["tied", "untied"])
 def test_weights_reach_vllm(tmp_path: Path, embeddings: str) -> None:
     """vLLM's log-probabilities follow the trainer's model through two transfers of several buckets each."""
-    seen = run_python("-m", "tests.verl_ext.cpu_reload_run", embeddings, str(tmp_path), VERL_PLATFORM="cpu")
+    command = ["-m", "tests.verl_ext.cpu_reload_run", embeddings, str(tmp_path)]
+    seen = run_python(*command, python=forked.python(), **forked.ENVIRONMENT)
     assert seen["bytes"] > 2 * 2**20
     loaded, *updates = seen["rounds"]
     assert loaded["error"] < 1e-4

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from grail_advantage import GrailConfig, compute_token_weights
+from tests import forked
 from tests.verl_ext import whole_run
 from tests.verl_ext.whole_run import LIMIT, WholeRun
 
@@ -68,7 +69,7 @@ def _run(folder: Path, overrides: list[str]) -> WholeRun:
         "trainer.v1.sampler.custom_sampler.path=null",
         "trainer.v1.sampler.custom_sampler.name=null",
     ]
-    return whole_run.run(folder, [*common, *overrides], rows=8, warm=True)
+    return whole_run.run(folder, [*common, *overrides], rows=8, python=forked.python())
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ import torch
 from grail_advantage import Example, Signal, compute_token_weights
 from grail_advantage.registry import methods
 from grail_advantage.signals.base import HIDDEN_STATES, SALIENCY
+from tests import forked
 from tests.documentation import write_files
 from tests.verl_ext import whole_run
 from tests.verl_ext.whole_run import WholeRun
@@ -99,7 +100,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> MethodsRun:
         "trainer.total_epochs=1",
     ]
     variables = {"EVERY_METHOD_FOLDER": str(folder), "PYTHONPATH": str(folder / "site")}
-    whole = whole_run.run(folder, overrides, rows=PROMPTS * STEPS_OF_EACH * len(NAMES), **variables)
+    rows = PROMPTS * STEPS_OF_EACH * len(NAMES)
+    whole = whole_run.run(folder, overrides, rows=rows, python=forked.python(folder / "site"), **variables)
     tokenizer = whole_run.tokenizer()
     prompts = [list(messages) for messages in pandas.read_parquet(folder / "train.parquet")["prompt"]]
     ids = [

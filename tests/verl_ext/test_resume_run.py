@@ -13,6 +13,7 @@ import pytest
 
 from grail_advantage.token_dump import COLUMNS, read_dump
 from grail_advantage.verl_ext.checkpoints import STATE, TRACKER, checkpoints
+from tests import forked
 from tests.verl_ext import whole_run
 from tests.verl_ext.whole_run import WholeRun
 
@@ -57,7 +58,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     ]
     settings = {
         "rows": 3 * PROMPTS,
-        "warm": True,
+        "python": forked.python(),
         "OMP_NUM_THREADS": "1",
         "TENSORBOARD_DIR": str(folder / "tensorboard"),
     }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grail_advantage import GrailConfig, compute_token_weights
+from tests import forked
 from tests.verl_ext import whole_run
 from tests.verl_ext.whole_run import LIMIT, WholeRun
 
@@ -35,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     ]
     folder = tmp_path_factory.mktemp("run")
     overrides.append(f"trainer.rollout_data_dir={folder / 'rollouts'}")
-    return whole_run.run(folder, overrides, rows=PROMPTS * STEPS, stock=True, warm=True)
+    return whole_run.run(folder, overrides, rows=PROMPTS * STEPS, stock=True, python=forked.python())
 
 
 @pytest.mark.slow

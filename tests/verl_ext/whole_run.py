@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grail_advantage.token_dump import DumpRow, read_dump
-from tests import warm_server
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 STOCK = """
@@ -156,7 +156,7 @@ def start(
     stock: bool = False,
     nodes: int = 0,
     wrapper: Sequence[str] = (),
-    warm: bool = False,
+    python: Path | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Train in ``folder``, and say how it ended.
@@ -169,8 +169,8 @@ def start(
             otherwise through the recipe's.
         nodes: so many Ray nodes of one rank each, by ``scripts/local_nodes.sh``; 0 for the Ray that verl starts.
         wrapper: words in front of the command.
-        warm: every process of the run is a fork that has its imports already (:mod:`tests.warm_server`); not where the
-            run's processes are looked at from outside, or where they import what was installed for them.
+        python: what runs every process of the run, this interpreter if None. With ``forked.python()`` they begin with their
+            imports done; not where the run's processes are looked at from outside.
         environment: further variables.
     """
     write_assets(folder, rows)
@@ -178,9 +178,8 @@ def start(
     if stock:
         (folder / "stock.yaml").write_text(STOCK.format(configs=ROOT / "recipe" / "config"))
         entry = ["verl.trainer.main_ppo", f"--config-path={folder}", "--config-name=stock"]
-    python = str(warm_server.python()) if warm else sys.executable
     command = [
-        python,
+        str(python or sys.executable),
         "-m",
         *entry,
         f"hydra.run.dir={folder / 'hydra'}",
@@ -202,7 +201,7 @@ def start(
         "trainer.save_freq=-1",
         "trainer.logger=[file]",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
-        *([f"+ray_kwargs.ray_init.runtime_env.py_executable={python}"] if warm else []),
+        *([f"+ray_kwargs.ray_init.runtime_env.py_executable={python}"] if python else []),
         *overrides,
     ]
     command = [*wrapper, *command]
@@ -213,7 +212,7 @@ def start(
         "VERL_PLATFORM": "cpu",
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
         "PYTHON": sys.executable,
-        **(warm_server.READ_WHEN_IMPORTED if warm else {}),
+        **(forked.ENVIRONMENT if python else {}),
         **environment,
     }
     return subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=1500)

@@ -1,4 +1,4 @@
-"""Stands where an interpreter is asked for: has the command run in a fork of :mod:`tests.warm_server`, and ends as that does.
+"""Stands where an interpreter is asked for: has the command run in a fork of ``tests/fork_server.py``, and ends as that does.
 
 It hands over its arguments, variables, folder and open files, and stays: a signal to it ends the fork, too. Run with ``-IS``,
 so that it starts in a few milliseconds.

@@ -1,12 +1,10 @@
-"""Forks of one process that has imported what the processes of a verl run import; see :func:`python`.
+"""The process behind ``tests/forked.py``: imports, then forks for whoever asks by ``tests/fork_client.py``.
 
-A whole run is a dozen processes, each of which imports torch, verl and mostly vLLM for ten seconds and then does little. A fork
-has them from the start. Else it is the process that was asked for: its own arguments, variables, folder and open files.
+python -m tests.fork_server SOCKET READY
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import json
@@ -14,64 +12,22 @@ import multiprocessing
 import os
 import runpy
 import selectors
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import time
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.forked import ENVIRONMENT, ROOT
-
-CLIENT = Path(__file__).with_name("warm_client.py")
-READ_WHEN_IMPORTED = {"VLLM_LOGGING_LEVEL": "WARN", "RAY_AUTH_MODE": "disabled"}
-"""Variables that a run through :func:`python` must have: Ray's core reads how it authenticates when it is loaded."""
 FLAGS = "BEIOSsu"
 """Options of the interpreter without a value, which a command may have."""
-
-
-@cache
-def python() -> Path:
-    """An executable that takes the place of the interpreter; the server behind it lives as long as this process.
-
-    Raises:
-        RuntimeError: it ended before it was there.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="warm"))  # a socket's path must be short
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # Ray's core reads these, too, when it is loaded. Of a run that starts its own Ray the job is the first one; a worker
-    # whose raylet dies hears of it by its socket as well.
-    rays = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": str(os.getpid())}
-    address, ready, log = folder / "socket", folder / "ready", folder / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(address), str(ready)],
-            cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT, **READ_WHEN_IMPORTED, **rays},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-        )
-    while not ready.exists():
-        if process.poll() is not None:
-            raise RuntimeError(log.read_text())
-        time.sleep(0.1)
-    path = folder / "python"
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{CLIENT}" "{address}" "{path}" "$@"\n')
-    path.chmod(0o755)
-    return path
 
 
 def main() -> None:
     """Import, listen, say so, and fork until the process that started this one is gone."""
     address, ready = map(Path, sys.argv[1:])
     given = dict(os.environ)
-    import tests.warm_imports  # noqa: F401
+    import tests.imported  # noqa: F401
 
     own = {name: value for name, value in os.environ.items() if name not in given}
     with socket.socket(socket.AF_UNIX) as server:
@@ -91,6 +47,8 @@ def _serve(server: socket.socket, own: dict[str, str], parent: int) -> None:
                 _fork(server, events, own)
                 continue
             pid, process, connection = key.data
+            if connection.fileno() == -1:  # both had something to say, and the other was heard first
+                continue
             if key.fileobj is connection:  # who asked is gone
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -161,10 +119,12 @@ def _become(request: dict[str, Any], handed: list[int], own: dict[str, str]) -> 
         del arguments[0]
     kind = arguments[0]
     if kind == "-c":
+        sys.path.insert(0, "")
         sys.argv = ["-c", *arguments[2:]]
         sys.modules["__main__"] = ModuleType("__main__")
         exec(arguments[1], sys.modules["__main__"].__dict__)
     elif kind == "-m":
+        sys.path.insert(0, request["folder"])
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
