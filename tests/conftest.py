@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -75,7 +77,12 @@ def _group(item: pytest.Item) -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """pytest-xdist tells groups by the tests' ids; with a pytest that it cannot rename tests in, nothing stays together and
-    every file starts its ranks on each worker."""
+    every file starts its ranks on each worker.
+
+    What is imported and collected by now stays: the garbage collector need not go through it again.
+    """
+    gc.collect()
+    gc.freeze()
     grouped = getattr(session.config.option, "loadgroup", False)
     if grouped and session.items and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("this pytest-xdist does not group tests with this pytest; see requirements-cpu.txt")
