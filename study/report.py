@@ -290,9 +290,20 @@ def _tuning(results: Results, regime: RegimePlan) -> list[str]:
 
 
 def _pilot(results: Results, regime: RegimePlan) -> list[str]:
+    starts = [
+        float(row["accuracy"])
+        for row in results.rows["start"]
+        if row["regime"] == regime.name and int(row["seed"]) in regime.pilot_seeds
+    ]
+    lines = []
+    if starts:
+        lines += [
+            f"Pilot: {len(starts)} of {len(regime.pilot_seeds)} warmed-up models, {_percent(starts)} of the samples right.",
+            "",
+        ]
     arms = [arm for arm in results.plan.pilot_arms if results.runs("pilot", regime.name, arm)]
     if BASELINE not in arms:
-        return []
+        return lines
     rows = []
     base = results.runs("pilot", regime.name, BASELINE)
     for arm in arms:
@@ -304,7 +315,7 @@ def _pilot(results: Results, regime: RegimePlan) -> list[str]:
         deviation = paired(differences).deviation if arm != BASELINE and len(differences) > 1 else math.nan
         rows.append([*row, ABSENT if math.isnan(deviation) else f"{100 * deviation:.2f}"])
     head = ["pilot", "seeds", "accuracy, %", "deviation of the difference from uniform, points"]
-    return [*markdown_table(head, rows, right=1), ""]
+    return [*lines, *markdown_table(head, rows, right=1), ""]
 
 
 def _alignment(results: Results, regime: RegimePlan) -> list[str]:

@@ -166,6 +166,21 @@ def test_the_page_holds_all_that_was_measured_and_names_what_is_missing(tmp_path
     assert "jobs `alignment`" not in text, "what is complete is not named"
 
 
+def test_the_pilot_shows_its_models_and_the_spread(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    start = dict.fromkeys(work.START_COLUMNS, 0.4)
+    files.start.append([_row(Job("start", "misconceptions", NO_ARM, 7)) | start])
+    plan = replace(PLAN, regimes=(replace(PLAN.regimes[0], pilot_seeds=(7, 8), tuning_seeds=(7,)),))
+    assert "Pilot: 1 of 2 warmed-up models, 40.0 of the samples right." in markdown(Results.read(plan, files))
+    for seed in (7, 8):
+        files.runs.append([a_run("pilot", "uniform", seed, digits(0.5, 0))])
+        files.runs.append([a_run("pilot", "grail", seed, digits(0.5, 0, 8 * (seed - 7)))])
+    text = markdown(Results.read(plan, files))
+    assert "| GRAIL, as published | 2 |" in text and "| 17.68 |" in text  # differences of 0 and 25 points
+    # Of a tuning seed the pilot's run is one of tuning too.
+    assert "| uniform (Dr. GRPO) | - | 50.0 | - | - |" in text
+
+
 def test_the_published_page_is_made_from_the_files_beside_it() -> None:
     folder = Path(__file__).parents[2] / "docs" / "study2"
     page = (folder / "REPORT.md").read_text(encoding="utf-8")
