@@ -69,8 +69,8 @@ class Results:
         return {int(row["seed"]): row for row in self.rows[kind] if (row["regime"], row["arm"]) == (regime, arm)}
 
     def contrast(self, regime: RegimePlan, arm: str, reference: str, kind: str = "main") -> Contrast | None:
-        """Arm minus reference over the seeds of both; ``None`` where there is none. A side arm's reference is a main "
-        "arm."""
+        """Arm minus reference over the seeds of both; ``None`` where there is none. A side arm's reference is a main
+        arm."""
         own, other = self.runs(kind, regime.name, arm), self.runs("main", regime.name, reference)
         seeds = sorted(own.keys() & other.keys())
         if not seeds:

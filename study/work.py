@@ -49,8 +49,8 @@ RUN_COLUMNS = (
     "accuracy", "right_1", "right_2", *SECONDARY,
     "reward", "clipped_errors", "gradient_norm", "processor_seconds", "weight_seconds",
 )  # fmt: skip
-"""``right_1`` and ``right_2``: right samples of each held-out problem, a digit each, at the two steps of the "
-"outcome."""
+"""``right_1`` and ``right_2``: right samples of each held-out problem, a digit each, at the two steps of the
+outcome."""
 FIRST_GUESS = {"start": 240.0, "alignment": 600.0, "truth": 300.0}
 WARM_UP_PARTS = 4
 """Of a batch of solutions, by length."""
@@ -139,8 +139,8 @@ class Sitting:
         self.regimes, self.kinds = set(regimes), set(kinds)
 
     def missing(self) -> list[Job]:
-        """Jobs of the plan that are not finished, in their order; a start also where its model is gone and still "
-        "needed."""
+        """Jobs of the plan that are not finished, in their order; a start also where its model is gone and still
+        needed."""
         done = finished(self.files, self.plan)
         runs = [row for rows in done.values() for row in rows]
         found: list[Job] = []
