@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py run --output-dir DIR       starts the same command until the run is finished; an hour on two cores
     python benchmarks/soak.py page DIR                   docs/soak/ from what was recorded: page, plots, and the records as CSV
+    python benchmarks/soak.py later DIR                  the memory of a later soak without kills (--kills 0) beside it
 
 Every start is ``bash examples/run_tiny_cpu_grail.sh`` with the same knobs. A life of the run lasts from a start to its end. The
 soak watches it from outside: steps from ``metrics.jsonl``, processes and their memory from ``/proc``. At set steps it kills one
@@ -38,6 +39,7 @@ from grail_advantage.verl_ext.checkpoints import PARTS, damage
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "soak"
+ENGINE = ROOT / "benchmarks" / "results" / "engine_memory-cpu.json"
 SCRIPT = "examples/run_tiny_cpu_grail.sh"
 KNOBS = {
     "PROMPTS": "4",
@@ -487,9 +489,9 @@ def _read(name: str) -> list[dict[str, Any]]:
         return [{key: _number(value) for key, value in row.items()} for row in csv.DictReader(file)]
 
 
-def _read_memory() -> list[dict[str, Any]]:
+def _read_memory(name: str = "memory.csv") -> list[dict[str, Any]]:
     """The memory's records; what was recorded in one go has one time."""
-    rows, roles, seconds = _read("memory.csv"), set[str](), 0.0
+    rows, roles, seconds = _read(name), set[str](), 0.0
     for row in rows:
         if row["role"] in roles or not roles:
             roles, seconds = set(), row["seconds"]
@@ -664,7 +666,61 @@ def write_page() -> None:
 def page_of_records() -> str:
     """The page from what ``docs/soak/`` holds."""
     plan = json.loads((PAGE / "plan.json").read_text())
-    return page(_read("steps.csv"), _read_memory(), _read("lives.csv"), plan, _read("twice.csv"))
+    memory, lives = _read_memory(), _read("lives.csv")
+    text = page(_read("steps.csv"), memory, lives, plan, _read("twice.csv"))
+    later = slopes(_read_memory("later_memory.csv"), _read("later_lives.csv"))
+    return text + growth(slopes(memory, lives), later, json.loads(ENGINE.read_text()))
+
+
+def growth(first: Sequence[Slope], later: Sequence[Slope], engine: dict[str, Any]) -> str:
+    """What grew, by the engine alone and by a later run in which it has bounds.
+
+    Args:
+        first: the slopes of the soak.
+        later: those of the later run.
+        engine: what ``benchmarks/bench_engine_memory.py`` recorded.
+    """
+    by_capacity = {found["capacity"]: found for found in engine["capacities"]}
+    (default, free), (bound, bounded) = by_capacity.items()
+    of_first = {slope.role: slope for slope in first}
+    lines = [
+        "",
+        "### What grows",
+        "",
+        "Two caches of others, which a CPU run now bounds by environment variables "
+        "(`grail_advantage/verl_ext/cpu/environment.py`; one that is set already is left alone):",
+        "",
+        f"- **vLLM's engine**: oneDNN keeps what it prepared for each shape of a product, {default} of them unless "
+        f"`ONEDNN_PRIMITIVE_CACHE_CAPACITY` says otherwise, now {bound}. Shapes go by the number of tokens in the engine's "
+        "batch, so new ones keep coming. No tensor and no Python object grows.",
+        "- **Ray's control service** (`gcs_server`): it keeps the last 100,000 tasks for its dashboard, which is off here; "
+        "`RAY_task_events_max_num_task_in_gcs`, now 1000.",
+        "",
+        f"The engine alone, generating and reloading its weights, `{engine['command']}`, {engine['date'][:10]}; anonymous "
+        "memory in MiB:",
+        "",
+        "| step | " + " | ".join(f"{point['step']}" for point in free["points"]) + " | processor seconds |",
+        "|---" * (len(free["points"]) + 2) + "|",
+        *(
+            f"| {capacity} shapes | " + " | ".join(f"{point['anonymous']:.0f}" for point in found["points"])
+            + f" | {found['seconds']:.0f} |"
+            for capacity, found in ((default, free), (bound, bounded))
+        ),
+        "",
+        "A later run with both bounds, `python benchmarks/soak.py run --steps 100 --kills 0`, MiB a hundred steps:",
+        "",
+        "| processes | this soak | with bounds | standard error |",
+        "|---|---|---|---|",
+        *(
+            f"| {slope.role} | {of_first[slope.role].a_hundred_steps:+.1f} | {slope.a_hundred_steps:+.1f} | {slope.error:.1f} |"
+            for slope in later
+            if slope.role in of_first
+        ),
+        "",
+        "What the engine still gains there is its cache, on the way to its bound.",
+        "",
+    ]  # fmt: skip
+    return "\n".join(lines)
 
 
 def page(
@@ -780,7 +836,14 @@ def main() -> None:
     page_parser.add_argument(
         "output_dir", type=Path, nargs="?", help="a finished soak; without it, what docs/soak/ holds"
     )
+    later_parser = commands.add_parser("later", help="the memory of a later soak without kills, for the page")
+    later_parser.add_argument("output_dir", type=Path)
     arguments = parser.parse_args()
+    if arguments.command == "later":
+        for name in ("memory", "lives"):
+            shutil.copy(arguments.output_dir / f"{name}.csv", PAGE / f"later_{name}.csv")
+        write_page()
+        return
     if arguments.command == "run":
         run(arguments.output_dir.resolve(), arguments.steps, arguments.patience, arguments.kills)
         return

@@ -28,9 +28,14 @@ def defaults() -> dict[str, str]:
         # vLLM compiles two helpers of its sampler with inductor even under enforce_eager: 20 s of C++ compiler, needed
         # before the first token and paid again by every server.
         "TORCH_COMPILE_DISABLE": "1",
+        # oneDNN keeps what it prepared for each shape of a product, 1024 of them by default, and the engine's shapes go by the
+        # number of tokens in a batch: its memory grew by hundreds of MiB (docs/soak/README.md, The memory).
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         # Lets the engine keep its one worker in its own process (distributed_executor_backend=uni in cpu.yaml), which
         # saves starting another process and importing vLLM once more.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Ray's control service keeps the last 100,000 tasks for its dashboard, which is off: the same page.
+        "RAY_task_events_max_num_task_in_gcs": "1000",
         # Usage reports, which collect facts about the machine while everything else starts.
         "VLLM_NO_USAGE_STATS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
