@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from packaging.requirements import Requirement
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
@@ -34,6 +33,7 @@ from grail_advantage.verl_ext.settings import signal_of
 from recipe.chat_templates import read_chat_template
 from recipe.main_grail import prepare
 from tests import forked
+from tests.composed import compose
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -113,8 +113,7 @@ def cpu_overrides(echo: str, folder: Path, *arguments: str, **knobs: str) -> lis
 
 def configuration(overrides: list[str]) -> DictConfig:
     """What the entry point makes of the overrides."""
-    with initialize_config_dir(str(ROOT / "recipe/config"), version_base=None):
-        return compose("grail_trainer", overrides=overrides)
+    return compose("grail_trainer", overrides)
 
 
 def container(config: Any) -> Any:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from grail_advantage.activations import CHUNK_POSITIONS
 from recipe.main_grail import prepare
 from recipe.marked_text import marked
+from tests.composed import compose
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("sizing", ROOT / "scripts/sizing.py")
@@ -204,8 +204,7 @@ def test_hours_by_hand() -> None:
 
 
 def test_constants_are_those_of_the_recipe() -> None:
-    with initialize_config_dir(str(ROOT / "recipe/config"), version_base=None):
-        recipe = compose("grail_trainer")
+    recipe = compose("grail_trainer")
     actor, rollout = recipe.actor_rollout_ref.actor, recipe.actor_rollout_ref.rollout
     assert recipe.data.max_prompt_length == sizing.PROMPT
     assert recipe.data.train_batch_size * rollout.n == sizing.RESPONSES
@@ -238,8 +237,7 @@ def composed(command: str, echo: Path):
     assert result.returncode == 0, result.stderr
     called = result.stdout.removesuffix("\0").split("\0")
     overrides = called[called.index("recipe.main_grail") + 1 :]
-    with initialize_config_dir(str(ROOT / "recipe/config"), version_base=None):
-        return compose("grail_trainer", overrides=overrides)
+    return compose("grail_trainer", overrides)
 
 
 @pytest.mark.parametrize("key", sizing.MODELS)

@@ -7,13 +7,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import verl  # noqa: F401  its plugin registers the estimators
 import yaml
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer
 
@@ -23,16 +21,11 @@ from recipe.main_grail import prepare
 from recipe.tiny.model import build_tokenizer
 from tests import forked
 from tests.broken_tokenizer import save_under_class
+from tests.composed import compose
 
 ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref.actor"
 MODE = "trainer.v1.trainer_mode"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _config_folder() -> Iterator[None]:
-    with initialize_config_dir(str(ROOT / "recipe" / "config"), version_base=None):
-        yield
 
 
 def _compose(*overrides: str, name: str = "grail_trainer") -> DictConfig:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from grail_advantage.verl_ext.cpu.checks import check_config
 from tests import forked
+from tests.composed import compose
 
 CONFIG_DIR = Path(__file__).parents[2] / "recipe" / "config"
 
@@ -75,8 +75,7 @@ def test_import_verl_registers_nothing_elsewhere() -> None:
 
 def run_config(*overrides: str) -> DictConfig:
     """The configuration of a CPU run."""
-    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
-        return compose("cpu_trainer", overrides=list(overrides))
+    return compose("cpu_trainer", overrides)
 
 
 BEHAVIOUR = """

@@ -11,12 +11,12 @@ from types import ModuleType
 
 import pytest
 import verl  # noqa: F401  its plugin registers the estimators
-from hydra import compose, initialize_config_dir
 
 import recipe.main_grail  # noqa: F401  stores the methods' sections
 from grail_advantage.verl_ext.checks import check_config
 from recipe.marked_text import marked
 from tests import forked
+from tests.composed import compose
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,12 +72,9 @@ def test_refused_cell_raises_its_message(cell: object, monkeypatch: pytest.Monke
         monkeypatch.setenv("VERL_PLATFORM", "cpu")
     else:
         monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    with initialize_config_dir(str(ROOT / "recipe" / "config"), version_base=None):
-        name = "cpu_trainer" if cell.cpu else "grail_trainer"
-        group = (
-            [] if any(".rollout.n=" in override for override in cell.overrides) else ["actor_rollout_ref.rollout.n=4"]
-        )
-        config = compose(name, overrides=[*group, *cell.overrides])
+    name = "cpu_trainer" if cell.cpu else "grail_trainer"
+    group = [] if any(".rollout.n=" in override for override in cell.overrides) else ["actor_rollout_ref.rollout.n=4"]
+    config = compose(name, [*group, *cell.overrides])
     with pytest.raises(ValueError, match="^" + re.escape(cell.message)):
         check_config(config)
 

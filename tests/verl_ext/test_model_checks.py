@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import verl  # noqa: F401  its plugin registers the estimators
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from tokenizers import Regex, decoders
 from transformers import CohereConfig, GPT2Config, LlamaConfig
@@ -21,6 +19,7 @@ from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.model_checks import check_model
 from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync
 from recipe.tiny.model import build_tokenizer
+from tests.composed import compose
 from tests.verl_ext.test_trainer import _trainer
 
 ROOT = Path(__file__).parents[2]
@@ -31,12 +30,6 @@ from transformers import PretrainedConfig
 class MineConfig(PretrainedConfig):
     model_type = "mine"
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _config_folder() -> Iterator[None]:
-    with initialize_config_dir(str(ROOT / "recipe" / "config"), version_base=None):
-        yield
 
 
 def _compose(folder: Path, *overrides: str) -> DictConfig:

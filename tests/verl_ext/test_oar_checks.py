@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import verl  # noqa: F401  its plugin registers the estimators
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from grail_advantage import OarConfig
 from grail_advantage.verl_ext.settings import signal_of
 from recipe.main_grail import prepare
+from tests.composed import compose
 
 ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref.actor"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _config_folder() -> Iterator[None]:
-    with initialize_config_dir(str(ROOT / "recipe" / "config"), version_base=None):
-        yield
 
 
 def _compose(*overrides: str) -> DictConfig:

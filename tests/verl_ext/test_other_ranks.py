@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 import recipe.main_grail  # noqa: F401  stores the methods' sections
 from grail_advantage.verl_ext.other_ranks import own_slice
 from grail_advantage.verl_ext.run_identity import FSDP_CONFIG, check_ranks
 from tests import forked
+from tests.composed import compose
 from tests.verl_ext import other_ranks_process as process
 from tests.verl_ext.test_saliency_pass import write_models
 
@@ -75,8 +75,7 @@ def _checkpoint(folder: Path, ranks: int, version: int = 2) -> Path:
 
 
 def _config(*overrides: str) -> Any:
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        return compose("cpu_trainer", overrides=list(overrides))
+    return compose("cpu_trainer", overrides)
 
 
 def test_other_ranks_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
+import hydra
 import pytest
 import verl  # noqa: F401  its plugin registers the estimators
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from grail_advantage.verl_ext.checkpoints import TRACKER
@@ -20,15 +17,10 @@ from grail_advantage.verl_ext.settings import RUN_DEFINITION as FILE
 from recipe.main_grail import prepare
 from tests import forked
 from tests.checkpoints import write_checkpoint
+from tests.composed import compose
 
 ROOT = Path(__file__).parents[2]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _config_folder() -> Iterator[None]:
-    with initialize_config_dir(str(ROOT / "recipe" / "config"), version_base=None):
-        yield
 
 
 @pytest.fixture
@@ -36,13 +28,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-@cache
-def _composed(*overrides: str) -> DictConfig:
-    return compose("grail_trainer", overrides=list(overrides))
-
-
 def _compose(folder: Path, *overrides: str) -> DictConfig:
-    config = copy.deepcopy(_composed(*overrides))  # a copy takes a tenth of the time
+    config = compose("grail_trainer", overrides)
     config.trainer.default_local_dir = str(folder)
     return config
 
@@ -333,7 +320,9 @@ def test_both_entry_points_define_a_run_alike(folder: Path) -> None:
     """verl's own command has no sections of methods, so what is left out there is the preset's."""
     ours = _compose(folder, "algorithm.grail.preset=robust")
     with initialize_verl():
-        stock = compose("ppo_trainer", overrides=["algorithm.adv_estimator=grail", "+algorithm.grail.preset=robust"])
+        stock = hydra.compose(
+            "ppo_trainer", overrides=["algorithm.adv_estimator=grail", "+algorithm.grail.preset=robust"]
+        )
     names = {name for name in run_definition(ours) if name.startswith("algorithm.grail.")}
     assert len(names) > 10
     assert {name: run_definition(stock)[name] for name in names} == {name: run_definition(ours)[name] for name in names}
