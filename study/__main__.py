@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
     real.add_argument(
         "--model", default="smollm2", help="folder or name of a model; smollm2 is that of its PyPI package"
     )
-    real.add_argument("--problems", type=int, default=12)
+    real.add_argument("--problems", type=int, default=8)
     real.add_argument(
         "--longest", type=int, default=192, help="tokens of prompt and response; longer problems are left out"
     )
@@ -84,16 +84,9 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
         return
     if options.command == "real":
         model, tokenizer = load(options.model)
-        said = measure(
-            model,
-            tokenizer,
-            options.data,
-            count=options.problems,
-            longest=options.longest,
-            blocks=options.blocks,
-        )
-        print(said)
-        write_marked(options.out, "real model", said)
+        size = {"count": options.problems, "longest": options.longest, "blocks": options.blocks}
+        for said in measure(model, tokenizer, options.data, **size):
+            write_marked(options.out, "real model", said)
         return
     files = Files(options.data_dir)
     if options.command == "run":

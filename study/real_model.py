@@ -188,14 +188,14 @@ class Choices:
         return torch.stack([self.right_K.sum(), *departures])
 
 
-def choices(log_probs_TV: torch.Tensor, texts: Texts) -> Choices:
-    """From the log-probabilities at the right text's response tokens, (T, V)."""
+def choices(log_probs_KV: torch.Tensor, texts: Texts) -> Choices:
+    """From the log-probabilities at the right text's places, in their order, (K, V)."""
     right_T, places = texts.rows[0].response, sorted(set(texts.places))
     rights: list[torch.Tensor] = []
     wrong: dict[int, torch.Tensor] = {}
-    for place in places:
+    for place, log_probs_V in zip(places, log_probs_KV, strict=True):
         here = [n for n, at in enumerate(texts.places) if at == place]
-        chosen = log_probs_TV[place, [right_T[place], *(texts.tokens[n] for n in here)]].log_softmax(dim=0)
+        chosen = log_probs_V[[right_T[place], *(texts.tokens[n] for n in here)]].log_softmax(dim=0)
         rights.append(chosen[0])
         wrong |= dict(zip(here, chosen[1:], strict=True))
     return Choices(places, torch.stack(rights), [wrong[n] for n in range(len(texts.places))])
@@ -237,7 +237,11 @@ class Measured:
 
 def right_probability(model: PreTrainedModel, texts: Texts) -> torch.Tensor:
     """Probability of the right text, with its gradient."""
-    return choices(_log_probs(model, texts.rows[:1])[0], texts).right_K.sum().exp()
+    return _chosen(model, texts).right_K.sum().exp()
+
+
+def _chosen(model: PreTrainedModel, texts: Texts) -> Choices:
+    return choices(_log_probs(model, texts.rows[:1], [sorted(set(texts.places))])[0], texts)
 
 
 def measure_problem(
@@ -248,7 +252,7 @@ def measure_problem(
     generator: np.random.Generator,
 ) -> Measured:
     """Ground truth and updates on one problem."""
-    made = choices(_log_probs(model, texts.rows[:1])[0], texts)
+    made = _chosen(model, texts)
     drawn_B = draw(made.of_texts(texts).detach(), generator)
     kept = np.flatnonzero(drawn_B)
     rows, count_B = [texts.rows[n] for n in kept], torch.from_numpy(drawn_B[kept])
@@ -334,15 +338,18 @@ def _add(figures: dict[tuple[str, str, str], list[float]], name: str, found: Map
             figures.setdefault((name, *key), []).append(value)
 
 
-def _log_probs(model: PreTrainedModel, rows: Sequence[Row]) -> list[torch.Tensor]:
-    """Log-probabilities at the response tokens, (T, V) a row; the output embeddings see nothing else."""
+def _log_probs(
+    model: PreTrainedModel, rows: Sequence[Row], places: Sequence[Sequence[int]] | None = None
+) -> list[torch.Tensor]:
+    """Log-probabilities at each row's response tokens, (T, V), or at its ``places`` among them alone, (K, V); the output
+    embeddings see nothing else."""
     ids_BL, mask_BL, response_BL = tensors(rows)
     hidden_BLD = model.base_model(input_ids=ids_BL, attention_mask=mask_BL.long()).last_hidden_state
-    head = model.get_output_embeddings()
-    return [
-        head(hidden_LD[:-1][inside_L[1:]]).float().log_softmax(dim=-1)
-        for hidden_LD, inside_L in zip(hidden_BLD, response_BL, strict=True)
-    ]
+    head, found = model.get_output_embeddings(), []
+    for index, (hidden_LD, inside_L) in enumerate(zip(hidden_BLD, response_BL, strict=True)):
+        before_TD = hidden_LD[:-1][inside_L[1:]]
+        found.append(head(before_TD if places is None else before_TD[list(places[index])]).float().log_softmax(dim=-1))
+    return found
 
 
 def _gradient(value: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
@@ -452,8 +459,8 @@ def measure(
     longest: int,
     blocks: int,
     seed: int = 0,
-) -> str:
-    """Both tables over ``count`` problems, as Markdown, with what they were made from.
+) -> Iterator[str]:
+    """Both tables as Markdown, with what they were made from: after the second problem and every further one of ``count``.
 
     Raises:
         ValueError: fewer than two problems could be measured.
@@ -462,25 +469,28 @@ def measure(
     started = time.process_time()
     parameters = last_blocks(model, blocks)
     chosen, rights = [], []
-    yardstick_P = torch.zeros(sum(parameter.numel() for parameter in parameters))
     for texts in problems(data, tokenizer, count=10 * count, longest=longest):
-        right = right_probability(model, texts)
-        if LEAST < float(right.detach()) < MOST:
+        with torch.no_grad():
+            right = float(right_probability(model, texts))
+        if LEAST < right < MOST:
             chosen.append(texts)
-            rights.append(float(right.detach()))
-            yardstick_P += _gradient(right, parameters)
+            rights.append(right)
         if len(chosen) == count:
             break
     if len(chosen) < 2:
         raise ValueError(f"{data}: {len(chosen)} problems could be measured, wanted are 2 or more; raise --longest")
-    tally = Tally(yardstick_P / len(chosen))
+    total_P = sum(_gradient(right_probability(model, texts), parameters) for texts in chosen)
+    assert isinstance(total_P, torch.Tensor)
+    tally = Tally(total_P / len(chosen))
     generator = np.random.default_rng(seed)
     for done, texts in enumerate(chosen, 1):
         tally.add(measure_problem(model, tokenizer, texts, parameters, generator))
-        print(f"{done} of {len(chosen)} problems, {time.process_time() - started:.0f} s of processor time", flush=True)
-    said = (
-        f"{len(chosen)} problems, groups of {DRAWS} texts; the right text had probability {np.mean(rights):.2f} on average. "
-        f"Last {blocks} of {len(model.base_model.layers)} blocks, {len(yardstick_P) / 1e6:.1f} M parameters. "
-        f"{time.process_time() - started:.0f} s of processor time."
-    )
-    return "\n".join([said, "", *markdown(tally)]) + "\n"
+        minutes = (time.process_time() - started) / 60
+        print(f"{done} of {len(chosen)} problems, {minutes:.1f} minutes of processor time", flush=True)
+        if done > 1:
+            said = (
+                f"{done} problems, groups of {DRAWS} texts; the right text had probability {np.mean(rights[:done]):.2f} on "
+                f"average. Accuracy is that of {len(chosen)} problems. Last {blocks} of {len(model.base_model.layers)} "
+                f"blocks, {len(total_P) / 1e6:.1f} M parameters."
+            )
+            yield "\n".join([said, "", *markdown(tally)]) + "\n"
