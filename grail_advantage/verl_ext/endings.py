@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -135,6 +136,9 @@ def _print(text: str) -> None:
 
 def _at_exit(beside: subprocess.Popen[bytes], config: DictConfig, listening: threading.Thread) -> None:
     """Runs before Ray's own, which was registered earlier."""
+    # Behind a SIGTERM, Ray's failure handler (abseil's) leaves an alarm that aborts the process after 3 seconds, in the middle
+    # of its orderly end.
+    signal.alarm(0)
     _say_ending(beside)
     _over.set()
     listening.join(ASK_SECONDS)

@@ -217,7 +217,7 @@ ENDINGS = {
     "worker": ("worker", signal.SIGKILL, [1], [WATCHDOG, "Worker the_worker, process", "the worker's last line"]),
     "trainer": ("trainer", signal.SIGKILL, [1], [WATCHDOG, "TaskRunner, process", "the trainer's own process"]),
     "driver": ("driver", signal.SIGKILL, [-signal.SIGKILL], ["was killed or crashed"]),
-    "SIGTERM": ("driver", signal.SIGTERM, None, []),
+    "SIGTERM": ("driver", signal.SIGTERM, [1], []),
     "Ctrl-C": ("driver", signal.SIGINT, None, []),
 }
 """Who gets which signal, how the driver may end (``None``: not with 0), and what is said."""
