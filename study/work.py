@@ -298,7 +298,7 @@ def warmed_up(plan: StudyPlan, name: str, seed: int) -> PreTrainedModel:
         model,
         tokenizer,
         training,
-        held_out,
+        held_out[:1],  # its own accuracy is not read here
         WarmUpSettings(
             batch_size=plan.warm_up_batch,
             learning_rate=plan.warm_up_rate,
