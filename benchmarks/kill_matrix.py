@@ -92,7 +92,9 @@ def table(record: dict[str, Any]) -> str:
         row = record["kinds"].get(name)
         if row is not None:
             said = next((line for line in row["said"] if line.startswith("died ")), None)
-            said = said or next((line for line in row["said"] if line.startswith("grail_advantage")), "nothing of its own")
+            said = said or next(
+                (line for line in row["said"] if line.startswith("grail_advantage")), "nothing of its own"
+            )
             told = " ".join(said.removeprefix("died ").split())
             lines.append(
                 f"| {kind.process} | {kind.signal} | {row['driver_gone']:.0f} s | {row['all_gone']:.0f} s | "
