@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -97,7 +98,9 @@ def test_nothing_is_left(nodes: Callable, tmp_path: Path, number: signal.Signals
     mark = f"{tmp_path}/mark"
     command = f'{sys.executable} -c \'import time; open("{mark}", "a").write("x"); time.sleep(60)\''
     script = f"bash {SCRIPT} on 2 {command} & {command}"
-    process = subprocess.Popen(["bash", str(SCRIPT), "2", "bash", "-c", script], env=ENVIRONMENT)
+    # Tests that a shell started in the background ignore Ctrl-C, and what they start cannot choose otherwise.
+    listening = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(["bash", str(SCRIPT), "2", "bash", "-c", script], env=ENVIRONMENT, preexec_fn=listening)
     deadline = time.monotonic() + 30
     while not (Path(mark).exists() and Path(mark).read_text() == "xx"):
         assert time.monotonic() < deadline
