@@ -61,7 +61,7 @@ class StudyPlan:
     regimes: tuple[RegimePlan, ...] = (
         RegimePlan(
             "misconceptions",
-            main_seeds=tuple(range(1, 11)),
+            main_seeds=tuple(range(1, 15)),
             tuning_seeds=(2001, 2002),
             measured_seeds=(1, 2, 3),
             side_seeds=(1, 2),

@@ -94,7 +94,7 @@ def test_the_plan_holds_what_was_promised() -> None:
     plan = StudyPlan()
     by_name = {regime.name: regime for regime in plan.regimes}
     assert [*by_name] == ["misconceptions", "slips", "distractors"], "the primary regime comes first"
-    assert [len(regime.main_seeds) for regime in plan.regimes] == [10, 10, 6]
+    assert [len(regime.main_seeds) for regime in plan.regimes] == [14, 10, 6]
     for regime in plan.regimes:
         assert not set(regime.main_seeds) & {*regime.tuning_seeds, *regime.pilot_seeds}
         assert set(regime.measured_seeds) | set(regime.side_seeds) <= set(regime.main_seeds)
@@ -142,9 +142,9 @@ def test_jobs_of_a_seed_follow_its_start_and_seeds_come_whole() -> None:
     assert main == sorted(main), "all arms of a seed before the next seed"
     main = [job for job in jobs if job.kind == "main" and job.regime == "misconceptions"]
     compared = {arm for pair in CONTRASTS for arm in pair}
-    assert {job.arm for job in main[:40]} == compared and not {job.arm for job in main[40:]} & compared
-    assert [job.seed for job in main] == [seed for seed in range(1, 11) for _ in range(4)] + [
-        seed for seed in range(1, 11) for _ in range(7)
+    assert {job.arm for job in main[:56]} == compared and not {job.arm for job in main[56:]} & compared
+    assert [job.seed for job in main] == [seed for seed in range(1, 15) for _ in range(4)] + [
+        seed for seed in range(1, 15) for _ in range(7)
     ]
 
 
