@@ -70,7 +70,8 @@ def observe(kind: Kind, folder: Path) -> dict[str, Any]:
         driver_after, all_after = run.end(BOUND)
     finally:
         run.kill_all()
-    said = run.result.stdout + run.result.stderr
+    # Where the project lies is of no interest.
+    said = (run.result.stdout + run.result.stderr).replace(f"{ROOT}/", "")
     lines = [line.strip() for line in said.splitlines()]
     return {
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),

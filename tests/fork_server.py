@@ -73,12 +73,12 @@ def _fork(server: socket.socket, events: selectors.BaseSelector, own: dict[str, 
     connection, _ = server.accept()
     length, handed, _, _ = socket.recv_fds(connection, 8, 253)
     size = int.from_bytes(length, "little")
-    received = b""
-    while len(received) < size:
-        part = connection.recv(size - len(received))
-        if not part:
-            return
-        received += part
+    received = connection.recv(size, socket.MSG_WAITALL)
+    if len(received) < size:  # who asked is gone
+        connection.close()
+        for number in handed:
+            os.close(number)
+        return
     pid = os.fork()
     if pid:
         for number in handed:
