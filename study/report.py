@@ -1,4 +1,5 @@
-"""The report of the second study, ``REPORT.md``, from its raw files alone: the same files give the same page to the last byte.
+"""The report of the second study, ``REPORT.md`` and its plot, from its raw files alone: the same files give the same page to
+the last byte.
 
 No sentence of the conclusions is written by hand. A contrast is judged once all planned seeds of both arms are there; until
 then its mean is shown without a p-value.
@@ -19,11 +20,12 @@ from study import alignment, truth
 from study.arms import ARMS, Arm
 from study.plan import BOUND, CONTRASTS, RUNS, RegimePlan, StudyPlan
 from study.statistics import Paired, equivalence_p, holm, paired, two_way_bootstrap
-from study.tables import ABSENT, interval, markdown_table, number, signed
+from study.tables import ABSENT, interval, markdown_table, number, pyplot, signed
 from study.work import Files, finished, total_hours
 
 BASELINE = "uniform"
 LEVEL = 0.05
+PLOT = "differences.png"
 Row = Mapping[str, str]
 
 
@@ -95,9 +97,10 @@ def outcome(row: Row, plan: StudyPlan) -> np.ndarray:
 
 
 def write_report(plan: StudyPlan, files: Files, folder: Path) -> list[Path]:
-    """Write the report and return its path."""
-    write_text(folder / "REPORT.md", markdown(Results.read(plan, files)))
-    return [folder / "REPORT.md"]
+    """Write the report and its plot, where there is something to draw, and return their paths."""
+    results = Results.read(plan, files)
+    write_text(folder / "REPORT.md", markdown(results))
+    return [folder / "REPORT.md", *plot_differences(results, folder / PLOT)]
 
 
 def markdown(results: Results) -> str:
@@ -110,6 +113,8 @@ def markdown(results: Results) -> str:
         "Measurements on a real model, and the command for a GPU: [real_model.md](real_model.md).",
         "",
     ]
+    if drawn(results):
+        lines += [f"![Difference from uniform by arm and regime]({PLOT})", ""]
     for regime in results.plan.regimes:
         lines += _regime(results, regime)
     lines += ["## What is missing", "", *[f"- {line}" for line in missing(results)], ""]
@@ -118,6 +123,58 @@ def markdown(results: Results) -> str:
     versions = sorted({row["versions"] for rows in results.rows.values() for row in rows})
     lines += [f"Versions: {version}." for version in versions]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def drawn(results: Results) -> dict[str, list[Contrast]]:
+    """By regime the main arms with two seeds or more, against uniform."""
+    found = {}
+    for regime in results.plan.regimes:
+        contrasts = [
+            results.contrast(regime, arm.name, BASELINE) for arm in results.plan.main_arms if arm.name != BASELINE
+        ]
+        kept = [contrast for contrast in contrasts if contrast is not None and contrast.paired.count > 1]
+        if kept:
+            found[regime.name] = kept
+    return found
+
+
+def plot_differences(results: Results, path: Path) -> list[Path]:
+    """Every main arm's difference from uniform, one panel a regime; an empty list where nothing can be drawn."""
+    panels = drawn(results)
+    if not panels:
+        return []
+    arms = [arm for arm in results.plan.main_arms if arm.name != BASELINE]
+    plots = pyplot()
+    figure, axes = plots.subplots(
+        ncols=len(panels),
+        figsize=(3.4 + 3.4 * len(panels), 0.8 + 0.32 * len(arms)),
+        dpi=120,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    compared = {arm for arm, _ in CONTRASTS}
+    for panel, (name, contrasts) in zip(axes[0], panels.items(), strict=True):
+        panel.axvspan(-100 * BOUND, 100 * BOUND, color="#eef0f2", linewidth=0)
+        panel.axvline(0, color="black", linewidth=0.8)
+        for contrast in contrasts:
+            height = len(arms) - 1 - [arm.name for arm in arms].index(contrast.arm)
+            colour = "#0b6e4f" if contrast.arm in compared and name == results.plan.regimes[0].name else "#7a8793"
+            found = contrast.paired
+            panel.plot([100 * found.low, 100 * found.high], [height, height], color=colour, linewidth=1.5)
+            panel.plot(100 * found.mean, height, "o", color=colour, markersize=5)
+        seeds = {contrast.paired.count for contrast in contrasts}
+        said = f"{min(seeds)}" if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)}"
+        panel.set(title=f"{name}, {said} seeds", ylim=(-0.6, len(arms) - 0.4))
+        panel.title.set_fontsize(9)
+        panel.grid(axis="x", alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=8)
+    axes[0, 0].set_yticks(range(len(arms)), [arm.label for arm in reversed(arms)])
+    figure.supxlabel("accuracy at temperature 0.6 against uniform, points: mean, 95 % interval", fontsize=8)
+    figure.savefig(path, facecolor="white", metadata={"Software": None})
+    plots.close(figure)
+    return [path]
 
 
 def conclusions(results: Results) -> list[str]:
@@ -145,7 +202,25 @@ def conclusions(results: Results) -> list[str]:
         lines.append(
             "**No method stands above uniform and above its random-placement control**: none is recommended over Dr. GRPO."
         )
-    return lines
+    return [*lines, *_others(results, primary)]
+
+
+def _others(results: Results, regime: RegimePlan) -> list[str]:
+    """What the arms that the plan does not compare with uniform show, with a correction of their own; once all are there."""
+    arms = [
+        arm.name for arm in results.plan.main_arms if arm.name != BASELINE and (arm.name, BASELINE) not in CONTRASTS
+    ]
+    found = [results.contrast(regime, arm, BASELINE) for arm in arms]
+    complete = [contrast for contrast in found if contrast is not None and contrast.complete]
+    if not arms or len(complete) < len(arms):
+        return []
+    corrected = holm([contrast.paired.p for contrast in complete])
+    sides: dict[str, list[str]] = {"above": [], "below": [], "not told from": []}
+    for contrast, p in sorted(zip(complete, corrected, strict=True), key=lambda pair: -pair[0].paired.mean):
+        side = "not told from" if p >= LEVEL else "above" if contrast.paired.mean > 0 else "below"
+        sides[side].append(f"{ARMS[contrast.arm].label} ({signed(100 * contrast.paired.mean)})")
+    said = "; ".join(f"{side} uniform: {', '.join(labels)}" for side, labels in sides.items() if labels)
+    return [f"Exploratory, the other main arms, Holm's correction over these {len(arms)}: {said}."]
 
 
 def _said(contrast: Contrast, p: float) -> str:

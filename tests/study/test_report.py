@@ -12,7 +12,7 @@ import pytest
 from study import alignment, work
 from study.arms import ARMS, MAIN
 from study.plan import NO_ARM, Job, RegimePlan, StudyPlan
-from study.report import Results, conclusions, markdown, missing, outcome, write_report
+from study.report import Results, conclusions, drawn, markdown, missing, outcome, plot_differences, write_report
 from study.statistics import equivalence_p, holm, paired
 from study.work import Files, settings_digest
 
@@ -111,8 +111,9 @@ def test_conclusions_by_rule(
     tmp_path: Path, grail: list[int], surprisal: list[int], random: list[int], wanted: list[str]
 ) -> None:
     results = a_study(tmp_path, {"uniform": LEVEL, "grail": grail, "surprisal": surprisal, "random_token": random})
-    said = conclusions(results)
+    *said, others = conclusions(results)
     assert len(said) == 4
+    assert others.startswith("Exploratory")
     for line, part in zip(said, wanted, strict=True):
         assert part in line, line
     p = [
@@ -121,6 +122,35 @@ def test_conclusions_by_rule(
     ]
     for line, corrected in zip(said[:3], holm(p), strict=True):
         assert f"p {corrected:.3f} (Holm)" in line
+
+
+def test_other_arms_have_a_correction_of_their_own_and_are_named_once_all_are_there(tmp_path: Path) -> None:
+    others = {"right_only": BETTER, "last_result": [-8, -7, -7, -8, -7], "oracle": WILD}
+    compared = {arm: LEVEL for arm in ("uniform", "grail", "surprisal", "random_token")}
+    plan = replace(PLAN, main_arms=tuple(arm for arm in MAIN if arm.name in compared | others))
+    results = replace(a_study(tmp_path, compared | others), plan=plan)
+    means = {}
+    for arm in (*others, "random_token"):
+        contrast = results.contrast(plan.regimes[0], arm, "uniform")
+        means[arm] = f"{ARMS[arm].label} ({100 * contrast.paired.mean:+.1f})"
+    assert conclusions(results)[-1] == (
+        "Exploratory, the other main arms, Holm's correction over these 4: "
+        f"above uniform: {means['right_only']}; below uniform: {means['last_result']}; "
+        f"not told from uniform: {means['oracle']}, {means['random_token']}."
+    )
+    half = Files(tmp_path / "half")
+    half.runs.append([row for row in results.rows["main"] if (row["arm"], row["seed"]) != ("oracle", "5")])
+    assert not conclusions(Results.read(plan, half))[-1].startswith("Exploratory")
+
+
+def test_the_plot_is_drawn_from_two_seeds_on(tmp_path: Path) -> None:
+    levels = {"uniform": LEVEL, "grail": BETTER}
+    few = a_study(tmp_path / "few", levels, seeds=(1,))
+    assert not drawn(few) and plot_differences(few, tmp_path / "few.png") == [] and "![" not in markdown(few)
+    enough = a_study(tmp_path / "enough", levels, seeds=(1, 2))
+    assert {regime: [c.arm for c in found] for regime, found in drawn(enough).items()} == {"misconceptions": ["grail"]}
+    pictures = [plot_differences(enough, tmp_path / name)[0].read_bytes() for name in ("a.png", "b.png")]
+    assert pictures[0] == pictures[1] and "](differences.png)" in markdown(enough)
 
 
 def test_the_page_holds_all_that_was_measured_and_names_what_is_missing(tmp_path: Path) -> None:
@@ -143,6 +173,7 @@ def test_the_page_holds_all_that_was_measured_and_names_what_is_missing(tmp_path
             [job | {"method": method, "figure": "auroc_results", "split": "last", "value": value, "responses": 7}]
         )
     paths = write_report(PLAN, files, tmp_path)
+    assert [path.name for path in paths] == ["REPORT.md", "differences.png"]
     text = paths[0].read_text(encoding="utf-8")
     assert text.index("## Conclusions") < text.index("## Regime misconceptions") < text.index("## What is missing")
     for wanted in (
