@@ -180,18 +180,16 @@ def plot_differences(results: Results, path: Path) -> list[Path]:
 def conclusions(results: Results) -> list[str]:
     """At most five lines, by rule."""
     primary = results.plan.regimes[0]
-    found = [results.contrast(primary, *contrast) for contrast in CONTRASTS]
-    complete = [contrast for contrast in found if contrast is not None and contrast.complete]
-    if len(complete) < len(CONTRASTS):
+    found = _compared(results)
+    if not found:
         done = {arm: len(results.runs("main", primary.name, arm)) for pair in CONTRASTS for arm in pair}
         said = ", ".join(f"{ARMS[arm].label} {count}" for arm, count in done.items())
         planned = len(primary.main_seeds)
         return [
             f"**Nothing is concluded yet.** Of {planned} planned seeds of the regime {primary.name} there are: {said}."
         ]
-    corrected = holm([contrast.paired.p for contrast in complete])
-    lines = [_said(contrast, p) for contrast, p in zip(complete, corrected, strict=True)]
-    by_pair = {(c.arm, c.reference): p < LEVEL and c.paired.mean > 0 for c, p in zip(complete, corrected, strict=True)}
+    lines = [_said(contrast, p) for contrast, p in found]
+    by_pair = {(c.arm, c.reference): _verdict(c, p) == "better" for c, p in found}
     if by_pair["surprisal", "uniform"] and by_pair["surprisal", "random_token"]:
         lines.append(
             f"**{ARMS['surprisal'].label}** stands above {ARMS[BASELINE].label} and above a random token in its place: "
@@ -223,13 +221,46 @@ def _others(results: Results, regime: RegimePlan) -> list[str]:
     return [f"Exploratory, the other main arms, Holm's correction over these {len(arms)}: {said}."]
 
 
+def contrast_table(results: Results) -> list[str]:
+    """The plan's comparisons as a short Markdown table; empty before all of their seeds are there."""
+    found = _compared(results)
+    rows = [
+        [
+            f"{ARMS[contrast.arm].label}, against {ARMS[contrast.reference].label}",
+            signed(100 * contrast.paired.mean),
+            f"{signed(100 * contrast.paired.low)} to {signed(100 * contrast.paired.high)}",
+            f"{p:.3f}",
+            _verdict(contrast, p),
+        ]
+        for contrast, p in found
+    ]
+    head = ["accuracy, points", "difference", "95 % interval", "p, Holm", "so"]
+    return markdown_table(head, rows, right=1) if rows else []
+
+
+def _compared(results: Results) -> list[tuple[Contrast, float]]:
+    """The plan's comparisons with their corrected p-values; none before all of their seeds are there."""
+    found = [results.contrast(results.plan.regimes[0], *contrast) for contrast in CONTRASTS]
+    complete = [contrast for contrast in found if contrast is not None and contrast.complete]
+    if len(complete) < len(CONTRASTS):
+        return []
+    return list(zip(complete, holm([contrast.paired.p for contrast in complete]), strict=True))
+
+
+def _verdict(contrast: Contrast, p: float) -> str:
+    if p < LEVEL:
+        return "better" if contrast.paired.mean > 0 else "worse"
+    return f"no difference beyond {100 * BOUND:g}" if contrast.equivalence < LEVEL else "not decided"
+
+
 def _said(contrast: Contrast, p: float) -> str:
     who = f"{ARMS[contrast.arm].label} against {ARMS[contrast.reference].label}"
     title = f"{who}: {interval(contrast.paired, 100)} points, p {p:.3f} (Holm)"
-    if p < LEVEL:
-        return f"{title}: **{'better' if contrast.paired.mean > 0 else 'worse'}**."
+    verdict = _verdict(contrast, p)
+    if verdict in ("better", "worse"):
+        return f"{title}: **{verdict}**."
     if contrast.equivalence < LEVEL:
-        return f"{title}: **no difference beyond {100 * BOUND:g} points** (equivalence test, p {contrast.equivalence:.3f})."
+        return f"{title}: **{verdict} points** (equivalence test, p {contrast.equivalence:.3f})."
     return f"{title}: nothing is shown, neither a difference nor that there is none beyond {100 * BOUND:g} points."
 
 

@@ -11,8 +11,18 @@ import pytest
 
 from study import alignment, work
 from study.arms import ARMS, MAIN
-from study.plan import NO_ARM, Job, RegimePlan, StudyPlan
-from study.report import Results, conclusions, drawn, markdown, missing, outcome, plot_differences, write_report
+from study.plan import CONTRASTS, NO_ARM, Job, RegimePlan, StudyPlan
+from study.report import (
+    Results,
+    conclusions,
+    contrast_table,
+    drawn,
+    markdown,
+    missing,
+    outcome,
+    plot_differences,
+    write_report,
+)
 from study.statistics import equivalence_p, holm, paired
 from study.work import Files, settings_digest
 
@@ -122,6 +132,22 @@ def test_conclusions_by_rule(
     ]
     for line, corrected in zip(said[:3], holm(p), strict=True):
         assert f"p {corrected:.3f} (Holm)" in line
+
+
+def test_the_short_table_holds_the_comparisons_once_all_seeds_are_there(tmp_path: Path) -> None:
+    levels = {"uniform": LEVEL, "grail": LIKE, "surprisal": BETTER, "random_token": WILD}
+    results = a_study(tmp_path / "all", levels)
+    head, _, *rows = contrast_table(results)
+    assert head == "| accuracy, points | difference | 95 % interval | p, Holm | so |"
+    assert [row.split(" | ")[-1] for row in rows] == [
+        "no difference beyond 1.5 |", "better |", "not decided |"
+    ]  # fmt: skip
+    corrected = holm([results.contrast(PLAN.regimes[0], *pair).paired.p for pair in CONTRASTS])
+    for row, pair, p in zip(rows, CONTRASTS, corrected, strict=True):
+        found = results.contrast(PLAN.regimes[0], *pair).paired
+        assert row.startswith(f"| {ARMS[pair[0]].label}, against {ARMS[pair[1]].label} | {100 * found.mean:+.1f} | ")
+        assert f" | {100 * found.low:+.1f} to {100 * found.high:+.1f} | {p:.3f} | " in row
+    assert contrast_table(a_study(tmp_path / "few", levels, seeds=SEEDS[:4])) == []
 
 
 def test_other_arms_have_a_correction_of_their_own_and_are_named_once_all_are_there(tmp_path: Path) -> None:
