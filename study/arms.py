@@ -29,8 +29,9 @@ class Arm:
     options: Mapping[str, Any] = field(default_factory=dict)
     control: Control | None = None
     """``right_only``: wrong rows weigh 0. ``shuffled``: the method's weights on other tokens of the same kind of the same
-    response. ``random_token``, ``last_result``: a random token, or the first digit of the last result, in place of the token
-    that the method picks by score. ``oracle``: the exact token advantage. ``regression``: :mod:`study.regression`."""
+    response, the answer's apart. ``random_token``, ``last_result``: a random token, or the first digit of the last result, in
+    place of the token that the method picks by score. ``oracle``: the exact token advantage. ``regression``:
+    :mod:`study.regression`."""
     advantage: Literal["dr_grpo", "grpo"] = "dr_grpo"
     """``grpo``: divided by the group's standard deviation."""
     loss_agg_mode: str = "seq-mean-token-sum-norm"
@@ -57,7 +58,7 @@ MAIN = (
 """Compared in every regime, each at a learning rate of its own."""
 
 SIDE = (
-    Arm("grpo_verl", "GRPO as verl ships it", advantage="grpo", loss_agg_mode="token-mean"),
+    Arm("grpo_verl", "GRPO: divided by deviation, token mean", advantage="grpo", loss_agg_mode="token-mean"),
     Arm("entropy", "entropy", "entropy"),
     Arm("high_entropy", "high entropy (80/20)", "high_entropy"),
     Arm("entropy_bonus", "entropy bonus", "entropy_bonus"),

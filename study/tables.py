@@ -33,6 +33,11 @@ def interval(found: Paired, scale: float = 1.0, digits: int = 1) -> str:
     return f"{text} [{signed(scale * found.low, digits)}, {signed(scale * found.high, digits)}]"
 
 
+def p_value(value: float) -> str:
+    """To three digits, and never 0."""
+    return "< 0.001" if value < 0.001 else number(value, 3)
+
+
 def number(value: float, digits: int = 2) -> str:
     """A number, or the sign for none."""
     return ABSENT if math.isnan(value) else f"{value:.{digits}f}"

@@ -55,7 +55,7 @@ MAX_RESPONSE_TOKENS = 144
 # What a response token is.
 OTHER, FILL, LEFT, RESULT, END, ASIDE, ASIDE_RESULT, BOX = range(8)
 """``LEFT``: a step up to its ``=``; ``END``: the ``;`` behind it; ``ASIDE``: brackets and left side of an aside; ``BOX``: the
-last complete box and all behind it; ``OTHER``: what fits nowhere, the end token among it."""
+last complete box and all behind it, the end token too; ``OTHER``: what fits nowhere, an end token without a box among it."""
 
 _ASIDE_PATTERN = re.compile(r"\([^()]*\)")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")

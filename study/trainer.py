@@ -33,6 +33,7 @@ from study.sampling import sample
 from study.task import (
     ASIDE,
     ASIDE_RESULT,
+    BOX,
     FILL,
     MAX_RESPONSE_TOKENS,
     RESULT,
@@ -340,11 +341,14 @@ def examples(problems: Sequence[StudyProblem]) -> list[Example]:
 
 
 def shuffled(weights_BL: torch.Tensor, rollouts: Rollouts, random_numbers_BL: np.ndarray) -> torch.Tensor:
-    """The same weights on other tokens of the same kind of the same response: what they do apart from where they stand."""
+    """The same weights on other tokens of the same kind of the same response: what they do apart from where they stand.
+
+    The box and what follows it keep theirs: the answer's weight is a constant of the method, no score.
+    """
     weights_BL = weights_BL.clone()
     for row, read in enumerate(rollouts.reads):
         start = len(rollouts.prompts[row])
-        for role in np.unique(read.role_T):
+        for role in set(np.unique(read.role_T)) - {BOX}:
             places = start + np.flatnonzero(read.role_T == role)
             order = np.argsort(random_numbers_BL[row, places], kind="stable")
             weights_BL[row, places] = weights_BL[row, places[order]]

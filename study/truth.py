@@ -7,7 +7,8 @@ tokens before the answer), ties counting half:
   "it is a result" stands beside every method.
 - ``auroc_results``: against the tokens of the other results that the answer depends on. "It is a result" has 0.5 here.
 - ``relevance``: tokens of steps, and of asides that a step uses, against filler and the other asides; for right and wrong rows.
-- ``weight_ratio``: mean weight of the wrong result's tokens over that of all result tokens of the response.
+- ``weight_ratio``: mean weight of the wrong result's tokens over that of all result tokens of the response; not for hard
+  selections, which have it only where they hit a result.
 - ``rank_correlation``: of the scores with the exact token advantage, in wrong rows with its negative.
 
 Splits of the first two: the error in the ``first`` step (with others behind it), in a ``middle`` one, in the ``last``, and
@@ -131,8 +132,8 @@ def row_figures(
         found["auroc_results", split] = auroc(scores_N[result_N], error_N[result_N])
     if weights_T is not None:
         weights_N = weights_T[inside]
-        mean = float(weights_N[result_N].mean())
-        found["weight_ratio", "all"] = float(weights_N[error_N].mean()) / mean if mean > 0 else math.nan
+        ratio = float(weights_N[error_N].mean() / weights_N[result_N].mean()) if weights_N.min() > 0 else math.nan
+        found["weight_ratio", "all"] = ratio
     return found
 
 

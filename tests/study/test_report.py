@@ -17,6 +17,7 @@ from study.report import (
     conclusions,
     contrast_table,
     drawn,
+    last_accuracy,
     markdown,
     missing,
     outcome,
@@ -24,6 +25,7 @@ from study.report import (
     write_report,
 )
 from study.statistics import equivalence_p, holm, paired
+from study.tables import p_value
 from study.work import Files, settings_digest
 
 SEEDS = (1, 2, 3, 4, 5)
@@ -53,27 +55,32 @@ def _row(job: Job) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def digits(accuracy: float, seed: int, noise: int = 0) -> tuple[str, str]:
-    """Four problems' right samples of eight, twice: the second evaluation moves with seed and noise."""
-    base = round(32 * accuracy) + seed % 2 + noise
-    first = [min(8, max(0, (base + place) // 4)) for place in range(4)]
-    return "".join(map(str, first)), "".join(map(str, first))
+def digits(accuracy: float, extra: float = 0) -> tuple[str, str]:
+    """Four problems' right samples of eight, twice: so many of 32 more, in halves, on the mean of both."""
+    both = round(2 * (32 * accuracy + extra))
+    halves = (both // 2, both - both // 2)
+    first, second = ("".join(str(min(8, max(0, (half + place) // 4))) for place in range(4)) for half in halves)
+    return first, second
 
 
-def a_study(tmp_path: Path, levels: dict[str, list[int]], seeds: tuple[int, ...] = SEEDS) -> Results:
+def a_study(tmp_path: Path, levels: dict[str, list[float]], seeds: tuple[int, ...] = SEEDS) -> Results:
     """By arm, of every seed, how many samples of 32 are right more than half."""
     files = Files(tmp_path)
     for arm, extra in levels.items():
         for seed in seeds:
-            right = digits(0.5, 0, extra[seed - 1])
+            right = digits(0.5, extra[seed - 1])
             files.runs.append([a_run("main", arm, seed, right)])
     return Results.read(PLAN, files)
 
 
-LEVEL = [0, 1, 2, 0, 1]
-BETTER = [8, 8, 9, 8, 9]
-LIKE = [0, 1, 2, 0, 1]
-WILD = [9, -9, 12, -10, 3]
+LEVEL: list[float] = [0, 1, 2, 0, 1]
+BETTER: list[float] = [8, 8, 9, 8, 9]
+LIKE: list[float] = [0.5, 1, 1.5, 0, 1]
+"""Unlike ``LEVEL`` on two seeds, and level on average."""
+NEARLY: list[float] = [8.5, 8, 8.5, 8, 9]
+"""The same beside ``BETTER``."""
+WORSE: list[float] = [-8, -8, -7, -8, -7]
+WILD: list[float] = [9, -9, 12, -10, 3]
 
 
 def test_outcome_is_the_share_of_right_samples_of_every_problem() -> None:
@@ -101,24 +108,29 @@ def test_nothing_is_concluded_before_all_planned_seeds_are_there(tmp_path: Path)
     assert "4" in said
     table = markdown(results)
     row = next(line for line in table.splitlines() if line.startswith(f"| {ARMS['surprisal'].label} | 4 "))
-    assert "+23.4 [" in row and row.split(" | ")[6:9] == ["-", "-", "-"], "an effect, but no p-value on the way"
+    assert row.split(" | ")[4:9] == ["+23.4", "-", "-", "-", "-"], (
+        "an effect, but neither interval nor p-value on the way"
+    )
 
 
 EQUAL = "**no difference beyond 1.5 points**"
 OPEN = "nothing is shown"
-NONE = "**No method stands above"
+NONE = "**No method was shown to stand above"
 
 
 @pytest.mark.parametrize(
     ("grail", "surprisal", "random", "wanted"),
     [
-        (BETTER, BETTER, LEVEL, ["**better**", "**better**", "**better**", "recommendation for experiments"]),
-        (LIKE, BETTER, BETTER, [EQUAL, "**better**", EQUAL, NONE]),
-        ([-8, -8, -7, -8, -7], WILD, LEVEL, ["**worse**", OPEN, OPEN, NONE]),
+        (NEARLY, BETTER, LEVEL, ["**better**", "**better**", "**better**", "recommendation for experiments"]),
+        (LIKE, BETTER, NEARLY, [EQUAL, "**better**", EQUAL, "the place makes no difference beyond 1.5 points: what"]),
+        (LIKE, BETTER, WILD, [EQUAL, "**better**", OPEN, "whether the place matters was not decided: what"]),
+        (LIKE, BETTER, [16, 16, 16, 16, 15], [EQUAL, "**better**", "**worse**", "the random token is better: what"]),
+        (BETTER, LIKE, LEVEL, ["**better**", EQUAL, EQUAL, "recommended. GRAIL stands above uniform; its control"]),
+        (WORSE, WILD, LEVEL, ["**worse**", OPEN, OPEN, "none is recommended."]),
     ],
 )
 def test_conclusions_by_rule(
-    tmp_path: Path, grail: list[int], surprisal: list[int], random: list[int], wanted: list[str]
+    tmp_path: Path, grail: list[float], surprisal: list[float], random: list[float], wanted: list[str]
 ) -> None:
     results = a_study(tmp_path, {"uniform": LEVEL, "grail": grail, "surprisal": surprisal, "random_token": random})
     *said, others = conclusions(results)
@@ -126,12 +138,13 @@ def test_conclusions_by_rule(
     assert others.startswith("Exploratory")
     for line, part in zip(said, wanted, strict=True):
         assert part in line, line
+    assert said[3].startswith(NONE) == ("recommendation" not in wanted[3])
     p = [
         results.contrast(PLAN.regimes[0], *pair).paired.p
         for pair in (("grail", "uniform"), ("surprisal", "uniform"), ("surprisal", "random_token"))
     ]
     for line, corrected in zip(said[:3], holm(p), strict=True):
-        assert f"p {corrected:.3f} (Holm)" in line
+        assert f"p {p_value(corrected)} (Holm)" in line
 
 
 def test_the_short_table_holds_the_comparisons_once_all_seeds_are_there(tmp_path: Path) -> None:
@@ -146,7 +159,7 @@ def test_the_short_table_holds_the_comparisons_once_all_seeds_are_there(tmp_path
     for row, pair, p in zip(rows, CONTRASTS, corrected, strict=True):
         found = results.contrast(PLAN.regimes[0], *pair).paired
         assert row.startswith(f"| {ARMS[pair[0]].label}, against {ARMS[pair[1]].label} | {100 * found.mean:+.1f} | ")
-        assert f" | {100 * found.low:+.1f} to {100 * found.high:+.1f} | {p:.3f} | " in row
+        assert f" | {100 * found.low:+.1f} to {100 * found.high:+.1f} | {p_value(p)} | " in row
     assert contrast_table(a_study(tmp_path / "few", levels, seeds=SEEDS[:4])) == []
 
 
@@ -160,7 +173,7 @@ def test_other_arms_have_a_correction_of_their_own_and_are_named_once_all_are_th
         contrast = results.contrast(plan.regimes[0], arm, "uniform")
         means[arm] = f"{ARMS[arm].label} ({100 * contrast.paired.mean:+.1f})"
     assert conclusions(results)[-1] == (
-        "Exploratory, the other main arms, Holm's correction over these 4: "
+        "Exploratory, the other main arms (Holm's correction over these 4; most of their learning rates from one tuning seed): "
         f"above uniform: {means['right_only']}; below uniform: {means['last_result']}; "
         f"not told from uniform: {means['oracle']}, {means['random_token']}."
     )
@@ -169,11 +182,14 @@ def test_other_arms_have_a_correction_of_their_own_and_are_named_once_all_are_th
     assert not conclusions(Results.read(plan, half))[-1].startswith("Exploratory")
 
 
-def test_the_plot_is_drawn_from_two_seeds_on(tmp_path: Path) -> None:
+def test_the_plot_holds_what_is_complete(tmp_path: Path) -> None:
     levels = {"uniform": LEVEL, "grail": BETTER}
-    few = a_study(tmp_path / "few", levels, seeds=(1,))
+    few = a_study(tmp_path / "few", levels, seeds=SEEDS[:4])
     assert not drawn(few) and plot_differences(few, tmp_path / "few.png") == [] and "![" not in markdown(few)
-    enough = a_study(tmp_path / "enough", levels, seeds=(1, 2))
+    enough = a_study(tmp_path / "enough", levels)
+    for seed in SEEDS[:4]:
+        Files(tmp_path / "enough").runs.append([a_run("main", "surprisal", seed, digits(0.5))])
+    enough = Results.read(PLAN, Files(tmp_path / "enough"))
     assert {regime: [c.arm for c in found] for regime, found in drawn(enough).items()} == {"misconceptions": ["grail"]}
     pictures = [plot_differences(enough, tmp_path / name)[0].read_bytes() for name in ("a.png", "b.png")]
     assert pictures[0] == pictures[1] and "](differences.png)" in markdown(enough)
@@ -183,9 +199,9 @@ def test_the_page_holds_all_that_was_measured_and_names_what_is_missing(tmp_path
     files = Files(tmp_path)
     a_study(tmp_path, {arm: LEVEL for arm in ("uniform", "grail", "surprisal", "random_token")})
     for seed in (1, 2):
-        files.runs.append([a_run("side", "entropy", seed, digits(0.25, 0))])
+        files.runs.append([a_run("side", "entropy", seed, digits(0.25))])
     for rate in PLAN.rates:
-        files.runs.append([a_run("tune", "uniform", 9, digits(0.5 + 1000 * rate, 0), rate=rate)])
+        files.runs.append([a_run("tune", "uniform", 9, digits(0.5 + 1000 * rate), rate=rate)])
     start = dict.fromkeys(work.START_COLUMNS, 0.25)
     files.start.append([_row(Job("start", "misconceptions", NO_ARM, seed)) | start for seed in SEEDS])
     for seed, gain in ((1, 0.4), (2, 0.2)):
@@ -208,7 +224,8 @@ def test_the_page_holds_all_that_was_measured_and_names_what_is_missing(tmp_path
         "| wrong rows: least likely token - wrong rows: a random token | 5 |",
         "| entropy | 2 | 0.0001 |",
         "| 1.50 | 0.10 |",  # minutes
-        "| uniform (Dr. GRPO) | 56.2 | 59.4 | 68.8 | 0.0002, an end of the grid |",
+        "| entropy | 2 | 0.0001 | 25.0 ± 0.0 | -26.6 [-46.4, -6.7] | ",
+        "| uniform (Dr. GRPO) | 54.7 | 59.4 | 70.3 | 0.0002, an end of the grid |",
         "| GRAIL, as published | 0.450 | +1.50 [+1.50, +1.50] | 0.300 | 0.300 |",
         "| baseline: it is a result token |",
         "misconceptions: 9 of 12 runs `tune`",
@@ -230,8 +247,8 @@ def test_the_pilot_shows_its_models_and_the_spread(tmp_path: Path) -> None:
     plan = replace(PLAN, regimes=(replace(PLAN.regimes[0], pilot_seeds=(7, 8), tuning_seeds=(7,)),))
     assert "Pilot: 1 of 2 warmed-up models, 40.0 of the samples right." in markdown(Results.read(plan, files))
     for seed in (7, 8):
-        files.runs.append([a_run("pilot", "uniform", seed, digits(0.5, 0))])
-        files.runs.append([a_run("pilot", "grail", seed, digits(0.5, 0, 8 * (seed - 7)))])
+        files.runs.append([a_run("pilot", "uniform", seed, digits(0.5))])
+        files.runs.append([a_run("pilot", "grail", seed, digits(0.5, 8 * (seed - 7)))])
     text = markdown(Results.read(plan, files))
     assert "| GRAIL, as published | 2 |" in text and "| 17.68 |" in text  # differences of 0 and 25 points
     # Of a tuning seed the pilot's run is one of tuning too.
@@ -244,10 +261,39 @@ def test_the_published_page_is_made_from_the_files_beside_it() -> None:
     assert page == markdown(Results.read(StudyPlan(), Files(folder))), "run python -m study report"
 
 
+def test_accuracy_behind_the_last_step_is_what_the_exact_one_is_compared_with(tmp_path: Path) -> None:
+    row = {"right_1": "8888", "right_2": "8404"}
+    assert last_accuracy(row, PLAN) == 0.5
+    files = Files(tmp_path)
+    files.runs.append([a_run("main", "uniform", 1, ("8888", "8404"))])  # exact accuracy 50 %
+    shown = next(line for line in markdown(Results.read(PLAN, files)).splitlines() if "| 50.0 | 50.0 | 50.0 | " in line)
+    assert shown.split(" | ")[4] == "+0.0" or shown.split(" | ")[4] == "0.0"
+
+
+def test_only_the_plans_comparisons_are_corrected_and_two_seeds_are_not_tested(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    for arm, levels in {"uniform": LEVEL, "grail": BETTER, "surprisal": BETTER, "random_token": LIKE}.items():
+        for seed in SEEDS:
+            files.runs.append([a_run("main", arm, seed, digits(0.5, levels[seed - 1]), regime) for regime in (
+                "misconceptions", "slips")])  # fmt: skip
+    for seed in (1, 2):
+        files.runs.append([a_run("side", "entropy", seed, digits(0.25))])
+    text = markdown(Results.read(PLAN, files))
+    first, second = text[: text.index("## Regime slips")], text[text.index("## Regime slips") :]
+
+    def p_values(page: str, arm: str) -> list[str]:
+        row = next(line for line in page.splitlines() if line.startswith(f"| {ARMS[arm].label} | ") and "[" in line)
+        return row.split(" | ")[6:9]
+
+    assert p_values(first, "grail") == ["< 0.001", "< 0.001", "1.000"]
+    assert p_values(second, "grail") == ["< 0.001", "-", "1.000"]
+    assert p_values(first, "entropy") == ["-", "-", "-"]
+
+
 def test_an_empty_study_has_a_page(tmp_path: Path) -> None:
     text = markdown(Results.read(PLAN, Files(tmp_path)))
     assert "**Nothing is concluded yet.**" in text and text.count("Nothing has been run.") == 2
-    assert "Processor time so far: 0.00 core-hours." in text
+    assert "Processor time of the recorded jobs: 0.00 core-hours." in text
 
 
 def test_a_finished_study_is_missing_nothing(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from recipe.tiny.model import build_model
 from recipe.tiny.sampling import prompt_ids
 from study import trainer
 from study.arms import ARMS, MAIN, SIDE, Arm
-from study.exact import token_advantages
-from study.task import MAX_RESPONSE_TOKENS, StudyProblem, study_problems, study_tokenizer
+from study.exact import right_texts, token_advantages
+from study.task import BOX, MAX_RESPONSE_TOKENS, StudyProblem, study_problems, study_tokenizer
 from study.trainer import Rollouts, RunSettings, as_rollouts, credit, numbers, policy_state, roll_out, update
 
 TOKENIZER = study_tokenizer()
@@ -193,15 +193,53 @@ def test_shuffled_weights_stay_within_their_kind_of_token() -> None:
         for role in np.unique(read.role_T):
             places = start + np.flatnonzero(read.role_T == role)
             assert sorted(found[row, places].tolist()) == sorted(weights[row, places].tolist())
+            if role == BOX:  # what the answer weighs is no score
+                assert torch.equal(found[row, places], weights[row, places])
 
 
-def test_oracle_is_the_exact_advantage_and_the_rows_own_where_there_is_none() -> None:
+def test_oracle_is_the_exact_advantage() -> None:
     batch, model = rollouts(), model_of()
     found = credited(ARMS["oracle"], model)
     exact = token_advantages(model, TOKENIZER, batch.problems, batch.prompts, batch.responses)
     assert exact[2] is None and all(values is not None for row, values in enumerate(exact) if row != 2)
     for row in (0, 1, 4):
         np.testing.assert_allclose(response_of(row, found)["values"], exact[row], rtol=1e-5)
+    assert not any(response_of(2, found)["values"]), "cut off"
+
+
+def test_oracle_is_the_rows_own_advantage_where_the_wording_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = rollouts()
+    exact = [None if row == 4 else np.full(len(response), 7.0) for row, response in enumerate(batch.responses)]
+    monkeypatch.setattr(trainer, "token_advantages", lambda *_: exact)
+    found = credited(ARMS["oracle"])
+    assert response_of(4, found)["values"] == pytest.approx([-1 / 3] * len(batch.responses[4]))
+    assert set(response_of(3, found)["values"]) == {7.0}
+
+
+def test_arms_of_a_seed_see_the_same_problems_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that two runs draw; what they learn from it differs."""
+    monkeypatch.setattr(trainer, "MAX_RESPONSE_TOKENS", 8)
+    monkeypatch.setattr(trainer, "is_right", lambda tokenizer, problem, response: sum(response) % 2 == 0)
+    training, held_out = (study_problems("slips", split, 4, 1) for split in ("train", "validation"))
+    settings = replace(SETTINGS, steps=2, evaluate_at=(1, 2), epochs=2)
+    real = trainer.sample
+    drawn: dict[str, list[tuple[list[list[int]], list[list[float]], float]]] = {}
+    rows = {}
+    for name in ("uniform", "right_only"):
+
+        def sampled(model, tokenizer, prompts, uniform_BT, temperature=1.0, name=name):
+            drawn.setdefault(name, []).append((prompts, uniform_BT.tolist(), temperature))
+            found = real(model, tokenizer, prompts, uniform_BT, temperature=temperature)
+            return [[*response[:-1], tokenizer.eos_token_id] for response in found]  # so that they teach
+
+        monkeypatch.setattr(trainer, "sample", sampled)
+        texts = right_texts(held_out, TOKENIZER, 1, 1)
+        rows[name] = trainer.train(model_of(), TOKENIZER, training, held_out, texts, ARMS[name], 1e-2, settings, 1)
+    assert drawn["uniform"] == drawn["right_only"]
+    assert [temperature for _, _, temperature in drawn["uniform"]] == [1.0, 0.6, 1.0, 0.6, 1.0, 0.0]
+    streams = [str(numbers_BT) for _, numbers_BT, _ in drawn["uniform"][:5]]
+    assert len(set(streams)) == 5, "each with numbers of its own"
+    assert rows["uniform"]["gradient_norm"] != rows["right_only"]["gradient_norm"]
 
 
 def test_clipped_error_tokens_are_counted() -> None:

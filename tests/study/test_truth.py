@@ -72,6 +72,8 @@ def test_figures_of_a_wrong_response_by_hand() -> None:
     assert found["auroc_all", "not_last"] == (row.reasoning - 1 - 1.5) / (row.reasoning - 1)
     assert ("auroc_all", "last") not in found
     assert found["weight_ratio", "all"] == 2 / (5 / 4)
+    picked = (np.arange(len(scores)) == wrong).astype(float)
+    assert math.isnan(row_figures(row, scores, picked, advantage)["weight_ratio", "all"]), "a hard selection"
     # The wrong token has the only advantage; by average ranks it is 1 among equals.
     ranks = np.argsort(np.argsort(scores[: row.reasoning], kind="stable"))
     assert found["rank_correlation", "wrong"] > 0 and ranks[wrong] > 10
@@ -125,5 +127,6 @@ def test_every_method_and_baseline_is_measured() -> None:
     assert {method for method, _, _ in found} == {*METHODS, *BASELINES}
     values = summary(found)
     assert values["grail", "auroc_all", "first"][1] == 1
+    assert ("grail", "weight_ratio", "all") in values and ("surprisal", "weight_ratio", "all") not in values
     assert ("grail", "auroc_all", "last") not in values
     assert len(examples([PROBLEM])) == 1

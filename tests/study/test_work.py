@@ -19,6 +19,7 @@ from study.plan import CONTRASTS, MEASUREMENTS, NO_ARM, RUNS, Job, RegimePlan, S
 from study.raw import RawFile
 from study.trainer import RunSettings
 from study.work import Files, Sitting, finished, settings_digest
+from tests.study import made_up_answers
 
 TINY = StudyPlan(
     regimes=(
@@ -116,7 +117,9 @@ def test_the_written_plan_is_the_one_that_is_run() -> None:
     for regime in plan.regimes:
         cells = [regime.name, said(regime.main_seeds), said(regime.tuning_seeds), said(regime.pilot_seeds)]
         assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in text
-    for regime, starts, runs, measurements in re.findall(r"\| (\w+) \| (\d+) \| (\d+) \| (\d+) \| [\d.]+ \|", text):
+    costs = re.findall(r"\| (\w+) \| (\d+) \| (\d+) \| (\d+) \| [\d.]+ \|", text)
+    assert [regime for regime, *_ in costs] == [regime.name for regime in plan.regimes]
+    for regime, starts, runs, measurements in costs:
         kinds = [job.kind for job in plan.jobs({}) if job.regime == regime]
         counts = (
             kinds.count("start"),
@@ -305,7 +308,9 @@ class InThisProcess:
 
 
 @pytest.mark.slow
-def test_two_processes_give_what_one_gives_to_the_last_bit(tmp_path: Path) -> None:
+def test_two_processes_give_what_one_gives_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "do", made_up_answers.do)
     run(tmp_path / "one", "--processes", "1", "--kinds", "tune", "--regimes", "distractors")
     run(tmp_path / "two", "--processes", "2", "--kinds", "tune", "--regimes", "distractors")
     assert rows(tmp_path / "one") == rows(tmp_path / "two") != {}
+    assert all(float(row["gradient_norm"]) > 0 for key, row in rows(tmp_path / "one").items() if key[1] == "tune")
