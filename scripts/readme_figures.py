@@ -2,7 +2,7 @@
 
     python scripts/readme_figures.py [--write README.md]
 
-- ``docs/images/differences.png`` and the table: ``docs/study/runs.csv``, main arms and the oracle, paired by seed;
+- the table: the comparisons of the second study, once they are complete; its plot is the report's own;
 - ``docs/images/cost.png``: ``benchmarks/results/training_step-cpu.json``;
 - ``docs/images/tokens.png``: with ``--tokens FOLDER KEY``, a row of an analysis, weighed by several methods (needs Chromium);
 - ``docs/images/learning_curve.png``: ``docs/images/learning_curve.csv``, which ``--run FOLDER`` takes from a run of the CPU
@@ -15,15 +15,12 @@ import argparse
 import csv
 import html
 import json
-import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib import pyplot
-from scipy import stats
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -34,22 +31,15 @@ from grail_advantage.report.notebook import token_html  # noqa: E402
 from grail_advantage.token_dump import read_dump  # noqa: E402
 from recipe.marked_text import write_marked  # noqa: E402
 from recipe.run_report import read_steps  # noqa: E402
-from study.statistics import holm  # noqa: E402
+from study.plan import StudyPlan  # noqa: E402
+from study.report import Results, contrast_table  # noqa: E402
+from study.work import Files  # noqa: E402
 from tests.report.browser import launched  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-RUNS = ROOT / "docs" / "study" / "runs.csv"
+STUDY = ROOT / "docs" / "study2"
 COSTS = ROOT / "benchmarks" / "results" / "training_step-cpu.json"
 CURVE = IMAGES / "learning_curve.csv"
-BASELINE = "grpo"
-ARMS = {
-    "grail_official": "GRAIL, as published",
-    "grail_robust": "GRAIL, preset robust",
-    "oar_g": "OAR-G",
-    "shuffled": "GRAIL's weights, shuffled",
-    "oracle": "oracle: weight on the wrong step",
-}
-"""What the table shows, the oracle last, since it is no method."""
 STAGES = {"old_log_probs": "old log-probabilities", "saliency": "pass of its own", "update": "update"}
 COST_ARMS = {
     "GRPO": "uniform (GRPO)",
@@ -71,50 +61,9 @@ main {{ display: grid; grid-template-columns: 1fr 1fr; gap: 0 16px }}
 INK, ACCENT, MUTED, WARM = "#24292f", "#0b6e4f", "#9aa5b1", "#c8553d"
 
 
-@dataclass(frozen=True)
-class Difference:
-    """An arm minus the baseline, paired by seed, in points of final accuracy."""
-
-    label: str
-    points: list[float]
-    p: float
-    """Two-sided, of a paired t-test."""
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.points)
-
-    @property
-    def half_width(self) -> float:
-        """Of the 95 % interval by Student's distribution."""
-        count = len(self.points)
-        return float(stats.t.ppf(0.975, count - 1)) * statistics.stdev(self.points) / count**0.5
-
-
-def differences(path: Path = RUNS) -> list[Difference]:
-    """The arms of :data:`ARMS` against the baseline."""
-    accuracy: dict[str, dict[str, float]] = {}
-    with path.open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            accuracy.setdefault(row["arm"], {})[row["seed"]] = 100 * float(row["final_accuracy"])
-    found = []
-    for arm, label in ARMS.items():
-        seeds = sorted(accuracy[arm].keys() & accuracy[BASELINE].keys())
-        own, base = ([accuracy[name][seed] for seed in seeds] for name in (arm, BASELINE))
-        found.append(
-            Difference(label, [a - b for a, b in zip(own, base, strict=True)], float(stats.ttest_rel(own, base).pvalue))
-        )
-    return found
-
-
-def table(found: list[Difference]) -> str:
+def table() -> str:
     """Markdown."""
-    corrected = holm([difference.p for difference in found])
-    lines = ["| final accuracy, points against Dr. GRPO | difference | 95 % interval | p, Holm |", "|---|--:|--:|--:|"]
-    for difference, p in zip(found, corrected, strict=True):
-        low, high = difference.mean - difference.half_width, difference.mean + difference.half_width
-        lines.append(f"| {difference.label} | {difference.mean:+.1f} | {low:+.1f} to {high:+.1f} | {p:.2f} |")
-    return "\n".join(lines)
+    return "\n".join(contrast_table(Results.read(StudyPlan(), Files(STUDY))))
 
 
 def stage_seconds(results: dict[str, Any], arm: str) -> dict[str, float]:
@@ -132,20 +81,6 @@ def stage_seconds(results: dict[str, Any], arm: str) -> dict[str, float]:
         "saliency": pass_of_its_own / whole,
         "update": step.update / whole,
     }
-
-
-def draw_differences(found: list[Difference], path: Path) -> None:
-    figure, axes = pyplot.subplots(figsize=(7, 2.6), dpi=160)
-    for place, difference in enumerate(reversed(found)):
-        colour = MUTED if difference.label.startswith("oracle") else ACCENT
-        axes.plot(difference.points, [place] * len(difference.points), "o", color=colour, alpha=0.35, markersize=4)
-        axes.errorbar(
-            difference.mean, place, xerr=difference.half_width, fmt="D", color=colour, markersize=6, capsize=3
-        )
-    axes.axvline(0, color=INK, linewidth=0.8)
-    axes.set_yticks(range(len(found)), [difference.label for difference in reversed(found)])
-    axes.set_xlabel("points of final accuracy above Dr. GRPO, same seed: mean, 95 % interval, seeds")
-    _finish(figure, axes, path)
 
 
 def draw_costs(results: dict[str, Any], path: Path) -> None:
@@ -230,15 +165,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.run:
         store_curve(arguments.run)
-    found = differences()
     results = json.loads(COSTS.read_text(encoding="utf-8"))
-    draw_differences(found, arguments.images / "differences.png")
     draw_costs(results, arguments.images / "cost.png")
     draw_curve(arguments.images / "learning_curve.png")
     if arguments.tokens:
         draw_tokens(Path(arguments.tokens[0]), arguments.tokens[1], arguments.images / "tokens.png")
     if arguments.write:
-        write_marked(arguments.write, "study", table(found))
+        write_marked(arguments.write, "study", table())
 
 
 if __name__ == "__main__":

@@ -173,7 +173,8 @@ def plot_differences(results: Results, path: Path) -> list[Path]:
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelsize=8)
     axes[0, 0].set_yticks(range(len(arms)), [arm.label for arm in reversed(arms)])
-    figure.supxlabel("accuracy at temperature 0.6 against uniform, points: mean, 95 % interval", fontsize=8)
+    said = f"accuracy at temperature {results.plan.run.temperature:g} against uniform, points: mean, 95 % interval; "
+    figure.supxlabel(f"{said}shaded: within {100 * BOUND:g}", fontsize=8)
     figure.savefig(path, facecolor="white", metadata={"Software": None})
     plots.close(figure)
     return [path]

@@ -69,27 +69,14 @@ assert ((wrong.argsort() - p.argsort()).abs() == 0).float().mean() > 0.9
 
 def test_table_is_that_of_the_studys_runs(figures: ModuleType) -> None:
     shown = marked(README.read_text(encoding="utf-8"), "study")
-    assert shown == figures.table(figures.differences()), "run python scripts/readme_figures.py --write README.md"
-
-
-def test_holm_by_hand(figures: ModuleType) -> None:
-    # Sorted .01 .02 .03 .04: x 4, x 3, x 2, x 1, and never below an earlier one.
-    assert figures.holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
-    assert figures.holm([0.9, 0.8]) == [1.0, 1.0]
-
-
-def test_difference_by_hand(figures: ModuleType) -> None:
-    found = figures.Difference("x", [1.0, 2.0, 3.0], 0.5)
-    # Mean 2, standard deviation 1, Student's 97.5 % quantile with 2 degrees of freedom 4.303.
-    assert found.mean == 2.0
-    assert found.half_width == pytest.approx(4.3027 / 3**0.5, rel=1e-4)
+    assert shown == figures.table(), "run python scripts/readme_figures.py --write README.md"
 
 
 def test_figures_are_drawn(figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["readme_figures.py", "--images", str(tmp_path)])
     figures.main()
     drawn = {path.name for path in tmp_path.iterdir() if path.stat().st_size > 5000}
-    assert drawn == {"cost.png", "differences.png", "learning_curve.png"}
+    assert drawn == {"cost.png", "learning_curve.png"}
 
 
 def test_stages_of_the_cost_figure_sum_to_the_reported_ratio(figures: ModuleType) -> None:
