@@ -14,7 +14,7 @@ from grail_advantage.registry import method
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.rlsd import PLACE
 
-Control = Literal["right_only", "shuffled", "random_token", "last_result", "oracle", "regression"]
+Control = Literal["right_only", "shuffled", "random_token", "last_result", "spread", "oracle", "regression"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Arm:
     control: Control | None = None
     """``right_only``: wrong rows weigh 0. ``shuffled``: the method's weights on other tokens of the same kind of the same
     response, the answer's apart. ``random_token``, ``last_result``: a random token, or the first digit of the last result, in
-    place of the token that the method picks by score. ``oracle``: the exact token advantage. ``regression``:
+    place of the token that the method picks by score. ``spread``: of every row that the method weighs, weights of sum 1.
+    ``oracle``: the exact token advantage. ``regression``:
     :mod:`study.regression`."""
     advantage: Literal["dr_grpo", "grpo"] = "dr_grpo"
     """``grpo``: divided by the group's standard deviation."""
@@ -57,6 +58,17 @@ MAIN = (
 )
 """Compared in every regime, each at a learning rate of its own."""
 
+ADDED = (
+    Arm(
+        "spread",
+        "wrong rows: one token's weight, spread evenly",
+        "surprisal",
+        {"reshaper_options": {"share": 1.0}},
+        control="spread",
+    ),
+)
+"""Like the main arms, in the first regime alone: what a random token does on average, without its noise."""
+
 SIDE = (
     Arm("grpo_verl", "GRPO: divided by deviation, token mean", advantage="grpo", loss_agg_mode="token-mean"),
     Arm("entropy", "entropy", "entropy"),
@@ -74,4 +86,4 @@ SIDE = (
 )
 """Fewer seeds, in the first regime, at the learning rate of ``uniform``."""
 
-ARMS = {arm.name: arm for arm in (*MAIN, *SIDE)}
+ARMS = {arm.name: arm for arm in (*MAIN, *ADDED, *SIDE)}

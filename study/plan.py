@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from study.arms import MAIN, SIDE, Arm
+from study.arms import ADDED, MAIN, SIDE, Arm
 from study.trainer import RunSettings
 
 NO_ARM = "-"
@@ -50,6 +50,8 @@ class RegimePlan:
     tuning_seeds: tuple[int, ...]
     measured_seeds: tuple[int, ...]
     """Of the main seeds, those at whose checkpoints alignment and ground truth are measured."""
+    added: tuple[Arm, ...] = ()
+    """Arms beside the main ones, treated like them."""
     side_seeds: tuple[int, ...] = ()
     pilot_seeds: tuple[int, ...] = ()
 
@@ -64,6 +66,7 @@ class StudyPlan:
             main_seeds=tuple(range(1, 15)),
             tuning_seeds=(2001, 2002),
             measured_seeds=(1, 2, 3),
+            added=ADDED,
             side_seeds=(1, 2),
             pilot_seeds=(2001, 2002, 2003),
         ),
@@ -130,11 +133,18 @@ class StudyPlan:
                 yield Job("side", regime.name, arm.name, seed, rates.get((regime.name, "uniform"), 0.0))
 
     def passes(self, regime: RegimePlan) -> list[tuple[Arm, ...]]:
-        """Main arms in the order of their passes over the seeds: in the primary regime those that are compared come first."""
+        """Main arms in the order of their passes over the seeds: in the primary regime those that are compared come first, then
+        those that were added."""
         if regime is not self.regimes[0]:
-            return [self.main_arms]
-        rest = tuple(arm for arm in self.main_arms if not _is_compared(arm))
-        return [arms for arms in (tuple(arm for arm in self.main_arms if _is_compared(arm)), rest) if arms]
+            return [self.arms(regime)]
+        compared, rest = (
+            tuple(arm for arm in self.main_arms if _is_compared(arm) == wanted) for wanted in (True, False)
+        )
+        return [arms for arms in (compared, regime.added, rest) if arms]
+
+    def arms(self, regime: RegimePlan) -> tuple[Arm, ...]:
+        """All that run on the regime's main seeds."""
+        return (*self.main_arms, *regime.added)
 
     def tuning_seeds(self, regime: RegimePlan, arm: Arm) -> tuple[int, ...]:
         """All of the regime's for the arms that are compared, the first one for the others."""
@@ -154,7 +164,7 @@ class StudyPlan:
         }
         found = {}
         for regime in self.regimes:
-            for arm in self.main_arms:
+            for arm in self.arms(regime):
                 means = []
                 for rate in self.rates:
                     seeds = self.tuning_seeds(regime, arm)

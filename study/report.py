@@ -133,7 +133,7 @@ def drawn(results: Results) -> dict[str, list[Contrast]]:
     found = {}
     for regime in results.plan.regimes:
         contrasts = [
-            results.contrast(regime, arm.name, BASELINE) for arm in results.plan.main_arms if arm.name != BASELINE
+            results.contrast(regime, arm.name, BASELINE) for arm in results.plan.arms(regime) if arm.name != BASELINE
         ]
         kept = [contrast for contrast in contrasts if contrast is not None and contrast.complete]
         if kept:
@@ -147,7 +147,8 @@ def plot_differences(results: Results, path: Path) -> list[Path]:
     if not panels:
         return []
     shown = {contrast.arm for contrasts in panels.values() for contrast in contrasts}
-    arms = [arm for arm in results.plan.main_arms if arm.name in shown]
+    everywhere = {arm.name: arm for regime in results.plan.regimes for arm in results.plan.arms(regime)}
+    arms = [arm for name, arm in everywhere.items() if name in shown]
     plots = pyplot()
     figure, axes = plots.subplots(
         ncols=len(panels),
@@ -223,7 +224,7 @@ def _decision(verdicts: Mapping[tuple[str, str], str]) -> str:
 def _others(results: Results, regime: RegimePlan) -> list[str]:
     """What the arms that the plan does not compare with uniform show, with a correction of their own; once all are there."""
     arms = [
-        arm.name for arm in results.plan.main_arms if arm.name != BASELINE and (arm.name, BASELINE) not in CONTRASTS
+        arm.name for arm in results.plan.arms(regime) if arm.name != BASELINE and (arm.name, BASELINE) not in CONTRASTS
     ]
     found = [results.contrast(regime, arm, BASELINE) for arm in arms]
     complete = [contrast for contrast in found if contrast is not None and contrast.complete]
@@ -286,7 +287,7 @@ def _said(contrast: Contrast, p: float) -> str:
 
 def _regime(results: Results, regime: RegimePlan) -> list[str]:
     lines = [f"## Regime {regime.name}", ""]
-    arms = [arm for arm in results.plan.main_arms if results.runs("main", regime.name, arm.name)]
+    arms = [arm for arm in results.plan.arms(regime) if results.runs("main", regime.name, arm.name)]
     starts = [
         float(r["accuracy"])
         for r in results.rows["start"]
@@ -408,7 +409,7 @@ def _tuning(results: Results, regime: RegimePlan) -> list[str]:
         if row["regime"] == regime.name and int(row["seed"]) in regime.tuning_seeds
     ]
     rates = results.plan.tuned_rates(tuning)
-    for arm in results.plan.main_arms:
+    for arm in results.plan.arms(regime):
         runs = [row for row in tuning if row["arm"] == arm.name]
         if not runs:
             continue

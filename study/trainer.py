@@ -308,6 +308,11 @@ def credit(
     ).weights
     if arm.control == "shuffled":
         weights_BL = shuffled(weights_BL, rollouts, random_numbers_BL)
+    elif arm.control == "spread":
+        # Rows that the method leaves alone weigh 1 throughout; in the others the box weighs 0.
+        weighed_B1 = ((weights_BL == 0) & mask_BL).any(dim=1, keepdim=True)
+        sum_B1 = weights_BL.sum(dim=1, keepdim=True)
+        weights_BL = torch.where(weighed_B1 & (sum_B1 > 0), weights_BL / sum_B1, weights_BL)
     elif arm.control == "right_only":
         weights_BL = weights_BL * (rows_B > 0).unsqueeze(1)
     return weights_BL * rows_B.unsqueeze(1)

@@ -358,7 +358,7 @@ def _alignment(plan: StudyPlan, job: Job, folder: Path) -> list[dict[str, Any]]:
         load_model(folder),
         study_tokenizer(),
         training,
-        [*plan.main_arms, *(plan.side_arms if plan.regime(job.regime).side_seeds else ())],
+        [*plan.arms(plan.regime(job.regime)), *(plan.side_arms if plan.regime(job.regime).side_seeds else ())],
         plan.run,
         batches=plan.batches,
         yardstick_problems=plan.yardstick_problems,

@@ -216,6 +216,26 @@ def test_oracle_is_the_rows_own_advantage_where_the_wording_cannot_be_read(monke
     assert set(response_of(3, found)["values"]) == {7.0}
 
 
+def test_spread_is_a_random_token_on_average() -> None:
+    """Of a wrong row's reasoning every token weighs the same, 1 in all; other rows stay."""
+    batch = rollouts()
+    found = credited(ARMS["spread"])
+    for row in range(6):
+        values = np.array(response_of(row, found)["values"])
+        if row in (1, 4, 5):
+            box = response_of(row, found)["tokens"].index("\\")
+            assert values[:box] == pytest.approx(ADVANTAGES[row].item() / box, rel=1e-5)
+            assert not values[box:].any()
+        else:
+            assert values == pytest.approx(np.full(len(values), ADVANTAGES[row].item()))
+    model, state = model_of(), policy_state(model_of(), batch)
+    drawn = [
+        credit(model, TOKENIZER, batch, ARMS["random_token"], state, numbers(0, trainer.CONTROL, step, (6, 99)), 1)
+        for step in range(400)
+    ]
+    assert torch.stack(drawn).mean(dim=0) == pytest.approx(found.numpy(), abs=0.03)
+
+
 def test_arms_of_a_seed_see_the_same_problems_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that two runs draw; what they learn from it differs."""
     monkeypatch.setattr(trainer, "MAX_RESPONSE_TOKENS", 8)

@@ -14,7 +14,7 @@ import pytest
 
 from study import __main__ as command
 from study import work
-from study.arms import ARMS
+from study.arms import ADDED, ARMS
 from study.plan import CONTRASTS, MEASUREMENTS, NO_ARM, RUNS, Job, RegimePlan, StudyPlan
 from study.raw import RawFile
 from study.trainer import RunSettings
@@ -146,16 +146,18 @@ def test_jobs_of_a_seed_follow_its_start_and_seeds_come_whole() -> None:
     main = [job for job in jobs if job.kind == "main" and job.regime == "misconceptions"]
     compared = {arm for pair in CONTRASTS for arm in pair}
     assert {job.arm for job in main[:56]} == compared and not {job.arm for job in main[56:]} & compared
-    assert [job.seed for job in main] == [seed for seed in range(1, 15) for _ in range(4)] + [
-        seed for seed in range(1, 15) for _ in range(7)
-    ]
+    assert {job.arm for job in main[56:70]} == {arm.name for arm in ADDED} and "spread" not in {
+        j.arm for j in main[70:]
+    }
+    assert [job.seed for job in main] == [seed for count in (4, 1, 7) for seed in range(1, 15) for _ in range(count)]
+    assert not any(job.arm == "spread" for job in jobs if job.regime != "misconceptions")
 
 
 def test_compared_arms_are_tuned_on_all_seeds_and_the_pilots_runs_count() -> None:
     plan = StudyPlan()
     regime = plan.regimes[0]
     runs = [job for job in plan.jobs({}) if job.kind in ("pilot", "tune") and job.regime == regime.name]
-    for arm in plan.main_arms:
+    for arm in plan.arms(regime):
         seeds = (2001, 2002) if arm.name in plan.pilot_arms else (2001,)
         own = [(job.seed, job.rate) for job in runs if job.arm == arm.name and job.seed != 2003]
         assert sorted(own) == sorted((seed, rate) for seed in seeds for rate in plan.rates), "each once"
@@ -163,8 +165,8 @@ def test_compared_arms_are_tuned_on_all_seeds_and_the_pilots_runs_count() -> Non
         dict(zip(work.JOB_COLUMNS, job.key, strict=True)) | {"accuracy": str(0.5 + (job.rate == plan.pilot_rate))}
         for job in runs
     ]
-    assert plan.tuned_rates(rows) == {(regime.name, arm.name): plan.pilot_rate for arm in plan.main_arms}
-    assert len(plan.tuned_rates([row for row in rows if row["kind"] == "tune"])) == 7
+    assert plan.tuned_rates(rows) == {(regime.name, arm.name): plan.pilot_rate for arm in plan.arms(regime)}
+    assert len(plan.tuned_rates([row for row in rows if row["kind"] == "tune"])) == 8
 
 
 def a_tuning(accuracy: Mapping[tuple[str, int, float], float]) -> list[dict[str, str]]:
