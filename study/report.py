@@ -19,13 +19,15 @@ from recipe.evaluate.files import write_text
 from study import alignment, truth
 from study.arms import ARMS, Arm
 from study.plan import BOUND, CONTRASTS, RUNS, RegimePlan, StudyPlan
-from study.statistics import Paired, equivalence_p, holm, paired, two_way_bootstrap
+from study.statistics import Paired, equivalence_p, holm, paired, t_interval, two_way_bootstrap
 from study.tables import ABSENT, interval, markdown_table, number, p_value, pyplot, signed
 from study.work import Files, finished, total_hours
 
 BASELINE = "uniform"
 LEVEL = 0.05
 PLOT = "differences.png"
+EXPLORATORY = (("random_token", "spread"),)
+"""Further pairs that the report shows, without a correction."""
 Row = Mapping[str, str]
 
 
@@ -69,6 +71,10 @@ class Results:
     def runs(self, kind: str, regime: str, arm: str) -> dict[int, Row]:
         """Runs of one arm by seed."""
         return {int(row["seed"]): row for row in self.rows[kind] if (row["regime"], row["arm"]) == (regime, arm)}
+
+    def complete(self, regime: RegimePlan, arm: str) -> bool:
+        """Whether all of a main arm's planned seeds are there."""
+        return self.runs("main", regime.name, arm).keys() >= set(regime.main_seeds)
 
     def contrast(self, regime: RegimePlan, arm: str, reference: str, kind: str = "main") -> Contrast | None:
         """Arm minus reference over the seeds of both; ``None`` where there is none. A side arm's reference is a main
@@ -152,7 +158,7 @@ def plot_differences(results: Results, path: Path) -> list[Path]:
     plots = pyplot()
     figure, axes = plots.subplots(
         ncols=len(panels),
-        figsize=(3.4 + 3.4 * len(panels), 0.8 + 0.32 * len(arms)),
+        figsize=(3.4 + 3.4 * len(panels), 1.0 + 0.32 * len(arms)),
         dpi=120,
         sharey=True,
         squeeze=False,
@@ -166,7 +172,9 @@ def plot_differences(results: Results, path: Path) -> list[Path]:
             height = len(arms) - 1 - [arm.name for arm in arms].index(contrast.arm)
             colour = "#0b6e4f" if contrast.arm in compared and name == results.plan.regimes[0].name else "#7a8793"
             found = contrast.paired
-            panel.plot([100 * found.low, 100 * found.high], [height, height], color=colour, linewidth=1.5)
+            tested = t_interval(found, 0.9)
+            panel.plot([100 * found.low, 100 * found.high], [height, height], color=colour, linewidth=1.2)
+            panel.plot([100 * end for end in tested], [height, height], color=colour, linewidth=4, alpha=0.45)
             panel.plot(100 * found.mean, height, "o", color=colour, markersize=5)
         panel.set(title=f"{name}, {contrasts[0].planned} seeds", ylim=(-0.6, len(arms) - 0.4))
         panel.title.set_fontsize(9)
@@ -174,8 +182,8 @@ def plot_differences(results: Results, path: Path) -> list[Path]:
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelsize=8)
     axes[0, 0].set_yticks(range(len(arms)), [arm.label for arm in reversed(arms)])
-    said = f"accuracy at temperature {results.plan.run.temperature:g} against uniform, points: mean, 95 % interval; "
-    figure.supxlabel(f"{said}shaded: within {100 * BOUND:g}", fontsize=8)
+    said = f"accuracy at temperature {results.plan.run.temperature:g} against uniform, points: mean, 95 and 90 % interval;\n"
+    figure.supxlabel(f"{said}level within {100 * BOUND:g} where 90 % lie in the shade", fontsize=8)
     figure.savefig(path, facecolor="white", metadata={"Software": None})
     plots.close(figure)
     return [path]
@@ -209,9 +217,9 @@ def _decision(verdicts: Mapping[tuple[str, str], str]) -> str:
     said = "**No method was shown to stand above uniform and above its random-placement control**: none is recommended."
     if above:
         placement = {
-            "worse": "the random token is better",
+            "worse": "it is worse",
             "not decided": "whether the place matters was not decided",
-        }.get(placed, f"the place makes {placed} points")
+        }.get(placed, f"it is {placed} points")
         said += (
             f" Against the control ({control}) {placement}: what stands above uniform may be no more than to leave little of "
             "the wrong responses."
@@ -226,20 +234,33 @@ def _others(results: Results, regime: RegimePlan) -> list[str]:
     arms = [
         arm.name for arm in results.plan.arms(regime) if arm.name != BASELINE and (arm.name, BASELINE) not in CONTRASTS
     ]
-    found = [results.contrast(regime, arm, BASELINE) for arm in arms]
-    complete = [contrast for contrast in found if contrast is not None and contrast.complete]
-    if not arms or len(complete) < len(arms):
-        return []
-    corrected = holm([contrast.paired.p for contrast in complete])
+    lines = [
+        _pair_said(results, regime, *pair) for pair in EXPLORATORY if all(results.complete(regime, arm) for arm in pair)
+    ]
+    if arms and all(results.complete(regime, arm) for arm in (*arms, BASELINE)):
+        lines.append(_ranked(results, regime, arms))
+    return [f"Exploratory: {' '.join(lines)}"] if lines else []
+
+
+def _pair_said(results: Results, regime: RegimePlan, arm: str, reference: str) -> str:
+    found = results.contrast(regime, arm, reference)
+    assert found is not None
+    said = f"{ARMS[arm].label} against {ARMS[reference].label}: {interval(found.paired, 100)} points, uncorrected p "
+    return f"{said}{p_value(found.paired.p)}, of equivalence {p_value(found.equivalence)}."
+
+
+def _ranked(results: Results, regime: RegimePlan, arms: Sequence[str]) -> str:
+    found = [contrast for arm in arms if (contrast := results.contrast(regime, arm, BASELINE)) is not None]
+    corrected = holm([contrast.paired.p for contrast in found])
     sides: dict[str, list[str]] = {"above": [], "below": [], "not told from": []}
-    for contrast, p in sorted(zip(complete, corrected, strict=True), key=lambda pair: -pair[0].paired.mean):
+    for contrast, p in sorted(zip(found, corrected, strict=True), key=lambda pair: -pair[0].paired.mean):
         side = "not told from" if p >= LEVEL else "above" if contrast.paired.mean > 0 else "below"
         sides[side].append(f"{ARMS[contrast.arm].label} ({signed(100 * contrast.paired.mean)})")
     said = "; ".join(f"{side} uniform: {', '.join(labels)}" for side, labels in sides.items() if labels)
-    return [
-        f"Exploratory, the other main arms (Holm's correction over these {len(arms)}; most of their learning rates from one "
-        f"tuning seed): {said}."
-    ]
+    return (
+        f"Of the other main arms (Holm's correction over these {len(arms)}; most of their learning rates from one tuning "
+        f"seed) {said}."
+    )
 
 
 def contrast_table(results: Results) -> list[str]:
@@ -271,7 +292,7 @@ def _compared(results: Results) -> list[tuple[Contrast, float]]:
 def _verdict(contrast: Contrast, p: float) -> str:
     if p < LEVEL:
         return "better" if contrast.paired.mean > 0 else "worse"
-    return f"no difference beyond {100 * BOUND:g}" if contrast.equivalence < LEVEL else "not decided"
+    return f"level within {100 * BOUND:g}" if contrast.equivalence < LEVEL else "not decided"
 
 
 def _said(contrast: Contrast, p: float) -> str:
@@ -311,49 +332,63 @@ def _regime(results: Results, regime: RegimePlan) -> list[str]:
 
 
 def _outcomes(results: Results, regime: RegimePlan, arms: Sequence[Arm], kind: str) -> list[str]:
-    head = ["arm", "seeds", "rate", "accuracy, %", "against uniform, points", "over seeds and problems", "p", "p, Holm"]
-    head += [f"p, beyond {100 * BOUND:g} points", "minutes a run", "of these for weights"]
-    found = {arm.name: results.contrast(regime, arm.name, BASELINE, kind) for arm in arms if arm.name != BASELINE}
-    pairs = [pair for pair in CONTRASTS if kind == "main"]
-    contrasts = [results.contrast(regime, *pair) for pair in pairs]
+    head = [
+        "arm",
+        "seeds",
+        "rate",
+        "accuracy, %",
+        "against uniform, points",
+        "deviation",
+        "bootstrap interval",
+        "p",
+        "p, Holm",
+    ]
+    head += [f"p, equivalence within {100 * BOUND:g}", "minutes a run", "for weights"]
+    pairs = [pair for pair in (*CONTRASTS, *EXPLORATORY) if kind == "main" and pair[1] != BASELINE]
     planned = _compared(results) if kind == "main" and regime is results.plan.regimes[0] else []
     corrected = {(contrast.arm, contrast.reference): p for contrast, p in planned}
+    seeds = len(regime.main_seeds if kind == "main" else regime.side_seeds)
     rows = []
     for arm in arms:
         runs = results.runs(kind, regime.name, arm.name)
-        values = [float(row["accuracy"]) for row in runs.values()]
-        row = [
-            arm.label,
-            str(len(runs)),
-            " ".join(sorted({f"{float(r['rate']):g}" for r in runs.values()})),
-            _percent(values),
+        rate = " ".join(sorted({f"{float(r['rate']):g}" for r in runs.values()}))
+        if len(runs) < seeds:
+            rows.append([arm.label, f"{len(runs)} of {seeds}", rate, *[ABSENT] * (len(head) - 3)])
+            continue
+        contrast = results.contrast(regime, arm.name, BASELINE, kind) if arm.name != BASELINE else None
+        minutes = [
+            f"{np.mean([float(r[name]) for r in runs.values()]) / 60:.2f}"
+            for name in ("processor_seconds", "weight_seconds")
         ]
-        contrast = found.get(arm.name)
-        row += [ABSENT] * 5 if contrast is None else _judged(contrast, corrected.get((arm.name, BASELINE)))
-        for name in ("processor_seconds", "weight_seconds"):
-            row.append(f"{np.mean([float(r[name]) for r in runs.values()]) / 60:.2f}")
-        rows.append(row)
-    for pair, contrast in zip(pairs, contrasts, strict=True):
-        if pair[1] != BASELINE and contrast is not None:
+        accuracy = _percent([float(row["accuracy"]) for row in runs.values()])
+        rows.append(
+            [arm.label, str(seeds), rate, accuracy, *_judged(contrast, corrected.get((arm.name, BASELINE))), *minutes]
+        )
+    for pair in pairs:
+        contrast = results.contrast(regime, *pair)
+        if contrast is not None and contrast.complete:
             label = f"{ARMS[pair[0]].label} - {ARMS[pair[1]].label}"
-            rows.append([label, str(len(contrast.seeds)), "", "", *_judged(contrast, corrected.get(pair)), "", ""])
+            rows.append([label, str(seeds), "", "", *_judged(contrast, corrected.get(pair)), "", ""])
+    run = results.plan.run
     note = (
-        f"Accuracy at temperature {results.plan.run.temperature:g}, mean over seeds ± standard deviation. Differences "
-        f"within a seed: 95 % intervals by Student's distribution, and by a bootstrap over seeds and problems, which is a "
-        f"little too wide; paired t-tests; two one-sided tests against {100 * BOUND:g} points, uncorrected. Intervals and "
-        f"p-values once all planned seeds are there; without Holm's correction they are exploratory. The oracle's "
-        f"advantages are exact under given wording; they are no upper bound. Minutes: processor time of training on one "
-        f"thread, without evaluation."
+        f"Accuracy at temperature {run.temperature:g}, mean of the evaluations after steps "
+        f"{' and '.join(map(str, run.evaluate_at))}, over seeds ± standard deviation. Differences within a seed with their "
+        f"deviation over seeds: 95 % intervals by Student's distribution, and by a bootstrap over seeds and problems; paired "
+        f"t-tests; equivalence by two one-sided tests against {100 * BOUND:g} points, uncorrected: a small p says level. "
+        f"p-values without Holm's correction are exploratory. An arm whose planned seeds are not all there shows only how "
+        f"many are. The oracle's advantages are exact under given wording; they are no upper bound. Minutes: processor time "
+        f"of training on one thread, without evaluation, and of that for token weights."
     )
     return [*markdown_table(head, rows, right=1), "", note]
 
 
-def _judged(contrast: Contrast, corrected: float | None) -> list[str]:
-    """Cells from the difference on: its interval and p-values wait for all planned seeds, and two are too few to test."""
-    if not contrast.complete:
-        return [signed(100 * contrast.paired.mean), *[ABSENT] * 4]
+def _judged(contrast: Contrast | None, corrected: float | None) -> list[str]:
+    """Cells from the difference on; two seeds are too few to test."""
+    if contrast is None or not contrast.complete:
+        return [ABSENT] * 6
     low, high = contrast.both_ways
-    row = [interval(contrast.paired, 100), f"[{signed(100 * low)}, {signed(100 * high)}]"]
+    row = [interval(contrast.paired, 100), f"{100 * contrast.paired.deviation:.1f}"]
+    row.append(f"[{signed(100 * low)}, {signed(100 * high)}]")
     if contrast.planned < 3:
         return [*row, ABSENT, ABSENT, ABSENT]
     said = ABSENT if corrected is None else p_value(corrected)
@@ -367,6 +402,7 @@ def last_accuracy(row: Row, plan: StudyPlan) -> float:
 
 
 _SECONDARY: dict[str, Callable[[Row], float]] = {
+    "temperature 0.6, %": lambda row: 100 * float(row["accuracy_last"]),
     "temperature 1, %": lambda row: 100 * float(row["accuracy_hot"]),
     "greedy, %": lambda row: 100 * float(row["accuracy_greedy"]),
     "given wording, %": lambda row: 100 * float(row["exact"]),
@@ -384,6 +420,8 @@ _SECONDARY: dict[str, Callable[[Row], float]] = {
 def _secondary(results: Results, regime: RegimePlan, arms: Sequence[Arm], kind: str) -> list[str]:
     rows = []
     for arm in arms:
+        if kind == "main" and not results.complete(regime, arm.name):
+            continue
         runs = [
             {**row, "accuracy_last": str(last_accuracy(row, results.plan))}
             for row in results.runs(kind, regime.name, arm.name).values()
@@ -398,7 +436,7 @@ def _secondary(results: Results, regime: RegimePlan, arms: Sequence[Arm], kind: 
                 ],
             ]
         )
-    return [*markdown_table(["arm, after the last step", *_SECONDARY], rows, right=1)]
+    return markdown_table(["arm, after the last step", *_SECONDARY], rows, right=1) if rows else []
 
 
 def _tuning(results: Results, regime: RegimePlan) -> list[str]:
@@ -413,7 +451,7 @@ def _tuning(results: Results, regime: RegimePlan) -> list[str]:
         runs = [row for row in tuning if row["arm"] == arm.name]
         if not runs:
             continue
-        cells = []
+        cells = [str(len(results.plan.tuning_seeds(regime, arm)))]
         for rate in results.plan.rates:
             values = [float(row["accuracy"]) for row in runs if row["rate"] == repr(rate)]
             cells.append(f"{100 * np.mean(values):.1f}" if values else ABSENT)
@@ -422,7 +460,7 @@ def _tuning(results: Results, regime: RegimePlan) -> list[str]:
         rows.append([arm.label, *cells, ABSENT if taken is None else f"{taken:g}{end}"])
     if not rows:
         return []
-    head = ["accuracy in tuning, %", *[f"rate {rate:g}" for rate in results.plan.rates], "taken"]
+    head = ["accuracy in tuning, %", "seeds", *[f"rate {rate:g}" for rate in results.plan.rates], "taken"]
     return [*markdown_table(head, rows, right=1), ""]
 
 

@@ -47,6 +47,12 @@ def paired(differences: Sequence[float]) -> Paired:
     return Paired(len(values), mean, deviation, mean - half, mean + half, p)
 
 
+def t_interval(found: Paired, level: float) -> tuple[float, float]:
+    """The interval of another level by Student's distribution; nan ends with a single difference."""
+    half = float(stats.t.ppf((1 + level) / 2, found.count - 1)) * found.deviation / math.sqrt(found.count)
+    return found.mean - half, found.mean + half
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """p-values corrected for their number (Holm 1979)."""
     order = np.argsort(p_values)

@@ -25,7 +25,7 @@ from study.report import (
     write_report,
 )
 from study.statistics import equivalence_p, holm, paired
-from study.tables import p_value
+from study.tables import interval, p_value
 from study.work import Files, settings_digest
 
 SEEDS = (1, 2, 3, 4, 5)
@@ -107,13 +107,13 @@ def test_nothing_is_concluded_before_all_planned_seeds_are_there(tmp_path: Path)
     assert said.startswith("**Nothing is concluded yet.** Of 5 planned seeds of the regime misconceptions there are: ")
     assert "4" in said
     table = markdown(results)
-    row = next(line for line in table.splitlines() if line.startswith(f"| {ARMS['surprisal'].label} | 4 "))
-    assert row.split(" | ")[4:9] == ["+23.4", "-", "-", "-", "-"], (
-        "an effect, but neither interval nor p-value on the way"
+    row = next(
+        line for line in table.splitlines() if line.startswith(f"| {ARMS['surprisal'].label} | 4 of 5 | 0.0001 | ")
     )
+    assert set(row.split(" | ")[3:-1]) == {"-"}, "neither accuracy nor effect on the way"
 
 
-EQUAL = "**no difference beyond 1.5 points**"
+EQUAL = "**level within 1.5 points**"
 OPEN = "nothing is shown"
 NONE = "**No method was shown to stand above"
 
@@ -122,9 +122,9 @@ NONE = "**No method was shown to stand above"
     ("grail", "surprisal", "random", "wanted"),
     [
         (NEARLY, BETTER, LEVEL, ["**better**", "**better**", "**better**", "recommendation for experiments"]),
-        (LIKE, BETTER, NEARLY, [EQUAL, "**better**", EQUAL, "the place makes no difference beyond 1.5 points: what"]),
+        (LIKE, BETTER, NEARLY, [EQUAL, "**better**", EQUAL, "it is level within 1.5 points: what"]),
         (LIKE, BETTER, WILD, [EQUAL, "**better**", OPEN, "whether the place matters was not decided: what"]),
-        (LIKE, BETTER, [16, 16, 16, 16, 15], [EQUAL, "**better**", "**worse**", "the random token is better: what"]),
+        (LIKE, BETTER, [16, 16, 16, 16, 15], [EQUAL, "**better**", "**worse**", "it is worse: what"]),
         (BETTER, LIKE, LEVEL, ["**better**", EQUAL, EQUAL, "recommended. GRAIL stands above uniform; its control"]),
         (WORSE, WILD, LEVEL, ["**worse**", OPEN, OPEN, "none is recommended."]),
     ],
@@ -147,13 +147,29 @@ def test_conclusions_by_rule(
         assert f"p {p_value(corrected)} (Holm)" in line
 
 
+def test_further_pairs_are_shown_without_a_correction_once_both_are_there(tmp_path: Path) -> None:
+    regime = replace(PLAN.regimes[0], added=(ARMS["spread"],))
+    plan = replace(PLAN, regimes=(regime, *PLAN.regimes[1:]))
+    levels = {"uniform": LEVEL, "grail": LIKE, "surprisal": BETTER, "random_token": BETTER, "spread": NEARLY}
+    results = replace(a_study(tmp_path, levels), plan=plan)
+    found = results.contrast(regime, "random_token", "spread")
+    said = f"{interval(found.paired, 100)} points, uncorrected p 1.000, of equivalence {p_value(found.equivalence)}."
+    last = conclusions(results)[-1]
+    assert last.startswith(
+        f"Exploratory: wrong rows: a random token against {ARMS['spread'].label}: {said} Of the other main arms"
+    )
+    page = markdown(results)
+    assert f"| wrong rows: a random token - {ARMS['spread'].label} | 5 |" in page
+    assert f"| {ARMS['spread'].label} | 5 | " in page and page.count(f"| {ARMS['spread'].label} | ") == 2
+
+
 def test_the_short_table_holds_the_comparisons_once_all_seeds_are_there(tmp_path: Path) -> None:
     levels = {"uniform": LEVEL, "grail": LIKE, "surprisal": BETTER, "random_token": WILD}
     results = a_study(tmp_path / "all", levels)
     head, _, *rows = contrast_table(results)
     assert head == "| accuracy, points | difference | 95 % interval | p, Holm | so |"
     assert [row.split(" | ")[-1] for row in rows] == [
-        "no difference beyond 1.5 |", "better |", "not decided |"
+        "level within 1.5 |", "better |", "not decided |"
     ]  # fmt: skip
     corrected = holm([results.contrast(PLAN.regimes[0], *pair).paired.p for pair in CONTRASTS])
     for row, pair, p in zip(rows, CONTRASTS, corrected, strict=True):
@@ -173,8 +189,8 @@ def test_other_arms_have_a_correction_of_their_own_and_are_named_once_all_are_th
         contrast = results.contrast(plan.regimes[0], arm, "uniform")
         means[arm] = f"{ARMS[arm].label} ({100 * contrast.paired.mean:+.1f})"
     assert conclusions(results)[-1] == (
-        "Exploratory, the other main arms (Holm's correction over these 4; most of their learning rates from one tuning seed): "
-        f"above uniform: {means['right_only']}; below uniform: {means['last_result']}; "
+        "Exploratory: Of the other main arms (Holm's correction over these 4; most of their learning rates from one tuning "
+        f"seed) above uniform: {means['right_only']}; below uniform: {means['last_result']}; "
         f"not told from uniform: {means['oracle']}, {means['random_token']}."
     )
     half = Files(tmp_path / "half")
@@ -224,8 +240,8 @@ def test_the_page_holds_all_that_was_measured_and_names_what_is_missing(tmp_path
         "| wrong rows: least likely token - wrong rows: a random token | 5 |",
         "| entropy | 2 | 0.0001 |",
         "| 1.50 | 0.10 |",  # minutes
-        "| entropy | 2 | 0.0001 | 25.0 ± 0.0 | -26.6 [-46.4, -6.7] | ",
-        "| uniform (Dr. GRPO) | 54.7 | 59.4 | 70.3 | 0.0002, an end of the grid |",
+        "| entropy | 2 | 0.0001 | 25.0 ± 0.0 | -26.6 [-46.4, -6.7] | 2.2 | ",
+        "| uniform (Dr. GRPO) | 1 | 54.7 | 59.4 | 70.3 | 0.0002, an end of the grid |",
         "| GRAIL, as published | 0.450 | +1.50 [+1.50, +1.50] | 0.300 | 0.300 |",
         "| baseline: it is a result token |",
         "misconceptions: 9 of 12 runs `tune`",
@@ -252,7 +268,7 @@ def test_the_pilot_shows_its_models_and_the_spread(tmp_path: Path) -> None:
     text = markdown(Results.read(plan, files))
     assert "| GRAIL, as published | 2 |" in text and "| 17.68 |" in text  # differences of 0 and 25 points
     # Of a tuning seed the pilot's run is one of tuning too.
-    assert "| uniform (Dr. GRPO) | - | 50.0 | - | - |" in text
+    assert "| uniform (Dr. GRPO) | 1 | - | 50.0 | - | - |" in text
 
 
 def test_the_published_page_is_made_from_the_files_beside_it() -> None:
@@ -265,9 +281,10 @@ def test_accuracy_behind_the_last_step_is_what_the_exact_one_is_compared_with(tm
     row = {"right_1": "8888", "right_2": "8404"}
     assert last_accuracy(row, PLAN) == 0.5
     files = Files(tmp_path)
-    files.runs.append([a_run("main", "uniform", 1, ("8888", "8404"))])  # exact accuracy 50 %
-    shown = next(line for line in markdown(Results.read(PLAN, files)).splitlines() if "| 50.0 | 50.0 | 50.0 | " in line)
-    assert shown.split(" | ")[4] == "+0.0" or shown.split(" | ")[4] == "0.0"
+    for seed in SEEDS:
+        files.runs.append([a_run("main", "uniform", seed, ("8888", "8444"))])  # exact accuracy 50 %
+    cells = ["62.5", "50.0", "50.0", "50.0", "-12.5", "50.0", "0.0"]
+    assert f"| uniform (Dr. GRPO) | {' | '.join(cells)} | " in markdown(Results.read(PLAN, files))
 
 
 def test_only_the_plans_comparisons_are_corrected_and_two_seeds_are_not_tested(tmp_path: Path) -> None:
@@ -283,7 +300,7 @@ def test_only_the_plans_comparisons_are_corrected_and_two_seeds_are_not_tested(t
 
     def p_values(page: str, arm: str) -> list[str]:
         row = next(line for line in page.splitlines() if line.startswith(f"| {ARMS[arm].label} | ") and "[" in line)
-        return row.split(" | ")[6:9]
+        return row.split(" | ")[7:10]
 
     assert p_values(first, "grail") == ["< 0.001", "< 0.001", "1.000"]
     assert p_values(second, "grail") == ["< 0.001", "-", "1.000"]

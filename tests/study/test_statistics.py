@@ -17,6 +17,7 @@ from study.statistics import (
     paired,
     seeds_for_power,
     spearman,
+    t_interval,
     two_way_bootstrap,
 )
 
@@ -36,6 +37,15 @@ def test_paired_of_one_and_of_none() -> None:
     with pytest.raises(ValueError, match="no seed in common"):
         paired([])
     assert paired([0.0, 0.0]).p == 1 and paired([1.0, 1.0]).p == 0
+
+
+def test_interval_of_another_level_is_the_one_of_the_equivalence_test() -> None:
+    differences = [0.5, 1.0, 1.5, 0.0, 1.2]
+    found = paired(differences)
+    assert t_interval(found, 0.95) == pytest.approx((found.low, found.high))
+    # An end of the 90 % interval is the bound at which the two one-sided tests have 5 %.
+    assert equivalence_p(differences, t_interval(found, 0.9)[1]) == pytest.approx(0.05)
+    assert math.isnan(t_interval(paired([1.0]), 0.9)[0])
 
 
 def test_holm_by_hand() -> None:
