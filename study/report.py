@@ -504,12 +504,12 @@ def _alignment(results: Results, regime: RegimePlan) -> list[str]:
         own = {row["seed"]: row for row in rows if row["measured"] == arm.name}
         if own:
             ratios = [float(row["gain"]) / base[seed] for seed, row in own.items() if base.get(seed)]
-            relative = interval(paired(ratios), digits=2) if ratios else ABSENT
+            relative = interval(paired(ratios), digits=2).replace("+", "") if ratios else ABSENT
             figures = [np.mean([float(row[name]) for row in own.values()]) for name in alignment.FIGURES]
             cells.append([arm.label, f"{figures[0]:.3f}", relative, *[f"{f:.3f}" for f in figures[1:]]])
     head = ["before training", "gain of a step", "over uniform's", "cosine", "signal to noise"]
     return [
-        f"Updates against the exact gradient of accuracy, {len(seeds)} warmed-up models:",
+        f"Updates against the exact gradient of accuracy, {_models(len(seeds))}:",
         "",
         *markdown_table(head, cells, right=1),
         "",
@@ -543,7 +543,7 @@ def _truth(results: Results, regime: RegimePlan) -> list[str]:
             cells.append([label, *[number(float(np.mean(one)) if one else math.nan) for one in found]])
     seeds = len({row["seed"] for row in rows})
     return [
-        f"Do scores find the wrong result? AUROC and more, mean over {seeds} warmed-up models:",
+        f"Do scores find the wrong result? AUROC and more, mean over {_models(seeds)}:",
         "",
         *markdown_table(["score", *columns], cells, right=1),
         "",
@@ -569,6 +569,10 @@ def missing(results: Results) -> list[str]:
         if count and kind != "start"
     ]
     return lines or ["Nothing."]
+
+
+def _models(count: int) -> str:
+    return f"{count} warmed-up model{'s' * (count != 1)}"
 
 
 def _percent(values: Sequence[float]) -> str:

@@ -242,7 +242,7 @@ def test_the_page_holds_all_that_was_measured_and_names_what_is_missing(tmp_path
         "| 1.50 | 0.10 |",  # minutes
         "| entropy | 2 | 0.0001 | 25.0 ± 0.0 | -26.6 [-46.4, -6.7] | 2.2 | ",
         "| uniform (Dr. GRPO) | 1 | 54.7 | 59.4 | 70.3 | 0.0002, an end of the grid |",
-        "| GRAIL, as published | 0.450 | +1.50 [+1.50, +1.50] | 0.300 | 0.300 |",
+        "| GRAIL, as published | 0.450 | 1.50 [1.50, 1.50] | 0.300 | 0.300 |",
         "| baseline: it is a result token |",
         "misconceptions: 9 of 12 runs `tune`",
         "misconceptions: 1 of 2 jobs `truth`",
