@@ -28,6 +28,10 @@ defaults: [ppo_trainer, cpu, _self_]
 """
 LIMIT = 48
 """Most response tokens."""
+SAID = ("stdout.txt", "stderr.txt")
+"""Files of a run's folder with what it has said so far."""
+LONGEST_RUN = 2400.0
+"""Seconds: dozens of times what a run takes on an idle machine."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -215,4 +219,7 @@ def start(
         **(forked.ENVIRONMENT if python else {}),
         **environment,
     }
-    return subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    said = [folder / name for name in SAID]
+    with said[0].open("w") as out, said[1].open("w") as err:
+        done = subprocess.run(command, env=variables, cwd=ROOT, stdout=out, stderr=err, timeout=LONGEST_RUN)
+    return subprocess.CompletedProcess(command, done.returncode, *(path.read_text() for path in said))
