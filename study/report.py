@@ -2,7 +2,7 @@
 the last byte.
 
 No sentence of the conclusions is written by hand. A contrast is judged once all planned seeds of both arms are there; until
-then its mean is shown without an interval or a p-value.
+then an arm shows how many of its seeds are.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from study.arms import ARMS, Arm
 from study.plan import BOUND, CONTRASTS, RUNS, RegimePlan, StudyPlan
 from study.statistics import Paired, equivalence_p, holm, paired, t_interval, two_way_bootstrap
 from study.tables import ABSENT, interval, markdown_table, number, p_value, pyplot, signed
-from study.work import Files, finished, total_hours
+from study.work import RUN_COLUMNS, Files, finished, total_hours
 
 BASELINE = "uniform"
 LEVEL = 0.05
 PLOT = "differences.png"
-EXPLORATORY = (("random_token", "spread"),)
+AMOUNT_OR_PLACE = ("random_token", "spread")
+EXPLORATORY = (AMOUNT_OR_PLACE, ("right_only", "random_token"), ("grail", "grail_shuffled"))
 """Further pairs that the report shows, without a correction."""
 Row = Mapping[str, str]
 
@@ -234,9 +235,9 @@ def _others(results: Results, regime: RegimePlan) -> list[str]:
     arms = [
         arm.name for arm in results.plan.arms(regime) if arm.name != BASELINE and (arm.name, BASELINE) not in CONTRASTS
     ]
-    lines = [
-        _pair_said(results, regime, *pair) for pair in EXPLORATORY if all(results.complete(regime, arm) for arm in pair)
-    ]
+    lines = []
+    if all(results.complete(regime, arm) for arm in AMOUNT_OR_PLACE):
+        lines.append(_pair_said(results, regime, *AMOUNT_OR_PLACE))
     if arms and all(results.complete(regime, arm) for arm in (*arms, BASELINE)):
         lines.append(_ranked(results, regime, arms))
     return [f"Exploratory: {' '.join(lines)}"] if lines else []
@@ -325,10 +326,23 @@ def _regime(results: Results, regime: RegimePlan) -> list[str]:
     if side:
         lines += ["Side arms, at the learning rate of uniform:", "", *_outcomes(results, regime, side, "side"), ""]
         lines += [*_secondary(results, regime, side, "side"), ""]
+        alike = [arm.label for arm in side if _as_uniform(results, regime, arm)]
+        if alike:
+            lines += [
+                f"Number for number the runs of uniform, because what they wait for never came: {'; '.join(alike)}.",
+                "",
+            ]
     lines += _tuning(results, regime) + _pilot(results, regime) + _alignment(results, regime) + _truth(results, regime)
     if len(lines) == 2:
         lines += ["Nothing has been run.", ""]
     return lines
+
+
+def _as_uniform(results: Results, regime: RegimePlan, arm: Arm) -> bool:
+    """Whether a side arm's runs are uniform's to the last digit, apart from times."""
+    own, other = results.runs("side", regime.name, arm.name), results.runs("main", regime.name, BASELINE)
+    figures = [name for name in RUN_COLUMNS if not name.endswith("seconds")]
+    return all(seed in other and all(row[name] == other[seed][name] for name in figures) for seed, row in own.items())
 
 
 def _outcomes(results: Results, regime: RegimePlan, arms: Sequence[Arm], kind: str) -> list[str]:
@@ -369,6 +383,8 @@ def _outcomes(results: Results, regime: RegimePlan, arms: Sequence[Arm], kind: s
         if contrast is not None and contrast.complete:
             label = f"{ARMS[pair[0]].label} - {ARMS[pair[1]].label}"
             rows.append([label, str(seeds), "", "", *_judged(contrast, corrected.get(pair)), "", ""])
+    if kind == "side":
+        return markdown_table(head, rows, right=1)
     run = results.plan.run
     note = (
         f"Accuracy at temperature {run.temperature:g}, mean of the evaluations after steps "

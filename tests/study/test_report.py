@@ -163,6 +163,19 @@ def test_further_pairs_are_shown_without_a_correction_once_both_are_there(tmp_pa
     assert f"| {ARMS['spread'].label} | 5 | " in page and page.count(f"| {ARMS['spread'].label} | ") == 2
 
 
+def test_pairs_that_only_explain_stand_in_the_table_and_not_among_the_conclusions(tmp_path: Path) -> None:
+    arms = ("uniform", "right_only", "grail", "grail_shuffled", "surprisal", "random_token")
+    plan = replace(PLAN, main_arms=tuple(arm for arm in MAIN if arm.name in arms))
+    levels = dict.fromkeys(arms, LEVEL) | {"right_only": BETTER, "grail": LIKE}
+    results = replace(a_study(tmp_path, levels), plan=plan)
+    page = markdown(results)
+    for pair in (("right_only", "random_token"), ("grail", "grail_shuffled")):
+        found = results.contrast(plan.regimes[0], *pair)
+        label = f"{ARMS[pair[0]].label} - {ARMS[pair[1]].label}"
+        assert f"| {label} | 5 |  |  | {interval(found.paired, 100)} |" in page
+    assert not any(" against " in line for line in conclusions(results) if line.startswith("Exploratory"))
+
+
 def test_the_short_table_holds_the_comparisons_once_all_seeds_are_there(tmp_path: Path) -> None:
     levels = {"uniform": LEVEL, "grail": LIKE, "surprisal": BETTER, "random_token": WILD}
     results = a_study(tmp_path / "all", levels)
@@ -254,6 +267,20 @@ def test_the_page_holds_all_that_was_measured_and_names_what_is_missing(tmp_path
     assert "nan" not in text
     assert write_report(PLAN, files, tmp_path)[0].read_text(encoding="utf-8") == text
     assert "jobs `alignment`" not in text, "what is complete is not named"
+
+
+def test_side_arms_that_never_acted_are_named(tmp_path: Path) -> None:
+    plan = replace(PLAN, side_arms=(ARMS["entropy"], ARMS["stare"]))
+    files = Files(tmp_path)
+    a_study(tmp_path, {"uniform": LEVEL})
+    for seed in (1, 2):
+        like = a_run("main", "uniform", seed, digits(0.5, LEVEL[seed - 1]))
+        times = {"processor_seconds": 91.0, "weight_seconds": 1.0}
+        files.runs.append([like | times | {"kind": "side", "arm": "stare"}])
+        files.runs.append([like | times | {"kind": "side", "arm": "entropy", "gradient_norm": 0.25 * seed}])
+    said = "Number for number the runs of uniform, because what they wait for never came: "
+    assert f"{said}STARE.\n" in markdown(Results.read(plan, files))
+    assert said not in markdown(Results.read(replace(plan, side_arms=(ARMS["entropy"],)), files))
 
 
 def test_the_pilot_shows_its_models_and_the_spread(tmp_path: Path) -> None:
