@@ -28,8 +28,7 @@ TITLES = {
 }
 """What processes of a run call themselves, by what they are."""
 STARTED_IN = 1800.0
-"""Seconds within which a run gets somewhere. On a disk that other tests keep busy, and with nothing of it in memory yet, the
-imports of its ten processes alone once took 540."""
+"""Seconds within which a run gets somewhere. Beside other tests, on a machine just started, its start alone once took 540."""
 
 
 @dataclass
