@@ -1,8 +1,9 @@
 """What the study runs, in which order, and what it compares; ``docs/study2/PLAN.md`` says why.
 
 A job is one process's work on one seed: its warm-up (``start``), a training run (``pilot``, ``tune``, ``main``, ``side``), or a
-measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one; in the first one
-the arms that are compared go through all of their seeds before the others begin.
+measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one; within it, the arms
+that are compared go through all of their seeds before the others begin, one after the other, so that most arms are whole where
+the hours end.
 """
 
 from __future__ import annotations
@@ -126,21 +127,18 @@ class StudyPlan:
             for seed in regime.main_seeds:
                 for arm in arms:
                     yield Job("main", regime.name, arm.name, seed, rates.get((regime.name, arm.name), 0.0))
-                if seed in regime.measured_seeds and arms is passes[-1]:
+                if seed in regime.measured_seeds and arms is passes[0]:
                     yield from (Job(kind, regime.name, NO_ARM, seed) for kind in MEASUREMENTS)
         for seed in regime.side_seeds:
             for arm in self.side_arms:
                 yield Job("side", regime.name, arm.name, seed, rates.get((regime.name, "uniform"), 0.0))
 
     def passes(self, regime: RegimePlan) -> list[tuple[Arm, ...]]:
-        """Main arms in the order of their passes over the seeds: in the primary regime those that are compared come first, then
-        those that were added."""
-        if regime is not self.regimes[0]:
-            return [self.arms(regime)]
-        compared, rest = (
-            tuple(arm for arm in self.main_arms if _is_compared(arm) == wanted) for wanted in (True, False)
-        )
-        return [arms for arms in (compared, regime.added, rest) if arms]
+        """Main arms in the order of their passes over the seeds: those that are compared together, then every other one alone,
+        those that were added first."""
+        compared = tuple(arm for arm in self.main_arms if _is_compared(arm))
+        alone = [(arm,) for arm in (*regime.added, *self.main_arms) if not _is_compared(arm)]
+        return [compared, *alone]
 
     def arms(self, regime: RegimePlan) -> tuple[Arm, ...]:
         """All that run on the regime's main seeds."""

@@ -141,16 +141,22 @@ def test_jobs_of_a_seed_follow_its_start_and_seeds_come_whole() -> None:
             started.add((job.regime, job.seed))
         else:
             assert (job.regime, job.seed) in started
-    main = [job.seed for job in jobs if job.kind == "main" and job.regime == "slips"]
-    assert main == sorted(main), "all arms of a seed before the next seed"
-    main = [job for job in jobs if job.kind == "main" and job.regime == "misconceptions"]
     compared = {arm for pair in CONTRASTS for arm in pair}
-    assert {job.arm for job in main[:56]} == compared and not {job.arm for job in main[56:]} & compared
-    assert {job.arm for job in main[56:70]} == {arm.name for arm in ADDED} and "spread" not in {
-        j.arm for j in main[70:]
-    }
-    assert [job.seed for job in main] == [seed for count in (4, 1, 7) for seed in range(1, 15) for _ in range(count)]
-    assert not any(job.arm == "spread" for job in jobs if job.regime != "misconceptions")
+    for regime in StudyPlan().regimes:
+        seeds = list(regime.main_seeds)
+        own = [job for job in jobs if job.regime == regime.name and job.kind in (*MEASUREMENTS, "tune", "main")]
+        main = [job for job in own if job.kind == "main"]
+        first, others = main[: 4 * len(seeds)], main[4 * len(seeds) :]
+        assert [job.seed for job in first] == [seed for seed in seeds for _ in range(4)], (
+            "all arms of a seed, then the next"
+        )
+        assert {job.arm for job in first} == compared and not {job.arm for job in others} & compared
+        assert [job.seed for job in others] == seeds * (len(others) // len(seeds)), "one arm after the other"
+        alone = list(dict.fromkeys(job.arm for job in others))
+        assert len(alone) == 7 + len(regime.added) and alone[: len(regime.added)] == [arm.name for arm in regime.added]
+        of_others = [job.kind for job in own[own.index(first[-1]) + 1 :] if job.kind in MEASUREMENTS]
+        assert not of_others, "the measurements come with the compared arms"
+    assert ADDED and not any(job.arm in {arm.name for arm in ADDED} for job in jobs if job.regime != "misconceptions")
 
 
 def test_compared_arms_are_tuned_on_all_seeds_and_the_pilots_runs_count() -> None:
