@@ -231,7 +231,8 @@ def _decision(verdicts: Mapping[tuple[str, str], str]) -> str:
 
 
 def _others(results: Results, regime: RegimePlan) -> list[str]:
-    """What the arms that the plan does not compare with uniform show, with a correction of their own; once all are there."""
+    """What the arms that the plan does not compare with uniform show, with a correction of their own, and what the other
+    regimes do; of a regime's arms once all are there."""
     arms = [
         arm.name for arm in results.plan.arms(regime) if arm.name != BASELINE and (arm.name, BASELINE) not in CONTRASTS
     ]
@@ -239,8 +240,28 @@ def _others(results: Results, regime: RegimePlan) -> list[str]:
     if all(results.complete(regime, arm) for arm in AMOUNT_OR_PLACE):
         lines.append(_pair_said(results, regime, *AMOUNT_OR_PLACE))
     if arms and all(results.complete(regime, arm) for arm in (*arms, BASELINE)):
-        lines.append(_ranked(results, regime, arms))
+        lines.append(
+            f"Of the other main arms (Holm's correction over these {len(arms)}; most of their learning rates from one "
+            f"tuning seed) {_ranked(results, regime, arms)}."
+        )
+    for other in results.plan.regimes[1:]:
+        if compared := _exploratory(results, other):
+            lines.append(f"{other.name.capitalize()}: {compared}")
     return [f"Exploratory: {' '.join(lines)}"] if lines else []
+
+
+def _exploratory(results: Results, regime: RegimePlan) -> str:
+    """What a regime of which the plan decides nothing shows, of the arms whose seeds are all there; empty before the
+    compared arms' are."""
+    if not all(results.complete(regime, arm) for pair in CONTRASTS for arm in pair):
+        return ""
+    others = [arm.name for arm in results.plan.arms(regime) if arm.name != BASELINE]
+    arms = [arm for arm in others if results.complete(regime, arm)]
+    absent = f"; without all of its runs: {len(others) - len(arms)}" if len(arms) < len(others) else ""
+    return (
+        f"of {len(arms)} arms (Holm's correction over these{absent}) {_ranked(results, regime, arms)}. "
+        f"{_pair_said(results, regime, 'surprisal', 'random_token')}"
+    )
 
 
 def _pair_said(results: Results, regime: RegimePlan, arm: str, reference: str) -> str:
@@ -257,11 +278,7 @@ def _ranked(results: Results, regime: RegimePlan, arms: Sequence[str]) -> str:
     for contrast, p in sorted(zip(found, corrected, strict=True), key=lambda pair: -pair[0].paired.mean):
         side = "not told from" if p >= LEVEL else "above" if contrast.paired.mean > 0 else "below"
         sides[side].append(f"{ARMS[contrast.arm].label} ({signed(100 * contrast.paired.mean)})")
-    said = "; ".join(f"{side} uniform: {', '.join(labels)}" for side, labels in sides.items() if labels)
-    return (
-        f"Of the other main arms (Holm's correction over these {len(arms)}; most of their learning rates from one tuning "
-        f"seed) {said}."
-    )
+    return "; ".join(f"{side} uniform: {', '.join(labels)}" for side, labels in sides.items() if labels)
 
 
 def contrast_table(results: Results) -> list[str]:
@@ -309,7 +326,7 @@ def _said(contrast: Contrast, p: float) -> str:
 
 def _regime(results: Results, regime: RegimePlan) -> list[str]:
     lines = [f"## Regime {regime.name}", ""]
-    arms = [arm for arm in results.plan.arms(regime) if results.runs("main", regime.name, arm.name)]
+    arms = results.plan.arms(regime) if results.runs("main", regime.name, BASELINE) else ()
     starts = [
         float(r["accuracy"])
         for r in results.rows["start"]

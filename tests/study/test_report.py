@@ -211,6 +211,48 @@ def test_other_arms_have_a_correction_of_their_own_and_are_named_once_all_are_th
     assert not conclusions(Results.read(plan, half))[-1].startswith("Exploratory")
 
 
+def test_another_regime_is_told_of_once_its_compared_arms_are_there_with_a_correction_of_its_own(
+    tmp_path: Path,
+) -> None:
+    primary = a_study(tmp_path, {arm: LEVEL for arm in ("uniform", "grail", "surprisal", "random_token")})
+    plan = replace(
+        PLAN, main_arms=tuple(arm for arm in MAIN if arm.name in primary.plan.pilot_arms or arm.name == "oracle")
+    )
+    levels = {"uniform": LEVEL, "grail": WORSE, "surprisal": BETTER, "random_token": NEARLY, "oracle": WILD}
+    slips = [
+        a_run("main", arm, seed, digits(0.5, level[seed - 1]), regime="slips")
+        for arm, level in levels.items()
+        for seed in SEEDS
+    ]
+
+    def of(name: str, left_out: tuple[str, int]) -> tuple[Results, str]:
+        files = Files(tmp_path / name)
+        files.runs.append([*primary.rows["main"], *[r for r in slips if (r["arm"], int(r["seed"])) != left_out]])
+        found = Results.read(plan, files)
+        return found, conclusions(found)[-1]
+
+    results, said = of("no_oracle", ("oracle", 5))
+    regime = plan.regimes[1]
+    mean = {
+        arm: f"{100 * results.contrast(regime, arm, 'uniform').paired.mean:+.1f}" for arm in levels if arm != "uniform"
+    }
+    placed = results.contrast(regime, "surprisal", "random_token")
+    pick, control = ARMS["surprisal"].label, ARMS["random_token"].label
+    assert said == (
+        "Exploratory: Slips: of 3 arms (Holm's correction over these; without all of its runs: 1) "
+        f"above uniform: {pick} ({mean['surprisal']}), {control} ({mean['random_token']}); "
+        f"below uniform: {ARMS['grail'].label} ({mean['grail']}). "
+        f"{pick} against {control}: {interval(placed.paired, 100)} points, uncorrected p {p_value(placed.paired.p)}, "
+        f"of equivalence {p_value(placed.equivalence)}."
+    )
+    assert f"| {ARMS['oracle'].label} | 4 of 5 |" in markdown(results).split("## Regime slips")[1]
+    _, said = of("whole", ("", 0))
+    assert "Slips: of 4 arms (Holm's correction over these) above" in said
+    assert f"not told from uniform: {ARMS['oracle'].label}" in said
+    _, said = of("no_control", ("random_token", 5))
+    assert "Slips" not in said
+
+
 def test_the_plot_holds_what_is_complete(tmp_path: Path) -> None:
     levels = {"uniform": LEVEL, "grail": BETTER}
     few = a_study(tmp_path / "few", levels, seeds=SEEDS[:4])
