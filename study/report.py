@@ -29,6 +29,8 @@ PLOT = "differences.png"
 AMOUNT_OR_PLACE = ("random_token", "spread")
 EXPLORATORY = (AMOUNT_OR_PLACE, ("right_only", "random_token"), ("grail", "grail_shuffled"))
 """Further pairs that the report shows, without a correction."""
+NAMED = 5
+"""Of more arms on one side of uniform, the conclusions say how many."""
 Row = Mapping[str, str]
 
 
@@ -274,11 +276,19 @@ def _pair_said(results: Results, regime: RegimePlan, arm: str, reference: str) -
 def _ranked(results: Results, regime: RegimePlan, arms: Sequence[str]) -> str:
     found = [contrast for arm in arms if (contrast := results.contrast(regime, arm, BASELINE)) is not None]
     corrected = holm([contrast.paired.p for contrast in found])
-    sides: dict[str, list[str]] = {"above": [], "below": [], "not told from": []}
+    sides: dict[str, list[Contrast]] = {"above": [], "below": [], "not told from": []}
     for contrast, p in sorted(zip(found, corrected, strict=True), key=lambda pair: -pair[0].paired.mean):
         side = "not told from" if p >= LEVEL else "above" if contrast.paired.mean > 0 else "below"
-        sides[side].append(f"{ARMS[contrast.arm].label} ({signed(100 * contrast.paired.mean)})")
-    return "; ".join(f"{side} uniform: {', '.join(labels)}" for side, labels in sides.items() if labels)
+        sides[side].append(contrast)
+    return "; ".join(f"{side} uniform: {_listed(those)}" for side, those in sides.items() if those)
+
+
+def _listed(contrasts: Sequence[Contrast]) -> str:
+    """With their mean differences, from the highest to the lowest; of many their number."""
+    means = [signed(100 * contrast.paired.mean) for contrast in contrasts]
+    if len(contrasts) > NAMED:
+        return f"{len(contrasts)} arms ({means[-1]} to {means[0]})"
+    return ", ".join(f"{ARMS[contrast.arm].label} ({mean})" for contrast, mean in zip(contrasts, means, strict=True))
 
 
 def contrast_table(results: Results) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from study import alignment, work
+from study import alignment, report, work
 from study.arms import ARMS, MAIN
 from study.plan import CONTRASTS, NO_ARM, Job, RegimePlan, StudyPlan
 from study.report import (
@@ -192,7 +192,9 @@ def test_the_short_table_holds_the_comparisons_once_all_seeds_are_there(tmp_path
     assert contrast_table(a_study(tmp_path / "few", levels, seeds=SEEDS[:4])) == []
 
 
-def test_other_arms_have_a_correction_of_their_own_and_are_named_once_all_are_there(tmp_path: Path) -> None:
+def test_other_arms_have_a_correction_of_their_own_and_are_named_once_all_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     others = {"right_only": BETTER, "last_result": [-8, -7, -7, -8, -7], "oracle": WILD}
     compared = {arm: LEVEL for arm in ("uniform", "grail", "surprisal", "random_token")}
     plan = replace(PLAN, main_arms=tuple(arm for arm in MAIN if arm.name in compared | others))
@@ -201,11 +203,19 @@ def test_other_arms_have_a_correction_of_their_own_and_are_named_once_all_are_th
     for arm in (*others, "random_token"):
         contrast = results.contrast(plan.regimes[0], arm, "uniform")
         means[arm] = f"{ARMS[arm].label} ({100 * contrast.paired.mean:+.1f})"
-    assert conclusions(results)[-1] == (
+    said = conclusions(results)[-1]
+    assert said == (
         "Exploratory: Of the other main arms (Holm's correction over these 4; most of their learning rates from one tuning "
         f"seed) above uniform: {means['right_only']}; below uniform: {means['last_result']}; "
         f"not told from uniform: {means['oracle']}, {means['random_token']}."
     )
+    monkeypatch.setattr(report, "NAMED", 1)
+    means = [
+        f"{100 * results.contrast(plan.regimes[0], arm, 'uniform').paired.mean:+.1f}"
+        for arm in ("random_token", "oracle")
+    ]
+    _, pair = said.split("not told from uniform: ")
+    assert conclusions(results)[-1] == said.replace(pair, f"2 arms ({means[0]} to {means[1]}).")
     half = Files(tmp_path / "half")
     half.runs.append([row for row in results.rows["main"] if (row["arm"], row["seed"]) != ("oracle", "5")])
     assert not conclusions(Results.read(plan, half))[-1].startswith("Exploratory")
