@@ -161,8 +161,9 @@ def plot_differences(results: Results, path: Path) -> list[Path]:
     plots = pyplot()
     figure, axes = plots.subplots(
         ncols=len(panels),
-        figsize=(3.4 + 3.4 * len(panels), 1.0 + 0.32 * len(arms)),
+        figsize=(4.2 + 2.3 * len(panels), 1.0 + 0.32 * len(arms)),
         dpi=120,
+        sharex=True,
         sharey=True,
         squeeze=False,
         layout="constrained",
@@ -186,7 +187,9 @@ def plot_differences(results: Results, path: Path) -> list[Path]:
         panel.tick_params(labelsize=8)
     axes[0, 0].set_yticks(range(len(arms)), [arm.label for arm in reversed(arms)])
     said = f"accuracy at temperature {results.plan.run.temperature:g} against uniform, points: mean, 95 and 90 % interval;\n"
-    figure.supxlabel(f"{said}level within {100 * BOUND:g} where 90 % lie in the shade", fontsize=8)
+    figure.supxlabel(
+        f"{said}level within {100 * BOUND:g} where 90 % lie in the shade; planned comparisons in green", fontsize=8
+    )
     figure.savefig(path, facecolor="white", metadata={"Software": None})
     plots.close(figure)
     return [path]
