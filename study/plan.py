@@ -1,9 +1,8 @@
 """What the study runs, in which order, and what it compares; ``docs/study2/PLAN.md`` says why.
 
 A job is one process's work on one seed: its warm-up (``start``), a training run (``pilot``, ``tune``, ``main``, ``side``), or a
-measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one; within it, the arms
-that are compared go through all of their seeds before the others begin, one after the other, so that most arms are whole where
-the hours end.
+measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one; within it, a few arms
+go through all of their seeds before the others begin, one after the other, so that most arms are whole where the hours end.
 """
 
 from __future__ import annotations
@@ -55,6 +54,8 @@ class RegimePlan:
     """Arms beside the main ones, treated like them."""
     side_seeds: tuple[int, ...] = ()
     pilot_seeds: tuple[int, ...] = ()
+    together: tuple[str, ...] = tuple(dict.fromkeys(arm for pair in CONTRASTS for arm in pair))
+    """Arms that go through the seeds first, together; every other one follows alone."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class StudyPlan:
             pilot_seeds=(2001, 2002, 2003),
         ),
         RegimePlan("slips", tuple(range(1, 11)), (1001,), (1, 2)),
-        RegimePlan("distractors", tuple(range(1, 7)), (1001,), (1, 2)),
+        RegimePlan("distractors", tuple(range(1, 7)), (1001,), (1, 2), together=("uniform", "grail")),
     )
     rates: tuple[float, ...] = (5e-5, 1e-4, 2e-4)
     """Tried for every main arm in every regime."""
@@ -134,11 +135,10 @@ class StudyPlan:
                 yield Job("side", regime.name, arm.name, seed, rates.get((regime.name, "uniform"), 0.0))
 
     def passes(self, regime: RegimePlan) -> list[tuple[Arm, ...]]:
-        """Main arms in the order of their passes over the seeds: those that are compared together, then every other one alone,
-        those that were added first."""
-        compared = tuple(arm for arm in self.main_arms if _is_compared(arm))
-        alone = [(arm,) for arm in (*regime.added, *self.main_arms) if not _is_compared(arm)]
-        return [compared, *alone]
+        """Main arms in the order of their passes over the seeds: some together, then every other one alone, those that were
+        added first."""
+        first = tuple(arm for arm in self.main_arms if arm.name in regime.together)
+        return [first, *[(arm,) for arm in (*regime.added, *self.main_arms) if arm not in first]]
 
     def arms(self, regime: RegimePlan) -> tuple[Arm, ...]:
         """All that run on the regime's main seeds."""

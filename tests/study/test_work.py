@@ -146,16 +146,20 @@ def test_jobs_of_a_seed_follow_its_start_and_seeds_come_whole() -> None:
         seeds = list(regime.main_seeds)
         own = [job for job in jobs if job.regime == regime.name and job.kind in (*MEASUREMENTS, "tune", "main")]
         main = [job for job in own if job.kind == "main"]
-        first, others = main[: 4 * len(seeds)], main[4 * len(seeds) :]
-        assert [job.seed for job in first] == [seed for seed in seeds for _ in range(4)], (
+        count = len(regime.together)
+        first, others = main[: count * len(seeds)], main[count * len(seeds) :]
+        assert [job.seed for job in first] == [seed for seed in seeds for _ in range(count)], (
             "all arms of a seed, then the next"
         )
-        assert {job.arm for job in first} == compared and not {job.arm for job in others} & compared
+        assert {job.arm for job in first} == {*regime.together} and not {job.arm for job in others} & {*regime.together}
+        assert {*regime.together} <= compared
         assert [job.seed for job in others] == seeds * (len(others) // len(seeds)), "one arm after the other"
         alone = list(dict.fromkeys(job.arm for job in others))
-        assert len(alone) == 7 + len(regime.added) and alone[: len(regime.added)] == [arm.name for arm in regime.added]
+        assert len(alone) == 11 - count + len(regime.added) and alone[: len(regime.added)] == [
+            arm.name for arm in regime.added
+        ]
         of_others = [job.kind for job in own[own.index(first[-1]) + 1 :] if job.kind in MEASUREMENTS]
-        assert not of_others, "the measurements come with the compared arms"
+        assert not of_others, "the measurements come with the first arms"
     assert ADDED and not any(job.arm in {arm.name for arm in ADDED} for job in jobs if job.regime != "misconceptions")
 
 
