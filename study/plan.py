@@ -1,8 +1,8 @@
 """What the study runs, in which order, and what it compares; ``docs/study2/PLAN.md`` says why.
 
 A job is one process's work on one seed: its warm-up (``start``), a training run (``pilot``, ``tune``, ``main``, ``side``), or a
-measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one; within it, a few arms
-go through all of their seeds before the others begin, one after the other, so that most arms are whole where the hours end.
+measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one; within it, a few
+arms go through all of their seeds before the others begin, one after the other, so that most are whole where the hours end.
 """
 
 from __future__ import annotations

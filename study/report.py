@@ -256,17 +256,16 @@ def _others(results: Results, regime: RegimePlan) -> list[str]:
 
 
 def _exploratory(results: Results, regime: RegimePlan) -> str:
-    """What a regime of which the plan decides nothing shows, of the arms whose seeds are all there; empty before the
-    compared arms' are."""
-    if not all(results.complete(regime, arm) for pair in CONTRASTS for arm in pair):
-        return ""
+    """What a regime of which the plan decides nothing shows, of the arms whose seeds are all there; empty where none are."""
     others = [arm.name for arm in results.plan.arms(regime) if arm.name != BASELINE]
     arms = [arm for arm in others if results.complete(regime, arm)]
+    if not arms or not results.complete(regime, BASELINE):
+        return ""
     absent = f"; without all of its runs: {len(others) - len(arms)}" if len(arms) < len(others) else ""
-    return (
-        f"of {len(arms)} arms (Holm's correction over these{absent}) {_ranked(results, regime, arms)}. "
-        f"{_pair_said(results, regime, 'surprisal', 'random_token')}"
-    )
+    said = f"of {len(arms)} arm{'s' * (len(arms) != 1)} (Holm's correction over these{absent}) {_ranked(results, regime, arms)}."
+    if {"surprisal", "random_token"} <= {*arms}:
+        said += f" {_pair_said(results, regime, 'surprisal', 'random_token')}"
+    return said
 
 
 def _pair_said(results: Results, regime: RegimePlan, arm: str, reference: str) -> str:

@@ -221,7 +221,7 @@ def test_other_arms_have_a_correction_of_their_own_and_are_named_once_all_are_th
     assert not conclusions(Results.read(plan, half))[-1].startswith("Exploratory")
 
 
-def test_another_regime_is_told_of_once_its_compared_arms_are_there_with_a_correction_of_its_own(
+def test_another_regime_is_told_of_by_its_whole_arms_with_a_correction_of_its_own(
     tmp_path: Path,
 ) -> None:
     primary = a_study(tmp_path, {arm: LEVEL for arm in ("uniform", "grail", "surprisal", "random_token")})
@@ -256,10 +256,14 @@ def test_another_regime_is_told_of_once_its_compared_arms_are_there_with_a_corre
         f"of equivalence {p_value(placed.equivalence)}."
     )
     assert f"| {ARMS['oracle'].label} | 4 of 5 |" in markdown(results).split("## Regime slips")[1]
-    _, said = of("whole", ("", 0))
+    whole, said = of("whole", ("", 0))
+    mean_of_oracle = f"{100 * whole.contrast(regime, 'oracle', 'uniform').paired.mean:+.1f}"
     assert "Slips: of 4 arms (Holm's correction over these) above" in said
     assert f"not told from uniform: {ARMS['oracle'].label}" in said
     _, said = of("no_control", ("random_token", 5))
+    assert "Slips: of 3 arms (Holm's correction over these; without all of its runs: 1) above" in said
+    assert said.endswith(f"{ARMS['oracle'].label} ({mean_of_oracle}).") and control not in said
+    _, said = of("no_baseline", ("uniform", 5))
     assert "Slips" not in said
 
 
