@@ -262,7 +262,8 @@ def _exploratory(results: Results, regime: RegimePlan) -> str:
     if not arms or not results.complete(regime, BASELINE):
         return ""
     absent = f"; without all of its runs: {len(others) - len(arms)}" if len(arms) < len(others) else ""
-    said = f"of {len(arms)} arm{'s' * (len(arms) != 1)} (Holm's correction over these{absent}) {_ranked(results, regime, arms)}."
+    count = f"{len(arms)} arm{'s' * (len(arms) != 1)}"
+    said = f"of {count} (Holm's correction over these{absent}) {_ranked(results, regime, arms)}."
     if {"surprisal", "random_token"} <= {*arms}:
         said += f" {_pair_said(results, regime, 'surprisal', 'random_token')}"
     return said
