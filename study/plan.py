@@ -128,8 +128,10 @@ class StudyPlan:
             for seed in regime.main_seeds:
                 for arm in arms:
                     yield Job("main", regime.name, arm.name, seed, rates.get((regime.name, arm.name), 0.0))
-                if seed in regime.measured_seeds and arms is passes[0]:
-                    yield from (Job(kind, regime.name, NO_ARM, seed) for kind in MEASUREMENTS)
+            if arms is passes[0]:
+                yield from (
+                    Job(kind, regime.name, NO_ARM, seed) for seed in regime.measured_seeds for kind in MEASUREMENTS
+                )
         for seed in regime.side_seeds:
             for arm in self.side_arms:
                 yield Job("side", regime.name, arm.name, seed, rates.get((regime.name, "uniform"), 0.0))

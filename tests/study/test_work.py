@@ -158,8 +158,10 @@ def test_jobs_of_a_seed_follow_its_start_and_seeds_come_whole() -> None:
         assert len(alone) == 11 - count + len(regime.added) and alone[: len(regime.added)] == [
             arm.name for arm in regime.added
         ]
-        of_others = [job.kind for job in own[own.index(first[-1]) + 1 :] if job.kind in MEASUREMENTS]
-        assert not of_others, "the measurements come with the first arms"
+        begin, end = own.index(first[-1]) + 1, own.index(next(job for job in own if job.arm == alone[0]))
+        assert [(job.seed, job.kind) for job in own[begin:end]] == [
+            (seed, kind) for seed in regime.measured_seeds for kind in MEASUREMENTS
+        ], "behind the first arms"
     assert ADDED and not any(job.arm in {arm.name for arm in ADDED} for job in jobs if job.regime != "misconceptions")
 
 
