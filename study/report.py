@@ -352,6 +352,7 @@ def _regime(results: Results, regime: RegimePlan) -> list[str]:
         ]
     if arms:
         lines += [*_outcomes(results, regime, arms, "main"), "", *_secondary(results, regime, arms, "main"), ""]
+        lines += _at_temperature_1(results, regime)
     side = [arm for arm in results.plan.side_arms if results.runs("side", regime.name, arm.name)]
     if side:
         lines += ["Side arms, at the learning rate of uniform:", "", *_outcomes(results, regime, side, "side"), ""]
@@ -483,6 +484,21 @@ def _secondary(results: Results, regime: RegimePlan, arms: Sequence[Arm], kind: 
             ]
         )
     return markdown_table(["arm, after the last step", *_SECONDARY], rows, right=1) if rows else []
+
+
+def _at_temperature_1(results: Results, regime: RegimePlan) -> list[str]:
+    """The plan's pairs at temperature 1, where an arm that only sharpens gains too."""
+    said = []
+    for pair in CONTRASTS:
+        if all(results.complete(regime, arm) for arm in pair):
+            own, other = (results.runs("main", regime.name, arm) for arm in pair)
+            seeds = regime.main_seeds
+            found = paired([float(own[seed]["accuracy_hot"]) - float(other[seed]["accuracy_hot"]) for seed in seeds])
+            who = f"{ARMS[pair[0]].label} against {ARMS[pair[1]].label}"
+            said.append(f"{who} {interval(found, 100)}, uncorrected p {p_value(found.p)}")
+    if not said:
+        return []
+    return [f"At temperature 1 after the last step, points, exploratory: {'; '.join(said)}.", ""]
 
 
 def _tuning(results: Results, regime: RegimePlan) -> list[str]:

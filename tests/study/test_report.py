@@ -370,6 +370,29 @@ def test_accuracy_behind_the_last_step_is_what_the_exact_one_is_compared_with(tm
     assert f"| uniform (Dr. GRPO) | {' | '.join(cells)} | " in markdown(Results.read(PLAN, files))
 
 
+def test_the_plans_pairs_are_shown_at_temperature_1_too(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    hot = {
+        "uniform": [0.5, 0.5, 0.5, 0.5, 0.5],
+        "grail": [0.5, 0.6, 0.4, 0.7, 0.4],
+        "surprisal": [0.7, 0.8, 0.7, 0.7, 0.7],
+    }
+    for arm, values in hot.items():
+        rows = [a_run("main", arm, seed, digits(0.5)) for seed in SEEDS]
+        files.runs.append([row | {"accuracy_hot": value} for row, value in zip(rows, values, strict=True)])
+    page = markdown(Results.read(PLAN, files))
+
+    def said(arm: str) -> str:
+        found = paired([value - 0.5 for value in hot[arm]])
+        label = f"{ARMS[arm].label} against {ARMS['uniform'].label}"
+        return f"{label} {interval(found, 100)}, uncorrected p {p_value(found.p)}"
+
+    assert (
+        f"\nAt temperature 1 after the last step, points, exploratory: {said('grail')}; {said('surprisal')}.\n" in page
+    )
+    assert "+22.0 [" in said("surprisal") and "p < 0.001" in said("surprisal")
+
+
 def test_only_the_plans_comparisons_are_corrected_and_two_seeds_are_not_tested(tmp_path: Path) -> None:
     files = Files(tmp_path)
     for arm, levels in {"uniform": LEVEL, "grail": BETTER, "surprisal": BETTER, "random_token": LIKE}.items():
