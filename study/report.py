@@ -129,7 +129,8 @@ def markdown(results: Results) -> str:
     lines += ["## What is missing", "", *[f"- {line}" for line in missing(results)], ""]
     said = ", ".join(f"{kind} {hours:.2f}" for kind, hours in sorted(results.hours.items()))
     lines += [
-        f"Processor time of the recorded jobs: {sum(results.hours.values()):.2f} core-hours{f' ({said})' if said else ''}.",
+        f"Processor time of the recorded jobs: {sum(results.hours.values()):.2f} of the plan's {results.plan.hours:g} "
+        f"core-hours{f' ({said})' if said else ''}.",
         "",
     ]
     versions = sorted({row["versions"] for rows in results.rows.values() for row in rows})

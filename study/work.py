@@ -57,6 +57,10 @@ WARM_UP_PARTS = 4
 RUN_GUESS = 150.0
 """Seconds of a job while none of its kind has been done; only for the time left that is shown."""
 _TRUTH_SAMPLES = 4
+SPENT = (
+    "The plan's {:g} core-hours are spent, though work is left: raise hours in study/plan.py to go on, or name an empty folder "
+    "with --data-dir to repeat the study"
+)
 
 
 @dataclass(frozen=True)
@@ -193,19 +197,22 @@ class Sitting:
         longest: dict[str, float] = {}
         try:
             while True:
-                expected = self.expected_seconds()
+                expected, spent_up = self.expected_seconds(), False
                 spent = sum(total_hours(self.files).values()) * 3600
                 spent += sum(expected[job.kind] for job, _ in running.values())
                 for job in self.next_jobs([job for job, _ in running.values()], processes - len(running)):
+                    if spent + expected[job.kind] > 3600 * self.plan.hours:
+                        spent_up = True
+                        continue
                     # A job's wall-clock time, as it was in this sitting; before that its processor time.
                     if time.monotonic() + longest.get(job.kind, expected[job.kind]) > ends:
-                        continue
-                    if spent + expected[job.kind] > 3600 * self.plan.hours:
                         continue
                     spent += expected[job.kind]
                     future = pool.submit(do, self.plan, job, self.folder(job))
                     running[future] = (job, time.monotonic())
                 if not running:
+                    if spent_up:
+                        print(SPENT.format(self.plan.hours))
                     break
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     job, began = running.pop(future)

@@ -416,7 +416,7 @@ def test_only_the_plans_comparisons_are_corrected_and_two_seeds_are_not_tested(t
 def test_an_empty_study_has_a_page(tmp_path: Path) -> None:
     text = markdown(Results.read(PLAN, Files(tmp_path)))
     assert "**Nothing is concluded yet.**" in text and text.count("Nothing has been run.") == 2
-    assert "Processor time of the recorded jobs: 0.00 core-hours." in text
+    assert "Processor time of the recorded jobs: 0.00 of the plan's 12 core-hours." in text
 
 
 def test_a_finished_study_is_missing_nothing(tmp_path: Path) -> None:

@@ -301,6 +301,21 @@ def test_the_study_in_miniature(
     assert "## Regime misconceptions" in report and "distractors: 2 of 2 runs `main`" in report
 
 
+def test_the_plans_hours_end_a_sitting_and_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(work, "ProcessPoolExecutor", InThisProcess)
+    files = Files(tmp_path / "data")
+    files.start.append([a_start(TINY) | {"job_seconds": 3600 * TINY.hours - 239}])
+    before = files.start.path.read_bytes()
+    run(tmp_path, "--regimes", "misconceptions")
+    assert files.start.path.read_bytes() == before and not files.runs.read(), "nothing began"
+    assert (
+        "The plan's 12 core-hours are spent, though work is left: raise hours in study/plan.py"
+        in capsys.readouterr().out
+    )
+
+
 class InThisProcess:
     """A pool of one, at once."""
 
