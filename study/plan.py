@@ -1,8 +1,9 @@
 """What the study runs, in which order, and what it compares; ``docs/study2/PLAN.md`` says why.
 
 A job is one process's work on one seed: its warm-up (``start``), a training run (``pilot``, ``tune``, ``main``, ``side``), or a
-measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one; within it, a few
-arms go through all of their seeds before the others begin, one after the other, so that most are whole where the hours end.
+measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one: its pilot; a few
+arms through tuning and all main seeds together; the measurements; every other arm in the same way, alone, so that most are
+whole where the hours end; its side arms.
 """
 
 from __future__ import annotations
@@ -120,10 +121,12 @@ class StudyPlan:
         for arms in passes:
             for seed in regime.tuning_seeds:
                 for arm in arms:
+                    if seed not in self.tuning_seeds(regime, arm):
+                        continue
                     yield from (
                         Job("tune", regime.name, arm.name, seed, rate)
                         for rate in self.rates
-                        if seed in self.tuning_seeds(regime, arm) and not self._is_pilot(regime, arm, seed, rate)
+                        if not self._is_pilot(regime, arm, seed, rate)
                     )
             for seed in regime.main_seeds:
                 for arm in arms:
@@ -137,10 +140,12 @@ class StudyPlan:
                 yield Job("side", regime.name, arm.name, seed, rates.get((regime.name, "uniform"), 0.0))
 
     def passes(self, regime: RegimePlan) -> list[tuple[Arm, ...]]:
-        """Main arms in the order of their passes over the seeds: some together, then every other one alone, those that were
-        added first."""
+        """Main arms in the order of their passes over the seeds: some together, then every other one alone, first those that
+        are compared or were added."""
         first = tuple(arm for arm in self.main_arms if arm.name in regime.together)
-        return [first, *[(arm,) for arm in (*regime.added, *self.main_arms) if arm not in first]]
+        alone = [arm for arm in (*regime.added, *self.main_arms) if arm not in first]
+        alone.sort(key=lambda arm: not (_is_compared(arm) or arm in regime.added))
+        return [first, *((arm,) for arm in alone)]
 
     def arms(self, regime: RegimePlan) -> tuple[Arm, ...]:
         """All that run on the regime's main seeds."""

@@ -29,6 +29,7 @@ PLOT = "differences.png"
 AMOUNT_OR_PLACE = ("random_token", "spread")
 EXPLORATORY = (AMOUNT_OR_PLACE, ("right_only", "random_token"), ("grail", "grail_shuffled"))
 """Further pairs that the report shows, without a correction."""
+LEVELLED = f"level within {100 * BOUND:g}"
 NAMED = 5
 """Of more arms on one side of uniform, the conclusions say how many."""
 Row = Mapping[str, str]
@@ -181,7 +182,9 @@ def plot_differences(results: Results, path: Path) -> list[Path]:
             panel.plot([100 * found.low, 100 * found.high], [height, height], color=colour, linewidth=1.2)
             panel.plot([100 * end for end in tested], [height, height], color=colour, linewidth=4, alpha=0.45)
             panel.plot(100 * found.mean, height, "o", color=colour, markersize=5)
-        panel.set(title=f"{name}, {contrasts[0].planned} seeds", ylim=(-0.6, len(arms) - 0.4))
+        others = len(results.plan.arms(results.plan.regime(name))) - 1
+        some = f"\n{len(contrasts)} of {others} arms complete" if len(contrasts) < others else ""
+        panel.set(title=f"{name}, {contrasts[0].planned} seeds{some}", ylim=(-0.6, len(arms) - 0.4))
         panel.title.set_fontsize(9)
         panel.grid(axis="x", alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
@@ -237,8 +240,8 @@ def _decision(verdicts: Mapping[tuple[str, str], str]) -> str:
 
 
 def _others(results: Results, regime: RegimePlan) -> list[str]:
-    """What the arms that the plan does not compare with uniform show, with a correction of their own, and what the other
-    regimes do; of a regime's arms once all are there."""
+    """What the arms that the plan does not compare with uniform show, with a correction of their own, once all are there;
+    and where the other regimes stand."""
     arms = [
         arm.name for arm in results.plan.arms(regime) if arm.name != BASELINE and (arm.name, BASELINE) not in CONTRASTS
     ]
@@ -250,9 +253,11 @@ def _others(results: Results, regime: RegimePlan) -> list[str]:
             f"Of the other main arms (Holm's correction over these {len(arms)}; most of their learning rates from one "
             f"tuning seed) {_ranked(results, regime, arms)}."
         )
-    for other in results.plan.regimes[1:]:
-        if compared := _exploratory(results, other):
-            lines.append(f"{other.name.capitalize()}: {compared}")
+    told = [
+        f"[{other.name}](#regime-{other.name})" for other in results.plan.regimes[1:] if _exploratory(results, other)
+    ]
+    if told:
+        lines.append(f"Further regimes: {', '.join(told)}.")
     return [f"Exploratory: {' '.join(lines)}"] if lines else []
 
 
@@ -262,11 +267,13 @@ def _exploratory(results: Results, regime: RegimePlan) -> str:
     arms = [arm for arm in others if results.complete(regime, arm)]
     if not arms or not results.complete(regime, BASELINE):
         return ""
-    absent = f"; without all of its runs: {len(others) - len(arms)}" if len(arms) < len(others) else ""
-    count = f"{len(arms)} arm{'s' * (len(arms) != 1)}"
-    said = f"of {count} (Holm's correction over these{absent}) {_ranked(results, regime, arms)}."
+    corrected = "Holm's correction over these" if len(arms) > 1 else "no correction"
+    tuned = _counted(len(regime.tuning_seeds), "tuning seed")
+    who = f"of {len(arms)} arms" if arms == others else f"{len(arms)} of {len(others)} arms complete"
+    said = f"{who} ({corrected}; learning rates from {tuned}), "
+    said += f"{_ranked(results, regime, arms)}."
     if {"surprisal", "random_token"} <= {*arms}:
-        said += f" {_pair_said(results, regime, 'surprisal', 'random_token')}"
+        said += f" There, {_pair_said(results, regime, 'surprisal', 'random_token')}"
     return said
 
 
@@ -282,7 +289,7 @@ def _ranked(results: Results, regime: RegimePlan, arms: Sequence[str]) -> str:
     corrected = holm([contrast.paired.p for contrast in found])
     sides: dict[str, list[Contrast]] = {"above": [], "below": [], "not told from": []}
     for contrast, p in sorted(zip(found, corrected, strict=True), key=lambda pair: -pair[0].paired.mean):
-        side = "not told from" if p >= LEVEL else "above" if contrast.paired.mean > 0 else "below"
+        side = ("above" if contrast.paired.mean > 0 else "below") if p < LEVEL else "not told from"
         sides[side].append(contrast)
     return "; ".join(f"{side} uniform: {_listed(those)}" for side, those in sides.items() if those)
 
@@ -304,7 +311,7 @@ def contrast_table(results: Results) -> list[str]:
             signed(100 * contrast.paired.mean),
             f"{signed(100 * contrast.paired.low)} to {signed(100 * contrast.paired.high)}",
             p_value(p),
-            _verdict(contrast, p),
+            _so(contrast, p),
         ]
         for contrast, p in found
     ]
@@ -321,10 +328,15 @@ def _compared(results: Results) -> list[tuple[Contrast, float]]:
     return list(zip(complete, holm([contrast.paired.p for contrast in complete]), strict=True))
 
 
+def _so(contrast: Contrast, p: float) -> str:
+    verdict = _verdict(contrast, p)
+    return f"{verdict} (p {p_value(contrast.equivalence)}, uncorrected)" if verdict == LEVELLED else verdict
+
+
 def _verdict(contrast: Contrast, p: float) -> str:
     if p < LEVEL:
         return "better" if contrast.paired.mean > 0 else "worse"
-    return f"level within {100 * BOUND:g}" if contrast.equivalence < LEVEL else "not decided"
+    return LEVELLED if contrast.equivalence < LEVEL else "not decided"
 
 
 def _said(contrast: Contrast, p: float) -> str:
@@ -342,15 +354,19 @@ def _regime(results: Results, regime: RegimePlan) -> list[str]:
     lines = [f"## Regime {regime.name}", ""]
     arms = results.plan.arms(regime) if results.runs("main", regime.name, BASELINE) else ()
     starts = [
-        float(r["accuracy"])
-        for r in results.rows["start"]
-        if r["regime"] == regime.name and int(r["seed"]) in regime.main_seeds
+        row for row in results.rows["start"] if row["regime"] == regime.name and int(row["seed"]) in regime.main_seeds
     ]
     if starts:
+        right = [
+            _percent([float(row[name]) for row in starts]) for name in ("accuracy", "accuracy_hot", "accuracy_greedy")
+        ]
         lines += [
-            f"Before training: {_percent(starts)} of the samples right (temperature {results.plan.run.temperature:g}).",
+            f"Right before training, %: {right[0]} at temperature {results.plan.run.temperature:g}, {right[1]} at 1, "
+            f"{right[2]} greedily.",
             "",
         ]
+    if regime is not results.plan.regimes[0] and (said := _exploratory(results, regime)):
+        lines += [f"Exploratory: {said}", ""]
     if arms:
         lines += [*_outcomes(results, regime, arms, "main"), "", *_secondary(results, regime, arms, "main"), ""]
         lines += _at_temperature_1(results, regime)
@@ -488,18 +504,22 @@ def _secondary(results: Results, regime: RegimePlan, arms: Sequence[Arm], kind: 
 
 
 def _at_temperature_1(results: Results, regime: RegimePlan) -> list[str]:
-    """The plan's pairs at temperature 1, where an arm that only sharpens gains too."""
-    said = []
-    for pair in CONTRASTS:
-        if all(results.complete(regime, arm) for arm in pair):
-            own, other = (results.runs("main", regime.name, arm) for arm in pair)
-            seeds = regime.main_seeds
-            found = paired([float(own[seed]["accuracy_hot"]) - float(other[seed]["accuracy_hot"]) for seed in seeds])
-            who = f"{ARMS[pair[0]].label} against {ARMS[pair[1]].label}"
-            said.append(f"{who} {interval(found, 100)}, uncorrected p {p_value(found.p)}")
-    if not said:
+    """Pairs after the last step alone, at both temperatures: at 1 an arm that only sharpens gains, too."""
+    run, rows = results.plan.run, []
+    for pair in (*CONTRASTS, *EXPLORATORY):
+        if not all(results.complete(regime, arm) for arm in pair):
+            continue
+        own, other = (results.runs("main", regime.name, arm) for arm in pair)
+        cells = [f"{ARMS[pair[0]].label} - {ARMS[pair[1]].label}"]
+        for figure in (lambda row: last_accuracy(row, results.plan), lambda row: float(row["accuracy_hot"])):
+            found = paired([figure(own[seed]) - figure(other[seed]) for seed in regime.main_seeds])
+            cells += [interval(found, 100), p_value(found.p)]
+        rows.append(cells)
+    if not rows:
         return []
-    return [f"At temperature 1 after the last step, points, exploratory: {'; '.join(said)}.", ""]
+    head = ["after the last step, points", f"temperature {run.temperature:g}", "p", "temperature 1", "p"]
+    note = f"Exploratory, uncorrected; {run.samples} and {run.samples_hot} samples of a problem."
+    return [*markdown_table(head, rows, right=1), "", note, ""]
 
 
 def _tuning(results: Results, regime: RegimePlan) -> list[str]:
@@ -572,7 +592,7 @@ def _alignment(results: Results, regime: RegimePlan) -> list[str]:
             cells.append([arm.label, f"{figures[0]:.3f}", relative, *[f"{f:.3f}" for f in figures[1:]]])
     head = ["before training", "gain of a step", "over uniform's", "cosine", "signal to noise"]
     return [
-        f"Updates against the exact gradient of accuracy, {_models(len(seeds))}:",
+        f"Updates against the exact gradient of accuracy, {_counted(len(seeds), 'warmed-up model')}:",
         "",
         *markdown_table(head, cells, right=1),
         "",
@@ -606,7 +626,7 @@ def _truth(results: Results, regime: RegimePlan) -> list[str]:
             cells.append([label, *[number(float(np.mean(one)) if one else math.nan) for one in found]])
     seeds = len({row["seed"] for row in rows})
     return [
-        f"Do scores find the wrong result? AUROC and more, mean over {_models(seeds)}:",
+        f"Do scores find the wrong result? AUROC and more, mean over {_counted(seeds, 'warmed-up model')}:",
         "",
         *markdown_table(["score", *columns], cells, right=1),
         "",
@@ -634,8 +654,8 @@ def missing(results: Results) -> list[str]:
     return lines or ["Nothing."]
 
 
-def _models(count: int) -> str:
-    return f"{count} warmed-up model{'s' * (count != 1)}"
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _percent(values: Sequence[float]) -> str:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -57,9 +58,9 @@ WARM_UP_PARTS = 4
 RUN_GUESS = 150.0
 """Seconds of a job while none of its kind has been done; only for the time left that is shown."""
 _TRUTH_SAMPLES = 4
-SPENT = (
-    "The plan's {:g} core-hours are spent, though work is left: raise hours in study/plan.py to go on, or name an empty folder "
-    "with --data-dir to repeat the study"
+OUT_OF_HOURS = (
+    "No further job fits into the plan's {:g} core-hours, though work is left: to go on, raise hours in study/plan.py and say "
+    "so in its PLAN.md; to repeat the study, name an empty folder with --data-dir"
 )
 
 
@@ -175,14 +176,25 @@ class Sitting:
         ]
         return ready[:count]
 
-    def expected_seconds(self) -> dict[str, float]:
-        """Mean processor time of a job of every kind so far, or a guess."""
-        found: dict[str, list[float]] = defaultdict(list)
-        for rows in finished(self.files, self.plan).values():
-            found[rows[0]["kind"]].append(float(rows[0]["job_seconds"]))
-        runs = [value for kind in RUNS for value in found[kind]]
-        guess = {kind: sum(runs) / len(runs) if runs else RUN_GUESS for kind in RUNS} | FIRST_GUESS
-        return guess | {kind: sum(values) / len(values) for kind, values in found.items() if values}
+    def expected_seconds(self) -> Callable[[Job], float]:
+        """Processor time of a job: the mean of those done that are most like it, its kind before its regime, or a guess."""
+        done = [
+            (rows[0]["kind"], rows[0]["regime"], float(rows[0]["job_seconds"]))
+            for rows in finished(self.files, self.plan).values()
+        ]
+
+        def expected(job: Job) -> float:
+            alike = [
+                ((kind == job.kind, name == job.regime), seconds)
+                for kind, name, seconds in done
+                if kind == job.kind or {kind, job.kind} <= {*RUNS}
+            ]
+            if not alike:
+                return FIRST_GUESS.get(job.kind, RUN_GUESS)
+            nearest = max(near for near, _ in alike)
+            return fmean(seconds for near, seconds in alike if near == nearest)
+
+        return expected
 
     def run(self, *, seconds: float, processes: int) -> None:
         """Work until nothing is left that can be done, or no job would end within the time.
@@ -197,22 +209,22 @@ class Sitting:
         longest: dict[str, float] = {}
         try:
             while True:
-                expected, spent_up = self.expected_seconds(), False
+                expected, out_of_hours = self.expected_seconds(), False
                 spent = sum(total_hours(self.files).values()) * 3600
-                spent += sum(expected[job.kind] for job, _ in running.values())
+                spent += sum(expected(job) for job, _ in running.values())
                 for job in self.next_jobs([job for job, _ in running.values()], processes - len(running)):
-                    if spent + expected[job.kind] > 3600 * self.plan.hours:
-                        spent_up = True
+                    if spent + expected(job) > 3600 * self.plan.hours:
+                        out_of_hours = True
                         continue
                     # A job's wall-clock time, as it was in this sitting; before that its processor time.
-                    if time.monotonic() + longest.get(job.kind, expected[job.kind]) > ends:
+                    if time.monotonic() + longest.get(job.kind, expected(job)) > ends:
                         continue
-                    spent += expected[job.kind]
+                    spent += expected(job)
                     future = pool.submit(do, self.plan, job, self.folder(job))
                     running[future] = (job, time.monotonic())
                 if not running:
-                    if spent_up:
-                        print(SPENT.format(self.plan.hours))
+                    if out_of_hours:
+                        print(OUT_OF_HOURS.format(self.plan.hours), flush=True)
                     break
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     job, began = running.pop(future)
@@ -248,7 +260,7 @@ class Sitting:
         """Print what was done and what is left."""
         expected = self.expected_seconds()
         left = self.missing()
-        hours = sum(expected[one.kind] for one in left) / 3600
+        hours = sum(map(expected, left)) / 3600
         said = f"accuracy {float(rows[0]['accuracy']):.3f}  " if "accuracy" in rows[0] else ""
         rate = f" rate {job.rate:g}" if job.rate else ""
         arm = f" {job.arm}" if job.arm != NO_ARM else ""

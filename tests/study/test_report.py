@@ -181,8 +181,9 @@ def test_the_short_table_holds_the_comparisons_once_all_seeds_are_there(tmp_path
     results = a_study(tmp_path / "all", levels)
     head, _, *rows = contrast_table(results)
     assert head == "| accuracy, points | difference | 95 % interval | p, Holm | so |"
+    level = p_value(results.contrast(PLAN.regimes[0], "grail", "uniform").equivalence)
     assert [row.split(" | ")[-1] for row in rows] == [
-        "level within 1.5 |", "better |", "not decided |"
+        f"level within 1.5 (p {level}, uncorrected) |", "better |", "not decided |"
     ]  # fmt: skip
     corrected = holm([results.contrast(PLAN.regimes[0], *pair).paired.p for pair in CONTRASTS])
     for row, pair, p in zip(rows, CONTRASTS, corrected, strict=True):
@@ -239,7 +240,11 @@ def test_another_regime_is_told_of_by_its_whole_arms_with_a_correction_of_its_ow
         files = Files(tmp_path / name)
         files.runs.append([*primary.rows["main"], *[r for r in slips if (r["arm"], int(r["seed"])) != left_out]])
         found = Results.read(plan, files)
-        return found, conclusions(found)[-1]
+        section = markdown(found).split("## Regime slips\n")[1]
+        said = section.strip().splitlines()[0]
+        told = "[slips](#regime-slips)" in conclusions(found)[-1]
+        assert told == said.startswith("Exploratory: ")
+        return found, said
 
     results, said = of("no_oracle", ("oracle", 5))
     regime = plan.regimes[1]
@@ -249,22 +254,26 @@ def test_another_regime_is_told_of_by_its_whole_arms_with_a_correction_of_its_ow
     placed = results.contrast(regime, "surprisal", "random_token")
     pick, control = ARMS["surprisal"].label, ARMS["random_token"].label
     assert said == (
-        "Exploratory: Slips: of 3 arms (Holm's correction over these; without all of its runs: 1) "
+        "Exploratory: 3 of 4 arms complete (Holm's correction over these; learning rates from 1 tuning seed), "
         f"above uniform: {pick} ({mean['surprisal']}), {control} ({mean['random_token']}); "
         f"below uniform: {ARMS['grail'].label} ({mean['grail']}). "
-        f"{pick} against {control}: {interval(placed.paired, 100)} points, uncorrected p {p_value(placed.paired.p)}, "
+        f"There, {pick} against {control}: {interval(placed.paired, 100)} points, uncorrected p {p_value(placed.paired.p)}, "
         f"of equivalence {p_value(placed.equivalence)}."
     )
     assert f"| {ARMS['oracle'].label} | 4 of 5 |" in markdown(results).split("## Regime slips")[1]
     whole, said = of("whole", ("", 0))
     mean_of_oracle = f"{100 * whole.contrast(regime, 'oracle', 'uniform').paired.mean:+.1f}"
-    assert "Slips: of 4 arms (Holm's correction over these) above" in said
+    assert said.startswith(
+        "Exploratory: of 4 arms (Holm's correction over these; learning rates from 1 tuning seed), above"
+    )
     assert f"not told from uniform: {ARMS['oracle'].label}" in said
     _, said = of("no_control", ("random_token", 5))
-    assert "Slips: of 3 arms (Holm's correction over these; without all of its runs: 1) above" in said
+    assert said.startswith("Exploratory: 3 of 4 arms complete (Holm's correction over these; ")
     assert said.endswith(f"{ARMS['oracle'].label} ({mean_of_oracle}).") and control not in said
-    _, said = of("no_baseline", ("uniform", 5))
-    assert "Slips" not in said
+    assert not of("no_baseline", ("uniform", 5))[1].startswith("Exploratory")
+    slips = [row for row in slips if row["arm"] in ("uniform", "grail")]
+    _, said = of("one", ("", 0))
+    assert said.startswith("Exploratory: 1 of 4 arms complete (no correction; ")
 
 
 def test_the_plot_holds_what_is_complete(tmp_path: Path) -> None:
@@ -304,7 +313,7 @@ def test_the_page_holds_all_that_was_measured_and_names_what_is_missing(tmp_path
     text = paths[0].read_text(encoding="utf-8")
     assert text.index("## Conclusions") < text.index("## Regime misconceptions") < text.index("## What is missing")
     for wanted in (
-        "Before training: 25.0 ± 0.0 of the samples right (temperature 0.6).",
+        "Right before training, %: 25.0 ± 0.0 at temperature 0.6, ",
         "| uniform (Dr. GRPO) | 5 | 0.0001 |",
         "| wrong rows: least likely token - wrong rows: a random token | 5 |",
         "| entropy | 2 | 0.0001 |",
@@ -377,20 +386,22 @@ def test_the_plans_pairs_are_shown_at_temperature_1_too(tmp_path: Path) -> None:
         "grail": [0.5, 0.6, 0.4, 0.7, 0.4],
         "surprisal": [0.7, 0.8, 0.7, 0.7, 0.7],
     }
+    last = {"uniform": [4, 4, 4, 4, 4], "grail": [4, 6, 4, 5, 4], "surprisal": [5, 7, 6, 6, 6]}
+    """Right samples of every problem after the last step, of eight; after the other one all."""
     for arm, values in hot.items():
-        rows = [a_run("main", arm, seed, digits(0.5)) for seed in SEEDS]
+        rows = [
+            a_run("main", arm, seed, ("8888", str(count) * 4)) for seed, count in zip(SEEDS, last[arm], strict=True)
+        ]
         files.runs.append([row | {"accuracy_hot": value} for row, value in zip(rows, values, strict=True)])
     page = markdown(Results.read(PLAN, files))
-
-    def said(arm: str) -> str:
-        found = paired([value - 0.5 for value in hot[arm]])
-        label = f"{ARMS[arm].label} against {ARMS['uniform'].label}"
-        return f"{label} {interval(found, 100)}, uncorrected p {p_value(found.p)}"
-
-    assert (
-        f"\nAt temperature 1 after the last step, points, exploratory: {said('grail')}; {said('surprisal')}.\n" in page
-    )
-    assert "+22.0 [" in said("surprisal") and "p < 0.001" in said("surprisal")
+    assert "| after the last step, points | temperature 0.6 | p | temperature 1 | p |" in page
+    for arm in ("grail", "surprisal"):
+        cells = []
+        for found in (paired([(count - 4) / 8 for count in last[arm]]), paired([value - 0.5 for value in hot[arm]])):
+            cells += [interval(found, 100), p_value(found.p)]
+        assert f"| {ARMS[arm].label} - {ARMS['uniform'].label} | {' | '.join(cells)} |" in page
+    table = page.split("after the last step, points")[1].split("\n\n")[0]
+    assert "+22.0 [+16.4, +27.6] | < 0.001 |" in table and ARMS["random_token"].label not in table
 
 
 def test_only_the_plans_comparisons_are_corrected_and_two_seeds_are_not_tested(tmp_path: Path) -> None:

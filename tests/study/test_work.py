@@ -310,10 +310,29 @@ def test_the_plans_hours_end_a_sitting_and_it_says_so(
     before = files.start.path.read_bytes()
     run(tmp_path, "--regimes", "misconceptions")
     assert files.start.path.read_bytes() == before and not files.runs.read(), "nothing began"
+    said = capsys.readouterr().out
     assert (
-        "The plan's 12 core-hours are spent, though work is left: raise hours in study/plan.py"
-        in capsys.readouterr().out
+        "No further job fits into the plan's 12 core-hours, though work is left: to go on, raise hours in study" in said
     )
+
+
+def test_a_job_is_expected_to_take_what_those_took_that_are_most_like_it(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    expected = Sitting(TINY, files, tmp_path, regimes=[], kinds=[]).expected_seconds
+    start, main = Job("start", "distractors", NO_ARM, 2), Job("main", "distractors", "uniform", 2)
+    assert (expected()(start), expected()(main)) == (240, 150), "guesses"
+    for seed, (regime, seconds) in enumerate([("misconceptions", 100), ("distractors", 200), ("distractors", 220)]):
+        files.start.append([a_start(TINY) | {"regime": regime, "seed": seed, "job_seconds": seconds}])
+    assert expected()(start) == 210 and expected()(replace(start, regime="slips")) == pytest.approx(520 / 3)
+    assert expected()(main) == 150, "a warm-up says nothing of a run"
+    for kind, regime, seconds in [("tune", "misconceptions", 10), ("tune", "distractors", 20), ("main", "slips", 30)]:
+        row = dict.fromkeys(work.RUN_COLUMNS, 0) | {
+            "kind": kind, "regime": regime, "arm": "uniform", "seed": 1, "rate": 1e-4, "job_seconds": seconds,
+            "settings": settings_digest(TINY, kind), "versions": "torch 1",
+        }  # fmt: skip
+        files.runs.append([row])
+    assert expected()(main) == 30, "the kind before the regime"
+    assert expected()(replace(main, kind="side")) == 20, "then the regime"
 
 
 class InThisProcess:
