@@ -8,6 +8,7 @@ import json
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +330,11 @@ def test_a_worker_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = _verify_pool._Worker(1.0)
     worker.start()
     try:
-        environment = Path(f"/proc/{worker._process.pid}/environ").read_bytes().split(b"\0")
+        path, deadline = Path(f"/proc/{worker._process.pid}/environ"), time.monotonic() + 60
+        # Empty until the kernel has loaded the program, which may be after the process was made.
+        while not (found := path.read_bytes()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        environment = found.split(b"\0")
     finally:
         worker.stop()
     assert b"PYTHONPATH=/nowhere" in environment and b"PYTHONHASHSEED=0" in environment
