@@ -22,6 +22,8 @@ BOUND = 0.015
 """Differences of the primary outcome within this are called equivalent to none."""
 CONTRASTS = (("grail", "uniform"), ("surprisal", "uniform"), ("surprisal", "random_token"))
 """Arm minus reference; corrected together."""
+COMPARED = tuple(dict.fromkeys(arm for pair in CONTRASTS for arm in pair))
+"""The arms of these."""
 
 
 @dataclass(frozen=True, order=True)
@@ -55,7 +57,7 @@ class RegimePlan:
     """Arms beside the main ones, treated like them."""
     side_seeds: tuple[int, ...] = ()
     pilot_seeds: tuple[int, ...] = ()
-    together: tuple[str, ...] = tuple(dict.fromkeys(arm for pair in CONTRASTS for arm in pair))
+    together: tuple[str, ...] = COMPARED
     """Arms that go through the seeds first, together; every other one follows alone."""
 
 
@@ -144,7 +146,7 @@ class StudyPlan:
         are compared or were added."""
         first = tuple(arm for arm in self.main_arms if arm.name in regime.together)
         alone = [arm for arm in (*regime.added, *self.main_arms) if arm not in first]
-        alone.sort(key=lambda arm: not (_is_compared(arm) or arm in regime.added))
+        alone.sort(key=lambda arm: not (arm.name in COMPARED or arm in regime.added))
         return [first, *((arm,) for arm in alone)]
 
     def arms(self, regime: RegimePlan) -> tuple[Arm, ...]:
@@ -153,7 +155,7 @@ class StudyPlan:
 
     def tuning_seeds(self, regime: RegimePlan, arm: Arm) -> tuple[int, ...]:
         """All of the regime's for the arms that are compared, the first one for the others."""
-        return regime.tuning_seeds if _is_compared(arm) else regime.tuning_seeds[:1]
+        return regime.tuning_seeds if arm.name in COMPARED else regime.tuning_seeds[:1]
 
     def _is_pilot(self, regime: RegimePlan, arm: Arm, seed: int, rate: float) -> bool:
         """Whether a run for tuning is one that the pilot makes."""
@@ -183,7 +185,3 @@ class StudyPlan:
     def regime(self, name: str) -> RegimePlan:
         """By its name."""
         return next(regime for regime in self.regimes if regime.name == name)
-
-
-def _is_compared(arm: Arm) -> bool:
-    return any(arm.name in pair for pair in CONTRASTS)

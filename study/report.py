@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from recipe.evaluate.files import write_text
 from study import alignment, truth
 from study.arms import ARMS, Arm
-from study.plan import BOUND, CONTRASTS, RUNS, RegimePlan, StudyPlan
+from study.plan import BOUND, COMPARED, CONTRASTS, RUNS, RegimePlan, StudyPlan
 from study.statistics import Paired, equivalence_p, holm, paired, t_interval, two_way_bootstrap
 from study.tables import ABSENT, interval, markdown_table, number, p_value, pyplot, signed
 from study.work import RUN_COLUMNS, Files, finished, total_hours
@@ -44,10 +45,15 @@ class Contrast:
     seeds: tuple[int, ...]
     planned: int
     paired: Paired
-    both_ways: tuple[float, float]
-    """95 % interval over seeds and problems."""
     equivalence: float
     """p-value of the difference lying beyond the bound."""
+    by_problem: np.ndarray = field(repr=False, compare=False)
+    """Differences of every seed and problem, (S, P)."""
+
+    @cached_property
+    def both_ways(self) -> tuple[float, float]:
+        """95 % interval over seeds and problems."""
+        return two_way_bootstrap(self.by_problem)
 
     @property
     def complete(self) -> bool:
@@ -95,9 +101,14 @@ class Results:
             tuple(seeds),
             len(regime.main_seeds if kind == "main" else regime.side_seeds),
             paired(by_seed.tolist()),
-            two_way_bootstrap(by_problem),
             equivalence_p(by_seed.tolist(), BOUND),
+            by_problem,
         )
+
+    def against_baseline(self, regime: RegimePlan) -> list[Contrast]:
+        """The main arms whose planned seeds are all there, each minus the baseline."""
+        found = [self.contrast(regime, arm.name, BASELINE) for arm in self.plan.arms(regime) if arm.name != BASELINE]
+        return [contrast for contrast in found if contrast is not None and contrast.complete]
 
 
 def outcome(row: Row, plan: StudyPlan) -> np.ndarray:
@@ -141,15 +152,8 @@ def markdown(results: Results) -> str:
 
 def drawn(results: Results) -> dict[str, list[Contrast]]:
     """By regime the main arms whose planned seeds are all there, against uniform."""
-    found = {}
-    for regime in results.plan.regimes:
-        contrasts = [
-            results.contrast(regime, arm.name, BASELINE) for arm in results.plan.arms(regime) if arm.name != BASELINE
-        ]
-        kept = [contrast for contrast in contrasts if contrast is not None and contrast.complete]
-        if kept:
-            found[regime.name] = kept
-    return found
+    found = {regime.name: results.against_baseline(regime) for regime in results.plan.regimes}
+    return {name: contrasts for name, contrasts in found.items() if contrasts}
 
 
 def plot_differences(results: Results, path: Path) -> list[Path]:
@@ -204,7 +208,7 @@ def conclusions(results: Results) -> list[str]:
     primary = results.plan.regimes[0]
     found = _compared(results)
     if not found:
-        done = {arm: len(results.runs("main", primary.name, arm)) for pair in CONTRASTS for arm in pair}
+        done = {arm: len(results.runs("main", primary.name, arm)) for arm in COMPARED}
         said = ", ".join(f"{ARMS[arm].label} {count}" for arm, count in done.items())
         planned = len(primary.main_seeds)
         return [
@@ -242,19 +246,20 @@ def _decision(verdicts: Mapping[tuple[str, str], str]) -> str:
 def _others(results: Results, regime: RegimePlan) -> list[str]:
     """What the arms that the plan does not compare with uniform show, with a correction of their own, once all are there;
     and where the other regimes stand."""
-    arms = [
-        arm.name for arm in results.plan.arms(regime) if arm.name != BASELINE and (arm.name, BASELINE) not in CONTRASTS
+    planned = [
+        arm for arm in results.plan.arms(regime) if arm.name != BASELINE and (arm.name, BASELINE) not in CONTRASTS
     ]
+    others = [found for found in results.against_baseline(regime) if (found.arm, BASELINE) not in CONTRASTS]
     lines = []
     if all(results.complete(regime, arm) for arm in AMOUNT_OR_PLACE):
         lines.append(_pair_said(results, regime, *AMOUNT_OR_PLACE))
-    if arms and all(results.complete(regime, arm) for arm in (*arms, BASELINE)):
+    if others and len(others) == len(planned):
         lines.append(
-            f"Of the other main arms (Holm's correction over these {len(arms)}; most of their learning rates from one "
-            f"tuning seed) {_ranked(results, regime, arms)}."
+            f"Of the other main arms (Holm's correction over these {len(others)}; most of their learning rates from one "
+            f"tuning seed) {_ranked(others)}."
         )
     told = [
-        f"[{other.name}](#regime-{other.name})" for other in results.plan.regimes[1:] if _exploratory(results, other)
+        f"[{other.name}](#regime-{other.name})" for other in results.plan.regimes[1:] if results.against_baseline(other)
     ]
     if told:
         lines.append(f"Further regimes: {', '.join(told)}.")
@@ -263,16 +268,14 @@ def _others(results: Results, regime: RegimePlan) -> list[str]:
 
 def _exploratory(results: Results, regime: RegimePlan) -> str:
     """What a regime of which the plan decides nothing shows, of the arms whose seeds are all there; empty where none are."""
-    others = [arm.name for arm in results.plan.arms(regime) if arm.name != BASELINE]
-    arms = [arm for arm in others if results.complete(regime, arm)]
-    if not arms or not results.complete(regime, BASELINE):
+    found, planned = results.against_baseline(regime), len(results.plan.arms(regime)) - 1
+    if not found:
         return ""
-    corrected = "Holm's correction over these" if len(arms) > 1 else "no correction"
+    corrected = "Holm's correction over these" if len(found) > 1 else "no correction"
     tuned = _counted(len(regime.tuning_seeds), "tuning seed")
-    who = f"of {len(arms)} arms" if arms == others else f"{len(arms)} of {len(others)} arms complete"
-    said = f"{who} ({corrected}; learning rates from {tuned}), "
-    said += f"{_ranked(results, regime, arms)}."
-    if {"surprisal", "random_token"} <= {*arms}:
+    who = f"of {planned} arms" if len(found) == planned else f"{len(found)} of {planned} arms complete"
+    said = f"{who} ({corrected}; learning rates from {tuned}), {_ranked(found)}."
+    if {"surprisal", "random_token"} <= {contrast.arm for contrast in found}:
         said += f" There, {_pair_said(results, regime, 'surprisal', 'random_token')}"
     return said
 
@@ -284,8 +287,7 @@ def _pair_said(results: Results, regime: RegimePlan, arm: str, reference: str) -
     return f"{said}{p_value(found.paired.p)}, of equivalence {p_value(found.equivalence)}."
 
 
-def _ranked(results: Results, regime: RegimePlan, arms: Sequence[str]) -> str:
-    found = [contrast for arm in arms if (contrast := results.contrast(regime, arm, BASELINE)) is not None]
+def _ranked(found: Sequence[Contrast]) -> str:
     corrected = holm([contrast.paired.p for contrast in found])
     sides: dict[str, list[Contrast]] = {"above": [], "below": [], "not told from": []}
     for contrast, p in sorted(zip(found, corrected, strict=True), key=lambda pair: -pair[0].paired.mean):
@@ -345,7 +347,7 @@ def _said(contrast: Contrast, p: float) -> str:
     verdict = _verdict(contrast, p)
     if verdict in ("better", "worse"):
         return f"{title}: **{verdict}**."
-    if contrast.equivalence < LEVEL:
+    if verdict == LEVELLED:
         return f"{title}: **{verdict} points** (equivalence test, uncorrected, p {p_value(contrast.equivalence)})."
     return f"{title}: nothing is shown, neither a difference nor that there is none beyond {100 * BOUND:g} points."
 

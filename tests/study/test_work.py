@@ -15,7 +15,7 @@ import pytest
 from study import __main__ as command
 from study import work
 from study.arms import ADDED, ARMS
-from study.plan import CONTRASTS, MEASUREMENTS, NO_ARM, RUNS, Job, RegimePlan, StudyPlan
+from study.plan import COMPARED, CONTRASTS, MEASUREMENTS, NO_ARM, RUNS, Job, RegimePlan, StudyPlan
 from study.raw import RawFile
 from study.trainer import RunSettings
 from study.work import Files, Sitting, finished, settings_digest
@@ -142,6 +142,7 @@ def test_jobs_of_a_seed_follow_its_start_and_seeds_come_whole() -> None:
         else:
             assert (job.regime, job.seed) in started
     compared = {arm for pair in CONTRASTS for arm in pair}
+    assert {*COMPARED} == compared
     for regime in StudyPlan().regimes:
         seeds = list(regime.main_seeds)
         own = [job for job in jobs if job.regime == regime.name and job.kind in (*MEASUREMENTS, "tune", "main")]
