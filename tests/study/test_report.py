@@ -222,6 +222,18 @@ def test_other_arms_have_a_correction_of_their_own_and_are_named_once_all_are_th
     assert not conclusions(Results.read(plan, half))[-1].startswith("Exploratory")
 
 
+def test_an_arm_that_stands_above_only_without_the_correction_is_not_told_from_uniform(tmp_path: Path) -> None:
+    nearly = [0.5 + level + more for level, more in zip(LEVEL, [2.5, 0.5, 1.5, 3.5, 0], strict=True)]
+    levels = dict.fromkeys(("uniform", "grail", "surprisal", "random_token"), LEVEL) | {"right_only": nearly}
+    plan = replace(PLAN, main_arms=tuple(arm for arm in MAIN if arm.name in levels))
+    results = replace(a_study(tmp_path, levels), plan=plan)
+    (found,) = (one for one in results.against_baseline(plan.regimes[0]) if one.arm == "right_only")
+    assert 0.025 < found.paired.p < 0.05, "below the level alone, not times two"
+    said = conclusions(results)[-1]
+    assert "(Holm's correction over these 2; " in said and "above uniform" not in said
+    assert f"not told from uniform: {ARMS['right_only'].label} ({100 * found.paired.mean:+.1f})" in said
+
+
 def test_another_regime_is_told_of_by_its_whole_arms_with_a_correction_of_its_own(
     tmp_path: Path,
 ) -> None:
