@@ -3,7 +3,7 @@
 #   docker build -t grail .
 #   docker run --rm -it --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 --network=host \
 #       -v "$PWD/data:/workspace/grail/data" -v "$PWD/outputs:/workspace/grail/outputs" \
-#       -v "$HOME/.cache/huggingface:/root/.cache/huggingface" \
+#       -e HF_HOME=/hf -v "$HOME/.cache/huggingface:/hf" \
 #       grail bash examples/run_qwen3_grail.sh
 #
 # With InfiniBand also --device=/dev/infiniband --cap-add=IPC_LOCK (docs/multi_node.md). Keys are handed over when it runs, as in
