@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 CAPACITIES = (1024, 256)
-"""oneDNN's own, and that of ``grail_advantage.verl_ext.cpu.environment``."""
+"""oneDNN's own, and that of ``grail_advantage.verl_cpu.environment``."""
 STEPS, EVERY = 300, 50
 PROMPTS, PROMPT_TOKENS, RESPONSES, RESPONSE_TOKENS = (2, 6), (8, 30), 4, 64
 
@@ -52,7 +52,7 @@ def one(steps: int, folder: str) -> dict[str, Any]:
     engine = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, distributed_executor_backend="uni")
 
     def reload(worker: Any) -> None:
-        # As grail_advantage.verl_ext.cpu.vllm_worker does.
+        # As grail_advantage.verl_cpu.vllm_worker does.
         weights = [(name, weight.clone()) for name, weight in model.state_dict().items() if name != "lm_head.weight"]
         worker.model_runner.reload_weights(weights_iterator=iter(weights))
         for layer in worker.model_runner.get_model().modules():
@@ -72,7 +72,7 @@ def one(steps: int, folder: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    from grail_advantage.verl_ext.cpu.environment import apply_defaults
+    from grail_advantage.verl_cpu.environment import apply_defaults
 
     os.environ["VERL_PLATFORM"] = "cpu"
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -23,8 +23,8 @@ from tensordict import TensorDict
 from grail_advantage import GrailConfig
 from grail_advantage.answer_span import find_answer_spans
 from grail_advantage.token_dump import read_dump
+from grail_advantage.verl_ext.dump import StepDump, StepRows
 from grail_advantage.verl_ext.settings import DumpOptions
-from grail_advantage.verl_ext.step_dump import StepDump, StepRows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.real_tokenizers import qwen_tokenizer

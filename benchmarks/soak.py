@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from grail_advantage.verl_ext.checkpoints import PARTS, damage
+from recipe.run_life.checkpoints import PARTS, damage
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "soak"
@@ -688,7 +688,7 @@ def growth(first: Sequence[Slope], later: Sequence[Slope], engine: dict[str, Any
         "### What grows",
         "",
         "Two caches of others, which a CPU run now bounds by environment variables "
-        "(`grail_advantage/verl_ext/cpu/environment.py`; one that is set already is left alone):",
+        "(`grail_advantage/verl_cpu/environment.py`; one that is set already is left alone):",
         "",
         f"- **vLLM's engine**: oneDNN keeps what it prepared for each shape of a product, {default} of them unless "
         f"`ONEDNN_PRIMITIVE_CACHE_CAPACITY` says otherwise, now {bound}. Shapes go by the number of tokens in the engine's "

@@ -41,11 +41,11 @@ from verl.workers.utils.padding import response_from_nested
 
 from grail_advantage import AnswerSpan, Example, GrailConfig, RolloutBatch, Signal
 from grail_advantage.activations import capture_leaf, evaluation_mode, saliency
-from grail_advantage.rollouts import ENTROPY, OLD_LOG_PROBS, PassRow
+from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
 from grail_advantage.signals.saliency import SaliencySignal, align_scores
 from grail_advantage.verl_ext.engine_model import training_micro_batches
-from grail_advantage.verl_ext.requests import build_request
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, TARGET
+from grail_advantage.verl_ext.wire import build_request
 from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, token_scores
 from grail_advantage.weighting import apply_token_weights, batch_weights, scores_of
 

@@ -139,7 +139,7 @@ if [[ $dry_run == 0 && " $* " != *" data."*"_files="* ]]; then
 fi
 
 # A run carries on from the last checkpoint under its name, so the name tells apart what one compares; whatever else differs is
-# refused at start-up (grail_advantage/verl_ext/run_identity.py).
+# refused at start-up (recipe/run_life/identity.py).
 variant=$method
 if [[ $method == grail ]]; then
     variant+=-$preset

@@ -6,10 +6,10 @@ Needs torch and transformers alone; what belongs to verl is in :mod:`grail_advan
 __version__ = "0.2.0.dev0"
 
 from grail_advantage.answer_span import AnswerSpan, find_answer_span
+from grail_advantage.batch import Example, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_reshaper, register_signal
 from grail_advantage.reshapers.base import Reshaper
-from grail_advantage.rollouts import Example, RolloutBatch
 from grail_advantage.signals.base import Reshaped, ReshapedSignal, Signal
 from grail_advantage.signals.grail import GrailConfig
 from grail_advantage.signals.oar import OarConfig

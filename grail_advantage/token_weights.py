@@ -33,9 +33,7 @@ from grail_advantage.activations import (
 )
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
 from grail_advantage.architecture import has_plain_logits
-from grail_advantage.metrics import weight_metrics
-from grail_advantage.passes import Forward, MicroBatch, Model, Range, Turns
-from grail_advantage.rollouts import (
+from grail_advantage.batch import (
     ENTROPY,
     EXAMPLES,
     GROUPS,
@@ -45,6 +43,8 @@ from grail_advantage.rollouts import (
     RolloutBatch,
     token_mean,
 )
+from grail_advantage.metrics import weight_metrics
+from grail_advantage.model_interface import Forward, MicroBatch, Model, Range, Turns
 from grail_advantage.signals.base import Signal
 from grail_advantage.weighting import batch_weights, put_row, scores_of
 

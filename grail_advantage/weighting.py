@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from grail_advantage.answer_span import AnswerSpan
-from grail_advantage.passes import RowScores
-from grail_advantage.rollouts import RolloutBatch
+from grail_advantage.batch import RolloutBatch
+from grail_advantage.model_interface import RowScores
 from grail_advantage.signals.base import Reshaped, RowSelection, Signal
 
 

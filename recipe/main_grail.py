@@ -7,10 +7,10 @@ entry point takes. Where a project has its configuration already, ``python3 -m v
 
 ``algorithm.adv_estimator`` is any registered method; ``uniform`` is GRPO in the same trainer, the baseline of the others. With
 one of verl's estimators (``grpo``, ...) it starts verl's stock trainer, which does not mask truncated responses; killed runs
-go on there too (:mod:`grail_advantage.verl_ext.continued_run`).
+go on there too (:mod:`recipe.run_life.trainer`).
 
 A run that is finished already says so and exits with status 0; checkpoints of a run with other settings are refused
-(:mod:`grail_advantage.verl_ext.run_identity`). ``DRY_RUN=1`` runs all start-up checks, prints the resolved configuration as
+(:mod:`recipe.run_life.identity`). ``DRY_RUN=1`` runs all start-up checks, prints the resolved configuration as
 YAML on stdout and starts nothing.
 """
 
@@ -35,10 +35,10 @@ from verl.utils.config import validate_config  # noqa: E402
 from verl.utils.device import auto_set_device  # noqa: E402
 
 from grail_advantage.registry import methods  # noqa: E402
-from grail_advantage.verl_ext import endings  # noqa: E402
-from grail_advantage.verl_ext.run_identity import begin_run, check_run  # noqa: E402
+from grail_advantage.verl_ext.entry import CONTINUED_PREFIX, prepare_run  # noqa: E402
 from grail_advantage.verl_ext.settings import algorithm_sections  # noqa: E402
-from grail_advantage.verl_ext.stock_entry import CONTINUED_PREFIX, prepare_run  # noqa: E402
+from recipe.run_life import endings  # noqa: E402
+from recipe.run_life.identity import begin_run, check_run  # noqa: E402
 
 # The sections of all registered methods, as the configurations' defaults list names them.
 ConfigStore.instance().store(name="token_weights", node={"algorithm": algorithm_sections()}, package="_global_")

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS, TRAINER_METRICS
 from grail_advantage.options import OptionRule, Options, option_fields, rule_of
 from grail_advantage.registry import Method, methods, reshapers
 from grail_advantage.reshapers.base import Reshaper, ReshaperChoice
-from grail_advantage.rollouts import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS
 from grail_advantage.signals.base import HIDDEN_STATES, LOG_PROBS, LOGITS, SALIENCY, SEQUENCES, Signal
-from grail_advantage.verl_ext.works_with import (
+from grail_advantage.verl_ext.support import (
     works_with_bypass,
     works_with_fused_kernels,
     works_with_sequence_parallel,

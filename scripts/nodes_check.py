@@ -3,7 +3,7 @@
     python scripts/nodes_check.py --write docs/multi_node.md      # about 25 minutes on two cores; needs 12 GB of memory
 
 The nodes are those of scripts/local_nodes.sh. Each request has a seed of its own
-(grail_advantage/verl_ext/request_seeds.py), so that two runs are comparable token by token. What is found goes to
+(recipe/run_life/seeds.py), so that two runs are comparable token by token. What is found goes to
 docs/recorded/nodes.json, and as tables into the page; ``--page docs/multi_node.md`` writes the tables again from the record.
 """
 
@@ -57,8 +57,7 @@ def options(steps: int = STEPS) -> list[str]:
         "trainer.total_epochs=1",
         "trainer.save_freq=1",
         "trainer.max_actor_ckpt_to_keep=3",
-        "+actor_rollout_ref.rollout.agent.agent_loop_manager_class="
-        "grail_advantage.verl_ext.request_seeds.SeededAgentLoopManager",
+        "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=recipe.run_life.seeds.SeededAgentLoopManager",
     ]
 
 

@@ -4,7 +4,7 @@
     python scripts/scaling.py --write docs/scaling.md      # into the page, and its figure
 
 Seconds on GPUs are predicted, not measured. The simulation deals rows with the code that a run deals them with
-(``grail_advantage/verl_ext/sharing_out.py``, verl's micro-batches) and knows four things: the arithmetic of a model
+(``grail_advantage/verl_ext/row_balance.py``, verl's micro-batches) and knows four things: the arithmetic of a model
 (scripts/sizing.py), the bytes that FSDP2 sends, how long a collective takes, and what the driver does with a token. The last
 three are compared with what ``benchmarks/bench_scaling.py`` measured here.
 """
@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from sizing import MEAN_PROMPT, MODELS, SELECTED, SHARE_OF_PEAK, Model, cache_bytes, parameters  # noqa: E402
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions  # noqa: E402
 
-from grail_advantage.verl_ext.sharing_out import spread  # noqa: E402
+from grail_advantage.verl_ext.row_balance import spread  # noqa: E402
 from recipe.marked_text import write_marked  # noqa: E402
 
 MEASURED = ROOT / "benchmarks" / "results" / "scaling-cpu.json"

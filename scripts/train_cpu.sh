@@ -105,7 +105,7 @@ ROLLOUT=(
     actor_rollout_ref.rollout.temperature=1.0
     actor_rollout_ref.rollout.seed="$seed"
     # The same seed gives the same samples, whenever a step is taken.
-    +actor_rollout_ref.rollout.agent.agent_loop_manager_class=grail_advantage.verl_ext.request_seeds.SeededAgentLoopManager
+    +actor_rollout_ref.rollout.agent.agent_loop_manager_class=recipe.run_life.seeds.SeededAgentLoopManager
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu="$micro_batch_size"
     actor_rollout_ref.rollout.val_kwargs.do_sample=True
     actor_rollout_ref.rollout.val_kwargs.temperature=1.0

@@ -23,7 +23,7 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import FSDPActorConfig
 
 from grail_advantage import compute_token_weights
-from grail_advantage.rollouts import Example
+from grail_advantage.batch import Example
 from recipe.tiny.sampling import prompt_ids
 from recipe.tiny.task import boxed_answer
 from study.arms import Arm

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from grail_advantage.verl_ext.checkpoints import PARTS, TRACKER, write_state
+from recipe.run_life.checkpoints import PARTS, TRACKER, write_state
 
 
 def write_checkpoint(folder: Path, step: int, *, ranks: int = 1, logged: bool = True, tracked: bool = True) -> Path:

@@ -26,6 +26,6 @@ if find_spec("vllm"):
     import vllm.v1.engine.async_llm
     import vllm.v1.engine.core
 
-    import grail_advantage.verl_ext.cpu.rollout
+    import grail_advantage.verl_cpu.rollout
 
 torch.set_num_threads(1)

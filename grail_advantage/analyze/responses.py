@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grail_advantage.rollouts import Example
+from grail_advantage.batch import Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -30,7 +30,7 @@ from grail_advantage.analyze.columns import padded, response_statistics, token_b
 from grail_advantage.analyze.responses import Response, Tokens, example_of, tokenize
 from grail_advantage.analyze.specs import described
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
-from grail_advantage.rollouts import EXAMPLES, GROUPS
+from grail_advantage.batch import EXAMPLES, GROUPS
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_dump import (
     DumpHeader,

@@ -3,10 +3,10 @@
 ``A_t = w_t * A``: a signal gives a score to each response token and turns scores into weights, through a reshaper or by a map
 of its own. It knows no trainer. Whoever runs it
 
-1. makes a :class:`~grail_advantage.rollouts.RolloutBatch` and asks :meth:`Signal.select` which rows need scores,
+1. makes a :class:`~grail_advantage.batch.RolloutBatch` and asks :meth:`Signal.select` which rows need scores,
 2. fills in the columns that :attr:`Signal.reads` names,
 3. where :attr:`Signal.uses` names something of the model, hands these rows, each through :meth:`Signal.prepare_row`, to
-   :meth:`Signal.run` with the door to a model (:mod:`grail_advantage.passes`),
+   :meth:`Signal.run` with the door to a model (:mod:`grail_advantage.model_interface`),
 4. asks :meth:`Signal.scores` and, in :func:`grail_advantage.weighting.batch_weights`, :meth:`Signal.reshape`.
 
 A signal keeps nothing between batches.
@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, PassRow, RolloutBatch
 from grail_advantage.options import Options, option
 from grail_advantage.registry import method_of
 from grail_advantage.reshapers.base import ReshaperChoice
-from grail_advantage.rollouts import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, PassRow, RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from grail_advantage.passes import Model, RowScores
+    from grail_advantage.model_interface import Model, RowScores
 
 SALIENCY = "saliency"
 """Uses: a backward from tokens' log-likelihood to an activation."""
@@ -122,7 +122,7 @@ class Signal(Options):
     """Cost on top of GRPO's step in forwards over the batch, for the page of all methods; a backward to an
     activation, which computes no parameter's gradient, counts as one."""
     reads: ClassVar[frozenset[str]] = frozenset()
-    """What of the batch it reads: names of :mod:`grail_advantage.rollouts`."""
+    """What of the batch it reads: names of :mod:`grail_advantage.batch`."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Columns of the data set that it reads, of a signal that reads ``EXAMPLES``."""
     uses: ClassVar[str] = ""

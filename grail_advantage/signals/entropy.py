@@ -12,9 +12,9 @@ from typing import ClassVar
 
 import torch
 
+from grail_advantage.batch import ENTROPY, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
-from grail_advantage.rollouts import ENTROPY, RolloutBatch
 from grail_advantage.signals.base import ReshapedSignal, gate_option, normalize_mass_option, statistics_option
 from grail_advantage.signals.policy_columns import entropy
 

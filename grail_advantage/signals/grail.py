@@ -16,12 +16,12 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 from grail_advantage.answer_span import AnswerSpan
+from grail_advantage.batch import PassRow
+from grail_advantage.model_interface import Range
 from grail_advantage.options import option
-from grail_advantage.passes import Range
 from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.bilevel import BilevelOptions
 from grail_advantage.reshapers.log_zscore import LogZscoreOptions
-from grail_advantage.rollouts import PassRow
 from grail_advantage.signals.base import AnswerWeights, gate_option, normalize_mass_option, statistics_option
 from grail_advantage.signals.saliency import SaliencySignal
 

@@ -15,10 +15,10 @@ from typing import ClassVar
 
 import torch
 
+from grail_advantage.batch import ENTROPY, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.top import count_of_share
-from grail_advantage.rollouts import ENTROPY, RolloutBatch
 from grail_advantage.signals.base import Reshaped, RowSelection, Signal, normalize_mass_option
 from grail_advantage.signals.policy_columns import entropy
 

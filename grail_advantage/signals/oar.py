@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from grail_advantage.batch import PassRow
+from grail_advantage.model_interface import Model, Range, RowScores
 from grail_advantage.options import option
-from grail_advantage.passes import Model, Range, RowScores
 from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.bilevel import BilevelOptions
 from grail_advantage.reshapers.log_zscore import LogZscoreOptions
-from grail_advantage.rollouts import PassRow
 from grail_advantage.signals.base import LOGITS, SEQUENCES, ReshapedSignal, normalize_mass_option
 from grail_advantage.signals.oar_gradient import Noise, gradient_scores
 from grail_advantage.signals.oar_perturbation import PerturbationRow, perturbation_scores, replaced_tokens

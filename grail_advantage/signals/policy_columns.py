@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from grail_advantage.rollouts import ENTROPY, OLD_LOG_PROBS, RolloutBatch
+from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, RolloutBatch
 
 
 def surprisal(batch: RolloutBatch) -> torch.Tensor:

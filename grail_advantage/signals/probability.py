@@ -13,9 +13,9 @@ from typing import ClassVar
 
 import torch
 
+from grail_advantage.batch import OLD_LOG_PROBS, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
-from grail_advantage.rollouts import OLD_LOG_PROBS, RolloutBatch
 from grail_advantage.signals.base import Reshaped, Signal, normalize_mass_option
 from grail_advantage.signals.policy_columns import surprisal
 

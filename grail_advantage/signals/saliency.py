@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grail_advantage.passes import Model, Range, RowScores, saliency_pass
-from grail_advantage.rollouts import PassRow
+from grail_advantage.batch import PassRow
+from grail_advantage.model_interface import Model, Range, RowScores, saliency_pass
 from grail_advantage.signals.base import SALIENCY, ReshapedSignal
 
 

@@ -13,10 +13,10 @@ from typing import ClassVar
 
 import torch
 
+from grail_advantage.batch import GROUPS, PassRow, RolloutBatch
+from grail_advantage.model_interface import Model, RowScores
 from grail_advantage.options import option
-from grail_advantage.passes import Model, RowScores
 from grail_advantage.registry import register_signal
-from grail_advantage.rollouts import GROUPS, PassRow, RolloutBatch
 from grail_advantage.signals.base import HIDDEN_STATES, Reshaped, Signal, normalize_mass_option
 from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, STRIDE, TOLERANCE, WINDOW, shear_scores
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
+from grail_advantage.batch import RolloutBatch
 from grail_advantage.registry import register_signal
-from grail_advantage.rollouts import RolloutBatch
 from grail_advantage.signals.base import RowSelection, Signal
 
 

@@ -12,7 +12,7 @@ from packaging.version import Version
 from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
-from grail_advantage.rollouts import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS
+from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS
 from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
 from grail_advantage.tokenizers import check_round_trip
 

@@ -22,7 +22,7 @@ from grail_advantage.registry import NameTakenError, failures, failures_said, me
 from grail_advantage.signals.base import LOGITS, SALIENCY, SEQUENCES, Signal
 from grail_advantage.signals.oar import OarConfig
 from grail_advantage.tokenizers import load_tokenizer
-from grail_advantage.verl_ext.cpu import checks as cpu_checks
+from grail_advantage.verl_cpu import checks as cpu_checks
 from grail_advantage.verl_ext.estimators import WEIGHS_TOKENS
 from grail_advantage.verl_ext.model_checks import check_model, check_tokenizer
 from grail_advantage.verl_ext.settings import (
@@ -34,7 +34,7 @@ from grail_advantage.verl_ext.settings import (
     signal_of,
     watchdog_options,
 )
-from grail_advantage.verl_ext.works_with import (
+from grail_advantage.verl_ext.support import (
     NEEDED,
     works_with_bypass,
     works_with_fused_kernels,
@@ -257,8 +257,8 @@ def _base_mode(config: DictConfig) -> str:
     import_trainer_module(config)
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-    from grail_advantage.verl_ext.continued_run import base_mode
-    from grail_advantage.verl_ext.stock_entry import TRAINER_PREFIX
+    from grail_advantage.verl_ext.entry import TRAINER_PREFIX
+    from recipe.run_life.trainer import base_mode
 
     weighted = config.algorithm.adv_estimator in methods()
     name = f"{TRAINER_PREFIX}{mode}" if weighted else mode

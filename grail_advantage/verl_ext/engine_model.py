@@ -42,8 +42,8 @@ from grail_advantage.activations import (
     works_in_chunks,
 )
 from grail_advantage.architecture import has_plain_logits
-from grail_advantage.passes import Forward, MicroBatch, Model, Range, Turns
-from grail_advantage.rollouts import PassRow
+from grail_advantage.batch import PassRow
+from grail_advantage.model_interface import Forward, MicroBatch, Model, Range, Turns
 from grail_advantage.verl_ext.settings import SHARE_FORWARD
 
 PROGRESS_SECONDS = 10

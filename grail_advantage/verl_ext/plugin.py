@@ -14,7 +14,8 @@ from verl.trainer.ppo.core_algos import (
 )
 
 from grail_advantage.registry import methods
-from grail_advantage.verl_ext import stock_entry, tokenizers
+from grail_advantage.verl_ext import entry as stock_entry
+from grail_advantage.verl_ext import tokenizers
 from grail_advantage.verl_ext.estimators import weighted_estimator
 
 
@@ -29,6 +30,6 @@ register_estimators()
 stock_entry.install()
 tokenizers.install()
 if os.environ.get("VERL_PLATFORM") == "cpu":
-    from grail_advantage.verl_ext import cpu
+    from grail_advantage import verl_cpu as cpu
 
     cpu.install()

@@ -34,7 +34,7 @@ DUMP_EVERY = "algorithm.token_dump.every"
 DUMP_ROWS = "algorithm.token_dump.rows"
 WATCHDOG = "algorithm.watchdog"
 RUN_DEFINITION = "run_definition.json"
-"""What defines a run, beside its checkpoints (:mod:`grail_advantage.verl_ext.run_identity`)."""
+"""What defines a run, beside its checkpoints (:mod:`recipe.run_life.identity`)."""
 MOVED = {"algorithm.fuse_saliency_pass": SHARE_FORWARD, "algorithm.token_weights_dir": DUMP_FOLDER}
 """Options of 0.1 and what they are called now."""
 
@@ -108,7 +108,7 @@ def import_trainer_module(config: DictConfig) -> None:
 
 def import_trainers(module: str | None) -> None:
     """Register this project's trainers with verl, and those of a module."""
-    importlib.import_module("grail_advantage.verl_ext.async_trainers")
+    importlib.import_module("grail_advantage.verl_ext.trainers")
     import_module(module)
 
 

@@ -47,22 +47,22 @@ from verl.workers.rollout.utils import get_max_position_embeddings
 from verl.workers.utils.padding import response_to_nested
 
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
+from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, PassRow, RolloutBatch
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.passes import RowScores
-from grail_advantage.rollouts import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, PassRow, RolloutBatch
+from grail_advantage.model_interface import RowScores
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.tokenizers import check_round_trip
-from grail_advantage.verl_ext.continued_run import ContinuedRun
+from grail_advantage.verl_ext.dump import FIELDS, StepDump, StepRows, neutral_reasons, size_estimate
+from grail_advantage.verl_ext.entry import TRAINER_PREFIX
 from grail_advantage.verl_ext.model_checks import check_model, check_tokenizer
-from grail_advantage.verl_ext.requests import build_request, nested
+from grail_advantage.verl_ext.row_balance import deal, spread
 from grail_advantage.verl_ext.settings import dump_options, shares_forward, signal_of
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
-from grail_advantage.verl_ext.sharing_out import deal, spread
-from grail_advantage.verl_ext.step_dump import FIELDS, StepDump, StepRows, neutral_reasons, size_estimate
-from grail_advantage.verl_ext.stock_entry import TRAINER_PREFIX
+from grail_advantage.verl_ext.wire import build_request, nested
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights, put_row, scores_of
+from recipe.run_life.trainer import ContinuedRun
 
 logger = logging.getLogger(__name__)
 

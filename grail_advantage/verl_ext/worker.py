@@ -15,9 +15,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.engine_model import EngineModel
-from grail_advantage.verl_ext.other_ranks import any_number_of_ranks
-from grail_advantage.verl_ext.requests import build_reply, rows_of
 from grail_advantage.verl_ext.shared_forward import serve_saliency
+from grail_advantage.verl_ext.wire import build_reply, rows_of
+from recipe.run_life.other_ranks import any_number_of_ranks
 
 
 def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDict:
@@ -28,10 +28,10 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
 
     Args:
         engine: verl's FSDP engine, initialised.
-        request: from :func:`grail_advantage.verl_ext.requests.build_request`.
+        request: from :func:`grail_advantage.verl_ext.wire.build_request`.
 
     Returns:
-        see :func:`grail_advantage.verl_ext.requests.build_reply`; the rows in their order.
+        see :func:`grail_advantage.verl_ext.wire.build_reply`; the rows in their order.
     """
     settings = {
         name: tu.get_non_tensor_data(request, name, default=None) for name in ("temperature", "step", "pad_token")

@@ -187,7 +187,7 @@ def start_engine(model: Path, longest: int, *, tensor_parallel_size: int) -> LLM
     # Left to itself, vLLM would convert float32 weights to 16 bits.
     options: dict[str, Any] = {"dtype": str(config.dtype or "auto").removeprefix("torch.")}
     if runs_on_cpu():
-        from grail_advantage.verl_ext.cpu import environment
+        from grail_advantage.verl_cpu import environment
 
         environment.apply_defaults()
         options = {

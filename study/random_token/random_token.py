@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from grail_advantage import RolloutBatch, register_signal
-from grail_advantage.rollouts import OLD_LOG_PROBS
+from grail_advantage.batch import OLD_LOG_PROBS
 from grail_advantage.signals.surprisal import SurprisalConfig
 
 

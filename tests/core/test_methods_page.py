@@ -14,9 +14,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from grail_advantage.batch import ENTROPY
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS, TRAINER_METRICS, weight_metrics
 from grail_advantage.registry import methods, reshapers
-from grail_advantage.rollouts import ENTROPY
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.weighting import BatchWeights
 from recipe.marked_text import marked

@@ -29,8 +29,8 @@ from grail_advantage import (
     register_signal,
     registry,
 )
+from grail_advantage.model_interface import RowScores
 from grail_advantage.options import option_fields, rule_of
-from grail_advantage.passes import RowScores
 from grail_advantage.weighting import BatchWeights, batch_weights, put_row, scores_of
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 from tests.documentation import snippets, write_files

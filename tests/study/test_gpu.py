@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grail_advantage import registry
-from grail_advantage.rollouts import RolloutBatch
+from grail_advantage.batch import RolloutBatch
 from recipe.data.specs import BENCHMARKS
 from study import gpu
 from study.plan import CONTRASTS, StudyPlan

@@ -19,8 +19,8 @@ from trl import GRPOTrainer
 
 from grail_advantage import GrailConfig, OarConfig, compute_token_weights, register_signal
 from grail_advantage.activations import evaluation_mode
+from grail_advantage.batch import Example
 from grail_advantage.registry import method, methods
-from grail_advantage.rollouts import Example
 from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer, checks
 from grail_advantage.trl_ext import trainer as trainer_module

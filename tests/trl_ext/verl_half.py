@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from grail_advantage.answer_span import find_answer_spans
-from grail_advantage.rollouts import PassRow, RolloutBatch
+from grail_advantage.batch import PassRow, RolloutBatch
 from grail_advantage.signals.base import Signal
 from grail_advantage.weighting import apply_token_weights, batch_weights
 from tests.core.tiny_models import char_tokenizer
@@ -27,7 +27,7 @@ class Experiments:
 
     def token_advantages(self, signal: Signal) -> dict[str, Any]:
         """What the trainer does with a worker, in one process; (B, T)."""
-        from grail_advantage.verl_ext.requests import build_request
+        from grail_advantage.verl_ext.wire import build_request
         from grail_advantage.verl_ext.worker import token_scores
 
         prompts, responses = self.given["prompts"], self.given["responses"]

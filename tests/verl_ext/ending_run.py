@@ -19,7 +19,8 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.verl_ext import endings, watchdog
+from recipe.run_life import endings
+from recipe.run_life import watch as watchdog
 
 
 class Worker:

@@ -45,7 +45,7 @@ HALVED = {"fsdp2": Setup("qwen3", "fsdp2", options=HALF)}
 
 def run_pass(engine: Any, rows: list, signal: Signal, how: dict[str, int]) -> list[torch.Tensor]:
     """Scores of this rank's rows."""
-    from grail_advantage.verl_ext.requests import build_request
+    from grail_advantage.verl_ext.wire import build_request
     from grail_advantage.verl_ext.worker import token_scores
 
     config = engine.engine_config

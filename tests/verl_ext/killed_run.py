@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from grail_advantage.verl_ext import reaper
+from recipe.run_life import reaper
 from tests.verl_ext import whole_run
 
 TITLES = {

@@ -117,7 +117,7 @@ class Workers:
     def __init__(self, engine: Any, strategy: str) -> None:
         from types import SimpleNamespace
 
-        from grail_advantage.verl_ext.async_trainers import TokenWeightDetachActorWorker
+        from grail_advantage.verl_ext.trainers import TokenWeightDetachActorWorker
 
         self._dispatch_info = {"actor": [0]}
         self._worker = TokenWeightDetachActorWorker.__new__(TokenWeightDetachActorWorker)

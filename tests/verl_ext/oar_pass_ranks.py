@@ -74,7 +74,7 @@ UNBALANCED = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2, packed": Setup("qwen3", "f
 
 def run_pass(engine: Any, rows: list, how: Pass, step: int = 0) -> dict[str, list[torch.Tensor]]:
     """Run a pass on this rank's rows; one list entry a row."""
-    from grail_advantage.verl_ext.requests import build_request
+    from grail_advantage.verl_ext.wire import build_request
     from grail_advantage.verl_ext.worker import token_scores
 
     config = engine.engine_config

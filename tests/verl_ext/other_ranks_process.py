@@ -72,7 +72,7 @@ def parameters(engine: Any) -> list[torch.Tensor]:
 def main(folder: Path) -> None:
     import verl  # noqa: F401  loads the plugin that makes the CPU verl's device
 
-    from grail_advantage.verl_ext.other_ranks import any_number_of_ranks
+    from recipe.run_life.other_ranks import any_number_of_ranks
 
     torch.set_num_threads(1)
     found: dict[str, Any] = {}

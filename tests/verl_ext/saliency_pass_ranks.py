@@ -161,8 +161,8 @@ def pageable_parameters() -> Iterator[None]:
 
 def run_pass(engine: Any, rows: list[tuple], how: Pass) -> dict[str, list[torch.Tensor]]:
     """Run a pass on this rank's rows (tokens, response start, target start); one list entry a row."""
-    from grail_advantage.passes import saliency_pass
-    from grail_advantage.rollouts import PassRow
+    from grail_advantage.batch import PassRow
+    from grail_advantage.model_interface import saliency_pass
     from grail_advantage.verl_ext.engine_model import EngineModel
 
     config = engine.engine_config

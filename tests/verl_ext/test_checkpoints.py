@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grail_advantage.verl_ext.checkpoints import (
+from recipe.run_life.checkpoints import (
     PARTS,
     STATE,
     TRACKER,

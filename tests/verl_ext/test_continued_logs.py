@@ -9,7 +9,7 @@ import pytest
 from verl.utils import tracking
 from verl.utils.tracking import Tracking
 
-from grail_advantage.verl_ext.continued_logs import continued_logs, keep_steps, metrics_file
+from recipe.run_life.logs import continued_logs, keep_steps, metrics_file
 
 BACKENDS = ["file", "tensorboard"]
 

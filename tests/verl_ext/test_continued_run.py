@@ -19,8 +19,8 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.checkpoints import TRACKER, Checkpoint, checkpoints, write_state
-from grail_advantage.verl_ext.continued_run import ContinuedRun
+from recipe.run_life.checkpoints import TRACKER, Checkpoint, checkpoints, write_state
+from recipe.run_life.trainer import ContinuedRun
 from tests.checkpoints import write_checkpoint
 
 EVERY = 2

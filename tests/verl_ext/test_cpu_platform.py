@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from grail_advantage.verl_ext.cpu.checks import check_config
+from grail_advantage.verl_cpu.checks import check_config
 from tests import forked
 from tests.composed import compose
 
@@ -57,7 +57,7 @@ def run_python(*arguments: str, python: str | Path = sys.executable, **environme
 def test_import_verl_registers_everything_on_cpu() -> None:
     assert run_python("-c", PROBE, VERL_PLATFORM="cpu") == {
         "platforms": ["amd", "cpu", "huawei", "nvidia"],
-        "rollout": "grail_advantage.verl_ext.cpu.rollout",
+        "rollout": "grail_advantage.verl_cpu.rollout",
         "process_group": "verl.utils.distributed:process_group.py",
         "vllm_imported": False,
     }
@@ -82,7 +82,7 @@ BEHAVIOUR = """
 import json, os
 import torch
 import verl
-from grail_advantage.verl_ext import cpu
+from grail_advantage import verl_cpu as cpu
 from verl.utils import device, distributed
 
 before = distributed.initialize_global_process_group_ray

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from grail_advantage.verl_ext import endings, ray_life, reaper
+from recipe.run_life import endings, ray_life, reaper
 
 ROOT = Path(__file__).parents[2]
 BOUND = 60.0

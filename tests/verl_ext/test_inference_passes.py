@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from grail_advantage import find_answer_span
-from grail_advantage.rollouts import PassRow
+from grail_advantage.batch import PassRow
 from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, TOLERANCE, shear_scores
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode
 from tests.verl_ext import inference_pass_ranks as ranks

@@ -50,7 +50,7 @@ SEPARATED = [
     f"{ROLLOUT}.nnodes=1",
     f"{ROLLOUT}.n_gpus_per_node=1",
     f"{ROLLOUT}.checkpoint_engine.backend=host",
-    f"{ROLLOUT}.checkpoint_engine.custom_backend_module=grail_advantage.verl_ext.cpu.checkpoint_engine",
+    f"{ROLLOUT}.checkpoint_engine.custom_backend_module=grail_advantage.verl_cpu.checkpoint_engine",
     "ray_kwargs.ray_init.num_gpus=2",
 ]
 

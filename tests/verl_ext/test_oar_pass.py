@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grail_advantage import OarConfig, TokenWeights, compute_token_weights, find_answer_span
-from grail_advantage.rollouts import PassRow
+from grail_advantage.batch import PassRow
 from tests.core.tiny_models import PAD_ID, ROLLOUTS, Rollout, char_tokenizer, encode, make_batch
 from tests.verl_ext import oar_pass_ranks as ranks
 from tests.verl_ext.rank_group import of_all_ranks, start_ranks

@@ -21,11 +21,11 @@ from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_ten
 
 import recipe.main_grail  # noqa: F401  stores the methods' sections
 from grail_advantage import GrailConfig
-from grail_advantage.passes import RowScores
+from grail_advantage.model_interface import RowScores
 from grail_advantage.verl_ext import trainer as trainer_module
-from grail_advantage.verl_ext.requests import build_reply, rows_of
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
+from grail_advantage.verl_ext.wire import build_reply, rows_of
 from tests.core.tiny_models import END_ID, char_tokenizer, encode
 
 CONFIGS = Path(__file__).parents[2] / "recipe" / "config"

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import recipe.main_grail  # noqa: F401  stores the methods' sections
-from grail_advantage.verl_ext.other_ranks import own_slice
-from grail_advantage.verl_ext.run_identity import FSDP_CONFIG, check_ranks
+from recipe.run_life.identity import FSDP_CONFIG, check_ranks
+from recipe.run_life.other_ranks import own_slice
 from tests import forked
 from tests.composed import compose
 from tests.verl_ext import other_ranks_process as process

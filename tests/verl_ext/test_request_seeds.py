@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grail_advantage.verl_ext.request_seeds import SeededAgentLoopWorker, request_seed
+from recipe.run_life.seeds import SeededAgentLoopWorker, request_seed
 
 VERLS = SeededAgentLoopWorker.__mro__[1]
 MESSAGES = [{"role": "user", "content": "1+1"}]

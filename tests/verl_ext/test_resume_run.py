@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from grail_advantage.token_dump import COLUMNS, read_dump
-from grail_advantage.verl_ext.checkpoints import STATE, TRACKER, checkpoints
+from recipe.run_life.checkpoints import STATE, TRACKER, checkpoints
 from tests import forked
 from tests.verl_ext import whole_run
 from tests.verl_ext.whole_run import WholeRun
@@ -20,7 +20,7 @@ from tests.verl_ext.whole_run import WholeRun
 pytestmark = pytest.mark.slow
 
 PROMPTS, ROLLOUTS, STEPS, KILLED_BEHIND = 4, 4, 4, 2
-MANAGER = "grail_advantage.verl_ext.request_seeds.SeededAgentLoopManager"
+MANAGER = "recipe.run_life.seeds.SeededAgentLoopManager"
 OF_THE_ENGINE = ("training/rollout_", "rollout_corr/")
 """Figures of vLLM's own log-probabilities, whose last bits depend on what else was in a batch."""
 OF_THE_MACHINE = re.compile(r"timing|perf/")

@@ -11,10 +11,10 @@ import pytest
 import verl  # noqa: F401  its plugin registers the estimators
 from omegaconf import DictConfig
 
-from grail_advantage.verl_ext.checkpoints import TRACKER
-from grail_advantage.verl_ext.run_identity import begin_run, check_run, finished_at, run_definition
 from grail_advantage.verl_ext.settings import RUN_DEFINITION as FILE
 from recipe.main_grail import prepare
+from recipe.run_life.checkpoints import TRACKER
+from recipe.run_life.identity import begin_run, check_run, finished_at, run_definition
 from tests import forked
 from tests.checkpoints import write_checkpoint
 from tests.composed import compose

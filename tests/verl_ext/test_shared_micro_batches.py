@@ -12,8 +12,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.workers.engine.utils import prepare_micro_batches
 
-from grail_advantage.verl_ext.requests import nested
 from grail_advantage.verl_ext.shared_forward import DeviceWatch, _for_verl
+from grail_advantage.verl_ext.wire import nested
 
 
 def _data(count: int, **settings: object) -> tu.TensorDict:

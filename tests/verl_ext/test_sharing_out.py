@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grail_advantage.verl_ext.sharing_out import Place, deal, spread
+from grail_advantage.verl_ext.row_balance import Place, deal, spread
 from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync
 
 

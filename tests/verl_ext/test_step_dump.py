@@ -18,8 +18,8 @@ from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
 from grail_advantage.registry import methods
 from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.verl_ext import trainer as trainer_module
+from grail_advantage.verl_ext.dump import choose_rows, neutral_reasons, size_estimate
 from grail_advantage.verl_ext.settings import DumpOptions, dump_options
-from grail_advantage.verl_ext.step_dump import choose_rows, neutral_reasons, size_estimate
 from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _Selection
 from tests.core.tiny_models import char_tokenizer, encode
 

@@ -9,11 +9,12 @@ import pytest
 from omegaconf import OmegaConf
 from ray.core.generated.common_pb2 import ActorDeathCause, ActorDiedErrorContext
 
-from grail_advantage.verl_ext import ray_life, watchdog
-from grail_advantage.verl_ext.checkpoints import write_state
-from grail_advantage.verl_ext.ray_life import Death, Engine, Process
 from grail_advantage.verl_ext.settings import WatchdogOptions, watchdog_options
-from grail_advantage.verl_ext.watchdog import END, INTERVAL, REST, STEP, Watch, WatchedTrainer, message
+from recipe.run_life import ray_life
+from recipe.run_life import watch as watchdog
+from recipe.run_life.checkpoints import write_state
+from recipe.run_life.ray_life import Death, Engine, Process
+from recipe.run_life.watch import END, INTERVAL, REST, STEP, Watch, WatchedTrainer, message
 
 LIMITS = WatchdogOptions(phase_timeout=100, long_phase_timeout=1000)
 SERVER = Process("a1", "vLLMHttpServer vllm_server_0_0", "10.0.0.1", "n1", 11)

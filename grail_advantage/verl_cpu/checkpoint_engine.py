@@ -5,7 +5,7 @@ a network card of its own. This one is registered with verl's registry (``verl.c
 and selected by
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=host
-    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=grail_advantage.verl_ext.cpu.checkpoint_engine
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=grail_advantage.verl_cpu.checkpoint_engine
 
 The first trainer rank writes every tensor into one file below ``/dev/shm`` and renames it when it is complete; each rollout
 worker waits for that name and reads it. One machine only.

@@ -25,7 +25,8 @@ from grail_advantage import __version__
 from grail_advantage.options import option_fields
 from grail_advantage.registry import method, methods
 from grail_advantage.token_dump import dumped_steps
-from grail_advantage.verl_ext.checkpoints import (
+from grail_advantage.verl_ext.settings import DUMP_FOLDER, MOVED, RUN_DEFINITION, dump_options, signal_of
+from recipe.run_life.checkpoints import (
     PARTS,
     Checkpoint,
     Start,
@@ -35,7 +36,6 @@ from grail_advantage.verl_ext.checkpoints import (
     settle_start,
     write_whole,
 )
-from grail_advantage.verl_ext.settings import DUMP_FOLDER, MOVED, RUN_DEFINITION, dump_options, signal_of
 
 SECTIONS = ("actor_rollout_ref", "algorithm", "data", "reward", "distillation", "trainer.v1", "trainer.critic_warmup")
 MAY_CHANGE = re.compile(

@@ -12,8 +12,8 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
 from grail_advantage.answer_span import AnswerSpan
-from grail_advantage.passes import RowScores
-from grail_advantage.rollouts import PassRow
+from grail_advantage.batch import PassRow
+from grail_advantage.model_interface import RowScores
 from grail_advantage.signals.base import Signal
 
 NO_SPAN = (-1, -1, -1, -1)

@@ -2,7 +2,7 @@
 
 verl writes ``global_step_N`` file by file, then ``latest_checkpointed_iteration.txt``, and only then logs the step's metrics
 (``PPOTrainer.fit``). A run that is killed in between leaves half a checkpoint, or a whole one of a step that no log knows. So a
-checkpoint counts once its step is logged, which ``run_state.json`` in it says (:mod:`grail_advantage.verl_ext.continued_run`).
+checkpoint counts once its step is logged, which ``run_state.json`` in it says (:mod:`recipe.run_life.trainer`).
 Needs no verl.
 """
 

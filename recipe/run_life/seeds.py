@@ -4,7 +4,7 @@ vLLM samples a request that has no seed from a generator of the engine, which be
 numbers go by the arrival of requests; verl's ``rollout.full_determinism`` gives all samples of a prompt the same seed, and so
 the same text. With
 
-    actor_rollout_ref.rollout.agent.agent_loop_manager_class=grail_advantage.verl_ext.request_seeds.SeededAgentLoopManager
+    actor_rollout_ref.rollout.agent.agent_loop_manager_class=recipe.run_life.seeds.SeededAgentLoopManager
 
 the samples of a step follow from the weights, the run's ``rollout.seed`` and the step alone, up to the rounding of the engine's
 logits, which depends on what else is in a batch. It is verl's own option for another manager

@@ -33,7 +33,7 @@ def install() -> None:
     if _installed:
         return
 
-    from grail_advantage.verl_ext.cpu import environment, fsdp1_sync, pinned_memory, platform, process_group, rollout
+    from grail_advantage.verl_cpu import environment, fsdp1_sync, pinned_memory, platform, process_group, rollout
 
     environment.apply_defaults()
     platform.register()

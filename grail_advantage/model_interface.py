@@ -23,7 +23,7 @@ from tqdm import tqdm
 from transformers import Cache
 
 from grail_advantage.activations import capture_leaf, saliency
-from grail_advantage.rollouts import PassRow
+from grail_advantage.batch import PassRow
 
 T = TypeVar("T")
 Range = tuple[int, int]

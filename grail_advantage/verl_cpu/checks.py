@@ -37,7 +37,7 @@ def check_config(config: DictConfig, mode: str) -> None:
         raise ValueError(
             f"actor_rollout_ref.rollout.checkpoint_engine.backend={engine.backend} needs an accelerator; set it to host, and "
             "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module="
-            "grail_advantage.verl_ext.cpu.checkpoint_engine"
+            "grail_advantage.verl_cpu.checkpoint_engine"
         )
     # verl hands these two options only to its own replay buffer, not to a custom one (PPOTrainer._build_replay_buffer).
     if OmegaConf.select(config, "trainer.v1.sampler.custom_sampler.name") == "PollingReplayBuffer":

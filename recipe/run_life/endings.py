@@ -1,7 +1,7 @@
 """However a run ends, it ends whole: what its driver does for that, the process that starts Ray.
 
 - Before Ray starts, processes that earlier runs left behind are named; they are not touched.
-- A small process beside this one sees to it that nothing of the run is left (:mod:`grail_advantage.verl_ext.reaper`).
+- A small process beside this one sees to it that nothing of the run is left (:mod:`recipe.run_life.reaper`).
 - The watchdog's last words, from the trainer's process, are printed here, where the user reads them, and end the run.
 - When the trainer's process itself was killed, or one of Ray's servers, that is said.
 
@@ -23,9 +23,9 @@ import time
 import ray
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.verl_ext import ray_life, reaper
-from grail_advantage.verl_ext.ray_life import Words
-from grail_advantage.verl_ext.watchdog import message, of_deaths
+from recipe.run_life import ray_life, reaper
+from recipe.run_life.ray_life import Words
+from recipe.run_life.watch import message, of_deaths
 
 LISTEN = 1.0
 """Seconds between two looks for last words."""

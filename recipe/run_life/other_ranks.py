@@ -4,7 +4,7 @@ verl stores what each rank holds in a file of the rank's number, and each rank l
 (``verl.utils.checkpoint.fsdp_checkpoint_manager.FSDPCheckpointManager.load_checkpoint``, verl 0.9.1), so that a run
 resumes with as many ranks as it stopped with. FSDP2's files hold slices of parameters and of Adam's moments along their
 first dimension, from which any number of ranks can take its own. FSDP1 keeps the moments of a whole unit in one flat
-vector; :func:`grail_advantage.verl_ext.run_identity.check_ranks` refuses that. Can go when verl's checkpoints do not
+vector; :func:`recipe.run_life.identity.check_ranks` refuses that. Can go when verl's checkpoints do not
 depend on the number of ranks.
 
 The random state of rank r is that of the stored rank r modulo their number; it decides about dropout alone.
@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-from grail_advantage.verl_ext.run_identity import FSDP_CONFIG
+from recipe.run_life.identity import FSDP_CONFIG
 
 _NUMPYS_STATE = (np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.zeros(0).__reduce__()[0])
 """What the state of numpy's generator is stored with."""

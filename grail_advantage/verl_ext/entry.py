@@ -29,7 +29,7 @@ from grail_advantage.verl_ext.settings import TRAINER_MODULE, import_trainer_mod
 TRAINER_PREFIX = "grail_"
 """Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
 CONTINUED_PREFIX = "continued_"
-"""Trainer ``continued_<mode>`` is trainer ``<mode>`` that may be killed (:mod:`grail_advantage.verl_ext.continued_run`)."""
+"""Trainer ``continued_<mode>`` is trainer ``<mode>`` that may be killed (:mod:`recipe.run_life.trainer`)."""
 INSTALLED = "prepares_token_weights"
 """Attribute of the function put in place."""
 MODULE_VARIABLE = "GRAIL_ADVANTAGE_TRAINER_MODULE"
@@ -43,7 +43,7 @@ def prepare_run(config: DictConfig) -> None:
         ValueError: what cannot work, naming the option and the remedy.
     """
     from grail_advantage.verl_ext.checks import check_config, check_estimator
-    from grail_advantage.verl_ext.run_identity import check_run
+    from recipe.run_life.identity import check_run
 
     import_trainer_module(config)
     module = OmegaConf.select(config, TRAINER_MODULE)
@@ -68,8 +68,8 @@ def install() -> None:
 
     @functools.wraps(validate)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
-        from grail_advantage.verl_ext import endings
-        from grail_advantage.verl_ext.run_identity import begin_run
+        from recipe.run_life import endings
+        from recipe.run_life.identity import begin_run
 
         prepare_run(config)
         validate(config, *args, **kwargs)

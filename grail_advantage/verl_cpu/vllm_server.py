@@ -12,7 +12,7 @@ class CpuVLLMHttpServer(vLLMHttpServer):
     """verl's vLLM server with the worker extension that vLLM-CPU can reload weights with."""
 
     def _get_worker_extension_cls(self) -> str:
-        return "grail_advantage.verl_ext.cpu.vllm_worker.CpuWorkerExtension"
+        return "grail_advantage.verl_cpu.vllm_worker.CpuWorkerExtension"
 
 
 class CpuVLLMReplica(vLLMReplica):

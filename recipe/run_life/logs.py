@@ -17,7 +17,7 @@ from typing import Any
 
 from verl.utils import tracking
 
-from grail_advantage.verl_ext.checkpoints import write_whole
+from recipe.run_life.checkpoints import write_whole
 
 
 def keep_steps(path: Path, last: int) -> int:

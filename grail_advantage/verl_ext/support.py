@@ -5,7 +5,7 @@ The start-up checks refuse by these rules, and the page of all methods shows the
 
 from __future__ import annotations
 
-from grail_advantage.rollouts import ENTROPY
+from grail_advantage.batch import ENTROPY
 from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SEQUENCES, Signal
 
 NEEDED = {LOGITS: "logits", SEQUENCES: "logits of made-up sequences", HIDDEN_STATES: "hidden states"}

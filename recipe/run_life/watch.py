@@ -3,11 +3,11 @@
 verl waits without a limit: for responses of an engine that is gone, for ranks of which one was killed, for a server that is to
 take new weights. In the process of the trainer a thread therefore looks every few seconds
 
-- whether every actor of the job is alive, unless it was meant to end (:mod:`grail_advantage.verl_ext.ray_life`);
+- whether every actor of the job is alive, unless it was meant to end (:mod:`recipe.run_life.ray_life`);
 - whether every engine of vLLM is, a process that Ray does not know, by its server's ``/health``;
 - how long the phase lasts in which the trainer is: what verl times as ``timing_s/<phase>``.
 
-Where one of these says that the run cannot go on, the driver is told (:mod:`grail_advantage.verl_ext.endings`), prints the
+Where one of these says that the run cannot go on, the driver is told (:mod:`recipe.run_life.endings`), prints the
 message and ends with status 1. If the driver does not, the trainer's process prints it and ends itself.
 
 ``algorithm.watchdog.enabled`` switches it off; ``phase_timeout`` is for a phase of a step, ``long_phase_timeout`` for those
@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from grail_advantage.verl_ext import ray_life, reaper
-from grail_advantage.verl_ext.checkpoints import checkpoints
-from grail_advantage.verl_ext.ray_life import Death, Engine, Process, Words
 from grail_advantage.verl_ext.settings import WATCHDOG, WatchdogOptions, watchdog_options
+from recipe.run_life import ray_life, reaper
+from recipe.run_life.checkpoints import checkpoints
+from recipe.run_life.ray_life import Death, Engine, Process, Words
 
 INTERVAL = 5.0
 """Seconds between two looks."""
@@ -78,7 +78,7 @@ class Watch:
 
     Args:
         options: the time limits.
-        actors: who is alive, and who died (:func:`grail_advantage.verl_ext.ray_life.actors`).
+        actors: who is alive, and who died (:func:`recipe.run_life.ray_life.actors`).
         engines: the engines that are there by now.
         answers: whether an engine lives.
         clock: seconds, from any start.

@@ -3,9 +3,9 @@
 :class:`ContinuedRun` goes before any of verl's v1 trainers in the bases of a class, and adds to it:
 
 - a checkpoint counts once its step's metrics are logged, so that a run carries on where its history ends
-  (:mod:`grail_advantage.verl_ext.checkpoints`); no more of them are kept than ``trainer.max_actor_ckpt_to_keep``, whichever
+  (:mod:`recipe.run_life.checkpoints`); no more of them are kept than ``trainer.max_actor_ckpt_to_keep``, whichever
   life of the run saved them;
-- the ``file`` and ``tensorboard`` loggers carry on (:mod:`grail_advantage.verl_ext.continued_logs`), and the validation before
+- the ``file`` and ``tensorboard`` loggers carry on (:mod:`recipe.run_life.logs`), and the validation before
   the training is that of the run, not of each of its lives;
 - what verl's checkpoints lack of the trainer's own process: its random generators, and an adaptive KL coefficient;
 - rows have keys by step and prompt, and stand in their order in the batch. verl's keys are random, and its rows stand in the
@@ -26,10 +26,10 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.checkpoints import STATE, Checkpoint, is_checkpoint, keep_last, write_state
-from grail_advantage.verl_ext.continued_logs import continued_logs
-from grail_advantage.verl_ext.stock_entry import CONTINUED_PREFIX
-from grail_advantage.verl_ext.watchdog import WatchedTrainer
+from grail_advantage.verl_ext.entry import CONTINUED_PREFIX
+from recipe.run_life.checkpoints import STATE, Checkpoint, is_checkpoint, keep_last, write_state
+from recipe.run_life.logs import continued_logs
+from recipe.run_life.watch import WatchedTrainer
 
 
 def base_mode(trainer_class: type) -> str:

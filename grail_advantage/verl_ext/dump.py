@@ -21,8 +21,8 @@ from verl.utils import tensordict_utils as tu
 
 from grail_advantage import __version__
 from grail_advantage.answer_span import AnswerSpan
+from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS
 from grail_advantage.options import option_fields
-from grail_advantage.rollouts import ENTROPY, OLD_LOG_PROBS
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.token_dump import DumpHeader, DumpRow, TokenDumpWriter, TokenTexts, answer_text
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, DumpOptions

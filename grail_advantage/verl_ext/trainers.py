@@ -16,9 +16,9 @@ from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, register_trainer
 
-from grail_advantage.passes import RowScores
-from grail_advantage.rollouts import PassRow
-from grail_advantage.verl_ext.stock_entry import TRAINER_PREFIX
+from grail_advantage.batch import PassRow
+from grail_advantage.model_interface import RowScores
+from grail_advantage.verl_ext.entry import TRAINER_PREFIX
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 
