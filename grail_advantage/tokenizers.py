@@ -6,6 +6,10 @@ DeepSeek-R1-Distill-Llama, that puts SentencePiece's rules over it: spaces and n
 ``\\boxed{xĠ=Ġ2}``, and ``save_pretrained`` hands the damage on. The checkpoint's own ``tokenizer.json`` is right, and the plain
 class reads it as it stands.
 
+Writing a repaired tokenizer, which ``AutoTokenizer`` and so verl loads as the checkpoint means it:
+
+    python3 -m grail_advantage.tokenizers MODEL FOLDER
+
 Needs transformers alone.
 """
 
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -113,3 +118,21 @@ def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
         if returned.removeprefix(" ") != text:
             return text, returned
     return None
+
+
+def save_repaired(path: str, folder: str) -> None:
+    """Write the tokenizer of a model to a folder such that ``AutoTokenizer`` loads it as the checkpoint means it.
+
+    Args:
+        path: folder or name on the hub of the model.
+        folder: destination.
+
+    Raises:
+        ValueError: text does not survive the tokenizer of the checkpoint, or not its copy.
+    """
+    load_tokenizer(path).save_pretrained(folder)
+    check_round_trip(AutoTokenizer.from_pretrained(folder), folder)
+
+
+if __name__ == "__main__":
+    save_repaired(*sys.argv[1:])

@@ -13,7 +13,7 @@ Shape suffixes: R rows, K chosen positions, S positions, D hidden, V vocabulary,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ from grail_advantage.activations import (
 from grail_advantage.architecture import has_plain_logits
 from grail_advantage.batch import PassRow
 from grail_advantage.model_interface import Forward, MicroBatch, Model, Range, Turns
+from grail_advantage.verl_ext.patches import autocast, gather_packed
 from grail_advantage.verl_ext.settings import SHARE_FORWARD
 
 PROGRESS_SECONDS = 10
@@ -68,15 +69,15 @@ class EngineModel(Model):
         self, rows: Sequence[PassRow], work: Callable[[MicroBatch], Sequence[_T]], *, gradients: bool
     ) -> list[_T]:
         """See :class:`Model`; split as the actor update's, or without gradients as those of the old log-probabilities."""
-        found: list[Any] = [None] * len(rows)
+        results: list[Any] = [None] * len(rows)
         with gradient_mode(self.engine) if gradients else torch.no_grad():
             for batch, indices in training_micro_batches(self.engine, self._inputs(rows), gradients=gradients):
                 batch = batch.to(get_device_id())
                 tokens = batch["input_ids"].unbind()
                 here = [replace(rows[index], tokens_S=of_row) for index, of_row in zip(indices, tokens, strict=True)]
                 for index, result in zip(indices, work(EngineMicroBatch(self.engine, batch, here)), strict=True):
-                    found[index] = result
-        return found
+                    results[index] = result
+        return results
 
     @contextmanager
     def sequences(self) -> Iterator[Forward]:
@@ -88,13 +89,13 @@ class EngineModel(Model):
         def run(
             tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
         ) -> tuple[torch.Tensor, Cache | None]:
-            behind = cache.get_seq_length() if cache is not None else 0
-            length = behind + tokens_NS.shape[1]
+            cached = cache.get_seq_length() if cache is not None else 0
+            length = cached + tokens_NS.shape[1]
             with keep_logits(engine.module.get_output_embeddings(), kept_K), autocast(engine):
                 output = engine.module(
                     input_ids=tokens_NS,
                     attention_mask=tokens_NS.new_ones(len(tokens_NS), length),
-                    position_ids=torch.arange(behind, length, device=tokens_NS.device).expand(len(tokens_NS), -1),
+                    position_ids=torch.arange(cached, length, device=tokens_NS.device).expand(len(tokens_NS), -1),
                     past_key_values=cache,
                     use_cache=True,
                 )
@@ -204,7 +205,7 @@ class EngineMicroBatch(MicroBatch):
             engine: in evaluation mode.
             batch: the rows for the engine, on its device.
             rows: the rows for the signal, likewise.
-            with_log_probs: let :meth:`log_likelihood` also compute what verl's own forward gives; see :attr:`outputs`.
+            with_log_probs: let :meth:`log_likelihood` also compute the outputs of verl's own forward; see :attr:`outputs`.
         """
         self.engine = engine
         self.batch = batch
@@ -246,14 +247,14 @@ class EngineMicroBatch(MicroBatch):
             if engine.engine_config.use_fused_kernels:
                 # verl's fused forward gives every next token's log-probability instead of logits.
                 for_verl = self._forward()
-                found = for_verl.log_probs[targets.batch_row_K, targets.column_K].float().sum()
+                log_likelihood = for_verl.log_probs[targets.batch_row_K, targets.column_K].float().sum()
             else:
-                found, everywhere = self._from_logits(targets)
+                log_likelihood, everywhere = self._from_logits(targets)
                 for_verl = SimpleNamespace(logits=everywhere)
             if self.with_log_probs:
                 with torch.no_grad():
                     self.outputs = self._verl_outputs(for_verl)
-        return found
+        return log_likelihood
 
     def _from_logits(self, targets: Targets) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The targets' log-likelihood and, where asked for, all logits, which verl scales in place where it may, so that
@@ -266,8 +267,8 @@ class EngineMicroBatch(MicroBatch):
         many = batch_rows * len(columns) > CHUNK_POSITIONS
         if many and works_in_chunks(head) and has_plain_logits(engine.module):
             with sum_log_probs(head, targets, temperature, with_all=self.with_log_probs) as all_logits:
-                found = read_sum(self._forward().logits)
-            return found, all_logits[0] if self.with_log_probs else None
+                log_likelihood = read_sum(self._forward().logits)
+            return log_likelihood, all_logits[0] if self.with_log_probs else None
         if not len(columns):
             columns = columns.new_zeros(1)  # at least one, so that there always is a graph for the backward
         with keep_logits(head, columns, with_all=self.with_log_probs) as heads:
@@ -275,8 +276,8 @@ class EngineMicroBatch(MicroBatch):
         if self.with_log_probs:
             _check_untouched(kept_logits, heads[0].kept)
         logits_KV = kept_logits[targets.batch_row_K, kept_K]
-        found = -negative_log_likelihood(logits_KV, targets.tokens_K, temperature)
-        return found, heads[0].everywhere if self.with_log_probs else None
+        log_likelihood = -negative_log_likelihood(logits_KV, targets.tokens_K, temperature)
+        return log_likelihood, heads[0].everywhere if self.with_log_probs else None
 
     def response_log_probs(self) -> list[torch.Tensor]:
         """See :class:`MicroBatch`; by verl's own code."""
@@ -299,10 +300,10 @@ class EngineMicroBatch(MicroBatch):
         return (0, self._starts[row] + position) if self.packed else (row, position)
 
     def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
-        """See :class:`MicroBatch`; also with further dimensions behind S."""
+        """See :class:`MicroBatch`; also with further dimensions after S."""
         lengths = self.offsets_R.diff().tolist()
         if self.packed:
-            whole = self.engine._gather_and_unpad_packed(values_BS[0], self._output_args["pad_size"])
+            whole = gather_packed(self.engine, values_BS[0], self._output_args["pad_size"])
             return list(whole.split(lengths))
         return [of_row[:length] for of_row, length in zip(values_BS, lengths, strict=True)]
 
@@ -333,18 +334,11 @@ class EngineMicroBatch(MicroBatch):
         return Targets(tokens_K, batch_row_K, column_K)
 
 
-def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:
-    """That of the training step."""
-    if engine._autocast_dtype == torch.float32:
-        return nullcontext()
-    return torch.autocast(device_type=get_device_name(), dtype=engine._autocast_dtype)
-
-
 def _check_untouched(logits: torch.Tensor, head_output: torch.Tensor) -> None:
     """verl's log-probabilities come from the output embeddings' own output, which must be the model's logits; NaN or not."""
     same = (logits == head_output) | (logits.isnan() & head_output.isnan())
     if not same.all():
         raise ValueError(
-            f"{SHARE_FORWARD} does not work with this model, which changes its logits behind the output embeddings; set "
+            f"{SHARE_FORWARD} does not work with this model, which changes its logits after the output embeddings; set "
             f"{SHARE_FORWARD}=false"
         )

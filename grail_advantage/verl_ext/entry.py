@@ -1,87 +1,55 @@
-"""verl's own entry point with the methods of this project: ``python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grail``.
+"""Start-up of a run by verl's own command: check it, and choose its trainer.
 
-Answers ``verl.trainer.main_ppo``: its ``main`` takes any ``algorithm.adv_estimator``, and its ``TaskRunnerV1.run`` looks the
-trainer up by name in a process of its own. Both call a function that they import by name after verl has loaded this plug-in:
+    python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grail ...
 
-- ``validate_config`` (``main``, before Ray starts): a run with one of these methods is checked first, its trainer mode then
-  names the trainer with token weights, its definition is stored beside its checkpoints, and the driver is prepared for the
-  run's end;
-- ``configure_verl_logging`` (the first line of ``TaskRunnerV1.run``, in the task runner's process): the trainers are registered
-  there, which would be too much to import in every process that imports verl.
-
-Can go when verl lets a registered estimator check the configuration and name the trainer that it needs.
+Both functions run inside verl's start-up (:func:`grail_advantage.verl_ext.patches.wrap_entry`). Runs with verl's own estimators
+stay as they are.
 """
 
 from __future__ import annotations
 
-import functools
+import importlib
 import os
-from typing import Any
 
-import verl.utils.config
-import verl.utils.logging_utils
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
 from grail_advantage.registry import methods
-from grail_advantage.verl_ext.settings import TRAINER_MODULE, import_trainer_module, import_trainers
+from grail_advantage.verl_ext import patches
+from grail_advantage.verl_ext.trainer_modes import TRAINER_MODULE, TRAINER_PREFIX, import_trainer_module
 
-TRAINER_PREFIX = "grail_"
-"""Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
-CONTINUED_PREFIX = "continued_"
-"""Trainer ``continued_<mode>`` is trainer ``<mode>`` that may be killed (:mod:`recipe.run_life.trainer`)."""
-INSTALLED = "prepares_token_weights"
-"""Attribute of the function put in place."""
 MODULE_VARIABLE = "GRAIL_ADVANTAGE_TRAINER_MODULE"
-"""Carries ``algorithm.token_weights.trainer_module`` into the task runner's process."""
+"""Environment variable of the task runner's process with ``algorithm.token_weights.trainer_module``."""
 
 
 def prepare_run(config: DictConfig) -> None:
-    """Check a run with one of these methods, and choose its trainer. Runs with verl's own estimators stay as they are.
+    """Check a run with a method of this project, and write its trainer into the configuration.
 
     Raises:
-        ValueError: what cannot work, naming the option and the remedy.
+        ValueError: a setting that does not work; the message names the option and the remedy.
     """
     from grail_advantage.verl_ext.checks import check_config, check_estimator
-    from recipe.run_life.identity import check_run
 
-    import_trainer_module(config)
     module = OmegaConf.select(config, TRAINER_MODULE)
+    import_trainer_module(module)
     if module:
         option = f"ray_kwargs.ray_init.runtime_env.env_vars.{MODULE_VARIABLE}"
         OmegaConf.update(config, option, module, force_add=True)
     mode = config.trainer.v1.trainer_mode
     if config.algorithm.adv_estimator in methods():
         check_config(config)
-        check_run(config)
-        with open_dict(config):
-            config.trainer.v1.trainer_mode = f"{TRAINER_PREFIX}{mode}"
+        patches.set_trainer_mode(config, f"{TRAINER_PREFIX}{mode}")
     elif config.algorithm.adv_estimator not in ADV_ESTIMATOR_REGISTRY:
         check_estimator(config.algorithm.adv_estimator)
 
 
+def register_trainers() -> None:
+    """Register the trainers with token weights, and those of the user's module, in the task runner's process. Importing them in
+    every process that imports verl would take seconds each."""
+    importlib.import_module("grail_advantage.verl_ext.trainers")
+    import_trainer_module(os.environ.get(MODULE_VARIABLE))
+
+
 def install() -> None:
-    """Put both functions in place. Does nothing the second time."""
-    validate, configure = verl.utils.config.validate_config, verl.utils.logging_utils.configure_verl_logging
-    if hasattr(validate, INSTALLED):
-        return
-
-    @functools.wraps(validate)
-    def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
-        from recipe.run_life import endings
-        from recipe.run_life.identity import begin_run
-
-        prepare_run(config)
-        validate(config, *args, **kwargs)
-        if config.algorithm.adv_estimator in methods():
-            begin_run(config)
-            endings.begin(config)
-
-    @functools.wraps(configure)
-    def configure_verl_logging() -> None:
-        import_trainers(os.environ.get(MODULE_VARIABLE))
-        configure()
-
-    setattr(validate_config, INSTALLED, True)
-    verl.utils.config.validate_config = validate_config
-    verl.utils.logging_utils.configure_verl_logging = configure_verl_logging
+    """Have verl's start-up call both."""
+    patches.wrap_entry(prepare_run, register_trainers)

@@ -1,6 +1,6 @@
-"""The estimators that verl's registry knows: token weight times sequence advantage.
+"""The estimators in verl's registry: token weight times sequence advantage.
 
-Needs no verl.
+Imports verl on use only.
 
 Shape suffixes: B rows, T response tokens.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from grail_advantage.registry import methods
 from grail_advantage.weighting import apply_token_weights
 
 TOKEN_WEIGHTS = "token_weights"
@@ -21,8 +22,17 @@ WEIGHS_TOKENS = "weighs_tokens"
 AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
+def register_estimators() -> None:
+    """Register an estimator with verl for every method; also for methods that were registered since the last call."""
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, compute_grpo_outcome_advantage, register_adv_est
+
+    for name in methods():
+        if name not in ADV_ESTIMATOR_REGISTRY:  # checks.check_estimator refuses a name that verl has itself
+            register_adv_est(name)(weighted_estimator(name, compute_grpo_outcome_advantage))
+
+
 def start_command(estimator: str) -> str:
-    """What to start instead of a trainer that has no token weights, for messages."""
+    """Returns the message for a trainer that has no token weights: the command to start instead."""
     return (
         f"algorithm.adv_estimator={estimator} needs token weights, which this trainer does not compute; start the run with "
         f"`python3 -m verl.trainer.main_ppo trainer.use_v1=true algorithm.adv_estimator={estimator} ...`, or see "

@@ -1,6 +1,6 @@
-"""What a run's model and tokenizer must be for its method.
+"""Requirements of a method on the run's model and tokenizer.
 
-Asked before Ray starts where they are on this machine; else by the trainer, once they are, before the first rollouts.
+Checked before Ray starts where these are on this machine; else by the trainer, after their download, before the first rollouts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,32 @@ from grail_advantage.architecture import Architecture, architecture_of
 from grail_advantage.registry import method
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
+from grail_advantage.tokenizers import lost_text
 from grail_advantage.verl_ext.settings import SHARE_FORWARD, shares_forward
 
 logger = logging.getLogger(__name__)
+
+
+def check_text(tokenizer: PreTrainedTokenizerBase, model: DictConfig) -> None:
+    """Refuse a tokenizer that text does not survive (:mod:`grail_advantage.tokenizers`).
+
+    Args:
+        tokenizer: as verl loads it.
+        model: ``actor_rollout_ref.model``.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    lost = lost_text(tokenizer)
+    if lost is None:
+        return
+    option = "tokenizer_path" if model.get("tokenizer_path", None) else "path"
+    path = model[option]
+    raise ValueError(
+        f"the tokenizer of actor_rollout_ref.model.{option}={path} ({type(tokenizer).__name__}) turns {lost[0]!r} into "
+        f"{lost[1]!r}, as transformers loads it: the model would read and write broken text. Write a repaired one with "
+        f"`python3 -m grail_advantage.tokenizers {path} FOLDER`, then set actor_rollout_ref.model.tokenizer_path=FOLDER"
+    )
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, signal: Signal) -> None:
@@ -40,15 +63,15 @@ def check_model(config: DictConfig, signal: Signal, folder: str | None = None) -
         folder: where the model is; without, only a model on this machine is looked at.
 
     Returns:
-        whether a forward of this model may be shared (:func:`grail_advantage.verl_ext.settings.shares_forward`).
+        Whether a forward of this model may be shared (:func:`grail_advantage.verl_ext.settings.shares_forward`).
 
     Raises:
-        ValueError: naming the option and the way out.
+        ValueError: naming the option and the remedy.
     """
     if not isinstance(signal, SaliencySignal):
         return True
-    found = _architecture(config, folder)
-    if found is None:
+    architecture = _architecture(config, folder)
+    if architecture is None:
         if folder is not None and OmegaConf.select(config, SHARE_FORWARD) is True and shares_forward(config, signal):
             raise ValueError(
                 f"{SHARE_FORWARD}=True needs a model whose code can be looked at, and that of actor_rollout_ref.model.path="
@@ -56,16 +79,16 @@ def check_model(config: DictConfig, signal: Signal, folder: str | None = None) -
             )
         return folder is None
     path = f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
-    _check_leaf(config, signal, found, path)
+    _check_leaf(config, signal, architecture, path)
     # Fused kernels put out log-probabilities by verl's own code, whatever the model does with its logits.
-    if found.plain_logits or config.actor_rollout_ref.model.get("use_fused_kernels", False):
+    if architecture.plain_logits or config.actor_rollout_ref.model.get("use_fused_kernels", False):
         return True
     if shares_forward(config, signal):
-        said = f"{path} scales or caps its logits behind the output embeddings, where a shared forward cannot follow"
+        message = f"{path} scales or caps its logits after the output embeddings, where a shared forward cannot follow"
         if OmegaConf.select(config, SHARE_FORWARD) is True:
-            raise ValueError(f"{SHARE_FORWARD}=True does not work with this model: {said}; use auto")
+            raise ValueError(f"{SHARE_FORWARD}=True does not work with this model: {message}; use auto")
         if folder is not None:
-            logger.warning("%s: each step runs a pass of its own (%s=auto)", said, SHARE_FORWARD)
+            logger.warning("%s: each step runs a pass of its own (%s=auto)", message, SHARE_FORWARD)
     return False
 
 
@@ -73,10 +96,10 @@ def _architecture(config: DictConfig, folder: str | None) -> Architecture | None
     model = config.actor_rollout_ref.model
     trusted = model.get("trust_remote_code", False)
     try:
-        found = AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             folder or model.path, trust_remote_code=trusted, local_files_only=folder is None
         )
-        return architecture_of(found, trust_remote_code=trusted)
+        return architecture_of(config, trust_remote_code=trusted)
     except Exception as error:
         # Not on this machine, or code that needs more than the meta device: the run itself will tell.
         if folder is not None:
@@ -89,14 +112,14 @@ def _architecture(config: DictConfig, folder: str | None) -> Architecture | None
         return None
 
 
-def _check_leaf(config: DictConfig, signal: SaliencySignal, found: Architecture, path: str) -> None:
-    if found.copy.get_output_embeddings() is None:
+def _check_leaf(config: DictConfig, signal: SaliencySignal, architecture: Architecture, path: str) -> None:
+    if architecture.copy.get_output_embeddings() is None:
         raise ValueError(
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} differentiates logits, and {path} "
-            f"({type(found.copy).__name__}) has no output embeddings; use a method without a pass (docs/methods.md)"
+            f"({type(architecture.copy).__name__}) has no output embeddings; use a method without a pass (docs/methods.md)"
         )
     try:
-        leaf_module(found.copy, signal.leaf)
+        leaf_module(architecture.copy, signal.leaf)
     except ValueError as error:
         section = method(config.algorithm.adv_estimator).section
         raise ValueError(f"algorithm.{section}.leaf={signal.leaf} does not work with {path}: {error}") from error

@@ -1,4 +1,4 @@
-"""How rows are shared out to the data-parallel ranks: as many to each, and about as much work."""
+"""Sharing rows out to the data-parallel ranks: as many to each, and about as much work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 
 class Place(NamedTuple):
-    """A row's place in the order in which rows go to the ranks, one rank's behind the other's."""
+    """A row's place in the order in which rows go to the ranks, one rank's after the other's."""
 
     row: int
     original: bool
@@ -20,7 +20,7 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
     """Order in which rows go to the ranks. Where their number does not divide evenly, copies of the cheapest row fill up.
 
     Args:
-        costs: what each row costs compared with others; at least one row.
+        costs: relative cost of each row; at least one row.
         ranks: number of ranks.
         groups: for each row the number of its group, where the rows of a group must meet on one rank.
     """

@@ -1,20 +1,17 @@
-"""What a run's configuration says about token weights. Needs no verl, so that it can be asked before verl is imported.
+"""The options of a run's configuration for token weights. Needs no verl, so that they can be read before verl is imported.
 
-- ``algorithm.adv_estimator``: the method, by its registered name; its options stand in the section of its own.
+- ``algorithm.adv_estimator``: the method, by its registered name; its options are in a section of its own.
 - ``algorithm.token_weights.share_forward``: ``auto`` takes a saliency on the forward that recomputes the old
   log-probabilities wherever that cannot change a result, ``true`` does the same and refuses a run in which it cannot, ``false``
   always runs a pass of its own.
 - ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
 - ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of ``rows`` rows a step, ``every`` so many
   steps; see docs/token_dump.md.
-- ``algorithm.watchdog``: ``enabled``, and how many seconds a phase of a step (``phase_timeout``), and one that takes long
-  (``long_phase_timeout``), may last; see docs/endings.md.
 """
 
 from __future__ import annotations
 
 import difflib
-import importlib
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,29 +29,25 @@ TRAINER_MODULE = "algorithm.token_weights.trainer_module"
 DUMP_FOLDER = "algorithm.token_dump.folder"
 DUMP_EVERY = "algorithm.token_dump.every"
 DUMP_ROWS = "algorithm.token_dump.rows"
-WATCHDOG = "algorithm.watchdog"
-RUN_DEFINITION = "run_definition.json"
-"""What defines a run, beside its checkpoints (:mod:`recipe.run_life.identity`)."""
-MOVED = {"algorithm.fuse_saliency_pass": SHARE_FORWARD, "algorithm.token_weights_dir": DUMP_FOLDER}
-"""Options of 0.1 and what they are called now."""
+RENAMED = {"algorithm.watchdog": "run_life (of recipe.main_grail; recipe/run_life/README.md)"}
+"""Options of earlier versions, and their names today."""
 
 
 def algorithm_sections() -> dict[str, Any]:
-    """What belongs below ``algorithm`` beside verl's own options: the sections of all registered methods, every option at its
+    """Returns the sections below ``algorithm`` that verl does not have: those of all registered methods, every option at its
     default (``None`` where that depends on others), and those of the trainer."""
     sections: dict[str, Any] = {
         "token_weights": {"share_forward": "auto", "trainer_module": None},
         "token_dump": {"folder": None, "every": 1, "rows": 64},
-        "watchdog": {"enabled": True, "phase_timeout": 7200, "long_phase_timeout": 14400},
-        # So that an old name gets to check_names.
-        **{old.removeprefix("algorithm."): None for old in MOVED},
+        # An old name must reach check_names.
+        **{old.removeprefix("algorithm."): None for old in RENAMED},
     }
-    for found in methods().values():
-        sections[found.section] = {
+    for each in methods().values():
+        sections[each.section] = {
             # A mapping stays open: Hydra takes new keys in place of nothing only.
             entry.name: None if rule_of(entry).kind is dict else default_of(entry)
-            for entry in option_fields(found.signal_class)
-            if entry.name not in found.fixed
+            for entry in option_fields(each.signal_class)
+            if entry.name not in each.fixed
         }
     return sections
 
@@ -65,61 +58,37 @@ def signal_of(algorithm: DictConfig) -> Signal:
     Raises:
         ValueError: an unknown method, option or value.
     """
-    found = method(algorithm.adv_estimator)
-    section = algorithm.get(found.section) or {}
-    return found.build(OmegaConf.to_container(OmegaConf.create(section), resolve=True))
+    chosen = method(algorithm.adv_estimator)
+    section = algorithm.get(chosen.section) or {}
+    return chosen.build(OmegaConf.to_container(OmegaConf.create(section), resolve=True))
 
 
 def check_names(config: DictConfig) -> None:
-    """Refuse options of 0.1, and names that nobody reads but that look like ours: a ``+`` takes any.
+    """Refuse renamed options, and names close to an option of this project that nothing reads: a ``+`` accepts any name.
 
     Raises:
         ValueError: naming the right one.
     """
-    for old, new in MOVED.items():
+    for old, new in RENAMED.items():
         if OmegaConf.select(config, old) is not None:
             raise ValueError(f"{old} is called {new} now")
     sections = algorithm_sections()
     verls = OmegaConf.load(Path(find_spec("verl").origin).parent / "trainer" / "config" / "ppo_trainer.yaml").algorithm
-    for found in methods().values():
-        if found.section in verls:
+    for each in methods().values():
+        if each.section in verls:
             raise ValueError(
-                f"the method {found.name} wants the section algorithm.{found.section}, which is an option of verl's"
+                f"the method {each.name} wants the section algorithm.{each.section}, which is an option of verl's; register it "
+                "under another name"
             )
     for name in config.algorithm:
-        meant = difflib.get_close_matches(str(name), sections, n=1, cutoff=0.75)
-        if name not in sections and meant and name not in verls:
-            raise ValueError(f"algorithm.{name} is no section that anything reads; is algorithm.{meant[0]} meant?")
+        similar = difflib.get_close_matches(str(name), sections, n=1, cutoff=0.75)
+        if name not in sections and similar and name not in verls:
+            raise ValueError(f"nothing reads algorithm.{name}; is algorithm.{similar[0]} meant?")
     for section in RESERVED:
         for name in config.algorithm.get(section) or {}:
             if name not in sections[section]:
                 known = ", ".join(sections[section])
                 raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {known}")
-
-
-def import_trainer_module(config: DictConfig) -> None:
-    """Import the module that registers trainers of one's own, if one is named.
-
-    Raises:
-        ValueError: it cannot be imported.
-    """
-    import_module(OmegaConf.select(config, TRAINER_MODULE))
-
-
-def import_trainers(module: str | None) -> None:
-    """Register this project's trainers with verl, and those of a module."""
-    importlib.import_module("grail_advantage.verl_ext.trainers")
-    import_module(module)
-
-
-def import_module(name: str | None) -> None:
-    """See :func:`import_trainer_module`."""
-    if not name:
-        return
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        raise ValueError(f"{TRAINER_MODULE}={name} failed to import: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -133,7 +102,7 @@ class DumpOptions:
 
 
 def dump_options(config: DictConfig) -> DumpOptions | None:
-    """What is to be dumped, if anything.
+    """Returns the options of the token dump; ``None`` where no folder is set.
 
     Raises:
         ValueError: a value that is not allowed.
@@ -147,36 +116,12 @@ def dump_options(config: DictConfig) -> DumpOptions | None:
     if folder is None:
         return None
     if not Path(str(folder)).is_absolute():
-        # The trainer runs in a process of its own, wherever that starts.
+        # The trainer runs in another process, whose working folder may be another one.
         absolute = Path(str(folder)).expanduser().absolute()
         raise ValueError(
             f"{DUMP_FOLDER}={folder} must be an absolute path, on the machine of the trainer; use {absolute}"
         )
     return DumpOptions(Path(str(folder)), every, rows)
-
-
-@dataclass(frozen=True)
-class WatchdogOptions:
-    """The options of ``algorithm.watchdog``; seconds."""
-
-    phase_timeout: float
-    long_phase_timeout: float
-
-
-def watchdog_options(config: DictConfig) -> WatchdogOptions | None:
-    """The time limits of a run; ``None`` where nothing watches it.
-
-    Raises:
-        ValueError: a value that is not allowed.
-    """
-    section = {**algorithm_sections()["watchdog"], **(OmegaConf.select(config, WATCHDOG) or {})}
-    enabled = section.pop("enabled")
-    if not isinstance(enabled, bool):
-        raise ValueError(f"{WATCHDOG}.enabled={enabled!r} must be true or false")
-    for name, seconds in section.items():
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise ValueError(f"{WATCHDOG}.{name}={seconds!r} must be a number of seconds above 0")
-    return WatchdogOptions(**section) if enabled else None
 
 
 def shares_forward(config: DictConfig, signal: Signal) -> bool:
@@ -190,9 +135,9 @@ def check_share_forward(config: DictConfig, signal: Signal) -> None:
     Raises:
         ValueError: naming the option and the remedy.
     """
-    found = _obstacle(config, signal)
-    if _share_choice(config) is True and found is not None:
-        setting, reason = found
+    obstacle = _obstacle(config, signal)
+    if _share_choice(config) is True and obstacle is not None:
+        setting, reason = obstacle
         raise ValueError(f"{SHARE_FORWARD}=True does not work with {setting}: {reason}; use auto")
 
 
@@ -204,7 +149,7 @@ def _share_choice(config: DictConfig) -> str | bool:
 
 
 def _obstacle(config: DictConfig, signal: Signal) -> tuple[str, str] | None:
-    """The setting that rules a shared forward out, as ``option=value``, and why; ``None`` where nothing does."""
+    """Returns the setting that rules a shared forward out, as ``option=value``, and the reason; ``None`` where none does."""
     algorithm = config.algorithm
     if not (isinstance(signal, SaliencySignal) and signal.on_any_forward):
         return (

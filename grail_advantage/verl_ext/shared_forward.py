@@ -30,31 +30,16 @@ LEAF = "saliency_leaf"
 """Setting of a batch: see :func:`grail_advantage.activations.leaf_module`."""
 SALIENCY_FIELDS = ("saliency", "gradient_norm")
 SECONDS = "saliency_seconds"
-"""Field of what comes back: one float32 a row, the seconds that its rank's backwards took; NaN in rows without a target."""
+"""Field of the output: one float32 a row, the seconds that its rank's backwards took; NaN in rows without a target."""
 
 InferBatch = Callable[..., dict[str, Any]]
 
 
-def serve_saliency(engine: FSDPEngineWithLMHead) -> None:
-    """Make ``engine.infer_batch`` run :func:`infer_batch_with_saliency` on batches that ask for it, and only on these.
-
-    Answers ``verl.workers.engine_workers.TrainingWorker.infer_batch``, which has no place for other code between its
-    bookkeeping and the engine. Can go when verl's engine lets a caller keep the graph of some rows of an inference batch.
-    """
-    infer_batch = engine.infer_batch
-
-    def serve(data: TensorDict, loss_function: Callable | None = None) -> dict[str, Any]:
-        if LEAF not in data:
-            return infer_batch(data, loss_function=loss_function)
-        return infer_batch_with_saliency(engine, data, infer_batch)
-
-    engine.infer_batch = serve
-
-
 def infer_batch_with_saliency(
     engine: FSDPEngineWithLMHead, data: TensorDict, infer_batch: InferBatch
-) -> dict[str, Any]:
-    """What verl's ``infer_batch`` gives, and the saliency of the rows that have a target.
+) -> dict[str, Any] | None:
+    """Returns the output of verl's ``infer_batch``, with the saliency of the rows that have a target; ``None`` for a batch
+    without the setting ``LEAF``.
 
     A collective of the engine's ranks. So that all run the same micro-batches, every rank keeps the graph of as many rows as
     the one with the most targets.
@@ -65,9 +50,11 @@ def infer_batch_with_saliency(
         infer_batch: the engine's own.
 
     Returns:
-        verl's output; its ``model_output`` also has the nested float32 ``saliency`` and ``gradient_norm`` of all positions of
+        verl's output, whose ``model_output`` also has the nested float32 ``saliency`` and ``gradient_norm`` of all positions of
         prompt + response, NaN in rows without a target, and ``SECONDS``.
     """
+    if LEAF not in data:
+        return None
     if data[TARGET].is_nested:  # as it comes out of TransferQueue
         data = data.copy()
         data[TARGET] = torch.stack(data[TARGET].unbind())
@@ -84,9 +71,9 @@ def infer_batch_with_saliency(
 
     def collect(indices: Iterable[int], outputs: dict[str, Iterable[torch.Tensor]]) -> None:
         for name, values in outputs.items():
-            found = rows.setdefault(name, [None] * len(data))
+            of_rows = rows.setdefault(name, [None] * len(data))
             for index, value in zip(indices, values, strict=False):
-                found[index] = value
+                of_rows[index] = value
 
     losses: list[float] = []
     if without_graph:
@@ -101,15 +88,15 @@ def infer_batch_with_saliency(
             for batch, indices in training_micro_batches(engine, part):
                 batch = batch.to(get_device_id())
                 micro = EngineMicroBatch(engine, batch, (), with_log_probs=True)
-                found = saliency_step(micro, batch[TARGET].tolist(), leaf, backward=watch.running())
-                outputs = {**micro.outputs, **dict(zip(SALIENCY_FIELDS, zip(*found, strict=True), strict=True))}
+                saliency = saliency_step(micro, batch[TARGET].tolist(), leaf, backward=watch.running())
+                outputs = {**micro.outputs, **dict(zip(SALIENCY_FIELDS, zip(*saliency, strict=True), strict=True))}
                 collect([with_graph[index] for index in indices], outputs)
         seconds = torch.tensor([watch.seconds()], device=get_device_id())
         collect(with_graph, {SECONDS: [seconds] * len(with_graph)})
     for row in (~has_target_R).nonzero().flatten().tolist():
         nothing = torch.full((int(lengths_R[row]),), float("nan"), device=get_device_id())
         collect([row], {**{name: [nothing] for name in SALIENCY_FIELDS}, SECONDS: [nothing[:1]]})
-    return {"model_output": {name: nested(found) for name, found in rows.items()}, "loss": losses, "metrics": {}}
+    return {"model_output": {name: nested(of_rows) for name, of_rows in rows.items()}, "loss": losses, "metrics": {}}
 
 
 class DeviceWatch:

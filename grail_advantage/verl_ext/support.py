@@ -1,4 +1,4 @@
-"""What a method works with in a run, by what it uses of the model and reads of the batch.
+"""Settings of a run that a method works with, by its use of the model and the columns that it reads.
 
 The start-up checks refuse by these rules, and the page of all methods shows them. Needs no verl.
 """
@@ -9,7 +9,7 @@ from grail_advantage.batch import ENTROPY
 from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SEQUENCES, Signal
 
 NEEDED = {LOGITS: "logits", SEQUENCES: "logits of made-up sequences", HIDDEN_STATES: "hidden states"}
-"""What neither fused kernels nor a rank of a sequence-parallel group has whole, for messages."""
+"""Outputs of a model that neither fused kernels nor a rank of a sequence-parallel group has whole, for messages."""
 
 
 def works_with_sequence_parallel(signal: Signal) -> bool:
@@ -18,10 +18,10 @@ def works_with_sequence_parallel(signal: Signal) -> bool:
 
 
 def works_with_fused_kernels(signal: Signal) -> bool:
-    """Whether verl's fused forward will do, which gives out log-probabilities alone."""
+    """Whether verl's fused forward is enough, whose output is log-probabilities alone."""
     return signal.uses not in NEEDED
 
 
 def works_with_bypass(signal: Signal) -> bool:
-    """Whether the rollout's log-probabilities may stand for the old ones, so that no forward gives an entropy."""
+    """Whether the rollout's log-probabilities may replace the old ones, so that no forward gives an entropy."""
     return ENTROPY not in signal.reads

@@ -1,4 +1,4 @@
-"""verl's two asynchronous trainers with token weights, see :mod:`grail_advantage.verl_ext.trainer`.
+"""verl's three trainers with token weights, see :mod:`grail_advantage.verl_ext.trainer`.
 
 The weights come from the policy that gives the old log-probabilities. With ``colocate_async`` that is the actor as it is. With
 ``separate_async`` and ``parameter_sync_step > 1`` the actor moves between the updates of a step while the old
@@ -14,12 +14,13 @@ from contextlib import contextmanager
 
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, register_trainer
+from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 
 from grail_advantage.batch import PassRow
 from grail_advantage.model_interface import RowScores
-from grail_advantage.verl_ext.entry import TRAINER_PREFIX
+from grail_advantage.verl_ext.patches import copy_saved_shards
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
+from grail_advantage.verl_ext.trainer_modes import TRAINER_PREFIX
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 
 STEP_POLICY = 0
@@ -31,17 +32,14 @@ class TokenWeightDetachActorWorker(TokenWeightActorWorker, DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model_to_cpu(self, n: int) -> None:
-        """Keep the current policy under the name ``n``, see ``DetachActorWorker``.
-
-        With FSDP2 verl copies with ``.cpu()`` (``fsdp2_sharded_save_to_cpu``), which is no copy of a parameter that is
-        already in host memory: what was saved would move on with the policy.
-        """
+        """Keep the current policy under the name ``n``, see ``DetachActorWorker``."""
         super().save_model_to_cpu(n)
-        saved = self.cpu_saved_models[n]
-        if isinstance(saved, tuple):
-            shards, global_spec = saved
-            copies = {name: (shard.clone(), spec) for name, (shard, spec) in shards.items()}
-            self.cpu_saved_models[n] = (copies, global_spec)
+        copy_saved_shards(self.cpu_saved_models, n)
+
+
+@register_trainer(f"{TRAINER_PREFIX}sync")
+class TokenWeightTrainerSync(TokenWeightTrainer, PPOTrainerSync):
+    """verl's synchronous trainer with token weights."""
 
 
 @register_trainer(f"{TRAINER_PREFIX}colocate_async")

@@ -60,12 +60,12 @@ def rows_of(request: TensorDict) -> list[PassRow]:
     ]
 
 
-def build_reply(found: Sequence[RowScores]) -> TensorDict:
+def build_reply(rows: Sequence[RowScores]) -> TensorDict:
     """TensorDict of batch size R on the CPU with the nested float32 ``scores``, and the nested ``gradient_norm`` of a pass with
     gradients."""
-    reply = {"scores": nested([row.scores_T.float().cpu() for row in found])}
-    if all(row.gradient_norms is not None for row in found):
-        reply["gradient_norm"] = nested([row.gradient_norms.cpu() for row in found])
+    reply = {"scores": nested([row.scores_T.float().cpu() for row in rows])}
+    if all(row.gradient_norms is not None for row in rows):
+        reply["gradient_norm"] = nested([row.gradient_norms.cpu() for row in rows])
     return tu.get_tensordict(reply)
 
 

@@ -1,0 +1,131 @@
+"""All code of this host that replaces verl's, or that reads a private name of verl's; each with its reason.
+
+``tests/verl_ext/test_patches.py`` fails where verl no longer needs one of them, and ``tests/verl_ext/test_relied_on.py``
+where the functions that they answer have changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import verl.utils.config
+import verl.utils.logging_utils
+from omegaconf import DictConfig, open_dict
+from verl.utils.device import get_device_name
+
+if TYPE_CHECKING:
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+WRAPPED = "prepares_token_weights"
+"""Attribute of a function of verl's that has been wrapped here."""
+
+
+def wrap_entry(prepare: Callable[[DictConfig], None], register: Callable[[], None]) -> None:
+    """Call ``prepare`` before ``verl.utils.config.validate_config``, and ``register`` before
+    ``verl.utils.logging_utils.configure_verl_logging``. Does nothing the second time.
+
+    Answers ``verl.trainer.main_ppo``, which accepts any ``algorithm.adv_estimator`` unchecked, and whose ``TaskRunnerV1.run``
+    looks the trainer up by name in a process of its own. Both import these functions by name after verl has loaded its
+    plug-ins: ``main`` calls the first before Ray starts, ``run`` the second in its first line. Can go when verl lets a
+    registered estimator check the configuration and name its trainer.
+    """
+    validate, configure = verl.utils.config.validate_config, verl.utils.logging_utils.configure_verl_logging
+    if entry_is_wrapped():
+        return
+
+    @functools.wraps(validate)
+    def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
+        prepare(config)
+        validate(config, *args, **kwargs)
+
+    @functools.wraps(configure)
+    def configure_verl_logging() -> None:
+        register()
+        configure()
+
+    setattr(validate_config, WRAPPED, True)
+    verl.utils.config.validate_config = validate_config
+    verl.utils.logging_utils.configure_verl_logging = configure_verl_logging
+
+
+def entry_is_wrapped() -> bool:
+    """Whether :func:`wrap_entry` has run in this process."""
+    return hasattr(verl.utils.config.validate_config, WRAPPED)
+
+
+def set_trainer_mode(config: DictConfig, mode: str) -> None:
+    """Write verl's own name of a kind of trainer into the configuration.
+
+    Answers ``PPOTrainer._build_replay_buffer`` and five more places of verl, which compare ``trainer_mode`` with verl's own
+    names: under another name the trainer silently gets the asynchronous replay buffer. Can go when verl asks the class.
+    """
+    with open_dict(config):
+        config.trainer.v1.trainer_mode = mode
+
+
+@contextmanager
+def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
+    """Within, ``algorithm.adv_estimator`` is another one.
+
+    Answers ``verl.trainer.ppo.v1.utils.compute_advantage_for_multi_trajectories``, which counts each output of a multi-output
+    session as a session of its own unless the estimator is called ``grpo``. Can go when a registered estimator can say that it
+    works by sessions.
+    """
+    configured = algorithm.adv_estimator
+    with open_dict(algorithm):
+        algorithm.adv_estimator = name
+    try:
+        yield
+    finally:
+        with open_dict(algorithm):
+            algorithm.adv_estimator = configured
+
+
+def replace_infer_batch(engine: FSDPEngineWithLMHead, serve: Callable[..., dict[str, Any] | None]) -> None:
+    """Ask ``serve(engine, batch, infer_batch)`` before ``engine.infer_batch``; where it returns ``None``, verl's own runs.
+
+    Answers ``verl.workers.engine_workers.TrainingWorker.infer_batch``, which has no place for other code between its
+    bookkeeping and the engine. Can go when verl's engine lets a caller keep the graph of some rows of an inference batch.
+    """
+    infer_batch = engine.infer_batch
+
+    def with_saliency(data: Any, loss_function: Callable | None = None) -> dict[str, Any]:
+        served = serve(engine, data, infer_batch)
+        return infer_batch(data, loss_function=loss_function) if served is None else served
+
+    engine.infer_batch = with_saliency
+
+
+def autocast(engine: FSDPEngineWithLMHead) -> AbstractContextManager:
+    """The autocast of the engine's training step. Can go when ``FSDPEngine._autocast_dtype`` has a public name."""
+    if engine._autocast_dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(device_type=get_device_name(), dtype=engine._autocast_dtype)
+
+
+def gather_packed(engine: FSDPEngineWithLMHead, values_N: torch.Tensor, pad_size: int) -> torch.Tensor:
+    """Packed values of all ranks of a sequence-parallel group, without the padding. Can go when
+    ``FSDPEngineWithLMHead._gather_and_unpad_packed`` has a public name."""
+    return engine._gather_and_unpad_packed(values_N, pad_size)
+
+
+def data_parallel_size(workers: Any) -> int:
+    """Number of workers that get rows of their own; the ranks of a sequence-parallel group get the same rows. Can go when
+    ``RayWorkerGroup._dispatch_info`` has a public name."""
+    return max(workers._dispatch_info["actor"]) + 1
+
+
+def copy_saved_shards(saved_models: dict[int, Any], name: int) -> None:
+    """Make parameters that ``DetachActorWorker.save_model_to_cpu`` saved independent of the policy.
+
+    Answers ``verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu``, which copies with ``.cpu()``: that is no copy of a parameter in
+    host memory, so that the saved policy would move on with the actor. Can go when verl clones.
+    """
+    saved = saved_models[name]
+    if isinstance(saved, tuple):
+        shards, global_spec = saved
+        saved_models[name] = ({key: (shard.clone(), spec) for key, (shard, spec) in shards.items()}, global_spec)

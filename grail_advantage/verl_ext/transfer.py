@@ -1,0 +1,146 @@
+"""The columns of a batch between TransferQueue and the trainer.
+
+TransferQueue holds one value a row and column, under the row's key; the trainer works on tensors of the whole batch.
+
+Shape suffixes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from transformers import PreTrainedTokenizerBase
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import response_to_nested
+
+from grail_advantage.answer_span import AnswerSpan, find_answer_spans
+from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example
+from grail_advantage.signals.base import Signal
+from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
+from grail_advantage.verl_ext.wire import nested
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Prompts and responses of a batch."""
+
+    keys: list[str]
+    prompts: list[torch.Tensor]
+    responses: list[torch.Tensor]
+    mask_BT: torch.Tensor
+    """bool; the tokens that the model generated. verl's ``response_mask`` until a rollout correction drops some."""
+    spans: Sequence[AnswerSpan | None]
+    """The answers among the generated tokens."""
+    groups: list[int]
+    """Rows with the same number answer the same prompt."""
+    examples: Sequence[Example | None]
+    """Only where the method reads them."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of prompt and response."""
+        return [len(prompt) + len(response) for prompt, response in zip(self.prompts, self.responses, strict=True)]
+
+
+def fetch_rollouts(
+    batch: KVBatchMeta, signal: Signal, tokenizer: PreTrainedTokenizerBase, template_options: dict[str, Any]
+) -> Rollouts:
+    """Fetch prompts and responses, and find the answers.
+
+    Args:
+        batch: keys of the rows.
+        signal: the method, which says what it reads.
+        tokenizer: the model's.
+        template_options: ``data.apply_chat_template_kwargs``, for a method that reads the examples.
+    """
+    reads_examples = EXAMPLES in signal.reads
+    # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
+    fields = ["prompts", "responses", "loss_mask"]
+    fields += ["raw_prompt", *signal.columns] if reads_examples else []
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    responses, loss_mask = list(data["responses"].unbind()), data["loss_mask"]
+    # -1 is a token without text: an answer is generated, not written by a tool.
+    generated = [torch.where(mask.bool(), row, -1) for row, mask in zip(responses, loss_mask.unbind(), strict=True)]
+    return Rollouts(
+        keys=list(batch.keys),
+        prompts=list(data["prompts"].unbind()),
+        responses=responses,
+        mask_BT=loss_mask.to_padded_tensor(0).bool(),
+        spans=find_answer_spans(generated, tokenizer, signal.span),
+        groups=group_numbers(batch.keys),
+        examples=_examples(data, signal, template_options) if reads_examples else [None] * len(batch),
+    )
+
+
+def _examples(data: TensorDict, signal: Signal, template_options: dict[str, Any]) -> list[Example]:
+    columns = [tu.get(data, name) for name in signal.columns]
+    return [
+        Example(messages, dict(zip(signal.columns, values, strict=True)), template_options)
+        for messages, *values in zip(tu.get(data, "raw_prompt"), *columns, strict=True)
+    ]
+
+
+def group_numbers(keys: Sequence[str]) -> list[int]:
+    """Number the prompts that rows answer; verl's keys are ``{prompt}_{session}_{output}``."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(key.rsplit("_", 2)[0], len(numbers)) for key in keys]
+
+
+def fetch_padded(batch: KVBatchMeta, *fields: str) -> list[torch.Tensor]:
+    """Fetch columns of one value a response token, each as (B, T) with 0 after the response."""
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
+    return [data[name].to_padded_tensor(0) for name in fields]
+
+
+def fetch_columns(batch: KVBatchMeta, signal: Signal) -> dict[str, torch.Tensor]:
+    """Fetch the columns that the method reads, each (B, T) float32."""
+    names = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in signal.reads]
+    if not names:
+        return {}
+    return {name: values.float() for name, values in zip(names, fetch_padded(batch, *names), strict=True)}
+
+
+def request_saliency(batch: KVBatchMeta, targets_B2: torch.Tensor, order: Sequence[int], leaf: str) -> KVBatchMeta:
+    """Store the target of each row's saliency, and return the batch for a forward that keeps the graph of rows with a target.
+
+    Args:
+        batch: all rows.
+        targets_B2: int64, each row's half-open range of target tokens in prompt + response; -1 for none.
+        order: places of the rows in the batch that is returned; results are stored by key.
+        leaf: see :func:`grail_advantage.activations.leaf_module`.
+    """
+    tq.kv_batch_put(
+        keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict({TARGET: targets_B2}, batch_size=len(batch))
+    )
+    request = batch.select_keys([batch.keys[row] for row in order])
+    if request.fields is not None:
+        request.fields = [*request.fields, TARGET]
+    request.extra_info[LEAF] = leaf
+    return request
+
+
+def fetch_saliency(keys: Sequence[str], partition_id: str) -> tuple[list[tuple[torch.Tensor, ...]], float]:
+    """Fetch saliency and gradient norms of prompt + response for each of these rows, and the seconds of the slowest rank."""
+    data = tq.kv_batch_get(keys=list(keys), partition_id=partition_id, select_fields=[*SALIENCY_FIELDS, SECONDS])
+    seconds = max(float(of_row) for of_row in data[SECONDS].unbind())
+    return list(zip(*(data[name].unbind() for name in SALIENCY_FIELDS), strict=True)), seconds
+
+
+def put_advantages(batch: KVBatchMeta, responses: list[torch.Tensor], advantages_BT: torch.Tensor) -> KVBatchMeta:
+    """Store token advantages in place of verl's."""
+    values = response_to_nested(advantages_BT, nested(responses))
+    fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
+    return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+
+def without_saliency_fields(batch: KVBatchMeta) -> KVBatchMeta:
+    """The batch for verl's next stages, which fetch every field that it names."""
+    if batch.fields is not None:
+        batch.fields = [name for name in batch.fields if name not in (TARGET, *SALIENCY_FIELDS, SECONDS)]
+    return batch
