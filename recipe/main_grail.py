@@ -21,7 +21,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from grail_advantage.verl_ext.checks import TRAINER_MODES, check_config, check_verl_version
+from grail_advantage.verl_ext.checks import check_verl_version
 
 # Before anything of verl is imported: another version may not have what follows.
 check_verl_version(version("verl"))
@@ -34,11 +34,9 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy  # noqa: E
 from verl.utils.config import validate_config  # noqa: E402
 from verl.utils.device import auto_set_device  # noqa: E402
 
-from grail_advantage.registry import methods  # noqa: E402
-from grail_advantage.verl_ext.entry import CONTINUED_PREFIX, prepare_run  # noqa: E402
+from grail_advantage.verl_ext.entry import prepare_run  # noqa: E402
 from grail_advantage.verl_ext.settings import algorithm_sections  # noqa: E402
-from recipe.run_life import endings  # noqa: E402
-from recipe.run_life.identity import begin_run, check_run  # noqa: E402
+from recipe.checks import check_config  # noqa: E402
 
 # The sections of all registered methods, as the configurations' defaults list names them.
 ConfigStore.instance().store(name="token_weights", node={"algorithm": algorithm_sections()}, package="_global_")
@@ -51,14 +49,8 @@ def prepare(config: DictConfig) -> None:
         ValueError: what cannot work, naming the option and the remedy.
     """
     auto_set_device(config)
-    if config.algorithm.adv_estimator in methods():
-        prepare_run(config)
-    else:
-        check_config(config)
-        check_run(config)
-        mode = config.trainer.v1.trainer_mode
-        if mode in TRAINER_MODES:
-            config.trainer.v1.trainer_mode = f"{CONTINUED_PREFIX}{mode}"
+    check_config(config)
+    prepare_run(config)
     # verl's own: what stock_entry.py put in its place would begin the run.
     getattr(validate_config, "__wrapped__", validate_config)(
         config=config,
@@ -77,8 +69,6 @@ def main(config: DictConfig) -> None:
     if dry_run:
         print(resolved)
         return
-    begin_run(config)
-    endings.begin(config)
     run_ppo(config, task_runner_class=TaskRunnerV1)
 
 

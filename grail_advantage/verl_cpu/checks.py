@@ -1,4 +1,4 @@
-"""Start-up checks of a CPU run: what the CPU platform cannot do is refused by name before Ray starts."""
+"""Start-up checks of a CPU run: settings that do not work on the CPU platform are refused by name before Ray starts."""
 
 from __future__ import annotations
 

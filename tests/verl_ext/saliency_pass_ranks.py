@@ -417,7 +417,9 @@ def scores_through_trainer(
     from omegaconf import OmegaConf
 
     from grail_advantage import RolloutBatch
-    from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _Rollouts, _Selection
+    from grail_advantage.verl_ext.selection import Selection
+    from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
+    from grail_advantage.verl_ext.transfer import Rollouts
 
     engine.engine_config.use_dynamic_bsz = False
     engine.engine_config.micro_batch_size_per_gpu = 2
@@ -429,12 +431,11 @@ def scores_through_trainer(
     trainer.actor_rollout_wg = workers
     for name, value in attributes.items():
         setattr(trainer, name, value)
-    rollouts = _Rollouts(
+    rollouts = Rollouts(
         keys=[],
         prompts=batch["prompts"],
         responses=batch["responses"],
         mask_BT=batch["mask_BT"],
-        generated=batch["responses"],
         spans=batch["spans"],
         groups=list(range(len(batch["prompts"]))),
         examples=[None] * len(batch["prompts"]),
@@ -443,10 +444,10 @@ def scores_through_trainer(
     seen = RolloutBatch(batch["mask_BT"], batch["advantages_B"], batch["spans"], {})
     rows = signal.select(seen)
     none_B = torch.zeros(len(advantages_BT)).bool()
-    selection = _Selection(seen, advantages_BT, advantages_BT, truncated_B=none_B, unjudged_B=none_B, rows=rows)
-    nothing_BT = torch.full(advantages_BT.shape, float("nan"))
-    scores_BT, norms = trainer._own_scores(rollouts, selection, selection.selected, nothing_BT, torch.zeros(0))
-    return {"scores": scores_BT, "norms": norms, "rows_of_rank": workers.lengths}
+    selection = Selection(seen, advantages_BT, advantages_BT, truncated_B=none_B, unjudged_B=none_B, rows=rows)
+    scores_BT = torch.full(advantages_BT.shape, float("nan"))
+    norms = trainer._own_scores(rollouts, selection, selection.selected, scores_BT)
+    return {"scores": scores_BT, "norms": torch.cat([torch.zeros(0), *norms]), "rows_of_rank": workers.lengths}
 
 
 class RankGroup:

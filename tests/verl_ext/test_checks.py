@@ -13,10 +13,11 @@ import pytest
 import verl  # noqa: F401  its plugin registers the estimators
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoTokenizer
 
 from grail_advantage import GrailConfig
-from grail_advantage.verl_ext.checks import check_config, check_trl, check_verl_version
+from grail_advantage.tokenizers import save_repaired
+from grail_advantage.verl_ext.checks import check_verl_version
+from recipe.checks import check_config, check_trl
 from recipe.main_grail import prepare
 from recipe.tiny.model import build_tokenizer
 from tests import forked
@@ -75,26 +76,25 @@ REFUSED = {
     ),
     "greedy rollouts": ("actor_rollout_ref.rollout.temperature=0", r"rollout\.temperature=0 does not .*above 0"),
     "other trainer": (f"{MODE}=legacy", r"trainer\.v1\.trainer_mode=legacy does not .*; use sync or colocate_async or"),
-    "no rollout devices": (f"{MODE}=separate_async", r"rollout\.nnodes=0 does not work with .*separate_async; say how"),
+    "no rollout devices": (
+        f"{MODE}=separate_async",
+        r"rollout\.nnodes=0 does not work with .*separate_async; set the number",
+    ),
     "an option of another method": (
         "+algorithm.grail.noise_std=1",
         r"grail\.noise_std is not an option; it is one of oar\. The options of grail are .*\bleaf\b",
     ),
-    "an option of 0.1": (
-        "algorithm.fuse_saliency_pass=auto",
-        r"algorithm\.fuse_saliency_pass is called algorithm\.token_weights\.share_forward now",
-    ),
-    "another option of 0.1": (
-        "algorithm.token_weights_dir=somewhere",
-        r"algorithm\.token_weights_dir is called algorithm\.token_dump\.folder now",
+    "a renamed section": (
+        "algorithm.watchdog=false",
+        r"algorithm\.watchdog is called run_life \(of recipe\.main_grail; .*\) now",
     ),
     "the trainer itself": (
         f"{MODE}=grail_sync",
-        r"trainer\.v1\.trainer_mode=grail_sync does not .*; use sync: the prefix",
+        r"trainer\.v1\.trainer_mode=grail_sync does not .*; use sync: the start-up adds the prefix",
     ),
     "a misspelt section": (
         "+algorithm.grial.preset=robust",
-        r"algorithm\.grial is no section .*; is algorithm\.grail meant",
+        r"nothing reads algorithm\.grial; is algorithm\.grail meant",
     ),
     "a misspelt option of the trainer": (
         "+algorithm.token_weights.share_forwrd=false",
@@ -181,8 +181,11 @@ SYNC_STEP = "trainer.v1.separate_async.parameter_sync_step"
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("actor_rollout_ref.rollout.nnodes=0", r"rollout\.nnodes=0 does not work .*; say how many devices"),
-        ("actor_rollout_ref.rollout.n_gpus_per_node=0", r"rollout\.n_gpus_per_node=0 does not work .*; say how many"),
+        ("actor_rollout_ref.rollout.nnodes=0", r"rollout\.nnodes=0 does not work .*; set the number"),
+        (
+            "actor_rollout_ref.rollout.n_gpus_per_node=0",
+            r"rollout\.n_gpus_per_node=0 does not work .*; set the number",
+        ),
         (
             "actor_rollout_ref.rollout.checkpoint_engine.backend=naive",
             r"checkpoint_engine\.backend=naive does not work .*; use nccl",
@@ -325,7 +328,7 @@ def test_accepted(overrides: tuple[str, ...]) -> None:
 def test_verls_own_estimators_get_verls_trainer() -> None:
     config = _compose("algorithm.adv_estimator=grpo")
     prepare(config)
-    assert config.trainer.v1.trainer_mode == "continued_sync"
+    assert config.trainer.v1.trainer_mode == "kept_sync"
 
 
 def test_verls_own_estimators_meet_none_of_these_refusals() -> None:
@@ -335,7 +338,7 @@ def test_verls_own_estimators_meet_none_of_these_refusals() -> None:
 
 @pytest.mark.parametrize("estimator", ["grail", "grpo"])
 def test_refuses_the_legacy_trainer_for_every_estimator(estimator: str) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.use_v1=False: .*use true, or see docs/own_trainer"):
+    with pytest.raises(ValueError, match=r"trainer\.use_v1=False: .*use true"):
         check_config(_compose(f"algorithm.adv_estimator={estimator}", "trainer.use_v1=False"))
 
 
@@ -348,16 +351,20 @@ def test_options_left_open_in_yaml_take_the_presets_value() -> None:
 @pytest.mark.parametrize("estimator", ["grail", "grpo"])
 def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(estimator: str, tmp_path: Path) -> None:
     broken = save_under_class(build_tokenizer(), tmp_path / "model", "LlamaTokenizerFast", "llama")
-    as_meant = (f"actor_rollout_ref.model.path={broken}", f"algorithm.adv_estimator={estimator}")
-    check_config(_compose(*as_meant))  # repaired wherever it is loaded
-    damaged = tmp_path / "damaged"
-    AutoTokenizer.from_pretrained(broken).save_pretrained(damaged)
-    message = r"the tokenizer of .*damaged .* turns 'a b\\nc' into 'abc': .*original model .*model\.tokenizer_path"
+    repaired = tmp_path / "repaired"
+    save_repaired(str(broken), str(repaired))
+    model = f"actor_rollout_ref.model.path={broken}"
     for option in ("path", "tokenizer_path"):
+        override = f"++actor_rollout_ref.model.{option}={broken}"
+        message = rf"tokenizer of actor_rollout_ref\.model\.{option}=.* turns 'a b\\nc' into 'abc'.*grail_advantage.tokenizers"
         with pytest.raises(ValueError, match=message):
-            check_config(_compose(*as_meant, f"++actor_rollout_ref.model.{option}={damaged}"))
+            check_config(_compose(model, override, f"algorithm.adv_estimator={estimator}"))
     check_config(
-        _compose(f"actor_rollout_ref.model.path={damaged}", f"++actor_rollout_ref.model.tokenizer_path={broken}")
+        _compose(
+            model,
+            f"++actor_rollout_ref.model.tokenizer_path={repaired}",
+            f"algorithm.adv_estimator={estimator}",
+        )
     )
 
 
@@ -437,5 +444,5 @@ class TestCommandLine:
         variables = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "none", "VERL_PLATFORM": "nvidia"}
         done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
         assert done.returncode != 0
-        assert " is not registered with verl: the plug-in of this package did not load" in done.stderr
+        assert "the plug-in of this package did not load with verl" in done.stderr
         assert "VERL_USE_EXTERNAL_PLUGINS" in done.stderr

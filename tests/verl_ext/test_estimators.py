@@ -181,12 +181,12 @@ class TestStockEntryPoint:
             (["+algorithm.grail.preset=best"], r"grail\.preset='best' is unknown; choose one of official, robust"),
             (["+algorithm.grail.noise_std=1"], r"grail\.noise_std is not an option; it is one of oar"),
             (
-                ["+algorithm.fuse_saliency_pass=auto"],
-                r"algorithm\.fuse_saliency_pass is called algorithm\.token_weights",
+                ["+algorithm.watchdog.enabled=false"],
+                r"algorithm\.watchdog is called run_life",
             ),
             (["actor_rollout_ref.rollout.n=1"], r"actor_rollout_ref\.rollout\.n=1 does not work with .*=grail"),
             (["algorithm.adv_estimator=grial"], r"algorithm\.adv_estimator='grial' is unknown; choose one of .*grail"),
-            (["+algorithm.grial.preset=robust"], r"algorithm\.grial is no section .*algorithm\.grail meant"),
+            (["+algorithm.grial.preset=robust"], r"nothing reads algorithm\.grial; is algorithm\.grail meant"),
             (["trainer.use_v1=False"], r"trainer\.use_v1=False: .*use true"),
             (["trainer.v1.trainer_mode=mine"], r"trainer\.v1\.trainer_mode=mine does not work .*grail_mine"),
             (

@@ -22,7 +22,8 @@ from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_ten
 import recipe.main_grail  # noqa: F401  stores the methods' sections
 from grail_advantage import GrailConfig
 from grail_advantage.model_interface import RowScores
-from grail_advantage.verl_ext import trainer as trainer_module
+from grail_advantage.verl_ext import selection, transfer
+from grail_advantage.verl_ext.patches import estimator_named
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
 from grail_advantage.verl_ext.wire import build_reply, rows_of
@@ -105,10 +106,10 @@ class Step:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, overrides: Sequence[str], cls: type | None = None) -> None:
         self.store = Store()
-        for module in (trainer_module, trainer_base):
+        for module in (transfer, trainer_base):
             monkeypatch.setattr(module, "tq", self.store)
         self.calls: Counter[str] = Counter()
-        self._count(monkeypatch, trainer_module, "find_answer_spans")
+        self._count(monkeypatch, transfer, "find_answer_spans")
         self._count(monkeypatch, trainer_base, "compute_advantage_for_multi_trajectories")
         monkeypatch.setattr(trainer_base, "calculate_debug_metrics", lambda data: {})
         self._count(monkeypatch, GrailConfig, "select")
@@ -226,7 +227,7 @@ class OtherAdvantages(PPOTrainerSync):
 
 
 class OtherAdvantagesWithTokenWeights(TokenWeightTrainer, OtherAdvantages):
-    pass
+    own_advantages = True
 
 
 def test_a_trainers_own_advantages_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +326,7 @@ class TestRewardsThatAreNotFinite:
         keys = [key for key, *_ in ROWS]
         batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys])
         batch = step.trainer._compute_old_log_prob(batch, {})
-        with step.trainer._base_estimator():
+        with estimator_named(step.trainer.config.algorithm, "grpo"):
             PPOTrainerSync._compute_advantage(step.trainer, batch, {})
         for key in keys:
             assert bool(step.store.rows[key]["advantages"].isnan().any()) == key.startswith("a_")
@@ -351,7 +352,7 @@ class TestRewardsThatAreNotFinite:
 
     def test_of_an_output_that_is_not_the_last_of_its_session(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """verl reads no reward but the last one's."""
-        assert trainer_module._last_outputs(["a_0_0", "a_0_2", "b_1_0", "a_0_10", "b_0_0"]) == [3, 3, 2, 3, 4]
+        assert selection._last_outputs(["a_0_0", "a_0_2", "b_1_0", "a_0_10", "b_0_0"]) == [3, 3, 2, 3, 4]
 
     def test_with_advantages_of_a_trainers_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """There only the rows that have none lose theirs."""

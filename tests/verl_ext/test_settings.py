@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,11 +114,11 @@ class TestMethod:
             assert settings.signal_of(config.algorithm) == methods()[name].build({})
 
 
-@pytest.mark.parametrize(("old", "new"), settings.MOVED.items())
-def test_options_of_0_1_are_refused_with_their_new_name(old: str, new: str) -> None:
+@pytest.mark.parametrize(("old", "new"), settings.RENAMED.items())
+def test_renamed_options_are_refused_with_their_new_name(old: str, new: str) -> None:
     config = OmegaConf.create({})
     OmegaConf.update(config, old, "something", force_add=True)
-    with pytest.raises(ValueError, match=f"{old} is called {new} now"):
+    with pytest.raises(ValueError, match=re.escape(f"{old} is called {new} now")):
         settings.check_names(config)
     OmegaConf.update(config, old, None)
     settings.check_names(config)

@@ -15,7 +15,10 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 
 from grail_advantage import GrailConfig
 from grail_advantage.answer_span import find_answer_spans
-from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _end_tokens, _groups, _Rollouts
+from grail_advantage.verl_ext.patches import estimator_named
+from grail_advantage.verl_ext.selection import end_token_ids, truncated_rows
+from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
+from grail_advantage.verl_ext.transfer import Rollouts, group_numbers
 from recipe.tiny.model import build_tokenizer
 from tests.broken_tokenizer import save_under_class
 from tests.core.tiny_models import END_ID, PAD_ID, char_tokenizer, encode
@@ -42,21 +45,25 @@ def _trainer(**config: Any) -> TokenWeightTrainerSync:
     return trainer
 
 
-def _rollouts(responses: list[str]) -> _Rollouts:
+def _rollouts(responses: list[str]) -> Rollouts:
     ids = [torch.tensor(encode(response)) for response in responses]
-    return _Rollouts(
+    return Rollouts(
         keys=[f"row{row}" for row in range(len(ids))],
         prompts=[torch.tensor(encode("?")) for _ in ids],
         responses=ids,
         mask_BT=torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], batch_first=True) == 1,
-        generated=ids,
         spans=find_answer_spans(ids, char_tokenizer(), GrailConfig().span),
         groups=list(range(len(ids))),
         examples=[None] * len(ids),
     )
 
 
-def _mask(rollouts: _Rollouts) -> torch.Tensor:
+def _truncated(trainer: TokenWeightTrainerSync, rollouts: Rollouts) -> torch.Tensor:
+    rollout = trainer.config.actor_rollout_ref.rollout
+    return truncated_rows(rollouts, rollout, trainer._context_length, trainer._end_tokens)
+
+
+def _mask(rollouts: Rollouts) -> torch.Tensor:
     lengths = torch.tensor([[len(row)] for row in rollouts.responses])
     return torch.arange(int(lengths.max())) < lengths
 
@@ -77,11 +84,11 @@ def test_is_registered_with_verl_as_its_synchronous_trainer() -> None:
     ids=["no generation config", "names none", "names one", "names several"],
 )
 def test_end_tokens_are_the_tokenizers_and_the_generation_configs(generation: Any, expected: set[int]) -> None:
-    assert _end_tokens(char_tokenizer(), generation) == expected
+    assert end_token_ids(char_tokenizer(), generation) == expected
 
 
 def test_end_tokens_without_any() -> None:
-    assert _end_tokens(SimpleNamespace(eos_token_id=None), None) == set()
+    assert end_token_ids(SimpleNamespace(eos_token_id=None), None) == set()
 
 
 def test_a_tokenizer_that_loses_text_ends_the_run_at_its_start(tmp_path: Path) -> None:
@@ -99,7 +106,7 @@ def test_a_tokenizer_that_loses_text_ends_the_run_at_its_start(tmp_path: Path) -
 def test_truncated_is_a_response_at_the_limit_without_an_end_token() -> None:
     rollouts = _rollouts(["abc<end>", "abcde<end>", "abcdef", "abcde", "abc", ""])
     assert [len(row) for row in rollouts.responses] == [4, 6, 6, 5, 3, 0]
-    assert _trainer()._truncated(rollouts).tolist() == [False, False, True, False, False, False]
+    assert _truncated(_trainer(), rollouts).tolist() == [False, False, True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -132,20 +139,17 @@ def test_truncated_by_the_room_that_a_long_prompt_leaves(
     trainer._context_length = context
     trainer.config.actor_rollout_ref.rollout.name = engine
     rollouts = replace(_rollouts([response]), prompts=[torch.arange(5)])
-    assert trainer._truncated(rollouts).tolist() == [truncated]
+    assert _truncated(trainer, rollouts).tolist() == [truncated]
 
 
 def test_truncated_in_a_later_turn() -> None:
     """Of rows in which a tool wrote "cd", the last turn had what was left; "f" ends a turn."""
     rollouts = _rollouts(["abfcde", "abfcd<end>", "abfcf"])
-    of_tool = torch.tensor([False, False, False, True, True, False])
-    generated = [torch.where(of_tool[: len(row)], -1, row) for row in rollouts.responses]
-    rollouts = replace(rollouts, generated=generated)
     trainer = _trainer()
     trainer._end_tokens = {END_ID, encode("f")[0]}
-    assert trainer._truncated(rollouts).tolist() == [True, False, False]
+    assert _truncated(trainer, rollouts).tolist() == [True, False, False]
     trainer._context_length = 6  # the prompt has one token
-    assert trainer._truncated(_rollouts(["abfcd", "abfc", "abfcf"])).tolist() == [True, False, False]
+    assert _truncated(trainer, _rollouts(["abfcd", "abfc", "abfcf"])).tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(("max_model_len", "context"), [(None, 48), (32, 32)])
@@ -172,7 +176,7 @@ def test_length_of_the_context(tmp_path: Path, max_model_len: int | None, contex
 def test_any_end_token_ends_a_response() -> None:
     trainer = _trainer()
     trainer._end_tokens = {END_ID, encode("f")[0]}
-    assert trainer._truncated(_rollouts(["abcdef", "abcdeg"])).tolist() == [False, True]
+    assert _truncated(trainer, _rollouts(["abcdef", "abcdeg"])).tolist() == [False, True]
 
 
 def test_advantage_of_a_row_is_that_of_its_tokens_that_train() -> None:
@@ -184,7 +188,7 @@ def test_advantage_of_a_row_is_that_of_its_tokens_that_train() -> None:
 
 
 def test_rows_of_one_prompt_are_a_group() -> None:
-    assert _groups(["a_b_0_0", "c_1_0", "a_b_1_0", "c_0_1", "a_b_0_1"]) == [0, 1, 0, 1, 0]
+    assert group_numbers(["a_b_0_0", "c_1_0", "a_b_1_0", "c_0_1", "a_b_0_1"]) == [0, 1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("masks", [True, False])
@@ -201,9 +205,9 @@ def test_a_truncated_row_has_no_advantage_where_these_are_masked(masks: bool) ->
 
 def test_verl_computes_the_base_advantage_under_its_own_name() -> None:
     trainer = _trainer()
-    with trainer._base_estimator():
+    with estimator_named(trainer.config.algorithm, "grpo"):
         assert trainer.config.algorithm.adv_estimator == "grpo"
     assert trainer.config.algorithm.adv_estimator == "grail"
-    with pytest.raises(ZeroDivisionError), trainer._base_estimator():
+    with pytest.raises(ZeroDivisionError), estimator_named(trainer.config.algorithm, "grpo"):
         raise ZeroDivisionError
     assert trainer.config.algorithm.adv_estimator == "grail"

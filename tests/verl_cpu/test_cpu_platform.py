@@ -170,7 +170,7 @@ def test_everything_else_is_accepted() -> None:
 @pytest.mark.parametrize("embeddings", ["tied", "untied"])
 def test_weights_reach_vllm(tmp_path: Path, embeddings: str) -> None:
     """vLLM's log-probabilities follow the trainer's model through two transfers of several buckets each."""
-    command = ["-m", "tests.verl_ext.cpu_reload_run", embeddings, str(tmp_path)]
+    command = ["-m", "tests.verl_cpu.cpu_reload_run", embeddings, str(tmp_path)]
     seen = run_python(*command, python=forked.python(), **forked.ENVIRONMENT)
     assert seen["bytes"] > 2 * 2**20
     loaded, *updates = seen["rounds"]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grail_advantage.verl_ext.patches import data_parallel_size
 from grail_advantage.verl_ext.row_balance import Place, deal, spread
-from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync
 
 
 class TestSpread:
@@ -79,6 +79,4 @@ class TestDeal:
 
 
 def test_a_sequence_parallel_group_counts_once() -> None:
-    trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
-    trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]})
-    assert trainer._data_parallel_size == 2
+    assert data_parallel_size(SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]})) == 2

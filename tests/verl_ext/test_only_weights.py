@@ -1,0 +1,128 @@
+"""One word adds token weights to a run of verl's and nothing else; installing this package changes nothing at all.
+
+Two whole runs by verl's own command, of real interpreters: one with ``grpo``, and one with ``grail`` that resumes from the
+first one's checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.verl_ext import whole_run
+from tests.verl_ext.observing_reward import CHILD_SECONDS, FOLDER
+
+ROOT = Path(__file__).parents[2]
+NAMES = """
+import json, os, sys, types
+before = dict(os.environ)
+import verl.trainer.main_ppo, verl.trainer.ppo.v1, verl.workers.engine_workers, verl.utils.tracking
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+names = {}
+for module_name, module in sorted(sys.modules.items()):
+    if module_name.split(".")[0] == "verl":
+        for name, value in vars(module).items():
+            if isinstance(value, types.FunctionType):
+                names[f"{module_name}.{name}"] = f"{value.__code__.co_filename}:{value.__qualname__}"
+            elif isinstance(value, type):
+                names[f"{module_name}.{name}"] = f"{value.__module__}:{value.__qualname__}"
+environment = {name: value for name, value in os.environ.items() if before.get(name) != value}
+print("NAMES" + json.dumps([names, environment, sorted(map(str, ADV_ESTIMATOR_REGISTRY))]))
+"""
+
+
+@pytest.mark.slow
+def test_installing_changes_two_functions_of_verls() -> None:
+    results = []
+    for plugins in ({}, {"VERL_USE_EXTERNAL_PLUGINS": "none"}):
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")} | plugins
+        done = subprocess.run(
+            [sys.executable, "-c", NAMES],
+            cwd=ROOT,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=True,
+        )
+        results.append(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("NAMES"))[5:]))
+    (names, environment, estimators), (stock_names, stock_environment, stock_estimators) = results
+    changed = {name for name in names.keys() | stock_names.keys() if names.get(name) != stock_names.get(name)}
+    # main_ppo imports them by name.
+    assert {name.rsplit(".", 1)[1] for name in changed} == {"validate_config", "configure_verl_logging"}
+    assert environment == stock_environment
+    assert set(stock_estimators) < set(estimators) and "grail" not in stock_estimators
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict]]:
+    """The folder of both runs, and what each observed."""
+    folder = tmp_path_factory.mktemp("runs")
+    observed = {}
+    for steps, estimator in enumerate(("grpo", "grail"), start=1):
+        place = folder / estimator
+        place.mkdir()
+        overrides = [
+            f"algorithm.adv_estimator={estimator}",
+            "data.train_batch_size=2",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.rollout.n=4",
+            f"reward.custom_reward_function.path={ROOT / 'tests' / 'verl_ext' / 'observing_reward.py'}",
+            f"+ray_kwargs.ray_init.runtime_env.env_vars.{FOLDER}={place}",
+            "trainer.total_epochs=100",
+            f"trainer.total_training_steps={steps}",
+            "trainer.save_freq=1",
+        ]
+        run = whole_run.run(folder, overrides, rows=4, stock=True)
+        observed[estimator] = json.loads((place / "observed.json").read_text()) | {"output": run.output}
+    return folder, observed
+
+
+@pytest.mark.slow
+def test_a_stock_runs_checkpoint_resumes(runs: tuple[Path, dict[str, dict]]) -> None:
+    folder, observed = runs
+    assert "Resuming from" in observed["grail"]["output"]
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == [2], "verl's own logger begins anew"
+    assert "grail/answer_found_rate" in steps[-1]["data"]
+
+
+@pytest.mark.slow
+def test_checkpoints_are_those_of_stock_verl(runs: tuple[Path, dict[str, dict]]) -> None:
+    checkpoints = runs[0] / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {
+        "global_step_1",
+        "global_step_2",
+        "latest_checkpointed_iteration.txt",
+    }
+    files = [
+        {str(path.relative_to(checkpoints / step)) for path in (checkpoints / step).rglob("*")}
+        for step in ("global_step_1", "global_step_2")
+    ]
+    assert files[0] == files[1] and "data.pt" in files[0]
+
+
+@pytest.mark.slow
+def test_processes_and_environment_are_those_of_stock_verl(runs: tuple[Path, dict[str, dict]]) -> None:
+    _, observed = runs
+    # Ray starts idle workers and helpers when it sees fit.
+    assert set(observed["grail"]["processes"]) - set(observed["grpo"]["processes"]) <= {"ray::IDLE", ""}
+    assert observed["grail"]["environment"] == observed["grpo"]["environment"]
+
+
+@pytest.mark.slow
+def test_a_dead_actor_and_a_detached_child_of_the_users_are_left_alone(runs: tuple[Path, dict[str, dict]]) -> None:
+    folder, _ = runs
+    for place in (folder / "grpo", folder / "grail"):
+        assert (place / "died").exists()
+        deadline = time.monotonic() + 4 * CHILD_SECONDS
+        while not (place / "uploaded").exists() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert (place / "uploaded").exists()
