@@ -5,7 +5,9 @@
 # limit of 4096 many would be cut off, and a truncated response teaches nothing. The loss is divided by the longest response,
 # and so by 8192.
 #
-# Knobs: MODEL_PATH, MAX_RESPONSE_LENGTH here; ADV_ESTIMATOR, PRESET, OAR_VARIANT, SEED, NNODES, NGPUS_PER_NODE,
+# transformers reads this model's tokenizer without spaces and newlines, so the run takes a repaired copy (TOKENIZER_PATH).
+#
+# Knobs: MODEL_PATH, TOKENIZER_PATH, MAX_RESPONSE_LENGTH here; ADV_ESTIMATOR, PRESET, OAR_VARIANT, SEED, NNODES, NGPUS_PER_NODE,
 #        TRAIN_BATCH_SIZE, ROLLOUT_N, MAX_PROMPT_LENGTH, PPO_MAX_TOKEN_LEN_PER_GPU, ROLLOUT_TP, LORA_RANK, STRATEGY, OFFLOAD,
 #        LEARNING_RATE, DATA_DIR, TOTAL_STEPS, SAVE_FREQ, TEST_FREQ, PROJECT_NAME, EXPERIMENT_NAME, LOGGER, PYTHON, DRY_RUN,
 #        FRESH in examples/common.sh.
@@ -25,6 +27,12 @@ micro_batch_sequences=2
 
 # shellcheck source=examples/common.sh
 source examples/common.sh
+
+tokenizer_path=${TOKENIZER_PATH:-$PWD/outputs/tokenizers/$model_name}
+if [[ $dry_run == 0 && ! -f $tokenizer_path/tokenizer_config.json ]]; then
+    "$python" -m grail_advantage.tokenizers "$model_path" "$tokenizer_path"
+fi
+MODEL+=(actor_rollout_ref.model.tokenizer_path="$tokenizer_path")
 
 DRY_RUN=$dry_run "$python" -m recipe.main_grail \
     "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${REF[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" \
