@@ -8,9 +8,10 @@ Shape suffixes: B rows, L prompt + response, T response tokens, S positions, K c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -41,6 +42,7 @@ from grail_advantage.batch import (
     Example,
     PassRow,
     RolloutBatch,
+    check_tensor,
     token_mean,
 )
 from grail_advantage.metrics import weight_metrics
@@ -52,6 +54,8 @@ SEQUENCE_TOKENS = 16384
 """Most tokens of a signal's own sequences that go through the model together."""
 POSITIONS_TOGETHER = 1024
 """Positions whose distribution over the vocabulary is held in float32 at a time."""
+ROUNDING = 1e-3
+"""Most that rounding puts a log-probability above 0."""
 
 _T = TypeVar("_T")
 
@@ -92,13 +96,13 @@ def compute_token_weights(
 
     Each row is stripped of its padding and computed alone, so its weights do not depend on its neighbours or on the side of
     the padding, except where the method compares rows (its page says so). Rows with advantage 0 weigh 1 with every method that
-    does not compare rows: their token advantages are 0 in any case. No parameter gradient, no hook and no changed training
-    mode stay behind, also when it raises.
+    does not compare rows: their token advantages are 0 in any case. The model keeps no parameter gradient, no hook and no
+    changed training mode, also when this raises. Results have no graph; inputs that have one are detached.
 
     Args:
         model: a causal language model.
         tokenizer: the tokenizer that the token ids belong to.
-        input_ids: (B, L) int64, prompt + response, padded on either side.
+        input_ids: (B, L) int64, prompt + response, padded on either side. Tokens after the response change nothing.
         attention_mask: (B, L) bool or 0/1.
         response_mask: (B, L) bool or 0/1, the response tokens, contiguous in each row; a row without any weighs 0.
         advantages: (B,) one advantage a row. A row without a finite one is treated as one with advantage 0.
@@ -107,86 +111,56 @@ def compute_token_weights(
         old_log_probs: (B, L) float; log-probability of each response token at this temperature under the policy before the
             update. Computed with ``model`` where a method reads them and they are not given.
         entropy: (B, L) float; the policy's entropy at each response token's predictor position, likewise.
-        groups: (B,) int64, rows with the same number answer the same prompt; for methods that compare them.
+        groups: (B,) int64, at least 0; rows with the same number answer the same prompt; for methods that compare them.
         examples: for each row what it was asked, for methods that ask differently.
         process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have
             other rows, and another number of them: a rank that is through runs dummy passes until all are. Methods that rank
             the tokens of a batch see the rows of their own rank.
-        step: training step, for methods that change over a run.
+        step: training step, at least 0, for methods that change over a run.
         aggregate: a batch's mean of (B, T) values under a (B, T) mask as the run's loss takes it, for methods that compare it
             with a threshold; by default that of all tokens.
 
     Raises:
-        ValueError: shapes that do not fit, a temperature that is not positive, a response that starts the row or has gaps, a
-            tokenizer that the method cannot work with, groups or examples that it needs.
+        ValueError: an argument of the wrong type, shape or dtype, a temperature that is not positive, a response that starts
+            the row or has gaps, log-probabilities above 0, a negative group or step, a tokenizer that the method cannot work
+            with, groups or examples that it needs. The message names the argument.
     """
-    signal = config
-    _check_inputs(input_ids, attention_mask, response_mask, advantages, temperature)
-    _check_columns(signal, input_ids, old_log_probs, entropy, groups, examples)
-    device = input_ids.device
-    advantages = advantages.to(device)
-    valid_BL, response_BL = attention_mask.bool(), response_mask.bool()
-    responses = [input_ids[row, response_BL[row]] for row in range(input_ids.shape[0])]
-    width = max((response.shape[0] for response in responses), default=0)
-    mask_BT = torch.arange(width, device=device) < response_BL.sum(dim=-1, keepdim=True)
-    spans = find_answer_spans(responses, tokenizer, signal.span)
-    batch = RolloutBatch(mask_BT, advantages, spans, {}, aggregate, step, examples)
+    signal = _checked_signal(config)
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
+    rollouts = _Rollouts(input_ids, attention_mask, response_mask, advantages, groups, examples)
+    rollouts.check(signal)
+    given_BL = {
+        name: values_BL
+        for name, values_BL in ((OLD_LOG_PROBS, old_log_probs), (ENTROPY, entropy))
+        if values_BL is not None
+    }
+    rollouts.check_columns(given_BL)
+    mask_BT = rollouts.mask_BT
+    spans = find_answer_spans(rollouts.responses, tokenizer, signal.span)
+    batch = RolloutBatch(mask_BT, advantages.to(mask_BT.device), spans, {}, aggregate, step, examples)
     rows = signal.select(batch)
 
-    plain = _PlainModel(model, tokenizer, temperature, device, process_group, step)
-    gradient_norms = [torch.zeros(0)]
     with torch.inference_mode(False):  # the caller may be in it, and nothing made there can take part in a backward
-        of_pass_BT = torch.full(mask_BT.shape, float("nan"), device=device)
+        of_pass_BT = torch.full(mask_BT.shape, float("nan"), device=mask_BT.device)
+        gradient_norms = torch.zeros(0)
         if rows.selected_B.any() or process_group is not None:
-            everything = _pass_rows(input_ids, valid_BL, response_BL, spans, advantages, groups, examples)
-            given = {OLD_LOG_PROBS: old_log_probs, ENTROPY: entropy}
-            batch = replace(batch, columns_BT=_columns(signal, plain, everything, mask_BT, response_BL, given))
+            host = _PlainModel(model, tokenizer, temperature, mask_BT.device, process_group, step)
+            pass_rows = rollouts.pass_rows(spans)
+            columns_BT = {name: rollouts.to_responses(values_BL) for name, values_BL in given_BL.items()}
+            batch = replace(batch, columns_BT=_columns(signal, host, pass_rows, mask_BT, columns_BT))
             if signal.uses:
-                signal.check_tokenizer(tokenizer)
-                selected = [everything[index] for index in rows.selected_B.nonzero().flatten().tolist()]
-                found = signal.run([signal.prepare_row(row, tokenizer) for row in selected], plain)
-                for row, row_scores in zip(selected, found, strict=True):
-                    put_row(of_pass_BT, row.place, row.response_length, row_scores, signal)
-                    if row_scores.gradient_norms is not None:
-                        gradient_norms.append(row_scores.gradient_norms.cpu())
+                selected = [row for row, wanted in zip(pass_rows, rows.selected_B.tolist(), strict=True) if wanted]
+                gradient_norms = _run_pass(signal, host, selected, tokenizer, of_pass_BT)
 
     scores_BT = scores_of(signal, batch, rows, of_pass_BT if signal.uses else None)
     result = batch_weights(scores_BT, batch, rows, signal)
     return TokenWeights(
-        weights=_to_full_width(result.weights_BT, mask_BT, response_BL, 0.0),
-        scores=_to_full_width(of_pass_BT if scores_BT is None else scores_BT, mask_BT, response_BL, float("nan")),
+        weights=rollouts.to_full_width(result.weights_BT, 0.0),
+        scores=rollouts.to_full_width(of_pass_BT if scores_BT is None else scores_BT, float("nan")),
         spans=spans,
-        stats=weight_metrics(result, mask_BT, advantages, rows, torch.cat(gradient_norms)),
+        stats=weight_metrics(result, mask_BT, batch.advantages_B, rows, gradient_norms),
     )
-
-
-def _pass_rows(
-    input_ids: torch.Tensor,
-    valid_BL: torch.Tensor,
-    response_BL: torch.Tensor,
-    spans: Sequence[AnswerSpan | None],
-    advantages: torch.Tensor,
-    groups: torch.Tensor | None,
-    examples: Sequence[Example] | None,
-) -> list[PassRow]:
-    """Every row without its padding."""
-    rows = []
-    for index in range(input_ids.shape[0]):
-        inside_S = response_BL[index, valid_BL[index]]
-        length = int(inside_S.sum())
-        rows.append(
-            PassRow(
-                tokens_S=input_ids[index, valid_BL[index]],
-                response_start=int(inside_S.nonzero()[0]) if length else len(inside_S),
-                response_length=length,
-                span=spans[index],
-                advantage=float(advantages[index]),
-                group=int(groups[index]) if groups is not None else index,
-                place=index,
-                example=examples[index] if examples is not None else None,
-            )
-        )
-    return rows
 
 
 def _columns(
@@ -194,26 +168,171 @@ def _columns(
     model: _PlainModel,
     rows: Sequence[PassRow],
     mask_BT: torch.Tensor,
-    response_BL: torch.Tensor,
-    given: Mapping[str, torch.Tensor | None],
+    given_BT: dict[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """The columns (B, T) that the signal reads: those given, the others from the model, 0 outside the mask."""
     wanted = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in signal.reads]
-    columns = {}
-    for name in wanted:
-        columns[name] = torch.zeros(mask_BT.shape, device=mask_BT.device)
-        if given[name] is not None:
-            columns[name][mask_BT] = given[name][response_BL].float()
-    missing = [name for name in wanted if given[name] is None]
+    missing = [name for name in wanted if name not in given_BT]
+    columns_BT = {name: given_BT.get(name, torch.zeros(mask_BT.shape, device=mask_BT.device)) for name in wanted}
     if missing:
         answered = [row for row in rows if row.response_length]
-        found = model.micro_batches(
+        statistics = model.micro_batches(
             answered, lambda micro: [micro.statistics(entropy=ENTROPY in missing)], gradients=False
         )
-        for row, of_row in zip(answered, found, strict=True):
+        for row, of_row in zip(answered, statistics, strict=True):
             for name in missing:
-                columns[name][row.place, : row.response_length] = of_row[name]
-    return columns
+                columns_BT[name][row.place, : row.response_length] = of_row[name]
+    return columns_BT
+
+
+def _run_pass(
+    signal: Signal,
+    model: Model,
+    rows: Sequence[PassRow],
+    tokenizer: PreTrainedTokenizerBase,
+    of_pass_BT: torch.Tensor,
+) -> torch.Tensor:
+    """Put the scores of the signal's pass into ``of_pass_BT``; returns its gradient norms, 1-D float32 on the CPU."""
+    signal.check_tokenizer(tokenizer)
+    scores = signal.run([signal.prepare_row(row, tokenizer) for row in rows], model)
+    for row, of_row in zip(rows, scores, strict=True):
+        put_row(of_pass_BT, row.place, row.response_length, of_row, signal)
+    norms = [of_row.gradient_norms.cpu() for of_row in scores if of_row.gradient_norms is not None]
+    return torch.cat([torch.zeros(0), *norms])
+
+
+@dataclass(frozen=True)
+class _Rollouts:
+    """The rows as the caller gives them, see :func:`compute_token_weights`."""
+
+    input_ids_BL: torch.Tensor
+    attention_mask_BL: torch.Tensor
+    response_mask_BL: torch.Tensor
+    advantages_B: torch.Tensor
+    groups_B: torch.Tensor | None
+    examples: Sequence[Example] | None
+
+    def check(self, signal: Signal) -> None:
+        """Refuse what does not fit together, and what the signal needs and nobody gave."""
+        check_tensor("input_ids", self.input_ids_BL)
+        if self.input_ids_BL.ndim != 2:
+            raise ValueError(f"input_ids must be (B, L), got shape {tuple(self.input_ids_BL.shape)}")
+        self._check_width("attention_mask", self.attention_mask_BL)
+        self._check_width("response_mask", self.response_mask_BL)
+        self._check_one_a_row("advantages", self.advantages_B)
+        if (self.response_BL & ~self.valid_BL).any():
+            raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
+        for row, (inside_L, valid_L) in enumerate(zip(self.response_BL, self.valid_BL, strict=True)):
+            inside = inside_L[valid_L].nonzero().flatten()
+            if inside.numel() and inside[-1] - inside[0] + 1 != inside.numel():
+                raise ValueError(f"response_mask of row {row} has gaps; the response must be contiguous")
+            if inside.numel() and inside[0] == 0:
+                raise ValueError(f"row {row} has no prompt token before its response; add at least one")
+        if self.groups_B is not None:
+            self._check_groups(self.groups_B)
+        if self.examples is not None and len(self.examples) != len(self.input_ids_BL):
+            raise ValueError(f"examples must be one a row, {len(self.input_ids_BL)} of them; got {len(self.examples)}")
+        for name, values in ((GROUPS, self.groups_B), (EXAMPLES, self.examples)):
+            if name in signal.reads and values is None:
+                raise ValueError(f"{signal.name} reads {name}; pass {name}=")
+
+    def check_columns(self, columns_BL: dict[str, torch.Tensor]) -> None:
+        """Refuse columns of another shape, and log-probabilities above 0."""
+        for name, values_BL in columns_BL.items():
+            self._check_width(name, values_BL)
+            known = values_BL[self.response_BL & values_BL.isfinite()]
+            if name == OLD_LOG_PROBS and (known > ROUNDING).any():
+                raise ValueError(
+                    f"{name} holds {float(known.max())}; log-probabilities are at most 0: pass log p, not p or -log p"
+                )
+
+    def _check_width(self, name: str, values: torch.Tensor) -> None:
+        check_tensor(name, values)
+        if values.shape != self.input_ids_BL.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}, input_ids {tuple(self.input_ids_BL.shape)}; they must agree"
+            )
+
+    def _check_one_a_row(self, name: str, values: torch.Tensor) -> None:
+        check_tensor(name, values)
+        if values.shape != self.input_ids_BL.shape[:1]:
+            raise ValueError(
+                f"{name} must be one number a row, shape ({len(self.input_ids_BL)},); got {tuple(values.shape)}"
+            )
+
+    def _check_groups(self, groups_B: torch.Tensor) -> None:
+        self._check_one_a_row("groups", groups_B)
+        if groups_B.is_floating_point() or groups_B.is_complex() or groups_B.dtype == torch.bool:
+            raise ValueError(f"groups must hold whole numbers, got {groups_B.dtype}; use torch.int64")
+        if (groups_B < 0).any():
+            raise ValueError(
+                f"groups holds {int(groups_B.min())}; numbers must be at least 0, as those of "
+                "torch.unique(groups, return_inverse=True)[1]"
+            )
+
+    @cached_property
+    def valid_BL(self) -> torch.Tensor:
+        """bool."""
+        return self.attention_mask_BL.bool()
+
+    @cached_property
+    def response_BL(self) -> torch.Tensor:
+        """bool."""
+        return self.response_mask_BL.bool()
+
+    @property
+    def responses(self) -> list[torch.Tensor]:
+        """Each row's response tokens, (T_i,)."""
+        return [ids_L[inside_L] for ids_L, inside_L in zip(self.input_ids_BL, self.response_BL, strict=True)]
+
+    @cached_property
+    def mask_BT(self) -> torch.Tensor:
+        """bool; the responses, padded on the right to the longest."""
+        lengths_B1 = self.response_BL.sum(dim=-1, keepdim=True)
+        width = int(lengths_B1.max()) if len(lengths_B1) else 0
+        return torch.arange(width, device=self.input_ids_BL.device) < lengths_B1
+
+    def pass_rows(self, spans: Sequence[AnswerSpan | None]) -> list[PassRow]:
+        """Every row without its padding, and without the tokens after its response, on which no score depends."""
+        rows = []
+        for index, (ids_L, valid_L) in enumerate(zip(self.input_ids_BL, self.valid_BL, strict=True)):
+            inside_S = self.response_BL[index, valid_L]
+            length = int(inside_S.sum())
+            start = int(inside_S.nonzero()[0]) if length else len(inside_S)
+            rows.append(
+                PassRow(
+                    tokens_S=ids_L[valid_L][: start + length],
+                    response_start=start,
+                    response_length=length,
+                    span=spans[index],
+                    advantage=float(self.advantages_B[index].detach()),
+                    group=int(self.groups_B[index]) if self.groups_B is not None else index,
+                    place=index,
+                    example=self.examples[index] if self.examples is not None else None,
+                )
+            )
+        return rows
+
+    def to_responses(self, values_BL: torch.Tensor) -> torch.Tensor:
+        """Values of the response tokens as (B, T) float32, 0 outside the mask."""
+        values_BT = torch.zeros(self.mask_BT.shape, device=self.input_ids_BL.device)
+        values_BT[self.mask_BT] = values_BL.detach()[self.response_BL].float()
+        return values_BT
+
+    def to_full_width(self, values_BT: torch.Tensor, fill: float) -> torch.Tensor:
+        """The reverse, (B, L) float32, ``fill`` outside the response."""
+        values_BL = torch.full(self.input_ids_BL.shape, fill, dtype=torch.float32, device=values_BT.device)
+        values_BL[self.response_BL] = values_BT[self.mask_BT]
+        return values_BL
+
+
+def _checked_signal(config: object) -> Signal:
+    if not isinstance(config, Signal):
+        raise ValueError(
+            f"config={config!r} must be a method with its options, such as GrailConfig(); "
+            "grail_advantage.registry.method(name).build(options) makes one from a name"
+        )
+    return config
 
 
 class _PlainModel(Model):
@@ -365,64 +484,3 @@ class _OneRow(MicroBatch):
                     -torch.where(log_probs_KV == -torch.inf, 0, log_probs_KV.exp() * log_probs_KV).sum(-1)
                 )
         return {name: torch.cat(values) for name, values in found.items() if values}
-
-
-def _to_full_width(
-    values_BT: torch.Tensor, mask_BT: torch.Tensor, response_BL: torch.Tensor, fill: float
-) -> torch.Tensor:
-    values_BL = torch.full(response_BL.shape, fill, dtype=torch.float32, device=values_BT.device)
-    values_BL[response_BL] = values_BT[mask_BT]
-    return values_BL
-
-
-def _check_inputs(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    response_mask: torch.Tensor,
-    advantages: torch.Tensor,
-    temperature: float,
-) -> None:
-    if input_ids.ndim != 2:
-        raise ValueError(f"input_ids must be (B, L), got shape {tuple(input_ids.shape)}")
-    for name, tensor in (("attention_mask", attention_mask), ("response_mask", response_mask)):
-        if tensor.shape != input_ids.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, input_ids {tuple(input_ids.shape)}; they must agree"
-            )
-    if advantages.shape != input_ids.shape[:1]:
-        raise ValueError(
-            f"advantages must be one number a row, shape ({input_ids.shape[0]},); got {tuple(advantages.shape)}"
-        )
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
-    response_BL = response_mask.bool()
-    if (response_BL & ~attention_mask.bool()).any():
-        raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
-    for row in range(input_ids.shape[0]):
-        inside = response_BL[row, attention_mask[row].bool()].nonzero().flatten()
-        if inside.numel() and inside[-1] - inside[0] + 1 != inside.numel():
-            raise ValueError(f"response_mask of row {row} has gaps; the response must be contiguous")
-        if inside.numel() and inside[0] == 0:
-            raise ValueError(f"row {row} has no prompt token before its response; add at least one")
-
-
-def _check_columns(
-    signal: Signal,
-    input_ids: torch.Tensor,
-    old_log_probs: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    groups: torch.Tensor | None,
-    examples: Sequence[Example] | None,
-) -> None:
-    for name, values in (("old_log_probs", old_log_probs), ("entropy", entropy)):
-        if values is not None and values.shape != input_ids.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(values.shape)}, input_ids {tuple(input_ids.shape)}; they must agree"
-            )
-    if groups is not None and groups.shape != input_ids.shape[:1]:
-        raise ValueError(f"groups must be one number a row, shape ({input_ids.shape[0]},); got {tuple(groups.shape)}")
-    if examples is not None and len(examples) != input_ids.shape[0]:
-        raise ValueError(f"examples must be one a row, {input_ids.shape[0]} of them; got {len(examples)}")
-    for name, given in ((GROUPS, groups), (EXAMPLES, examples)):
-        if name in signal.reads and given is None:
-            raise ValueError(f"{signal.name} reads {name}; pass {name}=")

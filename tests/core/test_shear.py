@@ -106,6 +106,13 @@ def test_needs_groups() -> None:
         compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), CONFIG)
 
 
+def test_negative_groups_are_refused() -> None:
+    """Within a pass they mark the rows that belong to nobody, which weigh 1."""
+    batch = make_batch(ROLLOUTS[:2])
+    with pytest.raises(ValueError, match="groups holds -7; numbers must be at least 0"):
+        compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), CONFIG, groups=torch.tensor([-7, -7]))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -19,6 +19,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
 
 import grail_advantage
 from grail_advantage import AnswerSpan, GrailConfig, TokenWeights, activations, compute_token_weights, token_weights
+from grail_advantage.registry import method
 from tests.core.reference import PlainModel, ReferenceResult, reference_weights, resolve
 from tests.core.tiny_models import (
     CHARACTERS,
@@ -670,31 +671,69 @@ def without_prompt() -> Batch:
     return batch
 
 
-@pytest.mark.parametrize(
-    ("batch", "temperature", "said"),
-    [
-        (lambda: changed(input_ids=torch.zeros(5, dtype=torch.long)), 1.0, ["input_ids", "(B, L)", "(5,)"]),
-        (
-            lambda: changed(attention_mask=torch.ones(2, 7)),
-            1.0,
-            ["attention_mask", "(2, 7)", "input_ids", "must agree"],
-        ),
-        (lambda: changed(response_mask=torch.ones(1, 3)), 1.0, ["response_mask", "(1, 3)", "input_ids", "must agree"]),
-        (lambda: changed(advantages=torch.zeros(3)), 1.0, ["advantages", "one number a row", "(2,)", "(3,)"]),
-        (lambda: changed(advantages=torch.zeros(2, 1)), 1.0, ["advantages", "one number a row", "(2, 1)"]),
-        (changed, 0.0, ["temperature=0.0", "greater than 0"]),
-        (changed, -1.0, ["temperature=-1.0", "greater than 0"]),
-        (changed, math.nan, ["temperature=nan", "greater than 0"]),
-        (with_padded_response, 1.0, ["response_mask", "padding", "attention_mask"]),
-        (with_gap, 1.0, ["response_mask", "row 1", "gaps", "contiguous"]),
-        (without_prompt, 1.0, ["row 1", "no prompt token", "add at least one"]),
-    ],
-)
-def test_what_is_refused_and_how(batch: Callable[[], Batch], temperature: float, said: list[str]) -> None:
+def as_lists(*names: str) -> Batch:
+    batch = changed()
+    return dataclasses.replace(batch, **{name: getattr(batch, name).tolist() for name in names})
+
+
+REFUSED: list[tuple[Callable[[], Batch], dict[str, Any], list[str]]] = [
+    (lambda: changed(input_ids=torch.zeros(5, dtype=torch.long)), {}, ["input_ids", "(B, L)", "(5,)"]),
+    (lambda: changed(attention_mask=torch.ones(2, 7)), {}, ["attention_mask", "(2, 7)", "input_ids", "must agree"]),
+    (lambda: changed(response_mask=torch.ones(1, 3)), {}, ["response_mask", "(1, 3)", "input_ids", "must agree"]),
+    (lambda: changed(advantages=torch.zeros(3)), {}, ["advantages", "one number a row", "(2,)", "(3,)"]),
+    (lambda: changed(advantages=torch.zeros(2, 1)), {}, ["advantages", "one number a row", "(2, 1)"]),
+    (changed, {"temperature": 0.0}, ["temperature=0.0", "greater than 0"]),
+    (changed, {"temperature": -1.0}, ["temperature=-1.0", "greater than 0"]),
+    (changed, {"temperature": math.nan}, ["temperature=nan", "greater than 0"]),
+    (with_padded_response, {}, ["response_mask", "padding", "attention_mask"]),
+    (with_gap, {}, ["response_mask", "row 1", "gaps", "contiguous"]),
+    (without_prompt, {}, ["row 1", "no prompt token", "add at least one"]),
+    (lambda: as_lists("input_ids"), {}, ["input_ids must be a tensor, got list; use torch.tensor"]),
+    (lambda: as_lists("attention_mask"), {}, ["attention_mask must be a tensor, got list"]),
+    (lambda: as_lists("response_mask"), {}, ["response_mask must be a tensor, got list"]),
+    (lambda: as_lists("advantages"), {}, ["advantages must be a tensor, got list"]),
+    (changed, {"old_log_probs": [0.0]}, ["old_log_probs must be a tensor, got list"]),
+    (changed, {"entropy": [0.0]}, ["entropy must be a tensor, got list"]),
+    (changed, {"groups": [0, 0]}, ["groups must be a tensor, got list"]),
+    (changed, {"groups": torch.zeros(2)}, ["groups must hold whole numbers", "torch.float32", "torch.int64"]),
+    (changed, {"groups": torch.tensor([3, -2])}, ["groups", "-2", "at least 0", "torch.unique"]),
+    (changed, {"groups": torch.zeros(3, dtype=torch.long)}, ["groups", "one number a row", "(2,)", "(3,)"]),
+    (changed, {"entropy": torch.zeros(2, 3)}, ["entropy", "(2, 3)", "input_ids", "must agree"]),
+    (changed, {"old_log_probs": torch.ones(changed().input_ids.shape)}, ["old_log_probs", "1.0", "at most 0"]),
+    (changed, {"examples": []}, ["examples", "one a row", "2", "0"]),
+    (changed, {"step": -1}, ["step=-1", "at least 0"]),
+    (changed, {"config": "grail"}, ["config='grail'", "GrailConfig()", "registry.method"]),
+    (changed, {"config": GrailConfig}, ["config=<class", "GrailConfig()"]),
+    (changed, {"config": {"preset": "robust"}}, ["config={'preset': 'robust'}", "GrailConfig()"]),
+]
+
+
+@pytest.mark.parametrize(("batch", "options", "words"), REFUSED)
+def test_refusals_name_the_argument_and_the_fix(
+    batch: Callable[[], Batch], options: dict[str, Any], words: list[str]
+) -> None:
+    arguments = {"config": GrailConfig(), **options}
     with pytest.raises(ValueError) as raised:
-        compute(subject("qwen3")[0], batch(), GrailConfig(), temperature)
-    for words in said:
-        assert words in str(raised.value)
+        compute_token_weights(subject("qwen3")[0], char_tokenizer(), *batch().tensors(), **arguments)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_advantages_with_a_graph_are_detached() -> None:
+    batch, model = make_batch(FEW_ROLLOUTS), subject("qwen3")[0]
+    parameter = torch.ones(len(FEW_ROLLOUTS), requires_grad=True)
+    got = compute(model, dataclasses.replace(batch, advantages=batch.advantages * parameter), GrailConfig())
+    assert not got.weights.requires_grad
+    assert torch.equal(got.weights, compute(model, batch, GrailConfig()).weights)
+
+
+def test_log_probs_that_rounding_put_above_zero_are_taken() -> None:
+    batch = make_batch(FEW_ROLLOUTS)
+    rounded = torch.full(batch.input_ids.shape, 1e-5)
+    got = compute_token_weights(
+        subject("qwen3")[0], char_tokenizer(), *batch.tensors(), method("probability").build({}), old_log_probs=rounded
+    )
+    assert got.weights.isfinite().all()
 
 
 def test_public_signatures() -> None:
