@@ -14,7 +14,7 @@ import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -89,9 +89,7 @@ class AnswerSpan:
     """One past the last token that covers a byte of the span."""
 
 
-def find_answer_span(
-    token_ids: TokenIds, tokenizer: PreTrainedTokenizerBase, which: Literal["first", "last"] = "last"
-) -> AnswerSpan | None:
+def find_answer_span(token_ids: TokenIds, tokenizer: PreTrainedTokenizerBase, which: str = "last") -> AnswerSpan | None:
     r"""Find the tokens of one complete ``\boxed{...}`` in a response.
 
     Args:
@@ -112,7 +110,7 @@ def find_answer_span(
 def find_answer_spans(
     token_ids_rows: torch.Tensor | np.ndarray | Iterable[TokenIds],
     tokenizer: PreTrainedTokenizerBase,
-    which: Literal["first", "last"] = "last",
+    which: str = "last",
 ) -> list[AnswerSpan | None]:
     """:func:`find_answer_span` for many responses: rows of any lengths, or one (B, T) or jagged tensor."""
     if which not in ("first", "last"):
@@ -135,7 +133,7 @@ def _as_array(token_ids: TokenIds) -> np.ndarray:
     return ids.astype(np.int64, copy=False)
 
 
-def _find_in_row(ids: np.ndarray, table: _TokenTable, which: Literal["first", "last"]) -> AnswerSpan | None:
+def _find_in_row(ids: np.ndarray, table: _TokenTable, which: str) -> AnswerSpan | None:
     if not ids.size:
         return None
     ids = np.where((ids >= 0) & (ids < table.size), ids, table.size)

@@ -1,6 +1,6 @@
 """The door between signals and a model: what a signal may ask, whoever holds the model.
 
-A host (:mod:`grail_advantage.token_weights` with any Hugging Face model, :mod:`grail_advantage.verl_ext.engine_model` with
+A host (:mod:`grail_advantage.hf_model` with any Hugging Face model, :mod:`grail_advantage.verl_ext.engine_model` with
 verl's FSDP engine) implements :class:`Model` and :class:`MicroBatch`. Signals are written against these two alone, so that each
 is written once. Micro-batches, packing, sharding, sequence parallelism and precision are the host's affair.
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
 
 import grail_advantage
-from grail_advantage import AnswerSpan, GrailConfig, TokenWeights, activations, compute_token_weights, token_weights
+from grail_advantage import AnswerSpan, GrailConfig, TokenWeights, activations, compute_token_weights, hf_model
 from grail_advantage.registry import method
 from tests.core.reference import PlainModel, ReferenceResult, reference_weights, resolve
 from tests.core.tiny_models import (
@@ -556,7 +556,7 @@ def _count_heads(monkeypatch: pytest.MonkeyPatch, chunk: int) -> list[int]:
         return whole(logits_KV, *others)
 
     monkeypatch.setattr(activations, "CHUNK_POSITIONS", chunk)
-    monkeypatch.setattr(token_weights, "CHUNK_POSITIONS", chunk)
+    monkeypatch.setattr(hf_model, "CHUNK_POSITIONS", chunk)
     monkeypatch.setattr(activations, "negative_log_likelihood", counted)
     return sizes
 
