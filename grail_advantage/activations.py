@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grail_advantage.fsdp1 import resharding, units_of, unwrapped
+from grail_advantage.patches import checkpointing_in_evaluation, resharding
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,20 @@ CHUNK_POSITIONS = 512
 vocabulary: 1.2 GB with 151,936 entries."""
 MARK = 64.0
 """What goes the way of logits beside a sum of log-probabilities; it must arrive as it is."""
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """The FSDP1 units inside a model."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside an FSDP1 unit, whose forward runs with the unit's parameters whole; any other module itself."""
+    return module.module if module in units_of(module) else module
 
 
 def leaf_module(model: nn.Module, leaf: str) -> nn.Module:
@@ -265,10 +279,9 @@ def capture_hidden_states(head: nn.Module) -> Iterator[list[torch.Tensor]]:
 def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Iterator[None]:
     """Dropout off, gradient checkpointing as configured, gradients on; every module's mode is put back afterwards.
 
-    Transformers checkpoints a block only in training mode, which would also switch dropout on. So each block runs in
-    evaluation mode inside a checkpoint of its own, and only seems to train to the code around it. That checkpoint is never
-    reentrant: a reentrant one cannot be differentiated with respect to activations. FSDP1 units reshard as in training, see
-    :mod:`grail_advantage.fsdp1`.
+    A checkpointed block runs in evaluation mode inside its checkpoint, and only seems to train to the code around it
+    (:func:`grail_advantage.patches.checkpointing_in_evaluation`). FSDP1 units reshard as in training
+    (:func:`grail_advantage.patches.resharding`).
 
     Args:
         model: bare or wrapped.
@@ -284,36 +297,18 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Ite
         checkpoint_blocks or any(getattr(module, "gradient_checkpointing", False) for module, _ in modes)
     ):
         _warn_of_activations(type(inner_model(model)).__name__)
-    own = [{name: vars(block)[name] for name in _CHECKPOINTING if name in vars(block)} for block in blocks]
     try:
         model.eval()
-        for block in blocks:
-            block.training = block.gradient_checkpointing = True
-            block._gradient_checkpointing_func = partial(_checkpointed, block)
-        with torch.inference_mode(False), torch.enable_grad(), resharding(model):
+        with (
+            checkpointing_in_evaluation(blocks),
+            resharding(units_of(model)),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             yield
     finally:
-        for block, attributes in zip(blocks, own, strict=True):
-            for name in _CHECKPOINTING:
-                vars(block).pop(name, None)
-            vars(block).update(attributes)
         for module, training in modes:
             module.training = training
-
-
-_CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
-"""Attributes of a ``GradientCheckpointingLayer``."""
-
-
-def _checkpointed(block: nn.Module, function: Callable, *args: Any) -> Any:
-    def evaluated(*inputs: Any) -> Any:
-        block.training = False
-        try:
-            return function(*inputs)
-        finally:
-            block.training = True
-
-    return checkpoint(evaluated, *args, use_reentrant=False)
 
 
 @cache
