@@ -566,7 +566,7 @@ def test_argument_by_position_is_refused_too(tmp_path: Path) -> None:
 
 def test_multi_modal_model_that_only_trl_recognises_is_refused(tmp_path: Path) -> None:
     trainer = build(tmp_path, weights={"token_weights": "grail"})
-    trainer._is_vlm = True
+    trainer.processing_class = object.__new__(ProcessorMixin)
     with pytest.raises(ValueError, match="text alone"):
         checks.check_trainer(trainer, GrailConfig())
 
@@ -637,7 +637,6 @@ def test_groups_that_are_split_over_processes_are_refused(tmp_path: Path) -> Non
     args = SimpleNamespace(**vars(trainer.args))
     args.per_device_train_batch_size, args.steps_per_generation = 2, 3
     copy = SimpleNamespace(
-        _is_vlm=False,
         args=args,
         is_fsdp_enabled=False,
         processing_class=char_tokenizer(),
