@@ -1,4 +1,4 @@
-"""Getting at a model's activations without leaving a trace: leaves for a backward, logits of chosen columns, modes.
+"""Activations of a model, read without a lasting change to it: leaves for a backward, logits of chosen columns, modes.
 
 An activation is cut out of the graph and made a leaf, so that a backward stops there and touches no parameter.
 
@@ -26,10 +26,10 @@ from grail_advantage.patches import checkpointing_in_evaluation, resharding
 logger = logging.getLogger(__name__)
 
 CHUNK_POSITIONS = 512
-"""Most positions whose logits are held with what their gradient needs, about 16 bytes for each and each entry of the
+"""Most positions whose logits are held with the tensors of their gradient, about 16 bytes for each and each entry of the
 vocabulary: 1.2 GB with 151,936 entries."""
 MARK = 64.0
-"""What goes the way of logits beside a sum of log-probabilities; it must arrive as it is."""
+"""Goes through the model beside a sum of log-probabilities, in place of logits; it must arrive unchanged."""
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
@@ -86,7 +86,7 @@ def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     The forward hook is gone afterwards, whatever happened inside.
 
     Raises:
-        ValueError: no forward came by.
+        ValueError: the forward does not call the module.
     """
     leaves_BSD: list[torch.Tensor] = []
 
@@ -117,7 +117,7 @@ def _check_ran(calls: int, module: nn.Module, what: str) -> None:
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """What the output embeddings gave in one forward."""
+    """Results of the output embeddings in one forward."""
 
     kept: torch.Tensor
     """Logits of the kept columns, (B, columns, V), part of the graph."""
@@ -138,7 +138,7 @@ def keep_logits(head: nn.Module, columns: torch.Tensor, *, with_all: bool = Fals
         columns: int64 indices into S.
 
     Raises:
-        ValueError: no forward came by.
+        ValueError: the forward does not call the module.
     """
     outputs: list[HeadOutput] = []
     everywhere: list[torch.Tensor] = []
@@ -195,8 +195,8 @@ def sum_log_probs(
     :func:`read_sum`.
 
     The logits of :data:`CHUNK_POSITIONS` targets are held at a time, and computed again in the backward. Both happens where
-    sharding wrappers hold the whole parameters: inside the output embeddings' forward, and behind the gradient of what they put
-    out. Equal to :func:`negative_log_likelihood` of all logits up to the order of a sum, for models with
+    sharding wrappers hold the whole parameters: inside the output embeddings' forward, and after the gradient of their
+    output. Equal to :func:`negative_log_likelihood` of all logits up to the order of a sum, for models with
     :func:`grail_advantage.architecture.has_plain_logits`.
 
     Args:
@@ -206,7 +206,7 @@ def sum_log_probs(
         with_all: append the logits of all columns, (B, S, V), outside the graph, to the list.
 
     Raises:
-        ValueError: no forward came by.
+        ValueError: the forward does not call the module.
     """
     head = unwrapped(head)
     everywhere: list[torch.Tensor] = []
@@ -228,7 +228,7 @@ def sum_log_probs(
         # No view, which FSDP2 warns of.
         return torch.cat([sums[-1].reshape(1, 1, 1), sums[-1].new_full((1, 1, 1), MARK)], dim=-1)
 
-    # First among the hooks: those that gather parameters for the backward must see what takes part in it.
+    # First among the hooks: those that gather parameters for the backward must see the tensors that take part in it.
     handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after, prepend=True)]
     try:
         yield everywhere
@@ -245,7 +245,10 @@ def read_sum(logits: torch.Tensor) -> torch.Tensor:
         ValueError: the model changes its logits.
     """
     if logits.shape != (1, 1, 2) or logits.dtype != torch.float32 or float(logits[0, 0, 1].detach()) != MARK:
-        raise ValueError("the model changes its logits behind the output embeddings, which its code did not show")
+        raise ValueError(
+            "the model changes its logits after the output embeddings, which the probe of its code did not show; use a method "
+            "without a pass"
+        )
     return logits[0, 0, 0]
 
 
@@ -258,7 +261,7 @@ def capture_hidden_states(head: nn.Module) -> Iterator[list[torch.Tensor]]:
         head: the model's output embeddings, bare or wrapped (FSDP, PEFT).
 
     Raises:
-        ValueError: no forward came by.
+        ValueError: the forward does not call the module.
     """
     captured_BSD: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""A batch of responses as signals see it. Whoever runs a signal, a trainer or a plain function, fills it in.
+"""A batch of responses as signals see it. A host, which is a trainer or a plain function, fills it in.
 
 Shape suffixes: B rows, T response tokens, S positions of one row's prompt + response.
 """
@@ -40,14 +40,14 @@ def check_tensor(name: str, values: object) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """What a row was asked, for signals that ask it differently."""
+    """A row's prompt and data, for signals that ask differently."""
 
     messages: Sequence[Mapping[str, Any]]
     """The prompt as a chat, before the chat template."""
     columns: Mapping[str, Any]
     """The other columns of the row's data set; ``reward_model.ground_truth`` is the gold answer in verl's layout."""
     template_options: Mapping[str, Any]
-    """What the chat template was called with besides, such as ``enable_thinking``."""
+    """Further arguments of the chat template, such as ``enable_thinking``."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class RolloutBatch:
     step: int = 0
     """Training step, for signals that change over a run; 0 where there is none."""
     examples: Sequence[Example | None] | None = None
-    """What each row was asked, for signals that read ``EXAMPLES``; ``None`` for a row that only fills up the batch."""
+    """The rows' prompts and data, for signals that read ``EXAMPLES``; ``None`` for a row that only fills up the batch."""
 
     def __post_init__(self) -> None:
         self._check()

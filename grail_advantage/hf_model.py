@@ -109,7 +109,7 @@ class HuggingFaceModel(Model):
     def logits(
         self, tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None = None, **options: bool
     ) -> tuple[torch.Tensor, Cache | None]:
-        """Logits (N, K, V) at the columns ``kept_K``, and the cache of the forward; ``cache`` holds what comes before."""
+        """Logits (N, K, V) at the columns ``kept_K``, and the cache of the forward; ``cache`` holds the tokens before."""
         cached = cache.get_seq_length() if cache is not None else 0
         attention_mask = tokens_NS.new_ones(tokens_NS.shape[0], cached + tokens_NS.shape[1])
         keep = {"logits_to_keep": kept_K} if accepts_logits_to_keep(self.model) else {}
@@ -123,7 +123,7 @@ class HuggingFaceModel(Model):
 
 
 class OneRow(MicroBatch):
-    """A single row without padding. Its forwards end with the last position that is asked for."""
+    """A single row without padding. Its forwards end at the last position that a caller asks for."""
 
     def __init__(self, model: HuggingFaceModel, row: PassRow) -> None:
         self.model = model

@@ -117,8 +117,8 @@ def logits_without_decoder(model: PreTrainedModel, logits_V: torch.Tensor) -> to
     ``final_logit_softcapping``, modeling_gemma2.py:537). Replaces the forwards of the decoder and of the output embeddings
     meanwhile, so ``model`` must be a copy that nobody else runs.
 
-    Can go when transformers says in one place whether a model changes its logits; what it replaces is seen by
-    ``test_scaled_and_capped_logits_are_found_without_weights``.
+    Can go when transformers says in one place whether a model changes its logits: when
+    ``test_scaled_and_capped_logits_are_found_without_weights`` passes with that.
     """
     decoder, head = model.base_model, model.get_output_embeddings()
     hidden_12D = torch.zeros(1, 2, model.config.get_text_config().hidden_size)

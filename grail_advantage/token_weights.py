@@ -90,7 +90,7 @@ def compute_token_weights(
             update. Computed with ``model`` where a method reads them and they are not given.
         entropy: (B, L) float; the policy's entropy at each response token's predictor position, likewise.
         groups: (B,) int64, at least 0; rows with the same number answer the same prompt; for methods that compare them.
-        examples: for each row what it was asked, for methods that ask differently.
+        examples: each row's prompt as messages and its columns, for methods that ask differently.
         process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have
             other rows, and another number of them: a rank that is through runs dummy passes until all are. Methods that rank
             the tokens of a batch see the rows of their own rank.
@@ -191,7 +191,7 @@ class _Rollouts:
     examples: Sequence[Example] | None
 
     def check(self, signal: Signal) -> None:
-        """Refuse what does not fit together, and what the signal needs and nobody gave."""
+        """Refuse parts that do not fit together, and a call without a part that the signal reads."""
         check_tensor("input_ids", self.input_ids_BL)
         if self.input_ids_BL.ndim != 2:
             raise ValueError(f"input_ids must be (B, L), got shape {tuple(self.input_ids_BL.shape)}")
