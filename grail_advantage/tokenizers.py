@@ -89,8 +89,9 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         raise ValueError(
             f"the tokenizer of {name} ({type(tokenizer).__name__}) turns {text!r} into {returned!r}: the model would read and "
             "write broken text. Load it with grail_advantage.tokenizers.load_tokenizer; where that refuses it too, the "
-            "folder's tokenizer.json is broken itself, as in a checkpoint that a damaged tokenizer was saved into: take tokenizer.json "
-            "and tokenizer_config.json of the original model (in a run: actor_rollout_ref.model.tokenizer_path)"
+            "folder's tokenizer.json is broken itself, as in a checkpoint that a damaged tokenizer was saved into: "
+            "take tokenizer.json and tokenizer_config.json of the original model (in a run: "
+            "actor_rollout_ref.model.tokenizer_path)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Refusals, at construction, of arguments that token weights in TRL do not work with; messages name the argument and the fix."""
+"""Refusals, at construction, of arguments that token weights in TRL do not work with, with the name and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's code does with its logits, against models whose code is known."""
+"""Whether a model's code changes its logits, against models whose code is known."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ KNOWN = [
 
 @pytest.mark.parametrize(("config", "plain"), KNOWN, ids=[f"{type(c).__name__}: {plain}" for c, plain in KNOWN])
 def test_scaled_and_capped_logits_are_found_without_weights(config: PretrainedConfig, plain: bool) -> None:
-    found = architecture_of(config)
-    assert found.plain_logits is plain
-    assert {parameter.device.type for parameter in found.copy.parameters()} == {"meta"}
+    architecture = architecture_of(config)
+    assert architecture.plain_logits is plain
+    assert {parameter.device.type for parameter in architecture.copy.parameters()} == {"meta"}
 
 
 def test_a_model_is_looked_at_without_being_run() -> None:

@@ -77,12 +77,12 @@ def assert_matches(
     config = GrailConfig(preset, **options)
     got = compute(model, batch, config, temperature)
     expected = expect(plain, batch, preset, options, temperature)
-    said = f"{preset} {options} temperature {temperature}"
+    case = f"{preset} {options} temperature {temperature}"
 
     def explain(difference: str) -> str:
-        return f"{said}: {difference}"
+        return f"{case}: {difference}"
 
-    assert [None if span is None else dataclasses.astuple(span) for span in got.spans] == expected.spans, said
+    assert [None if span is None else dataclasses.astuple(span) for span in got.spans] == expected.spans, case
     assert got.weights.dtype == got.scores.dtype == torch.float32
     assert got.weights.shape == got.scores.shape == batch.input_ids.shape
     assert not got.weights.requires_grad
@@ -91,7 +91,7 @@ def assert_matches(
     assert (got.weights[batch.response_mask == 0] == 0).all()
     for row, advantage in enumerate(batch.advantages.tolist()):
         if expected.spans[row] is None or advantage == 0 or outside_gate(config.gate, advantage):
-            assert got.scores[row].isnan().all(), said
+            assert got.scores[row].isnan().all(), case
         else:
             torch.testing.assert_close(
                 got.scores[row], torch.tensor(expected.scores[row]), rtol=2e-4, atol=1e-9, equal_nan=True, msg=explain
@@ -134,7 +134,7 @@ def test_every_combination_of_options(preset: str, leaf: str, alignment: str, ga
 def test_presets_on_every_kind_of_rollout(name: str, preset: str, leaf: str) -> None:
     temperature = {"official": 0.6, "robust": 1.7}[preset]
     got = assert_matches(*subject(name), make_batch(ALL_ROLLOUTS, "both"), preset, temperature, leaf=leaf)
-    # The batch is what it says: these rows got scores, and in those with a box the tokens behind it had none to get.
+    # These rows got scores; in those with a box, the tokens after it had none to get.
     assert got.stats["selected_rate"] == 8 / 12
     assert got.stats["answer_found_rate"] == 10 / 12
 
@@ -194,8 +194,8 @@ def test_rows_with_advantage_zero_weigh_one(preset: str, gate: str, content_outs
     assert torch.equal(got.weights[: len(zeros)], batch.response_mask[: len(zeros)].float())
 
 
-def test_tokens_behind_the_answer_score_zero_and_the_rest_does_not() -> None:
-    """The fact behind all truncation, seen in the plain full forward: exactly zero behind the answer, never before it."""
+def test_tokens_after_the_answer_score_zero_and_the_rest_does_not() -> None:
+    """The fact behind all truncation, seen in the plain full forward: exactly zero after the answer, never before it."""
     batch = make_batch([ROLLOUTS["text after the box"]])
     _, plain = subject("qwen3")
     for leaf, alignment in itertools.product(LEAVES, ("predictor", "token")):
@@ -303,7 +303,7 @@ def test_models_that_give_all_logits_weigh_the_same(preset: str) -> None:
     assert_matches(other, plain, make_batch(ALL_ROLLOUTS), preset)
 
 
-# ---- what stays behind -----------------------------------------------------------------------------------------------
+# ---- nothing is left -------------------------------------------------------------------------------------------------
 
 HOOK_TABLES = (
     "_forward_hooks",
@@ -388,7 +388,7 @@ BREAKS: dict[str, Callable[[Any], Any] | None] = {
 @pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("start", ["eval", "train", "mixed", "checkpointing"])
 @pytest.mark.parametrize("what", BREAKS)
-def test_nothing_stays_behind(what: str, start: str, context: Callable[[], Any]) -> None:
+def test_nothing_is_left(what: str, start: str, context: Callable[[], Any]) -> None:
     model = tiny_model()
     if start == "checkpointing":
         model.gradient_checkpointing_enable()
@@ -449,7 +449,7 @@ def test_dropout_of_training_mode_stays_out(family: str) -> None:
 @pytest.mark.parametrize(
     ("leaf", "calls"),
     [
-        # Calls of the four blocks for one row. The blocks behind the leaf run again in the backward.
+        # Calls of the four blocks for one row. The blocks after the leaf run again in the backward.
         ("embeddings", [2, 2, 2, 2]),
         ("first", [1, 2, 2, 2]),
         ("middle", [1, 1, 2, 2]),
@@ -524,10 +524,10 @@ def test_long_answers_in_chunks_weigh_the_same(name: str, leaf: str, monkeypatch
     batch = make_batch([Rollout("Recite.", rf"So \boxed{{{'one, two; ' * 3}}} it is.", -1.0), *ALL_ROLLOUTS])
     expected = compute(model, batch, GrailConfig(leaf=leaf), temperature=0.7)
     heads = _count_heads(monkeypatch, chunk=4)
-    found = compute(model, batch, GrailConfig(leaf=leaf), temperature=0.7)
+    in_chunks = compute(model, batch, GrailConfig(leaf=leaf), temperature=0.7)
     assert len(heads) > 7  # the long answer's chunks alone
-    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-6, equal_nan=True)
-    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(in_chunks.scores, expected.scores, rtol=1e-4, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(in_chunks.weights, expected.weights, rtol=1e-3, atol=1e-4)
 
 
 def test_capped_logits_are_not_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
