@@ -1,4 +1,4 @@
-"""Getting at a model's activations without leaving a trace: leaves for a backward, logits of chosen columns, modes.
+"""Activations of a model, read without a lasting change to it: leaves for a backward, logits of chosen columns, modes.
 
 An activation is cut out of the graph and made a leaf, so that a backward stops there and touches no parameter.
 
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,15 +21,29 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grail_advantage.fsdp1 import resharding, units_of, unwrapped
+from grail_advantage.patches import checkpointing_in_evaluation, resharding
 
 logger = logging.getLogger(__name__)
 
 CHUNK_POSITIONS = 512
-"""Most positions whose logits are held with what their gradient needs, about 16 bytes for each and each entry of the
+"""Most positions whose logits are held with the tensors of their gradient, about 16 bytes for each and each entry of the
 vocabulary: 1.2 GB with 151,936 entries."""
 MARK = 64.0
-"""What goes the way of logits beside a sum of log-probabilities; it must arrive as it is."""
+"""Goes through the model beside a sum of log-probabilities, in place of logits; it must arrive unchanged."""
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """The FSDP1 units inside a model."""
+    if not torch.distributed.is_available():
+        return []
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return [module for module in model.modules() if isinstance(module, FullyShardedDataParallel)]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside an FSDP1 unit, whose forward runs with the unit's parameters whole; any other module itself."""
+    return module.module if module in units_of(module) else module
 
 
 def leaf_module(model: nn.Module, leaf: str) -> nn.Module:
@@ -72,7 +86,7 @@ def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
     The forward hook is gone afterwards, whatever happened inside.
 
     Raises:
-        ValueError: no forward came by.
+        ValueError: the forward does not call the module.
     """
     leaves_BSD: list[torch.Tensor] = []
 
@@ -103,7 +117,7 @@ def _check_ran(calls: int, module: nn.Module, what: str) -> None:
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """What the output embeddings gave in one forward."""
+    """Results of the output embeddings in one forward."""
 
     kept: torch.Tensor
     """Logits of the kept columns, (B, columns, V), part of the graph."""
@@ -124,7 +138,7 @@ def keep_logits(head: nn.Module, columns: torch.Tensor, *, with_all: bool = Fals
         columns: int64 indices into S.
 
     Raises:
-        ValueError: no forward came by.
+        ValueError: the forward does not call the module.
     """
     outputs: list[HeadOutput] = []
     everywhere: list[torch.Tensor] = []
@@ -181,8 +195,8 @@ def sum_log_probs(
     :func:`read_sum`.
 
     The logits of :data:`CHUNK_POSITIONS` targets are held at a time, and computed again in the backward. Both happens where
-    sharding wrappers hold the whole parameters: inside the output embeddings' forward, and behind the gradient of what they put
-    out. Equal to :func:`negative_log_likelihood` of all logits up to the order of a sum, for models with
+    sharding wrappers hold the whole parameters: inside the output embeddings' forward, and after the gradient of their
+    output. Equal to :func:`negative_log_likelihood` of all logits up to the order of a sum, for models with
     :func:`grail_advantage.architecture.has_plain_logits`.
 
     Args:
@@ -192,7 +206,7 @@ def sum_log_probs(
         with_all: append the logits of all columns, (B, S, V), outside the graph, to the list.
 
     Raises:
-        ValueError: no forward came by.
+        ValueError: the forward does not call the module.
     """
     head = unwrapped(head)
     everywhere: list[torch.Tensor] = []
@@ -214,7 +228,7 @@ def sum_log_probs(
         # No view, which FSDP2 warns of.
         return torch.cat([sums[-1].reshape(1, 1, 1), sums[-1].new_full((1, 1, 1), MARK)], dim=-1)
 
-    # First among the hooks: those that gather parameters for the backward must see what takes part in it.
+    # First among the hooks: those that gather parameters for the backward must see the tensors that take part in it.
     handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after, prepend=True)]
     try:
         yield everywhere
@@ -231,7 +245,10 @@ def read_sum(logits: torch.Tensor) -> torch.Tensor:
         ValueError: the model changes its logits.
     """
     if logits.shape != (1, 1, 2) or logits.dtype != torch.float32 or float(logits[0, 0, 1].detach()) != MARK:
-        raise ValueError("the model changes its logits behind the output embeddings, which its code did not show")
+        raise ValueError(
+            "the model changes its logits after the output embeddings, which the probe of its code did not show; use a method "
+            "without a pass"
+        )
     return logits[0, 0, 0]
 
 
@@ -244,7 +261,7 @@ def capture_hidden_states(head: nn.Module) -> Iterator[list[torch.Tensor]]:
         head: the model's output embeddings, bare or wrapped (FSDP, PEFT).
 
     Raises:
-        ValueError: no forward came by.
+        ValueError: the forward does not call the module.
     """
     captured_BSD: list[torch.Tensor] = []
 
@@ -265,10 +282,9 @@ def capture_hidden_states(head: nn.Module) -> Iterator[list[torch.Tensor]]:
 def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Iterator[None]:
     """Dropout off, gradient checkpointing as configured, gradients on; every module's mode is put back afterwards.
 
-    Transformers checkpoints a block only in training mode, which would also switch dropout on. So each block runs in
-    evaluation mode inside a checkpoint of its own, and only seems to train to the code around it. That checkpoint is never
-    reentrant: a reentrant one cannot be differentiated with respect to activations. FSDP1 units reshard as in training, see
-    :mod:`grail_advantage.fsdp1`.
+    A checkpointed block runs in evaluation mode inside its checkpoint, and only seems to train to the code around it
+    (:func:`grail_advantage.patches.checkpointing_in_evaluation`). FSDP1 units reshard as in training
+    (:func:`grail_advantage.patches.resharding`).
 
     Args:
         model: bare or wrapped.
@@ -284,36 +300,18 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Ite
         checkpoint_blocks or any(getattr(module, "gradient_checkpointing", False) for module, _ in modes)
     ):
         _warn_of_activations(type(inner_model(model)).__name__)
-    own = [{name: vars(block)[name] for name in _CHECKPOINTING if name in vars(block)} for block in blocks]
     try:
         model.eval()
-        for block in blocks:
-            block.training = block.gradient_checkpointing = True
-            block._gradient_checkpointing_func = partial(_checkpointed, block)
-        with torch.inference_mode(False), torch.enable_grad(), resharding(model):
+        with (
+            checkpointing_in_evaluation(blocks),
+            resharding(units_of(model)),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
             yield
     finally:
-        for block, attributes in zip(blocks, own, strict=True):
-            for name in _CHECKPOINTING:
-                vars(block).pop(name, None)
-            vars(block).update(attributes)
         for module, training in modes:
             module.training = training
-
-
-_CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
-"""Attributes of a ``GradientCheckpointingLayer``."""
-
-
-def _checkpointed(block: nn.Module, function: Callable, *args: Any) -> Any:
-    def evaluated(*inputs: Any) -> Any:
-        block.training = False
-        try:
-            return function(*inputs)
-        finally:
-            block.training = True
-
-    return checkpoint(evaluated, *args, use_reentrant=False)
 
 
 @cache

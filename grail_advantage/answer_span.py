@@ -1,7 +1,7 @@
-r"""Where the boxed answer sits in a response: in its text and, token by token, in its generated ids.
+r"""The boxed answer of a response: its place in the text and, token by token, in the generated ids.
 
-An answer is a complete ``\boxed{...}`` with balanced braces. :func:`iter_boxed` says what that means for a text;
-:func:`find_answer_span` and :func:`find_answer_spans` say which generated tokens it falls on, by the bytes that each
+An answer is a complete ``\boxed{...}`` with balanced braces. :func:`iter_boxed` defines that for a text;
+:func:`find_answer_span` and :func:`find_answer_spans` find the generated tokens that it falls on, by the bytes that each
 token covers. Nothing is decoded and encoded again: generated ids need not be the ones the tokenizer would choose.
 
 GRAIL (arXiv 2606.04889) aims its gradient at this span, OAR (arXiv 2601.07408) its perturbations.
@@ -14,7 +14,7 @@ import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,8 +32,8 @@ TokenIds: TypeAlias = torch.Tensor | np.ndarray | Sequence[int]
 def iter_boxed(text: bytes) -> Iterator[tuple[int, int, int, int]]:
     r"""Yield every complete ``\boxed{...}`` of ``text``, in order, in time linear in the text.
 
-    A span whose braces never balance is skipped and the search goes on right behind its ``\boxed{``; behind a complete
-    span the search goes on at its end, so a box inside a complete box is not a span of its own.
+    A span whose braces never balance is skipped and the search resumes right after its ``\boxed{``; after a complete
+    span the search resumes at its end, so a box inside a complete box is not a span of its own.
 
     Braces are counted as plain bytes, as verl's ``last_boxed_only_string`` does: a backslash before a brace changes
     nothing. For ``\{...\}`` pairs that is the same as LaTeX's reading.
@@ -42,7 +42,7 @@ def iter_boxed(text: bytes) -> Iterator[tuple[int, int, int, int]]:
         text: the bytes to search, UTF-8 or any other superset of ASCII, valid or not.
 
     Yields:
-        ``(start, content_start, content_end, end)``, byte offsets: the span is ``text[start:end]``, what stands between
+        ``(start, content_start, content_end, end)``, byte offsets: the span is ``text[start:end]``, the text between
         the outer braces is ``text[content_start:content_end]`` (empty for ``\boxed{}``).
     """
     first = text.find(_OPENER)
@@ -89,9 +89,7 @@ class AnswerSpan:
     """One past the last token that covers a byte of the span."""
 
 
-def find_answer_span(
-    token_ids: TokenIds, tokenizer: PreTrainedTokenizerBase, which: Literal["first", "last"] = "last"
-) -> AnswerSpan | None:
+def find_answer_span(token_ids: TokenIds, tokenizer: PreTrainedTokenizerBase, which: str = "last") -> AnswerSpan | None:
     r"""Find the tokens of one complete ``\boxed{...}`` in a response.
 
     Args:
@@ -112,7 +110,7 @@ def find_answer_span(
 def find_answer_spans(
     token_ids_rows: torch.Tensor | np.ndarray | Iterable[TokenIds],
     tokenizer: PreTrainedTokenizerBase,
-    which: Literal["first", "last"] = "last",
+    which: str = "last",
 ) -> list[AnswerSpan | None]:
     """:func:`find_answer_span` for many responses: rows of any lengths, or one (B, T) or jagged tensor."""
     if which not in ("first", "last"):
@@ -135,7 +133,7 @@ def _as_array(token_ids: TokenIds) -> np.ndarray:
     return ids.astype(np.int64, copy=False)
 
 
-def _find_in_row(ids: np.ndarray, table: _TokenTable, which: Literal["first", "last"]) -> AnswerSpan | None:
+def _find_in_row(ids: np.ndarray, table: _TokenTable, which: str) -> AnswerSpan | None:
     if not ids.size:
         return None
     ids = np.where((ids >= 0) & (ids < table.size), ids, table.size)
@@ -162,11 +160,11 @@ def _find_in_row(ids: np.ndarray, table: _TokenTable, which: Literal["first", "l
 
 @dataclass(frozen=True)
 class _TokenTable:
-    r"""What the search needs to know of each token of a vocabulary.
+    r"""The search's knowledge of each token of a vocabulary.
 
-    A token matters if it has one of the bytes ``\{}``, or may stand between ``\`` and ``{`` (it is a part of
-    ``boxed``, the empty one included). Any other token can neither open, close nor complete a box, so one space stands
-    for it, and for a run of such tokens. The last entry, at index ``size``, serves ids outside the vocabulary.
+    A token matters if it has one of the bytes ``\{}``, or may come between ``\`` and ``{`` (it is a part of
+    ``boxed``, the empty one included). Any other token can neither open, close nor complete a box, so one space replaces
+    it, and a run of such tokens. The last entry, at index ``size``, serves ids outside the vocabulary.
     """
 
     size: int
@@ -277,7 +275,7 @@ def literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> byt
         is_added: whether the token was added to the vocabulary.
     """
     for step in steps:
-        # Added tokens stand in the vocabulary as they are; a token with a character outside the byte alphabet does too.
+        # The vocabulary holds added tokens as they are, and so a token with a character outside the byte alphabet.
         if step["type"] == "ByteLevel" and not is_added and _BYTE_OF_CHAR.keys() >= set(text):
             return bytes(_BYTE_OF_CHAR[char] for char in text)
         if step["type"] == "ByteFallback" and _BYTE_TOKEN.fullmatch(text):

@@ -1,12 +1,10 @@
-"""What a model's code allows a signal to do, found out on a copy without weights.
+"""A model's code, probed on a copy without weights: which modules it has, and whether it changes its logits.
 
-The copy lives on the meta device, so that it takes neither memory nor a checkpoint, and no decoder block runs: what is asked is
-which modules there are, and what the model does between its decoder and its logits.
+The copy lives on the meta device, so that it takes neither memory nor a checkpoint. No decoder block runs.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import dataclass
 from functools import cache
@@ -14,9 +12,9 @@ from functools import cache
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from grail_advantage.activations import inner_model
+from grail_advantage.patches import logits_without_decoder, with_eager_attention
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ class Architecture:
     copy: PreTrainedModel
     """On the meta device; only to ask for modules."""
     plain_logits: bool
-    """Whether the model's logits are what its output embeddings put out, neither scaled nor capped."""
+    """The model's logits are those of its output embeddings, neither scaled nor capped."""
 
 
 def architecture_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Architecture:
@@ -41,12 +39,12 @@ def architecture_of(config: PretrainedConfig, *, trust_remote_code: bool = False
         Exception: whatever the model's own code raises where it cannot be built on the meta device.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_portable(config), trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(with_eager_attention(config), trust_remote_code=trust_remote_code)
     return Architecture(model, _has_plain_logits(model))
 
 
 def has_plain_logits(model: nn.Module) -> bool:
-    """Whether the logits of a model, bare or wrapped, are what its output embeddings put out.
+    """Whether the logits of a model, bare or wrapped, are those of its output embeddings.
 
     The model itself is not run, so ranks need not agree on when they ask. ``False`` where its code cannot be probed.
     """
@@ -76,7 +74,7 @@ class _Code:
 def _probe(code: _Code) -> bool:
     try:
         with torch.device("meta"):
-            model = code.model_class(_portable(code.config))
+            model = code.model_class(with_eager_attention(code.config))
         return _has_plain_logits(model)
     except Exception as error:
         name = code.model_class.__name__
@@ -84,29 +82,8 @@ def _probe(code: _Code) -> bool:
         return False
 
 
-class _DecoderOutput(BaseModelOutputWithPast):
-    """Has whatever field a model copies from its decoder's output."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
-def _portable(config: PretrainedConfig) -> PretrainedConfig:
-    """For any device, whatever attention the run takes."""
-    config = copy.deepcopy(config)
-    config._attn_implementation = "eager"
-    return config
-
-
 def _has_plain_logits(model: PreTrainedModel) -> bool:
-    """Hand the model's own forward a decoder output and logits, and see whether it puts these out."""
-    head = model.get_output_embeddings()
-    if head is None:
+    """Whether the model's own forward puts out given logits as they are."""
+    if model.get_output_embeddings() is None:
         return False
-    hidden_12D = torch.zeros(1, 2, model.config.get_text_config().hidden_size)
-    model.base_model.forward = lambda *args, **kwargs: _DecoderOutput(last_hidden_state=hidden_12D)
-    head.forward = lambda hidden_BSD: LOGITS.expand(1, hidden_BSD.shape[1], -1).clone()
-    with torch.no_grad():
-        logits = model(input_ids=torch.zeros((1, 2), dtype=torch.int64), use_cache=False).logits
-    del model.base_model.forward, head.forward
-    return torch.equal(logits.float(), LOGITS.expand(1, 2, -1))
+    return torch.equal(logits_without_decoder(model, LOGITS).float(), LOGITS.expand(1, 2, -1))

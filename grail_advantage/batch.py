@@ -1,4 +1,4 @@
-"""A batch of responses as signals see it. Whoever runs a signal, a trainer or a plain function, fills it in.
+"""A batch of responses as signals see it. A host, which is a trainer or a plain function, fills it in.
 
 Shape suffixes: B rows, T response tokens, S positions of one row's prompt + response.
 """
@@ -28,27 +28,41 @@ def token_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
     return float(torch.where(mask_BT, values_BT, 0.0).double().sum() / mask_BT.sum().clamp(min=1))
 
 
+def check_tensor(name: str, values: object) -> None:
+    """Refuse anything but a tensor.
+
+    Raises:
+        ValueError: naming the argument and the fix.
+    """
+    if not isinstance(values, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(values).__name__}; use torch.tensor(...)")
+
+
 @dataclass(frozen=True)
 class Example:
-    """What a row was asked, for signals that ask it differently."""
+    """A row's prompt and data, for signals that ask differently."""
 
     messages: Sequence[Mapping[str, Any]]
     """The prompt as a chat, before the chat template."""
     columns: Mapping[str, Any]
     """The other columns of the row's data set; ``reward_model.ground_truth`` is the gold answer in verl's layout."""
     template_options: Mapping[str, Any]
-    """What the chat template was called with besides, such as ``enable_thinking``."""
+    """Further arguments of the chat template, such as ``enable_thinking``."""
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """Responses of one batch, padded on the right to T tokens."""
+    """Responses of one batch, padded on the right to T tokens.
+
+    Raises:
+        ValueError: parts that do not fit together, naming the one that does not.
+    """
 
     mask_BT: torch.Tensor
     """bool; the tokens that train."""
     advantages_B: torch.Tensor
-    """One advantage a row, before weighting; 0 for truncated rows where these are masked. One that is not finite becomes 0, so
-    that no other row is compared with it."""
+    """One advantage a row, before weighting; 0 for truncated rows where these are masked. It is detached from any graph. One
+    that is not finite becomes 0, so that no other row is compared with it."""
     spans: Sequence[AnswerSpan | None]
     """The rows' answers, in response-token indices."""
     columns_BT: Mapping[str, torch.Tensor]
@@ -58,11 +72,39 @@ class RolloutBatch:
     step: int = 0
     """Training step, for signals that change over a run; 0 where there is none."""
     examples: Sequence[Example | None] | None = None
-    """What each row was asked, for signals that read ``EXAMPLES``; ``None`` for a row that only fills up the batch."""
+    """The rows' prompts and data, for signals that read ``EXAMPLES``; ``None`` for a row that only fills up the batch."""
 
     def __post_init__(self) -> None:
-        finite_B = torch.where(self.advantages_B.isfinite(), self.advantages_B, 0.0)
-        object.__setattr__(self, "advantages_B", finite_B)
+        self._check()
+        advantages_B = self.advantages_B.detach()
+        object.__setattr__(self, "advantages_B", torch.where(advantages_B.isfinite(), advantages_B, 0.0))
+
+    def _check(self) -> None:
+        """Refuse parts that do not fit together."""
+        check_tensor("mask_BT", self.mask_BT)
+        if self.mask_BT.dtype != torch.bool or self.mask_BT.ndim != 2:
+            raise ValueError(
+                f"mask_BT must be bool of shape (B, T), got {self.mask_BT.dtype} of shape {tuple(self.mask_BT.shape)}"
+            )
+        shape = tuple(self.mask_BT.shape)
+        check_tensor("advantages_B", self.advantages_B)
+        if self.advantages_B.shape != shape[:1]:
+            raise ValueError(
+                f"advantages_B must have shape ({shape[0]},) as mask_BT's rows, got {tuple(self.advantages_B.shape)}"
+            )
+        for name, column_BT in self.columns_BT.items():
+            name = f"columns_BT[{name!r}]"
+            check_tensor(name, column_BT)
+            if not column_BT.is_floating_point() or column_BT.shape != shape:
+                raise ValueError(
+                    f"{name} must be floats of shape {shape} as mask_BT, got {column_BT.dtype} of shape "
+                    f"{tuple(column_BT.shape)}"
+                )
+        for name, values in (("spans", self.spans), ("examples", self.examples)):
+            if values is not None and len(values) != shape[0]:
+                raise ValueError(f"{name} must be one a row of mask_BT, {shape[0]} of them; got {len(values)}")
+        if self.step < 0:
+            raise ValueError(f"step={self.step} must be at least 0, the number of training steps done")
 
     @property
     def valid_B(self) -> torch.Tensor:

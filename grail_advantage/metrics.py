@@ -1,6 +1,6 @@
-"""Figures that say what the token weights do to a batch.
+"""Figures of what token weights do to a batch.
 
-verl reduces a metric by words that it finds in the name (``max``, ``min``, ``sum``, ``total``), so the names avoid them.
+verl reduces a metric by words in its name (``max``, ``min``, ``sum``, ``total``), so the names avoid them.
 
 Shape suffixes: B rows, T response tokens.
 """
@@ -34,18 +34,18 @@ METRICS = {
     "`A != 0`",
     "advantage_scale": "`mean |A_t| / mean |A|` over valid tokens",
 }
-"""The figures of every batch and what they mean."""
+"""The figures of every batch and their meanings."""
 GRADIENT_METRICS = {
     "gradient_norm_p10": "10th percentile of the gradient norms of all positions that the pass looked at",
     "gradient_norm_p90": "90th percentile of them",
 }
-"""Those of a pass with gradients."""
+"""Figures of a pass with gradients."""
 TRAINER_METRICS = {
     "truncated_rate": "share of rows that hit the length limit without an end token",
     "unjudged_rate": "share of rows that train nothing because their reward, or what verl made of it, is not finite",
     "shared_forward_rate": "share of the scored rows whose saliency was taken on the forward of the old log-probabilities",
 }
-"""Those that the trainer adds."""
+"""Figures that the trainer adds."""
 
 
 def weight_metrics(
@@ -117,7 +117,7 @@ def weight_metrics(
 def _of_rows(
     weights_BT: torch.Tensor, mask_BT: np.ndarray, length_B: np.ndarray, advantages_B: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """What the figures need of each row, in one pass over the batch, block by block.
+    """The sums over each row that the figures need, in one pass over the batch, block by block.
 
     A step has tens of millions of tokens, and one array of them in float64 is more than a processor's cache: each operation on
     whole arrays would wait for the memory, and for its new pages.
@@ -139,9 +139,9 @@ def _of_rows(
         square_B[part] = np.einsum("bt,bt->b", weight_bT, weight_bT)
         neutral_B[part] = ((weight_bT == 1.0) | ~mask_bT).all(axis=1)
         some_b = advantages_B[part] > 0
-        found_n = (weight_bT * advantages_B[part, None])[mask_bT & some_b[:, None]]
-        mass_N[filled : filled + len(found_n)] = found_n
-        filled += len(found_n)
+        mass_n = (weight_bT * advantages_B[part, None])[mask_bT & some_b[:, None]]
+        mass_N[filled : filled + len(mass_n)] = mass_n
+        filled += len(mass_n)
         centred_bT = (weight_bT - sum_B[part, None] / np.maximum(length_B[part, None], 1)) * mask_bT
         scatter_B[part] = np.einsum("bt,bt->b", centred_bT, centred_bT)
     return sum_B, square_B, scatter_B, neutral_B, mass_N

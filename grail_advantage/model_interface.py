@@ -1,10 +1,10 @@
-"""The door between signals and a model: what a signal may ask, whoever holds the model.
+"""The interface between signals and a model: everything that a signal may ask of any host.
 
-A host (:mod:`grail_advantage.token_weights` with any Hugging Face model, :mod:`grail_advantage.verl_ext.engine_model` with
+A host (:mod:`grail_advantage.hf_model` with any Hugging Face model, :mod:`grail_advantage.verl_ext.engine_model` with
 verl's FSDP engine) implements :class:`Model` and :class:`MicroBatch`. Signals are written against these two alone, so that each
 is written once. Micro-batches, packing, sharding, sequence parallelism and precision are the host's affair.
 
-Shape suffixes: B rows of an activation, S its positions, D hidden, V vocabulary, K chosen positions of all rows, one row behind
+Shape suffixes: B rows of an activation, S its positions, D hidden, V vocabulary, K chosen positions of all rows, one row after
 the other, T response tokens, N sequences.
 """
 
@@ -29,18 +29,17 @@ T = TypeVar("T")
 Range = tuple[int, int]
 """Half-open range of positions of one row's prompt + response."""
 Forward = Callable[[torch.Tensor, torch.Tensor, Cache | None], tuple[torch.Tensor, Cache | None]]
-"""``forward(tokens_NS, kept_K, cache) -> (logits_NKV, cache)``: the model without gradients on rows of equal length behind what
-the cache holds; logits at the columns ``kept_K`` of ``tokens_NS``; the cache with the new tokens."""
+"""``forward(tokens_NS, kept_K, cache) -> (logits_NKV, cache)``: the model without gradients on rows of equal length that follow
+the cache's tokens; logits at the columns ``kept_K`` of ``tokens_NS``; the cache with the new tokens."""
 
 
 @dataclass(frozen=True)
 class RowScores:
-    """What a pass gives for one row."""
+    """Results of a pass for one row."""
 
     scores_T: torch.Tensor
-    """float32; of the response tokens from the first on. Those behind the last one have none, which the tokens of the
-    statistics set need; :func:`grail_advantage.signals.saliency.align_scores` makes scores of response tokens from values of
-    positions."""
+    """float32; of the response tokens from the first on. Those after the last one have none; every token of the
+    statistics set needs one. :func:`grail_advantage.signals.saliency.align_scores` makes them from values of positions."""
     gradient_norms: torch.Tensor | None = None
     """1-D float32, for the metrics; of a pass with gradients."""
 
@@ -75,8 +74,8 @@ class MicroBatch(ABC):
 
     @abstractmethod
     def hidden_states(self) -> list[torch.Tensor]:
-        """One forward. For each row what the output embeddings read at its response tokens, behind the final norm, (T, D), in
-        the model's dtype."""
+        """One forward. For each row the input of the output embeddings at its response tokens, after the final norm, (T, D),
+        in the model's dtype."""
 
     @abstractmethod
     def at(self, row: int, position: int) -> tuple[int, int]:
@@ -84,8 +83,8 @@ class MicroBatch(ABC):
 
     @abstractmethod
     def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
-        """Values at every position of activations, (S,) for each row, gathered from all slices of it. May end early where
-        the forward did not need the rest."""
+        """Values at every position of activations, (S,) for each row, gathered from all slices of it. May end before
+        positions that the forward did not need."""
 
 
 class Model(ABC):
@@ -119,8 +118,8 @@ class Model(ABC):
 
 
 class Turns:
-    """Keeps ranks in step whose parameters are sharded together: each says before a pass that it has one, and runs a dummy
-    while another has one and it has not."""
+    """Keeps ranks in step whose parameters are sharded together: each announces its passes, and runs a dummy pass while another
+    rank still has one."""
 
     def __init__(self, group: ProcessGroup | None, device: torch.device) -> None:
         self.group = group
@@ -150,7 +149,7 @@ def saliency_pass(
 
     Args:
         rows: the rows.
-        model: the door to the model.
+        model: the host's model.
         targets: the tokens of a row whose negative log-likelihood is L, as a range of prompt + response.
         leaf: the activation h.
     """

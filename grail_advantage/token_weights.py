@@ -1,38 +1,22 @@
-"""Token weights for any Hugging Face causal language model, one row at a time.
+"""Token weights for any Hugging Face causal language model.
 
-This is the plain host of the signals: no packing, one row a forward. The verl extension does the same in packed, sharded
+The model runs one row at a time (:mod:`grail_advantage.hf_model`). The verl extension does the same in packed, sharded
 micro-batches and is tested against this module.
 
-Shape suffixes: B rows, L prompt + response, T response tokens, S positions, K chosen positions, V vocabulary, N sequences.
+Shape suffixes: B rows, L prompt + response, T response tokens, S positions of one row without its padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import cached_property
 
 import torch
-from torch import nn
 from torch.distributed import ProcessGroup
-from tqdm import tqdm
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grail_advantage.activations import (
-    CHUNK_POSITIONS,
-    Targets,
-    accepts_logits_to_keep,
-    capture_hidden_states,
-    evaluation_mode,
-    leaf_module,
-    negative_log_likelihood,
-    read_sum,
-    sum_log_probs,
-    works_in_chunks,
-)
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
-from grail_advantage.architecture import has_plain_logits
 from grail_advantage.batch import (
     ENTROPY,
     EXAMPLES,
@@ -41,19 +25,17 @@ from grail_advantage.batch import (
     Example,
     PassRow,
     RolloutBatch,
+    check_tensor,
     token_mean,
 )
+from grail_advantage.hf_model import HuggingFaceModel
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.model_interface import Forward, MicroBatch, Model, Range, Turns
+from grail_advantage.model_interface import Model
 from grail_advantage.signals.base import Signal
 from grail_advantage.weighting import batch_weights, put_row, scores_of
 
-SEQUENCE_TOKENS = 16384
-"""Most tokens of a signal's own sequences that go through the model together."""
-POSITIONS_TOGETHER = 1024
-"""Positions whose distribution over the vocabulary is held in float32 at a time."""
-
-_T = TypeVar("_T")
+ROUNDING = 1e-3
+"""Most that rounding puts a log-probability above 0."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +74,13 @@ def compute_token_weights(
 
     Each row is stripped of its padding and computed alone, so its weights do not depend on its neighbours or on the side of
     the padding, except where the method compares rows (its page says so). Rows with advantage 0 weigh 1 with every method that
-    does not compare rows: their token advantages are 0 in any case. No parameter gradient, no hook and no changed training
-    mode stay behind, also when it raises.
+    does not compare rows: their token advantages are 0 in any case. The model keeps no parameter gradient, no hook and no
+    changed training mode, also when this raises. Results have no graph; inputs that have one are detached.
 
     Args:
         model: a causal language model.
         tokenizer: the tokenizer that the token ids belong to.
-        input_ids: (B, L) int64, prompt + response, padded on either side.
+        input_ids: (B, L) int64, prompt + response, padded on either side. Tokens after the response change nothing.
         attention_mask: (B, L) bool or 0/1.
         response_mask: (B, L) bool or 0/1, the response tokens, contiguous in each row; a row without any weighs 0.
         advantages: (B,) one advantage a row. A row without a finite one is treated as one with advantage 0.
@@ -107,322 +89,225 @@ def compute_token_weights(
         old_log_probs: (B, L) float; log-probability of each response token at this temperature under the policy before the
             update. Computed with ``model`` where a method reads them and they are not given.
         entropy: (B, L) float; the policy's entropy at each response token's predictor position, likewise.
-        groups: (B,) int64, rows with the same number answer the same prompt; for methods that compare them.
-        examples: for each row what it was asked, for methods that ask differently.
+        groups: (B,) int64, at least 0; rows with the same number answer the same prompt; for methods that compare them.
+        examples: each row's prompt as messages and its columns, for methods that ask differently.
         process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have
             other rows, and another number of them: a rank that is through runs dummy passes until all are. Methods that rank
             the tokens of a batch see the rows of their own rank.
-        step: training step, for methods that change over a run.
+        step: training step, at least 0, for methods that change over a run.
         aggregate: a batch's mean of (B, T) values under a (B, T) mask as the run's loss takes it, for methods that compare it
             with a threshold; by default that of all tokens.
 
     Raises:
-        ValueError: shapes that do not fit, a temperature that is not positive, a response that starts the row or has gaps, a
-            tokenizer that the method cannot work with, groups or examples that it needs.
+        ValueError: an argument of the wrong type, shape or dtype, a temperature that is not positive, a response that starts
+            the row or has gaps, log-probabilities above 0, a negative group or step, a tokenizer that the method cannot work
+            with, groups or examples that it needs. The message names the argument.
     """
-    signal = config
-    _check_inputs(input_ids, attention_mask, response_mask, advantages, temperature)
-    _check_columns(signal, input_ids, old_log_probs, entropy, groups, examples)
-    device = input_ids.device
-    advantages = advantages.to(device)
-    valid_BL, response_BL = attention_mask.bool(), response_mask.bool()
-    responses = [input_ids[row, response_BL[row]] for row in range(input_ids.shape[0])]
-    width = max((response.shape[0] for response in responses), default=0)
-    mask_BT = torch.arange(width, device=device) < response_BL.sum(dim=-1, keepdim=True)
-    spans = find_answer_spans(responses, tokenizer, signal.span)
-    batch = RolloutBatch(mask_BT, advantages, spans, {}, aggregate, step, examples)
+    signal = _checked_signal(config)
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
+    rollouts = _Rollouts(input_ids, attention_mask, response_mask, advantages, groups, examples)
+    rollouts.check(signal)
+    given_BL = {
+        name: values_BL
+        for name, values_BL in ((OLD_LOG_PROBS, old_log_probs), (ENTROPY, entropy))
+        if values_BL is not None
+    }
+    rollouts.check_columns(given_BL)
+    mask_BT = rollouts.mask_BT
+    spans = find_answer_spans(rollouts.responses, tokenizer, signal.span)
+    batch = RolloutBatch(mask_BT, advantages.to(mask_BT.device), spans, {}, aggregate, step, examples)
     rows = signal.select(batch)
 
-    plain = _PlainModel(model, tokenizer, temperature, device, process_group, step)
-    gradient_norms = [torch.zeros(0)]
     with torch.inference_mode(False):  # the caller may be in it, and nothing made there can take part in a backward
-        of_pass_BT = torch.full(mask_BT.shape, float("nan"), device=device)
+        of_pass_BT = torch.full(mask_BT.shape, float("nan"), device=mask_BT.device)
+        gradient_norms = torch.zeros(0)
         if rows.selected_B.any() or process_group is not None:
-            everything = _pass_rows(input_ids, valid_BL, response_BL, spans, advantages, groups, examples)
-            given = {OLD_LOG_PROBS: old_log_probs, ENTROPY: entropy}
-            batch = replace(batch, columns_BT=_columns(signal, plain, everything, mask_BT, response_BL, given))
+            host = HuggingFaceModel(model, tokenizer, temperature, mask_BT.device, process_group, step)
+            pass_rows = rollouts.pass_rows(spans)
+            columns_BT = {name: rollouts.to_responses(values_BL) for name, values_BL in given_BL.items()}
+            batch = replace(batch, columns_BT=_columns(signal, host, pass_rows, mask_BT, columns_BT))
             if signal.uses:
-                signal.check_tokenizer(tokenizer)
-                selected = [everything[index] for index in rows.selected_B.nonzero().flatten().tolist()]
-                found = signal.run([signal.prepare_row(row, tokenizer) for row in selected], plain)
-                for row, row_scores in zip(selected, found, strict=True):
-                    put_row(of_pass_BT, row.place, row.response_length, row_scores, signal)
-                    if row_scores.gradient_norms is not None:
-                        gradient_norms.append(row_scores.gradient_norms.cpu())
+                selected = [row for row, wanted in zip(pass_rows, rows.selected_B.tolist(), strict=True) if wanted]
+                gradient_norms = _run_pass(signal, host, selected, tokenizer, of_pass_BT)
 
     scores_BT = scores_of(signal, batch, rows, of_pass_BT if signal.uses else None)
     result = batch_weights(scores_BT, batch, rows, signal)
     return TokenWeights(
-        weights=_to_full_width(result.weights_BT, mask_BT, response_BL, 0.0),
-        scores=_to_full_width(of_pass_BT if scores_BT is None else scores_BT, mask_BT, response_BL, float("nan")),
+        weights=rollouts.to_full_width(result.weights_BT, 0.0),
+        scores=rollouts.to_full_width(of_pass_BT if scores_BT is None else scores_BT, float("nan")),
         spans=spans,
-        stats=weight_metrics(result, mask_BT, advantages, rows, torch.cat(gradient_norms)),
+        stats=weight_metrics(result, mask_BT, batch.advantages_B, rows, gradient_norms),
     )
-
-
-def _pass_rows(
-    input_ids: torch.Tensor,
-    valid_BL: torch.Tensor,
-    response_BL: torch.Tensor,
-    spans: Sequence[AnswerSpan | None],
-    advantages: torch.Tensor,
-    groups: torch.Tensor | None,
-    examples: Sequence[Example] | None,
-) -> list[PassRow]:
-    """Every row without its padding."""
-    rows = []
-    for index in range(input_ids.shape[0]):
-        inside_S = response_BL[index, valid_BL[index]]
-        length = int(inside_S.sum())
-        rows.append(
-            PassRow(
-                tokens_S=input_ids[index, valid_BL[index]],
-                response_start=int(inside_S.nonzero()[0]) if length else len(inside_S),
-                response_length=length,
-                span=spans[index],
-                advantage=float(advantages[index]),
-                group=int(groups[index]) if groups is not None else index,
-                place=index,
-                example=examples[index] if examples is not None else None,
-            )
-        )
-    return rows
 
 
 def _columns(
     signal: Signal,
-    model: _PlainModel,
+    model: HuggingFaceModel,
     rows: Sequence[PassRow],
     mask_BT: torch.Tensor,
-    response_BL: torch.Tensor,
-    given: Mapping[str, torch.Tensor | None],
+    given_BT: dict[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """The columns (B, T) that the signal reads: those given, the others from the model, 0 outside the mask."""
     wanted = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in signal.reads]
-    columns = {}
-    for name in wanted:
-        columns[name] = torch.zeros(mask_BT.shape, device=mask_BT.device)
-        if given[name] is not None:
-            columns[name][mask_BT] = given[name][response_BL].float()
-    missing = [name for name in wanted if given[name] is None]
+    missing = [name for name in wanted if name not in given_BT]
+    columns_BT = {name: given_BT.get(name, torch.zeros(mask_BT.shape, device=mask_BT.device)) for name in wanted}
     if missing:
         answered = [row for row in rows if row.response_length]
-        found = model.micro_batches(
+        statistics = model.micro_batches(
             answered, lambda micro: [micro.statistics(entropy=ENTROPY in missing)], gradients=False
         )
-        for row, of_row in zip(answered, found, strict=True):
+        for row, of_row in zip(answered, statistics, strict=True):
             for name in missing:
-                columns[name][row.place, : row.response_length] = of_row[name]
-    return columns
+                columns_BT[name][row.place, : row.response_length] = of_row[name]
+    return columns_BT
 
 
-class _PlainModel(Model):
-    """A Hugging Face model, one row a micro-batch."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        temperature: float,
-        device: torch.device,
-        group: ProcessGroup | None,
-        step: int,
-    ) -> None:
-        self.step = step
-        self.model = model
-        self.temperature = temperature
-        self.pad_token = tokenizer.pad_token_id
-        self.device = device
-        self.turns = Turns(group, device)
-
-    def micro_batches(
-        self, rows: Sequence[PassRow], work: Callable[[_OneRow], Sequence[_T]], *, gradients: bool
-    ) -> list[_T]:
-        """See :class:`Model`."""
-        found: list[_T] = []
-        with evaluation_mode(self.model), torch.set_grad_enabled(gradients):
-            for row in rows:
-                self.turns.take()
-                found += work(_OneRow(self, row))
-            for _ in self.turns.wait():
-                work(_OneRow(self, self._dummy()))
-        return found
-
-    @contextmanager
-    def sequences(self) -> Iterator[Forward]:
-        """See :class:`Model`."""
-
-        def forward(
-            tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
-        ) -> tuple[torch.Tensor, Cache | None]:
-            self.turns.take()
-            return self.logits(tokens_NS, kept_K, cache, use_cache=True)
-
-        with evaluation_mode(self.model), torch.no_grad():
-            self.model.eval()  # no checkpointing either: checkpointed blocks keep no keys and values
-            yield forward
-            nothing_11 = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-            for _ in self.turns.wait():
-                self.logits(nothing_11, nothing_11[0], None, use_cache=True)
-
-    def sequences_together(self, length: int) -> int:
-        """See :class:`Model`."""
-        return max(1, SEQUENCE_TOKENS // length)
-
-    def progress(self, total: int, what: str) -> tqdm:
-        """See :class:`Model`; on a terminal."""
-        return tqdm(total=total, desc=what, disable=None, leave=False)
-
-    def logits(
-        self, tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None = None, **options: bool
-    ) -> tuple[torch.Tensor, Cache | None]:
-        """Logits (N, K, V) at the columns ``kept_K``, and the cache of the forward; ``cache`` holds what comes before."""
-        behind = cache.get_seq_length() if cache is not None else 0
-        attention_mask = tokens_NS.new_ones(tokens_NS.shape[0], behind + tokens_NS.shape[1])
-        keep = {"logits_to_keep": kept_K} if accepts_logits_to_keep(self.model) else {}
-        past = {"past_key_values": cache} if cache is not None else {}
-        output = self.model(input_ids=tokens_NS, attention_mask=attention_mask, **past, **keep, **options)
-        return output.logits if keep else output.logits[:, kept_K], output.get("past_key_values")
-
-    def _dummy(self) -> PassRow:
-        tokens_2 = torch.zeros(2, dtype=torch.int64, device=self.device)
-        return PassRow(tokens_2, 1, 1, AnswerSpan(0, 0, 1, 1), advantage=-1.0, group=-1, place=0)
+def _run_pass(
+    signal: Signal,
+    model: Model,
+    rows: Sequence[PassRow],
+    tokenizer: PreTrainedTokenizerBase,
+    of_pass_BT: torch.Tensor,
+) -> torch.Tensor:
+    """Put the scores of the signal's pass into ``of_pass_BT``; returns its gradient norms, 1-D float32 on the CPU."""
+    signal.check_tokenizer(tokenizer)
+    scores = signal.run([signal.prepare_row(row, tokenizer) for row in rows], model)
+    for row, of_row in zip(rows, scores, strict=True):
+        put_row(of_pass_BT, row.place, row.response_length, of_row, signal)
+    norms = [of_row.gradient_norms.cpu() for of_row in scores if of_row.gradient_norms is not None]
+    return torch.cat([torch.zeros(0), *norms])
 
 
-class _OneRow(MicroBatch):
-    """A single row without padding. Its forwards end with the last position that is asked for."""
+@dataclass(frozen=True)
+class _Rollouts:
+    """The rows as the caller gives them, see :func:`compute_token_weights`."""
 
-    def __init__(self, model: _PlainModel, row: PassRow) -> None:
-        self.model = model
-        self.row = row
-        self.rows = [row]
+    input_ids_BL: torch.Tensor
+    attention_mask_BL: torch.Tensor
+    response_mask_BL: torch.Tensor
+    advantages_B: torch.Tensor
+    groups_B: torch.Tensor | None
+    examples: Sequence[Example] | None
+
+    def check(self, signal: Signal) -> None:
+        """Refuse parts that do not fit together, and a call without a part that the signal reads."""
+        check_tensor("input_ids", self.input_ids_BL)
+        if self.input_ids_BL.ndim != 2:
+            raise ValueError(f"input_ids must be (B, L), got shape {tuple(self.input_ids_BL.shape)}")
+        self._check_width("attention_mask", self.attention_mask_BL)
+        self._check_width("response_mask", self.response_mask_BL)
+        self._check_one_a_row("advantages", self.advantages_B)
+        if (self.response_BL & ~self.valid_BL).any():
+            raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
+        for row, (inside_L, valid_L) in enumerate(zip(self.response_BL, self.valid_BL, strict=True)):
+            inside = inside_L[valid_L].nonzero().flatten()
+            if inside.numel() and inside[-1] - inside[0] + 1 != inside.numel():
+                raise ValueError(f"response_mask of row {row} has gaps; the response must be contiguous")
+            if inside.numel() and inside[0] == 0:
+                raise ValueError(f"row {row} has no prompt token before its response; add at least one")
+        if self.groups_B is not None:
+            self._check_groups(self.groups_B)
+        if self.examples is not None and len(self.examples) != len(self.input_ids_BL):
+            raise ValueError(f"examples must be one a row, {len(self.input_ids_BL)} of them; got {len(self.examples)}")
+        for name, values in ((GROUPS, self.groups_B), (EXAMPLES, self.examples)):
+            if name in signal.reads and values is None:
+                raise ValueError(f"{signal.name} reads {name}; pass {name}=")
+
+    def check_columns(self, columns_BL: dict[str, torch.Tensor]) -> None:
+        """Refuse columns of another shape, and log-probabilities above 0."""
+        for name, values_BL in columns_BL.items():
+            self._check_width(name, values_BL)
+            known = values_BL[self.response_BL & values_BL.isfinite()]
+            if name == OLD_LOG_PROBS and (known > ROUNDING).any():
+                raise ValueError(
+                    f"{name} holds {float(known.max())}; log-probabilities are at most 0: pass log p, not p or -log p"
+                )
+
+    def _check_width(self, name: str, values: torch.Tensor) -> None:
+        check_tensor(name, values)
+        if values.shape != self.input_ids_BL.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}, input_ids {tuple(self.input_ids_BL.shape)}; they must agree"
+            )
+
+    def _check_one_a_row(self, name: str, values: torch.Tensor) -> None:
+        check_tensor(name, values)
+        if values.shape != self.input_ids_BL.shape[:1]:
+            raise ValueError(
+                f"{name} must be one number a row, shape ({len(self.input_ids_BL)},); got {tuple(values.shape)}"
+            )
+
+    def _check_groups(self, groups_B: torch.Tensor) -> None:
+        self._check_one_a_row("groups", groups_B)
+        if groups_B.is_floating_point() or groups_B.is_complex() or groups_B.dtype == torch.bool:
+            raise ValueError(f"groups must hold whole numbers, got {groups_B.dtype}; use torch.int64")
+        if (groups_B < 0).any():
+            raise ValueError(
+                f"groups holds {int(groups_B.min())}; numbers must be at least 0, as those of "
+                "torch.unique(groups, return_inverse=True)[1]"
+            )
+
+    @cached_property
+    def valid_BL(self) -> torch.Tensor:
+        """bool."""
+        return self.attention_mask_BL.bool()
+
+    @cached_property
+    def response_BL(self) -> torch.Tensor:
+        """bool."""
+        return self.response_mask_BL.bool()
 
     @property
-    def embedding(self) -> nn.Module:
-        """See :class:`MicroBatch`."""
-        return self.model.model.get_input_embeddings()
+    def responses(self) -> list[torch.Tensor]:
+        """Each row's response tokens, (T_i,)."""
+        return [ids_L[inside_L] for ids_L, inside_L in zip(self.input_ids_BL, self.response_BL, strict=True)]
 
-    def leaf(self, name: str) -> nn.Module:
-        """See :class:`MicroBatch`."""
-        return leaf_module(self.model.model, name)
+    @cached_property
+    def mask_BT(self) -> torch.Tensor:
+        """bool; the responses, padded on the right to the longest."""
+        lengths_B1 = self.response_BL.sum(dim=-1, keepdim=True)
+        width = int(lengths_B1.max()) if len(lengths_B1) else 0
+        return torch.arange(width, device=self.input_ids_BL.device) < lengths_B1
 
-    def logits(self, positions: Sequence[Range]) -> torch.Tensor:
-        """See :class:`MicroBatch`."""
-        ((start, stop),) = positions
-        kept_K = torch.arange(start, stop, device=self.row.tokens_S.device)
-        logits_1KV, _ = self.model.logits(self.row.tokens_S[None, :stop], kept_K, use_cache=False)
-        return logits_1KV[0]
-
-    def log_likelihood(self, tokens: Sequence[Range]) -> torch.Tensor:
-        """See :class:`MicroBatch`."""
-        ((first, past),) = tokens
-        tokens_K, model = self.row.tokens_S[first:past], self.model.model
-        head = model.get_output_embeddings()
-        if past - first > CHUNK_POSITIONS and works_in_chunks(head) and has_plain_logits(model):
-            column_K = torch.arange(first - 1, past - 1, device=tokens_K.device)
-            targets = Targets(tokens_K, torch.zeros_like(column_K), column_K)
-            tokens_1S = self.row.tokens_S[None, : past - 1]
-            with sum_log_probs(head, targets, self.model.temperature):
-                output = model(input_ids=tokens_1S, attention_mask=torch.ones_like(tokens_1S), use_cache=False)
-            return read_sum(output.logits)
-        logits_KV = self.logits([(first - 1, past - 1)])
-        return -negative_log_likelihood(logits_KV, tokens_K, self.model.temperature)
-
-    def response_log_probs(self) -> list[torch.Tensor]:
-        """See :class:`MicroBatch`."""
-        return [self.statistics(entropy=False)[OLD_LOG_PROBS]]
-
-    def hidden_states(self) -> list[torch.Tensor]:
-        """See :class:`MicroBatch`."""
-        head = self.model.model.get_output_embeddings()
-        tokens_1S = self.row.tokens_S[None]
-        with capture_hidden_states(head) as captured:
-            self.model.model(input_ids=tokens_1S, attention_mask=torch.ones_like(tokens_1S), use_cache=False)
-        return [captured[0][0, self.row.response_start :]]
-
-    def at(self, row: int, position: int) -> tuple[int, int]:
-        """See :class:`MicroBatch`."""
-        return row, position
-
-    def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
-        """See :class:`MicroBatch`."""
-        return [values_BS[0]]
-
-    def statistics(self, *, entropy: bool) -> dict[str, torch.Tensor]:
-        """One forward. Log-probability and, where asked for, entropy of each response token, (T,) float32."""
-        start, length = self.row.response_start, len(self.row.tokens_S)
-        logits_TV = self.logits([(start - 1, length - 1)])
-        found: dict[str, list[torch.Tensor]] = {OLD_LOG_PROBS: [], ENTROPY: []}
-        chunks = zip(
-            logits_TV.split(POSITIONS_TOGETHER), self.row.tokens_S[start:].split(POSITIONS_TOGETHER), strict=True
-        )
-        for logits_KV, tokens_K in chunks:
-            log_probs_KV = torch.log_softmax(logits_KV.float() / self.model.temperature, dim=-1)
-            found[OLD_LOG_PROBS].append(log_probs_KV.gather(-1, tokens_K.unsqueeze(-1)).squeeze(-1))
-            if entropy:
-                # A word that is ruled out (probability 0, logit -inf) adds nothing; NaN stays.
-                found[ENTROPY].append(
-                    -torch.where(log_probs_KV == -torch.inf, 0, log_probs_KV.exp() * log_probs_KV).sum(-1)
+    def pass_rows(self, spans: Sequence[AnswerSpan | None]) -> list[PassRow]:
+        """Every row without its padding, and without the tokens after its response, on which no score depends."""
+        rows = []
+        for index, (ids_L, valid_L) in enumerate(zip(self.input_ids_BL, self.valid_BL, strict=True)):
+            inside_S = self.response_BL[index, valid_L]
+            length = int(inside_S.sum())
+            start = int(inside_S.nonzero()[0]) if length else len(inside_S)
+            rows.append(
+                PassRow(
+                    tokens_S=ids_L[valid_L][: start + length],
+                    response_start=start,
+                    response_length=length,
+                    span=spans[index],
+                    advantage=float(self.advantages_B[index].detach()),
+                    group=int(self.groups_B[index]) if self.groups_B is not None else index,
+                    place=index,
+                    example=self.examples[index] if self.examples is not None else None,
                 )
-        return {name: torch.cat(values) for name, values in found.items() if values}
-
-
-def _to_full_width(
-    values_BT: torch.Tensor, mask_BT: torch.Tensor, response_BL: torch.Tensor, fill: float
-) -> torch.Tensor:
-    values_BL = torch.full(response_BL.shape, fill, dtype=torch.float32, device=values_BT.device)
-    values_BL[response_BL] = values_BT[mask_BT]
-    return values_BL
-
-
-def _check_inputs(
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    response_mask: torch.Tensor,
-    advantages: torch.Tensor,
-    temperature: float,
-) -> None:
-    if input_ids.ndim != 2:
-        raise ValueError(f"input_ids must be (B, L), got shape {tuple(input_ids.shape)}")
-    for name, tensor in (("attention_mask", attention_mask), ("response_mask", response_mask)):
-        if tensor.shape != input_ids.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, input_ids {tuple(input_ids.shape)}; they must agree"
             )
-    if advantages.shape != input_ids.shape[:1]:
+        return rows
+
+    def to_responses(self, values_BL: torch.Tensor) -> torch.Tensor:
+        """Values of the response tokens as (B, T) float32, 0 outside the mask."""
+        values_BT = torch.zeros(self.mask_BT.shape, device=self.input_ids_BL.device)
+        values_BT[self.mask_BT] = values_BL.detach()[self.response_BL].float()
+        return values_BT
+
+    def to_full_width(self, values_BT: torch.Tensor, fill: float) -> torch.Tensor:
+        """The reverse, (B, L) float32, ``fill`` outside the response."""
+        values_BL = torch.full(self.input_ids_BL.shape, fill, dtype=torch.float32, device=values_BT.device)
+        values_BL[self.response_BL] = values_BT[self.mask_BT]
+        return values_BL
+
+
+def _checked_signal(config: object) -> Signal:
+    if not isinstance(config, Signal):
         raise ValueError(
-            f"advantages must be one number a row, shape ({input_ids.shape[0]},); got {tuple(advantages.shape)}"
+            f"config={config!r} must be a method with its options, such as GrailConfig(); "
+            "grail_advantage.registry.method(name).build(options) makes one from a name"
         )
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
-    response_BL = response_mask.bool()
-    if (response_BL & ~attention_mask.bool()).any():
-        raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
-    for row in range(input_ids.shape[0]):
-        inside = response_BL[row, attention_mask[row].bool()].nonzero().flatten()
-        if inside.numel() and inside[-1] - inside[0] + 1 != inside.numel():
-            raise ValueError(f"response_mask of row {row} has gaps; the response must be contiguous")
-        if inside.numel() and inside[0] == 0:
-            raise ValueError(f"row {row} has no prompt token before its response; add at least one")
-
-
-def _check_columns(
-    signal: Signal,
-    input_ids: torch.Tensor,
-    old_log_probs: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    groups: torch.Tensor | None,
-    examples: Sequence[Example] | None,
-) -> None:
-    for name, values in (("old_log_probs", old_log_probs), ("entropy", entropy)):
-        if values is not None and values.shape != input_ids.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(values.shape)}, input_ids {tuple(input_ids.shape)}; they must agree"
-            )
-    if groups is not None and groups.shape != input_ids.shape[:1]:
-        raise ValueError(f"groups must be one number a row, shape ({input_ids.shape[0]},); got {tuple(groups.shape)}")
-    if examples is not None and len(examples) != input_ids.shape[0]:
-        raise ValueError(f"examples must be one a row, {input_ids.shape[0]} of them; got {len(examples)}")
-    for name, given in ((GROUPS, groups), (EXAMPLES, examples)):
-        if name in signal.reads and given is None:
-            raise ValueError(f"{signal.name} reads {name}; pass {name}=")
+    return config

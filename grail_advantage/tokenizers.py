@@ -4,7 +4,7 @@ transformers 5.9 and 5.10 (huggingface/transformers#45488) rebuild a tokenizer w
 vocabulary and merges alone. For a byte-level vocabulary under the class ``LlamaTokenizerFast``, as of
 DeepSeek-R1-Distill-Llama, that puts SentencePiece's rules over it: spaces and newlines vanish, right ids decode to
 ``\\boxed{xĠ=Ġ2}``, and ``save_pretrained`` hands the damage on. The checkpoint's own ``tokenizer.json`` is right, and the plain
-class reads it as it stands.
+class reads it unchanged.
 
 Writing a repaired tokenizer, which ``AutoTokenizer`` and so verl loads as the checkpoint means it:
 
@@ -31,7 +31,7 @@ PROBES = (
     r"$\frac{a_1}{2} + \sqrt{x^2 - 1} \le 10\%$",
     r"so the answer is \boxed{x = 2}",
 )
-"""What a solution is made of: spaces, newlines, digits, LaTeX, an answer."""
+"""Parts of a solution: spaces, newlines, digits, LaTeX, an answer."""
 _SPELLINGS = {" ": (" ", "Ġ", "▁"), "\n": ("\n", "Ċ", "<0x0A>")}
 """How vocabularies write white space: as it is, byte-level, SentencePiece."""
 
@@ -44,7 +44,7 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
         options: of ``AutoTokenizer.from_pretrained``.
 
     Raises:
-        ValueError: text does not survive this tokenizer; the message has the remedy.
+        ValueError: text does not survive this tokenizer; the message has the fix.
     """
     tokenizer = faithful_tokenizer(AutoTokenizer.from_pretrained(path, **options), path, **options)
     check_round_trip(tokenizer, str(path))
@@ -54,7 +54,8 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
 def faithful_tokenizer(
     tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike[str], **options: Any
 ) -> PreTrainedTokenizerBase:
-    """The given tokenizer where text survives it; else what the checkpoint's ``tokenizer.json`` says, where text survives that.
+    """The given tokenizer where text survives it; else that of the checkpoint's ``tokenizer.json``, where text
+    survives that one.
 
     Args:
         tokenizer: as ``AutoTokenizer.from_pretrained(path, **options)`` loaded it.
@@ -70,7 +71,7 @@ def faithful_tokenizer(
     if lost_text(faithful) is not None:
         return tokenizer
     logger.warning(
-        "%s under %s loses text, as transformers loads it; its tokenizer.json is taken as it stands instead",
+        "%s under %s loses text, as transformers loads it; its tokenizer.json is taken unchanged instead",
         path,
         type(tokenizer).__name__,
     )
@@ -82,24 +83,26 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
     Args:
         tokenizer: any.
-        name: what to call it in the message: its folder, or an option and its value.
+        name: its name in the message: its folder, or an option and its value.
 
     Raises:
-        ValueError: naming what is lost, and the remedy.
+        ValueError: naming the text that is lost, and the fix.
     """
     lost = lost_text(tokenizer)
     if lost is not None:
         text, returned = lost
         raise ValueError(
             f"the tokenizer of {name} ({type(tokenizer).__name__}) turns {text!r} into {returned!r}: the model would read and "
-            "write broken text. Load it with grail_advantage.tokenizers.load_tokenizer; where that says the same, the folder's "
-            "tokenizer.json is broken itself, as in a checkpoint that a damaged tokenizer was saved into: take tokenizer.json "
-            "and tokenizer_config.json of the original model (in a run: actor_rollout_ref.model.tokenizer_path)"
+            "write broken text. Load it with grail_advantage.tokenizers.load_tokenizer; where that refuses it too, the "
+            "folder's tokenizer.json is broken itself, as in a checkpoint that a damaged tokenizer was saved into: "
+            "take tokenizer.json and tokenizer_config.json of the original model (in a run: "
+            "actor_rollout_ref.model.tokenizer_path)"
         )
 
 
 def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """The first of :data:`PROBES` that does not survive encoding and decoding, and what came back; ``None`` where all do.
+    """The first of :data:`PROBES` that does not survive encoding and decoding, and the text that came back; ``None`` where
+    all do.
 
     A blank in front is no loss: SentencePiece puts one there. Nor is a character that the vocabulary does not have in any
     spelling, as small ones for tests.

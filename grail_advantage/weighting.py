@@ -1,7 +1,7 @@
 """From token scores to token weights to token advantages.
 
 Pure tensor functions, shared by :func:`grail_advantage.compute_token_weights` and the trainers, so that all give the same
-weights. No method is named here: a signal says which rows and tokens its scores weigh, and how.
+weights. They name no method: a signal says which rows and tokens its scores weigh, and how.
 
 Shape suffixes: B rows, T response tokens.
 """
@@ -16,12 +16,12 @@ import torch
 from grail_advantage.answer_span import AnswerSpan
 from grail_advantage.batch import RolloutBatch
 from grail_advantage.model_interface import RowScores
-from grail_advantage.signals.base import Reshaped, RowSelection, Signal
+from grail_advantage.signals.base import AnswerWeights, Reshaped, RowSelection, Signal
 
 
 @dataclass(frozen=True)
 class BatchWeights:
-    """Token weights of a batch and what the metrics need to know of them; masks are bool, shape (B, T)."""
+    """Token weights of a batch, and the masks that its metrics need: bool, shape (B, T)."""
 
     weights_BT: torch.Tensor
     """float32; 0 outside the response mask."""
@@ -52,50 +52,79 @@ def batch_weights(
     Raises:
         ValueError: a map of the wrong shape or with a negative weight.
     """
-    mask_BT = batch.mask_BT
-    reasoning_BT, content_BT = _answer_parts(batch.spans, mask_BT)
-    answer = signal.answer_weights
-    statistics_BT = mask_BT & reasoning_BT if signal.statistics == "reasoning" else mask_BT
-    read_BT = statistics_BT if answer is None else mask_BT
+    tokens = _tokens_of(batch, signal)
     if scores_BT is None:
-        scores_BT = torch.ones(mask_BT.shape, device=mask_BT.device)
+        scores_BT = torch.ones(batch.mask_BT.shape, device=batch.mask_BT.device)
+    scored_B = rows.selected_B & _finite_rows(scores_BT, tokens.read_BT)
+    reshaped = Reshaped(torch.ones_like(batch.mask_BT, dtype=torch.float32))
+    if scored_B.any():
+        scored_B1 = scored_B.unsqueeze(-1)
+        known_BT = torch.where(scored_B1 & tokens.read_BT, scores_BT.float(), 1.0)
+        reshaped = signal.reshape(known_BT, scored_B1 & tokens.statistics_BT, batch)
+        _check_weights(reshaped, scored_B1 & tokens.by_score_BT, signal)
+        scored_B = scored_B & _finite_rows(reshaped.weights_BT, tokens.by_score_BT)
 
-    non_finite_B = rows.selected_B & (~torch.isfinite(scores_BT) & read_BT).any(dim=-1)
-    scored_B1 = (rows.selected_B & ~non_finite_B).unsqueeze(-1)
-    from_scores_BT = scored_B1 & (statistics_BT if answer is None else mask_BT & reasoning_BT)
-
-    reshaped = Reshaped(torch.ones_like(mask_BT, dtype=torch.float32))
-    if scored_B1.any():
-        known_BT = torch.where(scored_B1 & read_BT, scores_BT.float(), 1.0)
-        reshaped = signal.reshape(known_BT, statistics_BT & scored_B1, batch)
-        _check_weights(reshaped, from_scores_BT, signal)
-        spoilt_B = (~torch.isfinite(reshaped.weights_BT) & from_scores_BT).any(dim=-1)
-        non_finite_B = non_finite_B | spoilt_B
-        scored_B1, from_scores_BT = scored_B1 & ~spoilt_B.unsqueeze(-1), from_scores_BT & ~spoilt_B.unsqueeze(-1)
+    scored_B1 = scored_B.unsqueeze(-1)
+    from_scores_BT = scored_B1 & tokens.by_score_BT
     weights_BT = torch.where(from_scores_BT, reshaped.weights_BT, 1.0)
-    weighed_BT = read_BT  # the tokens that share a row's mass
-    if answer is not None:
-        overridden_B = scored_B1.squeeze(-1)
-        if answer.outside_gate:
-            overridden_B = overridden_B | (rows.answered_B & ~rows.inside_gate_B)
-        overridden_B1 = overridden_B.unsqueeze(-1)
-        weights_BT = torch.where(overridden_B1 & ~reasoning_BT, answer.others, weights_BT)
-        weights_BT = torch.where(overridden_B1 & content_BT, answer.content, weights_BT)
+    sharing_BT = tokens.read_BT  # the tokens of a scored row that share its mass
+    if signal.answer_weights is not None:
+        weights_BT = _with_answers(weights_BT, signal.answer_weights, scored_B, rows, tokens)
     elif reshaped.elsewhere != 1.0:
         # A row whose statistics set holds no token that trains has nothing to weigh the others against.
-        weighed_B1 = scored_B1 & statistics_BT.any(dim=-1, keepdim=True)
-        weights_BT = torch.where(weighed_B1 & ~statistics_BT, reshaped.elsewhere, weights_BT)
-        weighed_BT = mask_BT
+        comparable_B1 = scored_B1 & tokens.statistics_BT.any(dim=-1, keepdim=True)
+        weights_BT = torch.where(comparable_B1 & ~tokens.statistics_BT, reshaped.elsewhere, weights_BT)
+        sharing_BT = batch.mask_BT
     if signal.normalize_mass:
-        weights_BT = _restore_mass(weights_BT, scored_B1 & weighed_BT)
+        weights_BT = _restore_mass(weights_BT, scored_B1 & sharing_BT)
 
     return BatchWeights(
-        weights_BT=torch.where(mask_BT, weights_BT, 0.0),
-        non_finite_B=non_finite_B,
+        weights_BT=torch.where(batch.mask_BT, weights_BT, 0.0),
+        non_finite_B=rows.selected_B & ~scored_B,
         from_scores_BT=from_scores_BT,
         at_lower_bound_BT=from_scores_BT & (reshaped.weights_BT <= reshaped.lowest),
         at_upper_bound_BT=from_scores_BT & (reshaped.weights_BT >= reshaped.highest),
     )
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Which tokens are which, whatever happens to their rows; bool (B, T)."""
+
+    reasoning_BT: torch.Tensor
+    """Before the answer."""
+    content_BT: torch.Tensor
+    """The answer's content."""
+    statistics_BT: torch.Tensor
+    """The map compares their scores."""
+    by_score_BT: torch.Tensor
+    """Their weights come from their scores, in scored rows."""
+    read_BT: torch.Tensor
+    """Their scores must be finite."""
+
+
+def _tokens_of(batch: RolloutBatch, signal: Signal) -> _Tokens:
+    reasoning_BT, content_BT = _answer_parts(batch.spans, batch.mask_BT)
+    before_answer_BT = batch.mask_BT & reasoning_BT
+    statistics_BT = before_answer_BT if signal.statistics == "reasoning" else batch.mask_BT
+    if signal.answer_weights is None:
+        return _Tokens(reasoning_BT, content_BT, statistics_BT, by_score_BT=statistics_BT, read_BT=statistics_BT)
+    return _Tokens(reasoning_BT, content_BT, statistics_BT, by_score_BT=before_answer_BT, read_BT=batch.mask_BT)
+
+
+def _finite_rows(values_BT: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """bool (B,); rows whose values of these tokens are all finite."""
+    return (torch.isfinite(values_BT) | ~tokens_BT).all(dim=-1)
+
+
+def _with_answers(
+    weights_BT: torch.Tensor, answer: AnswerWeights, scored_B: torch.Tensor, rows: RowSelection, tokens: _Tokens
+) -> torch.Tensor:
+    """The weights with the method's own from each answer on."""
+    outside_gate_B = rows.answered_B & ~rows.inside_gate_B
+    overridden_B1 = (scored_B | outside_gate_B if answer.outside_gate else scored_B).unsqueeze(-1)
+    weights_BT = torch.where(overridden_B1 & ~tokens.reasoning_BT, answer.others, weights_BT)
+    return torch.where(overridden_B1 & tokens.content_BT, answer.content, weights_BT)
 
 
 def scores_of(
@@ -119,20 +148,20 @@ def scores_of(
     return torch.where(rows.selected_B.unsqueeze(1) & batch.mask_BT, scores_BT.float(), float("nan"))
 
 
-def put_row(of_pass_BT: torch.Tensor, place: int, length: int, found: RowScores, signal: Signal) -> None:
+def put_row(of_pass_BT: torch.Tensor, place: int, length: int, of_row: RowScores, signal: Signal) -> None:
     """Put a pass's scores of one row in their place.
 
     Args:
         of_pass_BT: all scores.
         place: the row.
         length: number of its response tokens.
-        found: what the pass gave.
+        of_row: of the pass.
         signal: the method, for the message.
     """
-    count = len(found.scores_T)
+    count = len(of_row.scores_T)
     if count > length:
         raise ValueError(f"{signal.name}: run() gave {count} scores for a response of {length} tokens")
-    of_pass_BT[place, :count] = found.scores_T
+    of_pass_BT[place, :count] = of_row.scores_T
 
 
 def _check_weights(reshaped: Reshaped, used_BT: torch.Tensor, signal: Signal) -> None:
@@ -168,7 +197,7 @@ def _restore_mass(weights_BT: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Te
 def apply_token_weights(
     advantages_BT: torch.Tensor, weights_BT: torch.Tensor, response_mask_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Token advantages ``A_t = w_t * A``, 0 outside the response mask whatever stands there.
+    """Token advantages ``A_t = w_t * A``, 0 outside the response mask whatever is there.
 
     All of shape (B, T); the weights are detached. Returns the advantages' dtype.
     """

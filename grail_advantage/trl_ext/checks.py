@@ -1,4 +1,4 @@
-"""What does not work with token weights in TRL, refused at construction with the argument's name and the way out."""
+"""Refusals, at construction, of arguments that token weights in TRL do not work with, with the name and the fix."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ OLDEST_TRL, FIRST_UNKNOWN_TRL = "1.15", "1.17"
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 """Losses of TRL that multiply every token's own ratio by its advantage."""
 PROVIDED = frozenset({OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES})
-"""What of a batch this host can give a signal."""
+"""Names of :mod:`grail_advantage.batch` that this host can give a signal."""
 IMAGE_COLUMNS = ("image", "images")
 
 
-def check_trl_version(found: str) -> None:
-    """The trainer overrides a method that TRL does not document, so another version is refused instead of tried.
+def check_trl_version(installed: str) -> None:
+    """Refuse versions of TRL that are not tested: the trainer uses private parts (:mod:`grail_advantage.trl_ext.patches`).
 
     Raises:
         ValueError: naming the versions.
     """
-    if not Version(OLDEST_TRL) <= Version(found) < Version(FIRST_UNKNOWN_TRL):
+    if not Version(OLDEST_TRL) <= Version(installed) < Version(FIRST_UNKNOWN_TRL):
         raise ValueError(
-            f"trl {found} is installed, but token weights follow trl {OLDEST_TRL} up to, not including, {FIRST_UNKNOWN_TRL}; "
-            f"run `pip install 'trl>={OLDEST_TRL},<{FIRST_UNKNOWN_TRL}'`"
+            f"trl {installed} is installed, but token weights follow trl {OLDEST_TRL} up to, not including, "
+            f"{FIRST_UNKNOWN_TRL}; run `pip install 'trl>={OLDEST_TRL},<{FIRST_UNKNOWN_TRL}'`"
         )
 
 
@@ -45,7 +45,7 @@ def check_arguments(given: Mapping[str, Any], signal: Signal) -> None:
         signal: the method.
 
     Raises:
-        ValueError: naming the argument and the way out.
+        ValueError: naming the argument and the fix.
     """
     refuse = partial(_refuse, signal)
     unknown = sorted(signal.reads - PROVIDED)
@@ -63,12 +63,12 @@ def check_arguments(given: Mapping[str, Any], signal: Signal) -> None:
 
 
 def check_trainer(trainer: GRPOTrainer, signal: Signal) -> None:
-    """Check what is known only once TRL has loaded the model and knows the processes.
+    """Check the trainer once TRL has loaded the model and knows the processes.
 
     Raises:
-        ValueError: naming the argument and the way out.
+        ValueError: naming the argument and the fix.
     """
-    if trainer._is_vlm:
+    if isinstance(trainer.processing_class, ProcessorMixin):
         _refuse_images(signal)
     _check_config(trainer.args, signal)
     if trainer.is_fsdp_enabled:
@@ -115,7 +115,7 @@ def _check_parallelism(parallelism: ParallelismConfig | None, refuse: partial[No
 
 
 def _check_data(dataset: Any, signal: Signal) -> None:
-    """Of a data set whose columns are known; of a stream the first batch is judged by the signal itself."""
+    """Check a data set whose columns are known; the first batch of a stream is checked by the signal itself."""
     columns = getattr(dataset, "column_names", None)
     if not columns:
         return
@@ -137,7 +137,7 @@ def check_prompt(prompt: Any, signal: Signal) -> None:
     """Refuse a prompt that a method which asks differently cannot change.
 
     Raises:
-        ValueError: naming the way out.
+        ValueError: with the fix.
     """
     if isinstance(prompt, str):
         raise ValueError(

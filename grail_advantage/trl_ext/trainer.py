@@ -1,8 +1,8 @@
 """TRL's GRPO trainer with token weights: ``A_t = w_t A`` with A the advantage that TRL computed for the row.
 
-TRL's loss takes advantages of shape (B, T) from subclasses, and ``_generate_and_score_completions`` is where its maintainers
-want them made (huggingface/trl#4525). It runs once a generation batch; TRL then shuffles the batch, splits it over
-``steps_per_generation`` and uses it ``num_iterations`` times. So the weights are those of the policy that wrote the responses.
+TRL calls ``_generate_and_score_completions`` once a generation batch (see :mod:`grail_advantage.trl_ext.patches`); then it
+shuffles the batch, splits it over ``steps_per_generation`` and uses it ``num_iterations`` times. So the weights are those of
+the policy that wrote the responses.
 
 Shape suffixes: B rows of this process, T response tokens, L prompt + response.
 """
@@ -26,10 +26,11 @@ from grail_advantage.registry import method
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights
 from grail_advantage.trl_ext.checks import check_arguments, check_prompt, check_trainer, check_trl_version
+from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies
 from grail_advantage.weighting import apply_token_weights
 
 FIGURES = (*METRICS, *GRADIENT_METRICS, "truncated_rate", "seconds")
-"""What is logged as ``<method>/<figure>`` in training."""
+"""Figures of the name ``<method>/<figure>`` in the logs of training."""
 
 
 class TokenWeightGRPOTrainer(GRPOTrainer):
@@ -43,7 +44,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         arguments, named: as for ``GRPOTrainer``.
 
     Raises:
-        ValueError: an unknown method or option, or an argument that token weights do not work with; naming the way out.
+        ValueError: an unknown method or option, or an argument that token weights do not work with; the message has the
+            fix.
     """
 
     def __init__(
@@ -96,8 +98,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
             rows = {name: self._gathered(values) for name, values in rows.items()}
             examples = gather_object(examples) if examples is not None else None
-        found = compute_token_weights(
-            # Not DDP's module: this backward is none of its business.
+        result = compute_token_weights(
+            # Not DDP's module, which would wait for gradients of parameters in this backward.
             self.accelerator.unwrap_model(self.model),
             self.processing_class,
             **rows,
@@ -108,10 +110,10 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             aggregate=self._aggregate,
         )
         own = slice(None) if signal.uses else slice(first_row, first_row + len(inputs))
-        weights_BT = found.weights[own, width : width + mask_BT.shape[1]]
+        weights_BT = result.weights[own, width : width + mask_BT.shape[1]]
         self._log_figures(
             {
-                **found.stats,
+                **result.stats,
                 "truncated_rate": float(truncated_B.double().mean()),
                 "seconds": time.perf_counter() - started,
             }
@@ -119,36 +121,29 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         return apply_token_weights(advantages_B.unsqueeze(1).expand_as(weights_BT), weights_BT, mask_BT)
 
     def _truncated(self, completions_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-        """Rows that ended without an end token, as TRL judges it; those that TRL has masked for it have no token left."""
+        """Rows that ended without an end token, as TRL judges it; rows that TRL has masked for it have no token left."""
         ends = torch.tensor([*self.eos_token_ids, self.processing_class.pad_token_id], device=mask_BT.device)
         last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
         ended_B = torch.isin(completions_BT.gather(1, last_B1).squeeze(1), ends)
         return ~(ended_B & mask_BT.bool().any(dim=1))
 
     def _columns(self, rows: dict[str, torch.Tensor], output: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What the method reads of old log-probabilities and entropies, (B, L), by TRL's own code."""
+        """The old log-probabilities and entropies that the method reads, (B, L), by TRL's own code."""
         wanted = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in self.signal.reads]
-        mask_BT = output["completion_mask"]
-        found = {OLD_LOG_PROBS: output.get("old_per_token_logps")}
-        if any(found.get(name) is None for name in wanted):
+        mask_BT, given_BT = output["completion_mask"], output.get("old_per_token_logps")
+        columns_BT = {} if given_BT is None else {OLD_LOG_PROBS: given_BT}
+        if any(name not in columns_BT for name in wanted):
             model = self.accelerator.unwrap_model(self.model)
             with evaluation_mode(model), torch.no_grad():
-                log_probs_BT, entropy_BT, _ = self._get_per_token_logps_and_entropies(
-                    model,
-                    rows["input_ids"],
-                    rows["attention_mask"],
-                    mask_BT.shape[1],
-                    batch_size=self.args.per_device_train_batch_size,
-                    compute_entropy=True,
+                log_probs_BT, entropies_BT = log_probs_and_entropies(
+                    self, model, rows["input_ids"], rows["attention_mask"], mask_BT.shape[1]
                 )
-            found = {OLD_LOG_PROBS: log_probs_BT, ENTROPY: entropy_BT} | {
-                k: v for k, v in found.items() if v is not None
-            }
+            columns_BT = {OLD_LOG_PROBS: log_probs_BT, ENTROPY: entropies_BT} | columns_BT
         prompt_BP = torch.zeros(output["prompt_ids"].shape, device=mask_BT.device)
-        return {name: torch.cat([prompt_BP, found[name].float()], dim=1) for name in wanted}
+        return {name: torch.cat([prompt_BP, columns_BT[name].float()], dim=1) for name in wanted}
 
     def _examples(self, inputs: list[dict[str, Any]]) -> list[Example]:
-        """What each row was asked."""
+        """Each row's prompt and the other columns of its data set."""
         for row in inputs:
             check_prompt(row["prompt"], self.signal)
         return [
@@ -172,9 +167,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         return token_mean(values_BT, mask_BT)
 
     def _log_figures(self, figures: Mapping[str, float]) -> None:
-        """Into TRL's logs, as means over the processes that have them."""
+        """Put figures into TRL's logs, as means over the processes that have them."""
         own = torch.tensor([figures.get(name, torch.nan) for name in FIGURES], device=self.accelerator.device)
         means = self.accelerator.gather(own).view(-1, len(FIGURES)).nanmean(dim=0)
         for name, value in zip(FIGURES, means.tolist(), strict=True):
-            if value == value:  # not NaN: none has it
-                self._metrics["train"][f"{self.signal.name}/{name}"].append(value)
+            if value == value:  # NaN: no process has it
+                log_in_training(self, f"{self.signal.name}/{name}", value)

@@ -68,14 +68,14 @@ def main(rank: int, world_size: int, folder: Path) -> None:
         for share, rollouts in SHARES.items():
             for name, signal in METHODS.items():
                 try:
-                    found = compute_token_weights(
+                    got = compute_token_weights(
                         model,
                         char_tokenizer(),
                         *make_batch(rollouts[rank]).tensors(),
                         signal,
                         process_group=torch.distributed.group.WORLD,
                     )
-                    results[f"{how}: {share}: {name}"] = {"scores": found.scores, "weights": found.weights}
+                    results[f"{how}: {share}: {name}"] = {"scores": got.scores, "weights": got.weights}
                 except Exception:
                     results[f"{how}: {share}: {name}"] = traceback.format_exc()
     torch.save(results, folder / f"result{rank}.pt")

@@ -245,9 +245,9 @@ def test_blocks_are_checkpointed_in_evaluation_mode_inside(configured: bool) -> 
     model = nn.Sequential(block)
     leaf = torch.arange(8.0).requires_grad_()
     with evaluation_mode(model, checkpoint_blocks=not configured):
-        (found,) = torch.autograd.grad(model(leaf * 1).sum(), leaf)
+        (gradient,) = torch.autograd.grad(model(leaf * 1).sum(), leaf)
     assert block.calls == [False, False]  # once more in the backward
-    torch.testing.assert_close(found, 3 * torch.cos(3 * leaf.detach()))
+    torch.testing.assert_close(gradient, 3 * torch.cos(3 * leaf.detach()))
     assert block.training and block.gradient_checkpointing is configured
     assert "_gradient_checkpointing_func" not in vars(block)
 
@@ -265,8 +265,8 @@ def test_blocks_that_cannot_be_checkpointed_are_said_once(caplog: pytest.LogCapt
     for _ in range(2):
         with evaluation_mode(model):
             pass
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "OldStyle" in said and "ppo_max_token_len_per_gpu" in said
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "OldStyle" in message and "ppo_max_token_len_per_gpu" in message
 
 
 @pytest.mark.parametrize("reader", [capture_leaf, capture_hidden_states])
@@ -318,9 +318,9 @@ def test_sum_of_log_probs_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int,
         capture_leaf(model.model.embed_tokens) as leaves,
         sum_log_probs(model.lm_head, targets, 0.7, with_all=True) as all_,
     ):
-        found = read_sum(model(input_ids=tokens_2S, use_cache=False).logits)
-    assert found.item() == pytest.approx(-of_all.item(), rel=1e-6)
-    torch.testing.assert_close(saliency(-found, leaves[0])[0], expected, rtol=1e-4, atol=1e-5 * float(expected.max()))
+        total = read_sum(model(input_ids=tokens_2S, use_cache=False).logits)
+    assert total.item() == pytest.approx(-of_all.item(), rel=1e-6)
+    torch.testing.assert_close(saliency(-total, leaves[0])[0], expected, rtol=1e-4, atol=1e-5 * float(expected.max()))
     assert torch.equal(all_[0], logits_2SV)
     assert not all_[0].requires_grad
     assert hooks(model) == 0
@@ -333,8 +333,8 @@ def test_no_tensor_grows_with_target_and_vocabulary(monkeypatch: pytest.MonkeyPa
     tokens_2S, targets = _long_targets(60)
     with Largest() as largest, capture_leaf(model.model.embed_tokens) as leaves:
         with sum_log_probs(model.lm_head, targets, 1.0):
-            found = read_sum(model(input_ids=tokens_2S, use_cache=False).logits)
-        saliency(found, leaves[0])
+            total = read_sum(model(input_ids=tokens_2S, use_cache=False).logits)
+        saliency(total, leaves[0])
     assert largest.elements <= max(8 * 50_000, model.lm_head.weight.numel())
 
 

@@ -133,7 +133,7 @@ def test_iter_boxed_is_linear(name: str) -> None:
 
 
 def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedTokenizerFast:
-    """A vocabulary of the given words, ids in their order, behind <unk> = 0 and <eos> = 1."""
+    """A vocabulary of the given words, ids in their order, after <unk> = 0 and <eos> = 1."""
     vocabulary = {word: i for i, word in enumerate(dict.fromkeys(["<unk>", "<eos>", *words]))}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "isolated")
@@ -154,7 +154,7 @@ def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedToken
         (["\\boxed{42}"], "last", (0, 0, 1, 1)),
         (["\\", "boxed", "{(", "1", ")}", "."], "last", (0, 2, 5, 5)),
         (["\\boxed", "{\\", "frac", "{", "1", "}{", "2", "}}", "$"], "last", (0, 1, 8, 8)),
-        # Empty: the content stands before the token with the closing brace.
+        # Empty: the content comes before the token with the closing brace.
         (["\\boxed", "{", "}", "."], "last", (0, 2, 2, 3)),
         (["\\boxed", "{}", "."], "last", (0, 1, 1, 2)),
         (["\\boxed{}"], "last", (0, 0, 0, 1)),
@@ -285,7 +285,7 @@ def test_tokens_added_later_count() -> None:
 
 
 def test_tokens_that_become_special_later_cover_nothing() -> None:
-    """What counts is what decoding leaves out: a name alone (pad_token = "7") takes nothing from the text."""
+    """Tokens that decoding leaves out count: a name alone (pad_token = "7") takes nothing from the text."""
     tokenizer = word_tokenizer(["\\boxed{", "7", "}"], decoders.Fuse())
     tokenizer.add_tokens(["8"])
     ids = [2, 3, 5, 4]
@@ -445,11 +445,11 @@ def check(tokenizer: PreTrainedTokenizerFast, ids: list[int], bytes_of: Callable
 def test_real_vocabulary_encoded_text(real_vocabulary: tuple) -> None:
     tokenizer, vocabulary = real_vocabulary
     rng = random.Random(5)
-    found = 0
+    spans = 0
     for _ in range(1000):
         ids = tokenizer.encode("".join(rng.choices(SNIPPETS, k=rng.randrange(25))), add_special_tokens=False)
-        found += check(tokenizer, ids, lambda token: vocabulary.get(token, b""))
-    assert 700 < found < 1800
+        spans += check(tokenizer, ids, lambda token: vocabulary.get(token, b""))
+    assert 700 < spans < 1800
 
 
 def test_real_vocabulary_text_split_anywhere(real_vocabulary: tuple) -> None:
@@ -458,14 +458,14 @@ def test_real_vocabulary_text_split_anywhere(real_vocabulary: tuple) -> None:
     size = len(tokenizer)
     strange = [size - 1, size, size + 1000, -1, *tokenizer.all_special_ids]
     rng = random.Random(1)
-    found = 0
+    spans = 0
     for _ in range(1500):
         text = "".join(rng.choices(SNIPPETS, k=rng.randrange(25))).encode()
         ids = random_split(text, token_of, rng)
         for _ in range(rng.choice([0, 0, 3])):
             ids.insert(rng.randrange(len(ids) + 1), rng.choice(strange))
-        found += check(tokenizer, ids, lambda token: vocabulary.get(token, b""))
-    assert 1000 < found < 2700
+        spans += check(tokenizer, ids, lambda token: vocabulary.get(token, b""))
+    assert 1000 < spans < 2700
 
 
 def test_real_vocabulary_random_tokens(real_vocabulary: tuple) -> None:
@@ -477,7 +477,7 @@ def test_real_vocabulary_random_tokens(real_vocabulary: tuple) -> None:
     opened = [token for token in braces if vocabulary[token].startswith(b"{")]
     anything = range(len(tokenizer) + 50)
     rng = random.Random(2)
-    found = 0
+    spans = 0
     for _ in range(1500):
         ids = []
         for _ in range(rng.randrange(1, 40)):
@@ -485,8 +485,8 @@ def test_real_vocabulary_random_tokens(real_vocabulary: tuple) -> None:
             if pool is opened:
                 ids += [token_of[b"\\"], token_of[b"boxed"]]
             ids.append(rng.choice(pool))
-        found += check(tokenizer, ids, lambda token: vocabulary.get(token, b""))
-    assert 800 < found < 2700
+        spans += check(tokenizer, ids, lambda token: vocabulary.get(token, b""))
+    assert 800 < spans < 2700
 
 
 def test_real_vocabulary_long_batch(real_vocabulary: tuple) -> None:
@@ -532,16 +532,16 @@ def test_sentencepiece_vocabulary(kind: Any) -> None:
     assert bytes_of[tokenizer.convert_tokens_to_ids("<s>")] == b""
     rng = random.Random(4)
     token_of = {text: token for token, text in bytes_of.items() if text}
-    found = 0
+    spans = 0
     for _ in range(500):
         text = "".join(rng.choices(SNIPPETS, k=rng.randrange(25)))
         ids = tokenizer.encode(text, add_special_tokens=False)
         # The tokenizer puts a space in front when it encodes and takes it away when it decodes.
         covered = b"".join(bytes_of[token] for token in ids)
         assert covered.decode().removeprefix(" ") == tokenizer.decode(ids) == text.removeprefix(" ")
-        found += check(tokenizer, ids, bytes_of.__getitem__)
-        found += check(tokenizer, random_split(text.encode(), token_of, rng), bytes_of.__getitem__)
-    assert found > 500
+        spans += check(tokenizer, ids, bytes_of.__getitem__)
+        spans += check(tokenizer, random_split(text.encode(), token_of, rng), bytes_of.__getitem__)
+    assert spans > 500
 
 
 def test_sentencepiece_by_hand() -> None:

@@ -377,3 +377,20 @@ def test_a_vocabulary_that_is_padded_beyond_the_tokenizers(name: str) -> None:
     assert figures["non_finite_rate"] == 0.0
     if name not in COMPARES_ROWS | {"shear"}:
         assert all(map(torch.equal, found[1:], plain[1:]))
+
+
+@pytest.mark.parametrize("name", EVERY_METHOD)
+def test_attended_tokens_after_the_response_change_nothing(name: str) -> None:
+    """Such as the next turn of a chat; the model is causal, so that no score can depend on them."""
+    model, cut = tiny_model(layers=2), make_batch(WHOLE)
+    more = torch.full((len(WHOLE), 5), CHARACTERS.index("s"))
+    longer = Batch(
+        torch.cat([cut.input_ids, more], dim=1),
+        torch.cat([cut.attention_mask, torch.ones_like(more)], dim=1),
+        torch.cat([cut.response_mask, torch.zeros_like(more)], dim=1),
+        cut.advantages,
+    )
+    found, figures = weigh(name, model, longer)
+    expected, of_cut = weigh(name, model, cut)
+    assert all(map(torch.equal, found, expected))
+    assert figures == of_cut

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from grail_advantage import GrailConfig, OarConfig, TokenWeights, compute_token_weights, token_weights
+from grail_advantage import GrailConfig, OarConfig, TokenWeights, compute_token_weights, hf_model
 from grail_advantage.signals.oar_gradient import NoisyStretch, noise_seed, noisy_embeddings
 from grail_advantage.signals.oar_perturbation import (
     PerturbationRow,
@@ -406,7 +406,7 @@ def test_counterfactuals_go_in_batches_behind_what_they_share(monkeypatch: pytes
     model, plain = subject()
     rollout = ROLLOUTS["text after the box"]  # 15 prompt tokens, 19 reasoning tokens, 9 of the box
     expected = assert_matches(model, plain, [rollout], "perturbation")
-    monkeypatch.setattr(token_weights, "SEQUENCE_TOKENS", 8 * 42 + 41)
+    monkeypatch.setattr(hf_model, "SEQUENCE_TOKENS", 8 * 42 + 41)
     with watch_forwards(model) as shapes:
         got = assert_matches(model, plain, [rollout], "perturbation")
     assert (len(encode(rollout.prompt)), got.spans[0].start, got.spans[0].end) == (15, 19, 28)
@@ -415,7 +415,7 @@ def test_counterfactuals_go_in_batches_behind_what_they_share(monkeypatch: pytes
 
 
 def test_a_row_longer_than_the_budget_goes_one_counterfactual_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_weights, "SEQUENCE_TOKENS", 5)
+    monkeypatch.setattr(hf_model, "SEQUENCE_TOKENS", 5)
     model, plain = subject()
     with watch_forwards(model) as shapes:
         assert_matches(model, plain, [ROLLOUTS["text after the box"]], "perturbation", max_perturbations=4)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage import TokenWeights, compute_token_weights, token_weights
+from grail_advantage import TokenWeights, compute_token_weights, hf_model
 from grail_advantage.batch import OLD_LOG_PROBS, Example, PassRow, RolloutBatch
 from grail_advantage.model_interface import Turns
 from grail_advantage.registry import method
@@ -296,13 +296,13 @@ NOTHING = {
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the rows that went through the model."""
     lengths: list[int] = []
-    inner = token_weights._PlainModel.logits
+    inner = hf_model.HuggingFaceModel.logits
 
     def logits(self: Any, tokens_NS: torch.Tensor, *args: Any, **options: Any) -> Any:
         lengths.append(tokens_NS.shape[1])
         return inner(self, tokens_NS, *args, **options)
 
-    monkeypatch.setattr(token_weights._PlainModel, "logits", logits)
+    monkeypatch.setattr(hf_model.HuggingFaceModel, "logits", logits)
     return lengths
 
 

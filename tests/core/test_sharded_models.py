@@ -25,12 +25,12 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("how", ranks.SHARDINGS)
 def test_weights_are_those_of_the_whole_model(results: list[dict], how: str, share: str, name: str) -> None:
     for rank, result in enumerate(results):
-        found = result[f"{how}: {share}: {name}"]
-        assert not isinstance(found, str), found
+        got = result[f"{how}: {share}: {name}"]
+        assert not isinstance(got, str), got
         batch = make_batch(ranks.SHARES[share][rank])
         expected = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), ranks.METHODS[name])
         # The gradient of a divergence so small keeps three to four digits of float32's seven.
         rtol = 2e-3 if name == "oar_g" else 1e-4
         scale = float(expected.scores.nan_to_num(0).abs().max())
-        torch.testing.assert_close(found["scores"], expected.scores, rtol=rtol, atol=rtol * scale, equal_nan=True)
-        torch.testing.assert_close(found["weights"], expected.weights, rtol=10 * rtol, atol=10 * rtol)
+        torch.testing.assert_close(got["scores"], expected.scores, rtol=rtol, atol=rtol * scale, equal_nan=True)
+        torch.testing.assert_close(got["weights"], expected.weights, rtol=10 * rtol, atol=10 * rtol)

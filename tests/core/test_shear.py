@@ -24,7 +24,7 @@ GROUPS = torch.tensor([7, 7, 7, 3, 7, 3])
 
 
 def _plain_hidden_states(model: torch.nn.Module, rollout_index: int, batch) -> torch.Tensor:
-    """What the output embeddings read, by transformers' own hidden states: the last one comes behind the final norm."""
+    """The input of the output embeddings, by transformers' own hidden states: the last one comes after the final norm."""
     valid = batch.attention_mask[rollout_index].bool()
     tokens = batch.input_ids[rollout_index, valid]
     with torch.no_grad():
@@ -56,8 +56,8 @@ def test_groups_are_compared_on_their_own() -> None:
     alone = make_batch([ROLLOUTS[3], ROLLOUTS[5]], padding="left")
     apart = compute_token_weights(model, char_tokenizer(), *alone.tensors(), CONFIG, groups=torch.tensor([0, 0]))
     for row, other in ((3, 0), (5, 1)):
-        found = together.weights[row, both.response_mask[row].bool()]
-        assert torch.equal(found, apart.weights[other, alone.response_mask[other].bool()])
+        of_row = together.weights[row, both.response_mask[row].bool()]
+        assert torch.equal(of_row, apart.weights[other, alone.response_mask[other].bool()])
 
 
 def test_a_group_with_one_outcome_weighs_one() -> None:
@@ -96,8 +96,8 @@ def test_a_row_with_hidden_states_that_are_not_finite_weighs_one_and_spoils_no_o
     assert got.stats["non_finite_rate"] == pytest.approx(1 / 3)
     assert (got.weights[2, batch.response_mask[2].bool()] == 1).all()
     for row in (0, 1):
-        found = got.weights[row, batch.response_mask[row].bool()]
-        assert torch.equal(found, expected.weights[row, without.response_mask[row].bool()])
+        of_row = got.weights[row, batch.response_mask[row].bool()]
+        assert torch.equal(of_row, expected.weights[row, without.response_mask[row].bool()])
 
 
 def test_needs_groups() -> None:
@@ -106,8 +106,15 @@ def test_needs_groups() -> None:
         compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), CONFIG)
 
 
+def test_negative_groups_are_refused() -> None:
+    """Within a pass they mark the rows that belong to nobody, which weigh 1."""
+    batch = make_batch(ROLLOUTS[:2])
+    with pytest.raises(ValueError, match="groups holds -7; numbers must be at least 0"):
+        compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), CONFIG, groups=torch.tensor([-7, -7]))
+
+
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"window": 0}, r"shear\.window=0 must be a whole number, at least 1"),
         ({"stride": 0}, r"shear\.stride=0 must be a whole number"),
@@ -118,6 +125,6 @@ def test_needs_groups() -> None:
         ({"leaf": "middle"}, r"shear\.leaf is not an option; it is one of grail"),
     ],
 )
-def test_what_is_refused_and_how(options: dict, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_is_refused_and_how(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         methods()["shear"].build(options)

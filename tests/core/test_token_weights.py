@@ -18,7 +18,8 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
 
 import grail_advantage
-from grail_advantage import AnswerSpan, GrailConfig, TokenWeights, activations, compute_token_weights, token_weights
+from grail_advantage import AnswerSpan, GrailConfig, TokenWeights, activations, compute_token_weights, hf_model
+from grail_advantage.registry import method
 from tests.core.reference import PlainModel, ReferenceResult, reference_weights, resolve
 from tests.core.tiny_models import (
     CHARACTERS,
@@ -76,12 +77,12 @@ def assert_matches(
     config = GrailConfig(preset, **options)
     got = compute(model, batch, config, temperature)
     expected = expect(plain, batch, preset, options, temperature)
-    said = f"{preset} {options} temperature {temperature}"
+    case = f"{preset} {options} temperature {temperature}"
 
     def explain(difference: str) -> str:
-        return f"{said}: {difference}"
+        return f"{case}: {difference}"
 
-    assert [None if span is None else dataclasses.astuple(span) for span in got.spans] == expected.spans, said
+    assert [None if span is None else dataclasses.astuple(span) for span in got.spans] == expected.spans, case
     assert got.weights.dtype == got.scores.dtype == torch.float32
     assert got.weights.shape == got.scores.shape == batch.input_ids.shape
     assert not got.weights.requires_grad
@@ -90,7 +91,7 @@ def assert_matches(
     assert (got.weights[batch.response_mask == 0] == 0).all()
     for row, advantage in enumerate(batch.advantages.tolist()):
         if expected.spans[row] is None or advantage == 0 or outside_gate(config.gate, advantage):
-            assert got.scores[row].isnan().all(), said
+            assert got.scores[row].isnan().all(), case
         else:
             torch.testing.assert_close(
                 got.scores[row], torch.tensor(expected.scores[row]), rtol=2e-4, atol=1e-9, equal_nan=True, msg=explain
@@ -133,7 +134,7 @@ def test_every_combination_of_options(preset: str, leaf: str, alignment: str, ga
 def test_presets_on_every_kind_of_rollout(name: str, preset: str, leaf: str) -> None:
     temperature = {"official": 0.6, "robust": 1.7}[preset]
     got = assert_matches(*subject(name), make_batch(ALL_ROLLOUTS, "both"), preset, temperature, leaf=leaf)
-    # The batch is what it says: these rows got scores, and in those with a box the tokens behind it had none to get.
+    # These rows got scores; in those with a box, the tokens after it had none to get.
     assert got.stats["selected_rate"] == 8 / 12
     assert got.stats["answer_found_rate"] == 10 / 12
 
@@ -193,8 +194,8 @@ def test_rows_with_advantage_zero_weigh_one(preset: str, gate: str, content_outs
     assert torch.equal(got.weights[: len(zeros)], batch.response_mask[: len(zeros)].float())
 
 
-def test_tokens_behind_the_answer_score_zero_and_the_rest_does_not() -> None:
-    """The fact behind all truncation, seen in the plain full forward: exactly zero behind the answer, never before it."""
+def test_tokens_after_the_answer_score_zero_and_the_rest_does_not() -> None:
+    """The fact behind all truncation, seen in the plain full forward: exactly zero after the answer, never before it."""
     batch = make_batch([ROLLOUTS["text after the box"]])
     _, plain = subject("qwen3")
     for leaf, alignment in itertools.product(LEAVES, ("predictor", "token")):
@@ -302,7 +303,7 @@ def test_models_that_give_all_logits_weigh_the_same(preset: str) -> None:
     assert_matches(other, plain, make_batch(ALL_ROLLOUTS), preset)
 
 
-# ---- what stays behind -----------------------------------------------------------------------------------------------
+# ---- nothing is left -------------------------------------------------------------------------------------------------
 
 HOOK_TABLES = (
     "_forward_hooks",
@@ -387,7 +388,7 @@ BREAKS: dict[str, Callable[[Any], Any] | None] = {
 @pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("start", ["eval", "train", "mixed", "checkpointing"])
 @pytest.mark.parametrize("what", BREAKS)
-def test_nothing_stays_behind(what: str, start: str, context: Callable[[], Any]) -> None:
+def test_nothing_is_left(what: str, start: str, context: Callable[[], Any]) -> None:
     model = tiny_model()
     if start == "checkpointing":
         model.gradient_checkpointing_enable()
@@ -448,7 +449,7 @@ def test_dropout_of_training_mode_stays_out(family: str) -> None:
 @pytest.mark.parametrize(
     ("leaf", "calls"),
     [
-        # Calls of the four blocks for one row. The blocks behind the leaf run again in the backward.
+        # Calls of the four blocks for one row. The blocks after the leaf run again in the backward.
         ("embeddings", [2, 2, 2, 2]),
         ("first", [1, 2, 2, 2]),
         ("middle", [1, 1, 2, 2]),
@@ -523,10 +524,10 @@ def test_long_answers_in_chunks_weigh_the_same(name: str, leaf: str, monkeypatch
     batch = make_batch([Rollout("Recite.", rf"So \boxed{{{'one, two; ' * 3}}} it is.", -1.0), *ALL_ROLLOUTS])
     expected = compute(model, batch, GrailConfig(leaf=leaf), temperature=0.7)
     heads = _count_heads(monkeypatch, chunk=4)
-    found = compute(model, batch, GrailConfig(leaf=leaf), temperature=0.7)
+    in_chunks = compute(model, batch, GrailConfig(leaf=leaf), temperature=0.7)
     assert len(heads) > 7  # the long answer's chunks alone
-    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-6, equal_nan=True)
-    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(in_chunks.scores, expected.scores, rtol=1e-4, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(in_chunks.weights, expected.weights, rtol=1e-3, atol=1e-4)
 
 
 def test_capped_logits_are_not_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -555,7 +556,7 @@ def _count_heads(monkeypatch: pytest.MonkeyPatch, chunk: int) -> list[int]:
         return whole(logits_KV, *others)
 
     monkeypatch.setattr(activations, "CHUNK_POSITIONS", chunk)
-    monkeypatch.setattr(token_weights, "CHUNK_POSITIONS", chunk)
+    monkeypatch.setattr(hf_model, "CHUNK_POSITIONS", chunk)
     monkeypatch.setattr(activations, "negative_log_likelihood", counted)
     return sizes
 
@@ -670,31 +671,69 @@ def without_prompt() -> Batch:
     return batch
 
 
-@pytest.mark.parametrize(
-    ("batch", "temperature", "said"),
-    [
-        (lambda: changed(input_ids=torch.zeros(5, dtype=torch.long)), 1.0, ["input_ids", "(B, L)", "(5,)"]),
-        (
-            lambda: changed(attention_mask=torch.ones(2, 7)),
-            1.0,
-            ["attention_mask", "(2, 7)", "input_ids", "must agree"],
-        ),
-        (lambda: changed(response_mask=torch.ones(1, 3)), 1.0, ["response_mask", "(1, 3)", "input_ids", "must agree"]),
-        (lambda: changed(advantages=torch.zeros(3)), 1.0, ["advantages", "one number a row", "(2,)", "(3,)"]),
-        (lambda: changed(advantages=torch.zeros(2, 1)), 1.0, ["advantages", "one number a row", "(2, 1)"]),
-        (changed, 0.0, ["temperature=0.0", "greater than 0"]),
-        (changed, -1.0, ["temperature=-1.0", "greater than 0"]),
-        (changed, math.nan, ["temperature=nan", "greater than 0"]),
-        (with_padded_response, 1.0, ["response_mask", "padding", "attention_mask"]),
-        (with_gap, 1.0, ["response_mask", "row 1", "gaps", "contiguous"]),
-        (without_prompt, 1.0, ["row 1", "no prompt token", "add at least one"]),
-    ],
-)
-def test_what_is_refused_and_how(batch: Callable[[], Batch], temperature: float, said: list[str]) -> None:
+def as_lists(*names: str) -> Batch:
+    batch = changed()
+    return dataclasses.replace(batch, **{name: getattr(batch, name).tolist() for name in names})
+
+
+REFUSED: list[tuple[Callable[[], Batch], dict[str, Any], list[str]]] = [
+    (lambda: changed(input_ids=torch.zeros(5, dtype=torch.long)), {}, ["input_ids", "(B, L)", "(5,)"]),
+    (lambda: changed(attention_mask=torch.ones(2, 7)), {}, ["attention_mask", "(2, 7)", "input_ids", "must agree"]),
+    (lambda: changed(response_mask=torch.ones(1, 3)), {}, ["response_mask", "(1, 3)", "input_ids", "must agree"]),
+    (lambda: changed(advantages=torch.zeros(3)), {}, ["advantages", "one number a row", "(2,)", "(3,)"]),
+    (lambda: changed(advantages=torch.zeros(2, 1)), {}, ["advantages", "one number a row", "(2, 1)"]),
+    (changed, {"temperature": 0.0}, ["temperature=0.0", "greater than 0"]),
+    (changed, {"temperature": -1.0}, ["temperature=-1.0", "greater than 0"]),
+    (changed, {"temperature": math.nan}, ["temperature=nan", "greater than 0"]),
+    (with_padded_response, {}, ["response_mask", "padding", "attention_mask"]),
+    (with_gap, {}, ["response_mask", "row 1", "gaps", "contiguous"]),
+    (without_prompt, {}, ["row 1", "no prompt token", "add at least one"]),
+    (lambda: as_lists("input_ids"), {}, ["input_ids must be a tensor, got list; use torch.tensor"]),
+    (lambda: as_lists("attention_mask"), {}, ["attention_mask must be a tensor, got list"]),
+    (lambda: as_lists("response_mask"), {}, ["response_mask must be a tensor, got list"]),
+    (lambda: as_lists("advantages"), {}, ["advantages must be a tensor, got list"]),
+    (changed, {"old_log_probs": [0.0]}, ["old_log_probs must be a tensor, got list"]),
+    (changed, {"entropy": [0.0]}, ["entropy must be a tensor, got list"]),
+    (changed, {"groups": [0, 0]}, ["groups must be a tensor, got list"]),
+    (changed, {"groups": torch.zeros(2)}, ["groups must hold whole numbers", "torch.float32", "torch.int64"]),
+    (changed, {"groups": torch.tensor([3, -2])}, ["groups", "-2", "at least 0", "torch.unique"]),
+    (changed, {"groups": torch.zeros(3, dtype=torch.long)}, ["groups", "one number a row", "(2,)", "(3,)"]),
+    (changed, {"entropy": torch.zeros(2, 3)}, ["entropy", "(2, 3)", "input_ids", "must agree"]),
+    (changed, {"old_log_probs": torch.ones(changed().input_ids.shape)}, ["old_log_probs", "1.0", "at most 0"]),
+    (changed, {"examples": []}, ["examples", "one a row", "2", "0"]),
+    (changed, {"step": -1}, ["step=-1", "at least 0"]),
+    (changed, {"config": "grail"}, ["config='grail'", "GrailConfig()", "registry.method"]),
+    (changed, {"config": GrailConfig}, ["config=<class", "GrailConfig()"]),
+    (changed, {"config": {"preset": "robust"}}, ["config={'preset': 'robust'}", "GrailConfig()"]),
+]
+
+
+@pytest.mark.parametrize(("batch", "options", "words"), REFUSED)
+def test_refusals_name_the_argument_and_the_fix(
+    batch: Callable[[], Batch], options: dict[str, Any], words: list[str]
+) -> None:
+    arguments = {"config": GrailConfig(), **options}
     with pytest.raises(ValueError) as raised:
-        compute(subject("qwen3")[0], batch(), GrailConfig(), temperature)
-    for words in said:
-        assert words in str(raised.value)
+        compute_token_weights(subject("qwen3")[0], char_tokenizer(), *batch().tensors(), **arguments)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_advantages_with_a_graph_are_detached() -> None:
+    batch, model = make_batch(FEW_ROLLOUTS), subject("qwen3")[0]
+    parameter = torch.ones(len(FEW_ROLLOUTS), requires_grad=True)
+    got = compute(model, dataclasses.replace(batch, advantages=batch.advantages * parameter), GrailConfig())
+    assert not got.weights.requires_grad
+    assert torch.equal(got.weights, compute(model, batch, GrailConfig()).weights)
+
+
+def test_log_probs_that_rounding_put_above_zero_are_taken() -> None:
+    batch = make_batch(FEW_ROLLOUTS)
+    rounded = torch.full(batch.input_ids.shape, 1e-5)
+    got = compute_token_weights(
+        subject("qwen3")[0], char_tokenizer(), *batch.tensors(), method("probability").build({}), old_log_probs=rounded
+    )
+    assert got.weights.isfinite().all()
 
 
 def test_public_signatures() -> None:

@@ -1,4 +1,4 @@
-"""What token weights are in TRL; run by test_trl.py with the oldest and the newest TRL on the path."""
+"""Token weights in TRL; run by test_trl.py with the oldest and the newest TRL on the path."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def parameters_gradient(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize("loss_type", checks.LOSSES)
 def test_advantages_of_ones_equal_the_stock_loss(tmp_path: Path, loss_type: str) -> None:
-    found = []
+    results = []
     for trainer_class, weights in (
         (GRPOTrainer, {}),
         (TokenWeightGRPOTrainer, {"token_weights": NO_CHANGE}),
@@ -78,8 +78,8 @@ def test_advantages_of_ones_equal_the_stock_loss(tmp_path: Path, loss_type: str)
         batch["old_per_token_logps"] = torch.linspace(-6, -3, batch["completion_ids"].numel()).view_as(
             batch["completion_ids"]
         )
-        found.append((batch, *parameters_gradient(trainer, batch)))
-    (stock, *of_stock), (ours, *of_ours) = found
+        results.append((batch, *parameters_gradient(trainer, batch)))
+    (stock, *of_stock), (ours, *of_ours) = results
     assert stock["advantages"].ndim == 1 and stock["advantages"].abs().sum() > 0
     assert torch.equal(ours["completion_ids"], stock["completion_ids"])
     expected_BT = stock["advantages"].unsqueeze(1) * stock["completion_mask"]
@@ -298,11 +298,11 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["grail", "surprisal"])
 def test_dropout_is_off(tmp_path: Path, name: str) -> None:
-    found = [
+    results = [
         generation_batch(build(tmp_path, model=tiny_model(attention_dropout=rate), weights={"token_weights": name}))
         for rate in (0.0, 0.5)
     ]
-    torch.testing.assert_close(found[1]["advantages"], found[0]["advantages"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results[1]["advantages"], results[0]["advantages"], rtol=1e-4, atol=1e-4)
 
 
 def test_half_precision_and_checkpointing(tmp_path: Path) -> None:
@@ -358,13 +358,13 @@ def test_mean_over_the_batch_reaches_the_method(tmp_path: Path) -> None:
         temperature=scripted.TEMPERATURE,
     ).scores
     threshold = 0.7 * float(entropies.nanmean())
-    found = {}
+    results = {}
     for loss_type in ("bnpo", "dr_grpo"):
         weights = {"token_weights": "stare", "token_weight_options": {"threshold": threshold}}
         trainer = build(tmp_path, weights=weights, loss_type=loss_type)
         generation_batch(trainer)
-        found[loss_type] = trainer._metrics["train"]["stare/neutral_rate"]
-    assert found["bnpo"] == [1.0] and found["dr_grpo"][0] < 1.0
+        results[loss_type] = trainer._metrics["train"]["stare/neutral_rate"]
+    assert results["bnpo"] == [1.0] and results["dr_grpo"][0] < 1.0
 
 
 def test_training_step_reaches_the_method(tmp_path: Path) -> None:
@@ -424,9 +424,9 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path, checkpointing: bool) -
     by_hand = compute_token_weights(
         merged, char_tokenizer(), *plain.tensors(), signal, temperature=scripted.TEMPERATURE
     )
-    found = torch.cat(response_values(batch["advantages"], batch["completion_mask"]))
+    advantages = torch.cat(response_values(batch["advantages"], batch["completion_mask"]))
     wanted = torch.cat(response_values(by_hand.weights * plain.advantages.unsqueeze(1), plain.response_mask))
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(advantages, wanted, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(expected["with"], expected["without"], atol=0.05)
 
     frozen = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
@@ -460,9 +460,9 @@ def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
         examples=[Example(chats[i // 4], {"solution": answers[i // 4]}, {}) for i in range(8)],
     )
     assert expected.stats["weight_deviation"] > 0.01
-    found = torch.cat(response_values(batch["advantages"], batch["completion_mask"]))
+    advantages = torch.cat(response_values(batch["advantages"], batch["completion_mask"]))
     wanted = torch.cat(response_values(expected.weights * plain.advantages.unsqueeze(1), plain.response_mask))
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(advantages, wanted, rtol=1e-3, atol=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------------------------- refusals
@@ -566,7 +566,7 @@ def test_argument_by_position_is_refused_too(tmp_path: Path) -> None:
 
 def test_multi_modal_model_that_only_trl_recognises_is_refused(tmp_path: Path) -> None:
     trainer = build(tmp_path, weights={"token_weights": "grail"})
-    trainer._is_vlm = True
+    trainer.processing_class = object.__new__(ProcessorMixin)
     with pytest.raises(ValueError, match="text alone"):
         checks.check_trainer(trainer, GrailConfig())
 
@@ -637,7 +637,6 @@ def test_groups_that_are_split_over_processes_are_refused(tmp_path: Path) -> Non
     args = SimpleNamespace(**vars(trainer.args))
     args.per_device_train_batch_size, args.steps_per_generation = 2, 3
     copy = SimpleNamespace(
-        _is_vlm=False,
         args=args,
         is_fsdp_enabled=False,
         processing_class=char_tokenizer(),
@@ -673,8 +672,8 @@ def test_published_settings_of_the_page_are_accepted(tmp_path: Path) -> None:
 def test_every_method_is_known_by_its_name(tmp_path: Path) -> None:
     """Every registered one that needs nothing but prompts and rewards starts with its defaults."""
     started = 0
-    for name, found in methods().items():
-        if name == "rlsd" or found.build({}).reads - checks.PROVIDED:
+    for name, known in methods().items():
+        if name == "rlsd" or known.build({}).reads - checks.PROVIDED:
             continue
         trainer = build(tmp_path, weights={"token_weights": name})
         assert trainer.signal.name == name

@@ -36,9 +36,9 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     selected: list[int] = []
 
     def counting(*arguments: Any, **named: Any) -> TokenWeights:
-        found = compute_token_weights(*arguments, **named)
-        selected.append(round(found.stats["selected_rate"] * len(named["advantages"])))
-        return found
+        result = compute_token_weights(*arguments, **named)
+        selected.append(round(result.stats["selected_rate"] * len(named["advantages"])))
+        return result
 
     trainer_module.compute_token_weights = counting
 

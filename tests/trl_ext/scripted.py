@@ -1,4 +1,4 @@
-"""A trainer of a tiny model whose responses are written down instead of sampled; everything behind the sampler is real."""
+"""A trainer of a tiny model whose responses are written down instead of sampled; everything after the sampler is real."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GROUPS = {
     ],
 }
 """Responses and rewards by prompt. Wrong ones with a box: two, one. Right ones with a box and an end: one, none."""
-REWARDS = {(prompt, text.removesuffix(END)): reward for prompt, found in GROUPS.items() for text, reward in found}
+REWARDS = {(prompt, text.removesuffix(END)): reward for prompt, answers in GROUPS.items() for text, reward in answers}
 TRUNCATED = 4
 """Row without an end token."""
 
@@ -63,9 +63,9 @@ def _text(prompt: Any) -> str:
 def rollouts(*, mask_truncated: bool = True) -> list[Rollout]:
     """The same rows with their advantages worked out by hand: reward minus the group's mean."""
     rows = []
-    for prompt, found in GROUPS.items():
-        mean = sum(reward for _, reward in found) / len(found)
-        for text, reward_of_row in found:
+    for prompt, answers in GROUPS.items():
+        mean = sum(reward for _, reward in answers) / len(answers)
+        for text, reward_of_row in answers:
             masked = mask_truncated and not text.endswith(END)
             rows.append(Rollout(prompt, text, 0.0 if masked else reward_of_row - mean))
     return rows
@@ -149,7 +149,7 @@ def build(
 
 
 def generation_batch(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    """What the trainer makes of all rows."""
+    """The trainer's batch of all rows."""
     rows = [row for row in trainer.train_dataset for _ in range(GENERATIONS)]
     return trainer._generate_and_score_completions(rows)
 

@@ -91,10 +91,10 @@ def run(command: list[str], version: str) -> str:
 def test_checks(version: str, files: list[str]) -> None:
     """The core, and with the newest TRL a run that learns, in one process."""
     paths = [f"tests/trl_ext/{file}" for file in files]
-    said = run(["-m", "pytest", "-p", "no:cacheprovider", *paths], version)
-    assert "skipped" not in said
+    output = run(["-m", "pytest", "-p", "no:cacheprovider", *paths], version)
+    assert "skipped" not in output
     for path in paths:
-        assert re.search(rf"^{path} \.\.", said, re.MULTILINE), said
+        assert re.search(rf"^{path} \.\.", output, re.MULTILINE), output
 
 
 def test_the_package_does_not_need_trl() -> None:
@@ -123,17 +123,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
     files = {
         world_size: [folder / f"result{rank}of{world_size}.pt" for rank in range(world_size)] for world_size in (1, 2)
     }
-    if not all(file.exists() for found in files.values() for file in found):
+    if not all(file.exists() for of_size in files.values() for file in of_size):
         pytest.fail("\n".join(log.read_text()[-3000:] for log in sorted(folder.glob("log*.txt"))))
-    return {world_size: [torch.load(file) for file in found] for world_size, found in files.items()}
+    return {world_size: [torch.load(file) for file in of_size] for world_size, of_size in files.items()}
 
 
 RANK_METHODS = ("grail", "grail, right rows", "high_entropy", "stare", "shear", "surprisal")
 
 
 def results_of(ranks: dict[int, list[dict[str, Any]]], name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    found = [result.get(name, "the rank did not come this far") for results in ranks.values() for result in results]
-    for result in found:
+    every = [result.get(name, "the rank did not come this far") for results in ranks.values() for result in results]
+    for result in every:
         if isinstance(result, str):
             pytest.fail(result)
     return ranks[1][0][name], [result[name] for result in ranks[2]]

@@ -35,8 +35,8 @@ def warmed_up_model() -> Any:
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    found = [_BOXED.search(text) for text in completions]
-    return [float(match is not None and int(match[1]) % 2 == 0) for match in found]
+    matches = [_BOXED.search(text) for text in completions]
+    return [float(match is not None and int(match[1]) % 2 == 0) for match in matches]
 
 
 @pytest.mark.parametrize("method", ["grail", "surprisal"])

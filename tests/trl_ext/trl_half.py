@@ -12,11 +12,11 @@ from tests.trl_ext.both_hosts import METHODS
 
 
 def main(folder: Path) -> None:
-    found = {}
+    batches = {}
     for name, signal in METHODS.items():
         trainer = scripted.build(folder / "run", weights={"token_weights": signal})
-        found[name] = scripted.generation_batch(trainer)
-    torch.save(found, folder / "trl.pt")
+        batches[name] = scripted.generation_batch(trainer)
+    torch.save(batches, folder / "trl.pt")
 
 
 if __name__ == "__main__":

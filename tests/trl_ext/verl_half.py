@@ -26,7 +26,7 @@ class Experiments:
         self.given = torch.load(folder / "rows.pt")
 
     def token_advantages(self, signal: Signal) -> dict[str, Any]:
-        """What the trainer does with a worker, in one process; (B, T)."""
+        """Token advantages as the trainer makes them with a worker, in one process; (B, T)."""
         from grail_advantage.verl_ext.wire import build_request
         from grail_advantage.verl_ext.worker import token_scores
 
