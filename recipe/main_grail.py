@@ -34,7 +34,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy  # noqa: E
 from verl.utils.config import validate_config  # noqa: E402
 from verl.utils.device import auto_set_device  # noqa: E402
 
-from grail_advantage.registry import methods  # noqa: E402
+from grail_advantage.methods import methods  # noqa: E402
 from grail_advantage.verl_ext.entry import CONTINUED_PREFIX, prepare_run  # noqa: E402
 from grail_advantage.verl_ext.settings import algorithm_sections  # noqa: E402
 from recipe.run_life import endings  # noqa: E402

@@ -245,7 +245,7 @@ def _rows(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> list[_Row]:
     for place, response in enumerate(analysis.responses):
         tokens = tokenize(response, tokenizer, analysis.template_options)
         group = groups.setdefault(response.group if response.group is not None else f"row {place}", len(groups))
-        (span,) = find_answer_spans([tokens.response_T], tokenizer, which)  # type: ignore[arg-type]
+        (span,) = find_answer_spans([tokens.response_T], tokenizer, which)
         rows.append(_Row(place, response, tokens, texts(tokens.response_T), span, advantages[place], group))
     return rows
 

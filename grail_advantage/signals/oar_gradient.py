@@ -145,9 +145,9 @@ def gradient_scores(
     tokens_K = torch.cat([row.tokens_S.roll(-1)[start:stop] for row, (start, stop) in rows])
     stretches = []
     for index, (row, (_, stop)) in enumerate(rows):
-        first, length = noisy_positions(variant, row.response_start, row.span.start, row.response_length)
+        first, length = noisy_positions(variant, row.response_start, row.answer.start, row.response_length)
         kept = max(0, min(length, stop - first))
-        read = row.tokens_S[: row.response_start + row.span.end].tolist()
+        read = row.tokens_S[: row.response_start + row.answer.end].tolist()
         stretches.append(NoisyStretch(*micro.at(index, first), length, kept, noise_seed(noise.seed, noise.step, read)))
 
     with torch.no_grad():
@@ -163,6 +163,6 @@ def gradient_scores(
     found = []
     for (row, _), score_S, norm_S in zip(rows, micro.per_row(score_BS), micro.per_row(norm_BS), strict=True):
         first = row.response_start - 1
-        scored = row.span.start if statistics == "reasoning" else row.response_length
+        scored = row.answer.start if statistics == "reasoning" else row.response_length
         found.append(RowScores(align_scores(score_S[first:], scored, alignment), norm_S[first:]))
     return found

@@ -9,8 +9,8 @@ Shape suffixes: P positions from the one before the response on, T response toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from grail_advantage.batch import PassRow
 from grail_advantage.model_interface import Model, Range, RowScores, saliency_pass
 from grail_advantage.signals.base import SALIENCY, ReshapedSignal
+
+Alignment = Literal["predictor", "token"]
+Leaf = Literal["embeddings", "first", "middle", "last"]
 
 
 def align_scores(values_P: torch.Tensor, response_length: int, alignment: str) -> torch.Tensor:
@@ -36,16 +39,15 @@ def align_scores(values_P: torch.Tensor, response_length: int, alignment: str) -
     return torch.cat([own, own.new_zeros(response_length - own.shape[0])])
 
 
-@dataclass(frozen=True, kw_only=True)
 class SaliencySignal(ReshapedSignal):
     """Score of a position: ``|| dL/dh * h ||_2`` with L the negative log-likelihood of :meth:`target_tokens` and h the
     activation :attr:`leaf`."""
 
-    uses: ClassVar[str] = SALIENCY
-    needs_answer: ClassVar[bool] = True
-    leaf: ClassVar[str] = "embeddings"
+    uses = SALIENCY
+    needs_answer = True
+    leaf: Leaf = "embeddings"
     """See :func:`grail_advantage.activations.leaf_module`."""
-    alignment: ClassVar[str] = "predictor"
+    alignment: Alignment = "predictor"
     """Which position's saliency belongs to a token, see :func:`align_scores`."""
 
     @property

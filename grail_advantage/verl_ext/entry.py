@@ -23,7 +23,7 @@ import verl.utils.logging_utils
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.verl_ext.settings import TRAINER_MODULE, import_trainer_module, import_trainers
 
 TRAINER_PREFIX = "grail_"

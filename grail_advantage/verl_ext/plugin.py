@@ -13,7 +13,7 @@ from verl.trainer.ppo.core_algos import (
     register_adv_est,
 )
 
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.verl_ext import entry as stock_entry
 from grail_advantage.verl_ext import tokenizers
 from grail_advantage.verl_ext.estimators import weighted_estimator

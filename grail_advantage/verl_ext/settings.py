@@ -22,8 +22,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.options import default_of, option_fields, rule_of
-from grail_advantage.registry import RESERVED, method, methods
+from grail_advantage.methods import method, methods
+from grail_advantage.options import option_fields
+from grail_advantage.registry import RESERVED
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
 
@@ -52,9 +53,9 @@ def algorithm_sections() -> dict[str, Any]:
     for found in methods().values():
         sections[found.section] = {
             # A mapping stays open: Hydra takes new keys in place of nothing only.
-            entry.name: None if rule_of(entry).kind is dict else default_of(entry)
-            for entry in option_fields(found.signal_class)
-            if entry.name not in found.fixed
+            name: None if isinstance(field.default, dict) else field.default
+            for name, field in option_fields(found.signal_class).items()
+            if name not in found.fixed
         }
     return sections
 
