@@ -12,15 +12,14 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-REQUIRED = {
-    "bool_type": "true or false",
-    "int_type": "a whole number",
-    "float_type": "a finite number",
-    "finite_number": "a finite number",
-    "string_type": "a text",
-    "dict_type": "a mapping of options",
+KINDS = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a finite number",
+    "object": "a mapping of options",
+    "string": "a text",
 }
-"""What a value must be, by the type of pydantic's error."""
+"""Types of JSON schema in words."""
 
 
 def option(
@@ -68,7 +67,7 @@ class Options(BaseModel):
         try:
             super().__init__(**{name: value for name, value in options.items() if value is not None})
         except ValidationError as error:
-            raise ValueError(self._message(**error.errors()[0])) from None
+            raise ValueError(_message(type(self), error)) from None
         self.complete()
         self.check()
 
@@ -97,25 +96,6 @@ class Options(BaseModel):
     def _set(self, **values: Any) -> None:
         vars(self).update(values)
 
-    @classmethod
-    def _message(cls, type: str, loc: tuple[int | str, ...], input: Any, **_: Any) -> str:
-        """An error of pydantic in the words of a run's configuration."""
-        rule = option_schemas(cls)[str(loc[0])]
-        value = f"{cls.section}.{loc[0]}={input!r}"
-        least, most = rule.get("minimum"), rule.get("maximum")
-        if type == "literal_error":
-            return f"{value} is unknown; choose one of {', '.join(rule['enum'])}"
-        if rule["type"] == "integer" and type in ("int_type", "greater_than_equal"):
-            return f"{value} must be a whole number{'' if least is None else f', at least {least}'}"
-        if type in REQUIRED:
-            return f"{value} must be {REQUIRED[type]}"
-        bound = f"at most {most}" if least is None else f"at least {least}"
-        if type == "greater_than":
-            bound = f"greater than {rule['exclusiveMinimum']}"
-        elif least is not None and most is not None:
-            bound = f"between {least} and {most}"
-        return f"{value} must be {bound}{rule['why'] and '; ' + rule['why']}"
-
 
 def option_fields(cls: type[Options]) -> dict[str, FieldInfo]:
     """The options of a class by name."""
@@ -126,3 +106,25 @@ def option_schemas(cls: type[Options]) -> dict[str, dict[str, Any]]:
     """The JSON schema of each option of a class; that of the values beside ``None`` where ``None`` is one."""
     schemas = cls.model_json_schema()["properties"]
     return {name: {**schemas[name], **schemas[name].get("anyOf", [{}])[0]} for name in option_fields(cls)}
+
+
+def _message(cls: type[Options], error: ValidationError) -> str:
+    """The first of pydantic's errors in the words of a run's configuration."""
+    first = error.errors()[0]
+    name, kind, given = str(first["loc"][0]), first["type"], first["input"]
+    rule = option_schemas(cls)[name]
+    low, high = rule.get("minimum"), rule.get("maximum")
+    value = f"{cls.section}.{name}={float(given) if rule['type'] == 'number' and type(given) is int else given!r}"
+    if kind == "literal_error":
+        return f"{value} is unknown; choose one of {', '.join(rule['enum'])}"
+    if kind == "greater_than":
+        required = f"greater than {rule['exclusiveMinimum']}"
+    elif rule["type"] == "integer" and kind != "less_than_equal":
+        return f"{value} must be a whole number{'' if low is None else f', at least {low}'}"
+    elif kind not in ("greater_than_equal", "less_than_equal"):
+        return f"{value} must be {KINDS[rule['type']]}"
+    elif low is not None and high is not None:
+        required = f"between {low} and {high}"
+    else:
+        required = f"at most {high}" if low is None else f"at least {low}"
+    return f"{value} must be {required}{rule['why'] and '; '}{rule['why']}"

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -365,7 +366,7 @@ class TestPlugins:
             "twice",
             "twice_signal",
             """
-                        from grail_advantage import Signal, register_signal
+            from grail_advantage import Signal, register_signal
 
             @register_signal("grail")
             class Mine(Signal):
