@@ -80,7 +80,7 @@ def _is_built_in(registered: type) -> bool:
 
 
 def passage(measured: Path = MEASURED) -> str:
-    """All that stands between the markers."""
+    """The text between the markers."""
     figures = json.loads(measured.read_text(encoding="utf-8")) if measured.is_file() else None
     known = built_in()
     by_class: dict[type[Signal], list[Method]] = {}
@@ -187,7 +187,7 @@ def _method_section(of_class: Sequence[Method]) -> list[str]:
 
 
 def _defaults(signal: Signal) -> str:
-    """What the common words mean for this method as it is by default."""
+    """The meaning of the common words for this method as it is by default."""
     gate = {"wrong": "rows with `A <= 0`", "correct": "rows with `A > 0`", "all": "all rows"}[signal.gate]
     needs_answer = signal.needs_answer or (signal.statistics == "reasoning" and signal.answer_weights is None)
     answered = " that have an answer" if needs_answer else ""
@@ -286,7 +286,7 @@ def _metrics() -> list[str]:
 
 
 def _description(registered: type) -> list[str]:
-    """What the docstrings of module and class say, less what is for programmers."""
+    """The docstrings of module and class, less their parts for programmers."""
     module = inspect.getdoc(inspect.getmodule(registered)) or ""
     own = inspect.getdoc(registered) or ""
     paragraphs = [*module.split("\n\n"), *own.split("\n\n")]

@@ -14,7 +14,7 @@ from grail_advantage.signals.base import Signal
 def parse_method(spec: str) -> Signal:
     """The method of ``NAME`` or ``NAME:option=value,option=value``.
 
-    Values are read as JSON (``true``, ``0.5``), else as texts. An option of options stands behind a dot.
+    Values are read as JSON (``true``, ``0.5``), else as texts. An option of options comes after a dot.
 
     Raises:
         ValueError: an unknown method or option, or a value that is not allowed.

@@ -22,7 +22,7 @@ class LogZscoreOptions(Options):
     weight_mean: float = option(
         1.0,
         "log-z-score: weight at the mean log score; where answers have weights of their own, also that of their boundary and "
-        "of what comes behind",
+        "of everything after it",
         ge=0,
         why="a negative weight flips the advantage",
     )

@@ -37,11 +37,11 @@ SALIENCY = "saliency"
 LOGITS = "logits"
 """Uses: logits at chosen positions, with whatever the signal does to activations."""
 SEQUENCES = "sequences"
-"""Uses: forwards of sequences that the signal makes up, behind a cache of keys and values."""
+"""Uses: forwards of sequences that the signal makes up, after a cache of keys and values."""
 LOG_PROBS = "log_probs"
 """Uses: log-probabilities of the response tokens."""
 HIDDEN_STATES = "hidden_states"
-"""Uses: what the output embeddings read at the response tokens: the last block's output behind the final norm."""
+"""Uses: the input of the output embeddings at the response tokens: the last block's output after the final norm."""
 Gate = Literal["wrong", "correct", "all"]
 Span = Literal["first", "last"]
 Statistics = Literal["response", "reasoning"]
@@ -63,19 +63,19 @@ class RowSelection:
 
 @dataclass(frozen=True)
 class AnswerWeights:
-    """Weights that a method gives to an answer and everything behind it, whatever their scores."""
+    """Weights that a method gives to an answer and everything after it, whatever their scores."""
 
     content: float
     """Of the answer's content tokens."""
     others: float
-    """Of its boundary tokens and of what comes behind it."""
+    """Of its boundary tokens and of everything after it."""
     outside_gate: bool
     """Whether the answers of rows outside the gate get them too."""
 
 
 @dataclass(frozen=True)
 class Reshaped:
-    """What :meth:`Signal.reshape` makes of scores."""
+    """The result of :meth:`Signal.reshape`."""
 
     weights_BT: torch.Tensor
     """float32; read only in scored rows, and there only on the tokens that the signal weighs by score."""
@@ -122,11 +122,11 @@ class Signal(Options):
     """Cost on top of GRPO's step in forwards over the batch, for the page of all methods; a backward to an
     activation, which computes no parameter's gradient, counts as one."""
     reads: ClassVar[frozenset[str]] = frozenset()
-    """What of the batch it reads: names of :mod:`grail_advantage.batch`."""
+    """Parts of the batch that it reads: names of :mod:`grail_advantage.batch`."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Columns of the data set that it reads, of a signal that reads ``EXAMPLES``."""
     uses: ClassVar[str] = ""
-    """What of the model it uses: one of the words above, or nothing."""
+    """The part of the model that it uses: one of the words above, or nothing."""
     ranks_entropy: ClassVar[bool] = False
     """Whether it ranks tokens by entropy or cuts at a quantile of it, so that coarse values would matter."""
     whole_groups: ClassVar[bool] = False
@@ -212,7 +212,7 @@ class Signal(Options):
         return row
 
     def row_cost(self, row: PassRow) -> int:
-        """What a prepared row costs compared with others, for sharing them out."""
+        """Cost of a prepared row compared with others, for sharing them out."""
         return len(row.tokens_S)
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:

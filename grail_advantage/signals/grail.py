@@ -3,7 +3,7 @@
 Source: GRAIL (arXiv 2606.04889). The preset ``official`` is the published behaviour; ``robust`` chooses otherwise in these
 places, each an option of its own. It trained no better in the project's studies, and worse under slips (docs/which_method.md).
 
-- tokens behind the answer have exactly no gradient, and drag the statistics of the whole response down: ``statistics``;
+- tokens after the answer have exactly no gradient, and drag the statistics of the whole response down: ``statistics``;
 - the embedding at the predictor position is the *previous* token's: ``alignment``;
 - the reward judges the last box: ``span``; and not the letters of ``\\boxed``: ``target``;
 - content weights hit rows that the gate excludes: ``content_outside_gate``;
@@ -42,7 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "normalize_mass": False,
     },
     "robust": {
-        "alignment": None,  # stands for "token" on embeddings and "predictor" on hidden states
+        "alignment": None,  # means "token" on embeddings and "predictor" on hidden states
         "span": "last",
         "target": "content",
         "statistics": "reasoning",

@@ -1,8 +1,8 @@
 """OAR: a token matters as much as the model's own answer reacts when the token is disturbed.
 
 Source: OAR (arXiv 2601.07408). Two estimates of that reaction, each a file of its own: :mod:`.oar_gradient` shakes the
-embeddings (``oar_g``), :mod:`.oar_perturbation` replaces tokens (``oar_p``). They share their options and what stands for the
-answer (:mod:`.oar_probe`).
+embeddings (``oar_g``), :mod:`.oar_perturbation` replaces tokens (``oar_p``). They share their options and the reading
+of the answer (:mod:`.oar_probe`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
 
     probe: Literal["answer_mean", "last", "answer_joint"] = option(
         "answer_mean",
-        "what stands for the answer: answer_mean, the mean logits of the answer's tokens; last, the logits of the row's last "
+        "reading of the answer: answer_mean, the mean logits of the answer's tokens; last, the logits of the row's last "
         "position; answer_joint, the mean log-likelihood of the answer's tokens",
     )
 
@@ -116,7 +116,7 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
         return probe_positions(row.answer, row.response_start, row.length, self.probe)
 
     def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
-        """Nothing behind the probe's last position matters; answer_joint also asks for the token behind it."""
+        """Nothing after the probe's last position matters; answer_joint also asks for the token after it."""
         return replace(row, tokens_S=row.tokens_S[: self.probe_of(row)[1] + 1])
 
     def row_cost(self, row: PassRow) -> int:
@@ -144,7 +144,7 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
                 gradients=True,
             )
         total = sum(len(replaced_tokens(row.answer.start, self.max_perturbations)) for row in rows)
-        found = []
+        scores = []
         with model.sequences() as forward, model.progress(total, "OAR-P") as bar:
             for row in rows:
                 start, stop = self.probe_of(row)
@@ -157,5 +157,5 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
                     max_perturbations=self.max_perturbations,
                     progress=bar.update,
                 )
-                found.append(RowScores(scores_T))
-        return found
+                scores.append(RowScores(scores_T))
+        return scores

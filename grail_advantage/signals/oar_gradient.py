@@ -115,7 +115,7 @@ def sensitivity(
 
 @dataclass(frozen=True)
 class Noise:
-    """What the noise of a pass depends on besides the rows' tokens."""
+    """Everything that the noise of a pass depends on besides the rows' tokens."""
 
     std: float
     seed: int
@@ -160,9 +160,9 @@ def gradient_scores(
     noisy = read_probe(noisy_logits_KV, tokens_K, counts, probe)
     score_BS, norm_BS = sensitivity(divergence(clean, noisy, probe).sum(), leaves[0], clean_BSD[0], variant)
 
-    found = []
+    scores = []
     for (row, _), score_S, norm_S in zip(rows, micro.per_row(score_BS), micro.per_row(norm_BS), strict=True):
         first = row.response_start - 1
         scored = row.answer.start if statistics == "reasoning" else row.response_length
-        found.append(RowScores(align_scores(score_S[first:], scored, alignment), norm_S[first:]))
-    return found
+        scores.append(RowScores(align_scores(score_S[first:], scored, alignment), norm_S[first:]))
+    return scores

@@ -27,13 +27,13 @@ def align_scores(values_P: torch.Tensor, response_length: int, alignment: str) -
     """Assign the values of positions to response tokens.
 
     Args:
-        values_P: of consecutive positions, the first being the first response token's predictor position. Positions behind
+        values_P: of consecutive positions, the first being the first response token's predictor position. Positions after
             the last one given have none: the answer does not depend on them.
         response_length: number of response tokens T.
         alignment: ``predictor``: a token takes the value of the position before it; ``token``: of its own position.
 
     Returns:
-        scores_T, same dtype, 0 behind the positions given.
+        scores_T, same dtype, 0 after the positions given.
     """
     own = values_P[0 if alignment == "predictor" else 1 :][:response_length]
     return torch.cat([own, own.new_zeros(response_length - own.shape[0])])
@@ -67,7 +67,7 @@ class SaliencySignal(ReshapedSignal):
         return row.response_start + start, row.response_start + end
 
     def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
-        """Nothing behind the target can influence it."""
+        """Nothing after the target can influence it."""
         return replace(row, tokens_S=row.tokens_S[: self.target_positions(row)[1]])
 
     def row_scores(self, row: PassRow, saliency_P: torch.Tensor, norm_P: torch.Tensor) -> RowScores:
@@ -76,8 +76,8 @@ class SaliencySignal(ReshapedSignal):
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
         """See :class:`grail_advantage.signals.base.Signal`."""
-        found = saliency_pass(rows, model, self.target_positions, self.leaf)
+        saliencies = saliency_pass(rows, model, self.target_positions, self.leaf)
         return [
             self.row_scores(row, saliency_S[row.response_start - 1 :], norm_S[row.response_start - 1 :])
-            for row, (saliency_S, norm_S) in zip(rows, found, strict=True)
+            for row, (saliency_S, norm_S) in zip(rows, saliencies, strict=True)
         ]

@@ -4,7 +4,7 @@ Source: arXiv 2606.19236 and its code. The variants have the code's names: ``O1`
 ``C2`` also lowers that of wrong rows' tokens. The code chooses tokens in each mini-batch of the update, with the policy as it
 then is, and moves the weights in an adaptive variant; here they are chosen once for the whole batch and the weights are fixed.
 
-Shape suffixes: B rows, T response tokens, N tokens of all rows one behind the other.
+Shape suffixes: B rows, T response tokens, N tokens of all rows one after the other.
 """
 
 from __future__ import annotations
