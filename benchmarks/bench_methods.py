@@ -24,7 +24,7 @@ from environment import add_options, described, set_up
 from measuring import RESULTS, Clock, median, record, selected_rows, show, write
 
 from grail_advantage import Signal
-from grail_advantage.registry import method, methods
+from grail_advantage.methods import method, methods
 from grail_advantage.signals.base import SALIENCY, SEQUENCES
 
 if TYPE_CHECKING:

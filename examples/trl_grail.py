@@ -36,7 +36,7 @@ from tqdm import tqdm
 from transformers import ProgressCallback, TrainerCallback
 from trl import GRPOConfig
 
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.tokenizers import load_tokenizer
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from recipe import run_report

@@ -1,6 +1,6 @@
 """GRAIL and other ways to weight tokens: token-level credit assignment for reinforcement learning with verifiable rewards.
 
-Needs torch and transformers alone; everything for verl is in :mod:`grail_advantage.verl_ext`.
+Needs torch, transformers, numpy and pydantic alone; the part for verl is in :mod:`grail_advantage.verl_ext`.
 """
 
 __version__ = "0.2.0.dev0"

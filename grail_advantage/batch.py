@@ -136,3 +136,14 @@ class PassRow:
     def length(self) -> int:
         """Number of tokens of the whole row, cut off or not."""
         return self.response_start + self.response_length
+
+    @property
+    def answer(self) -> AnswerSpan:
+        """The span of a row that has one, as every row of a signal with ``needs_answer``.
+
+        Raises:
+            ValueError: the row has none.
+        """
+        if self.span is None:
+            raise ValueError(f"row {self.place} has no answer span; set needs_answer for a signal that reads it")
+        return self.span

@@ -1,4 +1,4 @@
-"""Options of signals and reshapers: declared once, as the fields of a frozen dataclass.
+"""Options of signals and reshapers: fields of a pydantic model that have a description.
 
 The declaration is all there is: the checks at construction, the section of a run's configuration and the tables of the
 documentation follow from it.
@@ -6,158 +6,125 @@ documentation follow from it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
-@dataclass(frozen=True)
-class OptionRule:
-    """What an option may be."""
-
-    doc: str
-    kind: type
-    """``bool``, ``int``, ``float``, ``str`` or ``dict``."""
-    choices: Sequence[str] = ()
-    above: float | None = None
-    at_least: float | None = None
-    at_most: float | None = None
-    why: str = ""
-    """Why the bound is there, or what to do instead; ends the message of a value below it."""
-    optional: bool = False
-    """Whether ``None`` is a value; otherwise it stands for the default."""
+KINDS = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a finite number",
+    "object": "a mapping of options",
+    "string": "a text",
+}
+"""Types of JSON schema in words."""
 
 
 def option(
     default: Any,
-    doc: str,
+    description: str,
     *,
-    kind: type | None = None,
-    choices: Sequence[str] = (),
-    above: float | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
+    gt: float | None = None,
+    ge: float | None = None,
+    le: float | None = None,
     why: str = "",
 ) -> Any:
-    """A field of an :class:`Options` dataclass.
+    """A field of an :class:`Options` class that a run may set; its annotation says which values there are.
 
     Args:
-        default: the default; with ``None`` either no value is a value (give its ``kind``), or the class fills it in
-            (:meth:`Options.complete`).
-        doc: what it does, for the documentation; of a number also its unit or what it is relative to.
-        kind: type of the values; by default that of the default, so that 1 means whole numbers and 1.0 any.
-        choices: the allowed words, of a ``str``.
-        above: bound that a number must exceed.
-        at_least: least number allowed.
-        at_most: greatest number allowed.
-        why: why the lower bound is there, or what to do instead, for the message.
+        default: the default; ``None`` where :meth:`Options.complete` fills it in, or where the annotation allows it.
+        description: for the documentation; of a number also its unit or what it is relative to.
+        gt: bound that a number must exceed.
+        ge: least number allowed.
+        le: greatest number allowed.
+        why: why the bounds are there, or what to do instead; ends the message of a number outside them.
     """
-    if kind is None:
-        kind = type(default) if default is not None else str
-    rule = OptionRule(doc, kind, tuple(choices), above, at_least, at_most, why, optional=default is None)
-    if kind is dict:
-        return field(default_factory=dict, hash=False, metadata={"rule": rule})
-    return field(default=default, metadata={"rule": rule})
+    return Field(default, description=description, gt=gt, ge=ge, le=le, json_schema_extra={"why": why})
 
 
-@dataclass(frozen=True)
-class Options:
-    """Base of every dataclass of options. ``None`` stands for an option's default.
+class Options(BaseModel):
+    """Base of every class of options. ``None`` stands for an option's default.
 
-    A field without :func:`option` is an argument of the constructor alone, not an option of a run.
+    A field without a description is no option: the class sets it, and the constructor refuses it.
 
     Raises:
-        ValueError: a value that is not allowed, at construction; the message names the option and the way out.
+        ValueError: a value that is not allowed, at construction; the message names the option and the fix.
     """
 
-    section: ClassVar[str] = "options"
-    """Where the options stand in a run's configuration, below ``algorithm``; for messages."""
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
-    def __post_init__(self) -> None:
-        for entry in option_fields(type(self)):
-            if getattr(self, entry.name) is None:
-                self._set(entry.name, default_of(entry))
+    section: ClassVar[str] = "options"
+    """Section of the options in a run's configuration, below ``algorithm``; for messages."""
+
+    def __init__(self, /, **options: Any) -> None:
+        known = option_fields(type(self))
+        for name in options:
+            if name not in known:
+                listed = ", ".join(known) or "none"
+                raise ValueError(f"{self.section}.{name} is not an option; the options are {listed}")
+        try:
+            super().__init__(**{name: value for name, value in options.items() if value is not None})
+        except ValidationError as error:
+            raise ValueError(_message(type(self), error)) from None
         self.complete()
-        for entry in option_fields(type(self)):
-            self._check(entry.name, rule_of(entry))
         self.check()
 
+    def __hash__(self) -> int:
+        return hash((type(self), *(value for value in self.as_dict().values() if not isinstance(value, dict))))
+
     def complete(self) -> None:
-        """Fill in what is ``None`` and follows from other options."""
+        """Set, by :meth:`_set`, the fields and class variables that follow from options; each option alone is valid here."""
 
     def check(self) -> None:
         """Refuse combinations; each option alone is valid here."""
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
-        """Build from a mapping such as the section of a run's configuration.
+        """Build from a mapping such as the section of a run's configuration; ValueError as the constructor."""
+        return cls(**{str(name): value for name, value in options.items()})
 
-        Raises:
-            ValueError: an unknown option, naming the known ones, or any error of the constructor.
-        """
-        known = [entry.name for entry in option_fields(cls)]
-        for name in options:
-            if name not in known:
-                raise ValueError(f"{cls.section}.{name} is not an option; the options are {', '.join(known) or 'none'}")
-        return cls(**options)
+    def as_dict(self) -> dict[str, Any]:
+        """All options by name."""
+        return {name: getattr(self, name) for name in option_fields(type(self))}
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other values for some options; ValueError as the constructor."""
+        return self.from_dict({**self.as_dict(), **changes})
 
-    def _check(self, name: str, rule: OptionRule) -> None:
-        value = getattr(self, name)
-        if value is None and rule.optional:
-            return
-        said = f"{self.section}.{name}={value!r}"
-        if rule.kind is bool and not isinstance(value, bool):
-            raise ValueError(f"{said} must be true or false")
-        if rule.choices and value not in rule.choices:
-            raise ValueError(f"{said} is unknown; choose one of {', '.join(rule.choices)}")
-        if rule.kind is dict and not isinstance(value, Mapping):
-            raise ValueError(f"{said} must be a mapping of options")
-        if rule.kind is str and not isinstance(value, str):
-            raise ValueError(f"{said} must be a text")
-        if rule.kind is int and (
-            isinstance(value, bool)
-            or not isinstance(value, int)
-            or (rule.at_least is not None and value < rule.at_least)
-        ):
-            least = "" if rule.at_least is None else f", at least {rule.at_least}"
-            raise ValueError(f"{said} must be a whole number{least}")
-        if rule.kind is int:
-            self._check_bounds(said, value, rule)
-        if rule.kind is float:
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ValueError(f"{said} must be a finite number")
-            self._set(name, float(value))
-            self._check_bounds(f"{self.section}.{name}={float(value)}", float(value), rule)
-
-    def _check_bounds(self, said: str, value: float, rule: OptionRule) -> None:
-        why = f"; {rule.why}" if rule.why else ""
-        if rule.above is not None and value <= rule.above:
-            raise ValueError(f"{said} must be greater than {rule.above}{why}")
-        outside = (rule.at_least is not None and value < rule.at_least) or (
-            rule.at_most is not None and value > rule.at_most
-        )
-        if outside and rule.at_least is not None and rule.at_most is not None:
-            raise ValueError(f"{said} must be between {rule.at_least} and {rule.at_most}{why}")
-        if outside and rule.at_most is not None:
-            raise ValueError(f"{said} must be at most {rule.at_most}{why}")
-        if outside:
-            raise ValueError(f"{said} must be at least {rule.at_least}{why}")
+    def _set(self, **values: Any) -> None:
+        vars(self).update(values)
 
 
-def option_fields(cls: type[Options]) -> list[Field]:
-    """The options of a class, in the order of their declaration."""
-    return [entry for entry in fields(cls) if "rule" in entry.metadata]
+def option_fields(cls: type[Options]) -> dict[str, FieldInfo]:
+    """The options of a class by name."""
+    return {name: info for name, info in cls.model_fields.items() if info.description}
 
 
-def rule_of(entry: Field) -> OptionRule:
-    """What :func:`option` was told."""
-    return entry.metadata["rule"]
+def option_schemas(cls: type[Options]) -> dict[str, dict[str, Any]]:
+    """The JSON schema of each option of a class; that of the values beside ``None`` where ``None`` is one."""
+    schemas = cls.model_json_schema()["properties"]
+    return {name: {**schemas[name], **schemas[name].get("anyOf", [{}])[0]} for name in option_fields(cls)}
 
 
-def default_of(entry: Field) -> Any:
-    """What stands in where nothing is given; ``None`` where the class works it out."""
-    return entry.default_factory() if entry.default_factory is not MISSING else entry.default
+def _message(cls: type[Options], error: ValidationError) -> str:
+    """The first of pydantic's errors in the words of a run's configuration."""
+    first = error.errors()[0]
+    name, kind, given = str(first["loc"][0]), first["type"], first["input"]
+    rule = option_schemas(cls)[name]
+    low, high = rule.get("minimum"), rule.get("maximum")
+    value = f"{cls.section}.{name}={float(given) if rule['type'] == 'number' and type(given) is int else given!r}"
+    if kind == "literal_error":
+        return f"{value} is unknown; choose one of {', '.join(rule['enum'])}"
+    if kind == "greater_than":
+        required = f"greater than {rule['exclusiveMinimum']}"
+    elif rule["type"] == "integer" and kind != "less_than_equal":
+        return f"{value} must be a whole number{'' if low is None else f', at least {low}'}"
+    elif kind not in ("greater_than_equal", "less_than_equal"):
+        return f"{value} must be {KINDS[rule['type']]}"
+    elif low is not None and high is not None:
+        required = f"between {low} and {high}"
+    else:
+        required = f"at most {high}" if low is None else f"at least {low}"
+    return f"{value} must be {required}{rule['why'] and '; '}{rule['why']}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.verl_ext import checks
 from grail_advantage.verl_ext.model_checks import check_text
 from grail_advantage.verl_ext.settings import check_names

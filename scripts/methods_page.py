@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS
+from grail_advantage.methods import Method, methods
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS, TRAINER_METRICS
-from grail_advantage.options import OptionRule, Options, option_fields, rule_of
-from grail_advantage.registry import Method, methods, reshapers
+from grail_advantage.options import Options, option_schemas
+from grail_advantage.registry import reshapers
 from grail_advantage.reshapers.base import Reshaper, ReshaperChoice
 from grail_advantage.signals.base import HIDDEN_STATES, LOG_PROBS, LOGITS, SALIENCY, SEQUENCES, Signal
 from grail_advantage.verl_ext.support import (
@@ -49,6 +50,14 @@ READS = {
     GROUPS: "groups",
     EXAMPLES: "prompts as messages",
 }
+KINDS = {
+    "boolean": "`true`, `false`",
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "object": "mapping",
+}
+"""Of a JSON schema, what an option may be."""
 NEEDED_INPUTS = (GROUPS, EXAMPLES)
 """Of what a method reads, that which nothing but the caller knows."""
 
@@ -58,14 +67,12 @@ NEEDED_INPUTS = (GROUPS, EXAMPLES)
 
 def built_in() -> dict[str, Method]:
     """The methods of this package, in the order of their names."""
-    found = methods()
-    return {name: found[name] for name in sorted(found) if _is_built_in(found[name].signal_class)}
+    return {name: method for name, method in sorted(methods().items()) if _is_built_in(method.signal_class)}
 
 
 def built_in_reshapers() -> dict[str, type[Reshaper]]:
     """The reshapers of this package, likewise."""
-    found = reshapers()
-    return {name: found[name] for name in sorted(found) if _is_built_in(found[name])}
+    return {name: reshaper for name, reshaper in sorted(reshapers().items()) if _is_built_in(reshaper)}
 
 
 def _is_built_in(registered: type) -> bool:
@@ -73,30 +80,30 @@ def _is_built_in(registered: type) -> bool:
 
 
 def passage(measured: Path = MEASURED) -> str:
-    """All that stands between the markers."""
+    """The text between the markers."""
     figures = json.loads(measured.read_text(encoding="utf-8")) if measured.is_file() else None
-    found = built_in()
+    known = built_in()
     by_class: dict[type[Signal], list[Method]] = {}
-    for method in found.values():
+    for method in known.values():
         by_class.setdefault(method.signal_class, []).append(method)
     lines = ["## All methods", ""]
-    lines += _overview(found, figures)
-    lines += ["", "What of a batch and of the model each takes, and what it works with:", "", *_works_with(found)]
+    lines += _overview(known, figures)
+    lines += ["", "What of a batch and of the model each takes, and what it works with:", "", *_works_with(known)]
     lines += ["", "## Each method"]
     for of_class in by_class.values():
         lines += ["", *_method_section(of_class)]
     lines += ["", "## Reshapers"]
     for name, reshaper_class in built_in_reshapers().items():
-        lines += ["", *_reshaper_section(name, reshaper_class, found)]
+        lines += ["", *_reshaper_section(name, reshaper_class, known)]
     lines += ["", "## What is logged", "", *_metrics()]
     return "\n".join(lines)
 
 
-def _overview(found: dict[str, Method], figures: dict[str, Any] | None) -> list[str]:
+def _overview(known: dict[str, Method], figures: dict[str, Any] | None) -> list[str]:
     rows = []
-    for name, method in found.items():
+    for name, method in known.items():
         signal = method.build({})
-        row = [_link(name, _heading(_relatives(method, found))), signal.formula, signal.cost]
+        row = [_link(name, _heading(_relatives(method, known))), signal.formula, signal.cost]
         rows.append([*row, *([_ratio(figures, name)] if figures else []), _papers(signal.source)])
     baseline = figures["baseline"] if figures else ""
     measured = [f"measured, x `{baseline}`"] if figures else []
@@ -122,9 +129,9 @@ def _ratio(figures: dict[str, Any], name: str) -> str:
     return f"{of_method['ratio']:.2f}{sampled}"
 
 
-def _works_with(found: dict[str, Method]) -> list[str]:
+def _works_with(known: dict[str, Method]) -> list[str]:
     rows = []
-    for name, method in found.items():
+    for name, method in known.items():
         signal = method.build({})
         answers = (works_with_sequence_parallel(signal), works_with_fused_kernels(signal), works_with_bypass(signal))
         rows.append(
@@ -151,13 +158,13 @@ def _works_with(found: dict[str, Method]) -> list[str]:
 def _inputs(signal: Signal) -> str:
     needed = [f"`{read}`" for read in NEEDED_INPUTS if read in signal.reads]
     computed = [f"`{read}`" for read in (OLD_LOG_PROBS, ENTROPY) if read in signal.reads]
-    said = [" and ".join(needed)] if needed else []
-    said += [f"{' and '.join(computed)}, or computes {'them' if len(computed) > 1 else 'it'}"] if computed else []
-    return "; ".join(said) or "nothing more"
+    parts = [" and ".join(needed)] if needed else []
+    parts += [f"{' and '.join(computed)}, or computes {'them' if len(computed) > 1 else 'it'}"] if computed else []
+    return "; ".join(parts) or "nothing more"
 
 
-def _relatives(method: Method, found: dict[str, Method]) -> list[Method]:
-    return [other for other in found.values() if other.signal_class is method.signal_class]
+def _relatives(method: Method, known: dict[str, Method]) -> list[Method]:
+    return [other for other in known.values() if other.signal_class is method.signal_class]
 
 
 def _heading(of_class: Sequence[Method]) -> str:
@@ -180,32 +187,32 @@ def _method_section(of_class: Sequence[Method]) -> list[str]:
 
 
 def _defaults(signal: Signal) -> str:
-    """What the common words mean for this method as it is by default."""
+    """The meaning of the common words for this method as it is by default."""
     gate = {"wrong": "rows with `A <= 0`", "correct": "rows with `A > 0`", "all": "all rows"}[signal.gate]
     needs_answer = signal.needs_answer or (signal.statistics == "reasoning" and signal.answer_weights is None)
     answered = " that have an answer" if needs_answer else ""
-    said = [f"Gate: {gate}{answered}", f"statistics set: the {signal.statistics}"]
+    parts = [f"Gate: {gate}{answered}", f"statistics set: the {signal.statistics}"]
     answer = signal.answer_weights
     if answer is not None:
         outside = ", also outside the gate" if answer.outside_gate else ""
-        said.append(f"answer: content {answer.content:g}, the rest and what follows {answer.others:g}{outside}")
+        parts.append(f"answer: content {answer.content:g}, the rest and what follows {answer.others:g}{outside}")
     if isinstance(signal, ReshaperChoice):
-        said.append(f"reshaper: {_link(signal.reshaper, f'`{signal.reshaper}`')}")
-    said.append(f"a row's mass is {'restored' if signal.normalize_mass else 'not restored'}")
+        parts.append(f"reshaper: {_link(signal.reshaper, f'`{signal.reshaper}`')}")
+    parts.append(f"a row's mass is {'restored' if signal.normalize_mass else 'not restored'}")
     if signal.columns:
-        said.append(f"columns of the data set: {', '.join(f'`{name}`' for name in signal.columns)}")
+        parts.append(f"columns of the data set: {', '.join(f'`{name}`' for name in signal.columns)}")
     if signal.ranks_entropy:
-        said.append("in bf16 set `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
-    return f"{'; '.join(said)}."
+        parts.append("in bf16 set `actor_rollout_ref.actor.entropy_from_logits_with_chunking=true`")
+    return f"{'; '.join(parts)}."
 
 
 # ---------------------------------------------------------------------------------------------------------------- reshapers
 
 
-def _reshaper_section(name: str, reshaper_class: type[Reshaper], found: dict[str, Method]) -> list[str]:
+def _reshaper_section(name: str, reshaper_class: type[Reshaper], known: dict[str, Method]) -> list[str]:
     users = [
         f"`{method.name}`"
-        for method in found.values()
+        for method in known.values()
         if issubclass(method.signal_class, ReshaperChoice) and method.build({}).reshaper == name
     ]
     lines = [f"### `{name}`", "", *_description(reshaper_class), ""]
@@ -219,32 +226,27 @@ def _reshaper_section(name: str, reshaper_class: type[Reshaper], found: dict[str
 def _options(options_class: type[Options], of_class: Sequence[Method]) -> list[str]:
     """Table of a class's options, its own before those that it shares."""
     fixed = {name for method in of_class for name in method.fixed}
-    entries = [entry for entry in option_fields(options_class) if entry.name not in fixed]
-    if not entries:
-        return ["None."]
     own = list(inspect.get_annotations(options_class))
-    entries.sort(key=lambda entry: own.index(entry.name) if entry.name in own else len(own))
+    schemas = {name: schema for name, schema in option_schemas(options_class).items() if name not in fixed}
+    if not schemas:
+        return ["None."]
 
     def build(**changed: Any) -> Options:
         return of_class[0].build(changed) if of_class else options_class(**changed)
 
-    plain = build()
     rows = []
-    for entry in entries:
-        rule, value = rule_of(entry), getattr(plain, entry.name)
-        follows = rule.optional and rule.kind is not dict and value is not None
+    for name in sorted(schemas, key=lambda name: own.index(name) if name in own else len(own)):
+        schema, value = schemas[name], getattr(build(), name)
         default = _value(value)
-        if follows:
-            for other in entries:
-                for choice in rule_of(other).choices:
-                    instead = getattr(build(**{other.name: choice}), entry.name)
-                    if other.name != entry.name and instead != value:
-                        default += f"; {_value(instead)} with `{other.name}={choice}`"
-        reshaper = entry.name == "reshaper" and issubclass(options_class, ReshaperChoice)
-        allowed = ", ".join(f"`{known}`" for known in built_in_reshapers()) if reshaper else _allowed(rule)
-        if rule.optional and value is None:
-            allowed += " or `null`"
-        rows.append([f"`{entry.name}`", default, allowed, rule.doc])
+        if schema["default"] is None and value is not None:
+            for other, its_schema in schemas.items():
+                for choice in its_schema.get("enum", ()) if other != name else ():
+                    instead = getattr(build(**{other: choice}), name)
+                    if instead != value:
+                        default += f"; {_value(instead)} with `{other}={choice}`"
+        reshaper = name == "reshaper" and issubclass(options_class, ReshaperChoice)
+        allowed = ", ".join(f"`{known}`" for known in built_in_reshapers()) if reshaper else _allowed(schema)
+        rows.append([f"`{name}`", default, f"{allowed} or `null`" if value is None else allowed, schema["description"]])
     return _table(["option", "default", "allowed", "meaning"], rows)
 
 
@@ -257,21 +259,12 @@ def _one_line(text: str) -> str:
     return text.replace("\n", "\\n")
 
 
-def _allowed(rule: OptionRule) -> str:
-    if rule.choices:
-        return ", ".join(f"`{choice}`" for choice in rule.choices)
-    if rule.kind is bool:
-        return "`true`, `false`"
-    if rule.kind not in (int, float):
-        return {str: "text", dict: "mapping"}[rule.kind]
-    bounds = []
-    if rule.above is not None:
-        bounds.append(f"> {rule.above:g}")
-    if rule.at_least is not None:
-        bounds.append(f">= {rule.at_least:g}")
-    if rule.at_most is not None:
-        bounds.append(f"<= {rule.at_most:g}")
-    return " ".join(["whole number" if rule.kind is int else "number", " and ".join(bounds)]).strip()
+def _allowed(schema: dict[str, Any]) -> str:
+    if "enum" in schema:
+        return ", ".join(f"`{choice}`" for choice in schema["enum"])
+    bounds = {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
+    limits = " and ".join(f"{sign} {schema[key]:g}" for sign, key in bounds.items() if key in schema)
+    return f"{KINDS[schema['type']]} {limits}".strip()
 
 
 # ------------------------------------------------------------------------------------------------------------------ metrics
@@ -293,7 +286,7 @@ def _metrics() -> list[str]:
 
 
 def _description(registered: type) -> list[str]:
-    """What the docstrings of module and class say, less what is for programmers."""
+    """The docstrings of module and class, less their parts for programmers."""
     module = inspect.getdoc(inspect.getmodule(registered)) or ""
     own = inspect.getdoc(registered) or ""
     paragraphs = [*module.split("\n\n"), *own.split("\n\n")]

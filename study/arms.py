@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grail_advantage.registry import method
+from grail_advantage.methods import method
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.rlsd import PLACE
 

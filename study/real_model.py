@@ -268,7 +268,7 @@ def measure_problem(
             own_BL[index, response_BL[index]] = log_probs_TV[range(len(row.response)), row.response]
 
     def weigh(arm: Arm, which: slice, gate: str | None = None, log_probs_BL: torch.Tensor = own_BL) -> Any:
-        signal = arm.signal if gate is None else replace(arm.signal, gate=gate)
+        signal = arm.signal if gate is None else arm.signal.replace(gate=gate)
         return compute_token_weights(
             model, tokenizer, ids_BL[which], mask_BL[which], response_BL[which], rows_B[which], signal,
             old_log_probs=log_probs_BL[which], examples=examples([row.problem for row in rows[which]]),
@@ -329,7 +329,7 @@ def measure_problem(
 
 
 def _has_gate(arm: Arm) -> bool:
-    return "gate" in {entry.name for entry in option_fields(type(arm.signal))}
+    return "gate" in option_fields(type(arm.signal))
 
 
 def _add(figures: dict[tuple[str, str, str], list[float]], name: str, found: Mapping[tuple[str, str], float]) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -150,8 +150,8 @@ def scores_and_weights(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row], signal: Signal
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """A method's scores and weights, its gate open so that right rows have scores too; (T,) each a row."""
-    if "gate" in {entry.name for entry in option_fields(type(signal))}:
-        signal = replace(signal, gate="all")
+    if "gate" in option_fields(type(signal)):
+        signal = signal.replace(gate="all")
     found = []
     for first in range(0, len(rows), _BATCH):
         batch = rows[first : first + _BATCH]

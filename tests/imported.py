@@ -17,7 +17,7 @@ import verl.trainer.ppo.v1
 import verl.workers.engine
 import verl.workers.engine_workers
 
-import grail_advantage.registry
+import grail_advantage.methods
 import grail_advantage.verl_ext.worker
 import recipe.main_grail
 

@@ -2,5 +2,5 @@
 
 :mod:`~gpu_check.parts` names the parts and what they need; each runs in a process of its own with a time limit and writes
 ``benchmarks/results/gpu_check/PART.json``, from which :mod:`~gpu_check.page` writes ``docs/gpu_check.md``. Part a
-(:mod:`~gpu_check.plain`) needs torch, transformers and numpy alone, so nothing that every part imports needs more.
+(:mod:`~gpu_check.plain`) needs torch, transformers, numpy and pydantic alone, so nothing that every part imports needs more.
 """

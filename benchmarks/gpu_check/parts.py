@@ -44,7 +44,7 @@ PARTS = {
             "a",
             "torch and transformers alone: weights in bfloat16, time and memory of the passes",
             "gpu_check.plain",
-            ("torch", "transformers", "numpy"),
+            ("torch", "transformers", "numpy", "pydantic"),
         ),
         Part(
             "b",

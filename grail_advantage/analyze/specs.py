@@ -4,26 +4,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from grail_advantage.options import option_fields
-from grail_advantage.registry import method
+from grail_advantage.methods import method
 from grail_advantage.signals.base import Signal
 
 
 def parse_method(spec: str) -> Signal:
     """The method of ``NAME`` or ``NAME:option=value,option=value``.
 
-    Values are read as JSON (``true``, ``0.5``), else as texts. An option of options stands behind a dot.
+    Values are read as JSON (``true``, ``0.5``), else as texts. An option of options comes after a dot.
 
     Raises:
         ValueError: an unknown method or option, or a value that is not allowed.
     """
     name, _, rest = spec.partition(":")
-    found = method(name)
-    # A class registered under two names sets an option of its own, which build() checks.
-    return found.build(parse_options([part for part in rest.split(",") if part] if rest else [], f"--method {spec}"))
+    return method(name).build(
+        parse_options([part for part in rest.split(",") if part] if rest else [], f"--method {spec}")
+    )
 
 
 def parse_options(assignments: Sequence[str], where: str) -> dict[str, Any]:
@@ -59,16 +58,14 @@ def parse_methods(specs: Sequence[str]) -> dict[str, Signal]:
     Raises:
         ValueError: as :func:`parse_method`; the same one twice.
     """
-    found: dict[str, Signal] = {}
+    signals: dict[str, Signal] = {}
     for spec in specs:
-        if spec in found:
+        if spec in signals:
             raise ValueError(f"--method {spec} is given twice; give variants of a method other options")
-        found[spec] = parse_method(spec)
-    return found
+        signals[spec] = parse_method(spec)
+    return signals
 
 
 def described(signal: Signal) -> dict[str, Any]:
     """A method's name and all its options, as JSON takes them."""
-    options = {entry.name: getattr(signal, entry.name) for entry in option_fields(type(signal))}
-    plain: Mapping[str, Any] = json.loads(json.dumps(options, default=str))
-    return {"method": signal.name, "options": dict(plain)}
+    return {"method": signal.name, "options": json.loads(json.dumps(signal.as_dict(), default=str))}

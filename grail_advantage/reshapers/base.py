@@ -1,4 +1,4 @@
-"""What a reshaper is: a map from token scores to token weights, with its options.
+"""Reshapers: maps from token scores to token weights, with their options.
 
 Shape suffixes: B rows, T response tokens.
 """
@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from grail_advantage.options import Options, option, option_fields
-from grail_advantage.registry import failures_said, reshapers
+from grail_advantage.registry import failure_message, reshapers
 
 
-@dataclass(frozen=True, kw_only=True)
 class Reshaper(Options):
-    """Base of every reshaper: a frozen dataclass whose fields are its options. It keeps no state."""
+    """Base of every reshaper: a frozen model whose fields are its options. It keeps no state."""
 
+    registers_as: ClassVar[str] = "reshaper"
     lowest: ClassVar[float] = -math.inf
     highest: ClassVar[float] = math.inf
-    """Bounds that the weights are clipped to, for the metrics; a property where options set them."""
+    """Bounds that the weights are clipped to, for the metrics."""
     elsewhere: ClassVar[float] = 1.0
     """Weight of a scored row's tokens outside the statistics set. They belong to the row's mass unless this is 1."""
     ranks: ClassVar[bool] = False
@@ -42,7 +41,6 @@ class Reshaper(Options):
         """
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReshaperChoice(Options):
     """The options of a signal whose scores may go through any reshaper.
 
@@ -52,9 +50,7 @@ class ReshaperChoice(Options):
 
     reshaper: str = option("log_zscore", "map from scores to weights, by its registered name")
 
-    reshaper_options: dict[str, Any] = option(
-        None, "further options of the chosen map, by their names in its own table", kind=dict
-    )
+    reshaper_options: dict[str, Any] = option({}, "further options of the chosen map, by their names in its own table")
 
     @property
     def reshaping(self) -> Reshaper:
@@ -67,13 +63,11 @@ class ReshaperChoice(Options):
         if self.reshaper not in known:
             raise ValueError(
                 f"{self.section}.reshaper={self.reshaper!r} is unknown; choose one of {', '.join(sorted(known))}"
-                f"{failures_said()}"
+                f"{failure_message()}"
             )
         chosen = known[self.reshaper]
         common = (set(chosen.__mro__) & set(type(self).__mro__)) - set(Options.__mro__)
-        own = {
-            entry.name: getattr(self, entry.name) for options_class in common for entry in option_fields(options_class)
-        }
+        own = {name: getattr(self, name) for options_class in common for name in option_fields(options_class)}
         try:
             return chosen.from_dict({**own, **self.further_options(self.reshaper), **self.reshaper_options})
         except ValueError as error:

@@ -7,8 +7,7 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Literal
 
 import torch
 
@@ -23,35 +22,30 @@ LOWEST_SCORE = -1 + 1e-8
 """Lower scores count as this one. Scores are divergences, at least 0, except that the drop of a likelihood can be a rise."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BilevelOptions(Options):
     """The options that signals repeat as their own."""
 
-    quantile: float = option(
-        0.4, "bi-level: share of the tokens that weigh less than 1; in [0, 1]", at_least=0, at_most=1
-    )
+    quantile: float = option(0.4, "bi-level: share of the tokens that weigh less than 1; in [0, 1]", ge=0, le=1)
 
     boost: float = option(
         2.0,
         "bi-level: weight added from the quantile to the highest score; at least 0",
-        at_least=0,
+        ge=0,
         why="a negative one weighs the highest scores least",
     )
 
 
 @register_reshaper("bilevel")
-@dataclass(frozen=True, kw_only=True)
 class Bilevel(BilevelOptions, Reshaper):
     """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: ``h`` is ``log(1 + score)`` scaled to
     [0, 1] over the row's statistics set, and ``tau`` its quantile there."""
 
-    lowest: ClassVar[float] = FLOOR
-    ranks: ClassVar[bool] = True
+    lowest = FLOOR
+    ranks = True
 
-    quantile_rule: str = option(
+    quantile_rule: Literal["linear", "sorted"] = option(
         "linear",
         "how a quantile between two scores is taken: linear between them, or sorted: the score at index floor(quantile T)",
-        choices=("linear", "sorted"),
     )
 
     def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,6 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from grail_advantage.options import Options, option
@@ -18,27 +16,26 @@ from grail_advantage.reshapers.base import Reshaper
 EPSILON = 1e-8
 
 
-@dataclass(frozen=True, kw_only=True)
 class LogZscoreOptions(Options):
     """The options that signals repeat as their own."""
 
     weight_mean: float = option(
         1.0,
         "log-z-score: weight at the mean log score; where answers have weights of their own, also that of their boundary and "
-        "of what comes behind",
-        at_least=0,
+        "of everything after it",
+        ge=0,
         why="a negative weight flips the advantage",
     )
 
     weight_std: float = option(
         0.5,
         "log-z-score: weight added per standard deviation of the log score; greater than 0",
-        above=0,
+        gt=0,
         why="for equal weights train with adv_estimator=uniform",
     )
 
     weight_min: float = option(
-        0.5, "log-z-score: lower clip of the weights; at least 0", at_least=0, why="negative weights flip the advantage"
+        0.5, "log-z-score: lower clip of the weights; at least 0", ge=0, why="negative weights flip the advantage"
     )
 
     weight_max: float = option(5.0, "log-z-score: upper clip of the weights; at least weight_min")
@@ -54,20 +51,13 @@ class LogZscoreOptions(Options):
 
 
 @register_reshaper("log_zscore")
-@dataclass(frozen=True, kw_only=True)
 class LogZscore(LogZscoreOptions, Reshaper):
     """``clip(weight_mean + weight_std z, weight_min, weight_max)``: ``z`` is the log score, standardised over the row's
     statistics set."""
 
-    @property
-    def lowest(self) -> float:
-        """See :class:`Reshaper`."""
-        return self.weight_min
-
-    @property
-    def highest(self) -> float:
-        """See :class:`Reshaper`."""
-        return self.weight_max
+    def complete(self) -> None:
+        """See :class:`grail_advantage.options.Options`."""
+        self._set(lowest=self.weight_min, highest=self.weight_max)
 
     def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
         """See :func:`log_zscore_weights`."""

@@ -7,9 +7,6 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
 from grail_advantage.options import option
@@ -18,16 +15,15 @@ from grail_advantage.reshapers.base import Reshaper
 
 
 @register_reshaper("mean_ratio")
-@dataclass(frozen=True, kw_only=True)
 class MeanRatio(Reshaper):
     """``max(0, 1 + beta (x / mean x - 1))``, the mean over the row's statistics set."""
 
-    lowest: ClassVar[float] = 0.0
+    lowest = 0.0
 
     beta: float = option(
         0.1,
         "weight added where the score exceeds the row's mean by as much as that mean is; greater than 0",
-        above=0,
+        gt=0,
         why="for equal weights train with adv_estimator=uniform",
     )
 

@@ -7,8 +7,6 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from grail_advantage.options import option
@@ -20,14 +18,13 @@ LEAST_SUM = 1e-8
 
 
 @register_reshaper("power")
-@dataclass(frozen=True, kw_only=True)
 class Power(Reshaper):
     """``n s^g / sum s^g`` over the n tokens of the row's statistics set. Negative scores count as 0."""
 
     exponent: float = option(
         2.0,
         "exponent g of the score; greater than 0",
-        above=0,
+        gt=0,
         why="for equal weights train with adv_estimator=uniform",
     )
 

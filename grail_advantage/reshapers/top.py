@@ -5,9 +5,6 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
 from grail_advantage.options import option
@@ -43,22 +40,20 @@ def top_tokens(scores_BT: torch.Tensor, mask_BT: torch.Tensor, count_B1: torch.T
 
 
 @register_reshaper("top")
-@dataclass(frozen=True, kw_only=True)
 class Top(Reshaper):
     """1 on the row's highest-scored tokens of the statistics set, 0 on all its other tokens. Of equal scores the earlier ones
     are chosen, so that exactly as many tokens weigh 1 as asked for, or all where the set has fewer."""
 
-    elsewhere: ClassVar[float] = 0.0
-    ranks: ClassVar[bool] = True
+    elsewhere = 0.0
+    ranks = True
 
-    k: int = option(1, "number of tokens of a row that weigh 1; at least 1", at_least=1)
+    k: int = option(1, "number of tokens of a row that weigh 1; at least 1", ge=1)
 
     share: float | None = option(
         None,
         "share of the row's scored tokens that weigh 1, rounded up, in place of k; in (0, 1]",
-        kind=float,
-        above=0,
-        at_most=1,
+        gt=0,
+        le=1,
     )
 
     def check(self) -> None:

@@ -1,1 +1,15 @@
-"""Signals: how much each token of a response matters. One method a file, options included, registered by name."""
+"""Signals: how much each token of a response matters. One method a file, registered by name when this package is imported."""
+
+from grail_advantage.signals import (  # noqa: F401
+    entropy,
+    entropy_bonus,
+    grail,
+    high_entropy,
+    oar,
+    probability,
+    rlsd,
+    shear,
+    stare,
+    surprisal,
+    uniform,
+)

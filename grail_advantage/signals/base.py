@@ -1,4 +1,4 @@
-"""What a signal is: a method's options, the rows that it needs, and its token scores.
+"""Signals: a method's options, the rows that it needs, and its token scores.
 
 ``A_t = w_t * A``: a signal gives a score to each response token and turns scores into weights, through a reshaper or by a map
 of its own. It knows no trainer. Whoever runs it
@@ -17,15 +17,14 @@ Shape suffixes: B rows, T response tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
 from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, PassRow, RolloutBatch
 from grail_advantage.options import Options, option
-from grail_advantage.registry import method_of
 from grail_advantage.reshapers.base import ReshaperChoice
 
 if TYPE_CHECKING:
@@ -38,11 +37,14 @@ SALIENCY = "saliency"
 LOGITS = "logits"
 """Uses: logits at chosen positions, with whatever the signal does to activations."""
 SEQUENCES = "sequences"
-"""Uses: forwards of sequences that the signal makes up, behind a cache of keys and values."""
+"""Uses: forwards of sequences that the signal makes up, after a cache of keys and values."""
 LOG_PROBS = "log_probs"
 """Uses: log-probabilities of the response tokens."""
 HIDDEN_STATES = "hidden_states"
-"""Uses: what the output embeddings read at the response tokens: the last block's output behind the final norm."""
+"""Uses: the input of the output embeddings at the response tokens: the last block's output after the final norm."""
+Gate = Literal["wrong", "correct", "all"]
+Span = Literal["first", "last"]
+Statistics = Literal["response", "reasoning"]
 USES = ("", SALIENCY, LOGITS, SEQUENCES, LOG_PROBS, HIDDEN_STATES)
 READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES)
 
@@ -61,19 +63,19 @@ class RowSelection:
 
 @dataclass(frozen=True)
 class AnswerWeights:
-    """Weights that a method gives to an answer and everything behind it, whatever their scores."""
+    """Weights that a method gives to an answer and everything after it, whatever their scores."""
 
     content: float
     """Of the answer's content tokens."""
     others: float
-    """Of its boundary tokens and of what comes behind it."""
+    """Of its boundary tokens and of everything after it."""
     outside_gate: bool
     """Whether the answers of rows outside the gate get them too."""
 
 
 @dataclass(frozen=True)
 class Reshaped:
-    """What :meth:`Signal.reshape` makes of scores."""
+    """The result of :meth:`Signal.reshape`."""
 
     weights_BT: torch.Tensor
     """float32; read only in scored rows, and there only on the tokens that the signal weighs by score."""
@@ -86,11 +88,7 @@ class Reshaped:
 
 def gate_option(default: str) -> Any:
     """The option ``gate``, for signals that have one."""
-    return option(
-        default,
-        "rows that get weights: wrong (advantage <= 0), correct (advantage > 0) or all",
-        choices=("wrong", "correct", "all"),
-    )
+    return option(default, "rows that get weights: wrong (advantage <= 0), correct (advantage > 0) or all")
 
 
 def statistics_option(default: str | None) -> Any:
@@ -98,22 +96,24 @@ def statistics_option(default: str | None) -> Any:
     return option(
         default,
         "tokens that are scored and weighed against each other: the whole response, or the reasoning before the answer",
-        choices=("response", "reasoning"),
     )
 
 
 def normalize_mass_option(default: bool | None = False) -> Any:
     """The option ``normalize_mass``, for signals that have one."""
-    return option(default, "whether the weights of a row's weighed tokens are scaled to sum to their number", kind=bool)
+    return option(default, "whether the weights of a row's weighed tokens are scaled to sum to their number")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Signal(Options):
-    """Base of every signal: a frozen dataclass whose fields are its options.
+    """Base of every signal: a frozen model whose fields with a description are its options.
 
-    What is a class variable here, a signal may redefine as a class variable, a property or an option.
+    A signal may redefine a class variable as such, a field as such (``gate: Gate = "wrong"``) or as an option, and both from
+    its options, in :meth:`complete`.
     """
 
+    registers_as: ClassVar[str] = "signal"
+    names: ClassVar[dict[str, dict[str, Any]]] = {}
+    """The names that this class is registered under, and the options that each of them sets."""
     formula: ClassVar[str] = ""
     """The weight, in one line of plain text, for the page of all methods."""
     source: ClassVar[str] = ""
@@ -122,24 +122,25 @@ class Signal(Options):
     """Cost on top of GRPO's step in forwards over the batch, for the page of all methods; a backward to an
     activation, which computes no parameter's gradient, counts as one."""
     reads: ClassVar[frozenset[str]] = frozenset()
-    """What of the batch it reads: names of :mod:`grail_advantage.batch`."""
+    """Parts of the batch that it reads: names of :mod:`grail_advantage.batch`."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Columns of the data set that it reads, of a signal that reads ``EXAMPLES``."""
     uses: ClassVar[str] = ""
-    """What of the model it uses: one of the words above, or nothing."""
+    """The part of the model that it uses: one of the words above, or nothing."""
     ranks_entropy: ClassVar[bool] = False
     """Whether it ranks tokens by entropy or cuts at a quantile of it, so that coarse values would matter."""
     whole_groups: ClassVar[bool] = False
     """Whether :meth:`run` must see all selected rows of a group together."""
-    span: ClassVar[str] = "last"
-    """Which complete ``\\boxed{...}`` is the answer: ``first`` or ``last``."""
     needs_answer: ClassVar[bool] = False
     """Whether rows without an answer get no scores. They then weigh 1."""
-    gate: ClassVar[str] = "all"
-    statistics: ClassVar[str] = "response"
-    normalize_mass: ClassVar[bool] = False
     answer_weights: ClassVar[AnswerWeights | None] = None
     """``None``: the tokens outside the statistics set weigh :attr:`Reshaped.elsewhere`."""
+
+    span: Span = "last"
+    """Which complete ``\\boxed{...}`` is the answer."""
+    gate: Gate = "all"
+    statistics: Statistics = "response"
+    normalize_mass: bool = False
 
     mask_truncated: bool = option(
         True,
@@ -149,8 +150,15 @@ class Signal(Options):
 
     @property
     def name(self) -> str:
-        """What ``algorithm.adv_estimator`` calls it."""
-        return method_of(self).name
+        """Its name in ``algorithm.adv_estimator``.
+
+        Raises:
+            ValueError: the class is not registered.
+        """
+        for name, fixed in vars(type(self)).get("names", {}).items():
+            if all(getattr(self, option_name) == value for option_name, value in fixed.items()):
+                return name
+        raise ValueError(f"{type(self).__name__} is no registered signal; put @register_signal('a_name') on the class")
 
     def check(self) -> None:
         """See :class:`Options`; also the words by which the signal says what it needs."""
@@ -184,7 +192,7 @@ class Signal(Options):
         advantage that is not 0. Leaving the others out is exact, as their token advantages do not depend on scores."""
         device = batch.advantages_B.device
 
-        def rows_with(condition: Sequence[bool]) -> torch.Tensor:
+        def rows_with(condition: Iterable[bool]) -> torch.Tensor:
             return torch.tensor(list(condition), dtype=torch.bool, device=device)
 
         answered_B = rows_with(span is not None for span in batch.spans)
@@ -204,7 +212,7 @@ class Signal(Options):
         return row
 
     def row_cost(self, row: PassRow) -> int:
-        """What a prepared row costs compared with others, for sharing them out."""
+        """Cost of a prepared row compared with others, for sharing them out."""
         return len(row.tokens_S)
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
@@ -242,7 +250,6 @@ class Signal(Options):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReshapedSignal(ReshaperChoice, Signal):
     """Base of the signals whose scores go through a reshaper that the user chooses."""
 

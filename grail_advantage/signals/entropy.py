@@ -7,39 +7,41 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
 from grail_advantage.batch import ENTROPY, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
-from grail_advantage.signals.base import ReshapedSignal, gate_option, normalize_mass_option, statistics_option
+from grail_advantage.signals.base import (
+    Gate,
+    ReshapedSignal,
+    Statistics,
+    gate_option,
+    normalize_mass_option,
+    statistics_option,
+)
 from grail_advantage.signals.policy_columns import entropy
 
 
 @register_signal("entropy")
-@dataclass(frozen=True, kw_only=True)
 class EntropyConfig(ReshapedSignal):
     """Score ``H``, through any reshaper. The default one keeps each row's mean weight at 1 and ranks nothing."""
 
-    formula: ClassVar[str] = "map of H; by default 1 + 0.1 (H / row mean - 1)"
-    source: ClassVar[str] = "control"
-    reads: ClassVar[frozenset[str]] = frozenset({ENTROPY})
+    formula = "map of H; by default 1 + 0.1 (H / row mean - 1)"
+    source = "control"
+    reads = frozenset({ENTROPY})
 
     reshaper: str = option("mean_ratio", "map from scores to weights, by its registered name")
 
-    gate: str = gate_option("all")
+    gate: Gate = gate_option("all")
 
-    statistics: str = statistics_option("response")
+    statistics: Statistics = statistics_option("response")
 
     normalize_mass: bool = normalize_mass_option(False)
 
-    @property
-    def ranks_entropy(self) -> bool:
-        """See :class:`grail_advantage.signals.base.Signal`."""
-        return self.reshaping.ranks
+    def complete(self) -> None:
+        """See :class:`grail_advantage.options.Options`."""
+        self._set(ranks_entropy=self.reshaping.ranks)
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         """See :class:`grail_advantage.signals.base.Signal`."""

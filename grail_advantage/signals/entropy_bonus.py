@@ -8,9 +8,6 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
 from grail_advantage.batch import ENTROPY, RolloutBatch
@@ -21,25 +18,24 @@ from grail_advantage.signals.policy_columns import entropy
 
 
 @register_signal("entropy_bonus")
-@dataclass(frozen=True, kw_only=True)
 class EntropyBonusConfig(Signal):
     """``1 + sign(A) min(alpha H / |A|, 1 / kappa)``; 1 where the advantage is 0."""
 
-    formula: ClassVar[str] = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"
-    source: ClassVar[str] = "arXiv 2506.14758 (reading)"
-    reads: ClassVar[frozenset[str]] = frozenset({ENTROPY})
+    formula = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"
+    source = "arXiv 2506.14758 (reading)"
+    reads = frozenset({ENTROPY})
 
     alpha: float = option(
         0.4,
         "advantage added for each nat of entropy; greater than 0",
-        above=0,
+        gt=0,
         why="for equal weights train with adv_estimator=uniform",
     )
 
     kappa: float = option(
         2.0,
         "the bonus is at most the kappa-th part of the advantage; greater than 1",
-        above=1,
+        gt=1,
         why="otherwise the bonus outweighs a negative advantage",
     )
 

@@ -10,8 +10,8 @@ Shape suffixes: B rows, T response tokens, N tokens of all rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -24,7 +24,6 @@ from grail_advantage.signals.policy_columns import entropy
 
 
 @register_signal("high_entropy")
-@dataclass(frozen=True, kw_only=True)
 class HighEntropyConfig(Signal):
     """1, or N / k, on the tokens of highest entropy in the batch, 0 on the others.
 
@@ -32,18 +31,17 @@ class HighEntropyConfig(Signal):
     row without any token kept stays at 0.
     """
 
-    formula: ClassVar[str] = "N / k on the k of the batch's N tokens with the highest H, else 0; rho = k / N = 0.2"
-    source: ClassVar[str] = "80/20, arXiv 2506.01939 (code)"
-    reads: ClassVar[frozenset[str]] = frozenset({ENTROPY})
-    ranks_entropy: ClassVar[bool] = True
+    formula = "N / k on the k of the batch's N tokens with the highest H, else 0; rho = k / N = 0.2"
+    source = "80/20, arXiv 2506.01939 (code)"
+    reads = frozenset({ENTROPY})
+    ranks_entropy = True
 
-    rho: float = option(0.2, "share of the batch's tokens that is kept, rounded up; in (0, 1]", above=0, at_most=1)
+    rho: float = option(0.2, "share of the batch's tokens that is kept, rounded up; in (0, 1]", gt=0, le=1)
 
-    denominator: str = option(
+    denominator: Literal["selected", "all"] = option(
         "selected",
         "what the loss is averaged over: the tokens kept (selected: the weights are multiplied by N / k, so that their mean is "
         "1), or all",
-        choices=("selected", "all"),
     )
 
     normalize_mass: bool = normalize_mass_option(False)

@@ -1,15 +1,15 @@
 """OAR: a token matters as much as the model's own answer reacts when the token is disturbed.
 
 Source: OAR (arXiv 2601.07408). Two estimates of that reaction, each a file of its own: :mod:`.oar_gradient` shakes the
-embeddings (``oar_g``), :mod:`.oar_perturbation` replaces tokens (``oar_p``). They share their options and what stands for the
-answer (:mod:`.oar_probe`).
+embeddings (``oar_g``), :mod:`.oar_perturbation` replaces tokens (``oar_p``). They share their options and the reading
+of the answer (:mod:`.oar_probe`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,7 +27,6 @@ from grail_advantage.signals.oar_probe import probe_positions
 
 @register_signal("oar_g", method="gradient")
 @register_signal("oar_p", method="perturbation")
-@dataclass(frozen=True)
 class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
     """OAR-G and OAR-P.
 
@@ -38,78 +37,61 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
         ValueError: an unknown option or value; the message names the option, the value and what is allowed.
     """
 
-    section: ClassVar[str] = "oar"
-    source: ClassVar[str] = "arXiv 2601.07408 (code, and its port by the authors of GRAIL)"
-    needs_answer: ClassVar[bool] = True
+    section = "oar"
+    source = "arXiv 2601.07408 (code, and its port by the authors of GRAIL)"
+    needs_answer = True
 
-    method: str = option(
+    method: Literal["gradient", "perturbation"] = option(
         "gradient",
         "gradient: OAR-G, how the answer reacts to noise on the embeddings; perturbation: OAR-P, how it reacts to each token's "
         "replacement by the padding token",
-        choices=("gradient", "perturbation"),
     )
 
-    _: KW_ONLY
-
-    variant: str = option(
+    variant: Literal["official", "grail_port"] = option(
         "official",
         "official: the scored tokens are the reasoning before the answer. grail_port, as the authors of GRAIL ran it: OAR-G "
         "scores the whole response, at the position before each token, by the noisy embedding; the quantile is the next "
         "sorted score instead of an interpolated one",
-        choices=("official", "grail_port"),
     )
 
-    probe: str = option(
+    probe: Literal["answer_mean", "last", "answer_joint"] = option(
         "answer_mean",
-        "what stands for the answer: answer_mean, the mean logits of the answer's tokens; last, the logits of the row's last "
+        "reading of the answer: answer_mean, the mean logits of the answer's tokens; last, the logits of the row's last "
         "position; answer_joint, the mean log-likelihood of the answer's tokens",
-        choices=("answer_mean", "last", "answer_joint"),
     )
 
     noise_std: float = option(
         1e-3,
         "OAR-G: standard deviation of the noise; greater than 0",
-        above=0,
+        gt=0,
         why="without noise every score is 0",
     )
 
-    noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the row's tokens; at least 0", at_least=0)
+    noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the row's tokens; at least 0", ge=0)
 
     max_perturbations: int | None = option(
         None,
         "OAR-P: most tokens replaced in a row, evenly spaced, the scores between them interpolated; all by default",
-        kind=int,
-        at_least=1,
+        ge=1,
     )
 
     reshaper: str = option("bilevel", "map from scores to weights, by its registered name")
 
     normalize_mass: bool = normalize_mass_option(True)
 
-    @property
-    def formula(self) -> str:
-        """See :class:`grail_advantage.signals.base.Signal`."""
-        score = "|sum (dKL/de) e|, noisy embeddings" if self.method == "gradient" else "KL, token replaced by padding"
-        return f"bi-level map of log(1 + {score})"
+    def __init__(self, method: str | None = None, **options: Any) -> None:
+        super().__init__(**options | {"method": method})
 
-    @property
-    def cost(self) -> str:
-        """See :class:`grail_advantage.signals.base.Signal`."""
-        return (
-            "3 on the selected rows"
-            if self.method == "gradient"
-            else "1 for every reasoning token of the selected rows"
+    def complete(self) -> None:
+        """See :class:`grail_advantage.options.Options`. The statistics set is the tokens that have scores."""
+        gradient, port = self.method == "gradient", self.variant == "grail_port"
+        score = "|sum (dKL/de) e|, noisy embeddings" if gradient else "KL, token replaced by padding"
+        self._set(
+            formula=f"bi-level map of log(1 + {score})",
+            cost="3 on the selected rows" if gradient else "1 for every reasoning token of the selected rows",
+            uses=LOGITS if gradient else SEQUENCES,
+            statistics="response" if gradient and port else "reasoning",
         )
-
-    @property
-    def uses(self) -> str:
-        """See :class:`grail_advantage.signals.base.Signal`."""
-        return LOGITS if self.method == "gradient" else SEQUENCES
-
-    @property
-    def statistics(self) -> str:
-        """The tokens that have scores."""
-        return "response" if (self.method, self.variant) == ("gradient", "grail_port") else "reasoning"
 
     @property
     def alignment(self) -> str:
@@ -131,18 +113,18 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
 
     def probe_of(self, row: PassRow) -> Range:
         """The positions that the probe reads."""
-        return probe_positions(row.span, row.response_start, row.length, self.probe)
+        return probe_positions(row.answer, row.response_start, row.length, self.probe)
 
     def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
-        """Nothing behind the probe's last position matters; answer_joint also asks for the token behind it."""
+        """Nothing after the probe's last position matters; answer_joint also asks for the token after it."""
         return replace(row, tokens_S=row.tokens_S[: self.probe_of(row)[1] + 1])
 
     def row_cost(self, row: PassRow) -> int:
         """Positions to compute, roughly."""
-        length = row.length if self.probe == "last" else row.response_start + row.span.end
+        length = row.length if self.probe == "last" else row.response_start + row.answer.end
         if self.method == "gradient":
             return length
-        return length * len(replaced_tokens(row.span.start, self.max_perturbations))
+        return length * len(replaced_tokens(row.answer.start, self.max_perturbations))
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
         """See :class:`grail_advantage.signals.base.Signal`."""
@@ -161,19 +143,19 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
                 ),
                 gradients=True,
             )
-        total = sum(len(replaced_tokens(row.span.start, self.max_perturbations)) for row in rows)
-        found = []
+        total = sum(len(replaced_tokens(row.answer.start, self.max_perturbations)) for row in rows)
+        scores = []
         with model.sequences() as forward, model.progress(total, "OAR-P") as bar:
             for row in rows:
                 start, stop = self.probe_of(row)
                 scores_T = perturbation_scores(
                     forward,
-                    PerturbationRow(row.tokens_S, row.response_start, row.span.start, start, stop),
+                    PerturbationRow(row.tokens_S, row.response_start, row.answer.start, start, stop),
                     probe=self.probe,
                     pad_token=model.pad_token,
                     counterfactuals=model.sequences_together(stop),
                     max_perturbations=self.max_perturbations,
                     progress=bar.update,
                 )
-                found.append(RowScores(scores_T))
-        return found
+                scores.append(RowScores(scores_T))
+        return scores

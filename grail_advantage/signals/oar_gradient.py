@@ -115,7 +115,7 @@ def sensitivity(
 
 @dataclass(frozen=True)
 class Noise:
-    """What the noise of a pass depends on besides the rows' tokens."""
+    """Everything that the noise of a pass depends on besides the rows' tokens."""
 
     std: float
     seed: int
@@ -145,9 +145,9 @@ def gradient_scores(
     tokens_K = torch.cat([row.tokens_S.roll(-1)[start:stop] for row, (start, stop) in rows])
     stretches = []
     for index, (row, (_, stop)) in enumerate(rows):
-        first, length = noisy_positions(variant, row.response_start, row.span.start, row.response_length)
+        first, length = noisy_positions(variant, row.response_start, row.answer.start, row.response_length)
         kept = max(0, min(length, stop - first))
-        read = row.tokens_S[: row.response_start + row.span.end].tolist()
+        read = row.tokens_S[: row.response_start + row.answer.end].tolist()
         stretches.append(NoisyStretch(*micro.at(index, first), length, kept, noise_seed(noise.seed, noise.step, read)))
 
     with torch.no_grad():
@@ -160,9 +160,9 @@ def gradient_scores(
     noisy = read_probe(noisy_logits_KV, tokens_K, counts, probe)
     score_BS, norm_BS = sensitivity(divergence(clean, noisy, probe).sum(), leaves[0], clean_BSD[0], variant)
 
-    found = []
+    scores = []
     for (row, _), score_S, norm_S in zip(rows, micro.per_row(score_BS), micro.per_row(norm_BS), strict=True):
         first = row.response_start - 1
-        scored = row.span.start if statistics == "reasoning" else row.response_length
-        found.append(RowScores(align_scores(score_S[first:], scored, alignment), norm_S[first:]))
-    return found
+        scored = row.answer.start if statistics == "reasoning" else row.response_length
+        scores.append(RowScores(align_scores(score_S[first:], scored, alignment), norm_S[first:]))
+    return scores

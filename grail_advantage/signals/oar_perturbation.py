@@ -82,9 +82,9 @@ def perturbation_scores(
         (R,) float32. With ``answer_joint`` a score is negative where the replacement makes the answer likelier.
     """
     tokens_S = row.tokens_S
-    # answer_joint asks for the token behind each position; behind the row's last one, which only "last" reads, is none.
-    behind_S = tokens_S.roll(-1)
-    tokens_K = behind_S[row.probe_start : row.probe_stop]
+    # answer_joint asks for the token after each position; after the row's last one, which only "last" reads, is none.
+    next_S = tokens_S.roll(-1)
+    tokens_K = next_S[row.probe_start : row.probe_stop]
     length = row.probe_stop
     kept_K = torch.arange(row.probe_start, length, device=tokens_S.device)
     logits_1KV, cache = forward(tokens_S[None, :length], kept_K, None)
@@ -95,7 +95,7 @@ def perturbation_scores(
     scores: list[torch.Tensor] = []
     for replaced_N in replaced_M.split(counterfactuals):
         count = len(replaced_N)
-        # The probe's positions come behind every replaced token or are the last one's own, so none is cut off here.
+        # The probe's positions come after every replaced token or are the last one's own, so none is cut off here.
         shared = row.response_start + int(replaced_N[0]) if cache is not None else 0
         tokens_NS = tokens_S[shared:length].repeat(count, 1)
         tokens_NS[torch.arange(count, device=tokens_S.device), row.response_start + replaced_N - shared] = pad_token

@@ -1,9 +1,9 @@
-"""What OAR reads off the model as its answer, and how far two readings are apart.
+"""The answer as OAR reads it off the model, and how far two readings are apart.
 
 Source: OAR (arXiv 2601.07408). Shared by its two signals, :mod:`grail_advantage.signals.oar_gradient` and
 :mod:`grail_advantage.signals.oar_perturbation`. Logits are taken as they are, without a temperature.
 
-Shape suffixes: R rows, K positions that a probe reads (of all rows, one row behind the other), V vocabulary.
+Shape suffixes: R rows, K positions that a probe reads (of all rows, one row after the other), V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from grail_advantage.answer_span import AnswerSpan
 def probe_positions(span: AnswerSpan, response_start: int, row_length: int, probe: str) -> tuple[int, int]:
     """Half-open range of the positions of a row whose logits the probe reads.
 
-    Nothing behind the last of them matters, so the row can be cut there.
+    Nothing after the last of them matters, so the row can be cut there.
 
     Args:
         span: the row's answer.
@@ -36,7 +36,7 @@ def read_probe(logits_KV: torch.Tensor, tokens_K: torch.Tensor, counts: Sequence
 
     Args:
         logits_KV: logits of the probe's positions, any floating dtype.
-        tokens_K: the token behind each position, int64; read only by ``answer_joint``.
+        tokens_K: the token after each position, int64; read only by ``answer_joint``.
         counts: how many of the K belong to each row.
         probe: ``answer_mean`` or ``last``: the log-softmax of a row's mean logits, (R, V); ``answer_joint``: its mean
             log-likelihood, (R,). In float64 from the mean on, as readings that differ in the seventh digit are compared.

@@ -1,6 +1,6 @@
-"""What signals read of the policy before the update: surprisal and entropy of the response tokens.
+"""Columns that signals read of the policy before the update: surprisal and entropy of the response tokens.
 
-Both come from the forward that gives the old log-probabilities, and cost nothing. A value that is not finite stands for a
+Both come from the forward that gives the old log-probabilities, and cost nothing. A value that is not finite is of a
 broken forward and becomes NaN, so that its row weighs 1 whatever is made of it.
 
 Shape suffixes: B rows, T response tokens.

@@ -8,9 +8,6 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
 from grail_advantage.batch import OLD_LOG_PROBS, RolloutBatch
@@ -21,19 +18,18 @@ from grail_advantage.signals.policy_columns import surprisal
 
 
 @register_signal("probability")
-@dataclass(frozen=True, kw_only=True)
 class ProbabilityConfig(Signal):
     """``alpha p + 1 - alpha``, with p the token's probability."""
 
-    formula: ClassVar[str] = "0.2 p + 0.8"
-    source: ClassVar[str] = "advantage reweighting, arXiv 2505.12929 (code)"
-    reads: ClassVar[frozenset[str]] = frozenset({OLD_LOG_PROBS})
+    formula = "0.2 p + 0.8"
+    source = "advantage reweighting, arXiv 2505.12929 (code)"
+    reads = frozenset({OLD_LOG_PROBS})
 
     alpha: float = option(
         0.2,
         "how much less an impossible token weighs than a certain one, which weighs 1; in (0, 1]",
-        above=0,
-        at_most=1,
+        gt=0,
+        le=1,
         why="the weights lie between 1 - alpha and 1",
     )
 

@@ -19,8 +19,8 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,6 @@ _MISSING = object()
 
 
 @register_signal("rlsd")
-@dataclass(frozen=True, kw_only=True)
 class RlsdConfig(Signal):
     """RLSD with the current policy as the teacher.
 
@@ -55,19 +54,19 @@ class RlsdConfig(Signal):
         ValueError: an unknown option or value; the message names the option, the value and what is allowed.
     """
 
-    formula: ClassVar[str] = (
+    formula = (
         "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon), p' with the answer in the prompt"
     )
-    source: ClassVar[str] = "arXiv 2604.03128 (official code and two ports)"
-    cost: ClassVar[str] = "1 on the rows with A != 0"
-    reads: ClassVar[frozenset[str]] = frozenset({OLD_LOG_PROBS, EXAMPLES})
-    uses: ClassVar[str] = LOG_PROBS
+    source = "arXiv 2604.03128 (official code and two ports)"
+    cost = "1 on the rows with A != 0"
+    reads = frozenset({OLD_LOG_PROBS, EXAMPLES})
+    uses = LOG_PROBS
 
     lam: float = option(
         0.5,
         "share of the weight that the change of probability sets; greater than 0, at most 1",
-        above=0,
-        at_most=1,
+        gt=0,
+        le=1,
         why="without it every weight is 1; algorithm.adv_estimator=uniform is that, without the extra forward",
     )
 
@@ -75,14 +74,14 @@ class RlsdConfig(Signal):
         0,
         "training steps over which lam falls linearly to 0, lam (1 - step / lam_steps); at 0 there are no more extra forwards. "
         "0: lam is constant",
-        at_least=0,
+        ge=0,
     )
 
     epsilon: float = option(
         0.2,
         "how far the ratio of the probabilities may be from 1; greater than 0, at most 1",
-        above=0,
-        at_most=1,
+        gt=0,
+        le=1,
         why="without it every weight is 1",
     )
 
@@ -97,7 +96,7 @@ class RlsdConfig(Signal):
     )
 
     max_privileged_tokens: int = option(
-        1024, "most tokens of the privileged text that are used; what comes behind is left out", at_least=1
+        1024, "most tokens of the privileged text that are used; what comes behind is left out", ge=1
     )
 
     request: str = option(
@@ -108,15 +107,9 @@ class RlsdConfig(Signal):
 
     normalize_mass: bool = normalize_mass_option()
 
-    @property
-    def gate(self) -> str:
-        """See :class:`grail_advantage.signals.base.Signal`."""
-        return "wrong" if self.negative_only else "all"
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """See :class:`grail_advantage.signals.base.Signal`."""
-        return (self.privileged_column.split(".")[0],)
+    def complete(self) -> None:
+        """See :class:`grail_advantage.options.Options`."""
+        self._set(gate="wrong" if self.negative_only else "all", columns=(self.privileged_column.split(".")[0],))
 
     def check(self) -> None:
         """See :class:`grail_advantage.options.Options`."""
@@ -168,10 +161,11 @@ class RlsdConfig(Signal):
 
     def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
         """The same response behind the prompt with the privileged text, or the row itself where there is no such text."""
-        text = cut(self._privileged_text(row.example), self.max_privileged_tokens, tokenizer)
-        if not text:
+        example = row.example
+        text = cut(self._privileged_text(example), self.max_privileged_tokens, tokenizer)
+        if example is None or not text:
             return row
-        messages, options = list(row.example.messages), row.example.template_options
+        messages, options = list(example.messages), example.template_options
         header = _assistant_header(messages, tokenizer, options)
         # Not only the text: together with the words around it, it may make up what neither of them does.
         request = harmless(self.request.replace(PLACE, text), tokenizer, header)

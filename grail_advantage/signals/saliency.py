@@ -9,8 +9,8 @@ Shape suffixes: P positions from the one before the response on, T response toke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -19,33 +19,35 @@ from grail_advantage.batch import PassRow
 from grail_advantage.model_interface import Model, Range, RowScores, saliency_pass
 from grail_advantage.signals.base import SALIENCY, ReshapedSignal
 
+Alignment = Literal["predictor", "token"]
+Leaf = Literal["embeddings", "first", "middle", "last"]
+
 
 def align_scores(values_P: torch.Tensor, response_length: int, alignment: str) -> torch.Tensor:
     """Assign the values of positions to response tokens.
 
     Args:
-        values_P: of consecutive positions, the first being the first response token's predictor position. Positions behind
+        values_P: of consecutive positions, the first being the first response token's predictor position. Positions after
             the last one given have none: the answer does not depend on them.
         response_length: number of response tokens T.
         alignment: ``predictor``: a token takes the value of the position before it; ``token``: of its own position.
 
     Returns:
-        scores_T, same dtype, 0 behind the positions given.
+        scores_T, same dtype, 0 after the positions given.
     """
     own = values_P[0 if alignment == "predictor" else 1 :][:response_length]
     return torch.cat([own, own.new_zeros(response_length - own.shape[0])])
 
 
-@dataclass(frozen=True, kw_only=True)
 class SaliencySignal(ReshapedSignal):
     """Score of a position: ``|| dL/dh * h ||_2`` with L the negative log-likelihood of :meth:`target_tokens` and h the
     activation :attr:`leaf`."""
 
-    uses: ClassVar[str] = SALIENCY
-    needs_answer: ClassVar[bool] = True
-    leaf: ClassVar[str] = "embeddings"
+    uses = SALIENCY
+    needs_answer = True
+    leaf: Leaf = "embeddings"
     """See :func:`grail_advantage.activations.leaf_module`."""
-    alignment: ClassVar[str] = "predictor"
+    alignment: Alignment = "predictor"
     """Which position's saliency belongs to a token, see :func:`align_scores`."""
 
     @property
@@ -65,7 +67,7 @@ class SaliencySignal(ReshapedSignal):
         return row.response_start + start, row.response_start + end
 
     def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
-        """Nothing behind the target can influence it."""
+        """Nothing after the target can influence it."""
         return replace(row, tokens_S=row.tokens_S[: self.target_positions(row)[1]])
 
     def row_scores(self, row: PassRow, saliency_P: torch.Tensor, norm_P: torch.Tensor) -> RowScores:
@@ -74,8 +76,8 @@ class SaliencySignal(ReshapedSignal):
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
         """See :class:`grail_advantage.signals.base.Signal`."""
-        found = saliency_pass(rows, model, self.target_positions, self.leaf)
+        saliencies = saliency_pass(rows, model, self.target_positions, self.leaf)
         return [
             self.row_scores(row, saliency_S[row.response_start - 1 :], norm_S[row.response_start - 1 :])
-            for row, (saliency_S, norm_S) in zip(rows, found, strict=True)
+            for row, (saliency_S, norm_S) in zip(rows, saliencies, strict=True)
         ]

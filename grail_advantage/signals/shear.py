@@ -8,8 +8,6 @@ truncated ones where these are masked, stand on neither side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -22,7 +20,6 @@ from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, STRIDE,
 
 
 @register_signal("shear")
-@dataclass(frozen=True, kw_only=True)
 class ShearConfig(Signal):
     """A token's weight: the greatest distance of a window that holds it to the nearest window of the group's rows of the other
     outcome, relative to the group's mean norm of hidden states. Rows without an opposite weigh 1.
@@ -31,30 +28,26 @@ class ShearConfig(Signal):
     tokens at 2560 dimensions are 0.7 GB in bf16.
     """
 
-    formula: ClassVar[str] = (
-        "greatest over windows with t of the least Sinkhorn distance to an opposing one, / mean ||h||"
-    )
-    source: ClassVar[str] = "arXiv 2604.23318 (reading)"
-    cost: ClassVar[str] = "1 on the rows with an advantage, and the distances"
-    reads: ClassVar[frozenset[str]] = frozenset({GROUPS})
-    uses: ClassVar[str] = HIDDEN_STATES
-    whole_groups: ClassVar[bool] = True
+    formula = "greatest over windows with t of the least Sinkhorn distance to an opposing one, / mean ||h||"
+    source = "arXiv 2604.23318 (reading)"
+    cost = "1 on the rows with an advantage, and the distances"
+    reads = frozenset({GROUPS})
+    uses = HIDDEN_STATES
+    whole_groups = True
 
-    window: int = option(WINDOW, "tokens of a window", at_least=1)
+    window: int = option(WINDOW, "tokens of a window", ge=1)
 
-    stride: int = option(
-        STRIDE, "tokens from the start of a window to the start of the next; at most window", at_least=1
-    )
+    stride: int = option(STRIDE, "tokens from the start of a window to the start of the next; at most window", ge=1)
 
     epsilon: float = option(
         EPSILON,
         "entropic regularisation, as a share of a pair's mean cost; exact optimal transport as it goes to 0",
-        above=0,
+        gt=0,
     )
 
-    iterations: int = option(ITERATIONS, "most iterations for a pair of windows", at_least=1)
+    iterations: int = option(ITERATIONS, "most iterations for a pair of windows", ge=1)
 
-    tolerance: float = option(TOLERANCE, "share of the mass that may still be misplaced when a pair is done", above=0)
+    tolerance: float = option(TOLERANCE, "share of the mass that may still be misplaced when a pair is done", gt=0)
 
     normalize_mass: bool = normalize_mass_option()
 

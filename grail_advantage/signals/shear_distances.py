@@ -85,7 +85,7 @@ def sinkhorn_distance(
 
     Args:
         cost_PNM: costs, at least 0; float64 is computed in float64, any other floating dtype in float32.
-        rows_P: int; how many rows of each pair are tokens, 1 to N. What lies behind them is not read. None: all.
+        rows_P: int; how many rows of each pair are tokens, 1 to N. Rows after them are not read. None: all.
         columns_P: the same for columns, 1 to M.
         epsilon: greater than 0.
         iterations: at least 1.

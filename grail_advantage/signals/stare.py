@@ -4,13 +4,13 @@ Source: arXiv 2606.19236 and its code. The variants have the code's names: ``O1`
 ``C2`` also lowers that of wrong rows' tokens. The code chooses tokens in each mini-batch of the update, with the policy as it
 then is, and moves the weights in an adaptive variant; here they are chosen once for the whole batch and the weights are fixed.
 
-Shape suffixes: B rows, T response tokens, N tokens of all rows one behind the other.
+Shape suffixes: B rows, T response tokens, N tokens of all rows one after the other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -23,7 +23,6 @@ from grail_advantage.signals.policy_columns import entropy, surprisal
 
 
 @register_signal("stare")
-@dataclass(frozen=True, kw_only=True)
 class StareConfig(Signal):
     """1.1 on the least likely tenth of all tokens with a positive advantage, while the batch's mean entropy is below 0.3.
 
@@ -31,35 +30,32 @@ class StareConfig(Signal):
     of earlier rows, and in a row the earlier ones, are chosen, exactly as many as a tenth is, rounded up.
     """
 
-    formula: ClassVar[str] = (
+    formula = (
         "1.1 on the 10 % of the batch's tokens with A > 0 that have the lowest p, else 1 (C2: 0.9 on those with A < 0); 1 "
         "where the batch's mean H is not below 0.3"
     )
-    source: ClassVar[str] = "arXiv 2606.19236 (code); without the adaptive variant"
-    reads: ClassVar[frozenset[str]] = frozenset({OLD_LOG_PROBS, ENTROPY})
+    source = "arXiv 2606.19236 (code); without the adaptive variant"
+    reads = frozenset({OLD_LOG_PROBS, ENTROPY})
 
-    variant: str = option(
+    variant: Literal["O1", "C2"] = option(
         "O1",
         "O1 raises the weight of tokens with a positive advantage; C2 also lowers that of tokens with a negative one",
-        choices=("O1", "C2"),
     )
 
     threshold: float = option(
         0.3,
         "mean entropy in nats from which on every token weighs 1; greater than 0",
-        above=0,
+        gt=0,
         why="no entropy is below it, and every weight would be 1; train with adv_estimator=uniform",
     )
 
-    share: float = option(
-        0.1, "share of the tokens of either sign that is chosen, rounded up; in (0, 1]", above=0, at_most=1
-    )
+    share: float = option(0.1, "share of the tokens of either sign that is chosen, rounded up; in (0, 1]", gt=0, le=1)
 
     strength: float = option(
         0.1,
         "how far the weights of the chosen tokens are from 1; in (0, 1]",
-        above=0,
-        at_most=1,
+        gt=0,
+        le=1,
         why="the weights are 1 - strength, 1 and 1 + strength",
     )
 

@@ -11,34 +11,35 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 
 from grail_advantage.batch import OLD_LOG_PROBS, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
-from grail_advantage.signals.base import ReshapedSignal, gate_option, normalize_mass_option, statistics_option
+from grail_advantage.signals.base import (
+    Gate,
+    ReshapedSignal,
+    Statistics,
+    gate_option,
+    normalize_mass_option,
+    statistics_option,
+)
 from grail_advantage.signals.policy_columns import surprisal
 
 
 @register_signal("surprisal")
-@dataclass(frozen=True, kw_only=True)
 class SurprisalConfig(ReshapedSignal):
     """Score ``-old_log_prob``, through any reshaper."""
 
-    formula: ClassVar[str] = (
-        "map of s = -log p; by default 1 on the wrong row's reasoning token with the highest s, else 0"
-    )
-    source: ClassVar[str] = "control; arXiv 2606.00257 through the reshaper power (code)"
-    reads: ClassVar[frozenset[str]] = frozenset({OLD_LOG_PROBS})
+    formula = "map of s = -log p; by default 1 on the wrong row's reasoning token with the highest s, else 0"
+    source = "control; arXiv 2606.00257 through the reshaper power (code)"
+    reads = frozenset({OLD_LOG_PROBS})
 
     reshaper: str = option("top", "map from scores to weights, by its registered name")
 
-    gate: str = gate_option("wrong")
+    gate: Gate = gate_option("wrong")
 
-    statistics: str = statistics_option("reasoning")
+    statistics: Statistics = statistics_option("reasoning")
 
     normalize_mass: bool = normalize_mass_option(False)
 

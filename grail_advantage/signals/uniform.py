@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 
@@ -13,12 +12,11 @@ from grail_advantage.signals.base import RowSelection, Signal
 
 
 @register_signal("uniform")
-@dataclass(frozen=True, kw_only=True)
 class UniformConfig(Signal):
     """GRPO, with truncated responses masked as for every other method."""
 
-    formula: ClassVar[str] = "1"
-    source: ClassVar[str] = "the baseline"
+    formula = "1"
+    source = "the baseline"
 
     def select(self, batch: RolloutBatch) -> RowSelection:
         """No row needs scores."""

@@ -21,8 +21,8 @@ from trl import GRPOTrainer
 
 from grail_advantage.activations import evaluation_mode
 from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, token_mean
+from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
-from grail_advantage.registry import method
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights
 from grail_advantage.trl_ext.checks import check_arguments, check_prompt, check_trainer, check_trl_version

@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from grail_advantage.registry import NameTakenError, failures, failures_said, methods
+from grail_advantage.methods import methods
+from grail_advantage.registry import NameTakenError, failure_message, failures
 from grail_advantage.signals.base import LOGITS, SALIENCY, SEQUENCES, Signal
 from grail_advantage.signals.oar import OarConfig
 from grail_advantage.verl_cpu import checks as cpu_checks
@@ -123,7 +124,7 @@ def check_estimator(name: str) -> None:
             )
     if name not in ADV_ESTIMATOR_REGISTRY:
         known = ", ".join(sorted(ADV_ESTIMATOR_REGISTRY))
-        raise ValueError(f"algorithm.adv_estimator={name!r} is unknown; choose one of {known}{failures_said()}")
+        raise ValueError(f"algorithm.adv_estimator={name!r} is unknown; choose one of {known}{failure_message()}")
 
 
 def load_local_tokenizer(model: DictConfig) -> PreTrainedTokenizerBase | None:

@@ -22,7 +22,6 @@ from verl.utils import tensordict_utils as tu
 from grail_advantage import __version__
 from grail_advantage.answer_span import AnswerSpan
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS
-from grail_advantage.options import option_fields
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.token_dump import DumpHeader, DumpRow, TokenDumpWriter, TokenTexts, answer_text
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, DumpOptions
@@ -228,7 +227,7 @@ class StepDump:
                     step=step,
                     update=update,
                     method=batch.method,
-                    options={entry.name: getattr(signal, entry.name) for entry in option_fields(type(signal))},
+                    options=signal.as_dict(),
                     reshaper=getattr(signal, "reshaper", None),
                     model=self._model,
                     temperature=self._temperature,

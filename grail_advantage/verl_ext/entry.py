@@ -14,7 +14,7 @@ import os
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.verl_ext import patches
 from grail_advantage.verl_ext.trainer_modes import TRAINER_MODULE, TRAINER_PREFIX, import_trainer_module
 

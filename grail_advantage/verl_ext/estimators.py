@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.weighting import apply_token_weights
 
 TOKEN_WEIGHTS = "token_weights"

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from grail_advantage.activations import leaf_module
 from grail_advantage.answer_span import find_answer_spans
 from grail_advantage.architecture import Architecture, architecture_of
-from grail_advantage.registry import method
+from grail_advantage.methods import method
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.tokenizers import lost_text

@@ -19,8 +19,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.options import default_of, option_fields, rule_of
-from grail_advantage.registry import RESERVED, method, methods
+from grail_advantage.methods import method, methods
+from grail_advantage.options import option_fields
+from grail_advantage.registry import RESERVED
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
 
@@ -45,9 +46,9 @@ def algorithm_sections() -> dict[str, Any]:
     for each in methods().values():
         sections[each.section] = {
             # A mapping stays open: Hydra takes new keys in place of nothing only.
-            entry.name: None if rule_of(entry).kind is dict else default_of(entry)
-            for entry in option_fields(each.signal_class)
-            if entry.name not in each.fixed
+            name: None if isinstance(field.default, dict) else field.default
+            for name, field in option_fields(each.signal_class).items()
+            if name not in each.fixed
         }
     return sections
 

@@ -22,8 +22,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage import __version__
-from grail_advantage.options import option_fields
-from grail_advantage.registry import method, methods
+from grail_advantage.methods import method, methods
 from grail_advantage.token_dump import dumped_steps
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, MOVED, RUN_DEFINITION, dump_options, signal_of
 from recipe.run_life.checkpoints import (
@@ -110,9 +109,7 @@ def run_definition(config: DictConfig) -> dict[str, Any]:
     found[mode] = str(found[mode]).removeprefix("grail_").removeprefix("continued_")
     if config.algorithm.adv_estimator in methods():
         signal, section = signal_of(config.algorithm), method(config.algorithm.adv_estimator).section
-        found |= {
-            f"algorithm.{section}.{entry.name}": getattr(signal, entry.name) for entry in option_fields(type(signal))
-        }
+        found |= {f"algorithm.{section}.{name}": value for name, value in signal.as_dict().items()}
     return json.loads(json.dumps(found, default=str))
 
 

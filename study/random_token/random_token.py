@@ -6,8 +6,6 @@ A package of its own, so that it is no method among the others: ``pip install st
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -17,12 +15,11 @@ from grail_advantage.signals.surprisal import SurprisalConfig
 
 
 @register_signal("random_token")
-@dataclass(frozen=True, kw_only=True)
 class RandomTokenConfig(SurprisalConfig):
     """Score: random numbers, other ones for every batch, the same ones for the same batch."""
 
-    formula: ClassVar[str] = "1 on a random reasoning token of each wrong row, else 0"
-    source: ClassVar[str] = "control of the second study"
+    formula = "1 on a random reasoning token of each wrong row, else 0"
+    source = "control of the second study"
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         """See :class:`grail_advantage.signals.base.Signal`."""

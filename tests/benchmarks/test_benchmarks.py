@@ -18,7 +18,7 @@ import measuring
 import report
 import whole_step_trainer
 
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.signals.base import SEQUENCES
 from recipe.marked_text import marked
 from recipe.tiny.model import build_model, build_tokenizer

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from grail_advantage import GrailConfig, OarConfig, Signal, compute_token_weights
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
 
 METHODS: dict[str, Signal] = {

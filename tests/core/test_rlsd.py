@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import TokenWeights, compute_token_weights, hf_model
 from grail_advantage.batch import OLD_LOG_PROBS, Example, PassRow, RolloutBatch
+from grail_advantage.methods import method
 from grail_advantage.model_interface import Turns
-from grail_advantage.registry import method
 from grail_advantage.signals.rlsd import REQUEST, RlsdConfig, as_text, cut, extended, harmless, look_up
 from grail_advantage.weighting import BatchWeights, batch_weights
 from recipe.chat_templates import read_chat_template

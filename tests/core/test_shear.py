@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from grail_advantage import compute_token_weights
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.signals.shear import ShearConfig
 from grail_advantage.signals.shear_distances import shear_scores
 from tests.core.tiny_models import Rollout, char_tokenizer, make_batch, tiny_model

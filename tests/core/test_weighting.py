@@ -314,9 +314,7 @@ def test_normalize_mass_preserves_the_sum_of_rows_inside_the_gate(seed: int) -> 
     width = len(scores[0])
     mask = [[1] * length + [0] * (width - length) for length in lengths]
     config = GrailConfig(preset, **options)
-    before = weigh(
-        torch.tensor(scores), spans, advantages, dataclasses.replace(config, normalize_mass=False), mask
-    ).weights_BT
+    before = weigh(torch.tensor(scores), spans, advantages, config.replace(normalize_mass=False), mask).weights_BT
     after = weigh(torch.tensor(scores), spans, advantages, config, mask).weights_BT
     inside = select(torch.tensor(advantages), spans, config).inside_gate_B
     for row in range(len(lengths)):

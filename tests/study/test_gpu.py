@@ -13,6 +13,7 @@ import torch
 
 from grail_advantage import registry
 from grail_advantage.batch import RolloutBatch
+from grail_advantage.methods import method
 from recipe.data.specs import BENCHMARKS
 from study import gpu
 from study.plan import CONTRASTS, StudyPlan
@@ -78,12 +79,11 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_the_control_picks_one_random_reasoning_token_of_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.methods()
-    monkeypatch.setattr(registry, "_methods", dict(registry._methods))
+    monkeypatch.setattr(registry, "_signals", registry.signals())
     monkeypatch.syspath_prepend(ROOT / "study" / "random_token")
     module = importlib.import_module("random_token")
     monkeypatch.delitem(sys.modules, "random_token")
-    signal = registry.method("random_token").build({})
+    signal = method("random_token").build({})
     assert (signal.gate, signal.reshaper) == ("wrong", "top")
 
     def scores(seed: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from grail_advantage import GrailConfig, OarConfig, Signal
-from grail_advantage.registry import method
+from grail_advantage.methods import method
 
 METHODS: dict[str, Signal] = {
     "grail": GrailConfig(),

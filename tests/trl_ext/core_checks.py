@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from trl import GRPOTrainer
 from grail_advantage import GrailConfig, OarConfig, compute_token_weights, register_signal
 from grail_advantage.activations import evaluation_mode
 from grail_advantage.batch import Example
-from grail_advantage.registry import method, methods
+from grail_advantage.methods import method, methods
 from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer, checks
 from grail_advantage.trl_ext import trainer as trainer_module
@@ -371,7 +371,6 @@ def test_training_step_reaches_the_method(tmp_path: Path) -> None:
     seen = []
 
     @register_signal("sees_the_step_in_trl")
-    @dataclass(frozen=True, kw_only=True)
     class SeesTheStep(type(NO_CHANGE)):
         def select(self, batch: Any) -> Any:
             seen.append(batch.step)

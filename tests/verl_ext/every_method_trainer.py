@@ -15,7 +15,7 @@ from my_trainer import MyTrainerWithTokenWeights
 from omegaconf import open_dict
 from verl.trainer.ppo.v1 import register_trainer
 
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.verl_ext.settings import signal_of
 from tests.verl_ext.test_methods_run import STEPS_OF_EACH
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from grail_advantage import Signal
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from tests.verl_ext.rank_group import run_rank
 from tests.verl_ext.saliency_pass_ranks import HALF, Setup, build_engine, hooks, leftovers, shards, train_step
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage import GrailConfig
+from grail_advantage.options import option_fields
 from grail_advantage.tokenizers import save_repaired
 from grail_advantage.verl_ext.checks import check_verl_version
 from recipe.checks import check_config, check_trl
@@ -345,7 +345,7 @@ def test_refuses_the_legacy_trainer_for_every_estimator(estimator: str) -> None:
 def test_options_left_open_in_yaml_take_the_presets_value() -> None:
     options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
     assert GrailConfig.from_dict(options) == GrailConfig("robust")
-    assert set(options) == {field.name for field in dataclasses.fields(GrailConfig)}
+    assert set(options) == set(option_fields(GrailConfig))
 
 
 @pytest.mark.parametrize("estimator", ["grail", "grpo"])

@@ -16,7 +16,7 @@ from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.verl_ext.estimators import weighted_estimator
 from tests import forked
 

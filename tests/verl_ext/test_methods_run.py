@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from grail_advantage import Example, Signal, compute_token_weights
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.signals.base import HIDDEN_STATES, SALIENCY
 from tests import forked
 from tests.documentation import write_files

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import verl  # noqa: F401  its plugin registers the estimators
 from omegaconf import DictConfig
 
 from grail_advantage import OarConfig
+from grail_advantage.options import option_fields
 from grail_advantage.verl_ext.settings import signal_of
 from recipe.main_grail import prepare
 from tests.composed import compose
@@ -116,5 +116,5 @@ def test_oar_is_accepted(overrides: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", ["grail_trainer", "verl_grail", "cpu_trainer"])
 def test_yaml_names_every_option_of_oar_with_its_default(name: str, estimator: str, method: str) -> None:
     config = compose(name, overrides=[f"algorithm.adv_estimator={estimator}"])
-    assert {*config.algorithm.oar} == {field.name for field in dataclasses.fields(OarConfig)} - {"method"}
+    assert {*config.algorithm.oar} == option_fields(OarConfig).keys() - {"method"}
     assert signal_of(config.algorithm) == OarConfig(method)

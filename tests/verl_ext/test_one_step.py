@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +267,7 @@ def test_seconds_of_a_pass_of_its_own_and_of_none(monkeypatch: pytest.MonkeyPatc
     for gate, parts in (("wrong", {"rows", "pass", "weighting"}), ("nobody", {"rows", "weighting"})):
         step = Step(monkeypatch, [ALONE])
         if gate == "nobody":
-            step.trainer.signal = replace(GrailConfig(), mask_truncated=True)
+            step.trainer.signal = GrailConfig(mask_truncated=True)
             step.trainer._context_length = 1  # every row is cut off
             step.trainer._end_tokens = set()
         step.run()

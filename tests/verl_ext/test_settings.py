@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage import GrailConfig, OarConfig
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext import settings
 
@@ -73,12 +72,10 @@ def test_refuses_other_values(choice: Any) -> None:
 
 
 def test_a_saliency_that_runs_in_a_way_of_its_own_shares_no_forward() -> None:
-    @dataclass(frozen=True, kw_only=True)
     class Own(SaliencySignal):
         def run(self, rows, model):
             return super().run(rows, model)
 
-    @dataclass(frozen=True, kw_only=True)
     class Plain(SaliencySignal):
         pass
 

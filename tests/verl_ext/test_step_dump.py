@@ -15,7 +15,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
-from grail_advantage.registry import methods
+from grail_advantage.methods import methods
 from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.verl_ext import trainer as trainer_module
 from grail_advantage.verl_ext.dump import choose_rows, neutral_reasons, size_estimate
