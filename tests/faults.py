@@ -4,7 +4,7 @@ To add a fault, add a :class:`Fault` to :data:`FAULTS`, under the section (``abo
 
     python scripts/fault_table.py
 
-A proof is a test, as pytest names it below ``tests/`` (``recipe/test_reward.py::test_killed_idle_workers_are_replaced``, a
+A proof is a test, as pytest names it below ``tests/`` (``recipe/test_reward.py::test_killed_processes_are_replaced``, a
 class, or a whole file; parameters in brackets may follow), or the page of a recorded run (``docs/soak/README.md``).
 ``tests/test_faults.py`` checks that each exists and that the page is the one written last. The outcome is what a user sees, in
 one sentence.
@@ -42,7 +42,7 @@ FAULTS = (
         "a process that judges an answer, idle or at work",
         RETRIED,
         (
-            "recipe/test_reward.py::test_killed_idle_workers_are_replaced",
+            "recipe/test_reward.py::test_killed_processes_are_replaced",
             "recipe/test_reward.py::test_worker_killed_at_work_is_replaced",
         ),
     ),
@@ -480,9 +480,8 @@ FAULTS = (
         TEXT,
         "an answer that is a program",
         "reward",
-        "it can neither read files but Python's libraries, nor write, connect, start or signal anything "
-        "([hostile input](hostile_input.md))",
-        ("core/test_confine.py", "recipe/test_reward.py::test_what_a_verification_must_not_do"),
+        "it is not run: only its numbers reach sympy's evaluating parser ([hostile input](hostile_input.md))",
+        ("recipe/test_reward.py::test_no_answer_is_run",),
     ),
     Fault(
         TEXT,

@@ -338,14 +338,6 @@ def test_no_gold_accepts_another_problems_answer(name: str) -> None:
     assert [pair for pair in pairs if accepts(pair[0], _as_text(pair[1]))] == []
 
 
-def test_no_gsm8k_gold_accepts_another_problems_answer() -> None:
-    golds, rng = _golds("gsm8k_test"), random.Random(0)
-    pairs = [(rng.choice(golds), rng.choice(golds)) for _ in range(5000)]
-    pairs = [(a, b) for a, b in pairs if float(a.replace(",", "")) != float(b.replace(",", ""))]
-    assert len(pairs) > 4000
-    assert [pair for pair in pairs if accepts(*pair)] == []
-
-
 def test_contest_answers_through_math_verify() -> None:
     """The same with answers that are no plain numbers, so that each goes through a worker."""
     golds = [_as_text(gold) for name in ("aime24", "amc23") for gold in _golds(name)]
@@ -431,7 +423,9 @@ import _verify_worker as worker
 
 READING = {"open", "os.listdir", "os.scandir", "marshal.loads", "object.__getattr__", "exec", "array.__new__"}
 # Numbers, and sympy's own programs: names for its parser, functions on monomials.
-HARMLESS = re.compile(r"from sympy import \*|(Integer|Float|\d[eE][+-]?\d|[\s\d.'()+*/-])*|def monomial_\w+\([A-Z, k]+\):.*", re.DOTALL)
+HARMLESS = re.compile(
+    r"from sympy import \*|def monomial_\w+\([A-Z, k]+\):.*|(Integer|Float|\d[eE][+-]?\d|[\s\d.'()+*/-])*", re.DOTALL
+)
 watching = False
 
 
@@ -730,7 +724,7 @@ def test_bad_environment_is_refused_at_import(name: str, value: str, monkeypatch
 
 @pytest.mark.slow
 def test_as_verls_custom_reward_function_in_a_ray_actor() -> None:
-    """verl's reward manager in a Ray actor calls the judge from executor threads; the rows aggregate."""
+    """verl's reward manager in a Ray actor calls the judge from executor threads."""
     ray = pytest.importorskip("ray")
     pytest.importorskip("verl")
 
@@ -743,7 +737,6 @@ def test_as_verls_custom_reward_function_in_a_ray_actor() -> None:
             from omegaconf import OmegaConf
             from verl import DataProto
             from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
-            from verl.trainer.ppo.metric_utils import process_validation_metrics
             from verl.trainer.ppo.reward import get_custom_reward_fn
 
             function = {"path": "pkg://recipe.reward", "name": "compute_score", "reward_kwargs": {}}
@@ -769,22 +762,16 @@ def test_as_verls_custom_reward_function_in_a_ray_actor() -> None:
                     rows.append(manager.run_single(row))
                 return await asyncio.gather(*rows)
 
-            rows = asyncio.run(score_all())
-            infos = [row["reward_extra_info"] for row in rows]
-            metrics = process_validation_metrics(
-                ["test"] * len(rows), ["uid"] * len(rows), {key: [info[key] for info in infos] for key in infos[0]}
-            )
             from grail_advantage.reward import _verify_pool
 
-            return [row["reward_score"] for row in rows], metrics["test"]["acc"], _verify_pool.server().process.pid
+            return [row["reward_score"] for row in asyncio.run(score_all())], _verify_pool.server().process.pid
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         actor = ray.remote(Judge).remote()
         responses = [r"\boxed{1+x}", r"\boxed{2+x}", r"\boxed{\frac{1}{2}}", "none"]
-        scores, acc, server = ray.get(actor.run.remote(responses, ["x+1", "x+1", "0.5", "5"]))
+        scores, server = ray.get(actor.run.remote(responses, ["x+1", "x+1", "0.5", "5"]))
         assert scores == [1.0, 0.0, 1.0, 0.0]
-        assert acc["mean@4"] == 0.5
         pids = [server, *workers(server)]
         assert len(pids) == 3
         ray.kill(actor)
