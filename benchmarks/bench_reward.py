@@ -90,9 +90,9 @@ def processor_seconds() -> float:
     """Processor time so far of this process and its children, running or gone."""
     own = os.times()
     total = own.user + own.system + own.children_user + own.children_system
-    for child in psutil.Process().children():
+    for child in psutil.Process().children(recursive=True):
         times = child.cpu_times()
-        total += times.user + times.system
+        total += times.user + times.system + times.children_user + times.children_system
     return total
 
 

@@ -1,6 +1,6 @@
 """Nothing that this project reads is run: no expression, pickle, shell command or module that a text or a file names.
 
-The one place where a model's text is evaluated is sympy's parser, in processes of its own (tests/core/test_confine.py).
+Of an answer, sympy's parser evaluates the numbers, in other processes (tests/recipe/test_reward.py, ``test_no_answer_is_run``).
 """
 
 from __future__ import annotations

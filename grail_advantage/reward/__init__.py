@@ -5,10 +5,10 @@ r"""The one judge: 1 when the last ``\boxed{...}`` of a response states the gold
 
 The reward is the one of GRAIL (arXiv 2606.04889): the last box compared with the gold answer by math-verify. Two plain
 numbers, and two texts that are the same after cleaning, are compared here; everything else goes to math-verify in a child
-process with limits (``grail_advantage.reward._verify_pool``), since the answer is untrusted text. What counts as equal:
+process with limits (``grail_advantage.reward._verify_pool``), since the answer is untrusted text. Rules:
 
-- numbers: exactly, except that a decimal against another decimal or a fraction may differ behind the sixth decimal place
-  (behind the third significant digit for numbers below 0.001), as math-verify does it;
+- numbers: exactly, except that a decimal against another decimal or a fraction may differ after the sixth decimal place
+  (after the third significant digit for numbers below 0.001), as in math-verify;
 - thousands separators (``1,234``, ``1{,}234``, ``1\,234``), ``$``, ``\$``, degrees and units are ignored, units also when
   they differ;
 - a percent sign on one side only: ``50\%`` states both 50 and 0.5; ``2e-1`` states both 0.2 and twice Euler's number less 1;
@@ -29,8 +29,9 @@ from typing import Any
 from grail_advantage.answer_span import iter_boxed
 from grail_advantage.reward import _verify_pool
 
-if importlib.util.find_spec("math_verify") is None:
-    raise ImportError("grail_advantage.reward needs math-verify: pip install math-verify==0.9.0")
+for _package in ("math_verify", "pebble"):
+    if importlib.util.find_spec(_package) is None:
+        raise ImportError(f"grail_advantage.reward needs {_package}: pip install math-verify==0.9.0 pebble==5.2.3")
 _verify_pool.settings()  # a bad environment variable is reported now, not by a reward of 0
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ MAX_ANSWER_CHARS = 1000
 MAX_PRED_CHARS = 128
 FLOAT_DECIMALS = 6
 
-# Not behind another backslash: `\\` followed by a space is a row break of a matrix.
+# Not after another backslash: `\\` followed by a space is a row break of a matrix.
 _SPACING = re.compile(r"(?<!\\)\\[,;:! ]|~|\\q?quad(?![A-Za-z])")
 _GAP = r"(?:\\[,;:! ]|\{,\}|[ ~\u00a0\u202f])"
 _GAPPED_THOUSANDS = re.compile(rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}})+(?![0-9])")
@@ -86,12 +87,11 @@ def compute_score(
         answer = last_boxed(solution_str)
         if answer is not None:
             equal = is_equal(gold_text(ground_truth), answer)
-    except (_verify_pool.VerifyFailed, ValueError) as error:
+    except Exception as error:
         failed = True
-        logger.info("no verdict on %.100r against %.100r: %s", answer, ground_truth, error)
-    except Exception:
-        failed = True
-        logger.warning("no verdict on %.100r against %.100r", answer, ground_truth, exc_info=True)
+        expected = isinstance(error, _verify_pool.VerifyFailed | ValueError)
+        level, trace = (logging.INFO, None) if expected else (logging.WARNING, error)
+        logger.log(level, "no verdict on %.100r against %.100r: %s", answer, ground_truth, error, exc_info=trace)
     return {
         "score": float(equal),
         "acc": float(equal),
@@ -167,7 +167,7 @@ def _same(gold: str, answer: str) -> bool:
     gold_number, answer_number = _number(gold), _number(answer)
     if gold_number is not None and answer_number is not None:
         return _same_number(gold_number, answer_number)
-    return _verify_pool.get_pool().verify(gold, answer)
+    return _verify_pool.verify(gold, answer)
 
 
 def _clean(text: str) -> str:

@@ -37,7 +37,7 @@ class HostCheckpointEngine(CheckpointEngine):
 
     def __init__(self, bucket_size: int, is_master: bool = False) -> None:
         self.is_master = is_master
-        self.path: Path | None = None
+        self.path = Path()
 
     def prepare(self) -> str | None:
         """The path of the next file, from the master; None elsewhere."""
@@ -86,7 +86,7 @@ class HostCheckpointEngine(CheckpointEngine):
 
     def finalize(self) -> None:
         """Remove the file."""
-        if self.is_master and self.path is not None:
+        if self.is_master and self.path.name:
             self.path.unlink(missing_ok=True)
             self.path.parent.rmdir()
-        self.path = None
+        self.path = Path()

@@ -142,29 +142,27 @@ def span(content: bytes) -> None:
 # ------------------------------------------------------------------------------------------------------------------ reward
 
 
-class _NoPool:
+def _verify(gold: str, answer: str) -> bool:
     """In the place of the processes with math-verify, which have tests of their own: they are asked, and may fail."""
-
-    def verify(self, gold: str, pred: str) -> bool:
-        json.dumps({"gold": gold, "pred": pred}).encode("ascii")
-        if len(gold) % 3 == 0:
-            raise _verify_pool.VerifyFailed("fuzzed")
-        return gold == pred
+    json.dumps([gold, answer]).encode("ascii")
+    if len(gold) % 3 == 0:
+        raise _verify_pool.VerifyFailed("fuzzed")
+    return gold == answer
 
 
 def judge(content: bytes) -> None:
     """A gold answer and a response: the judge never raises, and says what it says."""
     gold, _, response = content.decode("utf-8", "surrogatepass" if _valid(content) else "replace").partition("\n")
-    with mock.patch.object(_verify_pool, "get_pool", _NoPool):
+    with mock.patch.object(_verify_pool, "verify", _verify):
         for solution in (response, f"\\boxed{{{response}}}"):
-            found = reward.compute_score("", solution, gold)
-            assert set(found) == {"score", "acc", "answer_found", "verify_failed", "pred"}
-            assert found["score"] == found["acc"] and found["score"] in (0.0, 1.0)
-            assert found["verify_failed"] in (0.0, 1.0) and found["answer_found"] in (0.0, 1.0)
-            assert found["score"] + found["verify_failed"] <= 1 <= 1 + found["answer_found"]
-            assert len(found["pred"]) <= reward.MAX_PRED_CHARS
-            assert all(char.isprintable() for char in found["pred"])
-            found["pred"].encode()
+            result = reward.compute_score("", solution, gold)
+            assert set(result) == {"score", "acc", "answer_found", "verify_failed", "pred"}
+            assert result["score"] == result["acc"] and result["score"] in (0.0, 1.0)
+            assert result["verify_failed"] in (0.0, 1.0) and result["answer_found"] in (0.0, 1.0)
+            assert result["score"] + result["verify_failed"] <= 1 <= 1 + result["answer_found"]
+            assert len(result["pred"]) <= reward.MAX_PRED_CHARS
+            assert all(char.isprintable() for char in result["pred"])
+            result["pred"].encode()
         boxed = reward.last_boxed(f"\\boxed{{{response}}}")
         if boxed == response and response.strip() and len(response) <= reward.MAX_ANSWER_CHARS:
             # The same text states itself, whatever it is.

@@ -28,7 +28,7 @@ REASONS: dict[Callable, tuple[Any, str]] = {
     patches.replace_infer_batch: (verl.workers.engine_workers.TrainingWorker, "self.engine.infer_batch("),
     patches.autocast: (FSDPEngine, "self._autocast_dtype = param_dtype"),
     patches.gather_packed: (
-        FSDPEngineWithLMHead,
+        FSDPEngine,
         "def _gather_and_unpad_packed(self, tensor: torch.Tensor, pad_size: int)",
     ),
     patches.data_parallel_size: (WorkerGroup, "self._dispatch_info = {}"),
