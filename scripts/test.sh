@@ -32,6 +32,7 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 ruff check .
 ruff format --check .
 mypy
+lint-imports
 # Three files at a time on two cores: many tests wait for processes that start. tests/conftest.py says what stays together and
 # what begins first.
 python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-3}" --dist loadgroup --no-loadscope-reorder \

@@ -39,7 +39,8 @@ def _observe(folder: Path) -> None:
     titles = {_title(process) for process in driver.children(recursive=True)}
     (folder / "observed.json").write_text(json.dumps({"environment": sorted(os.environ), "processes": sorted(titles)}))
     child = f"import time, pathlib; time.sleep({CHILD_SECONDS}); pathlib.Path({str(folder / 'uploaded')!r}).touch()"
-    subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
+    # Ray kills the children of a worker that ends; one of another parent and session is out of its reach.
+    subprocess.run(["setsid", "--fork", sys.executable, "-c", child], check=True)
     try:
         ray.get(ray.remote(_Mortal).options(num_cpus=0).remote().die.remote())
     except ray.exceptions.RayActorError:
