@@ -257,8 +257,7 @@ def _base_mode(config: DictConfig) -> str:
     import_trainer_module(config)
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-    from grail_advantage.verl_ext.entry import TRAINER_PREFIX
-    from recipe.run_life.trainer import base_mode
+    from grail_advantage.verl_ext.trainer_modes import TRAINER_PREFIX, base_mode
 
     weighted = config.algorithm.adv_estimator in methods()
     name = f"{TRAINER_PREFIX}{mode}" if weighted else mode

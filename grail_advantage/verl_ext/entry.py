@@ -4,8 +4,7 @@ Answers ``verl.trainer.main_ppo``: its ``main`` takes any ``algorithm.adv_estima
 trainer up by name in a process of its own. Both call a function that they import by name after verl has loaded this plug-in:
 
 - ``validate_config`` (``main``, before Ray starts): a run with one of these methods is checked first, its trainer mode then
-  names the trainer with token weights, its definition is stored beside its checkpoints, and the driver is prepared for the
-  run's end;
+  names the trainer with token weights;
 - ``configure_verl_logging`` (the first line of ``TaskRunnerV1.run``, in the task runner's process): the trainers are registered
   there, which would be too much to import in every process that imports verl.
 
@@ -26,10 +25,6 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from grail_advantage.registry import methods
 from grail_advantage.verl_ext.settings import TRAINER_MODULE, import_trainer_module, import_trainers
 
-TRAINER_PREFIX = "grail_"
-"""Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
-CONTINUED_PREFIX = "continued_"
-"""Trainer ``continued_<mode>`` is trainer ``<mode>`` that may be killed (:mod:`recipe.run_life.trainer`)."""
 INSTALLED = "prepares_token_weights"
 """Attribute of the function put in place."""
 MODULE_VARIABLE = "GRAIL_ADVANTAGE_TRAINER_MODULE"
@@ -43,7 +38,7 @@ def prepare_run(config: DictConfig) -> None:
         ValueError: what cannot work, naming the option and the remedy.
     """
     from grail_advantage.verl_ext.checks import check_config, check_estimator
-    from recipe.run_life.identity import check_run
+    from grail_advantage.verl_ext.trainer_modes import TRAINER_PREFIX
 
     import_trainer_module(config)
     module = OmegaConf.select(config, TRAINER_MODULE)
@@ -53,7 +48,6 @@ def prepare_run(config: DictConfig) -> None:
     mode = config.trainer.v1.trainer_mode
     if config.algorithm.adv_estimator in methods():
         check_config(config)
-        check_run(config)
         with open_dict(config):
             config.trainer.v1.trainer_mode = f"{TRAINER_PREFIX}{mode}"
     elif config.algorithm.adv_estimator not in ADV_ESTIMATOR_REGISTRY:
@@ -68,14 +62,8 @@ def install() -> None:
 
     @functools.wraps(validate)
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> None:
-        from recipe.run_life import endings
-        from recipe.run_life.identity import begin_run
-
         prepare_run(config)
         validate(config, *args, **kwargs)
-        if config.algorithm.adv_estimator in methods():
-            begin_run(config)
-            endings.begin(config)
 
     @functools.wraps(configure)
     def configure_verl_logging() -> None:

@@ -54,15 +54,14 @@ from grail_advantage.signals.base import RowSelection
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.tokenizers import check_round_trip
 from grail_advantage.verl_ext.dump import FIELDS, StepDump, StepRows, neutral_reasons, size_estimate
-from grail_advantage.verl_ext.entry import TRAINER_PREFIX
 from grail_advantage.verl_ext.model_checks import check_model, check_tokenizer
 from grail_advantage.verl_ext.row_balance import deal, spread
 from grail_advantage.verl_ext.settings import dump_options, shares_forward, signal_of
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
+from grail_advantage.verl_ext.trainer_modes import TRAINER_PREFIX, base_mode
 from grail_advantage.verl_ext.wire import build_request, nested
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights, put_row, scores_of
-from recipe.run_life.trainer import ContinuedRun
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +117,7 @@ class _Selection:
         return self.rows.selected_B.nonzero().flatten().tolist()
 
 
-class TokenWeightTrainer(ContinuedRun):
+class TokenWeightTrainer:
     """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
     actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
@@ -132,6 +131,8 @@ class TokenWeightTrainer(ContinuedRun):
 
     def __init__(self, config: DictConfig) -> None:
         self.signal = signal_of(config.algorithm)
+        with open_dict(config):
+            config.trainer.v1.trainer_mode = base_mode(type(self))
         super().__init__(config)
 
     def _init_resource_pool_mgr(self) -> None:
@@ -175,19 +176,10 @@ class TokenWeightTrainer(ContinuedRun):
             if self._token_dump is not None:
                 self._token_dump.writer.close()
 
-    def _count_checkpoint(self) -> None:
-        if self._saved is not None and self._token_dump is not None:
-            self._token_dump.writer.wait(DUMP_SECONDS)
-        super()._count_checkpoint()
-
-    def _run_state(self) -> dict[str, Any]:
-        dump = self._token_dump
-        return {**super()._run_state(), "failed_dump_files": dump.writer.failed if dump is not None else 0}
-
-    def _restore_run_state(self, state: dict[str, Any]) -> None:
-        super()._restore_run_state(state)
+    def _save_checkpoint(self) -> None:
+        super()._save_checkpoint()
         if self._token_dump is not None:
-            self._token_dump.writer.failed = state.get("failed_dump_files", 0)
+            self._token_dump.writer.wait(DUMP_SECONDS)
 
     # ------------------------------------------------------------------------------------------------------- verl's stages
 
@@ -295,7 +287,7 @@ class TokenWeightTrainer(ContinuedRun):
             return advantages_BT, ~finite_B
         mended_BT, unjudged_B = torch.zeros_like(advantages_BT), ~finite_B
         makers = [cls.__module__ for cls in type(self).__mro__ if "_compute_advantage" in vars(cls)]
-        if all(module.startswith(("verl.", "grail_advantage.")) for module in makers):
+        if all(module.startswith(("verl.", "grail_advantage.", "recipe.")) for module in makers):
             rewards = "token_level_rewards" if self.config.algorithm.use_kl_in_reward else "rm_scores"
             mended_BT, unjudged_B = self._reward_advantages(batch, rollouts, mask_BT, rewards)
         logger.warning(

@@ -18,8 +18,8 @@ from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 
 from grail_advantage.batch import PassRow
 from grail_advantage.model_interface import RowScores
-from grail_advantage.verl_ext.entry import TRAINER_PREFIX
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
+from grail_advantage.verl_ext.trainer_modes import TRAINER_PREFIX
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 
 STEP_POLICY = 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tensordict import TensorDict
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
-from verl.utils.distributed import initialize_global_process_group_ray
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
@@ -17,7 +16,6 @@ from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.engine_model import EngineModel
 from grail_advantage.verl_ext.shared_forward import serve_saliency
 from grail_advantage.verl_ext.wire import build_reply, rows_of
-from recipe.run_life.other_ranks import any_number_of_ranks
 
 
 def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDict:
@@ -43,36 +41,17 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
 
 
 class TokenWeightTrainingWorker(TrainingWorker):
-    """``TrainingWorker`` whose ``infer_batch`` also gives saliency, where a batch asks for it; resumes with any number of
-    ranks."""
+    """``TrainingWorker`` whose ``infer_batch`` also gives saliency, where a batch asks for it."""
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
         super().__init__(config)
         serve_saliency(self.engine)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(
-        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
-    ) -> None:
-        """verl's; the checkpoint may be one of another number of ranks."""
-        with any_number_of_ranks(self.engine.checkpoint_manager, local_path):
-            super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
 
 class TokenWeightActorWorker(ActorRolloutRefWorker):
     """``ActorRolloutRefWorker`` that also computes token scores with the actor's engine."""
 
     actor_worker_cls = TokenWeightTrainingWorker
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """verl's, with a process group that keeps ``actor_rollout_ref.nccl_timeout`` (seconds).
-
-        Answers ``verl.workers.engine_workers.TrainingWorker.__init__`` (verl 0.9.1), which leaves the option out and so
-        waits as long as torch does for a rank that does not come: 30 min with gloo. Can go when verl passes it on.
-        """
-        initialize_global_process_group_ray(timeout_second=self.config.nccl_timeout)
-        super().init_model()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_token_scores(self, request: TensorDict) -> TensorDict | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.verl_ext.killed_run import KilledRun, send
+from tests.run_life.killed_run import KilledRun, send
 
 BOUND = 150.0
 """Seconds until the run is to have ended: a look of the watchdog, Ray's shutdown, the grace of what is left."""

@@ -11,10 +11,10 @@ import torch
 
 import recipe.main_grail  # noqa: F401  stores the methods' sections
 from recipe.run_life.identity import FSDP_CONFIG, check_ranks
-from recipe.run_life.other_ranks import own_slice
+from recipe.run_life.ranks import own_slice
 from tests import forked
 from tests.composed import compose
-from tests.verl_ext import other_ranks_process as process
+from tests.run_life import ranks_process as process
 from tests.verl_ext.test_saliency_pass import write_models
 
 CONFIGS = Path(__file__).parents[2] / "recipe" / "config"
@@ -43,7 +43,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str
     for name, setup in process.SETUPS.items():
         wholes[name] = models[setup.adapter or setup.model].state_dict()
         torch.save(wholes[name], folder / f"{setup.adapter or setup.model}.pt")
-    done = forked.run("tests.verl_ext.other_ranks_process", str(folder))
+    done = forked.run("tests.run_life.ranks_process", str(folder))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return wholes, torch.load(folder / "found.pt")
 

@@ -1,0 +1,41 @@
+"""The driver's part in a run's end: it prints the cause, and leaves in an orderly way, so that Ray ends its own servers.
+
+``RAY_process_group_cleanup_enabled`` has each raylet end the children of a worker that died, such as vLLM's engine, unless they
+called ``setsid()``. This package ends no process but the trainer's own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+
+from omegaconf import DictConfig
+from ray.exceptions import ActorDiedError
+from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+
+from recipe.run_life.actors import death_of
+from recipe.run_life.watch import RunEnded, of_deaths
+
+
+def run(config: DictConfig) -> None:
+    """verl's ``run_ppo``.
+
+    Raises:
+        SystemExit: with status 1, after the cause was printed.
+    """
+    os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
+    # After a SIGTERM, Ray's failure handler (abseil's) leaves an alarm that aborts the process after 3 seconds, in the middle
+    # of its orderly end. Runs before Ray's own function, which was registered earlier.
+    atexit.register(signal.alarm, 0)
+    try:
+        run_ppo(config, task_runner_class=TaskRunnerV1)
+    except RunEnded as error:  # Ray's error with the trainer's stack, which ends with the cause
+        text = str(error)
+    except ActorDiedError as error:
+        text = of_deaths([death_of(error)], "it is the trainer's own process", config, log_lines=40)
+    else:
+        return
+    print(text, file=sys.stderr, flush=True)
+    raise SystemExit(1)
