@@ -19,12 +19,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-SECONDS = 2.0
-"""For an answer."""
-READ_SECONDS = 20.0
+SECONDS, READ_SECONDS = 2.0, 20.0
+"""For an answer, and for a log."""
 REFUSALS = 2
 """Answers in a row by which an engine must be dead."""
-TAIL_BYTES = 16_000
 
 
 class Death(NamedTuple):
@@ -55,12 +53,7 @@ def death_of(error: ActorDiedError) -> Death:
 
 
 class Actors:
-    """Asks actors whether they are alive.
-
-    Args:
-        held: returns the actors.
-        engines: returns vLLM's servers by the addresses of their HTTP servers.
-    """
+    """Asks the actors that ``held`` returns whether they are alive, and vLLM's servers, by their HTTP addresses."""
 
     def __init__(self, held: Callable[[], list[ActorHandle]], engines: Callable[[], dict[str, ActorHandle]]) -> None:
         self._held, self._engines = held, engines
@@ -143,7 +136,7 @@ def read_log(pid: int | None, count: int) -> tuple[str, list[str]]:
     newest: tuple[float, str, list[str]] = (0.0, "", [])
     for path in (Path(context.get_temp_dir()) / context.get_session_name() / "logs").glob(f"worker-*-{pid}.[eo]*"):
         with path.open("rb") as log:
-            log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            log.seek(max(0, path.stat().st_size - 16_000))
             lines = log.read().decode(errors="replace").splitlines()
         # Lines with a colon first are Ray's own marks.
         lines = [line.rstrip() for line in lines if line.strip() and not line.startswith(":")]

@@ -1,8 +1,4 @@
-"""The driver's part in a run's end: it prints the cause, and leaves in an orderly way, so that Ray ends its own servers.
-
-``RAY_process_group_cleanup_enabled`` has each raylet end the children of a worker that died, such as vLLM's engine, unless they
-called ``setsid()``. This package ends no process but the trainer's own.
-"""
+"""The driver's part in a run's end: it prints the cause, and leaves in an orderly way, so that Ray ends its own servers."""
 
 from __future__ import annotations
 
@@ -20,11 +16,8 @@ from recipe.run_life.watch import RunEnded, of_deaths
 
 
 def run(config: DictConfig) -> None:
-    """verl's ``run_ppo``.
-
-    Raises:
-        SystemExit: with status 1, after the cause was printed.
-    """
+    """verl's ``run_ppo``; a run that cannot continue exits with status 1 after its cause is printed."""
+    # Each raylet ends the children of a worker that died, such as vLLM's engine, unless they called setsid().
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
     # After a SIGTERM, Ray's failure handler (abseil's) leaves an alarm that aborts the process after 3 seconds, in the middle
     # of its orderly end. Runs before Ray's own function, which was registered earlier.

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,13 +28,7 @@ from recipe.run_life.checkpoints import write_whole
 
 @contextmanager
 def one_history(config: DictConfig, step: int, run_ids: Mapping[str, str]) -> Iterator[None]:
-    """Within, loggers that verl makes resume after a step.
-
-    Args:
-        config: the run's.
-        step: the step that the run resumed from; 0 begins anew.
-        run_ids: from :func:`ids_of`, of the start that saved the checkpoint.
-    """
+    """Within, loggers that verl makes resume after a step (0: begin anew), with the checkpoint's :func:`ids_of`."""
     trainer = config.trainer
     names = [trainer.logger] if isinstance(trainer.logger, str) else list(trainer.logger)
     if "tensorboard" in names:
@@ -78,12 +72,10 @@ def ids_of(loggers: Mapping[str, Any]) -> dict[str, str]:
 
 def keep_steps(path: Path, last: int) -> None:
     """Takes lines of later steps out of a metrics file, and one that a kill cut off. The file is replaced as a whole."""
-
-    def is_kept(line: bytes) -> bool:
-        try:
-            return line.endswith(b"\n") and json.loads(line)["step"] <= last
-        except (ValueError, TypeError, KeyError):
-            return False
-
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+        with suppress(ValueError, TypeError, KeyError):
+            if line.endswith(b"\n") and json.loads(line)["step"] <= last:
+                kept.append(line)
     if path.exists():
-        write_whole(path, b"".join(line for line in path.read_bytes().splitlines(keepends=True) if is_kept(line)))
+        write_whole(path, b"".join(kept))

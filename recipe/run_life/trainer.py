@@ -1,14 +1,7 @@
-"""A mixin for verl's v1 trainers whose runs may be killed anywhere and resume as if they had not been.
+"""A mixin for verl's v1 trainers whose runs may be killed anywhere and resume as if they had not been; see README.md.
 
-:class:`KeptRun` goes before any of these trainers in the bases of a class, and adds to it:
-
-- a checkpoint counts once its step's metrics are logged, so that a run resumes where its history ends
-  (:mod:`recipe.run_life.checkpoints`); ``trainer.max_actor_ckpt_to_keep`` counts those of all starts;
-- the loggers resume (:mod:`recipe.run_life.loggers`), and the validation before the training is that of the first start;
-- the part of the state that verl's checkpoints lack: the trainer's random generators, and an adaptive KL coefficient;
-- rows have keys by step and prompt, and are in their order in the batch. verl's keys are random, and its rows are in the order
-  in which they arrive, so that no sum is the same twice;
-- a run that cannot continue ends and says why (:mod:`recipe.run_life.watch`).
+verl's checkpoints lack the trainer's random generators and an adaptive KL coefficient. Its row keys are random, and its rows are
+in the order in which they arrive, so that no sum is the same twice; here keys go by step and prompt, and rows by their keys.
 """
 
 from __future__ import annotations
@@ -66,6 +59,8 @@ class KeptRun:
     def __init__(self, config: DictConfig) -> None:
         with open_dict(config):  # verl compares it with its own names
             config.trainer.v1.trainer_mode = base_mode(type(self))
+        self._folder = Path(config.trainer.default_local_dir)
+        self._run = read_json(self._folder / RUN_DEFINITION).get("run", "unknown")
         self.watch = Watch(config, Actors(self._held_actors, self._engines).deaths)
         for name, phases in PHASES.items():
             setattr(self, name, self._in_phase(getattr(self, name), *phases))
@@ -100,8 +95,6 @@ class KeptRun:
                 self._count_checkpoint()
         self.watch.enter(END, self.global_steps)
 
-    # ------------------------------------------------------------------------------------------------------- checkpoints
-
     def on_step_begin(self) -> None:
         """verl's; the step before is logged."""
         self._count_checkpoint()
@@ -111,29 +104,19 @@ class KeptRun:
         super().on_step_begin()
 
     def _save_checkpoint(self) -> None:
-        write_json(self._folder / f"global_step_{self.global_steps}" / STATE, {"run": self._run_id})
+        write_json(self._folder / f"global_step_{self.global_steps}" / STATE, {"run": self._run})
         super()._save_checkpoint()
         self._saved = self.global_steps
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.config.trainer.default_local_dir)
-
-    @property
-    def _run_id(self) -> str:
-        return (read_json(self._folder / RUN_DEFINITION) or {}).get("run", "unknown")
 
     def _count_checkpoint(self) -> None:
         """Has the last checkpoint count, and removes those that are no longer wanted."""
         step, self._saved = self._saved, None
         if step is None:
             return
-        write_json(
-            self._folder / f"global_step_{step}" / STATE, {"run": self._run_id, "step": step, **self._run_state()}
-        )
+        write_json(self._folder / f"global_step_{step}" / STATE, {"run": self._run, "step": step, **self._run_state()})
         count = self.config.trainer.get("max_actor_ckpt_to_keep", None)
         if count:
-            keep_last(self._folder, step, count, self._run_id)
+            keep_last(self._folder, step, count, self._run)
 
     def _run_state(self) -> dict[str, Any]:
         """The state that one start of the run hands to the next one, as JSON; see :meth:`_restore_run_state`."""
@@ -175,8 +158,6 @@ class KeptRun:
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
 
-    # -------------------------------------------------------------------------------------------------------------- order
-
     def _fetch_one_gen_batch(self) -> TensorDict:
         batch = super()._fetch_one_gen_batch()
         step, count = self._fetched if self._fetched[0] == self.global_steps else (self.global_steps, 0)
@@ -191,8 +172,6 @@ class KeptRun:
 
         batch.reorder(sorted(range(len(batch)), key=place))
         return super()._balance_batch(batch, *args, **kwargs)
-
-    # ------------------------------------------------------------------------------------------------------------- actors
 
     def _held_actors(self) -> list[ActorHandle]:
         """The actors without which no step ends; those of a user are not among them."""
@@ -217,37 +196,11 @@ class KeptRun:
         return {replica.server_address: replica.server_handle for replica in self._replicas()}
 
 
-@register_trainer("kept_sync")
-class KeptSync(KeptRun, PPOTrainerSync):
-    """verl's synchronous trainer."""
-
-
-@register_trainer("kept_colocate_async")
-class KeptColocateAsync(KeptRun, PPOTrainerColocateAsync):
-    """verl's asynchronous trainer that shares its devices with the rollout."""
-
-
-@register_trainer("kept_separate_async")
-class KeptSeparateAsync(KeptRun, PPOTrainerSeparateAsync):
-    """verl's asynchronous trainer with rollout devices of their own."""
-
-
-@register_trainer("grail_kept_sync")
-class KeptTokenWeightSync(KeptRun, TokenWeightTrainer, PPOTrainerSync):
-    """The first with token weights."""
-
-    actor_worker_class = KeptActorWorker
-
-
-@register_trainer("grail_kept_colocate_async")
-class KeptTokenWeightColocateAsync(KeptRun, TokenWeightTrainer, PPOTrainerColocateAsync):
-    """The second with token weights."""
-
-    actor_worker_class = KeptActorWorker
-
-
-@register_trainer("grail_kept_separate_async")
-class KeptTokenWeightSeparateAsync(KeptRun, TokenWeightTrainerSeparateAsync):
-    """The third with token weights."""
-
-    actor_worker_class = KeptDetachActorWorker
+for _mode, _verls, _weighted, _worker in (
+    ("sync", PPOTrainerSync, (TokenWeightTrainer, PPOTrainerSync), KeptActorWorker),
+    ("colocate_async", PPOTrainerColocateAsync, (TokenWeightTrainer, PPOTrainerColocateAsync), KeptActorWorker),
+    ("separate_async", PPOTrainerSeparateAsync, (TokenWeightTrainerSeparateAsync,), KeptDetachActorWorker),
+):
+    register_trainer(f"kept_{_mode}")(type(f"Kept_{_mode}", (KeptRun, _verls), {}))
+    _attributes = {"actor_worker_class": _worker}
+    register_trainer(f"grail_kept_{_mode}")(type(f"KeptTokenWeights_{_mode}", (KeptRun, *_weighted), _attributes))

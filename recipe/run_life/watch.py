@@ -45,8 +45,6 @@ class RunEnded(RuntimeError):
 
 @dataclass
 class _Phase:
-    """A new phase replaces the last one, so that the trainer never waits for a look."""
-
     name: str
     step: int
     lasted: float = 0.0
@@ -57,13 +55,7 @@ class _Phase:
 
 
 class Watch:
-    """Decides whether a run can continue.
-
-    Args:
-        config: the run's.
-        deaths: returns the processes of the run that died (:meth:`recipe.run_life.actors.Actors.deaths`).
-        clock: seconds, from any start.
-    """
+    """Decides whether a run can continue, by :meth:`recipe.run_life.actors.Actors.deaths` and a clock."""
 
     def __init__(
         self, config: DictConfig, deaths: Callable[[], list[Death]], clock: Callable[[], float] = time.monotonic

@@ -35,8 +35,8 @@ class _Kept:
 
 
 class KeptActorWorker(_Kept, TokenWeightActorWorker):
-    """Actor worker of the trainers that share their devices with the rollout."""
+    pass
 
 
 class KeptDetachActorWorker(_Kept, TokenWeightDetachActorWorker):
-    """Actor worker of the separate trainer."""
+    """For the separate trainer."""

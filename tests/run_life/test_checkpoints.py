@@ -86,7 +86,7 @@ class TestStart:
         (tmp_path / TRACKER).write_text("10")
         checkpoint, notes = choose_start(tmp_path, _damage)
         assert checkpoint == Checkpoint(tmp_path / "global_step_10") and notes == []
-        settle_start(tmp_path, checkpoint)
+        settle_start(tmp_path, checkpoint, trains=True)
         (tmp_path / TRACKER).write_text("")
         assert _start(tmp_path) == 10
 
@@ -102,7 +102,7 @@ class TestStart:
         checkpoint, notes = choose_start(tmp_path, _damage)
         assert checkpoint is not None and checkpoint.step == 5
         assert bool(notes) == tracked
-        settle_start(tmp_path, checkpoint)
+        settle_start(tmp_path, checkpoint, trains=True)
         assert tracked_step(tmp_path) == 5 and _start(tmp_path) == 5
 
     def test_killed_while_the_tracker_was_written(self, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ class TestKeepLast:
 
     def test_a_state_appears_whole(self, tmp_path: Path) -> None:
         path = write_checkpoint(tmp_path, 5, logged=False)
-        assert Checkpoint(path).state is None and Checkpoint(path).record == {"run": RUN}
+        assert Checkpoint(path).state is None and Checkpoint(path).run == RUN
         write_json(path / STATE, {"run": RUN, "step": 5, "x": [1, None]})
         assert Checkpoint(path).state == {"run": RUN, "step": 5, "x": [1, None]}
         assert [file.name for file in path.iterdir() if file.name.startswith(".")] == []
