@@ -26,7 +26,7 @@ micro_batch_sequences=2
 # shellcheck source=examples/common.sh
 source examples/common.sh
 
-DRY_RUN=$dry_run "$python" -m recipe.main_grail \
+DRY_RUN=$dry_run launch "$python" -m recipe.main_grail \
     "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${REF[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" \
     "${EXTRA[@]}" "$@"
 summarize

@@ -71,66 +71,60 @@ FAULTS = (
         PROCESSES,
         "killed",
         "vLLM's engine",
-        "the watchdog ends the run with status 1, says who died and from where the same command goes on; no process is left",
-        ("verl_ext/test_killed_run.py", "verl_ext/test_watchdog.py::TestDeaths"),
+        "the run ends with status 1, says who died and from where the same command carries on; no process is left",
+        ("run_life/test_killed_run.py", "run_life/test_actors.py::TestEngines"),
     ),
     Fault(
         PROCESSES,
         "killed",
-        "an actor of a run, or the trainer's process",
+        "an actor that the trainer holds, or the trainer's process",
         "the same",
-        (
-            "verl_ext/test_endings.py::test_a_run_of_which_one_is_killed_says_who_and_leaves_nobody",
-            "verl_ext/test_watchdog.py::TestDeaths",
-        ),
+        ("run_life/test_driver.py::test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own",),
     ),
     Fault(
         PROCESSES,
         "killed",
-        "one of Ray's own servers, raylet or GCS",
-        "the driver ends the run with status 1 and says the same; no process is left",
-        ("docs/endings.md", "verl_ext/test_endings.py::TestServers"),
+        "an actor that a user started",
+        "nothing, but what the user's own code does",
+        ("run_life/test_driver.py::test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own",),
     ),
     Fault(
         PROCESSES,
-        "SIGKILL, SIGTERM, Ctrl-C",
+        "SIGTERM, Ctrl-C",
         "driver",
-        "every process of the run is ended, those too that Ray does not know",
+        "Ray ends the run's processes; what a user detached from them stays",
+        ("run_life/test_driver.py::test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own",),
+    ),
+    Fault(
+        PROCESSES,
+        "SIGKILL",
+        "driver",
+        "Ray's servers, workers and engines end by themselves, the last one after a minute",
         (
-            "verl_ext/test_endings.py::test_a_run_of_which_one_is_killed_says_who_and_leaves_nobody",
-            "verl_ext/test_endings.py::TestReaper",
+            "run_life/test_driver.py::test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own",
+            "docs/endings.md",
         ),
     ),
     Fault(
         PROCESSES,
-        "ends, whatever by",
+        "SIGTERM, SIGHUP, Ctrl-C",
         "launch script",
         "the run ends with it",
-        (
-            "verl_ext/test_endings.py::TestReaper::test_ends_the_driver_with_its_owner",
-            "recipe/test_train_cpu.py::test_the_run_ends_with_the_script",
-        ),
-    ),
-    Fault(
-        PROCESSES,
-        "killed together with what ends its processes",
-        "driver",
-        "the next start names what is left, with age and command, and touches nothing; live runs are never named",
-        ("verl_ext/test_endings.py::TestLeftovers",),
+        ("recipe/test_train_cpu.py::test_the_run_ends_with_the_script",),
     ),
     Fault(
         PROCESSES,
         "no end",
         "a phase of a step, validation, checkpoint, start, end of the run",
-        "the watchdog ends the run after `algorithm.watchdog.phase_timeout` or `long_phase_timeout`, and says where it waits",
-        ("verl_ext/test_watchdog.py::TestTime",),
+        "the run ends after `run_life.phase_timeout` or `long_phase_timeout` seconds, and says where it waits",
+        ("run_life/test_watch.py::TestTime", "run_life/test_watch.py::TestGuard"),
     ),
     Fault(
         PROCESSES,
         "the machine is suspended",
         "anywhere",
         "the time does not count",
-        ("verl_ext/test_watchdog.py::TestTime::test_a_machine_that_was_suspended_is_not_blamed",),
+        ("run_life/test_watch.py::TestTime::test_a_machine_that_was_suspended_is_not_blamed",),
     ),
     # ------------------------------------------------------------------------------------------------------ checkpoints
     Fault(
@@ -139,7 +133,7 @@ FAULTS = (
         "in a step",
         "the same command goes on from the last checkpoint; metrics, dumps and weights are an uninterrupted run's, bit for "
         "bit where requests have seeds ([resume](resume.md#how-exact))",
-        ("verl_ext/test_resume_run.py", "verl_ext/test_continued_run.py"),
+        ("run_life/test_resume_run.py", "run_life/test_trainer.py"),
     ),
     Fault(
         CHECKPOINTS,
@@ -147,10 +141,10 @@ FAULTS = (
         "while a checkpoint is written, or before its step is logged",
         "goes on from the checkpoint before, so that no step's metrics are lost",
         (
-            "verl_ext/test_checkpoints.py::TestStart::test_killed_while_one_was_saved_or_before_its_step_was_logged",
-            "verl_ext/test_checkpoints.py::TestStart::test_killed_while_the_first_was_saved",
-            "verl_ext/test_checkpoints.py::TestStart::test_killed_while_the_tracker_was_written",
-            "verl_ext/test_continued_run.py::test_a_checkpoint_counts_once_its_step_is_logged",
+            "run_life/test_checkpoints.py::TestStart::test_killed_while_one_was_saved_or_before_its_step_was_logged",
+            "run_life/test_checkpoints.py::TestStart::test_killed_while_the_first_was_saved",
+            "run_life/test_checkpoints.py::TestStart::test_killed_while_the_tracker_was_written",
+            "run_life/test_trainer.py::test_a_checkpoint_counts_once_its_step_is_logged",
         ),
     ),
     Fault(
@@ -159,8 +153,8 @@ FAULTS = (
         "a checkpoint",
         "named; the last whole one before it is taken; without one, refused before Ray with the way out",
         (
-            "verl_ext/test_checkpoints.py::TestDamage",
-            "verl_ext/test_run_identity.py::TestWhole",
+            "run_life/test_checkpoints.py::TestDamage",
+            "run_life/test_identity.py::TestWhole",
         ),
     ),
     Fault(
@@ -168,7 +162,7 @@ FAULTS = (
         "killed, again and again",
         "logs: `metrics.jsonl`, TensorBoard",
         "no step twice and none lost; a half-written line is dropped",
-        ("verl_ext/test_continued_logs.py::test_no_step_twice_and_none_lost",),
+        ("run_life/test_loggers.py::test_no_step_twice_and_none_lost",),
     ),
     Fault(
         CHECKPOINTS,
@@ -182,7 +176,7 @@ FAULTS = (
         "a dump of another run",
         "the token dump's folder",
         "refused before Ray with each option that differs",
-        ("verl_ext/test_run_identity.py::TestDump",),
+        ("run_life/test_identity.py::TestDump",),
     ),
     Fault(
         CHECKPOINTS,
@@ -196,7 +190,7 @@ FAULTS = (
         "settings of another run",
         "start in a folder with checkpoints",
         "refused before Ray with each option, its value there and here, and the way out",
-        ("verl_ext/test_run_identity.py::test_another_run_is_refused_with_what_differs",),
+        ("run_life/test_identity.py::test_another_run_is_refused_with_what_differs",),
     ),
     Fault(
         CHECKPOINTS,
@@ -204,8 +198,8 @@ FAULTS = (
         "start again",
         "says so, status 0, nothing is trained",
         (
-            "verl_ext/test_run_identity.py::TestFinished::test_says_so_and_ends_with_status_0",
-            "verl_ext/test_run_identity.py::test_commands_stop_before_ray",
+            "run_life/test_identity.py::TestFinished::test_says_so",
+            "run_life/test_identity.py::test_the_command_stops_before_ray",
         ),
     ),
     Fault(
@@ -213,7 +207,7 @@ FAULTS = (
         "checkpoints without a definition",
         "start",
         "refused before Ray; naming the checkpoint with `trainer.resume_mode=resume_path` takes it",
-        ("verl_ext/test_run_identity.py::test_checkpoints_of_nobody_knows_whom",),
+        ("run_life/test_identity.py::test_checkpoints_of_nobody_knows_whom",),
     ),
     # ------------------------------------------------------------------------------------------------------------ files
     Fault(
@@ -311,7 +305,7 @@ FAULTS = (
         "an error on both sides after `actor_rollout_ref.nccl_timeout` seconds, which verl alone leaves out",
         (
             "verl_ext/test_nodes.py::test_a_collective_ends_with_an_error_when_a_node_is_cut_off",
-            "verl_ext/test_process_group.py::test_the_process_group_keeps_nccl_timeout",
+            "run_life/test_worker.py::test_the_process_group_keeps_nccl_timeout",
         ),
     ),
     Fault(
@@ -327,8 +321,8 @@ FAULTS = (
         "a checkpoint that a run goes on from",
         "FSDP2's parameters, moments and adapters are shared out anew; others are refused before Ray with the two ways out",
         (
-            "verl_ext/test_other_ranks.py::test_every_rank_holds_its_part",
-            "verl_ext/test_other_ranks.py::test_what_cannot_be_shared_out_is_refused",
+            "run_life/test_ranks.py::test_every_rank_holds_its_part",
+            "run_life/test_ranks.py::test_what_no_other_number_can_load_is_refused",
         ),
     ),
     Fault(
@@ -516,7 +510,7 @@ FAULTS = (
         "checkpoints",
         "refused before anything is loaded, naming the file; the weights themselves are trusted",
         (
-            "verl_ext/test_run_identity.py::test_a_broken_definition_is_named",
+            "run_life/test_identity.py::test_a_broken_definition_is_named",
             "core/test_tampered.py::test_a_checkpoint_to_evaluate_that_does_not_say_its_ranks",
         ),
     ),

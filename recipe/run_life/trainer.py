@@ -1,7 +1,7 @@
 """A mixin for verl's v1 trainers whose runs may be killed anywhere and resume as if they had not been; see README.md.
 
-verl's checkpoints lack the trainer's random generators and an adaptive KL coefficient. Its row keys are random, and its rows are
-in the order in which they arrive, so that no sum is the same twice; here keys go by step and prompt, and rows by their keys.
+verl's checkpoints lack the trainer's random generators and an adaptive KL coefficient. verl's row keys are random, and its rows
+are in the order in which they arrive, so that no sum is the same twice; here keys go by step and prompt, rows by their keys.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_published_setup(echo: str, script: str, estimator: str, nnodes: int) ->
     # grpo is the published baseline: the same trainer, truncated responses masked alike, weights 1
     method = {"grpo": "uniform", "verl_grpo": "grpo"}.get(estimator, estimator)
     assert config.algorithm.adv_estimator == method
-    assert config.trainer.v1.trainer_mode == ("continued_sync" if estimator == "verl_grpo" else "grail_sync")
+    assert config.trainer.v1.trainer_mode == ("kept_sync" if estimator == "verl_grpo" else "grail_kept_sync")
     if estimator != "verl_grpo":
         assert signal_of(config.algorithm).mask_truncated
 
