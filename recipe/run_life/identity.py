@@ -87,7 +87,7 @@ def check_run(config: DictConfig) -> None:
     """
     trainer, start = config.trainer, choose(config)[0]
     if start is not None:
-        _check_ranks(config, start.path)
+        check_ranks(config, start.path)
     folder, dump = Path(trainer.default_local_dir), _dump_folder(config)
     named, mixed = trainer.resume_mode == "resume_path", []
     if checkpoints.checkpoints(folder) and (trainer.save_freq > 0 or _is_in(start, folder)):
@@ -111,7 +111,7 @@ def _differing(config: DictConfig, option: str, folder: Path, *, unknown: bool) 
     return [f"{option}={folder} holds the files of another run:", *lines] if lines else []
 
 
-def _check_ranks(config: DictConfig, checkpoint: Path) -> None:
+def check_ranks(config: DictConfig, checkpoint: Path) -> None:
     """Refuses a checkpoint of another number of ranks where these cannot load it."""
     trainer, saved = config.trainer, checkpoints.world_size(checkpoint)
     ranks = trainer.nnodes * trainer.n_gpus_per_node

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from recipe.run_life.checkpoints import world_size
@@ -97,5 +97,8 @@ def _placed(parts: Sequence[Any], like: torch.Tensor) -> Any:
     """A stored entry as this rank holds it, for a parameter that the engine shards like ``like``; others as they are."""
     if not isinstance(parts[0], DTensor):
         return parts[0]
-    whole = torch.cat([part.to_local() for part in parts])
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    mesh, whole = like.device_mesh, torch.cat([part.to_local() for part in parts])
+    slices, rank = whole.chunk(mesh.shape[-1]), mesh.get_local_rank(mesh.ndim - 1)
+    own = (slices[rank] if rank < len(slices) else whole[:0]).clone().to(like.to_local().device)
+    shape, stride = parts[0].shape, parts[0].stride()
+    return DTensor.from_local(own, mesh, like.placements, run_check=False, shape=shape, stride=stride)

@@ -355,6 +355,7 @@ def test_knobs(echo: str, tmp_path: Path) -> None:
     assert container(config.ray_kwargs.ray_init.runtime_env.env_vars) == {
         "TENSORBOARD_DIR": str(output_dir / "tensorboard"),
         "VERL_FILE_LOGGER_PATH": str(output_dir / "metrics.jsonl"),
+        "GRAIL_ADVANTAGE_TRAINER_MODULE": "recipe.run_life.trainer",
     }
 
 

@@ -72,25 +72,20 @@ def test_another_number_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("overrides", "version", "why"),
+    ("overrides", "version"),
     [
-        (["actor_rollout_ref.actor.strategy=fsdp"], 1, "only FSDP2's checkpoints"),
-        ([], 1, "only FSDP2's checkpoints"),
-        (["actor_rollout_ref.actor.strategy=fsdp"], 2, "only FSDP2's checkpoints"),
-        (["algorithm.adv_estimator=grpo"], 2, "algorithm.adv_estimator=grpo trains with verl's own worker"),
-        (["critic.enable=True"], 2, "verl's critic needs as many"),
+        (["actor_rollout_ref.actor.strategy=fsdp"], 1),
+        ([], 1),
+        (["actor_rollout_ref.actor.strategy=fsdp"], 2),
+        (["algorithm.adv_estimator=grpo"], 2),
+        (["critic.enable=True"], 2),
     ],
 )
-def test_what_no_other_number_can_load_is_refused(tmp_path: Path, overrides: list[str], version: int, why: str) -> None:
+def test_what_no_other_number_can_load_is_refused(tmp_path: Path, overrides: list[str], version: int) -> None:
     checkpoint = _checkpoint(tmp_path, 4, version)
     with pytest.raises(
         ValueError, match=r"was written by 4 ranks, and trainer.nnodes=2 x trainer.n_gpus_per_node=1 are 2"
     ) as error:
         check_ranks(_config("trainer.nnodes=2", *overrides), checkpoint)
-    for part in (
-        why,
-        "Start 4 ranks, on fewer nodes",
-        f"--local_dir {checkpoint}/actor",
-        "actor_rollout_ref.model.path=MERGED",
-    ):
+    for part in ("Start 4 ranks, on fewer nodes", f"--local_dir {checkpoint}/actor", "model.path=MERGED"):
         assert part in str(error.value)
