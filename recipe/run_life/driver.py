@@ -11,8 +11,8 @@ from omegaconf import DictConfig
 from ray.exceptions import ActorDiedError
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 
-from recipe.run_life.actors import death_of
-from recipe.run_life.watch import RunEnded, of_deaths
+from recipe.run_life.actors import death_of, last_lines
+from recipe.run_life.watch import HEADLINE, RunEnded, of_deaths
 
 
 def run(config: DictConfig) -> None:
@@ -27,7 +27,10 @@ def run(config: DictConfig) -> None:
     except RunEnded as error:  # Ray's error with the trainer's stack, which ends with the cause
         text = str(error)
     except ActorDiedError as error:
-        text = of_deaths([death_of(error)], "it is the trainer's own process", config, log_lines=40)
+        death = death_of(error)
+        log = "\n".join(last_lines(death, 60)[1])
+        ended_itself = log[log.rindex(HEADLINE) :] if HEADLINE in log else None
+        text = ended_itself or of_deaths([death], "it is the trainer's own process", config)
     else:
         return
     print(text, file=sys.stderr, flush=True)

@@ -35,6 +35,7 @@ NOTICE_SECONDS = 5.0
 """For Ray to notice a death that an error tells of."""
 
 START, STEP, REST, END = "start", "step", "rest of the step", "end"
+HEADLINE = "grail_advantage watchdog: this run cannot go on and ends now."
 LONG = (START, "testing", "save_checkpoint")
 """Phases with a limit of their own."""
 
@@ -101,7 +102,7 @@ class Watch:
                 self._words = self.look()
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(INTERRUPT_SECONDS)
-        # The trainer does not hear. The driver shows the end of this process's log.
+        # The trainer does not hear. The driver reads the end of this process's log.
         print(self._words, file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -127,12 +128,12 @@ class Watch:
         return None
 
 
-def of_deaths(dead: list[Death], when: str, config: DictConfig, log_lines: int = 15) -> str:
+def of_deaths(dead: list[Death], when: str, config: DictConfig) -> str:
     """The message on deaths, of which there is one at least."""
     first, *others = dead
     lines = [("died", first.name), ("cause", first.cause), ("when", when)]
     lines += [("also died", f"{death.name}: {death.cause}") for death in others[:3]]
-    path, log = last_lines(first, log_lines)
+    path, log = last_lines(first, 15)
     lines.append(("its log", f"{path} on {first.address}" if path else "out of reach"))
     lines += [("", f"| {line[:300]}") for line in log]
     return message(lines, config, "if it ran out of memory, give it more before: docs/troubleshooting.md, The run")
@@ -142,7 +143,7 @@ def message(lines: list[tuple[str, str]], config: DictConfig, remedy: str) -> st
     """The text that a user reads."""
     lines = [*lines, ("what now", resumes_from(config)), ("", remedy)]
     text = [f"  {heading:<10} {words}" for heading, words in lines]
-    return "\n".join(["", "grail_advantage watchdog: this run cannot go on and ends now.", *text])
+    return "\n".join(["", HEADLINE, *text])
 
 
 def resumes_from(config: DictConfig) -> str:
