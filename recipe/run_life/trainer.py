@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class KeptRun:
     _fetched: tuple[int, int] = (0, 0)
     """A step, and how many prompts it fetched so far."""
     _logger_ids: dict[str, str] = {}  # noqa: RUF012  replaced, never changed
+    _queue: Sequence[ActorHandle] = ()
+    """TransferQueue's actors, which are there before the trainer."""
 
     def __init__(self, config: DictConfig) -> None:
         with open_dict(config):  # verl compares it with its own names
@@ -77,6 +79,10 @@ class KeptRun:
         return timed
 
     def init(self) -> None:
+        spaces = ("transfer_queue", ray.get_runtime_context().namespace)
+        named = ray.util.list_named_actors(all_namespaces=True)  # those that live
+        queue = [each for each in named if each["name"].startswith("TransferQueue") and each["namespace"] in spaces]
+        self._queue = [ray.get_actor(**each) for each in queue]
         self.watch.begin()
         with self.watch.guard():
             super().init()
@@ -180,11 +186,7 @@ class KeptRun:
         actors += [actor for replica in self._replicas() for actor in (*replica.workers, *replica.servers)]
         actors += getattr(getattr(self, "reward_loop_manager", None), "reward_loop_workers", [])
         actors += getattr(getattr(self, "agent_loop_manager", None), "agent_loop_workers", [])
-        spaces = ("transfer_queue", ray.get_runtime_context().namespace)
-        for named in ray.util.list_named_actors(all_namespaces=True):
-            if named["name"].startswith("TransferQueue") and named["namespace"] in spaces:
-                actors.append(ray.get_actor(**named))
-        return list(dict.fromkeys(actors))
+        return list(dict.fromkeys([*actors, *self._queue]))
 
     def _replicas(self) -> list[Any]:
         return [replica for manager in self._rollout_server_managers() for replica in manager.get_replicas()]
