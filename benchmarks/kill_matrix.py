@@ -7,7 +7,7 @@
 Each run is that of the tests (a model of 15,000 parameters, two responses to two prompts, a checkpoint after every step), by
 the recipe's entry point. After its second step one process gets one signal. Recorded are: seconds until the driver is gone and
 until the last process of the run is, the driver's exit status, and which lines told the user. "Of the run" is every process
-below the driver when the signal was sent, by parents, and every one that carries the run's tag.
+below the driver when the signal was sent, and every one that came below these later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # tests/ is not installed
 
 from recipe.marked_text import write_marked  # noqa: E402
-from tests.verl_ext.killed_run import TITLES, KilledRun, send  # noqa: E402
+from tests.run_life.killed_run import TITLES, KilledRun, send  # noqa: E402
 
 RECORD = Path(__file__).parent / "results" / "kills.json"
 PAGE, MARKER = ROOT / "docs" / "endings.md", "kills"
@@ -53,7 +53,7 @@ KINDS = {
         *(Kind("script", signal) for signal in ("SIGTERM", "SIGKILL")),
     )
 }
-SCRIPT = "export GRAIL_ADVANTAGE_ENDS_WITH=$$; \"$@\" & run=$!; trap 'kill $run' EXIT; wait $run"
+SCRIPT = "\"$@\" & run=$!; trap 'kill $run; wait $run' EXIT; wait $run"
 """What examples/ and scripts/ do around the driver."""
 
 

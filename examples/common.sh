@@ -211,8 +211,6 @@ TRAINER=(
     trainer.experiment_name="$experiment_name"
     trainer.default_local_dir="$output_dir/checkpoints"
 )
-# However the launch script ends, the run does too, and leaves no process behind (docs/endings.md).
-export GRAIL_ADVANTAGE_ENDS_WITH=$$
 # The process that writes the logs runs somewhere in the Ray cluster, without this shell's environment.
 EXTRA=(
     +ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR="$output_dir/tensorboard"
@@ -237,6 +235,18 @@ if [[ $fresh == 1 && $dry_run == 0 ]]; then
     source scripts/start_fresh.sh
     start_fresh "$output_dir"
 fi
+
+# Runs a command that gets the signals which end this script; a shell's background job hears no Ctrl-C by itself.
+launch() {
+    "$@" &
+    local pid=$! status=0
+    trap 'kill -TERM "$pid"' INT TERM HUP
+    wait "$pid" || status=$?
+    trap - INT TERM HUP
+    # A trap ends the first wait.
+    ((status <= 128)) || wait "$pid" || status=$?
+    return "$status"
+}
 
 # The summary of the whole run, all starts of it, where the file logger keeps it.
 summarize() {

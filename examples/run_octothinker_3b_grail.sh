@@ -28,7 +28,7 @@ MODEL+=(
     actor_rollout_ref.model.custom_chat_template="'$chat_template'"
 )
 
-DRY_RUN=$dry_run "$python" -m recipe.main_grail \
+DRY_RUN=$dry_run launch "$python" -m recipe.main_grail \
     "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${REF[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" \
     "${EXTRA[@]}" "$@"
 summarize

@@ -33,7 +33,7 @@ ROLLOUT+=(
     actor_rollout_ref.rollout.gpu_memory_utilization="$gpu_memory_utilization"
 )
 
-DRY_RUN=$dry_run "$python" -m recipe.main_grail \
+DRY_RUN=$dry_run launch "$python" -m recipe.main_grail \
     "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${REF[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" \
     "${EXTRA[@]}" "$@"
 summarize

@@ -27,7 +27,7 @@ DATA+=(
     +data.apply_chat_template_kwargs.enable_thinking=False
 )
 
-DRY_RUN=$dry_run "$python" -m recipe.main_grail \
+DRY_RUN=$dry_run launch "$python" -m recipe.main_grail \
     "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${REF[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" \
     "${EXTRA[@]}" "$@"
 summarize

@@ -34,7 +34,7 @@ if [[ $dry_run == 0 && ! -f $tokenizer_path/tokenizer_config.json ]]; then
 fi
 MODEL+=(actor_rollout_ref.model.tokenizer_path="$tokenizer_path")
 
-DRY_RUN=$dry_run "$python" -m recipe.main_grail \
+DRY_RUN=$dry_run launch "$python" -m recipe.main_grail \
     "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${REF[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" \
     "${EXTRA[@]}" "$@"
 summarize

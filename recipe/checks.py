@@ -25,15 +25,13 @@ _BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 
 def check_config(config: DictConfig) -> None:
-    """Check a run's resolved configuration, of a method of this project or of an estimator of verl's.
+    """Check a run's resolved configuration; :func:`grail_advantage.verl_ext.entry.prepare_run` checks the settings of methods.
 
     Raises:
         ValueError: naming the option and the remedy.
     """
     check_trl()
-    if config.algorithm.adv_estimator in methods():
-        checks.check_config(config)
-    else:
+    if config.algorithm.adv_estimator not in methods():
         _check_stock(config)
     if checks.trainer_kind(config) == "separate_async":
         _check_separate_async(config)

@@ -36,10 +36,15 @@ from verl.utils.device import auto_set_device  # noqa: E402
 
 from grail_advantage.verl_ext.entry import prepare_run  # noqa: E402
 from grail_advantage.verl_ext.settings import algorithm_sections  # noqa: E402
+from grail_advantage.verl_ext.trainer_modes import TRAINER_MODES, TRAINER_MODULE  # noqa: E402
 from recipe.checks import check_config  # noqa: E402
+from recipe.run_life import driver  # noqa: E402
+from recipe.run_life.identity import begin_run, check_run  # noqa: E402
+from recipe.run_life.options import Options, options_of  # noqa: E402
 
 # The sections of all registered methods, as the configurations' defaults list names them.
 ConfigStore.instance().store(name="token_weights", node={"algorithm": algorithm_sections()}, package="_global_")
+ConfigStore.instance().store(name="run_life", node=Options, package="run_life")
 
 
 def prepare(config: DictConfig) -> None:
@@ -49,9 +54,15 @@ def prepare(config: DictConfig) -> None:
         ValueError: what cannot work, naming the option and the remedy.
     """
     auto_set_device(config)
+    kept, mode = options_of(config).enabled, config.trainer.v1.trainer_mode
+    if kept and mode in TRAINER_MODES and OmegaConf.select(config, TRAINER_MODULE) is None:
+        config.trainer.v1.trainer_mode = f"kept_{mode}"
+        OmegaConf.update(config, TRAINER_MODULE, "recipe.run_life.trainer", force_add=True)
     check_config(config)
     prepare_run(config)
-    # verl's own: what stock_entry.py put in its place would begin the run.
+    if kept:
+        check_run(config)
+    # verl's own: the function in its place would prepare the run again.
     getattr(validate_config, "__wrapped__", validate_config)(
         config=config,
         use_reference_policy=need_reference_policy(config),
@@ -69,7 +80,10 @@ def main(config: DictConfig) -> None:
     if dry_run:
         print(resolved)
         return
-    run_ppo(config, task_runner_class=TaskRunnerV1)
+    if not options_of(config).enabled:
+        run_ppo(config, task_runner_class=TaskRunnerV1)
+    elif begin_run(config):
+        driver.run(config)
 
 
 if __name__ == "__main__":

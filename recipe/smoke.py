@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from grail_advantage.verl_ext.settings import RUN_DEFINITION
 from recipe.data import prepare
+from recipe.run_life.identity import RUN_DEFINITION
 
 STEPS = 2
 BENCHMARK = "aime24"

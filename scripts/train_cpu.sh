@@ -134,8 +134,6 @@ TRAINER=(
 )
 
 export VERL_PLATFORM=cpu
-# However this script ends, the run does too, and leaves no process behind (docs/endings.md).
-export GRAIL_ADVANTAGE_ENDS_WITH=$$
 export VERL_FILE_LOGGER_PATH="$run_dir/metrics.jsonl"
 export TENSORBOARD_DIR="$run_dir/tensorboard"
 command=(

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-from recipe.run_life.checkpoints import PARTS, TRACKER, write_state
+from recipe.run_life.checkpoints import PARTS, STATE, TRACKER, write_json
+
+RUN = "this run"
 
 
 def write_checkpoint(folder: Path, step: int, *, ranks: int = 1, logged: bool = True, tracked: bool = True) -> Path:
@@ -29,6 +31,5 @@ def write_checkpoint(folder: Path, step: int, *, ranks: int = 1, logged: bool = 
     torch.save({}, path / "data.pt")
     if tracked:
         (folder / TRACKER).write_text(str(step))
-    if logged:
-        write_state(path, {"step": step, "last_step": 50, "total_epochs": 1000})
+    write_json(path / STATE, {"run": RUN} | ({"step": step, "last_step": 50, "total_epochs": 1000} if logged else {}))
     return path

@@ -1,9 +1,8 @@
-"""The checkpoints in a run's folder: which of them are whole, and from which one a run carries on.
+"""The checkpoints in a run's folder: which of them are whole, and from which one a run resumes. Needs no verl.
 
 verl writes ``global_step_N`` file by file, then ``latest_checkpointed_iteration.txt``, and only then logs the step's metrics
 (``PPOTrainer.fit``). A run that is killed in between leaves half a checkpoint, or a whole one of a step that no log knows. So a
-checkpoint counts once its step is logged, which ``run_state.json`` in it says (:mod:`recipe.run_life.trainer`).
-Needs no verl.
+checkpoint counts once its step is logged. ``run_state.json`` in it says that, and from the beginning which run saves it.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 STATE = "run_state.json"
-"""In a checkpoint whose step is logged: the step, when the run ends, and the state of the trainer's own process."""
 TRACKER = "latest_checkpointed_iteration.txt"
 """verl's: the step of the last checkpoint."""
 PARTS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
-"""What a worker saves (``FSDPCheckpointManager.save_checkpoint``), and how its files begin."""
-MOST_RANKS = 1 << 16
-"""A file that says more was not written by a run."""
+"""Parts of an FSDP checkpoint (``FSDPCheckpointManager.save_checkpoint``), and how their files begin."""
+CONTENT = ("actor", "critic", "data.pt", "transfer_queue")
+"""Names that verl writes in ``global_step_N``."""
 _NAME = re.compile(r"global_step_(\d{1,15})")
 
 
@@ -37,30 +36,18 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The step after which it was saved."""
-        named = _NAME.fullmatch(self.path.name)
-        if named is None:
-            raise ValueError(f"{self.path} is not named global_step_N")
-        return int(named[1])
+        return int(_NAME.fullmatch(self.path.name)[1])
+
+    @property
+    def run(self) -> str | None:
+        """The id of the run that saves it; ``None`` where it does not say."""
+        return read_json(self.path / STATE).get("run")
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """What :func:`write_state` wrote; ``None`` where the step is not logged, or the file cannot be read."""
-        try:
-            found = json.loads((self.path / STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return None
-        return found if isinstance(found, dict) and found.get("step") == self.step else None
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run carries on, and what is to be said about it."""
-
-    checkpoint: Checkpoint | None
-    """``None``: at the beginning."""
-    notes: tuple[str, ...] = ()
-    """Why it is not the last one."""
+        """The state that the run resumes with; ``None`` where the step is not logged."""
+        state = read_json(self.path / STATE)
+        return state if state.get("step") == self.step else None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -70,137 +57,109 @@ def is_checkpoint(path: Path) -> bool:
 
 def checkpoints(folder: Path) -> list[Checkpoint]:
     """All of a folder, whole or not, in the order of their steps."""
-    found = [Checkpoint(path) for path in Path(folder).glob("global_step_*") if is_checkpoint(path)]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    each = [Checkpoint(path) for path in folder.glob("global_step_*") if is_checkpoint(path)]
+    return sorted(each, key=lambda checkpoint: checkpoint.step)
 
 
 def tracked_step(folder: Path) -> int | None:
     """The step that verl's tracker names; ``None`` where it is missing, or was cut off by a kill."""
     try:
-        return int((Path(folder) / TRACKER).read_text(encoding="ascii"))
+        return int((folder / TRACKER).read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
 
 
 def damage(path: Path, parts: Sequence[str], *, critic: bool = False) -> list[str]:
-    """What of a checkpoint of FSDP is missing or cut off; empty where it is whole.
+    """Files of an FSDP checkpoint that are missing or cut off, for these of ``PARTS``.
 
-    The files of all ranks are looked for, and each must end as a file of ``torch.save`` does. What stands in them is not read.
-
-    Args:
-        path: ``global_step_N``.
-        parts: of ``PARTS``, those that will be loaded.
-        critic: whether the run has one.
+    Every rank's file must end as one of ``torch.save`` does, a zip archive whose directory comes last. Its content is not read.
     """
-    found = [] if _ends(path / "data.pt") else ["data.pt"]
-    for role in ("actor", *(["critic"] if critic else [])):
+    files = ["data.pt"]
+    for role in ("actor", "critic") if critic else ("actor",):
         ranks = world_size(path, role)
         if ranks is None:
-            found.append(f"{role}/fsdp_config.json")
-            continue
-        names = (f"{PARTS[part]}_world_size_{ranks}_rank_{rank}.pt" for part in parts for rank in range(ranks))
-        found += [f"{role}/{name}" for name in names if not _ends(path / role / name)]
-    return found
+            files.append(f"{role}/fsdp_config.json")
+        for rank in range(ranks or 0):
+            files += [f"{role}/{PARTS[part]}_world_size_{ranks}_rank_{rank}.pt" for part in parts]
+    return [name for name in files if not (path / name).is_file() or not zipfile.is_zipfile(path / name)]
 
 
 def world_size(path: Path, role: str = "actor") -> int | None:
     """How many ranks saved a checkpoint of FSDP; ``None`` where it does not say."""
-    try:
-        ranks = json.loads((path / role / "fsdp_config.json").read_text(encoding="utf-8"))["world_size"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return None
-    return ranks if isinstance(ranks, int) and 0 < ranks <= MOST_RANKS else None
+    ranks = read_json(path / role / "fsdp_config.json").get("world_size")
+    return ranks if isinstance(ranks, int) and 0 < ranks <= 1 << 16 else None
 
 
-def _ends(path: Path) -> bool:
-    """Whether a file of ``torch.save`` is there up to its end: it is a zip archive, whose directory comes last."""
-    try:
-        return zipfile.is_zipfile(path)
-    except OSError:
-        return False
-
-
-def choose_start(folder: Path, damage_of: Callable[[Path], list[str]]) -> Start:
-    """From which checkpoint a run carries on: the one that verl's tracker names, or the last good one before it.
-
-    Args:
-        folder: with the checkpoints.
-        damage_of: as :func:`damage`.
+def choose_start(folder: Path, damage_of: Callable[[Path], list[str]]) -> tuple[Checkpoint | None, list[str]]:
+    """Where a run resumes, and why not later: at the checkpoint that verl's tracker names, or the last good one before it;
+    ``None`` is the beginning.
 
     Raises:
         ValueError: there was a checkpoint, and none is whole any more.
     """
-    found, tracked = checkpoints(folder), tracked_step(folder)
-    if not found or (tracked is None and not any(checkpoint.state for checkpoint in found)):
-        return Start(None)  # not one was finished
-    notes: list[str] = []
-    unlogged: Checkpoint | None = None
-    for checkpoint in reversed(found):
-        if tracked is not None and checkpoint.step > tracked:
-            continue
-        broken = damage_of(checkpoint.path)
-        if broken:
-            # verl thins old checkpoints out by removing their largest folder.
-            if tracked is None or checkpoint.step == tracked:
-                notes.append(f"{checkpoint.path} is not whole: {', '.join(broken)} missing or cut off")
-        elif checkpoint.state is not None:
-            if unlogged is not None:
-                notes.append(
-                    f"{unlogged.path} was saved, but the run ended before it logged the metrics of step {unlogged.step}"
-                )
-            return Start(checkpoint, tuple(notes))
-        elif unlogged is None:
-            unlogged = checkpoint
-    if unlogged is not None:
-        return Start(unlogged, tuple(notes))
-    later = [checkpoint for checkpoint in found if tracked is not None and checkpoint.step > tracked]
-    for checkpoint in reversed(later):
-        if not damage_of(checkpoint.path):
-            return Start(checkpoint, (*notes, f"{folder / TRACKER} names step {tracked}, which is not there"))
-    raise ValueError(
-        f"{folder} holds no whole checkpoint: {'; '.join(notes) or f'that of step {tracked} is missing'}. Put the files "
-        "back, or start over with trainer.resume_mode=disable (FRESH=1 of the launch scripts)"
-    )
+    every, tracked = checkpoints(folder), tracked_step(folder)
+    if not every or (tracked is None and not any(each.state for each in every)):
+        return None, []  # not one was finished
+    known = {each: damage_of(each.path) for each in reversed(every) if tracked is None or each.step <= tracked}
+    whole = [each for each, broken in known.items() if not broken]
+    start = next((each for each in whole if each.state), whole[0] if whole else None)
+    notes = [
+        f"{each.path} is not whole: {', '.join(broken)} missing or cut off"
+        if broken
+        else f"{each.path} was saved, but the run ended before it logged the metrics of step {each.step}"
+        for each, broken in known.items()
+        if start is None or each.step > start.step
+    ]
+    if start is None:
+        raise ValueError(
+            f"{folder} holds no whole checkpoint: {'; '.join(notes) or f'that of step {tracked} is missing'}. Put the files "
+            "back, or start over with trainer.resume_mode=disable (FRESH=1 of the launch scripts)"
+        )
+    return start, notes
 
 
-def settle_start(folder: Path, start: Checkpoint | None, *, trains: bool = True) -> None:
-    """Have verl carry on from a checkpoint of this folder; those of later steps count no more, since these are taken again.
-
-    Args:
-        folder: with the checkpoints.
-        start: where the run goes on; ``None`` at the beginning.
-        trains: whether steps are taken at all.
-    """
+def settle_start(folder: Path, start: Checkpoint | None, *, trains: bool) -> None:
+    """Has verl resume from a checkpoint of this folder. Those of later steps count no more if these are taken again."""
     step = start.step if start is not None else 0
-    for checkpoint in checkpoints(folder) if trains else []:
-        if checkpoint.step > step:
-            (checkpoint.path / STATE).unlink(missing_ok=True)
+    for each in checkpoints(folder) if trains else []:
+        if each.step > step and each.state is not None:
+            write_json(each.path / STATE, {"run": each.run})
     if start is not None and tracked_step(folder) != step:
-        write_whole(Path(folder) / TRACKER, str(step))
+        write_whole(folder / TRACKER, str(step).encode())
 
 
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Say of a checkpoint that its step is logged."""
-    write_whole(path / STATE, json.dumps(state) + "\n")
+def keep_last(folder: Path, step: int, count: int, run: str) -> None:
+    """Removes this run's checkpoints up to a step but the last ``count``, as far as verl and this package wrote them.
 
-
-def keep_last(folder: Path, step: int, count: int) -> list[Path]:
-    """Remove all checkpoints up to this step but the last ``count``; returns what was removed.
-
-    verl counts those of one life of a run only (``BaseCheckpointManager.previous_saved_paths``).
+    verl counts those of one start of a run only (``BaseCheckpointManager.previous_saved_paths``).
     """
-    old = [checkpoint.path for checkpoint in checkpoints(folder) if checkpoint.step <= step][:-count]
-    for path in old:
-        (path / STATE).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
-    return old
+    for checkpoint in [each for each in checkpoints(folder) if each.step <= step and each.run == run][:-count]:
+        for path in (checkpoint.path / name for name in (*CONTENT, STATE)):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        with suppress(OSError):  # it holds something else
+            checkpoint.path.rmdir()
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8, such that it appears whole and on the disk, or not at all."""
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; empty where there is none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file with :func:`write_whole`; makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file such that it appears whole and on the disk, or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

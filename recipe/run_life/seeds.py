@@ -1,7 +1,7 @@
 """Sampling that a run can repeat: each request has a seed of its own, by run, step, prompt and sample.
 
-vLLM samples a request that has no seed from a generator of the engine, which begins anew with every start of a run and whose
-numbers go by the arrival of requests; verl's ``rollout.full_determinism`` gives all samples of a prompt the same seed, and so
+vLLM samples a request without a seed from a generator of the engine, which begins anew with every start of a run and whose
+numbers follow the arrival of requests; verl's ``rollout.full_determinism`` gives all samples of a prompt the same seed, and so
 the same text. With
 
     actor_rollout_ref.rollout.agent.agent_loop_manager_class=recipe.run_life.seeds.SeededAgentLoopManager
@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 
 def request_seed(*of: Any) -> int:
-    """A seed of 63 bits, by what can be written as JSON."""
+    """Returns a seed of 63 bits, by anything that can be written as JSON."""
     text = json.dumps(of, sort_keys=True, default=str).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
@@ -33,17 +33,11 @@ class SeededAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, agent_name: str, **kwargs: Any
     ) -> Any:
-        seed = request_seed(
-            self.config.actor_rollout_ref.rollout.seed,
-            trajectory["step"],
-            trajectory["validate"],
-            kwargs.get("index"),
-            kwargs["raw_prompt"],
-            kwargs["session_id"],
-        )
-        return await super()._run_agent_loop(
-            {**sampling_params, "seed": seed}, trajectory, agent_name=agent_name, **kwargs
-        )
+        run = self.config.actor_rollout_ref.rollout.seed
+        prompt = kwargs.get("index"), kwargs["raw_prompt"], kwargs["session_id"]
+        seed = request_seed(run, trajectory["step"], trajectory["validate"], *prompt)
+        seeded = {**sampling_params, "seed": seed}
+        return await super()._run_agent_loop(seeded, trajectory, agent_name=agent_name, **kwargs)
 
 
 class SeededAgentLoopManager(AgentLoopManagerTQ):

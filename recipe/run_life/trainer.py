@@ -1,123 +1,152 @@
-"""A verl trainer whose runs may be killed anywhere and go on as if they had not been.
+"""A mixin for verl's v1 trainers whose runs may be killed anywhere and resume as if they had not been; see README.md.
 
-:class:`ContinuedRun` goes before any of verl's v1 trainers in the bases of a class, and adds to it:
-
-- a checkpoint counts once its step's metrics are logged, so that a run carries on where its history ends
-  (:mod:`recipe.run_life.checkpoints`); no more of them are kept than ``trainer.max_actor_ckpt_to_keep``, whichever
-  life of the run saved them;
-- the ``file`` and ``tensorboard`` loggers carry on (:mod:`recipe.run_life.logs`), and the validation before
-  the training is that of the run, not of each of its lives;
-- what verl's checkpoints lack of the trainer's own process: its random generators, and an adaptive KL coefficient;
-- rows have keys by step and prompt, and stand in their order in the batch. verl's keys are random, and its rows stand in the
-  order in which they arrive, so that no sum is the same twice.
+verl's checkpoints lack the trainer's random generators and an adaptive KL coefficient. verl's row keys are random, and its rows
+are in the order in which they arrive, so that no sum is the same twice; here keys go by step and prompt, rows by their keys.
 """
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from omegaconf import DictConfig, open_dict
+from ray.actor import ActorHandle
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.entry import CONTINUED_PREFIX
-from recipe.run_life.checkpoints import STATE, Checkpoint, is_checkpoint, keep_last, write_state
-from recipe.run_life.logs import continued_logs
-from recipe.run_life.watch import WatchedTrainer
+from grail_advantage.verl_ext.trainer import TokenWeightTrainer
+from grail_advantage.verl_ext.trainer_modes import base_mode
+from grail_advantage.verl_ext.trainers import TokenWeightTrainerSeparateAsync
+from recipe.run_life.actors import Actors
+from recipe.run_life.checkpoints import STATE, Checkpoint, is_checkpoint, keep_last, read_json, write_json
+from recipe.run_life.identity import RUN_DEFINITION
+from recipe.run_life.loggers import ids_of, one_history
+from recipe.run_life.watch import END, REST, STEP, Watch
+from recipe.run_life.worker import KeptActorWorker, KeptDetachActorWorker
+
+PHASES = {
+    "_validate": ("testing", REST),
+    "_save_checkpoint": ("save_checkpoint", REST),
+    "on_step_begin": (STEP, STEP),
+    "on_sample_begin": ("gen", "gen"),
+    "on_sample_end": ("gen", REST),
+    "_compute_old_log_prob": ("old_log_prob", REST),
+    "_compute_ref_log_prob": ("ref", REST),
+    "_compute_advantage": ("adv", REST),
+    "_update_actor": ("update_actor", REST),
+    "on_step_end": ("update_weights", REST),
+}
+"""Methods that ``PPOTrainer.fit``, ``step`` and ``_step_once`` call, the phases that they are, and those after them."""
 
 
-def base_mode(trainer_class: type) -> str:
-    """verl's own name for the kind of trainer that a class is."""
-    if issubclass(trainer_class, PPOTrainerSeparateAsync):
-        return "separate_async"
-    return "colocate_async" if issubclass(trainer_class, PPOTrainerColocateAsync) else "sync"
-
-
-class ContinuedRun(WatchedTrainer):
+class KeptRun:
     """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
     _saved: int | None = None
     """The step of a checkpoint that is saved and does not count yet."""
     _fetched: tuple[int, int] = (0, 0)
     """A step, and how many prompts it fetched so far."""
+    _logger_ids: dict[str, str] = {}  # noqa: RUF012  replaced, never changed
+    _queue: Sequence[ActorHandle] = ()
+    """TransferQueue's actors, which are there before the trainer."""
 
     def __init__(self, config: DictConfig) -> None:
-        # verl compares trainer_mode with its own names (PPOTrainer._build_replay_buffer and five more places); under another
-        # name it silently takes the asynchronous replay buffer.
-        with open_dict(config):
+        with open_dict(config):  # verl compares it with its own names
             config.trainer.v1.trainer_mode = base_mode(type(self))
+        self._folder = Path(config.trainer.default_local_dir)
+        self._run = read_json(self._folder / RUN_DEFINITION).get("run", "unknown")
+        self.watch = Watch(config, Actors(self._held_actors, self._engines).deaths)
+        for name, phases in PHASES.items():
+            setattr(self, name, self._in_phase(getattr(self, name), *phases))
         super().__init__(config)
 
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's, with the history of the run's lives before this one."""
+    def _in_phase(self, method: Callable[..., Any], phase: str, after: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.watch.enter(phase, self.global_steps)
+            result = method(*args, **kwargs)
+            self.watch.enter(after, self.global_steps)
+            return result
+
+        return timed
+
+    def init(self) -> None:
+        spaces = ("transfer_queue", ray.get_runtime_context().namespace)
+        named = ray.util.list_named_actors(all_namespaces=True)  # those that live
+        queue = [each for each in named if each["name"].startswith("TransferQueue") and each["namespace"] in spaces]
+        self._queue = [ray.get_actor(**each) for each in queue]
+        self.watch.begin()
+        with self.watch.guard():
+            super().init()
+
+    def fit(self, *args: Any, **kwargs: Any) -> None:
+        """verl's, with the history of the run's earlier starts."""
         trainer = self.config.trainer
-        if trainer.get("val_only", False):
-            return super().fit(*args, **kwargs)
-        if self.global_steps > 0:
-            with open_dict(trainer):
-                trainer.val_before_train = False
-        with continued_logs(self.global_steps):
-            found = super().fit(*args, **kwargs)
-        self._count_checkpoint()
-        return found
+        with self.watch.guard():
+            if trainer.get("val_only", False):
+                super().fit(*args, **kwargs)
+            else:
+                with open_dict(trainer):
+                    trainer.val_before_train = trainer.get("val_before_train", True) and self.global_steps == 0
+                with one_history(self.config, self.global_steps, self._logger_ids):
+                    super().fit(*args, **kwargs)
+                self._count_checkpoint()
+        self.watch.enter(END, self.global_steps)
 
     def on_step_begin(self) -> None:
         """verl's; the step before is logged."""
         self._count_checkpoint()
+        tensorboard = self.logger.logger.get("tensorboard")
+        if tensorboard is not None:
+            tensorboard.writer.flush()  # or a killed run loses up to two minutes of steps
         super().on_step_begin()
 
-    # ------------------------------------------------------------------------------------------------------- checkpoints
-
     def _save_checkpoint(self) -> None:
+        write_json(self._folder / f"global_step_{self.global_steps}" / STATE, {"run": self._run})
         super()._save_checkpoint()
         self._saved = self.global_steps
 
     def _count_checkpoint(self) -> None:
-        """Have the last checkpoint count, and remove those that are no longer wanted."""
+        """Has the last checkpoint count, and removes those that are no longer wanted."""
         step, self._saved = self._saved, None
         if step is None:
             return
-        trainer = self.config.trainer
-        folder = Path(trainer.default_local_dir)
-        write_state(folder / f"global_step_{step}", {"step": step, **self._run_state()})
-        count = trainer.get("max_actor_ckpt_to_keep", None)
+        write_json(self._folder / f"global_step_{step}" / STATE, {"run": self._run, "step": step, **self._run_state()})
+        count = self.config.trainer.get("max_actor_ckpt_to_keep", None)
         if count:
-            keep_last(folder, step, count)
+            keep_last(self._folder, step, count, self._run)
 
     def _run_state(self) -> dict[str, Any]:
-        """What a life of the run hands to the next one, as JSON; see :meth:`_restore_run_state`."""
-        trainer, control = self.config.trainer, getattr(self, "kl_ctrl_in_reward", None)
+        """The state that one start of the run hands to the next one, as JSON; see :meth:`_restore_run_state`."""
         name, keys, position, has_gauss, gauss = np.random.get_state()
         version, numbers, python_gauss = random.getstate()
         return {
             "last_step": self.total_training_steps,
-            "total_epochs": trainer.total_epochs,
-            "kl_coefficient": None if control is None else control.value,
-            "random": {
-                "torch": bytes(torch.get_rng_state().tolist()).hex(),
-                "numpy": [name, keys.tolist(), position, has_gauss, gauss],
-                "python": [version, list(numbers), python_gauss],
-            },
+            "total_epochs": self.config.trainer.total_epochs,
+            "kl_coefficient": self.kl_ctrl_in_reward.value if hasattr(self, "kl_ctrl_in_reward") else None,
+            "loggers": ids_of(self.logger.logger),
+            "torch": bytes(torch.get_rng_state().tolist()).hex(),
+            "numpy": [name, keys.tolist(), position, has_gauss, gauss],
+            "python": [version, list(numbers), python_gauss],
         }
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
-        if self.global_steps == 0:
-            return
         trainer = self.config.trainer
         named = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
-        path = Path(named or Path(trainer.default_local_dir) / f"global_step_{self.global_steps}")
-        state = Checkpoint(path).state if is_checkpoint(path) else None
-        if state is None:
-            return
+        path = Path(named or self._folder / f"global_step_{self.global_steps}")
+        state = Checkpoint(path).state if self.global_steps > 0 and is_checkpoint(path) else None
         try:
-            self._restore_run_state(state)
+            if state is not None:
+                self._restore_run_state(state)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"{path / STATE} is not as a run leaves it ({type(error).__name__}: {error}); put the file back, or name "
@@ -125,17 +154,15 @@ class ContinuedRun(WatchedTrainer):
             ) from error
 
     def _restore_run_state(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`_run_state` gave."""
+        """Takes over the result of :meth:`_run_state`."""
         if state["kl_coefficient"] is not None and hasattr(self, "kl_ctrl_in_reward"):
             self.kl_ctrl_in_reward.value = state["kl_coefficient"]
-        generators = state["random"]
-        torch.set_rng_state(torch.tensor(list(bytes.fromhex(generators["torch"])), dtype=torch.uint8))
-        name, keys, *rest = generators["numpy"]
+        self._logger_ids = state["loggers"]
+        torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
+        name, keys, *rest = state["numpy"]
         np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-        version, numbers, gauss = generators["python"]
+        version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers), gauss))
-
-    # -------------------------------------------------------------------------------------------------------------- order
 
     def _fetch_one_gen_batch(self) -> TensorDict:
         batch = super()._fetch_one_gen_batch()
@@ -145,26 +172,37 @@ class ContinuedRun(WatchedTrainer):
         return batch
 
     def _balance_batch(self, batch: KVBatchMeta, *args: Any, **kwargs: Any) -> KVBatchMeta:
-        batch.reorder(sorted(range(len(batch)), key=lambda row: _place(batch.keys[row])))
+        def place(row: int) -> tuple[str, int, int]:
+            prompt, session, output = batch.keys[row].rsplit("_", 2)
+            return prompt, int(session), int(output)
+
+        batch.reorder(sorted(range(len(batch)), key=place))
         return super()._balance_batch(batch, *args, **kwargs)
 
+    def _held_actors(self) -> list[ActorHandle]:
+        """The actors without which no step ends; those of a user are not among them."""
+        groups = (getattr(self, name, None) for name in ("actor_rollout_wg", "critic_wg", "ref_policy_wg"))
+        actors = [actor for group in groups if group is not None for actor in group.workers]
+        actors += [actor for replica in self._replicas() for actor in (*replica.workers, *replica.servers)]
+        actors += getattr(getattr(self, "reward_loop_manager", None), "reward_loop_workers", [])
+        actors += getattr(getattr(self, "agent_loop_manager", None), "agent_loop_workers", [])
+        return list(dict.fromkeys([*actors, *self._queue]))
 
-def _place(key: str) -> tuple[str, int, int]:
-    """Prompt, session and output of a row's key, ``{prompt}_{session}_{output}``."""
-    prompt, session, output = key.rsplit("_", 2)
-    return prompt, int(session), int(output)
+    def _replicas(self) -> list[Any]:
+        return [replica for manager in self._rollout_server_managers() for replica in manager.get_replicas()]
+
+    def _engines(self) -> dict[str, ActorHandle]:
+        """vLLM's servers by address."""
+        if self.config.actor_rollout_ref.rollout.name != "vllm":
+            return {}
+        return {replica.server_address: replica.server_handle for replica in self._replicas()}
 
 
-@register_trainer(f"{CONTINUED_PREFIX}sync")
-class ContinuedTrainerSync(ContinuedRun, PPOTrainerSync):
-    """verl's synchronous trainer, which may be killed."""
-
-
-@register_trainer(f"{CONTINUED_PREFIX}colocate_async")
-class ContinuedTrainerColocateAsync(ContinuedRun, PPOTrainerColocateAsync):
-    """verl's asynchronous trainer that shares its devices with the rollout, which may be killed."""
-
-
-@register_trainer(f"{CONTINUED_PREFIX}separate_async")
-class ContinuedTrainerSeparateAsync(ContinuedRun, PPOTrainerSeparateAsync):
-    """verl's asynchronous trainer with rollout devices of their own, which may be killed."""
+for _mode, _verls, _weighted, _worker in (
+    ("sync", PPOTrainerSync, (TokenWeightTrainer, PPOTrainerSync), KeptActorWorker),
+    ("colocate_async", PPOTrainerColocateAsync, (TokenWeightTrainer, PPOTrainerColocateAsync), KeptActorWorker),
+    ("separate_async", PPOTrainerSeparateAsync, (TokenWeightTrainerSeparateAsync,), KeptDetachActorWorker),
+):
+    register_trainer(f"kept_{_mode}")(type(f"Kept_{_mode}", (KeptRun, _verls), {}))
+    _attributes = {"actor_worker_class": _worker}
+    register_trainer(f"grail_kept_{_mode}")(type(f"KeptTokenWeights_{_mode}", (KeptRun, *_weighted), _attributes))

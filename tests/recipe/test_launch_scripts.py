@@ -130,7 +130,7 @@ def test_published_setup(echo: str, script: str, estimator: str, nnodes: int) ->
     # grpo is the published baseline: the same trainer, truncated responses masked alike, weights 1
     method = {"grpo": "uniform", "verl_grpo": "grpo"}.get(estimator, estimator)
     assert config.algorithm.adv_estimator == method
-    assert config.trainer.v1.trainer_mode == ("continued_sync" if estimator == "verl_grpo" else "grail_sync")
+    assert config.trainer.v1.trainer_mode == ("kept_sync" if estimator == "verl_grpo" else "grail_kept_sync")
     if estimator != "verl_grpo":
         assert signal_of(config.algorithm).mask_truncated
 
@@ -355,6 +355,7 @@ def test_knobs(echo: str, tmp_path: Path) -> None:
     assert container(config.ray_kwargs.ray_init.runtime_env.env_vars) == {
         "TENSORBOARD_DIR": str(output_dir / "tensorboard"),
         "VERL_FILE_LOGGER_PATH": str(output_dir / "metrics.jsonl"),
+        "GRAIL_ADVANTAGE_TRAINER_MODULE": "recipe.run_life.trainer",
     }
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from grail_advantage.reward import compute_score
-from grail_advantage.verl_ext.settings import RUN_DEFINITION
+from recipe.run_life.identity import RUN_DEFINITION
 from recipe.smoke import SUMMARY, claims, report, write_problems
 
 ROOT = Path(__file__).parents[2]

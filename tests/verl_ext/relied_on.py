@@ -36,11 +36,8 @@ OTHER_ENVIRONMENT = ROOT / "grail_advantage" / "trl_ext"
 ENGINE = ("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead")
 ENGINE_NAMES = ("engine",)
 VARIABLES = {
-    ("watchdog.py", "replica"): ("verl.workers.rollout.replica", "RolloutReplica"),
-    ("watchdog.py", "manager"): ("verl.workers.rollout.llm_server", "LLMServerManager"),
-    ("watchdog.py", "tracking"): ("verl.utils.tracking", "Tracking"),
-    ("ray_life.py", "worker.global_worker.node"): ("ray._private.node", "Node"),
-    ("ray_life.py", "node"): ("ray._private.node", "Node"),
+    ("trainer.py", "replica"): ("verl.workers.rollout.replica", "RolloutReplica"),
+    ("trainer.py", "manager"): ("verl.workers.rollout.llm_server", "LLMServerManager"),
 }
 """What else is read through a variable: file, its name there, and the class."""
 OVER_THE_WIRE = (("vllm.entrypoints.serve.instrumentator.health", "health"),)

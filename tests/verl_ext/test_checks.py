@@ -13,11 +13,14 @@ import verl  # noqa: F401  its plugin registers the estimators
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+import recipe.checks
 from grail_advantage import GrailConfig
+from grail_advantage.methods import methods
 from grail_advantage.options import option_fields
 from grail_advantage.tokenizers import save_repaired
+from grail_advantage.verl_ext import checks
 from grail_advantage.verl_ext.checks import check_verl_version
-from recipe.checks import check_config, check_trl
+from recipe.checks import check_trl
 from recipe.main_grail import prepare
 from recipe.tiny.model import build_tokenizer
 from tests import forked
@@ -27,6 +30,13 @@ from tests.composed import compose
 ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref.actor"
 MODE = "trainer.v1.trainer_mode"
+
+
+def check_config(config: DictConfig) -> None:
+    """The checks of ``recipe.main_grail``."""
+    recipe.checks.check_config(config)
+    if config.algorithm.adv_estimator in methods():
+        checks.check_config(config)
 
 
 def _compose(*overrides: str, name: str = "grail_trainer") -> DictConfig:

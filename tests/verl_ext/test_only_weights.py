@@ -55,7 +55,10 @@ def test_installing_changes_two_functions_of_verls() -> None:
     (names, environment, estimators), (stock_names, stock_environment, stock_estimators) = results
     changed = {name for name in names.keys() | stock_names.keys() if names.get(name) != stock_names.get(name)}
     # main_ppo imports both by name. verl's own loader of plug-ins has a further name where it loads any.
-    assert {name.rsplit(".", 1)[1] for name in changed} - {"_entry_points"} == {"validate_config", "configure_verl_logging"}
+    assert {name.rsplit(".", 1)[1] for name in changed} - {"_entry_points"} == {
+        "validate_config",
+        "configure_verl_logging",
+    }
     assert environment == stock_environment
     assert set(stock_estimators) < set(estimators) and "grail" not in stock_estimators
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.verl_ext.killed_run import KilledRun, send
+from tests.run_life.killed_run import KilledRun, send
 
 BOUND = 150.0
-"""Seconds until the run is to have ended: a look of the watchdog, Ray's shutdown, the grace of what is left."""
+"""Seconds until the run is to have ended: two looks of the watch, and Ray's shutdown."""
 
 
 @pytest.mark.slow
@@ -17,7 +17,6 @@ def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(tmp_p
     run = KilledRun(tmp_path)
     try:
         run.await_step(2)
-        assert set(run.everybody) - set(run.processes()) - {run.driver} <= {run.reaper}, "a process has no tag"
         engine, server = run.find("engine"), run.find("server")
         send(engine, "SIGKILL")
         run.end(BOUND)
@@ -26,6 +25,6 @@ def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(tmp_p
     assert run.result.returncode == 1
     said = run.result.stderr
     message = said[said.index("grail_advantage watchdog: this run cannot go on and ends now.") :]
-    assert f"vLLM's engine of CpuVLLMHttpServer vllm_server_0_0, process {server} on " in message
+    assert f"vLLM's engine of CpuVLLMHttpServer, process {server} on " in message
     assert f"(EngineCore pid={engine})" in message or "engine core exited unexpectedly" in message, message
     assert "the same command carries on after step " in message and str(tmp_path / "checkpoints") in message

@@ -1,4 +1,4 @@
-"""A whole verl run in the background, of which processes are killed: who is there, who ends it, and who is left."""
+"""A whole verl run in the background, of which processes are killed: who is there, and who is left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipe.run_life import reaper
+import psutil
+
 from tests.verl_ext import whole_run
 
 TITLES = {
@@ -73,42 +74,30 @@ class KilledRun:
     def driver(self) -> int:
         """The driver's process id, once it is there."""
         mark = f"hydra.run.dir={self.folder / 'hydra'}"
-        for entry in reaper.PROC.iterdir():
-            if entry.name.isdigit():
-                try:
-                    words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                except OSError:
-                    continue
-                if mark in words and "-m" in words[:3]:
-                    return int(entry.name)
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if mark in words and "-m" in words[:3]:
+                return process.pid
         raise LookupError(f"no driver of {self.folder}")
-
-    @property
-    def reaper(self) -> int:
-        """The process beside the driver."""
-        return next(pid for pid in self.everybody if reaper.__file__ in reaper.describe(pid, None).title)
 
     @property
     def owner(self) -> int:
         """The process that started the driver."""
-        return parents()[self.driver]
+        return psutil.Process(self.driver).ppid()
 
     def find(self, what: str) -> int:
         """The process id of one of :data:`TITLES`."""
-        for pid in self.processes():
-            if TITLES[what] in reaper.describe(pid).title:
+        titles = {process.pid: title(process) for process in self.everybody}
+        for pid, words in titles.items():
+            if TITLES[what] in words:
                 return pid
-        raise LookupError(f"no {what} among {[reaper.describe(pid).title for pid in self.processes()]}")
-
-    def processes(self) -> list[int]:
-        """Every process of the run, but for the driver and the one beside it."""
-        return reaper.processes(self.tag)
+        raise LookupError(f"no {what} among {titles}")
 
     def await_step(self, step: int) -> None:
-        """Wait until a step is logged; then the ids of the run's processes are known."""
+        """Wait until a step is logged; then the run's processes are known: the driver and those below it."""
         self._await(lambda: _logged(self.folder / "metrics.jsonl") >= step)
-        self.tag = reaper.tag_of(self.driver)
-        self.everybody = {pid: reaper.start_time(pid) for pid in [*descendants(self.driver), self.driver]}
+        self.root = psutil.Process(self.driver)
+        self.everybody = {self.root, *self.root.children(recursive=True)}
 
     def _await(self, there: Callable[[], bool]) -> None:
         deadline = time.monotonic() + STARTED_IN
@@ -122,51 +111,47 @@ class KilledRun:
 
     def end(self, seconds: float) -> tuple[float, float]:
         """Wait for the run's end: seconds until the driver is gone, and until every process is."""
-        started, driver = time.monotonic(), list(self.everybody)[-1]
-        gone_after = None
+        started, gone_after = time.monotonic(), None
         while time.monotonic() - started < seconds:
             left = self.left()
-            if gone_after is None and driver not in left:
+            if gone_after is None and self.root.pid not in left:
                 gone_after = time.monotonic() - started
             if not left and not self._thread.is_alive():
                 return gone_after, time.monotonic() - started
             time.sleep(0.2)
-        raise AssertionError(f"after {seconds:.0f} s are still there: {[reaper.describe(pid) for pid in self.left()]}")
+        raise AssertionError(f"after {seconds:.0f} s (driver gone: {gone_after}) are still there: {self.left()}")
 
-    def left(self) -> list[int]:
-        """Which of the processes that were there still are, and those that have come since."""
-        known = [pid for pid, started in self.everybody.items() if reaper.start_time(pid) == started]
-        return sorted({*known, *self.processes()})
+    def left(self) -> dict[int, str]:
+        """Which of the processes that were there still are, and those that came below them since."""
+        for process in [process for process in self.everybody if lives(process)]:
+            with contextlib.suppress(psutil.Error):
+                self.everybody |= set(process.children(recursive=True))
+        return {process.pid: title(process) for process in self.everybody if lives(process)}
 
     def kill_all(self) -> None:
-        """What a test that failed leaves behind is nobody else's business."""
+        """A test that failed ends the processes that it leaves."""
         with contextlib.suppress(LookupError):
-            driver = self.driver
-            tag, started = reaper.tag_of(driver), descendants(driver)
-            for pid in [driver, *started, *reaper.processes(tag)]:
-                reaper.kill(pid)
-        for pid in self.left() if hasattr(self, "everybody") else ():
-            reaper.kill(pid)
+            driver = psutil.Process(self.driver)
+            self.everybody = {driver, *driver.children(recursive=True), *getattr(self, "everybody", ())}
+        for process in getattr(self, "everybody", ()):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
-def parents() -> dict[int, int]:
-    """The parent of every process."""
-    found: dict[int, int] = {}
-    for entry in reaper.PROC.iterdir():
-        if entry.name.isdigit():
-            try:
-                found[int(entry.name)] = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-    return found
+def lives(process: psutil.Process) -> bool:
+    """Whether it is more than an exit status."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
-def descendants(pid: int) -> list[int]:
-    """Every process below another, found by parents, so that nothing depends on what a process says of itself."""
-    known, found = parents(), [pid]
-    for process in found:
-        found += [child for child, parent in known.items() if parent == process]
-    return found[1:]
+def title(process: psutil.Process) -> str:
+    """The words that a process calls itself by."""
+    try:
+        return " ".join(process.cmdline())[:80]
+    except psutil.Error:
+        return ""
 
 
 def _logged(path: Path) -> int:

@@ -17,9 +17,9 @@ from recipe.run_life.checkpoints import (
     keep_last,
     settle_start,
     tracked_step,
-    write_state,
+    write_json,
 )
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import RUN, write_checkpoint
 
 ALL = tuple(PARTS)
 
@@ -29,8 +29,8 @@ def _damage(path: Path) -> list[str]:
 
 
 def _start(folder: Path) -> int | None:
-    found = choose_start(folder, _damage).checkpoint
-    return found.step if found is not None else None
+    checkpoint, _ = choose_start(folder, _damage)
+    return checkpoint.step if checkpoint is not None else None
 
 
 def _cut(path: Path) -> None:
@@ -84,9 +84,9 @@ class TestStart:
         for step in (5, 10, 15):
             write_checkpoint(tmp_path, step)
         (tmp_path / TRACKER).write_text("10")
-        found = choose_start(tmp_path, _damage)
-        assert found.checkpoint == Checkpoint(tmp_path / "global_step_10") and found.notes == ()
-        settle_start(tmp_path, found.checkpoint)
+        checkpoint, notes = choose_start(tmp_path, _damage)
+        assert checkpoint == Checkpoint(tmp_path / "global_step_10") and notes == []
+        settle_start(tmp_path, checkpoint, trains=True)
         (tmp_path / TRACKER).write_text("")
         assert _start(tmp_path) == 10
 
@@ -99,10 +99,10 @@ class TestStart:
     def test_killed_while_one_was_saved_or_before_its_step_was_logged(self, tmp_path: Path, tracked: bool) -> None:
         write_checkpoint(tmp_path, 5)
         write_checkpoint(tmp_path, 10, logged=False, tracked=tracked)
-        found = choose_start(tmp_path, _damage)
-        assert found.checkpoint is not None and found.checkpoint.step == 5
-        assert bool(found.notes) == tracked
-        settle_start(tmp_path, found.checkpoint)
+        checkpoint, notes = choose_start(tmp_path, _damage)
+        assert checkpoint is not None and checkpoint.step == 5
+        assert bool(notes) == tracked
+        settle_start(tmp_path, checkpoint, trains=True)
         assert tracked_step(tmp_path) == 5 and _start(tmp_path) == 5
 
     def test_killed_while_the_tracker_was_written(self, tmp_path: Path) -> None:
@@ -114,9 +114,8 @@ class TestStart:
     def test_a_damaged_one_is_named_and_the_last_whole_one_taken(self, tmp_path: Path) -> None:
         write_checkpoint(tmp_path, 5)
         _cut(write_checkpoint(tmp_path, 10) / "actor/model_world_size_1_rank_0.pt")
-        found = choose_start(tmp_path, _damage)
-        assert found.checkpoint is not None and found.checkpoint.step == 5
-        (note,) = found.notes
+        checkpoint, (note,) = choose_start(tmp_path, _damage)
+        assert checkpoint is not None and checkpoint.step == 5
         assert "global_step_10 is not whole: actor/model_world_size_1_rank_0.pt" in note
 
     def test_no_whole_one(self, tmp_path: Path) -> None:
@@ -148,21 +147,30 @@ class TestStart:
 
 
 class TestKeepLast:
-    def test_counts_those_of_all_lives(self, tmp_path: Path) -> None:
+    def test_counts_those_of_all_starts(self, tmp_path: Path) -> None:
+        """Those too that a kill left half written."""
+        write_checkpoint(tmp_path, 3, logged=False)
         for step in (5, 10, 15, 20):
             write_checkpoint(tmp_path, step)
-        removed = keep_last(tmp_path, 15, 2)
-        assert [path.name for path in removed] == ["global_step_5"]
+        keep_last(tmp_path, 15, 2, RUN)
         assert [checkpoint.step for checkpoint in checkpoints(tmp_path)] == [10, 15, 20]
 
-    def test_other_folders_stay(self, tmp_path: Path) -> None:
-        write_checkpoint(tmp_path, 5)
+    def test_removes_nothing_that_is_not_its_own(self, tmp_path: Path) -> None:
+        other = write_checkpoint(tmp_path, 5)
+        write_json(other / STATE, {"run": "another", "step": 5})
+        stock = write_checkpoint(tmp_path, 6)
+        (stock / STATE).unlink()
+        (write_checkpoint(tmp_path, 10) / "notes.txt").write_text("a user's")
         (tmp_path / "global_step_best").mkdir()
-        assert keep_last(tmp_path, 5, 1) == []
-        assert (tmp_path / "global_step_best").is_dir()
+        write_checkpoint(tmp_path, 15)
+        keep_last(tmp_path, 15, 1, RUN)
+        assert _damage(other) == _damage(stock) == []
+        assert [path.name for path in (tmp_path / "global_step_10").iterdir()] == ["notes.txt"]
+        assert (tmp_path / "global_step_best").is_dir() and _damage(tmp_path / "global_step_15") == []
 
     def test_a_state_appears_whole(self, tmp_path: Path) -> None:
         path = write_checkpoint(tmp_path, 5, logged=False)
-        write_state(path, {"step": 5, "x": [1, None]})
-        assert Checkpoint(path).state == {"step": 5, "x": [1, None]}
+        assert Checkpoint(path).state is None and Checkpoint(path).run == RUN
+        write_json(path / STATE, {"run": RUN, "step": 5, "x": [1, None]})
+        assert Checkpoint(path).state == {"run": RUN, "step": 5, "x": [1, None]}
         assert [file.name for file in path.iterdir() if file.name.startswith(".")] == []

@@ -1,6 +1,6 @@
 """Checkpoints of four ranks that are loaded by other numbers of ranks, one after the other in one process.
 
-    python -m tests.verl_ext.other_ranks_process FOLDER      # writes FOLDER/found.pt
+    python -m tests.run_life.ranks_process FOLDER      # writes FOLDER/found.pt
 
 A rank here stands for one of many: its collectives go nowhere, which building, saving and loading shards does not notice. What
 a rank holds of each tensor is compared by the test with the whole tensors.
@@ -72,7 +72,7 @@ def parameters(engine: Any) -> list[torch.Tensor]:
 def main(folder: Path) -> None:
     import verl  # noqa: F401  loads the plugin that makes the CPU verl's device
 
-    from recipe.run_life.other_ranks import any_number_of_ranks
+    from recipe.run_life.ranks import any_number_of_ranks
 
     torch.set_num_threads(1)
     found: dict[str, Any] = {}

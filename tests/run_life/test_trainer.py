@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,15 +21,17 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 
-from recipe.run_life.checkpoints import TRACKER, Checkpoint, checkpoints, write_state
-from recipe.run_life.trainer import ContinuedRun
-from tests.checkpoints import write_checkpoint
+from recipe.run_life.checkpoints import STATE, TRACKER, Checkpoint, checkpoints, write_json
+from recipe.run_life.identity import RUN_DEFINITION
+from recipe.run_life.trainer import KeptRun
+from recipe.run_life.watch import END, REST, STEP
+from tests.checkpoints import RUN, write_checkpoint
 
 EVERY = 2
 
 
 class Killed(BaseException):
-    """Nothing of the run goes on behind it."""
+    """Nothing of the run happens after it."""
 
 
 class _Loop:
@@ -38,6 +42,7 @@ class _Loop:
         self.total_training_steps = config.trainer.total_training_steps
         self.killed_at: tuple[str, int] | None = None
         self.drawn: dict[int, float] = {}
+        self.logger = SimpleNamespace(logger={})
 
     def _at(self, place: str) -> None:
         if self.killed_at == (place, self.global_steps):
@@ -49,6 +54,9 @@ class _Loop:
 
     def on_step_begin(self) -> None:
         pass
+
+    on_sample_begin = on_sample_end = on_step_end = _validate = on_step_begin
+    _compute_old_log_prob = _compute_ref_log_prob = _compute_advantage = _update_actor = on_step_begin
 
     def _save_checkpoint(self) -> None:
         write_checkpoint(Path(self.config.trainer.default_local_dir), self.global_steps, logged=False, tracked=False)
@@ -74,12 +82,13 @@ class _Loop:
             file.write(json.dumps({"step": self.global_steps}) + "\n")
 
 
-class _Trainer(ContinuedRun, _Loop):
+class _Trainer(KeptRun, _Loop):
     pass
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Any:
+    write_json(tmp_path / "checkpoints" / RUN_DEFINITION, {"run": RUN})
     return OmegaConf.create(
         {
             "trainer": {
@@ -90,6 +99,9 @@ def config(tmp_path: Path) -> Any:
                 "total_epochs": 1000,
                 "max_actor_ckpt_to_keep": 2,
                 "val_before_train": True,
+                "logger": [],
+                "project_name": "project",
+                "experiment_name": "experiment",
                 "v1": {"trainer_mode": "grail_sync"},
             }
         }
@@ -140,7 +152,7 @@ def test_the_generators_go_on(config: Any, tmp_path: Path) -> None:
     np.random.seed(2)
     random.seed(3)
     whole = _life(config).drawn
-    (tmp_path / "other").mkdir()
+    write_json(tmp_path / "other" / "checkpoints" / RUN_DEFINITION, {"run": RUN})
     other = OmegaConf.merge(config, {"trainer": {"default_local_dir": str(tmp_path / "other" / "checkpoints")}})
     torch.manual_seed(1)
     np.random.seed(2)
@@ -181,14 +193,33 @@ def test_an_adaptive_kl_coefficient_goes_on(config: Any) -> None:
     assert second.kl_ctrl_in_reward.value == first.kl_ctrl_in_reward.value == pytest.approx(0.1 * 2**6)
 
 
+def test_a_runs_loggers_go_on(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Trainer(_Trainer):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            run = SimpleNamespace(id=os.environ.get("WANDB_RUN_ID", "new"))
+            self.logger.logger["wandb"] = SimpleNamespace(run=run)
+
+        def on_step_begin(self) -> None:
+            super().on_step_begin()
+            named.append(os.environ.get("WANDB_RUN_ID"))
+
+    named: list[str | None] = []
+    for _ in range(2):
+        trainer = Trainer(OmegaConf.create(OmegaConf.to_container(config)))
+        trainer._load_checkpoint()
+        trainer.fit()
+        config.trainer.total_training_steps = 8
+    assert named == [None] * 6 + ["new"] * 2
+
+
 @pytest.mark.parametrize(
-    "broken",
-    [{}, {"kl_coefficient": None}, {"kl_coefficient": None, "random": {"torch": "00", "numpy": [], "python": []}}],
+    "broken", [{}, {"kl_coefficient": None, "loggers": {}, "torch": "00", "numpy": [], "python": []}]
 )
 def test_a_state_that_somebody_changed_is_refused_by_name(config: Any, broken: dict[str, Any]) -> None:
     _life(config)
-    folder = Path(config.trainer.default_local_dir) / "global_step_6"
-    write_state(folder, {"step": 6, **broken})
+    path = Path(config.trainer.default_local_dir) / "global_step_6" / STATE
+    write_json(path, {"step": 6, **broken})
     with pytest.raises(ValueError, match=r"global_step_6/run_state\.json is not as a run leaves it .*resume_path"):
         _Trainer(config)._load_checkpoint()
 
@@ -199,6 +230,21 @@ def test_val_only_leaves_everything_alone(config: Any) -> None:
     trainer.global_steps = 6
     trainer.fit()
     assert trainer.config.trainer.val_before_train is True and _counting(config) == []
+
+
+def test_each_stage_of_verls_runs_in_the_phase_that_verl_times_it_as(config: Any) -> None:
+    trainer, entered = _Trainer(config), []
+    trainer.watch.enter = lambda phase, step: entered.append(phase)
+    trainer.global_steps = 2
+    stages = ["_compute_old_log_prob", "_compute_ref_log_prob", "_compute_advantage", "_update_actor", "on_step_end"]
+    for stage in ("_validate", "on_step_begin", "on_sample_begin", "on_sample_end", *stages):
+        getattr(trainer, stage)()
+    phases = ["old_log_prob", "ref", "adv", "update_actor", "update_weights"]
+    assert entered[:8] == ["testing", REST, STEP, STEP, "gen", "gen", "gen", REST]
+    assert entered[8:] == [each for phase in phases for each in (phase, REST)]
+    trainer.global_steps = 6
+    trainer.fit()
+    assert entered[-1] == END
 
 
 class _Batches:
@@ -217,7 +263,7 @@ class _Batches:
         return batch
 
 
-class _Ordered(ContinuedRun, _Batches):
+class _Ordered(KeptRun, _Batches):
     __init__ = _Batches.__init__
 
 

@@ -10,11 +10,13 @@ import hydra
 import pytest
 import verl  # noqa: F401  its plugin registers the estimators
 from omegaconf import DictConfig
+from verl.trainer.ppo.v1 import get_trainer_cls
 
-from grail_advantage.verl_ext.settings import RUN_DEFINITION as FILE
 from recipe.main_grail import prepare
 from recipe.run_life.checkpoints import TRACKER
-from recipe.run_life.identity import begin_run, check_run, finished_at, run_definition
+from recipe.run_life.identity import RUN_DEFINITION as FILE
+from recipe.run_life.identity import begin_run, check_run, choose, is_finished, run_definition
+from recipe.run_life.trainer import KeptRun
 from tests import forked
 from tests.checkpoints import write_checkpoint
 from tests.composed import compose
@@ -34,11 +36,16 @@ def _compose(folder: Path, *overrides: str) -> DictConfig:
     return config
 
 
-def _start(folder: Path, *overrides: str) -> None:
-    """What an entry point does before Ray."""
+def _start(folder: Path, *overrides: str) -> bool:
+    """What an entry point does before Ray; whether anything is left to train."""
     config = _compose(folder, *overrides)
     prepare(config)
-    begin_run(config)
+    return begin_run(config)
+
+
+def _finished(folder: Path, *overrides: str) -> bool:
+    config = _compose(folder, *overrides)
+    return is_finished(config, choose(config)[0])
 
 
 def _save(folder: Path, step: int, **state: bool) -> Path:
@@ -99,26 +106,13 @@ DEFINES[f"{MODEL}=other/model"] = (MODEL, "~/models/deepseek-llm-7b-chat", "othe
 @pytest.mark.parametrize("override", DEFINES)
 def test_another_run_is_refused_with_what_differs(folder: Path, override: str) -> None:
     _start(folder)
-    checkpoint = _save(folder, 10)
+    _save(folder, 10)
     name, there, here = DEFINES[override]
     with pytest.raises(ValueError, match="choose another trainer") as refused:
         prepare(_compose(folder, override))
     assert f"  {name}: {there!r} there, {here!r} here\n" in str(refused.value)
-    assert f"carry on from {checkpoint}" in str(refused.value)
+    assert f"trainer.default_local_dir={folder} holds the files of another run" in str(refused.value)
     _start(folder.with_name("another"), override)
-
-
-def test_an_option_that_only_another_version_knows_says_nothing(folder: Path) -> None:
-    _start(folder)
-    _save(folder, 10)
-    content = json.loads((folder / FILE).read_text())
-    del content["definition"]["algorithm.grail.leaf"]
-    (folder / FILE).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"algorithm\.grail\.leaf: None there"):
-        _start(folder)
-    content["written_by"]["grail_advantage"] = "0.1"
-    (folder / FILE).write_text(json.dumps(content))
-    _start(folder)
 
 
 def test_all_that_differs_is_named(folder: Path) -> None:
@@ -148,14 +142,14 @@ def test_from_the_start_among_checkpoints_of_another_run(folder: Path) -> None:
     _save(folder, 10)
     again = "trainer.resume_mode=disable"
     _start(folder, again)
-    with pytest.raises(ValueError, match=r"save its checkpoints among them:(\n.*)+data\.seed"):
+    with pytest.raises(ValueError, match=r"the files of another run:(\n.*)+data\.seed"):
         prepare(_compose(folder, again, "data.seed=7"))
     prepare(_compose(folder, again, "data.seed=7", "trainer.save_freq=-1"))
 
 
 def test_checkpoints_of_nobody_knows_whom(folder: Path) -> None:
     checkpoint = _save(folder, 10)
-    with pytest.raises(ValueError, match=r"no run_definition\.json .*carry on from .*resume_mode=resume_path"):
+    with pytest.raises(ValueError, match=r"no run_definition\.json that can be read"):
         prepare(_compose(folder))
     _start(folder, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
     _start(folder)
@@ -166,7 +160,7 @@ def test_a_named_checkpoint(folder: Path) -> None:
     checkpoint = _save(folder, 10)
     named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
     _start(folder, *named)
-    with pytest.raises(ValueError, match=r"carry on from .*global_step_10:(\n.*)+data\.seed"):
+    with pytest.raises(ValueError, match=r"the files of another run:(\n.*)+data\.seed"):
         prepare(_compose(folder, *named, "data.seed=7"))
     elsewhere = folder.with_name("elsewhere")
     _start(elsewhere, *named, "data.seed=7")
@@ -176,9 +170,9 @@ def test_a_named_checkpoint(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("trainer.resume_mode=always",), r"trainer\.resume_mode='always' is unknown; choose one of auto, disable"),
-        (("trainer.resume_mode=resume_path",), r"trainer\.resume_from_path=None is no checkpoint"),
-        (("trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/global_step_3"), r"is no checkpoint"),
+        (("trainer.resume_mode=always",), r"trainer\.resume_mode=always is unknown; choose one of auto, disable"),
+        (("trainer.resume_mode=resume_path",), r"trainer\.resume_from_path=None is no whole checkpoint"),
+        (("trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/global_step_3"), r"is no whole checkpoint"),
     ],
 )
 def test_what_verl_finds_out_after_ray(folder: Path, overrides: tuple[str, ...], message: str) -> None:
@@ -222,7 +216,9 @@ class TestWhole:
         checkpoint = _save(folder, 10)
         (checkpoint / "actor/optim_world_size_8_rank_0.pt").unlink()
         named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-        with pytest.raises(ValueError, match=r"resume_from_path=.* is not whole: actor/optim_world_size_8_rank_0\.pt"):
+        with pytest.raises(
+            ValueError, match=r"resume_from_path=.* is no whole .*: actor/optim_world_size_8_rank_0\.pt"
+        ):
             prepare(_compose(folder, *named))
 
 
@@ -240,7 +236,7 @@ class TestDump:
         _start(folder, dump)
         self._write(tmp_path, 1)
         with pytest.raises(
-            ValueError, match=r"token_dump\.folder=.* holds the steps of another run:(\n.*)+data\.seed: 42 there"
+            ValueError, match=r"token_dump\.folder=.* holds the files of another run:(\n.*)+data\.seed: 42 there"
         ):
             prepare(_compose(folder, dump, "data.seed=7"))
 
@@ -255,7 +251,9 @@ class TestDump:
     def test_of_nobody_knows_whom(self, folder: Path, tmp_path: Path, dump: str) -> None:
         (tmp_path / "tokens").mkdir()
         self._write(tmp_path, 1)
-        with pytest.raises(ValueError, match=r"no run_definition\.json that says .*\n.*choose another folder"):
+        with pytest.raises(
+            ValueError, match=r"holds the files of another run:\n  no run_definition\.json that can be read"
+        ):
             prepare(_compose(folder, dump))
         _start(folder)
         _save(folder, 10)
@@ -269,15 +267,11 @@ class TestDump:
 
 class TestFinished:
     @pytest.mark.parametrize("estimator", ["grail", "grpo"])
-    def test_says_so_and_ends_with_status_0(
-        self, folder: Path, estimator: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_says_so(self, folder: Path, estimator: str, capsys: pytest.CaptureFixture[str]) -> None:
         override = f"algorithm.adv_estimator={estimator}"
         _start(folder, override)
         checkpoint = _save(folder, 50)
-        with pytest.raises(SystemExit) as ended:
-            _start(folder, override)
-        assert ended.value.code == 0
+        assert not _start(folder, override)
         assert f"already finished: {checkpoint} is the checkpoint of the last step" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
@@ -292,28 +286,28 @@ class TestFinished:
     def test_is_not_where_something_is_left_to_do(self, folder: Path, overrides: tuple[str, ...]) -> None:
         _start(folder)
         _save(folder, 50)
-        assert finished_at(_compose(folder, *overrides)) is None
+        assert not _finished(folder, *overrides)
 
     def test_a_tracker_without_its_checkpoint_is_no_end(self, folder: Path) -> None:
         """The run goes on from the one that is there."""
         _start(folder)
         _save(folder, 50).rename(folder / "global_step_40")
-        assert finished_at(_compose(folder)) is None
+        assert not _finished(folder)
 
     def test_by_epochs_alone(self, folder: Path) -> None:
         """How many steps they make, the checkpoint says."""
         epochs = ("trainer.total_training_steps=null", "trainer.total_epochs=1000")
         _start(folder, *epochs)
         _save(folder, 40)
-        assert finished_at(_compose(folder, *epochs)) is None
-        checkpoint = _save(folder, 50)
-        assert finished_at(_compose(folder, *epochs)) == checkpoint
+        assert not _finished(folder, *epochs)
+        _save(folder, 50)
+        assert _finished(folder, *epochs)
 
     def test_is_not_before_its_last_step_is_logged(self, folder: Path) -> None:
         _start(folder)
         _save(folder, 40)
         _save(folder, 50, logged=False)
-        assert finished_at(_compose(folder)) is None
+        assert not _finished(folder)
 
 
 def test_both_entry_points_define_a_run_alike(folder: Path) -> None:
@@ -338,19 +332,22 @@ def initialize_verl():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["recipe.main_grail", "verl.trainer.main_ppo"])
-def test_commands_stop_before_ray(tmp_path: Path, module: str) -> None:
+def test_the_command_stops_before_ray(tmp_path: Path) -> None:
     """A run that is finished, and one that is another."""
     folder = tmp_path / "checkpoints"
-    config = ["--config-name", "cpu_trainer"] if module.startswith("recipe") else ["trainer.device=cpu"]
     actor = [f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT}.n=4", f"{ROLLOUT}.name=vllm"]
-    common = [*config, *actor, f"trainer.default_local_dir={folder}", "algorithm.adv_estimator=grail"]
+    common = [
+        "--config-name",
+        "cpu_trainer",
+        *actor,
+        f"trainer.default_local_dir={folder}",
+        "algorithm.adv_estimator=grail",
+    ]
     common += ["trainer.total_training_steps=2", "trainer.save_freq=1", f"hydra.run.dir={tmp_path}"]
 
     def start(*overrides: str, fork: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
-        platform = "cpu" if fork or module.startswith("recipe") else None
-        variables = {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", "VERL_PLATFORM": platform, **environment}
-        return forked.run(module, *common, *overrides, fork=fork, **variables)
+        variables = {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", "VERL_PLATFORM": "cpu", **environment}
+        return forked.run("recipe.main_grail", *common, *overrides, fork=fork, **variables)
 
     # Ray is given an address where nothing listens: a run that gets that far has stored its definition. Ray reads its variables
     # while it is imported.
@@ -376,5 +373,48 @@ def test_a_broken_definition_is_named(folder: Path, content: bytes) -> None:
     _start(folder)
     _save(folder, 10)
     (folder / FILE).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{FILE} does not say which run the files beside it are of .*resume_path"):
+    with pytest.raises(ValueError, match=rf"no {FILE} that can be read"):
         _start(folder)
+
+
+def test_a_mixture_that_is_asked_for_is_a_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _start(folder)
+    _save(folder, 10)
+    _start(folder, "data.seed=7", "run_life.strict=false")
+    assert "WARNING" in (said := capsys.readouterr().err) and "data.seed: 42 there, 7 here" in said
+    assert json.loads((folder / FILE).read_text())["definition"]["data.seed"] == 7
+
+
+def test_a_run_keeps_its_id_and_another_has_its_own(folder: Path) -> None:
+    ids = []
+    for _ in range(2):
+        _start(folder)
+        _save(folder, 10)
+        ids.append(json.loads((folder / FILE).read_text())["run"])
+    _start(folder, "trainer.resume_mode=disable")
+    assert ids[0] == ids[1] != json.loads((folder / FILE).read_text())["run"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode", "module"),
+    [
+        ((), "grail_kept_sync", "recipe.run_life.trainer"),
+        (("algorithm.adv_estimator=grpo",), "kept_sync", "recipe.run_life.trainer"),
+        (("run_life.enabled=false",), "grail_sync", None),
+        (("run_life.enabled=false", "algorithm.adv_estimator=grpo"), "sync", None),
+        (("algorithm.token_weights.trainer_module=json",), "grail_sync", "json"),
+    ],
+)
+def test_one_switch_chooses_the_trainer(
+    folder: Path, overrides: tuple[str, ...], mode: str, module: str | None
+) -> None:
+    config = _compose(folder, *overrides)
+    prepare(config)
+    assert config.trainer.v1.trainer_mode == mode and config.algorithm.token_weights.trainer_module == module
+    if module == "recipe.run_life.trainer":
+        assert issubclass(get_trainer_cls(mode), KeptRun)
+
+
+def test_off_judges_nobody(folder: Path) -> None:
+    _save(folder, 10)
+    prepare(_compose(folder, "run_life.enabled=false"))

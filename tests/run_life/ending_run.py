@@ -1,0 +1,113 @@
+"""A driver, a trainer's process and a worker as verl's, without verl: for what becomes of them when one is killed.
+
+    python -m tests.run_life.ending_run FOLDER
+
+Writes the process ids to ``FOLDER/processes.json`` and then waits for the worker, as verl would, for ever. The worker has a
+child, and a user's upload that was detached from it. An actor of the user's dies at the start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf
+
+from recipe.run_life import driver, watch
+from recipe.run_life.trainer import KeptRun
+
+
+class Worker:
+    """Has children."""
+
+    def start(self) -> dict[str, int]:
+        print("the worker's last line", flush=True)
+        child = subprocess.Popen(["sleep", "300"])
+        # Ray's worker ends its own children when it exits, with a session of their own or not.
+        detach = ["sh", "-c", "sleep 300 >/dev/null & echo $!"]
+        upload = subprocess.run(detach, start_new_session=True, stdout=subprocess.PIPE, check=True).stdout
+        return {"worker": os.getpid(), "child": child.pid, "upload": int(upload)}
+
+    def work(self) -> None:
+        time.sleep(1000)
+
+
+@ray.remote
+class OfTheUser:
+    """Ends without a word, which the user's code handles."""
+
+    def end(self) -> None:
+        os._exit(7)
+
+
+class _Waits:
+    """Does the work of verl's trainer."""
+
+    global_steps = 3
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config
+
+    def init(self) -> None:
+        pass
+
+    def _rollout_server_managers(self) -> list[Any]:
+        return []
+
+    def on_step_begin(self) -> None:
+        pass
+
+    def fit(self) -> None:
+        self.watch.enter("gen", self.global_steps)
+        of_the_user = OfTheUser.remote()
+        ray.wait([of_the_user.end.remote()])
+        worker = ray.remote(Worker).options(name="the_worker").remote()
+        processes = ray.get(worker.start.remote()) | {"trainer": os.getpid()}
+        self.actor_rollout_wg = SimpleNamespace(workers=[worker])
+        folder = Path(self.config.trainer.default_local_dir)
+        (folder / "unfinished.json").write_text(json.dumps(processes))
+        time.sleep(5 * watch.INTERVAL)  # the death of the user's actor is noticed, if anybody asks
+        (folder / "unfinished.json").rename(folder / "processes.json")
+        ray.get(worker.work.remote())
+
+    on_sample_begin = on_sample_end = on_step_end = _validate = _save_checkpoint = on_step_begin
+    _compute_old_log_prob = _compute_ref_log_prob = _compute_advantage = _update_actor = on_step_begin
+
+
+class _Trainer(KeptRun, _Waits):
+    pass
+
+
+@ray.remote
+class TaskRunner:
+    """verl's, by its name."""
+
+    def run(self, config: DictConfig) -> None:
+        watch.INTERVAL = 0.5
+        trainer = _Trainer(config)
+        trainer.init()
+        trainer.fit()
+
+
+def run_ppo(config: DictConfig, task_runner_class: type) -> None:
+    """verl's, as far as Ray goes."""
+    ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": 4, "include_dashboard": False}))
+    ray.get(TaskRunner.remote().run.remote(config))
+
+
+def main(folder: str) -> None:
+    trainer = {"default_local_dir": folder, "resume_mode": "auto", "save_freq": 1, "logger": [], "v1": {}}
+    config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": {"name": "vllm"}}})
+    driver.run_ppo = run_ppo
+    driver.run(config)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

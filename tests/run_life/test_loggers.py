@@ -1,0 +1,159 @@
+"""One history of a run that was started several times: verl's file and tensorboard loggers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from verl.utils import tracking
+from verl.utils.tracking import Tracking
+
+from recipe.run_life.loggers import ids_of, keep_steps, one_history
+
+BACKENDS = ["file", "tensorboard"]
+
+
+@pytest.fixture(autouse=True)
+def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tensorboard"))
+
+
+def _config(loggers: list[str]) -> Any:
+    trainer = {"logger": loggers, "project_name": "project", "experiment_name": "experiment"}
+    return OmegaConf.create({"trainer": trainer})
+
+
+def _life(resumed_at: int, steps: range, value: float) -> None:
+    """A life of a run that is killed: nothing is closed."""
+    with one_history(_config(BACKENDS), resumed_at, {}):
+        logs = Tracking("project", "experiment", BACKENDS)
+    for step in steps:
+        logs.log({"value": value}, step)
+    logs._finished = True  # its __del__ is not what ends a killed run
+
+
+def _file(tmp_path: Path) -> list[tuple[int, float]]:
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    return [(line["step"], line["data"]["value"]) for line in map(json.loads, lines)]
+
+
+def _tensorboard(tmp_path: Path) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    return [(event.step, event.value) for event in found.Scalars("value")]
+
+
+def test_no_step_twice_and_none_lost(tmp_path: Path) -> None:
+    """Killed behind step 7 with a checkpoint of step 5, then behind step 8 with that of step 7."""
+    _life(0, range(0, 8), 1.0)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 8, "data": {"va')
+    _life(5, range(6, 9), 2.0)
+    _life(7, range(8, 11), 3.0)
+    expected = [*((step, 1.0) for step in range(6)), (6, 2.0), (7, 2.0), (8, 3.0), (9, 3.0), (10, 3.0)]
+    assert _file(tmp_path) == expected
+    assert _tensorboard(tmp_path) == expected
+
+
+def test_a_run_from_the_beginning_has_nothing_of_another(tmp_path: Path) -> None:
+    _life(0, range(0, 4), 1.0)
+    _life(0, range(0, 2), 2.0)
+    assert _file(tmp_path) == _tensorboard(tmp_path) == [(0, 2.0), (1, 2.0)]
+
+
+def test_everything_is_as_before_afterwards() -> None:
+    before = dict(os.environ)
+    with pytest.raises(RuntimeError), one_history(_config(["file"]), 3, {"wandb": "abc"}):
+        assert "open" in vars(tracking) and os.environ["WANDB_RUN_ID"] == "abc"
+        raise RuntimeError
+    assert "open" not in vars(tracking) and dict(os.environ) == before
+
+
+def test_wandb_resumes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With wandb's own code, without its server."""
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    runs, ids = [], {}
+    for step in (0, 5, 7):
+        with one_history(_config(["wandb"]), step, ids):
+            logs = Tracking("project", "experiment", ["wandb"], config={"trainer": {}})
+        runs.append(wandb.run)
+        assert wandb.run.settings.resume == ("allow" if ids else None)
+        ids = ids_of(logs.logger)
+        logs.finish()
+        wandb.teardown()  # it reads its variables once a process
+    assert len({run.id for run in runs}) == 1 and ids == {"wandb": runs[0].id}
+    monkeypatch.setenv("WANDB_RUN_ID", "named")
+    with one_history(_config(["wandb"]), 9, ids):
+        assert os.environ["WANDB_RUN_ID"] == "named"
+
+
+def test_mlflow_resumes_its_run_with_its_first_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as verl calls it; MLflow refuses another value of a parameter."""
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow := _Mlflow())
+    monkeypatch.setattr(tracking, "MLFLOW_SLEEP_SECONDS", 0)
+    ids = {}
+    for steps in (10, 20):
+        with one_history(_config(["mlflow"]), 5 if ids else 0, ids):
+            logs = Tracking("project", "experiment", ["mlflow"], config={"steps": steps, f"of {steps}": 1})
+        ids = ids_of(logs.logger)
+        logs.finish()
+    assert ids == {"mlflow": "run 0"}
+    assert mlflow.runs == {"run 0": {"steps": 10, "of 10": 1, "of 20": 1}}
+
+
+class _Mlflow(ModuleType):
+    """The calls that verl makes."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.runs: dict[str, dict[str, Any]] = {}
+        self.active: str | None = None
+        self.set_tracking_uri = lambda uri: None
+        self.set_experiment = lambda name: SimpleNamespace(experiment_id=name)
+        self.get_run = lambda run_id: SimpleNamespace(data=SimpleNamespace(params=self.runs[run_id]))
+        self.active_run = lambda: SimpleNamespace(info=SimpleNamespace(run_id=self.active))
+
+    def start_run(self, run_id: str | None = None, experiment_id: str = "", run_name: str = "") -> None:
+        self.active = run_id or f"run {len(self.runs)}"
+        self.runs.setdefault(self.active, {})
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        run = self.runs[self.active]
+        assert all(run.get(name, value) == value for name, value in params.items())
+        run.update(params)
+
+    def end_run(self, *args: Any, **kwargs: Any) -> None:
+        self.active = None
+
+
+@pytest.mark.parametrize(
+    ("content", "kept"),
+    [
+        (b"", b""),
+        (b'{"step": 1}\n{"step": 2}\n{"step": 3}\n', b'{"step": 1}\n{"step": 2}\n'),
+        (b'{"step": 1}\n{"step": 2}', b'{"step": 1}\n'),
+        (b'{"step": 1}\nnot json\n[1]\n{"a": 1}\n{"step": 2}\n', b'{"step": 1}\n{"step": 2}\n'),
+    ],
+)
+def test_keep_steps(tmp_path: Path, content: bytes, kept: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(content)
+    keep_steps(path, 2)
+    assert path.read_bytes() == kept
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_no_file(tmp_path: Path) -> None:
+    keep_steps(tmp_path / "none.jsonl", 2)
+    assert list(tmp_path.iterdir()) == []
