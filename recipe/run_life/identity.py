@@ -63,9 +63,7 @@ def run_definition(config: DictConfig) -> dict[str, Any]:
     if config.algorithm.adv_estimator in methods():
         # With the values that a preset stands for.
         signal, section = signal_of(config.algorithm), method(config.algorithm.adv_estimator).section
-        values |= {
-            f"algorithm.{section}.{each.name}": getattr(signal, each.name) for each in option_fields(type(signal))
-        }
+        values |= {f"algorithm.{section}.{name}": value for name, value in signal.as_dict().items()}
     return json.loads(json.dumps(values, default=str))
 
 
