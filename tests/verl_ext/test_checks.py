@@ -40,7 +40,7 @@ def check_config(config: DictConfig) -> None:
 
 
 def _compose(*overrides: str, name: str = "grail_trainer") -> DictConfig:
-    required = [f"{ACTOR}.use_dynamic_bsz=True", "actor_rollout_ref.rollout.n=4"]
+    required = ["run_life.enabled=False", f"{ACTOR}.use_dynamic_bsz=True", "actor_rollout_ref.rollout.n=4"]
     return compose(name, overrides=[*required, *overrides])
 
 
@@ -336,7 +336,7 @@ def test_accepted(overrides: tuple[str, ...]) -> None:
 
 
 def test_verls_own_estimators_get_verls_trainer() -> None:
-    config = _compose("algorithm.adv_estimator=grpo")
+    config = _compose("algorithm.adv_estimator=grpo", "run_life.enabled=True")
     prepare(config)
     assert config.trainer.v1.trainer_mode == "kept_sync"
 
