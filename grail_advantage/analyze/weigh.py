@@ -36,12 +36,11 @@ from grail_advantage.token_dump import (
     DumpHeader,
     DumpRow,
     MethodColumns,
-    TokenTexts,
-    answer_text,
     read_dump,
     step_path,
     write_step,
 )
+from grail_advantage.token_text import TokenTexts, answer_text
 from grail_advantage.token_weights import TokenWeights, compute_token_weights
 
 DEFINITION = "definition.json"
@@ -325,7 +324,6 @@ def _header(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> DumpHeade
         temperature=analysis.temperature,
         rows_in_step=len(analysis.responses),
         special_tokens=TokenTexts(tokenizer).special_tokens,
-        source="analyze",
         written_by=f"grail_advantage {__version__}",
     )
 

@@ -1,4 +1,4 @@
-"""What the trainer writes into the token dump (:mod:`grail_advantage.token_dump`) of each update's batch.
+"""The rows of each update's batch that go into the token dump (:mod:`grail_advantage.token_dump`), written beside the training.
 
 verl's own rollout dump (``trainer.rollout_data_dir``, ``PPOTrainer._log_rollout_data``) names the same rows by the same keys,
 in its column ``uid``.
@@ -8,9 +8,14 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +29,13 @@ from grail_advantage.answer_span import AnswerSpan
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS
 from grail_advantage.options import option_fields
 from grail_advantage.signals.base import RowSelection, Signal
-from grail_advantage.token_dump import DumpHeader, DumpRow, TokenDumpWriter, TokenTexts, answer_text
+from grail_advantage.token_dump import DumpHeader, DumpRow, remove_steps, write_step
+from grail_advantage.token_text import TokenTexts, answer_text
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, DumpOptions
 
-BYTES_PER_TOKEN = 27
+logger = logging.getLogger(__name__)
+
+BYTES_PER_TOKEN = 20
 """Of a dump on the disk, measured with every column there and as good as random; see docs/token_dump.md."""
 FIELDS = ("rm_scores", "reward_model", "extra_fields", "data_source", "extra_info", OLD_LOG_PROBS, ENTROPY)
 """What is fetched from TransferQueue for the written rows; what a run does not have is left out there."""
@@ -54,6 +62,19 @@ class StepRows:
     rows_in_step: int
     """Without those that only fill it up."""
 
+    def taken(self, chosen: Sequence[int]) -> StepRows:
+        """These rows alone, their tensors copied."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        whole = {"method", "signal", "rows_in_step"}
+        return replace(
+            self,
+            **{
+                name: value[chosen] if isinstance(value, torch.Tensor) else [value[row] for row in chosen]
+                for name, value in values.items()
+                if name not in whole
+            },
+        )
+
 
 def neutral_reasons(
     signal: Signal,
@@ -63,10 +84,9 @@ def neutral_reasons(
     advantages_B: torch.Tensor,
     truncated_B: torch.Tensor,
     non_finite_B: torch.Tensor,
-    spans: Sequence[AnswerSpan | None],
 ) -> list[str | None]:
     """Why each row has no scores of its own; ``None`` where it has. The first reason that holds, in the order below."""
-    needs_span = signal.needs_answer or (signal.statistics == "reasoning" and signal.answer_weights is None)
+    needs_answer = signal.needs_answer or (signal.statistics == "reasoning" and signal.answer_weights is None)
 
     def reason(row: int) -> str | None:
         if selection.selected_B[row]:
@@ -77,11 +97,11 @@ def neutral_reasons(
             return "truncated"
         if advantages_B[row] == 0:
             return "advantage 0"
-        if needs_span and spans[row] is None:
+        if needs_answer and not selection.answered_B[row]:
             return "no answer"
         return "not scored" if selection.inside_gate_B[row] else "outside the gate"
 
-    return [reason(row) for row in range(len(spans))]
+    return [reason(row) for row in range(len(valid_B))]
 
 
 def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:
@@ -126,8 +146,81 @@ def size_estimate(rows: int, tokens: int, files: int) -> str:
     )
 
 
+class DumpWriter:
+    """Writes a folder in a thread of its own, beside the training, which it never stops.
+
+    A file that cannot be written, or comes while ``waiting`` others wait for the disk, is left out: counted in ``failed``, and
+    logged once.
+
+    Args:
+        folder: where to.
+        waiting: how many updates may wait to be written.
+    """
+
+    def __init__(self, folder: Path, waiting: int = 4) -> None:
+        self.folder = folder
+        self.failed = 0
+        """Updates that were to be written and were not."""
+        self._waiting = waiting
+        self._futures: list[Future] = []
+        self._executor: ThreadPoolExecutor | None = None
+
+    def submit(self, make: Callable[[], tuple[DumpHeader, list[DumpRow]]]) -> None:
+        """Have one file written.
+
+        Args:
+            make: gives the header and the rows; called in the writer's thread, so that it must own what it reads.
+        """
+        self._futures = [future for future in self._futures if not future.done()]
+        if len(self._futures) >= self._waiting:
+            self._fail(f"{len(self._futures)} updates wait to be written already")
+            return
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token_dump")
+        self._futures.append(self._executor.submit(self._write, make))
+
+    def start_at(self, step: int) -> None:
+        """Remove the files of an earlier run, of this step and later ones."""
+        with self.attempt():
+            removed = remove_steps(self.folder, step)
+            if removed:
+                logger.warning(
+                    "token dump: %d files of step %d and later, of an earlier run, removed from %s",
+                    len(removed),
+                    step,
+                    self.folder,
+                )
+
+    def wait(self, seconds: float) -> None:
+        """Wait until everything is written, but no longer than this: a disk that hangs stops nothing."""
+        wait_for(self._futures, timeout=seconds)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        self._executor, self._futures = None, []
+
+    def _write(self, make: Callable[[], tuple[DumpHeader, list[DumpRow]]]) -> None:
+        with self.attempt():
+            write_step(self.folder, *make())
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Within, whatever goes wrong loses an update's file and stops nothing."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        if not self.failed:
+            logger.warning("token dump: a file was not written to %s (%s); training goes on", self.folder, why)
+        self.failed += 1
+
+
 class StepDump:
-    """Chooses rows, fetches what belongs to them, and hands them to the writer.
+    """Chooses rows, makes rows of a dump of them, and hands them to the writer.
 
     Args:
         options: of ``algorithm.token_dump``.
@@ -155,7 +248,7 @@ class StepDump:
                 f"{DUMP_FOLDER}={options.folder} cannot be made on the driver's machine: {error}; choose another folder"
             ) from error
         self.options = options
-        self.writer = TokenDumpWriter(options.folder)
+        self.writer = DumpWriter(options.folder)
         self._model, self._temperature = model, temperature
         self._tokenizer, self._texts = tokenizer, TokenTexts(tokenizer)
         self._limit = None if options.rows is None else max(1, options.rows // updates)
@@ -180,66 +273,60 @@ class StepDump:
             batch: the whole batch.
             fetched: ``FIELDS`` of the chosen rows, in their order.
         """
-        columns = {
-            "score": batch.scores_BT,
-            "weight": batch.weights_BT,
-            "base_advantage": batch.base_advantages_BT,
-            "advantage": batch.advantages_BT,
-        }
-        taken = {name: values[chosen].float().numpy() for name, values in columns.items()}
-        mask = batch.mask_BT[chosen].numpy()
-        signal = batch.signal
+        taken = batch.taken(chosen)
 
         def make() -> tuple[DumpHeader, list[DumpRow]]:
             known = _known(fetched, len(chosen))
-            prompts: dict[int, str] = {}
-            rows = []
-            for i, row in enumerate(chosen):
-                group, response = batch.groups[row], batch.responses[row].numpy()
-                length = len(response)
-                if group not in prompts:
-                    prompts[group] = self._tokenizer.decode(batch.prompts[row].tolist())
-                tokens = self._texts(response)
-                rows.append(
-                    DumpRow(
-                        step=step,
-                        update=update,
-                        row=row,
-                        key=batch.keys[row],
-                        group=group,
-                        prompt=prompts[group],
-                        response="".join(tokens),
-                        answer=answer_text(tokens, batch.spans[row]),
-                        truncated=bool(batch.truncated_B[row]),
-                        neutral=batch.neutral[row],
-                        span=batch.spans[row],
-                        prompt_ids=batch.prompts[row].numpy(),
-                        token_ids_T=response,
-                        tokens=tokens,
-                        mask_T=mask[i, :length],
-                        **{f"{name}_T": values[i, :length] for name, values in taken.items()},
-                        **known[i],
-                    )
-                )
-            special = self._texts.special_tokens
-            seen = {int(token) for row in rows for token in np.unique(row.token_ids_T)}
-            return (
-                DumpHeader(
-                    step=step,
-                    update=update,
-                    method=batch.method,
-                    options={entry.name: getattr(signal, entry.name) for entry in option_fields(type(signal))},
-                    reshaper=getattr(signal, "reshaper", None),
-                    model=self._model,
-                    temperature=self._temperature,
-                    rows_in_step=batch.rows_in_step,
-                    special_tokens={token: special[token] for token in sorted(seen) if token in special},
-                    written_by=f"grail_advantage {__version__}",
-                ),
-                rows,
-            )
+            rows = [
+                self._row(taken, place, step=step, update=update, row=row, **known[place])
+                for place, row in enumerate(chosen)
+            ]
+            return self._header(taken, step, update, rows), rows
 
         self.writer.submit(make)
+
+    def _row(self, batch: StepRows, place: int, **known: Any) -> DumpRow:
+        response_T, span = batch.responses[place].numpy(), batch.spans[place]
+        tokens = self._texts(response_T)
+
+        def column(values_BT: torch.Tensor) -> np.ndarray:
+            return values_BT[place, : len(response_T)].numpy()
+
+        return DumpRow(
+            key=batch.keys[place],
+            group=batch.groups[place],
+            prompt=self._tokenizer.decode(batch.prompts[place].tolist()),
+            response="".join(tokens),
+            answer=answer_text(tokens, span),
+            truncated=bool(batch.truncated_B[place]),
+            neutral=batch.neutral[place],
+            span=span,
+            prompt_ids=batch.prompts[place].numpy(),
+            token_ids_T=response_T,
+            tokens=tokens,
+            mask_T=column(batch.mask_BT),
+            score_T=column(batch.scores_BT.float()),
+            weight_T=column(batch.weights_BT.float()),
+            base_advantage_T=column(batch.base_advantages_BT.float()),
+            advantage_T=column(batch.advantages_BT.float()),
+            **known,
+        )
+
+    def _header(self, batch: StepRows, step: int, update: int, rows: Sequence[DumpRow]) -> DumpHeader:
+        signal = batch.signal
+        written = {int(token) for row in rows for token in np.unique(row.token_ids_T)}
+        return DumpHeader(
+            step=step,
+            update=update,
+            method=batch.method,
+            options={entry.name: getattr(signal, entry.name) for entry in option_fields(type(signal))},
+            reshaper=getattr(signal, "reshaper", None),
+            model=self._model,
+            temperature=self._temperature,
+            rows_in_step=batch.rows_in_step,
+            special_tokens={token: name for token, name in self._texts.special_tokens.items() if token in written},
+            written_by=f"grail_advantage {__version__}",
+        )
 
 
 def _known(fetched: TensorDict, count: int) -> list[dict[str, Any]]:

@@ -601,7 +601,6 @@ class TokenWeightTrainer(ContinuedRun):
                     advantages_B=seen.advantages_B,
                     truncated_B=selection.truncated_B,
                     non_finite_B=result.non_finite_B,
-                    spans=seen.spans,
                 )
                 rows = StepRows(
                     method=self.config.algorithm.adv_estimator,
