@@ -178,6 +178,8 @@ def _step_files(folder: Path) -> list[tuple[tuple[int, int], Path]]:
 
 def _table(header: DumpHeader, rows: Sequence[DumpRow]) -> pa.Table:
     def values(column: pa.Field, row: DumpRow) -> Any:
+        if column.name in ("step", "update"):
+            return getattr(header, column.name)
         if column.name == "span":
             return list(vars(row.span).values()) if row.span else None
         if column.name == "methods":
@@ -241,6 +243,8 @@ class DumpFile:
                             raise ValueError(f"{MOST_PROBLEMS} rows cannot be read; the file is not read on") from error
                         self._problem(f"row {place + index} of the file: {error}")
                 place += group.num_rows
+            if not place:
+                self._problem("holds no rows")
         except (OSError, ValueError) as error:
             self._problem(str(error))
 

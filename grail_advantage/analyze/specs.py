@@ -21,9 +21,11 @@ def parse_method(spec: str) -> Signal:
         ValueError: an unknown method or option, or a value that is not allowed.
     """
     name, _, rest = spec.partition(":")
-    found = method(name)
+    registered = method(name)
     # A class registered under two names sets an option of its own, which build() checks.
-    return found.build(parse_options([part for part in rest.split(",") if part] if rest else [], f"--method {spec}"))
+    return registered.build(
+        parse_options([part for part in rest.split(",") if part] if rest else [], f"--method {spec}")
+    )
 
 
 def parse_options(assignments: Sequence[str], where: str) -> dict[str, Any]:
@@ -59,12 +61,12 @@ def parse_methods(specs: Sequence[str]) -> dict[str, Signal]:
     Raises:
         ValueError: as :func:`parse_method`; the same one twice.
     """
-    found: dict[str, Signal] = {}
+    methods: dict[str, Signal] = {}
     for spec in specs:
-        if spec in found:
+        if spec in methods:
             raise ValueError(f"--method {spec} is given twice; give variants of a method other options")
-        found[spec] = parse_method(spec)
-    return found
+        methods[spec] = parse_method(spec)
+    return methods
 
 
 def described(signal: Signal) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Rollouts as small blocks of text that a page unpacks one at a time.
 
 A block is ``b85(deflate(columns))``: token numbers into the page's table of tokens, and one column of each kind of value. A
-column is kept exactly (float32) or rounded to levels that lie evenly over the row's own range; assets/report.js reads it back.
+column is kept exactly (float32) or rounded to levels that lie evenly over the row's own range; assets/unpack.js reads it back.
 What is alike stands together, bytes of one significance in a stretch with a Huffman table of its own: that compresses best.
 
 Shape suffixes: T response tokens.
@@ -78,7 +78,7 @@ class Columns:
 
 
 def columns_of(row: DumpRow, vocabulary: Vocabulary) -> Columns:
-    """The columns of a row of a dump; what it has not is left out."""
+    """The columns of a row of a dump, with NaN for what is not finite; those without a value are left out."""
     values = {
         "score": row.score_T,
         "weight": row.weight_T,
@@ -87,13 +87,17 @@ def columns_of(row: DumpRow, vocabulary: Vocabulary) -> Columns:
         "surprisal": None if row.old_log_prob_T is None else -row.old_log_prob_T,
         "entropy": row.entropy_T,
     }
-    for name, found in row.methods.items():
-        values[f"score:{name}"] = found.score_T
-        values[f"weight:{name}"] = found.weight_T
+    for name, method in row.methods.items():
+        values[f"score:{name}"] = method.score_T
+        values[f"weight:{name}"] = method.weight_T
     return Columns(
         vocabulary(row.token_ids_T.tolist(), row.tokens),
         row.mask_T,
-        {name: value_T for name, value_T in values.items() if value_T is not None and np.isfinite(value_T).any()},
+        {
+            name: np.where(np.isfinite(value_T), value_T, np.float32(np.nan))
+            for name, value_T in values.items()
+            if value_T is not None and np.isfinite(value_T).any()
+        },
     )
 
 

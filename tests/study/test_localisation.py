@@ -12,8 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grail_advantage.analyze.gsm8k_edits import CannotEditError, EditedSolution, edit_solution, evaluate, plain_step
-from grail_advantage.analyze.localisation import (
+from grail_advantage.answer_span import AnswerSpan
+from grail_advantage.token_dump import DumpRow, MethodColumns, read_dump
+from study.localisation.__main__ import main
+from study.localisation.gsm8k_edits import CannotEditError, EditedSolution, edit_solution, evaluate, plain_step
+from study.localisation.measure import (
     METRICS,
     auroc,
     labelled_row,
@@ -22,11 +25,9 @@ from grail_advantage.analyze.localisation import (
     rank_of,
     weighted_means,
 )
-from grail_advantage.analyze.localisation_report import markdown, write_report
-from grail_advantage.analyze.solutions import read_solutions
-from grail_advantage.analyze.weigh import token_ranges
-from grail_advantage.answer_span import AnswerSpan
-from grail_advantage.token_dump import DumpRow, MethodColumns
+from study.localisation.report import markdown, write_report
+from study.localisation.solutions import read_solutions
+from tests.core.tiny_models import char_tokenizer, tiny_model
 
 # ----------------------------------------------------------------------------------------------------------------- metrics
 
@@ -371,9 +372,40 @@ def test_two_problems_with_one_id_are_refused(tmp_path: Path):
         read_solutions(path)
 
 
-def test_characters_become_tokens():
-    texts = ["ab", "", "c d", "", "é", "f"]  # silent tokens belong to what is before them
-    found = token_ranges({"steps": [(0, 2), (2, 6), (6, 7)], "wrong_step": (2, 6), "none": []}, texts)
-    assert found == {"steps": [[0, 2], [2, 5], [5, 6]], "wrong_step": [2, 5], "none": []}
-    # "c d" begins in front of character 3, so that it belongs to what begins there.
-    assert token_ranges({"part": (3, 6)}, texts) == {"part": [3, 5]}
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_model(max_position_embeddings=512).save_pretrained("model")
+    char_tokenizer().save_pretrained("model")
+    question = "Ann has 3 bags of 28 apples. How many has she, and twice as many?"
+    answer = "She has <<3*28=84>>84.\nTwice that is <<84*2=168>>168.\n#### 168"
+    lines = [{"question": f"{question} ({n})", "answer": answer, "idx": n} for n in range(4)]
+    Path("s.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = (
+        "--model",
+        "model",
+        "--device",
+        "cpu",
+        "--steps",
+        "s.jsonl",
+        "--method",
+        "grail",
+        "--limit",
+        "3",
+        "--twins",
+        "--out",
+        "found",
+    )
+    main(arguments)
+    output = capsys.readouterr()
+    assert "6 responses; advantage: every row counts as wrong (-1)" in output.err
+    assert "- 3 solutions with one labelled wrong step" in output.out
+    record = json.loads(Path("found/localisation/localisation.json").read_text())
+    assert record["problems"] == 3 and record["about"]["command"].endswith("--twins --out found")
+    rankings = {figure["ranking"] for figure in record["figures"]}
+    assert rankings == {"random", "earlier token", "later token", "number token", "surprisal", "entropy", "grail"}
+    row = next(iter(read_dump("found")))
+    wrong = "".join(row.tokens[slice(*row.labels["wrong_step"])])
+    assert wrong in row.response and row.prompt.endswith("within \\boxed{}.\n")
+    before = Path("found/localisation/localisation.csv").read_bytes()
+    main(arguments)  # finished: only measured anew
+    assert Path("found/localisation/localisation.csv").read_bytes() == before
