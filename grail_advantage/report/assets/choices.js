@@ -1,6 +1,8 @@
 // The choices above the list and the text, and the first view.
 parts.push(async (r) => {
-  const { $, make, visible, METHODS, rows, groups, allSteps, dark, state, readHash, writeHash, segments, check, OVERLAYS, drawLegend, plots, drawTraining, drawPosition, HEIGHT, list, choose, drawList, reveal, open, drawStrips, facts, drawPages, drawPageStrips, paint, readOut, index, hashChanged, forgetColours } = r;
+  const { $, make, visible, METHODS, rows, groups, allSteps, dark, state, readHash, writeHash, segments, check,
+    OVERLAYS, drawLegend, plots, drawTraining, drawPosition, HEIGHT, list, choose, drawList, reveal, open, drawStrips,
+    facts, drawPages, drawPageStrips, paint, readOut, index, hashChanged, forgetColours } = r;
   const form = $("filters");
   function setForm() {
     for (const name of ["run", "step", "outcome", "answer", "least", "most", "sort"]) {

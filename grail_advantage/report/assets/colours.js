@@ -149,5 +149,6 @@ parts.push((r) => {
     css = null;
   }
 
-  Object.assign(r, { ink, signedClass, colour, scaleBar, ratioTicks, columnOf, drawLegend, drawStrip, column, places, className, OVERLAYS, forgetColours });
+  Object.assign(r, { ink, signedClass, colour, scaleBar, ratioTicks, columnOf, drawLegend, drawStrip, column, places,
+    className, OVERLAYS, forgetColours });
 });

@@ -1,6 +1,7 @@
 // Mean weight by place in the reasoning.
 parts.push((r) => {
-  const { $, make, clamp, number, METHODS, state, segments, signedClass, colour, ink, scaleBar, ratioTicks, plots, axis, plot, index } = r;
+  const { $, make, clamp, number, METHODS, state, segments, signedClass, colour, ink, scaleBar, ratioTicks, plots, axis,
+    plot, index } = r;
   let profilePlot = null;
   let heatPlot = null;
   let heatOutcome = "";

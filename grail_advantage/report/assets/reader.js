@@ -1,6 +1,7 @@
 // The problem, the responses to it as lines of colour, and the open responses.
 parts.push((r) => {
-  const { $, make, clamp, number, plural, visible, spoken, OUTCOME, glyph, rollout, METHODS, rows, groups, allSteps, state, writeHash, columnOf, drawLegend, drawStrip, drawList, index } = r;
+  const { $, make, clamp, number, plural, visible, spoken, OUTCOME, glyph, rollout, METHODS, rows, groups, allSteps,
+    state, writeHash, columnOf, drawLegend, drawStrip, drawList, index } = r;
   r.pages = [];
   r.turn = 0;
   let strips = [];
@@ -160,7 +161,7 @@ parts.push((r) => {
       fillPage(page, data);
     } else {
       r.pages = chosen.map(makePage);
-      host.replaceChildren(...pages.map((page) => page.element));
+      host.replaceChildren(...r.pages.map((page) => page.element));
       const watcher = new IntersectionObserver(
         (entries) => {
           for (const entry of entries) {

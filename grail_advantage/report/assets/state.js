@@ -61,5 +61,6 @@ parts.push((r) => {
   const check = (host, value) => host.querySelectorAll("input").forEach((input) => (input.checked = input.value === value));
   const hashChanged = () => location.hash !== written;
 
-  Object.assign(r, { METHODS, state, steps, touch, segments, rows, groups, allSteps, narrow, writeHash, dark, readHash, check, hashChanged });
+  Object.assign(r, { METHODS, state, steps, touch, segments, rows, groups, allSteps, narrow, writeHash, dark, readHash,
+    check, hashChanged });
 });

@@ -1,6 +1,7 @@
 // The tokens of an open response: their colours, the one that is pointed at, and its values.
 parts.push((r) => {
-  const { $, make, number, plain, spoken, touch, state, writeHash, column, places, className, items, drawList, markStrips } = r;
+  const { $, make, number, plain, spoken, touch, state, writeHash, column, places, className, items, drawList,
+    markStrips } = r;
   function paint(page) {
     const { row, data } = page;
     const { places: found_, scale } = places(data, state.overlay);
