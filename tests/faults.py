@@ -222,7 +222,7 @@ FAULTS = (
         "token dump",
         "the training goes on; said once and counted in `token_dump/failed_files`",
         (
-            "verl_ext/test_step_dump.py::TestWriter::test_a_failing_disk_is_counted_and_said_once",
+            "verl_ext/test_dump_writer.py::TestWriter::test_a_failing_disk_is_counted_and_said_once",
             "verl_ext/test_step_dump.py::TestTrainer::test_a_disk_that_fails_is_a_metric",
         ),
     ),
@@ -231,7 +231,7 @@ FAULTS = (
         "the disk hangs",
         "token dump",
         "the training goes on; steps that find four others waiting are left out and counted",
-        ("verl_ext/test_step_dump.py::TestWriter::test_a_disk_that_hangs_does_not_stop_the_training",),
+        ("verl_ext/test_dump_writer.py::TestWriter::test_a_disk_that_hangs_does_not_stop_the_training",),
     ),
     Fault(
         FILES,

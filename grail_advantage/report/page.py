@@ -23,7 +23,7 @@ from grail_advantage.report.collection import Collection, read_runs
 
 REPORT = "report.html"
 ROLLOUTS = 2000
-MEGABYTES = 30.0
+MEGABYTES = 35.0
 _SCRIPTS = [
     f"{name}.js"
     for name in (

@@ -363,8 +363,8 @@ def _known(fetched: TensorDict, count: int) -> list[dict[str, Any]]:
 
 
 def _objects(fetched: TensorDict, name: str, count: int) -> list[Any]:
-    found = tu.get(fetched, name) if name in fetched.keys() else None  # noqa: SIM118
-    return [None] * count if found is None else list(found)
+    values = tu.get(fetched, name) if name in fetched.keys() else None  # noqa: SIM118
+    return [None] * count if values is None else list(values)
 
 
 def _entry(value: Any, name: str) -> Any:

@@ -91,28 +91,17 @@ parts.push(async (r) => {
     const mask = head.mask ? bytes.subarray(at, at + n) : null;
     if (head.mask) at += n;
     const columns = {};
-    const codes = {};
-    const floats = (count) => {
-      at += count * 4;
-      return new Float32Array(joined(bytes, at - count * 4, count, 4).buffer);
-    };
     for (const [name, how] of Object.entries(head.columns)) {
       let values;
       if (how[0] === "constant") values = new Float32Array(n).fill(how[1]);
       else if (how[0] === "same") values = columns[how[1]];
       else if (how[0] === "product") values = columns.weight.map((w, t) => w * columns.base_advantage[t]);
       else if (how[0] === "exact") {
-        values = floats(n);
-      } else if (how[0] === "lookup") {
-        const table = floats(how[2]);
-        values = Float32Array.from(codes[how[1]], (code) => table[code]);
-        const where = joined(bytes, at, how[3], 4);
-        at += how[3] * 4;
-        floats(how[3]).forEach((value, i) => (values[where[i]] = value));
+        values = new Float32Array(joined(bytes, at, n, 4).buffer);
+        at += n * 4;
       } else {
         const [, width, scale, special, low, step] = how;
         const own = joined(bytes, at, n, width);
-        codes[name] = own;
         at += n * width;
         const back = BACKWARD[scale];
         values = new Float32Array(n);
