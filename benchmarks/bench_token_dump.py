@@ -2,15 +2,12 @@
 
     python benchmarks/bench_token_dump.py
 
-Qwen's vocabulary, 256 worked solutions of 500 to 4000 tokens, every column with numbers as good as random, one thread. Beside
-it the dump of 0.1: JSON lines without compression, in the training's own thread. Prints only. Needs the package ``dashscope``
-for the vocabulary.
+Qwen's vocabulary, 256 worked solutions of 500 to 4000 tokens, every column with numbers as good as random, one thread. Prints
+only. Needs the package ``dashscope`` for the vocabulary.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 import tempfile
 import time
@@ -18,12 +15,12 @@ from pathlib import Path
 
 import torch
 from bench_span_finding import make_rows
+from grail_advantage.verl_ext.dump import StepDump, StepRows
 from tensordict import TensorDict
 
 from grail_advantage import GrailConfig
 from grail_advantage.answer_span import find_answer_spans
 from grail_advantage.token_dump import read_dump
-from grail_advantage.verl_ext.dump import StepDump, StepRows
 from grail_advantage.verl_ext.settings import DumpOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -70,33 +67,13 @@ def make_batch(responses: list[torch.Tensor]) -> tuple[StepRows, TensorDict]:
     return rows, TensorDict({name: jagged(values) for name, values in fields.items()}, batch_size=len(responses))
 
 
-def write_as_before(path: Path, batch: StepRows) -> None:
-    """The dump of 0.1."""
-    tokenizer = qwen_tokenizer()
-    with path.open("w", encoding="utf-8") as file:
-        for row, response in enumerate(batch.responses):
-            length = len(response)
-            record = {
-                "key": batch.keys[row],
-                "prompt_ids": batch.prompts[row].tolist(),
-                "response_ids": response.tolist(),
-                "tokens": tokenizer.convert_ids_to_tokens(response.tolist()),
-                "mask": batch.mask_BT[row, :length].int().tolist(),
-                "base_advantages": batch.base_advantages_BT[row, :length].tolist(),
-                "scores": [s if math.isfinite(s) else None for s in batch.scores_BT[row, :length].tolist()],
-                "weights": batch.weights_BT[row, :length].tolist(),
-                "advantages": batch.advantages_BT[row, :length].tolist(),
-            }
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
 def main() -> None:
     torch.set_num_threads(1)
     responses = make_rows(ROWS)
     millions = sum(map(len, responses)) / 1e6
     batch, fetched = make_batch(responses)
     with tempfile.TemporaryDirectory() as folder:
-        tokens, before = Path(folder) / "tokens", Path(folder) / "before.jsonl"
+        tokens = Path(folder)
         dump = StepDump(DumpOptions(tokens, 1, None), qwen_tokenizer(), "model", 1.0, 1)
         start = time.perf_counter()
         dump.write(1, 0, list(range(ROWS)), batch, fetched)
@@ -104,19 +81,13 @@ def main() -> None:
         dump.writer.close()
         written = time.perf_counter() - start
         start = time.perf_counter()
-        found = read_dump(tokens)
-        assert len(list(found)) == ROWS and not found.problems
+        dump_read = read_dump(tokens)
+        assert len(list(dump_read)) == ROWS and not dump_read.problems
         read = time.perf_counter() - start
-        start = time.perf_counter()
-        write_as_before(before, batch)
-        old = time.perf_counter() - start
-        size, old_size = (sum(path.stat().st_size for path in paths) for paths in (tokens.iterdir(), [before]))
+        size = sum(path.stat().st_size for path in tokens.iterdir())
     print(f"{ROWS} rows, {millions:.3f} million response tokens; for a million of them, wall clock:")
-    print(f"  now:  the training waits {waited / millions * 1e3:.1f} ms, written after {written / millions:.2f} s,")
-    print(f"        {size / millions / 1e6:.1f} MB, read in {read / millions:.2f} s")
-    print(
-        f"  0.1:  the training waits {old / millions:.2f} s, {old_size / millions / 1e6:.1f} MB, without texts and two columns"
-    )
+    print(f"  the training waits {waited / millions * 1e3:.1f} ms, written after {written / millions:.2f} s,")
+    print(f"  {size / millions / 1e6:.1f} MB, read in {read / millions:.2f} s")
 
 
 if __name__ == "__main__":

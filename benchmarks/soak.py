@@ -443,7 +443,7 @@ def collect(output_dir: Path) -> None:
         )
     _write_csv(PAGE / "steps.csv", rows, list(rows[0]))
     _write_csv(PAGE / "twice.csv", twice(run_dir / "tensorboard"), ["first", "last", "values", "differing", "names"])
-    dumped = sorted(int(path.name[5:11]) for path in (run_dir / "tokens").glob("step_*.jsonl.gz"))
+    dumped = sorted(int(path.name[5:11]) for path in (run_dir / "tokens").glob("step_*.parquet"))
     plan = json.loads((PAGE / "plan.json").read_text())
     plan["dumped_steps"] = [dumped[0], dumped[-1], len(dumped)]
     (PAGE / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")

@@ -4,7 +4,7 @@ The study's two measurements ask for what a real model does not have: the exact 
 whose one error is known. Both are there where the wording is given and the model chooses nothing but some digits:
 
 - A solution is GSM8K's own. Of its results, digits are changed one at a time and carried on, as far as that is certain
-  (:mod:`grail_advantage.analyze.gsm8k_edits`); every such text departs from the right one at a single token.
+  (:mod:`study.localisation.gsm8k_edits`); every such text departs from the right one at a single token.
 - At these tokens the model chooses between the right token and those of the changed texts, with its own probabilities among
   them; all else is given. So a problem has a few texts, each with an exact probability, one of them right.
 
@@ -31,13 +31,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grail_advantage import compute_token_weights
-from grail_advantage.analyze.gsm8k_edits import CannotEditError
 from grail_advantage.analyze.responses import json_lines
-from grail_advantage.analyze.solutions import SUFFIX, Solution, edited
 from grail_advantage.options import option_fields
 from recipe.tiny.smollm2 import load_smollm2
 from study.alignment import cosine, gain, signal_to_noise
 from study.arms import ARMS, Arm
+from study.localisation.gsm8k_edits import CannotEditError
+from study.localisation.solutions import SUFFIX, Solution, edited
 from study.statistics import mean_interval, paired
 from study.tables import interval, markdown_table, number
 from study.task import BOX, FILL, LEFT, OTHER, RESULT, Error, Piece, Reading, TokenReading

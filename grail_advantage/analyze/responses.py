@@ -78,19 +78,19 @@ def read_responses(path: Path) -> list[Response]:
     Raises:
         ValueError: naming file and line, and what the line must have.
     """
-    found = [_response(record, number, f"{path}:{number}") for number, record in json_lines(path)]
-    if not found:
+    responses = [_response(record, number, f"{path}:{number}") for number, record in json_lines(path)]
+    if not responses:
         raise ValueError(f"{path}: holds no response")
     for name in ("group", "reward"):
-        given = sum(getattr(row, name) is not None for row in found)
-        if 0 < given < len(found):
-            raise ValueError(f"{path}: {given} of {len(found)} lines have a {name}; give all of them one, or none")
-    judged = sum(row.reward is not None or row.gold is not None for row in found)
-    if 0 < judged < len(found):
+        given = sum(getattr(row, name) is not None for row in responses)
+        if 0 < given < len(responses):
+            raise ValueError(f"{path}: {given} of {len(responses)} lines have a {name}; give all of them one, or none")
+    judged = sum(row.reward is not None or row.gold is not None for row in responses)
+    if 0 < judged < len(responses):
         raise ValueError(
-            f"{path}: {judged} of {len(found)} lines have a gold answer; give all of them one, or a reward"
+            f"{path}: {judged} of {len(responses)} lines have a gold answer; give all of them one, or a reward"
         )
-    return found
+    return responses
 
 
 def _response(record: Mapping[str, Any], number: int, where: str) -> Response:

@@ -4,19 +4,16 @@ Every method runs through :func:`grail_advantage.compute_token_weights`. Log-pro
 handed to all. A method that uses nothing of the model sees all responses as one batch; one that does sees the batches of
 :func:`.columns.token_batches`.
 
-A finished batch is a file of its own below ``parts``; the same analysis goes on behind those that are there.
+A finished batch is a file of its own below ``parts``; the same analysis resumes after those that are there.
 
 Shape suffixes: B rows, L prompt + response, T response tokens.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grail_advantage import __version__
+from grail_advantage.analyze.analysis import Analysis, check_definition
 from grail_advantage.analyze.columns import padded, response_statistics, token_batches
 from grail_advantage.analyze.responses import Response, Tokens, example_of, tokenize
 from grail_advantage.analyze.specs import described
@@ -36,107 +34,19 @@ from grail_advantage.token_dump import (
     DumpHeader,
     DumpRow,
     MethodColumns,
-    TokenTexts,
-    answer_text,
     read_dump,
     step_path,
     write_step,
 )
+from grail_advantage.token_text import TokenTexts, answer_text
 from grail_advantage.token_weights import TokenWeights, compute_token_weights
 
-DEFINITION = "definition.json"
 PARTS = "parts"
-ADVANTAGES = ("auto", "wrong", "right")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Analysis:
-    """What is computed. The same one gives the same folder."""
-
-    responses: Sequence[Response]
-    methods: Mapping[str, Signal]
-    """By the names under which their columns stand."""
-    model: str
-    """For the records: path or name of the model."""
-    temperature: float = 1.0
-    batch_tokens: int = 4096
-    """Most tokens of a batch, padding counted."""
-    advantages: str = "auto"
-    """``auto``: from the rewards, where there are any; ``wrong`` and ``right``: every row counts as that."""
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template is called with besides."""
-
-    def __post_init__(self) -> None:
-        if not self.methods:
-            raise ValueError("name at least one method")
-        if not self.responses:
-            raise ValueError("there are no responses")
-        if self.advantages not in ADVANTAGES:
-            raise ValueError(f"advantages={self.advantages!r} is unknown; choose one of {', '.join(ADVANTAGES)}")
-        if not self.temperature > 0:
-            raise ValueError(
-                f"temperature={self.temperature} must be greater than 0; give the temperature of the sampling"
-            )
-        if self.batch_tokens < 1:
-            raise ValueError(f"batch_tokens={self.batch_tokens} must be at least 1")
-        for label, signal in self.methods.items():
-            if GROUPS in signal.reads and any(row.group is None for row in self.responses):
-                raise ValueError(
-                    f"{label} compares the responses of one prompt; give every line a group, and a reward or a gold answer"
-                )
-            if GROUPS in signal.reads and (self.advantages != "auto" or any(r.reward is None for r in self.responses)):
-                raise ValueError(
-                    f"{label} compares right responses with wrong ones; give every line a reward or a gold answer, and leave "
-                    "the advantages at auto"
-                )
-            if EXAMPLES in signal.reads:
-                for row in self.responses:
-                    example_of(row, self.template_options)
-                if all(row.gold is None and not row.columns for row in self.responses):
-                    raise ValueError(
-                        f"{label} tells the model the answer; give the lines gold, or the column that its options name"
-                    )
-
-    def row_advantages(self) -> tuple[list[float], str]:
-        """One advantage a row, and in words where they come from."""
-        rewards = [row.reward for row in self.responses]
-        if self.advantages != "auto" or any(reward is None for reward in rewards):
-            right = self.advantages == "right"
-            why = "" if self.advantages != "auto" else ", as there is neither a reward nor a gold answer"
-            value, word = (1.0, "right (1)") if right else (-1.0, "wrong (-1)")
-            return [value] * len(rewards), f"every row counts as {word}{why}"
-        known = [float(reward) for reward in rewards if reward is not None]
-        if any(row.group is None for row in self.responses):
-            return [
-                1.0 if reward > 0 else -1.0 for reward in known
-            ], "1 for a reward above 0, else -1, as there are no groups"
-        of_group: dict[str | None, list[float]] = {}
-        for row, reward in zip(self.responses, known, strict=True):
-            of_group.setdefault(row.group, []).append(reward)
-        means = {group: float(np.mean(found)) for group, found in of_group.items()}
-        return (
-            [reward - means[row.group] for row, reward in zip(self.responses, known, strict=True)],
-            "the reward less its group's mean",
-        )
-
-    def definition(self) -> dict[str, Any]:
-        """What must be equal for an analysis to go on where it was stopped; plain JSON."""
-        return {
-            "version": __version__,
-            "model": self.model,
-            "methods": {label: described(signal) for label, signal in self.methods.items()},
-            "responses": len(self.responses),
-            "responses_sha256": _digest(self.responses),
-            "temperature": self.temperature,
-            "batch_tokens": self.batch_tokens,
-            "advantages": self.advantages,
-            "template_options": dict(self.template_options),
-        }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What :func:`run_analysis` left behind."""
+    """The result of :func:`run_analysis`."""
 
     path: Path
     """The file."""
@@ -154,7 +64,7 @@ def run_analysis(
     *,
     progress: bool = True,
 ) -> Outcome:
-    """Compute and write ``folder/step_000000.jsonl.gz``, going on where an equal analysis was stopped.
+    """Compute and write ``folder/step_000000.parquet``, resuming where an equal analysis was stopped.
 
     Args:
         analysis: what to compute.
@@ -166,7 +76,7 @@ def run_analysis(
     Raises:
         ValueError: the folder holds another analysis; the message names the differences.
     """
-    _check_definition(analysis, folder)
+    check_definition(analysis, folder)
     path = step_path(folder, 0)
     if path.exists():
         return _outcome(path, analysis)
@@ -179,43 +89,6 @@ def run_analysis(
     write_step(folder, _header(analysis, tokenizer), ordered)
     shutil.rmtree(folder / PARTS, ignore_errors=True)
     return _outcome(path, analysis)
-
-
-# ------------------------------------------------------------------------------------------------------------ definition
-
-
-def _digest(responses: Sequence[Response]) -> str:
-    text = json.dumps([vars(row) for row in responses], default=str, sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _check_definition(analysis: Analysis, folder: Path) -> None:
-    wanted = json.loads(json.dumps(analysis.definition()))
-    path = folder / DEFINITION
-    if path.exists():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is no JSON ({error}); remove the folder or name another") from error
-        others = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
-        if others:
-            differences = "; ".join(
-                f"{name}: {_short(found.get(name))}, now {_short(wanted.get(name))}" for name in others
-            )
-            raise ValueError(f"{folder} holds another analysis ({differences}); name another folder or remove this one")
-        return
-    # A definition whose writing broke off is nobody's.
-    if folder.exists() and any(not path.name.endswith(".writing") for path in folder.iterdir()):
-        raise ValueError(f"{folder} is not empty and holds no analysis; name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".writing")
-    temporary.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # ------------------------------------------------------------------------------------------------------------------ rows
@@ -262,12 +135,12 @@ def token_ranges(labels: Mapping[str, Any], texts: Sequence[str]) -> dict[str, A
     silent_T = np.array([not text for text in texts], dtype=bool)
     keys_T = np.where(silent_T, starts_T - 0.5, starts_T)
 
-    def convert(found: Any) -> Any:
-        if found and isinstance(found[0], Sequence):
-            return [convert(entry) for entry in found]
-        return [int(np.searchsorted(keys_T, edge)) for edge in found]
+    def convert(ranges: Any) -> Any:
+        if ranges and isinstance(ranges[0], Sequence):
+            return [convert(entry) for entry in ranges]
+        return [int(np.searchsorted(keys_T, edge)) for edge in ranges]
 
-    return {name: convert(found) for name, found in labels.items()}
+    return {name: convert(ranges) for name, ranges in labels.items()}
 
 
 def _dump_row(
@@ -303,13 +176,13 @@ def _dump_row(
 
 def _with_first_method(row: DumpRow, first: str) -> DumpRow:
     """The row with the columns of its first method as its own, and the methods in their order."""
-    found = row.methods[first]
+    method = row.methods[first]
     return replace(
         row,
-        score_T=found.score_T,
-        weight_T=found.weight_T,
-        advantage_T=found.weight_T * row.base_advantage_T,
-        neutral=found.neutral,
+        score_T=method.score_T,
+        weight_T=method.weight_T,
+        advantage_T=method.weight_T * row.base_advantage_T,
+        neutral=method.neutral,
     )
 
 
@@ -325,7 +198,6 @@ def _header(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> DumpHeade
         temperature=analysis.temperature,
         rows_in_step=len(analysis.responses),
         special_tokens=TokenTexts(tokenizer).special_tokens,
-        source="analyze",
         written_by=f"grail_advantage {__version__}",
     )
 
@@ -336,10 +208,10 @@ def _outcome(path: Path, analysis: Analysis) -> Outcome:
     dump = read_dump(path.parent)
     for row in dump:
         for label in analysis.methods:
-            found = row.methods[label]
-            if found.neutral is not None:
-                neutral[label][found.neutral] = neutral[label].get(found.neutral, 0) + 1
-            if (found.weight_T != 1).any():
+            method = row.methods[label]
+            if method.neutral is not None:
+                neutral[label][method.neutral] = neutral[label].get(method.neutral, 0) + 1
+            if (method.weight_T != 1).any():
                 unchanged.discard(label)
     if dump.problems:
         raise ValueError(f"{dump.problems[0]}; remove {path.parent} and run the analysis again")
@@ -369,8 +241,8 @@ def _with_model(
         for number, batch in enumerate(batches):
             part = step_path(parts, number)
             if not part.exists():
-                found = _batch(analysis, methods, [rows[place] for place in batch], model, tokenizer)
-                write_step(parts, DumpHeader(step=number, method=""), found)
+                computed = _batch(analysis, methods, [rows[place] for place in batch], model, tokenizer)
+                write_step(parts, DumpHeader(step=number, method=""), computed)
             bar.update(sum(rows[place].length for place in batch))
         if batches:
             dump = read_dump(parts)
@@ -391,7 +263,7 @@ def _batch(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     tensors = padded([(row.tokens.prompt_P, row.tokens.response_T) for row in rows], pad, model.device)
     log_probs_BL, entropy_BL = response_statistics(model, *tensors, analysis.temperature)
-    found = {
+    weights = {
         label: _weights(analysis, signal, rows, model, tokenizer, tensors, log_probs_BL, entropy_BL)
         for label, signal in methods.items()
     }
@@ -404,7 +276,7 @@ def _batch(
             entropy_BL[index, response_BL[index]].numpy(),
             {
                 label: _method_columns(methods[label], result, row, index, response_BL)
-                for label, result in found.items()
+                for label, result in weights.items()
             },
         )
         for index, row in enumerate(rows)
@@ -420,7 +292,7 @@ def _without_model(
 ) -> dict[int, DumpRow]:
     """The methods that use nothing of the model, over all rows at once, and all methods in their order."""
     methods = {label: signal for label, signal in analysis.methods.items() if not signal.uses}
-    found: dict[str, TokenWeights] = {}
+    weights: dict[str, TokenWeights] = {}
     response_BL = torch.zeros(0)
     if methods:
         # The prompt plays no part; one token of it is as good as all.
@@ -431,12 +303,12 @@ def _without_model(
             log_probs_BL[place, response_BL[place]] = torch.from_numpy(computed[row.place].old_log_prob_T)
             entropy_BL[place, response_BL[place]] = torch.from_numpy(computed[row.place].entropy_T)
         for label, signal in methods.items():
-            found[label] = _weights(analysis, signal, rows, model, tokenizer, tensors, log_probs_BL, entropy_BL)
+            weights[label] = _weights(analysis, signal, rows, model, tokenizer, tensors, log_probs_BL, entropy_BL)
     result = {}
     for row in rows:
         of_row = dict(computed[row.place].methods)
-        for label, weights in found.items():
-            of_row[label] = _method_columns(methods[label], weights, row, row.place, response_BL)
+        for label, of_method in weights.items():
+            of_row[label] = _method_columns(methods[label], of_method, row, row.place, response_BL)
         result[row.place] = replace(computed[row.place], methods={label: of_row[label] for label in analysis.methods})
     return result
 
@@ -469,14 +341,14 @@ def _weights(
 
 
 def _method_columns(
-    signal: Signal, found: TokenWeights, row: _Row, index: int, response_BL: torch.Tensor
+    signal: Signal, weights: TokenWeights, row: _Row, index: int, response_BL: torch.Tensor
 ) -> MethodColumns:
     inside_L = response_BL[index]
-    score_T = found.scores[index].cpu()[inside_L].numpy()
+    score_T = weights.scores[index].cpu()[inside_L].numpy()
     return MethodColumns(
         score_T=score_T,
-        weight_T=found.weights[index].cpu()[inside_L].numpy(),
-        neutral=_neutral(signal, score_T, found.spans[index], row.advantage),
+        weight_T=weights.weights[index].cpu()[inside_L].numpy(),
+        neutral=_neutral(signal, score_T, weights.spans[index], row.advantage),
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grail_advantage.report import colours, data
+from grail_advantage.report import by_position, colours, data
 from grail_advantage.report.visible import visible
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _STYLE = {
 }
 
 
-def write_figures(run: data.Run, folder: Path, table: data.RowTable | None = None) -> list[Path]:
+def write_figures(run: data.Run, folder: Path, table: by_position.RowTable | None = None) -> list[Path]:
     """Draw what a run has data for.
 
     Args:
@@ -61,7 +61,7 @@ def write_figures(run: data.Run, folder: Path, table: data.RowTable | None = Non
 
     curves = data.curves(run.metrics)
     if table is None and run.dump is not None:
-        table = data.row_table(run.dump)
+        table = by_position.row_table(run.dump)
     written: list[Path] = []
     with matplotlib.rc_context(_STYLE):
         if curves:
@@ -69,7 +69,7 @@ def write_figures(run: data.Run, folder: Path, table: data.RowTable | None = Non
                 folder, "curves", curve_rows(curves), lambda figure: draw_curves(figure, curves), _size(curves)
             )
         if table is not None and table.scored.any():
-            profiles, heat = data.profiles(table), data.heat_map(table)
+            profiles, heat = by_position.profiles(table), by_position.heat_map(table)
             parts = len({profile.first_step for profile in profiles})
             written += _write(
                 folder,
@@ -160,7 +160,7 @@ def _positions(bins: int) -> np.ndarray:
     return (np.arange(bins) + 0.5) / bins
 
 
-def profile_rows(profiles: Sequence[data.Profile]) -> list[list[Any]]:
+def profile_rows(profiles: Sequence[by_position.Profile]) -> list[list[Any]]:
     """``first_step, last_step, outcome, position, mean, low, high, rows, prompts``."""
     rows: list[list[Any]] = [
         ["first_step", "last_step", "outcome", "position", "mean", "low", "high", "rows", "prompts"]
@@ -182,7 +182,7 @@ def profile_rows(profiles: Sequence[data.Profile]) -> list[list[Any]]:
     return rows
 
 
-def draw_profiles(figure: Figure, profiles: Sequence[data.Profile]) -> None:
+def draw_profiles(figure: Figure, profiles: Sequence[by_position.Profile]) -> None:
     """One plot a part of the training, on one scale."""
     parts = sorted({(profile.first_step, profile.last_step) for profile in profiles})
     plots: Sequence[Axes] = figure.subplots(1, len(parts), sharey=True, squeeze=False)[0].tolist()
@@ -197,7 +197,7 @@ def draw_profiles(figure: Figure, profiles: Sequence[data.Profile]) -> None:
     plots[0].set_ylabel("mean weight")
 
 
-def _draw_profile(plot: Axes, profile: data.Profile) -> None:
+def _draw_profile(plot: Axes, profile: by_position.Profile) -> None:
     means, colour = profile.means, OUTCOME_COLOURS[profile.outcome]
     positions = _positions(len(means.mean))
     label = f"{profile.outcome or 'outcome unknown'} ({means.rows} rows)"
@@ -209,7 +209,7 @@ def _draw_profile(plot: Axes, profile: data.Profile) -> None:
 # ----------------------------------------------------------------------------------------------------------------- heat map
 
 
-def heat_map_rows(heat: data.HeatMap) -> list[list[Any]]:
+def heat_map_rows(heat: by_position.HeatMap) -> list[list[Any]]:
     """``step, position, weight, rows``."""
     rows: list[list[Any]] = [["step", "position", "weight", "rows"]]
     positions = _positions(heat.weights.shape[1])
@@ -221,7 +221,7 @@ def heat_map_rows(heat: data.HeatMap) -> list[list[Any]]:
     return rows
 
 
-def draw_heat_map(figure: Figure, heat: data.HeatMap) -> None:
+def draw_heat_map(figure: Figure, heat: by_position.HeatMap) -> None:
     """Steps from left to right, positions upwards, colours by the weight's ratio to 1 as in the other views."""
     from matplotlib.colors import ListedColormap
 

@@ -74,8 +74,8 @@ def token_html(
     for token, value, place in zip(tokens, values_T.tolist(), to_place(values_T).tolist(), strict=True):
         ground = colours.pick(table, place, signed=signed)
         style = f' style="background:{ground}"' if ground else ""
-        said = f"{name} {value:.4g}" if math.isfinite(value) else f"no {name}"
-        parts.append(f'<span title="{said}"{style}>{html.escape(visible(token))}</span>')
+        title = f"{name} {value:.4g}" if math.isfinite(value) else f"no {name}"
+        parts.append(f'<span title="{title}"{style}>{html.escape(visible(token))}</span>')
     edges = {ticks[0]: "at most ", ticks[-1]: "at least "} if scale == "weight" else {}
     legend = ""
     for tick in dict.fromkeys(ticks):

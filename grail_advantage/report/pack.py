@@ -1,7 +1,7 @@
 """Rollouts as small blocks of text that a page unpacks one at a time.
 
 A block is ``b85(deflate(columns))``: token numbers into the page's table of tokens, and one column of each kind of value. A
-column is kept exactly (float32) or rounded to levels that lie evenly over the row's own range; assets/report.js reads it back.
+column is kept exactly (float32) or rounded to levels that lie evenly over the row's own range; assets/unpack.js reads it back.
 What is alike stands together, bytes of one significance in a stretch with a Huffman table of its own: that compresses best.
 
 Shape suffixes: T response tokens.
@@ -10,7 +10,6 @@ Shape suffixes: T response tokens.
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,8 +51,8 @@ class Vocabulary:
     def __call__(self, token_ids: Sequence[int], texts: Sequence[str]) -> np.ndarray:
         """Numbers of these tokens, uint32 of their length."""
         numbers = self.numbers
-        found = (numbers.setdefault(token, len(numbers)) for token in zip(token_ids, texts, strict=True))
-        return np.fromiter(found, dtype=np.uint32, count=len(texts))
+        of_tokens = (numbers.setdefault(token, len(numbers)) for token in zip(token_ids, texts, strict=True))
+        return np.fromiter(of_tokens, dtype=np.uint32, count=len(texts))
 
     def table(self, order: np.ndarray) -> dict[str, Any]:
         """What the page needs of each token, in an order of numbers: id, text, and which are special."""
@@ -78,7 +77,7 @@ class Columns:
 
 
 def columns_of(row: DumpRow, vocabulary: Vocabulary) -> Columns:
-    """The columns of a row of a dump; what it has not is left out."""
+    """The columns of a row of a dump, with NaN for what is not finite; those without a value are left out."""
     values = {
         "score": row.score_T,
         "weight": row.weight_T,
@@ -87,13 +86,17 @@ def columns_of(row: DumpRow, vocabulary: Vocabulary) -> Columns:
         "surprisal": None if row.old_log_prob_T is None else -row.old_log_prob_T,
         "entropy": row.entropy_T,
     }
-    for name, found in row.methods.items():
-        values[f"score:{name}"] = found.score_T
-        values[f"weight:{name}"] = found.weight_T
+    for name, method in row.methods.items():
+        values[f"score:{name}"] = method.score_T
+        values[f"weight:{name}"] = method.weight_T
     return Columns(
         vocabulary(row.token_ids_T.tolist(), row.tokens),
         row.mask_T,
-        {name: value_T for name, value_T in values.items() if value_T is not None and np.isfinite(value_T).any()},
+        {
+            name: np.where(np.isfinite(value_T), value_T, np.float32(np.nan))
+            for name, value_T in values.items()
+            if value_T is not None and np.isfinite(value_T).any()
+        },
     )
 
 
@@ -128,9 +131,8 @@ def pack(columns: Columns, rank: np.ndarray, bits: int, rounding: Rounding | Non
         head["mask"] = 1
         parts.append(columns.mask_T.astype(np.uint8).tobytes())
     head["columns"] = described = {}
-    codes: dict[str, np.ndarray] = {}
     for name, value_T in columns.values.items():
-        described[name], data = _pack_column(name, value_T, columns, bits, rounding, codes)
+        described[name], data = _pack_column(name, value_T, columns, bits, rounding)
         parts += data
     start = json.dumps(head, separators=(",", ":")).encode()
     return encode(len(start).to_bytes(4, "little") + start, *parts)
@@ -157,9 +159,8 @@ def _pack_column(
     columns: Columns,
     bits: int,
     rounding: Rounding | None,
-    codes: dict[str, np.ndarray],
 ) -> tuple[list[Any], list[bytes]]:
-    """How to read a column, and its bytes; the codes of a rounded one are left in ``codes``."""
+    """How to read a column, and its bytes."""
     if name == "advantage" and _is_product(value_T, columns.values, bits):
         return [_FROM_PRODUCT], []
     same = _same_as(name, value_T, columns.values)
@@ -170,46 +171,9 @@ def _pack_column(
     if bits == EXACT:
         return ["exact"], _planes(value_T.astype("<f4"))
     codes_T, description, kept_T = _quantise(name, value_T, bits)
-    data = _planes(codes_T)
-    score = name.replace("weight", "score", 1)
-    if name.split(":")[0] == "weight" and score in codes and (found := _by_score(value_T, codes[score], description)):
-        description, data, kept_T = ["lookup", score, *found[0]], found[1], found[2]
-    codes[name] = codes_T
     if rounding is not None:
         rounding.see(name, value_T, kept_T)
-    return description, data
-
-
-def _by_score(
-    weight_T: np.ndarray, codes_T: np.ndarray, description: list[Any]
-) -> tuple[list[int], list[bytes], np.ndarray] | None:
-    """The weights as a table over the codes of the scores that they come from, and the few that differ from it.
-
-    A reshaper maps scores to weights, so that a row's weights say little that its scores do not. The table holds the middle of
-    each code's weights; what is further from it than a level of the weights' own scale is kept as it is.
-
-    Returns:
-        Entries of the table and number of exceptions; their bytes; what it reads as. ``None`` where it would not be shorter.
-    """
-    size = int(codes_T.max()) + 1
-    low, high = np.full(size, np.inf), np.full(size, -np.inf)
-    tolerance = description[-1]
-    # Tokens that a rule of its own weighs (the answer) must not widen the middle: they are those far from the median.
-    order = np.lexsort((weight_T, codes_T))
-    starts: Any = np.searchsorted(codes_T[order], np.arange(size + 1)).tolist()
-    median = np.array([weight_T[order[(a + b) // 2]] if b > a else 0.0 for a, b in itertools.pairwise(starts)])
-    near_T = np.abs(weight_T - median[codes_T]) <= 2 * tolerance
-    np.minimum.at(low, codes_T[near_T], weight_T[near_T])
-    np.maximum.at(high, codes_T[near_T], weight_T[near_T])
-    with np.errstate(invalid="ignore"):
-        table = np.where(high >= low, (low + high) / 2, median).astype("<f4")
-    kept_T = table[codes_T].astype(np.float64)
-    (exceptions,) = np.nonzero(~(np.abs(kept_T - weight_T) <= tolerance))
-    if 4 * size + 8 * len(exceptions) > len(weight_T) * codes_T.itemsize // 2:
-        return None
-    kept_T[exceptions] = weight_T[exceptions]
-    parts = [table, exceptions.astype("<u4"), weight_T[exceptions].astype("<f4")]
-    return [size, len(exceptions)], [plane for part in parts for plane in _planes(part)], kept_T
+    return description, _planes(codes_T)
 
 
 def _is_product(value_T: np.ndarray, values: Mapping[str, np.ndarray], bits: int) -> bool:

@@ -40,12 +40,12 @@ def find_row(dump: TokenDump, step: int | None = None, row: int | None = None) -
         steps = ", ".join(map(str, dump.steps)) or "none"
         raise ValueError(f"--step {step} is not in {dump.folder}; its steps are {steps}")
     for file in reversed(files) if step is None else files:
-        found = _row_of(file, row)
-        if found is not None:
-            return file.header, found
+        chosen = _row_of(file, row)
+        if chosen is not None:
+            return file.header, chosen
     if row is None:
         raise ValueError(f"{dump.folder} holds no rows that can be read")
-    places = ", ".join(str(found.row) for file in files[-1:] for found in file.rows())
+    places = ", ".join(str(other.row) for file in files[-1:] for other in file.rows())
     raise ValueError(f"--row {row} is not in step {files[-1].step} of {dump.folder}; its rows are {places}")
 
 

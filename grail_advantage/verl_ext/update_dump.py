@@ -1,23 +1,35 @@
-"""The rows of an update of the actor for the token dump.
+"""The rows of an update of the actor for the token dump (:mod:`grail_advantage.token_dump`).
+
+verl's own rollout dump (``trainer.rollout_data_dir``, ``PPOTrainer._log_rollout_data``) names the same rows by the same keys,
+in its column ``uid``.
 
 Shape suffixes: B rows, T response tokens.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
+from verl.utils import tensordict_utils as tu
 
+from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS
 from grail_advantage.signals.base import Signal
-from grail_advantage.verl_ext.dump import FIELDS, StepDump, StepRows, neutral_reasons, size_estimate
+from grail_advantage.step_dump import StepDump, StepRows, neutral_reasons, size_estimate
 from grail_advantage.verl_ext.selection import Selection
-from grail_advantage.verl_ext.settings import dump_options
+from grail_advantage.verl_ext.settings import DUMP_FOLDER, dump_options
 from grail_advantage.verl_ext.transfer import Rollouts
 from grail_advantage.weighting import BatchWeights
 
+FIELDS = ("rm_scores", "reward_model", "extra_fields", "data_source", "extra_info", OLD_LOG_PROBS, ENTROPY)
+"""Fields of TransferQueue for the written rows; it leaves out those that a run does not have."""
 CHECKPOINT_SECONDS = 60.0
 """Seconds that a checkpoint waits for the dump of its steps."""
 
@@ -31,6 +43,9 @@ class UpdateDump:
         signal: the method.
         updates: updates of the actor in a step.
         steps: steps of the run.
+
+    Raises:
+        ValueError: the folder cannot be made.
     """
 
     def __init__(
@@ -38,8 +53,20 @@ class UpdateDump:
     ) -> None:
         self.method, self.signal = config.algorithm.adv_estimator, signal
         options, model, rollout = dump_options(config), config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+        try:
+            options.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"{DUMP_FOLDER}={options.folder} cannot be made on the machine of the trainer: {error}; choose another folder"
+            ) from error
         self._dump = StepDump(
-            options, tokenizer, model=str(model.path), temperature=float(rollout.temperature), updates=updates
+            options.folder,
+            tokenizer,
+            every=options.every,
+            rows=options.rows,
+            updates=updates,
+            model=str(model.path),
+            temperature=float(rollout.temperature),
         )
         rows = config.data.train_batch_size * rollout.n
         rows = rows if options.rows is None else min(rows, options.rows)
@@ -101,7 +128,6 @@ class UpdateDump:
                 advantages_B=seen.advantages_B,
                 truncated_B=selection.truncated_B,
                 non_finite_B=result.non_finite_B,
-                spans=seen.spans,
             )
             rows = StepRows(
                 method=self.method,
@@ -120,4 +146,56 @@ class UpdateDump:
                 advantages_BT=advantages_BT,
                 rows_in_step=sum(of_run),
             )
-            self._dump.write(step, update, chosen, rows, fetched)
+            self._dump.write(step, update, chosen, rows, lambda: _known(fetched, len(chosen)))
+
+
+def _known(fetched: TensorDict, count: int) -> list[dict[str, Any]]:
+    """Each row's values in TransferQueue, by the names of a dump's row; None for one that is not there."""
+    plain = {
+        name: _objects(fetched, name, count) for name in ("reward_model", "extra_fields", "data_source", "extra_info")
+    }
+    columns = {
+        target: [values.detach().float().cpu().numpy().copy() for values in fetched[name].unbind()]
+        for target, name in (("old_log_prob_T", OLD_LOG_PROBS), ("entropy_T", ENTROPY))
+        if name in fetched.keys()  # noqa: SIM118  # a TensorDict has no `in`
+    }
+    rewards = (
+        [float(values.sum()) for values in fetched["rm_scores"].unbind()]
+        if "rm_scores" in fetched.keys()  # noqa: SIM118
+        else [None] * count
+    )
+    known = []
+    for row in range(count):
+        reward = rewards[row]
+        gold = _entry(plain["reward_model"][row], "ground_truth")
+        index = _entry(plain["extra_info"][row], "index")
+        source = plain["data_source"][row]
+        known.append(
+            {
+                "gold": None if gold is None else str(gold),
+                "reward": reward if reward is None or math.isfinite(reward) else None,
+                "outcome": _outcome(_entry(plain["extra_fields"][row], "reward_extra_info"), reward),
+                "id": f"{source}/{index}" if source is not None and index is not None else None,
+                **{target: values[row] for target, values in columns.items()},
+            }
+        )
+    return known
+
+
+def _objects(fetched: TensorDict, name: str, count: int) -> list[Any]:
+    values = tu.get(fetched, name) if name in fetched.keys() else None  # noqa: SIM118
+    return [None] * count if values is None else list(values)
+
+
+def _entry(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else None
+
+
+def _outcome(of_judge: Any, reward: float | None) -> str | None:
+    """The judge's own ``acc`` where it gives one; else whether the reward is positive."""
+    accuracy = _entry(of_judge, "acc")
+    if accuracy is None:
+        accuracy = reward
+    if accuracy is None or not math.isfinite(float(accuracy)):
+        return None
+    return "right" if float(accuracy) > 0 else "wrong"

@@ -20,7 +20,7 @@ from grail_advantage.analyze.__main__ import main, with_rewards
 from grail_advantage.analyze.columns import padded, response_statistics, token_batches
 from grail_advantage.analyze.responses import Response, read_responses, tokenize
 from grail_advantage.analyze.specs import parse_method, parse_methods
-from grail_advantage.analyze.weigh import Analysis, run_analysis
+from grail_advantage.analyze.weigh import Analysis, run_analysis, token_ranges
 from grail_advantage.batch import Example
 from grail_advantage.methods import method
 from grail_advantage.token_dump import DumpRow, read_dump
@@ -150,7 +150,7 @@ def test_a_stopped_analysis_goes_on_and_gives_the_same_file(tmp_path: Path, monk
     run(tmp_path / "stopped", batch_tokens=60)
     batches = len(token_batches([len(r.prompt) + len(r.response) for r in RESPONSES], range(5), 60))
     assert batches > 2 and len(forwards) == batches - 2
-    name = "step_000000.jsonl.gz"
+    name = "step_000000.parquet"
     assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not (tmp_path / "stopped" / "parts").exists()
 
@@ -337,6 +337,14 @@ def test_methods_on_the_command_line():
         parse_methods(["grail", "grail"])
 
 
+def test_characters_become_tokens():
+    texts = ["ab", "", "c d", "", "é", "f"]  # silent tokens belong to what is before them
+    found = token_ranges({"steps": [(0, 2), (2, 6), (6, 7)], "wrong_step": (2, 6), "none": []}, texts)
+    assert found == {"steps": [[0, 2], [2, 5], [5, 6]], "wrong_step": [2, 5], "none": []}
+    # "c d" begins in front of character 3, so that it belongs to what begins there.
+    assert token_ranges({"part": (3, 6)}, texts) == {"part": [3, 5]}
+
+
 # ------------------------------------------------------------------------------------------------------------ command line
 
 
@@ -372,7 +380,6 @@ def test_command(call: Callable[..., None], tmp_path: Path, capsys: pytest.Captu
         (["--responses", "r.jsonl", "--method", "oar_g", "--out", "found"], "holds another analysis"),
         (["--responses", "r.jsonl", "--method", "none"], "'none' is no registered signal"),
         (["--responses", "missing.jsonl", "--method", "grail"], "missing.jsonl: cannot be read"),
-        (["--responses", "r.jsonl", "--method", "grail", "--twins"], "--twins needs --steps"),
         (["--responses", "r.jsonl", "--method", "grail", "--limit", "0"], "--limit=0 must be at least 1"),
     ):
         with pytest.raises(SystemExit, match=message):
@@ -389,28 +396,6 @@ def test_a_random_choice_keeps_groups_whole(call: Callable[..., None]):
         found = list(read_dump(f"found{limit}"))
         assert len(found) == rows
         assert all([row.group for row in found].count(group) == 2 for group in {row.group for row in found})
-
-
-def test_command_with_steps(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
-    question = "Ann has 3 bags of 28 apples. How many has she, and twice as many?"
-    answer = "She has <<3*28=84>>84.\nTwice that is <<84*2=168>>168.\n#### 168"
-    lines = [{"question": f"{question} ({n})", "answer": answer, "idx": n} for n in range(4)]
-    Path("s.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ("--steps", "s.jsonl", "--method", "grail", "--limit", "3", "--twins", "--out", "found")
-    call(*arguments)
-    said = capsys.readouterr()
-    assert "6 responses; advantage: every row counts as wrong (-1)" in said.err
-    assert "- 3 solutions with one labelled wrong step" in said.out
-    record = json.loads(Path("found/localisation/localisation.json").read_text())
-    assert record["problems"] == 3 and record["about"]["command"].endswith("--twins --out found")
-    rankings = {figure["ranking"] for figure in record["figures"]}
-    assert rankings == {"random", "earlier token", "later token", "number token", "surprisal", "entropy", "grail"}
-    row = next(iter(read_dump("found")))
-    wrong = "".join(row.tokens[slice(*row.labels["wrong_step"])])
-    assert wrong in row.response and row.prompt.endswith("within \\boxed{}.\n")
-    before = Path("found/localisation/localisation.csv").read_bytes()
-    call(*arguments)  # finished: only measured anew
-    assert Path("found/localisation/localisation.csv").read_bytes() == before
 
 
 @pytest.mark.slow

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import random
+import resource
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from grail_advantage import token_dump
 from grail_advantage.report import data
 from grail_advantage.report.figures import write_figures
 from grail_advantage.report.page import write_report
-from grail_advantage.token_dump import MOST_PROBLEMS, DumpHeader, DumpRow, read_dump, step_path, write_step
+from grail_advantage.token_dump import MOST_PROBLEMS, DumpHeader, DumpRow, read_dump, write_step
 from recipe.evaluate.checkpoint import resolve_model
 
 NAMES = ["../../escaped", "/etc/passwd", "a\0b", "..", "~/.bashrc", "$(touch escaped)", "x" * 5000]
@@ -50,123 +53,65 @@ def everything(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-class TestBombs:
-    """Small files that unpack to more than a machine holds."""
-
-    MEGABYTE = 1 << 20
-
-    @pytest.fixture(autouse=True)
-    def _small_limits(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(token_dump, "MOST_LINE", self.MEGABYTE)
-        monkeypatch.setattr(token_dump, "_MOST_UNPACKED", 4 * self.MEGABYTE)
-        monkeypatch.setattr(token_dump, "_MOST_RATIO", 50)
-
-    def _problems(self, folder: Path, content: bytes) -> tuple[list[str], int]:
-        """What is said of a file that holds this 64 times, and the most memory that reading it took."""
-        path = step_path(folder, 1)
-        with gzip.open(path, "wb", compresslevel=9) as file:
-            for _ in range(64):
-                file.write(content)
-        assert path.stat().st_size < self.MEGABYTE // 4
-        tracemalloc.start()
-        try:
-            found = read_dump(folder)
-            assert not list(found)
-            return [str(problem) for problem in found.problems], tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    def test_a_line_without_an_end(self, tmp_path: Path) -> None:
-        problems, most = self._problems(tmp_path, b"[" * self.MEGABYTE)
-        assert problems == [
-            f"{step_path(tmp_path, 1)}:1: the file has a line of more than 1 MiB, which no row of a dump needs; 0 whole lines "
-            "are read"
-        ]
-        assert most < 8 * self.MEGABYTE
-
-    def test_lines_without_an_end(self, tmp_path: Path) -> None:
-        line = b'{"schema_version":2}\n'
-        problems, most = self._problems(tmp_path, line * (self.MEGABYTE // len(line)))
-        assert len(problems) == MOST_PROBLEMS + 1
-        assert problems[-1].endswith(
-            f":{MOST_PROBLEMS + 2}: {MOST_PROBLEMS} lines could not be read; the file is not read on"
-        )
-        assert most < 8 * self.MEGABYTE
-
-    def test_rows_without_an_end(self, tmp_path: Path) -> None:
-        path = written(tmp_path, rows=1)
-        header, line, _ = gzip.decompress(path.read_bytes()).split(b"\n")
-        with gzip.open(path, "wb") as file:
-            file.write(header + b"\n")
-            for _ in range(400):
-                file.write((line + b"\n") * 100)
-        found = read_dump(tmp_path)
-        read = sum(1 for _ in found)
-        assert 0 < read < 40_000
-        assert [str(problem) for problem in found.problems] == [
-            f"{path}:{read + 2}: the file unpacks to more than 4 MiB, which no dump of its size does; {read + 1} whole lines "
-            "are read"
-        ]
+def test_a_row_group_that_says_it_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of 64 MiB packs into some kilobytes; the file's own metadata says what it unpacks to."""
+    monkeypatch.setattr(token_dump, "MOST_BYTES", 1 << 20)
+    path = write_step(tmp_path, DumpHeader(step=3, method="grail"), [replace(row(0), prompt="x" * (64 << 20))])
+    assert path.stat().st_size < 1 << 17
+    tracemalloc.start()
+    try:
+        dump = read_dump(tmp_path)
+        assert list(dump) == [] and "larger than one of a dump can be" in str(dump.problems[0])
+        assert max(tracemalloc.get_traced_memory()[1], pa.total_allocated_bytes()) < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
-def test_the_limits_leave_room_for_a_dump(tmp_path: Path) -> None:
-    """A row of 32,768 tokens, twenty methods of a comparison, is far from them."""
-    tokens, draw = 32_768, np.random.default_rng(0)
-    values = {name: draw.random(tokens, dtype=np.float32) for name in ("weight_T", "score_T", "entropy_T")}
-    one = token_dump.MethodColumns(score_T=values["score_T"], weight_T=values["weight_T"])
-    long = DumpRow(
-        step=1,
-        row=0,
-        key="a_0_0",
-        group=0,
-        token_ids_T=np.arange(tokens),
-        prompt_ids=np.arange(10),
-        tokens=["token "] * tokens,
-        response="token " * tokens,
-        mask_T=np.ones(tokens, dtype=bool),
-        methods={f"method_{number}": one for number in range(20)},
-        **values,
-    )
-    line = token_dump._line(token_dump._row_record(long))
-    assert len(line) < token_dump.MOST_LINE / 5
+def test_a_long_text_that_every_row_and_token_repeats(tmp_path: Path) -> None:
+    """A gigabyte when each had its own; the rows share one text."""
+    text, count = "x" * (1 << 16), 1 << 14
+    long = replace(
+        row(0), tokens=[text] * count, token_ids_T=np.zeros(count, dtype=np.int64), mask_T=np.ones(count, dtype=bool),
+        weight_T=np.ones(count, dtype=np.float32), score_T=None,
+    )  # fmt: skip
+    path = write_step(tmp_path, DumpHeader(step=3, method="grail"), [long])
+    assert path.stat().st_size < 1 << 16
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (read,) = read_dump(tmp_path)
+    assert len(read.tokens) == count and len({id(token) for token in read.tokens}) == 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18, "KiB"
 
 
-def test_any_bit_that_flips(tmp_path: Path) -> None:
-    """Every byte of a small file in turn: rows are whole or named as lost, and nothing else happens."""
+def test_many_rows_that_cannot_be_read(tmp_path: Path) -> None:
+    path = written(tmp_path, rows=MOST_PROBLEMS + 50)
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("span")
+    spans = pa.array([[9]] * table.num_rows, table.schema.field(place).type)
+    pq.write_table(table.set_column(place, table.schema.field(place), spans), path)
+    dump = read_dump(tmp_path)
+    assert list(dump) == [] and len(dump.problems) == MOST_PROBLEMS + 1
+    assert str(dump.problems[-1]) == f"{path}: {MOST_PROBLEMS} rows cannot be read; the file is not read on"
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["a bit flipped", "an end missing"])
+def test_damage_anywhere(tmp_path: Path, cut: bool) -> None:
+    """At every 41st byte: a file is named, or its rows are as they were; nothing is raised."""
     path = written(tmp_path)
-    content = path.read_bytes()
+    whole, content = [_values(each) for each in read_dump(tmp_path)], path.read_bytes()
     draw = random.Random(0)
-    told = 0
-    for place in range(len(content)):
-        changed = bytearray(content)
-        changed[place] ^= 1 << draw.randrange(8)
+    for place in range(0, len(content), 41):
+        changed = bytearray(content[:place] if cut else content)
+        if not cut:
+            changed[place] ^= 1 << draw.randrange(8)
         path.write_bytes(changed)
-        found = read_dump(tmp_path)
-        rows = list(found)
-        assert all(isinstance(each.row, int) and len(each.tokens) == len(each) for each in rows)
-        assert all(str(path) in str(problem) for problem in found.problems)
-        told += bool(found.problems)
-        assert found.problems or [each.row for each in rows] == [0, 1, 2, 3]
-    assert told > 0.9 * len(content), "gzip's own sums find a flipped bit"
+        dump = read_dump(tmp_path)
+        rows = [_values(each) for each in dump]
+        assert rows == whole or (dump.problems and not cut) or (dump.problems and not rows)
+        assert all(str(path) in str(problem) for problem in dump.problems)
 
 
-def test_any_end_that_is_missing(tmp_path: Path) -> None:
-    path = written(tmp_path)
-    content = path.read_bytes()
-    for length in range(len(content)):
-        path.write_bytes(content[:length])
-        found = read_dump(tmp_path)
-        assert [each.row for each in found] == list(range(len(list(found))))
-        assert any(str(path) in str(problem) for problem in found.problems)
-
-
-@pytest.mark.parametrize("version", [0, 3, 99, 2**62])
-def test_foreign_versions(tmp_path: Path, version: int) -> None:
-    path = tmp_path / "step_000001.jsonl"
-    path.write_text(json.dumps({"schema_version": version, "method": "grail"}) + "\n")
-    found = read_dump(tmp_path)
-    assert not list(found)
-    assert all(str(path) in str(problem) for problem in found.problems) and found.problems
+def _values(row: DumpRow) -> tuple:
+    return row.key, row.token_ids_T.tolist(), row.tokens, row.weight_T.tolist(), row.score_T.tolist()
 
 
 def test_names_from_a_model_are_no_paths(tmp_path: Path) -> None:
@@ -204,8 +149,8 @@ class TestLinks:
         written(tmp_path / "tokens")
         os.mkfifo(tmp_path / "metrics.jsonl")
         (tmp_path / "metrics-2.jsonl").symlink_to("/dev/zero")
-        os.mkfifo(tmp_path / "tokens" / "step_000009.jsonl.gz")
-        (tmp_path / "tokens" / "step_000008.jsonl.gz").symlink_to("/dev/zero")
+        os.mkfifo(tmp_path / "tokens" / "step_000009.parquet")
+        (tmp_path / "tokens" / "step_000008.parquet").symlink_to("/dev/zero")
         run = data.open_run(tmp_path)
         assert run.metrics == {}
         assert run.dump.steps == [3] and len(list(run.dump)) == 4

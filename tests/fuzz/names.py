@@ -6,7 +6,7 @@ from pathlib import Path
 
 CORPUS = Path(__file__).with_name("corpus")
 MODULES = {
-    "span": ["grail_advantage.answer_span", "grail_advantage.token_dump"],
+    "span": ["grail_advantage.answer_span", "grail_advantage.token_text"],
     "judge": ["grail_advantage.reward", "grail_advantage.answer_span"],
     "dump": ["grail_advantage.token_dump"],
     "report": ["grail_advantage.report", "grail_advantage.token_dump"],

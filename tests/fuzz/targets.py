@@ -7,12 +7,12 @@ atheris look for bytes that break them; ``tests/fuzz/test_corpus.py`` tries agai
 
 from __future__ import annotations
 
-import gzip
 import html
 import io
 import itertools
 import json
 import re
+import struct
 import tempfile
 import unicodedata
 from collections.abc import Callable
@@ -33,7 +33,8 @@ from grail_advantage.answer_span import find_answer_span, iter_boxed, token_byte
 from grail_advantage.report import data, page, terminal
 from grail_advantage.report.visible import visible
 from grail_advantage.reward import _verify_pool
-from grail_advantage.token_dump import DumpRow, TokenDump, TokenTexts, answer_text, read_dump, write_step
+from grail_advantage.token_dump import COLUMNS, DumpHeader, DumpRow, MethodColumns, TokenDump, read_dump, write_step
+from grail_advantage.token_text import TokenTexts, answer_text
 from recipe.data.convert import SCHEMA, choose_columns, convert_rows
 from recipe.data.sources import LocalFile
 from recipe.data.specs import SPECS
@@ -180,38 +181,44 @@ def _valid(content: bytes) -> bool:
 # -------------------------------------------------------------------------------------------------------------- token dump
 
 
-def _with_dump(content: bytes, work: Callable[[TokenDump, Path], None]) -> None:
-    """A folder with one file of a dump: as it is, packed, or in the format of 0.1."""
-    kind, content = (content[0] if content else 0), content[1:]
+@cache
+def _dump_file() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        name = "7.jsonl" if kind % 4 == 3 else "step_000007.jsonl.gz"
-        path = Path(folder) / name
-        path.write_bytes(gzip.compress(content, 1) if kind % 4 == 1 else content)
-        work(read_dump(folder), Path(folder))
+        return write_step(Path(folder), DumpHeader(step=7, method="grail"), [_row("a"), _row("b")]).read_bytes()
+
+
+def _row(text: str) -> DumpRow:
+    """A row that has this text wherever a row has one."""
+    one_T = np.ones(2, dtype=np.float32)
+    texts = dict.fromkeys(("key", "id", "prompt", "response", "gold", "outcome", "answer", "neutral"), text)
+    columns = {f"{name}_T": one_T for name in COLUMNS}
+    ids = np.array([3, 4])
+    methods = {text: MethodColumns(score_T=None, weight_T=one_T, neutral=text)}
+    return DumpRow(
+        step=7, row=0, group=0, prompt_ids=ids, token_ids_T=ids, tokens=[text, ""], mask_T=ids > 3, methods=methods,
+        labels={"wrong_step": [0, 1]}, **texts, **columns,
+    )  # fmt: skip
 
 
 def dump(content: bytes) -> None:
-    """A file of a dump: nothing is raised, every row that is given is whole, and can be written and read again."""
-    _with_dump(content, _check_dump)
+    """A file of a dump with some of its bytes changed: nothing is raised, every row that is given is whole, and can be written
+    and read again. Of the input, two bytes are a place and the third is what is changed there."""
+    changed = bytearray(_dump_file())
+    for place, bits in struct.iter_unpack("<HB", content[: len(content) // 3 * 3]):
+        changed[place % len(changed)] ^= bits
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "step_000007.parquet").write_bytes(changed)
+        _check_dump(read_dump(folder), Path(folder))
 
 
 def _check_dump(found: TokenDump, folder: Path) -> None:
     rows = list(found)
-    for row in rows:
-        for name in ("mask_T", "score_T", "weight_T", "base_advantage_T", "advantage_T", "old_log_prob_T", "entropy_T"):
-            values = getattr(row, name)
-            assert values is None or values.shape == (len(row),), name
-        assert len(row.tokens) == len(row)
-        assert row.span is None or 0 <= row.span.start <= row.span.end <= len(row)
-    header = found.files[0].header
-    said = [str(problem) for problem in found.problems]
-    assert rows or said, "a file that gives nothing says why"
-    assert all(str(folder) in text for text in said)
-    if header is not None and 0 <= header.step < 10**15 and 0 <= header.update < 10**9:
-        again = folder / "again"
-        write_step(again, header, rows)
-        read = list(read_dump(again))
-        assert [_plain(row) for row in read] == [_plain(row) for row in rows]
+    problems = [str(problem) for problem in found.problems]
+    assert rows or problems, "a file that gives nothing says why"
+    assert all(str(folder) in problem for problem in problems)
+    again = folder / "again"
+    write_step(again, DumpHeader(step=7, method="grail"), rows)
+    assert [_plain(row) for row in read_dump(again)] == [_plain(row) for row in rows]
 
 
 def _plain(row: DumpRow) -> dict[str, Any]:
@@ -232,12 +239,13 @@ def _plain(row: DumpRow) -> dict[str, Any]:
 
 def report(content: bytes) -> None:
     """A foreign run: its page is data in two scripts of ours and nothing else; its rollout in a terminal is plain text."""
-    metrics, _, rows = content.partition(SEPARATOR)
+    metrics, _, text = content.partition(SEPARATOR)
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run <b>&amp;"
-        (run / "tokens").mkdir(parents=True)
+        words = text.decode("utf-8", "replace")
+        header = DumpHeader(step=7, method=words, model=words, options={words: words}, special_tokens={4: words})
+        write_step(run / "tokens", header, [_row(words)])
         (run / "metrics.jsonl").write_bytes(metrics)
-        (run / "tokens" / "step_000001.jsonl").write_bytes(rows)
         opened = data.open_run(run)
         text = page.render([opened])
         text.encode()

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from grail_advantage.report.page import write_report
 from tests.report.browser import executable, launched
+from tests.report.synthetic import write_dump, write_metrics
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +76,17 @@ def opened(browser: Any) -> Iterator[Callable[..., Opened]]:
     assert not said
     assert all(url.startswith(("file://", "blob:", "data:")) for url in requests), requests
     assert len([url for url in requests if url.startswith("file://")]) <= len(pages)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, and one response set under three methods, each with its report."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, seed in (("grail", 5), ("uniform", 6)):
+        write_metrics(folder / name, 20, seed=seed)
+        write_dump(folder / name / "tokens", (1, 10, 20), seed=seed)
+    write_dump(folder / "analyze", [0], problems=2, methods=("grail", "surprisal", "shear"), labels=True)
+    write_report(folder / "grail")
+    write_report(folder / "analyze")
+    write_report(folder / "grail", folder / "both.html", against=folder / "uniform")
+    return folder

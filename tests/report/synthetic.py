@@ -171,7 +171,6 @@ def write_dump(
             temperature=1.0,
             rows_in_step=len(rows),
             special_tokens={2: "<|im_end|>"},
-            source="analyze" if methods else "train",
             written_by="tests",
         )
         write_step(folder, header, [_finish(rng, row, methods, labels) for row in rows])

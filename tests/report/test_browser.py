@@ -13,34 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grail_advantage.answer_span import AnswerSpan
 from grail_advantage.report import colours
 from grail_advantage.report.page import write_report
-from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.token_dump import DumpHeader, read_dump, write_step
 from tests.report.synthetic import text_row, write_dump, write_metrics
 from tests.report.test_pack import read_block
 
 pytestmark = pytest.mark.slow
 
 Open = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs, and one response set under three methods, each with its report."""
-    folder = tmp_path_factory.mktemp("runs")
-    for name, seed in (("grail", 5), ("uniform", 6)):
-        write_metrics(folder / name, 20, seed=seed)
-        write_dump(folder / name / "tokens", (1, 10, 20), seed=seed)
-    write_dump(folder / "analyze", [0], problems=2, methods=("grail", "surprisal", "shear"), labels=True)
-    write_report(folder / "grail")
-    write_report(folder / "analyze")
-    write_report(folder / "grail", folder / "both.html", against=folder / "uniform")
-    return folder
-
-
-def rows_of(folder: Path) -> list[DumpRow]:
-    return list(read_dump(folder))
 
 
 def readout(page: Any) -> dict[str, str]:
@@ -58,149 +39,13 @@ def selected(page: Any) -> str:
     return page.locator('.item[aria-selected="true"]').inner_text()
 
 
-# ------------------------------------------------------------------------------------------------------------ safe to open
-
-HOSTILE = [
-    "</script><script>pwned=1;alert(1)</script>",
-    "<img src=x onerror=alert(2)>",
-    "<!--<script>",
-    "]]>",
-    '" onmouseover="alert(3)" x="',
-    "javascript:alert(4)",
-    "{{constructor.constructor('alert(5)')()}}",
-    "\u202eevil\u202c",
-    "\u2066x\u2069\u200f",
-    "a\u200bb\u200d\u2060\ufeff",
-    "\ud800",
-    "\udfff tail",
-    "\x00\x07\x1b[31m",
-    "\r\n",
-    "\t",
-    "👩‍👩‍👧 🇩🇪 é e\u0301",
-    "שלום עולם",
-    "\\frac{\\$x_{1}^2$}{\\text{<b>}} $$\\boxed{1}$$ &lt;&amp;",
-    "\u2028\u2029\u0085",
-    "\U000e0041\U000e007f",
-    "x" * 100_000,
-    "%SCRIPT%%INDEX%",
-    "",
-    "\n\n\n",
-]
-
-
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hostile") / "<img src=x onerror=alert(9)>"
-    text = "".join(HOSTILE[:12])
-    row = text_row(
-        HOSTILE,
-        prompt=text,
-        gold=HOSTILE[0],
-        answer=HOSTILE[1] + "\u202e",
-        neutral=HOSTILE[1],
-        id=HOSTILE[1],
-        span=AnswerSpan(1, 2, 3, 4),
-        token_ids_T=np.arange(len(HOSTILE)),
-    )
-    header = DumpHeader(step=1, method=HOSTILE[1], model=HOSTILE[0], options={HOSTILE[1]: HOSTILE[0]})
-    write_step(
-        folder / "tokens", header, [row, text_row(["ok", "אב", "גד", "הו"], row=1, outcome="wrong", answer=None)]
-    )
-    with (folder / "metrics.jsonl").open("w") as file:
-        file.write('{"step": 1, "data": {"<img src=x onerror=alert(8)>": 1.0, "critic/score/mean": 0.5}}\n')
-        file.write("</script><script>alert(7)</script>\n")
-    return write_report(folder)
-
-
-class TestHostile:
-    def test_is_shown_and_nothing_runs(self, hostile: Path, opened: Open) -> None:
-        page = opened(hostile, "#rollout=1.0").page
-        assert page.evaluate("typeof pwned") == "undefined"
-        assert page.locator("img, iframe, object, embed, form[action], b > *").count() == 0
-        assert page.locator(".t").count() == len(HOSTILE)
-        texts = page.locator(".t").evaluate_all("spans => spans.map((span) => span.textContent)")
-        assert (
-            texts[0] == HOSTILE[0] and texts[1] == HOSTILE[1] and texts[17] == HOSTILE[17] and len(texts[20]) == 100_000
-        )
-        page.select_option("#more-curves", index=1)
-        page.locator("#notes summary").click()
-        assert "7" in page.locator("#notes").inner_text() or "line" in page.locator("#notes").inner_text()
-
-    @pytest.mark.parametrize(
-        ("token", "signs"),
-        [
-            (7, ["U+202E", "U+202C"]),
-            (8, ["U+2066", "U+2069", "U+200F"]),
-            (9, ["U+200B", "U+200D", "U+2060", "U+FEFF"]),
-            (10, ["U+D800"]),
-            (11, ["U+DFFF"]),
-            (12, ["U+0000", "U+0007", "U+001B"]),
-            (13, ["U+000D", "↵"]),
-            (14, ["→"]),
-            (18, ["U+2028", "U+2029", "U+0085"]),
-            (19, ["U+E0041", "U+E007F"]),
-            (22, ["◌"]),
-            (23, ["↵", "↵", "↵"]),
-        ],
-    )
-    def test_what_shows_nothing_is_named(self, hostile: Path, opened: Open, token: int, signs: list[str]) -> None:
-        page = opened(hostile, "#rollout=1.0").page
-        assert page.locator(".t").nth(token).locator(".sign").all_text_contents() == signs
-
-    def test_every_token_can_be_pointed_at(self, hostile: Path, opened: Open) -> None:
-        page = opened(hostile, "#rollout=1.0").page
-        for t in range(len(HOSTILE)):
-            page.locator(".t").nth(t).dispatch_event("click")
-            assert f"{t + 1} of {len(HOSTILE)}" in page.locator("#readout").inner_text()
-
-    def test_right_to_left_text_stays_in_its_token(self, hostile: Path, opened: Open) -> None:
-        page = opened(hostile, "#rollout=1.1").page
-        edges = page.locator(".t").evaluate_all("spans => spans.map((span) => span.getClientRects()[0].left)")
-        assert len(edges) == 4 and edges == sorted(edges)
-
-    def test_views_and_overlays(self, hostile: Path, opened: Open) -> None:
-        page = opened(hostile, "#rollout=1.0").page
-        for overlay in ("score", "advantage", "surprisal", "entropy", "weight"):
-            page.locator(f'#overlay input[value="{overlay}"]').check(force=True)
-        page.locator('#view input[value="side"]').check(force=True)
-        page.wait_for_selector(".pages.side .page:nth-child(2) .t")
-
-    def test_a_hash_is_no_way_in(self, hostile: Path, opened: Open) -> None:
-        page = opened(
-            hostile, "#rollout=<img onerror=alert(1) src=x>&overlay=__proto__&method=toString&view=x&token=-9e9&step=zz"
-        ).page
-        assert page.locator(".t").count() > 0
-        assert page.locator('#overlay input[value="weight"]').is_checked()
-
-    def test_the_policy_holds(self, runs: Path, browser: Any) -> None:
-        """What gets into the page in spite of all does not run and cannot send."""
-        page = browser.new_page()
-        said: list[str] = []
-        page.on("console", lambda message: said.append(message.text))
-        page.goto((runs / "grail" / "report.html").as_uri())
-        page.wait_for_selector("html[data-ready]")
-        page.evaluate("""() => {
-          const script = document.createElement("script");
-          script.textContent = "window.pwned = 1";
-          document.body.append(script);
-          const holder = document.createElement("div");
-          holder.innerHTML = '<button id="trap" onclick="window.pwned = 2">x</button><b style="color: red">y</b>';
-          document.body.append(holder);
-          document.getElementById("trap").click();
-        }""")
-        assert page.evaluate("typeof pwned") == "undefined"
-        assert page.evaluate("fetch('https://example.org').then(() => 'sent', () => 'refused')") == "refused"
-        assert sum("Content Security Policy" in line for line in said) >= 4
-        page.close()
-
-
 # ---------------------------------------------------------------------------------------------------------- what is shown
 
 
 class TestValues:
     @pytest.mark.parametrize("place", [0, 30, 60])
     def test_of_tokens_are_those_of_the_dump(self, runs: Path, opened: Open, place: int) -> None:
-        row = rows_of(runs / "grail" / "tokens")[place]
+        row = list(read_dump(runs / "grail" / "tokens"))[place]
         page = opened(runs / "grail" / "report.html", f"#rollout={row.step}.{row.row}").page
         assert page.locator(".t").count() == len(row)
         for t in (0, len(row) // 2, len(row) - 1):
@@ -224,7 +69,7 @@ class TestValues:
     def test_rounded_values_are_read_back(self, tmp_path: Path, opened: Open) -> None:
         write_dump(tmp_path, range(1, 11), problems=4, filler=12)
         page = opened(write_report(tmp_path, megabytes=1), "#rollout=1.0&token=5").page
-        row = rows_of(tmp_path)[0]
+        row = next(iter(read_dump(tmp_path)))
         block = re.search(r'id="r0">(.*?)</script>', (tmp_path / "report.html").read_text())
         assert block is not None and re.search(r"rounded to [\d,]+ levels", page.locator("#foot").inner_text())
         head, _, columns = read_block(block[1])
@@ -238,7 +83,7 @@ class TestValues:
 
     @pytest.mark.parametrize("dark", [False, True])
     def test_colours_are_those_of_the_scale(self, runs: Path, opened: Open, dark: bool) -> None:
-        row = rows_of(runs / "grail" / "tokens")[-1]
+        row = list(read_dump(runs / "grail" / "tokens"))[-1]
         page = opened(runs / "grail" / "report.html", f"#rollout={row.step}.{row.row}", dark=dark).page
         shown = page.locator(".t").evaluate_all("spans => spans.map((span) => getComputedStyle(span).backgroundColor)")
         table = colours.diverging(65, colours.DARK if dark else colours.LIGHT)
@@ -257,7 +102,7 @@ class TestValues:
         assert len(set(seen.values())) == 5
 
     def test_marks_in_words(self, runs: Path, opened: Open) -> None:
-        rows = rows_of(runs / "grail" / "tokens")
+        rows = list(read_dump(runs / "grail" / "tokens"))
         neutral = next(row for row in rows if row.neutral == "advantage 0")
         page = opened(runs / "grail" / "report.html", f"#rollout={neutral.step}.{neutral.row}").page
         assert "neutral: advantage 0" in page.locator(".facts").inner_text()
@@ -343,7 +188,7 @@ class TestRuns:
         assert "rollout=b." in page.url
 
     def test_right_and_wrong_side_by_side(self, runs: Path, opened: Open) -> None:
-        row = next(row for row in rows_of(runs / "grail" / "tokens") if row.outcome == "wrong" and not row.truncated)
+        row = next(row for row in read_dump(runs / "grail" / "tokens") if row.outcome == "wrong" and not row.truncated)
         page = opened(runs / "grail" / "report.html", f"#view=side&rollout={row.step}.{row.row}").page
         page.wait_for_selector(".page .t")
         words = [text.split()[1] for text in page.locator(".page .facts strong").all_text_contents()]
@@ -354,7 +199,7 @@ class TestRuns:
         assert page.locator(".t.at").count() == 1
 
     def test_methods_over_each_other(self, runs: Path, opened: Open) -> None:
-        row = next(row for row in rows_of(runs / "analyze") if row.labels and not row.neutral)
+        row = next(row for row in read_dump(runs / "analyze") if row.labels and not row.neutral)
         page = opened(runs / "analyze" / "report.html", f"#rollout={row.step}.{row.row}&token=3").page
         assert page.locator(".methods .strip").count() == 3
         assert shown_number(readout(page)["Weight"]) == pytest.approx(float(row.weight_T[3]), rel=6e-3)
@@ -393,11 +238,11 @@ class TestRuns:
 
     def test_of_a_broken_dump_says_so_at_the_top(self, tmp_path: Path, opened: Open) -> None:
         write_dump(tmp_path, (1, 5))
-        last = tmp_path / "step_000005.jsonl.gz"
+        last = tmp_path / "step_000005.parquet"
         last.write_bytes(last.read_bytes()[:2500])
         page = opened(write_report(tmp_path)).page
         page.locator("#notes summary").click()
-        assert "cut off" in page.locator("#notes").inner_text()
+        assert "cannot be read as Parquet" in page.locator("#notes").inner_text()
         assert page.locator(".t").count() > 0
 
     def test_a_value_that_is_no_number_leaves_a_gap(self, tmp_path: Path, opened: Open) -> None:
@@ -422,7 +267,7 @@ class TestKeyboard:
         assert page.evaluate("document.activeElement.getAttribute('aria-posinset')") == "72"
         page.keyboard.press("Home")
         page.wait_for_function("location.hash.includes('rollout=1.0')")
-        row = rows_of(runs / "grail" / "tokens")[0]
+        row = next(iter(read_dump(runs / "grail" / "tokens")))
         page.wait_for_function(f"document.querySelectorAll('.t').length === {len(row)}")
         page.keyboard.press("Enter")
         where = "[...document.querySelectorAll('.t')].indexOf(document.activeElement)"
@@ -455,7 +300,7 @@ class TestKeyboard:
             assert style[1] != "none" or style[3] != "none", style
 
     def test_filters(self, runs: Path, opened: Open) -> None:
-        rows = rows_of(runs / "grail" / "tokens")
+        rows = list(read_dump(runs / "grail" / "tokens"))
         page = opened(runs / "grail" / "report.html").page
 
         def count() -> int:
@@ -477,7 +322,7 @@ class TestKeyboard:
         assert "No rollout is like this" in page.locator("#count").inner_text()
 
     def test_sort_by_spread(self, runs: Path, opened: Open) -> None:
-        rows = rows_of(runs / "grail" / "tokens")
+        rows = list(read_dump(runs / "grail" / "tokens"))
         widest = max(rows, key=lambda row: float(np.std(row.weight_T[row.mask_T])))
         page = opened(runs / "grail" / "report.html", "#sort=spread").page
         assert f"rollout={widest.step}.{widest.row}" in page.url
@@ -485,7 +330,7 @@ class TestKeyboard:
 
     def test_a_link_keeps_the_view(self, runs: Path, opened: Open) -> None:
         hash_ = "#step=10&outcome=right&sort=length&overlay=surprisal&rollout=10."
-        rows = [row for row in rows_of(runs / "grail" / "tokens") if row.step == 10 and row.outcome == "right"]
+        rows = [row for row in read_dump(runs / "grail" / "tokens") if row.step == 10 and row.outcome == "right"]
         hash_ += f"{rows[0].row}&token=7"
         page = opened(runs / "grail" / "report.html", hash_).page
         assert page.locator("#count").inner_text().startswith(f"{len(rows)} of")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grail_advantage.report import data
+from grail_advantage.report import by_position, data
 from grail_advantage.token_dump import DumpHeader, MethodColumns, write_step
 from tests.dumps import dump_row
 
@@ -90,38 +90,38 @@ class TestRun:
 
 class TestBins:
     def test_tokens_fall_into_bins_by_their_middles(self) -> None:
-        assert data.positions(4, 2).tolist() == [0, 0, 1, 1]
-        assert data.positions(3, 2).tolist() == [0, 1, 1]  # 1/6, 3/6, 5/6
-        assert data.positions(2, 4).tolist() == [1, 3]  # 1/4, 3/4
-        assert data.positions(1, 20).tolist() == [10]
-        assert data.positions(0, 4).tolist() == []
-        assert data.positions(1000, 10).tolist() == sorted(list(range(10)) * 100)
+        assert by_position.positions(4, 2).tolist() == [0, 0, 1, 1]
+        assert by_position.positions(3, 2).tolist() == [0, 1, 1]  # 1/6, 3/6, 5/6
+        assert by_position.positions(2, 4).tolist() == [1, 3]  # 1/4, 3/4
+        assert by_position.positions(1, 20).tolist() == [10]
+        assert by_position.positions(0, 4).tolist() == []
+        assert by_position.positions(1000, 10).tolist() == sorted(list(range(10)) * 100)
 
     def test_means_by_hand(self) -> None:
         values = np.array([1.0, 3.0, NAN, 5.0, 7.0, 2.0])
-        assert data.binned(values, 3).tolist() == [2.0, 5.0, 4.5]
-        assert data.binned(values, 2) == pytest.approx([2.0, 14 / 3])
-        found = data.binned(np.array([2.0]), 3)
+        assert by_position.binned(values, 3).tolist() == [2.0, 5.0, 4.5]
+        assert by_position.binned(values, 2) == pytest.approx([2.0, 14 / 3])
+        found = by_position.binned(np.array([2.0]), 3)
         assert found[1] == 2.0 and np.isnan(found[[0, 2]]).all()
-        assert np.isnan(data.binned(np.zeros(0), 3)).all()
+        assert np.isnan(by_position.binned(np.zeros(0), 3)).all()
 
     def test_reasoning_is_what_trains_before_the_answer(self) -> None:
         row = dump_row([1.0] * 5, span=(3, 4, 5, 5), mask_T=[True, False, True, True, True])
-        assert data.reasoning(row).tolist() == [True, False, True, False, False]
-        assert data.reasoning(dump_row([1.0] * 2)).tolist() == [True, True]
+        assert by_position.reasoning(row).tolist() == [True, False, True, False, False]
+        assert by_position.reasoning(dump_row([1.0] * 2)).tolist() == [True, True]
 
 
 class TestMeans:
     def test_an_interval_by_hand(self) -> None:
         """Two prompts of two rows: mean 4, residuals by prompt -4 and 4, variance 2/1 * 32 / 16 = 4."""
-        found = data.clustered_means(np.array([[1.0], [3.0], [5.0], [7.0]]), np.array([7, 7, 9, 9]))
+        found = by_position.clustered_means(np.array([[1.0], [3.0], [5.0], [7.0]]), np.array([7, 7, 9, 9]))
         assert found.mean.tolist() == [4.0]
         assert found.high - found.mean == pytest.approx([1.959963984540054 * 2])
         assert (found.rows, found.groups) == (4, 2)
 
     def test_rows_of_their_own_give_the_usual_interval(self) -> None:
         values = np.random.default_rng(0).normal(size=(50, 3))
-        found = data.clustered_means(values, np.arange(50))
+        found = by_position.clustered_means(values, np.arange(50))
         width = 1.959963984540054 * values.std(axis=0, ddof=1) / math.sqrt(50)
         assert np.allclose(found.low, values.mean(axis=0) - width) and np.allclose(
             found.high, values.mean(axis=0) + width
@@ -129,13 +129,13 @@ class TestMeans:
 
     def test_missing_values_count_neither_as_rows_nor_as_prompts(self) -> None:
         values = np.array([[1.0, NAN], [3.0, NAN], [NAN, NAN], [5.0, 2.0]])
-        found = data.clustered_means(values, np.array([0, 1, 2, 3]))
-        alone = data.clustered_means(np.array([[1.0], [3.0], [5.0]]), np.array([0, 1, 3]))
+        found = by_position.clustered_means(values, np.array([0, 1, 2, 3]))
+        alone = by_position.clustered_means(np.array([[1.0], [3.0], [5.0]]), np.array([0, 1, 3]))
         assert found.mean.tolist() == [3.0, 2.0] and found.low[0] == alone.low[0]
         assert np.isnan(found.low[1]), "one prompt says nothing of others"
 
     def test_nothing(self) -> None:
-        found = data.clustered_means(np.zeros((0, 2)), np.zeros(0, dtype=int))
+        found = by_position.clustered_means(np.zeros((0, 2)), np.zeros(0, dtype=int))
         assert np.isnan(found.mean).all() and (found.rows, found.groups) == (0, 0)
 
 
@@ -154,28 +154,26 @@ def _rows() -> list:
 class TestTable:
     def test_one_row(self) -> None:
         row = dump_row([2.0, 4.0, 9.0, 100.0], span=(2, 2, 3, 4), mask_T=[True, True, True, False])
-        table = data.row_table([row], bins=2)
+        table = by_position.row_table([row], bins=2)
         assert table.profiles.tolist() == [[2.0, 4.0]]
-        assert table.mean_weights.tolist() == [5.0]
-        assert table.spreads == pytest.approx([math.sqrt(26 / 3)])
-        assert (table.lengths.tolist(), table.answered.tolist(), table.scored.tolist()) == ([4], [True], [True])
+        assert (table.steps.tolist(), table.outcomes.tolist(), table.scored.tolist()) == ([1], ["right"], [True])
 
     def test_groups_of_different_steps_and_updates_are_different(self) -> None:
         rows = [dump_row([1.0], group=0), dump_row([1.0], group=0, update=1), dump_row([1.0], group=0, step=2)]
-        assert data.row_table(rows).groups.tolist() == [0, 1, 2]
+        assert by_position.row_table(rows).groups.tolist() == [0, 1, 2]
 
     def test_a_chosen_method(self) -> None:
         rows = [
             dump_row([1.0], methods={"a": MethodColumns(score_T=None, weight_T=np.array([3.0]), neutral="no answer")}),
             dump_row([2.0], methods={"b": MethodColumns(score_T=None, weight_T=np.array([5.0]))}),
         ]
-        table = data.row_table(rows, method="a")
-        assert table.mean_weights.tolist() == [3.0] and table.scored.tolist() == [False]
-        assert data.row_table(rows).mean_weights.tolist() == [1.0, 2.0]
+        table = by_position.row_table(rows, bins=1, method="a")
+        assert table.profiles.tolist() == [[3.0]] and table.scored.tolist() == [False]
+        assert by_position.row_table(rows, bins=1).profiles.tolist() == [[1.0], [2.0]]
 
     def test_profiles_by_part_of_the_training_and_outcome(self) -> None:
-        table = data.row_table(_rows(), bins=2)
-        found = {(p.outcome, p.first_step, p.last_step): p.means for p in data.profiles(table, parts=2)}
+        table = by_position.row_table(_rows(), bins=2)
+        found = {(p.outcome, p.first_step, p.last_step): p.means for p in by_position.profiles(table, parts=2)}
         assert list(found) == [("right", 1, 2), ("wrong", 1, 2), ("right", 3, 4), ("wrong", 3, 4)]
         # Right rows of steps 1 and 2: bins (1+1)/2 and (2+1)/2 on both sides.
         assert found["right", 1, 2].mean.tolist() == [1.25, 1.25]
@@ -183,23 +181,15 @@ class TestTable:
         assert found["wrong", 3, 4].low.tolist() == pytest.approx([7 - 1.959963984540054, 0.0])
 
     def test_thirds(self) -> None:
-        assert data.thirds([5, 1, 3, 3, 2, 4, 6, 7]) == [[1, 2], [3, 4], [5, 6, 7]]
-        assert data.thirds([2, 1]) == [[1], [2]] and data.thirds([]) == []
+        assert by_position.thirds([5, 1, 3, 3, 2, 4, 6, 7]) == [[1, 2], [3, 4], [5, 6, 7]]
+        assert by_position.thirds([2, 1]) == [[1], [2]] and by_position.thirds([]) == []
 
     def test_heat_map(self) -> None:
-        table = data.row_table(_rows(), bins=2)
-        found = data.heat_map(table)
+        table = by_position.row_table(_rows(), bins=2)
+        found = by_position.heat_map(table)
         assert (found.steps, found.rows) == ([1, 2, 3, 4], [2, 2, 2, 2])
         assert found.weights.tolist() == [[1.5, 0.5], [2.75, 0.75], [4.0, 1.0], [5.25, 1.25]]
-        assert data.heat_map(table, "wrong").weights[:, 0].tolist() == [2.0, 4.0, 6.0, 8.0]
-        empty = data.heat_map(table, "right and wrong")
+        assert by_position.heat_map(table, "wrong").weights[:, 0].tolist() == [2.0, 4.0, 6.0, 8.0]
+        empty = by_position.heat_map(table, "right and wrong")
         assert np.isnan(empty.weights).all() and empty.rows == [0, 0, 0, 0]
-        assert data.heat_map(data.row_table([], bins=2)).weights.shape == (0, 2)
-
-    def test_by_step(self) -> None:
-        first, *_ = data.by_step(data.row_table(_rows()))
-        assert (first.rows, first.prompts, first.right, first.wrong, first.scored) == (3, 2, 1, 1, 2)
-        assert (first.truncated, first.answered) == (1, 0)
-        assert first.mean_length == pytest.approx(7 / 3) and first.mean_weight == 1.0
-        assert first.mean_spread == 0.5  # 0 and 1; the row without scores does not count
-        assert data.by_step(data.row_table([])) == []
+        assert by_position.heat_map(by_position.row_table([], bins=2)).weights.shape == (0, 2)

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from grail_advantage.report import colours, data, figures
+from grail_advantage.report import by_position, colours, data, figures
 from grail_advantage.report.__main__ import main
 from grail_advantage.token_dump import DumpHeader, write_step
 from tests.dumps import HOSTILE, dump_row
@@ -61,7 +61,7 @@ def test_each_figure_is_a_picture_a_drawing_and_a_table(run: data.Run, tmp_path:
 
 
 def test_tables_by_hand(run: data.Run, tmp_path: Path) -> None:
-    table = data.row_table(run.dump, bins=2)
+    table = by_position.row_table(run.dump, bins=2)
     figures.write_figures(run, tmp_path, table)
     assert _read(tmp_path / "curves.csv") == [
         {"figure": "accuracy", "line": "a $x_1$, mean@1", "step": "0", "value": "0.25"},
@@ -109,7 +109,7 @@ def test_what_a_run_lacks_is_left_out(run: data.Run, tmp_path: Path) -> None:
 
 def test_the_heat_map_draws_a_weight_of_one_as_the_ground_and_no_weight_as_grey() -> None:
     figure = Figure()
-    heat = data.HeatMap([1, 2], np.array([[1.0, 2.0], [0.5, NAN]]), [1, 1])
+    heat = by_position.HeatMap([1, 2], np.array([[1.0, 2.0], [0.5, NAN]]), [1, 1])
     figures.draw_heat_map(figure, heat)
     mesh = figure.axes[0].collections[0]
     mesh.update_scalarmappable()
@@ -126,9 +126,11 @@ def test_the_heat_map_draws_a_weight_of_one_as_the_ground_and_no_weight_as_grey(
 
 
 def test_the_profile_draws_its_means_and_intervals() -> None:
-    means = data.Means(np.array([1.0, 2.0]), np.array([0.5, 1.5]), np.array([1.5, 2.5]), 4, 2)
+    means = by_position.Means(np.array([1.0, 2.0]), np.array([0.5, 1.5]), np.array([1.5, 2.5]), 4, 2)
     figure = Figure()
-    figures.draw_profiles(figure, [data.Profile("right", 1, 3, means), data.Profile("wrong", 4, 4, means)])
+    figures.draw_profiles(
+        figure, [by_position.Profile("right", 1, 3, means), by_position.Profile("wrong", 4, 4, means)]
+    )
     first, second = figure.axes
     line = first.get_lines()[0]
     assert line.get_xdata().tolist() == [0.25, 0.75] and line.get_ydata().tolist() == [1.0, 2.0]

@@ -44,7 +44,6 @@ def read_block(block: str) -> tuple[dict[str, Any], np.ndarray, dict[str, np.nda
         numbers[far] = direct + (first[far] - direct) * 256 + second
     mask = whole(1) if head["mask"] else np.ones(n, dtype=np.uint32)
     columns: dict[str, np.ndarray] = {"mask": mask}
-    coded: dict[str, np.ndarray] = {}
     for name, how in head["columns"].items():
         if how[0] == "constant":
             columns[name] = np.full(n, how[1], dtype=np.float32)
@@ -54,15 +53,9 @@ def read_block(block: str) -> tuple[dict[str, Any], np.ndarray, dict[str, np.nda
             columns[name] = columns["weight"] * columns["base_advantage"]
         elif how[0] == "exact":
             columns[name] = whole(4).view(np.float32)
-        elif how[0] == "lookup":
-            _, score, size, exceptions = how
-            table = whole(4, size).view(np.float32)
-            where = whole(4, exceptions)
-            columns[name] = table[coded[score]]
-            columns[name][where] = whole(4, exceptions).view(np.float32)
         else:
             _, width, scale, special, low, step = how
-            codes = coded[name] = whole(width)
+            codes = whole(width)
             place = low + (codes.astype(np.float64) - 2) * step
             value = {"linear": place, "root": place**2, "log": np.exp(np.minimum(place, 80))}[scale]
             columns[name] = np.where(codes == 0, np.nan, np.where(codes == 1, special, value)).astype(np.float32)
@@ -172,31 +165,6 @@ class TestRounded:
             assert len(np.unique(found[name][known])) <= levels
             apart = np.nanmax(np.abs(found[name].astype(np.float64) - true_T))
             assert rounding.largest[name] == pytest.approx(apart, rel=1e-3, abs=1e-6)
-
-    @pytest.mark.parametrize("bits", pack.PRECISIONS[2:])
-    def test_weights_that_follow_from_scores_are_a_table(self, bits: int) -> None:
-        rng = np.random.default_rng(0)
-        z = rng.standard_normal(3000)
-        weight_T = np.clip(1 + 0.5 * z, 0.5, 5).astype(np.float32)
-        weight_T[2900:2910], weight_T[2910:] = 2, 1
-        score_T = np.exp(z - 3).astype(np.float32)
-        score_T[2950:] = np.nan
-        tokens = (TOKENS * 3000)[:3000]
-        row = text_row(tokens, weight_T=weight_T, score_T=score_T)
-        columns = pack.columns_of(row, pack.Vocabulary())
-        rounding = pack.Rounding()
-        block = pack.pack(columns, np.arange(8, dtype=np.uint32), bits, rounding)
-        head, _, found = read_block(block)
-        assert head["columns"]["weight"][:2] == ["lookup", "score"]
-        level = (weight_T.max() - weight_T.min()) / (2**bits - 3)
-        assert np.abs(found["weight"] - weight_T).max() <= level * 1.001
-        assert rounding.largest["weight"] == pytest.approx(np.abs(found["weight"] - weight_T).max(), rel=1e-3)
-        # What the answer's rule weighs is not smeared over the tokens with the same score.
-        assert np.abs(found["weight"][2900:2910] - 2).max() <= level and (found["weight"][2950:] == 1).all()
-        apart = text_row(tokens, weight_T=rng.permutation(weight_T), score_T=score_T)
-        assert len(block) < 0.9 * len(
-            pack.pack(pack.columns_of(apart, pack.Vocabulary()), np.arange(8, dtype=np.uint32), bits)
-        )
 
     def test_a_weight_of_one_and_a_score_of_nothing_stay(self) -> None:
         columns = _columns(500)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
 import json
 import re
@@ -16,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grail_advantage.report import data
+from grail_advantage.report import by_position, data
+from grail_advantage.report import page as report_page
 from grail_advantage.report.__main__ import main
 from grail_advantage.report.page import render, write_report
 from grail_advantage.token_dump import DumpHeader, read_dump, write_step
@@ -95,7 +95,9 @@ class TestFile:
             for pattern in packaged["grail_advantage.report"]
             for path in (ROOT / "grail_advantage/report").glob(pattern)
         }
-        needed = {Path("assets") / name for name in ("report.html", "report.css", "report.js", "uplot/LICENSE")}
+        needed = {
+            Path("assets") / name for name in ("report.html", "report.css", *report_page._SCRIPTS, "uplot/LICENSE")
+        }
         assert needed | {Path("assets/uplot/uPlot.iife.min.js"), Path("assets/uplot/uPlot.min.css")} == found
 
     def test_is_written_whole(self, run: Path, tmp_path: Path) -> None:
@@ -129,12 +131,12 @@ class TestIndex:
 
     def test_profile_and_map_are_those_of_the_figures(self, run: Path) -> None:
         position = index_of(run)["position"]["grail"]
-        table = data.row_table(read_dump(run / "tokens"))
+        table = by_position.row_table(read_dump(run / "tokens"))
         right = table.where(table.scored & (table.outcomes == "right"))
         assert position["all"][0]["mean"] == pytest.approx(
-            data.clustered_means(right.profiles, right.groups).mean, rel=1e-5
+            by_position.clustered_means(right.profiles, right.groups).mean, rel=1e-5
         )
-        wrong = data.heat_map(table, "wrong").weights
+        wrong = by_position.heat_map(table, "wrong").weights
         assert np.allclose(np.array(position["heat"]["wrong"], dtype=float), wrong, rtol=1e-5, equal_nan=True)
         assert position["steps"] == [1, 5, 10]
 
@@ -155,9 +157,9 @@ class TestIndex:
         rows = list(read_dump(tmp_path))
         assert index["rows"]["wrong_step"] == [row.labels.get("wrong_step") for row in rows]
         assert set(index["position"]) == {"grail", "surprisal"}
-        table = data.row_table(rows, method="surprisal")
+        table = by_position.row_table(rows, method="surprisal")
         right = table.where(table.scored & (table.outcomes == "right"))
-        mean = data.clustered_means(right.profiles, right.groups).mean
+        mean = by_position.clustered_means(right.profiles, right.groups).mean
         assert index["position"]["surprisal"]["all"][0]["mean"] == pytest.approx(mean, rel=1e-5)
 
 
@@ -197,39 +199,14 @@ class TestChoice:
 
 
 class TestBroken:
-    def test_a_cut_off_dump_shows_what_there_is(self, run: Path, tmp_path: Path) -> None:
+    def test_a_broken_file_is_named_and_the_others_are_shown(self, tmp_path: Path) -> None:
         write_dump(tmp_path / "tokens", (1, 5))
-        last = tmp_path / "tokens" / "step_000005.jsonl.gz"
+        last = tmp_path / "tokens" / "step_000005.parquet"
         last.write_bytes(last.read_bytes()[:2500])
         index = index_of(tmp_path)
-        assert 24 < len(index["rows"]["step"]) < 48
-        (note,) = [note for note in index["notes"] if "cut off" in note]
-        assert re.search(r"step_000005\.jsonl\.gz:\d+: ", note)
-
-    def test_a_line_cut_off_in_the_middle(self, tmp_path: Path) -> None:
-        write_dump(tmp_path / "tokens", (1,))
-        path = tmp_path / "tokens" / "step_000001.jsonl.gz"
-        lines = gzip.decompress(path.read_bytes()).split(b"\n")
-        lines[3] = lines[3][:100]
-        path.write_bytes(gzip.compress(b"\n".join(lines)))
-        index = index_of(tmp_path)
-        assert len(index["rows"]["step"]) == 23
-        assert any("step_000001.jsonl.gz:4: " in note for note in index["notes"])
-
-    def test_mixed_versions(self, tmp_path: Path) -> None:
-        write_dump(tmp_path / "tokens", (2,))
-        old = {
-            "key": "a_0_0", "step": 1, "prompt_ids": [1], "response_ids": [5, 6], "tokens": ["\u0120a", "b"], "span": None,
-            "mask": [1, 1], "truncated": False, "base_advantages": [1.0, 1.0], "scores": [None, None], "weights": [1.0, 1.5],
-            "advantages": [1.0, 1.5],
-        }  # fmt: skip
-        (tmp_path / "tokens" / "1.jsonl").write_text(json.dumps(old) + "\n")
-        newer = tmp_path / "tokens" / "step_000003.jsonl.gz"
-        header = {"schema_version": 99, "kind": "token_dump", "step": 3, "method": "grail"}
-        newer.write_bytes(gzip.compress(json.dumps(header).encode() + b"\n"))
-        index = index_of(tmp_path)
-        assert set(index["rows"]["step"]) == {1, 2}
-        assert any("schema_version 99 is newer" in note for note in index["notes"])
+        assert set(index["rows"]["step"]) == {1} and len(index["rows"]["step"]) == 24
+        (note,) = index["notes"]
+        assert "step_000005.parquet: cannot be read as Parquet" in note
 
     def test_metrics_alone(self, tmp_path: Path) -> None:
         write_metrics(tmp_path, 4)

@@ -143,11 +143,11 @@ class TestCommand:
         path = write_step(
             tmp_path / "tokens", HEADER, [dump_row([2.0, 0.5], row=row, tokens=["so ", "it"]) for row in (0, 1)]
         )
-        path.with_name("step_000002.jsonl.gz").write_bytes(b"")
+        path.with_name("step_000002.parquet").write_bytes(b"")
         assert main([str(tmp_path), "--terminal", "--row", "1"]) == 0
         printed = capsys.readouterr()
         assert "step 1, row 1" in printed.out and "so it" in printed.out
-        assert "step_000002.jsonl.gz: holds no rows" in printed.err
+        assert "step_000002.parquet: cannot be read as Parquet" in printed.err
 
     def test_says_what_is_not_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         write_step(tmp_path, HEADER, [dump_row([1.0])])

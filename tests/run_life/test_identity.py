@@ -230,7 +230,7 @@ class TestDump:
         return f"algorithm.token_dump.folder={tmp_path / 'tokens'}"
 
     def _write(self, tmp_path: Path, step: int) -> None:
-        (tmp_path / "tokens" / f"step_{step:06d}.jsonl.gz").write_bytes(b"")
+        (tmp_path / "tokens" / f"step_{step:06d}.parquet").write_bytes(b"")
 
     def test_of_another_run_is_refused(self, folder: Path, tmp_path: Path, dump: str) -> None:
         _start(folder, dump)

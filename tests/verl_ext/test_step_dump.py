@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grail_advantage.verl_ext.dump import choose_rows, neutral_reasons, size_estimate
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
@@ -18,7 +19,6 @@ from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
 from grail_advantage.methods import methods
 from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.verl_ext import trainer as trainer_module
-from grail_advantage.verl_ext.dump import choose_rows, neutral_reasons, size_estimate
 from grail_advantage.verl_ext.settings import DumpOptions, dump_options
 from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _Selection
 from tests.core.tiny_models import char_tokenizer, encode
@@ -113,7 +113,7 @@ class TestReasons:
         }
         known |= changes
         mask_BT = known["valid_B"].unsqueeze(1)
-        batch = RolloutBatch(mask_BT, known["advantages_B"], known["spans"], {})
+        batch = RolloutBatch(mask_BT, known["advantages_B"], known.pop("spans"), {})
         return neutral_reasons(signal, signal.select(batch), **known)
 
     def test_of_each_kind(self) -> None:
@@ -141,7 +141,7 @@ class TestReasons:
 
 def test_size_estimate() -> None:
     assert size_estimate(64, 1000, 500) == (
-        "token dump: 64 rows a step with up to 1000 tokens, at most about 1.73 MB a step and 0.864 GB for 500 steps"
+        "token dump: 64 rows a step with up to 1000 tokens, at most about 1.28 MB a step and 0.64 GB for 500 steps"
     )
 
 
@@ -272,7 +272,7 @@ class TestTrainer:
         self._rows(trainer, tmp_path)
         header = read_dump(tmp_path).files[0].header
         assert (header.step, header.method, header.model, header.temperature) == (3, "grail", "/models/a", 0.8)
-        assert (header.rows_in_step, header.rows, header.source, header.special_tokens) == (2, 2, "train", {})
+        assert (header.rows_in_step, header.special_tokens) == (2, {})
         assert header.options["gate"] == "all" and header.options["preset"] == "official"
         json.dumps(header.options, allow_nan=False)
 
@@ -330,7 +330,7 @@ class TestTrainer:
     def test_says_its_size_before_it_starts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         _trainer(tmp_path, every=3)._announce_dump()
         assert capsys.readouterr().out == (
-            "token dump: 8 rows a step with up to 100 tokens, at most about 0.0216 MB a step and 6.48e-05 GB for 3 steps, "
+            "token dump: 8 rows a step with up to 100 tokens, at most about 0.016 MB a step and 4.8e-05 GB for 3 steps, "
             f"in {tmp_path}\n"
         )
 

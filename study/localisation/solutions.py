@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.analyze.gsm8k_edits import CannotEditError, EditedSolution, Step, edit_solution
 from grail_advantage.analyze.responses import Response, json_lines
+from study.localisation.gsm8k_edits import CannotEditError, EditedSolution, Step, edit_solution
 
 SUFFIX = " Please reason step by step, and put your final answer within \\boxed{}."
 """What a problem ends in, as GRAIL's prompts do."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.analyze.localisation import METRICS, SPLITS, Figure, Localisation
+from study.localisation.measure import METRICS, SPLITS, Figure, Localisation
 
 PAGE = "localisation.md"
 _COLUMNS = (

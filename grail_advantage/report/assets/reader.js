@@ -1,0 +1,282 @@
+// The problem, the responses to it as lines of colour, and the open responses.
+parts.push((r) => {
+  const { $, make, clamp, number, plural, visible, spoken, OUTCOME, glyph, rollout, METHODS, rows, groups, allSteps,
+    state, writeHash, columnOf, drawLegend, drawStrip, drawList, index } = r;
+  r.pages = [];
+  r.turn = 0;
+  let strips = [];
+  r.shownGroup = -1;
+
+  async function open(i, keep = false) {
+    if (i !== state.row && !keep) state.token = -1;
+    state.row = i;
+    drawList();
+    writeHash();
+    const mine = ++r.turn;
+    const group = rows[i].group;
+    if (state.view === "one" || group !== r.shownGroup) await drawPages(mine);
+    else markPages();
+    if (mine !== r.turn) return;
+    if (group !== r.shownGroup) drawProblem(group);
+    r.shownGroup = group;
+    markStrips();
+  }
+
+  // Groups of the other run that answer the same problem, the nearest step first.
+  function companions(group) {
+    const same = groups.filter((other) => other.run !== group.run && other.problem === group.problem);
+    return same.sort((a, b) => Math.abs(a.step - group.step) - Math.abs(b.step - group.step)).slice(0, 1);
+  }
+  // Right and wrong in turns, so that both are in sight.
+  function together(group) {
+    const all = [group, ...companions(group)].sort((a, b) => a.run - b.run).flatMap((g) => g.rows);
+    const right = all.filter((row) => row.outcome === "right");
+    const others = all.filter((row) => row.outcome !== "right");
+    const out = [];
+    for (let i = 0; i < Math.max(right.length, others.length); i++) out.push(...right.slice(i, i + 1), ...others.slice(i, i + 1));
+    return out;
+  }
+
+  function drawProblem(number_) {
+    const group = groups[number_];
+    const problem = index.problems[group.problem];
+    const host = $("problem");
+    host.textContent = "";
+    const prompt = make("div", "prompt");
+    prompt.tabIndex = 0;
+    prompt.setAttribute("role", "region");
+    prompt.setAttribute("aria-label", "Prompt");
+    visible(prompt, problem.prompt.trim() || "(no prompt in the dump)", false);
+    host.append(prompt);
+    if (problem.gold !== null) {
+      const gold = make("p", "gold", "Right answer ");
+      const value = make("b");
+      visible(value, problem.gold);
+      gold.append(value);
+      if (problem.id !== null) {
+        gold.append(" · ");
+        const id = make("span");
+        visible(id, problem.id);
+        gold.append(id);
+      }
+      host.append(gold);
+    }
+    strips = [];
+    for (const one of [group, ...companions(group)].sort((a, b) => a.run - b.run)) {
+      const right = one.rows.filter((r) => r.outcome === "right").length;
+      const wrong = one.rows.filter((r) => r.outcome === "wrong").length;
+      const box = make("div", "strips");
+      const counts = [right ? `${right} right` : "", wrong ? `${wrong} wrong` : ""].filter(Boolean).join(", ");
+      const where = [index.runs.length > 1 ? index.runs[one.run].name : "", allSteps.length > 1 ? `step ${one.step}` : ""].filter(Boolean).join(", ");
+      const kept = one.total > one.rows.length ? ` of ${one.total}` : "";
+      box.append(make("h3", "", `${where ? where[0].toUpperCase() + where.slice(1) + ": " : ""}${one.rows.length}${kept} ${one.rows.length === 1 ? "response" : "responses"} to this problem${counts ? `, ${counts}` : ""}`));
+      for (const row of one.rows) {
+        const button = make("button", "strip");
+        button.type = "button";
+        const canvas = make("canvas");
+        canvas.setAttribute("aria-hidden", "true");
+        const meta = make("span", "meta");
+        const answer = make("span");
+        visible(answer, row.answer === null ? "no answer" : row.answer.slice(0, 40));
+        meta.append(answer, ` · ${plural(row.length, "token")}`);
+        button.append(glyph(row.outcome), canvas, meta);
+        button.addEventListener("click", () => {
+          open(row.i);
+          const page = r.pages.find((p) => p.row.i === row.i);
+          if (state.view === "side" && page) page.element.scrollIntoView({ block: "nearest", inline: "start" });
+        });
+        box.append(button);
+        strips.push({ row, canvas, button });
+      }
+      host.append(box);
+    }
+    const key = make("p", "key marks");
+    const marks = [];
+    if (strips.some(({ row }) => row.span)) marks.push(["accent", "answer"]);
+    if (strips.some(({ row }) => row.wrong_step)) marks.push(["ink", "wrong step"]);
+    for (const [tone, text] of marks) {
+      const entry = make("span");
+      const dash = make("i");
+      dash.style.borderColor = `var(--${tone})`;
+      entry.append(dash, text);
+      key.append(entry);
+    }
+    host.append(key);
+    drawStrips();
+  }
+
+  async function drawStrips() {
+    const mine = strips;
+    const longest = Math.max(1, ...mine.map(({ row }) => row.length));
+    for (const strip of mine) {
+      const data = await rollout(strip.row.i);
+      if (mine !== strips) return;
+      drawStrip(strip.canvas, strip.row, data, state.overlay, strip.row.length / longest);
+    }
+  }
+  function markStrips() {
+    for (const { row, button } of strips) button.setAttribute("aria-current", row.i === state.row);
+  }
+
+  function facts(row) {
+    const host = make("header", "facts");
+    const [sign, word] = OUTCOME[row.outcome] ?? ["", "not judged"];
+    host.append(make("strong", row.outcome ?? "", `${sign} ${word[0].toUpperCase()}${word.slice(1)}`.trim()));
+    const fact = (name, text, mono) => {
+      const element = make("span", "", `${name} `);
+      const value = make(mono ? "code" : "span");
+      visible(value, text);
+      element.append(value);
+      host.append(element);
+    };
+    if (row.answer !== null) fact("answer", row.answer.slice(0, 300), true);
+    if (allSteps.length > 1) fact("step", String(row.step));
+    if (index.runs.length > 1) fact("of", index.runs[row.run].name);
+    fact("tokens", number(row.length));
+    if (row.reward !== null) fact("reward", number(row.reward));
+    if (row.advantage !== null) fact("advantage", number(row.advantage));
+    if (row.spread !== null) fact("spread of weights", number(row.spread));
+    const neutral = row.neutrals ? row.neutrals[state.method] : row.neutral;
+    if (row.truncated) host.append(make("span", "badge", "truncated: cut at the length limit"));
+    if (neutral) host.append(make("span", "badge", `neutral: ${neutral}`));
+    if (row.wrong_step) host.append(make("span", "badge", "wrong step: wavy line"));
+    return host;
+  }
+
+  async function drawPages(mine) {
+    const host = $("pages");
+    const chosen = state.view === "side" ? together(groups[rows[state.row].group]) : [rows[state.row]];
+    host.className = state.view === "side" ? "pages side" : "pages";
+    if (state.view === "side") {
+      host.tabIndex = 0;
+      host.setAttribute("role", "region");
+      host.setAttribute("aria-label", "Responses side by side");
+    } else ["tabindex", "role", "aria-label"].forEach((name) => host.removeAttribute(name));
+    if (state.view === "one") {
+      const data = await rollout(chosen[0].i);
+      if (mine !== r.turn) return;
+      const page = makePage(chosen[0]);
+      host.replaceChildren(page.element);
+      r.pages = [page];
+      fillPage(page, data);
+    } else {
+      r.pages = chosen.map(makePage);
+      host.replaceChildren(...r.pages.map((page) => page.element));
+      const watcher = new IntersectionObserver(
+        (entries) => {
+          for (const entry of entries) {
+            if (!entry.isIntersecting) continue;
+            watcher.unobserve(entry.target);
+            const page = r.pages.find((p) => p.element === entry.target);
+            if (page) rollout(page.row.i).then((data) => r.pages.includes(page) && (fillPage(page, data), markPages()));
+          }
+        },
+        { rootMargin: "1500px 200px" },
+      );
+      r.pages.forEach((page) => watcher.observe(page.element));
+    }
+    markPages();
+  }
+
+  function makePage(row) {
+    const element = make("article", `page ${row.outcome ?? ""}`);
+    element.setAttribute("aria-label", `Response ${row.row}, step ${row.step}, ${row.outcome ?? "not judged"}`);
+    element.append(facts(row));
+    return { row, element, spans: null, data: null };
+  }
+
+  function fillPage(page, data) {
+    const { row, element } = page;
+    page.data = data;
+    if (METHODS.length > 1) {
+      page.strips = METHODS.map((method) => {
+        const button = make("button", "strip");
+        button.type = "button";
+        const canvas = make("canvas");
+        canvas.setAttribute("aria-hidden", "true");
+        const neutral = row.neutrals?.[method];
+        button.append(make("span", "glyph", method), canvas, make("span", "meta", neutral ? "neutral" : ""));
+        button.setAttribute("aria-label", `Show ${method}${neutral ? `, neutral: ${neutral}` : ""}`);
+        button.addEventListener("click", () => r.setMethod(method));
+        return { method, button, canvas };
+      });
+      const box = make("div", "strips methods");
+      box.append(make("h3", "", "The same response under each method"), ...page.strips.map((s) => s.button));
+      element.append(box);
+      box.style.margin = "0 0 14px";
+    } else if (state.view === "one" && row.length > 200) {
+      page.map = make("canvas", "minimap");
+      page.map.setAttribute("aria-hidden", "true");
+      page.map.title = "Click to go there";
+      page.map.addEventListener("click", (event) => {
+        const t = clamp(Math.floor((event.offsetX / page.map.clientWidth) * data.n), 0, data.n - 1);
+        page.spans[t].scrollIntoView({ block: "center" });
+        r.point(page, t, false);
+      });
+      element.append(page.map);
+    }
+    const box = make("div", "tokens");
+    box.setAttribute("role", "listbox");
+    box.setAttribute("aria-orientation", "horizontal");
+    box.setAttribute("aria-label", `Tokens of response ${row.row}, ${data.n} of them; arrow keys move between them`);
+    page.spans = new Array(data.n);
+    let line = null;
+    for (let t = 0; t < data.n; t++) {
+      if (!line) {
+        line = make("div", "line");
+        line.setAttribute("role", "presentation");
+        box.append(line);
+      }
+      const span = make("span");
+      const text = data.words.texts[data.ids[t]];
+      if (text === "") span.append(make("span", "sign soft", "◌"));
+      else if (data.words.special.has(data.ids[t])) visible(span.appendChild(make("span", "sign")), text);
+      else visible(span, text);
+      span.setAttribute("role", "option");
+      span.setAttribute("aria-selected", "false");
+      if (!/\S/.test(text)) span.setAttribute("aria-label", spoken(text));
+      page.spans[t] = span;
+      line.append(span);
+      if (text.includes("\n")) line = null;
+    }
+    page.places = new Map(page.spans.map((span, t) => [span, t]));
+    r.paint(page);
+    if (data.n) page.spans[0].tabIndex = 0;
+    page.element.append(box);
+    box.addEventListener("pointerover", (event) => {
+      const t = page.places.get(event.target.closest(".t"));
+      if (t !== undefined) r.readOut(page, t);
+    });
+    box.addEventListener("pointerleave", () => r.readOut(page.pointed === undefined ? null : page, page.pointed));
+    box.addEventListener("click", (event) => {
+      const t = page.places.get(event.target.closest(".t"));
+      if (t !== undefined) r.point(page, t, true);
+    });
+    box.addEventListener("focusin", (event) => {
+      const t = page.places.get(event.target);
+      if (t !== undefined && page.pointed !== t) r.point(page, t, false);
+    });
+    box.addEventListener("keydown", (event) => r.move(page, event));
+    drawPageStrips(page);
+    if (page.row.i === state.row && state.token >= 0 && state.token < data.n) {
+      r.point(page, state.token, false);
+      page.spans[state.token].scrollIntoView({ block: "center" });
+    }
+  }
+
+  function drawPageStrips(page) {
+    if (!page.data) return;
+    if (page.map) drawStrip(page.map, page.row, page.data, state.overlay, 1);
+    for (const { method, button, canvas } of page.strips ?? []) {
+      const overlay = state.overlay === "score" ? "score" : "weight";
+      drawStrip(canvas, page.row, page.data, overlay, 1, columnOf(page.data, overlay, method) ?? new Float32Array(page.data.n).fill(NaN));
+      button.setAttribute("aria-pressed", method === state.method);
+    }
+  }
+  function markPages() {
+    drawLegend();
+    if (state.token < 0) r.readOut(null);
+  }
+
+  Object.assign(r, { markStrips, open, drawStrips, facts, drawPages, drawPageStrips });
+});

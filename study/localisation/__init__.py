@@ -1,0 +1,1 @@
+"""Whether token weights find the wrong step of a solution: docs/localisation/README.md."""

@@ -1,0 +1,165 @@
+"""GSM8K solutions with one changed result, and labelled solutions of a file."""
+
+from __future__ import annotations
+
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from study.localisation.gsm8k_edits import CannotEditError, EditedSolution, edit_solution, evaluate, plain_step
+from study.localisation.solutions import read_solutions
+
+# ------------------------------------------------------------------------------------------------------------------- edits
+
+QUESTION = "Ann picks 3 baskets of 28 apples and sells half of them at $1.50 each. How much does she earn in 4 weeks?"
+ANSWER = (
+    "She picks 3*28=<<3*28=84>>84 apples.\nShe sells 84/2=<<84/2=42>>42 of the 84 apples.\n"
+    "She earns 42*$1.50=$<<42*1.5=63>>63.00 a week.\nIn all 63 * 4 = $<<63*4=252>>252.\n#### 252"
+)
+
+
+def broken_calculations(edit: EditedSolution) -> list[int]:
+    """Lines with a calculation that does not hold."""
+    return [
+        number
+        for number, line in enumerate(edit.annotated)
+        for left, right in re.findall(r"<<([^<>]*)=([^<>=]*)>>", line)
+        if evaluate(left) != Fraction(right)
+    ]
+
+
+def test_the_change_is_carried_on():
+    edits = [edit_solution(QUESTION, ANSWER, str(seed)) for seed in range(60)]
+    assert {edit.wrong_step for edit in edits} == {0, 1, 2, 3}
+    for edit in edits:
+        assert broken_calculations(edit) == [edit.wrong_step]
+        original = [step.text for step in edit.original_steps]
+        changed = [step.text for step in edit.steps]
+        assert changed[: edit.wrong_step] == original[: edit.wrong_step]
+        assert all(a != b for a, b in zip(changed[edit.wrong_step :], original[edit.wrong_step :], strict=True))
+        start, past = edit.steps[edit.wrong_step].results[edit.wrong_result]
+        assert len(changed[edit.wrong_step][start:past]) == len(("84", "42", "63.00", "252")[edit.wrong_step])
+        assert edit.original_answer == "252" and edit.answer != "252" and changed[3].endswith(f"${edit.answer}.")
+    first = next(edit for edit in edits if edit.wrong_step == 0)
+    apples = int(first.steps[0].text.removeprefix("She picks 3*28=").removesuffix(" apples."))
+    assert first.steps[1].text == f"She sells {apples}/2={apples // 2} of the {apples} apples."
+    assert first.steps[2].text == f"She earns {apples // 2}*$1.50=${1.5 * (apples // 2):.2f} a week."
+    assert edit_solution(QUESTION, ANSWER, "7") == edit_solution(QUESTION, ANSWER, "7")
+
+
+@pytest.mark.parametrize(
+    "question, answer, reason",
+    [
+        ("2 and 3?", "It is <<2+3=5>>5.\n#### 5", "fewer than two steps"),
+        ("2 and 3?", "It is five.\nSo five.\n#### 5", "no calculation"),
+        ("2 and 3?", "It is five.\nSo five.", "no final answer"),
+        ("2 and 3?", "It is <<2+3=6>>6.\nSo <<6+8=14>>14.\n#### 14", "does not hold"),
+        ("20 and 3?", "It is <<20%*3=6>>6.\nSo <<6+8=14>>14.\n#### 14", "plain arithmetic"),
+        ("13 and 3?", "It is <<3+8=11>>11.\nSo <<11+2=13>>13.\n#### 13", "stands before it"),
+        ("2 and 3?", "It is <<2*13=26>>26.\nHalf of 26 is 11.\nSo 26.\n#### 26", "without annotation"),
+        ("2 and 13?", "It is <<2*13=26>>26.\nHalf is 26/2 = 13.\nSo 26.\n#### 26", "without annotation"),
+        ("2 and 3?", "It is <<2*13=26>>26.\nSo <<3*13=39>>39.\n#### 2", "does not depend"),
+    ],
+)
+def test_solutions_without_a_certain_edit_are_refused(question: str, answer: str, reason: str):
+    with pytest.raises(CannotEditError, match=reason):
+        edit_solution(question, answer, "0")
+
+
+def test_a_slip_leaves_whole_numbers_whole_and_common_constants_alone():
+    answer = "He has <<2*40=80>>80.\nEach gets 80/5=<<80/5=16>>16.\nWith 8 more <<16+8=24>>24.\n#### 24"
+    edits = [edit_solution("two by forty for five?", answer, str(seed)) for seed in range(60)]
+    first = [
+        int(edit.steps[0].text.removeprefix("He has ").removesuffix(".")) for edit in edits if edit.wrong_step == 0
+    ]
+    assert first and all(number % 5 == 0 for number in first)
+    answer = answer.replace("2*40=80>>80", "2*30=60>>60").replace("80/5", "60/5").replace("16", "12")
+    answer = answer.replace("12+8=24>>24", "12+8=20>>20").replace("#### 24", "#### 20")
+    edits = [edit_solution("two by thirty for five?", answer, str(seed)) for seed in range(60)]
+    assert {edit.wrong_step for edit in edits} == {2}  # 60 and 12 may be minutes and months
+
+
+def test_thousands_and_decimals_keep_their_spelling():
+    step = plain_step("It costs 80,000*1.5=$<<80000*1.5=120000>>120,000 or <<3*.5=1.5>>1.50.")
+    assert step.text == "It costs 80,000*1.5=$120,000 or 1.50."
+    assert [step.text[a:b] for a, b in step.results] == ["120,000", "1.50"]
+    answer = "It costs <<80000*1.5=120000>>120,000.\nThat is <<120000+7000=127000>>127,000.\n#### 127,000"
+    for seed in range(20):
+        edit = edit_solution("80000 and 1.5?", answer, str(seed))
+        assert re.fullmatch(r"\d{3},\d{3}", edit.answer)
+
+
+@pytest.mark.parametrize("text", ["2**9", "__import__('os')", "1/0", "(" * 300, "a+1", "1e9", "", "3//2", "True"])
+def test_only_arithmetic_is_evaluated(text: str):
+    if text == "1e9":
+        assert evaluate(text) == 10**9
+        return
+    with pytest.raises(CannotEditError):
+        evaluate(text)
+
+
+# --------------------------------------------------------------------------------------------------------------- solutions
+
+
+def write(path: Path, *records: dict) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_gsm8k_becomes_labelled_solutions(tmp_path: Path):
+    path = write(
+        tmp_path / "gsm8k.jsonl",
+        {"question": QUESTION, "answer": ANSWER, "idx": 5},
+        {"question": "How many?", "answer": "Five.\n#### 5"},
+    )
+    found = read_solutions(path, seed=1, twins=True)
+    assert found.left_out == {"fewer than two steps": 1}
+    wrong, twin = found.solutions
+    assert (wrong.id, wrong.twin, twin.id, twin.twin) == ("5", False, "5", True)
+    assert twin.response.endswith("In all 63 * 4 = $252.\nThe final answer is \\boxed{252}.")
+    assert "".join(twin.response[a:b] for a, b in twin.steps) + "The final answer is \\boxed{252}." == twin.response
+    assert [twin.response[a:b] for a, b in twin.results] == ["84", "42", "63.00", "252"]
+    assert wrong.label == twin.label == wrong.wrong_result
+    assert wrong.as_response().reward == 0 and twin.as_response().reward == 1
+    assert wrong.as_response().gold == "252"
+    labels = wrong.as_response().labels
+    assert wrong.response[slice(*labels["wrong_step"])].startswith(twin.response[slice(*twin.steps[twin.label])][:9])
+    assert "wrong_step" not in twin.as_response().labels
+    assert read_solutions(path, seed=1).solutions == (wrong,) or list(read_solutions(path, seed=1).solutions) == [wrong]
+
+
+def test_process_bench(tmp_path: Path):
+    record = {"id": "gsm8k-0", "problem": "Two and three?", "steps": ["2 + 3 = 6", "So \\boxed{6}"], "label": 0}
+    path = write(tmp_path / "pb.jsonl", record, {**record, "id": "gsm8k-1", "label": -1})
+    wrong, right = read_solutions(path).solutions
+    assert wrong.response == "2 + 3 = 6\n\nSo \\boxed{6}"
+    assert [wrong.response[a:b] for a, b in wrong.steps] == ["2 + 3 = 6\n\n", "So \\boxed{6}"]
+    assert [wrong.response[a:b] for a, b in wrong.results] == ["6"]
+    assert wrong.as_response().labels["wrong_step"] == (0, 11)
+    assert right.label == -1 and "wrong_step" not in right.as_response().labels
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        (
+            {"problem": "p", "steps": ["a"], "label": 1},
+            r"pb.jsonl:1: label=1 must be the index of one of the 1 steps, or -1",
+        ),
+        ({"problem": "p", "steps": [], "label": -1}, r"pb.jsonl:1: steps must be a list of texts"),
+        ({"question": "p"}, r"pb.jsonl:1: has the keys question; labelled solutions have problem, steps, label"),
+    ],
+)
+def test_wrong_lines_are_named(tmp_path: Path, record: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        read_solutions(write(tmp_path / "pb.jsonl", record))
+
+
+def test_two_problems_with_one_id_are_refused(tmp_path: Path):
+    path = tmp_path / "pb.jsonl"
+    path.write_text('{"id": "x", "problem": "p", "steps": ["a"], "label": 0}\n' * 2)
+    with pytest.raises(ValueError, match=r"pb.jsonl:2: has the id x of line 1"):
+        read_solutions(path)

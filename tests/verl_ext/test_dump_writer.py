@@ -1,0 +1,71 @@
+"""The thread that writes dumps beside the training, which nothing of it stops."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from grail_advantage.verl_ext.dump import DumpWriter
+
+from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.verl_ext import dump as dump_module
+from tests.dumps import dump_row
+
+
+class TestWriter:
+    def _submit(self, writer: DumpWriter, step: int, *, then=lambda: None) -> None:
+        def make() -> tuple[DumpHeader, list[DumpRow]]:
+            then()
+            return DumpHeader(step=step, method="grail"), [dump_row([1.0], step=step)]
+
+        writer.submit(make)
+
+    def test_writes_beside_and_close_waits(self, tmp_path: Path) -> None:
+        writer, gate = DumpWriter(tmp_path), threading.Event()
+        self._submit(writer, 1, then=lambda: gate.wait(10))
+        self._submit(writer, 2)
+        assert list(tmp_path.iterdir()) == [], "nothing is written in the caller's thread"
+        gate.set()
+        writer.close()
+        assert read_dump(tmp_path).steps == [1, 2] and writer.failed == 0
+        self._submit(writer, 3)  # a trainer may close and go on
+        writer.close()
+        assert read_dump(tmp_path).steps == [1, 2, 3]
+
+    def test_a_failing_disk_is_counted_and_said_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(folder: Path, header: DumpHeader, rows: list) -> Path:
+            if header.step < 3:
+                raise OSError(28, "No space left on device")
+            return write_step(folder, header, rows)
+
+        monkeypatch.setattr(dump_module, "write_step", full)
+        writer = DumpWriter(tmp_path)
+        for step in (1, 2, 3):
+            self._submit(writer, step)
+        writer.close()
+        assert writer.failed == 2 and read_dump(tmp_path).steps == [3]
+        (message,) = caplog.messages
+        assert "No space left on device" in message and "training goes on" in message
+
+    def test_a_disk_that_hangs_does_not_stop_the_training(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        writer, gate = DumpWriter(tmp_path, waiting=2), threading.Event()
+        for step in range(1, 6):
+            self._submit(writer, step, then=lambda: gate.wait(10))
+        assert writer.failed == 3
+        gate.set()
+        writer.close()
+        assert read_dump(tmp_path).steps == [1, 2]
+        assert "2 updates wait to be written already" in caplog.messages[0]
+
+    def test_starts_where_an_earlier_run_went_on(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        for step in (1, 2, 3):
+            write_step(tmp_path, DumpHeader(step=step, method="grail"), [])
+        DumpWriter(tmp_path).start_at(2)
+        assert read_dump(tmp_path).steps == [1]
+        assert "2 files of step 2 and later, of an earlier run, removed" in caplog.messages[0]
+        DumpWriter(tmp_path / "nowhere").start_at(1)
