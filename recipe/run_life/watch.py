@@ -29,7 +29,7 @@ INTERVAL = 5.0
 """Seconds between two looks."""
 STOPPED = 4
 """A look that comes so many intervals late says that everything stood still, as in a suspended machine."""
-INTERRUPT_SECONDS = 30.0
+INTERRUPT_SECONDS = 15.0
 """For the trainer to end once it is interrupted."""
 NOTICE_SECONDS = 5.0
 """For Ray to notice a death that an error tells of."""
