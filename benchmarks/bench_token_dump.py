@@ -12,16 +12,15 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench_span_finding import make_rows
-from grail_advantage.verl_ext.dump import StepDump, StepRows
-from tensordict import TensorDict
 
 from grail_advantage import GrailConfig
 from grail_advantage.answer_span import find_answer_spans
+from grail_advantage.step_dump import StepDump, StepRows
 from grail_advantage.token_dump import read_dump
-from grail_advantage.verl_ext.settings import DumpOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.real_tokenizers import qwen_tokenizer
@@ -29,8 +28,8 @@ from tests.real_tokenizers import qwen_tokenizer
 ROWS, GROUP, PROMPT = 256, 8, 150
 
 
-def make_batch(responses: list[torch.Tensor]) -> tuple[StepRows, TensorDict]:
-    """A batch of these responses as the trainer has it, and what TransferQueue would give."""
+def make_batch(responses: list[torch.Tensor]) -> tuple[StepRows, list[dict[str, Any]]]:
+    """A batch of these responses as the trainer has it, and further fields of its rows."""
     lengths = torch.tensor([len(row) for row in responses])
     mask_BT = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
     generator = torch.Generator().manual_seed(0)
@@ -59,24 +58,28 @@ def make_batch(responses: list[torch.Tensor]) -> tuple[StepRows, TensorDict]:
         rows_in_step=len(responses),
     )
 
-    def jagged(values_BT: torch.Tensor) -> torch.Tensor:
-        of_rows = [values[:length] for values, length in zip(values_BT, lengths.tolist(), strict=True)]
-        return torch.nested.as_nested_tensor(of_rows, layout=torch.jagged)
-
-    fields = {"rm_scores": torch.zeros(mask_BT.shape), "old_log_probs": -normal().exp(), "entropy": normal().exp()}
-    return rows, TensorDict({name: jagged(values) for name, values in fields.items()}, batch_size=len(responses))
+    old_log_probs_BT, entropy_BT = -normal().exp(), normal().exp()
+    known = [
+        {
+            "reward": 0.0,
+            "old_log_prob_T": old_log_probs_BT[row, :length].numpy(),
+            "entropy_T": entropy_BT[row, :length].numpy(),
+        }
+        for row, length in enumerate(lengths.tolist())
+    ]
+    return rows, known
 
 
 def main() -> None:
     torch.set_num_threads(1)
     responses = make_rows(ROWS)
     millions = sum(map(len, responses)) / 1e6
-    batch, fetched = make_batch(responses)
+    batch, known = make_batch(responses)
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder)
-        dump = StepDump(DumpOptions(tokens, 1, None), qwen_tokenizer(), "model", 1.0, 1)
+        dump = StepDump(tokens, qwen_tokenizer(), every=1, rows=None, updates=1, model="model", temperature=1.0)
         start = time.perf_counter()
-        dump.write(1, 0, list(range(ROWS)), batch, fetched)
+        dump.write(1, 0, list(range(ROWS)), batch, lambda: known)
         waited = time.perf_counter() - start
         dump.writer.close()
         written = time.perf_counter() - start

@@ -9,18 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from grail_advantage.verl_ext.dump import choose_rows, neutral_reasons, size_estimate
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.utils import tensordict_utils as tu
 
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
 from grail_advantage.methods import methods
+from grail_advantage.step_dump import choose_rows, neutral_reasons, size_estimate
 from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
-from grail_advantage.verl_ext import trainer as trainer_module
+from grail_advantage.verl_ext import update_dump
+from grail_advantage.verl_ext.selection import Selection
 from grail_advantage.verl_ext.settings import DumpOptions, dump_options
-from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync, _Selection
+from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
+from grail_advantage.verl_ext.update_dump import UpdateDump
 from tests.core.tiny_models import char_tokenizer, encode
 
 
@@ -199,6 +202,18 @@ def _trainer(folder: Path | None, **options: Any) -> TokenWeightTrainerSync:
     return trainer
 
 
+def _start(trainer: TokenWeightTrainerSync) -> None:
+    """As the trainer does it once its data are loaded."""
+    if dump_options(trainer.config) is not None and trainer._dump is None:
+        trainer._dump = UpdateDump(
+            trainer.config,
+            trainer.tokenizer,
+            trainer.signal,
+            updates=trainer.parameter_sync_step,
+            steps=trainer.total_training_steps,
+        )
+
+
 def _dump(trainer: TokenWeightTrainerSync, advantage: float = -1.0) -> dict[str, float]:
     """Two rows of a prompt, and one that fills up the batch; returns the metrics."""
     responses = [torch.tensor(encode(text)) for text in ("{a}", "b", "b")]
@@ -215,27 +230,38 @@ def _dump(trainer: TokenWeightTrainerSync, advantage: float = -1.0) -> dict[str,
     weights_BT = torch.tensor([[0.5, 5.0, 1.0], [1.0, 0.0, 0.0], [0.0] * 3])
     batch = RolloutBatch(mask_BT, base_BT[:, 0], spans, {})
     truncated_B, rows = torch.tensor([False, True, False]), trainer.signal.select(batch)
-    selection = _Selection(batch, base_BT, base_BT, truncated_B, ~mask_BT[:, 0], rows)
+    selection = Selection(batch, base_BT, base_BT, truncated_B, ~mask_BT[:, 0], rows)
     result = SimpleNamespace(weights_BT=weights_BT, non_finite_B=torch.zeros(3, dtype=torch.bool))
-    metrics: dict[str, float] = {}
     meta = KVBatchMeta(partition_id="train", keys=rollouts.keys, tags=[{}, {}, {"is_padding": True}])
-    trainer._dump(meta, rollouts, selection, scores_BT, result, base_BT * weights_BT, metrics)
+    _start(trainer)
+    if trainer._dump is None:
+        return {}
+    trainer._dump.write(
+        meta,
+        rollouts,
+        selection,
+        scores_BT,
+        result,
+        base_BT * weights_BT,
+        step=trainer.global_steps,
+        update=trainer.local_trigger_step,
+    )
     # What the run does to its tensors afterwards must not reach the file.
     for values in (scores_BT, weights_BT, base_BT):
         values.fill_(99.0)
-    return metrics
+    return {"token_dump/failed_files": trainer._dump.failed_files}
 
 
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> _Queue:
     found = _Queue()
-    monkeypatch.setattr(trainer_module, "tq", found)
+    monkeypatch.setattr(update_dump, "tq", found)
     return found
 
 
 class TestTrainer:
     def _rows(self, trainer: TokenWeightTrainerSync, folder: Path) -> list[DumpRow]:
-        trainer._token_dump.writer.close()
+        trainer._dump.close()
         dump = read_dump(folder)
         rows = list(dump)
         assert dump.problems == []
@@ -264,7 +290,6 @@ class TestTrainer:
         assert first.advantage_T.tolist() == [-0.5, -5.0, -1.0]
         assert first.old_log_prob_T.tolist() == [-0.5, -1.0, -1.5] and second.old_log_prob_T.tolist() == [-2.0]
         assert first.entropy_T[[0, 2]].tolist() == [0.5, 1.5]
-        assert "token_dump" in trainer.timing_raw
 
     def test_header(self, tmp_path: Path, queue: _Queue) -> None:
         trainer = _trainer(tmp_path)
@@ -312,23 +337,23 @@ class TestTrainer:
 
     def test_a_disk_that_fails_is_a_metric(self, tmp_path: Path, queue: _Queue) -> None:
         trainer = _trainer(tmp_path / "folder")
-        trainer._announce_dump()
+        _start(trainer)
         (tmp_path / "folder").rmdir()
         (tmp_path / "folder").write_text("no folder")
         _dump(trainer)
-        trainer._token_dump.writer.close()
+        trainer._dump.close()
         assert _dump(trainer)["token_dump/failed_files"] >= 1
-        trainer._token_dump.writer.close()
+        trainer._dump.close()
 
     def test_a_folder_that_cannot_be_made_is_refused_at_the_start(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(
             ValueError, match=r"algorithm\.token_dump\.folder=.*/file/below cannot be made .*choose another"
         ):
-            _trainer(tmp_path / "file/below")._announce_dump()
+            _start(_trainer(tmp_path / "file/below"))
 
     def test_says_its_size_before_it_starts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        _trainer(tmp_path, every=3)._announce_dump()
+        _start(_trainer(tmp_path, every=3))
         assert capsys.readouterr().out == (
             "token dump: 8 rows a step with up to 100 tokens, at most about 0.016 MB a step and 4.8e-05 GB for 3 steps, "
             f"in {tmp_path}\n"
@@ -342,7 +367,7 @@ class TestTrainer:
             _dump(self)
             raise RuntimeError("the run failed")
 
-        monkeypatch.setattr(trainer_module.PPOTrainerSync, "fit", fit)
+        monkeypatch.setattr(PPOTrainerSync, "fit", fit)
         with pytest.raises(RuntimeError, match="the run failed"):
             _trainer(tmp_path).fit("agent loops")
         assert len(list(read_dump(tmp_path))) == 2
@@ -350,5 +375,5 @@ class TestTrainer:
     def test_is_off_by_default(self, tmp_path: Path, queue: _Queue, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         trainer = _trainer(None)
-        trainer._announce_dump()
+        _start(trainer)
         assert _dump(trainer) == {} and list(tmp_path.iterdir()) == [] and queue.asked == []

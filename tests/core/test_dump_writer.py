@@ -6,10 +6,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from grail_advantage.verl_ext.dump import DumpWriter
 
+from grail_advantage import step_dump as dump_module
+from grail_advantage.step_dump import DumpWriter
 from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
-from grail_advantage.verl_ext import dump as dump_module
 from tests.dumps import dump_row
 
 
