@@ -35,7 +35,7 @@ EXPRESSION_DIGITS = 15
 MEMORY = 1 << 30
 """Bytes that a worker may map beyond those that it starts with."""
 WALL_FACTOR = 10  # wall time for each second of processor time: verdicts do not depend on how busy the machine is
-_COMPARISONS = 500  # of one worker, so that the caches of sympy and ANTLR stay small
+_COMPARISONS = 5000  # of one worker, which grows by some kB with each: caches of sympy and ANTLR
 
 _UNITS_OFF = NormalizationConfig(units=False, basic_latex=True, malformed_operators=True, nits=True, boxed="all")
 _EXTRACTION = {
