@@ -25,21 +25,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import grail_advantage.verl_ext
-
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("relied_on.json")
 PACKAGES = ("verl", "transfer_queue", "transformers", "vllm", "ray")
-FOLDERS = ("grail_advantage", "recipe")
+HOUSES = {"grail_advantage": ("grail_advantage.verl_ext", "grail_advantage.verl_cpu"), "recipe": ("recipe.run_life",)}
+"""Folders, each with its packages of classes that build on theirs."""
 OTHER_ENVIRONMENT = ROOT / "grail_advantage" / "trl_ext"
 """TRL and verl exclude each other."""
 ENGINE = ("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead")
 ENGINE_NAMES = ("engine",)
-VARIABLES = {
-    ("trainer.py", "replica"): ("verl.workers.rollout.replica", "RolloutReplica"),
-    ("trainer.py", "manager"): ("verl.workers.rollout.llm_server", "LLMServerManager"),
-}
-"""What else is read through a variable: file, its name there, and the class."""
 OVER_THE_WIRE = (("vllm.entrypoints.serve.instrumentator.health", "health"),)
 """What is asked by HTTP."""
 JOINED = {"CpuWorkerExtension": ("vllm.v1.worker.cpu_worker", "CPUWorker")}
@@ -50,12 +44,11 @@ def is_foreign(module: str | None) -> bool:
     return (module or "").split(".")[0] in PACKAGES
 
 
-def sources() -> Iterator[tuple[Path, ast.Module]]:
-    """Every module of this project, parsed."""
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if OTHER_ENVIRONMENT not in path.parents:
-                yield path, ast.parse(path.read_text())
+def sources(house: str) -> Iterator[tuple[Path, ast.Module]]:
+    """Every module of a folder, parsed."""
+    for path in sorted((ROOT / house).rglob("*.py")):
+        if OTHER_ENVIRONMENT not in path.parents:
+            yield path, ast.parse(path.read_text())
 
 
 def digest(found: Any) -> str | None:
@@ -81,10 +74,10 @@ def describe(found: Any) -> dict[str, Any]:
     return {"value": type(found).__name__}
 
 
-def _imported() -> dict[str, dict[str, Any]]:
+def _imported(house: str) -> dict[str, dict[str, Any]]:
     """Names from imports, and attributes of imported modules."""
     entries: dict[str, dict[str, Any]] = {}
-    for _path, tree in sources():
+    for _path, tree in sources(house):
         modules: dict[str, str] = {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -112,19 +105,17 @@ def _imported() -> dict[str, dict[str, Any]]:
     return entries
 
 
-def own_classes() -> list[type]:
-    """The classes of ``grail_advantage.verl_ext`` that build on one of theirs."""
-    found: list[type] = []
-    for info in pkgutil.walk_packages(grail_advantage.verl_ext.__path__, "grail_advantage.verl_ext."):
-        module = importlib.import_module(info.name)
-        for value in vars(module).values():
-            # A Ray actor class hides the class that it was made of.
-            cls = getattr(getattr(value, "__ray_metadata__", None), "modified_class", value)
-            if not inspect.isclass(cls) or not cls.__module__.startswith("grail_advantage") or cls in found:
-                continue
-            if any(is_foreign(base.__module__) for base in cls.__mro__):
-                found.append(cls)
-    return found
+def own_classes(house: str) -> list[type]:
+    """The classes of a folder that build on one of theirs."""
+    classes: list[type] = []
+    for package in HOUSES[house]:
+        for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+            for value in vars(importlib.import_module(info.name)).values():
+                # A Ray actor class hides the class that it was made of.
+                cls = getattr(getattr(value, "__ray_metadata__", None), "modified_class", value)
+                if inspect.isclass(cls) and cls.__module__.startswith(package) and cls not in classes:
+                    classes += [cls] if any(is_foreign(base.__module__) for base in cls.__mro__) else []
+    return classes
 
 
 def _holder(name: str, bases: list[type]) -> type | None:
@@ -155,16 +146,16 @@ def _name(cls: type, attribute: str) -> str:
     return f"{cls.__module__}.{cls.__qualname__}.{attribute}"
 
 
-def _inherited() -> dict[str, dict[str, Any]]:
+def _inherited(house: str) -> dict[str, dict[str, Any]]:
     """Methods that are overridden, and attributes that are read without being set."""
     entries: dict[str, dict[str, Any]] = {}
-    for cls in own_classes():
-        ours = [base for base in cls.__mro__ if base.__module__.startswith("grail_advantage")]
+    for cls in own_classes(house):
+        ours = [base for base in cls.__mro__ if base.__module__.split(".")[0] in HOUSES]
         theirs = [base for base in cls.__mro__ if is_foreign(base.__module__)]
         if cls.__name__ in JOINED:
             module, name = JOINED[cls.__name__]
             theirs += [base for base in getattr(importlib.import_module(module), name).__mro__ if base is not object]
-        for base in ours:
+        for base in [base for base in ours if base.__module__.startswith(house)]:
             for name, value in vars(base).items():
                 holder = _holder(name, theirs)
                 if holder and (name == "__init__" or not name.startswith("__")) and callable(value):
@@ -189,12 +180,12 @@ def _attribute(name: str, bases: list[type], reader: str) -> dict[str, dict[str,
     return {}
 
 
-def _of_the_engine() -> dict[str, dict[str, Any]]:
+def _of_the_engine(house: str) -> dict[str, dict[str, Any]]:
     """Attributes of verl's engine that are read through a variable."""
     engine = getattr(importlib.import_module(ENGINE[0]), ENGINE[1])
     theirs = [base for base in engine.__mro__ if is_foreign(base.__module__)]
     entries: dict[str, dict[str, Any]] = {}
-    for path, tree in sources():
+    for path, tree in sources(house):
         if not any(isinstance(node, ast.ImportFrom) and node.module == ENGINE[0] for node in tree.body):
             continue
         for node in ast.walk(tree):
@@ -203,28 +194,19 @@ def _of_the_engine() -> dict[str, dict[str, Any]]:
     return entries
 
 
-def _of_variables() -> dict[str, dict[str, Any]]:
-    """Attributes of :data:`VARIABLES`, and :data:`OVER_THE_WIRE`."""
-    entries: dict[str, dict[str, Any]] = {}
-    for path, tree in sources():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and (path.name, ast.unparse(node.value)) in VARIABLES:
-                module, name = VARIABLES[path.name, ast.unparse(node.value)]
-                cls = getattr(importlib.import_module(module), name)
-                theirs = [base for base in cls.__mro__ if is_foreign(base.__module__)]
-                entries.update(_attribute(node.attr, theirs, f"{path.name} reads {ast.unparse(node)}"))
-    for module, name in OVER_THE_WIRE:
-        entries[f"{module}.{name}"] = describe(getattr(importlib.import_module(module), name))
-    return entries
-
-
-def collect() -> dict[str, dict[str, Any]]:
-    """All entries by dotted name, sorted.
+def collect(house: str) -> dict[str, dict[str, Any]]:
+    """All entries of a folder by dotted name, sorted.
 
     Raises:
         ImportError, AttributeError, LookupError: something relied on is not there, by its name.
     """
-    return dict(sorted({**_imported(), **_inherited(), **_of_the_engine(), **_of_variables()}.items()))
+    entries = {**_imported(house), **_inherited(house), **_of_the_engine(house)}
+    if house == "recipe":
+        entries |= {
+            f"{module}.{name}": describe(getattr(importlib.import_module(module), name))
+            for module, name in OVER_THE_WIRE
+        }
+    return dict(sorted(entries.items()))
 
 
 def differences(now: dict[str, dict[str, Any]], known: dict[str, dict[str, Any]]) -> list[str]:
@@ -240,13 +222,15 @@ def differences(now: dict[str, dict[str, Any]], known: dict[str, dict[str, Any]]
 
 
 def main() -> None:
-    now = collect()
+    now = {house: collect(house) for house in HOUSES}
+    print(", ".join(f"{house}: {len(entries)} names" for house, entries in now.items()))
     if "--write" in sys.argv:
         GOLDEN.write_text(json.dumps(now, indent=1) + "\n")
         return
-    found = differences(now, json.loads(GOLDEN.read_text()))
-    print("\n".join(found) or "nothing differs")
-    sys.exit(bool(found))
+    known = json.loads(GOLDEN.read_text())
+    lines = [line for house in HOUSES for line in differences(now[house], known[house])]
+    print("\n".join(lines) or "nothing differs")
+    sys.exit(bool(lines))
 
 
 if __name__ == "__main__":
