@@ -16,7 +16,7 @@ from omegaconf import open_dict
 from verl.trainer.ppo.v1 import register_trainer
 
 from grail_advantage.verl_ext.settings import signal_of
-from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync
+from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 
 ORDER = ("uniform", "grail", "grail", "uniform")
 """So that a drift falls on both alike."""

@@ -87,7 +87,8 @@ def batch_of(
         return known + [junk] * (width - len(known))
 
     def column(name: str) -> torch.Tensor:
-        return torch.tensor([padded(getattr(row, name), row) for row in rows]).reshape(len(rows), width)
+        values = [padded(getattr(row, name), row) for row in rows]
+        return torch.tensor(values, dtype=torch.float32).reshape(len(rows), width)
 
     masks = [list(row.trained) + [False] * (width - len(row.trained)) for row in rows]
     return RolloutBatch(

@@ -19,7 +19,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
 
 import grail_advantage
 from grail_advantage import AnswerSpan, GrailConfig, TokenWeights, activations, compute_token_weights, hf_model
-from grail_advantage.registry import method
+from grail_advantage.methods import method
 from tests.core.reference import PlainModel, ReferenceResult, reference_weights, resolve
 from tests.core.tiny_models import (
     CHARACTERS,

@@ -13,7 +13,7 @@ import pytest
 import verl  # noqa: F401  its plugin registers the estimators
 
 import recipe.main_grail  # noqa: F401  stores the methods' sections
-from grail_advantage.verl_ext.checks import check_config
+from tests.verl_ext.test_checks import check_config
 from recipe.marked_text import marked
 from tests import forked
 from tests.composed import compose

@@ -17,7 +17,7 @@ import recipe.main_grail  # noqa: F401  its configurations
 from grail_advantage import GrailConfig
 from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.model_checks import check_model
-from grail_advantage.verl_ext.trainer import TokenWeightTrainerSync
+from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 from recipe.tiny.model import build_tokenizer
 from tests.composed import compose
 from tests.verl_ext.test_trainer import _trainer

@@ -20,6 +20,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 def _compose(*overrides: str) -> DictConfig:
     required = [
+        "run_life.enabled=False",
         f"{ACTOR}.use_dynamic_bsz=True",
         "actor_rollout_ref.rollout.n=4",
         f"{ACTOR}.ppo_max_token_len_per_gpu=16384",
