@@ -91,17 +91,17 @@ def main() -> None:
     result["versions"]["vllm"] = version("vllm")
     for capacity in CAPACITIES:
         with tempfile.TemporaryDirectory() as folder:
-            said = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, __file__, "--one", folder, "--steps", str(args.steps)],
                 env={**os.environ, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(capacity)},
                 capture_output=True,
                 text=True,
             )
-        if said.returncode:
-            raise SystemExit(said.stderr[-3000:])
-        found = {"capacity": capacity, **json.loads(said.stdout.splitlines()[-1])}
-        show(str(found))
-        result["capacities"].append(found)
+        if process.returncode:
+            raise SystemExit(process.stderr[-3000:])
+        measured = {"capacity": capacity, **json.loads(process.stdout.splitlines()[-1])}
+        show(str(measured))
+        result["capacities"].append(measured)
     write(result, args.results or RESULTS)
 
 

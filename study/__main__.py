@@ -85,8 +85,8 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
     if options.command == "real":
         model, tokenizer = load(options.model)
         size = {"count": options.problems, "longest": options.longest, "blocks": options.blocks}
-        for said in measure(model, tokenizer, options.data, **size):
-            write_marked(options.out, "real model", said)
+        for tables in measure(model, tokenizer, options.data, **size):
+            write_marked(options.out, "real model", tables)
         return
     files = Files(options.data_dir)
     if options.command == "run":

@@ -169,7 +169,7 @@ class StudyPlan:
             for row in rows
             if row["kind"] in ("tune", "pilot")
         }
-        found = {}
+        tuned = {}
         for regime in self.regimes:
             for arm in self.arms(regime):
                 means = []
@@ -179,8 +179,8 @@ class StudyPlan:
                     if all(key in accuracy for key in keys):
                         means.append((-fmean(accuracy[key] for key in keys), rate))
                 if len(means) == len(self.rates):
-                    found[regime.name, arm.name] = min(means)[1]
-        return found
+                    tuned[regime.name, arm.name] = min(means)[1]
+        return tuned
 
     def regime(self, name: str) -> RegimePlan:
         """By its name."""

@@ -43,12 +43,12 @@ def sample(
         uniform_BT: float64 in [0, 1); number t of a row draws its token t, and T is the length limit.
         temperature: logits are divided by it; 0 is greedy and reads no numbers.
     """
-    found: list[list[int]] = []
+    responses: list[list[int]] = []
     with _grouped_attention(model):
         for first in range(0, len(prompts), ROWS_TOGETHER):
             rows = slice(first, first + ROWS_TOGETHER)
-            found += _sample_together(model, tokenizer, prompts[rows], uniform_BT[rows], temperature)
-    return found
+            responses += _sample_together(model, tokenizer, prompts[rows], uniform_BT[rows], temperature)
+    return responses
 
 
 def _sdpa_grouped(

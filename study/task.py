@@ -174,7 +174,7 @@ def regime(name: str, seed: int) -> Regime:
 def study_problems(name: str, split: Split, size: int, seed: int) -> list[StudyProblem]:
     """Different problems of a regime, the same ones for the same arguments; of the two splits none is in both."""
     rng = random.Random(f"{name} {split} {seed}")
-    found = []
+    problems = []
     for chain in chain_problems(split, size, seed=seed):
         sums: list[tuple[int, int] | None] = [None] * len(chain.steps)
         if name == "distractors":
@@ -185,8 +185,8 @@ def study_problems(name: str, split: Split, size: int, seed: int) -> list[StudyP
             f"{operator}{term}" if hidden is None else f"{operator}({hidden[0]}+{hidden[1]})"
             for (operator, term), hidden in zip(chain.steps, sums, strict=True)
         ]
-        found.append(StudyProblem("".join([str(chain.first), *terms]), chain.first, chain.steps, tuple(sums)))
-    return found
+        problems.append(StudyProblem("".join([str(chain.first), *terms]), chain.first, chain.steps, tuple(sums)))
+    return problems
 
 
 def solve(problem: StudyProblem, regime: Regime, rng: random.Random) -> str:
@@ -283,14 +283,14 @@ class TokenReading:
 def read_tokens(problem: StudyProblem, response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> TokenReading:
     """The same by tokens; a token is what its first character is."""
     text, offsets = text_of(response_ids, tokenizer)
-    found = read(problem, text)
+    reading = read(problem, text)
     roles = np.full(len(text) + 1, OTHER)
     owner = np.full(len(text) + 1, -1)
     for match in re.finditer("|".join([*FILLER, " "]), text):
         roles[slice(*match.span())] = FILL
-    for match in _ASIDE_PATTERN.finditer(text, 0, found.box_start):
+    for match in _ASIDE_PATTERN.finditer(text, 0, reading.box_start):
         roles[slice(*match.span())] = ASIDE
-    for number, piece in enumerate(found.pieces):
+    for number, piece in enumerate(reading.pieces):
         start, end = piece.start, piece.end
         if piece.aside:
             start, end = start - 1, end + 1  # the brackets
@@ -301,17 +301,17 @@ def read_tokens(problem: StudyProblem, response_ids: Sequence[int], tokenizer: P
             roles[piece.start : piece.end] = LEFT
         roles[piece.result_start : piece.result_end] = ASIDE_RESULT if piece.aside else RESULT
         owner[start:end] = number
-    if found.box is not None:
-        roles[found.box_start :] = BOX
+    if reading.box is not None:
+        roles[reading.box_start :] = BOX
     # The end token has no text: it starts where the text ends.
     starts = np.array(offsets[:-1], dtype=np.int64)
     piece_T = owner[starts]
-    decisive = np.array([piece.decisive for piece in found.pieces] + [False])
+    decisive = np.array([piece.decisive for piece in reading.pieces] + [False])
     decisive_T = decisive[piece_T] | ((roles[starts] == BOX) & (starts < len(text)))
     error_T = np.zeros(len(starts), dtype=bool)
-    if found.errors:
-        error_T[token_range(offsets, found.errors[0].start, found.errors[0].end)] = True
-    return TokenReading(found, roles[starts], piece_T, decisive_T, error_T, offsets)
+    if reading.errors:
+        error_T[token_range(offsets, reading.errors[0].start, reading.errors[0].end)] = True
+    return TokenReading(reading, roles[starts], piece_T, decisive_T, error_T, offsets)
 
 
 def text_of(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[int]]:

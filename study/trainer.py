@@ -268,7 +268,7 @@ def credit(
         whole = rows_B.double().numpy()
         if arm.control == "oracle":
             exact = token_advantages(model, tokenizer, rollouts.problems, rollouts.prompts, rollouts.responses)
-            found = [
+            advantages = [
                 np.full(len(response), whole[row]) if known is None else known
                 for row, (response, known) in enumerate(zip(rollouts.responses, exact, strict=True))
             ]
@@ -281,9 +281,11 @@ def credit(
                 )
                 for row, inside_L in enumerate(mask_BL)
             ]
-            found, _ = state.regression.advantages(features, rollouts.rewards_B.double().numpy(), rollouts.groups_B)
+            advantages, _ = state.regression.advantages(
+                features, rollouts.rewards_B.double().numpy(), rollouts.groups_B
+            )
         advantages_BL = torch.zeros(mask_BL.shape)
-        for row, advantage_T in enumerate(found):
+        for row, advantage_T in enumerate(advantages):
             advantages_BL[row, mask_BL[row]] = torch.from_numpy(advantage_T).float()
         return torch.where(rollouts.truncated_B.unsqueeze(1), 0.0, advantages_BL)
     log_probs_BL = state.old_log_probs_BL
@@ -447,7 +449,7 @@ def gradient(
     live_B = ends_B.nonzero().flatten()
     if not len(live_B):
         live_B, ends_B = torch.tensor([0]), rollouts.attention_mask_BL.sum(dim=1)
-    found = []
+    micro_batches = []
     for rows in _alike(live_B, ends_B):  # the gradients add up to the whole batch's
         width = int(ends_B[rows].max())
         ids_BL = rollouts.input_ids_BL[rows, :width]
@@ -462,8 +464,8 @@ def gradient(
             config=actor,
         )
         loss.backward()
-        found.append((rows, log_probs_BL.detach()))
-    return found
+        micro_batches.append((rows, log_probs_BL.detach()))
+    return micro_batches
 
 
 def _error_tokens(rollouts: Rollouts) -> torch.Tensor:

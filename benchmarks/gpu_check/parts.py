@@ -187,8 +187,8 @@ def _not_run(part: Part, why: str) -> dict[str, Any]:
     return {"name": part.letter, "status": NOT_RUN, "checks": checks, "figures": {}}
 
 
-def _add_failure(result: dict[str, Any], name: str, said: str) -> None:
-    result["checks"].append({"name": name, "status": FAILED, "said": said})
+def _add_failure(result: dict[str, Any], name: str, detail: str) -> None:
+    result["checks"].append({"name": name, "status": FAILED, "said": detail})
 
 
 def run_part(part: Part, path: Path, device: str) -> None:

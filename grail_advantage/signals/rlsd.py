@@ -178,8 +178,8 @@ class RlsdConfig(Signal):
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
         """The teacher's log-probabilities."""
-        found = model.micro_batches(rows, lambda micro: micro.response_log_probs(), gradients=False)
-        return [RowScores(log_probs_T.float()) for log_probs_T in found]
+        log_probs = model.micro_batches(rows, lambda micro: micro.response_log_probs(), gradients=False)
+        return [RowScores(log_probs_T.float()) for log_probs_T in log_probs]
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor) -> torch.Tensor:
         """D, see the module."""

@@ -139,15 +139,15 @@ def edit_solution(question: str, answer: str, seed: str) -> EditedSolution:
 
 
 def _calculations(lines: Sequence[str]) -> list[_Calculation]:
-    found = []
+    calculations = []
     for number, line in enumerate(lines):
         for match in _ANNOTATION.finditer(line):
             shown = _NUMBER.match(line, match.end())
             value = evaluate(match[1])
             if shown is None or value != _value(shown[0]) or [value] != _values(match[2]):
                 raise CannotEditError("a calculation that does not hold as written")
-            found.append(_Calculation(number, match[1], value, match.start(), shown.span()))
-    return found
+            calculations.append(_Calculation(number, match[1], value, match.start(), shown.span()))
+    return calculations
 
 
 def _slips(lines: Sequence[str], calculation: _Calculation, generator: random.Random) -> list[Fraction]:
