@@ -4,7 +4,7 @@
 
 Each step generates 64 tokens for a few prompts of random lengths, with a seed a request, and reloads the weights as a run's
 worker does after its update. oneDNN keeps what it prepared for each shape, as many as ``ONEDNN_PRIMITIVE_CACHE_CAPACITY``
-says; the variants differ in that number alone. Recorded are the process's anonymous memory (``/proc/self/smaps_rollup``) and
+allows; the variants differ in that number alone. Recorded are the process's anonymous memory (``/proc/self/smaps_rollup``) and
 processor seconds. Writes ``results/engine_memory-cpu.json``, from which ``python benchmarks/soak.py page`` takes a table.
 """
 

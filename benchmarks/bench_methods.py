@@ -1,4 +1,4 @@
-"""What each registered method adds to the training side of a step.
+"""Cost that each registered method adds to the training side of a step.
 
     python benchmarks/bench_methods.py                  # CPU, one thread
     python benchmarks/bench_methods.py --device cuda    # one GPU, a model of Qwen3-4B's shape, 8 x 4096 tokens, bf16
@@ -8,8 +8,8 @@ A step is: old log-probabilities, the method's pass and weights, one epoch of th
 run does by default; any other pass is one of its own. All methods run once a repeat, one after the other, each stage timed.
 
 A method that makes up sequences goes row by row and needs a forward for each of many tokens, so its pass is timed on
-``SAMPLE_ROWS`` of its rows and that time multiplied; the result says so. Writes ``results/methods-<device>.json``, from which
-``report.py`` makes a table.
+``SAMPLE_ROWS`` of its rows and that time multiplied; the result records it. Writes ``results/methods-<device>.json``, from
+which ``report.py`` makes a table.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def timed_rows(side: TrainingSide, signal: Signal) -> list[int]:
 
 
 def compared(timings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What each method adds in forwards over the batch, and its step against the baseline's.
+    """Cost of each method in forwards over the batch, and its step against the baseline's.
 
     Args:
         timings: for each method ``uses``, ``rows``, ``timed_rows`` and ``repeats``, which are seconds by stage.

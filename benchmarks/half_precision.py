@@ -1,9 +1,9 @@
-"""What is left of scores and weights in bfloat16: rank correlation and weights against float32, GRAIL beside OAR-G.
+"""Precision of scores and weights in bfloat16: rank correlation and weights against float32, GRAIL beside OAR-G.
 
     python benchmarks/half_precision.py --model FOLDER_OR_HUB_ID
 
 Made-up solutions of word problems go through the model in float32 and in bfloat16 (weights and activations, as under FSDP's
-mixed precision). OAR-G compares the model with itself under a little noise, so the row with another seed says how much of a
+mixed precision). OAR-G compares the model with itself under a little noise, so the row with another seed shows how much of a
 score is the noise's own draw, in float32. Prints a table for docs/gpu.md.
 """
 

@@ -2,7 +2,7 @@
 
     python benchmarks/report.py
 
-Reads ``results/*.json``, draws ``results/*.png`` and replaces what stands between the markers of that page, and the summary
+Reads ``results/*.json``, draws ``results/*.png`` and replaces the text between the markers of that page, and the summary
 between those of the project's front page. Every figure comes from the recorded seconds and bytes.
 """
 

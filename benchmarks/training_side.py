@@ -6,7 +6,7 @@ Next to them GRAIL's pass as the published procedure runs it (arXiv 2606.04889).
 
 Not part of it: generation, the reward, the way of the data between processes, and finding the answers
 (``bench_span_finding.py``). All rows have the same number of tokens, so that no layout computes padding, and their
-answers end close to the row's end, where cutting a row behind its answer saves next to nothing.
+answers end close to the row's end, where cutting a row after its answer saves next to nothing.
 
 Imports verl, so ``set_up`` of :mod:`environment` goes first.
 """
@@ -199,7 +199,7 @@ class Rollouts:
 
     @property
     def examples(self) -> list[Example]:
-        """What each row was asked: about as many words as the prompt has tokens, and a gold answer."""
+        """The question of each row: about as many words as the prompt has tokens, and a gold answer."""
         messages = [{"role": "user", "content": " ".join(["word"] * self.prompt)}]
         return [Example(messages, {"reward_model": {"ground_truth": "42"}}, {})] * self.rows
 

@@ -1,7 +1,7 @@
 """Accuracy without sampling, its gradient, and the exact advantage of every token, under given wording.
 
-What the model is free to choose without consequence, filler, asides and when to write them, is held to a given text; what
-decides the answer, the digits of results and where they end, is the model's own. A text goes right with the product of the
+Free choices without consequence (filler, asides and when to write them) are held to a given text; the tokens that decide the
+answer (the digits of results and where they end) are the model's own. A text goes right with the product of the
 probabilities of its right decisive tokens. Two wrong results that cancel each other count as wrong here, and a copied left
 side as right; :mod:`study.trainer` measures by how much this differs from sampling.
 
@@ -153,7 +153,7 @@ def accuracy_gradient(
 def right_continuation(
     problem: StudyProblem, response_ids: Sequence[int], read: TokenReading, tokenizer: PreTrainedTokenizerFast
 ) -> list[int] | None:
-    """The response as it would have gone on in the same wording without its first error; itself where it has none.
+    """The response as it would read in the same wording without its first error; itself where it has none.
 
     ``None`` where the wording cannot lead to the answer: without a box, or with more or fewer steps than the problem.
     """
@@ -193,8 +193,8 @@ def token_advantages(
 ) -> list[np.ndarray | None]:
     """By how much each token of a response raised or lowered the probability of the right answer, in the response's wording.
 
-    Before a token this is the product of the probabilities of all right deciding tokens from there on, in the response as it
-    would go on rightly; behind the first wrong token it is 0.
+    Before a token this is the product of the probabilities of all right deciding tokens from there on, in the response
+    continued rightly; after the first wrong token it is 0.
 
     Returns:
         float64 (T,) a response; ``None`` where :func:`right_continuation` gives none.

@@ -1,4 +1,4 @@
-"""What the study runs, in which order, and what it compares; ``docs/study2/PLAN.md`` says why.
+"""The jobs of the study, their order, and its comparisons; ``docs/study2/PLAN.md`` has the reasons.
 
 A job is one process's work on one seed: its warm-up (``start``), a training run (``pilot``, ``tune``, ``main``, ``side``), or a
 measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one: its pilot; a few
@@ -39,7 +39,7 @@ class Job:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """As its row says it."""
+        """As in its row."""
         return self.kind, self.regime, self.arm, str(self.seed), repr(self.rate)
 
 

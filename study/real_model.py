@@ -1,16 +1,16 @@
-"""Ground truth and the gradient test on a real model: GSM8K's own solutions, and the errors that the model finds likely.
+"""Ground truth and the gradient test on a real model: GSM8K's own solutions, and errors that are likely under the model.
 
 The study's two measurements ask for what a real model does not have: the exact probability of a right answer, and responses
 whose one error is known. Both are there where the wording is given and the model chooses nothing but some digits:
 
-- A solution is GSM8K's own. Of its results, digits are changed one at a time and carried on, as far as that is certain
+- A solution is GSM8K's own. Of its results, digits are changed one at a time, later results with them, where that is certain
   (:mod:`study.localisation.gsm8k_edits`); every such text departs from the right one at a single token.
 - At these tokens the model chooses between the right token and those of the changed texts, with its own probabilities among
   them; all else is given. So a problem has a few texts, each with an exact probability, one of them right.
 
 A group of texts is drawn from that, with the right one and a wrong one in it. Accuracy is the probability of the right text,
-its gradient exact; the exact advantage of a token is what it changes of that probability. What is given is not chosen by the
-model, and so no part of an update: an arm's weights count where the model chose.
+its gradient exact; the exact advantage of a token is what it changes of that probability. The given part is not chosen by
+the model, and so no part of an update: an arm's weights count where the model chose.
 
 Only the parameters of the last blocks take part in the gradients, so that a processor can do it.
 
@@ -58,7 +58,7 @@ LEAST, MOST = 0.05, 0.95
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked."""
+    """The problem."""
 
     text: str
     answer: str

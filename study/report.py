@@ -32,7 +32,7 @@ EXPLORATORY = (AMOUNT_OR_PLACE, ("right_only", "random_token"), ("grail", "grail
 """Further pairs that the report shows, without a correction."""
 LEVELLED = f"level within {100 * BOUND:g}"
 NAMED = 5
-"""Of more arms on one side of uniform, the conclusions say how many."""
+"""Of more arms on one side of uniform, the conclusions give the number."""
 Row = Mapping[str, str]
 
 
@@ -222,7 +222,7 @@ def conclusions(results: Results) -> list[str]:
 
 
 def _decision(verdicts: Mapping[tuple[str, str], str]) -> str:
-    """What the plan decides from its comparisons' verdicts."""
+    """The plan's decision from the verdicts of its comparisons."""
     pick, control = ARMS["surprisal"].label, ARMS["random_token"].label
     above, placed = verdicts["surprisal", BASELINE] == "better", verdicts["surprisal", "random_token"]
     if above and placed == "better":
@@ -248,8 +248,8 @@ def _decision(verdicts: Mapping[tuple[str, str], str]) -> str:
 
 
 def _others(results: Results, regime: RegimePlan) -> list[str]:
-    """What the arms that the plan does not compare with uniform show, with a correction of their own, once all are there;
-    and where the other regimes stand."""
+    """The result of the arms that the plan does not compare with uniform, with a correction of their own, once all are there;
+    and links to the other regimes."""
     planned = [
         arm for arm in results.plan.arms(regime) if arm.name != BASELINE and (arm.name, BASELINE) not in CONTRASTS
     ]
@@ -271,7 +271,7 @@ def _others(results: Results, regime: RegimePlan) -> list[str]:
 
 
 def _exploratory(results: Results, regime: RegimePlan) -> str:
-    """What a regime of which the plan decides nothing shows, of the arms whose seeds are all there; empty where none are."""
+    """The result of a regime of which the plan decides nothing, for the arms whose seeds are all there; empty without any."""
     contrasts, planned = results.against_baseline(regime), len(results.plan.arms(regime)) - 1
     if not contrasts:
         return ""
@@ -642,7 +642,7 @@ def _truth(results: Results, regime: RegimePlan) -> list[str]:
 
 
 def missing(results: Results) -> list[str]:
-    """What of the plan is not there yet, by regime and kind."""
+    """Jobs of the plan that are missing, by regime and kind."""
     done = {
         (row["kind"], row["regime"], row["arm"], row["seed"], row["rate"] if row["kind"] in ("pilot", "tune") else "")
         for rows in results.rows.values()

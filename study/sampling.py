@@ -97,7 +97,7 @@ def _sample_together(
     uniform_BT: torch.Tensor,
     temperature: float,
 ) -> list[list[int]]:
-    # A prompt is read once for all samples of it that stand together.
+    # A prompt is read once for all samples of it that are next to each other.
     asked = [ids for ids, before in zip(prompts, [None, *prompts], strict=False) if ids != before]
     owner_B = (
         torch.tensor([ids != before for ids, before in zip(prompts, [None, *prompts], strict=False)]).cumsum(0) - 1

@@ -100,10 +100,10 @@ def seeds_for_power(deviation: float, effect: float, *, alpha: float = 0.05, pow
 
 def equivalence_power(deviation: float, bound: float, count: int, *, alpha: float = 0.05) -> float:
     """Probability that :func:`equivalence_p` is below ``alpha`` where the true difference is 0, by integration over the
-    deviation that is found."""
+    deviation of the sample."""
     degrees = count - 1
     critical = stats.t.ppf(1 - alpha, degrees)
-    # Given the found standard error e, the mean must lie within bound - critical * e.
+    # Given the sample's standard error e, the mean must lie within bound - critical * e.
     shares = (np.arange(4000) + 0.5) / 4000
     errors = deviation * np.sqrt(stats.chi2.ppf(shares, degrees) / degrees / count)
     reach = np.maximum(bound - critical * errors, 0) / (deviation / math.sqrt(count))

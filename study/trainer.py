@@ -102,7 +102,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What sampling held-out problems gave."""
+    """Result of sampling held-out problems."""
 
     right: list[int]
     """Right samples of each problem."""
@@ -117,14 +117,14 @@ class Sampled:
 
 @dataclass
 class State:
-    """What a policy says of its rollouts before the update, and what a run keeps between batches."""
+    """Outputs of a policy on its rollouts before the update, and the state that a run keeps between batches."""
 
     old_log_probs_BL: torch.Tensor
     """Log-probability of each token, 0 in the first column."""
     entropy_BL: torch.Tensor
     """Entropy in nats of the distribution that each token was drawn from, 0 in the first column."""
     hidden_BLD: torch.Tensor
-    """What the output embeddings read at the position before each token, 0 in the first column."""
+    """Input of the output embeddings at the position before each token, 0 in the first column."""
     regression: Regression = field(default_factory=Regression)
 
 
@@ -231,9 +231,7 @@ def policy_state(model: PreTrainedModel, rollouts: Rollouts) -> State:
         chosen_BL = log_probs_BLV.gather(-1, ids_BL[rows, 1:width, None])[:, :, 0]
         old_log_probs_BL[rows, 1:width] = chosen_BL
         entropy_BL[rows, 1:width] = -(log_probs_BLV.exp() * log_probs_BLV).sum(dim=-1)
-        hidden_BLD[rows, 1:width] = output.hidden_states[-1][
-            :, :-1
-        ].float()  # the last of them is behind the final norm
+        hidden_BLD[rows, 1:width] = output.hidden_states[-1][:, :-1].float()  # the last of them is after the final norm
     return State(old_log_probs_BL, entropy_BL, hidden_BLD)
 
 
@@ -336,7 +334,7 @@ def sequence_advantages(rollouts: Rollouts, arm: Arm) -> torch.Tensor:
 
 
 def examples(problems: Sequence[StudyProblem]) -> list[Example]:
-    """What each row was asked."""
+    """The question of each row."""
     return [
         Example(
             messages=[{"role": "user", "content": problem.text}],
@@ -348,7 +346,7 @@ def examples(problems: Sequence[StudyProblem]) -> list[Example]:
 
 
 def shuffled(weights_BL: torch.Tensor, rollouts: Rollouts, random_numbers_BL: np.ndarray) -> torch.Tensor:
-    """The same weights on other tokens of the same kind of the same response: what they do apart from where they stand.
+    """The same weights on other tokens of the same kind of the same response: their effect apart from their place.
 
     The box and what follows it keep theirs: the answer's weight is a constant of the method, no score.
     """
@@ -375,7 +373,7 @@ def _last_result(rollouts: Rollouts) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Update:
-    """What the optimiser steps on one batch did."""
+    """Outcome of the optimiser steps on one batch."""
 
     gradient_norm: float
     """Mean over the epochs, before clipping."""
@@ -502,7 +500,7 @@ def train(
     """
     order = random.Random(f"order {seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    model.eval()  # the model has no dropout; evaluation mode only says so
+    model.eval()  # the model has no dropout; evaluation mode only makes that explicit
     kept, updates, rewards, sampled = Regression(), [], [], {}
     training = weighing = 0.0
     for step in range(1, settings.steps + 1):

@@ -1,17 +1,17 @@
-"""Do scores find what a response got wrong, and what its answer depends on? Measured where both are known.
+"""Do scores find the error of a response, and the tokens that its answer depends on? Measured where both are known.
 
 Wrong responses have exactly one error, in a result that the answer depends on. Of every response, over its reasoning (the
 tokens before the answer), ties counting half:
 
 - ``auroc_all``: the wrong result's tokens against all others. To be a result token is enough for most of it, so that the score
-  "it is a result" stands beside every method.
+  "it is a result" is reported beside every method.
 - ``auroc_results``: against the tokens of the other results that the answer depends on. "It is a result" has 0.5 here.
 - ``relevance``: tokens of steps, and of asides that a step uses, against filler and the other asides; for right and wrong rows.
 - ``weight_ratio``: mean weight of the wrong result's tokens over that of all result tokens of the response; not for hard
   selections, which have it only where they hit a result.
 - ``rank_correlation``: of the scores with the exact token advantage, in wrong rows with its negative.
 
-Splits of the first two: the error in the ``first`` step (with others behind it), in a ``middle`` one, in the ``last``, and
+Splits of the first two: the error in the ``first`` step (with others after it), in a ``middle`` one, in the ``last``, and
 ``not_last``.
 
 Shape suffixes: B rows, L prompt + response, T response tokens, N reasoning tokens.
@@ -39,7 +39,7 @@ from study.trainer import examples
 
 METHODS = ("grail", "grail_robust", "oar_g", "oar_g_port", "oar_p", "surprisal", "entropy")
 LABELS = {method: ARMS[method].label for method in METHODS} | {"surprisal": "surprisal"}
-"""For people; an arm's label says how its score is used."""
+"""For people; an arm's label names the use of its score."""
 BASELINES = {"result_token": "it is a result token", "position": "later in the text"}
 SPLITS = ("all", "first", "middle", "last", "not_last")
 FIGURES = ("auroc_all", "auroc_results", "relevance", "weight_ratio", "rank_correlation")
@@ -138,7 +138,7 @@ def row_figures(
 
 
 def splits_of(row: Row) -> list[str]:
-    """Where the error of a wrong response stands."""
+    """Splits that the error of a wrong response belongs to."""
     pieces = row.read.reading.pieces
     step = pieces[row.read.piece_T[np.flatnonzero(row.read.error_T)[0]]].step
     if step == len(row.read.reading.steps) - 1:

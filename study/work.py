@@ -59,8 +59,8 @@ RUN_GUESS = 150.0
 """Seconds of a job while none of its kind has been done; only for the time left that is shown."""
 _TRUTH_SAMPLES = 4
 OUT_OF_HOURS = (
-    "No further job fits into the plan's {:g} core-hours, though work is left: to go on, raise hours in study/plan.py and say "
-    "so in its PLAN.md; to repeat the study, name an empty folder with --data-dir"
+    "No further job fits into the plan's {:g} core-hours, though work is left: to continue, raise hours in study/plan.py and "
+    "say so in its PLAN.md; to repeat the study, name an empty folder with --data-dir"
 )
 
 

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None, results: Path = page.RESULTS, s
     """
     parser = argparse.ArgumentParser(
         prog="bash scripts/gpu_check.sh",
-        description="What only a GPU can show, in parts that stand alone: "
+        description="Checks that only a GPU can make, in independent parts: "
         + "; ".join(f"{part.letter}: {part.title}" for part in PARTS.values())
         + f". Each takes at most {LIMIT_SECONDS // 60} minutes on one GPU.",
     )

@@ -1,5 +1,5 @@
-"""What a part found: checks that hold or do not, and figures. On the disk after each of them, so that a part which is stopped
-leaves what it had."""
+"""The outcome of a part: checks that hold or do not, and figures. Each is on the disk at once, so that a part which is stopped
+leaves those before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Outcome:
 
     Args:
         path: the JSON file that is kept up to date.
-        record: where and how the part runs; what it finds is added.
+        record: where and how the part runs; checks and figures are added.
     """
 
     def __init__(self, path: Path, record: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Writes ``docs/gpu_check.md`` from the results: every figure comes from them, and what has no result was not run.
+"""Writes ``docs/gpu_check.md`` from the results: every figure comes from them, and a part without a result was not run.
 
 PYTHONPATH=.:benchmarks python -m gpu_check.page
 """
@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu_check"
 PAGE = ROOT / "docs" / "gpu_check.md"
 MARKER = "results"
 INTERRUPTED = "interrupted"
-"""Stands for the status of a part whose process wrote last, without whoever started it."""
+"""Status of a part whose result the process that started it never completed."""
 NOTHING = "Nothing has been run on a GPU yet."
 
 
@@ -34,7 +34,7 @@ def write_page(folder: Path = RESULTS, page: Path = PAGE) -> None:
 
 
 def render(folder: Path) -> str:
-    """What stands between the page's markers."""
+    """The text between the page's markers."""
     results = {}
     for letter, part in PARTS.items():
         path = result_path(folder, part)

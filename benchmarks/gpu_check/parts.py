@@ -70,7 +70,7 @@ PARTS = {
 
 
 def missing(part: Part) -> list[str]:
-    """What the part needs and this interpreter lacks."""
+    """Modules that the part needs and this interpreter lacks."""
     return [name for name in part.needs if not _is_there(name)]
 
 
@@ -172,7 +172,7 @@ def run_command(command: list[str], limit: float | None = None) -> tuple[int | N
 
 
 def last_line(output: str) -> str:
-    """The last line that says something."""
+    """The last line that is not empty."""
     return next((line for line in reversed(output.splitlines()) if line.strip()), "no output")
 
 

@@ -1,7 +1,7 @@
 """Part a: torch and transformers alone. Token weights in bfloat16 against float32, and what each pass costs.
 
-Models of published shapes with random weights, built here: nothing is downloaded. Random weights tell time and memory as
-trained ones do; of precision they tell how rounding goes through that many layers of that width, not how it acts on a trained
+Models of published shapes with random weights, built here: nothing is downloaded. Random weights take the time and memory
+of trained ones; of precision they show how rounding goes through that many layers of that width, not how it acts on a trained
 model.
 
 Shape suffixes: B rows, L prompt + response, V vocabulary, N weighed tokens.
@@ -262,7 +262,7 @@ def random_model(options: dict[str, int], device: str, dtype: torch.dtype) -> Pr
 
 
 def random_rows(rows: int, tokens: int, prompt: int, vocabulary: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Rows of random words that end in an answer and a few words behind it, all of them wrong.
+    """Rows of random words that end in an answer and a few words after it, all of them wrong.
 
     Returns:
         ids (B, L), attention mask (B, L), response mask (B, L), advantages (B,), as
@@ -281,7 +281,7 @@ def random_rows(rows: int, tokens: int, prompt: int, vocabulary: int, device: st
 
 @cache
 def wordy_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Single bytes, then words that stand for nothing, as many as the vocabulary needs."""
+    """Single bytes, then words without a meaning, as many as the vocabulary needs."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*letters, *(f"w{index}" for index in range(vocabulary - len(letters) - 2)), "<pad>", "<end>"]
     backend = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))

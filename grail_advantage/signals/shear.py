@@ -1,8 +1,8 @@
 """SHEAR: a token matters as much as its surroundings differ from every response of the other outcome.
 
-Source: SHEAR (arXiv 2604.23318), from a detailed reading; no code was found. The distances between stretches of hidden states
-are in :mod:`.shear_distances`. The other outcome is the other sign of the advantage: rows without an advantage, such as
-truncated ones where these are masked, stand on neither side.
+Source: SHEAR (arXiv 2604.23318), from a detailed reading, without its authors' code. The distances between stretches of hidden
+states are in :mod:`.shear_distances`. The other outcome is the other sign of the advantage: rows without an advantage, such as
+truncated ones where these are masked, are on neither side.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Everything is measured inside a response, as an advantage is shared out inside a response, and then averaged over problems.
 Each method ranks the tokens by its score, read in the direction in which its weight grows: a map that clips its weights would
-only add ties. Beside the methods stand rankings that look at no model or at nothing but the policy's own column, so that a
-method's figure can be told from that of its place in the text or of the kind of its token.
+only add ties. Beside the methods there are rankings that look at no model or at nothing but the policy's own column, so that a
+method's figure can be compared with that of the place in the text or of the kind of token.
 
 Intervals are percentile bootstraps over problems.
 
@@ -36,7 +36,7 @@ METRICS: dict[str, str] = {
     "weight_auroc": "token_auroc of the weights instead of the scores",
     "weight_lift": "mean weight in the wrong step over the mean weight of all steps",
 }
-"""What is measured, in words. Of several equal values, each is as often above as below."""
+"""The metrics in words. Of several equal values, each is as often above as below."""
 SPLITS = ("all", "wrong step last", "wrong step not last")
 
 
@@ -93,7 +93,7 @@ def weighted_means(values_PM: np.ndarray, counts_RP: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class LabelledRow:
-    """What of a response is measured; masks are bool (T,)."""
+    """The measured parts of a response; masks are bool (T,)."""
 
     problem: str
     twin: bool
@@ -147,7 +147,7 @@ def labelled_row(row: DumpRow, seed: int = 0) -> LabelledRow | None:
         "later token": index_T,
         "number token": number_T.astype(float),
     }
-    # What costs nothing stands beside the methods even where none of them is it.
+    # Columns that cost nothing are rankings even where no method uses them.
     if row.old_log_prob_T is not None and "surprisal" not in row.methods:
         rankings["surprisal"] = -row.old_log_prob_T.astype(float)
     if row.entropy_T is not None and "entropy" not in row.methods:

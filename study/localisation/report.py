@@ -41,7 +41,7 @@ def write_report(result: Localisation, folder: Path, about: Mapping[str, Any]) -
     Args:
         result: the figures.
         folder: where to.
-        about: what was measured: model, file, methods, versions; stands in the page and in the JSON.
+        about: what was measured: model, file, methods, versions; for the page and the JSON.
 
     Returns:
         The files; without the plot where matplotlib is not installed.
