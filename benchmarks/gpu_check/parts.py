@@ -113,7 +113,7 @@ def execute(part: Part, folder: Path, device: str = "cuda", limit: float = LIMIT
     ended, output = run_command(command, limit)
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else _not_run(part, "")
     if ended is None:
-        _add_failure(result, f"ends within {limit / 60:g} minutes", "stopped; the lines above are the checks until then")
+        _add_failure(result, f"ends within {limit / 60:g} minutes", "stopped; the checks above were done by then")
     elif ended != 0:
         _add_failure(result, "runs to its end", f"exit status {ended}")
     result |= {"status": status_of(result["checks"]), "seconds": round(time.monotonic() - start, 1)}
