@@ -4,7 +4,7 @@
 
 Each step generates 64 tokens for a few prompts of random lengths, with a seed a request, and reloads the weights as a run's
 worker does after its update. oneDNN keeps what it prepared for each shape, as many as ``ONEDNN_PRIMITIVE_CACHE_CAPACITY``
-says; the variants differ in that number alone. Recorded are the process's anonymous memory (``/proc/self/smaps_rollup``) and
+allows; the variants differ in that number alone. Recorded are the process's anonymous memory (``/proc/self/smaps_rollup``) and
 processor seconds. Writes ``results/engine_memory-cpu.json``, from which ``python benchmarks/soak.py page`` takes a table.
 """
 
@@ -91,17 +91,17 @@ def main() -> None:
     result["versions"]["vllm"] = version("vllm")
     for capacity in CAPACITIES:
         with tempfile.TemporaryDirectory() as folder:
-            said = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, __file__, "--one", folder, "--steps", str(args.steps)],
                 env={**os.environ, "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(capacity)},
                 capture_output=True,
                 text=True,
             )
-        if said.returncode:
-            raise SystemExit(said.stderr[-3000:])
-        found = {"capacity": capacity, **json.loads(said.stdout.splitlines()[-1])}
-        show(str(found))
-        result["capacities"].append(found)
+        if process.returncode:
+            raise SystemExit(process.stderr[-3000:])
+        measured = {"capacity": capacity, **json.loads(process.stdout.splitlines()[-1])}
+        show(str(measured))
+        result["capacities"].append(measured)
     write(result, args.results or RESULTS)
 
 

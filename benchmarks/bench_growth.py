@@ -36,12 +36,14 @@ def points(args: argparse.Namespace) -> list[dict[str, int]]:
         rows = int(at["rows"])
         return rows, int(at["tokens"]), int(at["vocabulary"]), selected_rows(at["share"], rows)
 
-    found = {point()}
+    distinct = {point()}
     for name in args.sweeps:
         values = SHARES if name == "share" else [factor * getattr(args, name) for factor in FACTORS[name]]
-        found.update(point(**{name: value}) for value in values)
+        distinct.update(point(**{name: value}) for value in values)
     names = ("rows", "tokens", "vocabulary", "selected")
-    return [dict(zip(names, values, strict=True)) for values in sorted(found, key=lambda values: (values[2], values))]
+    return [
+        dict(zip(names, values, strict=True)) for values in sorted(distinct, key=lambda values: (values[2], values))
+    ]
 
 
 def main() -> None:

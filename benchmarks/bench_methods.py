@@ -1,4 +1,4 @@
-"""What each registered method adds to the training side of a step.
+"""Cost that each registered method adds to the training side of a step.
 
     python benchmarks/bench_methods.py                  # CPU, one thread
     python benchmarks/bench_methods.py --device cuda    # one GPU, a model of Qwen3-4B's shape, 8 x 4096 tokens, bf16
@@ -8,8 +8,8 @@ A step is: old log-probabilities, the method's pass and weights, one epoch of th
 run does by default; any other pass is one of its own. All methods run once a repeat, one after the other, each stage timed.
 
 A method that makes up sequences goes row by row and needs a forward for each of many tokens, so its pass is timed on
-``SAMPLE_ROWS`` of its rows and that time multiplied; the result says so. Writes ``results/methods-<device>.json``, from which
-``report.py`` makes a table.
+``SAMPLE_ROWS`` of its rows and that time multiplied; the result records it. Writes ``results/methods-<device>.json``, from
+which ``report.py`` makes a table.
 """
 
 from __future__ import annotations
@@ -70,39 +70,39 @@ def timed_rows(side: TrainingSide, signal: Signal) -> list[int]:
     return rows[:SAMPLE_ROWS] if signal.uses == SEQUENCES else rows
 
 
-def compared(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What each method adds in forwards over the batch, and its step against the baseline's.
+def compared(timings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Cost of each method in forwards over the batch, and its step against the baseline's.
 
     Args:
-        found: for each method ``uses``, ``rows``, ``timed_rows`` and ``repeats``, which are seconds by stage.
+        timings: for each method ``uses``, ``rows``, ``timed_rows`` and ``repeats``, which are seconds by stage.
 
     Returns:
         For each method ``forwards``; ``ratio`` of steps that are put together from the stages' medians, with one figure for the
         old log-probabilities and for the update, which are the same work in every step; and ``ratios`` of whole steps of the
         same repeat.
     """
-    updates = [stages["update"] for of_method in found.values() for stages in of_method["repeats"]]
+    updates = [stages["update"] for of_method in timings.values() for stages in of_method["repeats"]]
     forwards = [
         stages["old_log_probs"]
-        for of_method in found.values()
+        for of_method in timings.values()
         if of_method["uses"] != SALIENCY
         for stages in of_method["repeats"]
     ]
     forward, update = median(forwards), median(updates)
 
     def scale(name: str) -> float:
-        return found[name]["rows"] / found[name]["timed_rows"] if found[name]["timed_rows"] else 1.0
+        return timings[name]["rows"] / timings[name]["timed_rows"] if timings[name]["timed_rows"] else 1.0
 
     def added(name: str) -> float:
-        repeats = found[name]["repeats"]
+        repeats = timings[name]["repeats"]
         middle = {stage: median([stages[stage] for stages in repeats]) for stage in STAGES}
-        more = middle["old_log_probs"] - forward if found[name]["uses"] == SALIENCY else 0.0
+        more = middle["old_log_probs"] - forward if timings[name]["uses"] == SALIENCY else 0.0
         return more + scale(name) * middle["pass"] + middle["weights"]
 
     def totals(name: str) -> list[float]:
         return [
             stages["old_log_probs"] + scale(name) * stages["pass"] + stages["weights"] + stages["update"]
-            for stages in found[name]["repeats"]
+            for stages in timings[name]["repeats"]
         ]
 
     return {
@@ -111,7 +111,7 @@ def compared(found: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
             "ratio": (forward + added(name) + update) / (forward + added(BASELINE) + update),
             "ratios": [own / base for own, base in zip(totals(name), totals(BASELINE), strict=True)],
         }
-        for name in found
+        for name in timings
     }
 
 
@@ -135,26 +135,26 @@ def main() -> None:
     side = TrainingSide(worker, rollouts)
     side.check()
     signals = {name: method(name).build({}) for name in sorted({BASELINE, *args.methods})}
-    found: dict[str, dict[str, Any]] = {}
+    timings: dict[str, dict[str, Any]] = {}
     for name, signal in signals.items():
         signal.check_tokenizer(word_tokenizer())
         rows = side.selected(signal)
         timed = len(timed_rows(side, signal)) if signal.uses else 0
-        found[name] = {"uses": signal.uses, "rows": len(rows), "timed_rows": timed, "repeats": []}
+        timings[name] = {"uses": signal.uses, "rows": len(rows), "timed_rows": timed, "repeats": []}
         run_step(side, signal, clock, check=True)
         show(f"{name}: warm")
     names = list(signals)
     for repeat in range(args.repeats):
         shift = repeat % len(names)
         for name in names[shift:] + names[:shift]:
-            found[name]["repeats"].append(run_step(side, signals[name], clock))
+            timings[name]["repeats"].append(run_step(side, signals[name], clock))
         show(f"repeat {repeat + 1} of {args.repeats}")
-    comparison = compared(found)
+    comparison = compared(timings)
     result |= {
         "setup": {**described(args), "wrong_rows": selected, "prompts": len(set(rollouts.groups))},
         "checkpointing": args.gradient_checkpointing,
         "baseline": BASELINE,
-        "methods": {name: {**of_method, **comparison[name]} for name, of_method in found.items()},
+        "methods": {name: {**of_method, **comparison[name]} for name, of_method in timings.items()},
     }
     write(result, args.results)
 

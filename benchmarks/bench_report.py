@@ -109,7 +109,7 @@ SCROLL = """async () => {
   return times;
 }"""
 NEXT = """async () => {
-  // The next rollout in the list, until its tokens stand there.
+  // The next rollout in the list, until its tokens are there.
   const chosen = document.querySelector('.item[aria-selected="true"]');
   const next = chosen.nextElementSibling ?? chosen.previousElementSibling;
   const from = performance.now();

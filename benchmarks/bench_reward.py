@@ -1,4 +1,4 @@
-"""How fast ``recipe.reward.compute_score`` judges ordinary answers, and how long hostile ones hold it up.
+"""How fast ``recipe.reward.compute_score`` judges ordinary answers, and how long hostile ones take.
 
 Usage: ``python benchmarks/bench_reward.py [--seconds 10] [--threads 8]``. The data sets are read from the folder in
 ``GRAIL_DATA_DIR`` where it holds them; without it, the integers are generated. Each figure comes with the processor time that

@@ -1,4 +1,4 @@
-"""How fast the answer spans of a batch are found, in tokens a second of CPU time on one core.
+"""Speed of the search for the answer spans of a batch, in tokens a second of CPU time on one core.
 
     python benchmarks/bench_span_finding.py
 

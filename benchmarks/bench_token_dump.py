@@ -1,4 +1,4 @@
-"""What the token dump costs for a million tokens: time that the training waits, work beside it, size, reading.
+"""Cost of the token dump for a million tokens: time that the training waits, work beside it, size, reading.
 
     python benchmarks/bench_token_dump.py
 

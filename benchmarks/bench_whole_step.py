@@ -176,7 +176,7 @@ def main() -> None:
         "clock": "processor time of all processes",
         "hardware": processor(),
     }
-    if args.work:  # where it lay says nothing
+    if args.work:  # the folder is of no interest
         result["command"] = result["command"].replace(f" --work {args.work}", "")
     result["runs"] = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -51,7 +51,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options; a preset's value stands where one is left out."""
+    """The options; a preset's value is used where one is left out."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary"):

@@ -1,9 +1,9 @@
-"""What is left of scores and weights in bfloat16: rank correlation and weights against float32, GRAIL beside OAR-G.
+"""Precision of scores and weights in bfloat16: rank correlation and weights against float32, GRAIL beside OAR-G.
 
     python benchmarks/half_precision.py --model FOLDER_OR_HUB_ID
 
 Made-up solutions of word problems go through the model in float32 and in bfloat16 (weights and activations, as under FSDP's
-mixed precision). OAR-G compares the model with itself under a little noise, so the row with another seed says how much of a
+mixed precision). OAR-G compares the model with itself under a little noise, so the row with another seed shows how much of a
 score is the noise's own draw, in float32. Prints a table for docs/gpu.md.
 """
 
@@ -58,16 +58,16 @@ def weigh(
         return compute_token_weights(model, tokenizer, input_ids, mask, response_mask, advantages, signal)
 
 
-def compare(found: TokenWeights, expected: TokenWeights) -> tuple[float, float, float]:
+def compare(actual: TokenWeights, expected: TokenWeights) -> tuple[float, float, float]:
     """Spearman's rank correlation of a row's scores, mean over the rows; mean and largest difference of two weights."""
     correlations, differences = [], []
     for row, scores in enumerate(expected.scores):
         scored = scores.isfinite() & (scores > 0)
         ranks = torch.stack(
-            [values[row][scored].argsort().argsort().double() for values in (found.scores, expected.scores)]
+            [values[row][scored].argsort().argsort().double() for values in (actual.scores, expected.scores)]
         )
         correlations.append(float(torch.corrcoef(ranks)[0, 1]))
-        differences.append((found.weights[row] - expected.weights[row])[scored].abs())
+        differences.append((actual.weights[row] - expected.weights[row])[scored].abs())
     every = torch.cat(differences)
     return sum(correlations) / len(correlations), float(every.mean()), float(every.max())
 

@@ -71,8 +71,8 @@ def observe(kind: Kind, folder: Path) -> dict[str, Any]:
     finally:
         run.kill_all()
     # Where the project lies is of no interest.
-    said = (run.result.stdout + run.result.stderr).replace(f"{ROOT}/", "")
-    lines = [line.strip() for line in said.splitlines()]
+    output = (run.result.stdout + run.result.stderr).replace(f"{ROOT}/", "")
+    lines = [line.strip() for line in output.splitlines()]
     return {
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
         "driver_gone": round(driver_after, 1),
@@ -92,14 +92,14 @@ def table(record: dict[str, Any]) -> str:
     for name, kind in KINDS.items():
         row = record["kinds"].get(name)
         if row is not None:
-            said = next((line for line in row["said"] if line.startswith("died ")), None)
-            said = said or next(
+            message = next((line for line in row["said"] if line.startswith("died ")), None)
+            message = message or next(
                 (line for line in row["said"] if line.startswith("grail_advantage")), "nothing of its own"
             )
-            told = " ".join(said.removeprefix("died ").split())
+            cell = " ".join(message.removeprefix("died ").split())
             lines.append(
                 f"| {kind.process} | {kind.signal} | {row['driver_gone']:.0f} s | {row['all_gone']:.0f} s | "
-                f"{row['status']} | {told} |"
+                f"{row['status']} | {cell} |"
             )
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""What every benchmark measures with: a clock, the peak of allocated memory, and a record of where and how it ran."""
+"""Tools that all benchmarks share: a clock, the peak of allocated memory, and a record of where and how it ran."""
 
 from __future__ import annotations
 
@@ -146,13 +146,13 @@ def _relative(path: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _hardware(device: str, threads: int) -> str:
@@ -166,7 +166,7 @@ def _hardware(device: str, threads: int) -> str:
 
 
 def said_by(*command: str) -> str:
-    """What a command prints in the project's folder; nothing where there is no such command, or it fails."""
+    """The output of a command in the project's folder; nothing where there is no such command, or it fails."""
     try:
         done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -2,7 +2,7 @@
 
     python benchmarks/report.py
 
-Reads ``results/*.json``, draws ``results/*.png`` and replaces what stands between the markers of that page, and the summary
+Reads ``results/*.json``, draws ``results/*.png`` and replaces the text between the markers of that page, and the summary
 between those of the project's front page. Every figure comes from the recorded seconds and bytes.
 """
 
@@ -301,11 +301,11 @@ def _scored(of_method: dict[str, list[dict[str, Any]]]) -> float:
 
 
 def _by_part(seconds: dict[str, float]) -> dict[str, float]:
-    found = dict.fromkeys((*PARTS, "rest"), 0.0)
+    totals = dict.fromkeys((*PARTS, "rest"), 0.0)
     for title, value in seconds.items():
         part = next((part for part, words in PARTS.items() if any(word in title for word in words)), "rest")
-        found[part] += value
-    return found
+        totals[part] += value
+    return totals
 
 
 def ratio_of_sums(ours: list[float], theirs: list[float], draws: int = 10_000) -> tuple[float, float, float]:

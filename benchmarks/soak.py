@@ -157,8 +157,8 @@ def proportional_share(pid: int) -> float:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
         return 0.0
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) / 1024 if found else 0.0
+    match = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) / 1024 if match else 0.0
 
 
 def logged_steps(run_dir: Path) -> list[int]:
@@ -242,15 +242,15 @@ class Watcher:
 
     def _processes(self) -> list[psutil.Process]:
         try:
-            found = [self.root, *self.root.children(recursive=True)]
+            processes = [self.root, *self.root.children(recursive=True)]
         except psutil.Error:
             return []
-        for process in found:
+        for process in processes:
             try:
                 self.seen[process.pid, process.create_time()] = title(process)[:120]
             except psutil.Error:
                 continue
-        return found
+        return processes
 
     def _record_memory(self, life: Life) -> None:
         shares: dict[str, list[float]] = {}
@@ -309,9 +309,9 @@ class Watcher:
 def _last_words(log: Path, run_dir: Path) -> str:
     """What the run said of its end: of the watchdog's words who died, when, and what now; or the last error."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()] if log.exists() else []
-    told = [re.sub(r"\s{2,}", " ", line) for line in lines if re.match(r"(died|also died|when|what now)\s", line)]
+    words = [re.sub(r"\s{2,}", " ", line) for line in lines if re.match(r"(died|also died|when|what now)\s", line)]
     rest = [line for line in lines if re.search(r"was killed|Error: |already finished", line)]
-    return "; ".join(told or rest[-1:]).replace(str(run_dir), "RUN")[:400]
+    return "; ".join(words or rest[-1:]).replace(str(run_dir), "RUN")[:400]
 
 
 def run(output_dir: Path, steps: int, patience: float, kills: int) -> None:
@@ -459,13 +459,13 @@ def twice(folder: Path) -> list[dict[str, Any]]:
 
     lives: list[dict[tuple[str, int], float]] = []
     for path in sorted(folder.glob("events.*")):
-        found = {
+        logged = {
             (value.tag, event.step): float(tensor_util.make_ndarray(value.tensor))
             for event in EventFileLoader(str(path)).Load()
             for value in event.summary.value
             if not re.search(r"timing|perf/", value.tag)
         }
-        lives += [found] if found else []
+        lives += [logged] if logged else []
     rows = []
     for earlier, later in itertools.pairwise(lives):
         both = sorted(earlier.keys() & later.keys())
@@ -531,7 +531,7 @@ def slopes(memory: Sequence[dict[str, Any]], lives: Sequence[dict[str, Any]]) ->
     }
     memory = [row for row in memory if row["seconds"] > begun.get(row["life"], 0)]
     memory = [row for row in memory if row["seconds"] < ended.get(row["life"], math.inf)]
-    found = []
+    fitted = []
     totals: dict[tuple[float, float, float], float] = {}
     for row in memory:
         key = row["life"], row["step"], row["seconds"]
@@ -559,8 +559,8 @@ def slopes(memory: Sequence[dict[str, Any]], lives: Sequence[dict[str, Any]]) ->
         slope = float((x * y).sum() / (x**2).sum())
         freedom = max(1, len(x) - len(by_life) - 1)
         error = float(np.sqrt(((y - slope * x) ** 2).sum() / freedom / (x**2).sum()))
-        found.append(Slope(role, statistics.median(row["mebibytes"] for row in rows), 100 * slope, 100 * error))
-    return found
+        fitted.append(Slope(role, statistics.median(row["mebibytes"] for row in rows), 100 * slope, 100 * error))
+    return fitted
 
 
 def problems(steps: Sequence[dict[str, Any]], total: int) -> list[str]:
@@ -680,7 +680,7 @@ def growth(first: Sequence[Slope], later: Sequence[Slope], engine: dict[str, Any
         later: those of the later run.
         engine: what ``benchmarks/bench_engine_memory.py`` recorded.
     """
-    by_capacity = {found["capacity"]: found for found in engine["capacities"]}
+    by_capacity = {measured["capacity"]: measured for measured in engine["capacities"]}
     (default, free), (bound, bounded) = by_capacity.items()
     of_first = {slope.role: slope for slope in first}
     lines = [
@@ -702,9 +702,9 @@ def growth(first: Sequence[Slope], later: Sequence[Slope], engine: dict[str, Any
         "| step | " + " | ".join(f"{point['step']}" for point in free["points"]) + " | processor seconds |",
         "|---" * (len(free["points"]) + 2) + "|",
         *(
-            f"| {capacity} shapes | " + " | ".join(f"{point['anonymous']:.0f}" for point in found["points"])
-            + f" | {found['seconds']:.0f} |"
-            for capacity, found in ((default, free), (bound, bounded))
+            f"| {capacity} shapes | " + " | ".join(f"{point['anonymous']:.0f}" for point in measured["points"])
+            + f" | {measured['seconds']:.0f} |"
+            for capacity, measured in ((default, free), (bound, bounded))
         ),
         "",
         "A later run with both bounds, `python benchmarks/soak.py run --steps 100 --kills 0`, MiB a hundred steps:",

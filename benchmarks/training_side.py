@@ -6,7 +6,7 @@ Next to them GRAIL's pass as the published procedure runs it (arXiv 2606.04889).
 
 Not part of it: generation, the reward, the way of the data between processes, and finding the answers
 (``bench_span_finding.py``). All rows have the same number of tokens, so that no layout computes padding, and their
-answers end close to the row's end, where cutting a row behind its answer saves next to nothing.
+answers end close to the row's end, where cutting a row after its answer saves next to nothing.
 
 Imports verl, so ``set_up`` of :mod:`environment` goes first.
 """
@@ -199,7 +199,7 @@ class Rollouts:
 
     @property
     def examples(self) -> list[Example]:
-        """What each row was asked: about as many words as the prompt has tokens, and a gold answer."""
+        """The question of each row: about as many words as the prompt has tokens, and a gold answer."""
         messages = [{"role": "user", "content": " ".join(["word"] * self.prompt)}]
         return [Example(messages, {"reward_model": {"ground_truth": "42"}}, {})] * self.rows
 
@@ -282,7 +282,7 @@ class TrainingSide:
             if engine._autocast_dtype == torch.float32
             else torch.autocast(device_type=get_device_name(), dtype=engine._autocast_dtype)
         )
-        found = {}
+        scores = {}
         with engine.eval_mode(), evaluation_mode(engine.module):
             for micro_batch, rows in training_micro_batches(engine, self._model_batch()):
                 micro_batch = micro_batch.to(get_device_id())
@@ -297,8 +297,8 @@ class TrainingSide:
                 saliency_RS = saliency(loss, leaves[0])[0].reshape(len(rows), -1)
                 for at, row in enumerate(rows):
                     saliency_P = saliency_RS[at, predictor:].cpu()
-                    found[row] = align_scores(saliency_P, self.rollouts.response, PUBLISHED.alignment)
-        return found
+                    scores[row] = align_scores(saliency_P, self.rollouts.response, PUBLISHED.alignment)
+        return scores
 
     def weighted_advantages(
         self, signal: Signal, output: Mapping[str, torch.Tensor], of_pass: Mapping[int, torch.Tensor]
@@ -328,12 +328,12 @@ class TrainingSide:
     def fused_scores(self, signal: SaliencySignal, output: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """By row, as :meth:`separate_pass` gives them."""
         of_rows = [output[name].unbind() for name in SALIENCY_FIELDS]
-        found = {}
+        scores = {}
         for row in self.selected(signal):
             asked = self._pass_row(row)
             positions = slice(asked.response_start - 1, signal.target_positions(asked)[1])
-            found[row] = signal.row_scores(asked, *(values[row][positions] for values in of_rows)).scores_T
-        return found
+            scores[row] = signal.row_scores(asked, *(values[row][positions] for values in of_rows)).scores_T
+        return scores
 
     def base_advantages(self) -> torch.Tensor:
         """GRPO's: one advantage a row on all its tokens, (B, T)."""
@@ -371,9 +371,9 @@ class TrainingSide:
         allowed = 1e-3 if self.engine._autocast_dtype == torch.float32 else 0.1
         expected = self.separate_pass(PUBLISHED)
         fused = self.fused_scores(PUBLISHED, self.fused_log_probs(PUBLISHED))
-        for name, found in (("fused", fused), ("published", self.published_pass())):
+        for name, scores in (("fused", fused), ("published", self.published_pass())):
             for row, scores_T in expected.items():
-                difference = torch.linalg.vector_norm(found[row] - scores_T)
+                difference = torch.linalg.vector_norm(scores[row] - scores_T)
                 if not difference <= allowed * torch.linalg.vector_norm(scores_T):
                     raise SystemExit(f"row {row}: the saliencies of the {name} and the separate pass differ")
 

@@ -92,7 +92,7 @@ _HEADER_TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """What could not be read, and where."""
+    """An unreadable part of a dump, and its place."""
 
     path: Path
     line: int | None
@@ -213,7 +213,7 @@ def _text(text: str | None) -> str | None:
 
 @dataclass
 class DumpFile:
-    """One file of a folder. What cannot be read of it goes to ``problems``."""
+    """One file of a folder. Its unreadable parts go to ``problems``."""
 
     path: Path
     step: int
@@ -262,7 +262,7 @@ class TokenDump:
     files: list[DumpFile]
     """By step and update."""
     problems: list[Problem]
-    """What could not be read so far; grows while rows are read."""
+    """Unreadable parts so far; grows while rows are read."""
 
     @property
     def steps(self) -> list[int]:

@@ -19,7 +19,7 @@ COLUMNS = ("score", "weight", "base_advantage", "advantage", "old_log_prob", "en
 
 @dataclass(frozen=True, kw_only=True)
 class DumpHeader:
-    """What the rows of a file have in common."""
+    """Properties that all rows of a file share."""
 
     step: int
     method: str

@@ -7,8 +7,8 @@
     python -m study gpu --model qwen3-1.7b             shell script of the comparison on a GPU, with its cost
     python -m study first [--measure]                  docs/study/REPORT.md; with --measure also its result_tokens.csv
 
-A sitting ends when its hours are over, the plan's core-hours are spent, or nothing is left. What is finished stands in the CSV
-files at once, and the next sitting goes on from there.
+A sitting ends when its hours are over, the plan's core-hours are spent, or nothing is left. Finished jobs are in the CSV
+files at once, and the next sitting resumes from there.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
     if options.command == "real":
         model, tokenizer = load(options.model)
         size = {"count": options.problems, "longest": options.longest, "blocks": options.blocks}
-        for said in measure(model, tokenizer, options.data, **size):
-            write_marked(options.out, "real model", said)
+        for tables in measure(model, tokenizer, options.data, **size):
+            write_marked(options.out, "real model", tables)
         return
     files = Files(options.data_dir)
     if options.command == "run":

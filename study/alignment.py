@@ -57,9 +57,9 @@ def signal_to_noise(mean_P: torch.Tensor, squares: Sequence[float]) -> float:
     count = len(squares)
     if count < 2:
         raise ValueError(f"signal_to_noise needs two updates or more, got {count}")
-    found = float(mean_P.double().square().sum())
-    noise = (float(np.mean(squares)) - found) * count / (count - 1)
-    return (found - noise / count) / noise if noise > 0 else float("inf")
+    squared_mean = float(mean_P.double().square().sum())
+    noise = (float(np.mean(squares)) - squared_mean) * count / (count - 1)
+    return (squared_mean - noise / count) / noise if noise > 0 else float("inf")
 
 
 def measure(

@@ -1,7 +1,7 @@
 """Accuracy without sampling, its gradient, and the exact advantage of every token, under given wording.
 
-What the model is free to choose without consequence, filler, asides and when to write them, is held to a given text; what
-decides the answer, the digits of results and where they end, is the model's own. A text goes right with the product of the
+Free choices without consequence (filler, asides and when to write them) are held to a given text; the tokens that decide the
+answer (the digits of results and where they end) are the model's own. A text goes right with the product of the
 probabilities of its right decisive tokens. Two wrong results that cancel each other count as wrong here, and a copied left
 side as right; :mod:`study.trainer` measures by how much this differs from sampling.
 
@@ -52,14 +52,14 @@ def right_texts(
 ) -> Texts:
     """``wordings`` right solutions of each problem, the same ones for the same arguments."""
     rng = random.Random(f"wording {seed}")
-    found = Texts([], [], [])
+    texts = Texts([], [], [])
     for problem in problems:
         for _ in range(wordings):
             response = tokenizer.encode(right_solution(problem, rng), add_special_tokens=False)
-            found.prompts.append(prompt_ids(tokenizer, problem))
-            found.responses.append(response)
-            found.decided.append(deciding_tokens(read_tokens(problem, response, tokenizer)))
-    return found
+            texts.prompts.append(prompt_ids(tokenizer, problem))
+            texts.responses.append(response)
+            texts.decided.append(deciding_tokens(read_tokens(problem, response, tokenizer)))
+    return texts
 
 
 def deciding_tokens(read: TokenReading) -> np.ndarray:
@@ -153,18 +153,18 @@ def accuracy_gradient(
 def right_continuation(
     problem: StudyProblem, response_ids: Sequence[int], read: TokenReading, tokenizer: PreTrainedTokenizerFast
 ) -> list[int] | None:
-    """The response as it would have gone on in the same wording without its first error; itself where it has none.
+    """The response as it would read in the same wording without its first error; itself where it has none.
 
     ``None`` where the wording cannot lead to the answer: without a box, or with more or fewer steps than the problem.
     """
-    found = read.reading
+    reading = read.reading
     text, _ = text_of(response_ids, tokenizer)
-    if found.box is None or len(found.steps) != len(problem.steps) or not text.isascii():
+    if reading.box is None or len(reading.steps) != len(problem.steps) or not text.isascii():
         return None
-    if not found.errors:
+    if not reading.errors:
         return list(response_ids)
     parts, at, value = [], 0, problem.first
-    for piece in found.pieces:
+    for piece in reading.pieces:
         if piece.step is None:
             continue
         operator, term = problem.steps[piece.step]
@@ -175,7 +175,7 @@ def right_continuation(
             written = f"{left}={value}"
         parts += [text[at : piece.start], written]
         at = piece.end
-    right = "".join([*parts, text[at : found.box[0]], str(value), text[found.box[1] :]])
+    right = "".join([*parts, text[at : reading.box[0]], str(value), text[reading.box[1] :]])
     # Generated ids need not be the ones that the tokenizer would choose: what is right so far stays as it was generated.
     same = next(place for place, (a, b) in enumerate(zip(right + "\0", text + "\1", strict=False)) if a != b)
     kept = bisect_right(read.offsets, same) - 1
@@ -193,13 +193,13 @@ def token_advantages(
 ) -> list[np.ndarray | None]:
     """By how much each token of a response raised or lowered the probability of the right answer, in the response's wording.
 
-    Before a token this is the product of the probabilities of all right deciding tokens from there on, in the response as it
-    would go on rightly; behind the first wrong token it is 0.
+    Before a token this is the product of the probabilities of all right deciding tokens from there on, in the response
+    continued rightly; after the first wrong token it is 0.
 
     Returns:
         float64 (T,) a response; ``None`` where :func:`right_continuation` gives none.
     """
-    found: list[np.ndarray | None] = [None] * len(responses)
+    advantages: list[np.ndarray | None] = [None] * len(responses)
     rows, continued, decided = [], [], []
     for row, (problem, response) in enumerate(zip(problems, responses, strict=True)):
         right = right_continuation(problem, response, read_tokens(problem, response, tokenizer), tokenizer)
@@ -221,5 +221,5 @@ def token_advantages(
         else:
             advantage_T[:wrong] = np.diff(value_T)[:wrong]
             advantage_T[wrong] = -value_T[wrong]
-        found[row] = advantage_T
-    return found
+        advantages[row] = advantage_T
+    return advantages

@@ -102,10 +102,10 @@ def _scores(name: str, arm: str, rates: Mapping[str, str], seed: int) -> str:
     return f"outputs/{PROJECT}/scores/{name.rsplit('/', 1)[-1]}-{arm}-rate{rates[arm]}-seed{seed}"
 
 
-def parse_rates(said: Sequence[str]) -> dict[str, str] | None:
+def parse_rates(words: Sequence[str]) -> dict[str, str] | None:
     """``ARM=RATE`` words; ``None`` without any."""
-    if not said:
+    if not words:
         return None
-    if any("=" not in one for one in said):
+    if any("=" not in one for one in words):
         raise ValueError(f"--rates wants ARM=RATE for each of {', '.join(ARMS)}")
-    return dict(one.split("=", 1) for one in said)
+    return dict(one.split("=", 1) for one in words)

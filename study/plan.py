@@ -1,4 +1,4 @@
-"""What the study runs, in which order, and what it compares; ``docs/study2/PLAN.md`` says why.
+"""The jobs of the study, their order, and its comparisons; ``docs/study2/PLAN.md`` has the reasons.
 
 A job is one process's work on one seed: its warm-up (``start``), a training run (``pilot``, ``tune``, ``main``, ``side``), or a
 measurement at its checkpoint (``alignment``, ``truth``). Everything of a regime comes before the next one: its pilot; a few
@@ -39,7 +39,7 @@ class Job:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """As its row says it."""
+        """As in its row."""
         return self.kind, self.regime, self.arm, str(self.seed), repr(self.rate)
 
 
@@ -169,7 +169,7 @@ class StudyPlan:
             for row in rows
             if row["kind"] in ("tune", "pilot")
         }
-        found = {}
+        tuned = {}
         for regime in self.regimes:
             for arm in self.arms(regime):
                 means = []
@@ -179,8 +179,8 @@ class StudyPlan:
                     if all(key in accuracy for key in keys):
                         means.append((-fmean(accuracy[key] for key in keys), rate))
                 if len(means) == len(self.rates):
-                    found[regime.name, arm.name] = min(means)[1]
-        return found
+                    tuned[regime.name, arm.name] = min(means)[1]
+        return tuned
 
     def regime(self, name: str) -> RegimePlan:
         """By its name."""

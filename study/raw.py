@@ -12,7 +12,7 @@ from typing import Any
 from recipe.evaluate.files import write_text
 
 JOB_COLUMNS = ("kind", "regime", "arm", "seed", "rate")
-"""What a job is; the arm of a job that has none is ``-``, its rate 0."""
+"""Columns that identify a job; the arm of a job that has none is ``-``, its rate 0."""
 COMMON = ("job_seconds", "settings", "versions")
 """Processor time of the whole job; a digest of the settings that its figures depend on; of which packages."""
 

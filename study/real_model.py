@@ -1,16 +1,16 @@
-"""Ground truth and the gradient test on a real model: GSM8K's own solutions, and the errors that the model finds likely.
+"""Ground truth and the gradient test on a real model: GSM8K's own solutions, and errors that are likely under the model.
 
 The study's two measurements ask for what a real model does not have: the exact probability of a right answer, and responses
 whose one error is known. Both are there where the wording is given and the model chooses nothing but some digits:
 
-- A solution is GSM8K's own. Of its results, digits are changed one at a time and carried on, as far as that is certain
+- A solution is GSM8K's own. Of its results, digits are changed one at a time, later results with them, where that is certain
   (:mod:`study.localisation.gsm8k_edits`); every such text departs from the right one at a single token.
 - At these tokens the model chooses between the right token and those of the changed texts, with its own probabilities among
   them; all else is given. So a problem has a few texts, each with an exact probability, one of them right.
 
 A group of texts is drawn from that, with the right one and a wrong one in it. Accuracy is the probability of the right text,
-its gradient exact; the exact advantage of a token is what it changes of that probability. What is given is not chosen by the
-model, and so no part of an update: an arm's weights count where the model chose.
+its gradient exact; the exact advantage of a token is what it changes of that probability. The given part is not chosen by
+the model, and so no part of an update: an arm's weights count where the model chose.
 
 Only the parameters of the last blocks take part in the gradients, so that a processor can do it.
 
@@ -58,7 +58,7 @@ LEAST, MOST = 0.05, 0.95
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked."""
+    """The problem."""
 
     text: str
     answer: str
@@ -88,10 +88,10 @@ def problems(path: Path, tokenizer: PreTrainedTokenizerBase, *, count: int, long
     for _, record in json_lines(path):
         if count == 0:
             return
-        found = texts_of(record, tokenizer)
-        if found is not None and max(len(row.prompt) + len(row.response) for row in found.rows) <= longest:
+        texts = texts_of(record, tokenizer)
+        if texts is not None and max(len(row.prompt) + len(row.response) for row in texts.rows) <= longest:
             count -= 1
-            yield found
+            yield texts
 
 
 def texts_of(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Texts | None:
@@ -204,7 +204,7 @@ def choices(log_probs_KV: torch.Tensor, texts: Texts) -> Choices:
 def exact_advantages(texts: Texts, made: Choices) -> list[np.ndarray]:
     """Of every text, by how much each token changes the probability of the right one; (T,) float64."""
     value = np.exp(np.append(made.right_K.detach().double().numpy()[::-1].cumsum()[::-1], 0.0))
-    found = []
+    advantages = []
     for n, row in enumerate(texts.rows):
         advantage_T = np.zeros(len(row.response))
         for k, place in enumerate(made.places):
@@ -212,8 +212,8 @@ def exact_advantages(texts: Texts, made: Choices) -> list[np.ndarray]:
                 advantage_T[place] = -value[k]
                 break
             advantage_T[place] = value[k + 1] - value[k]
-        found.append(advantage_T)
-    return found
+        advantages.append(advantage_T)
+    return advantages
 
 
 def draw(log_B: torch.Tensor, generator: np.random.Generator) -> np.ndarray:
@@ -279,10 +279,10 @@ def measure_problem(
     for name in COMPARED:
         arm = ARMS[name]
         if name == "oracle":
-            found_BL = torch.zeros(ids_BL.shape)
+            exact_BL = torch.zeros(ids_BL.shape)
             for index, advantage_T in enumerate(exact):
-                found_BL[index, response_BL[index]] = torch.from_numpy(advantage_T).float()
-            advantages[name] = found_BL * count_B[:, None]
+                exact_BL[index, response_BL[index]] = torch.from_numpy(advantage_T).float()
+            advantages[name] = exact_BL * count_B[:, None]
             continue
         if name == "random_token":
             # Every copy of a text draws a token of its own; the update is linear in their sum.
@@ -293,14 +293,14 @@ def measure_problem(
                 total_BL += torch.where(copy < count_B[:, None], here_BL, 0.0)
             advantages[name] = total_BL
             continue
-        found = weigh(arm, slice(None))
-        weights_BL = found.weights * (rows_B > 0)[:, None] if name == "right_only" else found.weights
+        weighed = weigh(arm, slice(None))
+        weights_BL = weighed.weights * (rows_B > 0)[:, None] if name == "right_only" else weighed.weights
         advantages[name] = weights_BL * (rows_B * count_B)[:, None]
         if name in SCORED:
             # Gates let wrong rows through; the right one is scored by itself.
-            beside = weigh(arm, slice(0, 1), gate="all") if _has_gate(arm) else found
+            beside = weigh(arm, slice(0, 1), gate="all") if _has_gate(arm) else weighed
             for index, row in enumerate(rows):
-                source, at = (beside, 0) if row.right else (found, index)
+                source, at = (beside, 0) if row.right else (weighed, index)
                 scores_T, weights_T = (
                     v[at, response_BL[index]].double().numpy() for v in (source.scores, source.weights)
                 )
@@ -332,8 +332,8 @@ def _has_gate(arm: Arm) -> bool:
     return "gate" in option_fields(type(arm.signal))
 
 
-def _add(figures: dict[tuple[str, str, str], list[float]], name: str, found: Mapping[tuple[str, str], float]) -> None:
-    for key, value in found.items():
+def _add(figures: dict[tuple[str, str, str], list[float]], name: str, values: Mapping[tuple[str, str], float]) -> None:
+    for key, value in values.items():
         if np.isfinite(value):
             figures.setdefault((name, *key), []).append(value)
 
@@ -345,16 +345,18 @@ def _log_probs(
     embeddings see nothing else."""
     ids_BL, mask_BL, response_BL = tensors(rows)
     hidden_BLD = model.base_model(input_ids=ids_BL, attention_mask=mask_BL.long()).last_hidden_state
-    head, found = model.get_output_embeddings(), []
+    head, log_probs = model.get_output_embeddings(), []
     for index, (hidden_LD, inside_L) in enumerate(zip(hidden_BLD, response_BL, strict=True)):
         before_TD = hidden_LD[:-1][inside_L[1:]]
-        found.append(head(before_TD if places is None else before_TD[list(places[index])]).float().log_softmax(dim=-1))
-    return found
+        log_probs.append(
+            head(before_TD if places is None else before_TD[list(places[index])]).float().log_softmax(dim=-1)
+        )
+    return log_probs
 
 
 def _gradient(value: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    found = torch.autograd.grad(value, parameters, retain_graph=True)
-    return torch.cat([one.flatten() for one in found])
+    gradients = torch.autograd.grad(value, parameters, retain_graph=True)
+    return torch.cat([one.flatten() for one in gradients])
 
 
 def last_blocks(model: PreTrainedModel, count: int) -> list[torch.nn.Parameter]:
@@ -488,9 +490,9 @@ def measure(
         minutes = (time.process_time() - started) / 60
         print(f"{done} of {len(chosen)} problems, {minutes:.1f} minutes of processor time", flush=True)
         if done > 1:
-            said = (
+            heading = (
                 f"{done} problems, groups of {DRAWS} texts; the right text had probability {np.mean(rights[:done]):.2f} on "
                 f"average. Accuracy is that of {len(chosen)} problems. Last {blocks} of {len(model.base_model.layers)} "
                 f"blocks, {len(total_P) / 1e6:.1f} M parameters."
             )
-            yield "\n".join([said, "", *markdown(tally)]) + "\n"
+            yield "\n".join([heading, "", *markdown(tally)]) + "\n"

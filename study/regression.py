@@ -50,12 +50,12 @@ def cross_validated_penalty(features_BF: np.ndarray, targets_B: np.ndarray) -> f
     along_K = left_BK.T @ targets_B
     beside = float(targets_B @ targets_B - along_K @ along_K)
     scale = float((singular_K**2).sum()) / features_BF.shape[1]
-    found = []
+    candidates = []
     for relative in PENALTIES:
         kept_K = singular_K**2 / (singular_K**2 + relative * scale)
         error = beside + float((((1 - kept_K) * along_K) ** 2).sum())
-        found.append((count * error / (count - kept_K.sum()) ** 2, relative * scale))
-    return min(found)[1]
+        candidates.append((count * error / (count - kept_K.sum()) ** 2, relative * scale))
+    return min(candidates)[1]
 
 
 def fit(features_BF: np.ndarray, targets_B: np.ndarray) -> np.ndarray:
@@ -94,14 +94,14 @@ class Regression:
         folds_B = np.unique(groups_B, return_inverse=True)[1] % FOLDS
         centred_B = centred(rewards_B, groups_B)
         self._batches.append(_Rows(centred(sums_BF, groups_B), centred_B, folds_B))
-        found: list[np.ndarray] = [np.zeros(0)] * len(features)
+        advantages: list[np.ndarray] = [np.zeros(0)] * len(features)
         rhos = []
         for fold in range(FOLDS):
             u_F, rho = self.without(fold)
             rhos.append(rho)
             for row in np.flatnonzero(folds_B == fold):
-                found[row] = rho * (features[row] @ u_F) + (1 - rho) * centred_B[row]
-        return found, float(np.mean(rhos))
+                advantages[row] = rho * (features[row] @ u_F) + (1 - rho) * centred_B[row]
+        return advantages, float(np.mean(rhos))
 
     def without(self, fold: int) -> tuple[np.ndarray, float]:
         """The regression from all rows but the current batch's of this fold, and the R2 of such a regression on rows that it

@@ -32,7 +32,7 @@ EXPLORATORY = (AMOUNT_OR_PLACE, ("right_only", "random_token"), ("grail", "grail
 """Further pairs that the report shows, without a correction."""
 LEVELLED = f"level within {100 * BOUND:g}"
 NAMED = 5
-"""Of more arms on one side of uniform, the conclusions say how many."""
+"""Of more arms on one side of uniform, the conclusions give the number."""
 Row = Mapping[str, str]
 
 
@@ -74,8 +74,8 @@ class Results:
     def read(cls, plan: StudyPlan, files: Files) -> Results:
         """From the raw files."""
         rows: dict[str, list[Row]] = defaultdict(list)
-        for found in finished(files, plan).values():
-            rows[found[0]["kind"]] += found
+        for job_rows in finished(files, plan).values():
+            rows[job_rows[0]["kind"]] += job_rows
         return cls(plan, rows, total_hours(files))
 
     def runs(self, kind: str, regime: str, arm: str) -> dict[int, Row]:
@@ -107,8 +107,10 @@ class Results:
 
     def against_baseline(self, regime: RegimePlan) -> list[Contrast]:
         """The main arms whose planned seeds are all there, each minus the baseline."""
-        found = [self.contrast(regime, arm.name, BASELINE) for arm in self.plan.arms(regime) if arm.name != BASELINE]
-        return [contrast for contrast in found if contrast is not None and contrast.complete]
+        contrasts = [
+            self.contrast(regime, arm.name, BASELINE) for arm in self.plan.arms(regime) if arm.name != BASELINE
+        ]
+        return [contrast for contrast in contrasts if contrast is not None and contrast.complete]
 
 
 def outcome(row: Row, plan: StudyPlan) -> np.ndarray:
@@ -139,10 +141,10 @@ def markdown(results: Results) -> str:
     for regime in results.plan.regimes:
         lines += _regime(results, regime)
     lines += ["## What is missing", "", *[f"- {line}" for line in missing(results)], ""]
-    said = ", ".join(f"{kind} {hours:.2f}" for kind, hours in sorted(results.hours.items()))
+    by_kind = ", ".join(f"{kind} {hours:.2f}" for kind, hours in sorted(results.hours.items()))
     lines += [
         f"Processor time of the recorded jobs: {sum(results.hours.values()):.2f} of the plan's {results.plan.hours:g} "
-        f"core-hours{f' ({said})' if said else ''}.",
+        f"core-hours{f' ({by_kind})' if by_kind else ''}.",
         "",
     ]
     versions = sorted({row["versions"] for rows in results.rows.values() for row in rows})
@@ -152,8 +154,8 @@ def markdown(results: Results) -> str:
 
 def drawn(results: Results) -> dict[str, list[Contrast]]:
     """By regime the main arms whose planned seeds are all there, against uniform."""
-    found = {regime.name: results.against_baseline(regime) for regime in results.plan.regimes}
-    return {name: contrasts for name, contrasts in found.items() if contrasts}
+    by_regime = {regime.name: results.against_baseline(regime) for regime in results.plan.regimes}
+    return {name: contrasts for name, contrasts in by_regime.items() if contrasts}
 
 
 def plot_differences(results: Results, path: Path) -> list[Path]:
@@ -181,11 +183,11 @@ def plot_differences(results: Results, path: Path) -> list[Path]:
         for contrast in contrasts:
             height = len(arms) - 1 - [arm.name for arm in arms].index(contrast.arm)
             colour = "#0b6e4f" if contrast.arm in compared and name == results.plan.regimes[0].name else "#7a8793"
-            found = contrast.paired
-            tested = t_interval(found, 0.9)
-            panel.plot([100 * found.low, 100 * found.high], [height, height], color=colour, linewidth=1.2)
+            difference = contrast.paired
+            tested = t_interval(difference, 0.9)
+            panel.plot([100 * difference.low, 100 * difference.high], [height, height], color=colour, linewidth=1.2)
             panel.plot([100 * end for end in tested], [height, height], color=colour, linewidth=4, alpha=0.45)
-            panel.plot(100 * found.mean, height, "o", color=colour, markersize=5)
+            panel.plot(100 * difference.mean, height, "o", color=colour, markersize=5)
         others = len(results.plan.arms(results.plan.regime(name))) - 1
         some = f"\n{len(contrasts)} of {others} arms complete" if len(contrasts) < others else ""
         panel.set(title=f"{name}, {contrasts[0].planned} seeds{some}", ylim=(-0.6, len(arms) - 0.4))
@@ -194,9 +196,9 @@ def plot_differences(results: Results, path: Path) -> list[Path]:
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelsize=8)
     axes[0, 0].set_yticks(range(len(arms)), [arm.label for arm in reversed(arms)])
-    said = f"accuracy at temperature {results.plan.run.temperature:g} against uniform, points: mean, 95 and 90 % interval;\n"
+    label = f"accuracy at temperature {results.plan.run.temperature:g} against uniform, points: mean, 95 and 90 % interval;\n"
     figure.supxlabel(
-        f"{said}level within {100 * BOUND:g} where 90 % lie in the shade; planned comparisons in green", fontsize=8
+        f"{label}level within {100 * BOUND:g} where 90 % lie in the shade; planned comparisons in green", fontsize=8
     )
     figure.savefig(path, facecolor="white", metadata={"Software": None})
     plots.close(figure)
@@ -206,21 +208,21 @@ def plot_differences(results: Results, path: Path) -> list[Path]:
 def conclusions(results: Results) -> list[str]:
     """At most five lines, by rule."""
     primary = results.plan.regimes[0]
-    found = _compared(results)
-    if not found:
+    compared = _compared(results)
+    if not compared:
         done = {arm: len(results.runs("main", primary.name, arm)) for arm in COMPARED}
-        said = ", ".join(f"{ARMS[arm].label} {count}" for arm, count in done.items())
+        counts = ", ".join(f"{ARMS[arm].label} {count}" for arm, count in done.items())
         planned = len(primary.main_seeds)
         return [
-            f"**Nothing is concluded yet.** Of {planned} planned seeds of the regime {primary.name} there are: {said}."
+            f"**Nothing is concluded yet.** Of {planned} planned seeds of the regime {primary.name} there are: {counts}."
         ]
-    lines = [_said(contrast, p) for contrast, p in found]
-    by_pair = {(c.arm, c.reference): _verdict(c, p) for c, p in found}
+    lines = [_sentence(contrast, p) for contrast, p in compared]
+    by_pair = {(c.arm, c.reference): _verdict(c, p) for c, p in compared}
     return [*lines, _decision(by_pair), *_others(results, primary)]
 
 
 def _decision(verdicts: Mapping[tuple[str, str], str]) -> str:
-    """What the plan decides from its comparisons' verdicts."""
+    """The plan's decision from the verdicts of its comparisons."""
     pick, control = ARMS["surprisal"].label, ARMS["random_token"].label
     above, placed = verdicts["surprisal", BASELINE] == "better", verdicts["surprisal", "random_token"]
     if above and placed == "better":
@@ -228,69 +230,73 @@ def _decision(verdicts: Mapping[tuple[str, str], str]) -> str:
             f"**{pick}** stands above uniform and above a random token in its place: the recommendation for experiments. "
             "What it costs stands in the table."
         )
-    said = "**No method was shown to stand above uniform and above its random-placement control**: none is recommended."
+    decision = (
+        "**No method was shown to stand above uniform and above its random-placement control**: none is recommended."
+    )
     if above:
         placement = {
             "worse": "it is worse",
             "not decided": "whether the place matters was not decided",
         }.get(placed, f"it is {placed} points")
-        said += (
+        decision += (
             f" Against the control ({control}) {placement}: what stands above uniform may be no more than to leave little of "
             "the wrong responses."
         )
     if verdicts["grail", BASELINE] == "better":
-        said += " GRAIL stands above uniform; its control, its weights shuffled, was not among the comparisons."
-    return said
+        decision += " GRAIL stands above uniform; its control, its weights shuffled, was not among the comparisons."
+    return decision
 
 
 def _others(results: Results, regime: RegimePlan) -> list[str]:
-    """What the arms that the plan does not compare with uniform show, with a correction of their own, once all are there;
-    and where the other regimes stand."""
+    """The result of the arms that the plan does not compare with uniform, with a correction of their own, once all are there;
+    and links to the other regimes."""
     planned = [
         arm for arm in results.plan.arms(regime) if arm.name != BASELINE and (arm.name, BASELINE) not in CONTRASTS
     ]
-    others = [found for found in results.against_baseline(regime) if (found.arm, BASELINE) not in CONTRASTS]
+    others = [contrast for contrast in results.against_baseline(regime) if (contrast.arm, BASELINE) not in CONTRASTS]
     lines = []
     if all(results.complete(regime, arm) for arm in AMOUNT_OR_PLACE):
-        lines.append(_pair_said(results, regime, *AMOUNT_OR_PLACE))
+        lines.append(_pair_sentence(results, regime, *AMOUNT_OR_PLACE))
     if others and len(others) == len(planned):
         lines.append(
             f"Of the other main arms (Holm's correction over these {len(others)}; most of their learning rates from one "
             f"tuning seed) {_ranked(others)}."
         )
-    told = [
+    links = [
         f"[{other.name}](#regime-{other.name})" for other in results.plan.regimes[1:] if results.against_baseline(other)
     ]
-    if told:
-        lines.append(f"Further regimes: {', '.join(told)}.")
+    if links:
+        lines.append(f"Further regimes: {', '.join(links)}.")
     return [f"Exploratory: {' '.join(lines)}"] if lines else []
 
 
 def _exploratory(results: Results, regime: RegimePlan) -> str:
-    """What a regime of which the plan decides nothing shows, of the arms whose seeds are all there; empty where none are."""
-    found, planned = results.against_baseline(regime), len(results.plan.arms(regime)) - 1
-    if not found:
+    """The result of a regime of which the plan decides nothing, for the arms whose seeds are all there; empty without any."""
+    contrasts, planned = results.against_baseline(regime), len(results.plan.arms(regime)) - 1
+    if not contrasts:
         return ""
-    corrected = "Holm's correction over these" if len(found) > 1 else "no correction"
+    corrected = "Holm's correction over these" if len(contrasts) > 1 else "no correction"
     tuned = _counted(len(regime.tuning_seeds), "tuning seed")
-    who = f"of {planned} arms" if len(found) == planned else f"{len(found)} of {planned} arms complete"
-    said = f"{who} ({corrected}; learning rates from {tuned}), {_ranked(found)}."
-    if {"surprisal", "random_token"} <= {contrast.arm for contrast in found}:
-        said += f" There, {_pair_said(results, regime, 'surprisal', 'random_token')}"
-    return said
+    share = f"of {planned} arms" if len(contrasts) == planned else f"{len(contrasts)} of {planned} arms complete"
+    sentences = f"{share} ({corrected}; learning rates from {tuned}), {_ranked(contrasts)}."
+    if {"surprisal", "random_token"} <= {contrast.arm for contrast in contrasts}:
+        sentences += f" There, {_pair_sentence(results, regime, 'surprisal', 'random_token')}"
+    return sentences
 
 
-def _pair_said(results: Results, regime: RegimePlan, arm: str, reference: str) -> str:
-    found = results.contrast(regime, arm, reference)
-    assert found is not None
-    said = f"{ARMS[arm].label} against {ARMS[reference].label}: {interval(found.paired, 100)} points, uncorrected p "
-    return f"{said}{p_value(found.paired.p)}, of equivalence {p_value(found.equivalence)}."
+def _pair_sentence(results: Results, regime: RegimePlan, arm: str, reference: str) -> str:
+    contrast = results.contrast(regime, arm, reference)
+    assert contrast is not None
+    opening = (
+        f"{ARMS[arm].label} against {ARMS[reference].label}: {interval(contrast.paired, 100)} points, uncorrected p "
+    )
+    return f"{opening}{p_value(contrast.paired.p)}, of equivalence {p_value(contrast.equivalence)}."
 
 
-def _ranked(found: Sequence[Contrast]) -> str:
-    corrected = holm([contrast.paired.p for contrast in found])
+def _ranked(contrasts: Sequence[Contrast]) -> str:
+    corrected = holm([contrast.paired.p for contrast in contrasts])
     sides: dict[str, list[Contrast]] = {"above": [], "below": [], "not told from": []}
-    for contrast, p in sorted(zip(found, corrected, strict=True), key=lambda pair: -pair[0].paired.mean):
+    for contrast, p in sorted(zip(contrasts, corrected, strict=True), key=lambda pair: -pair[0].paired.mean):
         side = ("above" if contrast.paired.mean > 0 else "below") if p < LEVEL else "not told from"
         sides[side].append(contrast)
     return "; ".join(f"{side} uniform: {_listed(those)}" for side, those in sides.items() if those)
@@ -306,7 +312,7 @@ def _listed(contrasts: Sequence[Contrast]) -> str:
 
 def contrast_table(results: Results) -> list[str]:
     """The plan's comparisons as a short Markdown table; empty before all of their seeds are there."""
-    found = _compared(results)
+    compared = _compared(results)
     rows = [
         [
             f"{ARMS[contrast.arm].label}, against {ARMS[contrast.reference].label}",
@@ -315,7 +321,7 @@ def contrast_table(results: Results) -> list[str]:
             p_value(p),
             _so(contrast, p),
         ]
-        for contrast, p in found
+        for contrast, p in compared
     ]
     head = ["accuracy, points", "difference", "95 % interval", "p, Holm", "so"]
     return markdown_table(head, rows, right=1) if rows else []
@@ -323,8 +329,8 @@ def contrast_table(results: Results) -> list[str]:
 
 def _compared(results: Results) -> list[tuple[Contrast, float]]:
     """The plan's comparisons with their corrected p-values; none before all of their seeds are there."""
-    found = [results.contrast(results.plan.regimes[0], *contrast) for contrast in CONTRASTS]
-    complete = [contrast for contrast in found if contrast is not None and contrast.complete]
+    contrasts = [results.contrast(results.plan.regimes[0], *contrast) for contrast in CONTRASTS]
+    complete = [contrast for contrast in contrasts if contrast is not None and contrast.complete]
     if len(complete) < len(CONTRASTS):
         return []
     return list(zip(complete, holm([contrast.paired.p for contrast in complete]), strict=True))
@@ -341,7 +347,7 @@ def _verdict(contrast: Contrast, p: float) -> str:
     return LEVELLED if contrast.equivalence < LEVEL else "not decided"
 
 
-def _said(contrast: Contrast, p: float) -> str:
+def _sentence(contrast: Contrast, p: float) -> str:
     who = f"{ARMS[contrast.arm].label} against {ARMS[contrast.reference].label}"
     title = f"{who}: {interval(contrast.paired, 100)} points, p {p_value(p)} (Holm)"
     verdict = _verdict(contrast, p)
@@ -367,8 +373,8 @@ def _regime(results: Results, regime: RegimePlan) -> list[str]:
             f"{right[2]} greedily.",
             "",
         ]
-    if regime is not results.plan.regimes[0] and (said := _exploratory(results, regime)):
-        lines += [f"Exploratory: {said}", ""]
+    if regime is not results.plan.regimes[0] and (exploratory := _exploratory(results, regime)):
+        lines += [f"Exploratory: {exploratory}", ""]
     if arms:
         lines += [*_outcomes(results, regime, arms, "main"), "", *_secondary(results, regime, arms, "main"), ""]
         lines += _at_temperature_1(results, regime)
@@ -457,8 +463,8 @@ def _judged(contrast: Contrast | None, corrected: float | None) -> list[str]:
     row.append(f"[{signed(100 * low)}, {signed(100 * high)}]")
     if contrast.planned < 3:
         return [*row, ABSENT, ABSENT, ABSENT]
-    said = ABSENT if corrected is None else p_value(corrected)
-    return [*row, p_value(contrast.paired.p), said, p_value(contrast.equivalence)]
+    corrected_p = ABSENT if corrected is None else p_value(corrected)
+    return [*row, p_value(contrast.paired.p), corrected_p, p_value(contrast.equivalence)]
 
 
 def last_accuracy(row: Row, plan: StudyPlan) -> float:
@@ -514,8 +520,8 @@ def _at_temperature_1(results: Results, regime: RegimePlan) -> list[str]:
         own, other = (results.runs("main", regime.name, arm) for arm in pair)
         cells = [f"{ARMS[pair[0]].label} - {ARMS[pair[1]].label}"]
         for figure in (lambda row: last_accuracy(row, results.plan), lambda row: float(row["accuracy_hot"])):
-            found = paired([figure(own[seed]) - figure(other[seed]) for seed in regime.main_seeds])
-            cells += [interval(found, 100), p_value(found.p)]
+            difference = paired([figure(own[seed]) - figure(other[seed]) for seed in regime.main_seeds])
+            cells += [interval(difference, 100), p_value(difference.p)]
         rows.append(cells)
     if not rows:
         return []
@@ -623,9 +629,9 @@ def _truth(results: Results, regime: RegimePlan) -> list[str]:
     labels = truth.LABELS | {name: f"baseline: {label}" for name, label in truth.BASELINES.items()}
     cells = []
     for method, label in labels.items():
-        found = [values.get((method, *column), []) for column in columns.values()]
-        if any(found):
-            cells.append([label, *[number(float(np.mean(one)) if one else math.nan) for one in found]])
+        figures = [values.get((method, *column), []) for column in columns.values()]
+        if any(figures):
+            cells.append([label, *[number(float(np.mean(one)) if one else math.nan) for one in figures]])
     seeds = len({row["seed"] for row in rows})
     return [
         f"Do scores find the wrong result? AUROC and more, mean over {_counted(seeds, 'warmed-up model')}:",
@@ -636,7 +642,7 @@ def _truth(results: Results, regime: RegimePlan) -> list[str]:
 
 
 def missing(results: Results) -> list[str]:
-    """What of the plan is not there yet, by regime and kind."""
+    """Jobs of the plan that are missing, by regime and kind."""
     done = {
         (row["kind"], row["regime"], row["arm"], row["seed"], row["rate"] if row["kind"] in ("pilot", "tune") else "")
         for rows in results.rows.values()

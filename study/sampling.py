@@ -43,12 +43,12 @@ def sample(
         uniform_BT: float64 in [0, 1); number t of a row draws its token t, and T is the length limit.
         temperature: logits are divided by it; 0 is greedy and reads no numbers.
     """
-    found: list[list[int]] = []
+    responses: list[list[int]] = []
     with _grouped_attention(model):
         for first in range(0, len(prompts), ROWS_TOGETHER):
             rows = slice(first, first + ROWS_TOGETHER)
-            found += _sample_together(model, tokenizer, prompts[rows], uniform_BT[rows], temperature)
-    return found
+            responses += _sample_together(model, tokenizer, prompts[rows], uniform_BT[rows], temperature)
+    return responses
 
 
 def _sdpa_grouped(
@@ -97,7 +97,7 @@ def _sample_together(
     uniform_BT: torch.Tensor,
     temperature: float,
 ) -> list[list[int]]:
-    # A prompt is read once for all samples of it that stand together.
+    # A prompt is read once for all samples of it that are next to each other.
     asked = [ids for ids, before in zip(prompts, [None, *prompts], strict=False) if ids != before]
     owner_B = (
         torch.tensor([ids != before for ids, before in zip(prompts, [None, *prompts], strict=False)]).cumsum(0) - 1

@@ -47,10 +47,12 @@ def paired(differences: Sequence[float]) -> Paired:
     return Paired(len(values), mean, deviation, mean - half, mean + half, p)
 
 
-def t_interval(found: Paired, level: float) -> tuple[float, float]:
+def t_interval(difference: Paired, level: float) -> tuple[float, float]:
     """The interval of another level by Student's distribution; nan ends with a single difference."""
-    half = float(stats.t.ppf((1 + level) / 2, found.count - 1)) * found.deviation / math.sqrt(found.count)
-    return found.mean - half, found.mean + half
+    half = (
+        float(stats.t.ppf((1 + level) / 2, difference.count - 1)) * difference.deviation / math.sqrt(difference.count)
+    )
+    return difference.mean - half, difference.mean + half
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -98,10 +100,10 @@ def seeds_for_power(deviation: float, effect: float, *, alpha: float = 0.05, pow
 
 def equivalence_power(deviation: float, bound: float, count: int, *, alpha: float = 0.05) -> float:
     """Probability that :func:`equivalence_p` is below ``alpha`` where the true difference is 0, by integration over the
-    deviation that is found."""
+    deviation of the sample."""
     degrees = count - 1
     critical = stats.t.ppf(1 - alpha, degrees)
-    # Given the found standard error e, the mean must lie within bound - critical * e.
+    # Given the sample's standard error e, the mean must lie within bound - critical * e.
     shares = (np.arange(4000) + 0.5) / 4000
     errors = deviation * np.sqrt(stats.chi2.ppf(shares, degrees) / degrees / count)
     reach = np.maximum(bound - critical * errors, 0) / (deviation / math.sqrt(count))
@@ -133,8 +135,8 @@ def two_way_bootstrap(differences_SP: np.ndarray, seed: int = 0) -> tuple[float,
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean and its 95 % interval by Student's distribution; nan ends with a single value."""
-    found = paired(values)
-    return found.mean, found.low, found.high
+    result = paired(values)
+    return result.mean, result.low, result.high
 
 
 def auroc(scores_N: np.ndarray, true_N: np.ndarray) -> float:

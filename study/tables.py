@@ -25,12 +25,12 @@ def signed(value: float, digits: int = 1) -> str:
     return text.replace("-", "+") if float(text) == 0 else text
 
 
-def interval(found: Paired, scale: float = 1.0, digits: int = 1) -> str:
+def interval(difference: Paired, scale: float = 1.0, digits: int = 1) -> str:
     """Mean and 95 % interval."""
-    text = signed(scale * found.mean, digits)
-    if math.isnan(found.low):
+    text = signed(scale * difference.mean, digits)
+    if math.isnan(difference.low):
         return f"{text}, no interval"
-    return f"{text} [{signed(scale * found.low, digits)}, {signed(scale * found.high, digits)}]"
+    return f"{text} [{signed(scale * difference.low, digits)}, {signed(scale * difference.high, digits)}]"
 
 
 def p_value(value: float) -> str:

@@ -1,7 +1,7 @@
 """Worked arithmetic with filler words and asides, in three regimes: which tokens decide the answer is known for every response.
 
 The problems are those of :mod:`recipe.tiny.task`. A solution puts filler words before each step and, now and then, an aside
-in brackets behind it:
+in brackets after it:
 
     problem    7+5-3
     solution   ok so 7+5=12;(2+6=8) then 12-3=9; now \\boxed{9}
@@ -10,14 +10,14 @@ The regimes differ in what goes wrong when solutions are written, and so in what
 
 - ``slips``: every result is wrong with probability 0.2, by any other number. The model knows the sums; it only slips.
 - ``misconceptions``: for a quarter of all sums there is one wrong number that is written with probability 0.7 (for a fifth of
-  them 0.9), wherever the sum stands; anything else slips with probability 0.02. The model believes these wrong sums.
+  them 0.9), wherever the sum is; anything else slips with probability 0.02. The model believes these wrong sums.
 - ``distractors``: as ``slips``, but two terms of the problem are sums themselves. The solution works each out in an aside
-  before the step that uses it, so that some asides decide the answer and others do not, and only the problem says which:
+  before the step that uses it, so that some asides decide the answer and others do not, and only the problem shows which:
 
     problem    7+(2+3)-4
     solution   so (2+3=5)7+5=12;(2+6=8) 12-4=8; now \\boxed{8}
 
-A wrong result is carried on from and costs the answer; a wrong aside that no step uses costs nothing. Filler is free choice.
+A wrong result enters the next steps and costs the answer; a wrong aside that no step uses costs nothing. Filler is free choice.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ REGIMES = ("misconceptions", "slips", "distractors")
 MAX_RESPONSE_TOKENS = 144
 """Six steps, each with two filler words and an aside, and the box; with two more asides it is hardly ever longer."""
 
-# What a response token is.
+# Roles of response tokens.
 OTHER, FILL, LEFT, RESULT, END, ASIDE, ASIDE_RESULT, BOX = range(8)
-"""``LEFT``: a step up to its ``=``; ``END``: the ``;`` behind it; ``ASIDE``: brackets and left side of an aside; ``BOX``: the
-last complete box and all behind it, the end token too; ``OTHER``: what fits nowhere, an end token without a box among it."""
+"""``LEFT``: a step up to its ``=``; ``END``: the ``;`` after it; ``ASIDE``: brackets and left side of an aside; ``BOX``: the
+last complete box and all after it, the end token too; ``OTHER``: everything else, an end token without a box among it."""
 
 _ASIDE_PATTERN = re.compile(r"\([^()]*\)")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
@@ -73,7 +73,7 @@ class StudyProblem(Problem):
 
 @dataclass(frozen=True)
 class Regime:
-    """What goes wrong in written solutions."""
+    """Errors in written solutions."""
 
     name: str
     slip_rate: float
@@ -105,7 +105,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Error:
-    """The characters that something wrong stands on.
+    """The characters of an error.
 
     ``result``: a result that does not follow from its own left side, in a step or in an aside that a step uses; ``copy``: a
     left side that is not the running value with the problem's next operator and term (or the result written for it in an
@@ -119,7 +119,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Reading:
-    """What stands in a response."""
+    """The content of a response."""
 
     pieces: list[Piece]
     errors: list[Error]
@@ -174,7 +174,7 @@ def regime(name: str, seed: int) -> Regime:
 def study_problems(name: str, split: Split, size: int, seed: int) -> list[StudyProblem]:
     """Different problems of a regime, the same ones for the same arguments; of the two splits none is in both."""
     rng = random.Random(f"{name} {split} {seed}")
-    found = []
+    problems = []
     for chain in chain_problems(split, size, seed=seed):
         sums: list[tuple[int, int] | None] = [None] * len(chain.steps)
         if name == "distractors":
@@ -185,8 +185,8 @@ def study_problems(name: str, split: Split, size: int, seed: int) -> list[StudyP
             f"{operator}{term}" if hidden is None else f"{operator}({hidden[0]}+{hidden[1]})"
             for (operator, term), hidden in zip(chain.steps, sums, strict=True)
         ]
-        found.append(StudyProblem("".join([str(chain.first), *terms]), chain.first, chain.steps, tuple(sums)))
-    return found
+        problems.append(StudyProblem("".join([str(chain.first), *terms]), chain.first, chain.steps, tuple(sums)))
+    return problems
 
 
 def solve(problem: StudyProblem, regime: Regime, rng: random.Random) -> str:
@@ -269,11 +269,11 @@ class TokenReading:
 
     reading: Reading
     role_T: np.ndarray
-    """What each token is: ``OTHER`` and the other constants above, int64."""
+    """Role of each token: ``OTHER`` and the other constants above, int64."""
     piece_T: np.ndarray
-    """Which piece of the reading each token stands in, -1 for none."""
+    """Which piece of the reading each token is in, -1 for none."""
     decisive_T: np.ndarray
-    """bool; the token stands in a sum that the answer depends on, or in the box."""
+    """bool; the token is in a sum that the answer depends on, or in the box."""
     error_T: np.ndarray
     """bool; the tokens of the first error."""
     offsets: list[int]
@@ -283,14 +283,14 @@ class TokenReading:
 def read_tokens(problem: StudyProblem, response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> TokenReading:
     """The same by tokens; a token is what its first character is."""
     text, offsets = text_of(response_ids, tokenizer)
-    found = read(problem, text)
+    reading = read(problem, text)
     roles = np.full(len(text) + 1, OTHER)
     owner = np.full(len(text) + 1, -1)
     for match in re.finditer("|".join([*FILLER, " "]), text):
         roles[slice(*match.span())] = FILL
-    for match in _ASIDE_PATTERN.finditer(text, 0, found.box_start):
+    for match in _ASIDE_PATTERN.finditer(text, 0, reading.box_start):
         roles[slice(*match.span())] = ASIDE
-    for number, piece in enumerate(found.pieces):
+    for number, piece in enumerate(reading.pieces):
         start, end = piece.start, piece.end
         if piece.aside:
             start, end = start - 1, end + 1  # the brackets
@@ -301,17 +301,17 @@ def read_tokens(problem: StudyProblem, response_ids: Sequence[int], tokenizer: P
             roles[piece.start : piece.end] = LEFT
         roles[piece.result_start : piece.result_end] = ASIDE_RESULT if piece.aside else RESULT
         owner[start:end] = number
-    if found.box is not None:
-        roles[found.box_start :] = BOX
+    if reading.box is not None:
+        roles[reading.box_start :] = BOX
     # The end token has no text: it starts where the text ends.
     starts = np.array(offsets[:-1], dtype=np.int64)
     piece_T = owner[starts]
-    decisive = np.array([piece.decisive for piece in found.pieces] + [False])
+    decisive = np.array([piece.decisive for piece in reading.pieces] + [False])
     decisive_T = decisive[piece_T] | ((roles[starts] == BOX) & (starts < len(text)))
     error_T = np.zeros(len(starts), dtype=bool)
-    if found.errors:
-        error_T[token_range(offsets, found.errors[0].start, found.errors[0].end)] = True
-    return TokenReading(found, roles[starts], piece_T, decisive_T, error_T, offsets)
+    if reading.errors:
+        error_T[token_range(offsets, reading.errors[0].start, reading.errors[0].end)] = True
+    return TokenReading(reading, roles[starts], piece_T, decisive_T, error_T, offsets)
 
 
 def text_of(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> tuple[str, list[int]]:
@@ -323,7 +323,7 @@ def text_of(response_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def token_range(offsets: Sequence[int], start: int, end: int) -> slice:
-    """The tokens that stand on the characters ``start`` to ``end``."""
+    """The tokens of the characters ``start`` to ``end``."""
     return slice(bisect_right(offsets, start) - 1, bisect_left(offsets, end))
 
 
@@ -333,7 +333,7 @@ def _token_bytes(tokenizer: PreTrainedTokenizerFast) -> dict[int, bytes]:
 
 
 def _written(one: Sum, regime: Regime, rng: random.Random) -> int:
-    """What the regime writes as the result of a sum."""
+    """The number that the regime writes as the result of a sum."""
     right = apply(*one)
     if one in regime.misconceived:
         wrong, rate = regime.misconceived[one]

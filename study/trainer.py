@@ -102,7 +102,7 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What sampling held-out problems gave."""
+    """Result of sampling held-out problems."""
 
     right: list[int]
     """Right samples of each problem."""
@@ -117,14 +117,14 @@ class Sampled:
 
 @dataclass
 class State:
-    """What a policy says of its rollouts before the update, and what a run keeps between batches."""
+    """Outputs of a policy on its rollouts before the update, and the state that a run keeps between batches."""
 
     old_log_probs_BL: torch.Tensor
     """Log-probability of each token, 0 in the first column."""
     entropy_BL: torch.Tensor
     """Entropy in nats of the distribution that each token was drawn from, 0 in the first column."""
     hidden_BLD: torch.Tensor
-    """What the output embeddings read at the position before each token, 0 in the first column."""
+    """Input of the output embeddings at the position before each token, 0 in the first column."""
     regression: Regression = field(default_factory=Regression)
 
 
@@ -231,9 +231,7 @@ def policy_state(model: PreTrainedModel, rollouts: Rollouts) -> State:
         chosen_BL = log_probs_BLV.gather(-1, ids_BL[rows, 1:width, None])[:, :, 0]
         old_log_probs_BL[rows, 1:width] = chosen_BL
         entropy_BL[rows, 1:width] = -(log_probs_BLV.exp() * log_probs_BLV).sum(dim=-1)
-        hidden_BLD[rows, 1:width] = output.hidden_states[-1][
-            :, :-1
-        ].float()  # the last of them is behind the final norm
+        hidden_BLD[rows, 1:width] = output.hidden_states[-1][:, :-1].float()  # the last of them is after the final norm
     return State(old_log_probs_BL, entropy_BL, hidden_BLD)
 
 
@@ -268,7 +266,7 @@ def credit(
         whole = rows_B.double().numpy()
         if arm.control == "oracle":
             exact = token_advantages(model, tokenizer, rollouts.problems, rollouts.prompts, rollouts.responses)
-            found = [
+            advantages = [
                 np.full(len(response), whole[row]) if known is None else known
                 for row, (response, known) in enumerate(zip(rollouts.responses, exact, strict=True))
             ]
@@ -281,9 +279,11 @@ def credit(
                 )
                 for row, inside_L in enumerate(mask_BL)
             ]
-            found, _ = state.regression.advantages(features, rollouts.rewards_B.double().numpy(), rollouts.groups_B)
+            advantages, _ = state.regression.advantages(
+                features, rollouts.rewards_B.double().numpy(), rollouts.groups_B
+            )
         advantages_BL = torch.zeros(mask_BL.shape)
-        for row, advantage_T in enumerate(found):
+        for row, advantage_T in enumerate(advantages):
             advantages_BL[row, mask_BL[row]] = torch.from_numpy(advantage_T).float()
         return torch.where(rollouts.truncated_B.unsqueeze(1), 0.0, advantages_BL)
     log_probs_BL = state.old_log_probs_BL
@@ -334,7 +334,7 @@ def sequence_advantages(rollouts: Rollouts, arm: Arm) -> torch.Tensor:
 
 
 def examples(problems: Sequence[StudyProblem]) -> list[Example]:
-    """What each row was asked."""
+    """The question of each row."""
     return [
         Example(
             messages=[{"role": "user", "content": problem.text}],
@@ -346,7 +346,7 @@ def examples(problems: Sequence[StudyProblem]) -> list[Example]:
 
 
 def shuffled(weights_BL: torch.Tensor, rollouts: Rollouts, random_numbers_BL: np.ndarray) -> torch.Tensor:
-    """The same weights on other tokens of the same kind of the same response: what they do apart from where they stand.
+    """The same weights on other tokens of the same kind of the same response: their effect apart from their place.
 
     The box and what follows it keep theirs: the answer's weight is a constant of the method, no score.
     """
@@ -373,7 +373,7 @@ def _last_result(rollouts: Rollouts) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Update:
-    """What the optimiser steps on one batch did."""
+    """Outcome of the optimiser steps on one batch."""
 
     gradient_norm: float
     """Mean over the epochs, before clipping."""
@@ -447,7 +447,7 @@ def gradient(
     live_B = ends_B.nonzero().flatten()
     if not len(live_B):
         live_B, ends_B = torch.tensor([0]), rollouts.attention_mask_BL.sum(dim=1)
-    found = []
+    micro_batches = []
     for rows in _alike(live_B, ends_B):  # the gradients add up to the whole batch's
         width = int(ends_B[rows].max())
         ids_BL = rollouts.input_ids_BL[rows, :width]
@@ -462,8 +462,8 @@ def gradient(
             config=actor,
         )
         loss.backward()
-        found.append((rows, log_probs_BL.detach()))
-    return found
+        micro_batches.append((rows, log_probs_BL.detach()))
+    return micro_batches
 
 
 def _error_tokens(rollouts: Rollouts) -> torch.Tensor:
@@ -500,7 +500,7 @@ def train(
     """
     order = random.Random(f"order {seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    model.eval()  # the model has no dropout; evaluation mode only says so
+    model.eval()  # the model has no dropout; evaluation mode only makes that explicit
     kept, updates, rewards, sampled = Regression(), [], [], {}
     training = weighing = 0.0
     for step in range(1, settings.steps + 1):

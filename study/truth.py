@@ -1,17 +1,17 @@
-"""Do scores find what a response got wrong, and what its answer depends on? Measured where both are known.
+"""Do scores find the error of a response, and the tokens that its answer depends on? Measured where both are known.
 
 Wrong responses have exactly one error, in a result that the answer depends on. Of every response, over its reasoning (the
 tokens before the answer), ties counting half:
 
 - ``auroc_all``: the wrong result's tokens against all others. To be a result token is enough for most of it, so that the score
-  "it is a result" stands beside every method.
+  "it is a result" is reported beside every method.
 - ``auroc_results``: against the tokens of the other results that the answer depends on. "It is a result" has 0.5 here.
 - ``relevance``: tokens of steps, and of asides that a step uses, against filler and the other asides; for right and wrong rows.
 - ``weight_ratio``: mean weight of the wrong result's tokens over that of all result tokens of the response; not for hard
   selections, which have it only where they hit a result.
 - ``rank_correlation``: of the scores with the exact token advantage, in wrong rows with its negative.
 
-Splits of the first two: the error in the ``first`` step (with others behind it), in a ``middle`` one, in the ``last``, and
+Splits of the first two: the error in the ``first`` step (with others after it), in a ``middle`` one, in the ``last``, and
 ``not_last``.
 
 Shape suffixes: B rows, L prompt + response, T response tokens, N reasoning tokens.
@@ -39,7 +39,7 @@ from study.trainer import examples
 
 METHODS = ("grail", "grail_robust", "oar_g", "oar_g_port", "oar_p", "surprisal", "entropy")
 LABELS = {method: ARMS[method].label for method in METHODS} | {"surprisal": "surprisal"}
-"""For people; an arm's label says how its score is used."""
+"""For people; an arm's label names the use of its score."""
 BASELINES = {"result_token": "it is a result token", "position": "later in the text"}
 SPLITS = ("all", "first", "middle", "last", "not_last")
 FIGURES = ("auroc_all", "auroc_results", "relevance", "weight_ratio", "rank_correlation")
@@ -70,15 +70,15 @@ def rows_of(
     at_most: int,
 ) -> list[Row]:
     """The responses that can be judged, in their order: at most so many with one wrong result, and so many without an error."""
-    found: dict[bool, list[Row]] = {False: [], True: []}
+    kept: dict[bool, list[Row]] = {False: [], True: []}
     for problem, prompt, response in zip(problems, prompts, responses, strict=True):
         read = read_tokens(problem, response, tokenizer)
         kinds = [error.kind for error in read.reading.errors]
         if read.reading.box is None or kinds not in ([], ["result"]) or not read.reading.steps:
             continue
         reasoning = next(place for place, offset in enumerate(read.offsets) if offset >= read.reading.box_start)
-        found[not kinds].append(Row(problem, prompt, response, read, not kinds, reasoning))
-    return [*found[False][:at_most], *found[True][:at_most]]
+        kept[not kinds].append(Row(problem, prompt, response, read, not kinds, reasoning))
+    return [*kept[False][:at_most], *kept[True][:at_most]]
 
 
 def measure(
@@ -88,7 +88,7 @@ def measure(
     methods: Sequence[str] = METHODS,
 ) -> dict[Key, list[float]]:
     """The figures of every response that has them, by method (or baseline), figure and split."""
-    found: dict[Key, list[float]] = defaultdict(list)
+    figures: dict[Key, list[float]] = defaultdict(list)
     exact = token_advantages(
         model, tokenizer, [row.problem for row in rows], [row.prompt for row in rows], [row.response for row in rows]
     )
@@ -97,7 +97,7 @@ def measure(
             rows, exact, scores_and_weights(model, tokenizer, rows, ARMS[method].signal), strict=True
         ):
             for key, value in row_figures(row, scores_T, weights_T, advantage_T).items():
-                found[method, *key].append(value)
+                figures[method, *key].append(value)
     for row, advantage_T in zip(rows, exact, strict=True):
         baselines = {
             "result_token": np.isin(row.read.role_T, (RESULT, ASIDE_RESULT)).astype(float),
@@ -105,8 +105,8 @@ def measure(
         }
         for name, scores_T in baselines.items():
             for key, value in row_figures(row, scores_T, None, advantage_T).items():
-                found[name, *key].append(value)
-    return {key: [value for value in values if math.isfinite(value)] for key, values in found.items()}
+                figures[name, *key].append(value)
+    return {key: [value for value in values if math.isfinite(value)] for key, values in figures.items()}
 
 
 def row_figures(
@@ -120,25 +120,25 @@ def row_figures(
     side = "right" if row.right else "wrong"
     decisive_N, role_N, error_N = read.decisive_T[inside], read.role_T[inside], read.error_T[inside]
     worded_N = role_N != OTHER
-    found = {("relevance", side): auroc(scores_N[worded_N], decisive_N[worded_N])}
+    figures = {("relevance", side): auroc(scores_N[worded_N], decisive_N[worded_N])}
     if advantage_T is not None:
         sign = 1.0 if row.right else -1.0
-        found["rank_correlation", side] = spearman(scores_N, sign * advantage_T[inside])
+        figures["rank_correlation", side] = spearman(scores_N, sign * advantage_T[inside])
     if row.right:
-        return found
+        return figures
     result_N = np.isin(role_N, (RESULT, ASIDE_RESULT)) & decisive_N
     for split in splits_of(row):
-        found["auroc_all", split] = auroc(scores_N, error_N)
-        found["auroc_results", split] = auroc(scores_N[result_N], error_N[result_N])
+        figures["auroc_all", split] = auroc(scores_N, error_N)
+        figures["auroc_results", split] = auroc(scores_N[result_N], error_N[result_N])
     if weights_T is not None:
         weights_N = weights_T[inside]
         ratio = float(weights_N[error_N].mean() / weights_N[result_N].mean()) if weights_N.min() > 0 else math.nan
-        found["weight_ratio", "all"] = ratio
-    return found
+        figures["weight_ratio", "all"] = ratio
+    return figures
 
 
 def splits_of(row: Row) -> list[str]:
-    """Where the error of a wrong response stands."""
+    """Splits that the error of a wrong response belongs to."""
     pieces = row.read.reading.pieces
     step = pieces[row.read.piece_T[np.flatnonzero(row.read.error_T)[0]]].step
     if step == len(row.read.reading.steps) - 1:
@@ -152,11 +152,11 @@ def scores_and_weights(
     """A method's scores and weights, its gate open so that right rows have scores too; (T,) each a row."""
     if "gate" in option_fields(type(signal)):
         signal = signal.replace(gate="all")
-    found = []
+    pairs = []
     for first in range(0, len(rows), _BATCH):
         batch = rows[first : first + _BATCH]
         ids_BL, mask_BL, response_BL = tensors(batch)
-        found_BL = compute_token_weights(
+        weighed = compute_token_weights(
             model,
             tokenizer,
             ids_BL,
@@ -170,10 +170,10 @@ def scores_and_weights(
         for index in range(len(batch)):
             inside_L = response_BL[index]
             scores_T, weights_T = (
-                values[index, inside_L].double().numpy() for values in (found_BL.scores, found_BL.weights)
+                values[index, inside_L].double().numpy() for values in (weighed.scores, weighed.weights)
             )
-            found.append((scores_T, weights_T))
-    return found
+            pairs.append((scores_T, weights_T))
+    return pairs
 
 
 def tensors(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -189,6 +189,6 @@ def tensors(rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return ids_BL, mask_BL, response_BL
 
 
-def summary(found: Mapping[Key, Sequence[float]]) -> dict[Key, tuple[float, int]]:
+def summary(figures: Mapping[Key, Sequence[float]]) -> dict[Key, tuple[float, int]]:
     """Mean and number of responses of every figure that any response has."""
-    return {key: (float(np.mean(values)), len(values)) for key, values in found.items() if values}
+    return {key: (float(np.mean(values)), len(values)) for key, values in figures.items() if values}

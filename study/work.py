@@ -59,8 +59,8 @@ RUN_GUESS = 150.0
 """Seconds of a job while none of its kind has been done; only for the time left that is shown."""
 _TRUTH_SAMPLES = 4
 OUT_OF_HOURS = (
-    "No further job fits into the plan's {:g} core-hours, though work is left: to go on, raise hours in study/plan.py and say "
-    "so in its PLAN.md; to repeat the study, name an empty folder with --data-dir"
+    "No further job fits into the plan's {:g} core-hours, though work is left: to continue, raise hours in study/plan.py and "
+    "say so in its PLAN.md; to repeat the study, name an empty folder with --data-dir"
 )
 
 
@@ -121,7 +121,7 @@ def finished(files: Files, plan: StudyPlan) -> dict[tuple[str, ...], list[dict[s
     Raises:
         ValueError: a row of other settings.
     """
-    found: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
+    by_job: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
     for file in files.all:
         for row in file.read():
             if row["settings"] != settings_digest(plan, row["kind"]):
@@ -130,8 +130,8 @@ def finished(files: Files, plan: StudyPlan) -> dict[tuple[str, ...], list[dict[s
                     f"than these; "
                     "restore study/plan.py, or name another folder with --data-dir"
                 )
-            found[tuple(row[name] for name in JOB_COLUMNS)].append(row)
-    return dict(found)
+            by_job[tuple(row[name] for name in JOB_COLUMNS)].append(row)
+    return dict(by_job)
 
 
 class Sitting:
@@ -148,7 +148,7 @@ class Sitting:
         needed."""
         done = finished(self.files, self.plan)
         runs = [row for rows in done.values() for row in rows]
-        found: list[Job] = []
+        jobs: list[Job] = []
         begun: set[tuple[str, int]] = set()
         for job in self.plan.jobs(self.plan.tuned_rates(runs)):
             if job.regime not in self.regimes or job.kind not in self.kinds or job.key in done:
@@ -156,9 +156,9 @@ class Sitting:
             if (job.regime, job.seed) not in begun:
                 begun.add((job.regime, job.seed))
                 start = Job("start", job.regime, NO_ARM, job.seed)
-                found += [] if self.folder(start).is_dir() else [start]
-            found.append(job)
-        return found
+                jobs += [] if self.folder(start).is_dir() else [start]
+            jobs.append(job)
+        return jobs
 
     def folder(self, job: Job) -> Path:
         """Where a seed's warmed-up model lies."""
@@ -231,7 +231,7 @@ class Sitting:
                     rows = future.result()
                     self.keep(job, rows)
                     longest[job.kind] = max(longest.get(job.kind, 0.0), time.monotonic() - began)
-                    self.tell(job, rows, ends)
+                    self.report_progress(job, rows, ends)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -256,16 +256,16 @@ class Sitting:
                     "there; name another folder with --data-dir"
                 )
 
-    def tell(self, job: Job, rows: list[dict[str, Any]], ends: float) -> None:
-        """Print what was done and what is left."""
+    def report_progress(self, job: Job, rows: list[dict[str, Any]], ends: float) -> None:
+        """Print the finished job and the amount of work that is left."""
         expected = self.expected_seconds()
         left = self.missing()
         hours = sum(map(expected, left)) / 3600
-        said = f"accuracy {float(rows[0]['accuracy']):.3f}  " if "accuracy" in rows[0] else ""
+        accuracy = f"accuracy {float(rows[0]['accuracy']):.3f}  " if "accuracy" in rows[0] else ""
         rate = f" rate {job.rate:g}" if job.rate else ""
         arm = f" {job.arm}" if job.arm != NO_ARM else ""
         print(
-            f"{job.regime} {job.kind}{arm} seed {job.seed}{rate}: {said}{float(rows[0]['job_seconds']):.0f} s of "
+            f"{job.regime} {job.kind}{arm} seed {job.seed}{rate}: {accuracy}{float(rows[0]['job_seconds']):.0f} s of "
             f"processor time; "
             f"{len(left)} jobs and about {hours:.1f} core-hours left, {max(0.0, ends - time.monotonic()) / 60:.0f} min "
             f"of this "
@@ -338,16 +338,16 @@ def _start(plan: StudyPlan, job: Job, folder: Path) -> dict[str, Any]:
     model = warmed_up(plan, job.regime, job.seed)
     _, held_out, texts = _of(plan, job)
     tokenizer = study_tokenizer()
-    found = sample_accuracy(model, tokenizer, held_out, plan.run.samples, plan.run.temperature, job.seed, 0)
+    sampled = sample_accuracy(model, tokenizer, held_out, plan.run.samples, plan.run.temperature, job.seed, 0)
     beside = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     model.save_pretrained(beside)
     beside.rename(folder)
     return {
-        "accuracy": found.accuracy,
+        "accuracy": sampled.accuracy,
         **figures_of(model, tokenizer, held_out, texts, plan.run, job.seed),
-        "length": found.length,
-        "filler": found.filler,
-        "asides": found.asides,
+        "length": sampled.length,
+        "filler": sampled.filler,
+        "asides": sampled.asides,
     }
 
 
@@ -373,7 +373,7 @@ def _run(plan: StudyPlan, job: Job, folder: Path) -> dict[str, Any]:
 
 def _alignment(plan: StudyPlan, job: Job, folder: Path) -> list[dict[str, Any]]:
     training, _, _ = _of(plan, job)
-    found = alignment.measure(
+    by_arm = alignment.measure(
         load_model(folder),
         study_tokenizer(),
         training,
@@ -385,7 +385,7 @@ def _alignment(plan: StudyPlan, job: Job, folder: Path) -> list[dict[str, Any]]:
     )
     return [
         {"measured": arm, **{name: row[name] for name in alignment.FIGURES}, "weight_seconds": row["seconds"]}
-        for arm, row in found.items()
+        for arm, row in by_arm.items()
     ]
 
 
@@ -411,12 +411,12 @@ def _truth(plan: StudyPlan, job: Job, folder: Path) -> list[dict[str, Any]]:
 
 def total_hours(files: Files) -> dict[str, float]:
     """Processor hours of all finished jobs by kind."""
-    found: dict[str, float] = defaultdict(float)
+    hours: dict[str, float] = defaultdict(float)
     for file in files.all:
         seen = set()
         for row in file.read():
             key = tuple(row[name] for name in JOB_COLUMNS)
             if key not in seen:
                 seen.add(key)
-                found[row["kind"]] += float(row["job_seconds"]) / 3600
-    return dict(found)
+                hours[row["kind"]] += float(row["job_seconds"]) / 3600
+    return dict(hours)

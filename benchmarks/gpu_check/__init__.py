@@ -1,4 +1,4 @@
-"""What only a GPU can show, in parts that stand alone: ``bash scripts/gpu_check.sh [a] [b] [c] [d]``.
+"""Checks that only a GPU can make, in independent parts: ``bash scripts/gpu_check.sh [a] [b] [c] [d]``.
 
 :mod:`~gpu_check.parts` names the parts and what they need; each runs in a process of its own with a time limit and writes
 ``benchmarks/results/gpu_check/PART.json``, from which :mod:`~gpu_check.page` writes ``docs/gpu_check.md``. Part a

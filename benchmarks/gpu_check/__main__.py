@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None, results: Path = page.RESULTS, s
     """
     parser = argparse.ArgumentParser(
         prog="bash scripts/gpu_check.sh",
-        description="What only a GPU can show, in parts that stand alone: "
+        description="Checks that only a GPU can make, in independent parts: "
         + "; ".join(f"{part.letter}: {part.title}" for part in PARTS.values())
         + f". Each takes at most {LIMIT_SECONDS // 60} minutes on one GPU.",
     )
@@ -54,18 +54,18 @@ def main(arguments: Sequence[str] | None = None, results: Path = page.RESULTS, s
         print(f"gpu_check: {reason}", file=sys.stderr)
         return 1
 
-    found = {}
+    by_letter = {}
     for letter in dict.fromkeys(chosen):
         print(f"gpu_check: part {letter}, {PARTS[letter].title}", file=sys.stderr, flush=True)
-        found[letter] = execute(PARTS[letter], results)
+        by_letter[letter] = execute(PARTS[letter], results)
         page.write_page(results, shown)
-    for letter, result in found.items():
+    for letter, result in by_letter.items():
         print(f"{letter}: {result['status']}")
         for check in result["checks"]:
             if check["status"] != PASSED or result["status"] == FAILED:
                 print(f"   {check['status']}: {check['name']} ({check['said']})")
     print(f"results in {page.named(results)}, shown in {page.named(shown)}")
-    return 0 if all(result["status"] == PASSED for result in found.values()) else 1
+    return 0 if all(result["status"] == PASSED for result in by_letter.values()) else 1
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ MEASURED = ("--epochs", "1", "--repeats", "2", "--gradient-checkpointing", CHECK
 STEP_LIMIT = 1.18
 """Most that a GRAIL step of one epoch should cost, in GRPO steps: 35 % of the rows at 2 F of the account's 5 F is 1.14."""
 SMALL_GPU = 60 * 2**30
-"""Bytes of memory below which a model of Qwen3-0.6B's shape stands for Qwen3-4B's."""
+"""Bytes of memory below which a model of Qwen3-0.6B's shape takes the place of Qwen3-4B's."""
 TESTS = ("tests/verl_ext/test_layouts_gpu.py",)
 STAGES = ("old_log_probs", "saliency", "weights", "update")
 

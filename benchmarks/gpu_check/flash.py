@@ -9,7 +9,7 @@ TESTS = ("tests/verl_ext/test_flash_attention_gpu.py",)
 
 
 def run(outcome: Outcome, device: str = "cuda") -> None:
-    """All checks of the part: weights in bfloat16 behind verl's engine against a plain float32 model.
+    """All checks of the part: weights in bfloat16 by verl's engine against a plain float32 model.
 
     Args:
         outcome: what they are written to.

@@ -1,5 +1,5 @@
-"""What a part found: checks that hold or do not, and figures. On the disk after each of them, so that a part which is stopped
-leaves what it had."""
+"""The outcome of a part: checks that hold or do not, and figures. Each is on the disk at once, so that a part which is stopped
+leaves those before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Outcome:
 
     Args:
         path: the JSON file that is kept up to date.
-        record: where and how the part runs; what it finds is added.
+        record: where and how the part runs; checks and figures are added.
     """
 
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
@@ -25,15 +25,15 @@ class Outcome:
         self.result: dict[str, Any] = {**record, "checks": [], "figures": {}}
         self._save()
 
-    def check(self, name: str, holds: bool, said: str) -> None:
+    def check(self, name: str, holds: bool, detail: str) -> None:
         """Something that must be so.
 
         Args:
             name: what must be so, in words.
             holds: whether it is.
-            said: what was found, with its limit.
+            detail: the measured value, with its limit.
         """
-        self._add(name, PASSED if holds else FAILED, said)
+        self._add(name, PASSED if holds else FAILED, detail)
 
     def not_run(self, name: str, why: str) -> None:
         """Something that could not be checked here."""
@@ -59,8 +59,8 @@ class Outcome:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _add(self, name: str, status: str, said: str) -> None:
-        self.result["checks"].append({"name": name, "status": status, "said": said})
+    def _add(self, name: str, status: str, detail: str) -> None:
+        self.result["checks"].append({"name": name, "status": status, "said": detail})
         self._save()
 
     def _save(self) -> None:
@@ -70,5 +70,5 @@ class Outcome:
 
 def status_of(checks: list[dict[str, str]]) -> str:
     """Of a part: failed where a check did, passed where one did and none failed, else not run."""
-    found = {check["status"] for check in checks}
-    return next((status for status in (FAILED, PASSED) if status in found), NOT_RUN)
+    statuses = {check["status"] for check in checks}
+    return next((status for status in (FAILED, PASSED) if status in statuses), NOT_RUN)

@@ -1,4 +1,4 @@
-"""Writes ``docs/gpu_check.md`` from the results: every figure comes from them, and what has no result was not run.
+"""Writes ``docs/gpu_check.md`` from the results: every figure comes from them, and a part without a result was not run.
 
 PYTHONPATH=.:benchmarks python -m gpu_check.page
 """
@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu_check"
 PAGE = ROOT / "docs" / "gpu_check.md"
 MARKER = "results"
 INTERRUPTED = "interrupted"
-"""Stands for the status of a part whose process wrote last, without whoever started it."""
+"""Status of a part whose result the process that started it never completed."""
 NOTHING = "Nothing has been run on a GPU yet."
 
 
@@ -34,7 +34,7 @@ def write_page(folder: Path = RESULTS, page: Path = PAGE) -> None:
 
 
 def render(folder: Path) -> str:
-    """What stands between the page's markers."""
+    """The text between the page's markers."""
     results = {}
     for letter, part in PARTS.items():
         path = result_path(folder, part)
@@ -79,18 +79,18 @@ def _precision(shape: str, methods: Mapping[str, Mapping[str, float]]) -> list[s
         "| method | mean | 99 % below | largest | the weights' own deviation | rank correlation of the scores |",
         "|---|--:|--:|--:|--:|--:|",
     ]
-    for method, found in methods.items():
-        cells = " | ".join(f"{found[key]:.4f}" for key in ("mean", "q99", "max", "deviation", "rank_correlation"))
+    for method, figures in methods.items():
+        cells = " | ".join(f"{figures[key]:.4f}" for key in ("mean", "q99", "max", "deviation", "rank_correlation"))
         lines.append(f"| {method} | {cells} |")
     return [*lines, ""]
 
 
-def _passes(shape: str, found: Mapping[str, Any]) -> list[str]:
-    ways = found["ways"]
+def _passes(shape: str, figures: Mapping[str, Any]) -> list[str]:
+    ways = figures["ways"]
     forward = ways.get("forward", {}).get("seconds")
     lines = [
-        f"Shape of {shape}, bfloat16, one row of {found['tokens']} tokens, seconds the median of the runs; "
-        f"{_gibibytes(found['base_bytes'])} GiB are parameters.",
+        f"Shape of {shape}, bfloat16, one row of {figures['tokens']} tokens, seconds the median of the runs; "
+        f"{_gibibytes(figures['base_bytes'])} GiB are parameters.",
         "",
         "| pass | seconds | x the forward | peak memory, GiB | above the parameters |",
         "|---|--:|--:|--:|--:|",
@@ -101,13 +101,13 @@ def _passes(shape: str, found: Mapping[str, Any]) -> list[str]:
             continue
         seconds = statistics.median(values["seconds"])
         times = f"{seconds / statistics.median(forward):.2f}" if forward else ""
-        above = _gibibytes(values["peak_bytes"] - found["base_bytes"])
+        above = _gibibytes(values["peak_bytes"] - figures["base_bytes"])
         lines.append(f"| {way} | {seconds:.3f} | {times} | {_gibibytes(values['peak_bytes'])} | {above} |")
     return [*lines, ""]
 
 
-def _training_side(_: str, found: Mapping[str, Any]) -> list[str]:
-    setup = found["setup"]
+def _training_side(_: str, figures: Mapping[str, Any]) -> list[str]:
+    setup = figures["setup"]
     lines = [
         f"{setup['layers']} layers, width {setup['hidden']}, vocabulary {setup['vocabulary']}; {setup['rows']} rows x "
         f"{setup['tokens']} tokens, {setup['selected_rows']} of them selected; {setup['layout']}, {setup['attention']}; "
@@ -116,16 +116,16 @@ def _training_side(_: str, found: Mapping[str, Any]) -> list[str]:
         "| variant | seconds a step | x GRPO (lowest to highest) |",
         "|---|--:|--:|",
     ]
-    for variant, values in found["variants"].items():
+    for variant, values in figures["variants"].items():
         spread = f"{min(values['ratios']):.3f} to {max(values['ratios']):.3f}"
         lines.append(f"| {variant} | {values['seconds']:.2f} | {values['ratio']:.3f} ({spread}) |")
     lines += ["", "| stage | peak memory, GiB |", "|---|--:|"]
-    lines += [f"| {stage} | {_gibibytes(peak)} |" for stage, peak in found["peak_bytes"].items()]
+    lines += [f"| {stage} | {_gibibytes(peak)} |" for stage, peak in figures["peak_bytes"].items()]
     return [*lines, ""]
 
 
-def _smoke(_: str, found: Mapping[str, Any]) -> list[str]:
-    return ["| | |", "|---|--:|", *(f"| {_cell(str(name))} | {value} |" for name, value in found.items()), ""]
+def _smoke(_: str, figures: Mapping[str, Any]) -> list[str]:
+    return ["| | |", "|---|--:|", *(f"| {_cell(str(name))} | {value} |" for name, value in figures.items()), ""]
 
 
 def _gibibytes(size: float) -> str:

@@ -70,7 +70,7 @@ PARTS = {
 
 
 def missing(part: Part) -> list[str]:
-    """What the part needs and this interpreter lacks."""
+    """Modules that the part needs and this interpreter lacks."""
     return [name for name in part.needs if not _is_there(name)]
 
 
@@ -113,7 +113,7 @@ def execute(part: Part, folder: Path, device: str = "cuda", limit: float = LIMIT
     ended, output = run_command(command, limit)
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else _not_run(part, "")
     if ended is None:
-        _add_failure(result, f"ends within {limit / 60:g} minutes", "stopped; what is above it had found by then")
+        _add_failure(result, f"ends within {limit / 60:g} minutes", "stopped; the checks above were done by then")
     elif ended != 0:
         _add_failure(result, "runs to its end", f"exit status {ended}")
     result |= {"status": status_of(result["checks"]), "seconds": round(time.monotonic() - start, 1)}
@@ -172,7 +172,7 @@ def run_command(command: list[str], limit: float | None = None) -> tuple[int | N
 
 
 def last_line(output: str) -> str:
-    """The last line that says something."""
+    """The last line that is not empty."""
     return next((line for line in reversed(output.splitlines()) if line.strip()), "no output")
 
 
@@ -187,8 +187,8 @@ def _not_run(part: Part, why: str) -> dict[str, Any]:
     return {"name": part.letter, "status": NOT_RUN, "checks": checks, "figures": {}}
 
 
-def _add_failure(result: dict[str, Any], name: str, said: str) -> None:
-    result["checks"].append({"name": name, "status": FAILED, "said": said})
+def _add_failure(result: dict[str, Any], name: str, detail: str) -> None:
+    result["checks"].append({"name": name, "status": FAILED, "said": detail})
 
 
 def run_part(part: Part, path: Path, device: str) -> None:

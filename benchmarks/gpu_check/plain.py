@@ -1,7 +1,7 @@
 """Part a: torch and transformers alone. Token weights in bfloat16 against float32, and what each pass costs.
 
-Models of published shapes with random weights, built here: nothing is downloaded. Random weights tell time and memory as
-trained ones do; of precision they tell how rounding goes through that many layers of that width, not how it acts on a trained
+Models of published shapes with random weights, built here: nothing is downloaded. Random weights take the time and memory
+of trained ones; of precision they show how rounding goes through that many layers of that width, not how it acts on a trained
 model.
 
 Shape suffixes: B rows, L prompt + response, V vocabulary, N weighed tokens.
@@ -116,9 +116,9 @@ def against_cpu(outcome: Outcome, device: str, size: Size) -> None:
     rows = random_rows(2, 192, 16, size.small["vocab_size"], "cpu")
     for name in JUDGED:
         expected = weights(model, METHODS[name], rows)
-        found = weights(model.to(device), METHODS[name], tuple(tensor.to(device) for tensor in rows))
+        actual = weights(model.to(device), METHODS[name], tuple(tensor.to(device) for tensor in rows))
         model.to("cpu")
-        error = float((found.weights.cpu() - expected.weights).abs().max())
+        error = float((actual.weights.cpu() - expected.weights).abs().max())
         outcome.check(
             f"{name}: weights of the device are the CPU's", error <= 1e-3, f"off by {error:.1e}, allowed 1e-3"
         )
@@ -134,22 +134,22 @@ def precision(outcome: Outcome, shape: str, options: dict[str, int], device: str
         parameter.data = parameter.data.to(torch.bfloat16)
     table = {}
     for name, signal in METHODS.items():
-        found = compared(weights(model, signal, rows), exact[name])
-        table[name] = found
+        figures = compared(weights(model, signal, rows), exact[name])
+        table[name] = figures
         if name in JUDGED:
             outcome.check(
                 f"{shape}, {name}: bfloat16 keeps the weights",
-                found["mean"] <= MEAN_ERROR and found["rank_correlation"] >= RANK_CORRELATION,
-                f"weights off by {found['mean']:.4f} on average (at most {MEAN_ERROR}), scores' rank correlation "
-                f"{found['rank_correlation']:.4f} (at least {RANK_CORRELATION})",
+                figures["mean"] <= MEAN_ERROR and figures["rank_correlation"] >= RANK_CORRELATION,
+                f"weights off by {figures['mean']:.4f} on average (at most {MEAN_ERROR}), scores' rank correlation "
+                f"{figures['rank_correlation']:.4f} (at least {RANK_CORRELATION})",
             )
     outcome.figures(f"precision, {shape}", table)
 
 
-def compared(found: TokenWeights, exact: TokenWeights) -> dict[str, float]:
+def compared(actual: TokenWeights, exact: TokenWeights) -> dict[str, float]:
     """How far weights are off, over the tokens that have scores."""
     scored_BL = ~exact.scores.isnan()
-    error_N = (found.weights - exact.weights)[scored_BL].abs()
+    error_N = (actual.weights - exact.weights)[scored_BL].abs()
     return {
         "mean": float(error_N.mean()),
         "q99": float(error_N.quantile(0.99)),
@@ -158,7 +158,7 @@ def compared(found: TokenWeights, exact: TokenWeights) -> dict[str, float]:
         "rank_correlation": median(
             [
                 rank_correlation(ours_L[there_L], theirs_L[there_L])
-                for ours_L, theirs_L, there_L in zip(found.scores, exact.scores, scored_BL, strict=True)
+                for ours_L, theirs_L, there_L in zip(actual.scores, exact.scores, scored_BL, strict=True)
             ]
         ),
     }
@@ -176,7 +176,7 @@ def passes(outcome: Outcome, shape: str, options: dict[str, int], device: str, s
     rows = random_rows(1, size.tokens, size.prompt, options["vocab_size"], device)
     base = peak_memory(device, lambda: None)
     clock = Clock(device)
-    found: dict[str, dict[str, Any]] = {}
+    measured: dict[str, dict[str, Any]] = {}
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -192,16 +192,16 @@ def passes(outcome: Outcome, shape: str, options: dict[str, int], device: str, s
             try:
                 peak = peak_memory(device, way)
                 seconds = interleaved(clock, {label: way}, size.repeats)[label]
-                found[label] = {"seconds": seconds, "peak_bytes": peak}
+                measured[label] = {"seconds": seconds, "peak_bytes": peak}
             except torch.cuda.OutOfMemoryError:
-                found[label] = {"out_of_memory": True}
+                measured[label] = {"out_of_memory": True}
             model.zero_grad(set_to_none=True)
             release(device)
-    outcome.figures(f"passes, {shape}", {"tokens": size.tokens, "base_bytes": base, "ways": found})
-    _judge_passes(outcome, shape, found)
+    outcome.figures(f"passes, {shape}", {"tokens": size.tokens, "base_bytes": base, "ways": measured})
+    _judge_passes(outcome, shape, measured)
 
 
-def _judge_passes(outcome: Outcome, shape: str, found: dict[str, dict[str, Any]]) -> None:
+def _judge_passes(outcome: Outcome, shape: str, measured: dict[str, dict[str, Any]]) -> None:
     """A saliency pass must fit wherever training fits, and checkpointing must save it memory."""
     for smaller, larger, why in (
         ("grail", "training", "GRAIL's pass needs less memory than training"),
@@ -213,14 +213,14 @@ def _judge_passes(outcome: Outcome, shape: str, found: dict[str, dict[str, Any]]
         ("grail, checkpointed", "grail", "checkpointing saves memory in GRAIL's pass"),
     ):
         name = f"{shape}: {why}"
-        if found[smaller].get("out_of_memory"):
-            outcome.check(name, bool(found[larger].get("out_of_memory")), f"{smaller}: out of memory")
-        elif found[larger].get("out_of_memory"):
+        if measured[smaller].get("out_of_memory"):
+            outcome.check(name, bool(measured[larger].get("out_of_memory")), f"{smaller}: out of memory")
+        elif measured[larger].get("out_of_memory"):
             outcome.check(name, True, f"{larger}: out of memory; {smaller} fits")
         else:
-            peaks = [found[way]["peak_bytes"] for way in (smaller, larger)]
-            said = f"{smaller} {peaks[0] / 2**30:.2f} GiB, {larger} {peaks[1] / 2**30:.2f} GiB"
-            outcome.check(name, peaks[0] < peaks[1], said)
+            peaks = [measured[way]["peak_bytes"] for way in (smaller, larger)]
+            detail = f"{smaller} {peaks[0] / 2**30:.2f} GiB, {larger} {peaks[1] / 2**30:.2f} GiB"
+            outcome.check(name, peaks[0] < peaks[1], detail)
 
 
 def forward_pass(model: PreTrainedModel, input_ids_1L: torch.Tensor) -> None:
@@ -262,7 +262,7 @@ def random_model(options: dict[str, int], device: str, dtype: torch.dtype) -> Pr
 
 
 def random_rows(rows: int, tokens: int, prompt: int, vocabulary: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Rows of random words that end in an answer and a few words behind it, all of them wrong.
+    """Rows of random words that end in an answer and a few words after it, all of them wrong.
 
     Returns:
         ids (B, L), attention mask (B, L), response mask (B, L), advantages (B,), as
@@ -281,7 +281,7 @@ def random_rows(rows: int, tokens: int, prompt: int, vocabulary: int, device: st
 
 @cache
 def wordy_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Single bytes, then words that stand for nothing, as many as the vocabulary needs."""
+    """Single bytes, then words without a meaning, as many as the vocabulary needs."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*letters, *(f"w{index}" for index in range(vocabulary - len(letters) - 2)), "<pad>", "<end>"]
     backend = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))

@@ -22,12 +22,12 @@ def run_tests(outcome: Outcome, files: Sequence[str]) -> None:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", f"--junitxml={report}", *files]
         code, output = run_command(command)
-        found = 0
+        count = 0
         if report.exists():
             for case in ElementTree.parse(report).iter("testcase"):
-                found += 1
+                count += 1
                 _add(outcome, case)
-    if code not in (0, 1) or not found:
+    if code not in (0, 1) or not count:
         outcome.check(f"pytest runs {', '.join(files)}", False, f"exit status {code}: {last_line(output)}")
 
 

@@ -58,7 +58,7 @@ def _figures(folder: Path, target: Path) -> int:
     run = data.open_run(folder)
     for path in write_figures(run, target):
         print(path.resolve())
-    _say(run)
+    _print_problems(run)
     return 0
 
 
@@ -69,12 +69,12 @@ def _terminal(folder: Path, step: int | None, row: int | None) -> int:
     if run.dump is None:
         raise ValueError(f"{folder} has no token dump ({data.TOKENS}/, algorithm.token_dump.folder)")
     print_rollout(run.dump, step, row)
-    _say(run)
+    _print_problems(run)
     return 0
 
 
-def _say(run: data.Run) -> None:
-    """What could not be read of a run."""
+def _print_problems(run: data.Run) -> None:
+    """Print the unreadable parts of a run."""
     for problem in run.problems:
         print(f"report: {problem}", file=sys.stderr)
 

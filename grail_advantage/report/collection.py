@@ -37,7 +37,7 @@ class Collection:
     groups: list[dict[str, Any]] = field(default_factory=list)
     problems: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[Any, int] = field(default_factory=dict)
-    """Problems by what tells them apart."""
+    """Numbers of the problems by their keys."""
     seen: int = 0
 
     def add(self, run: int, rows: Sequence[DumpRow], quota: int) -> None:

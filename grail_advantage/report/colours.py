@@ -4,7 +4,7 @@ Computed in OKLab (Björn Ottosson, "A perceptual color space for image processi
 A diverging scale goes from blue over the page's own ground to orange, with the same lightness and the same distance on both
 sides; blue and orange differ for protan, deutan and tritan eyes alike. A sequential one goes from the ground to violet.
 
-Weights stand on it by their ratio to 1: a weight of 2 is as far from the middle as one of 1/2.
+The place of a weight on it is its ratio to 1: a weight of 2 is as far from the middle as one of 1/2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 WEIGHT_LIMIT = 4.0
-"""Weights from 1/4 to 4 are told apart; what lies beyond has the colour of the end."""
+"""Weights from 1/4 to 4 differ in colour; those beyond have the colour of the end."""
 WEIGHT_TICKS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -72,18 +72,18 @@ def sequential(steps: int = 65, theme: Theme = LIGHT) -> list[str]:
 
 
 def weight_place(weights: np.ndarray | float) -> np.ndarray:
-    """Where weights stand on a diverging scale, from -1 to 1; NaN stays NaN."""
+    """Places of weights on a diverging scale, from -1 to 1; NaN stays NaN."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.clip(np.log(np.asarray(weights, dtype=np.float64)) / math.log(WEIGHT_LIMIT), -1.0, 1.0)
 
 
 def signed_place(values: np.ndarray | float, limit: float) -> np.ndarray:
-    """Where signed values stand on a diverging scale whose ends are ``-limit`` and ``limit``."""
+    """Places of signed values on a diverging scale whose ends are ``-limit`` and ``limit``."""
     return np.clip(np.asarray(values, dtype=np.float64) / limit, -1.0, 1.0) if limit > 0 else np.zeros(np.shape(values))
 
 
 def share_place(values: np.ndarray | float, lowest: float, highest: float) -> np.ndarray:
-    """Where values stand on a sequential scale, from 0 to 1."""
+    """Places of values on a sequential scale, from 0 to 1."""
     width = highest - lowest
     values = np.asarray(values, dtype=np.float64)
     return np.clip((values - lowest) / width, 0.0, 1.0) if width > 0 else np.zeros(np.shape(values))

@@ -24,7 +24,7 @@ def methods_of(headers: Sequence[DumpHeader | None], collection: Collection) -> 
 
 
 def overlays(kept: Sequence[Kept]) -> list[str]:
-    """What tokens can be coloured by."""
+    """Values that tokens can be coloured by."""
     known = {name.split(":")[0] for one in kept for name in one.columns.values}
     return [name for name in _OVERLAYS if name in known] or ["weight"]
 
@@ -102,7 +102,7 @@ def _position(tables: Sequence[by_position.RowTable | None]) -> dict[str, Any] |
 
 
 def _weight_limit(weights: np.ndarray, share: float = 0.98) -> float:
-    """The least limit of the scale that tells this share of the weights apart."""
+    """The least limit of a scale on which this share of the weights differs in colour."""
     for limit in _WEIGHT_LIMITS[:-1]:
         inside = (weights >= 1 / limit) & (weights <= limit)
         if not weights.size or inside.mean() >= share:

@@ -2,7 +2,7 @@
 
 A block is ``b85(deflate(columns))``: token numbers into the page's table of tokens, and one column of each kind of value. A
 column is kept exactly (float32) or rounded to levels that lie evenly over the row's own range; assets/unpack.js reads it back.
-What is alike stands together, bytes of one significance in a stretch with a Huffman table of its own: that compresses best.
+Bytes of one significance are next to each other, in a stretch with a Huffman table of its own: that compresses best.
 
 Shape suffixes: T response tokens.
 """
@@ -28,7 +28,7 @@ _COARSE = ("surprisal", "entropy")
 
 
 def encode(*parts: bytes) -> str:
-    """Deflated, each part by itself, and as text that may stand in a ``<script>``: base 85 without ``<``, 5/4 of the bytes."""
+    """Deflated, each part by itself, and as text that a ``<script>`` may hold: base 85 without ``<``, 5/4 of the bytes."""
     packer = zlib.compressobj(9)
     data = b"".join(packer.compress(part) + packer.flush(zlib.Z_BLOCK) for part in parts) + packer.flush()
     return base64.b85encode(data).decode("ascii").replace("<", "/")
@@ -55,7 +55,7 @@ class Vocabulary:
         return np.fromiter(of_tokens, dtype=np.uint32, count=len(texts))
 
     def table(self, order: np.ndarray) -> dict[str, Any]:
-        """What the page needs of each token, in an order of numbers: id, text, and which are special."""
+        """The page's table of tokens, in an order of numbers: ids, texts, and which are special."""
         tokens = list(self.numbers)
         ordered = [tokens[number] for number in order.tolist()]
         special = [place for place, (token, text) in enumerate(ordered) if not text and token in self.special]
@@ -121,7 +121,7 @@ def pack(columns: Columns, rank: np.ndarray, bits: int, rounding: Rounding | Non
         columns: of the rollout.
         rank: place in the page's table of tokens, of each number of the vocabulary; frequent tokens first pack best.
         bits: of ``PRECISIONS``.
-        rounding: is told what the rounding costs.
+        rounding: collects the cost of the rounding.
     """
     head: dict[str, Any] = {"n": len(columns.numbers_T)}
     head["ids"], parts = _pack_numbers(rank[columns.numbers_T], len(rank))

@@ -111,7 +111,7 @@ def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: flo
         }
         order, rank = pack.by_frequency((kept.columns for kept in collection.kept), len(collection.vocabulary.numbers))
         vocabulary = pack.encode_json(collection.vocabulary.table(order))
-        # What the last line of the page says depends on the room that is left.
+        # The last line of the page depends on the room that is left.
         without = _page(title, index.plain(content | {"foot": []}), vocabulary, [""] * asked)
         room = int(megabytes * 1e6) - len(without) - 1000
         blocks, bits, rounding = pack.pack_all([kept.columns for kept in collection.kept], rank, room)

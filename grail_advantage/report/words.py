@@ -12,7 +12,7 @@ from grail_advantage.token_dump import DumpHeader
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """Ends of the paths that tell the runs apart."""
+    """Ends of the paths, as long as the runs need to differ in them."""
     parts = []
     for folder in folders:
         whole = folder.resolve().parts

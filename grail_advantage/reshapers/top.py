@@ -31,7 +31,7 @@ def top_tokens(scores_BT: torch.Tensor, mask_BT: torch.Tensor, count_B1: torch.T
     Returns:
         bool (B, T).
     """
-    # Adding 0 turns a negative zero into a positive one, so that no sort can tell them apart.
+    # Adding 0 turns a negative zero into a positive one, so that no sort distinguishes them.
     known_BT = torch.where(mask_BT, scores_BT.double() + 0.0, -torch.inf)
     order_BT = known_BT.sort(dim=-1, descending=True, stable=True).indices
     places_BT = torch.arange(order_BT.shape[-1], device=order_BT.device).expand_as(order_BT)

@@ -154,7 +154,7 @@ def is_equal(gold: str, answer: str) -> bool:
         readings.append((_hundredth(gold_value), answer_value))
     if answer_is_percent and not gold_is_percent and _number(answer_value) is not None:
         readings.append((gold_value, _hundredth(answer_value)))
-    # `2e-1` is Euler's number in one answer and a power of ten in another; only the gold answer can tell.
+    # `2e-1` is Euler's number in one answer and a power of ten in another; only the gold answer decides.
     scientific = _scientific(gold_value), _scientific(answer_value)
     if scientific != (gold_value, answer_value):
         readings.append(scientific)

@@ -1,4 +1,4 @@
-"""RLSD: a token matters as much as its probability moves once the model is told the answer.
+"""RLSD: a token matters as much as its probability moves once the model knows the answer.
 
 Source: RLSD (arXiv 2604.03128). The prompt is asked again with privileged text in its last user message, the gold answer or a
 reference solution, and the response that was sampled without it follows, token for token. The current policy is its own
@@ -6,7 +6,7 @@ teacher. With D_t the log-probability of token t there minus the one it was samp
 
     u_t = clip(exp(sign(A) D_t), 1 - epsilon, 1 + epsilon),    w_t = (1 - lam) + lam u_t.
 
-A row without privileged text has nothing to tell the model: every token of it weighs 1, as in GRPO.
+Every token of a row without privileged text weighs 1, as in GRPO.
 
 The text comes from a data set and may hold anything. In the prompt it stays inside its message, see :func:`harmless`.
 
@@ -38,7 +38,7 @@ REQUEST = (
     "Work the problem out yourself, in your own words and step by step. The result above is only there to keep you on the "
     "right track: do not mention it."
 )
-"""What the last user message ends in, behind an empty line."""
+"""The end of the last user message, after an empty line."""
 
 _MISSING = object()
 
@@ -91,17 +91,17 @@ class RlsdConfig(Signal):
 
     privileged_column: str = option(
         "reward_model.ground_truth",
-        "column of the data set with the privileged text, fields of fields behind dots, entries of lists by their number "
+        "column of the data set with the privileged text, fields of fields after dots, entries of lists by their number "
         "from 0: the gold answer, or for example extra_info.solution for a reference solution",
     )
 
     max_privileged_tokens: int = option(
-        1024, "most tokens of the privileged text that are used; what comes behind is left out", ge=1
+        1024, "most tokens of the privileged text that are used; the rest is left out", ge=1
     )
 
     request: str = option(
         REQUEST,
-        f"what the last user message ends in, behind an empty line; {PLACE} stands for the privileged text. Control "
+        f"end of the last user message, after an empty line; {PLACE} is the place of the privileged text. Control "
         "tokens lose their meaning in all of it",
     )
 
@@ -152,15 +152,15 @@ class RlsdConfig(Signal):
                 f"{self.section}.privileged_column={self.privileged_column!r} is in no row of the batch; of these columns "
                 f"the rows have {', '.join(known) or 'none'}"
             )
-        told_B = torch.tensor(
+        privileged_B = torch.tensor(
             [self._privileged_text(example) != "" for example in batch.examples],
             dtype=torch.bool,
             device=rows.selected_B.device,
         )
-        return replace(rows, selected_B=rows.selected_B & told_B)
+        return replace(rows, selected_B=rows.selected_B & privileged_B)
 
     def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
-        """The same response behind the prompt with the privileged text, or the row itself where there is no such text."""
+        """The same response after the prompt with the privileged text, or the row itself where there is no such text."""
         example = row.example
         text = cut(self._privileged_text(example), self.max_privileged_tokens, tokenizer)
         if example is None or not text:
@@ -178,8 +178,8 @@ class RlsdConfig(Signal):
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
         """The teacher's log-probabilities."""
-        found = model.micro_batches(rows, lambda micro: micro.response_log_probs(), gradients=False)
-        return [RowScores(log_probs_T.float()) for log_probs_T in found]
+        log_probs = model.micro_batches(rows, lambda micro: micro.response_log_probs(), gradients=False)
+        return [RowScores(log_probs_T.float()) for log_probs_T in log_probs]
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor) -> torch.Tensor:
         """D, see the module."""
@@ -245,7 +245,7 @@ def cut(text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def harmless(text: str, tokenizer: PreTrainedTokenizerBase, header: str = "") -> str:
-    """The text with a space behind the first character of everything that could end its message.
+    """The text with a space after the first character of everything that could end its message.
 
     That is every string that the tokenizer would turn into one of its added tokens (``<|im_end|>``, ``<think>``), and what
     opens the assistant's turn. ``< |im_end|>`` reads nearly the same and is made of ordinary tokens. A template that marks
@@ -267,7 +267,7 @@ def harmless(text: str, tokenizer: PreTrainedTokenizerBase, header: str = "") ->
 
 
 def extended(messages: Sequence[Mapping[str, Any]], addition: str) -> list[dict[str, Any]]:
-    """A copy of a chat whose last user message goes on with ``addition``. A content is a text or a list of parts."""
+    """A copy of a chat whose last user message ends in ``addition``. A content is a text or a list of parts."""
     copy = [dict(message) for message in messages]
     last = next(message for message in reversed(copy) if message.get("role") == "user")
     content = _plain(last.get("content"))
@@ -284,7 +284,7 @@ def extended(messages: Sequence[Mapping[str, Any]], addition: str) -> list[dict[
 def _assistant_header(
     messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> str:
-    """What the chat template puts in front of an answer; empty for a template that puts nothing there."""
+    """The text that the chat template puts in front of an answer; empty for a template that puts nothing there."""
     without, complete = (
         _render(messages, tokenizer, options, add_generation_prompt=asks, tokenize=False) for asks in (False, True)
     )

@@ -1,8 +1,8 @@
 """SHEAR: a token matters as much as its surroundings differ from every response of the other outcome.
 
-Source: SHEAR (arXiv 2604.23318), from a detailed reading; no code was found. The distances between stretches of hidden states
-are in :mod:`.shear_distances`. The other outcome is the other sign of the advantage: rows without an advantage, such as
-truncated ones where these are masked, stand on neither side.
+Source: SHEAR (arXiv 2604.23318), from a detailed reading, without its authors' code. The distances between stretches of hidden
+states are in :mod:`.shear_distances`. The other outcome is the other sign of the advantage: rows without an advantage, such as
+truncated ones where these are masked, are on neither side.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ShearConfig(Signal):
         groups: dict[int, list[int]] = {}
         for index, row in enumerate(rows):
             groups.setdefault(row.group, []).append(index)
-        found = [torch.ones(row.response_length) for row in rows]  # copies that fill up a rank keep these
+        all_scores = [torch.ones(row.response_length) for row in rows]  # copies that fill up a rank keep these
         for group, members in groups.items():
             if group < 0:
                 continue
@@ -80,8 +80,8 @@ class ShearConfig(Signal):
                 tolerance=self.tolerance,
             )
             for index, scores_T in zip(members, scores, strict=True):
-                found[index] = scores_T
-        return [RowScores(scores_T) for scores_T in found]
+                all_scores[index] = scores_T
+        return [RowScores(scores_T) for scores_T in all_scores]
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
         """The scores are the weights."""

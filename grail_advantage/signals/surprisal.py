@@ -1,4 +1,4 @@
-"""Surprisal: how unlikely the policy found each token that it drew.
+"""Surprisal: how unlikely each drawn token was under the policy.
 
 By default the gate and the map make a hard selection: of a wrong response only the least likely reasoning token is held
 responsible, and right responses stay as they are.

@@ -17,7 +17,7 @@ from grail_advantage.weighting import apply_token_weights
 
 TOKEN_WEIGHTS = "token_weights"
 WEIGHS_TOKENS = "weighs_tokens"
-"""Attribute of the estimators made here, by which they are told from verl's."""
+"""Attribute of the estimators made here, which verl's do not have."""
 
 AdvantageFn = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -41,7 +41,7 @@ def start_command(estimator: str) -> str:
 
 
 def weighted_estimator(name: str, base: AdvantageFn) -> AdvantageFn:
-    """An estimator for verl's ``register_adv_est``: ``base`` times the token weights found in the configuration.
+    """An estimator for verl's ``register_adv_est``: ``base`` times the token weights in the configuration.
 
     verl passes a registered estimator nothing of the batch but rewards, mask, group index and configuration, so the weights
     travel as ``config["token_weights"]``, float (B, T), in a plain mapping (a DictConfig holds no tensors). This route serves

@@ -45,7 +45,7 @@ def check_text(tokenizer: PreTrainedTokenizerBase, model: DictConfig) -> None:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, signal: Signal) -> None:
-    """Refuse a tokenizer that the method cannot work with, or in whose tokens no answer can be found.
+    """Refuse a tokenizer that the method cannot work with, or whose tokens hide the answer.
 
     Raises:
         ValueError: naming the remedy.
@@ -101,7 +101,7 @@ def _architecture(config: DictConfig, folder: str | None) -> Architecture | None
         )
         return architecture_of(config, trust_remote_code=trusted)
     except Exception as error:
-        # Not on this machine, or code that needs more than the meta device: the run itself will tell.
+        # Not on this machine, or code that needs more than the meta device: the run itself will show it.
         if folder is not None:
             logger.warning(
                 "the code of actor_rollout_ref.model.path=%s cannot be looked at before the run (%s: %s): no forward is shared",

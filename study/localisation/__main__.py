@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="FILE.jsonl",
         required=True,
         help="labelled solutions: ProcessBench (problem, steps, label), or GSM8K (question, answer), where one result of each "
-        "solution is changed and carried on",
+        "solution is changed, with all later results",
     )
     parser.add_argument(
         "--twins",

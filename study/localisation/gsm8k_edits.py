@@ -1,7 +1,7 @@
-"""Worked solutions with one wrong result: GSM8K's own, with one intermediate result changed and carried on.
+"""Worked solutions with one wrong result: GSM8K's own, with one intermediate result and its consequences changed.
 
 GSM8K marks every calculation, as in ``48/2=<<48/2=24>>24``. So a result can be changed, and all later calculations that use it
-worked out again: what follows the slip is consistent with it, as when somebody errs once and reasons on. The wrong step is
+worked out again: the text after the slip is consistent with it, as after a single error of reasoning. The wrong step is
 known exactly.
 
 A number in a text has no name: a changed result is recognised by its value. Solutions where that is not certain are left out,
@@ -23,7 +23,7 @@ _UNMARKED = re.compile(r"=\s*[$€£]?\s*\d(?![^<]*>>)")
 """An equals sign in front of a number, outside annotations."""
 _FINAL = re.compile(r"^####\s*(.*?)\s*$")
 _COMMON = frozenset(map(Fraction, (0, 1, 2, 4, 5, 7, 10, 12, 20, 24, 30, 50, 52, 60, 100, 365, 1000)))
-"""Values that a later line may bring in by itself, such as the days of a week; none of them is carried on."""
+"""Values that a later line may bring in by itself, such as the days of a week; a result that is used later is none of them."""
 _MAX_EXPRESSION = 200
 
 
@@ -38,7 +38,7 @@ class Step:
     text: str
     """Without the annotations."""
     results: Sequence[tuple[int, int]]
-    """Where the results of its calculations stand in the text, half-open ranges of characters."""
+    """Results of its calculations in the text, half-open ranges of characters."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class _Calculation:
     start: int
     """Of the annotation, in the annotated line."""
     shown: tuple[int, int]
-    """The result behind it, in the annotated line."""
+    """The result after it, in the annotated line."""
 
 
 def parse_solution(answer: str) -> tuple[list[str], str]:
-    """The lines of a GSM8K answer, annotations included, and what stands behind ``####``.
+    """The lines of a GSM8K answer, annotations included, and the text after ``####``.
 
     Raises:
         CannotEditError: there is no ``####``.
@@ -94,7 +94,7 @@ def plain_step(annotated: str) -> Step:
 
 
 def edit_solution(question: str, answer: str, seed: str) -> EditedSolution:
-    """Change one result of a GSM8K solution and carry it on.
+    """Change one result of a GSM8K solution and all results that depend on it.
 
     Which result, and to what, is drawn evenly among those that can be changed; the number of its digits stays.
 
@@ -139,15 +139,15 @@ def edit_solution(question: str, answer: str, seed: str) -> EditedSolution:
 
 
 def _calculations(lines: Sequence[str]) -> list[_Calculation]:
-    found = []
+    calculations = []
     for number, line in enumerate(lines):
         for match in _ANNOTATION.finditer(line):
             shown = _NUMBER.match(line, match.end())
             value = evaluate(match[1])
             if shown is None or value != _value(shown[0]) or [value] != _values(match[2]):
                 raise CannotEditError("a calculation that does not hold as written")
-            found.append(_Calculation(number, match[1], value, match.start(), shown.span()))
-    return found
+            calculations.append(_Calculation(number, match[1], value, match.start(), shown.span()))
+    return calculations
 
 
 def _slips(lines: Sequence[str], calculation: _Calculation, generator: random.Random) -> list[Fraction]:
@@ -206,14 +206,14 @@ def _carry_on(
         if number < slip.line:
             edited.append(line)
             continue
-        # Of the step itself, what stands before the changed result stays; the annotation's own result is changed.
+        # Of the step itself, the text before the changed result stays; the annotation's own result is changed.
         kept = slip.start + len("<<") + len(slip.expression) if number == slip.line else 0
         edited.append(line[:kept] + _replaced(line[kept:], changed))
     return edited, _replaced(final, changed)
 
 
 def _check_name(calculation: _Calculation, asked: set[Fraction], lines: Sequence[str]) -> None:
-    """A result can be told by its value where no number before it has that."""
+    """Refuse a result whose value an earlier number has: it could not be recognised by its value."""
     before = [*lines[: calculation.line], lines[calculation.line][: calculation.start]]
     expression = _values(calculation.expression)
     if calculation.value in asked.union(expression, *(_values(line) for line in before)):

@@ -2,8 +2,8 @@
 
 Everything is measured inside a response, as an advantage is shared out inside a response, and then averaged over problems.
 Each method ranks the tokens by its score, read in the direction in which its weight grows: a map that clips its weights would
-only add ties. Beside the methods stand rankings that look at no model or at nothing but the policy's own column, so that a
-method's figure can be told from that of its place in the text or of the kind of its token.
+only add ties. Beside the methods there are rankings that look at no model or at nothing but the policy's own column, so that a
+method's figure can be compared with that of the place in the text or of the kind of token.
 
 Intervals are percentile bootstraps over problems.
 
@@ -36,7 +36,7 @@ METRICS: dict[str, str] = {
     "weight_auroc": "token_auroc of the weights instead of the scores",
     "weight_lift": "mean weight in the wrong step over the mean weight of all steps",
 }
-"""What is measured, in words. Of several equal values, each is as often above as below."""
+"""The metrics in words. Of several equal values, each is as often above as below."""
 SPLITS = ("all", "wrong step last", "wrong step not last")
 
 
@@ -93,7 +93,7 @@ def weighted_means(values_PM: np.ndarray, counts_RP: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class LabelledRow:
-    """What of a response is measured; masks are bool (T,)."""
+    """The measured parts of a response; masks are bool (T,)."""
 
     problem: str
     twin: bool
@@ -131,9 +131,9 @@ def labelled_row(row: DumpRow, seed: int = 0) -> LabelledRow | None:
     if wrong is None or len(steps) < 2:
         return None
 
-    def inside(found: Sequence[Sequence[int]]) -> np.ndarray:
+    def inside(places: Sequence[Sequence[int]]) -> np.ndarray:
         mask_T: np.ndarray = np.zeros(length, dtype=bool)
-        for first, past in found:
+        for first, past in places:
             mask_T[first : min(past, end)] = True
         return mask_T
 
@@ -147,7 +147,7 @@ def labelled_row(row: DumpRow, seed: int = 0) -> LabelledRow | None:
         "later token": index_T,
         "number token": number_T.astype(float),
     }
-    # What costs nothing stands beside the methods even where none of them is it.
+    # Columns that cost nothing are rankings even where no method uses them.
     if row.old_log_prob_T is not None and "surprisal" not in row.methods:
         rankings["surprisal"] = -row.old_log_prob_T.astype(float)
     if row.entropy_T is not None and "entropy" not in row.methods:
@@ -163,15 +163,17 @@ def labelled_row(row: DumpRow, seed: int = 0) -> LabelledRow | None:
         wrong_result_T=inside([changed]) & result_T,
         rankings={
             **rankings,
-            **{name: found.score_T.astype(float) for name, found in row.methods.items() if found.score_T is not None},
+            **{
+                name: method.score_T.astype(float) for name, method in row.methods.items() if method.score_T is not None
+            },
         },
-        weights={name: found.weight_T.astype(float) for name, found in row.methods.items()},
+        weights={name: method.weight_T.astype(float) for name, method in row.methods.items()},
     )
 
 
 def directions(rows: Sequence[LabelledRow]) -> dict[str, int]:
     """1 for a method whose weights grow with its scores, -1 for one where they fall; over all rows."""
-    found: dict[str, float] = {}
+    covariances: dict[str, float] = {}
     for row in rows:
         for name, weight_T in row.weights.items():
             if name not in row.rankings:
@@ -180,8 +182,10 @@ def directions(rows: Sequence[LabelledRow]) -> dict[str, int]:
             score, weight = row.rankings[name][tokens], weight_T[tokens]
             if np.isfinite(score).all():
                 rank = np.argsort(np.argsort(score)).astype(float)
-                found[name] = found.get(name, 0.0) + float(((rank - rank.mean()) * (weight - weight.mean())).sum())
-    return {name: -1 if sign < 0 else 1 for name, sign in found.items()}
+                covariances[name] = covariances.get(name, 0.0) + float(
+                    ((rank - rank.mean()) * (weight - weight.mean())).sum()
+                )
+    return {name: -1 if sign < 0 else 1 for name, sign in covariances.items()}
 
 
 def row_metrics(row: LabelledRow, values_T: np.ndarray, weight_T: np.ndarray | None = None) -> dict[str, float]:
@@ -322,9 +326,9 @@ def localise(dump: Sequence[DumpRow], seed: int = 0, resamples: int = RESAMPLES)
     place = {problem: index for index, problem in enumerate(problems)}
     for name in rankings:
         values = {kind: np.full((len(problems), len(METRICS)), np.nan) for kind in ("wrong", "twin")}
-        for problem, twin, _, ranking, found in per_problem:
+        for problem, twin, _, ranking, measured in per_problem:
             if ranking == name:
-                values["twin" if twin else "wrong"][place[problem]] = [found[metric] for metric in METRICS]
+                values["twin" if twin else "wrong"][place[problem]] = [measured[metric] for metric in METRICS]
         values["difference"] = values["wrong"] - values["twin"]
         for split, chosen_P in chosen.items():
             for kind, values_PM in values.items():
@@ -354,9 +358,9 @@ def _figures(values_PM: np.ndarray, seed: int, resamples: int) -> list[Figure]:
     means_M = weighted_means(values_PM, np.ones((1, problems)))[0]
     known_M = np.isfinite(values_PM).sum(axis=0)
     tail = (1 - LEVEL) / 2
-    found = []
+    figures = []
     for mean, number, means_R in zip(means_M, known_M, means_RM.T, strict=True):
         finite = means_R[np.isfinite(means_R)]
         low, high = (float(np.quantile(finite, at)) if len(finite) else np.nan for at in (tail, 1 - tail))
-        found.append(Figure(float(mean), low, high, int(number)))
-    return found
+        figures.append(Figure(float(mean), low, high, int(number)))
+    return figures

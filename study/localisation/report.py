@@ -35,60 +35,60 @@ _PANELS = (
 )
 
 
-def write_report(found: Localisation, folder: Path, about: Mapping[str, Any]) -> list[Path]:
+def write_report(result: Localisation, folder: Path, about: Mapping[str, Any]) -> list[Path]:
     """Write the page, the figures as CSV and JSON, those of each problem as CSV, and a plot as PNG and SVG.
 
     Args:
-        found: the result.
+        result: the figures.
         folder: where to.
-        about: what was measured: model, file, methods, versions; stands in the page and in the JSON.
+        about: what was measured: model, file, methods, versions; for the page and the JSON.
 
     Returns:
         The files; without the plot where matplotlib is not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [_write_figures(found, folder / "localisation.csv"), _write_problems(found, folder / "problems.csv")]
+    paths = [_write_figures(result, folder / "localisation.csv"), _write_problems(result, folder / "problems.csv")]
     json_path = folder / "localisation.json"
     record = {
         "about": dict(about),
-        "problems": found.problems,
-        "mean_steps": found.steps,
-        "mean_tokens": found.tokens,
-        "wrong_step_last": found.last,
-        "left_out": dict(found.left_out),
-        "directions": dict(found.directions),
+        "problems": result.problems,
+        "mean_steps": result.steps,
+        "mean_tokens": result.tokens,
+        "wrong_step_last": result.last,
+        "left_out": dict(result.left_out),
+        "directions": dict(result.directions),
         "metrics": METRICS,
-        "figures": [dict(zip(_HEAD, line, strict=True)) for line in _lines(found)],
+        "figures": [dict(zip(_HEAD, line, strict=True)) for line in _lines(result)],
     }
     json_path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     paths.append(json_path)
-    plots = _plot(found, folder)
+    plots = _plot(result, folder)
     page = folder / PAGE
-    page.write_text(markdown(found, about, [path.name for path in plots if path.suffix == ".png"]), encoding="utf-8")
+    page.write_text(markdown(result, about, [path.name for path in plots if path.suffix == ".png"]), encoding="utf-8")
     return [page, *paths, *plots]
 
 
 _HEAD = ("ranking", "split", "metric", "of", "value", "low", "high", "problems")
 
 
-def _lines(found: Localisation) -> list[tuple[Any, ...]]:
+def _lines(result: Localisation) -> list[tuple[Any, ...]]:
     return [
         (*key, *(round(number, 5) for number in (figure.value, figure.low, figure.high)), figure.problems)
-        for key, figure in found.figures.items()
+        for key, figure in result.figures.items()
     ]
 
 
-def _write_figures(found: Localisation, path: Path) -> Path:
+def _write_figures(result: Localisation, path: Path) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([_HEAD, *_lines(found)])
+        csv.writer(file, lineterminator="\n").writerows([_HEAD, *_lines(result)])
     return path
 
 
-def _write_problems(found: Localisation, path: Path) -> Path:
+def _write_problems(result: Localisation, path: Path) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("problem", "of", "wrong_step", "ranking", *METRICS))
-        for problem, twin, last, ranking, figures in found.per_problem:
+        for problem, twin, last, ranking, figures in result.per_problem:
             numbers = ["" if figures[name] != figures[name] else f"{figures[name]:.4g}" for name in METRICS]
             writer.writerow((problem, "twin" if twin else "wrong", "last" if last else "not last", ranking, *numbers))
     return path
@@ -97,21 +97,21 @@ def _write_problems(found: Localisation, path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------------- page
 
 
-def markdown(found: Localisation, about: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
+def markdown(result: Localisation, about: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
     """The page."""
-    has_twins = any(kind == "twin" for *_, kind in found.figures)
+    has_twins = any(kind == "twin" for *_, kind in result.figures)
     lines = [
         "# Does the weight find the wrong step?",
         "",
         *(f"- {name}: {value}" for name, value in about.items()),
-        f"- {found.problems} solutions with one labelled wrong step, in {found.last} of them the last one; on average "
-        f"{found.steps:.1f} steps and {found.tokens:.0f} tokens in them.",
-        *(f"- left out: {count} {reason}" for reason, count in found.left_out.items()),
+        f"- {result.problems} solutions with one labelled wrong step, in {result.last} of them the last one; on average "
+        f"{result.steps:.1f} steps and {result.tokens:.0f} tokens in them.",
+        *(f"- left out: {count} {reason}" for reason, count in result.left_out.items()),
         "",
         "AUROC inside each solution, mean over solutions with its 95 % bootstrap interval over problems; 0.5 is chance. Each "
         "method ranks tokens by its score, read in the direction in which its weight grows.",
         "",
-        *_table(found, _COLUMNS),
+        *_table(result, _COLUMNS),
         "",
     ]
     for picture in pictures:
@@ -124,22 +124,22 @@ def markdown(found: Localisation, about: Mapping[str, Any], pictures: Sequence[s
             "against the others), and the difference, problem by problem. What a method finds there already is the place and "
             "the kind of the step, not the error.",
             "",
-            *_twins(found),
+            *_twins(result),
             "",
         ]
     for split in SPLITS[1:]:
-        problems = found.last if split == "wrong step last" else found.problems - found.last
+        problems = result.last if split == "wrong step last" else result.problems - result.last
         if problems:
             lines += [
                 f"## {split[0].upper() + split[1:]}: {problems} problems",
                 "",
-                *_table(found, _COLUMNS, split),
+                *_table(result, _COLUMNS, split),
                 "",
             ]
     lines += [
         "## Other figures",
         "",
-        *_table(found, _OTHERS),
+        *_table(result, _OTHERS),
         "",
         *(f"- {title}: {METRICS[metric]}." for metric, title in (*_COLUMNS, *_OTHERS)),
         "",
@@ -147,28 +147,28 @@ def markdown(found: Localisation, about: Mapping[str, Any], pictures: Sequence[s
     return "\n".join(lines)
 
 
-def _table(found: Localisation, columns: Sequence[tuple[str, str]], split: str = "all") -> list[str]:
+def _table(result: Localisation, columns: Sequence[tuple[str, str]], split: str = "all") -> list[str]:
     rows = [["ranking by", *(title for _, title in columns)]]
-    for ranking in found.rankings:
-        rows.append([f"`{ranking}`" if ranking in found.directions else ranking])
-        rows[-1] += [_said(found.get(ranking, metric, split)) for metric, _ in columns]
+    for ranking in result.rankings:
+        rows.append([f"`{ranking}`" if ranking in result.directions else ranking])
+        rows[-1] += [_formatted(result.get(ranking, metric, split)) for metric, _ in columns]
     return _markdown_table(rows)
 
 
-def _twins(found: Localisation) -> list[str]:
+def _twins(result: Localisation) -> list[str]:
     rows = [["ranking by"]]
     shown = (("token_auroc", "tokens"), ("result_auroc", "result tokens"), ("step_auroc_max", "steps, max"))
     for _, title in shown:
         rows[0] += [f"{title}: right solution", f"{title}: difference"]
-    for ranking in found.rankings:
-        rows.append([f"`{ranking}`" if ranking in found.directions else ranking])
+    for ranking in result.rankings:
+        rows.append([f"`{ranking}`" if ranking in result.directions else ranking])
         for metric, _ in shown:
-            rows[-1].append(_said(found.get(ranking, metric, kind="twin")))
-            rows[-1].append(_said(found.get(ranking, metric, kind="difference"), sign="+"))
+            rows[-1].append(_formatted(result.get(ranking, metric, kind="twin")))
+            rows[-1].append(_formatted(result.get(ranking, metric, kind="difference"), sign="+"))
     return _markdown_table(rows)
 
 
-def _said(figure: Figure | None, sign: str = "") -> str:
+def _formatted(figure: Figure | None, sign: str = "") -> str:
     if figure is None:
         return ""
     value, low, high = (round(number, 2) + 0.0 for number in (figure.value, figure.low, figure.high))  # no minus zero
@@ -187,14 +187,14 @@ def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------------- plot
 
 
-def _plot(found: Localisation, folder: Path) -> list[Path]:
+def _plot(result: Localisation, folder: Path) -> list[Path]:
     """Dots with their intervals, a panel a metric; nothing without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Canvas
     except ImportError:
         return []
-    names = list(found.rankings)
+    names = list(result.rankings)
     canvas = Canvas(figsize=(11, 1.6 + 0.34 * len(names)), layout="constrained")
     FigureCanvasAgg(canvas)
     panels = canvas.subplots(1, len(_PANELS), sharey=True)
@@ -209,7 +209,7 @@ def _plot(found: Localisation, folder: Path) -> list[Path]:
                 "the same step, still right",
             ),
         ):
-            shown = [(place, found.get(name, metric, kind=kind)) for place, name in enumerate(names)]
+            shown = [(place, result.get(name, metric, kind=kind)) for place, name in enumerate(names)]
             known = [(place, figure) for place, figure in shown if figure is not None]
             if not known:
                 continue
@@ -231,7 +231,7 @@ def _plot(found: Localisation, folder: Path) -> list[Path]:
         axes.tick_params(axis="y", length=0)
     panels[0].set_yticks(range(len(names)), names)
     panels[0].invert_yaxis()
-    if any(kind == "twin" for *_, kind in found.figures):
+    if any(kind == "twin" for *_, kind in result.figures):
         canvas.legend(
             *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9
         )

@@ -1,6 +1,6 @@
-"""Solutions in steps, of which one is the first wrong one: what a method's scores are measured against.
+"""Solutions in steps, of which one is the first wrong one: the reference for a method's scores.
 
-Two formats of JSON lines, told apart by their keys: ProcessBench (``problem``, ``steps``, ``label``: the index of the first
+Two formats of JSON lines, distinguished by their keys: ProcessBench (``problem``, ``steps``, ``label``: the index of the first
 wrong step, -1 where all are right), and GSM8K (``question``, ``answer``), of which labelled solutions are made, see
 :mod:`.gsm8k_edits`.
 """
@@ -18,10 +18,10 @@ from grail_advantage.analyze.responses import Response, json_lines
 from study.localisation.gsm8k_edits import CannotEditError, EditedSolution, Step, edit_solution
 
 SUFFIX = " Please reason step by step, and put your final answer within \\boxed{}."
-"""What a problem ends in, as GRAIL's prompts do."""
+"""The end of a problem, as of GRAIL's prompts."""
 _FINAL = "The final answer is \\boxed{{{}}}."
 _RESULT = re.compile(r"=\s*[$€£]?\s*(\d[\d,]*(?:\.\d+)?)")
-"""A result in a text without annotations: a number behind an equals sign."""
+"""A result in a text without annotations: a number after an equals sign."""
 PROCESS_BENCH = ("problem", "steps", "label")
 GSM8K = ("question", "answer")
 
@@ -49,7 +49,7 @@ class Solution:
         """For the analysis; the labels are ranges of characters.
 
         Args:
-            chat: whether the prompt is a message for the chat template, or a text with a line break behind it.
+            chat: whether the prompt is a message for the chat template, or a text with a line break after it.
         """
         labels: dict[str, Any] = {"steps": list(self.steps), "results": list(self.results)}
         if self.label >= 0:
@@ -159,7 +159,7 @@ def _with_answer(
 
 
 def _joined(steps: Sequence[str], separator: str) -> tuple[str, list[tuple[int, int]]]:
-    """The steps as one text, and where each is; what separates two steps belongs to the first."""
+    """The steps as one text, and where each is; the separator of two steps belongs to the first."""
     response, ranges = "", []
     for index, step in enumerate(steps):
         start = len(response)

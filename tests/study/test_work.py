@@ -313,7 +313,8 @@ def test_the_plans_hours_end_a_sitting_and_it_says_so(
     assert files.start.path.read_bytes() == before and not files.runs.read(), "nothing began"
     said = capsys.readouterr().out
     assert (
-        "No further job fits into the plan's 12 core-hours, though work is left: to go on, raise hours in study" in said
+        "No further job fits into the plan's 12 core-hours, though work is left: to continue, raise hours in study"
+        in said
     )
 
 
