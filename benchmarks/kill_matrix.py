@@ -53,7 +53,7 @@ KINDS = {
         *(Kind("script", signal) for signal in ("SIGTERM", "SIGKILL")),
     )
 }
-SCRIPT = "\"$@\" & run=$!; trap 'kill $run; wait $run' EXIT; wait $run"
+SCRIPT = "setpriv --pdeathsig TERM \"$@\" & run=$!; trap 'kill $run; wait $run' EXIT; wait $run"
 """What examples/ and scripts/ do around the driver."""
 
 

@@ -238,7 +238,11 @@ fi
 
 # Runs a command that gets the signals which end this script; a shell's background job hears no Ctrl-C by itself.
 launch() {
-    "$@" &
+    local until_parent_ends=()
+    if command -v setpriv >/dev/null; then
+        until_parent_ends=(setpriv --pdeathsig TERM) # also where this script is killed
+    fi
+    "${until_parent_ends[@]}" "$@" &
     local pid=$! status=0
     trap 'kill -TERM "$pid"' INT TERM HUP
     wait "$pid" || status=$?

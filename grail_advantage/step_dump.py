@@ -53,16 +53,14 @@ class StepRows:
 
     def taken(self, chosen: Sequence[int]) -> StepRows:
         """These rows alone, their tensors copied."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        whole = {"method", "signal", "rows_in_step"}
-        return replace(
-            self,
-            **{
-                name: value[chosen] if isinstance(value, torch.Tensor) else [value[row] for row in chosen]
-                for name, value in values.items()
-                if name not in whole
-            },
-        )
+        changes: dict[str, Any] = {}
+        for entry in fields(self):
+            values = getattr(self, entry.name)
+            if isinstance(values, torch.Tensor):
+                changes[entry.name] = values[chosen]
+            elif entry.name not in ("method", "signal", "rows_in_step"):
+                changes[entry.name] = [values[row] for row in chosen]
+        return replace(self, **changes)
 
 
 def neutral_reasons(

@@ -24,8 +24,12 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 
-def check_config(config: DictConfig) -> None:
+def check_config(config: DictConfig, kind: str) -> None:
     """Check a run's resolved configuration; :func:`grail_advantage.verl_ext.entry.prepare_run` checks the settings of methods.
+
+    Args:
+        config: the configuration.
+        kind: verl's name for the kind of trainer.
 
     Raises:
         ValueError: naming the option and the remedy.
@@ -33,7 +37,7 @@ def check_config(config: DictConfig) -> None:
     check_trl()
     if config.algorithm.adv_estimator not in methods():
         _check_stock(config)
-    if checks.trainer_kind(config) == "separate_async":
+    if kind == "separate_async":
         _check_separate_async(config)
     _check_rollout_log_probs(config)
 

@@ -21,7 +21,7 @@ import os
 import sys
 from importlib.metadata import version
 
-from grail_advantage.verl_ext.checks import check_verl_version
+from grail_advantage.verl_ext.checks import check_verl_version, trainer_kind
 
 # Before anything of verl is imported: another version may not have what follows.
 check_verl_version(version("verl"))
@@ -58,8 +58,9 @@ def prepare(config: DictConfig) -> None:
     if kept and mode in TRAINER_MODES and OmegaConf.select(config, TRAINER_MODULE) is None:
         config.trainer.v1.trainer_mode = f"kept_{mode}"
         OmegaConf.update(config, TRAINER_MODULE, "recipe.run_life.trainer", force_add=True)
-    check_config(config)
+    kind = trainer_kind(config)
     prepare_run(config)
+    check_config(config, kind)
     if kept:
         check_run(config)
     # verl's own: the function in its place would prepare the run again.

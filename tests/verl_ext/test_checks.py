@@ -34,9 +34,9 @@ MODE = "trainer.v1.trainer_mode"
 
 def check_config(config: DictConfig) -> None:
     """The checks of ``recipe.main_grail``."""
-    recipe.checks.check_config(config)
     if config.algorithm.adv_estimator in methods():
         checks.check_config(config)
+    recipe.checks.check_config(config, checks.trainer_kind(config))
 
 
 def _compose(*overrides: str, name: str = "grail_trainer") -> DictConfig:
@@ -86,10 +86,6 @@ REFUSED = {
     ),
     "greedy rollouts": ("actor_rollout_ref.rollout.temperature=0", r"rollout\.temperature=0 does not .*above 0"),
     "other trainer": (f"{MODE}=legacy", r"trainer\.v1\.trainer_mode=legacy does not .*; use sync or colocate_async or"),
-    "no rollout devices": (
-        f"{MODE}=separate_async",
-        r"rollout\.nnodes=0 does not work with .*separate_async; set the number",
-    ),
     "an option of another method": (
         "+algorithm.grail.noise_std=1",
         r"grail\.noise_std is not an option; it is one of oar\. The options of grail are .*\bleaf\b",
