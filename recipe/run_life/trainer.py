@@ -22,6 +22,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
 
+from grail_advantage.verl_ext.patches import set_trainer_mode
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.trainer_modes import base_mode
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSeparateAsync
@@ -59,8 +60,7 @@ class KeptRun:
     """TransferQueue's actors, which are there before the trainer."""
 
     def __init__(self, config: DictConfig) -> None:
-        with open_dict(config):  # verl compares it with its own names
-            config.trainer.v1.trainer_mode = base_mode(type(self))
+        set_trainer_mode(config, base_mode(type(self)))
         self._folder = Path(config.trainer.default_local_dir)
         self._run = read_json(self._folder / RUN_DEFINITION).get("run", "unknown")
         self.watch = Watch(config, Actors(self._held_actors, self._engines).deaths)

@@ -66,6 +66,7 @@ class Watch:
         self._now = _Phase(START, 0)
         self._first: int | None = None
         self._words: str | None = None
+        self._ended = threading.Event()
 
     def enter(self, phase: str, step: int) -> None:
         """A phase begins. ``END`` is the last one, in which actors may go."""
@@ -101,7 +102,8 @@ class Watch:
             with suppress(Exception):  # Ray's control service is away; if it stays away, Ray ends this process
                 self._words = self.look()
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        time.sleep(INTERRUPT_SECONDS)
+        if self._ended.wait(INTERRUPT_SECONDS):
+            return
         # The trainer does not hear. The driver reads the end of this process's log.
         print(self._words, file=sys.stderr, flush=True)
         os._exit(1)
@@ -115,6 +117,7 @@ class Watch:
             words = self._words or self._words_after(error)
             if words is None:
                 raise
+            self._ended.set()
             raise RunEnded(words) from error
 
     def _words_after(self, error: BaseException) -> str | None:

@@ -13,10 +13,10 @@ import pytest
 import verl  # noqa: F401  its plugin registers the estimators
 
 import recipe.main_grail  # noqa: F401  stores the methods' sections
-from tests.verl_ext.test_checks import check_config
 from recipe.marked_text import marked
 from tests import forked
 from tests.composed import compose
+from tests.verl_ext.test_checks import check_config
 
 ROOT = Path(__file__).parents[2]
 
