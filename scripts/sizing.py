@@ -1,10 +1,10 @@
-"""What fits where: memory, disk and hours of a run of the launch scripts, and the command for a model and some GPUs.
+"""Memory, disk and hours of a run of the launch scripts, and the command for a model and some GPUs.
 
     python scripts/sizing.py --model qwen3-4b --gpus 2 --memory 80             # one case, part by part, and its command
     python scripts/sizing.py --model qwen3-4b --gpus 8 --memory 80 --nodes 2
     python scripts/sizing.py --write docs/gpu_sizing.md                        # the page's table and formulas
 
-Computed, not measured: the formulas stand beside their terms (``Part``), are printed with every case and make the page's list.
+Computed, not measured: each term (``Part``) has its formula, which is printed with every case and listed on the page.
 They are for FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing, as the launch scripts train.
 """
 
@@ -201,7 +201,7 @@ def _micro_batch(model: Model, setup: Setup) -> Iterator[Part]:
 
 
 def phases(model: Model, setup: Setup) -> dict[str, list[Part]]:
-    """What one GPU holds in each phase of a step."""
+    """Memory of one GPU in each phase of a step."""
     whole, block, table = parameters(model), block_parameters(model), model.vocabulary * model.hidden
     count, stays, lora = tokens(setup), not setup.offload, setup.lora_rank > 0
     parallel = setup.tensor_parallel
@@ -387,7 +387,7 @@ def cases() -> Iterator[tuple[str, int, int, int, Setup | None]]:
 
 def page() -> str:
     """The generated part of docs/gpu_sizing.md."""
-    lines = ["| model | GPUs | what is trained | GPU, fullest phase | host | checkpoints | hours | command |"]
+    lines = ["| model | GPUs | trained | GPU, fullest phase | host | checkpoints | hours | command |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for key, nodes, gpus, memory, setup in cases():
         name = f"{nodes} x {gpus} x {memory} GB" if nodes > 1 else f"{gpus} x {memory} GB"

@@ -55,8 +55,10 @@ def benchmark_names(text: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown or not names:
-        what = f"--benchmarks {', '.join(map(repr, unknown))} is unknown" if unknown else "--benchmarks names nothing"
-        raise ValueError(f"{what}; choose from {', '.join(BENCHMARKS)}, or all for the six published ones")
+        complaint = (
+            f"--benchmarks {', '.join(map(repr, unknown))} is unknown" if unknown else "--benchmarks names nothing"
+        )
+        raise ValueError(f"{complaint}; choose from {', '.join(BENCHMARKS)}, or all for the six published ones")
     return names
 
 
