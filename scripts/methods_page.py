@@ -1,4 +1,4 @@
-"""The page of all methods, ``docs/methods.md``, from what is registered.
+"""The page of all methods, ``docs/methods.md``, from the registry.
 
 ``python scripts/methods_page.py`` writes everything between the markers ``<!-- methods -->`` and ``<!-- /methods -->`` of that
 page: tables of all methods, a section for each with its options, the same for the reshapers, and the metrics. It takes them

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRAIL | environment for everything that runs without a GPU, in .venv at the project's root | Linux x86_64
-# Knobs: PYTHON (the interpreter to build it with, 3.11 or 3.12; otherwise the first such one that is found),
+# Knobs: PYTHON (the interpreter to build it with, 3.11 or 3.12; otherwise the first one on PATH),
 #        TORCH_CPU_INDEX (where torch's CPU build comes from when the configured indexes have none: PyTorch's own index)
 #
 # Installs requirements-cpu.txt with the hashes of requirements-cpu.lock, the distribution "vllm" of
@@ -124,7 +124,7 @@ if [[ -z $python ]]; then
         fi
     done
     if [[ -z $python ]]; then
-        say "found no Python 3.11 or 3.12; name one with PYTHON=/path/to/python3.11"
+        say "there is no Python 3.11 or 3.12; name one with PYTHON=/path/to/python3.11"
         exit 1
     fi
 fi
@@ -146,7 +146,7 @@ else
 fi
 
 torch=$(sed -n 's/^torch==//p' requirements-cpu.txt)+cpu
-# A build's name ends in what it was built for, so the names show the build before any download.
+# A version's suffix names its build, so that the build is known before any download.
 offered=$("$venv/bin/python" -m pip index versions torch 2>/dev/null | sed -n 's/^Available versions: //p' || true)
 if [[ ", $offered," == *", $torch,"* ]]; then
     torch_from="those, too"

@@ -3,7 +3,7 @@
 #
 # Knobs: PYTHON (python3: an interpreter of a virtual environment), FLASH_ATTN (auto: verl's wheel, or compiled where verl has
 #        none; build: compiled), FLASH_ATTN_INDEX (where verl publishes its wheels), MAX_JOBS (compilers at once; otherwise by
-#        memory and cores), FLASH_ATTN_CUDA_ARCHS (what to compile for, as in "80;90"; otherwise the GPUs that are there),
+#        memory and cores), FLASH_ATTN_CUDA_ARCHS (targets to compile for, as in "80;90"; otherwise the GPUs that are there),
 #        ANY_MACHINE (1: install although something is wrong with the machine, such as no GPU while an image is built)
 #
 #   bash scripts/setup_gpu.sh                        # requirements.lock and this project in editable form
@@ -23,7 +23,7 @@ flash_attn_index=${FLASH_ATTN_INDEX:-$wheelhouse/cu130/torch2.11/simple/ $wheelh
 any_machine=${ANY_MACHINE:-0}
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-# What torch 2.11.0 of PyPI is built for, and the first driver that runs it.
+# The CUDA of PyPI's torch 2.11.0, and the first driver that runs it.
 cuda=13.0
 driver_needed=580.65.06
 # GB: the wheels by their sizes in the index; unpacked, a bound; objects and temporary files of a build of flash-attn

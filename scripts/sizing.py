@@ -178,7 +178,7 @@ def tokens(setup: Setup) -> int:
 
 
 def usable(setup: Setup) -> float:
-    """Bytes of a GPU without CUDA's context, NCCL's buffers and what the allocator loses."""
+    """Bytes of a GPU without CUDA's context, NCCL's buffers and the allocator's losses."""
     return 0.95 * setup.memory * GB - 1.5 * GB
 
 
@@ -258,7 +258,7 @@ def cache_tokens(model: Model, setup: Setup) -> float:
 
 
 def host_memory(model: Model, setup: Setup) -> float:
-    """Bytes of a node's own memory: processes, and the larger of loading and of what OFFLOAD moves there.
+    """Bytes of a node's own memory: processes, and the larger of loading and of the states that OFFLOAD moves there.
 
     verl loads a model with tied embeddings in every process, others in one.
     """
@@ -307,7 +307,7 @@ def fits(model: Model, setup: Setup) -> bool:
 
 
 def candidates(model: Model, gpus: int, memory: float, nodes: int) -> Iterator[Setup]:
-    """From what changes least to what changes most."""
+    """Setups in the order in which they change the published one, the smallest change first."""
     plain = Setup(gpus, memory, nodes, response=model.response)
     ways = [
         {},
@@ -378,7 +378,7 @@ CASES = [(1, 1, 24), (1, 2, 24), (1, 8, 24), (1, 1, 80), (1, 2, 80), (1, 8, 80),
 
 
 def cases() -> Iterator[tuple[str, int, int, int, Setup | None]]:
-    """Of the table: model, nodes, GPUs, memory and what is chosen."""
+    """Rows of the table: model, nodes, GPUs, memory and the chosen setup."""
     for key, model in MODELS.items():
         for nodes, gpus, memory in CASES:
             if gpus <= 2 or model.script != ONE_GPU:

@@ -61,7 +61,7 @@ fi
 echo "3/4 the same start again" >&2
 if ! "${training[@]}" >"$run_dir/again.log" 2>&1 || ! grep -q "already finished" "$run_dir/again.log"; then
     tail -n 40 "$run_dir/again.log" >&2
-    echo "a second start should have said that the run is finished; the end of $run_dir/again.log is above" >&2
+    echo "the second start does not report that the run is finished; the end of $run_dir/again.log is above" >&2
     exit 1
 fi
 
@@ -74,5 +74,5 @@ if ! bash scripts/evaluate.sh --model "$run_dir/checkpoints/global_step_2" --ben
 fi
 
 echo "smoke run of examples/$script, ADV_ESTIMATOR=${ADV_ESTIMATOR:-grail}"
-echo "  proved      a second start says that the run is finished  (again.log)"
+echo "  proved      a second start reports that the run is finished  (again.log)"
 "$python" -m recipe.smoke report "$run_dir" "$run_dir/evaluation"

@@ -66,7 +66,7 @@ def load_benchmarks(names: list[str], data_dir: Path) -> list[Benchmark]:
     """Read ``data_dir/NAME.parquet`` for every name.
 
     Raises:
-        ValueError: files are missing (all of them are named), or one is not what :mod:`recipe.data.prepare` writes.
+        ValueError: files are missing (all of them are named), or one is not a file of :mod:`recipe.data.prepare`.
     """
     paths = {name: data_dir / f"{name}.parquet" for name in names}
     missing = {name: path for name, path in paths.items() if not path.is_file()}

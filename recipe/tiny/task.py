@@ -101,7 +101,7 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
         if held_out == (split == "validation"):
             chosen[text] = problem
     if len(chosen) < size:
-        raise ValueError(f"size={size}: only {len(chosen)} different {split} problems were found; ask for fewer")
+        raise ValueError(f"size={size}: only {len(chosen)} different {split} problems exist; ask for fewer")
     return list(chosen.values())
 
 
