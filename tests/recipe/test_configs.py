@@ -19,6 +19,7 @@ def test_verl_grail_is_verls_own_configuration_but_for_the_estimator() -> None:
         ours = OmegaConf.to_container(compose("verl_grail"))
     with initialize_config_module("verl.trainer.config", version_base=None):
         verls = OmegaConf.to_container(compose("ppo_trainer"))
+    del ours["run_life"]
     assert ours["algorithm"].pop("adv_estimator") == "grail"
     for name in algorithm_sections():
         del ours["algorithm"][name]
