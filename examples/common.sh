@@ -2,8 +2,8 @@
 # shellcheck disable=SC2034,SC2154  # variables go to and come from the sourcing script
 #
 # Shared by examples/run_*_grail.sh for NVIDIA GPUs: reads the knobs, checks them and fills the parameter arrays. The sourcing
-# script has set model_path, max_response_length and micro_batch_sequences, and then adds to the arrays what its model
-# needs. The published hyper-parameters themselves are in recipe/config/grail_trainer.yaml.
+# script has set model_path, max_response_length and micro_batch_sequences, and then adds its model's parameters
+# to the arrays. The published hyper-parameters themselves are in recipe/config/grail_trainer.yaml.
 
 # ---------------------------------------- user-adjustable ----------------------------------------
 
@@ -138,7 +138,7 @@ if [[ $dry_run == 0 && " $* " != *" data."*"_files="* ]]; then
     done
 fi
 
-# A run carries on from the last checkpoint under its name, so the name tells apart what one compares; whatever else differs is
+# A run resumes from the last checkpoint under its name, so the name holds the settings that one compares; other differences are
 # refused at start-up (recipe/run_life/identity.py).
 variant=$method
 if [[ $method == grail ]]; then
@@ -196,7 +196,7 @@ ALGORITHM=(
     algorithm.adv_estimator="$adv_estimator"
     algorithm.grail.preset="$preset"
     algorithm.oar.variant="$oar_variant"
-    # what the method makes of every token, for python -m grail_advantage.report; see docs/token_dump.md
+    # scores and weight of every token, for python -m grail_advantage.report; see docs/token_dump.md
     algorithm.token_dump.folder="$output_dir/tokens"
     algorithm.token_dump.every=10
 )
@@ -227,7 +227,7 @@ if ((lora_rank > 0)); then
     ROLLOUT+=(actor_rollout_ref.rollout.load_format=safetensors)
 fi
 if [[ $dry_run == 1 ]]; then
-    # A dry run leaves no file behind.
+    # A dry run writes no file.
     EXTRA+=(hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=disabled hydra/hydra_logging=disabled)
 fi
 if [[ $fresh == 1 && $dry_run == 0 ]]; then

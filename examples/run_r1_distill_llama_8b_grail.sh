@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRAIL | DeepSeek-R1-Distill-Llama-8B | FSDP training | NVIDIA GPUs
 #
-# The model thinks before it answers and cannot be told not to, so a response may have 8192 tokens: under the published
+# The model always thinks before it answers, so a response may have 8192 tokens: under the published
 # limit of 4096 many would be cut off, and a truncated response teaches nothing. The loss is divided by the longest response,
 # and so by 8192.
 #

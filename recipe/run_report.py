@@ -28,7 +28,7 @@ _ACCURACY = re.compile(r"val-core/.+/acc/mean@\d+")
 
 @dataclass(frozen=True)
 class Step:
-    """What one line of the metrics file says of a training step; ``None`` where it says nothing."""
+    """A training step in one line of the metrics file; figures that the line lacks are ``None``."""
 
     number: int
     accuracy: float | None
@@ -81,7 +81,7 @@ def _is_running(pid: int) -> bool:
 def _new_steps(run_dir: Path, pid: int) -> Iterator[Step | None]:
     """Steps as they are logged; ``None`` whenever nothing new came for a second.
 
-    What an earlier life of the run logged is not new. A run that goes on from an earlier step takes the later ones out of the
+    Lines of an earlier life of the run are not new. A run that resumes from an earlier step removes the later ones from the
     file before it logs again.
     """
     seen = read_lines(run_dir)
@@ -102,15 +102,15 @@ def watch(run_dir: Path, pid: int, total: int) -> None:
     started = time.monotonic()
     first_step_at: float | None = None
     first = 0
-    said_at = started
+    reported_at = started
     before = read_steps(run_dir)
     if before:
         print(f"  {before[-1].number} steps are logged already", flush=True)
     for step in _new_steps(run_dir, pid):
         now = time.monotonic()
         if step is None:
-            if first_step_at is None and now - said_at >= 15:
-                said_at = now
+            if first_step_at is None and now - reported_at >= 15:
+                reported_at = now
                 print(f"  starting Ray, vLLM and the trainer: {now - started:.0f} s", flush=True)
             continue
         parts = [f"step {step.number:>4}/{total}"]
@@ -136,7 +136,7 @@ def summary(run_dir: Path, title: str) -> str:
     """
     steps = read_steps(run_dir)
     if not steps:
-        raise ValueError(f"{run_dir / METRICS_FILE} holds no steps; see {run_dir / 'train.log'} for what went wrong")
+        raise ValueError(f"{run_dir / METRICS_FILE} holds no steps; see {run_dir / 'train.log'} for the cause")
     validated = [step for step in steps if step.accuracy is not None]
     trained = [step for step in steps if step.reward is not None]
     rows: list[tuple[str, str]] = [("training steps", str(len(trained)))]

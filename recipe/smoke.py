@@ -1,7 +1,7 @@
-"""The smoke run's problems, and what the run proved (``scripts/smoke_run.sh``).
+"""The smoke run's problems and claims (``scripts/smoke_run.sh``).
 
     python -m recipe.smoke data DIR                            problems for training, validation and evaluation; no network
-    python -m recipe.smoke report RUN_DIR EVALUATION_DIR       what was proved, one line each; status 1 where something was not
+    python -m recipe.smoke report RUN_DIR EVALUATION_DIR       the claims, one line each; status 1 where one is not proved
 
 The problems are products of two numbers and a sum: easy enough that a small model gets some right, hard enough that it gets
 some wrong, so that groups of responses differ and the method has rows to weigh.
@@ -30,7 +30,7 @@ SUMMARY = "smoke.json"
 
 
 class Claim(NamedTuple):
-    """Something that the run was to prove."""
+    """A claim that the run has to prove."""
 
     what: str
     proved: bool
@@ -59,14 +59,14 @@ def _problem(generator: random.Random, *, prompt: bool) -> dict[str, Any]:
 
 
 def claims(run_dir: Path, evaluation_dir: Path) -> list[Claim]:
-    """What the smoke run was to prove, from the files that training and evaluation left.
+    """The smoke run's claims, checked on the files of training and evaluation.
 
     Args:
         run_dir: the experiment's folder below ``outputs/``.
         evaluation_dir: the evaluation's ``--output-dir``.
 
     Raises:
-        OSError: a file is not there at all.
+        OSError: a file is missing.
     """
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = {record["step"]: record["data"] for record in map(json.loads, lines)}
@@ -76,17 +76,19 @@ def claims(run_dir: Path, evaluation_dir: Path) -> list[Claim]:
     method = definition["algorithm.adv_estimator"]
     results = json.loads((evaluation_dir / "results.json").read_text(encoding="utf-8"))["benchmarks"][BENCHMARK]
 
-    found: list[Claim] = []
+    checked: list[Claim] = []
 
     def claim(what: str, name: str, holds: Callable[[float], bool], *, once: bool = False) -> None:
         values = [data.get(name, math.nan) for data in trained]
         proved = (any if once else all)(holds(value) for value in values) and bool(values)
-        found.append(Claim(what, proved, ", ".join(f"{value:.3g}" for value in values)))
+        checked.append(Claim(what, proved, ", ".join(f"{value:.3g}" for value in values)))
 
-    found.append(Claim(f"{STEPS} steps were trained", len(trained) == STEPS, f"{len(trained)} in metrics.jsonl"))
+    checked.append(Claim(f"{STEPS} steps were trained", len(trained) == STEPS, f"{len(trained)} in metrics.jsonl"))
     claim("the loss is a number", "actor/pg_loss", math.isfinite)
     claim("the gradients are numbers, and not all 0", "actor/grad_norm", lambda v: math.isfinite(v) and v >= 0)
-    found[-1] = found[-1]._replace(proved=found[-1].proved and any(data.get("actor/grad_norm") for data in trained))
+    checked[-1] = checked[-1]._replace(
+        proved=checked[-1].proved and any(data.get("actor/grad_norm") for data in trained)
+    )
     claim("right and wrong answers in one batch", "critic/score/mean", lambda v: 0 < v < 1, once=True)
     claim("engine and trainer agree on the model", "training/rollout_actor_probs_pearson_corr", lambda v: v > 0.9)
     if f"{method}/selected_rate" in (trained[0] if trained else {}):
@@ -94,21 +96,21 @@ def claims(run_dir: Path, evaluation_dir: Path) -> list[Claim]:
             claim(f"{method} chose rows", f"{method}/selected_rate", lambda v: v > 0, once=True)
             claim(f"{method}'s weights differ between tokens", f"{method}/weight_deviation", lambda v: v > 0, once=True)
         claim("every score is a number", f"{method}/non_finite_rate", lambda v: v == 0)
-    found.append(Claim("the checkpoint was written", (checkpoint / "actor").is_dir(), checkpoint.name))
+    checked.append(Claim("the checkpoint was written", (checkpoint / "actor").is_dir(), checkpoint.name))
     answered = 1 - results["unanswered"]["value"]
     problems = f"{results['problems']} problems, {answered:.0%} of the responses answered"
-    found.append(Claim("the checkpoint was evaluated, and answers", answered > 0, problems))
-    return found
+    checked.append(Claim("the checkpoint was evaluated, and answers", answered > 0, problems))
+    return checked
 
 
 def report(run_dir: Path, evaluation_dir: Path) -> bool:
     """Print the claims, write them to ``RUN_DIR/smoke.json``, and say whether all were proved."""
-    found = claims(run_dir, evaluation_dir)
-    for claim in found:
+    checked = claims(run_dir, evaluation_dir)
+    for claim in checked:
         print(f"  {'proved    ' if claim.proved else 'NOT PROVED'}  {claim.what}  ({claim.figure})")
-    summary = [claim._asdict() for claim in found]
+    summary = [claim._asdict() for claim in checked]
     (run_dir / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    return all(claim.proved for claim in found)
+    return all(claim.proved for claim in checked)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

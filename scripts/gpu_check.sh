@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GRAIL | what only a GPU can show, in parts that stand alone | one NVIDIA GPU (two for sequence parallelism)
-# Knobs: PYTHON (python3; part a needs torch, transformers, numpy and pydantic alone, the others what scripts/setup_gpu.sh installs)
+# GRAIL | checks that need a GPU, in independent parts | one NVIDIA GPU (two for sequence parallelism)
+# Knobs: PYTHON (python3; part a needs torch, transformers, numpy and pydantic alone, the others scripts/setup_gpu.sh's packages)
 #
 #   bash scripts/gpu_check.sh            # all parts, the most valuable first, each under 8 minutes
 #   bash scripts/gpu_check.sh a b        # these

@@ -1,4 +1,4 @@
-"""The table of what works with what, for docs/compatibility.md; its one source.
+"""The table of docs/compatibility.md, and its one source.
 
 ``python scripts/layout_table.py`` prints the table, ``--write docs/compatibility.md`` puts it between the markers
 ``<!-- layouts -->`` and ``<!-- /layouts -->`` of that file. ``tests/verl_ext/test_layout_table.py`` checks every cell: that the
@@ -49,7 +49,7 @@ GPU = "tests/verl_ext/test_layouts_gpu.py::test_fused_kernels_give_the_plain_mod
 class Tested:
     """Supported; ``tests`` are pytest node ids or their beginnings.
 
-    ``path[name]`` stands for the parameter sets of that path whose id is ``name`` or begins with ``name:`` or ``name-``.
+    ``path[name]`` means the parameter sets of that path whose id is ``name`` or begins with ``name:`` or ``name-``.
     """
 
     option: str
@@ -67,7 +67,8 @@ class OnGpu(Tested):
 class Refused:
     """``overrides`` of the published configuration raise a ValueError that begins with ``message``, before Ray starts.
 
-    With ``cpu`` the refusal belongs to the CPU platform, and the configuration is that of a CPU run.
+    With ``cpu`` the refusal belongs to the CPU platform, and the configuration is that of a CPU run. With ``recipe`` it belongs
+    to ``recipe.main_grail``, and verl's own command starts.
     """
 
     option: str
@@ -75,6 +76,7 @@ class Refused:
     overrides: tuple[str, ...]
     message: str
     cpu: bool = False
+    recipe: bool = False
 
 
 Cell = Tested | Refused
@@ -135,6 +137,7 @@ CELLS: tuple[Cell, ...] = (
         "parameters, `separate_async` with several updates a step, decoupled",
         (*SEPARATE_ASYNC, f"{ACTOR}.fsdp_config.param_offload=True"),
         f"{ACTOR}.fsdp_config.param_offload=True does not work with {MODE}=separate_async",
+        recipe=True,
     ),
     Tested("`use_remove_padding`", "`true`", (f"{PASS}[fsdp, packed]", f"{PASS}[fsdp2, packed]")),
     Tested("`use_remove_padding`", "`true`, `pad_to_length`", (f"{PASS}[fsdp2, packed to a multiple of 64]",)),
@@ -150,7 +153,7 @@ CELLS: tuple[Cell, ...] = (
             f"{SEQUENCE}[fsdp2, 4 ranks, 2 a sequence]",
             f"{SEQUENCE_STEP}[fsdp2, 4 ranks, 2 a sequence]",
         ),
-        "a reference attention stands in for flash attention, which has no CPU build",
+        "with a reference attention in place of flash attention, which has no CPU build",
     ),
     Tested(
         "sequence parallelism",
@@ -287,6 +290,7 @@ CELLS: tuple[Cell, ...] = (
         "`separate_async` with `hybrid_engine=false`, which verl 0.9.1 fails to start",
         (*SEPARATE_ASYNC, "actor_rollout_ref.hybrid_engine=False"),
         f"actor_rollout_ref.hybrid_engine=False does not work with {MODE}=separate_async",
+        recipe=True,
     ),
     Refused(
         "`trainer_mode`",
@@ -318,6 +322,7 @@ CELLS: tuple[Cell, ...] = (
         "any, with `top_k`, `top_p` below 1, or without `calculate_log_probs`",
         ("algorithm.rollout_correction.rollout_is=token", f"{ROLLOUT}.top_k=50"),
         f"{ROLLOUT}.top_k=50 does not work with algorithm.rollout_correction.rollout_is=token",
+        recipe=True,
     ),
     Tested("method", "every one, in two steps of a run on 2 ranks", (METHODS,)),
     Refused(
@@ -366,7 +371,8 @@ def table() -> str:
     previous = ""
     for cell in CELLS:
         if isinstance(cell, Refused):
-            verdict, shown_by = "refused", f"`ValueError: {cell.message} ...`"
+            verdict = "refused by `recipe.main_grail`" if cell.recipe else "refused"
+            shown_by = f"`ValueError: {cell.message} ...`"
         else:
             verdict = "its test needs a GPU and is skipped elsewhere" if isinstance(cell, OnGpu) else "tested"
             shown_by = ", ".join(map(_short, cell.tests)) + (f"; {cell.note}" if cell.note else "")

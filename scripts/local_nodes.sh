@@ -8,8 +8,8 @@
 #     bash scripts/local_nodes.sh kill 2          #                        and node 2 loses its power
 #
 # A node is a network namespace with one interface, eth0 (10.77.0.1 on the first node), on a bridge that joins the nodes; its host
-# name (node1), /dev/shm and /tmp/ray are its own too. Files, processors and memory are the machine's. There is no way out to
-# other networks. The command finds the cluster by RAY_ADDRESS. Nodes and command live in one PID namespace: when the command
+# name (node1), /dev/shm and /tmp/ray are its own too. Files, processors and memory are the machine's. Other networks
+# cannot be reached. The command finds the cluster by RAY_ADDRESS. Nodes and command live in one PID namespace: when the command
 # ends, or this script does for whatever reason, nothing of them is left.
 #
 # The machine must let its user make namespaces; root has to have CAP_SYS_ADMIN, which a container lacks by default.
@@ -77,7 +77,7 @@ while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
     time.sleep(0.2)' "$nodes") >/run/nodes/wait.log 2>&1; do
         ((SECONDS < wait_seconds && status == 0)) || {
             tail -n 20 /run/nodes/node*.log /run/nodes/wait.log >&2
-            refuse "the nodes did not come together within WAIT_SECONDS=$wait_seconds; what they said stands above"
+            refuse "the nodes did not come together within WAIT_SECONDS=$wait_seconds; their output is above"
         }
         sleep 1
     done
@@ -123,7 +123,7 @@ inside() { # the first process of the new namespaces: makes the nodes, runs the 
     done
 
     export RAY_ADDRESS=$network.1:$port GLOO_SOCKET_IFNAME=eth0 RAY_USAGE_STATS_ENABLED=0
-    # Without a word about it, Ray's head asks for a token where its user has one, and the others bring none.
+    # By itself Ray's head asks for a token where its user has one, and the others bring none.
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
     RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
     # The nodes share the processors.
@@ -170,8 +170,8 @@ for tool in ip unshare nsenter setpriv; do
 done
 namespaces=(--net --mount --pid --fork --kill-child --mount-proc)
 ((EUID == 0)) || namespaces+=(--user --map-root-user)
-said=$(unshare "${namespaces[@]}" ip link add name probe0 type veth peer name probe1 2>&1) ||
-    refuse "this machine does not let $(id -un) make network namespaces, which the nodes are made of (${said##*$'\n'})." \
+output=$(unshare "${namespaces[@]}" ip link add name probe0 type veth peer name probe1 2>&1) ||
+    refuse "this machine does not let $(id -un) make network namespaces, which the nodes are made of (${output##*$'\n'})." \
         "Root needs CAP_SYS_ADMIN (docker run --privileged), others user namespaces (sysctl user.max_user_namespaces," \
         "kernel.apparmor_restrict_unprivileged_userns=0); or use real machines: docs/multi_node.md"
 

@@ -53,10 +53,10 @@ def hashes(pins: list[str], python: str) -> dict[str, set[str]]:
 def main() -> None:
     """Write the lock."""
     wanted = [requirement for requirement in requirements() if requirement.name not in WITHOUT_HASH]
-    found = [hashes([str(requirement) for requirement in wanted], python) for python in PYTHONS]
+    by_python = [hashes([str(requirement) for requirement in wanted], python) for python in PYTHONS]
     lines = [HEADER]
     for requirement in sorted(wanted, key=lambda requirement: canonicalize_name(requirement.name)):
-        every = sorted(set().union(*(part[canonicalize_name(requirement.name)] for part in found)))
+        every = sorted(set().union(*(part[canonicalize_name(requirement.name)] for part in by_python)))
         lines.append(" \\\n    ".join([str(requirement), *(f"--hash=sha256:{digest}" for digest in every)]) + "\n")
     LOCK.write_text("".join(lines))
 

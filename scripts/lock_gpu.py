@@ -3,9 +3,9 @@
     uv pip install uv; python scripts/lock_gpu.py
 
 Resolves for Linux x86_64 with Python 3.11 and 3.12, one version of each package for both; stops where the requirements of
-any two packages contradict each other. What comes without a wheel and needs torch for its metadata (flash-attn) has its
-requirements in ``METADATA``. Asks the package index through uv, which has variables of its own (``UV_DEFAULT_INDEX``) and does
-not read pip's configuration; downloads metadata only.
+any two packages contradict each other. A package without a wheel that needs torch for its metadata (flash-attn) has
+its requirements in ``METADATA``. Asks the package index through uv, which has variables of its own (``UV_DEFAULT_INDEX``) and
+does not read pip's configuration; downloads metadata only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def resolve(python: str, constraints: list[str]) -> list[dict]:
 
 
 def files(package: dict) -> list[dict]:
-    """What of a package an installation may take: its wheels, or its source where it has none."""
+    """Files of a package that an installation may take: its wheels, or its source where it has none."""
     return package.get("wheels") or [package["sdist"]]
 
 
@@ -63,26 +63,26 @@ def glibc(packages: list[dict]) -> str:
     for package in packages:
         tags = [re.findall(r"manylinux_(\d+)_(\d+)_x86_64", file_name(file)) for file in files(package)]
         if tags and all(tags):
-            needed.append(min((int(a), int(b)) for found in tags for a, b in found))
+            needed.append(min((int(a), int(b)) for versions in tags for a, b in versions))
     return "{}.{}".format(*max(needed))
 
 
 def main() -> None:
     """Write the lock."""
-    found: list[list[dict]] = []
+    resolved: list[list[dict]] = []
     for python in PYTHONS:
-        found.append(resolve(python, [f"{p['name']}=={p['version']}" for part in found for p in part]))
-    names = [{canonicalize_name(package["name"]) for package in part} for part in found]
-    packages = {canonicalize_name(package["name"]): package for part in found for package in part}
+        resolved.append(resolve(python, [f"{p['name']}=={p['version']}" for part in resolved for p in part]))
+    names = [{canonicalize_name(package["name"]) for package in part} for part in resolved]
+    packages = {canonicalize_name(package["name"]): package for part in resolved for package in part}
     wanted = [Requirement(line) for line in REQUIREMENTS.read_text().splitlines() if line and line[0] != "#"]
     extras = {canonicalize_name(pin.name): f"[{','.join(sorted(pin.extras))}]" for pin in wanted if pin.extras}
 
-    needed = max((glibc(part) for part in found), key=lambda version: int(version.split(".")[1]))
+    needed = max((glibc(part) for part in resolved), key=lambda version: int(version.split(".")[1]))
     lines = [HEADER, f"# needs glibc {needed}\n"]
     for name in sorted(packages):
         pythons = [python for python, part in zip(PYTHONS, names, strict=True) if name in part]
         marker = "" if len(pythons) == len(PYTHONS) else f' ; python_version == "{pythons[0]}"'
-        every = [p for part in found for p in part if canonicalize_name(p["name"]) == name]
+        every = [p for part in resolved for p in part if canonicalize_name(p["name"]) == name]
         digests = sorted({file["hashes"]["sha256"] for package in every for file in files(package)})
         pin = f"{name}{extras.get(name, '')}=={packages[name]['version']}{marker}"
         lines.append(" \\\n    ".join([pin, *(f"--hash=sha256:{digest}" for digest in digests)]) + "\n")

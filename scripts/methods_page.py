@@ -1,7 +1,7 @@
-"""The page of all methods, ``docs/methods.md``, from what is registered.
+"""The page of all methods, ``docs/methods.md``, from the registry.
 
 ``python scripts/methods_page.py`` writes everything between the markers ``<!-- methods -->`` and ``<!-- /methods -->`` of that
-page: tables of all methods, a section for each with its options, the same for the reshapers, and what is logged. It takes them
+page: tables of all methods, a section for each with its options, the same for the reshapers, and the metrics. It takes them
 from the registry, the declared options and the docstrings, and measured costs from ``benchmarks/results``; methods of other
 projects are left out. ``tests/core/test_methods_page.py`` checks that the page is the one written last.
 """
@@ -57,9 +57,9 @@ KINDS = {
     "string": "text",
     "object": "mapping",
 }
-"""Of a JSON schema, what an option may be."""
+"""Types of a JSON schema, as the page names them."""
 NEEDED_INPUTS = (GROUPS, EXAMPLES)
-"""Of what a method reads, that which nothing but the caller knows."""
+"""Inputs that nothing but the caller knows."""
 
 
 # ------------------------------------------------------------------------------------------------------------------ methods
@@ -88,14 +88,19 @@ def passage(measured: Path = MEASURED) -> str:
         by_class.setdefault(method.signal_class, []).append(method)
     lines = ["## All methods", ""]
     lines += _overview(known, figures)
-    lines += ["", "What of a batch and of the model each takes, and what it works with:", "", *_works_with(known)]
+    lines += [
+        "",
+        "Inputs of each method from the batch and the model, and the modes that it works with:",
+        "",
+        *_works_with(known),
+    ]
     lines += ["", "## Each method"]
     for of_class in by_class.values():
         lines += ["", *_method_section(of_class)]
     lines += ["", "## Reshapers"]
     for name, reshaper_class in built_in_reshapers().items():
         lines += ["", *_reshaper_section(name, reshaper_class, known)]
-    lines += ["", "## What is logged", "", *_metrics()]
+    lines += ["", "## Logged figures", "", *_metrics()]
     return "\n".join(lines)
 
 

@@ -1,9 +1,9 @@
-"""A run on several nodes against the same run on one, and what becomes of it when a node is lost; on this machine.
+"""A run on several nodes against the same run on one, and a run that loses a node; on this machine.
 
     python scripts/nodes_check.py --write docs/multi_node.md      # about 25 minutes on two cores; needs 12 GB of memory
 
 The nodes are those of scripts/local_nodes.sh. Each request has a seed of its own
-(recipe/run_life/seeds.py), so that two runs are comparable token by token. What is found goes to
+(recipe/run_life/seeds.py), so that two runs are comparable token by token. The figures go to
 docs/recorded/nodes.json, and as tables into the page; ``--page docs/multi_node.md`` writes the tables again from the record.
 """
 
@@ -43,7 +43,7 @@ LIMIT = 900
 
 
 def options(steps: int = STEPS) -> list[str]:
-    """What every run here is about: GRAIL on FSDP2, a checkpoint at the end of each step."""
+    """Options of every run: GRAIL on FSDP2, a checkpoint at the end of each step."""
     return [
         "algorithm.adv_estimator=grail",
         "algorithm.grail.preset=robust",
@@ -62,7 +62,7 @@ def options(steps: int = STEPS) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Of every run: one thread a process, so that sums have one order."""
+    """Variables of every run: one thread a process, so that sums have one order."""
     return {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "WAIT_SECONDS": "600"}
 
 
@@ -78,16 +78,16 @@ def trained(folder: Path, *, ranks: int, nodes: int) -> whole_run.WholeRun:
 
 def places(folder: Path) -> dict[str, dict[str, int]]:
     """How many actors of each class ran on each node, by Ray's own logs."""
-    found: dict[str, dict[str, int]] = {}
+    actors: dict[str, dict[str, int]] = {}
     for log in sorted((folder / "ray").glob("node*/session_2*/logs/worker-*.out")):
         node = log.relative_to(folder / "ray").parts[0]
         for name in re.findall(r"^:actor_name:(\w+)", log.read_text(errors="replace"), flags=re.M)[:1]:
-            found.setdefault(node, {})[name] = found.get(node, {}).get(name, 0) + 1
-    return found
+            actors.setdefault(node, {})[name] = actors.get(node, {}).get(name, 0) + 1
+    return actors
 
 
 def differences(one: whole_run.WholeRun, many: whole_run.WholeRun, ranks: int) -> dict[str, Any]:
-    """Largest differences between two runs, and what was compared."""
+    """Largest differences between two runs, with the numbers of compared rows, tokens and metrics."""
     rows = tokens = other_tokens = 0
     largest = dict.fromkeys(COLUMNS, 0.0)
     for step in range(1, STEPS + 1):
@@ -135,7 +135,7 @@ def differences(one: whole_run.WholeRun, many: whole_run.WholeRun, ranks: int) -
 
 @dataclass(frozen=True)
 class Loss:
-    """How a node is lost, and how many ranks carry on."""
+    """The way in which a node is lost, and the number of ranks that continue."""
 
     how: str
     ranks: int
@@ -143,7 +143,7 @@ class Loss:
 
 
 def lost(folder: Path, loss: Loss) -> dict[str, Any]:
-    """A run of ``loss.ranks`` nodes that loses its last one behind a checkpoint, and goes on with those that are left."""
+    """A run of ``loss.ranks`` nodes that loses its last one after a checkpoint, and resumes with those that are left."""
     folder.mkdir(parents=True)
     steps = STEPS + 1
     watch = [sys.executable, str(Path(__file__)), "--lose", loss.how, str(loss.ranks), str(folder / "metrics.jsonl")]
@@ -161,7 +161,7 @@ def lost(folder: Path, loss: Loss) -> dict[str, Any]:
     total = time.monotonic() - began
     if not report.exists():
         raise SystemExit(f"the run did not come as far as step {LOST_AT}:\n{(done.stdout + done.stderr)[-3000:]}")
-    found = json.loads(report.read_text())
+    timed = json.loads(report.read_text())
     (folder / "lost.log").write_text(done.stdout + done.stderr)
     saved = int((folder / "checkpoints/latest_checkpointed_iteration.txt").read_text())
     again = [*options(steps), *([] if loss.left > 1 else ["trainer.n_gpus_per_node=1"])]
@@ -173,10 +173,10 @@ def lost(folder: Path, loss: Loss) -> dict[str, Any]:
         "ranks": loss.ranks,
         "left": loss.left,
         "status": done.returncode,
-        **found,
+        **timed,
         "whole_seconds": round(total),
         "saved_step": saved,
-        "said": [line.replace(f"{folder.parent}/", "") for line in said(done.stdout + done.stderr)],
+        "message": [line.replace(f"{folder.parent}/", "") for line in watchdog_message(done.stdout + done.stderr)],
         "resumed_steps": sorted(
             json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
         ),
@@ -184,10 +184,10 @@ def lost(folder: Path, loss: Loss) -> dict[str, Any]:
     }
 
 
-def said(output: str) -> list[str]:
-    """What the watchdog said of a failed run."""
-    found = re.search(r"^grail_advantage watchdog: .*\n(?:  .*\n)+", output, flags=re.M)
-    return found[0].splitlines() if found else []
+def watchdog_message(output: str) -> list[str]:
+    """The watchdog's message on a failed run."""
+    match = re.search(r"^grail_advantage watchdog: .*\n(?:  .*\n)+", output, flags=re.M)
+    return match[0].splitlines() if match else []
 
 
 def lose(how: str, node: str, metrics: Path, report: Path, command: list[str]) -> int:
@@ -222,30 +222,30 @@ def page(record: dict[str, Any]) -> str:
             "difference of scores, weights, advantages | of parameters after the last step | metrics that differ |",
             "|---|---|---|---|---|---|",
         ]
-        for found in record["equal"]:
-            worst = "; ".join(f"`{name}` by {gap:.1g}" for name, gap in found["metrics_that_differ"].items()) or "none"
-            gaps = ", ".join(f"{found['largest_difference'][name]:.3g}" for name in COLUMNS[:3])
+        for pair in record["equal"]:
+            worst = "; ".join(f"`{name}` by {gap:.1g}" for name, gap in pair["metrics_that_differ"].items()) or "none"
+            gaps = ", ".join(f"{pair['largest_difference'][name]:.3g}" for name in COLUMNS[:3])
             lines.append(
-                f"| {found['ranks']} | {found['steps']}, {found['rows']}, {found['tokens']} | "
-                f"{found['rows_with_other_tokens']} | {gaps} | {found['largest_difference_of_parameters']:.3g} | {worst}, of "
-                f"{found['metrics_compared']} |"
+                f"| {pair['ranks']} | {pair['steps']}, {pair['rows']}, {pair['tokens']} | "
+                f"{pair['rows_with_other_tokens']} | {gaps} | {pair['largest_difference_of_parameters']:.3g} | {worst}, of "
+                f"{pair['metrics_compared']} |"
             )
         lines.append("")
     if record["lost"]:
         lines += [
-            "| what happens to the last node behind step 2 | nodes | the run ends after | status | saved | goes on with | "
+            "| the last node after step 2 | nodes | the run ends after | status | saved | resumes with | "
             "steps in the log at the end |",
             "|---|---|---|---|---|---|---|",
         ]
         words = {"cut": "its network is cut off", "kill": "all its processes are killed"}
-        for found in record["lost"]:
+        for run in record["lost"]:
             lines.append(
-                f"| {words[found['how']]} | {found['ranks']} | {found['seconds_until_the_end']:.0f} s | {found['status']} | "
-                f"step {found['saved_step']} | {found['left']} rank{'s' if found['left'] > 1 else ''} | "
-                f"{', '.join(map(str, found['resumed_steps']))} |"
+                f"| {words[run['how']]} | {run['ranks']} | {run['seconds_until_the_end']:.0f} s | {run['status']} | "
+                f"step {run['saved_step']} | {run['left']} rank{'s' if run['left'] > 1 else ''} | "
+                f"{', '.join(map(str, run['resumed_steps']))} |"
             )
-        for found in record["lost"]:
-            lines += ["", f"What the run says where {words[found['how']]}:", "", "```", *found["said"], "```"]
+        for run in record["lost"]:
+            lines += ["", f"The run's message where {words[run['how']]}:", "", "```", *run["message"], "```"]
     return "\n".join(lines)
 
 
@@ -272,16 +272,16 @@ def main() -> int:
                 if kind == "equal":
                     one = trained(folder / f"one{ranks}", ranks=ranks, nodes=0)
                     many = trained(folder / f"many{ranks}", ranks=ranks, nodes=ranks)
-                    found = differences(one, many, ranks)
-                    record["equal"] = [other for other in record["equal"] if other["ranks"] != ranks] + [found]
+                    measured = differences(one, many, ranks)
+                    record["equal"] = [other for other in record["equal"] if other["ranks"] != ranks] + [measured]
                 else:
-                    found = lost(folder / part, Loss(kind, ranks, ranks // 2))
+                    measured = lost(folder / part, Loss(kind, ranks, ranks // 2))
                     record["lost"] = [
                         other for other in record["lost"] if (other["how"], other["ranks"]) != (kind, ranks)
-                    ] + [found]
-                print(json.dumps(found, indent=1), flush=True)
-        record["equal"].sort(key=lambda found: found["ranks"])
-        record["lost"].sort(key=lambda found: (found["how"], found["ranks"]))
+                    ] + [measured]
+                print(json.dumps(measured, indent=1), flush=True)
+        record["equal"].sort(key=lambda pair: pair["ranks"])
+        record["lost"].sort(key=lambda run: (run["how"], run["ranks"]))
         record |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", "steps": STEPS, "cores": os.cpu_count()}
         RECORD.parent.mkdir(exist_ok=True)
         RECORD.write_text(json.dumps(record, indent=1) + "\n")

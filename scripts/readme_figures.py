@@ -1,4 +1,4 @@
-"""Draw the README's figures and its table from the results that stand in the repository.
+"""Draw the README's figures and its table from the results in the repository.
 
     python scripts/readme_figures.py [--write README.md]
 
@@ -130,7 +130,7 @@ def draw_tokens(folder: Path, key: str, path: Path) -> None:
         f"{token_html(row.tokens, row.methods[name].weight_T, name='weight')}</section>"
         for name, label in TOKEN_METHODS.items()
     ]
-    head = f"The right answer is {row.gold}. What each method multiplies this response's (negative) advantage by:"
+    head = f"The right answer is {row.gold}. Each method multiplies this response's (negative) advantage by:"
     with launched() as browser:
         page = browser.new_page(viewport={"width": 1040, "height": 600}, device_scale_factor=1.6)
         page.set_content(TOKENS_PAGE.format(head=html.escape(head), parts="".join(parts)))

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from tests.report.browser import launched  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-# Name, viewport, pixel ratio, dark, what stands at the top.
+# Name, viewport, pixel ratio, dark, the element at the top.
 PICTURES = (
     ("rollouts", (1280, 860), 1.5, False, "#rollouts"),
     ("training", (1280, 860), 1.5, True, "body"),
@@ -29,7 +29,7 @@ def main() -> None:
     """Take them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("report", type=Path)
-    parser.add_argument("--hash", default="", help="what is open, as in the page's address")
+    parser.add_argument("--hash", default="", help="fragment of the page's address, which opens a rollout")
     parser.add_argument("--only", choices=[picture[0] for picture in PICTURES], action="append")
     args = parser.parse_args()
     with launched() as browser:

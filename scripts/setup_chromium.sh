@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GRAIL | Chromium, for the tests and the benchmark of the report's page | Debian as root; elsewhere it says what to do
-# Knobs: CHROMIUM (one that is there)
+# GRAIL | Chromium, for the tests and the benchmark of the report's page | Debian as root; elsewhere it names the remedy
+# Knobs: CHROMIUM (an installed one)
 #
 # Takes one that is on the path, else Debian's package: 113 MB to download, 0.4 GB on disk, a quarter of a minute. Ends with 1 where
 # there is none and none can be had. Ubuntu's package of that name is a snap, which containers cannot run.
@@ -11,7 +11,7 @@ say() {
     echo "setup_chromium: $*" >&2
 }
 
-found() {
+has_chromium() {
     local name
     if [[ -n ${CHROMIUM:-} ]]; then
         "$CHROMIUM" --version >/dev/null 2>&1
@@ -25,7 +25,7 @@ found() {
     return 1
 }
 
-if found; then
+if has_chromium; then
     exit 0
 fi
 if [[ -n ${CHROMIUM:-} ]]; then
@@ -38,7 +38,7 @@ if [[ $(id -u) != 0 ]] || ! command -v apt-get >/dev/null; then
 fi
 say "installing Debian's chromium (113 MB)"
 export DEBIAN_FRONTEND=noninteractive
-if ! { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } >/dev/null 2>&1 || ! found; then
+if ! { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } >/dev/null 2>&1 || ! has_chromium; then
     say "apt-get gave no Chromium that runs; install chromium or Google Chrome, or name one with CHROMIUM"
     exit 1
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRAIL | environment for everything that runs without a GPU, in .venv at the project's root | Linux x86_64
-# Knobs: PYTHON (the interpreter to build it with, 3.11 or 3.12; otherwise the first such one that is found),
+# Knobs: PYTHON (the interpreter to build it with, 3.11 or 3.12; otherwise the first one on PATH),
 #        TORCH_CPU_INDEX (where torch's CPU build comes from when the configured indexes have none: PyTorch's own index)
 #
 # Installs requirements-cpu.txt with the hashes of requirements-cpu.lock, the distribution "vllm" of
@@ -34,7 +34,7 @@ is_supported() { # VERSION
     [[ $1 == 3.11 || $1 == 3.12 ]]
 }
 
-venv_version() { # what .venv was built with; nothing if there is none
+venv_version() { # Python of .venv; nothing if there is none
     sed -n 's/^version *= *\([0-9]*\.[0-9]*\).*/\1/p' "$venv/pyvenv.cfg" 2>/dev/null || true
 }
 
@@ -62,7 +62,7 @@ pip_setting() { # NAME -> its value in pip's environment or configuration, where
     done
 }
 
-configure_uv() { # what pip's configuration says, as uv's variables; a variable of uv's that is set already stays
+configure_uv() { # pip's configuration as uv's variables; a variable of uv's that is set already stays
     local default extra links certificate hosts
     default=$(pip_setting index-url)
     extra=$(pip_setting extra-index-url)
@@ -109,7 +109,7 @@ if is_current "$version"; then
     exit 0
 fi
 
-# The lock is on this file, so that it leaves nothing behind.
+# The lock is on this file, so that no lock file is left.
 exec 9<scripts/setup_cpu.sh
 if ! flock --nonblock 9; then
     say "waiting for another call to finish"
@@ -124,7 +124,7 @@ if [[ -z $python ]]; then
         fi
     done
     if [[ -z $python ]]; then
-        say "found no Python 3.11 or 3.12; name one with PYTHON=/path/to/python3.11"
+        say "there is no Python 3.11 or 3.12; name one with PYTHON=/path/to/python3.11"
         exit 1
     fi
 fi
@@ -146,7 +146,7 @@ else
 fi
 
 torch=$(sed -n 's/^torch==//p' requirements-cpu.txt)+cpu
-# A build's name ends in what it was built for, so the names tell, before anything is downloaded.
+# A version's suffix names its build, so that the build is known before any download.
 offered=$("$venv/bin/python" -m pip index versions torch 2>/dev/null | sed -n 's/^Available versions: //p' || true)
 if [[ ", $offered," == *", $torch,"* ]]; then
     torch_from="those, too"
@@ -203,7 +203,7 @@ install --editable .
     echo "$PWD" >"$site_packages/clone_of_grail_advantage.pth"
 }
 
-say "5/5 comparing with requirements-cpu-check.txt, what pip check may say"
+say "5/5 comparing pip check with requirements-cpu-check.txt"
 unexplained=$("$venv/bin/python" -m pip check | grep -vxFf <(grep -v '^#' requirements-cpu-check.txt) |
     grep -vx 'No broken requirements found.' || true)
 if [[ -n $unexplained ]]; then

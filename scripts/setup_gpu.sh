@@ -3,13 +3,13 @@
 #
 # Knobs: PYTHON (python3: an interpreter of a virtual environment), FLASH_ATTN (auto: verl's wheel, or compiled where verl has
 #        none; build: compiled), FLASH_ATTN_INDEX (where verl publishes its wheels), MAX_JOBS (compilers at once; otherwise by
-#        memory and cores), FLASH_ATTN_CUDA_ARCHS (what to compile for, as in "80;90"; otherwise the GPUs that are there),
+#        memory and cores), FLASH_ATTN_CUDA_ARCHS (targets to compile for, as in "80;90"; otherwise the GPUs that are there),
 #        ANY_MACHINE (1: install although something is wrong with the machine, such as no GPU while an image is built)
 #
 #   bash scripts/setup_gpu.sh                        # requirements.lock and this project in editable form
 #   bash scripts/setup_gpu.sh --requirements-only    # requirements.lock
 #
-# Everything that can be wrong with the machine is looked at before the downloads begin. It may be interrupted and called
+# The machine is checked before the downloads begin. It may be interrupted and called
 # again, and two calls at once take turns.
 
 set -euo pipefail
@@ -23,7 +23,7 @@ flash_attn_index=${FLASH_ATTN_INDEX:-$wheelhouse/cu130/torch2.11/simple/ $wheelh
 any_machine=${ANY_MACHINE:-0}
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-# What torch 2.11.0 of PyPI is built for, and the first driver that runs it.
+# The CUDA of PyPI's torch 2.11.0, and the first driver that runs it.
 cuda=13.0
 driver_needed=580.65.06
 # GB: the wheels by their sizes in the index; unpacked, a bound; objects and temporary files of a build of flash-attn
@@ -37,9 +37,9 @@ say() {
     echo "setup_gpu: $*" >&2
 }
 
-refuse() { # what is wrong with the machine, and the way out
+refuse() { # the machine's fault and the remedy
     if [[ $any_machine == 1 ]]; then
-        say "carrying on with ANY_MACHINE=1 although $*"
+        say "continuing with ANY_MACHINE=1 although $*"
     else
         say "$*"
         exit 1
@@ -77,7 +77,7 @@ check_python() {
         say "PYTHON=$python has no pip; run $python -m ensurepip (uv: uv venv --seed)"
         exit 1
     fi
-    # Not for installing alone: Triton, behind torch.compile and vLLM, compiles its launchers on the first step.
+    # Not for installing alone: Triton, which torch.compile and vLLM use, compiles its launchers on the first step.
     if [[ ! -f $(ask_python 'os.path.join(sysconfig.get_path("include"), "Python.h")') ]]; then
         refuse "$python has no headers (Python.h), which Triton needs when training starts; on Debian and Ubuntu they are in" \
             "the package python$version-dev"
@@ -108,7 +108,7 @@ check_gpus() { # sets archs
     fi
     if ! gpus=$(nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>&1); then
         refuse "nvidia-smi fails: ${gpus//$'\n'/ }; the driver does not run, which a restart of the machine or a new" \
-            "installation of the driver may mend"
+            "installation of the driver may fix"
         return
     fi
     gpus=$(grep -E '^[0-9.]+, *[0-9.]+ *$' <<<"$gpus" || true)
@@ -204,11 +204,11 @@ has_flash_attn() { # the version of requirements.txt, and it loads
     "$python" -c "
 import importlib.metadata, sys
 try:
-    found = importlib.metadata.version('flash-attn').partition('+')[0]
+    installed = importlib.metadata.version('flash-attn').partition('+')[0]
     import flash_attn
 except Exception:
     sys.exit(1)
-sys.exit(found != '$flash_attn_version')" 2>/dev/null
+sys.exit(installed != '$flash_attn_version')" 2>/dev/null
 }
 
 download_wheel() { # of flash-attn, from the first index that has one for this Python, into $scratch
@@ -245,7 +245,7 @@ if [[ $(uname -sm) != "Linux x86_64" ]]; then
     exit 1
 fi
 
-# The lock is on this file, so that it leaves nothing behind.
+# The lock is on this file, so that no lock file is left.
 exec 9<scripts/setup_gpu.sh
 if ! flock --nonblock 9; then
     say "waiting for another call to finish"
@@ -256,7 +256,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 flash_attn_version=$(sed -n 's/^flash-attn==//p' requirements.txt)
 
-say "1/5 looking at the machine"
+say "1/5 checking the machine"
 check_python
 check_glibc
 check_gpus
@@ -277,7 +277,7 @@ else
 fi
 
 say "3/5 packages of requirements.lock: downloads about $downloads GB (less what a cache has), takes about $unpacked GB"
-# First, because what has no wheel is built with it.
+# First, because packages without a wheel are built with it.
 "$python" -m pip -q install --no-deps --require-hashes -r <(locked setuptools)
 "$python" -m pip -q install --no-deps --no-build-isolation --require-hashes -r <(sed '/^flash-attn==/,/[^\\]$/d' requirements.lock)
 
@@ -297,7 +297,7 @@ if ! has_flash_attn; then
     exit 1
 fi
 
-say "5/5 looking at what is there"
+say "5/5 checking the installation"
 if ! complaints=$("$python" -m pip check); then
     say "pip check complains; the environment had other packages, so use a new one:"$'\n'"$complaints"
     exit 1

@@ -1,10 +1,10 @@
-"""What fits where: memory, disk and hours of a run of the launch scripts, and the command for a model and some GPUs.
+"""Memory, disk and hours of a run of the launch scripts, and the command for a model and some GPUs.
 
     python scripts/sizing.py --model qwen3-4b --gpus 2 --memory 80             # one case, part by part, and its command
     python scripts/sizing.py --model qwen3-4b --gpus 8 --memory 80 --nodes 2
     python scripts/sizing.py --write docs/gpu_sizing.md                        # the page's table and formulas
 
-Computed, not measured: the formulas stand beside their terms (``Part``), are printed with every case and make the page's list.
+Computed, not measured: each term (``Part``) has its formula, which is printed with every case and listed on the page.
 They are for FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing, as the launch scripts train.
 """
 
@@ -178,7 +178,7 @@ def tokens(setup: Setup) -> int:
 
 
 def usable(setup: Setup) -> float:
-    """Bytes of a GPU without CUDA's context, NCCL's buffers and what the allocator loses."""
+    """Bytes of a GPU without CUDA's context, NCCL's buffers and the allocator's losses."""
     return 0.95 * setup.memory * GB - 1.5 * GB
 
 
@@ -201,7 +201,7 @@ def _micro_batch(model: Model, setup: Setup) -> Iterator[Part]:
 
 
 def phases(model: Model, setup: Setup) -> dict[str, list[Part]]:
-    """What one GPU holds in each phase of a step."""
+    """Memory of one GPU in each phase of a step."""
     whole, block, table = parameters(model), block_parameters(model), model.vocabulary * model.hidden
     count, stays, lora = tokens(setup), not setup.offload, setup.lora_rank > 0
     parallel = setup.tensor_parallel
@@ -258,7 +258,7 @@ def cache_tokens(model: Model, setup: Setup) -> float:
 
 
 def host_memory(model: Model, setup: Setup) -> float:
-    """Bytes of a node's own memory: processes, and the larger of loading and of what OFFLOAD moves there.
+    """Bytes of a node's own memory: processes, and the larger of loading and of the states that OFFLOAD moves there.
 
     verl loads a model with tied embeddings in every process, others in one.
     """
@@ -307,7 +307,7 @@ def fits(model: Model, setup: Setup) -> bool:
 
 
 def candidates(model: Model, gpus: int, memory: float, nodes: int) -> Iterator[Setup]:
-    """From what changes least to what changes most."""
+    """Setups in the order in which they change the published one, the smallest change first."""
     plain = Setup(gpus, memory, nodes, response=model.response)
     ways = [
         {},
@@ -378,7 +378,7 @@ CASES = [(1, 1, 24), (1, 2, 24), (1, 8, 24), (1, 1, 80), (1, 2, 80), (1, 8, 80),
 
 
 def cases() -> Iterator[tuple[str, int, int, int, Setup | None]]:
-    """Of the table: model, nodes, GPUs, memory and what is chosen."""
+    """Rows of the table: model, nodes, GPUs, memory and the chosen setup."""
     for key, model in MODELS.items():
         for nodes, gpus, memory in CASES:
             if gpus <= 2 or model.script != ONE_GPU:
@@ -387,7 +387,7 @@ def cases() -> Iterator[tuple[str, int, int, int, Setup | None]]:
 
 def page() -> str:
     """The generated part of docs/gpu_sizing.md."""
-    lines = ["| model | GPUs | what is trained | GPU, fullest phase | host | checkpoints | hours | command |"]
+    lines = ["| model | GPUs | trained | GPU, fullest phase | host | checkpoints | hours | command |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for key, nodes, gpus, memory, setup in cases():
         name = f"{nodes} x {gpus} x {memory} GB" if nodes > 1 else f"{gpus} x {memory} GB"

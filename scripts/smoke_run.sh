@@ -2,8 +2,8 @@
 # GRAIL | smoke run: two training steps, a second start, an evaluation of the checkpoint | NVIDIA GPUs, minutes
 #
 # Everything that a real run goes through, small: rollouts, reward, the method's pass, updates, weight sync, validation,
-# checkpoint, the refusal to train a finished run again, merging the checkpoint, evaluation. Prints what that proved, and ends
-# with status 0 only where all of it was. The problems are its own, so nothing but the model is downloaded.
+# checkpoint, the refusal to train a finished run again, merging the checkpoint, evaluation. Prints the claims that this
+# proves, and ends with status 0 only where all are proved. The problems are its own, so nothing but the model is downloaded.
 #
 # Knobs: SCRIPT here, a script of examples/ (run_one_gpu_grail.sh), and all knobs of that script (MODEL_PATH, ADV_ESTIMATOR,
 #        NGPUS_PER_NODE, ...), those of lengths, batch and schedule with small defaults. DRY_RUN=1 prints the configuration.
@@ -45,7 +45,7 @@ if [[ $DRY_RUN == 1 ]]; then
     exec "${training[@]}"
 fi
 
-# An earlier smoke run would be carried on from.
+# An earlier smoke run would be resumed.
 rm -rf "$run_dir"
 mkdir -p "$run_dir"
 echo "1/4 problems" >&2
@@ -54,14 +54,14 @@ echo "1/4 problems" >&2
 echo "2/4 two training steps; full output: $run_dir/train.log" >&2
 if ! "${training[@]}" >"$run_dir/train.log" 2>&1; then
     tail -n 40 "$run_dir/train.log" >&2
-    echo "the training failed; the end of $run_dir/train.log stands above" >&2
+    echo "the training failed; the end of $run_dir/train.log is above" >&2
     exit 1
 fi
 
 echo "3/4 the same start again" >&2
 if ! "${training[@]}" >"$run_dir/again.log" 2>&1 || ! grep -q "already finished" "$run_dir/again.log"; then
     tail -n 40 "$run_dir/again.log" >&2
-    echo "a second start should have said that the run is finished; the end of $run_dir/again.log stands above" >&2
+    echo "the second start does not report that the run is finished; the end of $run_dir/again.log is above" >&2
     exit 1
 fi
 
@@ -69,10 +69,10 @@ echo "4/4 evaluation of the checkpoint; full output: $run_dir/evaluation.log" >&
 if ! bash scripts/evaluate.sh --model "$run_dir/checkpoints/global_step_2" --benchmarks aime24 --data-dir "$DATA_DIR" \
     --samples 1 --max-tokens "$MAX_RESPONSE_LENGTH" --output-dir "$run_dir/evaluation" >"$run_dir/evaluation.log" 2>&1; then
     tail -n 40 "$run_dir/evaluation.log" >&2
-    echo "the evaluation failed; the end of $run_dir/evaluation.log stands above" >&2
+    echo "the evaluation failed; the end of $run_dir/evaluation.log is above" >&2
     exit 1
 fi
 
 echo "smoke run of examples/$script, ADV_ESTIMATOR=${ADV_ESTIMATOR:-grail}"
-echo "  proved      a second start says that the run is finished  (again.log)"
+echo "  proved      a second start reports that the run is finished  (again.log)"
 "$python" -m recipe.smoke report "$run_dir" "$run_dir/evaluation"

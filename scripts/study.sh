@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The study of token weights on this machine: what is missing of its plan, one sitting at a time, then the report.
+# The study of token weights on this machine: the missing jobs of its plan, one sitting at a time, then the report.
 #
 #   bash scripts/study.sh                              2.5 hours on two processes, into docs/study2
 #   bash scripts/study.sh --hours 1 --processes 1

@@ -33,7 +33,7 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
-# Three files at a time on two cores: many tests wait for processes that start. tests/conftest.py says what stays together and
-# what begins first.
+# Three files at a time on two cores: many tests wait for processes that start. tests/conftest.py decides which tests stay
+# together and which begin first.
 python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-3}" --dist loadgroup --no-loadscope-reorder \
     "${selection[@]}" "$@"

@@ -3,8 +3,8 @@
 # Arguments are Hydra overrides.
 #
 # $OUTPUT_DIR/seed$SEED gets the warmed-up model and its data; below it, a folder for each estimator gets train.log
-# (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/, learning_curve.png, tokens/ (what the method made of
-# every token, docs/token_dump.md), report.html and checkpoints/, from which the same command goes on (docs/resume.md).
+# (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/, learning_curve.png, tokens/ (every token's
+# weight, docs/token_dump.md), report.html and checkpoints/, from which the same command resumes (docs/resume.md).
 
 # shellcheck disable=SC2153  # the knobs come from the calling script
 set -euo pipefail
@@ -33,7 +33,7 @@ run_dir=$data_dir/$method
 tokens_dir=$(realpath -m "$run_dir")/tokens
 title="$method, $base_model, worked arithmetic, seed $seed"
 
-# What verl would refuse minutes from now, after the warm-up and Ray's start, is refused here.
+# Values that verl would refuse minutes later, after the warm-up and Ray's start, are refused here.
 refuse() {
     echo "$*" >&2
     exit 1
@@ -161,7 +161,7 @@ echo "2/3 problems, model and supervised warm-up" >&2
 echo "3/3 reinforcement learning with $method" >&2
 
 mkdir -p "$run_dir"
-# A run that goes on must not do so from another model, on other problems.
+# A run must not resume from another model or on other problems.
 if compgen -G "$run_dir/checkpoints/global_step_*" >/dev/null && ! cmp -s "$data_dir/warm_up.json" "$run_dir/warm_up.json"; then
     refuse "$data_dir has another model and other problems than those that the run in $run_dir began with; start a new run" \
         "with FRESH=1, which moves the old one away"

@@ -1,5 +1,5 @@
 """Data preparation: the training set and the benchmarks as parquet files in verl's RLHF schema.
 
 ``python -m recipe.data.prepare`` is the command, :mod:`recipe.data.specs` the table of datasets,
-:data:`recipe.data.prompts.PROMPT_SUFFIX` the one place that knows the instruction put behind every problem.
+:data:`recipe.data.prompts.PROMPT_SUFFIX` the instruction after every problem.
 """

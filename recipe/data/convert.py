@@ -1,4 +1,4 @@
-"""From a source's rows to rows in verl's RLHF schema."""
+"""Conversion of a source's rows into rows of verl's RLHF schema."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCHEMA = pa.schema(
         ),
     ]
 )
-"""What ``verl.utils.dataset.RLHFDataset`` and its reward functions read.
+"""Columns that ``verl.utils.dataset.RLHFDataset`` and its reward functions read.
 
 ``prompt`` is one user turn; ``ground_truth`` is always text; ``extra_info``: ``index`` counts the rows of the written file
 from 0, ``problem`` is the problem without the prompt's suffix, ``id`` names the row in its source (empty if it has none).
@@ -88,12 +88,12 @@ def read_gold(row: dict[str, Any], field: str, reader: GoldReader) -> str:
         if not isinstance(value, str):
             raise FieldError(field, "answer is not text", type(value).__name__)
         if reader == "boxed":
-            answer, what = last_boxed(value), r"complete \boxed{...}"
+            answer, wanted = last_boxed(value), r"complete \boxed{...}"
         else:
             _, marker, after = value.rpartition("####")
-            answer, what = (after if marker else None), "#### in front of an answer"
+            answer, wanted = (after if marker else None), "#### in front of an answer"
         if answer is None:
-            raise FieldError(field, f"no {what}")
+            raise FieldError(field, f"no {wanted}")
         value = answer
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         raise FieldError(field, "empty answer")

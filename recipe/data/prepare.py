@@ -1,8 +1,8 @@
 """Prepare the training set and the benchmarks: ``python -m recipe.data.prepare --help``.
 
-Each dataset becomes ``NAME.parquet`` (verl's RLHF schema) and ``NAME.json`` (where it came from and what was dropped) in
-the output folder. Both are written under a temporary name and renamed, so that a file that is there is whole; one that was
-made from the same content with the same settings is kept.
+Each dataset becomes ``NAME.parquet`` (verl's RLHF schema) and ``NAME.json`` (its source and the dropped rows) in
+the output folder. Both are written under a temporary name and renamed, so that an existing file is complete; one that
+was made from the same content with the same settings is kept.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHOWN_BAD_ROWS = 10
 
 @dataclass(frozen=True)
 class Summary:
-    """What became of one dataset."""
+    """The outcome of one dataset's preparation."""
 
     name: str
     path: Path
@@ -151,7 +151,7 @@ def prepare_dataset(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare what the command line asks for and print a summary; 0 if every dataset that was asked for is there."""
+    """Prepare the datasets that the command line names and print a summary; returns 0 if every one is there."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -328,7 +328,7 @@ def _refuse(
     if share > max_dropped:
         raise ValueError(
             f"{spec.name}: {len(bad)} of {usable + len(bad)} rows of {source} cannot be used ({share:.1%}), more than "
-            f"--max-dropped {max_dropped}{first}; mend the source or allow more with --max-dropped"
+            f"--max-dropped {max_dropped}{first}; repair the source or allow more with --max-dropped"
         )
 
 

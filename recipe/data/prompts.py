@@ -1,4 +1,4 @@
-r"""The instruction behind every problem, in training and evaluation alike (arXiv 2606.04889, training set-up).
+r"""The instruction after every problem, in training and evaluation alike (arXiv 2606.04889, training set-up).
 
 The backslash is real: the string ends in ``\boxed{}.``. Written without the ``r`` prefix, ``"\b"`` is a backspace and the
 model is asked for ``oxed{}``.

@@ -23,7 +23,7 @@ Row = tuple[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class BadRow:
-    """Why one row cannot be used. ``reason`` is the same for all rows of a kind, so that they can be counted."""
+    """A row that cannot be used. ``reason`` is the same for all rows of a kind, so that they can be counted."""
 
     source: str
     place: str
@@ -41,10 +41,10 @@ class MissingSourceError(ValueError):
 
 
 class Source(Protocol):
-    """Where rows come from."""
+    """A source of rows."""
 
     unit: str
-    """What a row number counts, for messages: ``line`` or ``row``."""
+    """The unit of row numbers in messages: ``line`` or ``row``."""
 
     def __str__(self) -> str: ...
 
@@ -132,7 +132,7 @@ class HubDataset:
         return list(self._dataset.column_names)
 
     def rows(self, wanted: Collection[str]) -> tuple[list[Row], list[BadRow]]:
-        # Only what is read: some copies carry pictures, which would all be decoded.
+        # Only the columns that are read: some copies carry pictures, which would all be decoded.
         chosen = self._dataset.select_columns([name for name in self.columns() if name in wanted])
         return list(enumerate(chosen, 1)), []
 

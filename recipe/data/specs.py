@@ -1,4 +1,4 @@
-"""The datasets: where each one lies, which columns hold the problem and the gold answer, and how large it is.
+"""The datasets: the place of each, its columns of problem and gold answer, and its size.
 
 Everything specific to one dataset is in :data:`SPECS`. Hub id, config and split can be overridden with ``--hub-id``, the
 columns with ``--columns``. A dataset lists every column layout that its known copies use; the first one that the source
@@ -22,9 +22,9 @@ GOLD_READERS: tuple[str, ...] = get_args(GoldReader)
 
 @dataclass(frozen=True)
 class Columns:
-    """Which column holds the problem, which the gold answer, and how the answer is read from it.
+    """The columns of the problem and of the gold answer, and the way to read the answer from its column.
 
-    ``plain``: the value itself. ``boxed``: the last complete box in the text. ``hashes``: what follows ``####``.
+    ``plain``: the value itself. ``boxed``: the last complete box in the text. ``hashes``: the text after ``####``.
     A problem column may hold text or chat messages.
     """
 

@@ -1,6 +1,6 @@
 """Evaluation as published for GRAIL (arXiv 2606.04889): several samples a problem, acc@k, pass@k and mean tokens.
 
-``python -m recipe.evaluate`` is the command. :mod:`~recipe.evaluate.checkpoint` turns what was named into a model folder,
+``python -m recipe.evaluate`` is the command. :mod:`~recipe.evaluate.checkpoint` turns ``--model`` into a model folder,
 :mod:`~recipe.evaluate.problems` reads the benchmarks, :mod:`~recipe.evaluate.generation` samples with vLLM,
 :mod:`~recipe.evaluate.workers` does so on all GPUs at once, :mod:`~recipe.evaluate.store` keeps every finished problem,
 :mod:`~recipe.evaluate.scores` judges and counts, :mod:`~recipe.evaluate.bootstrap` gives the intervals,

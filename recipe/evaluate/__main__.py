@@ -48,20 +48,20 @@ def evaluate(
     tensor_parallel_size: int = 1,
     restart: bool = False,
 ) -> dict[str, Any]:
-    """Sample what is missing in ``output_dir``, judge everything and write the report.
+    """Sample the problems that ``output_dir`` lacks, judge all responses and write the report.
 
     Args:
         model: Hugging Face model folder, verl checkpoint, or ``ORG/NAME`` of the Hugging Face hub.
-        benchmarks: what to evaluate on.
+        benchmarks: the problems.
         output_dir: gets ``generations/``, ``scores/`` and ``results.json``, ``.md`` and ``.png``.
         sampling: how responses are drawn.
         chat_template: text of a template to use in place of the tokenizer's own.
         workers: vLLM engines that share the problems, each with the whole model; ``None``: all that the GPUs in sight allow.
         tensor_parallel_size: GPUs of each engine.
-        restart: throw away what earlier evaluations left in ``output_dir``.
+        restart: delete the files of earlier evaluations in ``output_dir``.
 
     Returns:
-        What ``results.json`` holds, see :func:`recipe.evaluate.report.summarise`.
+        The content of ``results.json``, see :func:`recipe.evaluate.report.summarise`.
 
     Raises:
         ValueError: the model cannot be used, or ``output_dir`` holds generations made with other settings.
@@ -138,12 +138,12 @@ def _fill(
     engines = min(len(devices), len(requests))
     print(f"loading {model} into {engines} vLLM engine{'s' * (engines > 1)}", file=sys.stderr, flush=True)
     tokens = 0
-    found = sample(model, requests, sampling, longest, devices=devices, tensor_parallel_size=tensor_parallel_size)
+    answered = sample(model, requests, sampling, longest, devices=devices, tensor_parallel_size=tensor_parallel_size)
     with (
-        closing(found),
+        closing(answered),
         tqdm(total=len(requests) + kept, initial=kept, desc="sampling", unit=" problems") as bar,
     ):
-        for request, answers in found:
+        for request, answers in answered:
             samples = tuple(
                 Sample(
                     seed=sample_seed(sampling.seed, request.benchmark, request.index, number),
@@ -160,7 +160,7 @@ def _fill(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 if it did what it was asked."""
+    """Run the command line; returns its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{parser.prog}: stopped; the same command goes on from here", file=sys.stderr)
+        print(f"{parser.prog}: stopped; the same command resumes here", file=sys.stderr)
         return 130
     return 0
 
@@ -214,7 +214,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _discard(output_dir: Path) -> None:
-    """Remove what an evaluation writes, and nothing else."""
+    """Remove the files that an evaluation writes, and nothing else."""
     for folder in ("generations", "scores"):
         for path in (output_dir / folder).glob("*.jsonl"):
             path.unlink()
@@ -236,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m recipe.evaluate",
         description="Sample a model's answers to the benchmarks with vLLM and report acc@k, pass@k and mean tokens with 95 % "
-        "intervals. Called again after an interruption, it goes on where it was. Defaults are those of the published "
+        "intervals. Called again after an interruption, it resumes where it stopped. Defaults are those of the published "
         "evaluation.",
     )
     parser.add_argument(
@@ -277,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="throw away what --output-dir holds of earlier evaluations and begin anew",
+        help="delete the files of earlier evaluations in --output-dir and begin anew",
     )
     parser.add_argument(
         "--compare",

@@ -1,4 +1,4 @@
-"""From what ``--model`` names to a folder that vLLM loads: a Hugging Face model, fetched or merged from a verl checkpoint.
+"""From ``--model`` to a folder that vLLM loads: a Hugging Face model, fetched or merged from a verl checkpoint.
 
 verl writes ``global_step_N/actor`` with one file of weights a rank (``verl/utils/checkpoint/fsdp_checkpoint_manager.py``, verl
 0.9.1) and brings the program that joins them, ``verl.model_merger``. It puts LoRA weights into a folder of their own beside
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-# Everything that decides what is sampled: weights, configuration, tokenizer, chat template.
+# Everything that decides the samples: weights, configuration, tokenizer, chat template.
 _HASHED = (*_WEIGHTS, "*.json", "*.jinja", "*.txt", "*.model")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
@@ -66,7 +66,7 @@ def resolve_model(model: str | Path) -> Path:
 
 
 def _from_hub(model: str) -> Path:
-    """The folder of the hub's cache that holds the model; what is there already is not fetched again."""
+    """The folder of the hub's cache that holds the model; files in the cache are not fetched again."""
     name, _, revision = model.partition("@")
     folder = _snapshot(model, name, revision, _HUB_FILES)
     if not _is_model(folder):

@@ -1,6 +1,6 @@
 """Two runs side by side: differences with a paired bootstrap over problems.
 
-Both runs are resampled with the same problems, so that what makes a problem hard for either drops out of the difference.
+Both runs are resampled with the same problems, so that a problem's difficulty drops out of the difference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PUBLISHED_SOURCE = "GRAIL minus GRPO as published (arXiv 2606.04889), mean over 
 PUBLISHED_DIFFERENCES = {"acc": 0.0360, "pass": 0.0305}
 """The only published figures, as shares; nothing is known of single models or benchmarks."""
 _PUBLISHED_SAMPLES = 3
-# Everything but the seed, which changes the samples but not what they are samples of.
+# Everything but the seed, which changes the samples but not their distribution.
 _SAME_SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens")
 _SHOWN = ("acc", "pass", "tokens")
 
@@ -131,9 +131,9 @@ def _check_comparable(first: FinishedRun, second: FinishedRun) -> None:
     if set(reports[0]) != set(reports[1]):
         differences.append(f"benchmarks are {', '.join(reports[0])} and {', '.join(reports[1])}")
     for name in reports[0]:
-        for key, what in (("problems_hash", "the problems"), ("gold_hash", "the gold answers")):
+        for key, subject in (("problems_hash", "the problems"), ("gold_hash", "the gold answers")):
             if name in reports[1] and reports[0][name][key] != reports[1][name][key]:
-                differences.append(f"{what} of {name} differ")
+                differences.append(f"{subject} of {name} differ")
     if differences:
         raise ValueError(
             f"--compare {first.folder} {second.folder}: these runs cannot be compared: {'; '.join(differences)}; evaluate "

@@ -3,8 +3,8 @@
 Every sample is a request of its own whose seed follows from the evaluation's seed, the benchmark, the problem and the
 sample's number alone. So it does not matter in which order problems are sampled, nor in how many sittings.
 
-What that guarantees depends on vLLM. It draws each request's random numbers from the request's own generator, but the
-logits come from matrix products over the whole batch, whose last bits may depend on what else is in the batch. A sample then
+The tokens themselves depend on vLLM. It draws each request's random numbers from the request's own generator, but the
+logits come from matrix products over the whole batch, whose last bits may depend on the rest of the batch. A sample then
 differs where two tokens are almost equally likely, and from there on. Measured with vLLM 0.28 on a CPU, one request alone
 against the same one in a batch: in float32 the tokens were the same, log-probabilities within 1e-5 (bit for bit the same for a
 model of 0.65 M parameters); in bfloat16 one of eight samples of 64 tokens differed. So a CPU always computes in float32. On
@@ -77,13 +77,13 @@ class Answer:
 
 
 def sample_seed(seed: int, benchmark: str, index: int, sample: int) -> int:
-    """Seed of one sample: 63 bits of the SHA-256 of what identifies it."""
+    """Seed of one sample: 63 bits of the SHA-256 of its identity."""
     text = f"{seed}/{benchmark}/{index}/{sample}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def engine_version() -> str:
-    """Name, version and mode of what samples; the CPU build says so in its version.
+    """Name, version and mode of the engine; the version of the CPU build contains ``cpu``.
 
     Raises:
         ValueError: vLLM is not installed.
@@ -129,12 +129,12 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark) -> 
 
 
 def prompt_template(tokenizer: PreTrainedTokenizerBase, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
-    """What decides how a problem is put to the model; two evaluations that differ in it measure different things.
+    """The form in which the model gets a problem; two evaluations that differ in it measure different things.
 
     Returns:
-        ``chat_template`` (a hash of its text), ``enable_thinking``, ``instruction`` (what every problem ends with),
+        ``chat_template`` (a hash of its text), ``enable_thinking``, ``instruction`` (the end of every problem),
         ``system_prompt`` (these two ``None`` where the problems have none in common) and ``prompt``: the text that a model
-        gets, ``{problem}`` standing for the problem.
+        gets, with ``{problem}`` in place of the problem.
     """
     chats = [problem.messages for benchmark in benchmarks for problem in benchmark.problems]
     instruction = PROMPT_SUFFIX if all(chat[-1]["content"].endswith(PROMPT_SUFFIX) for chat in chats) else None
@@ -212,7 +212,7 @@ def start_engine(model: Path, longest: int, *, tensor_parallel_size: int) -> LLM
 
 
 def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
-    """What vLLM is asked for, for one sample."""
+    """vLLM's parameters for one sample."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

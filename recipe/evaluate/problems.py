@@ -55,8 +55,10 @@ def benchmark_names(text: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown or not names:
-        what = f"--benchmarks {', '.join(map(repr, unknown))} is unknown" if unknown else "--benchmarks names nothing"
-        raise ValueError(f"{what}; choose from {', '.join(BENCHMARKS)}, or all for the six published ones")
+        complaint = (
+            f"--benchmarks {', '.join(map(repr, unknown))} is unknown" if unknown else "--benchmarks names nothing"
+        )
+        raise ValueError(f"{complaint}; choose from {', '.join(BENCHMARKS)}, or all for the six published ones")
     return names
 
 
@@ -64,7 +66,7 @@ def load_benchmarks(names: list[str], data_dir: Path) -> list[Benchmark]:
     """Read ``data_dir/NAME.parquet`` for every name.
 
     Raises:
-        ValueError: files are missing (all of them are named), or one is not what :mod:`recipe.data.prepare` writes.
+        ValueError: files are missing (all of them are named), or one is not a file of :mod:`recipe.data.prepare`.
     """
     paths = {name: data_dir / f"{name}.parquet" for name in names}
     missing = {name: path for name, path in paths.items() if not path.is_file()}

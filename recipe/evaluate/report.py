@@ -25,10 +25,10 @@ def metric_names(samples: int) -> dict[str, str]:
 def summarise(
     run: Mapping[str, Any], benchmarks: Sequence[Benchmark], scores: Mapping[str, list[ProblemScores]]
 ) -> dict:
-    """Everything that ``results.json`` holds.
+    """The content of ``results.json``.
 
     Args:
-        run: what says how the run was made: model, template, sampling, engine.
+        run: model, template, sampling and engine of the run.
         benchmarks: in the order of the report.
         scores: of every problem, by benchmark.
 

@@ -1,4 +1,4 @@
-"""From responses to figures a problem: right, answered, tokens.
+"""Figures of each problem from its responses: right, answered, tokens.
 
 :func:`recipe.reward.compute_score` is the judge, as in training.
 """
@@ -99,7 +99,7 @@ def write_scores(path: Path, scores: Iterable[ProblemScores]) -> None:
 
 
 def read_scores(path: Path) -> list[ProblemScores]:
-    """Read what :func:`write_scores` wrote.
+    """Read a file of :func:`write_scores`.
 
     Raises:
         ValueError: the file is missing or damaged.

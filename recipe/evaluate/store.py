@@ -1,4 +1,4 @@
-"""Generations on disk, a line a problem, so that an evaluation that was stopped goes on where it was.
+"""Generations on disk, a line a problem, so that a stopped evaluation resumes where it was.
 
 ``OUTPUT/generations/NAME.jsonl``: the first line holds the settings, every other one a problem with all its samples,
 appended as soon as the last of them is there. A finished file is sorted by problem, so that it does not depend on which
@@ -19,7 +19,7 @@ from typing import IO, Any
 from recipe.evaluate.files import json_line, write_text
 
 Settings = Mapping[str, Any]
-_WAY_OUT = "go on with the former, choose another --output-dir, or throw the old generations away with --restart"
+_REMEDY = "use the former, choose another --output-dir, or delete the old generations with --restart"
 _BENCHMARK_KEYS = ("benchmark", "problems", "prompts")
 _MEANINGS = {
     "problems": "problems (their texts, as a hash)",
@@ -62,10 +62,10 @@ def check_settings(output_dir: Path, settings: Settings) -> None:
         with path.open("rb") as file:
             first = file.readline()
         if not first.endswith(b"\n"):
-            continue  # stopped while the first line was written: it holds nothing
-        found = _header(path, first)
+            continue  # the first line was never finished, so the file holds nothing
+        recorded = _header(path, first)
         ignored = () if path == generation_path(output_dir, settings["benchmark"]) else _BENCHMARK_KEYS
-        _compare(path, found, settings, ignored)
+        _compare(path, recorded, settings, ignored)
 
 
 class GenerationFile:
@@ -73,7 +73,7 @@ class GenerationFile:
 
     Args:
         path: created if need be.
-        settings: whatever decides what is generated; must be equal to those that an existing file was begun with.
+        settings: everything that decides the generations; must be equal to those that an existing file was begun with.
         problems: how many the benchmark has.
 
     Raises:
@@ -172,14 +172,14 @@ def _header(path: Path, line: bytes) -> dict[str, Any]:
             return settings
     except (ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f"{path}, line 1: not the settings of an evaluation; throw the file away with --restart")
+    raise ValueError(f"{path}, line 1: not the settings of an evaluation; delete the file with --restart")
 
 
-def _compare(path: Path, found: Settings, wanted: Settings, ignored: tuple[str, ...]) -> None:
+def _compare(path: Path, recorded: Settings, wanted: Settings, ignored: tuple[str, ...]) -> None:
     differences = [
-        f"{_MEANINGS.get(key, key)} {found.get(key)!r} there, {wanted.get(key)!r} now"
-        for key in {**wanted, **found}
-        if key not in ignored and found.get(key) != wanted.get(key)
+        f"{_MEANINGS.get(key, key)} {recorded.get(key)!r} there, {wanted.get(key)!r} now"
+        for key in {**wanted, **recorded}
+        if key not in ignored and recorded.get(key) != wanted.get(key)
     ]
     if differences:
-        raise ValueError(f"{path} was begun with other settings: {'; '.join(differences)}; {_WAY_OUT}")
+        raise ValueError(f"{path} was begun with other settings: {'; '.join(differences)}; {_REMEDY}")

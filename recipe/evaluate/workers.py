@@ -25,7 +25,7 @@ _SECONDS_TO_END = 30
 
 
 def engine_devices(workers: int | None, tensor_parallel_size: int) -> list[str | None]:
-    """Which GPUs each engine sees, as a value of ``CUDA_VISIBLE_DEVICES``; ``None`` with vLLM's CPU build.
+    """The GPUs that each engine sees, as a value of ``CUDA_VISIBLE_DEVICES``; ``None`` with vLLM's CPU build.
 
     Args:
         workers: number of engines, at least 1; ``None``: as many as the GPUs in sight allow, on a CPU one.
@@ -50,7 +50,7 @@ def engine_devices(workers: int | None, tensor_parallel_size: int) -> list[str |
 
 
 def _visible_gpus() -> list[str]:
-    """By the names that ``CUDA_VISIBLE_DEVICES`` knows them by."""
+    """Names of the visible GPUs, as ``CUDA_VISIBLE_DEVICES`` takes them."""
     import torch
 
     count = torch.cuda.device_count()
@@ -110,7 +110,7 @@ def sample(
                     process.join()
                     raise RuntimeError(
                         f"{where} ended with status {process.exitcode}; its output above says why. Finished problems are "
-                        "kept: the same command goes on from here"
+                        "kept: the same command resumes here"
                     ) from None
                 if kind == "answers":
                     yield content
@@ -138,15 +138,15 @@ def _work(
     tensor_parallel_size: int,
 ) -> None:
     """One engine's process."""
-    # vLLM's own processes end with an ordinary exit, and would stay behind otherwise.
+    # vLLM's own processes end with an ordinary exit, and would outlive this one otherwise.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         llm = start_engine(model, longest, tensor_parallel_size=tensor_parallel_size)
-        for found in generate(llm, requests, sampling):
-            sender.send(("answers", found))
+        for answered in generate(llm, requests, sampling):
+            sender.send(("answers", answered))
         sender.send(("done", None))
     except (KeyboardInterrupt, BrokenPipeError):
-        sys.exit(1)  # whoever started this was stopped
+        sys.exit(1)  # the evaluation was stopped
     except Exception as error:
         traceback.print_exc()
         sender.send(("failed", f"{type(error).__name__}: {error}"))

@@ -141,7 +141,7 @@ def begin_run(config: DictConfig) -> bool:
         )
         return False
     for note in notes:
-        _say(f"{note}; the run carries on from {start.path}")
+        _say(f"{note}; the run resumes from {start.path}")
     folder, dump = Path(trainer.default_local_dir), _dump_folder(config)
     saves, resumes = trainer.save_freq > 0, _is_in(start, folder)
     run = read_json(folder / RUN_DEFINITION).get("run") if resumes else None

@@ -160,4 +160,4 @@ def resumes_from(config: DictConfig) -> str:
     if not counting:
         saves = "" if trainer.save_freq > 0 else f"; trainer.save_freq={trainer.save_freq} saves none"
         return f"{beginning}: no checkpoint of a finished step is in {folder}{saves}"
-    return f"the same command carries on after step {counting[-1].step}, from {counting[-1].path}"
+    return f"the same command resumes after step {counting[-1].step}, from {counting[-1].path}"

@@ -1,4 +1,4 @@
-"""Make everything a small training run reads: model, tokenizer, ``train.parquet`` and ``validation.parquet``.
+"""Make the input of a small training run: model, tokenizer, ``train.parquet`` and ``validation.parquet``.
 
     python -m recipe.tiny.prepare --output-dir DIR --seed 0
 
@@ -32,7 +32,7 @@ BASE_MODELS = ("tiny", "smollm2")
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What is made; a folder made with equal settings is used again."""
+    """Settings of a folder; one that was made with equal settings is used again."""
 
     base_model: Literal["tiny", "smollm2"] = "tiny"
     """A freshly initialised model of 0.65 M parameters, or SmolLM2-135M-Instruct."""
@@ -56,8 +56,8 @@ def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str],
     files = [output_dir / "train.parquet", output_dir / "validation.parquet", output_dir / MODEL_FOLDER / "config.json"]
     wanted = {"settings": asdict(settings), "code": _code_hash()}
     if stamp_path.is_file() and all(path.is_file() for path in files):
-        found = json.loads(stamp_path.read_text())
-        if {key: found.get(key) for key in wanted} == wanted:
+        stamp = json.loads(stamp_path.read_text())
+        if {key: stamp.get(key) for key in wanted} == wanted:
             report(f"reused {output_dir}: settings and code are unchanged")
             return False
 
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Make a tiny warmed-up model and its arithmetic data.")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, initial model and warm-up")
-    parser.add_argument("--base-model", choices=BASE_MODELS, default="tiny", help="what is warmed up")
+    parser.add_argument("--base-model", choices=BASE_MODELS, default="tiny", help="the model to warm up")
     options = parser.parse_args(arguments)
     settings = default_settings(options.base_model, options.seed)
     prepare(options.output_dir, settings, report=lambda line: print(line, flush=True))

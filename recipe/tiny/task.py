@@ -5,9 +5,9 @@ The problems are the ``chain_sum`` task of ``reasoning-gym``. A worked solution 
     problem    7+5-3
     solution   7+5=12;12-3=9;\\boxed{9}
 
-Solutions are written with wrong steps at a known rate, and each wrong result is carried on from. A model trained on them
-knows the sums but slips when it samples, which is what reinforcement learning can then put right. Because every step can
-be recomputed, ``find_errors`` tells where a response went wrong: the ground truth for token-level credit assignment.
+Solutions are written with wrong steps at a known rate, and the next step starts from the wrong result. A model trained on
+them knows the sums but slips when it samples, and reinforcement learning can then correct that. Because every step can be
+recomputed, ``find_errors`` locates every error of a response: the ground truth for token-level credit assignment.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class StepError:
-    """One thing wrong in a response.
+    """An error in a response.
 
     ``step`` counts from 0; ``start`` and ``end`` are character offsets into the response, half-open.
-    ``kind`` says what the range covers:
+    ``kind`` is the kind of text in the range:
     ``result``: the result of a step that does not follow from the step's own left side;
     ``copy``: the left side of a step that is not the running value with the problem's next operator and term;
     ``answer``: the boxed text, when it is not the running value taken through all steps that were left unwritten.
@@ -101,12 +101,12 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
         if held_out == (split == "validation"):
             chosen[text] = problem
     if len(chosen) < size:
-        raise ValueError(f"size={size}: only {len(chosen)} different {split} problems were found; ask for fewer")
+        raise ValueError(f"size={size}: only {len(chosen)} different {split} problems exist; ask for fewer")
     return list(chosen.values())
 
 
 def _chain_texts(draws: int, seed: int) -> Iterator[str]:
-    # Imported at the top of a puzzle that is not made here, and there is no wheel of it: a machine without a compiler has none.
+    # reasoning-gym imports it for a puzzle that is not made here. It has no wheel, so a machine without a compiler lacks it.
     if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
         sys.modules["pycosat"] = types.ModuleType("pycosat")
     import reasoning_gym  # imported here: only problem generation needs it, and it is slow to import
@@ -125,10 +125,10 @@ def _chain_texts(draws: int, seed: int) -> Iterator[str]:
 
 
 def solve(problem: Problem, error_rate: float, rng: random.Random) -> str:
-    """A worked solution in which each step is wrong with probability ``error_rate`` and carried on from.
+    """A worked solution in which each step is wrong with probability ``error_rate``; the next starts from its result.
 
-    A wrong result is any other number from 0 to ``MAX_VALUE``, all equally likely. Such slips say nothing about the sum at
-    hand, so what a model learns against one of them helps against all.
+    A wrong result is any other number from 0 to ``MAX_VALUE``, all equally likely. Such slips are independent of the sum,
+    so that learning to avoid one of them helps against all.
     """
     value = problem.first
     parts = []
@@ -143,14 +143,14 @@ def solve(problem: Problem, error_rate: float, rng: random.Random) -> str:
 
 def boxed_answer(response: str) -> str | None:
     """The content of the last complete ``\\boxed{...}``, or None."""
-    found = _BOXED.findall(response)
-    return found[-1] if found else None
+    boxes = _BOXED.findall(response)
+    return boxes[-1] if boxes else None
 
 
 def find_errors(problem: Problem, response: str) -> list[StepError]:
-    """Recompute every written step of ``response`` and return what is wrong, in the order of the text.
+    """Recompute every written step of ``response`` and return the errors in the order of the text.
 
-    Errors are not inherited: a step that correctly carries on from a wrong result is right. Text that is not a step is
+    Errors are not inherited: a step that correctly continues from a wrong result is right. Text that is not a step is
     passed over, so any string is accepted. A response with a complete box and no error has the right answer.
     """
     boxes = list(_BOXED.finditer(response))

@@ -1,7 +1,7 @@
 """Supervised warm-up on worked solutions, so that reinforcement learning starts from a model that is right now and then.
 
 It ends when the model knows the task (greedy decoding is right on most held-out problems) but still slips when it
-samples, because the solutions it was shown slip at a known rate. What is left to learn is then to slip less.
+samples, because the solutions it was shown slip at a known rate. Reinforcement learning can then teach it to slip less.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def passage() -> str:
 
 
 def _section(passage: str, name: str, below: str) -> str:
-    """What stands under the third-level heading that names a method or reshaper."""
+    """The text under the third-level heading that names a method or reshaper."""
     chapter = next(part for part in re.split(r"^## ", passage, flags=re.M) if part.startswith(below))
     sections = [part for part in re.split(r"^### ", chapter, flags=re.M)[1:] if f"`{name}`" in part.splitlines()[0]]
     (section,) = sections
@@ -87,7 +87,7 @@ def test_writes_into_a_page(tmp_path: Path, passage: str) -> None:
 def test_method_is_there_with_all_its_options(passage: str, name: str) -> None:
     method = METHODS[name]
     signal = method.build({})
-    overview, works_with = passage.split("What of a batch and of the model each takes")
+    overview, works_with = passage.split("Inputs of each method")
     assert signal.formula and signal.source
     assert _cells(overview, name)[1:3] == [signal.formula, signal.cost]
     assert len(_cells(works_with.split("\n## ")[0], name)) == 7
@@ -131,14 +131,14 @@ class TestOptions:
 
 class TestWorksWith:
     def test_by_hand(self, passage: str) -> None:
-        table = passage.split("What of a batch and of the model each takes")[1].split("\n## ")[0]
+        table = passage.split("Inputs of each method")[1].split("\n## ")[0]
         assert _cells(table, "uniform")[1:] == ["nothing", "nothing", "yes", "yes", "yes", "nothing more"]
         assert _cells(table, "grail")[2:6] == ["backward to an activation", "yes", "yes", "yes"]
         assert _cells(table, "oar_p")[2:6] == ["logits of made-up sequences", "no", "no", "yes"]
 
     @pytest.mark.parametrize("name", METHODS)
     def test_bypass_mode_gives_no_entropy(self, passage: str, name: str) -> None:
-        table = passage.split("What of a batch and of the model each takes")[1].split("\n## ")[0]
+        table = passage.split("Inputs of each method")[1].split("\n## ")[0]
         assert (_cells(table, name)[5] == "no") == (ENTROPY in METHODS[name].build({}).reads)
 
 
@@ -146,7 +146,7 @@ class TestMeasured:
     def test_ratios_come_from_the_benchmark(self, tmp_path: Path) -> None:
         path = tmp_path / "methods-cpu.json"
         path.write_text(json.dumps(FIGURES))
-        overview = page.passage(path).split("What of a batch")[0]
+        overview = page.passage(path).split("Inputs of each method")[0]
         assert _cells(overview, "uniform")[3] == "1.00"
         assert _cells(overview, "grail")[3] == "1.06"
         assert _cells(overview, "oar_p")[3] == "41.24 (extrapolated from 2 of 20 rows)"
@@ -154,7 +154,7 @@ class TestMeasured:
         assert "20 rows x 300 tokens, 7 rows wrong" in overview
 
     def test_without_a_benchmark_there_is_no_column(self, tmp_path: Path) -> None:
-        overview = page.passage(tmp_path / "missing.json").split("What of a batch")[0]
+        overview = page.passage(tmp_path / "missing.json").split("Inputs of each method")[0]
         assert "measured" not in overview and len(_cells(overview, "grail")) == 4
 
 
@@ -171,7 +171,7 @@ class TestMetrics:
         assert set(re.findall(r'figures\["(\w+)"\]', trainer)) == set(TRAINER_METRICS)
 
     def test_all_are_on_the_page(self, passage: str) -> None:
-        logged = passage.split("\n## What is logged")[1]
+        logged = passage.split("\n## Logged figures")[1]
         assert set(re.findall(r"^\| `(\w+)` \|", logged, flags=re.M)) == {
             *METRICS,
             *GRADIENT_METRICS,

@@ -838,7 +838,7 @@ def test_an_engine_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It dies while it reads its arguments; its status shows which GPU it was given."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     model: Any = _ReadsItsDevices()
-    with pytest.raises(RuntimeError, match=r"engine 0 on GPU 7 ended with status 7; .*the same command goes on"):
+    with pytest.raises(RuntimeError, match=r"engine 0 on GPU 7 ended with status 7; .*the same command resumes"):
         list(sample(model, [Request("amc23", 0, [1])], Sampling(), 10, devices=["7"]))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
 

@@ -1,4 +1,4 @@
-"""scripts/local_nodes.sh without Ray: nodes reach each other, are cut off and killed, and leave nothing behind."""
+"""scripts/local_nodes.sh without Ray: nodes reach each other, are cut off and killed, and leave nothing."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 @pytest.fixture(scope="module")
 def nodes() -> Callable[[str], subprocess.CompletedProcess[str]]:
     """Runs a shell script on the first of two nodes; ``$on``, ``$cut``, ... are the commands that it may give."""
-    said = run("2", "true")
-    if "does not let" in said.stderr:
-        pytest.skip(said.stderr.strip())
-    assert said.returncode == 0, said.stderr
+    done = run("2", "true")
+    if "does not let" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
     words = "\n".join(f'{name}="bash {SCRIPT} {name} 2"' for name in ("on", "cut", "mend", "kill"))
     reach = f"reach() {{ {shlex.quote(sys.executable)} -c {shlex.quote(REACH)} $1; }}"
 
@@ -132,7 +132,7 @@ def test_refused(arguments: tuple[str, ...], environment: dict[str, str], messag
 
 
 def test_a_machine_without_namespaces_is_named(tmp_path: Path) -> None:
-    """Whatever unshare says stands there, with the way out."""
+    """The message holds unshare's output and the remedy."""
     unshare = tmp_path / "unshare"
     unshare.write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
     unshare.chmod(0o755)

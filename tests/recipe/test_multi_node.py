@@ -247,8 +247,8 @@ def test_blocks_of_the_page(block: str) -> None:
         assert version in (ROOT / "requirements.txt").read_text().splitlines()
 
 
-def test_what_was_recorded_on_nodes_stands_on_the_page() -> None:
-    """Equal is equal; a lost node ends the run by itself, and what is left goes on to the end, no step lost or twice."""
+def test_the_page_holds_the_record_of_the_nodes() -> None:
+    """Equal is equal; a lost node ends the run by itself, and the remaining ones finish it, no step lost or twice."""
     sys.path.insert(0, str(ROOT / "scripts"))
     import nodes_check
 
@@ -262,8 +262,8 @@ def test_what_was_recorded_on_nodes_stands_on_the_page() -> None:
     assert record["lost"]
     for found in record["lost"]:
         assert found["ended_by_itself"] and found["status"] == 1
-        assert found["said"][0].startswith("grail_advantage watchdog: this run cannot go on")
-        assert any(f"10.77.0.{found['ranks']}" in line for line in found["said"])
+        assert found["message"][0].startswith("grail_advantage watchdog: this run cannot go on")
+        assert any(f"10.77.0.{found['ranks']}" in line for line in found["message"])
         assert found["resume_note"] and found["resumed_steps"] == list(range(1, nodes_check.STEPS + 2))
 
 

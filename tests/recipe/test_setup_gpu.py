@@ -163,7 +163,7 @@ def build_call(result: Result) -> str:
 
 @pytest.mark.parametrize("arguments", [(), ("--requirements-only",)])
 def test_with_verls_wheel(machine: Path, arguments: tuple[str, ...]) -> None:
-    """Fetched before the other downloads, from the first index that has it, and installed behind torch; no compiler needed."""
+    """Fetched before the other downloads, from the first index that has it, and installed after torch; no compiler needed."""
     result = setup(machine, *arguments, without=("tools/cuda/bin/nvcc",))
     assert result.status == 0, result.said
     assert "wheel from https://wheels.example/simple/" in result.said
@@ -281,11 +281,11 @@ def test_refused_before_anything_is_downloaded(machine: Path, case: str) -> None
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_any_machine(machine: Path, case: str) -> None:
-    """As for an image: what is wrong is said, and it goes on."""
+    """As for an image: the fault is named, and the installation continues."""
     facts, without, message = REFUSED[case]
     result = setup(machine, without=without, ANY_MACHINE="1", **facts)
     assert result.status == 0, result.said
-    assert f"carrying on with ANY_MACHINE=1 although {'' if case != 'old driver' else 'the NVIDIA '}" in result.said
+    assert f"continuing with ANY_MACHINE=1 although {'' if case != 'old driver' else 'the NVIDIA '}" in result.said
     assert message in result.said
 
 

@@ -232,7 +232,7 @@ def test_all_four_parts(stand_in: str, tmp_path: Path) -> None:
     assert "outputs/smoke/run_qwen3_grail-grail/checkpoints/global_step_2\n" in asked and "--max-tokens\n768\n" in asked
 
     result = start(stand_in, **knobs, FORGETS="1")
-    assert result.returncode == 1 and "a second start should have said that the run is finished" in result.stderr
+    assert result.returncode == 1 and "the second start does not report that the run is finished" in result.stderr
     result = start(stand_in, **knobs, FAILS="1")
     assert result.returncode == 1 and "out of memory" in result.stderr and "the training failed" in result.stderr
     _metric("grail/selected_rate", 0.0, 0.0)(tmp_path / "run")

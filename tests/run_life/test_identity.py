@@ -190,7 +190,7 @@ class TestWhole:
         _start(folder)
         said = capsys.readouterr().err
         assert (
-            f"{broken} is not whole: actor/model_world_size_8_rank_3.pt missing or cut off; the run carries on from"
+            f"{broken} is not whole: actor/model_world_size_8_rank_3.pt missing or cut off; the run resumes from"
             in said
         )
         assert (folder / TRACKER).read_text() == "10"

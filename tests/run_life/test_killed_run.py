@@ -27,4 +27,4 @@ def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(tmp_p
     message = said[said.index("grail_advantage watchdog: this run cannot go on and ends now.") :]
     assert f"vLLM's engine of CpuVLLMHttpServer, process {server} on " in message
     assert f"(EngineCore pid={engine})" in message or "engine core exited unexpectedly" in message, message
-    assert "the same command carries on after step " in message and str(tmp_path / "checkpoints") in message
+    assert "the same command resumes after step " in message and str(tmp_path / "checkpoints") in message

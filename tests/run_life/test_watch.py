@@ -137,7 +137,7 @@ def test_the_remedy_follows_the_checkpoints(tmp_path: Path) -> None:
     for step in (10, 20):
         write_json(tmp_path / f"global_step_{step}" / STATE, {"run": "x", **({"step": 10} if step == 10 else {})})
     last = tmp_path / "global_step_10"
-    assert resumes_from(_config(tmp_path)) == f"the same command carries on after step 10, from {last}"
+    assert resumes_from(_config(tmp_path)) == f"the same command resumes after step 10, from {last}"
     assert "resume_mode=disable" in resumes_from(_config(tmp_path, resume_mode="disable"))
 
 
