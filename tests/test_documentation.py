@@ -96,7 +96,3 @@ def test_the_index_names_every_page(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     missing = [_name(other) for other in PAGES if other.parent == page.parent and f"({other.name})" not in text]
     assert missing == ["docs/README.md"]
-
-
-def test_the_front_page_stays_short() -> None:
-    assert len((ROOT / "README.md").read_bytes()) <= 9000
