@@ -32,6 +32,16 @@ DUMP_EVERY = "algorithm.token_dump.every"
 DUMP_ROWS = "algorithm.token_dump.rows"
 RENAMED = {"algorithm.watchdog": "run_life (of recipe.main_grail; recipe/run_life/README.md)"}
 """Options of earlier versions, and their names today."""
+MOVED = {
+    "grail_advantage.verl_ext.cpu.": "grail_advantage.verl_cpu.",
+    "grail_advantage.verl_ext.request_seeds.": "recipe.run_life.seeds.",
+}
+"""Modules of earlier versions that an option may name, and their places today."""
+NAMING_MODULES = (
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
+    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module",
+    "trainer.v1.sampler.custom_sampler.path",
+)
 
 
 def algorithm_sections() -> dict[str, Any]:
@@ -73,6 +83,11 @@ def check_names(config: DictConfig) -> None:
     for old, new in RENAMED.items():
         if OmegaConf.select(config, old) is not None:
             raise ValueError(f"{old} is called {new} now")
+    for option in NAMING_MODULES:
+        value = str(OmegaConf.select(config, option, default=""))
+        for old, new in MOVED.items():
+            if old in value:
+                raise ValueError(f"{option}={value} is {value.replace(old, new)} now")
     sections = algorithm_sections()
     verls = OmegaConf.load(Path(find_spec("verl").origin).parent / "trainer" / "config" / "ppo_trainer.yaml").algorithm
     for each in methods().values():

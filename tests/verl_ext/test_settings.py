@@ -119,3 +119,12 @@ def test_renamed_options_are_refused_with_their_new_name(old: str, new: str) -> 
         settings.check_names(config)
     OmegaConf.update(config, old, None)
     settings.check_names(config)
+
+
+@pytest.mark.parametrize("option", settings.NAMING_MODULES)
+def test_modules_that_moved_are_refused_with_their_new_place(option: str) -> None:
+    config = OmegaConf.create({"algorithm": {}})
+    OmegaConf.update(config, option, "pkg://grail_advantage.verl_ext.cpu.replay_buffer", force_add=True)
+    message = rf"{re.escape(option)}=pkg://.* is pkg://grail_advantage\.verl_cpu\.replay_buffer now"
+    with pytest.raises(ValueError, match=message):
+        settings.check_names(config)
