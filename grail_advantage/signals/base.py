@@ -107,8 +107,8 @@ def normalize_mass_option(default: bool | None = False) -> Any:
 class Signal(Options):
     """Base of every signal: a frozen model whose fields with a description are its options.
 
-    A signal may redefine a class variable as such, a field as such (``gate: Gate = "wrong"``) or as an option, and both from
-    its options, in :meth:`complete`.
+    A signal may override class variables and fields (``gate: Gate = "wrong"``), turn a field into an option, or set fields from
+    its options in :meth:`complete`.
     """
 
     registers_as: ClassVar[str] = "signal"
@@ -231,7 +231,7 @@ class Signal(Options):
             of_pass_BT: what :meth:`run` gave, NaN elsewhere; ``None`` for a signal that uses nothing of the model.
 
         Returns:
-            (B, T); a row of whose statistics set a token has no finite score weighs 1.
+            (B, T); a row weighs 1 where any token of its statistics set has no finite score.
         """
         if of_pass_BT is None:
             raise NotImplementedError(f"{type(self).__name__} uses nothing of the model and has no scores()")

@@ -22,8 +22,8 @@ def patch() -> None:
 def process_group_without_a_second_cpu() -> None:
     """Pass the backend ``cpu:gloo`` where the caller of ``initialize_global_process_group_ray`` leaves it open.
 
-    Answers ``verl/utils/distributed.py`` (verl 0.9.1), which builds ``cpu:gloo,<device>:<backend>``: on the CPU platform that
-    is ``cpu:gloo,cpu:gloo``, and torch refuses to have one device twice. Can go when verl leaves the second half away on
+    Works around ``verl/utils/distributed.py`` (verl 0.9.1), which builds ``cpu:gloo,<device>:<backend>``: on the CPU platform
+    that is ``cpu:gloo,cpu:gloo``, and torch refuses to have one device twice. Can go when verl leaves the second half away on
     ``cpu``.
     """
     original = distributed.initialize_global_process_group_ray

@@ -97,7 +97,7 @@ def check_verl_version(installed: str) -> None:
 
 
 def check_estimator(name: str) -> None:
-    """Refuse an estimator that is not there, and methods that could not be registered as what they are.
+    """Refuse an unknown estimator, plug-ins that take a name in use, and methods with the name of an estimator of verl's.
 
     Raises:
         ValueError: naming what is wrong, and the plug-ins that failed to import.

@@ -2,8 +2,8 @@
 
     python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grail ...
 
-Both functions run inside verl's start-up (:func:`grail_advantage.verl_ext.patches.wrap_entry`). Runs with verl's own estimators
-stay as they are.
+:func:`prepare_run` and :func:`register_trainers` run inside verl's start-up
+(:func:`grail_advantage.verl_ext.patches.wrap_entry`). Runs with verl's own estimators stay as they are.
 """
 
 from __future__ import annotations
@@ -51,5 +51,5 @@ def register_trainers() -> None:
 
 
 def install() -> None:
-    """Have verl's start-up call both."""
+    """Have verl's start-up call :func:`prepare_run` and :func:`register_trainers`."""
     patches.wrap_entry(prepare_run, register_trainers)

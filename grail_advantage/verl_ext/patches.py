@@ -28,10 +28,10 @@ def wrap_entry(prepare: Callable[[DictConfig], None], register: Callable[[], Non
     """Call ``prepare`` before ``verl.utils.config.validate_config``, and ``register`` before
     ``verl.utils.logging_utils.configure_verl_logging``. Does nothing the second time.
 
-    Answers ``verl.trainer.main_ppo``, which accepts any ``algorithm.adv_estimator`` unchecked, and whose ``TaskRunnerV1.run``
-    looks the trainer up by name in a process of its own. Both import these functions by name after verl has loaded its
-    plug-ins: ``main`` calls the first before Ray starts, ``run`` the second in its first line. Can go when verl lets a
-    registered estimator check the configuration and name its trainer.
+    Works around ``verl.trainer.main_ppo``, which accepts any ``algorithm.adv_estimator`` unchecked, and whose
+    ``TaskRunnerV1.run`` looks the trainer up by name in a process of its own. Both import these functions by name after verl
+    has loaded its plug-ins: ``main`` calls the first before Ray starts, ``run`` the second in its first line. Can go when
+    verl lets a registered estimator check the configuration and name its trainer.
     """
     validate, configure = verl.utils.config.validate_config, verl.utils.logging_utils.configure_verl_logging
     if entry_is_wrapped():
@@ -60,8 +60,8 @@ def entry_is_wrapped() -> bool:
 def set_trainer_mode(config: DictConfig, mode: str) -> None:
     """Write verl's own name of a kind of trainer into the configuration.
 
-    Answers ``PPOTrainer._build_replay_buffer`` and five more places of verl, which compare ``trainer_mode`` with verl's own
-    names: under another name the trainer silently gets the asynchronous replay buffer. Can go when verl asks the class.
+    Works around ``PPOTrainer._build_replay_buffer`` and five more places of verl, which compare ``trainer_mode`` with verl's
+    own names: under another name the trainer silently gets the asynchronous replay buffer. Can go when verl asks the class.
     """
     with open_dict(config):
         config.trainer.v1.trainer_mode = mode
@@ -71,9 +71,9 @@ def set_trainer_mode(config: DictConfig, mode: str) -> None:
 def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
     """Within, ``algorithm.adv_estimator`` is another one.
 
-    Answers ``verl.trainer.ppo.v1.utils.compute_advantage_for_multi_trajectories``, which counts each output of a multi-output
-    session as a session of its own unless the estimator is called ``grpo``. Can go when a registered estimator can say that it
-    works by sessions.
+    Works around ``verl.trainer.ppo.v1.utils.compute_advantage_for_multi_trajectories``, which counts each output of a
+    multi-output session as a session of its own unless the estimator is called ``grpo``. Can go when a registered estimator
+    can say that it works by sessions.
     """
     configured = algorithm.adv_estimator
     with open_dict(algorithm):
@@ -88,7 +88,7 @@ def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
 def replace_infer_batch(engine: FSDPEngineWithLMHead, serve: Callable[..., dict[str, Any] | None]) -> None:
     """Ask ``serve(engine, batch, infer_batch)`` before ``engine.infer_batch``; where it returns ``None``, verl's own runs.
 
-    Answers ``verl.workers.engine_workers.TrainingWorker.infer_batch``, which has no place for other code between its
+    Works around ``verl.workers.engine_workers.TrainingWorker.infer_batch``, which has no place for other code between its
     bookkeeping and the engine. Can go when verl's engine lets a caller keep the graph of some rows of an inference batch.
     """
     infer_batch = engine.infer_batch
@@ -122,8 +122,8 @@ def data_parallel_size(workers: Any) -> int:
 def copy_saved_shards(saved_models: dict[int, Any], name: int) -> None:
     """Make parameters that ``DetachActorWorker.save_model_to_cpu`` saved independent of the policy.
 
-    Answers ``verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu``, which copies with ``.cpu()``: that is no copy of a parameter in
-    host memory, so that the saved policy would move on with the actor. Can go when verl clones.
+    Works around ``verl.utils.fsdp_utils.fsdp2_sharded_save_to_cpu``, which copies with ``.cpu()``: that is no copy of a
+    parameter in host memory, so that the saved policy would move on with the actor. Can go when verl clones.
     """
     saved = saved_models[name]
     if isinstance(saved, tuple):

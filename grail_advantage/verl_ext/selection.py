@@ -28,9 +28,9 @@ class Selection:
 
     batch: RolloutBatch
     base_advantages_BT: torch.Tensor
-    """verl's."""
+    """verl's advantages, before truncated rows are set to 0."""
     advantages_BT: torch.Tensor
-    """The same, 0 on truncated rows where these are masked."""
+    """The same, with 0 on truncated rows where these are masked."""
     truncated_B: torch.Tensor
     unjudged_B: torch.Tensor
     """Rows whose reward, or verl's advantage for it, is not finite; their advantages are 0."""
@@ -57,7 +57,7 @@ def select_rows(
     aggregate: Callable[[torch.Tensor, torch.Tensor], float],
     step: int,
 ) -> Selection:
-    """Choose the rows that need scores.
+    """Mask truncated rows, and have the method choose the rows that need scores (:meth:`Signal.select`).
 
     Args:
         signal: the method.
@@ -137,7 +137,7 @@ def reward_advantages(
         config=config.algorithm,
     )
     advantages_BT = data.batch["advantages"]
-    known_B = advantages_BT.isfinite().all(dim=1)  # not where finite rewards are too large for their mean
+    known_B = advantages_BT.isfinite().all(dim=1)  # False where finite rewards overflow in the mean
     return torch.where(known_B.unsqueeze(1), advantages_BT, 0.0), ~(judged_B & known_B)
 
 

@@ -83,8 +83,8 @@ class TokenWeightTrainer:
 
     actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
     own_advantages: bool = False
-    """Whether ``_compute_advantage`` of the trainer below does more than verl's. A row whose advantage is not finite then gets
-    0; else verl's own code computes the advantages of its group again without the row."""
+    """Whether the trainer below computes advantages of its own. A row whose advantage is not finite then gets 0; otherwise
+    verl's own code computes the advantages of its group again without the row."""
     _model_shares_forward: bool = True
     _saliency_keys: frozenset[str] = frozenset()
     """Rows of the current batch whose saliency came with the old log-probabilities."""
@@ -349,7 +349,7 @@ class TokenWeightTrainer:
             [row.group for row in rows] if self.signal.whole_groups else None,
         )
         request = build_request(
-            # A copy that fills up a rank belongs to no group.
+            # Padding copies, which give all ranks equally many rows, belong to no group.
             [rows[place.row] if place.original else replace(rows[place.row], group=-1) for place in order],
             self.signal,
             temperature=self.config.actor_rollout_ref.rollout.temperature,

@@ -65,7 +65,7 @@ def fetch_rollouts(
     fields += ["raw_prompt", *signal.columns] if reads_examples else []
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
     responses, loss_mask = list(data["responses"].unbind()), data["loss_mask"]
-    # -1 is a token without text: an answer is generated, not written by a tool.
+    # -1 is a token without text, so that no answer is found in the output of a tool.
     generated = [torch.where(mask.bool(), row, -1) for row, mask in zip(responses, loss_mask.unbind(), strict=True)]
     return Rollouts(
         keys=list(batch.keys),
@@ -140,7 +140,7 @@ def put_advantages(batch: KVBatchMeta, responses: list[torch.Tensor], advantages
 
 
 def without_saliency_fields(batch: KVBatchMeta) -> KVBatchMeta:
-    """The batch for verl's next stages, which fetch every field that it names."""
+    """Drop the saliency's fields from a batch; verl's next stages fetch every field that it lists."""
     if batch.fields is not None:
         batch.fields = [name for name in batch.fields if name not in (TARGET, *SALIENCY_FIELDS, SECONDS)]
     return batch

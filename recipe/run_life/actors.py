@@ -1,4 +1,4 @@
-"""The actors of a run that its trainer holds: which of them died, of what, and their last lines. Answers Ray 2.60.
+"""The actors of a run that its trainer holds: which of them died, of what, and their last lines. Written for Ray 2.60.
 
 Each actor is asked ``__ray_ready__``, one question at a time. It waits while the actor is busy and fails as soon as it is dead,
 with an error that says how it died. Actors that a user starts are never asked. vLLM's engines are processes that Ray does
@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 SECONDS, READ_SECONDS = 2.0, 20.0
 """For an answer, and for a log."""
 REFUSALS = 2
-"""Answers in a row by which an engine must be dead."""
+"""Refusals in a row after which an engine counts as dead."""
 
 
 class Death(NamedTuple):

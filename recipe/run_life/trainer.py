@@ -45,7 +45,7 @@ PHASES = {
     "_update_actor": ("update_actor", REST),
     "on_step_end": ("update_weights", REST),
 }
-"""Methods that ``PPOTrainer.fit``, ``step`` and ``_step_once`` call, the phases that they are, and those after them."""
+"""Methods that ``PPOTrainer.fit``, ``step`` and ``_step_once`` call: the phase that each begins, and the phase after it."""
 
 
 class KeptRun:

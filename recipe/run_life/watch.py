@@ -28,7 +28,7 @@ from recipe.run_life.options import options_of
 INTERVAL = 5.0
 """Seconds between two looks."""
 STOPPED = 4
-"""A look that comes so many intervals late says that everything stood still, as in a suspended machine."""
+"""Most intervals that count between two looks, so that the time of a suspended machine is left out."""
 INTERRUPT_SECONDS = 15.0
 """For the trainer to end once it is interrupted."""
 NOTICE_SECONDS = 5.0
@@ -52,7 +52,7 @@ class _Phase:
 
     def __str__(self) -> str:
         step = f"step {self.step}, " if self.step else ""
-        return f"{step}phase {self.name}, {self.lasted:.0f} s after its begin"
+        return f"{step}phase {self.name}, {self.lasted:.0f} s after it began"
 
 
 class Watch:
@@ -79,7 +79,9 @@ class Watch:
         now, phase = self._clock(), self._now
         phase.lasted += min(now - self._looked, STOPPED * INTERVAL)
         self._looked = now
-        dead = self._deaths() if phase.name != END else []
+        dead: list[Death] = []
+        with suppress(Exception):  # Ray's control service is away; if it stays away, Ray ends this process
+            dead = self._deaths() if phase.name != END else []
         if dead:
             return of_deaths(dead, str(phase), self.config)
         long = phase.name in LONG or self._first in (None, phase.step)
@@ -99,8 +101,7 @@ class Watch:
     def _run(self) -> None:
         while self._words is None:
             time.sleep(INTERVAL)
-            with suppress(Exception):  # Ray's control service is away; if it stays away, Ray ends this process
-                self._words = self.look()
+            self._words = self.look()
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         if self._ended.wait(INTERRUPT_SECONDS):
             return

@@ -27,7 +27,7 @@ class _Kept:
     def init_model(self) -> None:
         """verl's, with a process group that keeps ``actor_rollout_ref.nccl_timeout`` (seconds).
 
-        Answers ``verl.workers.engine_workers.TrainingWorker.__init__`` (verl 0.9.1), which leaves the option out and so
+        Works around ``verl.workers.engine_workers.TrainingWorker.__init__`` (verl 0.9.1), which leaves the option out and so
         waits as long as torch does for a rank that does not come: 30 min with gloo. Can go when verl passes it on.
         """
         initialize_global_process_group_ray(timeout_second=self.config.nccl_timeout)

@@ -116,7 +116,7 @@ class TestDeaths:
         for line in (
             "died       WorkerDict, process 22 on 10.0.0.2",
             "cause      connection error code 2",
-            "when       step 7, phase gen, 5 s after its begin",
+            "when       step 7, phase gen, 5 s after it began",
             "also died  vLLMHttpServer vllm_server_0_0, process 11 on 10.0.0.1: gone",
             "its log    /logs/worker-22.err on 10.0.0.2",
             "           | one",

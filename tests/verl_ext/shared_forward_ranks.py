@@ -101,7 +101,8 @@ def training_worker(engine: Any) -> Any:
     """verl's training worker around an engine, without the process set-up of its constructor."""
     from verl.utils.device import get_device_name
 
-    from grail_advantage.verl_ext.shared_forward import serve_saliency
+    from grail_advantage.verl_ext.patches import replace_infer_batch
+    from grail_advantage.verl_ext.shared_forward import infer_batch_with_saliency
     from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker
 
     worker = TokenWeightTrainingWorker.__new__(TokenWeightTrainingWorker)
@@ -111,7 +112,7 @@ def training_worker(engine: Any) -> Any:
     worker.device_name = get_device_name()
     worker.flops_counter = None
     worker.loss_fn = None
-    serve_saliency(engine)
+    replace_infer_batch(engine, infer_batch_with_saliency)
     return worker
 
 
