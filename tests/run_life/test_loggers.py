@@ -36,6 +36,7 @@ def _life(resumed_at: int, steps: range, value: float) -> None:
         logs = Tracking("project", "experiment", BACKENDS)
     for step in steps:
         logs.log({"value": value}, step)
+    logs.logger["tensorboard"].writer.flush()  # as the trainer does after each step
     logs._finished = True  # its __del__ is not what ends a killed run
 
 
