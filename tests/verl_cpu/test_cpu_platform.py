@@ -58,7 +58,7 @@ def test_import_verl_registers_everything_on_cpu() -> None:
     assert run_python("-c", PROBE, VERL_PLATFORM="cpu") == {
         "platforms": ["amd", "cpu", "huawei", "nvidia"],
         "rollout": "grail_advantage.verl_cpu.rollout",
-        "process_group": "verl.utils.distributed:process_group.py",
+        "process_group": "verl.utils.distributed:patches.py",
         "vllm_imported": False,
     }
 
