@@ -308,6 +308,6 @@ def _checked_signal(config: object) -> Signal:
     if not isinstance(config, Signal):
         raise ValueError(
             f"config={config!r} must be a method with its options, such as GrailConfig(); "
-            "grail_advantage.registry.method(name).build(options) makes one from a name"
+            "grail_advantage.methods.method(name).build(options) makes one from a name"
         )
     return config

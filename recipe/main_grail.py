@@ -1,13 +1,13 @@
 """Start a run: verl's PPO entry point from the recipe's own defaults.
 
 ``python3 -m recipe.main_grail`` starts from the published hyper-parameters (``config/grail_trainer.yaml``), with
-``--config-name verl_grail`` from verl's own defaults; both know the sections of all methods and take every override that verl's
-entry point takes. Where a project has its configuration already, ``python3 -m verl.trainer.main_ppo`` does the same with
-``algorithm.adv_estimator=grail``, and options behind a ``+``.
+``--config-name verl_grail`` from verl's own defaults; both know the sections of all methods and take every override that
+verl's entry point takes. Where a project has its configuration already, ``python3 -m verl.trainer.main_ppo`` has the same
+token weights with ``algorithm.adv_estimator=grail``, and options after a ``+``.
 
 ``algorithm.adv_estimator`` is any registered method; ``uniform`` is GRPO in the same trainer, the baseline of the others. With
 one of verl's estimators (``grpo``, ...) it starts verl's stock trainer, which does not mask truncated responses; killed runs
-go on there too (:mod:`recipe.run_life.trainer`).
+resume there too (:mod:`recipe.run_life.trainer`).
 
 A run that is finished already says so and exits with status 0; checkpoints of a run with other settings are refused
 (:mod:`recipe.run_life.identity`). ``DRY_RUN=1`` runs all start-up checks, prints the resolved configuration as

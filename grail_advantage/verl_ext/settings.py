@@ -26,7 +26,6 @@ from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
 
 SHARE_FORWARD = "algorithm.token_weights.share_forward"
-TRAINER_MODULE = "algorithm.token_weights.trainer_module"
 DUMP_FOLDER = "algorithm.token_dump.folder"
 DUMP_EVERY = "algorithm.token_dump.every"
 DUMP_ROWS = "algorithm.token_dump.rows"

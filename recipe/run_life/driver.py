@@ -19,7 +19,7 @@ def run(config: DictConfig) -> None:
     """verl's ``run_ppo``; a run that cannot continue exits with status 1 after its cause is printed."""
     # Each raylet ends the children of a worker that died, such as vLLM's engine, unless they called setsid().
     os.environ.setdefault("RAY_process_group_cleanup_enabled", "1")
-    # After the control service has died, Ray's processes look for it this long (60 s in Ray 2.60) before they end.
+    # After the control service has died, driver and workers look for it this long (60 s in Ray 2.60) before they end.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     # After a SIGTERM, Ray's failure handler (abseil's) leaves an alarm that aborts the process after 3 seconds, in the middle
     # of its orderly end. Runs before Ray's own function, which was registered earlier.

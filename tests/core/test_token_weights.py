@@ -702,7 +702,7 @@ REFUSED: list[tuple[Callable[[], Batch], dict[str, Any], list[str]]] = [
     (changed, {"old_log_probs": torch.ones(changed().input_ids.shape)}, ["old_log_probs", "1.0", "at most 0"]),
     (changed, {"examples": []}, ["examples", "one a row", "2", "0"]),
     (changed, {"step": -1}, ["step=-1", "at least 0"]),
-    (changed, {"config": "grail"}, ["config='grail'", "GrailConfig()", "registry.method"]),
+    (changed, {"config": "grail"}, ["config='grail'", "GrailConfig()", "grail_advantage.methods.method"]),
     (changed, {"config": GrailConfig}, ["config=<class", "GrailConfig()"]),
     (changed, {"config": {"preset": "robust"}}, ["config={'preset': 'robust'}", "GrailConfig()"]),
 ]
