@@ -36,6 +36,13 @@ _SPELLINGS = {" ": (" ", "Ġ", "▁"), "\n": ("\n", "Ċ", "<0x0A>")}
 """How vocabularies write white space: as it is, byte-level, SentencePiece."""
 
 
+LOAD_FAITHFULLY = (
+    "Load it with grail_advantage.tokenizers.load_tokenizer; where that refuses it too, the folder's tokenizer.json is broken "
+    "itself, as in a checkpoint that a damaged tokenizer was saved into: take tokenizer.json and tokenizer_config.json of the "
+    "original model (in a run: actor_rollout_ref.model.tokenizer_path)"
+)
+
+
 def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
     """Load a tokenizer so that text survives it wherever the checkpoint allows that.
 
@@ -78,12 +85,13 @@ def faithful_tokenizer(
     return faithful
 
 
-def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str = LOAD_FAITHFULLY) -> None:
     """Refuse a tokenizer that text with spaces, newlines, digits and LaTeX does not survive.
 
     Args:
         tokenizer: any.
         name: its name in the message: its folder, or an option and its value.
+        remedy: end of the message.
 
     Raises:
         ValueError: naming the text that is lost, and the fix.
@@ -93,10 +101,7 @@ def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         text, returned = lost
         raise ValueError(
             f"the tokenizer of {name} ({type(tokenizer).__name__}) turns {text!r} into {returned!r}: the model would read and "
-            "write broken text. Load it with grail_advantage.tokenizers.load_tokenizer; where that refuses it too, the "
-            "folder's tokenizer.json is broken itself, as in a checkpoint that a damaged tokenizer was saved into: "
-            "take tokenizer.json and tokenizer_config.json of the original model (in a run: "
-            "actor_rollout_ref.model.tokenizer_path)"
+            f"write broken text. {remedy}"
         )
 
 

@@ -6,7 +6,6 @@ own command are left to verl.
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage.methods import methods
 from grail_advantage.verl_ext import checks
-from grail_advantage.verl_ext.model_checks import check_text
-from grail_advantage.verl_ext.settings import check_names
 
 WITHOUT_INPUT = ("optimal_token_baseline", "tir_optimal_token_baseline")
 """verl's estimators that its v1 trainer does not give what they need."""
@@ -44,22 +41,14 @@ def check_config(config: DictConfig, kind: str) -> None:
 
 def _check_stock(config: DictConfig) -> None:
     """Checks of a run with an estimator of verl's."""
-    checks.check_verl_version(version("verl"))
-    if not config.trainer.use_v1:
-        raise ValueError(f"trainer.use_v1={config.trainer.use_v1}: recipe.main_grail needs verl's v1 trainer; use true")
-    checks.check_platform(config)
-    check_names(config)
+    checks.check_start(config)
     estimator = config.algorithm.adv_estimator
-    checks.check_estimator(estimator)
     if estimator in WITHOUT_INPUT:
         # PPOTrainer._compute_advantage fetches fixed fields, and this one is not among them.
         raise ValueError(
             f"algorithm.adv_estimator={estimator} needs sum_pi_squared, which the v1 trainer of verl {checks.VERL_VERSION} "
             "does not hand to it, so that the run would fail after its first rollouts; use grpo"
         )
-    tokenizer = checks.load_local_tokenizer(config.actor_rollout_ref.model)
-    if tokenizer is not None:
-        check_text(tokenizer, config.actor_rollout_ref.model)
 
 
 def check_trl() -> None:

@@ -54,33 +54,42 @@ def check_config(config: DictConfig) -> None:
     Raises:
         ValueError: naming the option and the remedy.
     """
-    check_verl_version(version("verl"))
-    if not config.trainer.use_v1:
-        raise ValueError(
-            f"trainer.use_v1={config.trainer.use_v1}: token weights need verl's v1 trainer; use true, or see "
-            "docs/own_trainer.md on the legacy trainer"
-        )
-    check_platform(config)
-    check_names(config)
-    check_estimator(config.algorithm.adv_estimator)
+    tokenizer = check_start(config)
     signal = signal_of(config.algorithm)
     check_share_forward(config, signal)
     dump_options(config)
     _check_reads(config, signal)
     _check_uses(config, signal)
     _check_layout(config, signal)
-    tokenizer = load_local_tokenizer(config.actor_rollout_ref.model)
     if tokenizer is not None:
-        check_text(tokenizer, config.actor_rollout_ref.model)
         check_tokenizer(tokenizer, signal)
     check_model(config, signal)
 
 
-def check_platform(config: DictConfig) -> None:
-    """Refuse settings that a run without an accelerator cannot have, and a kind of trainer that does not exist."""
-    mode = trainer_kind(config)
+def check_start(config: DictConfig) -> PreTrainedTokenizerBase | None:
+    """Checks that hold for every estimator: versions, platform, trainer, names, tokenizer.
+
+    Returns:
+        The tokenizer as verl loads it; ``None`` where it is not on this machine yet. The trainer checks such a one.
+
+    Raises:
+        ValueError: naming the option and the remedy.
+    """
+    check_verl_version(version("verl"))
+    if not config.trainer.use_v1:
+        raise ValueError(
+            f"trainer.use_v1={config.trainer.use_v1}: token weights, and the entry point of this project, need verl's v1 "
+            "trainer; use true, or see docs/own_trainer.md on the legacy trainer"
+        )
+    kind = trainer_kind(config)
     if os.environ.get("VERL_PLATFORM") == "cpu":
-        cpu_checks.check_config(config, mode)
+        cpu_checks.check_config(config, kind)
+    check_names(config)
+    check_estimator(config.algorithm.adv_estimator)
+    tokenizer = _local_tokenizer(config.actor_rollout_ref.model)
+    if tokenizer is not None:
+        check_text(tokenizer, config.actor_rollout_ref.model)
+    return tokenizer
 
 
 def check_verl_version(installed: str) -> None:
@@ -127,8 +136,7 @@ def check_estimator(name: str) -> None:
         raise ValueError(f"algorithm.adv_estimator={name!r} is unknown; choose one of {known}{failure_message()}")
 
 
-def load_local_tokenizer(model: DictConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer as verl loads it; ``None`` where it is not on this machine yet. The trainer checks such a one."""
+def _local_tokenizer(model: DictConfig) -> PreTrainedTokenizerBase | None:
     path = model.get("tokenizer_path", None) or model.path
     try:
         if cached_file(path, "tokenizer_config.json", local_files_only=True) is None:

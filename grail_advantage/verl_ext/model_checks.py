@@ -16,7 +16,7 @@ from grail_advantage.architecture import Architecture, architecture_of
 from grail_advantage.methods import method
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.tokenizers import lost_text
+from grail_advantage.tokenizers import check_round_trip
 from grail_advantage.verl_ext.settings import SHARE_FORWARD, shares_forward
 
 logger = logging.getLogger(__name__)
@@ -32,15 +32,13 @@ def check_text(tokenizer: PreTrainedTokenizerBase, model: DictConfig) -> None:
     Raises:
         ValueError: naming the remedy.
     """
-    lost = lost_text(tokenizer)
-    if lost is None:
-        return
     option = "tokenizer_path" if model.get("tokenizer_path", None) else "path"
     path = model[option]
-    raise ValueError(
-        f"the tokenizer of actor_rollout_ref.model.{option}={path} ({type(tokenizer).__name__}) turns {lost[0]!r} into "
-        f"{lost[1]!r}, as transformers loads it: the model would read and write broken text. Write a repaired one with "
-        f"`python3 -m grail_advantage.tokenizers {path} FOLDER`, then set actor_rollout_ref.model.tokenizer_path=FOLDER"
+    check_round_trip(
+        tokenizer,
+        f"actor_rollout_ref.model.{option}={path}",
+        f"transformers loads it so; write a repaired one with `python3 -m grail_advantage.tokenizers {path} FOLDER`, then set "
+        "actor_rollout_ref.model.tokenizer_path=FOLDER",
     )
 
 

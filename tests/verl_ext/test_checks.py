@@ -344,7 +344,7 @@ def test_verls_own_estimators_meet_none_of_these_refusals() -> None:
 
 @pytest.mark.parametrize("estimator", ["grail", "grpo"])
 def test_refuses_the_legacy_trainer_for_every_estimator(estimator: str) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.use_v1=False: .*use true"):
+    with pytest.raises(ValueError, match=r"trainer\.use_v1=False: .*use true, or see docs/own_trainer"):
         check_config(_compose(f"algorithm.adv_estimator={estimator}", "trainer.use_v1=False"))
 
 
