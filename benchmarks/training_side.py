@@ -17,7 +17,6 @@ import argparse
 import gc
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -44,6 +43,7 @@ from grail_advantage.activations import capture_leaf, evaluation_mode, saliency
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
 from grail_advantage.signals.saliency import SaliencySignal, align_scores
 from grail_advantage.verl_ext.engine_model import training_micro_batches
+from grail_advantage.verl_ext.patches import autocast
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, TARGET
 from grail_advantage.verl_ext.wire import build_request
 from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, token_scores
@@ -277,17 +277,12 @@ class TrainingSide:
         """
         engine = self.engine
         span = self.rollouts.span
-        autocast = (
-            nullcontext()
-            if engine._autocast_dtype == torch.float32
-            else torch.autocast(device_type=get_device_name(), dtype=engine._autocast_dtype)
-        )
         scores = {}
         with engine.eval_mode(), evaluation_mode(engine.module):
             for micro_batch, rows in training_micro_batches(engine, self._model_batch()):
                 micro_batch = micro_batch.to(get_device_id())
                 inputs, output_args = engine.prepare_model_inputs(micro_batch)
-                with capture_leaf(engine.module.get_input_embeddings()) as leaves, autocast:
+                with capture_leaf(engine.module.get_input_embeddings()) as leaves, autocast(engine):
                     output = engine.module(**inputs, use_cache=False)
                     log_probs = engine.prepare_model_outputs(output, output_args, micro_batch, None)["log_probs"]
                 predictor = self.rollouts.prompt - 1
