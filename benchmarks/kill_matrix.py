@@ -53,7 +53,7 @@ KINDS = {
         *(Kind("script", signal) for signal in ("SIGTERM", "SIGKILL")),
     )
 }
-SCRIPT = "setpriv --pdeathsig TERM \"$@\" & run=$!; trap 'kill $run; wait $run' EXIT; wait $run"
+SCRIPT = f'source {ROOT}/scripts/launch.sh; launch "$@"'
 """What examples/ and scripts/ do around the driver."""
 
 

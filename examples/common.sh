@@ -236,21 +236,8 @@ if [[ $fresh == 1 && $dry_run == 0 ]]; then
     start_fresh "$output_dir"
 fi
 
-# Runs a command that gets the signals which end this script; a shell's background job hears no Ctrl-C by itself.
-launch() {
-    local until_parent_ends=()
-    if command -v setpriv >/dev/null; then
-        until_parent_ends=(setpriv --pdeathsig TERM) # also where this script is killed
-    fi
-    "${until_parent_ends[@]}" "$@" &
-    local pid=$! status=0
-    trap 'kill -TERM "$pid"' INT TERM HUP
-    wait "$pid" || status=$?
-    trap - INT TERM HUP
-    # A trap ends the first wait.
-    ((status <= 128)) || wait "$pid" || status=$?
-    return "$status"
-}
+# shellcheck source=scripts/launch.sh
+source scripts/launch.sh
 
 # The summary of the whole run, all starts of it, where the file logger keeps it.
 summarize() {

@@ -167,11 +167,9 @@ if compgen -G "$run_dir/checkpoints/global_step_*" >/dev/null && ! cmp -s "$data
         "with FRESH=1, which moves the old one away"
 fi
 cp "$data_dir/warm_up.json" "$run_dir/"
-until_parent_ends=()
-if command -v setpriv >/dev/null; then
-    until_parent_ends=(setpriv --pdeathsig TERM) # also where this script is killed
-fi
-"${until_parent_ends[@]}" "${command[@]}" >>"$run_dir/train.log" 2>&1 &
+# shellcheck source=scripts/launch.sh
+source scripts/launch.sh
+"${until_script_ends[@]}" "${command[@]}" >>"$run_dir/train.log" 2>&1 &
 run_pid=$!
 trap 'kill "$run_pid" 2>/dev/null || true' EXIT
 echo "  full output: $run_dir/train.log"
