@@ -103,13 +103,17 @@ def watch(run_dir: Path, pid: int, total: int) -> None:
     first_step_at: float | None = None
     first = 0
     reported_at = started
+    started_in = 0.0
     before = read_steps(run_dir)
     if before:
         print(f"  {before[-1].number} steps are logged already", flush=True)
     for step in _new_steps(run_dir, pid):
         now = time.monotonic()
+        if step is not None and not started_in:
+            started_in = now - started
+            print(f"  Ray, vLLM and the trainer started in {started_in:.0f} s", flush=True)
         if step is None:
-            if first_step_at is None and now - reported_at >= 15:
+            if not started_in and now - reported_at >= 15:
                 reported_at = now
                 print(f"  starting Ray, vLLM and the trainer: {now - started:.0f} s", flush=True)
             continue

