@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import OmegaConf
+from verl.utils.torch_functional import entropy_from_logits_with_chunking
 
+import recipe.main_grail  # noqa: F401  stores the methods' sections
 from grail_advantage.verl_ext.settings import algorithm_sections
 
 CONFIGS = Path(__file__).parents[2] / "recipe" / "config"
 
 
 def test_verl_grail_is_verls_own_configuration_but_for_the_estimator() -> None:
-    import recipe.main_grail  # noqa: F401  stores the methods' sections
-
     with initialize_config_dir(str(CONFIGS), version_base=None):
         ours = OmegaConf.to_container(compose("verl_grail"))
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -25,3 +26,24 @@ def test_verl_grail_is_verls_own_configuration_but_for_the_estimator() -> None:
     del ours["run_life"]
     del verls["algorithm"]["adv_estimator"]
     assert ours == verls
+
+
+def test_the_entropy_in_chunks_is_not_compiled() -> None:
+    """verl would compile it; a graph for each number of chunks, up to the limit from which on it runs uncompiled."""
+    with initialize_config_dir(str(CONFIGS), version_base=None):
+        config = compose("grail_trainer")
+    assert config.actor_rollout_ref.actor.entropy_from_logits_with_chunking
+    assert not config.actor_rollout_ref.actor.fsdp_config.use_torch_compile
+
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(entropy_from_logits_with_chunking, dynamic=True, backend=backend)
+    for tokens in (2100, 4200, 6300):
+        compiled(torch.zeros(tokens, 2))
+    torch._dynamo.reset()
+    assert len(graphs) == 3
