@@ -43,6 +43,8 @@ ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 """Environment variable: 1 lets another version of verl through."""
 STRATEGIES = ("fsdp", "fsdp2")
 KERNEL_BACKENDS = ("torch", "triton")
+UNIFORM = "uniform"
+"""The method whose weights are all 1."""
 
 _ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
@@ -60,6 +62,7 @@ def check_config(config: DictConfig) -> None:
     dump_options(config)
     _check_reads(config, signal)
     _check_uses(config, signal)
+    _check_loss(config)
     _check_layout(config, signal)
     if tokenizer is not None:
         check_tokenizer(tokenizer, signal)
@@ -240,6 +243,28 @@ def _check_uses(config: DictConfig, signal: Signal) -> None:
             f"{_ACTOR}.ppo_max_token_len_per_gpu",
             f"a sequence of data.max_prompt_length + data.max_response_length = {longest} tokens must fit; raise it to "
             "at least that, or shorten the responses",
+        )
+
+
+def _check_loss(config: DictConfig) -> None:
+    """Policy losses that use the advantages for more than a factor of each token's own term."""
+    option = f"{_ACTOR}.policy_loss.loss_mode"
+    mode, estimator = OmegaConf.select(config, option, default="vanilla"), config.algorithm.adv_estimator
+    if estimator == UNIFORM:
+        return
+    if mode == "geo_mean":
+        _refuse(
+            config,
+            option,
+            f"it averages the advantages over each response, weights and all; use another loss or {UNIFORM}",
+        )
+    if mode in ("clip_cov", "kl_cov"):
+        logger.warning(
+            "%s=%s picks tokens by the covariance of advantage and log-probability: the weights of %s change which tokens it "
+            "picks, too",
+            option,
+            mode,
+            estimator,
         )
 
 
