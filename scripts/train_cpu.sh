@@ -74,7 +74,7 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 # How long each part takes, as it ends.
 phase_began=0
 phase_ends() {
-    echo "  $1: $((SECONDS - phase_began)) s"
+    echo "  $1: $((SECONDS - phase_began)) s" >&2
     phase_began=$SECONDS
 }
 
@@ -199,4 +199,4 @@ tail -n 5 "$run_dir/train.log" | grep "^already finished" || true
 report=$(.venv/bin/python -m grail_advantage.report "$run_dir")
 echo "  every token's weight, in a browser: $report"
 phase_ends "summary and report"
-echo "  in all: $SECONDS s"
+echo "  in all: $SECONDS s" >&2

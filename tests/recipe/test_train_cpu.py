@@ -96,7 +96,7 @@ def test_saves_and_goes_on_by_itself(project: Project) -> None:
     assert project.start().returncode == 0
     (call,) = project.trained()
     options = call.split()
-    assert "trainer.save_freq=5" in options and "trainer.max_actor_ckpt_to_keep=2" in options
+    assert "trainer.save_freq=4" in options and "trainer.max_actor_ckpt_to_keep=2" in options
     assert f"trainer.default_local_dir={project.run_dir}/checkpoints" in options
     assert not [option for option in options if option.startswith(("trainer.resume_mode", "trainer.del_"))]
 
