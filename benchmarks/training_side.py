@@ -5,7 +5,8 @@ or of a saliency the backward on that forward), the weights, and the actor updat
 Next to them GRAIL's pass as the published procedure runs it (arXiv 2606.04889).
 
 Not part of it: generation, the reward, the way of the data between processes, and finding the answers. All rows have the
-same number of tokens, so that no layout computes padding, and their answers end close to the row's end, where cutting a row after its answer saves next to nothing.
+same number of tokens, so that no layout computes padding, and their answers end close to the row's end, where cutting a row
+after its answer saves next to nothing.
 
 Imports verl, so ``set_up`` of :mod:`environment` goes first.
 """
