@@ -33,13 +33,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from grail_advantage import compute_token_weights
 from grail_advantage.analyze.responses import json_lines
 from grail_advantage.options import option_fields
+from recipe.marked_text import table
 from recipe.tiny.smollm2 import load_smollm2
 from study.alignment import cosine, gain, signal_to_noise
 from study.arms import ARMS, Arm
 from study.localisation.gsm8k_edits import CannotEditError
 from study.localisation.solutions import SUFFIX, Solution, edited
 from study.statistics import mean_interval, paired
-from study.tables import interval, markdown_table, number
+from study.tables import interval, number
 from study.task import BOX, FILL, LEFT, OTHER, RESULT, Error, Piece, Reading, TokenReading
 from study.trainer import examples
 from study.truth import Row, row_figures, tensors
@@ -415,7 +416,7 @@ def markdown(tally: Tally) -> list[str]:
             ]
         )
     head = ["arm", "gain of a step", "minus uniform's", "cosine of the mean update", "signal to noise"]
-    lines = [*markdown_table(head, cells, right=1), ""]
+    lines = [*table(head, cells, right=1), ""]
 
     columns = {
         "all tokens": ("auroc_all", "all"),
@@ -442,7 +443,7 @@ def markdown(tally: Tally) -> list[str]:
                 mean, low, high = mean_interval(values)
                 row.append(f"{mean:.2f} [{low:.2f}, {high:.2f}]")
         cells.append(row)
-    return [*lines, *markdown_table(["score", *columns], cells, right=1)]
+    return [*lines, *table(["score", *columns], cells, right=1)]
 
 
 def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
