@@ -32,6 +32,7 @@ from study.arms import ARMS
 from study.exact import Texts, right_texts
 from study.plan import NO_ARM, RUNS, Job, StudyPlan
 from study.raw import COMMON, JOB_COLUMNS, RawFile
+from study.rollouts import EVALUATION, numbers, sample_accuracy
 from study.sampling import sample
 from study.task import (
     MAX_RESPONSE_TOKENS,
@@ -41,7 +42,7 @@ from study.task import (
     study_problems,
     study_tokenizer,
 )
-from study.trainer import EVALUATION, figures_of, numbers, sample_accuracy, train
+from study.trainer import figures_of, train
 
 PACKAGES = ("torch", "transformers", "verl", "numpy")
 SECONDARY = ("accuracy_hot", "accuracy_greedy", "exact", "exact_hot", "length", "filler", "asides")
