@@ -57,10 +57,10 @@ def test_arms_are_measured_and_the_model_stays(monkeypatch: pytest.MonkeyPatch) 
     tokenizer = study_tokenizer()
     model = build_model(tokenizer, 0)
     before = copy.deepcopy(model.state_dict())
-    monkeypatch.setattr("study.trainer.MAX_RESPONSE_TOKENS", 12)
+    monkeypatch.setattr("study.rollouts.MAX_RESPONSE_TOKENS", 12)
     # An untrained model is never right: rewards are made up.
     rewards = iter(range(1000))
-    monkeypatch.setattr("study.trainer.is_right", lambda *_: next(rewards) % 3 == 0)
+    monkeypatch.setattr("study.rollouts.is_right", lambda *_: next(rewards) % 3 == 0)
     # Of a model that is never right the gradient vanishes beside Adam's epsilon.
     count = sum(parameter.numel() for parameter in model.parameters())
     yardstick = torch.randn(count, generator=torch.Generator().manual_seed(0))

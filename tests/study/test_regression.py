@@ -109,15 +109,6 @@ def test_advantages_are_the_regressions_and_fall_back_to_the_rows_own() -> None:
             assert all((row == own[index]).all() for index, row in enumerate(found))
 
 
-def test_only_the_last_batches_count() -> None:
-    kept, forgetful = Regression(), Regression()
-    kept.advantages(*a_batch(99, 1.0))
-    for seed in range(regression.BATCHES):
-        kept.advantages(*a_batch(seed, 1.0))
-        forgetful.advantages(*a_batch(seed, 1.0))
-    np.testing.assert_array_equal(kept.without(0)[0], forgetful.without(0)[0])
-
-
 def test_r2_by_hand_and_its_bounds() -> None:
     features = np.array([[1.0], [-1.0], [1.0], [-1.0]])
     folds = np.array([0, 0, 1, 1])
@@ -128,8 +119,3 @@ def test_r2_by_hand_and_its_bounds() -> None:
     assert cross_validated_r2(features, np.zeros(4), folds) == 0
     assert cross_validated_r2(features, features[:, 0], np.zeros(4)) == 0
     assert not fit(np.zeros((3, 2)), np.ones(3)).any()
-
-
-def test_centred_by_hand() -> None:
-    found = centred(np.array([1.0, 3.0, 5.0, 5.0]), np.array([0, 0, 1, 1]))
-    assert found.tolist() == [-1, 1, 0, 0]
