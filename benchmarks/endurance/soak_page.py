@@ -187,7 +187,7 @@ def passages() -> dict[str, list[str]]:
         f"{seconds:.1f} s a step and {saving:.2f} s a checkpoint (medians).",
     )
     history = problems(steps.step.tolist(), plan["steps"])
-    cells = lives.assign(left=lives.left_behind.fillna("nothing"))
+    cells = lives.assign(left=lives.left_behind.astype(object).fillna("nothing"))
     return {
         "history": [
             f"- {len(steps)} lines in `metrics.jsonl`, steps 0 to {plan['steps']}: {history}",
