@@ -141,6 +141,17 @@ def measure_problem(
                     v[at, response_BL[index]].double().numpy() for v in (source.scores, source.weights)
                 )
                 _add(figures, name, row_figures(row, scores_T, weights_T, exact[index]))
+    _add_baselines(figures, rows, exact)
+    updates = {
+        name: _update(advantages_BL, response_BL, kept, texts, made, parameters)
+        for name, advantages_BL in advantages.items()
+    }
+    return Measured(updates, figures)
+
+
+def _add_baselines(
+    figures: dict[tuple[str, str, str], list[float]], rows: Sequence[Row], exact: Sequence[np.ndarray]
+) -> None:
     for index, row in enumerate(rows):
         baselines = {
             "result_token": (row.read.role_T == RESULT).astype(float),
@@ -148,12 +159,6 @@ def measure_problem(
         }
         for name, scores_T in baselines.items():
             _add(figures, name, row_figures(row, scores_T, None, exact[index]))
-
-    updates = {
-        name: _update(advantages_BL, response_BL, kept, texts, made, parameters)
-        for name, advantages_BL in advantages.items()
-    }
-    return Measured(updates, figures)
 
 
 def _update(

@@ -11,8 +11,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from dataclasses import asdict
+from functools import lru_cache
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -64,44 +64,26 @@ OUT_OF_HOURS = (
 )
 
 
-@dataclass(frozen=True)
 class Files:
     """The raw data of one study."""
 
-    folder: Path
+    def __init__(self, folder: Path) -> None:
+        def raw(name: str, *columns: str) -> RawFile:
+            return RawFile(folder / f"{name}.csv", (*JOB_COLUMNS, *columns, *COMMON))
 
-    @cached_property
-    def start(self) -> RawFile:
+        self.start = raw("start", *START_COLUMNS)
         """Warmed-up models before any training."""
-        return RawFile(self.folder / "start.csv", (*JOB_COLUMNS, *START_COLUMNS, *COMMON))
-
-    @cached_property
-    def runs(self) -> RawFile:
+        self.runs = raw("runs", *RUN_COLUMNS)
         """Training runs."""
-        return RawFile(self.folder / "runs.csv", (*JOB_COLUMNS, *RUN_COLUMNS, *COMMON))
-
-    @cached_property
-    def alignment(self) -> RawFile:
+        self.alignment = raw("alignment", "measured", *alignment.FIGURES, "weight_seconds")
         """One row an arm and seed."""
-        return RawFile(
-            self.folder / "alignment.csv", (*JOB_COLUMNS, "measured", *alignment.FIGURES, "weight_seconds", *COMMON)
-        )
-
-    @cached_property
-    def truth(self) -> RawFile:
+        self.truth = raw("truth", "method", "figure", "split", "value", "responses")
         """One row a method, figure and split."""
-        return RawFile(
-            self.folder / "truth.csv", (*JOB_COLUMNS, "method", "figure", "split", "value", "responses", *COMMON)
-        )
+        self.all = [self.start, self.runs, self.alignment, self.truth]
 
     def of(self, kind: str) -> RawFile:
         """The file of a kind of job."""
         return self.runs if kind in RUNS else getattr(self, kind)
-
-    @property
-    def all(self) -> list[RawFile]:
-        """Every file."""
-        return [self.start, self.runs, self.alignment, self.truth]
 
 
 def settings_digest(plan: StudyPlan, kind: str) -> str:

@@ -12,6 +12,7 @@ Shape suffixes: T response tokens, S steps, P problems, R resamples.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -230,6 +231,31 @@ class Localisation:
         return self.figures.get((ranking, split, metric, kind))
 
 
+def _measurable(dump: Sequence[DumpRow], seed: int) -> tuple[list[LabelledRow], Counter[str]]:
+    """The rows that all rankings rank, twins with their solutions; and the number of others by reason."""
+    left_out: Counter[str] = Counter()
+    rows: list[LabelledRow] = []
+    names = {name for row in dump for name in row.methods}
+    for entry in dump:
+        row = labelled_row(entry, seed)
+        if row is None:
+            left_out["no wrong step in front of the answer, or no other step"] += 1
+            continue
+        values, tokens = row.rankings, np.concatenate(row.steps)
+        silent = sorted(name for name in names if name not in values or not np.isfinite(values[name][tokens]).all())
+        if silent:
+            left_out[f"no scores by {', '.join(silent)}"] += 1
+        else:
+            rows.append(row)
+    whole = {row.problem for row in rows if not row.twin}
+    if alone := sum(row.problem not in whole for row in rows):
+        left_out["twin of a solution that is left out"] += alone
+    rows = [row for row in rows if row.problem in whole]
+    if not rows:
+        raise ValueError(f"no solution can be measured: {'; '.join(f'{n} {reason}' for reason, n in left_out.items())}")
+    return rows, left_out
+
+
 def localise(dump: Sequence[DumpRow], seed: int = 0, resamples: int = RESAMPLES) -> Localisation:
     """Measure every ranking on the rows that all of them rank.
 
@@ -241,46 +267,13 @@ def localise(dump: Sequence[DumpRow], seed: int = 0, resamples: int = RESAMPLES)
     Raises:
         ValueError: no row can be measured.
     """
-    left_out: dict[str, int] = {}
-
-    def leave_out(reason: str) -> None:
-        left_out[reason] = left_out.get(reason, 0) + 1
-
-    rows: list[LabelledRow] = []
-    names = {name for row in dump for name in row.methods}
-    for entry in dump:
-        row = labelled_row(entry, seed)
-        if row is None:
-            leave_out("no wrong step in front of the answer, or no other step")
-            continue
-        tokens = np.concatenate(row.steps)
-        silent = sorted(
-            name for name in names if name not in row.rankings or not np.isfinite(row.rankings[name][tokens]).all()
-        )
-        if silent:
-            leave_out(f"no scores by {', '.join(silent)}")
-            continue
-        rows.append(row)
-    whole = {row.problem for row in rows if not row.twin}
-    for row in rows:
-        if row.problem not in whole:
-            leave_out("twin of a solution that is left out")
-    rows = [row for row in rows if row.problem in whole]
-    if not rows:
-        raise ValueError(f"no solution can be measured: {'; '.join(f'{n} {reason}' for reason, n in left_out.items())}")
-
+    rows, left_out = _measurable(dump, seed)
     signs = directions(rows)
-    rankings = [name for name in rows[0].rankings]
+    rankings = list(rows[0].rankings)
     per_problem = [
-        (
-            row.problem,
-            row.twin,
-            row.last,
-            name,
-            row_metrics(row, row.rankings[name] * signs.get(name, 1), row.weights.get(name)),
-        )
+        (row.problem, row.twin, row.last, name, row_metrics(row, values_T * signs.get(name, 1), row.weights.get(name)))
         for row in rows
-        for name in rankings
+        for name, values_T in row.rankings.items()
     ]
     edited = [row for row in rows if not row.twin]
     problems = [row.problem for row in edited]

@@ -154,9 +154,7 @@ def test_splits():
     assert found.get("later token", "token_auroc", "wrong step last").value == 1.0
 
 
-def test_command_and_its_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_model(max_position_embeddings=512).save_pretrained("model")
     char_tokenizer().save_pretrained("model")
