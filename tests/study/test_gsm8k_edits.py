@@ -122,19 +122,3 @@ def test_process_bench(tmp_path: Path):
     assert [wrong.response[a:b] for a, b in wrong.results] == ["6"]
     assert wrong.as_response().labels["wrong_step"] == (0, 11)
     assert right.label == -1 and "wrong_step" not in right.as_response().labels
-
-
-@pytest.mark.parametrize(
-    "record, message",
-    [
-        (
-            {"problem": "p", "steps": ["a"], "label": 1},
-            r"pb.jsonl:1: label=1 must be the index of one of the 1 steps, or -1",
-        ),
-        ({"problem": "p", "steps": [], "label": -1}, r"pb.jsonl:1: steps must be a list of texts"),
-        ({"question": "p"}, r"pb.jsonl:1: has the keys question; labelled solutions have problem, steps, label"),
-    ],
-)
-def test_wrong_lines_are_named(tmp_path: Path, record: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        read_solutions(write(tmp_path / "pb.jsonl", record))

@@ -15,7 +15,6 @@ from grail_advantage.token_dump import DumpRow, MethodColumns, read_dump
 from study.localisation.__main__ import main
 from study.localisation.measure import (
     METRICS,
-    labelled_row,
     localise,
     precision_at,
     rank_of,
@@ -102,14 +101,6 @@ def test_figures_of_one_solution_by_hand():
     assert (found.problems, found.last, found.steps, found.tokens) == (1, 0, 3, 6)
 
 
-def test_scores_are_read_in_the_direction_of_the_weights():
-    scores, falling = [1.0, 4.0, 3.0, 5.0, 2.0, 6.0], [6.0, 3.0, 4.0, 2.0, 5.0, 1.0]
-    found = localise([row(scores, weights=falling)], resamples=10)
-    assert found.directions == {"m": -1}
-    assert found.get("m", "token_auroc").value == 1 - 5 / 8
-    assert found.get("m", "weight_auroc").value == 1 - 5 / 8
-
-
 def test_twins_show_what_is_due_to_the_error():
     rows = [
         row([1, 1, 2, 2, 1, 1], place=0),
@@ -132,15 +123,6 @@ def test_rows_that_a_method_does_not_score_are_left_out_for_all():
     assert found.left_out == {"no scores by m": 1, "twin of a solution that is left out": 1}
     with pytest.raises(ValueError, match="no solution can be measured: 1 no scores by m"):
         localise([unscored])
-
-
-def test_tokens_of_the_answer_are_no_candidates():
-    inside = row([1.0] * 6)
-    inside.labels["steps"][2] = [4, 9]
-    assert [list(step) for step in labelled_row(inside).steps] == [[0, 1], [2, 3], [4, 5]]
-    inside.labels["wrong_step"] = [6, 9]
-    inside.labels["steps"].append([6, 9])
-    assert labelled_row(inside) is None
 
 
 def test_splits():

@@ -66,10 +66,3 @@ def test_a_rows_response_does_not_depend_on_its_neighbours(
     assert sample(model, TOKENIZER, PROMPTS * 4, numbers) == together
     ended = [response[-1] == TOKENIZER.eos_token_id for response in together]
     assert any(ended) and all(len(response) == 30 for response, end in zip(together, ended, strict=True) if not end)
-
-
-def test_a_token_of_probability_zero_is_never_drawn() -> None:
-    logits = torch.tensor([[0.0, 0.0, -torch.inf]], dtype=torch.float64)
-    for number in (0.0, 0.4999, 0.5, 0.9999999999999999):
-        drawn_token = sampling._draw(logits, torch.tensor([number], dtype=torch.float64), 1.0)
-        assert drawn_token.tolist() == [int(number >= 0.5)]

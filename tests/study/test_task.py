@@ -16,6 +16,7 @@ from study.task import (
     FILL,
     LEFT,
     MAX_RESPONSE_TOKENS,
+    MISCONCEIVED_SHARE,
     OTHER,
     REGIMES,
     RESULT,
@@ -127,3 +128,20 @@ def test_every_token_has_its_role() -> None:
     found = read_tokens(HIDDEN, hidden, TOKENIZER)
     decisive = "".join(TOKENIZER.decode([hidden[place]]) for place in np.flatnonzero(found.decisive_T))
     assert decisive == "(2+3=5)7+5=12;12-4=8;\\boxed{8}"
+
+
+def test_slips_come_at_their_rate_and_a_misconception_as_its_own_number() -> None:
+    rng, wrong, repeated = random.Random(4), {"slips": [], "misconceptions": []}, []
+    misconceived = regime("misconceptions", 0).misconceived
+    for name in wrong:
+        for problem in PROBLEMS[name]:
+            for piece in read(problem, solve(problem, regime(name, 0), rng)).pieces:
+                wrong[name].append(piece.result != piece.right_result)
+                known = misconceived.get((int(piece.left[0]), piece.left[1], int(piece.left[2])))
+                if name == "misconceptions" and known:
+                    repeated.append(piece.result == str(known[0]))
+    assert np.mean(wrong["slips"]) == pytest.approx(0.2, abs=0.03)
+    share = MISCONCEIVED_SHARE * (0.8 * 0.7 + 0.2 * 0.9)
+    assert np.mean(wrong["misconceptions"]) == pytest.approx(share + 0.02, abs=0.05)
+    assert np.mean(repeated) == pytest.approx(0.74, abs=0.06)
+    assert regime("misconceptions", 1).misconceived != misconceived, "each seed has its own"

@@ -18,7 +18,7 @@ from study import trainer
 from study.arms import ARMS, Arm
 from study.credit import credit, policy_state, sequence_advantages, shuffled
 from study.exact import right_texts, token_advantages
-from study.rollouts import CONTROL, Rollouts, as_rollouts, numbers, roll_out
+from study.rollouts import CONTROL, Rollouts, as_rollouts, numbers
 from study.task import BOX, MAX_RESPONSE_TOKENS, StudyProblem, study_problems, study_tokenizer
 from study.trainer import RunSettings, update
 
@@ -101,15 +101,8 @@ def test_one_update_follows_the_gradient_written_out(name: str) -> None:
     advantages = credited(ARMS[name])
     before = copy.deepcopy(model.state_dict())
     state = policy_state(model, batch)
-    update(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        batch,
-        advantages,
-        state.old_log_probs_BL,
-        ARMS[name],
-        SETTINGS,
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    update(model, sgd, batch, advantages, state.old_log_probs_BL, ARMS[name], SETTINGS)
     plain = model_of()
     total = torch.zeros(())
     for row in range(6):
@@ -173,9 +166,8 @@ def test_oracle_is_the_exact_advantage() -> None:
     assert not any(response_of(2, found)["values"]), "cut off"
 
 
-def test_spread_is_a_random_token_on_average() -> None:
+def test_spread_is_one_tokens_weight_over_all_reasoning_tokens() -> None:
     """Of a wrong row's reasoning every token weighs the same, 1 in all; other rows stay."""
-    batch = rollouts()
     found = credited(ARMS["spread"])
     for row in range(6):
         values = np.array(response_of(row, found)["values"])
@@ -185,12 +177,6 @@ def test_spread_is_a_random_token_on_average() -> None:
             assert not values[box:].any()
         else:
             assert values == pytest.approx(np.full(len(values), ADVANTAGES[row].item()))
-    model, state = model_of(), policy_state(model_of(), batch)
-    drawn = [
-        credit(model, TOKENIZER, batch, ARMS["random_token"], state, numbers(0, CONTROL, step, (6, 99)), 1)
-        for step in range(400)
-    ]
-    assert torch.stack(drawn).mean(dim=0) == pytest.approx(found.numpy(), abs=0.03)
 
 
 def test_arms_of_a_seed_see_the_same_problems_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,28 +210,11 @@ def test_clipped_error_tokens_are_counted() -> None:
     arm = ARMS["uniform"]
     state = policy_state(model, batch)
     settings = replace(SETTINGS, epochs=3)
-    rate = 1e-2
-    done = update(
-        model,
-        torch.optim.Adam(model.parameters(), lr=rate),
-        batch,
-        credited(arm),
-        state.old_log_probs_BL,
-        arm,
-        settings,
-    )
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    done = update(model, adam, batch, credited(arm), state.old_log_probs_BL, arm, settings)
     # The errors of the three wrong rows with an advantage have 2, 1 and 1 tokens; the first epoch does not count.
     assert done.errors == 2 * (2 + 1 + 1)
     assert 0 < done.clipped <= done.errors and done.gradient_norm > 0
     again = policy_state(model, batch).old_log_probs_BL
     still = update(model, torch.optim.SGD(model.parameters(), lr=0.0), batch, credited(arm), again, arm, settings)
     assert still.clipped == 0
-
-
-def test_rollouts_are_groups_of_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rolling, "MAX_RESPONSE_TOKENS", 8)
-    problems = study_problems("distractors", "train", 2, 0)
-    found = roll_out(model_of(), TOKENIZER, problems, 3, seed=0, step=1)
-    assert [problem.text for problem in found.problems] == [problems[0].text] * 3 + [problems[1].text] * 3
-    assert found.groups_B.tolist() == [0, 0, 0, 1, 1, 1]
-    assert found.truncated_B.all() and not found.rewards_B.any()
