@@ -151,6 +151,7 @@ class Soak:
                 life["ended_by"] = "SIGTERM"
                 os.killpg(run.pid, signal.SIGTERM)
             time.sleep(0.5)
+        life["last_step"] = self.last_step()
         return life | {"ended": self.now(), "status": run.returncode, "left_behind": self.left_behind()}
 
     def metrics_file(self) -> int | None:
