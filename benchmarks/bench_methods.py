@@ -125,12 +125,12 @@ def main() -> None:
     args = parser.parse_args()
     set_up(args)
 
-    from training_side import Rollouts, TrainingSide, make_worker, shape_of, word_tokenizer
+    from training_side import Rollouts, TrainingSide, make_worker, word_tokenizer
 
     clock = Clock(args.device, args.threads)
     result = record("methods", args.device, clock, args.threads)
     selected = selected_rows(args.selected, args.rows)
-    worker = make_worker(shape_of(args, args.gradient_checkpointing == "on"), args.micro_batch_rows * args.tokens)
+    worker = make_worker(args, args.gradient_checkpointing == "on")
     rollouts = Rollouts(args.rows, args.prompt, args.tokens - args.prompt, selected, args.vocabulary)
     side = TrainingSide(worker, rollouts)
     side.check()

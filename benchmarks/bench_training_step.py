@@ -94,14 +94,14 @@ def main() -> None:
     args = parser.parse_args()
     set_up(args)
 
-    from training_side import Rollouts, TrainingSide, make_worker, release, shape_of
+    from training_side import Rollouts, TrainingSide, make_worker, release
 
     clock = Clock(args.device, args.threads)
     result = record("training_step", args.device, clock, args.threads)
     selected = selected_rows(args.selected, args.rows)
     result |= {"setup": {**described(args), "selected_rows": selected}, "epochs": sorted(args.epochs), "runs": []}
     for checkpointing in args.gradient_checkpointing:
-        worker = make_worker(shape_of(args, checkpointing == "on"), args.micro_batch_rows * args.tokens)
+        worker = make_worker(args, checkpointing == "on")
         rollouts = Rollouts(args.rows, args.prompt, args.tokens - args.prompt, selected, args.vocabulary)
         side = TrainingSide(worker, rollouts)
         side.check()

@@ -1,8 +1,8 @@
-"""Write tables and plots of the benchmarks' results into ``benchmarks/README.md``.
+"""Write tables of the benchmarks' results into ``benchmarks/README.md``.
 
     python benchmarks/report.py
 
-Reads ``results/*.json``, draws ``results/*.png`` and replaces the text between the markers of that page, and the summary
+Reads ``results/*.json`` and replaces the text between the markers of that page, and the summary
 between those of the project's front page. Every figure comes from the recorded seconds and bytes.
 """
 
@@ -15,11 +15,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from measuring import RESULTS, median, selected_rows, show
+from measuring import RESULTS, median, show
 
 from recipe.marked_text import write_marked
 
@@ -160,104 +156,6 @@ def methods(result: dict[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-WAYS = {
-    "fused": "fused pass: backward on the old log-probs' forward",
-    "separate": "separate pass",
-    "published": "published pass, of one epoch",
-    "update": "actor update, one epoch",
-    "old log-probabilities": "old log-probs (1 F)",
-}
-
-
-def growth(result: dict[str, Any], folder: Path) -> list[str]:
-    setup = result["setup"]
-    base = {name: setup[name] for name in ("rows", "tokens", "vocabulary")} | {"selected": setup["selected_rows"]}
-    sweeps = {name: _sweep(result["points"], base, name, setup["share"]) for name in base}
-    sweeps = {name: points for name, points in sweeps.items() if len(points) > 1}
-    picture = _plot_growth(result, sweeps, folder)
-    lines = [
-        f"### How the cost grows, {result['device']}",
-        "",
-        *_origin(result),
-        f"Around: {_shape(setup)}; {setup['selected_rows']} rows selected; gradient checkpointing "
-        f"{result['checkpointing']}. Medians of {len(next(iter(result['points'][0]['seconds'].values())))} runs.",
-        "",
-        f"![cost against tokens, rows, vocabulary and selected rows]({picture.parent.name}/{picture.name})",
-        "",
-        "| rows x tokens | vocabulary | selected | 1 F, s | fused, F | separate, F | published, F an epoch "
-        "| update, F an epoch |",
-        "|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    for point in sorted(
-        result["points"], key=lambda at: [at[name] for name in ("vocabulary", "tokens", "rows", "selected")]
-    ):
-        seconds = _point_seconds(point)
-        forward = seconds["old log-probabilities"]
-        costs = " | ".join(f"{seconds[way] / forward:.2f}" for way in ("fused", "separate", "published", "update"))
-        lines.append(
-            f"| {point['rows']} x {point['tokens']} | {point['vocabulary']} | {point['selected']} | {forward:.2f} | {costs} |"
-        )
-    return [*lines, ""]
-
-
-def _sweep(points: list[dict[str, Any]], base: dict[str, int], name: str, share: float) -> list[dict[str, Any]]:
-    """The points that differ from the base in ``name`` alone; more rows come with more selected ones."""
-
-    def belongs(point: dict[str, Any]) -> bool:
-        expected = {**base, name: point[name]}
-        if name == "rows":
-            expected["selected"] = selected_rows(share, point["rows"])
-        return all(point[key] == value for key, value in expected.items())
-
-    return sorted(filter(belongs, points), key=lambda point: point[name])
-
-
-def _point_seconds(point: dict[str, Any]) -> dict[str, float]:
-    """Medians; the fused pass without the forward that is needed anyway, by the repeats' differences."""
-    seconds = {way: median(values) for way, values in point["seconds"].items()}
-    pairs = zip(point["seconds"]["fused"], point["seconds"]["old log-probabilities"], strict=True)
-    seconds["fused"] = median([fused - plain for fused, plain in pairs])
-    return seconds
-
-
-def _plot_growth(result: dict[str, Any], sweeps: dict[str, list[dict[str, Any]]], folder: Path) -> Path:
-    titles = {"tokens": "tokens of a row", "rows": "rows", "vocabulary": "vocabulary", "selected": "selected rows"}
-    figure, axes = pyplot.subplots(1, len(sweeps), figsize=(4.2 * len(sweeps), 4.2), squeeze=False)
-    for axis, (name, points) in zip(axes[0], sweeps.items(), strict=True):
-        for way, label in WAYS.items():
-            values = [_point_seconds(point)[way] for point in points]
-            axis.plot([point[name] for point in points], values, marker="o", label=label)
-        axis.set_xlabel(titles[name])
-        axis.set_ylim(bottom=0)
-        axis.set_xlim(left=0)
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel(f"seconds ({result['clock']})")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncols=min(5, len(sweeps)), frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.07 * -(-len(WAYS) // min(5, len(sweeps)))))
-    path = folder / f"growth-{result['device']}.png"
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
-    return path
-
-
-def span_finding(result: dict[str, Any]) -> list[str]:
-    seconds = result["seconds"]
-    lines = [
-        "### Finding the answers",
-        "",
-        *_origin(result),
-        f"{result['rows']} rows, {result['tokens']} tokens, {result['spans']} answers; median of {result['repeats']} runs. "
-        f"The first call, which builds the vocabulary's table, took {result['first_call_seconds']:.2f} s.",
-        "",
-        "| way | million tokens/s | x the plain way |",
-        "|---|--:|--:|",
-    ]
-    for way, taken in seconds.items():
-        lines.append(f"| {way} | {result['tokens'] / taken / 1e6:.1f} | {seconds['plain way'] / taken:.2f} |")
-    return [*lines, ""]
-
-
 PARTS = {"generation": ("VLLM", "vLLM", "AgentLoop"), "training": ("WorkerDict",), "driver": ("TaskRunner",)}
 """Titles of the processes of a verl run hold one of these; whatever else runs is Ray, TransferQueue and the reward."""
 
@@ -342,15 +240,9 @@ def _mebibytes(size: int) -> str:
 
 
 def render(folder: Path) -> str:
-    """All tables in Markdown; draws the plots on the way."""
+    """All tables in Markdown."""
     lines: list[str] = []
-    passages = {
-        "training_step": training_step,
-        "methods": methods,
-        "growth": lambda result: growth(result, folder),
-        "span_finding": span_finding,
-        "whole_step": whole_step,
-    }
+    passages = {"training_step": training_step, "methods": methods, "whole_step": whole_step}
     for name, passage in passages.items():
         for path in sorted(folder.glob(f"{name}-*.json")):
             lines += passage(json.loads(path.read_text(encoding="utf-8")))

@@ -4,9 +4,9 @@ Stages: the forward that recomputes the old log-probabilities (verl's ``Training
 or of a saliency the backward on that forward), the weights, and the actor update (``train_mini_batch`` with verl's PPO loss).
 Next to them GRAIL's pass as the published procedure runs it (arXiv 2606.04889).
 
-Not part of it: generation, the reward, the way of the data between processes, and finding the answers
-(``bench_span_finding.py``). All rows have the same number of tokens, so that no layout computes padding, and their
-answers end close to the row's end, where cutting a row after its answer saves next to nothing.
+Not part of it: generation, the reward, the way of the data between processes, and finding the answers. All rows have the
+same number of tokens, so that no layout computes padding, and their answers end close to the row's end, where cutting a row
+after its answer saves next to nothing.
 
 Imports verl, so ``set_up`` of :mod:`environment` goes first.
 """
@@ -49,6 +49,7 @@ from grail_advantage.verl_ext.wire import build_request
 from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, token_scores
 from grail_advantage.weighting import apply_token_weights, batch_weights, scores_of
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PUBLISHED = GrailConfig("official")
 GROUP_ROWS = 8
 """Rows that answer one prompt, as near as the batch allows."""
@@ -57,82 +58,45 @@ ANSWER = AnswerSpan(start=0, content_start=3, content_end=7, end=8)
 """Relative to where the answer starts: three tokens of ``\\boxed{``, four of content, one ``}``."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A Qwen3 model of random weights, and how it is trained."""
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    tied: bool
-    parameter_dtype: str
-    """Of the parameters and the optimiser's state: ``fp32`` or ``bf16``."""
-    compute_dtype: str
-    attention: str
-    packed: bool
-    checkpointing: bool
-
-
-def shape_of(args: argparse.Namespace, checkpointing: bool, vocabulary: int | None = None) -> Shape:
-    """The shape that the command line asks for."""
-    return Shape(
-        layers=args.layers,
-        hidden=args.hidden,
-        intermediate=args.intermediate,
-        heads=args.heads,
-        kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-        vocabulary=vocabulary or args.vocabulary,
-        tied=args.device == "cuda",  # as Qwen3-4B
-        parameter_dtype=args.parameter_dtype,
-        compute_dtype=args.compute_dtype,
-        attention=args.attention,
-        packed=args.layout == "packed",
-        checkpointing=checkpointing,
-    )
-
-
-def make_worker(shape: Shape, micro_batch_tokens: int) -> TokenWeightTrainingWorker:
-    """verl's training worker with this project's extension, as the trainer builds it for the actor."""
+def make_worker(args: argparse.Namespace, checkpointing: bool) -> TokenWeightTrainingWorker:
+    """verl's training worker with this project's extension, as the trainer builds it for the actor, with a Qwen3 model of
+    random weights and of the shape that the command line asks for."""
+    packed, budget = args.layout == "packed", args.micro_batch_rows * args.tokens
     config = transformers.Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=shape.tied,
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=args.intermediate,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        num_key_value_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        tie_word_embeddings=args.device == "cuda",  # as Qwen3-4B
         max_position_embeddings=32768,
         rope_theta=1e6,
     )
     with tempfile.TemporaryDirectory() as folder:
-        _save_random_model(config, shape, Path(folder))
-        precision = {"param_dtype": shape.compute_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+        _save_random_model(config, args.parameter_dtype, Path(folder))
+        precision = {"param_dtype": args.compute_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
         worker = TokenWeightTrainingWorker(
             TrainingWorkerConfig(
                 model_type="language_model",
                 model_config=HFModelConfig(
                     path=folder,
                     load_tokenizer=False,
-                    override_config={"attn_implementation": shape.attention},
-                    enable_gradient_checkpointing=shape.checkpointing,
-                    use_remove_padding=shape.packed,
+                    override_config={"attn_implementation": args.attention},
+                    enable_gradient_checkpointing=checkpointing,
+                    use_remove_padding=packed,
                 ),
                 engine_config=FSDPEngineConfig(
                     strategy="fsdp2",
-                    use_remove_padding=shape.packed,
+                    use_remove_padding=packed,
                     use_torch_compile=get_device_name() != "cpu",
-                    model_dtype=shape.parameter_dtype,
-                    dtype={"fp32": "float32", "bf16": "bfloat16"}[shape.compute_dtype],
+                    model_dtype=args.parameter_dtype,
+                    dtype=str(DTYPES[args.compute_dtype]).removeprefix("torch."),
                     mixed_precision=precision,
                     use_dynamic_bsz=True,
-                    max_token_len_per_gpu=micro_batch_tokens,
-                    infer_max_token_len_per_gpu=micro_batch_tokens,
+                    max_token_len_per_gpu=budget,
+                    infer_max_token_len_per_gpu=budget,
                 ),
                 optimizer_config=FSDPOptimizerConfig(lr=1e-6, total_training_steps=1000, weight_decay=0.0),
                 checkpoint_config=CheckpointConfig(),
@@ -142,16 +106,13 @@ def make_worker(shape: Shape, micro_batch_tokens: int) -> TokenWeightTrainingWor
     return worker
 
 
-def _save_random_model(config: transformers.Qwen3Config, shape: Shape, folder: Path) -> None:
+def _save_random_model(config: transformers.Qwen3Config, dtype: str, folder: Path) -> None:
     torch.manual_seed(0)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[shape.parameter_dtype]
     with torch.device(get_device_name()):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     model.save_pretrained(folder)
     del model
-    gc.collect()
-    if get_device_name() == "cuda":
-        torch.cuda.empty_cache()
+    release()
 
 
 @dataclass(frozen=True)

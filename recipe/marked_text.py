@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from recipe.evaluate.files import write_text
@@ -29,3 +30,11 @@ def _bounds(text: str, name: str) -> tuple[int, int]:
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"the file needs the lines {begin} and {end}, once each and in this order")
     return text.index(begin) + len(begin), text.index(end)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], right: int | None = None) -> list[str]:
+    """Lines of a Markdown table; columns from ``right`` on are set flush right."""
+    rule = ["--:" if right is not None and column >= right else "---" for column in range(len(head))]
+    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in [head, *rows]]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]

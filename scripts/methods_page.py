@@ -12,7 +12,7 @@ import argparse
 import inspect
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,12 @@ from grail_advantage.verl_ext.support import (
     works_with_fused_kernels,
     works_with_sequence_parallel,
 )
-from recipe.marked_text import write_marked
+from recipe.marked_text import table, write_marked
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "methods.md"
 MARKER = "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "methods-cpu.json"
-PACKAGE = "grail_advantage."
 
 USES = {
     "": "nothing",
@@ -58,66 +57,48 @@ KINDS = {
     "object": "mapping",
 }
 """Types of a JSON schema, as the page names them."""
-NEEDED_INPUTS = (GROUPS, EXAMPLES)
-"""Inputs that nothing but the caller knows."""
 
 
-# ------------------------------------------------------------------------------------------------------------------ methods
+def built_in(registered: type) -> bool:
+    """Whether a class is one of this package's."""
+    return registered.__module__.startswith("grail_advantage.")
 
 
-def built_in() -> dict[str, Method]:
-    """The methods of this package, in the order of their names."""
-    return {name: method for name, method in sorted(methods().items()) if _is_built_in(method.signal_class)}
-
-
-def built_in_reshapers() -> dict[str, type[Reshaper]]:
-    """The reshapers of this package, likewise."""
-    return {name: reshaper for name, reshaper in sorted(reshapers().items()) if _is_built_in(reshaper)}
-
-
-def _is_built_in(registered: type) -> bool:
-    return registered.__module__.startswith(PACKAGE)
+RESHAPERS = {name: reshaper for name, reshaper in sorted(reshapers().items()) if built_in(reshaper)}
 
 
 def passage(measured: Path = MEASURED) -> str:
     """The text between the markers."""
-    figures = json.loads(measured.read_text(encoding="utf-8")) if measured.is_file() else None
-    known = built_in()
+    known = {name: method for name, method in sorted(methods().items()) if built_in(method.signal_class)}
     by_class: dict[type[Signal], list[Method]] = {}
     for method in known.values():
         by_class.setdefault(method.signal_class, []).append(method)
-    lines = ["## All methods", ""]
-    lines += _overview(known, figures)
-    lines += [
-        "",
-        "Inputs of each method from the batch and the model, and the modes that it works with:",
-        "",
-        *_works_with(known),
-    ]
-    lines += ["", "## Each method"]
+    lines = ["## All methods", "", *_overview(by_class, json.loads(measured.read_text(encoding="utf-8"))), ""]
+    lines += ["Inputs of each method from the batch and the model, and the modes that it works with:", ""]
+    lines += [*_works_with(known), "", "## Each method"]
     for of_class in by_class.values():
         lines += ["", *_method_section(of_class)]
     lines += ["", "## Reshapers"]
-    for name, reshaper_class in built_in_reshapers().items():
+    for name, reshaper_class in RESHAPERS.items():
         lines += ["", *_reshaper_section(name, reshaper_class, known)]
-    lines += ["", "## Logged figures", "", *_metrics()]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", "## Logged figures", "", *_metrics()])
 
 
-def _overview(known: dict[str, Method], figures: dict[str, Any] | None) -> list[str]:
+def _overview(by_class: dict[type[Signal], list[Method]], figures: dict[str, Any]) -> list[str]:
     rows = []
-    for name, method in known.items():
-        signal = method.build({})
-        row = [_link(name, _heading(_relatives(method, known))), signal.formula, signal.cost]
-        rows.append([*row, *([_ratio(figures, name)] if figures else []), _papers(signal.source)])
-    baseline = figures["baseline"] if figures else ""
-    measured = [f"measured, x `{baseline}`"] if figures else []
-    lines = _table(["`algorithm.adv_estimator`", "weight", "cost, F", *measured, "source"], rows)
-    if not figures:
-        return lines
-    setup = figures["setup"]
+    for method in sorted((one for of_class in by_class.values() for one in of_class), key=lambda one: one.name):
+        signal, of_method = method.build({}), figures["methods"].get(method.name)
+        ratio = "not measured"
+        if of_method is not None:
+            timed, all_rows = of_method["timed_rows"], of_method["rows"]
+            sampled = f" (extrapolated from {timed} of {all_rows} rows)" if 0 < timed < all_rows else ""
+            ratio = f"{of_method['ratio']:.2f}{sampled}"
+        link = _link(method.name, _heading(by_class[method.signal_class]))
+        rows.append([link, signal.formula, signal.cost, ratio, _papers(signal.source)])
+    baseline, setup = figures["baseline"], figures["setup"]
+    head = ["`algorithm.adv_estimator`", "weight", "cost, F", f"measured, x `{baseline}`", "source"]
     return [
-        *lines,
+        *table(head, rows),
         "",
         f"Measured: a step's training side with 1 epoch against that of `{baseline}`, default options, {figures['device']}, "
         f"{figures['date']}; {setup['layers']} layers of width {setup['hidden']}, {setup['rows']} rows x {setup['tokens']} "
@@ -125,51 +106,30 @@ def _overview(known: dict[str, Method], figures: dict[str, Any] | None) -> list[
     ]
 
 
-def _ratio(figures: dict[str, Any], name: str) -> str:
-    of_method = figures["methods"].get(name)
-    if of_method is None:
-        return "not measured"
-    timed, rows = of_method["timed_rows"], of_method["rows"]
-    sampled = f" (extrapolated from {timed} of {rows} rows)" if 0 < timed < rows else ""
-    return f"{of_method['ratio']:.2f}{sampled}"
-
-
 def _works_with(known: dict[str, Method]) -> list[str]:
     rows = []
     for name, method in known.items():
         signal = method.build({})
         answers = (works_with_sequence_parallel(signal), works_with_fused_kernels(signal), works_with_bypass(signal))
-        rows.append(
-            [
-                f"`{name}`",
-                ", ".join(READS[read] for read in READS if read in signal.reads) or "nothing",
-                USES[signal.uses],
-                *("yes" if works else "no" for works in answers),
-                _inputs(signal),
-            ]
-        )
-    header = [
+        reads = ", ".join(words for read, words in READS.items() if read in signal.reads) or "nothing"
+        modes = ["yes" if works else "no" for works in answers]
+        rows.append([f"`{name}`", reads, USES[signal.uses], *modes, _inputs(signal)])
+    head = [
         "`algorithm.adv_estimator`",
         "reads of the batch",
         "uses of the model",
         "sequence parallel",
         "fused kernels",
-        "bypass mode",
-        "`compute_token_weights` needs",
     ]
-    return _table(header, rows)
+    return table([*head, "bypass mode", "`compute_token_weights` needs"], rows)
 
 
 def _inputs(signal: Signal) -> str:
-    needed = [f"`{read}`" for read in NEEDED_INPUTS if read in signal.reads]
+    needed = [f"`{read}`" for read in (GROUPS, EXAMPLES) if read in signal.reads]
     computed = [f"`{read}`" for read in (OLD_LOG_PROBS, ENTROPY) if read in signal.reads]
     parts = [" and ".join(needed)] if needed else []
     parts += [f"{' and '.join(computed)}, or computes {'them' if len(computed) > 1 else 'it'}"] if computed else []
     return "; ".join(parts) or "nothing more"
-
-
-def _relatives(method: Method, known: dict[str, Method]) -> list[Method]:
-    return [other for other in known.values() if other.signal_class is method.signal_class]
 
 
 def _heading(of_class: Sequence[Method]) -> str:
@@ -211,9 +171,6 @@ def _defaults(signal: Signal) -> str:
     return f"{'; '.join(parts)}."
 
 
-# ---------------------------------------------------------------------------------------------------------------- reshapers
-
-
 def _reshaper_section(name: str, reshaper_class: type[Reshaper], known: dict[str, Method]) -> list[str]:
     users = [
         f"`{method.name}`"
@@ -225,43 +182,34 @@ def _reshaper_section(name: str, reshaper_class: type[Reshaper], known: dict[str
     return [*lines, *_options(reshaper_class, ())]
 
 
-# ------------------------------------------------------------------------------------------------------------------ options
-
-
 def _options(options_class: type[Options], of_class: Sequence[Method]) -> list[str]:
     """Table of a class's options, its own before those that it shares."""
     fixed = {name for method in of_class for name in method.fixed}
     own = list(inspect.get_annotations(options_class))
     schemas = {name: schema for name, schema in option_schemas(options_class).items() if name not in fixed}
-    if not schemas:
-        return ["None."]
 
-    def build(**changed: Any) -> Options:
-        return of_class[0].build(changed) if of_class else options_class(**changed)
+    def value_of(option: str, **changed: Any) -> Any:
+        return getattr(of_class[0].build(changed) if of_class else options_class(**changed), option)
 
     rows = []
     for name in sorted(schemas, key=lambda name: own.index(name) if name in own else len(own)):
-        schema, value = schemas[name], getattr(build(), name)
+        schema, value = schemas[name], value_of(name)
         default = _value(value)
         if schema["default"] is None and value is not None:
-            for other, its_schema in schemas.items():
-                for choice in its_schema.get("enum", ()) if other != name else ():
-                    instead = getattr(build(**{other: choice}), name)
-                    if instead != value:
-                        default += f"; {_value(instead)} with `{other}={choice}`"
+            choices = [(other, one) for other in schemas if other != name for one in schemas[other].get("enum", ())]
+            for other, choice in choices:
+                if (instead := value_of(name, **{other: choice})) != value:
+                    default += f"; {_value(instead)} with `{other}={choice}`"
         reshaper = name == "reshaper" and issubclass(options_class, ReshaperChoice)
-        allowed = ", ".join(f"`{known}`" for known in built_in_reshapers()) if reshaper else _allowed(schema)
+        allowed = ", ".join(f"`{known}`" for known in RESHAPERS) if reshaper else _allowed(schema)
         rows.append([f"`{name}`", default, f"{allowed} or `null`" if value is None else allowed, schema["description"]])
-    return _table(["option", "default", "allowed", "meaning"], rows)
+    return table(["option", "default", "allowed", "meaning"], rows) if rows else ["None."]
 
 
 def _value(value: Any) -> str:
     """As YAML has it."""
-    return f"`{json.dumps(value, ensure_ascii=False)}`" if not isinstance(value, str) else f"`{_one_line(value)}`"
-
-
-def _one_line(text: str) -> str:
-    return text.replace("\n", "\\n")
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"`{text}`".replace("\n", "\\n")
 
 
 def _allowed(schema: dict[str, Any]) -> str:
@@ -272,9 +220,6 @@ def _allowed(schema: dict[str, Any]) -> str:
     return f"{KINDS[schema['type']]} {limits}".strip()
 
 
-# ------------------------------------------------------------------------------------------------------------------ metrics
-
-
 def _metrics() -> list[str]:
     rows = [[f"`{name}`", meaning] for name, meaning in METRICS.items()]
     rows += [[f"`{name}`", f"{meaning}; of a pass with gradients"] for name, meaning in GRADIENT_METRICS.items()]
@@ -283,11 +228,8 @@ def _metrics() -> list[str]:
         "Every method logs the same figures, in a run as `<method>/<figure>` beside verl's own and the seconds "
         "`timing_s/token_weights`; `compute_token_weights` returns them as `stats`. Rows without a valid token count nowhere.",
         "",
-        *_table(["figure", "meaning"], rows),
+        *table(["figure", "meaning"], rows),
     ]
-
-
-# --------------------------------------------------------------------------------------------------------------------- text
 
 
 def _description(registered: type) -> list[str]:
@@ -319,20 +261,10 @@ def _file(registered: type) -> str:
     return f"{registered.__module__.replace('.', '/')}.py"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    def line(cells: Sequence[str]) -> str:
-        inside = [cell.replace("|", "\\|") for cell in cells]
-        return f"| {' | '.join(inside)} |"
-
-    return [line(header), "|---" * len(header) + "|", *map(line, rows)]
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--page", type=Path, default=PAGE, metavar="FILE", help="page with the markers to write between"
-    )
+    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="page with the markers")
     write_marked(parser.parse_args().page, MARKER, passage())
 
 

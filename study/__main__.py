@@ -1,11 +1,9 @@
-"""The study of token weights: work on its plan, write its report, or that of the first study.
+"""The study of token weights: work on its plan, and write its report.
 
     python -m study run --hours 2.5 --processes 2      the jobs that are missing, in their order, into docs/study2/*.csv
     python -m study run --regimes misconceptions       of one regime only
     python -m study report                             docs/study2/REPORT.md from the CSV files
     python -m study real --data gsm8k_test.jsonl       ground truth and gradient test on a real model, docs/study2/real_model.md
-    python -m study gpu --model qwen3-1.7b             shell script of the comparison on a GPU, with its cost
-    python -m study first [--measure]                  docs/study/REPORT.md; with --measure also its result_tokens.csv
 
 A sitting ends when its hours are over, the plan's core-hours are spent, or nothing is left. Finished jobs are in the CSV
 files at once, and the next sitting resumes from there.
@@ -17,8 +15,6 @@ import argparse
 from pathlib import Path
 
 from recipe.marked_text import write_marked
-from study.first_report import measure_again, write_first_report
-from study.gpu import parse_rates, script
 from study.plan import MEASUREMENTS, RUNS, StudyPlan
 from study.real_model import load, measure
 from study.report import write_report
@@ -27,7 +23,6 @@ from study.work import Files, Sitting
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "study2"
-FIRST = ROOT / "docs" / "study"
 
 
 def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> None:
@@ -58,30 +53,9 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
     )
     real.add_argument("--blocks", type=int, default=5, help="last blocks whose parameters the gradients are of")
     real.add_argument("--out", type=Path, default=DATA / "real_model.md", help="page whose marked part is written")
-    gpu = commands.add_parser("gpu", help="shell script of the comparison on a GPU, with its cost")
-    gpu.add_argument("--model", required=True, help="key or hub path of docs/gpu_sizing.md, such as qwen3-1.7b")
-    gpu.add_argument("--gpus", type=int, default=1, help="on a node")
-    gpu.add_argument("--memory", type=float, default=80, help="GB of one GPU")
-    gpu.add_argument("--nodes", type=int, default=1)
-    gpu.add_argument("--seeds", type=int, default=10)
-    gpu.add_argument(
-        "--rates", nargs="*", default=[], help="ARM=RATE for every arm, from tuning; without: the tuning runs"
-    )
-    first = commands.add_parser("first", help="write the first study's report")
-    first.add_argument("--data-dir", type=Path, default=FIRST)
-    first.add_argument("--measure", action="store_true", help="make its warmed-up model again and judge its responses")
     options = parser.parse_args(arguments)
 
     plan = plan or StudyPlan()
-    if options.command == "first":
-        if options.measure:
-            print(measure_again(options.data_dir))
-        print(*write_first_report(options.data_dir), sep="\n")
-        return
-    if options.command == "gpu":
-        asked = {name: getattr(options, name) for name in ("gpus", "memory", "nodes", "seeds")}
-        print(script(options.model, **asked, rates=parse_rates(options.rates)), end="")
-        return
     if options.command == "real":
         model, tokenizer = load(options.model)
         size = {"count": options.problems, "longest": options.longest, "blocks": options.blocks}

@@ -22,10 +22,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from study.arms import Arm
+from study.credit import credit, policy_state
 from study.exact import accuracy_gradient, right_texts
 from study.regression import Regression
+from study.rollouts import CONTROL, numbers, roll_out
 from study.task import StudyProblem
-from study.trainer import CONTROL, RunSettings, credit, gradient, numbers, policy_state, roll_out
+from study.trainer import RunSettings, gradient
 
 ADAM_EPSILON = 1e-8
 FIGURES = ("gain", "cosine", "signal_to_noise")

@@ -33,19 +33,15 @@ class RawFile:
         if not self.path.exists():
             return []
         with self.path.open(encoding="utf-8", newline="") as file:
-            reader = csv.reader(file)
-            head = tuple(next(reader, ()))
-            if head != self.columns:
-                raise ValueError(
-                    f"{self.path} has the columns {', '.join(head)}; wanted are {', '.join(self.columns)}. Restore the "
-                    f"file, or "
-                    "name another folder with --data-dir"
-                )
-            rows = []
-            for number, row in enumerate(reader, 2):
-                if len(row) != len(head):
-                    raise ValueError(f"{self.path}, line {number} has {len(row)} fields instead of {len(head)}")
-                rows.append(dict(zip(head, row, strict=True)))
+            reader = csv.DictReader(file)
+            rows = list(reader)
+        head = tuple(reader.fieldnames or ())
+        if head != self.columns:
+            wanted = f"has the columns {', '.join(head)}; wanted are {', '.join(self.columns)}"
+            raise ValueError(f"{self.path} {wanted}. Restore the file, or name another folder with --data-dir")
+        for number, row in enumerate(rows, 2):
+            if None in row or None in row.values():
+                raise ValueError(f"{self.path}, line {number} has not {len(head)} fields")
         return rows
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -80,36 +80,6 @@ def equivalence_p(differences: Sequence[float], bound: float) -> float:
     return float(stats.t.sf(distance, len(values) - 1))
 
 
-def seeds_for_power(deviation: float, effect: float, *, alpha: float = 0.05, power: float = 0.8) -> int:
-    """Least number of seeds at which a two-sided paired t-test finds ``effect`` with this power.
-
-    Args:
-        deviation: standard deviation of the differences within a seed, in the unit of ``effect``.
-        effect: the true mean difference.
-        alpha: level of the test.
-        power: probability of p < alpha.
-    """
-    for count in range(2, 1000):
-        critical = stats.t.ppf(1 - alpha / 2, count - 1)
-        shift = effect / deviation * math.sqrt(count)
-        reached = stats.nct.sf(critical, count - 1, shift) + stats.nct.cdf(-critical, count - 1, shift)
-        if reached >= power:
-            return count
-    raise ValueError(f"an effect of {effect} beside a deviation of {deviation} takes more than 1000 seeds")
-
-
-def equivalence_power(deviation: float, bound: float, count: int, *, alpha: float = 0.05) -> float:
-    """Probability that :func:`equivalence_p` is below ``alpha`` where the true difference is 0, by integration over the
-    deviation of the sample."""
-    degrees = count - 1
-    critical = stats.t.ppf(1 - alpha, degrees)
-    # Given the sample's standard error e, the mean must lie within bound - critical * e.
-    shares = (np.arange(4000) + 0.5) / 4000
-    errors = deviation * np.sqrt(stats.chi2.ppf(shares, degrees) / degrees / count)
-    reach = np.maximum(bound - critical * errors, 0) / (deviation / math.sqrt(count))
-    return float(np.mean(2 * stats.norm.cdf(reach) - 1))
-
-
 def two_way_bootstrap(differences_SP: np.ndarray, seed: int = 0) -> tuple[float, float]:
     """95 % percentile interval of the mean over seeds and problems, both drawn anew.
 
@@ -150,7 +120,5 @@ def auroc(scores_N: np.ndarray, true_N: np.ndarray) -> float:
 
 def spearman(first_N: np.ndarray, second_N: np.ndarray) -> float:
     """Rank correlation with average ranks for ties; nan where either is constant."""
-    ranks = [stats.rankdata(values) for values in (first_N, second_N)]
-    centred = [values - values.mean() for values in ranks]
-    norm = math.sqrt(float((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
-    return float((centred[0] * centred[1]).sum() / norm) if norm > 0 else math.nan
+    constant = len(np.unique(first_N)) < 2 or len(np.unique(second_N)) < 2
+    return math.nan if constant else float(stats.spearmanr(first_N, second_N).statistic)

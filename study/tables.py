@@ -1,22 +1,13 @@
-"""Formatting that both reports share."""
+"""Formatting that the reports share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from study.statistics import Paired
 
 ABSENT = "-"
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
-    """Lines of a Markdown table; columns from ``right`` on are set flush right."""
-    rule = ["--:" if right is not None and column >= right else "---" for column in range(len(head))]
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in [head, *rows]]
-    lines = [f"| {' | '.join(row)} |" for row in cells]
-    return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
 
 
 def signed(value: float, digits: int = 1) -> str:

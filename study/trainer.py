@@ -5,7 +5,7 @@ Advantages, loss and its aggregation are verl's own functions, token weights tho
 number whenever it is repeated on the same machine, which a run through an asynchronous rollout server is not, and costs a
 fraction of it.
 
-Shape suffixes: B rows, L prompt + response, T response tokens, V vocabulary, D hidden.
+Shape suffixes: B rows, L prompt + response, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,29 +22,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from verl.trainer.ppo import core_algos
 from verl.workers.config import FSDPActorConfig
 
-from grail_advantage import compute_token_weights
-from grail_advantage.batch import Example
-from recipe.tiny.sampling import prompt_ids
-from recipe.tiny.task import boxed_answer
 from study.arms import Arm
-from study.exact import Texts, exact_accuracy, token_advantages
-from study.regression import Regression, token_features
-from study.sampling import sample
-from study.task import (
-    ASIDE,
-    ASIDE_RESULT,
-    BOX,
-    FILL,
-    MAX_RESPONSE_TOKENS,
-    RESULT,
-    StudyProblem,
-    TokenReading,
-    read_tokens,
-)
-
-MICRO_BATCHES = 4
-ORDER, TRAINING, EVALUATION, CONTROL = range(4)
-"""Independent streams of random numbers of a seed."""
+from study.credit import credit, policy_state
+from study.exact import Texts, exact_accuracy
+from study.regression import Regression
+from study.rollouts import CONTROL, Rollouts, alike, numbers, roll_out, sample_accuracy
+from study.task import MAX_RESPONSE_TOKENS, StudyProblem
 
 
 @dataclass(frozen=True)
@@ -81,294 +64,6 @@ class RunSettings:
             raise ValueError(f"samples={self.samples} must be at most 9: the raw file holds one digit a problem")
         if not self.evaluate_at or max(self.evaluate_at) != self.steps or min(self.evaluate_at) < 1:
             raise ValueError(f"evaluate_at={self.evaluate_at} must lie in 1 to steps={self.steps} and end with it")
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """One batch: prompt and response side by side, padded on the right."""
-
-    input_ids_BL: torch.Tensor
-    attention_mask_BL: torch.Tensor
-    response_mask_BL: torch.Tensor
-    rewards_B: torch.Tensor
-    truncated_B: torch.Tensor
-    groups_B: np.ndarray
-    problems: Sequence[StudyProblem]
-    """The problem of each row."""
-    prompts: list[list[int]]
-    responses: list[list[int]]
-    reads: list[TokenReading]
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """Result of sampling held-out problems."""
-
-    right: list[int]
-    """Right samples of each problem."""
-    accuracy: float
-    length: float
-    """Response tokens; this and the next two are means over samples."""
-    filler: float
-    """Tokens of filler."""
-    asides: float
-    """Tokens of asides."""
-
-
-@dataclass
-class State:
-    """Outputs of a policy on its rollouts before the update, and the state that a run keeps between batches."""
-
-    old_log_probs_BL: torch.Tensor
-    """Log-probability of each token, 0 in the first column."""
-    entropy_BL: torch.Tensor
-    """Entropy in nats of the distribution that each token was drawn from, 0 in the first column."""
-    hidden_BLD: torch.Tensor
-    """Input of the output embeddings at the position before each token, 0 in the first column."""
-    regression: Regression = field(default_factory=Regression)
-
-
-def numbers(seed: int, stream: int, step: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Random numbers in [0, 1) of one stream of a seed."""
-    return np.random.default_rng([seed, stream, step]).random(shape)
-
-
-def roll_out(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    problems: Sequence[StudyProblem],
-    rollouts: int,
-    seed: int,
-    step: int,
-) -> Rollouts:
-    """Sample ``rollouts`` responses to each problem at temperature 1 and judge them."""
-    asked = [problem for problem in problems for _ in range(rollouts)]
-    prompts = [prompt_ids(tokenizer, problem) for problem in asked]
-    uniform_BT = torch.from_numpy(numbers(seed, TRAINING, step, (len(asked), MAX_RESPONSE_TOKENS)))
-    return as_rollouts(tokenizer, asked, prompts, sample(model, tokenizer, prompts, uniform_BT), rollouts)
-
-
-def as_rollouts(
-    tokenizer: PreTrainedTokenizerFast,
-    problems: Sequence[StudyProblem],
-    prompts: list[list[int]],
-    responses: list[list[int]],
-    rollouts: int,
-) -> Rollouts:
-    """Judge responses and pad them; ``rollouts`` consecutive rows are a group."""
-    longest = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True))
-    ids_BL = torch.full((len(prompts), longest), tokenizer.pad_token_id)
-    starts_B1 = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
-    ends_B1 = starts_B1 + torch.tensor([len(response) for response in responses]).unsqueeze(1)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        ids_BL[row, : len(prompt) + len(response)] = torch.tensor(prompt + response)
-    position_L = torch.arange(longest)
-    return Rollouts(
-        input_ids_BL=ids_BL,
-        attention_mask_BL=(position_L < ends_B1).long(),
-        response_mask_BL=((position_L >= starts_B1) & (position_L < ends_B1)).long(),
-        rewards_B=torch.tensor(
-            [float(is_right(tokenizer, *row)) for row in zip(problems, responses, strict=True)], dtype=torch.float32
-        ),
-        truncated_B=torch.tensor([response[-1] != tokenizer.eos_token_id for response in responses]),
-        groups_B=np.arange(len(prompts)) // rollouts,
-        problems=problems,
-        prompts=prompts,
-        responses=responses,
-        reads=[
-            read_tokens(problem, response, tokenizer) for problem, response in zip(problems, responses, strict=True)
-        ],
-    )
-
-
-def is_right(tokenizer: PreTrainedTokenizerFast, problem: StudyProblem, response: Sequence[int]) -> bool:
-    """Whether the last complete box holds the exact integer."""
-    return boxed_answer(tokenizer.decode(response, skip_special_tokens=True)) == str(problem.answer)
-
-
-def sample_accuracy(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    problems: Sequence[StudyProblem],
-    samples: int,
-    temperature: float,
-    seed: int,
-    step: int,
-) -> Sampled:
-    """Accuracy on held-out problems; arms of a seed draw from the same random numbers, steps from others."""
-    asked = [problem for problem in problems for _ in range(samples)]
-    prompts = [prompt_ids(tokenizer, problem) for problem in problems for _ in range(samples)]
-    uniform_BT = torch.from_numpy(numbers(seed, EVALUATION, step, (len(asked), MAX_RESPONSE_TOKENS)))
-    responses = sample(model, tokenizer, prompts, uniform_BT, temperature=temperature)
-    right_PS = np.array(
-        [is_right(tokenizer, problem, response) for problem, response in zip(asked, responses, strict=True)]
-    ).reshape(-1, samples)
-    # Wording hardly differs between a problem's samples: the first one of each is read.
-    roles = [
-        read_tokens(problem, response, tokenizer).role_T
-        for problem, response in zip(problems, responses[::samples], strict=True)
-    ]
-    return Sampled(
-        right=right_PS.sum(axis=1).tolist(),
-        accuracy=float(right_PS.mean()),
-        length=float(np.mean([len(response) for response in responses])),
-        filler=float(np.mean([(role_T == FILL).sum() for role_T in roles])),
-        asides=float(np.mean([np.isin(role_T, (ASIDE, ASIDE_RESULT)).sum() for role_T in roles])),
-    )
-
-
-def policy_state(model: PreTrainedModel, rollouts: Rollouts) -> State:
-    """One forward over the batch, without gradients."""
-    ids_BL = rollouts.input_ids_BL
-    old_log_probs_BL, entropy_BL = torch.zeros(ids_BL.shape), torch.zeros(ids_BL.shape)
-    hidden_BLD = torch.zeros(*ids_BL.shape, model.config.hidden_size)
-    lengths_B = rollouts.attention_mask_BL.sum(dim=1)
-    for rows in _alike(torch.arange(len(ids_BL)), lengths_B):
-        width = int(lengths_B[rows].max())
-        with torch.no_grad():
-            output = model(input_ids=ids_BL[rows, :width], output_hidden_states=True)
-        log_probs_BLV = output.logits[:, :-1].float().log_softmax(dim=-1)
-        chosen_BL = log_probs_BLV.gather(-1, ids_BL[rows, 1:width, None])[:, :, 0]
-        old_log_probs_BL[rows, 1:width] = chosen_BL
-        entropy_BL[rows, 1:width] = -(log_probs_BLV.exp() * log_probs_BLV).sum(dim=-1)
-        hidden_BLD[rows, 1:width] = output.hidden_states[-1][:, :-1].float()  # the last of them is after the final norm
-    return State(old_log_probs_BL, entropy_BL, hidden_BLD)
-
-
-def _alike(rows_B: torch.Tensor, lengths_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows of like length together, so that little padding is computed."""
-    return rows_B[lengths_B[rows_B].argsort(stable=True)].chunk(MICRO_BATCHES)
-
-
-def credit(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    rollouts: Rollouts,
-    arm: Arm,
-    state: State,
-    random_numbers_BL: np.ndarray,
-    step: int,
-) -> torch.Tensor:
-    """Token advantages of a batch, float32 (B, L), 0 outside the responses and in truncated ones.
-
-    Args:
-        model: the policy before the update.
-        tokenizer: its tokenizer.
-        rollouts: the batch.
-        arm: how to assign credit.
-        state: from :func:`policy_state`.
-        random_numbers_BL: for the controls that draw, at least as wide as the batch.
-        step: training step.
-    """
-    mask_BL = rollouts.response_mask_BL.bool()
-    rows_B = sequence_advantages(rollouts, arm)
-    if arm.control in ("oracle", "regression"):
-        whole = rows_B.double().numpy()
-        if arm.control == "oracle":
-            exact = token_advantages(model, tokenizer, rollouts.problems, rollouts.prompts, rollouts.responses)
-            advantages = [
-                np.full(len(response), whole[row]) if known is None else known
-                for row, (response, known) in enumerate(zip(rollouts.responses, exact, strict=True))
-            ]
-        else:
-            features = [
-                token_features(
-                    -state.old_log_probs_BL[row, inside_L].double().numpy(),
-                    state.entropy_BL[row, inside_L].double().numpy(),
-                    state.hidden_BLD[row, inside_L].double().numpy(),
-                )
-                for row, inside_L in enumerate(mask_BL)
-            ]
-            advantages, _ = state.regression.advantages(
-                features, rollouts.rewards_B.double().numpy(), rollouts.groups_B
-            )
-        advantages_BL = torch.zeros(mask_BL.shape)
-        for row, advantage_T in enumerate(advantages):
-            advantages_BL[row, mask_BL[row]] = torch.from_numpy(advantage_T).float()
-        return torch.where(rollouts.truncated_B.unsqueeze(1), 0.0, advantages_BL)
-    log_probs_BL = state.old_log_probs_BL
-    if arm.control == "random_token":
-        log_probs_BL = torch.from_numpy(-random_numbers_BL[:, : mask_BL.shape[1]]).float()
-    elif arm.control == "last_result":
-        log_probs_BL = -_last_result(rollouts)
-    signal = arm.signal
-    weights_BL = compute_token_weights(
-        model,
-        tokenizer,
-        rollouts.input_ids_BL,
-        rollouts.attention_mask_BL,
-        rollouts.response_mask_BL,
-        rows_B,
-        signal,
-        old_log_probs=log_probs_BL,
-        entropy=state.entropy_BL,
-        groups=torch.from_numpy(rollouts.groups_B),
-        examples=examples(rollouts.problems),
-        step=step,
-    ).weights
-    if arm.control == "shuffled":
-        weights_BL = shuffled(weights_BL, rollouts, random_numbers_BL)
-    elif arm.control == "spread":
-        # Rows that the method leaves alone weigh 1 throughout; in the others the box weighs 0.
-        weighed_B1 = ((weights_BL == 0) & mask_BL).any(dim=1, keepdim=True)
-        sum_B1 = weights_BL.sum(dim=1, keepdim=True)
-        weights_BL = torch.where(weighed_B1 & (sum_B1 > 0), weights_BL / sum_B1, weights_BL)
-    elif arm.control == "right_only":
-        weights_BL = weights_BL * (rows_B > 0).unsqueeze(1)
-    return weights_BL * rows_B.unsqueeze(1)
-
-
-def sequence_advantages(rollouts: Rollouts, arm: Arm) -> torch.Tensor:
-    """One advantage a row by verl's estimator, (B,); 0 for a response without an end token, as in the published set-up."""
-    mask_BL = rollouts.response_mask_BL
-    last_B1 = (mask_BL * torch.arange(mask_BL.shape[1])).argmax(dim=1, keepdim=True)
-    rewards_BL = torch.zeros(mask_BL.shape).scatter(1, last_B1, rollouts.rewards_B.unsqueeze(1))
-    advantages_BL, _ = core_algos.compute_grpo_outcome_advantage(
-        token_level_rewards=rewards_BL,
-        response_mask=mask_BL,
-        index=rollouts.groups_B,
-        norm_adv_by_std_in_grpo=arm.advantage == "grpo",
-    )
-    rows_B = advantages_BL.gather(1, last_B1).squeeze(1)
-    return torch.where(rollouts.truncated_B, 0.0, rows_B)
-
-
-def examples(problems: Sequence[StudyProblem]) -> list[Example]:
-    """The question of each row."""
-    return [
-        Example(
-            messages=[{"role": "user", "content": problem.text}],
-            columns={"reward_model": {"ground_truth": str(problem.answer)}},
-            template_options={},
-        )
-        for problem in problems
-    ]
-
-
-def shuffled(weights_BL: torch.Tensor, rollouts: Rollouts, random_numbers_BL: np.ndarray) -> torch.Tensor:
-    """The same weights on other tokens of the same kind of the same response: their effect apart from their place.
-
-    The box and what follows it keep theirs: the answer's weight is a constant of the method, no score.
-    """
-    weights_BL = weights_BL.clone()
-    for row, read in enumerate(rollouts.reads):
-        start = len(rollouts.prompts[row])
-        for role in set(np.unique(read.role_T)) - {BOX}:
-            places = start + np.flatnonzero(read.role_T == role)
-            order = np.argsort(random_numbers_BL[row, places], kind="stable")
-            weights_BL[row, places] = weights_BL[row, places[order]]
-    return weights_BL
-
-
-def _last_result(rollouts: Rollouts) -> torch.Tensor:
-    """1 on the first digit of each response's last result, else 0; (B, L)."""
-    marked_BL = torch.zeros(rollouts.input_ids_BL.shape)
-    for row, read in enumerate(rollouts.reads):
-        results = np.flatnonzero(read.role_T == RESULT)
-        if len(results):
-            last = results[read.piece_T[results] == read.piece_T[results[-1]]][0]
-            marked_BL[row, len(rollouts.prompts[row]) + last] = 1.0
-    return marked_BL
 
 
 @dataclass(frozen=True)
@@ -448,7 +143,7 @@ def gradient(
     if not len(live_B):
         live_B, ends_B = torch.tensor([0]), rollouts.attention_mask_BL.sum(dim=1)
     micro_batches = []
-    for rows in _alike(live_B, ends_B):  # the gradients add up to the whole batch's
+    for rows in alike(live_B, ends_B):  # the gradients add up to the whole batch's
         width = int(ends_B[rows].max())
         ids_BL = rollouts.input_ids_BL[rows, :width]
         logits_BLV = model(input_ids=ids_BL).logits[:, :-1].float()

@@ -33,9 +33,9 @@ from grail_advantage.options import option_fields
 from grail_advantage.signals.base import Signal
 from study.arms import ARMS
 from study.exact import token_advantages
+from study.rollouts import examples
 from study.statistics import auroc, spearman
 from study.task import ASIDE_RESULT, OTHER, RESULT, StudyProblem, TokenReading, read_tokens
-from study.trainer import examples
 
 METHODS = ("grail", "grail_robust", "oar_g", "oar_g_port", "oar_p", "surprisal", "entropy")
 LABELS = {method: ARMS[method].label for method in METHODS} | {"surprisal": "surprisal"}

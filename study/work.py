@@ -11,8 +11,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from dataclasses import asdict
+from functools import lru_cache
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,6 +32,7 @@ from study.arms import ARMS
 from study.exact import Texts, right_texts
 from study.plan import NO_ARM, RUNS, Job, StudyPlan
 from study.raw import COMMON, JOB_COLUMNS, RawFile
+from study.rollouts import EVALUATION, numbers, sample_accuracy
 from study.sampling import sample
 from study.task import (
     MAX_RESPONSE_TOKENS,
@@ -41,7 +42,7 @@ from study.task import (
     study_problems,
     study_tokenizer,
 )
-from study.trainer import EVALUATION, figures_of, numbers, sample_accuracy, train
+from study.trainer import figures_of, train
 
 PACKAGES = ("torch", "transformers", "verl", "numpy")
 SECONDARY = ("accuracy_hot", "accuracy_greedy", "exact", "exact_hot", "length", "filler", "asides")
@@ -52,11 +53,10 @@ RUN_COLUMNS = (
 )  # fmt: skip
 """``right_1`` and ``right_2``: right samples of each held-out problem, a digit each, at the two steps of the
 outcome."""
-FIRST_GUESS = {"start": 240.0, "alignment": 600.0, "truth": 300.0}
+FIRST_GUESS = {"start": 240.0, "run": 150.0, "alignment": 600.0, "truth": 300.0}
+"""Seconds of a job while none of its sort has been done."""
 WARM_UP_PARTS = 4
 """Of a batch of solutions, by length."""
-RUN_GUESS = 150.0
-"""Seconds of a job while none of its kind has been done; only for the time left that is shown."""
 _TRUTH_SAMPLES = 4
 OUT_OF_HOURS = (
     "No further job fits into the plan's {:g} core-hours, though work is left: to continue, raise hours in study/plan.py and "
@@ -64,44 +64,26 @@ OUT_OF_HOURS = (
 )
 
 
-@dataclass(frozen=True)
 class Files:
     """The raw data of one study."""
 
-    folder: Path
+    def __init__(self, folder: Path) -> None:
+        def raw(name: str, *columns: str) -> RawFile:
+            return RawFile(folder / f"{name}.csv", (*JOB_COLUMNS, *columns, *COMMON))
 
-    @cached_property
-    def start(self) -> RawFile:
+        self.start = raw("start", *START_COLUMNS)
         """Warmed-up models before any training."""
-        return RawFile(self.folder / "start.csv", (*JOB_COLUMNS, *START_COLUMNS, *COMMON))
-
-    @cached_property
-    def runs(self) -> RawFile:
+        self.runs = raw("runs", *RUN_COLUMNS)
         """Training runs."""
-        return RawFile(self.folder / "runs.csv", (*JOB_COLUMNS, *RUN_COLUMNS, *COMMON))
-
-    @cached_property
-    def alignment(self) -> RawFile:
+        self.alignment = raw("alignment", "measured", *alignment.FIGURES, "weight_seconds")
         """One row an arm and seed."""
-        return RawFile(
-            self.folder / "alignment.csv", (*JOB_COLUMNS, "measured", *alignment.FIGURES, "weight_seconds", *COMMON)
-        )
-
-    @cached_property
-    def truth(self) -> RawFile:
+        self.truth = raw("truth", "method", "figure", "split", "value", "responses")
         """One row a method, figure and split."""
-        return RawFile(
-            self.folder / "truth.csv", (*JOB_COLUMNS, "method", "figure", "split", "value", "responses", *COMMON)
-        )
+        self.all = [self.start, self.runs, self.alignment, self.truth]
 
     def of(self, kind: str) -> RawFile:
         """The file of a kind of job."""
         return self.runs if kind in RUNS else getattr(self, kind)
-
-    @property
-    def all(self) -> list[RawFile]:
-        """Every file."""
-        return [self.start, self.runs, self.alignment, self.truth]
 
 
 def settings_digest(plan: StudyPlan, kind: str) -> str:
@@ -127,8 +109,7 @@ def finished(files: Files, plan: StudyPlan) -> dict[tuple[str, ...], list[dict[s
             if row["settings"] != settings_digest(plan, row["kind"]):
                 raise ValueError(
                     f"{file.path}: {row['kind']} {row['regime']} {row['arm']} seed {row['seed']} is of other settings "
-                    f"than these; "
-                    "restore study/plan.py, or name another folder with --data-dir"
+                    "than these; restore study/plan.py, or name another folder with --data-dir"
                 )
             by_job[tuple(row[name] for name in JOB_COLUMNS)].append(row)
     return dict(by_job)
@@ -177,22 +158,16 @@ class Sitting:
         return ready[:count]
 
     def expected_seconds(self) -> Callable[[Job], float]:
-        """Processor time of a job: the mean of those done that are most like it, its kind before its regime, or a guess."""
-        done = [
-            (rows[0]["kind"], rows[0]["regime"], float(rows[0]["job_seconds"]))
-            for rows in finished(self.files, self.plan).values()
-        ]
+        """Processor time of a job: the mean of those done of its sort in its regime, else of its sort, else a guess."""
+        done: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for rows in finished(self.files, self.plan).values():
+            sort = "run" if rows[0]["kind"] in RUNS else rows[0]["kind"]
+            for regime_name in (rows[0]["regime"], ""):
+                done[sort, regime_name].append(float(rows[0]["job_seconds"]))
 
         def expected(job: Job) -> float:
-            alike = [
-                ((kind == job.kind, name == job.regime), seconds)
-                for kind, name, seconds in done
-                if kind == job.kind or {kind, job.kind} <= {*RUNS}
-            ]
-            if not alike:
-                return FIRST_GUESS.get(job.kind, RUN_GUESS)
-            nearest = max(near for near, _ in alike)
-            return fmean(seconds for near, seconds in alike if near == nearest)
+            sort = "run" if job.kind in RUNS else job.kind
+            return fmean(done.get((sort, job.regime)) or done.get((sort, "")) or [FIRST_GUESS[sort]])
 
         return expected
 
@@ -250,26 +225,17 @@ class Sitting:
             if differing:
                 raise ValueError(
                     f"the warmed-up model of {job.regime}, seed {job.seed} differs from the recorded one "
-                    f"({', '.join(differing)}): "
-                    f"another machine or other versions ({old['versions']}). Its runs could not be paired with those "
-                    f"that are "
-                    "there; name another folder with --data-dir"
+                    f"({', '.join(differing)}): another machine or other versions ({old['versions']}). Its runs could not be "
+                    "paired with those that are there; name another folder with --data-dir"
                 )
 
     def report_progress(self, job: Job, rows: list[dict[str, Any]], ends: float) -> None:
         """Print the finished job and the amount of work that is left."""
-        expected = self.expected_seconds()
-        left = self.missing()
-        hours = sum(map(expected, left)) / 3600
-        accuracy = f"accuracy {float(rows[0]['accuracy']):.3f}  " if "accuracy" in rows[0] else ""
-        rate = f" rate {job.rate:g}" if job.rate else ""
-        arm = f" {job.arm}" if job.arm != NO_ARM else ""
+        left, minutes = self.missing(), max(0.0, ends - time.monotonic()) / 60
+        hours = sum(map(self.expected_seconds(), left)) / 3600
         print(
-            f"{job.regime} {job.kind}{arm} seed {job.seed}{rate}: {accuracy}{float(rows[0]['job_seconds']):.0f} s of "
-            f"processor time; "
-            f"{len(left)} jobs and about {hours:.1f} core-hours left, {max(0.0, ends - time.monotonic()) / 60:.0f} min "
-            f"of this "
-            "sitting",
+            f"{' '.join(job.key)}: accuracy {rows[0].get('accuracy', '-')}, {rows[0]['job_seconds']} s of processor time; "
+            f"{len(left)} jobs and about {hours:.1f} core-hours left, {minutes:.0f} min of this sitting",
             flush=True,
         )
 

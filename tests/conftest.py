@@ -42,7 +42,6 @@ LONGEST = (
     "test_adapters.py",
     "test_wheel.py",
     "test_setup_gpu.py",
-    "test_layout_table.py",
     "test_driver.py",
     "test_nodes.py",
     "test_ranks.py",

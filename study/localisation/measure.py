@@ -12,12 +12,14 @@ Shape suffixes: T response tokens, S steps, P problems, R resamples.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from grail_advantage.token_dump import DumpRow
+from study.statistics import auroc
 
 RESAMPLES = 2000
 LEVEL = 0.95
@@ -40,24 +42,6 @@ METRICS: dict[str, str] = {
 SPLITS = ("all", "wrong step last", "wrong step not last")
 
 
-# ----------------------------------------------------------------------------------------------------------------- metrics
-
-
-def auroc(positive: np.ndarray, negative: np.ndarray) -> float:
-    """Probability that a positive value is above a negative one, ties counting half; NaN where either is empty.
-
-    Args:
-        positive: values, any real dtype, finite.
-        negative: likewise.
-    """
-    if not len(positive) or not len(negative):
-        return float("nan")
-    ordered = np.sort(negative)
-    below = np.searchsorted(ordered, positive, side="left")
-    not_above = np.searchsorted(ordered, positive, side="right")
-    return float((below + not_above).mean() / (2 * len(negative)))
-
-
 def precision_at(values: np.ndarray, positive: np.ndarray, k: int) -> float:
     """Expected share of positives among the ``k`` highest values where ties are broken evenly; NaN without values.
 
@@ -78,17 +62,6 @@ def rank_of(values: np.ndarray, index: int) -> float:
     """Rank of one value, 1 the highest; of equal values, the mean rank."""
     others = np.delete(values, index)
     return float(1 + (others > values[index]).sum() + (others == values[index]).sum() / 2)
-
-
-def weighted_means(values_PM: np.ndarray, counts_RP: np.ndarray) -> np.ndarray:
-    """Mean over the problems that have a value, in each resample: (R, M), NaN where none has."""
-    known_PM = np.isfinite(values_PM)
-    total_RM = counts_RP @ np.where(known_PM, values_PM, 0.0)
-    number_RM = (counts_RP @ known_PM.astype(float)).astype(float)
-    return np.divide(total_RM, number_RM, out=np.full_like(total_RM, np.nan), where=number_RM > 0)
-
-
-# ------------------------------------------------------------------------------------------------------------------- rows
 
 
 @dataclass(frozen=True)
@@ -200,32 +173,25 @@ def row_metrics(row: LabelledRow, values_T: np.ndarray, weight_T: np.ndarray | N
     in_wrong = np.isin(tokens, row.steps[row.wrong])
     values = values_T[tokens]
 
-    def among(mask_T: np.ndarray, positive: np.ndarray) -> float:
-        chosen = mask_T[tokens]
-        return auroc(values[chosen & positive], values[chosen & ~positive])
-
-    every_T: np.ndarray = np.ones(len(values_T), dtype=bool)
+    numbers, results = row.number_T[tokens], row.result_T[tokens]
     metrics = {
-        "token_auroc": among(every_T, in_wrong),
-        "number_auroc": among(row.number_T, in_wrong),
-        "result_auroc": among(row.result_T, row.wrong_result_T[tokens]),
+        "token_auroc": auroc(values, in_wrong),
+        "number_auroc": auroc(values[numbers], in_wrong[numbers]),
+        "result_auroc": auroc(values[results], row.wrong_result_T[tokens][results]),
         "precision_at_1": precision_at(values, in_wrong, 1),
         "precision_at_5": precision_at(values, in_wrong, 5),
     }
     is_wrong_S = np.arange(len(row.steps)) == row.wrong
     for pooling, pool in (("mean", np.mean), ("max", np.max)):
         pooled_S = np.array([pool(values_T[step]) for step in row.steps])
-        metrics[f"step_auroc_{pooling}"] = auroc(pooled_S[is_wrong_S], pooled_S[~is_wrong_S])
+        metrics[f"step_auroc_{pooling}"] = auroc(pooled_S, is_wrong_S)
         metrics[f"step_first_{pooling}"] = precision_at(pooled_S, is_wrong_S, 1)
         metrics[f"step_rank_{pooling}"] = rank_of(pooled_S, row.wrong)
     if weight_T is not None:
         weight = weight_T[tokens]
-        metrics["weight_auroc"] = auroc(weight[in_wrong], weight[~in_wrong])
+        metrics["weight_auroc"] = auroc(weight, in_wrong)
         metrics["weight_lift"] = float(weight[in_wrong].mean() / weight.mean()) if weight.mean() > 0 else float("nan")
     return {name: metrics.get(name, float("nan")) for name in METRICS}
-
-
-# ---------------------------------------------------------------------------------------------------------------- results
 
 
 @dataclass(frozen=True)
@@ -265,6 +231,31 @@ class Localisation:
         return self.figures.get((ranking, split, metric, kind))
 
 
+def _measurable(dump: Sequence[DumpRow], seed: int) -> tuple[list[LabelledRow], Counter[str]]:
+    """The rows that all rankings rank, twins with their solutions; and the number of others by reason."""
+    left_out: Counter[str] = Counter()
+    rows: list[LabelledRow] = []
+    names = {name for row in dump for name in row.methods}
+    for entry in dump:
+        row = labelled_row(entry, seed)
+        if row is None:
+            left_out["no wrong step in front of the answer, or no other step"] += 1
+            continue
+        values, tokens = row.rankings, np.concatenate(row.steps)
+        silent = sorted(name for name in names if name not in values or not np.isfinite(values[name][tokens]).all())
+        if silent:
+            left_out[f"no scores by {', '.join(silent)}"] += 1
+        else:
+            rows.append(row)
+    whole = {row.problem for row in rows if not row.twin}
+    if alone := sum(row.problem not in whole for row in rows):
+        left_out["twin of a solution that is left out"] += alone
+    rows = [row for row in rows if row.problem in whole]
+    if not rows:
+        raise ValueError(f"no solution can be measured: {'; '.join(f'{n} {reason}' for reason, n in left_out.items())}")
+    return rows, left_out
+
+
 def localise(dump: Sequence[DumpRow], seed: int = 0, resamples: int = RESAMPLES) -> Localisation:
     """Measure every ranking on the rows that all of them rank.
 
@@ -276,46 +267,13 @@ def localise(dump: Sequence[DumpRow], seed: int = 0, resamples: int = RESAMPLES)
     Raises:
         ValueError: no row can be measured.
     """
-    left_out: dict[str, int] = {}
-
-    def leave_out(reason: str) -> None:
-        left_out[reason] = left_out.get(reason, 0) + 1
-
-    rows: list[LabelledRow] = []
-    names = {name for row in dump for name in row.methods}
-    for entry in dump:
-        row = labelled_row(entry, seed)
-        if row is None:
-            leave_out("no wrong step in front of the answer, or no other step")
-            continue
-        tokens = np.concatenate(row.steps)
-        silent = sorted(
-            name for name in names if name not in row.rankings or not np.isfinite(row.rankings[name][tokens]).all()
-        )
-        if silent:
-            leave_out(f"no scores by {', '.join(silent)}")
-            continue
-        rows.append(row)
-    whole = {row.problem for row in rows if not row.twin}
-    for row in rows:
-        if row.problem not in whole:
-            leave_out("twin of a solution that is left out")
-    rows = [row for row in rows if row.problem in whole]
-    if not rows:
-        raise ValueError(f"no solution can be measured: {'; '.join(f'{n} {reason}' for reason, n in left_out.items())}")
-
+    rows, left_out = _measurable(dump, seed)
     signs = directions(rows)
-    rankings = [name for name in rows[0].rankings]
+    rankings = list(rows[0].rankings)
     per_problem = [
-        (
-            row.problem,
-            row.twin,
-            row.last,
-            name,
-            row_metrics(row, row.rankings[name] * signs.get(name, 1), row.weights.get(name)),
-        )
+        (row.problem, row.twin, row.last, name, row_metrics(row, values_T * signs.get(name, 1), row.weights.get(name)))
         for row in rows
-        for name in rankings
+        for name, values_T in row.rankings.items()
     ]
     edited = [row for row in rows if not row.twin]
     problems = [row.problem for row in edited]
@@ -349,18 +307,17 @@ def localise(dump: Sequence[DumpRow], seed: int = 0, resamples: int = RESAMPLES)
 
 
 def _figures(values_PM: np.ndarray, seed: int, resamples: int) -> list[Figure]:
-    problems = len(values_PM)
+    """Of every metric the mean over the problems that have it, and its interval over resamples of the problems."""
+    problems, known_PM = len(values_PM), np.isfinite(values_PM)
     if not problems:
         return [Figure(float("nan"), float("nan"), float("nan"), 0)] * values_PM.shape[1]
-    generator = np.random.default_rng(seed)
-    counts_RP = generator.multinomial(problems, np.full(problems, 1 / problems), size=resamples)
-    means_RM = weighted_means(values_PM, counts_RP)
-    means_M = weighted_means(values_PM, np.ones((1, problems)))[0]
-    known_M = np.isfinite(values_PM).sum(axis=0)
-    tail = (1 - LEVEL) / 2
-    figures = []
-    for mean, number, means_R in zip(means_M, known_M, means_RM.T, strict=True):
+    counts_RP = np.random.default_rng(seed).multinomial(problems, np.full(problems, 1 / problems), size=resamples)
+    with np.errstate(invalid="ignore"):
+        means_RM = (counts_RP @ np.where(known_PM, values_PM, 0.0)) / (counts_RP @ known_PM.astype(float))
+    tail, figures = (1 - LEVEL) / 2, []
+    for values_P, known_P, means_R in zip(values_PM.T, known_PM.T, means_RM.T, strict=True):
         finite = means_R[np.isfinite(means_R)]
         low, high = (float(np.quantile(finite, at)) if len(finite) else np.nan for at in (tail, 1 - tail))
-        figures.append(Figure(float(mean), low, high, int(number)))
+        mean = float(values_P[known_P].mean()) if known_P.any() else np.nan
+        figures.append(Figure(mean, low, high, int(known_P.sum())))
     return figures

@@ -2,53 +2,61 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from recipe.marked_text import table
 from study.localisation.measure import METRICS, SPLITS, Figure, Localisation
+from study.tables import pyplot
 
 PAGE = "localisation.md"
-_COLUMNS = (
-    ("token_auroc", "tokens"),
-    ("number_auroc", "number tokens"),
-    ("result_auroc", "result tokens"),
-    ("step_auroc_mean", "steps, mean"),
-    ("step_auroc_max", "steps, max"),
-)
-_OTHERS = (
-    ("precision_at_1", "precision at 1"),
-    ("precision_at_5", "precision at 5"),
-    ("step_first_mean", "wrong step first, mean"),
-    ("step_first_max", "wrong step first, max"),
-    ("step_rank_mean", "rank, mean"),
-    ("step_rank_max", "rank, max"),
-    ("weight_auroc", "AUROC of weights"),
-    ("weight_lift", "weight lift"),
-)
-_PANELS = (
-    ("token_auroc", "AUROC, tokens", 0.5),
-    ("result_auroc", "AUROC, result tokens", 0.5),
-    ("step_auroc_max", "AUROC, steps by highest token", 0.5),
-)
+_COLUMNS = {
+    "token_auroc": "tokens",
+    "number_auroc": "number tokens",
+    "result_auroc": "result tokens",
+    "step_auroc_mean": "steps, mean",
+    "step_auroc_max": "steps, max",
+}
+_OTHERS = {
+    "precision_at_1": "precision at 1",
+    "precision_at_5": "precision at 5",
+    "step_first_mean": "wrong step first, mean",
+    "step_first_max": "wrong step first, max",
+    "step_rank_mean": "rank, mean",
+    "step_rank_max": "rank, max",
+    "weight_auroc": "AUROC of weights",
+    "weight_lift": "weight lift",
+}
+_TWINS = {"token_auroc": "tokens", "result_auroc": "result tokens", "step_auroc_max": "steps, max"}
+_PANELS = {"token_auroc": "tokens", "result_auroc": "result tokens", "step_auroc_max": "steps by highest token"}
+_HEAD = ("ranking", "split", "metric", "of", "value", "low", "high", "problems")
 
 
 def write_report(result: Localisation, folder: Path, about: Mapping[str, Any]) -> list[Path]:
-    """Write the page, the figures as CSV and JSON, those of each problem as CSV, and a plot as PNG and SVG.
+    """Write the page, the figures as CSV and JSON, those of each problem as CSV, and a plot as PNG and SVG; their paths.
 
     Args:
         result: the figures.
         folder: where to.
-        about: what was measured: model, file, methods, versions; for the page and the JSON.
-
-    Returns:
-        The files; without the plot where matplotlib is not installed.
+        about: model, file, methods and versions, for the page and the JSON.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [_write_figures(result, folder / "localisation.csv"), _write_problems(result, folder / "problems.csv")]
-    json_path = folder / "localisation.json"
+    names = (PAGE, "localisation.csv", "problems.csv", "localisation.json", "localisation.png", "localisation.svg")
+    paths = [folder / name for name in names]
+    lines = [(*key, *astuple(figure)) for key, figure in result.figures.items()]
+    figures = pd.DataFrame(lines, columns=_HEAD).round({"value": 5, "low": 5, "high": 5})
+    figures.to_csv(paths[1], index=False)
+    problems = [
+        (problem, "twin" if twin else "wrong", "last" if last else "not last", ranking, *values.values())
+        for problem, twin, last, ranking, values in result.per_problem
+    ]
+    head = ["problem", "of", "wrong_step", "ranking", *METRICS]
+    pd.DataFrame(problems, columns=head).to_csv(paths[2], index=False, float_format="%.4g")
     record = {
         "about": dict(about),
         "problems": result.problems,
@@ -58,43 +66,12 @@ def write_report(result: Localisation, folder: Path, about: Mapping[str, Any]) -
         "left_out": dict(result.left_out),
         "directions": dict(result.directions),
         "metrics": METRICS,
-        "figures": [dict(zip(_HEAD, line, strict=True)) for line in _lines(result)],
+        "figures": figures.to_dict("records"),
     }
-    json_path.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    paths.append(json_path)
-    plots = _plot(result, folder)
-    page = folder / PAGE
-    page.write_text(markdown(result, about, [path.name for path in plots if path.suffix == ".png"]), encoding="utf-8")
-    return [page, *paths, *plots]
-
-
-_HEAD = ("ranking", "split", "metric", "of", "value", "low", "high", "problems")
-
-
-def _lines(result: Localisation) -> list[tuple[Any, ...]]:
-    return [
-        (*key, *(round(number, 5) for number in (figure.value, figure.low, figure.high)), figure.problems)
-        for key, figure in result.figures.items()
-    ]
-
-
-def _write_figures(result: Localisation, path: Path) -> Path:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows([_HEAD, *_lines(result)])
-    return path
-
-
-def _write_problems(result: Localisation, path: Path) -> Path:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("problem", "of", "wrong_step", "ranking", *METRICS))
-        for problem, twin, last, ranking, figures in result.per_problem:
-            numbers = ["" if figures[name] != figures[name] else f"{figures[name]:.4g}" for name in METRICS]
-            writer.writerow((problem, "twin" if twin else "wrong", "last" if last else "not last", ranking, *numbers))
-    return path
-
-
-# ------------------------------------------------------------------------------------------------------------------- page
+    paths[3].write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    _plot(result, paths[4:])
+    paths[0].write_text(markdown(result, about, [paths[4].name]), encoding="utf-8")
+    return paths
 
 
 def markdown(result: Localisation, about: Mapping[str, Any], pictures: Sequence[str] = ()) -> str:
@@ -141,31 +118,38 @@ def markdown(result: Localisation, about: Mapping[str, Any], pictures: Sequence[
         "",
         *_table(result, _OTHERS),
         "",
-        *(f"- {title}: {METRICS[metric]}." for metric, title in (*_COLUMNS, *_OTHERS)),
+        *(f"- {title}: {METRICS[metric]}." for metric, title in (_COLUMNS | _OTHERS).items()),
         "",
     ]
     return "\n".join(lines)
 
 
-def _table(result: Localisation, columns: Sequence[tuple[str, str]], split: str = "all") -> list[str]:
-    rows = [["ranking by", *(title for _, title in columns)]]
-    for ranking in result.rankings:
-        rows.append([f"`{ranking}`" if ranking in result.directions else ranking])
-        rows[-1] += [_formatted(result.get(ranking, metric, split)) for metric, _ in columns]
-    return _markdown_table(rows)
+def _table(result: Localisation, columns: Mapping[str, str], split: str = "all") -> list[str]:
+    rows = [
+        [_name(result, ranking), *(_formatted(result.get(ranking, metric, split)) for metric in columns)]
+        for ranking in result.rankings
+    ]
+    return table(["ranking by", *columns.values()], rows, right=1)
 
 
 def _twins(result: Localisation) -> list[str]:
-    rows = [["ranking by"]]
-    shown = (("token_auroc", "tokens"), ("result_auroc", "result tokens"), ("step_auroc_max", "steps, max"))
-    for _, title in shown:
-        rows[0] += [f"{title}: right solution", f"{title}: difference"]
-    for ranking in result.rankings:
-        rows.append([f"`{ranking}`" if ranking in result.directions else ranking])
-        for metric, _ in shown:
-            rows[-1].append(_formatted(result.get(ranking, metric, kind="twin")))
-            rows[-1].append(_formatted(result.get(ranking, metric, kind="difference"), sign="+"))
-    return _markdown_table(rows)
+    rows = [
+        [
+            _name(result, ranking),
+            *(
+                _formatted(result.get(ranking, metric, kind=kind), "+" if kind == "difference" else "")
+                for metric in _TWINS
+                for kind in ("twin", "difference")
+            ),
+        ]
+        for ranking in result.rankings
+    ]
+    head = [f"{title}: {of}" for title in _TWINS.values() for of in ("right solution", "difference")]
+    return table(["ranking by", *head], rows, right=1)
+
+
+def _name(result: Localisation, ranking: str) -> str:
+    return f"`{ranking}`" if ranking in result.directions else ranking
 
 
 def _formatted(figure: Figure | None, sign: str = "") -> str:
@@ -175,69 +159,38 @@ def _formatted(figure: Figure | None, sign: str = "") -> str:
     return f"{value:{sign}.2f} ({low:{sign}.2f} to {high:{sign}.2f})"
 
 
-def _markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    head, *body = rows
-    return [
-        f"| {' | '.join(head)} |",
-        f"|{'|'.join(['---', *['---:'] * (len(head) - 1)])}|",
-        *(f"| {' | '.join(row)} |" for row in body),
-    ]
-
-
-# ------------------------------------------------------------------------------------------------------------------- plot
-
-
-def _plot(result: Localisation, folder: Path) -> list[Path]:
-    """Dots with their intervals, a panel a metric; nothing without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure as Canvas
-    except ImportError:
-        return []
-    names = list(result.rankings)
-    canvas = Canvas(figsize=(11, 1.6 + 0.34 * len(names)), layout="constrained")
-    FigureCanvasAgg(canvas)
-    panels = canvas.subplots(1, len(_PANELS), sharey=True)
-    for axes, (metric, title, chance) in zip(panels, _PANELS, strict=True):
-        axes.axvline(chance, color="0.6", linewidth=1)
-        for kind, offset, style, label in (
-            ("wrong", -0.13, {"color": "#0072B2", "marker": "o"}, "solution with the wrong step"),
-            (
-                "twin",
-                0.17,
-                {"color": "#D55E00", "marker": "o", "markerfacecolor": "white"},
-                "the same step, still right",
-            ),
-        ):
+def _plot(result: Localisation, paths: Sequence[Path]) -> None:
+    """Dots with their intervals, a panel a metric."""
+    plots, names = pyplot(), list(result.rankings)
+    canvas, panels = plots.subplots(
+        1, len(_PANELS), figsize=(11, 1.6 + 0.34 * len(names)), sharey=True, layout="constrained"
+    )
+    styles = {
+        "wrong": (-0.13, "solution with the wrong step", {"color": "#0072B2"}),
+        "twin": (0.17, "the same step, still right", {"color": "#D55E00", "markerfacecolor": "white"}),
+    }
+    for axes, (metric, title) in zip(panels, _PANELS.items(), strict=True):
+        axes.axvline(0.5, color="0.6", linewidth=1)
+        for kind, (offset, label, style) in styles.items():
             shown = [(place, result.get(name, metric, kind=kind)) for place, name in enumerate(names)]
-            known = [(place, figure) for place, figure in shown if figure is not None]
-            if not known:
-                continue
-            values = [figure.value for _, figure in known]
-            errors = [
-                [figure.value - figure.low for _, figure in known],
-                [figure.high - figure.value for _, figure in known],
+            known = [
+                (place + offset, f.value, f.value - f.low, f.high - f.value) for place, f in shown if f is not None
             ]
-            places = [place + offset for place, _ in known]
-            axes.errorbar(
-                values, places, xerr=errors, linestyle="none", markersize=5, linewidth=1.2, label=label, **style
-            )
-        axes.set_title(title, fontsize=10)
+            if known:
+                places, values, *errors = zip(*known, strict=True)
+                shape = {"linestyle": "none", "marker": "o", "markersize": 5, "linewidth": 1.2}
+                axes.errorbar(values, places, xerr=errors, label=label, **shape, **style)
+        axes.set_title(f"AUROC, {title}", fontsize=10)
         axes.set_xlim(-0.02, 1.02)
         axes.grid(axis="x", color="0.9")
         axes.set_axisbelow(True)
-        for side in ("top", "right", "left"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
     panels[0].set_yticks(range(len(names)), names)
     panels[0].invert_yaxis()
-    if any(kind == "twin" for *_, kind in result.figures):
-        canvas.legend(
-            *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9
-        )
-    paths = []
-    for suffix, metadata in (("png", {"Software": None}), ("svg", {"Date": None})):
-        path = folder / f"localisation.{suffix}"
+    labels = panels[0].get_legend_handles_labels()
+    if len(labels[0]) > 1:
+        canvas.legend(*labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    for path, metadata in zip(paths, ({"Software": None}, {"Date": None}), strict=True):
         canvas.savefig(path, dpi=150, metadata=metadata)
-        paths.append(path)
-    return paths
+    plots.close(canvas)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from recipe.tiny.model import build_model
-from study.alignment import adam_step, cosine, gain, measure, signal_to_noise
-from study.arms import ARMS
-from study.task import study_problems, study_tokenizer
-from study.trainer import RunSettings
+from study.alignment import adam_step, cosine, gain, signal_to_noise
 
 
 def test_gain_is_the_share_of_the_ideal_steps() -> None:
@@ -51,25 +46,3 @@ def test_signal_to_noise_by_hand_and_without_bias() -> None:
     with pytest.raises(ValueError, match="two updates"):
         signal_to_noise(torch.ones(2), [2.0])
     assert signal_to_noise(torch.ones(2), [2.0, 2.0]) == math.inf
-
-
-def test_arms_are_measured_and_the_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = study_tokenizer()
-    model = build_model(tokenizer, 0)
-    before = copy.deepcopy(model.state_dict())
-    monkeypatch.setattr("study.trainer.MAX_RESPONSE_TOKENS", 12)
-    # An untrained model is never right: rewards are made up.
-    rewards = iter(range(1000))
-    monkeypatch.setattr("study.trainer.is_right", lambda *_: next(rewards) % 3 == 0)
-    # Of a model that is never right the gradient vanishes beside Adam's epsilon.
-    count = sum(parameter.numel() for parameter in model.parameters())
-    yardstick = torch.randn(count, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr("study.alignment.accuracy_gradient", lambda *_: yardstick)
-    settings = RunSettings(steps=1, prompts=2, rollouts=4, evaluate_at=(1,))
-    problems = study_problems("slips", "train", 8, 0)
-    arms = [ARMS[name] for name in ("uniform", "right_only", "oracle")]
-    found = measure(model, tokenizer, problems, arms, settings, batches=2, yardstick_problems=4, seed=0)
-    assert set(found) == {"uniform", "right_only", "oracle"}
-    assert -1 <= found["uniform"]["gain"] <= 1 and found["uniform"]["gain"] != found["right_only"]["gain"]
-    assert all((value == before[name]).all() for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())

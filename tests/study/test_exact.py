@@ -16,7 +16,6 @@ from study.exact import (
     deciding_tokens,
     exact_accuracy,
     right_continuation,
-    right_probabilities,
     right_texts,
     token_advantages,
 )
@@ -99,39 +98,6 @@ def test_accuracy_is_that_of_every_text_enumerated(temperature: float) -> None:
     assert exact_accuracy(model, TOKENIZER, texts, temperature=temperature) == pytest.approx(right, rel=1e-4)
 
 
-def test_accuracy_is_that_of_sampling_under_the_same_wording() -> None:
-    """A model that is right now and then: every deciding token is drawn, everything else is given."""
-    model = build_model(TOKENIZER, 0).eval()
-    texts = texts_of(CHAIN, "7+5=12;12-3=9;\\boxed{9}")
-    fit(model, texts, until=0.4)
-    exact = exact_accuracy(model, TOKENIZER, texts)
-    generator = torch.Generator().manual_seed(0)
-    draws = 4000
-    alive = torch.ones(draws, dtype=torch.bool)
-    ids = list(texts.prompts[0])
-    for token, decides in zip(texts.responses[0], texts.decided[0], strict=True):
-        if decides:
-            drawn = torch.multinomial(plain_log_probs(model, ids).exp(), draws, replacement=True, generator=generator)
-            alive &= drawn == token
-        ids.append(token)
-    assert 0.2 < exact < 0.8
-    assert float(alive.double().mean()) == pytest.approx(exact, abs=4 * (exact * (1 - exact) / draws) ** 0.5)
-
-
-def fit(model: nn.Module, texts: Texts, until: float) -> None:
-    """Ascend the exact accuracy, by its own gradient."""
-    for _ in range(200):
-        if exact_accuracy(model, TOKENIZER, texts) > until:
-            return
-        loss = -right_probabilities(model, TOKENIZER, texts).log().mean()
-        loss.backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.02 * parameter.grad.sign() * 0.1
-                parameter.grad = None
-    raise AssertionError("the accuracy did not rise")
-
-
 def test_gradient_is_that_of_finite_differences() -> None:
     """Central differences of two steps, extrapolated: their error is of fourth order, so that the step may be large beside the
     float32 of the model's norms. The model is not trained before, since no two processors train it alike."""
@@ -157,13 +123,6 @@ def test_gradient_is_that_of_finite_differences() -> None:
         assert extrapolated == pytest.approx(float(gradient @ direction), rel=1e-4, abs=0)
 
 
-def test_gradient_of_many_rows_is_their_mean(model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = right_texts(study_problems("distractors", "train", 3, 0), TOKENIZER, 2, 0)
-    whole = accuracy_gradient(model, TOKENIZER, texts)
-    monkeypatch.setattr("study.exact.ROWS_TOGETHER", 1)
-    torch.testing.assert_close(accuracy_gradient(model, TOKENIZER, texts), whole, rtol=1e-3, atol=1e-9)
-
-
 @pytest.mark.parametrize(
     ("problem", "response", "right"),
     [
@@ -180,14 +139,6 @@ def test_the_right_continuation_keeps_the_wording(problem: StudyProblem, respons
     found = right_continuation(problem, ids, read_tokens(problem, ids, TOKENIZER), TOKENIZER)
     assert (None if found is None else TOKENIZER.decode(found, skip_special_tokens=True)) == right
     assert found is None or found[-1] == TOKENIZER.eos_token_id
-
-
-def test_generated_ids_stay_where_the_text_is_right() -> None:
-    letters = [TOKENIZER.convert_tokens_to_ids(letter) for letter in "ok"]
-    assert letters != TOKENIZER.encode("ok")
-    ids = [*letters, *TOKENIZER.encode(" 7+5=13;13-3=10;\\boxed{10}")]
-    found = right_continuation(CHAIN, ids, read_tokens(CHAIN, ids, TOKENIZER), TOKENIZER)
-    assert found[:2] == letters
 
 
 def test_token_advantages_are_differences_of_the_value_by_enumeration(model: Qwen3ForCausalLM) -> None:

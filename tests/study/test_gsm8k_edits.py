@@ -12,8 +12,6 @@ import pytest
 from study.localisation.gsm8k_edits import CannotEditError, EditedSolution, edit_solution, evaluate, plain_step
 from study.localisation.solutions import read_solutions
 
-# ------------------------------------------------------------------------------------------------------------------- edits
-
 QUESTION = "Ann picks 3 baskets of 28 apples and sells half of them at $1.50 each. How much does she earn in 4 weeks?"
 ANSWER = (
     "She picks 3*28=<<3*28=84>>84 apples.\nShe sells 84/2=<<84/2=42>>42 of the 84 apples.\n"
@@ -69,19 +67,6 @@ def test_solutions_without_a_certain_edit_are_refused(question: str, answer: str
         edit_solution(question, answer, "0")
 
 
-def test_a_slip_leaves_whole_numbers_whole_and_common_constants_alone():
-    answer = "He has <<2*40=80>>80.\nEach gets 80/5=<<80/5=16>>16.\nWith 8 more <<16+8=24>>24.\n#### 24"
-    edits = [edit_solution("two by forty for five?", answer, str(seed)) for seed in range(60)]
-    first = [
-        int(edit.steps[0].text.removeprefix("He has ").removesuffix(".")) for edit in edits if edit.wrong_step == 0
-    ]
-    assert first and all(number % 5 == 0 for number in first)
-    answer = answer.replace("2*40=80>>80", "2*30=60>>60").replace("80/5", "60/5").replace("16", "12")
-    answer = answer.replace("12+8=24>>24", "12+8=20>>20").replace("#### 24", "#### 20")
-    edits = [edit_solution("two by thirty for five?", answer, str(seed)) for seed in range(60)]
-    assert {edit.wrong_step for edit in edits} == {2}  # 60 and 12 may be minutes and months
-
-
 def test_thousands_and_decimals_keep_their_spelling():
     step = plain_step("It costs 80,000*1.5=$<<80000*1.5=120000>>120,000 or <<3*.5=1.5>>1.50.")
     assert step.text == "It costs 80,000*1.5=$120,000 or 1.50."
@@ -99,9 +84,6 @@ def test_only_arithmetic_is_evaluated(text: str):
         return
     with pytest.raises(CannotEditError):
         evaluate(text)
-
-
-# --------------------------------------------------------------------------------------------------------------- solutions
 
 
 def write(path: Path, *records: dict) -> Path:
@@ -140,26 +122,3 @@ def test_process_bench(tmp_path: Path):
     assert [wrong.response[a:b] for a, b in wrong.results] == ["6"]
     assert wrong.as_response().labels["wrong_step"] == (0, 11)
     assert right.label == -1 and "wrong_step" not in right.as_response().labels
-
-
-@pytest.mark.parametrize(
-    "record, message",
-    [
-        (
-            {"problem": "p", "steps": ["a"], "label": 1},
-            r"pb.jsonl:1: label=1 must be the index of one of the 1 steps, or -1",
-        ),
-        ({"problem": "p", "steps": [], "label": -1}, r"pb.jsonl:1: steps must be a list of texts"),
-        ({"question": "p"}, r"pb.jsonl:1: has the keys question; labelled solutions have problem, steps, label"),
-    ],
-)
-def test_wrong_lines_are_named(tmp_path: Path, record: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        read_solutions(write(tmp_path / "pb.jsonl", record))
-
-
-def test_two_problems_with_one_id_are_refused(tmp_path: Path):
-    path = tmp_path / "pb.jsonl"
-    path.write_text('{"id": "x", "problem": "p", "steps": ["a"], "label": 0}\n' * 2)
-    with pytest.raises(ValueError, match=r"pb.jsonl:2: has the id x of line 1"):
-        read_solutions(path)

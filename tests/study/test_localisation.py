@@ -15,41 +15,12 @@ from grail_advantage.token_dump import DumpRow, MethodColumns, read_dump
 from study.localisation.__main__ import main
 from study.localisation.measure import (
     METRICS,
-    auroc,
-    labelled_row,
     localise,
     precision_at,
     rank_of,
-    weighted_means,
 )
-from study.localisation.report import markdown, write_report
+from study.localisation.report import markdown
 from tests.core.tiny_models import char_tokenizer, tiny_model
-
-# ----------------------------------------------------------------------------------------------------------------- metrics
-
-
-def test_auroc_by_hand():
-    # Pairs: 3 > 1, 3 > 2, 2 > 1, 2 = 2.
-    assert auroc(np.array([3.0, 2.0]), np.array([1.0, 2.0])) == 3.5 / 4
-    assert auroc(np.array([1.0]), np.array([1.0, 1.0, 1.0])) == 0.5
-    assert auroc(np.array([0.0]), np.array([1.0, 2.0])) == 0.0
-    assert np.isnan(auroc(np.array([]), np.array([1.0]))) and np.isnan(auroc(np.array([1.0]), np.array([])))
-
-
-def test_auroc_counts_pairs():
-    generator = np.random.default_rng(0)
-    positive, negative = generator.integers(0, 6, 23).astype(float), generator.integers(0, 6, 31).astype(float)
-    pairs = [(p > n) + (p == n) / 2 for p in positive for n in negative]
-    assert auroc(positive, negative) == pytest.approx(np.mean(pairs))
-
-
-def test_precision_at_by_hand():
-    values, positive = np.array([5.0, 4.0, 4.0, 4.0, 1.0]), np.array([False, True, False, False, True])
-    assert precision_at(values, positive, 1) == 0
-    assert precision_at(values, positive, 2) == pytest.approx(1 / 3 / 2)  # one of the three fours
-    assert precision_at(values, positive, 4) == 1 / 4
-    assert precision_at(values, positive, 9) == 2 / 5  # there are only five
-    assert np.isnan(precision_at(np.array([]), np.array([], dtype=bool), 1))
 
 
 def test_ties_are_broken_evenly():
@@ -63,14 +34,6 @@ def test_ties_are_broken_evenly():
         ranks = [sorted(order, key=lambda i: -values[i]).index(index) + 1 for order in orders]
         assert rank_of(values, index) == pytest.approx(np.mean(ranks))
 
-
-def test_means_of_resamples_leave_out_what_has_no_value():
-    values_PM = np.array([[1.0, np.nan], [2.0, 5.0], [6.0, np.nan]])
-    counts_RP = np.array([[1, 1, 1], [0, 1, 2], [3, 0, 0]])
-    np.testing.assert_array_equal(weighted_means(values_PM, counts_RP), [[3, 5], [14 / 3, 5], [1, np.nan]])
-
-
-# -------------------------------------------------------------------------------------------------------------------- rows
 
 STEPS = ["a 1 ", "b 2 ", "c 3 "]
 SPAN = AnswerSpan(6, 7, 8, 9)
@@ -138,14 +101,6 @@ def test_figures_of_one_solution_by_hand():
     assert (found.problems, found.last, found.steps, found.tokens) == (1, 0, 3, 6)
 
 
-def test_scores_are_read_in_the_direction_of_the_weights():
-    scores, falling = [1.0, 4.0, 3.0, 5.0, 2.0, 6.0], [6.0, 3.0, 4.0, 2.0, 5.0, 1.0]
-    found = localise([row(scores, weights=falling)], resamples=10)
-    assert found.directions == {"m": -1}
-    assert found.get("m", "token_auroc").value == 1 - 5 / 8
-    assert found.get("m", "weight_auroc").value == 1 - 5 / 8
-
-
 def test_twins_show_what_is_due_to_the_error():
     rows = [
         row([1, 1, 2, 2, 1, 1], place=0),
@@ -170,15 +125,6 @@ def test_rows_that_a_method_does_not_score_are_left_out_for_all():
         localise([unscored])
 
 
-def test_tokens_of_the_answer_are_no_candidates():
-    inside = row([1.0] * 6)
-    inside.labels["steps"][2] = [4, 9]
-    assert [list(step) for step in labelled_row(inside).steps] == [[0, 1], [2, 3], [4, 5]]
-    inside.labels["wrong_step"] = [6, 9]
-    inside.labels["steps"].append([6, 9])
-    assert labelled_row(inside) is None
-
-
 def test_splits():
     last = row([1, 1, 1, 1, 2, 2], place=2)
     last.labels.update(wrong_step=[4, 6], wrong_result=[5, 6])
@@ -190,31 +136,6 @@ def test_splits():
     assert found.get("later token", "token_auroc", "wrong step last").value == 1.0
 
 
-def test_report(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    found = localise([row([1, 1, 2, 2, 1, 1]), row([1, 1, 1, 1, 1, 1], place=1, twin=True)], resamples=50)
-    paths = write_report(found, tmp_path, {"model": "tiny"})
-    assert {path.name for path in paths} == {
-        "localisation.md",
-        "localisation.csv",
-        "localisation.json",
-        "localisation.png",
-        "localisation.svg",
-        "problems.csv",
-    }
-    text = (tmp_path / "localisation.md").read_text()
-    assert "- model: tiny" in text and "| `m` | 1.00 (1.00 to 1.00) |" in text and "NaN" not in text
-    lines = list(csv.DictReader((tmp_path / "localisation.csv").open()))
-    chosen = [
-        line for line in lines if (line["ranking"], line["metric"], line["of"]) == ("m", "token_auroc", "difference")
-    ]
-    assert {line["split"]: line["value"] for line in chosen} == {"all": "0.5", "wrong step not last": "0.5"}
-    record = json.loads((tmp_path / "localisation.json").read_text())
-    assert record["problems"] == 1 and len(record["figures"]) == len(lines)
-    each = list(csv.DictReader((tmp_path / "problems.csv").open()))
-    assert len(each) == 2 * len(found.rankings) and each[0].keys() >= METRICS.keys()
-
-
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_model(max_position_embeddings=512).save_pretrained("model")
@@ -223,7 +144,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     answer = "She has <<3*28=84>>84.\nTwice that is <<84*2=168>>168.\n#### 168"
     lines = [{"question": f"{question} ({n})", "answer": answer, "idx": n} for n in range(4)]
     Path("s.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = (
+    arguments = [
         "--model",
         "model",
         "--device",
@@ -237,18 +158,28 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
         "--twins",
         "--out",
         "found",
-    )
+    ]
     main(arguments)
     output = capsys.readouterr()
     assert "6 responses; advantage: every row counts as wrong (-1)" in output.err
-    assert "- 3 solutions with one labelled wrong step" in output.out
-    record = json.loads(Path("found/localisation/localisation.json").read_text())
+    assert "- 3 solutions with one labelled wrong step" in output.out and "What is due to the error" in output.out
+    folder = Path("found/localisation")
+    record = json.loads((folder / "localisation.json").read_text())
     assert record["problems"] == 3 and record["about"]["command"].endswith("--twins --out found")
     rankings = {figure["ranking"] for figure in record["figures"]}
     assert rankings == {"random", "earlier token", "later token", "number token", "surprisal", "entropy", "grail"}
     row = next(iter(read_dump("found")))
     wrong = "".join(row.tokens[slice(*row.labels["wrong_step"])])
     assert wrong in row.response and row.prompt.endswith("within \\boxed{}.\n")
-    before = Path("found/localisation/localisation.csv").read_bytes()
+    figures = list(csv.DictReader((folder / "localisation.csv").open()))
+    assert [float(figure["value"]) for figure in figures] == [figure["value"] for figure in record["figures"]]
+    each = list(csv.DictReader((folder / "problems.csv").open()))
+    assert len(each) == 3 * 2 * len(rankings) and each[0].keys() >= METRICS.keys()
+    of_grail = [float(one["token_auroc"]) for one in each if (one["ranking"], one["of"]) == ("grail", "wrong")]
+    key = {"ranking": "grail", "split": "all", "metric": "token_auroc", "of": "wrong"}
+    (mean,) = (figure for figure in record["figures"] if figure.items() >= key.items())
+    assert mean["value"] == pytest.approx(sum(of_grail) / 3, abs=1e-3)
+    assert {path.suffix for path in folder.glob("localisation.*")} == {".md", ".csv", ".json", ".png", ".svg"}
+    before = (folder / "localisation.csv").read_bytes()
     main(arguments)  # finished: only measured anew
-    assert Path("found/localisation/localisation.csv").read_bytes() == before
+    assert (folder / "localisation.csv").read_bytes() == before

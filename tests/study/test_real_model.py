@@ -12,7 +12,8 @@ from transformers import Qwen3ForCausalLM
 
 from recipe.tiny.model import build_model
 from study import real_model
-from study.real_model import Texts, choices, exact_advantages, last_blocks, right_probability, texts_of
+from study.given_wording import Texts, choices, exact_advantages, texts_of
+from study.real_model import last_blocks, right_probability
 from study.task import study_tokenizer
 
 TOKENIZER = study_tokenizer()

@@ -13,9 +13,6 @@ from study.regression import (
     Regression,
     centred,
     cross_validated_penalty,
-    cross_validated_r2,
-    fit,
-    ridge,
     token_features,
 )
 from study.task import study_problems, study_tokenizer
@@ -40,15 +37,6 @@ def test_features_have_mean_zero_over_the_tokens_that_the_policy_could_have_draw
         assert features.shape == (count, 129)
         assert np.abs(features).max() > 1e-2
         np.testing.assert_allclose(probability @ features, 0, atol=1e-12)
-
-
-def test_ridge_is_a_least_squares_of_the_rows_with_the_penalty_as_rows() -> None:
-    generator = np.random.default_rng(0)
-    features, targets = generator.normal(size=(20, 5)), generator.normal(size=20)
-    for penalty in (0.0, 0.3, 100.0):
-        stacked = np.concatenate([features, np.sqrt(penalty) * np.eye(5)])
-        plain = np.linalg.lstsq(stacked, np.concatenate([targets, np.zeros(5)]), rcond=None)[0]
-        np.testing.assert_allclose(ridge(features, targets, penalty), plain, atol=1e-10)
 
 
 def test_penalty_is_that_of_the_least_generalised_cross_validation() -> None:
@@ -107,29 +95,3 @@ def test_advantages_are_the_regressions_and_fall_back_to_the_rows_own() -> None:
         else:
             assert rho == 0
             assert all((row == own[index]).all() for index, row in enumerate(found))
-
-
-def test_only_the_last_batches_count() -> None:
-    kept, forgetful = Regression(), Regression()
-    kept.advantages(*a_batch(99, 1.0))
-    for seed in range(regression.BATCHES):
-        kept.advantages(*a_batch(seed, 1.0))
-        forgetful.advantages(*a_batch(seed, 1.0))
-    np.testing.assert_array_equal(kept.without(0)[0], forgetful.without(0)[0])
-
-
-def test_r2_by_hand_and_its_bounds() -> None:
-    features = np.array([[1.0], [-1.0], [1.0], [-1.0]])
-    folds = np.array([0, 0, 1, 1])
-    # Each fold's fit from the other is all but exact, since the least penalty is small beside the features.
-    assert cross_validated_r2(features, 2 * features[:, 0], folds) == pytest.approx(1, abs=1e-3)
-    # Each fold predicts the opposite: below 0, cut.
-    assert cross_validated_r2(features, np.array([1.0, -1.0, -1.0, 1.0]), folds) == 0
-    assert cross_validated_r2(features, np.zeros(4), folds) == 0
-    assert cross_validated_r2(features, features[:, 0], np.zeros(4)) == 0
-    assert not fit(np.zeros((3, 2)), np.ones(3)).any()
-
-
-def test_centred_by_hand() -> None:
-    found = centred(np.array([1.0, 3.0, 5.0, 5.0]), np.array([0, 0, 1, 1]))
-    assert found.tolist() == [-1, 1, 0, 0]

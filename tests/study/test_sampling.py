@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
@@ -68,27 +66,3 @@ def test_a_rows_response_does_not_depend_on_its_neighbours(
     assert sample(model, TOKENIZER, PROMPTS * 4, numbers) == together
     ended = [response[-1] == TOKENIZER.eos_token_id for response in together]
     assert any(ended) and all(len(response) == 30 for response, end in zip(together, ended, strict=True) if not end)
-
-
-def test_attention_without_copies_is_the_models_own_to_the_last_bit(
-    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logits: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-    draw = sampling._draw
-    for grouped in (True, False):
-        if not grouped:
-            monkeypatch.setattr(sampling, "_grouped_attention", nullcontext)
-        monkeypatch.setattr(
-            sampling, "_draw", lambda values, *rest, on=grouped: logits[on].append(values) or draw(values, *rest)
-        )
-        sample(model, TOKENIZER, PROMPTS, drawn(6, 20))
-        assert model.config._attn_implementation == "sdpa"
-    assert len(logits[True]) == 20
-    assert all(torch.equal(*pair) for pair in zip(logits[True], logits[False], strict=True))
-
-
-def test_a_token_of_probability_zero_is_never_drawn() -> None:
-    logits = torch.tensor([[0.0, 0.0, -torch.inf]], dtype=torch.float64)
-    for number in (0.0, 0.4999, 0.5, 0.9999999999999999):
-        drawn_token = sampling._draw(logits, torch.tensor([number], dtype=torch.float64), 1.0)
-        assert drawn_token.tolist() == [int(number >= 0.5)]

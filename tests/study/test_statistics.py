@@ -12,10 +12,8 @@ from scipy import stats
 from study.statistics import (
     auroc,
     equivalence_p,
-    equivalence_power,
     holm,
     paired,
-    seeds_for_power,
     spearman,
     t_interval,
     two_way_bootstrap,
@@ -30,13 +28,6 @@ def test_paired_by_hand() -> None:
     assert (found.low, found.high) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rel=1e-6)
     values = np.random.default_rng(0).normal(0.3, 1, 9)
     assert paired(values).p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
-
-
-def test_paired_of_one_and_of_none() -> None:
-    assert paired([0.5]).mean == 0.5 and math.isnan(paired([0.5]).p)
-    with pytest.raises(ValueError, match="no seed in common"):
-        paired([])
-    assert paired([0.0, 0.0]).p == 1 and paired([1.0, 1.0]).p == 0
 
 
 def test_interval_of_another_level_is_the_one_of_the_equivalence_test() -> None:
@@ -66,18 +57,6 @@ def test_equivalence_by_hand() -> None:
     assert math.isnan(equivalence_p([1.0], 3.0))
 
 
-def test_power_is_that_of_simulated_studies() -> None:
-    count = seeds_for_power(1.0, 1.2)
-    draws = np.random.default_rng(2).normal(1.2, 1, (20_000, count))
-    found = np.mean(stats.ttest_1samp(draws, 0, axis=1).pvalue < 0.05)
-    assert found + 0.01 >= 0.8 and found < 0.9
-    assert count == 8  # the tables' n for d = 1.2 in a paired t-test
-    draws = np.random.default_rng(3).normal(0, 1, (20_000, 10))
-    error = draws.std(axis=1, ddof=1) / math.sqrt(10)
-    inside = (1.2 - np.abs(draws.mean(axis=1))) / error > stats.t.ppf(0.95, 9)
-    assert equivalence_power(1.0, 1.2, 10) == pytest.approx(inside.mean(), abs=0.01)
-
-
 def test_two_way_bootstrap_agrees_with_every_resample_enumerated() -> None:
     values = np.array([[0.0, 1.0], [4.0, 8.0]])
     means = []
@@ -87,15 +66,6 @@ def test_two_way_bootstrap_agrees_with_every_resample_enumerated() -> None:
             means.append(np.mean(drawn))
     exact = np.quantile(np.repeat(means, 1000), [0.025, 0.975])
     assert two_way_bootstrap(values) == pytest.approx(exact, abs=1e-12)
-
-
-def test_two_way_bootstrap_has_the_variance_of_both_ways() -> None:
-    values = np.random.default_rng(0).normal(size=(12, 30)) + np.random.default_rng(1).normal(size=(12, 1))
-    low, high = two_way_bootstrap(values)
-    # A resample's variance: that of the seeds' means, and each seed's own over its problems, over the number of seeds.
-    variance = (values.mean(axis=1).var() + values.var(axis=1).mean() / 30) / 12
-    assert (high - low) / 2 == pytest.approx(1.96 * math.sqrt(variance), rel=0.08)
-    assert two_way_bootstrap(values) == (low, high), "the same for the same values"
 
 
 def test_rank_figures_by_hand() -> None:

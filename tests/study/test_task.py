@@ -21,7 +21,6 @@ from study.task import (
     REGIMES,
     RESULT,
     StudyProblem,
-    apply,
     read,
     read_tokens,
     regime,
@@ -72,35 +71,6 @@ def test_every_solution_is_written_back_and_fits_the_length_limit(name: str) -> 
         assert TOKENIZER.decode(ids) == text == text_of(ids, TOKENIZER)[0]
         lengths.append(len(ids))
     assert max(lengths) < MAX_RESPONSE_TOKENS
-
-
-def test_slips_come_at_their_rate_and_misconceptions_always_as_the_same_number() -> None:
-    rng = random.Random(4)
-    written: dict[str, dict[tuple[str, ...], list[str]]] = {name: {} for name in REGIMES}
-    for name in ("slips", "misconceptions"):
-        for _ in range(10):
-            for problem in PROBLEMS[name]:
-                for piece in read(problem, solve(problem, regime(name, 0), rng)).pieces:
-                    written[name].setdefault(piece.left, []).append(piece.result)
-    for name, rate in (("slips", 0.2), ("misconceptions", 0.25 * (0.8 * 0.7 + 0.2 * 0.9) + 0.02)):
-        pairs = [(left, result) for left, results in written[name].items() for result in results]
-        wrong = [result != str(apply(int(left[0]), left[1], int(left[2]))) for left, result in pairs]
-        assert np.mean(wrong) == pytest.approx(rate, abs=0.05)
-    misconceived = regime("misconceptions", 0).misconceived
-    known = [
-        (value, op, term)
-        for value in range(20)
-        for op in "+-"
-        for term in range(10)
-        if 0 <= apply(value, op, term) <= 19
-    ]
-    assert len(misconceived) == round(MISCONCEIVED_SHARE * len(known)) and set(misconceived) <= set(known)
-    for (value, operator, term), (number, rate) in misconceived.items():
-        assert number != apply(value, operator, term)
-        results = written["misconceptions"].get((str(value), operator, str(term)), [])
-        if len(results) > 60:
-            assert results.count(str(number)) / len(results) == pytest.approx(rate, abs=0.2)
-    assert regime("misconceptions", 1).misconceived != misconceived, "each seed has its own"
 
 
 def test_distractors_hide_two_terms_and_their_asides_decide() -> None:
@@ -160,6 +130,18 @@ def test_every_token_has_its_role() -> None:
     assert decisive == "(2+3=5)7+5=12;12-4=8;\\boxed{8}"
 
 
-def test_unknown_regime_is_named() -> None:
-    with pytest.raises(ValueError, match="misconceptions, slips, distractors"):
-        regime("sleep", 0)
+def test_slips_come_at_their_rate_and_a_misconception_as_its_own_number() -> None:
+    rng, wrong, repeated = random.Random(4), {"slips": [], "misconceptions": []}, []
+    misconceived = regime("misconceptions", 0).misconceived
+    for name in wrong:
+        for problem in PROBLEMS[name]:
+            for piece in read(problem, solve(problem, regime(name, 0), rng)).pieces:
+                wrong[name].append(piece.result != piece.right_result)
+                known = misconceived.get((int(piece.left[0]), piece.left[1], int(piece.left[2])))
+                if name == "misconceptions" and known:
+                    repeated.append(piece.result == str(known[0]))
+    assert np.mean(wrong["slips"]) == pytest.approx(0.2, abs=0.03)
+    share = MISCONCEIVED_SHARE * (0.8 * 0.7 + 0.2 * 0.9)
+    assert np.mean(wrong["misconceptions"]) == pytest.approx(share + 0.02, abs=0.05)
+    assert np.mean(repeated) == pytest.approx(0.74, abs=0.06)
+    assert regime("misconceptions", 1).misconceived != misconceived, "each seed has its own"

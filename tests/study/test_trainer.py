@@ -13,11 +13,14 @@ from transformers import Qwen3ForCausalLM
 from recipe.reward import compute_score
 from recipe.tiny.model import build_model
 from recipe.tiny.sampling import prompt_ids
+from study import rollouts as rolling
 from study import trainer
-from study.arms import ARMS, MAIN, SIDE, Arm
+from study.arms import ARMS, Arm
+from study.credit import credit, policy_state, sequence_advantages, shuffled
 from study.exact import right_texts, token_advantages
+from study.rollouts import CONTROL, Rollouts, as_rollouts, numbers
 from study.task import BOX, MAX_RESPONSE_TOKENS, StudyProblem, study_problems, study_tokenizer
-from study.trainer import Rollouts, RunSettings, as_rollouts, credit, numbers, policy_state, roll_out, update
+from study.trainer import RunSettings, update
 
 TOKENIZER = study_tokenizer()
 SETTINGS = RunSettings(steps=1, prompts=2, rollouts=3, epochs=1, evaluate_at=(1,), gradient_norm=1e9)
@@ -53,7 +56,7 @@ def rollouts() -> Rollouts:
 def credited(arm: Arm, model: Qwen3ForCausalLM | None = None) -> torch.Tensor:
     batch = rollouts()
     model = model or model_of()
-    drawn = numbers(0, trainer.CONTROL, 1, tuple(batch.input_ids_BL.shape))
+    drawn = numbers(0, CONTROL, 1, tuple(batch.input_ids_BL.shape))
     return credit(model, TOKENIZER, batch, arm, policy_state(model, batch), drawn, 1)
 
 
@@ -72,7 +75,7 @@ def test_rollouts_are_judged_as_by_the_projects_reward() -> None:
     for problem, response, reward in zip(batch.problems, batch.responses, batch.rewards_B.tolist(), strict=True):
         text = TOKENIZER.decode(response, skip_special_tokens=True)
         assert compute_score("tiny_chain_sum", text, str(problem.answer))["score"] == reward
-    torch.testing.assert_close(trainer.sequence_advantages(batch, ARMS["uniform"]), ADVANTAGES)
+    torch.testing.assert_close(sequence_advantages(batch, ARMS["uniform"]), ADVANTAGES)
 
 
 def test_state_is_that_of_the_policy() -> None:
@@ -98,15 +101,8 @@ def test_one_update_follows_the_gradient_written_out(name: str) -> None:
     advantages = credited(ARMS[name])
     before = copy.deepcopy(model.state_dict())
     state = policy_state(model, batch)
-    update(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        batch,
-        advantages,
-        state.old_log_probs_BL,
-        ARMS[name],
-        SETTINGS,
-    )
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    update(model, sgd, batch, advantages, state.old_log_probs_BL, ARMS[name], SETTINGS)
     plain = model_of()
     total = torch.zeros(())
     for row in range(6):
@@ -118,30 +114,6 @@ def test_one_update_follows_the_gradient_written_out(name: str) -> None:
     for parameter_name, parameter in plain.named_parameters():
         moved = model.state_dict()[parameter_name] - before[parameter_name]
         torch.testing.assert_close(moved, parameter.grad, rtol=2e-3, atol=2e-7)
-
-
-def test_a_batch_that_teaches_nothing_has_zero_gradients() -> None:
-    """Not none at all: Adam's momentum goes on."""
-    batch, model = rollouts(), model_of()
-    state = policy_state(model, batch)
-    nothing = torch.zeros(batch.input_ids_BL.shape)
-    trainer.gradient(model, batch, nothing, state.old_log_probs_BL, ARMS["uniform"], SETTINGS)
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("arm", [*MAIN, *SIDE], ids=lambda arm: arm.name)
-def test_every_arm_gives_credit_where_a_response_teaches(arm: Arm) -> None:
-    found = credited(arm)
-    batch = rollouts()
-    assert torch.isfinite(found).all() and found.any()
-    assert not found[~batch.response_mask_BL.bool()].any()
-    assert not found[2].any(), "a response without an end token teaches nothing"
-
-
-def test_arms_have_names_of_their_own_and_differ() -> None:
-    arms = [*MAIN, *SIDE]
-    assert len({arm.name for arm in arms}) == len(arms)
-    assert len({(arm.method, str(arm.options), arm.control, arm.advantage) for arm in arms}) == len(arms)
 
 
 def test_uniform_is_the_rows_advantage_and_right_only_leaves_wrong_rows_out() -> None:
@@ -169,23 +141,10 @@ def test_picks_in_wrong_rows_are_one_token_each_and_right_rows_stay() -> None:
     assert int(least[1].nonzero()[0, 0]) == start + int(own.argmin())
 
 
-def test_a_random_token_is_any_reasoning_token() -> None:
-    batch = rollouts()
-    model = model_of()
-    state = policy_state(model, batch)
-    chosen = set()
-    for step in range(40):
-        drawn = numbers(0, trainer.CONTROL, step, tuple(batch.input_ids_BL.shape))
-        found = credit(model, TOKENIZER, batch, ARMS["random_token"], state, drawn, 1)
-        chosen.add(int(found[4].nonzero()[0, 0]) - len(batch.prompts[4]))
-    reasoning = response_of(4, found)["tokens"].index("\\")
-    assert chosen <= set(range(reasoning)) and len(chosen) > 7
-
-
 def test_shuffled_weights_stay_within_their_kind_of_token() -> None:
     batch = rollouts()
     weights = torch.rand(batch.input_ids_BL.shape, generator=torch.Generator().manual_seed(0)) * batch.response_mask_BL
-    found = trainer.shuffled(weights, batch, numbers(0, trainer.CONTROL, 1, tuple(weights.shape)))
+    found = shuffled(weights, batch, numbers(0, CONTROL, 1, tuple(weights.shape)))
     assert not torch.equal(found, weights)
     assert (found[~batch.response_mask_BL.bool()] == 0).all()
     for row, read in enumerate(batch.reads):
@@ -207,18 +166,8 @@ def test_oracle_is_the_exact_advantage() -> None:
     assert not any(response_of(2, found)["values"]), "cut off"
 
 
-def test_oracle_is_the_rows_own_advantage_where_the_wording_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = rollouts()
-    exact = [None if row == 4 else np.full(len(response), 7.0) for row, response in enumerate(batch.responses)]
-    monkeypatch.setattr(trainer, "token_advantages", lambda *_: exact)
-    found = credited(ARMS["oracle"])
-    assert response_of(4, found)["values"] == pytest.approx([-1 / 3] * len(batch.responses[4]))
-    assert set(response_of(3, found)["values"]) == {7.0}
-
-
-def test_spread_is_a_random_token_on_average() -> None:
+def test_spread_is_one_tokens_weight_over_all_reasoning_tokens() -> None:
     """Of a wrong row's reasoning every token weighs the same, 1 in all; other rows stay."""
-    batch = rollouts()
     found = credited(ARMS["spread"])
     for row in range(6):
         values = np.array(response_of(row, found)["values"])
@@ -228,21 +177,15 @@ def test_spread_is_a_random_token_on_average() -> None:
             assert not values[box:].any()
         else:
             assert values == pytest.approx(np.full(len(values), ADVANTAGES[row].item()))
-    model, state = model_of(), policy_state(model_of(), batch)
-    drawn = [
-        credit(model, TOKENIZER, batch, ARMS["random_token"], state, numbers(0, trainer.CONTROL, step, (6, 99)), 1)
-        for step in range(400)
-    ]
-    assert torch.stack(drawn).mean(dim=0) == pytest.approx(found.numpy(), abs=0.03)
 
 
 def test_arms_of_a_seed_see_the_same_problems_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that two runs draw; what they learn from it differs."""
-    monkeypatch.setattr(trainer, "MAX_RESPONSE_TOKENS", 8)
-    monkeypatch.setattr(trainer, "is_right", lambda tokenizer, problem, response: sum(response) % 2 == 0)
+    monkeypatch.setattr(rolling, "MAX_RESPONSE_TOKENS", 8)
+    monkeypatch.setattr(rolling, "is_right", lambda tokenizer, problem, response: sum(response) % 2 == 0)
     training, held_out = (study_problems("slips", split, 4, 1) for split in ("train", "validation"))
     settings = replace(SETTINGS, steps=2, evaluate_at=(1, 2), epochs=2)
-    real = trainer.sample
+    real = rolling.sample
     drawn: dict[str, list[tuple[list[list[int]], list[list[float]], float]]] = {}
     rows = {}
     for name in ("uniform", "right_only"):
@@ -252,7 +195,7 @@ def test_arms_of_a_seed_see_the_same_problems_and_numbers(monkeypatch: pytest.Mo
             found = real(model, tokenizer, prompts, uniform_BT, temperature=temperature)
             return [[*response[:-1], tokenizer.eos_token_id] for response in found]  # so that they teach
 
-        monkeypatch.setattr(trainer, "sample", sampled)
+        monkeypatch.setattr(rolling, "sample", sampled)
         texts = right_texts(held_out, TOKENIZER, 1, 1)
         rows[name] = trainer.train(model_of(), TOKENIZER, training, held_out, texts, ARMS[name], 1e-2, settings, 1)
     assert drawn["uniform"] == drawn["right_only"]
@@ -267,43 +210,11 @@ def test_clipped_error_tokens_are_counted() -> None:
     arm = ARMS["uniform"]
     state = policy_state(model, batch)
     settings = replace(SETTINGS, epochs=3)
-    rate = 1e-2
-    done = update(
-        model,
-        torch.optim.Adam(model.parameters(), lr=rate),
-        batch,
-        credited(arm),
-        state.old_log_probs_BL,
-        arm,
-        settings,
-    )
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    done = update(model, adam, batch, credited(arm), state.old_log_probs_BL, arm, settings)
     # The errors of the three wrong rows with an advantage have 2, 1 and 1 tokens; the first epoch does not count.
     assert done.errors == 2 * (2 + 1 + 1)
     assert 0 < done.clipped <= done.errors and done.gradient_norm > 0
     again = policy_state(model, batch).old_log_probs_BL
     still = update(model, torch.optim.SGD(model.parameters(), lr=0.0), batch, credited(arm), again, arm, settings)
     assert still.clipped == 0
-
-
-def test_random_numbers_of_a_seed_are_repeated_and_streams_differ() -> None:
-    assert (numbers(1, 2, 3, (4,)) == numbers(1, 2, 3, (4,))).all()
-    others = [numbers(*key, (4,)) for key in ((1, 2, 4), (1, 3, 3), (2, 2, 3))]
-    assert all((numbers(1, 2, 3, (4,)) != other).all() for other in others)
-
-
-def test_rollouts_are_groups_of_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "MAX_RESPONSE_TOKENS", 8)
-    problems = study_problems("distractors", "train", 2, 0)
-    found = roll_out(model_of(), TOKENIZER, problems, 3, seed=0, step=1)
-    assert [problem.text for problem in found.problems] == [problems[0].text] * 3 + [problems[1].text] * 3
-    assert found.groups_B.tolist() == [0, 0, 0, 1, 1, 1]
-    assert found.truncated_B.all() and not found.rewards_B.any()
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("steps", 0), ("rollouts", 1), ("samples", 10), ("evaluate_at", (8,)), ("evaluate_at", (0, 12))],
-)
-def test_settings_that_cannot_work_are_named(option: str, value: object) -> None:
-    with pytest.raises(ValueError, match=option):
-        RunSettings(**{option: value})
