@@ -43,7 +43,7 @@ is_current() {
 }
 
 install() { # ARGUMENTS of uv pip install
-    "$uv" pip install --quiet --python "$venv/bin/python" --no-deps --build-constraints requirements-cpu.txt "$@"
+    "$uv" pip install --quiet --python "$venv/bin/python" --compile-bytecode --no-deps --build-constraints requirements-cpu.txt "$@"
 }
 
 if [[ $(uname -sm) != "Linux x86_64" ]]; then
