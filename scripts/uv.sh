@@ -14,24 +14,31 @@ take_turns() { # SCRIPT, which is what is locked, so that no lock file is left
     fi
 }
 
-find_uv() { # FOLDER INTERPRETER REQUIREMENTS -> sets uv: the machine's, or the pinned one, which pip gets into FOLDER
-    for uv in uv .venv/bin/uv; do
-        ! "$uv" --version >/dev/null 2>&1 || return 0
-    done
-    uv=$1/bin/uv
-    if ! "$2" -m venv "$1"; then
+find_uv() { # SCRATCH INTERPRETER REQUIREMENTS -> sets uv: of .venv, the machine's, or the pinned one, which pip downloads
+    uv=$1/uv
+    if .venv/bin/uv --version >/dev/null 2>&1; then
+        cp .venv/bin/uv "$uv" # .venv may be made anew
+        return
+    elif uv --version >/dev/null 2>&1; then
+        uv=uv
+        return
+    fi
+    if ! "$2" -m venv "$1/venv"; then
         say "$2 cannot make an environment; install uv, or on Debian and Ubuntu the package python3-venv"
         exit 1
     fi
-    if ! "$1/bin/pip" -q install --no-deps --require-hashes -r <(sed -n '/^uv==/,/[^\\]$/p' "$3"); then
+    if ! "$1/venv/bin/pip" -q install --no-deps --require-hashes -r <(sed -n '/^uv==/,/[^\\]$/p' "$3"); then
         say "pip cannot get uv; install it, or look at pip's indexes (pip config list). With pip alone: ${3%.txt}.in says how"
         exit 1
     fi
+    uv=$1/venv/bin/uv
 }
 
-configure_uv() { # INTERPRETER, whose pip's configuration becomes uv's variables; a variable that is set already stays
-    local of_pip pair name setting section value
-    of_pip=$("$1" -m pip config list 2>/dev/null || true)
+configure_uv() { # INTERPRETERS: the first one's pip's configuration becomes uv's variables; one that is set already stays
+    local python of_pip pair name setting section value
+    for python in "$@"; do
+        ! of_pip=$("$python" -m pip config list 2>/dev/null) || break
+    done
     for pair in UV_DEFAULT_INDEX=index-url UV_INDEX=extra-index-url UV_FIND_LINKS=find-links UV_NO_INDEX=no-index \
         SSL_CERT_FILE=cert UV_INSECURE_HOST=trusted-host; do
         name=${pair%=*}
