@@ -74,9 +74,9 @@ if is_supported "$venv/bin/python" && [[ $(head -n 1 "$stamp" 2>/dev/null) != un
 else
     say "1/4 making .venv with $("$uv" --version)"
     for wanted in "${PYTHON:-3.11}" "${PYTHON:-3.12}"; do
-        ! "$uv" venv --quiet --seed --clear --no-python-downloads --python "$wanted" "$venv" 2>/dev/null || break
+        ! "$uv" venv --quiet --clear --no-python-downloads --python "$wanted" "$venv" 2>/dev/null || break
     done
-    is_supported "$venv/bin/python" || "$uv" venv --seed --clear --python "${PYTHON:-3.11}" "$venv" || {
+    is_supported "$venv/bin/python" || "$uv" venv --clear --python "${PYTHON:-3.11}" "$venv" || {
         say "there is no Python 3.11 or 3.12, and none can be downloaded; name one with PYTHON=/path/to/python3.11"
         exit 1
     }

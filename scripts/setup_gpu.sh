@@ -66,11 +66,12 @@ check_python() {
 }
 
 check_gpus() { # sets archs, of the GPUs or of FLASH_ATTN_CUDA_ARCHS
-    local gpus driver
+    local said gpus driver
     archs=${FLASH_ATTN_CUDA_ARCHS:-}
-    gpus=$(nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>&1 || true)
-    if ! grep -qE '^[0-9.]+, *[0-9.]+ *$' <<<"$gpus"; then
-        refuse "nvidia-smi shows no GPU: ${gpus:-it prints nothing}; take a machine with GPUs (Slurm: --gpus-per-node=8, containers:" \
+    said=$(nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>&1 || true)
+    gpus=$(grep -E '^[0-9.]+, *[0-9.]+ *$' <<<"$said" || true)
+    if [[ -z $gpus ]]; then
+        refuse "nvidia-smi shows no GPU: ${said:-it prints nothing}; take a machine with GPUs (Slurm: --gpus-per-node=8, containers:" \
             "--gpus all), or set ANY_MACHINE=1 to install all the same, as for an image. Without GPUs: scripts/setup_cpu.sh"
         return
     fi
@@ -79,7 +80,7 @@ check_gpus() { # sets archs, of the GPUs or of FLASH_ATTN_CUDA_ARCHS
         refuse "the NVIDIA driver is $driver, and CUDA $cuda needs $driver_needed or newer; install a newer driver, or on a" \
             "data-centre GPU the package cuda-compat-${cuda/./-} and set ANY_MACHINE=1"
     # flash-attn knows one architecture for each generation: 8.6 and 8.9 run what is compiled for 8.0.
-    gpus=$(sed 's/.*, *\([0-9]*\)\..*/\10/' <<<"$gpus" | sort -un | paste -s -d ';')
+    gpus=$(cut -d , -f 2 <<<"$gpus" | cut -d . -f 1 | tr -d ' ' | sort -un | sed 's/$/0/' | paste -s -d ';')
     ((${gpus%%;*} >= 80)) ||
         refuse "a GPU here has compute capability ${gpus%%0*}, and flash-attn and bfloat16 need 8 (Ampere) or newer; use other" \
             "GPUs, or set ANY_MACHINE=1 and leave that one out by CUDA_VISIBLE_DEVICES when training"
@@ -116,14 +117,14 @@ import importlib.metadata, flash_attn
 assert importlib.metadata.version('flash-attn').partition('+')[0] == '${flash_attn#*==}'" 2>/dev/null
 }
 
-wheel_index() { # the first index that has a wheel of flash-attn for this Python
+find_wheel() { # sets wheel_from: the options by which uv finds a wheel of flash-attn for this Python
     local index
-    for index in $flash_attn_index; do
-        if install --dry-run --only-binary :all: --default-index "$index" "$flash_attn" 2>/dev/null; then
-            echo "$index"
-            return
-        fi
+    for index in ${UV_NO_INDEX:-$flash_attn_index}; do
+        wheel_from=(--only-binary :all:)
+        [[ -n ${UV_NO_INDEX:-} ]] || wheel_from+=(--default-index "$index")
+        ! install --dry-run "${wheel_from[@]}" "$flash_attn" 2>/dev/null || return 0
     done
+    return 1
 }
 
 [[ $# -le 1 && ${1:---requirements-only} == --requirements-only ]] ||
@@ -144,21 +145,20 @@ configure_uv "$scratch/venv/bin/python" "$python"
 check_disk
 
 say "2/4 $flash_attn"
-index=""
-from=source
 if has_flash_attn; then
     from=there
-elif [[ ${FLASH_ATTN:-auto} == auto ]] && index=$(wheel_index) && [[ -n $index ]]; then
-    from=$index
+elif [[ ${FLASH_ATTN:-auto} == auto ]] && find_wheel; then
+    from=wheel
 else
+    from=source
     check_nvcc
 fi
 say "    from: $from${archs:+, for $archs}"
 
 say "3/4 packages of requirements.txt: downloads about 5 GB (less what a cache has), takes about $unpacked GB; then flash-attn"
 install --require-hashes --build-constraints requirements.txt -r requirements.txt
-if [[ -n $index ]]; then
-    install --reinstall-package flash-attn --only-binary :all: --default-index "$index" "$flash_attn"
+if [[ $from == wheel ]]; then
+    install --reinstall-package flash-attn "${wheel_from[@]}" "$flash_attn"
 elif [[ $from == source ]]; then
     # Forced, because its set-up would otherwise download a wheel for another CUDA. Without a cache, because uv keeps what it built
     # under the version alone, whatever torch it was built against.

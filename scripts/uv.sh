@@ -51,6 +51,7 @@ configure_uv() { # INTERPRETERS: the first one's pip's configuration becomes uv'
         [[ $name != UV_FIND_LINKS ]] || value=${value// /,}
         [[ -z $value || -n ${!name:-} ]] || export "$name=$value"
     done
+    [[ -z ${UV_NO_INDEX:-} ]] || unset UV_DEFAULT_INDEX UV_INDEX # uv would ask them all the same
     # As pip does: the best version of all indexes, not the first index that knows the name.
     export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match} UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
 }
