@@ -66,7 +66,7 @@ trap 'rm -rf "$scratch"' EXIT
 say "downloads about 0.9 GB (less what a cache has) from pip's configured indexes, and takes 4 GB in $venv; torch (0.2 GB of" \
     "it) is taken from $torch_cpu_index if those have no CPU build"
 find_uv "$scratch" "${PYTHON:-python3}" requirements-cpu.txt
-configure_uv "$scratch/venv/bin/python" "$venv/bin/python" "${PYTHON:-python3}"
+configure_uv "$scratch/venv/bin/python" "$venv/bin/python" ${PYTHON:+"$PYTHON"}
 
 # Where an earlier call was interrupted, a package may be there in parts; with uv's cache, making all of it anew takes a minute.
 if is_supported "$venv/bin/python" && [[ $(head -n 1 "$stamp" 2>/dev/null) != unfinished ]]; then

@@ -36,7 +36,7 @@ find_uv() { # SCRATCH INTERPRETER REQUIREMENTS -> sets uv: of .venv, the machine
 
 configure_uv() { # INTERPRETERS: the first one's pip's configuration becomes uv's variables; one that is set already stays
     local python of_pip pair name setting section value
-    for python in "$@"; do
+    for python in "$@" python3; do
         ! of_pip=$("$python" -m pip config list 2>/dev/null) || break
     done
     for pair in UV_DEFAULT_INDEX=index-url UV_INDEX=extra-index-url UV_FIND_LINKS=find-links UV_NO_INDEX=no-index \
