@@ -22,10 +22,10 @@ PYTHONS = ("3.11", "3.12")
 PLATFORM = "x86_64-manylinux_2_35"
 LEFT_OUT = {
     "requirements": "",
-    # torch comes from another index (scripts/setup_cpu.sh). PyPI's torchvision, torchaudio and torchcodec are CUDA builds, which break
-    # `import transformers` next to a CPU torch; triton is 1 GB for kernels on a GPU. dashscope and llama_models are installed for the
-    # tokenizer files that they carry, without httpx-sse, tenacity, termcolor and websocket-client. pycosat has no wheel; of the
-    # puzzles that use it, none is made here (recipe/tiny/task.py).
+    # torch comes from another index (scripts/setup_cpu.sh). PyPI's torchvision, torchaudio and torchcodec are CUDA builds, and
+    # break `import transformers` next to a CPU torch; triton is 1 GB for kernels on a GPU. dashscope and llama_models are
+    # installed for the tokenizer files that they carry, without httpx-sse, tenacity, termcolor and websocket-client. pycosat
+    # has no wheel; of the puzzles that use it, none is made here (recipe/tiny/task.py).
     "requirements-cpu": "torch torchvision torchaudio torchcodec triton httpx-sse tenacity termcolor websocket-client pycosat",
 }
 
@@ -56,16 +56,12 @@ def lock(name: str, arguments: list[str]) -> str:
     """Text of the locked requirements."""
     with tempfile.TemporaryDirectory() as folder:
         found = resolved(name, arguments, Path(folder))
-    lines = [
-        f"# {name}.in and all that follows from it, written by scripts/lock.py, for Linux x86_64 and Python 3.11 and 3.12.\n"
-    ]
+    lines = [f"# {name}.in and all that follows, by scripts/lock.py, for Linux x86_64 and Python 3.11 and 3.12.\n"]
     for package in sorted(set().union(*found)):
         of_pythons = {python: part[package] for python, part in zip(PYTHONS, found, strict=True) if package in part}
         versions = {each["version"] for each in of_pythons.values()}
         if len(versions) > 1:
-            sys.exit(
-                f"lock: {package} would be {' and '.join(sorted(versions))} on {' and '.join(of_pythons)}; ask for one"
-            )
+            sys.exit(f"lock: {package} would be {' and '.join(sorted(versions))} by Python; ask for one")
         files = [file for each in of_pythons.values() for file in each.get("wheels") or [each["sdist"]]]
         marker = f' ; python_version == "{min(of_pythons)}"' if len(of_pythons) < len(PYTHONS) else ""
         hashes = sorted({f"--hash=sha256:{file['hashes']['sha256']}" for file in files})
@@ -75,5 +71,4 @@ def lock(name: str, arguments: list[str]) -> str:
 
 if __name__ == "__main__":
     for name in LEFT_OUT:
-        text = lock(name, sys.argv[1:])
-        (ROOT / f"{name}.txt").write_text(text)
+        (ROOT / f"{name}.txt").write_text(lock(name, sys.argv[1:]))
