@@ -1,4 +1,4 @@
-# Training with NVIDIA GPUs, with the versions of requirements.lock. Needs no GPU to be built.
+# Training with NVIDIA GPUs, with the versions of requirements.txt. Needs no GPU to be built.
 #
 #   docker build -t grail .
 #   docker run --rm -it --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 --network=host \
@@ -23,7 +23,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 RUN python3.12 -m venv /opt/venv
-ENV PATH=/opt/venv/bin:$PATH CUDA_HOME=/usr/local/cuda PIP_NO_CACHE_DIR=1
+ENV PATH=/opt/venv/bin:$PATH CUDA_HOME=/usr/local/cuda PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1
 
 # For flash-attn where it is compiled: compilers at once (by memory and cores, if empty) and GPUs, as in "90" (all, if empty).
 ARG MAX_JOBS=
@@ -31,8 +31,8 @@ ARG FLASH_ATTN_CUDA_ARCHS=
 
 # The long part first, so that a change of the project's code does not repeat it.
 WORKDIR /workspace/grail
-COPY requirements.txt requirements.lock ./
-COPY scripts/setup_gpu.sh scripts/
+COPY requirements.txt ./
+COPY scripts/setup_gpu.sh scripts/uv.sh scripts/
 RUN ANY_MACHINE=1 bash scripts/setup_gpu.sh --requirements-only
 
 COPY . .

@@ -11,6 +11,7 @@ fi
 method=$adv_estimator
 if [[ $adv_estimator == grpo ]]; then
     adv_estimator=uniform
+    # shellcheck disable=SC2034
     method=uniform
     echo "ADV_ESTIMATOR=grpo: uniform, GRPO in the trainer of the other methods (weight 1, truncated responses masked alike);" \
         "verl's stock trainer is ADV_ESTIMATOR=verl_grpo" >&2

@@ -511,6 +511,7 @@ SHELL_FILES = [
     *(f"examples/{script}" for script in (*MODELS, "common.sh", "run_one_gpu_grail.sh", "slurm_grail.sh")),
     "scripts/setup_gpu.sh",
     "scripts/setup_cpu.sh",
+    "scripts/uv.sh",
     "scripts/train_cpu.sh",
     "scripts/choose_method.sh",
     "scripts/start_fresh.sh",
@@ -541,8 +542,9 @@ def test_header_lists_the_knobs(script: str) -> None:
 
 
 def pins() -> dict[str, str]:
-    """Package to version in requirements.txt."""
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    """Package to version in requirements.in, and flash-attn's in the script that installs it."""
+    flash_attn = re.findall(r"^flash_attn=(\S+)", (ROOT / "scripts/setup_gpu.sh").read_text(), flags=re.M)
+    lines = (ROOT / "requirements.in").read_text().splitlines() + flash_attn
     wanted = [Requirement(line) for line in lines if line and not line.startswith("#")]
     versions = {requirement.name: str(requirement.specifier) for requirement in wanted}
     assert len(versions) == len(wanted)
