@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from recipe.evaluate.files import write_text
+from recipe.files import write_text
 from recipe.tiny.model import build_model
 from recipe.tiny.sampling import prompt_ids
 from recipe.tiny.sampling import sample as sample_plainly

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.evaluate.files import write_text
+from recipe.files import write_text
 from study import alignment, truth
 from study.arms import ARMS, Arm
 from study.plan import BOUND, COMPARED, CONTRASTS, RUNS, RegimePlan, StudyPlan

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from recipe.data.convert import FEATURES, SUBSET_SEED, BadRow, convert, subset_rank
 from recipe.data.sources import MissingSourceError, Source, find_local_file, load_hub, read_jsonl
 from recipe.data.specs import BENCHMARKS, GOLD_READERS, SPECS, TRAINING_SETS, Columns, DatasetSpec, benchmark_names
-from recipe.evaluate.files import write_bytes
+from recipe.files import write_bytes
 
 MAX_DROPPED = 0.05
 _SHOWN_BAD_ROWS = 10

@@ -1,112 +1,93 @@
-"""Figures of each problem from its responses: right, answered, tokens.
+"""Judged samples, and figures over problems with their 95 % intervals.
 
-:func:`recipe.reward.compute_score` is the judge, as in training.
+Intervals are a percentile bootstrap over problems: a resample draws as many problems as a benchmark has, with replacement; the
+samples of a problem stay together, since they depend on each other. Each benchmark has a random generator of its own, so that
+its interval does not depend on which others are evaluated. Comparing two runs takes the same resamples for both.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from recipe.evaluate.files import json_line, write_text
-from recipe.evaluate.problems import Benchmark, Problem
-from recipe.evaluate.store import Generation
+from recipe.evaluate.problems import Benchmarks, Problem
+from recipe.evaluate.store import Samples
 from recipe.reward import compute_score
 
-# The judge's own processes do the work; threads only wait for them.
-_THREADS = 8
-
+RESAMPLES, LEVEL, SEED = 10_000, 0.95, 0
+MEANS = {"mean": "mean over benchmarks", "weighted_mean": "mean weighted by problems"}
 METRICS = ("acc", "pass", "tokens", "unanswered", "truncated")
-"""Columns of :func:`metric_table`; ``acc`` is reported as acc@k and ``pass`` as pass@k, k the number of samples."""
+"""Columns of :func:`problem_tables`; ``acc`` is reported as acc@k and ``pass`` as pass@k, k the number of samples."""
+# Differences of means are sums of fractions, so that equal runs may differ by rounding.
+_ROUNDING = 1e-9
 
 
-@dataclass(frozen=True)
-class ProblemScores:
-    """One problem's samples, judged; the lists run over its samples."""
+def judge(benchmarks: Benchmarks, generations: Mapping[str, Mapping[int, Samples]]) -> pd.DataFrame:
+    """Judge every sample by :func:`recipe.reward.compute_score`, as in training; a row a sample.
 
-    index: int
-    id: str
-    gold: str
-    right: list[bool]
-    answered: list[bool]
-    """Whether there is a complete box."""
-    no_verdict: list[bool]
-    """A box that the judge could not judge within its limits; it counts as wrong."""
-    truncated: list[bool]
-    """Whether the response reached the limit on its length."""
-    tokens: list[int]
-    answers: list[str]
-    """The judged box of each sample, shortened, for people."""
-
-
-def judge(
-    benchmark: Benchmark, generations: Mapping[int, Generation], progress: Callable[[int], object]
-) -> list[ProblemScores]:
-    """Judge every sample of a benchmark whose problems all have generations; ``progress`` is called with 1 a problem."""
-
-    def judge_one(problem: Problem) -> ProblemScores:
-        samples = generations[problem.index].samples
-        verdicts = [compute_score(benchmark.name, sample.text, problem.gold) for sample in samples]
-        progress(1)
-        return ProblemScores(
-            index=problem.index,
-            id=problem.id,
-            gold=problem.gold,
-            right=[verdict["score"] == 1.0 for verdict in verdicts],
-            answered=[verdict["answer_found"] == 1.0 for verdict in verdicts],
-            no_verdict=[verdict["verify_failed"] == 1.0 for verdict in verdicts],
-            truncated=[sample.finish_reason == "length" for sample in samples],
-            tokens=[sample.tokens for sample in samples],
-            answers=[verdict["pred"] for verdict in verdicts],
-        )
-
-    with ThreadPoolExecutor(_THREADS) as executor:
-        return list(executor.map(judge_one, benchmark.problems))
-
-
-def metric_table(scores: Sequence[ProblemScores]) -> np.ndarray:
-    """Return the (problems, 5) float64 array of the :data:`METRICS`.
-
-    ``acc``: share of right samples; ``pass``: 1 if any sample is right; ``tokens``: mean over samples; ``unanswered`` and
-    ``truncated``: share of samples.
+    Columns: ``benchmark``, ``index``, ``id`` and ``gold`` of the problem, ``sample``, ``right``, ``answered`` (there is a
+    complete box), ``no_verdict`` (a box that the judge could not judge within its limits; it counts as wrong), ``truncated``,
+    ``tokens``, and ``answer``: the judged box, shortened, for people.
     """
-    return np.array(
-        [
-            [
-                np.mean(problem.right),
-                float(any(problem.right)),
-                np.mean(problem.tokens),
-                1 - np.mean(problem.answered),
-                np.mean(problem.truncated),
-            ]
-            for problem in scores
-        ]
-    )
+
+    def rows(name: str, index: int, problem: Problem) -> list[dict[str, Any]]:
+        found = []
+        for number, sample in enumerate(generations[name][index]):
+            verdict = compute_score(name, sample["text"], problem.gold)
+            row = {"benchmark": name, "index": index, "id": problem.id, "gold": problem.gold, "sample": number}
+            row |= {"right": verdict["score"] == 1.0, "answered": verdict["answer_found"] == 1.0}
+            row |= {"no_verdict": verdict["verify_failed"] == 1.0, "truncated": sample["finish_reason"] == "length"}
+            found.append(row | {"tokens": sample["tokens"], "answer": verdict["pred"]})
+        return found
+
+    problems = [(name, index, problem) for name, each in benchmarks.items() for index, problem in enumerate(each)]
+    with ThreadPoolExecutor(8) as executor:  # the judge's own processes do the work
+        return pd.DataFrame([row for found in executor.map(lambda each: rows(*each), problems) for row in found])
 
 
-def scores_path(output_dir: Path, benchmark: str) -> Path:
-    return output_dir / "scores" / f"{benchmark}.jsonl"
+def problem_tables(scores: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """By benchmark, a row a problem with the :data:`METRICS` of its samples: shares, but for ``tokens``, a mean."""
+    scores = scores.assign(acc=scores["right"], unanswered=~scores["answered"])
+    means = scores.groupby(["benchmark", "index"], sort=False)[["acc", "tokens", "unanswered", "truncated"]].mean()
+    means = means.assign(**{"pass": means["acc"] > 0})[list(METRICS)].astype(float)
+    return {name: table.reset_index(drop=True) for name, table in means.groupby("benchmark", sort=False)}
 
 
-def write_scores(path: Path, scores: Iterable[ProblemScores]) -> None:
-    """Write a line a problem."""
-    write_text(path, "".join(json_line(asdict(problem)) for problem in scores))
+def resample_counts(benchmark: str, problems: int) -> np.ndarray:
+    """How often each problem is in each resample: (resamples, problems) int64, every row sums to ``problems``."""
+    key = int.from_bytes(hashlib.sha256(benchmark.encode()).digest()[:8], "big")
+    return np.random.default_rng([SEED, key]).multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES)
 
 
-def read_scores(path: Path) -> list[ProblemScores]:
-    """Read a file of :func:`write_scores`.
+def figures(tables: Mapping[str, pd.DataFrame], samples: int) -> dict[str, Any]:
+    """Value and interval (``low``, ``high``) of every metric, and in how many of the resamples it is ``above_zero``.
 
-    Raises:
-        ValueError: the file is missing or damaged.
+    Returns:
+        ``benchmarks`` (by name, with the number of ``problems``), ``mean`` over benchmarks and ``weighted_mean`` by problems.
     """
-    try:
-        return [ProblemScores(**json.loads(line)) for line in path.read_bytes().splitlines()]
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); run the evaluation again, it keeps its generations"
-        ) from None
+    sizes = [len(table) for table in tables.values()]
+    # The first row of each is the figure itself, the others are those of the resamples.
+    means = {
+        name: np.vstack([table.mean(), resample_counts(name, len(table)) @ table.to_numpy() / len(table)])
+        for name, table in tables.items()
+    }
+    stacked = np.stack(list(means.values()))
+    result = {name: _figures(each, samples) for name, each in means.items()}
+    return {
+        "benchmarks": {name: {"problems": size, **result[name]} for name, size in zip(tables, sizes, strict=True)},
+        "mean": _figures(stacked.mean(axis=0), samples),
+        "weighted_mean": _figures(np.average(stacked, axis=0, weights=sizes), samples),
+    }
+
+
+def _figures(means: np.ndarray, samples: int) -> dict[str, dict[str, float]]:
+    names = [f"{name}@{samples}" if name in ("acc", "pass") else name for name in METRICS]
+    low, high = np.quantile(means[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    columns = zip(means[0], low, high, (means[1:] > _ROUNDING).mean(axis=0), strict=True)
+    keys = ("value", "low", "high", "above_zero")
+    return {name: dict(zip(keys, map(float, column), strict=True)) for name, column in zip(names, columns, strict=True)}

@@ -21,7 +21,7 @@ from recipe.data.prepare import main, prepare_dataset
 from recipe.data.prompts import PROMPT_SUFFIX, user_messages
 from recipe.data.sources import read_jsonl
 from recipe.data.specs import PUBLISHED_BENCHMARKS, SPECS, Columns
-from recipe.evaluate.files import write_bytes
+from recipe.files import write_bytes
 from recipe.reward import compute_score
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
