@@ -2,6 +2,6 @@
 
 ``python -m recipe.evaluate`` is the command. :mod:`~recipe.evaluate.checkpoint` turns ``--model`` into a model folder,
 :mod:`~recipe.evaluate.problems` reads the benchmarks and makes the prompts, :mod:`~recipe.evaluate.engines` samples with vLLM,
-:mod:`~recipe.evaluate.store` keeps every finished problem, :mod:`~recipe.evaluate.scores` judges and computes intervals,
-:mod:`~recipe.evaluate.report` and :mod:`~recipe.evaluate.compare` write tables and plots.
+:mod:`~recipe.evaluate.store` keeps every sample, :mod:`~recipe.evaluate.report` and :mod:`~recipe.evaluate.compare` judge,
+count and write tables and plots.
 """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -16,77 +16,68 @@ from recipe.chat_templates import read_chat_template
 from recipe.data.specs import BENCHMARKS, benchmark_names
 from recipe.evaluate import compare, engines, report
 from recipe.evaluate.checkpoint import fingerprint, resolve_model
-from recipe.evaluate.engines import Answer, Request, Sampling
-from recipe.evaluate.problems import Benchmarks, encode_prompts, load_benchmarks, load_tokenizer, prompt_template
-from recipe.evaluate.scores import judge
+from recipe.evaluate.problems import encode_prompts, load_benchmarks, load_tokenizer, prompt_template
 from recipe.evaluate.store import Store
 from recipe.files import digest, write_text
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
 _FILES = ("generations.jsonl", "scores.jsonl", "results.md", "results.png", "results.json")
 
 
-def evaluate(
-    model: str | Path,
-    benchmarks: Benchmarks,
-    output_dir: Path,
-    sampling: Sampling,
-    *,
-    chat_template: str | None = None,
-    workers: int | None = None,
-    tensor_parallel_size: int = 1,
-    restart: bool = False,
-) -> dict[str, Any]:
-    """Sample the problems that ``output_dir`` lacks, judge all responses, write and return the report.
-
-    ``chat_template`` is the text of a template in place of the tokenizer's own; ``workers`` the number of vLLM engines, by
-    default all that the GPUs in sight allow; ``restart`` deletes the files of an earlier evaluation.
+def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    """Sample what ``options.output_dir`` lacks, judge all responses, write and return the report.
 
     Raises:
-        ValueError: the model cannot be used, or ``output_dir`` holds generations made with other settings.
+        ValueError: the model cannot be used, or the folder holds generations made with other settings.
         RuntimeError: vLLM or verl's model merger failed.
     """
-    version = engines.engine_version()
-    folder = resolve_model(model)
-    tokenizer = load_tokenizer(folder, chat_template)
+    if not (names := benchmark_names(options.benchmarks)):
+        raise ValueError("--benchmarks names nothing")
+    benchmarks = load_benchmarks(names, options.data_dir)
+    template = None if options.chat_template is None else read_chat_template(options.chat_template)
+    sampling = {name: getattr(options, name) for name in SAMPLING}
+    model = resolve_model(options.model)
+    tokenizer = load_tokenizer(model, template)
     prompts = {name: encode_prompts(tokenizer, problems) for name, problems in benchmarks.items()}
     # Of all problems, not of the missing ones, so that a resumed evaluation runs in the same engine.
-    longest = max(len(prompt) for encoded in prompts.values() for prompt in encoded) + sampling.max_tokens
-    engines.check_length(folder, longest)
-    settings = {"model": fingerprint(folder), **asdict(sampling), "engine": version}
-    for name in _FILES if restart else ():
-        (output_dir / name).unlink(missing_ok=True)
+    longest = max(len(prompt) for encoded in prompts.values() for prompt in encoded) + sampling["max_tokens"]
+    engines.check_length(model, longest)
+    settings = {"model": fingerprint(model), **sampling, "engine": engines.engine_version()}
+    for name in _FILES if options.restart else ():
+        (options.output_dir / name).unlink(missing_ok=True)
 
-    hashes = {name: [digest(prompt) for prompt in encoded] for name, encoded in prompts.items()}
-    with Store(output_dir / "generations.jsonl", settings, hashes) as store:
-        requests = [Request(name, index, prompts[name][index]) for name, index in store.missing()]
-        kept = sum(map(len, store.finished.values()))
-        if requests:
-            print(f"{kept} problems are there already, {len(requests)} to go", file=sys.stderr, flush=True)
-            count = engines.engine_count(workers, tensor_parallel_size)
-            with tqdm(total=len(requests) + kept, initial=kept, desc="sampling", unit=" problems") as progress:
+    with Store(options.output_dir / "generations.jsonl", settings) as store:
+        wanted = [
+            {"benchmark": name, "index": index, "sample": number, "prompt": digest(prompt)}
+            for name, encoded in prompts.items()
+            for index, prompt in enumerate(encoded)
+            for number in range(sampling["samples"])
+        ]
+        missing = store.missing(wanted)
+        with tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc="sampling", unit=" samples") as progress:
 
-                def done(request: Request, answers: list[Answer]) -> None:
-                    store.append(request.benchmark, request.index, [_sample(tokenizer, answer) for answer in answers])
-                    progress.update()
+            def done(sample: dict[str, Any], answer: engines.Answer) -> None:
+                # vLLM would load the tokenizer its own way.
+                text = tokenizer.decode(
+                    answer.pop("token_ids"), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                )
+                store.append({**sample, **answer, "text": text})
+                progress.update()
 
-                options = {"engines": count, "tensor_parallel_size": tensor_parallel_size, "done": done}
-                asyncio.run(engines.sample(folder, requests, sampling, longest, **options))
-        scores = judge(benchmarks, store.finished)
-    write_text(output_dir / "scores.jsonl", scores.to_json(orient="records", lines=True, force_ascii=False))
-    run = {"model": str(model), "model_hash": settings["model"], "template": prompt_template(tokenizer, benchmarks)}
-    results = report.summarise(run | {"sampling": asdict(sampling), "engine": version}, benchmarks, scores)
-    report.plot(results, output_dir / "results.png")
-    report.write_report(results, output_dir, "results", report.markdown(results))
+            if missing:
+                encoded = [prompts[sample["benchmark"]][sample["index"]] for sample in missing]
+                gpus = options.tensor_parallel_size
+                count = engines.engine_count(options.workers, gpus)
+                start = partial(engines.start_engine, model, longest, count, gpus)
+                asyncio.run(engines.sample(start, encoded, missing, sampling, done))
+        samples = [store.samples[sample["benchmark"], sample["index"], sample["sample"]] for sample in wanted]
+
+    scores = report.judge(samples, benchmarks)
+    write_text(options.output_dir / "scores.jsonl", scores.to_json(orient="records", lines=True, force_ascii=False))
+    run = {"model": options.model, "model_hash": settings["model"], "template": prompt_template(tokenizer, benchmarks)}
+    results = report.summarise(run | {"sampling": sampling, "engine": settings["engine"]}, benchmarks, scores)
+    report.write_report(results, options.output_dir, "results", report.markdown(results), report.plot)
     return results
-
-
-def _sample(tokenizer: PreTrainedTokenizerBase, answer: Answer) -> dict[str, Any]:
-    """A response as the store keeps it, its text by the tokenizer that encoded the prompts."""
-    text = tokenizer.decode(answer.token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return {"seed": answer.seed, "tokens": len(answer.token_ids), "finish_reason": answer.finish_reason, "text": text}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,9 +86,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.compare:
-            _compare(options)
+            if options.model:
+                raise ValueError("--compare takes two finished output folders and no --model")
+            result = compare.compare(*map(compare.load_run, options.compare))
+            print(text := compare.markdown(result))
+            if options.output_dir is not None:
+                report.write_report(result, options.output_dir, "comparison", text, compare.plot)
         else:
-            _evaluate(options)
+            for name, value in (("--model", options.model), ("--output-dir", options.output_dir)):
+                if value is None:
+                    raise ValueError(f"{name} is missing; it is needed unless --compare names two evaluations")
+            print(report.markdown(evaluate(options)), f"written to {options.output_dir}: {', '.join(_FILES)}", sep="\n")
     except (ValueError, RuntimeError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
@@ -107,85 +106,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _evaluate(options: argparse.Namespace) -> None:
-    for option in ("model", "output_dir"):
-        if getattr(options, option) is None:
-            raise ValueError(
-                f"--{option.replace('_', '-')} is missing; it is needed unless --compare names two evaluations"
-            )
-    for option in ("workers", "tensor_parallel_size"):
-        if (value := getattr(options, option)) is not None and value < 1:
-            raise ValueError(f"--{option.replace('_', '-')} {value} must be at least 1")
-    sampling = Sampling(**{name: getattr(options, name) for name in asdict(Sampling())})
-    names = benchmark_names(options.benchmarks)
-    if not names:
-        raise ValueError("--benchmarks names nothing")
-    results = evaluate(
-        options.model,
-        load_benchmarks(names, options.data_dir),
-        options.output_dir,
-        sampling,
-        chat_template=None if options.chat_template is None else read_chat_template(options.chat_template),
-        workers=options.workers,
-        tensor_parallel_size=options.tensor_parallel_size,
-        restart=options.restart,
-    )
-    print(report.markdown(results), f"written to {options.output_dir}: {', '.join(_FILES)}", sep="\n")
+def _number(kind: Callable[[str], float], least: float, most: float = float("inf")) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        if not least <= (value := kind(text)) <= most:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least}{f' and at most {most}' * (most < 2)}")
+        return value
 
-
-def _compare(options: argparse.Namespace) -> None:
-    if options.model:
-        raise ValueError("--compare takes two finished output folders and no --model")
-    result = compare.compare(*map(compare.load_run, options.compare))
-    text = compare.markdown(result)
-    print(text)
-    if options.output_dir is not None:
-        report.write_report(result, options.output_dir, "comparison", text)
-        compare.plot(result, options.output_dir / "comparison.png")
-        print(f"written to {options.output_dir}: comparison.md, comparison.json, comparison.png")
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
-    default = Sampling()
     parser = argparse.ArgumentParser(
         prog="python -m recipe.evaluate",
         description="Sample a model's answers to the benchmarks with vLLM and report acc@k, pass@k and mean tokens with 95 % "
         "intervals. Called again after an interruption, it resumes where it stopped. Defaults are those of the published "
         "evaluation.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add = parser.add_argument
-    add(
-        "--model",
-        help="Hugging Face model folder, verl checkpoint .../global_step_N, or ORG/NAME[@REVISION] of the hub",
-    )
-    add(
-        "--benchmarks",
-        default="all",
-        help=f"all (the published six) or names joined by commas: {', '.join(BENCHMARKS)}",
-    )
-    add("--data-dir", type=Path, default=Path("data"), help="folder that recipe.data.prepare filled (default: data)")
+    add, count = parser.add_argument, _number(int, 1)
+    models = "Hugging Face model folder, verl checkpoint .../global_step_N, or ORG/NAME[@REVISION] of the hub"
+    add("--model", help=models)
+    names = f"all (the published six) or names joined by commas: {', '.join(BENCHMARKS)}"
+    add("--benchmarks", default="all", help=names)
+    add("--data-dir", type=Path, default=Path("data"), help="folder that recipe.data.prepare filled")
     add("--output-dir", type=Path, help="folder for generations, scores and results")
-    for option, text in (
-        ("--samples", "samples a problem"),
-        ("--temperature", "0: greedy"),
-        ("--top-p", "share of the probability that is sampled from"),
-        ("--top-k", "0: all tokens"),
-        ("--max-tokens", "tokens a response may have; models that always think may need more"),
-        ("--seed", "seed of all samples"),
-    ):
-        value = getattr(default, option[2:].replace("-", "_"))
-        add(option, type=type(value), default=value, help=f"{text} (default: {value})")
+    add("--samples", type=count, default=3, help="samples a problem")
+    add("--temperature", type=_number(float, 0), default=0.6, help="0: greedy")
+    add("--top-p", type=_number(float, 1e-9, 1), default=0.95, help="share of the probability that is sampled from")
+    add("--top-k", type=_number(int, 0), default=20, help="0: all tokens")
+    tokens = "tokens a response may have; models that always think may need more"
+    add("--max-tokens", type=count, default=8192, help=tokens)
+    add("--seed", type=_number(int, 0), default=0, help="seed of all samples")
     add("--chat-template", help="base_math (for base models) or the path of a .jinja file, in place of the tokenizer's")
-    engines_help = (
-        "vLLM engines, each with the whole model (default: one for every --tensor-parallel-size GPUs; 1 without a GPU)"
-    )
-    add("--workers", type=int, help=engines_help)
-    add("--tensor-parallel-size", type=int, default=1, help="GPUs of each engine (default: 1)")
+    add("--workers", type=count, help="vLLM engines, each with the whole model; as many as the GPUs allow if not given")
+    add("--tensor-parallel-size", type=count, default=1, help="GPUs of each engine")
     add("--restart", action="store_true", help="delete the files of earlier evaluations in --output-dir and begin anew")
-    compare_help = (
-        "compare two finished output folders, B minus A, by a paired bootstrap; --output-dir gets the comparison"
-    )
-    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help=compare_help)
+    folders = "compare two finished output folders, B minus A; --output-dir gets the comparison"
+    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help=folders)
     return parser
 
 

@@ -41,12 +41,12 @@ def resolve_model(model: str | Path) -> Path:
     if _is_model(path):
         return path
     checkpoint = path / "actor" if (path / "actor").is_dir() else path
-    shards = _shards(checkpoint)
+    sharded = _is_sharded(checkpoint)
     exported = checkpoint / "huggingface"
     if _is_model(exported) and not (checkpoint / _LORA_META).is_file():
         return exported  # trained with actor.checkpoint.save_contents that include hf_model
-    if shards:
-        return _merged(checkpoint, shards)
+    if sharded:
+        return _merged(checkpoint)
     if steps := sorted(path.glob("global_step_*"), key=lambda step: (len(step.name), step.name)):
         raise ValueError(f"--model {path} holds several checkpoints; name one of them, for example {steps[-1]}")
     raise ValueError(
@@ -85,7 +85,8 @@ def _from_hub(model: str) -> Path:
         True,
     ):  # of a commit named in full, the hub is asked even where its files are all in the cache
         try:
-            found = snapshot_download(name, revision=revision or None, allow_patterns=_FILES, local_files_only=cached)
+            options = {"revision": revision or None, "allow_patterns": _FILES, "local_files_only": cached}
+            folder = Path(snapshot_download(name, **options))
             break
         except (httpx.HTTPError, HFValidationError, OSError) as error:
             reason = error
@@ -94,40 +95,38 @@ def _from_hub(model: str) -> Path:
             f"--model {model} is no folder here, and the Hugging Face hub does not give it ({reason}). Check the name; "
             "without a connection, fetch it elsewhere with: hf download ORG/NAME --local-dir DIR, and name DIR"
         )
-    folder = Path(found)
     if not _is_model(folder):
         raise ValueError(f"--model {model} of the Hugging Face hub has no config.json with *.safetensors")
     return folder
 
 
-def _shards(checkpoint: Path) -> list[Path]:
-    """The weight files of an FSDP checkpoint, all ranks; empty if it is none."""
+def _is_sharded(checkpoint: Path) -> bool:
+    """Whether a folder is an FSDP checkpoint, with the weights of all ranks."""
     config = checkpoint / "fsdp_config.json"
     if not config.is_file():
         if any(checkpoint.glob("model_world_size_*_rank_*.pt")):
             raise ValueError(f"{checkpoint} has no fsdp_config.json; copy it from the machine that ran rank 0")
-        return []
+        return False
     try:
         world_size = int(json.loads(config.read_text(encoding="utf-8"))["world_size"])
         if not 0 < world_size <= _MOST_RANKS:
             raise ValueError(f"{world_size} ranks")
     except (OSError, ValueError, RecursionError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{config} does not say the world_size ({error!r}); the checkpoint is broken") from None
-    shards = [checkpoint / f"model_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
-    missing = [shard.name for shard in shards if not shard.is_file()]
+    shards = [f"model_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
+    missing = [shard for shard in shards if not (checkpoint / shard).is_file()]
     if missing and len(missing) < world_size:
         raise ValueError(
             f"{checkpoint} lacks {', '.join(missing)}; nodes without a common file system keep their ranks' files to "
             "themselves: copy them into one folder"
         )
-    return [] if missing else shards
+    return not missing
 
 
-def _merged(checkpoint: Path, shards: list[Path]) -> Path:
+def _merged(checkpoint: Path) -> Path:
     target = checkpoint.with_name(f"{checkpoint.name}_merged")
-    others = [*(checkpoint / "huggingface").glob("*"), *checkpoint.glob(_LORA_META)]
-    sources = shards + sorted(path for path in others if path.is_file())
-    entries = {str(path.relative_to(checkpoint)): [path.stat().st_size, path.stat().st_mtime_ns] for path in sources}
+    files = {path: path.stat() for path in sorted(checkpoint.rglob("*")) if path.is_file()}
+    entries = {str(path.relative_to(checkpoint)): [stat.st_size, stat.st_mtime_ns] for path, stat in files.items()}
     stamp = json.dumps(entries, indent=2) + "\n"
     if (target / _STAMP).is_file() and (target / _STAMP).read_text(encoding="utf-8") == stamp:
         return target

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from recipe.evaluate.report import describe_run, draw, interval, rows_of
-from recipe.evaluate.scores import LEVEL, RESAMPLES, figures
+from recipe.evaluate.report import LEVEL, RESAMPLES, describe_run, draw, figures, interval, rows_of
 
 PUBLISHED_SOURCE = "GRAIL minus GRPO as published (arXiv 2606.04889), mean over five models and six benchmarks"
 PUBLISHED_DIFFERENCES = {"acc": 0.0360, "pass": 0.0305}
@@ -58,10 +57,10 @@ def compare(first: FinishedRun, second: FinishedRun) -> dict[str, Any]:
     tables = {name: after[name] - before[name] for name in before}
     result = figures(tables, first.report["run"]["sampling"]["samples"])
     for key, run in (("first", first), ("second", second)):
-        for (_, row), (_, of_run) in zip(rows_of(result), rows_of(run.report), strict=True):
-            for name, figure in row.items():
-                if isinstance(figure, dict):
-                    figure[key] = of_run[name]["value"]
+        of_run = dict(rows_of(run.report))
+        for label, row in rows_of(result):
+            for name in row.keys() - {"problems"}:
+                row[name][key] = of_run[label][name]["value"]
     return {
         "first": {"folder": str(first.folder), "run": first.report["run"]},
         "second": {"folder": str(second.folder), "run": second.report["run"]},

@@ -3,10 +3,9 @@
 Every sample is a request of its own whose seed follows from the evaluation's seed, the benchmark, the problem and the
 sample's number alone. So it matters neither in which order and by which engine problems are sampled, nor in how many sittings.
 
-The tokens themselves depend on vLLM: the last bits of the logits may depend on the rest of the batch, and a sample then differs
-from where two tokens are almost equally likely. Measured with vLLM 0.28 on a CPU: in float32 the tokens were the same alone and
-in a batch; in bfloat16 one of eight samples of 64 tokens differed. So a CPU always computes in float32. On GPUs of compute
-capability 9.0 and above ``VLLM_BATCH_INVARIANT=1`` asks vLLM for the same numbers in any batch.
+The last bits of the logits may depend on the rest of the batch. Measured with vLLM 0.28 on a CPU, float32 gave the same tokens
+alone and in a batch, bfloat16 did not. So a CPU always computes in float32. On GPUs of compute capability 9.0 and above
+``VLLM_BATCH_INVARIANT=1`` asks vLLM for the same numbers in any batch.
 """
 
 from __future__ import annotations
@@ -15,56 +14,22 @@ import asyncio
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn; the defaults are those of the published evaluation."""
-
-    samples: int = 3
-    temperature: float = 0.6
-    top_p: float = 0.95
-    top_k: int = 20
-    max_tokens: int = 8192
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("samples", 1), ("temperature", 0), ("top_k", 0), ("max_tokens", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least {least}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p {self.top_p} must be above 0 and at most 1")
+Answer = dict[str, Any]
+"""``seed``, ``tokens`` (their number with the end token), ``finish_reason`` (``stop`` or ``length``) and ``token_ids``."""
 
 
-class Request(NamedTuple):
-    """A problem to be sampled."""
-
-    benchmark: str
-    index: int
-    prompt_ids: list[int]
-
-
-class Answer(NamedTuple):
-    """One response."""
-
-    seed: int
-    token_ids: list[int]
-    """With the end token."""
-    finish_reason: str
-    """``stop`` or ``length``."""
-
-
-def sample_seed(seed: int, benchmark: str, index: int, sample: int) -> int:
-    """Seed of one sample: 63 bits of the SHA-256 of its identity."""
-    text = f"{seed}/{benchmark}/{index}/{sample}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+def sample_seed(name: str) -> int:
+    """Seed of the sample ``SEED/BENCHMARK/INDEX/SAMPLE``: 63 bits of the SHA-256 of this name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 def engine_version() -> str:
@@ -148,56 +113,43 @@ def start_engine(model: Path, longest: int, engines: int, tensor_parallel_size: 
     return AsyncLLM.from_engine_args(arguments)
 
 
-def sampling_params(sampling: Sampling, seed: int) -> Any:
-    """vLLM's parameters for one sample."""
+def sampling_params(sampling: Mapping[str, Any], seed: int) -> SamplingParams:
+    """vLLM's parameters for one sample, whose text the tokenizer that encoded the prompt makes."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        seed=seed,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        detokenize=False,  # the tokenizer that encoded the prompts decodes the responses
-    )
+    options = {name: value for name, value in sampling.items() if name not in ("samples", "seed")}
+    return SamplingParams(**options, seed=seed, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
 
 
 async def sample(
-    model: Path,
-    requests: Sequence[Request],
-    sampling: Sampling,
-    longest: int,
-    *,
-    engines: int,
-    tensor_parallel_size: int,
-    done: Callable[[Request, list[Answer]], object],
+    start: Callable[[], AsyncLLM],
+    prompts: Sequence[list[int]],
+    wanted: Sequence[dict[str, Any]],
+    sampling: Mapping[str, Any],
+    done: Callable[[dict[str, Any], Answer], object],
 ) -> None:
-    """Load the model and sample all problems in one go; call ``done`` for each of them as soon as its samples are there.
+    """Start the engines and draw all ``wanted`` samples in one go; ``done`` is called with each as soon as it is there.
 
     Raises:
         RuntimeError: an engine failed, or vLLM gave up on a sample.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    engine = start_engine(model, longest, engines, tensor_parallel_size)
+    engine = start()
 
-    async def answer(request: Request, number: int) -> Answer:
-        seed = sample_seed(sampling.seed, request.benchmark, request.index, number)
-        name = f"{request.benchmark}/{request.index}/{number}"
-        prompt = {"prompt_token_ids": request.prompt_ids}
-        async for output in engine.generate(prompt, sampling_params(sampling, seed), name):
+    async def draw(prompt: list[int], each: dict[str, Any]) -> None:
+        name = f"{each['benchmark']}/{each['index']}/{each['sample']}"
+        seed = sample_seed(f"{sampling['seed']}/{name}")
+        async for output in engine.generate({"prompt_token_ids": prompt}, sampling_params(sampling, seed), name):
             final = output.outputs[0]
         if final.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended sample {name} with {final.finish_reason!r}")
-        return Answer(seed, list(final.token_ids), final.finish_reason)
-
-    async def problem(request: Request) -> None:
-        done(request, await asyncio.gather(*(answer(request, number) for number in range(sampling.samples))))
+        ids = list(final.token_ids)
+        done(each, {"seed": seed, "tokens": len(ids), "finish_reason": final.finish_reason, "token_ids": ids})
 
     try:
-        await asyncio.gather(*map(problem, requests))
+        await asyncio.gather(*map(draw, prompts, wanted))
     except EngineDeadError:
         raise RuntimeError("an engine ended; its output above says why. The same command resumes here") from None
     finally:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.data.prompts import PROMPT_SUFFIX
 from recipe.files import digest
 
 if TYPE_CHECKING:
@@ -69,11 +68,7 @@ def _problem(name: str, row: dict[str, Any]) -> Problem:
 
 
 def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer, with ``chat_template`` (its text) in place of its own.
-
-    Raises:
-        ValueError: there is no chat template at all, or the tokenizer cannot be used.
-    """
+    """Load the model's tokenizer, with ``chat_template`` (its text) in place of its own; ValueError if it has none at all."""
     from grail_advantage import tokenizers
 
     tokenizer = tokenizers.load_tokenizer(str(model))
@@ -86,23 +81,18 @@ def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenize
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> list[list[int]]:
     """Token ids of every problem's prompt, with thinking switched off where the chat template knows the switch."""
-    options = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False}
-    return [tokenizer.apply_chat_template(problem.messages, **options) for problem in problems]
+    return [
+        tokenizer.apply_chat_template(
+            each.messages, add_generation_prompt=True, enable_thinking=False, return_dict=False
+        )
+        for each in problems
+    ]
 
 
 def prompt_template(tokenizer: PreTrainedTokenizerBase, benchmarks: Benchmarks) -> dict[str, Any]:
-    """The form in which the model gets a problem; two evaluations that differ in it measure different things.
-
-    Returns:
-        ``chat_template`` (a hash of its text), ``enable_thinking`` and ``prompt``: the text that a model gets, with
-        ``{problem}`` in place of the problem.
-    """
-    chats = [problem.messages for problems in benchmarks.values() for problem in problems]
-    instruction = PROMPT_SUFFIX if all(chat[-1]["content"].endswith(PROMPT_SUFFIX) for chat in chats) else ""
-    example = [*chats[0][:-1], {**chats[0][-1], "content": "{problem}" + instruction}]
-    options = {"add_generation_prompt": True, "enable_thinking": False, "tokenize": False}
-    return {
-        "chat_template": digest(tokenizer.chat_template),
-        "enable_thinking": False,
-        "prompt": tokenizer.apply_chat_template(example, **options),
-    }
+    """The form of the prompts, for people and for comparisons; ``prompt`` is the text of the first problem's."""
+    example = next(iter(benchmarks.values()))[0]
+    text = tokenizer.apply_chat_template(
+        example.messages, add_generation_prompt=True, enable_thinking=False, tokenize=False
+    )
+    return {"chat_template": digest(tokenizer.chat_template), "enable_thinking": False, "prompt": text}

@@ -1,9 +1,17 @@
-"""Figures of one run: ``results.json``, ``results.md`` and ``results.png``."""
+"""Judged samples, figures over problems with their 95 % intervals, and ``results.json``, ``results.md`` and ``results.png``.
+
+
+Intervals are a percentile bootstrap over problems: a resample draws as many problems as a benchmark has, with replacement; the
+samples of a problem stay together, since they depend on each other. Each benchmark has a random generator of its own, so that
+its interval does not depend on which others are evaluated. Comparing two runs takes the same resamples for both.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +19,84 @@ import numpy as np
 import pandas as pd
 
 from recipe.evaluate.problems import Benchmarks
-from recipe.evaluate.scores import LEVEL, MEANS, RESAMPLES, SEED, figures, problem_tables
+from recipe.evaluate.store import KEY
 from recipe.files import digest, write_text
+from recipe.reward import compute_score
+
+RESAMPLES, LEVEL, SEED = 10_000, 0.95, 0
+MEANS = {"mean": "mean over benchmarks", "weighted_mean": "mean weighted by problems"}
+METRICS = ("acc", "pass", "tokens", "unanswered", "truncated")
+"""Columns of :func:`problem_tables`; ``acc`` is reported as acc@k and ``pass`` as pass@k, k the number of samples."""
+# Differences of means are sums of fractions, so that equal runs may differ by rounding.
+_ROUNDING = 1e-9
+
+
+def judge(samples: Sequence[Mapping[str, Any]], benchmarks: Benchmarks) -> pd.DataFrame:
+    """Judge samples by :func:`recipe.reward.compute_score`, as in training; a row a sample.
+
+    Columns: the sample's name and ``tokens``, ``gold``, ``right``, ``answered`` (there is a complete box), ``no_verdict`` (a
+    box that the judge could not judge within its limits; it counts as wrong), ``truncated``, and ``answer``: the judged box,
+    shortened, for people.
+    """
+
+    def row(sample: Mapping[str, Any]) -> dict[str, Any]:
+        gold = benchmarks[sample["benchmark"]][sample["index"]].gold
+        verdict = compute_score(sample["benchmark"], sample["text"], gold)
+        return {
+            **{name: sample[name] for name in (*KEY, "tokens")},
+            "gold": gold,
+            "right": verdict["score"] == 1.0,
+            "answered": verdict["answer_found"] == 1.0,
+            "no_verdict": verdict["verify_failed"] == 1.0,
+            "truncated": sample["finish_reason"] == "length",
+            "answer": verdict["pred"],
+        }
+
+    with ThreadPoolExecutor(8) as executor:  # the judge's own processes do the work
+        return pd.DataFrame(executor.map(row, samples))
+
+
+def problem_tables(scores: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """By benchmark, a row a problem with the :data:`METRICS` of its samples: shares, but for ``tokens``, a mean."""
+    scores = scores.assign(acc=scores["right"], unanswered=~scores["answered"])
+    means = scores.groupby(["benchmark", "index"], sort=False)[["acc", "tokens", "unanswered", "truncated"]].mean()
+    means = means.assign(**{"pass": means["acc"] > 0})[list(METRICS)].astype(float)
+    return {name: table.reset_index(drop=True) for name, table in means.groupby("benchmark", sort=False)}
+
+
+def resample_counts(benchmark: str, problems: int) -> np.ndarray:
+    """How often each problem is in each resample: (resamples, problems) int64, every row sums to ``problems``."""
+    key = int.from_bytes(hashlib.sha256(benchmark.encode()).digest()[:8], "big")
+    return np.random.default_rng([SEED, key]).multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES)
+
+
+def figures(tables: Mapping[str, pd.DataFrame], samples: int) -> dict[str, Any]:
+    """Value and interval (``low``, ``high``) of every metric, and in how many of the resamples it is ``above_zero``.
+
+    Returns:
+        ``benchmarks`` (by name, with the number of ``problems``), ``mean`` over benchmarks and ``weighted_mean`` by problems.
+    """
+    sizes = [len(table) for table in tables.values()]
+    # The first row of each is the figure itself, the others are those of the resamples.
+    means = {
+        name: np.vstack([table.mean(), resample_counts(name, len(table)) @ table.to_numpy() / len(table)])
+        for name, table in tables.items()
+    }
+    stacked = np.stack(list(means.values()))
+    result = {name: _figures(each, samples) for name, each in means.items()}
+    return {
+        "benchmarks": {name: {"problems": size, **result[name]} for name, size in zip(tables, sizes, strict=True)},
+        "mean": _figures(stacked.mean(axis=0), samples),
+        "weighted_mean": _figures(np.average(stacked, axis=0, weights=sizes), samples),
+    }
+
+
+def _figures(means: np.ndarray, samples: int) -> dict[str, dict[str, float]]:
+    names = [f"{name}@{samples}" if name in ("acc", "pass") else name for name in METRICS]
+    low, high = np.quantile(means[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    columns = zip(means[0], low, high, (means[1:] > _ROUNDING).mean(axis=0), strict=True)
+    keys = ("value", "low", "high", "above_zero")
+    return {name: dict(zip(keys, map(float, column), strict=True)) for name, column in zip(names, columns, strict=True)}
 
 
 def summarise(run: Mapping[str, Any], benchmarks: Benchmarks, scores: pd.DataFrame) -> dict[str, Any]:
@@ -122,7 +206,10 @@ def draw(result: Mapping[str, Any], path: Path, metrics: Sequence[str], title: s
     pyplot.close(figure)
 
 
-def write_report(result: Mapping[str, Any], output_dir: Path, name: str, text: str) -> None:
-    """Write ``NAME.md`` and ``NAME.json``."""
+def write_report(
+    result: Mapping[str, Any], output_dir: Path, name: str, text: str, plot: Callable[[Mapping[str, Any], Path], None]
+) -> None:
+    """Write ``NAME.md``, ``NAME.png`` and ``NAME.json``."""
     write_text(output_dir / f"{name}.md", text)
+    plot(result, output_dir / f"{name}.png")
     write_text(output_dir / f"{name}.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")

@@ -8,7 +8,6 @@ The hand case, three samples a problem (right or not; tokens):
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -31,12 +30,12 @@ from datasets import Dataset
 from recipe.data.convert import FEATURES
 from recipe.data.prompts import user_messages
 from recipe.evaluate import compare, engines, report
-from recipe.evaluate.__main__ import evaluate, main
+from recipe.evaluate.__main__ import _parser, main
 from recipe.evaluate.checkpoint import fingerprint, resolve_model
-from recipe.evaluate.engines import Sampling, engine_count, sample_seed, sampling_params, set_environment
+from recipe.evaluate.engines import engine_count, sample_seed, sampling_params, set_environment
 from recipe.evaluate.problems import Problem, encode_prompts, load_benchmarks, load_tokenizer, prompt_template
-from recipe.evaluate.scores import RESAMPLES, figures, judge, problem_tables, resample_counts
-from recipe.evaluate.store import Samples, Store
+from recipe.evaluate.report import RESAMPLES, figures, judge, problem_tables, resample_counts
+from recipe.evaluate.store import Store
 from recipe.tiny.model import build_model, build_tokenizer
 from tests.core.tiny_models import char_tokenizer, encode
 from tests.real_tokenizers import qwen_tokenizer
@@ -62,7 +61,7 @@ def row(right: str) -> Row:
     return right, [1] * len(right), [], []
 
 
-def make_samples(index: int, case: Row) -> Samples:
+def make_samples(name: str, index: int, case: Row) -> list[dict[str, Any]]:
     """Responses that state the gold answer or one more, or have no complete box."""
     right, tokens, unanswered, truncated = case
     samples = []
@@ -70,18 +69,25 @@ def make_samples(index: int, case: Row) -> Samples:
         answer = 10 * (index + 1) + (mark == "0")
         text = r"So \boxed{7" if number in unanswered else rf"First \boxed{{0}}, no, \boxed{{{answer}}}."
         reason = "length" if number in truncated else "stop"
-        samples.append({"seed": number, "tokens": length, "finish_reason": reason, "text": text})
+        sample = {"benchmark": name, "index": index, "sample": number, "prompt": f"p{index}", "seed": number}
+        samples.append(sample | {"tokens": length, "finish_reason": reason, "text": text})
     return samples
 
 
-def make_run(folder: Path, rows: dict[str, list[Row]], template: dict[str, Any] | None = None, **sampling: Any) -> Any:
+SAMPLING = {"samples": 3, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 8192, "seed": 0}
+
+
+def make_run(
+    folder: Path, rows: dict[str, list[Row]], template: Any = None, plot: Any = lambda *_: None, **sampling: Any
+) -> Any:
     """Judge hand-made responses with the real judge and write what a finished evaluation writes."""
     benchmarks = {name: make_problems(name, len(cases)) for name, cases in rows.items()}
-    generations = {name: {i: make_samples(i, case) for i, case in enumerate(cases)} for name, cases in rows.items()}
+    samples = [
+        each for name, cases in rows.items() for i, case in enumerate(cases) for each in make_samples(name, i, case)
+    ]
     run = {"model": f"models/{folder.name}", "template": TEMPLATE | (template or {}), "engine": "vllm 0.0"}
-    run |= {"sampling": dataclasses.asdict(Sampling(**sampling))}
-    results = report.summarise(run, benchmarks, judge(benchmarks, generations))
-    report.write_report(results, folder, "results", report.markdown(results))
+    results = report.summarise(run | {"sampling": SAMPLING | sampling}, benchmarks, judge(samples, benchmarks))
+    report.write_report(results, folder, "results", report.markdown(results), plot)
     return results
 
 
@@ -108,8 +114,9 @@ def test_hand_case(tmp_path: Path) -> None:
 
 def test_answer_that_cannot_be_judged_is_counted() -> None:
     texts = [r"\boxed{27}", r"\boxed{" + "1+" * 600 + "1}", "no box"]
-    samples = [{"seed": 0, "tokens": 1, "finish_reason": "stop", "text": text} for text in texts]
-    scores = judge({"amc23": [Problem("", user_messages("How much?"), "27")]}, {"amc23": {0: samples}})
+    sample = {"benchmark": "amc23", "index": 0, "tokens": 1, "finish_reason": "stop"}
+    samples = [sample | {"sample": number, "text": text} for number, text in enumerate(texts)]
+    scores = judge(samples, {"amc23": [Problem("", user_messages("How much?"), "27")]})
     assert scores["right"].tolist() == [True, False, False]
     assert scores["answered"].tolist() == [True, True, False]
     assert scores["no_verdict"].tolist() == [False, True, False]
@@ -206,8 +213,8 @@ def test_equal_means_are_not_above_zero(tmp_path: Path) -> None:
 
 def test_comparison_golden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    report.plot(make_run(Path("grpo"), HAND_CASE), Path("grpo/results.png"))
-    make_run(Path("grail"), HAND_CASE | {"aime24": [row("110"), row("010")]}, seed=1)
+    make_run(Path("grpo"), HAND_CASE, plot=report.plot)
+    make_run(Path("grail"), {"amc23": HAND_CASE["amc23"], "aime24": [row("110"), row("010")]}, seed=1)
     assert main(["--compare", "grpo", "grail", "--output-dir", "both"]) == 0
     text = Path("both/comparison.md").read_text()
     assert text == (GOLDEN / "comparison.md").read_text()
@@ -249,71 +256,71 @@ def test_comparison_needs_finished_runs(tmp_path: Path, damage: str, capsys: pyt
 # --- generations on the disk ---
 
 SETTINGS = {"model": "m", "samples": 3, "temperature": 0.6}
-PROMPTS = {"amc23": ["x", "y", "z"]}
-SAMPLES = [make_samples(i, case) for i, case in enumerate(HAND_CASE["amc23"])]
+SAMPLES = [each for i, case in enumerate(HAND_CASE["amc23"]) for each in make_samples("amc23", i, case)]
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file with the first two of three problems."""
+    """A file with five of nine samples."""
     path = tmp_path / "generations.jsonl"
-    with Store(path, SETTINGS, PROMPTS) as store:
-        for index in (1, 0):
-            store.append("amc23", index, SAMPLES[index])
-            assert json.loads(path.read_bytes().splitlines()[-1])["index"] == index  # on the disk at once
+    with Store(path, SETTINGS) as store:
+        for sample in reversed(SAMPLES[:5]):
+            store.append(sample)
+            assert json.loads(path.read_bytes().splitlines()[-1]) == sample  # on the disk at once
     return path
 
 
-@pytest.mark.parametrize("tail", ["", '{"benchmark":"amc23","index":2,"sam', '{"index":2,"sam\n', "\0\0\0\n"])
-def test_finished_problems_are_kept_and_a_cut_line_is_dropped(path: Path, tail: str) -> None:
+@pytest.mark.parametrize("tail", ["", '{"benchmark": "amc23", "index": 2, "sam', '{"index":2,"sam\n', "\0\0\0\n"])
+def test_drawn_samples_are_kept_and_a_cut_line_is_dropped(path: Path, tail: str) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole + tail.encode())
-    with Store(path, SETTINGS, PROMPTS | {"aime24": ["w"]}) as store:
+    with Store(path, SETTINGS) as store:
         assert path.read_bytes() == whole
-        assert store.missing() == [("amc23", 2), ("aime24", 0)]
-        store.append("amc23", 2, SAMPLES[2])
-    with Store(path, SETTINGS, PROMPTS) as store:
-        assert (store.finished, store.missing()) == ({"amc23": dict(enumerate(SAMPLES))}, [])
+        assert store.missing(SAMPLES) == SAMPLES[5:]
+        for sample in SAMPLES[5:]:
+            store.append(sample)
+    with Store(path, SETTINGS) as store:
+        assert store.missing(SAMPLES) == []
+        assert sorted(store.samples.values(), key=SAMPLES.index) == SAMPLES
 
 
 def test_cut_first_line_is_begun_anew(path: Path) -> None:
     path.write_text('{"settings":{"bench')
-    with Store(path, SETTINGS, PROMPTS) as store:
-        assert len(store.missing()) == 3
+    with Store(path, SETTINGS) as store:
+        assert store.missing(SAMPLES) == SAMPLES
     assert json.loads(path.read_text()) == {"settings": SETTINGS}
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"index":1', '"index":1,', "line 2: damaged"),
-        ('"index":0,"prompt":"x"', '"index":1,"prompt":"y"', "line 3: damaged .*twice"),
-        ('"index":1', '"index":7', "with other problems or prompts of amc23 .line 2.; .*--restart"),
-        ('"prompt":"y"', '"prompt":"z"', "with other problems or prompts of amc23 .line 2.; .*--restart"),
-        ('"tokens":3', '"words":3', "line 2: damaged"),
-        ('{"settings"', '{"other"', "line 1: not the settings of an evaluation; .* --restart"),
-        ('"temperature":0.6', '"temperature":1.0', r"other settings: temperature 1\.0 there, 0\.6 now; .*--restart"),
-        ('"samples":3', '"samples":2', "other settings: samples 2 there, 3 now"),
+        ('"sample": 1', '"sample": 1,,', "line 2: damaged .*; remove the line"),
+        ('"sample": 1', '"sample": 0', "line 3: damaged .*twice"),
+        ('"sample": 1', '"sample": []', "line 2: damaged"),
+        ('"tokens"', '"words"', "line 2: damaged"),
+        ('{"settings"', '{"other"', "line 1: damaged .* --restart"),
+        ('{"settings": ', '[{"settings": ', "line 1: damaged .* --restart"),
+        (": 0.6", ": 1.0", r"with other settings: temperature 1\.0 there, 0\.6 now; .*--restart"),
+        ('"samples": 3', '"n": 3', "with other settings: samples None there, 3 now; n 3 there, None now"),
+        ('"prompt": "p1"', '"prompt": "p2"', "with another prompt for problem .'amc23', 1.; .*--restart"),
     ],
 )
 def test_damaged_or_other_file_is_refused(path: Path, old: str, new: str, message: str) -> None:
     path.write_text(path.read_text().replace(old, new, 1))
-    with pytest.raises(ValueError, match=rf"generations\.jsonl.*{message}"):
-        Store(path, SETTINGS, PROMPTS)
+    with pytest.raises(ValueError, match=rf"generations\.jsonl.*{message}"), Store(path, SETTINGS) as store:
+        store.missing(SAMPLES)
 
 
 def test_two_evaluations_do_not_write_to_one_file(path: Path) -> None:
     message = "another evaluation is writing to it; give this one its own --output-dir"
-    with Store(path, SETTINGS, PROMPTS), pytest.raises(ValueError, match=message):
-        Store(path, SETTINGS, PROMPTS)
+    with Store(path, SETTINGS), pytest.raises(ValueError, match=message):
+        Store(path, SETTINGS)
 
 
 def test_seeds() -> None:
     # The first eight bytes of sha256("0/amc23/39/2"), halved.
-    assert sample_seed(0, "amc23", 39, 2) == 2737217208031817556
-    assert (
-        len({sample_seed(s, name, i, n) for s in (0, 1) for name in "ab" for i in range(99) for n in range(3)}) == 1188
-    )
+    assert sample_seed("0/amc23/39/2") == 2737217208031817556
+    assert max(map(sample_seed, map(str, range(100)))) < 2**63
 
 
 # --- problems and prompts ---
@@ -377,7 +384,7 @@ def test_prompts(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path, None)
     assert tokenizer.decode(encode_prompts(tokenizer, problems)[0]) == chat.format(f"What is 1?{suffix}")
     recorded = prompt_template(tokenizer, {"amc23": problems})
-    assert (recorded["prompt"], recorded["enable_thinking"]) == (chat.format("{problem}" + suffix), False)
+    assert (recorded["prompt"], recorded["enable_thinking"]) == (chat.format(f"What is 1?{suffix}"), False)
     tokenizer = load_tokenizer(tmp_path, "Q: {{ messages[0].content }}")
     assert tokenizer.decode(encode_prompts(tokenizer, problems)[0]) == f"Q: What is 1?{suffix}"
     assert prompt_template(tokenizer, {"amc23": problems})["chat_template"] != recorded["chat_template"]
@@ -540,13 +547,13 @@ BASE = ["--model", "m", "--output-dir", "out", "--benchmarks", "amc23"]
         ([*BASE, "--benchmarks", ","], "--benchmarks names nothing"),
         ([*BASE, "--benchmarks", "aime24"], "prepare_data.sh --train none --benchmarks aime24"),
         (BASE, "--model m is not a folder"),
-        ([*BASE, "--samples", "0"], "--samples 0 must be at least 1"),
-        ([*BASE, "--top-p", "2"], "--top-p 2.0 must be above 0"),
-        ([*BASE, "--workers", "0"], "--workers 0 must be at least 1"),
         ([*BASE, "--chat-template", "x"], "no chat template 'x'"),
         (["--model", "m", "--compare", "a", "b"], "--compare takes two finished output folders and no --model"),
-        ([*BASE, "--model", "small"], "has 512 positions"),
+        ([*BASE, "--model", "small"], "has 512 positions, but the longest prompt and a response may need"),
         ([*BASE, "--model", "base"], "has no chat template; base models need --chat-template base_math"),
+        ([*BASE, "--samples", "0"], "argument --samples: 0 must be at least 1"),
+        ([*BASE, "--top-p", "2"], "argument --top-p: 2 must be at least 1e-09 and at most 1"),
+        ([*BASE, "--workers", "0"], "argument --workers: 0 must be at least 1"),
     ],
 )
 def test_bad_command_lines(
@@ -561,14 +568,18 @@ def test_bad_command_lines(
     save_tiny_model(Path("small"), positions=512)
     save_tiny_model(Path("base"))
     Path("base/chat_template.jinja").unlink()
-    assert main(arguments) == 1
+    if message.startswith("argument"):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+    else:
+        assert main(arguments) == 1
     assert message in capsys.readouterr().err
     assert not Path("out").exists()
 
 
 def test_published_sampling() -> None:
-    published = {"samples": 3, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 8192, "seed": 0}
-    assert dataclasses.asdict(Sampling()) == published
+    options = vars(_parser().parse_args([]))
+    assert {name: options[name] for name in SAMPLING} == SAMPLING
 
 
 def test_engines_share_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,22 +627,22 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, capsys: pytest.
     path = tmp_path / "out/generations.jsonl"
     process = subprocess.Popen(command(*arguments, tmp_path / "out"), env=ENVIRONMENT, start_new_session=True)
     try:
-        while process.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < 4):
+        while process.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < 8):
             time.sleep(0.005)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    kept = path.read_bytes()
-    assert kept.count(b"\n") >= 4
-    path.write_bytes(b"".join(kept.splitlines(keepends=True)[:4]) + b'{"benchmark":"amc23","index":39,"samples":[{"se')
+    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:8])
+    assert kept.count(b"\n") == 8
+    path.write_bytes(kept + b'{"benchmark": "amc23", "index": 39, "sam')
 
     again = command(*arguments, tmp_path / "out", "--workers", "2")
     finished = subprocess.run(again, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
-    assert "3 problems are there already, 9 to go" in finished.stderr
+    assert "7/36" in finished.stderr
     assert (tmp_path / "out/results.md").read_text() in finished.stdout
-    assert path.read_bytes().startswith(b"".join(kept.splitlines(keepends=True)[:4]))
+    assert path.read_bytes().startswith(kept)
 
     weights, original = load_weights(checkpoint / "actor_merged"), load_weights(model)
     assert all(torch.equal(weights[name], original[name].to(torch.bfloat16)) for name in original)
@@ -643,7 +654,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, capsys: pytest.
     assert sorted(lines) == sorted((tmp_path / "whole/generations.jsonl").read_text().splitlines())
     for name in ("results.json", "results.md", "scores.jsonl"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    samples = [sample for line in lines[1:] for sample in json.loads(line)["samples"]]
+    samples = [json.loads(line) for line in lines[1:]]
     assert len(samples) == len({sample["seed"] for sample in samples}) == 36
     assert {sample["finish_reason"] for sample in samples} == {"stop", "length"}
     assert all(sample["tokens"] == 64 or sample["finish_reason"] == "stop" for sample in samples)
@@ -658,16 +669,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_engine_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    model = save_tiny_model(tmp_path / "model")
-    (model / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(RuntimeError, match="Engine core initialization failed"):
-        evaluate(model, {"amc23": make_problems("amc23", 1)}, tmp_path / "out", Sampling(max_tokens=8))
-
-
-@pytest.mark.slow
 def test_vllm_gets_the_sampling() -> None:
-    params = sampling_params(Sampling(temperature=0.7, top_p=0.9, top_k=5, max_tokens=17), seed=11)
+    params = sampling_params(SAMPLING | {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 17}, seed=11)
     assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (1, 0.7, 0.9, 5, 17)
     assert (params.seed, params.min_p, params.repetition_penalty, params.stop) == (11, 0.0, 1.0, [])
