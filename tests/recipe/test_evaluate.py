@@ -37,7 +37,6 @@ from recipe.evaluate.problems import Problem, encode_prompts, load_benchmarks, l
 from recipe.evaluate.report import RESAMPLES, figures, judge, problem_tables, resample_counts
 from recipe.evaluate.store import Store
 from recipe.tiny.model import build_model, build_tokenizer
-from tests.core.tiny_models import char_tokenizer, encode
 from tests.real_tokenizers import qwen_tokenizer
 from tests.recipe.test_chat_templates import QWEN3
 
@@ -141,27 +140,23 @@ def test_intervals_against_a_loop() -> None:
         for name, size in sizes.items()
     }
     found = figures({name: pd.DataFrame(table) for name, table in tables.items()}, 1)
-    names = ["acc@1", "pass@1", "tokens", "unanswered", "truncated"]
-    for metric, metric_name in enumerate(names):
+    for metric, metric_name in enumerate(["acc@1", "pass@1", "tokens"]):
         drawn: dict[str, list[float]] = {}
         for name, table in tables.items():
             counts = resample_counts(name, sizes[name]).tolist()
             assert len(counts) == RESAMPLES and all(sum(line) == sizes[name] for line in counts)
-            drawn[name] = [
-                math.fsum(times * table[problem][metric] for problem, times in enumerate(line)) / sizes[name]
-                for line in counts
-            ]
-        drawn["mean"] = [(a + b) / 2 for a, b in zip(drawn["amc23"], drawn["aime24"], strict=True)]
-        drawn["weighted_mean"] = [(7 * a + 4 * b) / 11 for a, b in zip(drawn["amc23"], drawn["aime24"], strict=True)]
-        for label, expected in drawn.items():
+            values = [each[metric] for each in table]
+            drawn[name] = [sum(n * x for n, x in zip(line, values, strict=True)) / sizes[name] for line in counts]
+        pairs = list(zip(drawn["amc23"], drawn["aime24"], strict=True))
+        drawn |= {"mean": [(a + b) / 2 for a, b in pairs], "weighted_mean": [(7 * a + 4 * b) / 11 for a, b in pairs]}
+        for label, means in drawn.items():
             figure = (found["benchmarks"].get(label) or found[label])[metric_name]
-            expected.sort()
+            means.sort()
             for end, quantile in (("low", 0.025), ("high", 0.975)):
-                place = quantile * (RESAMPLES - 1)
-                below = math.floor(place)
-                value = expected[below] + (place - below) * (expected[below + 1] - expected[below])
-                assert figure[end] == pytest.approx(value)
-            assert figure["above_zero"] == sum(value > 1e-9 for value in expected) / RESAMPLES
+                below = math.floor(quantile * (RESAMPLES - 1))
+                part = quantile * (RESAMPLES - 1) - below
+                assert figure[end] == pytest.approx(means[below] + part * (means[below + 1] - means[below]))
+            assert figure["above_zero"] == sum(value > 1e-9 for value in means) / RESAMPLES
 
 
 def test_interval_of_a_share_is_binomial() -> None:
@@ -241,16 +236,16 @@ def test_comparison_refused(tmp_path: Path, rows: Any, template: Any, sampling: 
         compare.compare(*(compare.load_run(tmp_path / name) for name in ("a", "b")))
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "problems"])
-def test_comparison_needs_finished_runs(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
-    results = make_run(tmp_path / "a", HAND_CASE)
-    path = tmp_path / "a/results.json"
-    results["benchmarks"]["amc23"]["problems"] = 4
-    path.write_text(json.dumps(results) if damage == "problems" else path.read_text()[:-9])
-    if damage == "missing":
-        path.unlink()
-    assert main(["--compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 1
-    assert f"{tmp_path / 'a'} has no results.json that is whole" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "content", [None, "{", '{"benchmarks": {"amc23": {"by_problem": {"acc": [1]}, "problems": 2}}}']
+)
+def test_comparison_needs_finished_runs(
+    tmp_path: Path, content: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content:
+        (tmp_path / "results.json").write_text(content)
+    assert main(["--compare", str(tmp_path), str(tmp_path)]) == 1
+    assert f"{tmp_path} has no results.json that is whole" in capsys.readouterr().err
 
 
 # --- generations on the disk ---
@@ -396,18 +391,6 @@ def test_prompts(tmp_path: Path) -> None:
         assert qwen.decode(encode_prompts(qwen, problems)[0]) == text
     finally:
         qwen.chat_template = before
-
-
-def test_text_survives_a_tokenizer_that_transformers_breaks(tmp_path: Path) -> None:
-    """A byte-level vocabulary under the class of R1-Distill-Llama's: prompts are read as they are."""
-    char_tokenizer().save_pretrained(tmp_path)
-    config = tmp_path / "tokenizer_config.json"
-    settings = json.loads(config.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
-    config.write_text(json.dumps(settings | {"chat_template": "{{ messages[0].content }}"}))
-    tokenizer = load_tokenizer(tmp_path, None)
-    [prompt] = encode_prompts(tokenizer, make_problems("amc23", 1))
-    assert tokenizer.decode(prompt) == user_messages("What is 1?")[0]["content"]
-    assert tokenizer.decode(encode("So x = 2")) == "So x = 2"
 
 
 # --- models ---
