@@ -80,13 +80,10 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     name, _, revision = model.partition("@")
-    for cached in (
-        False,
-        True,
-    ):  # of a commit named in full, the hub is asked even where its files are all in the cache
-        try:
-            options = {"revision": revision or None, "allow_patterns": _FILES, "local_files_only": cached}
-            folder = Path(snapshot_download(name, **options))
+    wanted = {"revision": revision or None, "allow_patterns": _FILES}
+    for cached in (False, True):
+        try:  # of a commit named in full, the hub is asked even where its files are all in the cache
+            folder = Path(snapshot_download(name, **wanted, local_files_only=cached))
             break
         except (httpx.HTTPError, HFValidationError, OSError) as error:
             reason = error

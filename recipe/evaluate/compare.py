@@ -37,7 +37,8 @@ def load_run(folder: Path) -> FinishedRun:
     path = folder / "results.json"
     try:
         run = FinishedRun(folder, json.loads(path.read_text(encoding="utf-8")))
-        if not all(len(table) == run.report["benchmarks"][name]["problems"] for name, table in run.tables().items()):
+        run.report["run"]["template"], run.report["run"]["sampling"]
+        if any(len(table) != run.report["benchmarks"][name]["problems"] for name, table in run.tables().items()):
             raise ValueError("problems are missing")
     except (OSError, ValueError, KeyError, TypeError) as error:
         again = f"run the evaluation (again) with --output-dir {folder}, it keeps its generations"
@@ -71,9 +72,12 @@ def compare(first: FinishedRun, second: FinishedRun) -> dict[str, Any]:
 
 
 def _check_comparable(first: FinishedRun, second: FinishedRun) -> None:
-    a, b = ({**run.report["run"]["sampling"], **_template(run)} for run in (first, second))
-    names = [*_SAME_SAMPLING, *(name for name in {**a, **b} if name.startswith("template"))]
-    differences = [f"{name} is {a.get(name)!r} and {b.get(name)!r}" for name in names if a.get(name) != b.get(name)]
+    a, b = ({name: run.report["run"]["sampling"][name] for name in _SAME_SAMPLING} for run in (first, second))
+    for asked, run in ((a, first), (b, second)):
+        asked |= {f"template.{key}": value for key, value in run.report["run"]["template"].items()}
+    differences = [
+        f"{name} is {a.get(name)!r} and {b.get(name)!r}" for name in {**a, **b} if a.get(name) != b.get(name)
+    ]
     a, b = first.report["benchmarks"], second.report["benchmarks"]
     if a.keys() != b.keys():
         differences.append(f"benchmarks are {', '.join(a)} and {', '.join(b)}")
@@ -88,10 +92,6 @@ def _check_comparable(first: FinishedRun, second: FinishedRun) -> None:
         )
 
 
-def _template(run: FinishedRun) -> dict[str, Any]:
-    return {f"template.{key}": value for key, value in run.report["run"].get("template", {"": run.folder}).items()}
-
-
 def markdown(result: Mapping[str, Any]) -> str:
     """The comparison as a Markdown page."""
     runs = [result[key]["run"] for key in ("first", "second")]
@@ -102,13 +102,10 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines.append(f"- {letter}: `{result[key]['run']['model']}` (`{result[key]['folder']}`)")
     for metric in ("acc", "pass", "tokens"):
         tokens = metric == "tokens"
-        scale, digits, name = (1, 0, metric) if tokens else (100, 1, f"{metric}@{samples}")
-        title = (
-            "| mean tokens | problems | A | B | B - A |"
-            if tokens
-            else f"| {name} | problems | A, % | B, % | B - A, points |"
-        )
-        lines += ["", f"{title} above 0 |", "|---|--:|--:|--:|--:|--:|"]
+        scale, digits, unit, name = (1, 0, "", metric) if tokens else (100, 1, ", %", f"{metric}@{samples}")
+        change = "B - A" if tokens else "B - A, points"
+        title = f"| {'mean tokens' if tokens else name} | problems | A{unit} | B{unit} | {change} | above 0 |"
+        lines += ["", title, "|---|--:|--:|--:|--:|--:|"]
         for label, row in rows_of(result):
             figure = row[name]
             first, second = (f"{scale * figure[key]:.{digits}f}" for key in ("first", "second"))
@@ -116,17 +113,14 @@ def markdown(result: Mapping[str, Any]) -> str:
             cells = [label, str(row.get("problems", "")), first, second, f"{value} [{low}, {high}]"]
             lines.append(f"| {' | '.join(cells)} | {figure['above_zero']:.1%} |")
         if published and not tokens:
-            lines.append(
-                f"| *published, GRAIL - GRPO* |  |  |  | *{_signed(100 * PUBLISHED_DIFFERENCES[metric], 2)}* |  |"
-            )
+            value = _signed(100 * PUBLISHED_DIFFERENCES[metric], 2)
+            lines.append(f"| *published, GRAIL - GRPO* |  |  |  | *{value}* |  |")
     lines.append("")
     if published:
         lines.append(f"- *published*: {PUBLISHED_SOURCE}; single models and benchmarks are not known.")
-    described = [describe_run(run) for run in runs]
-    if described[0] == described[1]:
-        lines.append(f"- {described[0]}")
-    else:
-        lines += [f"- {letter}: {sentence}" for letter, sentence in zip("AB", described, strict=True)]
+    sentences = [describe_run(run) for run in runs]
+    same = sentences[0] == sentences[1]
+    lines += [f"- {sentences[0]}"] if same else [f"- A: {sentences[0]}", f"- B: {sentences[1]}"]
     lines.append(
         f"- In brackets: {LEVEL:.0%} intervals, {result['interval']['method']}, {RESAMPLES} resamples; above 0: the share of "
         "them in which B is above A."

@@ -79,20 +79,13 @@ def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenize
     return tokenizer
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> list[list[int]]:
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: list[Problem], **options: Any) -> list[Any]:
     """Token ids of every problem's prompt, with thinking switched off where the chat template knows the switch."""
-    return [
-        tokenizer.apply_chat_template(
-            each.messages, add_generation_prompt=True, enable_thinking=False, return_dict=False
-        )
-        for each in problems
-    ]
+    options = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False} | options
+    return [tokenizer.apply_chat_template(problem.messages, **options) for problem in problems]
 
 
 def prompt_template(tokenizer: PreTrainedTokenizerBase, benchmarks: Benchmarks) -> dict[str, Any]:
     """The form of the prompts, for people and for comparisons; ``prompt`` is the text of the first problem's."""
-    example = next(iter(benchmarks.values()))[0]
-    text = tokenizer.apply_chat_template(
-        example.messages, add_generation_prompt=True, enable_thinking=False, tokenize=False
-    )
+    [text] = encode_prompts(tokenizer, next(iter(benchmarks.values()))[:1], tokenize=False)
     return {"chat_template": digest(tokenizer.chat_template), "enable_thinking": False, "prompt": text}

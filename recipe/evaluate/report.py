@@ -34,16 +34,14 @@ _ROUNDING = 1e-9
 def judge(samples: Sequence[Mapping[str, Any]], benchmarks: Benchmarks) -> pd.DataFrame:
     """Judge samples by :func:`recipe.reward.compute_score`, as in training; a row a sample.
 
-    Columns: the sample's name and ``tokens``, ``gold``, ``right``, ``answered`` (there is a complete box), ``no_verdict`` (a
-    box that the judge could not judge within its limits; it counts as wrong), ``truncated``, and ``answer``: the judged box,
-    shortened, for people.
+    ``answered``: there is a complete box; ``answer`` is its text, shortened, for people. ``no_verdict``: the judge could not
+    judge it within its limits; it counts as wrong.
     """
 
     def row(sample: Mapping[str, Any]) -> dict[str, Any]:
         gold = benchmarks[sample["benchmark"]][sample["index"]].gold
         verdict = compute_score(sample["benchmark"], sample["text"], gold)
-        return {
-            **{name: sample[name] for name in (*KEY, "tokens")},
+        return {name: sample[name] for name in (*KEY, "tokens")} | {
             "gold": gold,
             "right": verdict["score"] == 1.0,
             "answered": verdict["answer_found"] == 1.0,
@@ -76,16 +74,16 @@ def figures(tables: Mapping[str, pd.DataFrame], samples: int) -> dict[str, Any]:
     Returns:
         ``benchmarks`` (by name, with the number of ``problems``), ``mean`` over benchmarks and ``weighted_mean`` by problems.
     """
-    sizes = [len(table) for table in tables.values()]
     # The first row of each is the figure itself, the others are those of the resamples.
     means = {
         name: np.vstack([table.mean(), resample_counts(name, len(table)) @ table.to_numpy() / len(table)])
         for name, table in tables.items()
     }
-    stacked = np.stack(list(means.values()))
-    result = {name: _figures(each, samples) for name, each in means.items()}
+    stacked, sizes = np.stack(list(means.values())), [len(table) for table in tables.values()]
     return {
-        "benchmarks": {name: {"problems": size, **result[name]} for name, size in zip(tables, sizes, strict=True)},
+        "benchmarks": {
+            name: {"problems": len(tables[name]), **_figures(each, samples)} for name, each in means.items()
+        },
         "mean": _figures(stacked.mean(axis=0), samples),
         "weighted_mean": _figures(np.average(stacked, axis=0, weights=sizes), samples),
     }
@@ -193,9 +191,8 @@ def draw(result: Mapping[str, Any], path: Path, metrics: Sequence[str], title: s
     figure, panels = pyplot.subplots(1, len(metrics), figsize=size, dpi=120, sharey=True, layout="constrained")
     for panel, metric in zip(panels, metrics, strict=True):
         scale = 1 if metric == "tokens" else 100
-        values, low, high = (
-            scale * np.array([row[metric][key] for _, row in rows]) for key in ("value", "low", "high")
-        )
+        columns = [[scale * row[metric][key] for _, row in rows] for key in ("value", "low", "high")]
+        values, low, high = map(np.array, columns)
         errors = np.maximum([values - low, high - values], 0)  # a value may lie outside its interval by rounding
         panel.errorbar(values, labels, xerr=errors, fmt="o", capsize=3)
         panel.set(xlabel="mean tokens a response" if metric == "tokens" else f"{metric}, %")
