@@ -129,20 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _choose_columns(spec: DatasetSpec, source: Source, given: Columns | None) -> Columns:
     """The columns of the command line, or the first of the dataset's layouts that the source has."""
-    has = ", ".join(map(repr, source.columns))
-    for columns in [given] if given else spec.layouts:
+    layouts = [given] if given else spec.layouts
+    for columns in layouts:
         if columns.problem in source.columns and columns.gold in source.columns:
             return columns
-    if given:
-        missing = sorted({given.problem, given.gold} - set(source.columns))
-        raise ValueError(
-            f"{spec.name}: {source.name} has no column {' and no column '.join(map(repr, missing))}, given with --columns; "
-            f"it has {has}"
-        )
-    known = "; ".join(f"{columns.problem!r} and {columns.gold!r}" for columns in spec.layouts)
+    known = "; ".join(f"{columns.problem!r} and {columns.gold!r}" for columns in layouts)
     raise ValueError(
-        f"{spec.name}: {source.name} lacks the problem or the answer column: looked for {known}; it has {has}; "
-        f"name the right ones with --columns {spec.name}=PROBLEM,ANSWER"
+        f"{spec.name}: {source.name} lacks the problem or the answer column: looked for {known}; it has "
+        f"{', '.join(map(repr, source.columns))}; name the right ones with --columns {spec.name}=PROBLEM,ANSWER"
     )
 
 

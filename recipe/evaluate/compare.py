@@ -37,7 +37,7 @@ def load_run(folder: Path) -> FinishedRun:
     path = folder / "results.json"
     try:
         run = FinishedRun(folder, json.loads(path.read_text(encoding="utf-8")))
-        run.report["run"]["template"], run.report["run"]["sampling"]
+        describe_run(run.report["run"])
         if any(len(table) != run.report["benchmarks"][name]["problems"] for name, table in run.tables().items()):
             raise ValueError("problems are missing")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -241,7 +241,7 @@ def test_unusable_source_is_refused(name: str, rows: list[Any], message: str, tm
 
 def test_named_columns(tmp_path: Path) -> None:
     rows: list[Any] = [{"text": "q", "gold": "1"}]
-    with pytest.raises(ValueError, match=r"has no column 'golden', given with --columns; it has 'text', 'gold'"):
+    with pytest.raises(ValueError, match=r"looked for 'text' and 'golden'; it has 'text', 'gold'; name"):
         prepare(tmp_path, "amc23", rows, columns=Columns("text", "golden"))
     assert prepare(tmp_path, "amc23", rows, columns=Columns("text", "gold")).startswith("1 rows")
 
