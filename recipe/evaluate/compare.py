@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -22,31 +22,24 @@ _PUBLISHED_SAMPLES = 3
 _SAME_SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens")
 
 
-class FinishedRun(NamedTuple):
-    """An output folder of a finished evaluation."""
-
-    folder: Path
-    report: dict[str, Any]
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {name: pd.DataFrame(found["by_problem"]) for name, found in self.report["benchmarks"].items()}
-
-
-def load_run(folder: Path) -> FinishedRun:
-    """Read ``results.json``; ValueError where it is not there or damaged."""
-    path = folder / "results.json"
+def load_run(folder: Path) -> dict[str, Any]:
+    """Read ``results.json``, with its ``folder``; ValueError where it is not there or damaged."""
     try:
-        run = FinishedRun(folder, json.loads(path.read_text(encoding="utf-8")))
-        describe_run(run.report["run"])
-        if any(len(table) != run.report["benchmarks"][name]["problems"] for name, table in run.tables().items()):
+        report = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        describe_run(report["run"])
+        if any(len(table) != report["benchmarks"][name]["problems"] for name, table in _tables(report).items()):
             raise ValueError("problems are missing")
     except (OSError, ValueError, KeyError, TypeError) as error:
         again = f"run the evaluation (again) with --output-dir {folder}, it keeps its generations"
         raise ValueError(f"--compare {folder} has no results.json that is whole ({error!r}); {again}") from None
-    return run
+    return {**report, "folder": str(folder)}
 
 
-def compare(first: FinishedRun, second: FinishedRun) -> dict[str, Any]:
+def _tables(report: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
+    return {name: pd.DataFrame(found["by_problem"]) for name, found in report["benchmarks"].items()}
+
+
+def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of both runs and ``second - first`` with intervals, for each benchmark and both means.
 
     Raises:
@@ -54,31 +47,31 @@ def compare(first: FinishedRun, second: FinishedRun) -> dict[str, Any]:
             difference.
     """
     _check_comparable(first, second)
-    before, after = first.tables(), second.tables()
+    before, after = _tables(first), _tables(second)
     tables = {name: after[name] - before[name] for name in before}
-    result = figures(tables, first.report["run"]["sampling"]["samples"])
+    result = figures(tables, first["run"]["sampling"]["samples"])
     for key, run in (("first", first), ("second", second)):
-        of_run = dict(rows_of(run.report))
+        of_run = dict(rows_of(run))
         for label, row in rows_of(result):
             for name in row.keys() - {"problems"}:
                 row[name][key] = of_run[label][name]["value"]
     return {
-        "first": {"folder": str(first.folder), "run": first.report["run"]},
-        "second": {"folder": str(second.folder), "run": second.report["run"]},
+        "first": {"folder": first["folder"], "run": first["run"]},
+        "second": {"folder": second["folder"], "run": second["run"]},
         "interval": interval("paired percentile bootstrap over problems"),
         "published": {"source": PUBLISHED_SOURCE, "samples": _PUBLISHED_SAMPLES, **PUBLISHED_DIFFERENCES},
         **result,
     }
 
 
-def _check_comparable(first: FinishedRun, second: FinishedRun) -> None:
-    a, b = ({name: run.report["run"]["sampling"][name] for name in _SAME_SAMPLING} for run in (first, second))
+def _check_comparable(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    a, b = ({name: run["run"]["sampling"][name] for name in _SAME_SAMPLING} for run in (first, second))
     for asked, run in ((a, first), (b, second)):
-        asked |= {f"template.{key}": value for key, value in run.report["run"]["template"].items()}
+        asked |= {f"template.{key}": value for key, value in run["run"]["template"].items()}
     differences = [
         f"{name} is {a.get(name)!r} and {b.get(name)!r}" for name in {**a, **b} if a.get(name) != b.get(name)
     ]
-    a, b = first.report["benchmarks"], second.report["benchmarks"]
+    a, b = first["benchmarks"], second["benchmarks"]
     if a.keys() != b.keys():
         differences.append(f"benchmarks are {', '.join(a)} and {', '.join(b)}")
     for name in [name for name in a if name in b]:
@@ -87,8 +80,8 @@ def _check_comparable(first: FinishedRun, second: FinishedRun) -> None:
                 differences.append(f"{subject} of {name} differ")
     if differences:
         raise ValueError(
-            f"--compare {first.folder} {second.folder}: these runs cannot be compared: {'; '.join(differences)}; evaluate "
-            "both with the same data, chat template and options"
+            f"--compare {first['folder']} {second['folder']}: these runs cannot be compared: {'; '.join(differences)}; "
+            "evaluate both with the same data, chat template and options"
         )
 
 
