@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from recipe.evaluate.files import write_text
+from recipe.files import write_text
 
 
 def marked(text: str, name: str) -> str:

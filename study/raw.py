@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe.evaluate.files import write_text
+from recipe.files import write_text
 
 JOB_COLUMNS = ("kind", "regime", "arm", "seed", "rate")
 """Columns that identify a job; the arm of a job that has none is ``-``, its rate 0."""

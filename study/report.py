@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from recipe.evaluate.files import write_text
+from recipe.files import write_text
 from recipe.marked_text import table
 from study.arms import ARMS
 from study.plan import BOUND, COMPARED, CONTRASTS, RUNS, RegimePlan, StudyPlan

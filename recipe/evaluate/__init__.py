@@ -1,8 +1,7 @@
 """Evaluation as published for GRAIL (arXiv 2606.04889): several samples a problem, acc@k, pass@k and mean tokens.
 
 ``python -m recipe.evaluate`` is the command. :mod:`~recipe.evaluate.checkpoint` turns ``--model`` into a model folder,
-:mod:`~recipe.evaluate.problems` reads the benchmarks, :mod:`~recipe.evaluate.generation` samples with vLLM,
-:mod:`~recipe.evaluate.workers` does so on all GPUs at once, :mod:`~recipe.evaluate.store` keeps every finished problem,
-:mod:`~recipe.evaluate.scores` judges and counts, :mod:`~recipe.evaluate.bootstrap` gives the intervals,
-:mod:`~recipe.evaluate.report` and :mod:`~recipe.evaluate.compare` write tables and plots.
+:mod:`~recipe.evaluate.problems` reads the benchmarks and makes the prompts, :mod:`~recipe.evaluate.engines` samples with vLLM,
+:mod:`~recipe.evaluate.store` keeps every sample, :mod:`~recipe.evaluate.report` and :mod:`~recipe.evaluate.compare` judge,
+count and write tables and plots.
 """

@@ -3,160 +3,81 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from recipe.chat_templates import read_chat_template
-from recipe.data.specs import BENCHMARKS
-from recipe.evaluate import compare, report
+from recipe.data.specs import BENCHMARKS, benchmark_names
+from recipe.evaluate import compare, engines, report
 from recipe.evaluate.checkpoint import fingerprint, resolve_model
-from recipe.evaluate.files import digest
-from recipe.evaluate.generation import (
-    Request,
-    Sampling,
-    check_length,
-    decode_response,
-    encode_prompts,
-    engine_version,
-    load_tokenizer,
-    prompt_template,
-    sample_seed,
-)
-from recipe.evaluate.problems import Benchmark, benchmark_names, load_benchmarks
-from recipe.evaluate.scores import judge, scores_path, write_scores
-from recipe.evaluate.store import Generation, GenerationFile, Sample, check_settings, generation_path
-from recipe.evaluate.workers import engine_devices, sample
+from recipe.evaluate.problems import encode_prompts, load_benchmarks, load_tokenizer, prompt_template
+from recipe.evaluate.store import Store
+from recipe.files import digest, write_text
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
+_FILES = ("generations.jsonl", "scores.jsonl", "results.md", "results.png", "results.json")
 
 
-def evaluate(
-    model: str | Path,
-    benchmarks: Sequence[Benchmark],
-    output_dir: Path,
-    sampling: Sampling,
-    *,
-    chat_template: str | None = None,
-    workers: int | None = None,
-    tensor_parallel_size: int = 1,
-    restart: bool = False,
-) -> dict[str, Any]:
-    """Sample the problems that ``output_dir`` lacks, judge all responses and write the report.
-
-    Args:
-        model: Hugging Face model folder, verl checkpoint, or ``ORG/NAME`` of the Hugging Face hub.
-        benchmarks: the problems.
-        output_dir: gets ``generations/``, ``scores/`` and ``results.json``, ``.md`` and ``.png``.
-        sampling: how responses are drawn.
-        chat_template: text of a template to use in place of the tokenizer's own.
-        workers: vLLM engines that share the problems, each with the whole model; ``None``: all that the GPUs in sight allow.
-        tensor_parallel_size: GPUs of each engine.
-        restart: delete the files of earlier evaluations in ``output_dir``.
-
-    Returns:
-        The content of ``results.json``, see :func:`recipe.evaluate.report.summarise`.
+def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    """Sample what ``options.output_dir`` lacks, judge all responses, write and return the report.
 
     Raises:
-        ValueError: the model cannot be used, or ``output_dir`` holds generations made with other settings.
+        ValueError: the model cannot be used, or the folder holds generations made with other settings.
         RuntimeError: vLLM or verl's model merger failed.
     """
-    engine = engine_version()
-    folder = resolve_model(model)
-    tokenizer = load_tokenizer(folder, chat_template)
-    prompts = {benchmark.name: encode_prompts(tokenizer, benchmark) for benchmark in benchmarks}
-    common = {"model": fingerprint(folder), **asdict(sampling), "engine": engine}
-    settings = {
-        benchmark.name: {
-            "benchmark": benchmark.name,
-            "problems": benchmark.digest,
-            "prompts": digest(prompts[benchmark.name]),
-            **common,
-        }
-        for benchmark in benchmarks
-    }
-    if restart:
-        _discard(output_dir)
-    for benchmark in benchmarks:
-        check_settings(output_dir, settings[benchmark.name])
-
-    with ExitStack() as stack:
-        files = {
-            benchmark.name: stack.enter_context(
-                GenerationFile(
-                    generation_path(output_dir, benchmark.name), settings[benchmark.name], len(benchmark.problems)
-                )
-            )
-            for benchmark in benchmarks
-        }
-        _fill(folder, tokenizer, files, prompts, sampling, workers, tensor_parallel_size)
-        generations = {name: file.finished for name, file in files.items()}
-
-    scores = {}
-    with tqdm(total=sum(len(benchmark.problems) for benchmark in benchmarks), desc="judging", unit=" problems") as bar:
-        for benchmark in benchmarks:
-            scores[benchmark.name] = judge(benchmark, generations[benchmark.name], bar.update)
-            write_scores(scores_path(output_dir, benchmark.name), scores[benchmark.name])
-    run = {
-        "model": str(model),
-        "model_hash": common["model"],
-        "template": prompt_template(tokenizer, benchmarks),
-        "sampling": asdict(sampling),
-        "engine": engine,
-    }
-    results = report.summarise(run, benchmarks, scores)
-    report.write_report(results, output_dir, "results", report.markdown(results), report.plot)
-    return results
-
-
-def _fill(
-    model: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    files: Mapping[str, GenerationFile],
-    prompts: Mapping[str, list[list[int]]],
-    sampling: Sampling,
-    workers: int | None,
-    tensor_parallel_size: int,
-) -> None:
-    """Sample every problem that is not in its file yet."""
-    requests = [Request(name, index, prompts[name][index]) for name, file in files.items() for index in file.missing()]
-    kept = sum(len(file.finished) for file in files.values())
-    if kept:
-        print(f"{kept} problems are there already, {len(requests)} to go", file=sys.stderr, flush=True)
-    if not requests:
-        return
+    if not (names := benchmark_names(options.benchmarks)):
+        raise ValueError("--benchmarks names nothing")
+    benchmarks = load_benchmarks(names, options.data_dir)
+    template = None if options.chat_template is None else read_chat_template(options.chat_template)
+    sampling = {name: getattr(options, name) for name in SAMPLING}
+    model = resolve_model(options.model)
+    tokenizer = load_tokenizer(model, template)
+    prompts = {name: encode_prompts(tokenizer, problems) for name, problems in benchmarks.items()}
     # Of all problems, not of the missing ones, so that a resumed evaluation runs in the same engine.
-    longest = max(len(prompt) for encoded in prompts.values() for prompt in encoded) + sampling.max_tokens
-    check_length(model, longest)
-    devices = engine_devices(workers, tensor_parallel_size)
-    engines = min(len(devices), len(requests))
-    print(f"loading {model} into {engines} vLLM engine{'s' * (engines > 1)}", file=sys.stderr, flush=True)
-    tokens = 0
-    answered = sample(model, requests, sampling, longest, devices=devices, tensor_parallel_size=tensor_parallel_size)
-    with (
-        closing(answered),
-        tqdm(total=len(requests) + kept, initial=kept, desc="sampling", unit=" problems") as bar,
-    ):
-        for request, answers in answered:
-            samples = tuple(
-                Sample(
-                    seed=sample_seed(sampling.seed, request.benchmark, request.index, number),
-                    tokens=len(answer.token_ids),
-                    finish_reason=answer.finish_reason,
-                    text=decode_response(tokenizer, answer.token_ids),
+    longest = max(len(prompt) for encoded in prompts.values() for prompt in encoded) + sampling["max_tokens"]
+    engines.check_length(model, longest)
+    settings = {"model": fingerprint(model), **sampling, "engine": engines.engine_version()}
+    for name in _FILES if options.restart else ():
+        (options.output_dir / name).unlink(missing_ok=True)
+
+    with Store(options.output_dir / "generations.jsonl", settings) as store:
+        wanted = [
+            {"benchmark": name, "index": index, "sample": number, "prompt": digest(prompt)}
+            for name, encoded in prompts.items()
+            for index, prompt in enumerate(encoded)
+            for number in range(sampling["samples"])
+        ]
+        missing = store.missing(wanted)
+        with tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc="sampling", unit=" samples") as progress:
+
+            def done(sample: dict[str, Any], answer: engines.Answer) -> None:
+                # vLLM would load the tokenizer its own way.
+                text = tokenizer.decode(
+                    answer.pop("token_ids"), skip_special_tokens=True, clean_up_tokenization_spaces=False
                 )
-                for number, answer in enumerate(answers)
-            )
-            files[request.benchmark].append(Generation(request.index, samples))
-            tokens += sum(each.tokens for each in samples)
-            bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-6):.0f} tokens/s", refresh=False)
-            bar.update()
+                store.append({**sample, **answer, "text": text})
+                progress.update()
+
+            if missing:
+                encoded = [prompts[sample["benchmark"]][sample["index"]] for sample in missing]
+                gpus = options.tensor_parallel_size
+                count = engines.engine_count(options.workers, gpus)
+                start = partial(engines.start_engine, model, longest, count, gpus)
+                asyncio.run(engines.sample(start, encoded, missing, sampling, done))
+        samples = [store.samples[sample["benchmark"], sample["index"], sample["sample"]] for sample in wanted]
+
+    scores = report.judge(samples, benchmarks)
+    write_text(options.output_dir / "scores.jsonl", scores.to_json(orient="records", lines=True, force_ascii=False))
+    run = {"model": options.model, "model_hash": settings["model"], "template": prompt_template(tokenizer, benchmarks)}
+    results = report.summarise(run | {"sampling": sampling, "engine": settings["engine"]}, benchmarks, scores)
+    report.write_report(results, options.output_dir, "results", report.markdown(results), report.plot)
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,12 +85,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        if options.compare and options.model:
-            raise ValueError("--compare takes two finished output folders and no --model")
         if options.compare:
-            _compare(*options.compare, options.output_dir)
+            if options.model:
+                raise ValueError("--compare takes two finished output folders and no --model")
+            result = compare.compare(*map(compare.load_run, options.compare))
+            print(text := compare.markdown(result))
+            if options.output_dir is not None:
+                report.write_report(result, options.output_dir, "comparison", text, compare.plot)
         else:
-            _evaluate(options)
+            for name, value in (("--model", options.model), ("--output-dir", options.output_dir)):
+                if value is None:
+                    raise ValueError(f"{name} is missing; it is needed unless --compare names two evaluations")
+            print(report.markdown(evaluate(options)), f"written to {options.output_dir}: {', '.join(_FILES)}", sep="\n")
     except (ValueError, RuntimeError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
@@ -179,113 +106,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _evaluate(options: argparse.Namespace) -> None:
-    for name in ("model", "output_dir"):
-        if getattr(options, name) is None:
-            raise ValueError(
-                f"--{name.replace('_', '-')} is missing; it is needed unless --compare names two evaluations"
-            )
-    for name in ("workers", "tensor_parallel_size"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    sampling = Sampling(
-        samples=options.samples,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        max_tokens=options.max_tokens,
-        seed=options.seed,
-    )
-    benchmarks = load_benchmarks(benchmark_names(options.benchmarks), options.data_dir)
-    template = None if options.chat_template is None else read_chat_template(options.chat_template)
-    results = evaluate(
-        options.model,
-        benchmarks,
-        options.output_dir,
-        sampling,
-        chat_template=template,
-        workers=options.workers,
-        tensor_parallel_size=options.tensor_parallel_size,
-        restart=options.restart,
-    )
-    print(report.markdown(results))
-    print(f"written to {options.output_dir}: results.md, results.json, results.png, generations, scores")
+def _number(kind: Callable[[str], float], least: float, most: float = float("inf")) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        if not least <= (value := kind(text)) <= most:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {least}{f' and at most {most}' * (most < 2)}")
+        return value
 
-
-def _discard(output_dir: Path) -> None:
-    """Remove the files that an evaluation writes, and nothing else."""
-    for folder in ("generations", "scores"):
-        for path in (output_dir / folder).glob("*.jsonl"):
-            path.unlink()
-    for ending in ("md", "png", "json"):
-        (output_dir / f"results.{ending}").unlink(missing_ok=True)
-
-
-def _compare(first: Path, second: Path, output_dir: Path | None) -> None:
-    result = compare.compare(compare.FinishedRun.load(first), compare.FinishedRun.load(second))
-    text = compare.markdown(result)
-    print(text)
-    if output_dir is not None:
-        report.write_report(result, output_dir, "comparison", text, compare.plot)
-        print(f"written to {output_dir}: comparison.md, comparison.json, comparison.png")
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
-    default = Sampling()
     parser = argparse.ArgumentParser(
         prog="python -m recipe.evaluate",
         description="Sample a model's answers to the benchmarks with vLLM and report acc@k, pass@k and mean tokens with 95 % "
         "intervals. Called again after an interruption, it resumes where it stopped. Defaults are those of the published "
         "evaluation.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--model",
-        help="Hugging Face model folder, verl checkpoint .../global_step_N, or ORG/NAME[@REVISION] of the Hugging Face hub",
-    )
-    parser.add_argument(
-        "--benchmarks",
-        default="all",
-        help=f"all (the published six) or names joined by commas: {', '.join(BENCHMARKS)} (default: all)",
-    )
-    parser.add_argument(
-        "--data-dir", type=Path, default=Path("data"), help="folder that recipe.data.prepare filled (default: data)"
-    )
-    parser.add_argument("--output-dir", type=Path, help="folder for generations, scores and results")
-    parser.add_argument("--samples", type=int, default=default.samples, help="samples a problem (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=default.temperature, help="(default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=default.top_p, help="(default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=default.top_k, help="0: all tokens (default: %(default)s)")
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        default=default.max_tokens,
-        help="tokens a response may have; models that always think may need more (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=default.seed, help="seed of all samples (default: %(default)s)")
-    parser.add_argument(
-        "--chat-template",
-        help="base_math (for base models without a chat template) or the path of a .jinja file, in place of the tokenizer's",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        help="vLLM engines that share the problems, each with the whole model (default: one for every GPU in sight, or for "
-        "every --tensor-parallel-size of them; 1 without a GPU)",
-    )
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of each engine (default: 1)")
-    parser.add_argument(
-        "--restart",
-        action="store_true",
-        help="delete the files of earlier evaluations in --output-dir and begin anew",
-    )
-    parser.add_argument(
-        "--compare",
-        nargs=2,
-        type=Path,
-        metavar=("A", "B"),
-        help="compare two finished output folders, B minus A, by a paired bootstrap; --output-dir gets the comparison",
-    )
+    add, count = parser.add_argument, _number(int, 1)
+    models = "Hugging Face model folder, verl checkpoint .../global_step_N, or ORG/NAME[@REVISION] of the hub"
+    add("--model", help=models)
+    names = f"all (the published six) or names joined by commas: {', '.join(BENCHMARKS)}"
+    add("--benchmarks", default="all", help=names)
+    add("--data-dir", type=Path, default=Path("data"), help="folder that recipe.data.prepare filled")
+    add("--output-dir", type=Path, help="folder for generations, scores and results")
+    add("--samples", type=count, default=3, help="samples a problem")
+    add("--temperature", type=_number(float, 0), default=0.6, help="0: greedy")
+    add("--top-p", type=_number(float, 1e-9, 1), default=0.95, help="share of the probability that is sampled from")
+    add("--top-k", type=_number(int, 0), default=20, help="0: all tokens")
+    tokens = "tokens a response may have; models that always think may need more"
+    add("--max-tokens", type=count, default=8192, help=tokens)
+    add("--seed", type=_number(int, 0), default=0, help="seed of all samples")
+    add("--chat-template", help="base_math (for base models) or the path of a .jinja file, in place of the tokenizer's")
+    add("--workers", type=count, help="vLLM engines, each with the whole model; as many as the GPUs allow if not given")
+    add("--tensor-parallel-size", type=count, default=1, help="GPUs of each engine")
+    add("--restart", action="store_true", help="delete the files of earlier evaluations in --output-dir and begin anew")
+    folders = "compare two finished output folders, B minus A; --output-dir gets the comparison"
+    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help=folders)
     return parser
 
 

@@ -17,26 +17,17 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-# Everything that decides the samples: weights, configuration, tokenizer, chat template.
-_HASHED = (*_WEIGHTS, "*.json", "*.jinja", "*.txt", "*.model")
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_BIN = "pytorch_model*.bin"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _STAMP = "merged_from.json"
 _MOST_RANKS = 1 << 16
-_ADAPTER = "lora_adapter"
 _LORA_META = "lora_train_meta.json"
 
 
 def resolve_model(model: str | Path) -> Path:
-    """Return a Hugging Face model folder, fetching a model of the hub into its cache, or merging a verl checkpoint into
-    ``PATH_merged`` beside it, if need be.
-
-    A merged folder is used again as long as the checkpoint's files are the same.
-
-    Args:
-        model: a Hugging Face model folder, ``.../global_step_N``, ``.../global_step_N/actor``, or ``ORG/NAME[@REVISION]`` of
-            the Hugging Face hub. A folder goes before a model of the hub.
+    """Return the Hugging Face model folder of ``--model``: a model folder, ``.../global_step_N`` or its ``actor``, which is
+    merged into ``actor_merged`` once, or ``ORG/NAME[@REVISION]`` of the hub, which is fetched into its cache.
 
     Raises:
         ValueError: there is no such folder or model, it holds no weights, or a part of the checkpoint is missing.
@@ -50,14 +41,13 @@ def resolve_model(model: str | Path) -> Path:
     if _is_model(path):
         return path
     checkpoint = path / "actor" if (path / "actor").is_dir() else path
-    shards = _shards(checkpoint)
+    sharded = _is_sharded(checkpoint)
     exported = checkpoint / "huggingface"
     if _is_model(exported) and not (checkpoint / _LORA_META).is_file():
         return exported  # trained with actor.checkpoint.save_contents that include hf_model
-    if shards:
-        return _merged(checkpoint, shards)
-    steps = sorted(path.glob("global_step_*"), key=lambda step: (len(step.name), step.name))
-    if steps:
+    if sharded:
+        return _merged(checkpoint)
+    if steps := sorted(path.glob("global_step_*"), key=lambda step: (len(step.name), step.name)):
         raise ValueError(f"--model {path} holds several checkpoints; name one of them, for example {steps[-1]}")
     raise ValueError(
         f"--model {path} is neither a Hugging Face model (config.json with *.safetensors) nor a verl checkpoint "
@@ -65,111 +55,91 @@ def resolve_model(model: str | Path) -> Path:
     )
 
 
+def fingerprint(folder: Path) -> str:
+    """First 16 hexadecimal digits of a SHA-256 over a model folder's weights, configuration, tokenizer and template."""
+    files = sorted({path for pattern in [*_FILES, _BIN] for path in folder.glob(pattern) if path.name != _STAMP})
+    with ThreadPoolExecutor(4) as executor:  # hashing releases the interpreter lock
+        names = [f"{path.name} {digest}" for path, digest in zip(files, executor.map(_digest, files), strict=True)]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_model(folder: Path) -> bool:
+    weights = [path for pattern in (_FILES[0], _BIN) for path in folder.glob(pattern)]
+    return (folder / "config.json").is_file() and any(not path.name.startswith("adapter_") for path in weights)
+
+
 def _from_hub(model: str) -> Path:
     """The folder of the hub's cache that holds the model; files in the cache are not fetched again."""
-    name, _, revision = model.partition("@")
-    folder = _snapshot(model, name, revision, _HUB_FILES)
-    if not _is_model(folder):
-        # Most models have these beside safetensors of the same size.
-        folder = _snapshot(model, name, revision, [*_HUB_FILES, _WEIGHTS[1]])
-    if not _is_model(folder):
-        raise ValueError(
-            f"--model {model} of the Hugging Face hub has no config.json with *.safetensors or *.bin weights"
-        )
-    return folder
-
-
-def _snapshot(model: str, name: str, revision: str, files: list[str]) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    unreachable = (httpx.HTTPError, HFValidationError, OSError)
-    try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=files))
-    except unreachable as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    try:
-        # For a commit named in full, the hub is asked even where its files are all there.
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=files, local_files_only=True))
-    except unreachable:
+    name, _, revision = model.partition("@")
+    wanted = {"revision": revision or None, "allow_patterns": _FILES}
+    for cached in (False, True):
+        try:  # of a commit named in full, the hub is asked even where its files are all in the cache
+            folder = Path(snapshot_download(name, **wanted, local_files_only=cached))
+            break
+        except (httpx.HTTPError, HFValidationError, OSError) as error:
+            reason = error
+    else:
         raise ValueError(
-            f"--model {model} is no folder here, and the Hugging Face hub does not give it ({reason}). Check the name; without "
-            "a connection, fetch it elsewhere with: hf download ORG/NAME --local-dir DIR, and name DIR"
-        ) from None
+            f"--model {model} is no folder here, and the Hugging Face hub does not give it ({reason}). Check the name; "
+            "without a connection, fetch it elsewhere with: hf download ORG/NAME --local-dir DIR, and name DIR"
+        )
+    if not _is_model(folder):
+        raise ValueError(f"--model {model} of the Hugging Face hub has no config.json with *.safetensors")
+    return folder
 
 
-def fingerprint(folder: Path) -> str:
-    """First 16 hexadecimal digits of a SHA-256 over the content of a model folder's files."""
-    files = sorted({path for pattern in _HASHED for path in folder.glob(pattern) if path.is_file()})
-    files = [path for path in files if path.name != _STAMP]
-    with ThreadPoolExecutor(4) as executor:  # hashing releases the interpreter lock
-        digests = list(executor.map(_file_digest, files))
-    names = [f"{path.name} {digest}" for path, digest in zip(files, digests, strict=True)]
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
-
-
-def _file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(
-        path for pattern in _WEIGHTS for path in folder.glob(pattern) if not path.name.startswith("adapter_")
-    )
-
-
-def _shards(checkpoint: Path) -> list[Path]:
-    """The weight files of an FSDP checkpoint, all ranks; empty if it is none."""
+def _is_sharded(checkpoint: Path) -> bool:
+    """Whether a folder is an FSDP checkpoint, with the weights of all ranks."""
     config = checkpoint / "fsdp_config.json"
     if not config.is_file():
         if any(checkpoint.glob("model_world_size_*_rank_*.pt")):
             raise ValueError(f"{checkpoint} has no fsdp_config.json; copy it from the machine that ran rank 0")
-        return []
+        return False
     try:
         world_size = int(json.loads(config.read_text(encoding="utf-8"))["world_size"])
         if not 0 < world_size <= _MOST_RANKS:
             raise ValueError(f"{world_size} ranks")
     except (OSError, ValueError, RecursionError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"{config} does not say the world_size ({error!r}); the checkpoint is broken") from None
-    shards = [checkpoint / f"model_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
-    missing = [shard.name for shard in shards if not shard.is_file()]
-    if len(missing) == world_size:
-        return []
-    if missing:
+    shards = [f"model_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
+    missing = [shard for shard in shards if not (checkpoint / shard).is_file()]
+    if missing and len(missing) < world_size:
         raise ValueError(
             f"{checkpoint} lacks {', '.join(missing)}; nodes without a common file system keep their ranks' files to "
             "themselves: copy them into one folder"
         )
-    return shards
+    return not missing
 
 
-def _merged(checkpoint: Path, shards: list[Path]) -> Path:
+def _merged(checkpoint: Path) -> Path:
     target = checkpoint.with_name(f"{checkpoint.name}_merged")
-    sources = [*shards, *sorted(path for path in (checkpoint / "huggingface").glob("*") if path.is_file())]
-    sources += [path for path in [checkpoint / _LORA_META] if path.is_file()]
-    stamp = {str(path.relative_to(checkpoint)): [path.stat().st_size, path.stat().st_mtime_ns] for path in sources}
-    stamp_path = target / _STAMP
-    if stamp_path.is_file() and stamp_path.read_bytes() == _json(stamp):
+    files = {path: path.stat() for path in sorted(checkpoint.rglob("*")) if path.is_file()}
+    entries = {str(path.relative_to(checkpoint)): [stat.st_size, stat.st_mtime_ns] for path, stat in files.items()}
+    stamp = json.dumps(entries, indent=2) + "\n"
+    if (target / _STAMP).is_file() and (target / _STAMP).read_text(encoding="utf-8") == stamp:
         return target
 
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     print(f"merging {checkpoint} into {target}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    command += ["--local_dir", str(checkpoint), "--target_dir", str(temporary)]
     try:
-        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-        command += ["--local_dir", str(checkpoint), "--target_dir", str(temporary)]
-        code = subprocess.run(command, stdout=2, check=False).returncode
-        if code:
+        if code := subprocess.run(command, stdout=2, check=False).returncode:
             raise RuntimeError(
                 f"verl.model_merger ended with status {code}; its output above says why: {' '.join(command)}"
             )
-        if (temporary / _ADAPTER).is_dir():
+        if (temporary / "lora_adapter").is_dir():
             _add_lora(temporary)
-        (temporary / _STAMP).write_bytes(_json(stamp))
+        (temporary / _STAMP).write_text(stamp, encoding="utf-8")
         if target.exists():
             shutil.rmtree(target)
         temporary.rename(target)
@@ -178,16 +148,12 @@ def _merged(checkpoint: Path, shards: list[Path]) -> Path:
     return target
 
 
-def _json(value: object) -> bytes:
-    return (json.dumps(value, indent=2) + "\n").encode()
-
-
 def _add_lora(folder: Path) -> None:
     """Add ``folder/lora_adapter`` to the base weights in ``folder`` and remove it."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    adapter = folder / _ADAPTER
+    adapter = folder / "lora_adapter"
     if not json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["lora_alpha"]:
         raise ValueError(
             f"the checkpoint has LoRA weights but no {_LORA_META} with their lora_alpha; restore that file"

@@ -1,105 +1,91 @@
-"""The benchmarks, as :mod:`recipe.data.prepare` writes them."""
+"""The benchmarks, as :mod:`recipe.data.prepare` writes them, and the prompts that a model gets for them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.data.specs import BENCHMARKS, PUBLISHED_BENCHMARKS
-from recipe.evaluate.files import digest
+from recipe.files import digest
 
-_COLUMNS = ("data_source", "prompt", "reward_model", "extra_info")
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One problem: the chat that asks for it and its gold answer."""
+class Problem(NamedTuple):
+    """One problem: its name in its source, the chat that asks for it and its gold answer."""
 
-    index: int
-    """Row in the benchmark's file."""
     id: str
     messages: list[dict[str, str]]
     gold: str
 
 
-@dataclass(frozen=True)
-class Benchmark:
-    """A benchmark's problems in the order of its file."""
-
-    name: str
-    problems: tuple[Problem, ...]
-
-    @cached_property
-    def digest(self) -> str:
-        """Changes with the wording, the number and the order of the problems."""
-        return digest([problem.messages for problem in self.problems])
-
-    @cached_property
-    def gold_digest(self) -> str:
-        """Changes with the gold answers."""
-        return digest([problem.gold for problem in self.problems])
+Benchmarks = dict[str, list[Problem]]
+"""By name, the problems in the order of their file."""
 
 
-def benchmark_names(text: str) -> list[str]:
-    """Read ``--benchmarks``: ``all`` for the published six, or names joined by commas.
-
-    Raises:
-        ValueError: no name, or an unknown one.
-    """
-    if text == "all":
-        return list(PUBLISHED_BENCHMARKS)
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in BENCHMARKS]
-    if unknown or not names:
-        complaint = (
-            f"--benchmarks {', '.join(map(repr, unknown))} is unknown" if unknown else "--benchmarks names nothing"
-        )
-        raise ValueError(f"{complaint}; choose from {', '.join(BENCHMARKS)}, or all for the six published ones")
-    return names
-
-
-def load_benchmarks(names: list[str], data_dir: Path) -> list[Benchmark]:
+def load_benchmarks(names: list[str], data_dir: Path) -> Benchmarks:
     """Read ``data_dir/NAME.parquet`` for every name.
 
     Raises:
         ValueError: files are missing (all of them are named), or one is not a file of :mod:`recipe.data.prepare`.
     """
     paths = {name: data_dir / f"{name}.parquet" for name in names}
-    missing = {name: path for name, path in paths.items() if not path.is_file()}
-    if missing:
+    if missing := {name: path for name, path in paths.items() if not path.is_file()}:
         raise ValueError(
             f"there is no {', no '.join(map(str, missing.values()))}; make it with: bash scripts/prepare_data.sh "
             f"--train none --benchmarks {','.join(missing)} --output-dir {data_dir}"
         )
-    return [_load(name, path) for name, path in paths.items()]
+    return {name: _load(name, path) for name, path in paths.items()}
 
 
-def _load(name: str, path: Path) -> Benchmark:
-    remedy = "make it anew with scripts/prepare_data.sh"
+def _load(name: str, path: Path) -> list[Problem]:
+    place, problems = str(path), []
     try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read as parquet ({error}); {remedy}") from None
-    lacking = [column for column in _COLUMNS if column not in table.column_names]
-    if lacking:
-        raise ValueError(f"{path} has no column {' and no column '.join(map(repr, lacking))}; {remedy}")
-    problems = []
-    for index, row in enumerate(table.select(_COLUMNS).to_pylist()):
-        try:
-            messages = [{"role": message["role"], "content": message["content"]} for message in row["prompt"]]
-            gold = row["reward_model"]["ground_truth"]
-            identity = str((row["extra_info"] or {}).get("id") or "")
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path}, row {index}: not in verl's schema ({error!r}); {remedy}") from None
-        if not messages or not gold:
-            raise ValueError(f"{path}, row {index}: no {'gold answer' if messages else 'prompt'}; {remedy}")
-        if row["data_source"] != name:
-            raise ValueError(f"{path}, row {index}: data_source is {row['data_source']!r}, not {name!r}; {remedy}")
-        problems.append(Problem(index, identity, messages, gold))
-    if not problems:
-        raise ValueError(f"{path} has no rows; {remedy}")
-    return Benchmark(name, tuple(problems))
+        for index, row in enumerate(pq.read_table(path).to_pylist()):
+            place = f"{path}, row {index}"
+            problems.append(_problem(name, row))
+        if not problems:
+            raise ValueError("there are no rows")
+    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{place}: not as recipe.data.prepare writes it ({type(error).__name__}: {error}); make it anew with "
+            "scripts/prepare_data.sh"
+        ) from None
+    return problems
+
+
+def _problem(name: str, row: dict[str, Any]) -> Problem:
+    messages = [{"role": message["role"], "content": message["content"]} for message in row["prompt"]]
+    gold = row["reward_model"]["ground_truth"]
+    if not messages or not gold:
+        raise ValueError("no gold answer" if messages else "no prompt")
+    if row["data_source"] != name:
+        raise ValueError(f"data_source is {row['data_source']!r}, not {name!r}")
+    return Problem(str((row["extra_info"] or {}).get("id") or ""), messages, gold)
+
+
+def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer, with ``chat_template`` (its text) in place of its own; ValueError if it has none at all."""
+    from grail_advantage import tokenizers
+
+    tokenizer = tokenizers.load_tokenizer(str(model))
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    if tokenizer.chat_template is None:
+        raise ValueError(f"the tokenizer of {model} has no chat template; base models need --chat-template base_math")
+    return tokenizer
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: list[Problem], **options: Any) -> list[Any]:
+    """Token ids of every problem's prompt, with thinking switched off where the chat template knows the switch."""
+    options = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False} | options
+    return [tokenizer.apply_chat_template(problem.messages, **options) for problem in problems]
+
+
+def prompt_template(tokenizer: PreTrainedTokenizerBase, benchmarks: Benchmarks) -> dict[str, Any]:
+    """The form of the prompts, for people and for comparisons; ``prompt`` is the text of the first problem's."""
+    [text] = encode_prompts(tokenizer, next(iter(benchmarks.values()))[:1], tokenize=False)
+    return {"chat_template": digest(tokenizer.chat_template), "enable_thinking": False, "prompt": text}

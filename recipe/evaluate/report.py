@@ -1,196 +1,212 @@
-"""Figures of one run: ``results.json``, ``results.md`` and ``results.png``."""
+"""Judged samples, figures over problems with their 95 % intervals, and ``results.json``, ``results.md`` and ``results.png``.
+
+
+Intervals are a percentile bootstrap over problems: a resample draws as many problems as a benchmark has, with replacement; the
+samples of a problem stay together, since they depend on each other. Each benchmark has a random generator of its own, so that
+its interval does not depend on which others are evaluated. Comparing two runs takes the same resamples for both.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from recipe.evaluate.bootstrap import LEVEL, RESAMPLES, SEED, interval, over_benchmarks, resampled_means
-from recipe.evaluate.files import write_text
-from recipe.evaluate.problems import Benchmark
-from recipe.evaluate.scores import METRICS, ProblemScores, metric_table
+from recipe.evaluate.problems import Benchmarks
+from recipe.evaluate.store import KEY
+from recipe.files import digest, write_text
+from recipe.reward import compute_score
 
-MEAN_LABELS = {"mean": "mean over benchmarks", "weighted_mean": "mean weighted by problems"}
+RESAMPLES, LEVEL, SEED = 10_000, 0.95, 0
+MEANS = {"mean": "mean over benchmarks", "weighted_mean": "mean weighted by problems"}
+METRICS = ("acc", "pass", "tokens", "unanswered", "truncated")
+"""Columns of :func:`problem_tables`; ``acc`` is reported as acc@k and ``pass`` as pass@k, k the number of samples."""
+# Differences of means are sums of fractions, so that equal runs may differ by rounding.
+_ROUNDING = 1e-9
 
 
-def metric_names(samples: int) -> dict[str, str]:
-    """Names that figures are reported under, by metric."""
-    return {metric: f"{metric}@{samples}" if metric in ("acc", "pass") else metric for metric in METRICS}
+def judge(samples: Sequence[Mapping[str, Any]], benchmarks: Benchmarks) -> pd.DataFrame:
+    """Judge samples by :func:`recipe.reward.compute_score`, as in training; a row a sample.
+
+    ``answered``: there is a complete box; ``answer`` is its text, shortened, for people. ``no_verdict``: the judge could not
+    judge it within its limits; it counts as wrong.
+    """
+
+    def row(sample: Mapping[str, Any]) -> dict[str, Any]:
+        gold = benchmarks[sample["benchmark"]][sample["index"]].gold
+        verdict = compute_score(sample["benchmark"], sample["text"], gold)
+        return {name: sample[name] for name in (*KEY, "tokens")} | {
+            "gold": gold,
+            "right": verdict["score"] == 1.0,
+            "answered": verdict["answer_found"] == 1.0,
+            "no_verdict": verdict["verify_failed"] == 1.0,
+            "truncated": sample["finish_reason"] == "length",
+            "answer": verdict["pred"],
+        }
+
+    with ThreadPoolExecutor(8) as executor:  # the judge's own processes do the work
+        return pd.DataFrame(executor.map(row, samples))
 
 
-def summarise(
-    run: Mapping[str, Any], benchmarks: Sequence[Benchmark], scores: Mapping[str, list[ProblemScores]]
-) -> dict:
-    """The content of ``results.json``.
+def problem_tables(scores: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """By benchmark, a row a problem with the :data:`METRICS` of its samples: shares, but for ``tokens``, a mean."""
+    scores = scores.assign(acc=scores["right"], unanswered=~scores["answered"])
+    means = scores.groupby(["benchmark", "index"], sort=False)[["acc", "tokens", "unanswered", "truncated"]].mean()
+    means = means.assign(**{"pass": means["acc"] > 0})[list(METRICS)].astype(float)
+    return {name: table.reset_index(drop=True) for name, table in means.groupby("benchmark", sort=False)}
 
-    Args:
-        run: model, template, sampling and engine of the run.
-        benchmarks: in the order of the report.
-        scores: of every problem, by benchmark.
+
+def resample_counts(benchmark: str, problems: int) -> np.ndarray:
+    """How often each problem is in each resample: (resamples, problems) int64, every row sums to ``problems``."""
+    key = int.from_bytes(hashlib.sha256(benchmark.encode()).digest()[:8], "big")
+    return np.random.default_rng([SEED, key]).multinomial(problems, np.full(problems, 1 / problems), size=RESAMPLES)
+
+
+def figures(tables: Mapping[str, pd.DataFrame], samples: int) -> dict[str, Any]:
+    """Value and interval (``low``, ``high``) of every metric, and in how many of the resamples it is ``above_zero``.
 
     Returns:
-        ``run``, ``interval``, ``benchmarks`` (by name), ``mean`` and ``weighted_mean``. A figure has ``value``, ``low``
-        and ``high``; accuracies and rates are shares from 0 to 1. ``unanswered`` and ``truncated`` also have ``count``.
+        ``benchmarks`` (by name, with the number of ``problems``), ``mean`` over benchmarks and ``weighted_mean`` by problems.
     """
-    names = metric_names(run["sampling"]["samples"])
-    values, resamples, sizes = {}, {}, {}
-    report: dict[str, Any] = {
-        "run": dict(run),
-        "interval": {
-            "level": LEVEL,
-            "method": "percentile bootstrap over problems",
-            "resamples": RESAMPLES,
-            "seed": SEED,
-        },
-        "benchmarks": {},
+    # The first row of each is the figure itself, the others are those of the resamples.
+    means = {
+        name: np.vstack([table.mean(), resample_counts(name, len(table)) @ table.to_numpy() / len(table)])
+        for name, table in tables.items()
     }
-    for benchmark in benchmarks:
-        name, judged = benchmark.name, scores[benchmark.name]
-        table = metric_table(judged)
-        values[name], resamples[name], sizes[name] = table.mean(axis=0), resampled_means(name, table), len(judged)
-        figures = _figures(names, values[name], resamples[name])
-        figures["unanswered"]["count"] = sum(not answered for problem in judged for answered in problem.answered)
-        figures["truncated"]["count"] = sum(truncated for problem in judged for truncated in problem.truncated)
-        report["benchmarks"][name] = {
-            "problems": len(judged),
-            "responses": sum(len(problem.tokens) for problem in judged),
-            "problems_hash": benchmark.digest,
-            "gold_hash": benchmark.gold_digest,
-            **figures,
-            "no_verdict": sum(failed for problem in judged for failed in problem.no_verdict),
-        }
-    for key, value, means in zip(
-        MEAN_LABELS, over_benchmarks(values, sizes), over_benchmarks(resamples, sizes), strict=True
-    ):
-        report[key] = _figures(names, value, means)
-    return report
-
-
-def _figures(names: Mapping[str, str], values_M: np.ndarray, means_RM: np.ndarray) -> dict[str, dict[str, Any]]:
-    low_M, high_M = interval(means_RM)
+    stacked, sizes = np.stack(list(means.values())), [len(table) for table in tables.values()]
     return {
-        names[metric]: {"value": float(values_M[m]), "low": float(low_M[m]), "high": float(high_M[m])}
-        for m, metric in enumerate(METRICS)
+        "benchmarks": {
+            name: {"problems": len(tables[name]), **_figures(each, samples)} for name, each in means.items()
+        },
+        "mean": _figures(stacked.mean(axis=0), samples),
+        "weighted_mean": _figures(np.average(stacked, axis=0, weights=sizes), samples),
     }
+
+
+def _figures(means: np.ndarray, samples: int) -> dict[str, dict[str, float]]:
+    names = [f"{name}@{samples}" if name in ("acc", "pass") else name for name in METRICS]
+    low, high = np.quantile(means[1:], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    columns = zip(means[0], low, high, (means[1:] > _ROUNDING).mean(axis=0), strict=True)
+    keys = ("value", "low", "high", "above_zero")
+    return {name: dict(zip(keys, map(float, column), strict=True)) for name, column in zip(names, columns, strict=True)}
+
+
+def summarise(run: Mapping[str, Any], benchmarks: Benchmarks, scores: pd.DataFrame) -> dict[str, Any]:
+    """The content of ``results.json``: ``run``, ``interval`` and the figures, in all and by problem.
+
+    Accuracies and rates are shares from 0 to 1.
+    """
+    tables = problem_tables(scores)
+    result = figures(tables, run["sampling"]["samples"])
+    for name, found in result["benchmarks"].items():
+        rows = scores[scores["benchmark"] == name]
+        found["unanswered"]["count"] = int((~rows["answered"]).sum())
+        found["truncated"]["count"] = int(rows["truncated"].sum())
+        found |= {"responses": len(rows), "no_verdict": int(rows["no_verdict"].sum())}
+        found["problems_hash"] = digest([problem.messages for problem in benchmarks[name]])
+        found["gold_hash"] = digest([problem.gold for problem in benchmarks[name]])
+        found["by_problem"] = tables[name].to_dict("list")
+    return {"run": dict(run), "interval": interval("percentile bootstrap over problems"), **result}
+
+
+def interval(method: str) -> dict[str, Any]:
+    return {"level": LEVEL, "method": method, "resamples": RESAMPLES, "seed": SEED}
+
+
+def rows_of(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Label and figures of every row of a table or plot: the benchmarks, then the means."""
+    return [*result["benchmarks"].items(), *((label, result[key]) for key, label in MEANS.items())]
 
 
 def describe_run(run: Mapping[str, Any]) -> str:
     """One sentence on how the responses were drawn."""
-    sampling = run["sampling"]
+    sampling, template = run["sampling"], run["template"]
     return (
         f"{sampling['samples']} samples a problem, temperature {sampling['temperature']:g}, top_p {sampling['top_p']:g}, "
         f"top_k {sampling['top_k']}, at most {sampling['max_tokens']} tokens, seed {sampling['seed']}; chat template "
-        f"{run['template']['chat_template']}, enable_thinking={run['template']['enable_thinking']}; {run['engine']}."
+        f"{template['chat_template']}, enable_thinking={template['enable_thinking']}; {run['engine']}."
     )
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def markdown(result: Mapping[str, Any]) -> str:
     """The report as a Markdown page."""
-    samples = report["run"]["sampling"]["samples"]
+    samples = result["run"]["sampling"]["samples"]
     acc, passed = f"acc@{samples}", f"pass@{samples}"
     lines = [
-        f"# Evaluation of `{report['run']['model']}`",
+        f"# Evaluation of `{result['run']['model']}`",
         "",
         f"| benchmark | problems | {acc}, % | {passed}, % | mean tokens | unanswered | truncated |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    rows = [(name, figures) for name, figures in report["benchmarks"].items()]
-    rows += [(label, report[key]) for key, label in MEAN_LABELS.items()]
-    for name, figures in rows:
-        cells = [
-            name,
-            str(figures.get("problems", "")),
-            _percent(figures[acc]),
-            _percent(figures[passed]),
-            _bracketed(figures["tokens"], 1, 0),
-            _rate(figures["unanswered"]),
-            _rate(figures["truncated"]),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+    for name, found in rows_of(result):
+        cells = [name, found.get("problems", ""), _cell(found[acc], 100, 1), _cell(found[passed], 100, 1)]
+        cells += [_cell(found["tokens"], 1, 0), _rate(found["unanswered"]), _rate(found["truncated"])]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += [
         "",
-        f"- {describe_run(report['run'])}",
+        f"- {describe_run(result['run'])}",
         f"- {acc}: mean over samples; {passed}: any sample right; tokens with the end token; unanswered: no complete "
         "`\\boxed{}`; truncated: stopped by the limit on tokens.",
-        f"- In brackets: {report['interval']['level']:.0%} intervals, {report['interval']['method']}, "
-        f"{report['interval']['resamples']} resamples. Problems that all fare alike give an interval without width; "
-        "that is no certainty.",
+        f"- In brackets: {LEVEL:.0%} intervals, {result['interval']['method']}, {RESAMPLES} resamples. Problems that all fare "
+        "alike give an interval without width; that is no certainty.",
     ]
-    failed = sum(figures["no_verdict"] for figures in report["benchmarks"].values())
-    if failed:
+    if failed := sum(found["no_verdict"] for found in result["benchmarks"].values()):
         lines.append(f"- {failed} answers could not be judged within the limits and count as wrong.")
     return "\n".join(lines) + "\n"
 
 
-def _bracketed(figure: Mapping[str, float], scale: float, digits: int) -> str:
+def _cell(figure: Mapping[str, float], scale: float, digits: int, unit: str = "") -> str:
     value, low, high = (f"{scale * figure[key]:.{digits}f}" for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
-
-
-def _percent(figure: Mapping[str, float]) -> str:
-    return _bracketed(figure, 100, 1)
+    return f"{value}{unit} [{low}, {high}]"
 
 
 def _rate(figure: Mapping[str, float]) -> str:
-    text = f"{100 * figure['value']:.1f} % [{100 * figure['low']:.1f}, {100 * figure['high']:.1f}]"
+    text = _cell(figure, 100, 1, " %")
     return f"{figure['count']}: {text}" if "count" in figure else text
 
 
-def plot(report: Mapping[str, Any], path: Path) -> None:
-    """Accuracies and mean tokens with their intervals, a row a benchmark."""
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Accuracies and mean tokens with their intervals."""
+    samples = result["run"]["sampling"]["samples"]
+    title = f"{Path(result['run']['model']).name}: 95 % intervals over problems"
+    draw(result, path, (f"acc@{samples}", f"pass@{samples}", "tokens"), title)
+
+
+def draw(result: Mapping[str, Any], path: Path, metrics: Sequence[str], title: str) -> None:
+    """Figures with their intervals, a row a benchmark or mean, a panel a metric."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    samples = report["run"]["sampling"]["samples"]
-    rows = [(name, figures) for name, figures in report["benchmarks"].items()]
-    rows += [(label, report[key]) for key, label in MEAN_LABELS.items()]
-    heights = np.arange(len(rows))[::-1]
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(10, 1.8 + 0.45 * len(rows)), dpi=120, sharey=True, width_ratios=[3, 2], layout="constrained"
-    )
-    draw_points(left, heights + 0.12, [row[f"acc@{samples}"] for _, row in rows], f"acc@{samples}", "#0b6e4f", "o", 100)
-    draw_points(
-        left, heights - 0.12, [row[f"pass@{samples}"] for _, row in rows], f"pass@{samples}", "#c8553d", "s", 100
-    )
-    left.set(xlabel="% of responses, of problems", xlim=(-2, 102))
-    left.set_yticks(heights, [f"{name} ({row['problems']})" if "problems" in row else name for name, row in rows])
-    left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
-    draw_points(right, heights, [row["tokens"] for _, row in rows], "tokens", "#3d5a80", "D", 1)
-    right.set(xlabel="mean tokens a response", xlim=(0, 1.05 * max(row["tokens"]["high"] for _, row in rows)))
-    for axes in (left, right):
-        axes.axhline(1.5, color="#9aa5b1", linewidth=0.8)  # between benchmarks and means
-        axes.grid(axis="x", alpha=0.3)
-    figure.suptitle(f"{Path(report['run']['model']).name}: 95 % intervals over problems", fontsize=11)
+    rows = rows_of(result)[::-1]
+    labels = [f"{name} ({row['problems']})" if "problems" in row else name for name, row in rows]
+    size = (5 * len(metrics), 1.8 + 0.45 * len(rows))
+    figure, panels = pyplot.subplots(1, len(metrics), figsize=size, dpi=120, sharey=True, layout="constrained")
+    for panel, metric in zip(panels, metrics, strict=True):
+        scale = 1 if metric == "tokens" else 100
+        columns = [[scale * row[metric][key] for _, row in rows] for key in ("value", "low", "high")]
+        values, low, high = map(np.array, columns)
+        errors = np.maximum([values - low, high - values], 0)  # a value may lie outside its interval by rounding
+        panel.errorbar(values, labels, xerr=errors, fmt="o", capsize=3)
+        panel.set(xlabel="mean tokens a response" if metric == "tokens" else f"{metric}, %")
+        panel.axhline(1.5, color="grey", linewidth=0.8)  # between means and benchmarks
+        panel.grid(axis="x", alpha=0.3)
+    figure.suptitle(title, fontsize=11)
     figure.savefig(path)
     pyplot.close(figure)
 
 
-def draw_points(
-    axes: Any,
-    heights: np.ndarray,
-    figures: Sequence[Mapping[str, float]],
-    label: str,
-    color: str,
-    marker: str,
-    scale: float,
+def write_report(
+    result: Mapping[str, Any], output_dir: Path, name: str, text: str, plot: Callable[[Mapping[str, Any], Path], None]
 ) -> None:
-    """Values as points with their intervals as horizontal bars."""
-    values, low, high = (scale * np.array([figure[key] for figure in figures]) for key in ("value", "low", "high"))
-    # A value may lie outside its interval by rounding.
-    errors = np.maximum([values - low, high - values], 0)
-    axes.errorbar(values, heights, xerr=errors, fmt=marker, color=color, label=label, capsize=3, markersize=5)
-
-
-def write_report(report: Mapping[str, Any], output_dir: Path, name: str, text: str, draw: Any) -> list[Path]:
-    """Write ``NAME.json``, ``NAME.md`` and ``NAME.png``; ``draw(report, path)`` makes the plot."""
-    paths = [output_dir / f"{name}.{ending}" for ending in ("md", "png", "json")]
-    write_text(paths[0], text)
-    draw(report, paths[1])
-    write_text(paths[2], json.dumps(report, indent=2, ensure_ascii=False) + "\n")
-    return paths
+    """Write ``NAME.md``, ``NAME.png`` and ``NAME.json``."""
+    write_text(output_dir / f"{name}.md", text)
+    plot(result, output_dir / f"{name}.png")
+    write_text(output_dir / f"{name}.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,156 @@
+"""Sampling with vLLM: one engine for each GPU or group of GPUs, by vLLM's own data parallelism.
+
+Every sample is a request of its own whose seed follows from the evaluation's seed, the benchmark, the problem and the
+sample's number alone. So it matters neither in which order and by which engine problems are sampled, nor in how many sittings.
+
+The last bits of the logits may depend on the rest of the batch. Measured with vLLM 0.28 on a CPU, float32 gave the same tokens
+alone and in a batch, bfloat16 did not. So a CPU always computes in float32. On GPUs of compute capability 9.0 and above
+``VLLM_BATCH_INVARIANT=1`` asks vLLM for the same numbers in any batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+Answer = dict[str, Any]
+"""``seed``, ``tokens`` (their number with the end token), ``finish_reason`` (``stop`` or ``length``) and ``token_ids``."""
+
+
+def sample_seed(name: str) -> int:
+    """Seed of the sample ``SEED/BENCHMARK/INDEX/SAMPLE``: 63 bits of the SHA-256 of this name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+
+
+def engine_version() -> str:
+    """Name, version and mode of the engine; the version of the CPU build contains ``cpu``."""
+    try:
+        version = f"vllm {importlib.metadata.version('vllm')}"
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(
+            "vLLM is not installed; scripts/setup_cpu.sh installs its CPU build, requirements.txt names the one for GPUs"
+        ) from None
+    return f"{version}, batch-invariant" if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else version
+
+
+def engine_count(workers: int | None, tensor_parallel_size: int) -> int:
+    """Number of engines: ``workers``, or as many as the GPUs in sight allow; with vLLM's CPU build one."""
+    if "cpu" in engine_version():
+        return workers or 1
+    import torch
+
+    gpus = torch.cuda.device_count()
+    engines = workers or max(1, gpus // tensor_parallel_size)
+    if (needed := engines * tensor_parallel_size) > gpus:
+        asked = f"--workers {engines} x --tensor-parallel-size {tensor_parallel_size}"
+        raise ValueError(f"{asked} needs {needed} GPUs, in sight are {gpus}; lower one of them")
+    return engines
+
+
+def check_length(model: Path, longest: int) -> None:
+    """Refuse a ``longest`` prompt with response that the model in a Hugging Face folder has no positions for."""
+    from transformers import AutoConfig
+
+    positions = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"{model} has {positions} positions, but the longest prompt and a response may need {longest}: lower "
+            f"--max-tokens by {longest - positions}"
+        )
+
+
+def set_environment() -> None:
+    """Variables that vLLM reads while it starts; those that are set already are left alone."""
+    # Its warnings are about the choices made here, and would break the progress bar.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # FlashInfer's sampler is compiled at run time, for which many machines have no nvcc.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if "cpu" in engine_version():
+        from grail_advantage.verl_cpu import environment
+
+        environment.apply_defaults()
+
+
+def start_engine(model: Path, longest: int, engines: int, tensor_parallel_size: int) -> AsyncLLM:
+    """Load the model into vLLM: on a GPU in the precision its weights are stored in, on a CPU in float32."""
+    set_environment()
+    from transformers import AutoConfig
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    # Left to itself, vLLM would convert float32 weights to 16 bits.
+    dtype = AutoConfig.from_pretrained(model).get_text_config().dtype
+    options: dict[str, Any] = {"dtype": str(dtype or "auto").removeprefix("torch.")}
+    if "cpu" in engine_version():
+        options = {
+            "dtype": "float32",
+            "enforce_eager": True,  # compiling takes longer than it saves
+            # A prompt read in pieces draws random numbers that vLLM gives back afterwards, which it cannot do on a CPU
+            # ("CPU Generator does not use offset", GPUModelRunner._bookkeeping_sync in vLLM 0.28).
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(longest, 4096),
+        }
+    arguments = AsyncEngineArgs(
+        model=str(model),
+        max_model_len=longest,
+        data_parallel_size=engines,
+        tensor_parallel_size=tensor_parallel_size,
+        # A prompt is short beside its response, and without the cache no sample's numbers come from another's batch.
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        **options,
+    )
+    return AsyncLLM.from_engine_args(arguments)
+
+
+def sampling_params(sampling: Mapping[str, Any], seed: int) -> SamplingParams:
+    """vLLM's parameters for one sample, whose text the tokenizer that encoded the prompt makes."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    options = {name: value for name, value in sampling.items() if name not in ("samples", "seed")}
+    return SamplingParams(**options, seed=seed, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
+
+
+async def sample(
+    start: Callable[[], AsyncLLM],
+    prompts: Sequence[list[int]],
+    wanted: Sequence[dict[str, Any]],
+    sampling: Mapping[str, Any],
+    done: Callable[[dict[str, Any], Answer], object],
+) -> None:
+    """Start the engines and draw all ``wanted`` samples in one go; ``done`` is called with each as soon as it is there.
+
+    Raises:
+        RuntimeError: an engine failed, or vLLM gave up on a sample.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    engine = start()
+
+    async def draw(prompt: list[int], each: dict[str, Any]) -> None:
+        name = f"{each['benchmark']}/{each['index']}/{each['sample']}"
+        seed = sample_seed(f"{sampling['seed']}/{name}")
+        async for output in engine.generate({"prompt_token_ids": prompt}, sampling_params(sampling, seed), name):
+            final = output.outputs[0]
+        if final.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended sample {name} with {final.finish_reason!r}")
+        ids = list(final.token_ids)
+        done(each, {"seed": seed, "tokens": len(ids), "finish_reason": final.finish_reason, "token_ids": ids})
+
+    try:
+        await asyncio.gather(*map(draw, prompts, wanted))
+    except EngineDeadError:
+        raise RuntimeError("an engine ended; its output above says why. The same command resumes here") from None
+    finally:
+        engine.shutdown()
