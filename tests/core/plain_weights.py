@@ -1,7 +1,7 @@
 """Token weights of the methods that read old log-probabilities and entropies, the plain way, to compare the package with.
 
-Nothing here is shared with the package but the span's four numbers: rows are lists of floats, everything is a loop, and
-shares of counts are exact fractions. A weight list has one entry for each token of its row.
+Nothing here is shared with the package but the span's four numbers: rows are lists of floats, and everything is a loop. A
+weight list has one entry for each token of its row.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import torch
 
 from grail_advantage import AnswerSpan, RolloutBatch, Signal
 from grail_advantage.weighting import BatchWeights, batch_weights
+from tests.core.plain_maps import MAPS, chosen, part, to_mass
 
 NAN = math.nan
 SPAN = AnswerSpan(3, 4, 5, 6)  # three reasoning tokens, opening, one content token, closing; the rest is behind it
@@ -133,50 +133,6 @@ def close(got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], t
         )
 
 
-def part(share: float, count: int) -> int:
-    """A share, as it is written in decimals, of a count; rounded up, at least 1."""
-    return max(1, math.ceil(Fraction(str(share)) * count))
-
-
-def chosen(scores: Sequence[float], places: Sequence[Any], count: int) -> list[Any]:
-    """Places of the highest scores, one at a time, of equal ones the first."""
-    left = list(range(len(places)))
-    found = []
-    while left and len(found) < count:
-        best = left[0]
-        for index in left:
-            if scores[index] > scores[best]:
-                best = index
-        found.append(places[best])
-        left.remove(best)
-    return found
-
-
-def top(scores: Sequence[float], k: int = 1, share: float | None = None) -> list[float]:
-    """1 on the k highest scores, the earlier ones of equal ones, else 0."""
-    count = k if share is None else part(share, len(scores))
-    kept = chosen(scores, range(len(scores)), count)
-    return [1.0 if index in kept else 0.0 for index in range(len(scores))]
-
-
-def power(scores: Sequence[float], exponent: float = 2.0) -> list[float]:
-    """n s^g / sum s^g, all 1 where the sum is below 1e-8."""
-    powers = [max(0.0, score) ** exponent for score in scores]
-    total = math.fsum(powers)
-    return [1.0] * len(scores) if total < 1e-8 else [len(scores) * value / total for value in powers]
-
-
-def mean_ratio(scores: Sequence[float], beta: float = 0.1) -> list[float]:
-    """max(0, 1 + beta (x / mean - 1)), all 1 where the mean is not above 0."""
-    mean = math.fsum(scores) / len(scores) if scores else 0.0
-    if not mean > 0:
-        return [1.0] * len(scores)
-    return [max(0.0, 1 + beta * (score / mean - 1)) for score in scores]
-
-
-MAPS: dict[str, Callable] = {"top": top, "power": power, "mean_ratio": mean_ratio}
-
-
 def inside(row: Row, gate: str) -> bool:
     """Whether the gate lets the row through."""
     return {"wrong": row.advantage <= 0, "correct": row.advantage > 0, "all": True}[gate]
@@ -208,13 +164,6 @@ def through_map(
                 weights = to_mass(weights, row.tokens if reshaper == "top" else places)
         found.append(weights)
     return found
-
-
-def to_mass(weights: Sequence[float], places: Sequence[int]) -> list[float]:
-    """Scale the weights at these places so that they sum to their number, where their sum is above 0."""
-    total = math.fsum(weights[index] for index in places)
-    scale = len(places) / total if total > 0 else 1.0
-    return [weight * scale if index in places else weight for index, weight in enumerate(weights)]
 
 
 def surprisals(row: Row) -> list[float]:
