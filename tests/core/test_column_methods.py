@@ -183,7 +183,9 @@ class TestProbability:
         close(weights_of(ProbabilityConfig(normalize_mass=True), [Row(1.0, [0.0, HALF])]), [[2 / 1.9, 1.8 / 1.9]])
 
     def test_a_narrow_column_is_not_exponentiated_in_its_own_dtype(self) -> None:
-        column = torch.tensor([[-0.0078125, -0.5]], dtype=torch.bfloat16)  # exp of the first, 0.99222, is not in bfloat16
+        column = torch.tensor(
+            [[-0.0078125, -0.5]], dtype=torch.bfloat16
+        )  # exp of the first, 0.99222, is not in bfloat16
         batch = RolloutBatch(torch.ones(1, 2, dtype=torch.bool), torch.ones(1), [None], {"old_log_probs": column})
         expected = [[0.2 * math.exp(-0.0078125) + 0.8, 0.2 * math.exp(-0.5) + 0.8]]
         close(result_of(ProbabilityConfig(), batch).weights_BT.tolist(), expected)
@@ -216,7 +218,12 @@ class TestStare:
     def test_exactly_as_many_of_equal_tokens_the_earlier_ones_of_earlier_rows(self) -> None:
         rows = [low(1.0, *[2] * 7), low(1.0, *[2] * 8)]
         close(weights_of(StareConfig(), rows), [[1.1, 1.1, *[1] * 5], [1] * 8])
-        rows = [low(1.0, *[1] * 7), low(-1.0, 2, 2), low(1.0, *[2] * 8), low(1.0, 2, 3)]  # two of 17: the 3, the first 2
+        rows = [
+            low(1.0, *[1] * 7),
+            low(-1.0, 2, 2),
+            low(1.0, *[2] * 8),
+            low(1.0, 2, 3),
+        ]  # two of 17: the 3, the first 2
         close(weights_of(StareConfig(), rows), [[1] * 7, [1, 1], [1.1, *[1] * 7], [1, 1.1]])
 
     @pytest.mark.parametrize(("entropy", "on"), [(0.25, True), (0.5, False), (0.75, False)])
@@ -234,7 +241,9 @@ class TestStare:
         def mean_of_row_means(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
             assert mask_BT.sum() == 8 and bool(values_BT.isfinite().all())
             counts_B = mask_BT.sum(dim=-1)
-            means_B = (values_BT * mask_BT).sum(dim=-1) / counts_B.clamp(min=1)  # a NaN in the padding would get through
+            means_B = (values_BT * mask_BT).sum(dim=-1) / counts_B.clamp(
+                min=1
+            )  # a NaN in the padding would get through
             return float(means_B[counts_B > 0].mean())
 
         # By tokens 0.2125, by rows 0.1625.

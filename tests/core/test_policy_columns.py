@@ -159,9 +159,7 @@ def test_scores_are_what_was_read() -> None:
     rows = [Row(rollout.advantage, [-0.5] * len(encode(rollout.response))) for rollout in ROWS]
     given = {"old_log_probs": full_width(batch, rows, "log_probs"), "entropy": full_width(batch, rows, "entropies")}
     for name, score in (("surprisal", 0.5), ("probability", math.exp(-0.5)), ("high_entropy", 1.0), ("stare", 0.5)):
-        found = compute_token_weights(
-            tiny_model(), char_tokenizer(), *batch.tensors(), method(name).build({}), **given
-        )
+        found = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), method(name).build({}), **given)
         known = found.scores[~found.scores.isnan()]
         assert known.numel() > 0
         torch.testing.assert_close(known, torch.full_like(known, score))
