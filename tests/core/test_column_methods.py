@@ -1,4 +1,4 @@
-"""The methods that read old log-probabilities and entropies, by hand. Loops over random rows are in `test_policy_columns.py`."""
+"""The methods that read old log-probabilities and entropies, by hand. Loops are in `test_policy_columns.py`."""
 
 from __future__ import annotations
 
