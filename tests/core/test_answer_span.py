@@ -65,37 +65,23 @@ def assert_plain_span(span: AnswerSpan | None, token_texts: list[bytes], which: 
 # ---- iter_boxed ----
 
 
-@pytest.mark.parametrize(
-    ("text", "boxes"),
-    [
-        (rb"", []),
-        (rb"no box", []),
-        (rb"\boxed{42}", [(0, 7, 9, 10)]),
-        (rb"\boxed{}", [(0, 7, 7, 8)]),
+def test_iter_boxed_by_hand() -> None:
+    for text, boxes in (
+        (rb"no box \boxed {1} \fbox{1} boxed{1} \boxed{4", []),
         (rb"a \boxed{\frac{1}{2}}.", [(2, 9, 20, 21)]),
-        (rb"\boxed{1} or \boxed{2}", [(0, 7, 8, 9), (13, 20, 21, 22)]),
-        (rb"\boxed{4", []),
-        (rb"\boxed{1}\boxed{2", [(0, 7, 8, 9)]),
+        (rb"\boxed{1} or \boxed{}", [(0, 7, 8, 9), (13, 20, 20, 21)]),
         (rb"\boxed{ \boxed{1}", [(8, 15, 16, 17)]),
-        (rb"\boxed{\boxed{1}}", [(0, 7, 16, 17)]),
         (rb"\boxed{\boxed{1}}\boxed{2}", [(0, 7, 16, 17), (17, 24, 25, 26)]),
-        (rb"\boxed{\boxed{1}{\boxed{2}", [(7, 14, 15, 16), (17, 24, 25, 26)]),
-        (rb"}} \boxed{1}", [(3, 10, 11, 12)]),
-        (rb"\boxed{\{1,2\}}", [(0, 7, 14, 15)]),
-        (rb"\boxed{\}}", [(0, 7, 8, 9)]),
+        (rb"}} \boxed{\{1,2\}}", [(3, 10, 17, 18)]),
         (rb"\\boxed{1}", [(1, 8, 9, 10)]),
-        (rb"\boxed {1} \fbox{1} \Boxed{1} boxed{1}", []),
-        ("\\boxed{½}".encode(), [(0, 7, 9, 10)]),
         (b"\xff\\boxed{\xf0}", [(1, 8, 9, 10)]),
-    ],
-)
-def test_iter_boxed_by_hand(text: bytes, boxes: list[Box]) -> None:
-    assert list(iter_boxed(text)) == boxes
+    ):
+        assert list(iter_boxed(text)) == boxes
 
 
 def test_iter_boxed_every_short_text() -> None:
-    for length in range(8):
-        for units in itertools.product([b"\\boxed{", b"{", b"}", b"a"], repeat=length):
+    for length in range(7):
+        for units in itertools.product([b"\\boxed{", b"boxed", b"{", b"}", b"\\"], repeat=length):
             text = b"".join(units)
             assert list(iter_boxed(text)) == plain_boxes(text)
 
@@ -201,20 +187,17 @@ def test_every_kind_of_row() -> None:
     tokenizer = real.char_tokenizer()
     text, expected = "x = \\boxed{1-2}.", AnswerSpan(4, 11, 14, 15)
     ids: list[int] = tokenizer.encode(text)
-    integer_types = [np.int32, np.int64, np.uint16, np.uint64]
-    rows = [ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32)]
-    rows += [np.array(ids, dtype=kind) for kind in integer_types]
-    rows += [np.array(ids + ids)[: len(ids)], np.repeat(ids, 2)[::2]]
+    rows = [ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32), np.repeat(ids, 2)[::2]]
+    rows += [np.array(ids, dtype=kind) for kind in (np.int32, np.int64, np.uint16, np.uint64)]
     for row in rows:
-        assert find_answer_span(row, tokenizer) == expected
+        span = find_answer_span(row, tokenizer)
+        assert span == expected and all(type(index) is int for index in vars(span).values())
     assert find_answer_spans(rows, tokenizer, "first") == [expected] * len(rows)
     for batch in (torch.tensor([ids, ids]), np.array([ids, ids])):
         assert find_answer_spans(batch, tokenizer, "last") == [expected] * 2
     jagged = torch.nested.nested_tensor([torch.tensor(ids), torch.tensor(ids[:5])], layout=torch.jagged)
     assert find_answer_spans(jagged, tokenizer, "last") == [expected, None]
-    assert find_answer_spans([], tokenizer, "last") == []
     assert find_answer_spans([[], np.array([]), torch.tensor([])], tokenizer, "last") == [None] * 3
-    assert all(type(index) is int for index in vars(find_answer_span(np.array(ids), tokenizer)).values())
 
 
 def test_what_is_refused() -> None:
@@ -276,38 +259,29 @@ def test_tokens_that_become_special_later_cover_nothing() -> None:
     assert find_answer_span(ids, tokenizer) == AnswerSpan(0, 1, 2, 4)
 
 
-def test_each_tokenizer_has_its_own_table() -> None:
-    plain, swapped = real.char_tokenizer("\\boxed{1}"), real.char_tokenizer("\\boxed}1{")
-    ids = plain.encode("\\boxed{1}")
-    for _ in range(3):
-        assert find_answer_span(ids, plain) == AnswerSpan(0, 7, 8, 9)
-        assert find_answer_span(ids, swapped) is None
-    # Tokenizers that die leave their ids, which later ones take over.
-    for number in range(20):
-        characters = "\\boxed{1}" if number % 2 else "\\boxed}1{"
-        assert (find_answer_span(ids, real.char_tokenizer(characters)) is None) == (number % 2 == 0)
+class Slotted:
+    """A tokenizer without weak references."""
+
+    __hash__ = None
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: PreTrainedTokenizerFast) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
 
 
-def test_a_tokenizer_without_weak_references() -> None:
-    class Slotted:
-        __hash__ = None
-        __slots__ = ("inner",)
-
-        def __init__(self, inner: PreTrainedTokenizerFast) -> None:
-            self.inner = inner
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
-
-        def __len__(self) -> int:
-            return len(self.inner)
-
-    with pytest.raises(TypeError):
-        weakref.ref(Slotted(None))
+@pytest.mark.parametrize("wrap", [lambda tokenizer: tokenizer, Slotted], ids=["plain", "slotted"])
+def test_each_tokenizer_has_its_own_table(wrap: Callable[[Any], Any]) -> None:
+    """Tokenizers that die leave their ids, which later ones take over."""
     ids = real.char_tokenizer("\\boxed{1}").encode("\\boxed{1}")
     for number in range(20):
-        characters = "\\boxed{1}" if number % 2 else "\\boxed}1{"
-        assert (find_answer_span(ids, Slotted(real.char_tokenizer(characters))) is None) == (number % 2 == 0)
+        tokenizer = wrap(real.char_tokenizer("\\boxed{1}" if number % 2 else "\\boxed}1{"))
+        assert (find_answer_span(ids, tokenizer) is None) == (number % 2 == 0)
 
 
 # ---- real vocabularies ----
