@@ -113,12 +113,7 @@ class PlainModel:
 
 
 def position_scores(
-    model: torch.nn.Module,
-    ids: list[int],
-    attention: list[int],
-    targets: list[int],
-    leaf: str,
-    temperature: float,
+    model: torch.nn.Module, ids: list[int], attention: list[int], targets: list[int], leaf: str, temperature: float
 ) -> list[float]:
     """`||dL/dh_p * h_p||_2` of each position p of one padded row; `targets` are the target tokens' own positions."""
     position = -1

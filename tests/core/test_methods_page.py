@@ -172,11 +172,7 @@ class TestMetrics:
 
     def test_all_are_on_the_page(self, passage: str) -> None:
         logged = passage.split("\n## Logged figures")[1]
-        assert set(re.findall(r"^\| `(\w+)` \|", logged, flags=re.M)) == {
-            *METRICS,
-            *GRADIENT_METRICS,
-            *TRAINER_METRICS,
-        }
+        assert set(re.findall(r"^\| `(\w+)` \|", logged, flags=re.M)) == {*METRICS, *GRADIENT_METRICS, *TRAINER_METRICS}
 
 
 class TestText:

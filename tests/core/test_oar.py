@@ -18,12 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import AnswerSpan, GrailConfig, OarConfig, TokenWeights, compute_token_weights, hf_model
 from grail_advantage.signals.oar_gradient import NoisyStretch, noise_seed, noisy_embeddings
-from grail_advantage.signals.oar_perturbation import (
-    PerturbationRow,
-    interpolate,
-    perturbation_scores,
-    replaced_tokens,
-)
+from grail_advantage.signals.oar_perturbation import PerturbationRow, interpolate, perturbation_scores, replaced_tokens
 from grail_advantage.signals.oar_probe import divergence, probe_positions, read_probe
 from tests.core import oar_reference
 from tests.core.common import few
