@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.answer_span import AnswerSpan, find_answer_span, find_answer_spans, iter_boxed, token_bytes
 from tests import real_tokenizers as real
+from tests.core.reference import boxed_spans
 
 Box = tuple[int, int, int, int]
 
@@ -25,18 +26,8 @@ Box = tuple[int, int, int, int]
 
 
 def plain_boxes(text: bytes) -> list[Box]:
-    boxes, position = [], 0
-    while (start := text.find(b"\\boxed{", position)) >= 0:
-        depth, at = 1, start + 7
-        while depth and at < len(text):
-            depth += {ord("{"): 1, ord("}"): -1}.get(text[at], 0)
-            at += 1
-        if depth == 0:
-            boxes.append((start, start + 7, at - 1, at))
-            position = at
-        else:
-            position = start + 7
-    return boxes
+    """One character a byte."""
+    return boxed_spans(text.decode("latin-1"))
 
 
 def assert_plain_span(span: AnswerSpan | None, token_texts: list[bytes], which: str) -> bool:
@@ -174,13 +165,6 @@ def test_ids_outside_the_vocabulary_cover_nothing() -> None:
     assert find_answer_span([2, 10**6, 3, len(tokenizer), 4, 2**40], tokenizer) == AnswerSpan(0, 2, 3, 5)
     assert find_answer_span([-1, 2, -100, 4, -(2**40)], tokenizer) == AnswerSpan(1, 3, 3, 4)
     assert find_answer_span([10**6, -100], tokenizer) is None
-
-
-def test_holes_in_the_vocabulary_cover_nothing() -> None:
-    backend = Tokenizer(models.WordLevel({"<unk>": 0, "\\boxed{": 3, "7": 9, "}": 20}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    assert len(tokenizer) == 4
-    assert find_answer_span([3, 4, 9, 10, 20, 19], tokenizer) == AnswerSpan(0, 2, 3, 5)
 
 
 def test_every_kind_of_row() -> None:
@@ -423,14 +407,6 @@ def test_sentencepiece_vocabulary(kind: Any) -> None:
         spans += check(tokenizer, ids, bytes_of.__getitem__)
         spans += check(tokenizer, random_split(text.encode(), token_of, rng), bytes_of.__getitem__)
     assert spans > 250
-
-
-def test_sentencepiece_by_hand() -> None:
-    tokenizer = real.sentencepiece_tokenizer("bpe")
-    tokens = ["▁", "\\", "b", "o", "x", "e", "d", "<0x7B>", "<0xE6>", "<0x9D>", "</s>", "<0xB1>", "<0x7D>", "</s>"]
-    ids = tokenizer.convert_tokens_to_ids(tokens)
-    assert tokenizer.unk_token_id not in ids
-    assert find_answer_span(ids, tokenizer) == AnswerSpan(1, 8, 12, 13)
 
 
 def test_scheme_without_a_decoder() -> None:

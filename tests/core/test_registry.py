@@ -30,7 +30,6 @@ from grail_advantage import (
 from grail_advantage.methods import method, methods
 from grail_advantage.model_interface import RowScores
 from grail_advantage.weighting import BatchWeights, batch_weights, put_row, scores_of
-from tests.core.common import RESHAPERS
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 from tests.documentation import snippets, write_files
 
@@ -54,16 +53,6 @@ def test_the_published_methods_are_there_under_their_names() -> None:
     assert OarConfig().name == "oar_g"
     assert OarConfig("perturbation").name == "oar_p"
     assert {method.section for method in methods().values()} >= {"grail", "oar", "uniform"}
-
-
-@pytest.mark.parametrize("signal", ["grail", "oar_g", "surprisal", "entropy"])
-def test_any_reshaper_goes_with_any_signal_that_has_a_choice(signal: str) -> None:
-    scores_BT, statistics_BT = torch.tensor([[1.0, 2.0, 4.0, 3.0]]), torch.tensor([[True, True, True, False]])
-    for name in RESHAPERS:
-        built = method(signal).build({"reshaper": name})
-        assert type(built.reshaping) is registry.reshapers()[name]
-        weights_BT = built.reshaping.weights(scores_BT, statistics_BT, torch.tensor([-1.0]))
-        assert (weights_BT[statistics_BT] >= 0).all()
 
 
 def test_the_same_name_twice_is_refused(clean_registry: None) -> None:
@@ -161,18 +150,6 @@ def test_scores_that_do_not_fit_are_refused_with_the_methods_name() -> None:
         put_row(torch.zeros(2, 5), 0, 3, RowScores(torch.ones(4)), Long())
 
 
-def test_bounds_of_whole_numbers_are_checked() -> None:
-    class Bounded(Signal):
-        count: int = option(5, "a number", ge=1, le=10)
-        more: int = option(1, "another", gt=0)
-
-    assert Bounded(count=10).count == 10
-    with pytest.raises(ValueError, match=r"count=11 must be between 1 and 10"):
-        Bounded(count=11)
-    with pytest.raises(ValueError, match=r"more=-3 must be greater than 0"):
-        Bounded(more=-3)
-
-
 def test_a_signal_that_is_not_registered_has_no_name() -> None:
     class Nameless(Signal):
         pass
@@ -194,28 +171,6 @@ def test_a_signals_own_option_reaches_its_reshaper() -> None:
     assert OarConfig(quantile=0.25).reshaping.quantile == 0.25
     assert GrailConfig(weight_std=0.1).reshaping.weight_std == 0.1
     assert GrailConfig(reshaper="bilevel", quantile=0.1, reshaper_options={"quantile": 0.3}).reshaping.quantile == 0.3
-
-
-def test_a_method_of_ones_own_works_with_nothing_but_its_class(clean_registry: None) -> None:
-    @register_signal("even_tokens")
-    class EvenTokens(Signal):
-        """Every other token weighs ``heavy``."""
-
-        heavy: float = option(2.0, "weight of the even tokens", ge=0)
-
-        def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-            even_T = torch.arange(batch.mask_BT.shape[1]) % 2 == 0
-            return torch.where(even_T, self.heavy, 1.0).expand(batch.mask_BT.shape)
-
-        def reshape(self, scores_BT, statistics_BT, batch) -> Reshaped:
-            return Reshaped(scores_BT)
-
-    signal = method("even_tokens").build({"heavy": 3})
-    batch = make_batch([ROLLOUTS["right"], ROLLOUTS["no box"]], padding="both")
-    weights = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), signal).weights
-    for row in range(2):
-        inside = weights[row, batch.response_mask[row].bool()]
-        assert inside[::2].eq(3).all() and inside[1::2].eq(1).all()
 
 
 def test_a_signal_without_a_map_or_a_pass_says_what_to_write(clean_registry: None) -> None:

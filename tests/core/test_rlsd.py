@@ -206,18 +206,6 @@ def test_template_options_reach_the_template() -> None:
     assert found[0] == pytest.approx(plain_weights(teacher, old, 1.0, 0.5, 0.2), abs=1e-6)
 
 
-def test_text_that_leaves_the_prompt_unchanged() -> None:
-    """A template that shows nothing behind an empty line: the teacher sees what the policy saw."""
-    tokenizer = copy.deepcopy(tiny_tokenizer())
-    tokenizer.chat_template = BRACKETS.replace("message.content", "message.content.split('\n\n')[0]")
-    result, found = run_rows(RlsdConfig(), EXAMPLES, tokenizer=tokenizer)
-    assert result.stats["selected_rate"] == 0.75  # of the four rows with a response, three have A != 0
-    for weights in found:
-        assert weights == pytest.approx([1.0] * len(weights), abs=1e-6)
-    changed, _ = run_rows(RlsdConfig(), EXAMPLES)
-    assert changed.stats["weight_deviation"] > 0.01
-
-
 NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), {}, np.array([])]
 
 

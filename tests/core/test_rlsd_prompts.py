@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from grail_advantage.batch import Example, PassRow
 from grail_advantage.signals.rlsd import REQUEST, RlsdConfig, as_text, cut, extended, harmless, look_up
 from recipe.chat_templates import read_chat_template
-from recipe.tiny.model import build_tokenizer
 from tests.core.test_rlsd import NOTHING, SHORT, columns
 from tests.core.tiny_models import char_tokenizer
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
@@ -32,12 +31,6 @@ QWEN3 = f"""{CONTENT}
 {{{{- "<|im_start|>assistant\\n" }}}}
 {{%- if enable_thinking is defined and not enable_thinking %}}{{{{- "<think>\\n\\n</think>\\n\\n" }}}}{{% endif %}}
 {{%- endif %}}"""
-LLAMA3 = f"""{CONTENT}
-{{{{- bos_token }}}}
-{{%- for message in messages %}}
-{{{{- "<|start_header_id|>" + message.role + "<|end_header_id|>\\n\\n" + text(message.content) | trim + "<|eot_id|>" }}}}
-{{%- endfor %}}
-{{%- if add_generation_prompt %}}{{{{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}}}{{% endif %}}"""
 R1_DISTILL = f"""{CONTENT}
 {{{{- bos_token }}}}
 {{%- for message in messages %}}
@@ -74,32 +67,15 @@ def llama3_with_r1_marks() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def llama3_turn(role: str, text: str) -> str:
-    return f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}"
-
-
-_OF_QWEN3 = (
-    "<|im_start|>user\n",
-    "<|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n",
-)
 _BOS = "<|begin_of_text|>"
 CHATS = {
     "Qwen3, thinking off": Chat(
         qwen_tokenizer,
         QWEN3,
-        _OF_QWEN3[0],
-        _OF_QWEN3[1] + "<think>\n\n</think>\n\n",
-        _OF_QWEN3[2],
+        "<|im_start|>user\n",
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n",
         {"enable_thinking": False},
-    ),
-    "Qwen3": Chat(qwen_tokenizer, QWEN3, *_OF_QWEN3),
-    "Llama 3": Chat(
-        llama3_tokenizer,
-        LLAMA3,
-        _BOS + llama3_turn("user", ""),
-        "<|eot_id|>" + llama3_turn("assistant", ""),
-        _BOS + llama3_turn("system", "Be brief.<|eot_id|>") + llama3_turn("user", ""),
     ),
     "R1 distilled": Chat(
         llama3_with_r1_marks,
@@ -116,7 +92,6 @@ CHATS = {
         f"{_BOS}Be brief.\nUser: ",
         takes_parts=False,
     ),
-    "the tiny model's": Chat(build_tokenizer, QWEN3, *_OF_QWEN3),
 }
 QUESTION = "What is $17 \\cdot {3}$? Put it within \\boxed{}."
 each_chat = pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
@@ -240,7 +215,7 @@ def test_long_text_is_cut() -> None:
     for most in range(1, 25):
         assert signs.startswith(cut(signs, most, tokenizer))
 
-    chat = CHATS["Qwen3"]
+    chat = CHATS["Qwen3, thinking off"]
     short, _, _ = prepared(chat, "step0", request=SHORT)
     ids, prompt, _ = prepared(chat, text, request=SHORT)
     assert 1015 < len(ids) - len(short) <= 1024

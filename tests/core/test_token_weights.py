@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -161,34 +160,6 @@ def by_response(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
     return [values[row, batch.response_mask[row] == 1] for row in range(len(values))]
 
 
-@pytest.mark.parametrize(("preset", "leaf"), [("official", "middle"), ("robust", "embeddings")])
-def test_padding_and_company_change_no_bit(preset: str, leaf: str) -> None:
-    model, _ = subject("qwen3")
-    config = GrailConfig(preset, leaf=leaf, gate="all")
-    long = Rollout("A long one?", 30 * "and so on " + r"\boxed{1} or so", -1.0)
-    alone = [compute(model, batch, config) for batch in (make_batch([rollout]) for rollout in [*ALL_ROLLOUTS, long])]
-    alone_weights = [result.weights[result.weights != 0] for result in alone]
-    alone_scores = [result.scores[0, -len(weights) :] for result, weights in zip(alone, alone_weights, strict=True)]
-    companies = {
-        "left": (ALL_ROLLOUTS, "left", 0),
-        "right": (ALL_ROLLOUTS, "right", 0),
-        "both": (ALL_ROLLOUTS, "both", 0),
-        "wider": (ALL_ROLLOUTS, "right", 17),
-        "with a long row": ([*ALL_ROLLOUTS, long], "left", 0),
-        "backwards": ([long, *ALL_ROLLOUTS[::-1]], "both", 5),
-        "twice": (ALL_ROLLOUTS * 2, "right", 0),
-    }
-    for name, (rollouts, padding, extra) in companies.items():
-        batch = make_batch(rollouts, padding, extra)
-        result = compute(model, batch, config)
-        rows = zip(rollouts, by_response(batch, result.weights), by_response(batch, result.scores), strict=True)
-        for rollout, weights, scores in rows:
-            index = [*ALL_ROLLOUTS, long].index(rollout)
-            assert torch.equal(weights, alone_weights[index]), (name, rollout.response)
-            if len(scores):
-                assert torch.equal(scores.nan_to_num(-1), alone_scores[index].nan_to_num(-1)), (name, rollout.response)
-
-
 def test_masks_may_be_bool_and_padding_may_hold_any_token() -> None:
     model, _ = subject("llama")
     batch = make_batch(ALL_ROLLOUTS, "both")
@@ -249,56 +220,6 @@ def test_models_that_give_all_logits_weigh_the_same() -> None:
 
 
 # ---- modes and precision ------------------------------------------------------------------------------------------------
-
-
-def test_frozen_parameters() -> None:
-    model, plain = subject("llama")
-    frozen = copy.deepcopy(model).requires_grad_(False)
-    for leaf in LEAVES:
-        assert_matches(frozen, plain, make_batch(FEW_ROLLOUTS), "official", leaf=leaf)
-
-
-@pytest.mark.parametrize(
-    ("leaf", "calls"),
-    [
-        # Calls of the four blocks for one row. The blocks after the leaf run again in the backward.
-        ("embeddings", [2, 2, 2, 2]),
-        ("first", [1, 2, 2, 2]),
-        ("middle", [1, 1, 2, 2]),
-        ("last", [1, 1, 1, 2]),
-    ],
-)
-@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": False}, {"use_reentrant": True}])
-def test_gradient_checkpointing_is_used_and_changes_nothing(kwargs: dict | None, leaf: str, calls: list[int]) -> None:
-    """Reentrant checkpointing, which cannot give gradients of activations, is taken as the other kind."""
-    model = tiny_model("qwen3", attention_dropout=0.5)
-    batch = make_batch([ROLLOUTS["text after the box"]])
-    config = GrailConfig("robust", leaf=leaf)
-    expected = compute(model, batch, config)
-    model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-    with contextlib.ExitStack() as stack:
-        seen = [stack.enter_context(watch_inputs(block.self_attn.q_proj)) for block in model.model.layers]
-        got = compute(model, batch, config)
-    assert [len(shapes) for shapes in seen] == calls
-    torch.testing.assert_close(got.scores, expected.scores, rtol=1e-5, atol=0, equal_nan=True)
-    torch.testing.assert_close(got.weights, expected.weights, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_bfloat16_models_give_float32_scores_of_the_same_size(family: str) -> None:
-    """With eight bits a mantissa nothing more can be asked of sixteen dimensions."""
-    model = tiny_model(family)
-    batch = make_batch([ROLLOUTS["text after the box"]])
-    exact = compute(model, batch, GrailConfig("robust"))
-    rough = compute(model.bfloat16(), batch, GrailConfig("robust"))
-    assert rough.weights.dtype == rough.scores.dtype == torch.float32
-    reasoning = by_response(batch, torch.stack([exact.scores[0], rough.scores[0]]).T[None])[0][: exact.spans[0].start]
-    assert 0.5 < float(reasoning[:, 1].mean() / reasoning[:, 0].mean()) < 2
-    assert rough.stats["non_finite_rate"] == 0
-
-
-# ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama, tied"])
