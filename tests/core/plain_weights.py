@@ -188,63 +188,63 @@ def sound(row: Row, *columns: Sequence[float]) -> bool:
     return all(math.isfinite(column[index]) for column in columns for index in row.tokens)
 
 
-def finished(rows: Sequence[Row], found: list[list[float]], normalize_mass: bool, taking_part: Sequence[bool]) -> list:
-    """Restore the mass of the rows that took part."""
-    if not normalize_mass:
-        return found
-    return [
-        to_mass(weights, row.tokens) if takes_part else weights
-        for row, weights, takes_part in zip(rows, found, taking_part, strict=True)
-    ]
+def each_token(
+    rows: Sequence[Row],
+    column: str,
+    weight: Callable[[Row, int], float],
+    *,
+    normalize_mass: bool = False,
+    taking_part: Callable[[Row], bool] = lambda row: row.advantage != 0,
+) -> list[list[float]]:
+    """A weight of its own for every token of the rows that take part and whose column is finite."""
+    found = []
+    for row in rows:
+        weights = row.ones()
+        if taking_part(row) and sound(row, getattr(row, column)):
+            for index in row.tokens:
+                weights[index] = weight(row, index)
+            if normalize_mass:
+                weights = to_mass(weights, row.tokens)
+        found.append(weights)
+    return found
 
 
 def high_entropy(
     rows: Sequence[Row], rho: float = 0.2, denominator: str = "selected", normalize_mass: bool = False
 ) -> list[list[float]]:
     """The tokens at or above the entropy that the share ends with, over all rows."""
-    taking_part = [sound(row, row.entropies) for row in rows]
-    everything = [
-        row.entropies[index] for row, part_ in zip(rows, taking_part, strict=True) if part_ for index in row.tokens
-    ]
+    everything = [row.entropies[index] for row in rows if sound(row, row.entropies) for index in row.tokens]
     if not everything:
         return [row.ones() for row in rows]
     cut = sorted(everything, reverse=True)[part(rho, len(everything)) - 1]
     kept = sum(1 for value in everything if value >= cut)
     weight = len(everything) / kept if denominator == "selected" else 1.0
-    found = []
-    for row, part_ in zip(rows, taking_part, strict=True):
-        weights = row.ones()
-        for index in row.tokens if part_ else []:
-            weights[index] = weight if row.entropies[index] >= cut else 0.0
-        found.append(weights)
-    return finished(rows, found, normalize_mass, taking_part)
+
+    def of_token(row: Row, index: int) -> float:
+        return weight if row.entropies[index] >= cut else 0.0
+
+    return each_token(rows, "entropies", of_token, normalize_mass=normalize_mass, taking_part=lambda row: True)
 
 
 def entropy_bonus(
     rows: Sequence[Row], alpha: float = 0.4, kappa: float = 2.0, normalize_mass: bool = False
 ) -> list[list[float]]:
     """(A + min(alpha H, |A| / kappa)) / A."""
-    taking_part = [sound(row, row.entropies) and row.advantage != 0 for row in rows]
-    found = []
-    for row, part_ in zip(rows, taking_part, strict=True):
-        weights = row.ones()
-        for index in row.tokens if part_ else []:
-            bonus = min(alpha * max(0.0, row.entropies[index]), abs(row.advantage) / kappa)
-            weights[index] = (row.advantage + bonus) / row.advantage
-        found.append(weights)
-    return finished(rows, found, normalize_mass, taking_part)
+
+    def of_token(row: Row, index: int) -> float:
+        bonus = min(alpha * max(0.0, row.entropies[index]), abs(row.advantage) / kappa)
+        return (row.advantage + bonus) / row.advantage
+
+    return each_token(rows, "entropies", of_token, normalize_mass=normalize_mass)
 
 
 def probability(rows: Sequence[Row], alpha: float = 0.2, normalize_mass: bool = False) -> list[list[float]]:
     """alpha p + 1 - alpha."""
-    taking_part = [sound(row, row.log_probs) and row.advantage != 0 for row in rows]
-    found = []
-    for row, part_ in zip(rows, taking_part, strict=True):
-        weights = row.ones()
-        for index in row.tokens if part_ else []:
-            weights[index] = alpha * math.exp(min(0.0, row.log_probs[index])) + 1 - alpha
-        found.append(weights)
-    return finished(rows, found, normalize_mass, taking_part)
+
+    def of_token(row: Row, index: int) -> float:
+        return alpha * math.exp(min(0.0, row.log_probs[index])) + 1 - alpha
+
+    return each_token(rows, "log_probs", of_token, normalize_mass=normalize_mass)
 
 
 def stare(
@@ -254,30 +254,27 @@ def stare(
     share: float = 0.1,
     strength: float = 0.1,
     normalize_mass: bool = False,
-    mean: float | None = None,
 ) -> list[list[float]]:
-    """The least likely tokens of either sign, while the mean entropy (by default over tokens) is below the threshold."""
+    """The least likely tokens of either sign, while the mean entropy is below the threshold."""
     taking_part = [sound(row, row.entropies, row.log_probs) for row in rows]
-    if mean is None:
-        everything = [
-            row.entropies[index] for row, part_ in zip(rows, taking_part, strict=True) if part_ for index in row.tokens
-        ]
-        mean = math.fsum(everything) / max(1, len(everything))
+    both = list(zip(rows, taking_part, strict=True))
+    everything = [row.entropies[index] for row, part_ in both if part_ for index in row.tokens]
     found = [row.ones() for row in rows]
-    if not mean < threshold:
+    if not math.fsum(everything) / max(1, len(everything)) < threshold:
         return found
     for sign, weight in ((1, 1 + strength), (-1, 1 - strength))[: 1 if variant == "O1" else 2]:
         places = [
             (number, index)
-            for number, row in enumerate(rows)
-            if taking_part[number] and row.advantage * sign > 0
+            for number, (row, part_) in enumerate(both)
+            if part_ and row.advantage * sign > 0
             for index in row.tokens
         ]
         scores = [surprisals(rows[number])[index] for number, index in places]
-        count = min(len(places), part(share, len(places)))
-        for number, index in chosen(scores, places, count):
+        for number, index in chosen(scores, places, min(len(places), part(share, len(places)))):
             found[number][index] = weight
-    return finished(rows, found, normalize_mass, taking_part)
+    if not normalize_mass:
+        return found
+    return [to_mass(w, row.tokens) if part_ else w for w, (row, part_) in zip(found, both, strict=True)]
 
 
 METHODS: dict[str, Callable] = {
