@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from grail_advantage import compute_token_weights
 from grail_advantage.analyze import weigh
 from grail_advantage.analyze.__main__ import main, with_rewards
-from grail_advantage.analyze.columns import padded, response_statistics, token_batches
+from grail_advantage.analyze.columns import token_batches
 from grail_advantage.analyze.responses import Response, read_responses, tokenize
 from grail_advantage.analyze.specs import parse_method, parse_methods
 from grail_advantage.analyze.weigh import Analysis, run_analysis, token_ranges
@@ -37,6 +36,7 @@ SPECS = [
     "oar_g:variant=grail_port",
     "oar_p:max_perturbations=3",
     "surprisal",
+    "entropy",
     "stare",
 ]
 
@@ -86,21 +86,6 @@ def test_rows_are_as_if_each_were_alone(tmp_path: Path, batch_tokens: int):
         assert row.response == response.response and row.prompt == response.prompt and row.id == response.id
     assert rows[0].answer == "5" and rows[3].span is None
     assert [row.methods["grail"].neutral for row in rows] == [None, None, None, "no answer", None]
-
-
-def test_columns_are_those_of_the_plain_host():
-    model = tiny_model()
-    rows = [(encode("How many? "), encode("It is \\boxed{12}.")), (encode("And?"), encode("5")), (encode("No"), [])]
-    log_probs_BL, entropy_BL = response_statistics(model, *padded(rows, 0, "cpu"), 0.8)
-    for index, (prompt, answer) in enumerate(rows):
-        ids = torch.tensor([prompt + answer])
-        with torch.no_grad():
-            expected = torch.log_softmax(model(input_ids=ids).logits[0].double() / 0.8, dim=-1)
-        for place in range(len(prompt), len(prompt) + len(answer)):
-            before_V = expected[place - 1]
-            assert log_probs_BL[index, place].item() == pytest.approx(before_V[ids[0, place]].item(), abs=1e-5)
-            assert entropy_BL[index, place].item() == pytest.approx(-(before_V.exp() * before_V).sum().item(), abs=1e-5)
-    assert (log_probs_BL != 0).sum() == sum(len(answer) for _, answer in rows)
 
 
 def test_batches_hold_every_row_once_and_groups_whole():
@@ -292,12 +277,7 @@ def test_wrong_lines_are_named(tmp_path: Path):
 
 def test_methods_on_the_command_line():
     signal = parse_method("surprisal:gate=all,reshaper=power,reshaper_options.exponent=1.5,normalize_mass=true")
-    assert (signal.gate, signal.reshaper, signal.reshaper_options, signal.normalize_mass) == (
-        "all",
-        "power",
-        {"exponent": 1.5},
-        True,
-    )
+    assert (signal.gate, signal.reshaping.exponent, signal.normalize_mass) == ("all", 1.5, True)
     for spec, message in (
         ("grial", "'grial' is no registered signal"),
         ("grail:presets=robust", "grail.presets is not an option"),

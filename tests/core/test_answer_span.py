@@ -116,34 +116,23 @@ BY_HAND: list[tuple[list[str], str, tuple | None]] = [
     ([" \\", "box", "ed{", "42", "}"], "last", (0, 3, 4, 5)),
     # Tokens with boundary and content bytes are content.
     (["a", "\\boxed{4", "2}."], "last", (1, 1, 3, 3)),
-    (["\\boxed{42}"], "last", (0, 0, 1, 1)),
-    (["\\", "boxed", "{(", "1", ")}", "."], "last", (0, 2, 5, 5)),
     (["\\boxed", "{\\", "frac", "{", "1", "}{", "2", "}}", "$"], "last", (0, 1, 8, 8)),
     # Empty: the content comes before the token with the closing brace.
     (["\\boxed", "{", "}", "."], "last", (0, 2, 2, 3)),
-    (["\\boxed", "{}", "."], "last", (0, 1, 1, 2)),
-    (["\\boxed{}"], "last", (0, 0, 0, 1)),
     # Which one.
-    (["\\boxed{", "1", "}", ",", "\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
-    (["\\boxed{", "1", "}", ",", "\\boxed{", "2", "}"], "last", (4, 5, 6, 7)),
     (["\\boxed{", "1", "}\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
     (["\\boxed{", "1", "}\\boxed{", "2", "}"], "last", (2, 3, 4, 5)),
-    (["\\boxed{1}\\boxed{", "2", "}"], "last", (0, 1, 2, 3)),
     # Unbalanced ones are skipped, whichever end one starts from.
     (["\\boxed{", "1", "\\boxed{", "2", "}"], "first", (2, 3, 4, 5)),
     (["\\boxed{", "1", "}", "\\boxed{", "2"], "last", (0, 1, 2, 3)),
-    (["\\boxed{", "4", "2"], "last", None),
     # A box within a complete box is content of the outer one.
     (["\\boxed{", "\\boxed{", "1", "}", "}"], "last", (0, 1, 4, 5)),
-    (["\\boxed{", "\\boxed{", "1", "}", "}"], "first", (0, 1, 4, 5)),
     (["\\boxed{", "\\{", "1", "\\}", "}"], "last", (0, 1, 4, 5)),
     # Special tokens cover nothing: no text of theirs, no break either, and a place by position.
     (["\\", "<eos>", "boxed", "{", "<eos>", "4", "<eos>", "2", "<eos>", "}", "<eos>"], "last", (0, 5, 8, 10)),
     (["<eos>", "\\boxed{", "<eos>", "}", "<eos>"], "last", (1, 3, 3, 4)),
     # Near misses.
     (["\\", " ", "boxed", "{", "1", "}"], "last", None),
-    (["\\", "box", "{", "1", "}"], "last", None),
-    (["boxed", "{", "1", "}"], "last", None),
     (["\\\\", "boxed", "{", "1", "}"], "last", (0, 3, 4, 5)),
 ]
 
@@ -154,10 +143,6 @@ def test_spans_by_hand(decoder: Any) -> None:
         tokenizer = word_tokenizer(tokens, decoder)
         ids = [tokenizer.get_vocab()[token] for token in tokens]
         assert find_answer_span(ids, tokenizer, which) == (expected and AnswerSpan(*expected)), tokens
-    tokenizer = real.char_tokenizer()
-    assert find_answer_span(tokenizer.encode("\\boxed{1}\\boxed{2}"), tokenizer) == AnswerSpan(
-        9, 16, 17, 18
-    )  # the last
 
 
 def test_ids_outside_the_vocabulary_cover_nothing() -> None:
@@ -169,6 +154,8 @@ def test_ids_outside_the_vocabulary_cover_nothing() -> None:
 
 def test_every_kind_of_row() -> None:
     tokenizer = real.char_tokenizer()
+    two = tokenizer.encode("\\boxed{1}\\boxed{2}")
+    assert find_answer_span(two, tokenizer) == AnswerSpan(9, 16, 17, 18), "the last one is the default"
     text, expected = "x = \\boxed{1-2}.", AnswerSpan(4, 11, 14, 15)
     ids: list[int] = tokenizer.encode(text)
     rows = [ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32), np.repeat(ids, 2)[::2]]

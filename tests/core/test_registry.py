@@ -57,27 +57,15 @@ def test_the_published_methods_are_there_under_their_names() -> None:
 
 def test_the_same_name_twice_is_refused(clean_registry: None) -> None:
     with pytest.raises(ValueError, match=r"signal 'grail' is registered already, by grail_advantage\.signals\.grail"):
-
-        @register_signal("grail")
-        class Another(Signal):
-            pass
-
+        register_signal("grail")(type("Another", (Signal,), {}))
     with pytest.raises(ValueError, match=r"reshaper 'top' is registered already, by grail_advantage\.reshapers\.top"):
-
-        @register_reshaper("top")
-        class AnotherMap(Reshaper):
-            def weights(self, scores_BT, statistics_BT, advantages_B):
-                return scores_BT
-
+        register_reshaper("top")(type("AnotherMap", (Reshaper,), {}))
     assert method("grail").signal_class is GrailConfig
 
 
 def test_a_class_of_another_kind_is_refused(clean_registry: None) -> None:
     with pytest.raises(ValueError, match=r"signal 'a_map': derive Map from grail_advantage\.Signal"):
-
-        @register_signal("a_map")
-        class Map(Reshaper):
-            pass
+        register_signal("a_map")(type("Map", (Reshaper,), {}))
 
 
 def test_a_name_that_cannot_be_a_section_is_refused(clean_registry: None) -> None:
@@ -150,27 +138,18 @@ def test_scores_that_do_not_fit_are_refused_with_the_methods_name() -> None:
         put_row(torch.zeros(2, 5), 0, 3, RowScores(torch.ones(4)), Long())
 
 
-def test_a_signal_that_is_not_registered_has_no_name() -> None:
-    class Nameless(Signal):
-        pass
-
+def test_what_is_not_registered() -> None:
     with pytest.raises(ValueError, match=r"Nameless is no registered signal; put @register_signal"):
-        _ = Nameless().name
-
-
-def test_an_unknown_method_is_named_with_those_that_there_are() -> None:
+        _ = type("Nameless", (Signal,), {})().name
     with pytest.raises(ValueError, match=r"'grial' is no registered signal; choose one of .*grail.*uniform"):
         method("grial")
-
-
-def test_options_of_a_reshaper_that_the_signal_has_not_go_by_reshaper_options() -> None:
-    assert method("grail").build({"reshaper": "top", "reshaper_options": {"k": 3}}).reshaping.k == 3
 
 
 def test_a_signals_own_option_reaches_its_reshaper() -> None:
     assert OarConfig(quantile=0.25).reshaping.quantile == 0.25
     assert GrailConfig(weight_std=0.1).reshaping.weight_std == 0.1
     assert GrailConfig(reshaper="bilevel", quantile=0.1, reshaper_options={"quantile": 0.3}).reshaping.quantile == 0.3
+    assert method("grail").build({"reshaper": "top", "reshaper_options": {"k": 3}}).reshaping.k == 3
 
 
 def test_a_signal_without_a_map_or_a_pass_says_what_to_write(clean_registry: None) -> None:

@@ -215,16 +215,13 @@ def test_one_outcome_and_no_response() -> None:
     assert shear_scores([], []) == []
 
 
-def test_empty_responses() -> None:
+def test_a_response_without_a_token_is_no_opponent() -> None:
     full = group(lengths=(6, 9))
     want = shear_scores(full, [True, False], **SMALL)
     hidden = [torch.empty(0, 3), full[0], torch.empty(0, 3), full[1]]
-    assert_same(
-        shear_scores(hidden, [True, True, False, False], **SMALL), [torch.ones(0), want[0], torch.ones(0), want[1]]
-    )
-    # A response without a token is no opponent.
-    got = shear_scores([full[0], torch.empty(0, 3)], [True, False], **SMALL)
-    assert_same(got, [torch.ones(6), torch.ones(0)])
+    got = shear_scores(hidden, [True, True, False, False], **SMALL)
+    assert_same(got, [torch.ones(0), want[0], torch.ones(0), want[1]])
+    assert_same(shear_scores([full[0], torch.empty(0, 3)], [True, False], **SMALL), [torch.ones(6), torch.ones(0)])
 
 
 def test_scale_of_the_states() -> None:
@@ -278,12 +275,6 @@ def test_states_that_are_not_finite(row: int) -> None:
         assert_same([got[i] for i in rest], want)
     got = shear_scores([torch.ones(3, 2), torch.full((2, 2), torch.nan)], [True, False])
     assert_same(got, [torch.ones(3), torch.full((2,), torch.nan)])
-
-
-def test_published_windows_are_the_default() -> None:
-    hidden = group(lengths=(60, 130))
-    assert_same(shear_scores(hidden, [True, False]), shear_scores(hidden, [True, False], window=100, stride=25))
-    assert not torch.allclose(shear_scores(hidden, [True, False])[1], shear_scores(hidden, [True, False], stride=50)[1])
 
 
 def test_refused_groups() -> None:
