@@ -40,7 +40,17 @@ ROBUST = OFFICIAL | {
     "content_outside_gate": False,
     "normalize_mass": True,
 }
-OAR = {
+_IN_COMMON = (
+    "weight_mean",
+    "weight_std",
+    "weight_min",
+    "weight_max",
+    "quantile",
+    "boost",
+    "reshaper_options",
+    "mask_truncated",
+)
+OAR = {name: OFFICIAL[name] for name in _IN_COMMON} | {
     "method": "gradient",
     "variant": "official",
     "probe": "answer_mean",
@@ -48,15 +58,7 @@ OAR = {
     "noise_seed": 0,
     "max_perturbations": None,
     "reshaper": "bilevel",
-    "reshaper_options": {},
-    "quantile": 0.4,
-    "boost": 2.0,
-    "weight_mean": 1.0,
-    "weight_std": 0.5,
-    "weight_min": 0.5,
-    "weight_max": 5.0,
     "normalize_mass": True,
-    "mask_truncated": True,
 }
 
 

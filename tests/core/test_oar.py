@@ -157,10 +157,16 @@ def test_rows_with_advantage_zero_or_without_reasoning_need_no_forward(method: s
 def test_noise_comes_from_seed_step_and_tokens_alone() -> None:
     assert noise_seed(0, 0, [7, 11]) == 10633629022472060600
     rows = [list(range(row + 1)) for row in range(20)]
-    seeds = {noise_seed(seed, step, row) for seed in range(5) for step in range(5) for row in rows}
-    assert len(seeds) == 500
-    assert noise_seed(1, 11, [1]) != noise_seed(11, 1, [1]) != noise_seed(1, 1, [11])
-    assert noise_seed(0, 0, [1, 23]) != noise_seed(0, 0, [12, 3]) != noise_seed(0, 0, [3, 12])
+    assert len({noise_seed(seed, step, row) for seed in range(5) for step in range(5) for row in rows}) == 500
+    assert (
+        len(
+            {
+                noise_seed(*words)
+                for words in ((1, 11, [1]), (11, 1, [1]), (1, 1, [11]), (0, 0, [1, 23]), (0, 0, [12, 3]))
+            }
+        )
+        == 5
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
