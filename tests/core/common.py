@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from grail_advantage import registry
 from grail_advantage.methods import methods
@@ -22,5 +22,10 @@ RESHAPERS = _ours(registry.reshapers())
 def few(examples: int) -> settings:
     """So many examples of a property, the same ones every time."""
     return settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
     )
