@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.core.plain_maps import log_zscore, to_mass
+from tests.core.plain_maps import MAPS, to_mass
 
 ROBUST_ALIGNMENT = {"embeddings": "token", "first": "predictor", "middle": "predictor", "last": "predictor"}
 _OFFICIAL = {
@@ -23,6 +23,7 @@ _OFFICIAL = {
     "span": "first",
     "target": "span",
     "statistics": "response",
+    "reshaper": "log_zscore",
     "weight_mean": 1.0,
     "weight_std": 0.5,
     "weight_min": 0.5,
@@ -159,9 +160,13 @@ def row_weights(
         weights = [1.0] * length
     else:
         counted = range(length) if options["statistics"] == "response" else range(start)
-        numbers = {name: options[name] for name in ("weight_mean", "weight_std", "weight_min", "weight_max")}
+        names = ("weight_mean", "weight_std", "weight_min", "weight_max") if options["reshaper"] == "log_zscore" else ()
+        numbers = {name: options[name] for name in names}
+        mapped = MAPS[options["reshaper"]](
+            [scores[t] for t in counted], **numbers if options["reshaper"] == "log_zscore" else {}
+        )
         weights = [options["weight_mean"]] * length
-        for t, weight in zip(counted, log_zscore([scores[t] for t in counted], **numbers), strict=True):
+        for t, weight in zip(counted, mapped, strict=True):
             weights[t] = weight
     if not outside or options["content_outside_gate"]:
         for t in range(length):

@@ -86,7 +86,7 @@ class TestGrail:
         known = reference.resolve(preset, leaf=leaf, weight_max=4.0)
         config = GrailConfig(preset, leaf=leaf, weight_max=4.0).as_dict()
         assert {name: config[name] for name in known} == known
-        others = {"preset", "mask_truncated", "reshaper", "reshaper_options", "quantile", "boost"}
+        others = {"preset", "mask_truncated", "reshaper_options", "quantile", "boost"}
         assert set(config) - set(known) == others
 
     def test_none_whole_numbers_and_equal_bounds(self) -> None:

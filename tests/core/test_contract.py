@@ -284,7 +284,7 @@ def weigh(
         asked = [{"role": "user", "content": "How many?"}]
         given["examples"] = [Example(asked, {"reward_model": {"ground_truth": "4"}}, {})] * count
     found = compute_token_weights(model, tokenizer, *batch.tensors(), signal, **given, **options)
-    assert bool(found.weights.isfinite().all())
+    assert bool(found.weights.isfinite().all()) and found.weights.dtype == found.scores.dtype == torch.float32
     assert all(math.isfinite(value) for value in found.stats.values()), found.stats
     return [row[mask.bool()] for row, mask in zip(found.weights, batch.response_mask, strict=True)], found.stats
 

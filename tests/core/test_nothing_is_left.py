@@ -75,7 +75,7 @@ CASES.append(("nothing", "train", torch.no_grad))
 
 
 def model_that_was(start: str) -> Any:
-    """In a mode of training, some of its parameters frozen, some with gradients."""
+    """In a mode of training, some of its parameters frozen (of one in evaluation mode all), some with gradients."""
     model = tiny_model(attention_dropout=0.5).train(start != "eval")
     if start == "mixed":
         model.training = False
@@ -86,7 +86,7 @@ def model_that_was(start: str) -> Any:
     if start == "checkpointing":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for index, parameter in enumerate(model.parameters()):
-        parameter.requires_grad_(index % 5 != 4)
+        parameter.requires_grad_(index % 5 != 4 and start != "eval")
         if index % 5 < 2:
             parameter.grad = torch.full_like(parameter, 0.5)
     return model

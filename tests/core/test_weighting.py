@@ -199,6 +199,7 @@ def scores_of(draw: random.Random, length: int) -> list[float]:
         {},
         optional={
             "statistics": st.sampled_from(["response", "reasoning"]),
+            "reshaper": st.sampled_from(["log_zscore", "bilevel", "power", "mean_ratio"]),
             "weight_mean": st.sampled_from([0.75, 2.0]),
             "weight_std": st.sampled_from([0.1, 2.0]),
             "weight_min": st.sampled_from([0.0, 0.9]),
