@@ -22,9 +22,6 @@ from tests.core.reference import boxed_spans
 Box = tuple[int, int, int, int]
 
 
-# ---- the definition, written down plainly ----
-
-
 def plain_boxes(text: bytes) -> list[Box]:
     """One character a byte."""
     return boxed_spans(text.decode("latin-1"))
@@ -51,9 +48,6 @@ def assert_plain_span(span: AnswerSpan | None, token_texts: list[bytes], which: 
     else:
         assert span.content_start == span.content_end == owner[content_end]
     return True
-
-
-# ---- iter_boxed ----
 
 
 def test_iter_boxed_by_hand() -> None:
@@ -94,9 +88,6 @@ def hostile_texts() -> dict[str, tuple[bytes, Box | None]]:
 def test_iter_boxed_is_linear() -> None:
     for name, (text, expected) in hostile_texts().items():
         assert next(reversed(list(iter_boxed(text))), None) == expected, name
-
-
-# ---- the tokens of a span, vocabularies of the hand-worked cases ----
 
 
 def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedTokenizerFast:
@@ -195,9 +186,6 @@ def test_tokenizers_whose_tokens_have_no_bytes_of_their_own(decoder: Any) -> Non
         find_answer_span([2, 3, 4], tokenizer)
 
 
-# ---- the table of token bytes ----
-
-
 def test_nothing_is_attached_and_the_tokenizer_can_die() -> None:
     tokenizer = real.char_tokenizer()
     attributes = set(vars(tokenizer))
@@ -253,9 +241,6 @@ def test_each_tokenizer_has_its_own_table(wrap: Callable[[Any], Any]) -> None:
     for number in range(20):
         tokenizer = wrap(real.char_tokenizer("\\boxed{1}" if number % 2 else "\\boxed}1{"))
         assert (find_answer_span(ids, tokenizer) is None) == (number % 2 == 0)
-
-
-# ---- real vocabularies ----
 
 
 @pytest.fixture(scope="module", params=["qwen", "llama3"])
@@ -370,9 +355,6 @@ def test_tokens_of_hostile_text(real_vocabulary: tuple) -> None:
         # One byte a token, so that token indices are byte offsets.
         ids = [token_of[bytes([byte])] for byte in text]
         assert find_answer_span(ids, tokenizer) == (box and AnswerSpan(*box)), name
-
-
-# ---- small vocabularies ----
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
