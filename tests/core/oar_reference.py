@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from tests.core.plain_maps import MAPS, to_mass
 from tests.core.reference import boxed_spans
 
 DEFAULTS = {
@@ -124,42 +125,6 @@ class PlainOar:
         return self.known[key]
 
 
-def bilevel(scores: list[float], quantile: float, boost: float, rule: str) -> list[float]:
-    """Weights of the tokens of one statistics set."""
-    levels = [math.log1p(max(score, -1 + 1e-8)) for score in scores]
-    low, high = min(levels), max(levels)
-    if low == high:
-        return [1.0] * len(levels)
-    scaled = [(level - low) / (high - low) for level in levels]
-    ranked = sorted(scaled)
-    if rule == "sorted":
-        tau = ranked[min(math.floor(quantile * len(ranked)), len(ranked) - 1)]
-    else:
-        place = quantile * (len(ranked) - 1)
-        below = ranked[math.floor(place)]
-        above = ranked[min(math.floor(place) + 1, len(ranked) - 1)]
-        tau = below + (place - math.floor(place)) * (above - below)
-    weights = []
-    for h in scaled:
-        if h < tau:
-            weights.append(max(h / tau, 0.1))
-        else:
-            weights.append(1 + boost * (h - tau) / (1 - tau) if tau < 1 else 1.0)
-    return weights
-
-
-def log_zscore(scores: list[float], options: dict) -> list[float]:
-    """Weights of the tokens of one statistics set."""
-    logs = [math.log(max(score, 0.0) + 1e-8) for score in scores]
-    mean = math.fsum(logs) / len(logs)
-    std = math.sqrt(math.fsum((value - mean) ** 2 for value in logs) / len(logs) + 1e-8)
-    return [
-        min(max(options["weight_mean"] + options["weight_std"] * (value - mean) / std, options["weight_min"]), top)
-        for value in logs
-        for top in [options["weight_max"]]
-    ]
-
-
 def row_weights(method: str, scores: list[float], span: Span | None, advantage: float, options: dict) -> list[float]:
     """Weights of one response from its tokens' scores."""
     whole = method == "gradient" and options["variant"] == "grail_port"
@@ -169,15 +134,13 @@ def row_weights(method: str, scores: list[float], span: Span | None, advantage: 
     members = list(range(len(scores))) if whole else list(range(span[0]))
     if not members:
         return weights
-    known = [scores[t] for t in members]
+    names = {"bilevel": ("quantile", "boost"), "log_zscore": ("weight_mean", "weight_std", "weight_min", "weight_max")}
+    numbers = {name: options[name] for name in names[options["reshaper"]]}
     if options["reshaper"] == "bilevel":
-        rule = "sorted" if options["variant"] == "grail_port" else "linear"
-        values = bilevel(known, options["quantile"], options["boost"], rule)
-    else:
-        values = log_zscore(known, options)
-    if options["normalize_mass"] and math.fsum(values) > 0:
-        factor = len(values) / math.fsum(values)
-        values = [value * factor for value in values]
+        numbers["quantile_rule"] = "sorted" if options["variant"] == "grail_port" else "linear"
+    values = MAPS[options["reshaper"]]([scores[t] for t in members], **numbers)
+    if options["normalize_mass"]:
+        values = to_mass(values, range(len(values)))
     for t, value in zip(members, values, strict=True):
         weights[t] = value
     return weights

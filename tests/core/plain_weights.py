@@ -1,7 +1,7 @@
 """Token weights of the methods that read old log-probabilities and entropies, the plain way, to compare the package with.
 
-Nothing here is shared with the package but the span's four numbers: rows are lists of floats, everything is a loop, and
-shares of counts are exact fractions. A weight list has one entry for each token of its row.
+Nothing here is shared with the package but the span's four numbers: rows are lists of floats, and everything is a loop. A
+weight list has one entry for each token of its row.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import torch
 
 from grail_advantage import AnswerSpan, RolloutBatch, Signal
 from grail_advantage.weighting import BatchWeights, batch_weights
+from tests.core.plain_maps import MAPS, chosen, part, to_mass
 
 NAN = math.nan
 SPAN = AnswerSpan(3, 4, 5, 6)  # three reasoning tokens, opening, one content token, closing; the rest is behind it
@@ -133,50 +133,6 @@ def close(got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], t
         )
 
 
-def part(share: float, count: int) -> int:
-    """A share, as it is written in decimals, of a count; rounded up, at least 1."""
-    return max(1, math.ceil(Fraction(str(share)) * count))
-
-
-def chosen(scores: Sequence[float], places: Sequence[Any], count: int) -> list[Any]:
-    """Places of the highest scores, one at a time, of equal ones the first."""
-    left = list(range(len(places)))
-    found = []
-    while left and len(found) < count:
-        best = left[0]
-        for index in left:
-            if scores[index] > scores[best]:
-                best = index
-        found.append(places[best])
-        left.remove(best)
-    return found
-
-
-def top(scores: Sequence[float], k: int = 1, share: float | None = None) -> list[float]:
-    """1 on the k highest scores, the earlier ones of equal ones, else 0."""
-    count = k if share is None else part(share, len(scores))
-    kept = chosen(scores, range(len(scores)), count)
-    return [1.0 if index in kept else 0.0 for index in range(len(scores))]
-
-
-def power(scores: Sequence[float], exponent: float = 2.0) -> list[float]:
-    """n s^g / sum s^g, all 1 where the sum is below 1e-8."""
-    powers = [max(0.0, score) ** exponent for score in scores]
-    total = math.fsum(powers)
-    return [1.0] * len(scores) if total < 1e-8 else [len(scores) * value / total for value in powers]
-
-
-def mean_ratio(scores: Sequence[float], beta: float = 0.1) -> list[float]:
-    """max(0, 1 + beta (x / mean - 1)), all 1 where the mean is not above 0."""
-    mean = math.fsum(scores) / len(scores) if scores else 0.0
-    if not mean > 0:
-        return [1.0] * len(scores)
-    return [max(0.0, 1 + beta * (score / mean - 1)) for score in scores]
-
-
-MAPS: dict[str, Callable] = {"top": top, "power": power, "mean_ratio": mean_ratio}
-
-
 def inside(row: Row, gate: str) -> bool:
     """Whether the gate lets the row through."""
     return {"wrong": row.advantage <= 0, "correct": row.advantage > 0, "all": True}[gate]
@@ -210,13 +166,6 @@ def through_map(
     return found
 
 
-def to_mass(weights: Sequence[float], places: Sequence[int]) -> list[float]:
-    """Scale the weights at these places so that they sum to their number, where their sum is above 0."""
-    total = math.fsum(weights[index] for index in places)
-    scale = len(places) / total if total > 0 else 1.0
-    return [weight * scale if index in places else weight for index, weight in enumerate(weights)]
-
-
 def surprisals(row: Row) -> list[float]:
     """-log p."""
     return [-value for value in row.log_probs]
@@ -239,63 +188,63 @@ def sound(row: Row, *columns: Sequence[float]) -> bool:
     return all(math.isfinite(column[index]) for column in columns for index in row.tokens)
 
 
-def finished(rows: Sequence[Row], found: list[list[float]], normalize_mass: bool, taking_part: Sequence[bool]) -> list:
-    """Restore the mass of the rows that took part."""
-    if not normalize_mass:
-        return found
-    return [
-        to_mass(weights, row.tokens) if takes_part else weights
-        for row, weights, takes_part in zip(rows, found, taking_part, strict=True)
-    ]
+def each_token(
+    rows: Sequence[Row],
+    column: str,
+    weight: Callable[[Row, int], float],
+    *,
+    normalize_mass: bool = False,
+    taking_part: Callable[[Row], bool] = lambda row: row.advantage != 0,
+) -> list[list[float]]:
+    """A weight of its own for every token of the rows that take part and whose column is finite."""
+    found = []
+    for row in rows:
+        weights = row.ones()
+        if taking_part(row) and sound(row, getattr(row, column)):
+            for index in row.tokens:
+                weights[index] = weight(row, index)
+            if normalize_mass:
+                weights = to_mass(weights, row.tokens)
+        found.append(weights)
+    return found
 
 
 def high_entropy(
     rows: Sequence[Row], rho: float = 0.2, denominator: str = "selected", normalize_mass: bool = False
 ) -> list[list[float]]:
     """The tokens at or above the entropy that the share ends with, over all rows."""
-    taking_part = [sound(row, row.entropies) for row in rows]
-    everything = [
-        row.entropies[index] for row, part_ in zip(rows, taking_part, strict=True) if part_ for index in row.tokens
-    ]
+    everything = [row.entropies[index] for row in rows if sound(row, row.entropies) for index in row.tokens]
     if not everything:
         return [row.ones() for row in rows]
     cut = sorted(everything, reverse=True)[part(rho, len(everything)) - 1]
     kept = sum(1 for value in everything if value >= cut)
     weight = len(everything) / kept if denominator == "selected" else 1.0
-    found = []
-    for row, part_ in zip(rows, taking_part, strict=True):
-        weights = row.ones()
-        for index in row.tokens if part_ else []:
-            weights[index] = weight if row.entropies[index] >= cut else 0.0
-        found.append(weights)
-    return finished(rows, found, normalize_mass, taking_part)
+
+    def of_token(row: Row, index: int) -> float:
+        return weight if row.entropies[index] >= cut else 0.0
+
+    return each_token(rows, "entropies", of_token, normalize_mass=normalize_mass, taking_part=lambda row: True)
 
 
 def entropy_bonus(
     rows: Sequence[Row], alpha: float = 0.4, kappa: float = 2.0, normalize_mass: bool = False
 ) -> list[list[float]]:
     """(A + min(alpha H, |A| / kappa)) / A."""
-    taking_part = [sound(row, row.entropies) and row.advantage != 0 for row in rows]
-    found = []
-    for row, part_ in zip(rows, taking_part, strict=True):
-        weights = row.ones()
-        for index in row.tokens if part_ else []:
-            bonus = min(alpha * max(0.0, row.entropies[index]), abs(row.advantage) / kappa)
-            weights[index] = (row.advantage + bonus) / row.advantage
-        found.append(weights)
-    return finished(rows, found, normalize_mass, taking_part)
+
+    def of_token(row: Row, index: int) -> float:
+        bonus = min(alpha * max(0.0, row.entropies[index]), abs(row.advantage) / kappa)
+        return (row.advantage + bonus) / row.advantage
+
+    return each_token(rows, "entropies", of_token, normalize_mass=normalize_mass)
 
 
 def probability(rows: Sequence[Row], alpha: float = 0.2, normalize_mass: bool = False) -> list[list[float]]:
     """alpha p + 1 - alpha."""
-    taking_part = [sound(row, row.log_probs) and row.advantage != 0 for row in rows]
-    found = []
-    for row, part_ in zip(rows, taking_part, strict=True):
-        weights = row.ones()
-        for index in row.tokens if part_ else []:
-            weights[index] = alpha * math.exp(min(0.0, row.log_probs[index])) + 1 - alpha
-        found.append(weights)
-    return finished(rows, found, normalize_mass, taking_part)
+
+    def of_token(row: Row, index: int) -> float:
+        return alpha * math.exp(min(0.0, row.log_probs[index])) + 1 - alpha
+
+    return each_token(rows, "log_probs", of_token, normalize_mass=normalize_mass)
 
 
 def stare(
@@ -305,30 +254,27 @@ def stare(
     share: float = 0.1,
     strength: float = 0.1,
     normalize_mass: bool = False,
-    mean: float | None = None,
 ) -> list[list[float]]:
-    """The least likely tokens of either sign, while the mean entropy (by default over tokens) is below the threshold."""
+    """The least likely tokens of either sign, while the mean entropy is below the threshold."""
     taking_part = [sound(row, row.entropies, row.log_probs) for row in rows]
-    if mean is None:
-        everything = [
-            row.entropies[index] for row, part_ in zip(rows, taking_part, strict=True) if part_ for index in row.tokens
-        ]
-        mean = math.fsum(everything) / max(1, len(everything))
+    both = list(zip(rows, taking_part, strict=True))
+    everything = [row.entropies[index] for row, part_ in both if part_ for index in row.tokens]
     found = [row.ones() for row in rows]
-    if not mean < threshold:
+    if not math.fsum(everything) / max(1, len(everything)) < threshold:
         return found
     for sign, weight in ((1, 1 + strength), (-1, 1 - strength))[: 1 if variant == "O1" else 2]:
         places = [
             (number, index)
-            for number, row in enumerate(rows)
-            if taking_part[number] and row.advantage * sign > 0
+            for number, (row, part_) in enumerate(both)
+            if part_ and row.advantage * sign > 0
             for index in row.tokens
         ]
         scores = [surprisals(rows[number])[index] for number, index in places]
-        count = min(len(places), part(share, len(places)))
-        for number, index in chosen(scores, places, count):
+        for number, index in chosen(scores, places, min(len(places), part(share, len(places)))):
             found[number][index] = weight
-    return finished(rows, found, normalize_mass, taking_part)
+    if not normalize_mass:
+        return found
+    return [to_mass(w, row.tokens) if part_ else w for w, (row, part_) in zip(found, both, strict=True)]
 
 
 METHODS: dict[str, Callable] = {

@@ -14,35 +14,33 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.core.plain_maps import MAPS, to_mass
+
 ROBUST_ALIGNMENT = {"embeddings": "token", "first": "predictor", "middle": "predictor", "last": "predictor"}
+_OFFICIAL = {
+    "leaf": "embeddings",
+    "alignment": "predictor",
+    "span": "first",
+    "target": "span",
+    "statistics": "response",
+    "reshaper": "log_zscore",
+    "weight_mean": 1.0,
+    "weight_std": 0.5,
+    "weight_min": 0.5,
+    "weight_max": 5.0,
+    "content_weight": None,
+    "gate": "wrong",
+    "content_outside_gate": True,
+    "normalize_mass": False,
+}
 PRESETS = {
-    "official": {
-        "leaf": "embeddings",
-        "alignment": "predictor",
-        "span": "first",
-        "target": "span",
-        "statistics": "response",
-        "weight_mean": 1.0,
-        "weight_std": 0.5,
-        "weight_min": 0.5,
-        "weight_max": 5.0,
-        "content_weight": None,
-        "gate": "wrong",
-        "content_outside_gate": True,
-        "normalize_mass": False,
-    },
+    "official": _OFFICIAL,
     "robust": {
-        "leaf": "embeddings",
+        **_OFFICIAL,
         "alignment": None,
         "span": "last",
         "target": "content",
         "statistics": "reasoning",
-        "weight_mean": 1.0,
-        "weight_std": 0.5,
-        "weight_min": 0.5,
-        "weight_max": 5.0,
-        "content_weight": None,
-        "gate": "wrong",
         "content_outside_gate": False,
         "normalize_mass": True,
     },
@@ -116,12 +114,7 @@ class PlainModel:
 
 
 def position_scores(
-    model: torch.nn.Module,
-    ids: list[int],
-    attention: list[int],
-    targets: list[int],
-    leaf: str,
-    temperature: float,
+    model: torch.nn.Module, ids: list[int], attention: list[int], targets: list[int], leaf: str, temperature: float
 ) -> list[float]:
     """`||dL/dh_p * h_p||_2` of each position p of one padded row; `targets` are the target tokens' own positions."""
     position = -1
@@ -167,26 +160,21 @@ def row_weights(
         weights = [1.0] * length
     else:
         counted = range(length) if options["statistics"] == "response" else range(start)
-        logs = [math.log(scores[t] + 1e-8) for t in range(length)]
+        names = ("weight_mean", "weight_std", "weight_min", "weight_max") if options["reshaper"] == "log_zscore" else ()
+        numbers = {name: options[name] for name in names}
+        mapped = MAPS[options["reshaper"]](
+            [scores[t] for t in counted], **numbers if options["reshaper"] == "log_zscore" else {}
+        )
         weights = [options["weight_mean"]] * length
-        if len(counted) > 0:
-            mean = math.fsum(logs[t] for t in counted) / len(counted)
-            variance = math.fsum((logs[t] - mean) ** 2 for t in counted) / len(counted)
-            std = math.sqrt(variance + 1e-8)
-            for t in range(length):
-                weight = options["weight_mean"] + options["weight_std"] * (logs[t] - mean) / std
-                weights[t] = min(max(weight, options["weight_min"]), options["weight_max"])
+        for t, weight in zip(counted, mapped, strict=True):
+            weights[t] = weight
     if not outside or options["content_outside_gate"]:
         for t in range(length):
             if content_start <= t < content_end:
                 weights[t] = options["content_weight"]
             elif t >= start:
                 weights[t] = options["weight_mean"]
-    if options["normalize_mass"] and not outside:
-        total = math.fsum(weights)
-        if total > 0:
-            weights = [weight * length / total for weight in weights]
-    return weights
+    return to_mass(weights, range(length)) if options["normalize_mass"] and not outside else weights
 
 
 def reference_weights(

@@ -12,33 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.answer_span import AnswerSpan, find_answer_span, find_answer_spans, iter_boxed, token_bytes
 from tests import real_tokenizers as real
+from tests.core.reference import boxed_spans
 
 Box = tuple[int, int, int, int]
 
 
-# ---- the definition, written down plainly ----
-
-
 def plain_boxes(text: bytes) -> list[Box]:
-    boxes, position = [], 0
-    while (start := text.find(b"\\boxed{", position)) >= 0:
-        depth, at = 1, start + 7
-        while depth and at < len(text):
-            depth += {ord("{"): 1, ord("}"): -1}.get(text[at], 0)
-            at += 1
-        if depth == 0:
-            boxes.append((start, start + 7, at - 1, at))
-            position = at
-        else:
-            position = start + 7
-    return boxes
+    """One character a byte."""
+    return boxed_spans(text.decode("latin-1"))
 
 
 def assert_plain_span(span: AnswerSpan | None, token_texts: list[bytes], which: str) -> bool:
@@ -64,49 +50,25 @@ def assert_plain_span(span: AnswerSpan | None, token_texts: list[bytes], which: 
     return True
 
 
-# ---- iter_boxed ----
-
-
-@pytest.mark.parametrize(
-    ("text", "boxes"),
-    [
-        (rb"", []),
-        (rb"no box", []),
-        (rb"\boxed{42}", [(0, 7, 9, 10)]),
-        (rb"\boxed{}", [(0, 7, 7, 8)]),
+def test_iter_boxed_by_hand() -> None:
+    for text, boxes in (
+        (rb"no box \boxed {1} \fbox{1} boxed{1} \boxed{4", []),
         (rb"a \boxed{\frac{1}{2}}.", [(2, 9, 20, 21)]),
-        (rb"\boxed{1} or \boxed{2}", [(0, 7, 8, 9), (13, 20, 21, 22)]),
-        (rb"\boxed{4", []),
-        (rb"\boxed{1}\boxed{2", [(0, 7, 8, 9)]),
+        (rb"\boxed{1} or \boxed{}", [(0, 7, 8, 9), (13, 20, 20, 21)]),
         (rb"\boxed{ \boxed{1}", [(8, 15, 16, 17)]),
-        (rb"\boxed{\boxed{1}}", [(0, 7, 16, 17)]),
         (rb"\boxed{\boxed{1}}\boxed{2}", [(0, 7, 16, 17), (17, 24, 25, 26)]),
-        (rb"\boxed{\boxed{1}{\boxed{2}", [(7, 14, 15, 16), (17, 24, 25, 26)]),
-        (rb"}} \boxed{1}", [(3, 10, 11, 12)]),
-        (rb"\boxed{\{1,2\}}", [(0, 7, 14, 15)]),
-        (rb"\boxed{\}}", [(0, 7, 8, 9)]),
+        (rb"}} \boxed{\{1,2\}}", [(3, 10, 17, 18)]),
         (rb"\\boxed{1}", [(1, 8, 9, 10)]),
-        (rb"\boxed {1} \fbox{1} \Boxed{1} boxed{1}", []),
-        ("\\boxed{½}".encode(), [(0, 7, 9, 10)]),
         (b"\xff\\boxed{\xf0}", [(1, 8, 9, 10)]),
-    ],
-)
-def test_iter_boxed_by_hand(text: bytes, boxes: list[Box]) -> None:
-    assert list(iter_boxed(text)) == boxes
+    ):
+        assert list(iter_boxed(text)) == boxes
 
 
 def test_iter_boxed_every_short_text() -> None:
-    for length in range(8):
-        for units in itertools.product([b"\\boxed{", b"{", b"}", b"a"], repeat=length):
+    for length in range(7):
+        for units in itertools.product([b"\\boxed{", b"boxed", b"{", b"}", b"\\"], repeat=length):
             text = b"".join(units)
             assert list(iter_boxed(text)) == plain_boxes(text)
-
-
-@settings(deadline=None, max_examples=500, derandomize=True)
-@given(st.lists(st.sampled_from([b"\\boxed{", b"\\boxed", b"\\", b"boxed{", b"{", b"}", b"x", b"\\}", b"\xe6"])))
-def test_iter_boxed_random_text(units: list[bytes]) -> None:
-    text = b"".join(units)
-    assert list(iter_boxed(text)) == plain_boxes(text)
 
 
 def hostile_texts() -> dict[str, tuple[bytes, Box | None]]:
@@ -123,13 +85,9 @@ def hostile_texts() -> dict[str, tuple[bytes, Box | None]]:
     }
 
 
-@pytest.mark.parametrize("name", hostile_texts())
-def test_iter_boxed_is_linear(name: str) -> None:
-    text, expected = hostile_texts()[name]
-    assert next(reversed(list(iter_boxed(text))), None) == expected
-
-
-# ---- the tokens of a span, vocabularies of the hand-worked cases ----
+def test_iter_boxed_is_linear() -> None:
+    for name, (text, expected) in hostile_texts().items():
+        assert next(reversed(list(iter_boxed(text))), None) == expected, name
 
 
 def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedTokenizerFast:
@@ -142,59 +100,40 @@ def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedToken
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "which", "expected"),
-    [
-        # One piece at a time, the closing brace fused with what follows.
-        (["so ", "\\", "boxed", "{", "4", "2", "}$", "!"], "last", (1, 4, 6, 7)),
-        # A leading space and a split inside "boxed".
-        ([" \\", "box", "ed{", "42", "}"], "last", (0, 3, 4, 5)),
-        # Tokens with boundary and content bytes are content.
-        (["a", "\\boxed{4", "2}."], "last", (1, 1, 3, 3)),
-        (["\\boxed{42}"], "last", (0, 0, 1, 1)),
-        (["\\", "boxed", "{(", "1", ")}", "."], "last", (0, 2, 5, 5)),
-        (["\\boxed", "{\\", "frac", "{", "1", "}{", "2", "}}", "$"], "last", (0, 1, 8, 8)),
-        # Empty: the content comes before the token with the closing brace.
-        (["\\boxed", "{", "}", "."], "last", (0, 2, 2, 3)),
-        (["\\boxed", "{}", "."], "last", (0, 1, 1, 2)),
-        (["\\boxed{}"], "last", (0, 0, 0, 1)),
-        # Which one.
-        (["\\boxed{", "1", "}", ",", "\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
-        (["\\boxed{", "1", "}", ",", "\\boxed{", "2", "}"], "last", (4, 5, 6, 7)),
-        (["\\boxed{", "1", "}\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
-        (["\\boxed{", "1", "}\\boxed{", "2", "}"], "last", (2, 3, 4, 5)),
-        (["\\boxed{1}\\boxed{", "2", "}"], "last", (0, 1, 2, 3)),
-        # Unbalanced ones are skipped, whichever end one starts from.
-        (["\\boxed{", "1", "\\boxed{", "2", "}"], "first", (2, 3, 4, 5)),
-        (["\\boxed{", "1", "}", "\\boxed{", "2"], "last", (0, 1, 2, 3)),
-        (["\\boxed{", "4", "2"], "last", None),
-        # A box within a complete box is content of the outer one.
-        (["\\boxed{", "\\boxed{", "1", "}", "}"], "last", (0, 1, 4, 5)),
-        (["\\boxed{", "\\boxed{", "1", "}", "}"], "first", (0, 1, 4, 5)),
-        (["\\boxed{", "\\{", "1", "\\}", "}"], "last", (0, 1, 4, 5)),
-        # Special tokens cover nothing: no text of theirs, no break either, and a place by position.
-        (["\\", "<eos>", "boxed", "{", "<eos>", "4", "<eos>", "2", "<eos>", "}", "<eos>"], "last", (0, 5, 8, 10)),
-        (["<eos>", "\\boxed{", "<eos>", "}", "<eos>"], "last", (1, 3, 3, 4)),
-        # Near misses.
-        (["\\", " ", "boxed", "{", "1", "}"], "last", None),
-        (["\\", "box", "{", "1", "}"], "last", None),
-        (["boxed", "{", "1", "}"], "last", None),
-        (["\\\\", "boxed", "{", "1", "}"], "last", (0, 3, 4, 5)),
-    ],
-)
+BY_HAND: list[tuple[list[str], str, tuple | None]] = [
+    # One piece at a time, the closing brace fused with what follows.
+    (["so ", "\\", "boxed", "{", "4", "2", "}$", "!"], "last", (1, 4, 6, 7)),
+    # A leading space and a split inside "boxed".
+    ([" \\", "box", "ed{", "42", "}"], "last", (0, 3, 4, 5)),
+    # Tokens with boundary and content bytes are content.
+    (["a", "\\boxed{4", "2}."], "last", (1, 1, 3, 3)),
+    (["\\boxed", "{\\", "frac", "{", "1", "}{", "2", "}}", "$"], "last", (0, 1, 8, 8)),
+    # Empty: the content comes before the token with the closing brace.
+    (["\\boxed", "{", "}", "."], "last", (0, 2, 2, 3)),
+    # Which one.
+    (["\\boxed{", "1", "}\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
+    (["\\boxed{", "1", "}\\boxed{", "2", "}"], "last", (2, 3, 4, 5)),
+    # Unbalanced ones are skipped, whichever end one starts from.
+    (["\\boxed{", "1", "\\boxed{", "2", "}"], "first", (2, 3, 4, 5)),
+    (["\\boxed{", "1", "}", "\\boxed{", "2"], "last", (0, 1, 2, 3)),
+    # A box within a complete box is content of the outer one.
+    (["\\boxed{", "\\boxed{", "1", "}", "}"], "last", (0, 1, 4, 5)),
+    (["\\boxed{", "\\{", "1", "\\}", "}"], "last", (0, 1, 4, 5)),
+    # Special tokens cover nothing: no text of theirs, no break either, and a place by position.
+    (["\\", "<eos>", "boxed", "{", "<eos>", "4", "<eos>", "2", "<eos>", "}", "<eos>"], "last", (0, 5, 8, 10)),
+    (["<eos>", "\\boxed{", "<eos>", "}", "<eos>"], "last", (1, 3, 3, 4)),
+    # Near misses.
+    (["\\", " ", "boxed", "{", "1", "}"], "last", None),
+    (["\\\\", "boxed", "{", "1", "}"], "last", (0, 3, 4, 5)),
+]
+
+
 @pytest.mark.parametrize("decoder", [None, decoders.Fuse()], ids=["no decoder", "fuse"])
-def test_spans_by_hand(tokens: list[str], which: Any, expected: tuple | None, decoder: Any) -> None:
-    tokenizer = word_tokenizer(tokens, decoder)
-    ids = [tokenizer.get_vocab()[token] for token in tokens]
-    span = find_answer_span(ids, tokenizer, which)
-    assert span == (expected and AnswerSpan(*expected))
-
-
-def test_the_last_one_is_the_default() -> None:
-    tokenizer = real.char_tokenizer()
-    ids = tokenizer.encode("\\boxed{1}\\boxed{2}")
-    assert find_answer_span(ids, tokenizer) == AnswerSpan(9, 16, 17, 18)
-    assert find_answer_spans([ids], tokenizer) == [AnswerSpan(9, 16, 17, 18)]
+def test_spans_by_hand(decoder: Any) -> None:
+    for tokens, which, expected in BY_HAND:
+        tokenizer = word_tokenizer(tokens, decoder)
+        ids = [tokenizer.get_vocab()[token] for token in tokens]
+        assert find_answer_span(ids, tokenizer, which) == (expected and AnswerSpan(*expected)), tokens
 
 
 def test_ids_outside_the_vocabulary_cover_nothing() -> None:
@@ -204,46 +143,36 @@ def test_ids_outside_the_vocabulary_cover_nothing() -> None:
     assert find_answer_span([10**6, -100], tokenizer) is None
 
 
-def test_holes_in_the_vocabulary_cover_nothing() -> None:
-    backend = Tokenizer(models.WordLevel({"<unk>": 0, "\\boxed{": 3, "7": 9, "}": 20}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    assert len(tokenizer) == 4
-    assert find_answer_span([3, 4, 9, 10, 20, 19], tokenizer) == AnswerSpan(0, 2, 3, 5)
-
-
 def test_every_kind_of_row() -> None:
     tokenizer = real.char_tokenizer()
+    two = tokenizer.encode("\\boxed{1}\\boxed{2}")
+    assert find_answer_span(two, tokenizer) == AnswerSpan(9, 16, 17, 18), "the last one is the default"
     text, expected = "x = \\boxed{1-2}.", AnswerSpan(4, 11, 14, 15)
     ids: list[int] = tokenizer.encode(text)
-    integer_types = [np.int32, np.int64, np.uint16, np.uint64]
-    rows = [ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32)]
-    rows += [np.array(ids, dtype=kind) for kind in integer_types]
-    rows += [np.array(ids + ids)[: len(ids)], np.repeat(ids, 2)[::2]]
+    rows = [ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32), np.repeat(ids, 2)[::2]]
+    rows += [np.array(ids, dtype=kind) for kind in (np.int32, np.int64, np.uint16, np.uint64)]
     for row in rows:
-        assert find_answer_span(row, tokenizer) == expected
+        span = find_answer_span(row, tokenizer)
+        assert span == expected and all(type(index) is int for index in vars(span).values())
     assert find_answer_spans(rows, tokenizer, "first") == [expected] * len(rows)
     for batch in (torch.tensor([ids, ids]), np.array([ids, ids])):
         assert find_answer_spans(batch, tokenizer, "last") == [expected] * 2
     jagged = torch.nested.nested_tensor([torch.tensor(ids), torch.tensor(ids[:5])], layout=torch.jagged)
     assert find_answer_spans(jagged, tokenizer, "last") == [expected, None]
-    assert find_answer_spans([], tokenizer, "last") == []
     assert find_answer_spans([[], np.array([]), torch.tensor([])], tokenizer, "last") == [None] * 3
-    assert all(type(index) is int for index in vars(find_answer_span(np.array(ids), tokenizer)).values())
 
 
-@pytest.mark.parametrize("which", ["LAST", "both", None])
-def test_unknown_which(which: Any) -> None:
+def test_what_is_refused() -> None:
     tokenizer = real.char_tokenizer()
-    with pytest.raises(ValueError, match=r"which: .* use 'first' or 'last'"):
-        find_answer_span([], tokenizer, which)
-    with pytest.raises(ValueError, match=r"which: .* use 'first' or 'last'"):
-        find_answer_spans([], tokenizer, which)
-
-
-@pytest.mark.parametrize("ids", [[[1, 2], [3, 4]], [1.0, 2.0], torch.ones(3), 5, ["1"], [True]], ids=repr)
-def test_ids_that_are_no_row_of_integers(ids: Any) -> None:
-    with pytest.raises(ValueError, match="token_ids: got shape"):
-        find_answer_span(ids, real.char_tokenizer())
+    for which in ("LAST", "both", None):
+        for find in (find_answer_span, find_answer_spans):
+            with pytest.raises(ValueError, match=r"which: .* use 'first' or 'last'"):
+                find([], tokenizer, which)
+    for ids in ([[1, 2], [3, 4]], [1.0, 2.0], torch.ones(3), 5, ["1"], [True]):
+        with pytest.raises(ValueError, match="token_ids: got shape"):
+            find_answer_span(ids, tokenizer)
+    with pytest.raises(ValueError, match="tokenizer: dict is not backed by the tokenizers library"):
+        find_answer_span([1], {})
 
 
 @pytest.mark.parametrize(
@@ -257,14 +186,6 @@ def test_tokenizers_whose_tokens_have_no_bytes_of_their_own(decoder: Any) -> Non
         find_answer_span([2, 3, 4], tokenizer)
 
 
-def test_tokenizers_of_another_library() -> None:
-    with pytest.raises(ValueError, match="tokenizer: dict is not backed by the tokenizers library"):
-        find_answer_span([1], {})
-
-
-# ---- the table of token bytes ----
-
-
 def test_nothing_is_attached_and_the_tokenizer_can_die() -> None:
     tokenizer = real.char_tokenizer()
     attributes = set(vars(tokenizer))
@@ -276,19 +197,15 @@ def test_nothing_is_attached_and_the_tokenizer_can_die() -> None:
     assert alive() is None
 
 
-def test_tokens_added_later_count() -> None:
-    tokenizer = real.char_tokenizer()
-    ids = [*tokenizer.encode("\\boxe"), len(tokenizer), *tokenizer.encode("5}")]
-    assert find_answer_span(ids, tokenizer) is None
-    tokenizer.add_tokens(["d{"])
-    assert find_answer_span(ids, tokenizer) == AnswerSpan(0, 6, 7, 8)
-
-
 def test_tokens_that_become_special_later_cover_nothing() -> None:
     """Tokens that decoding leaves out count: a name alone (pad_token = "7") takes nothing from the text."""
     tokenizer = word_tokenizer(["\\boxed{", "7", "}"], decoders.Fuse())
-    tokenizer.add_tokens(["8"])
     ids = [2, 3, 5, 4]
+    assert find_answer_span(ids, tokenizer) == AnswerSpan(0, 1, 2, 4)  # an unknown token has a place and no text
+    tokenizer.add_tokens(["}8"])
+    assert find_answer_span(ids, tokenizer) == AnswerSpan(0, 1, 2, 3)
+    tokenizer = word_tokenizer(["\\boxed{", "7", "}"], decoders.Fuse())
+    tokenizer.add_tokens(["8"])
     tokenizer.pad_token = "7"
     assert tokenizer.decode(ids, skip_special_tokens=True) == "\\boxed{78}"
     assert find_answer_span(ids, tokenizer) == AnswerSpan(0, 1, 3, 4)
@@ -297,41 +214,29 @@ def test_tokens_that_become_special_later_cover_nothing() -> None:
     assert find_answer_span(ids, tokenizer) == AnswerSpan(0, 1, 2, 4)
 
 
-def test_each_tokenizer_has_its_own_table() -> None:
-    plain, swapped = real.char_tokenizer("\\boxed{1}"), real.char_tokenizer("\\boxed}1{")
-    ids = plain.encode("\\boxed{1}")
-    for _ in range(3):
-        assert find_answer_span(ids, plain) == AnswerSpan(0, 7, 8, 9)
-        assert find_answer_span(ids, swapped) is None
-    # Tokenizers that die leave their ids, which later ones take over.
-    for number in range(20):
-        characters = "\\boxed{1}" if number % 2 else "\\boxed}1{"
-        assert (find_answer_span(ids, real.char_tokenizer(characters)) is None) == (number % 2 == 0)
+class Slotted:
+    """A tokenizer without weak references."""
+
+    __hash__ = None
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: PreTrainedTokenizerFast) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
 
 
-def test_a_tokenizer_without_weak_references() -> None:
-    class Slotted:
-        __hash__ = None
-        __slots__ = ("inner",)
-
-        def __init__(self, inner: PreTrainedTokenizerFast) -> None:
-            self.inner = inner
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
-
-        def __len__(self) -> int:
-            return len(self.inner)
-
-    with pytest.raises(TypeError):
-        weakref.ref(Slotted(None))
+@pytest.mark.parametrize("wrap", [lambda tokenizer: tokenizer, Slotted], ids=["plain", "slotted"])
+def test_each_tokenizer_has_its_own_table(wrap: Callable[[Any], Any]) -> None:
+    """Tokenizers that die leave their ids, which later ones take over."""
     ids = real.char_tokenizer("\\boxed{1}").encode("\\boxed{1}")
     for number in range(20):
-        characters = "\\boxed{1}" if number % 2 else "\\boxed}1{"
-        assert (find_answer_span(ids, Slotted(real.char_tokenizer(characters))) is None) == (number % 2 == 0)
-
-
-# ---- real vocabularies ----
+        tokenizer = wrap(real.char_tokenizer("\\boxed{1}" if number % 2 else "\\boxed}1{"))
+        assert (find_answer_span(ids, tokenizer) is None) == (number % 2 == 0)
 
 
 @pytest.fixture(scope="module", params=["qwen", "llama3"])
@@ -351,78 +256,33 @@ def test_real_token_bytes(real_vocabulary: tuple) -> None:
     assert token_bytes(tokenizer) == {token: vocabulary.get(token, b"") for token in range(len(tokenizer))}
 
 
-def test_qwen_by_hand() -> None:
-    tokenizer = real.qwen_tokenizer()
-    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [151643, 151644, 151645]
-    assert tokenizer.encode("\\boxed{42}") == [59, 79075, 90, 19, 17, 92]
-    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("10 \\boxed{-1.5}$")) == [
-        *("1", "0", "Ġ\\", "boxed", "{-", "1", ".", "5", "}$")
-    ]
-    assert find_answer_span(tokenizer.encode("10 \\boxed{-1.5}$"), tokenizer) == AnswerSpan(2, 4, 8, 9)
+def test_real_tokenizers_by_hand() -> None:
+    qwen, llama = real.qwen_tokenizer(), real.llama3_tokenizer()
+    assert qwen.encode("\\boxed{42}") == [59, 79075, 90, 19, 17, 92]
+    ids = qwen.encode("10 \\boxed{-1.5}$")
+    assert qwen.convert_ids_to_tokens(ids) == ["1", "0", "Ġ\\", "boxed", "{-", "1", ".", "5", "}$"]
+    assert find_answer_span(ids, qwen) == AnswerSpan(2, 4, 8, 9)
     # <think> is text to Qwen3, <|im_end|> is none.
-    think, end = tokenizer.convert_tokens_to_ids(["<think>", "<|im_end|>"])
-    assert find_answer_span([59, 79075, 90, think, 92, end], tokenizer) == AnswerSpan(0, 3, 4, 5)
-    assert find_answer_span([59, 79075, 90, end, 92, end], tokenizer) == AnswerSpan(0, 4, 4, 5)
-    assert find_answer_span([59, think, 79075, 90, 19, 92], tokenizer) is None
+    think, end = qwen.convert_tokens_to_ids(["<think>", "<|im_end|>"])
+    assert find_answer_span([59, 79075, 90, think, 92, end], qwen) == AnswerSpan(0, 3, 4, 5)
+    assert find_answer_span([59, 79075, 90, end, 92, end], qwen) == AnswerSpan(0, 4, 4, 5)
+    assert find_answer_span([59, think, 79075, 90, 19, 92], qwen) is None
+    ids = llama.encode("10 \\boxed{1234}", add_special_tokens=False)
+    assert llama.convert_ids_to_tokens(ids) == ["10", "Ġ\\", "boxed", "{", "123", "4", "}"]
+    assert find_answer_span([*ids, llama.eos_token_id], llama) == AnswerSpan(1, 4, 6, 7)
 
 
-def test_llama3_by_hand() -> None:
-    tokenizer = real.llama3_tokenizer()
-    ids = tokenizer.encode("10 \\boxed{1234}", add_special_tokens=False)
-    assert tokenizer.convert_ids_to_tokens(ids) == ["10", "Ġ\\", "boxed", "{", "123", "4", "}"]
-    eot = tokenizer.convert_tokens_to_ids("<|eot_id|>")
-    assert find_answer_span([*ids, eot], tokenizer) == AnswerSpan(1, 4, 6, 7)
-
-
-def test_real_tokenizers_encode_as_tiktoken_does(real_vocabulary: tuple) -> None:
-    tiktoken = pytest.importorskip("tiktoken")
-    tokenizer, vocabulary = real_vocabulary
-    is_qwen = len(tokenizer) == 151_669
-    ranks = {text: token for token, text in vocabulary.items() if token < 151_643}
-    split = real.QWEN_SPLIT if is_qwen else real.LLAMA3_SPLIT
-    encoding = tiktoken.Encoding("reference", pat_str=split, mergeable_ranks=ranks, special_tokens={})
-    rng = random.Random(0)
-    for _ in range(300):
-        text = "".join(rng.choices([*SNIPPETS, " the sum", "\n\n", "1234567", "I'm", "naïve", " = ", "  "], k=12))
-        assert tokenizer.encode(text, add_special_tokens=False) == encoding.encode_ordinary(text)
-
-
+WORDS = r"{ \boxed{} \boxed \ boxed{ bo box ed{ x d{ 42 -1 \frac{1}{2} \{ \} $ $\ }. }$ ({ é 汉字 😀 ½ \\ ** \( \)"
 SNIPPETS = [
-    *(
-        "\\boxed{",
-        "\\boxed{",
-        "\\boxed{",
-        "}",
-        "}",
-        "{",
-        "\\boxed{}",
-        "\\boxed",
-        "\\",
-        "boxed{",
-        "bo",
-        "box",
-        "ed{",
-        "x",
-    ),
-    *(
-        "d{",
-        "42",
-        "-1",
-        "\\frac{1}{2}",
-        "\\{",
-        "\\}",
-        "$",
-        "$\\",
-        "}.",
-        "}$",
-        "({",
-        " ",
-        "\n\n",
-        "the answer",
-        "e",
-        "é",
-    ),
-    *("汉字", "漢", "😀", "👩\u200d🔬", "½", "\u200b", "\\text{ no}", "\\\\", "**", "\\(", "\\)"),
+    *3 * ["\\boxed{"],
+    *2 * ["}"],
+    *WORDS.split(),
+    " ",
+    "\n\n",
+    "the answer",
+    "👩\u200d🔬",
+    "\u200b",
+    "\\text{ no}",
 ]
 
 
@@ -442,34 +302,25 @@ def check(tokenizer: PreTrainedTokenizerFast, ids: list[int], bytes_of: Callable
     return sum(assert_plain_span(find_answer_span(ids, tokenizer, which), texts, which) for which in ("first", "last"))
 
 
-def test_real_vocabulary_encoded_text(real_vocabulary: tuple) -> None:
-    tokenizer, vocabulary = real_vocabulary
-    rng = random.Random(5)
-    spans = 0
-    for _ in range(1000):
-        ids = tokenizer.encode("".join(rng.choices(SNIPPETS, k=rng.randrange(25))), add_special_tokens=False)
-        spans += check(tokenizer, ids, lambda token: vocabulary.get(token, b""))
-    assert 700 < spans < 1800
-
-
-def test_real_vocabulary_text_split_anywhere(real_vocabulary: tuple) -> None:
+def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary: tuple) -> None:
     tokenizer, vocabulary = real_vocabulary
     token_of = {text: token for token, text in vocabulary.items()}
     size = len(tokenizer)
     strange = [size - 1, size, size + 1000, -1, *tokenizer.all_special_ids]
     rng = random.Random(1)
     spans = 0
-    for _ in range(1500):
-        text = "".join(rng.choices(SNIPPETS, k=rng.randrange(25))).encode()
-        ids = random_split(text, token_of, rng)
+    for _ in range(800):
+        text = "".join(rng.choices(SNIPPETS, k=rng.randrange(25)))
+        ids = random_split(text.encode(), token_of, rng)
         for _ in range(rng.choice([0, 0, 3])):
             ids.insert(rng.randrange(len(ids) + 1), rng.choice(strange))
-        spans += check(tokenizer, ids, lambda token: vocabulary.get(token, b""))
-    assert 1000 < spans < 2700
+        for written in (tokenizer.encode(text, add_special_tokens=False), ids):
+            spans += check(tokenizer, written, lambda token: vocabulary.get(token, b""))
+    assert 800 < spans < 2900
 
 
 def test_real_vocabulary_random_tokens(real_vocabulary: tuple) -> None:
-    """Random ids: tokens that fuse what one would never write, whole or half characters."""
+    """Random ids: tokens that fuse what one would never write, whole or half characters; as one batch, with long rows."""
     tokenizer, vocabulary = real_vocabulary
     openers = [token for token, text in vocabulary.items() if b"boxed".find(text) >= 0 or text.endswith(b"\\")]
     braces = [token for token, text in vocabulary.items() if b"{" in text or b"}" in text]
@@ -477,50 +328,29 @@ def test_real_vocabulary_random_tokens(real_vocabulary: tuple) -> None:
     opened = [token for token in braces if vocabulary[token].startswith(b"{")]
     anything = range(len(tokenizer) + 50)
     rng = random.Random(2)
-    spans = 0
-    for _ in range(1500):
+    rows = [[*rng.choices(anything, k=3000), token_of[b"\\"], token_of[b"boxed"], token_of[b"{}"]]]
+    for _ in range(800):
         ids = []
         for _ in range(rng.randrange(1, 40)):
             pool = rng.choice([openers, braces, braces, anything, opened])
             if pool is opened:
                 ids += [token_of[b"\\"], token_of[b"boxed"]]
             ids.append(rng.choice(pool))
-        spans += check(tokenizer, ids, lambda token: vocabulary.get(token, b""))
-    assert 800 < spans < 2700
-
-
-def test_real_vocabulary_long_batch(real_vocabulary: tuple) -> None:
-    """Rows as long as responses are, in one batch: mostly ordinary tokens, a box here and there."""
-    tokenizer, vocabulary = real_vocabulary
-    token_of = {text: token for token, text in vocabulary.items()}
-    numpy_rng, rng = np.random.default_rng(3), random.Random(3)
-    rows, size = [], len(tokenizer)
-    for _ in range(40):
-        row = numpy_rng.integers(0, size, size=numpy_rng.integers(1, 3000))
-        for _ in range(rng.randrange(4)):
-            snippet = random_split(rng.choice(["\\boxed{42}", "\\boxed{½}.", "\\boxed{"]).encode(), token_of, rng)
-            at = rng.randrange(len(row))
-            row = np.concatenate([row[:at], snippet, row[at:]])
-        rows.append(row)
+        rows.append(np.array(ids))
     for which in ("first", "last"):
         spans = find_answer_spans(rows, tokenizer, which)
-        assert len(spans) == len(rows)
         for row, span in zip(rows, spans, strict=True):
             assert_plain_span(span, [vocabulary.get(int(token), b"") for token in row], which)
-    assert 10 < sum(span is not None for span in spans) < 40
+        assert 200 < sum(span is not None for span in spans) < 700 and spans[0] is not None
 
 
-@pytest.mark.parametrize("name", hostile_texts())
-def test_tokens_of_hostile_text(name: str, real_vocabulary: tuple) -> None:
+def test_tokens_of_hostile_text(real_vocabulary: tuple) -> None:
     tokenizer, vocabulary = real_vocabulary
-    text, box = hostile_texts()[name]
     token_of = {covered: token for token, covered in vocabulary.items()}
-    # One byte a token, so that token indices are byte offsets.
-    ids = [token_of[bytes([byte])] for byte in text]
-    assert find_answer_span(ids, tokenizer) == (box and AnswerSpan(*box))
-
-
-# ---- small vocabularies ----
+    for name, (text, box) in hostile_texts().items():
+        # One byte a token, so that token indices are byte offsets.
+        ids = [token_of[bytes([byte])] for byte in text]
+        assert find_answer_span(ids, tokenizer) == (box and AnswerSpan(*box)), name
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
@@ -533,7 +363,7 @@ def test_sentencepiece_vocabulary(kind: Any) -> None:
     rng = random.Random(4)
     token_of = {text: token for token, text in bytes_of.items() if text}
     spans = 0
-    for _ in range(500):
+    for _ in range(250):
         text = "".join(rng.choices(SNIPPETS, k=rng.randrange(25)))
         ids = tokenizer.encode(text, add_special_tokens=False)
         # The tokenizer puts a space in front when it encodes and takes it away when it decodes.
@@ -541,15 +371,7 @@ def test_sentencepiece_vocabulary(kind: Any) -> None:
         assert covered.decode().removeprefix(" ") == tokenizer.decode(ids) == text.removeprefix(" ")
         spans += check(tokenizer, ids, bytes_of.__getitem__)
         spans += check(tokenizer, random_split(text.encode(), token_of, rng), bytes_of.__getitem__)
-    assert spans > 500
-
-
-def test_sentencepiece_by_hand() -> None:
-    tokenizer = real.sentencepiece_tokenizer("bpe")
-    tokens = ["▁", "\\", "b", "o", "x", "e", "d", "<0x7B>", "<0xE6>", "<0x9D>", "</s>", "<0xB1>", "<0x7D>", "</s>"]
-    ids = tokenizer.convert_tokens_to_ids(tokens)
-    assert tokenizer.unk_token_id not in ids
-    assert find_answer_span(ids, tokenizer) == AnswerSpan(1, 8, 12, 13)
+    assert spans > 250
 
 
 def test_scheme_without_a_decoder() -> None:
@@ -574,19 +396,3 @@ def test_added_tokens_are_taken_as_they_are() -> None:
     tokenizer.add_tokens(["Ġé"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<stop>"]})
     assert token_bytes(tokenizer) == {0: b"", 1: b"", 2: b"\xe9", 3: "Ġé".encode(), 4: b""}
-
-
-@settings(deadline=None, max_examples=200, derandomize=True)
-@given(st.lists(st.sampled_from(["\\boxed{", "}", "{", "1", "\\", "boxed", " ", "x"]), max_size=12))
-def test_char_vocabulary(snippets: list[str]) -> None:
-    """One token a character: token indices are offsets into the text."""
-    tokenizer = CHAR_TOKENIZER
-    text = "".join(snippets)
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
-    boxes = plain_boxes(text.encode())
-    for which, box in (("first", boxes[:1]), ("last", boxes[-1:])):
-        assert find_answer_span(ids, tokenizer, which) == (AnswerSpan(*box[0]) if box else None)
-
-
-CHAR_TOKENIZER = real.char_tokenizer()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 from transformers import (
     CohereConfig,
@@ -11,7 +10,6 @@ from transformers import (
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
-    PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -34,11 +32,11 @@ KNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("config", "plain"), KNOWN, ids=[f"{type(c).__name__}: {plain}" for c, plain in KNOWN])
-def test_scaled_and_capped_logits_are_found_without_weights(config: PretrainedConfig, plain: bool) -> None:
-    architecture = architecture_of(config)
-    assert architecture.plain_logits is plain
-    assert {parameter.device.type for parameter in architecture.copy.parameters()} == {"meta"}
+def test_scaled_and_capped_logits_are_found_without_weights() -> None:
+    for config, plain in KNOWN:
+        architecture = architecture_of(config)
+        assert architecture.plain_logits is plain, config
+        assert {parameter.device.type for parameter in architecture.copy.parameters()} == {"meta"}
 
 
 def test_a_model_is_looked_at_without_being_run() -> None:
@@ -60,4 +58,3 @@ def test_what_cannot_be_probed_is_not_plain(caplog: pytest.LogCaptureFixture) ->
     assert not has_plain_logits(Broken(tiny_model(layers=1).config))
     assert "no such luck" in caplog.text
     assert not has_plain_logits(nn.Linear(2, 2))
-    assert torch.zeros(1).device.type == "cpu"

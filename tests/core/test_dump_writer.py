@@ -9,17 +9,13 @@ import pytest
 
 from grail_advantage import step_dump as dump_module
 from grail_advantage.step_dump import DumpWriter
-from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.token_dump import DumpHeader, read_dump, write_step
 from tests.dumps import dump_row
 
 
 class TestWriter:
     def _submit(self, writer: DumpWriter, step: int, *, then=lambda: None) -> None:
-        def make() -> tuple[DumpHeader, list[DumpRow]]:
-            then()
-            return DumpHeader(step=step, method="grail"), [dump_row([1.0], step=step)]
-
-        writer.submit(make)
+        writer.submit(lambda: (then(), (DumpHeader(step=step, method="grail"), [dump_row([1.0], step=step)]))[1])
 
     def test_writes_beside_and_close_waits(self, tmp_path: Path) -> None:
         writer, gate = DumpWriter(tmp_path), threading.Event()

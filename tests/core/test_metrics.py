@@ -29,9 +29,9 @@ def token_flags(*places: tuple[int, int]) -> torch.Tensor:
     return marked
 
 
-def example(gradient_norms: list[float], weights: list[list[float]] = WEIGHTS) -> dict[str, float]:
+def example(gradient_norms: list[float]) -> dict[str, float]:
     result = BatchWeights(
-        weights_BT=torch.tensor(weights),
+        weights_BT=torch.tensor(WEIGHTS),
         non_finite_B=flags(0, 0, 1, 1),
         from_scores_BT=token_flags((0, 0), (0, 1), (0, 2), (0, 3)),
         at_lower_bound_BT=token_flags((0, 0)),
@@ -40,6 +40,22 @@ def example(gradient_norms: list[float], weights: list[list[float]] = WEIGHTS) -
     rows = RowSelection(answered_B=flags(1, 0, 1, 1), inside_gate_B=flags(1, 0, 1, 1), selected_B=flags(1, 0, 0, 1))
     return weight_metrics(
         result, torch.tensor(MASK), torch.tensor(ADVANTAGES), rows, torch.tensor(gradient_norms, dtype=torch.float32)
+    )
+
+
+def of_weights(
+    weights_BT: torch.Tensor,
+    advantages_B: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    norms: torch.Tensor | None = None,
+) -> dict[str, float]:
+    """Of a batch without scores."""
+    none_BT = torch.zeros_like(weights_BT, dtype=torch.bool)
+    none_B = torch.zeros_like(advantages_B, dtype=torch.bool)
+    result = BatchWeights(weights_BT, none_B, none_BT, none_BT, none_BT)
+    rows = RowSelection(none_B, none_B, none_B)
+    return weight_metrics(
+        result, ~none_BT if mask is None else mask, advantages_B, rows, torch.zeros(0) if norms is None else norms
     )
 
 
@@ -94,8 +110,7 @@ def plainly(
     }
 
 
-@pytest.mark.parametrize("block", [1, 100, 10**6])
-@pytest.mark.parametrize("level", [1.0, 300.0])
+@pytest.mark.parametrize(("block", "level"), [(1, 1.0), (100, 300.0), (10**6, 1.0)])
 def test_figures_token_by_token(block: int, level: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of all lengths, with gaps and without a token, in blocks of a row, of some, and of all, to 12 digits."""
     monkeypatch.setattr(metrics, "BLOCK", block)
@@ -112,14 +127,7 @@ def test_figures_token_by_token(block: int, level: float, monkeypatch: pytest.Mo
     norms = torch.rand(1013, generator=generator)
     norms[17], norms[1000] = math.nan, math.inf
     before = norms.clone()
-    none_B, none_BT = torch.zeros(23, dtype=torch.bool), torch.zeros(23, 47, dtype=torch.bool)
-    got = weight_metrics(
-        BatchWeights(weights, none_B, none_BT, none_BT, none_BT),
-        mask,
-        advantages,
-        RowSelection(none_B, none_B, none_B),
-        norms,
-    )
+    got = of_weights(weights, advantages, mask, norms)
     expected = plainly(weights.tolist(), mask.tolist(), advantages.tolist(), norms.tolist())
     assert 0 < expected["neutral_rate"] < 1
     assert {name: got[name] for name in expected} == pytest.approx(expected, rel=1e-12)
@@ -130,20 +138,10 @@ def test_top_share_takes_a_tenth_of_the_tokens() -> None:
     # 40 tokens, advantage +-2: the heaviest four have weights 9, 8, 7, 6 of a sum of 36 + 30 = 66.
     weights = torch.ones(2, 20)
     weights[0, 3], weights[1, 19], weights[1, 0], weights[0, 7] = 9.0, 8.0, 7.0, 6.0
-    none = torch.zeros(2, 20, dtype=torch.bool)
-    result = BatchWeights(weights, flags(0, 0), none, none, none)
-    rows = RowSelection(flags(1, 1), flags(1, 1), flags(1, 1))
-    got = weight_metrics(result, torch.ones(2, 20), torch.tensor([-2.0, 2.0]), rows, torch.zeros(0))
+    got = of_weights(weights, torch.tensor([-2.0, 2.0]))
     assert got["top_share"] == pytest.approx(30 / 66)
     assert got["advantage_scale"] == pytest.approx(66 / 40)
     assert got["clipped_low_rate"] == got["clipped_high_rate"] == 0.0
-
-
-def test_equal_weights_give_neutral_figures() -> None:
-    got = example([], [[float(value) for value in row] for row in MASK])
-    assert got["neutral_rate"] == 1.0
-    assert got["average_weight"] == got["effective_sample_ratio"] == got["advantage_scale"] == 1.0
-    assert got["weight_deviation"] == 0.0
 
 
 def test_without_a_pass_there_are_no_percentiles() -> None:
@@ -153,32 +151,20 @@ def test_without_a_pass_there_are_no_percentiles() -> None:
     assert one["gradient_norm_p10"] == one["gradient_norm_p90"] == 3.0
 
 
-def test_batches_of_nothing() -> None:
-    none = torch.zeros(2, 3, dtype=torch.bool)
-    result = BatchWeights(torch.zeros(2, 3), flags(0, 0), none, none, none)
-    rows = RowSelection(flags(0, 0), flags(1, 1), flags(0, 0))
-    assert weight_metrics(result, none, torch.zeros(2), rows, torch.zeros(0)) == {}
-    # Valid tokens, but every advantage is 0: no mass to share out.
-    weights = torch.ones(2, 3)
-    got = weight_metrics(
-        BatchWeights(weights, flags(0, 0), none, none, none), weights, torch.zeros(2), rows, weights[0]
-    )
-    assert got["top_share"] == got["advantage_scale"] == 0.0
-    assert all(math.isfinite(value) for value in got.values())
-
-
-def test_zero_weights_do_not_divide_by_zero() -> None:
-    got = example([], [[0.0] * 4] * 4)
-    assert all(math.isfinite(value) for value in got.values())
-    assert got["effective_sample_ratio"] == got["top_share"] == got["advantage_scale"] == 0.0
+def test_batches_of_nothing_and_of_equal_weights() -> None:
+    none = torch.zeros(2, 3)
+    assert of_weights(none, torch.zeros(2), mask=none) == {}
+    # Valid tokens, but every advantage is 0: no mass to share out. Or every weight.
+    for got in (of_weights(none + 1, torch.zeros(2)), of_weights(none, torch.ones(2))):
+        assert got["top_share"] == got["advantage_scale"] == 0.0
+        assert all(math.isfinite(value) for value in got.values())
+    equal = of_weights(none + 1, torch.ones(2))
+    assert equal["neutral_rate"] == equal["effective_sample_ratio"] == equal["advantage_scale"] == 1.0
+    assert equal["weight_deviation"] == 0.0
 
 
 def test_more_gradient_norms_than_torch_quantile_takes() -> None:
-    norms = torch.arange(17_000_000, dtype=torch.float32)
-    none = torch.zeros(1, 2, dtype=torch.bool)
-    rows = RowSelection(flags(1), flags(1), flags(1))
-    result = BatchWeights(torch.ones(1, 2), flags(0), none, none, none)
-    got = weight_metrics(result, torch.ones(1, 2), torch.tensor([-1.0]), rows, norms)
+    got = of_weights(torch.ones(1, 2), torch.tensor([-1.0]), norms=torch.arange(17_000_000, dtype=torch.float32))
     assert got["gradient_norm_p10"] == pytest.approx(1.7e6, rel=1e-6)
     assert got["gradient_norm_p90"] == pytest.approx(15.3e6, rel=1e-6)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -56,78 +55,23 @@ def test_the_published_methods_are_there_under_their_names() -> None:
     assert {method.section for method in methods().values()} >= {"grail", "oar", "uniform"}
 
 
-@pytest.mark.parametrize("name", methods())
-class TestEveryMethod:
-    def test_says_what_it_is(self, name: str) -> None:
-        signal = method(name).build({})
-        assert signal.name == name
-        assert signal.formula and signal.source and signal.cost
-        assert type(signal).__doc__
-
-    def test_travels_to_another_process(self, name: str) -> None:
-        signal = method(name).build({})
-        assert pickle.loads(pickle.dumps(signal)) == signal
-
-    def test_keeps_nothing(self, name: str) -> None:
-        signal = method(name).build({})
-        with pytest.raises(ValueError, match="frozen"):
-            signal.mask_truncated = False
-
-    def test_takes_mask_truncated(self, name: str) -> None:
-        assert method(name).build({"mask_truncated": False}).mask_truncated is False
-        assert method(name).build({"mask_truncated": None}).mask_truncated is True
-
-    def test_refuses_an_unknown_option(self, name: str) -> None:
-        known = method(name)
-        with pytest.raises(ValueError, match=rf"{known.section}\.nonsense is not an option; the options are .*mask_tr"):
-            known.build({"nonsense": 1})
-
-
-@pytest.mark.parametrize("name", registry.reshapers())
-@pytest.mark.parametrize("signal", ["grail", "oar_g", "surprisal", "entropy"])
-def test_any_reshaper_goes_with_any_signal_that_has_a_choice(signal: str, name: str) -> None:
-    built = method(signal).build({"reshaper": name})
-    assert type(built.reshaping) is registry.reshapers()[name]
-    scores_BT, statistics_BT = torch.tensor([[1.0, 2.0, 4.0, 3.0]]), torch.tensor([[True, True, True, False]])
-    weights_BT = built.reshaping.weights(scores_BT, statistics_BT, torch.tensor([-1.0]))
-    assert weights_BT.dtype == torch.float32
-    assert (weights_BT[statistics_BT] >= 0).all()
-
-
 def test_the_same_name_twice_is_refused(clean_registry: None) -> None:
     with pytest.raises(ValueError, match=r"signal 'grail' is registered already, by grail_advantage\.signals\.grail"):
-
-        @register_signal("grail")
-        class Another(Signal):
-            pass
-
+        register_signal("grail")(type("Another", (Signal,), {}))
     with pytest.raises(ValueError, match=r"reshaper 'top' is registered already, by grail_advantage\.reshapers\.top"):
-
-        @register_reshaper("top")
-        class AnotherMap(Reshaper):
-            def weights(self, scores_BT, statistics_BT, advantages_B):
-                return scores_BT
-
+        register_reshaper("top")(type("AnotherMap", (Reshaper,), {}))
     assert method("grail").signal_class is GrailConfig
 
 
 def test_a_class_of_another_kind_is_refused(clean_registry: None) -> None:
     with pytest.raises(ValueError, match=r"signal 'a_map': derive Map from grail_advantage\.Signal"):
-
-        @register_signal("a_map")
-        class Map(Reshaper):
-            pass
+        register_signal("a_map")(type("Map", (Reshaper,), {}))
 
 
-@pytest.mark.parametrize("name", ["token_weights", "token_dump", "watchdog", "my.method", "", "1st"])
-def test_a_name_that_cannot_be_a_section_is_refused(clean_registry: None, name: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"the name must be an identifier, and none of token_weights, token_dump, watchdog"
-    ):
-
-        @register_signal(name)
-        class Named(Signal):
-            pass
+def test_a_name_that_cannot_be_a_section_is_refused(clean_registry: None) -> None:
+    for name in ("token_weights", "token_dump", "watchdog", "my.method", "", "1st"):
+        with pytest.raises(ValueError, match=r"must be an identifier, and none of token_weights, token_dump, watchdog"):
+            register_signal(name)(type("Named", (Signal,), {}))
 
 
 def test_an_option_that_is_redefined_without_a_type_is_refused() -> None:
@@ -137,23 +81,21 @@ def test_an_option_that_is_redefined_without_a_type_is_refused() -> None:
             reshaper = "top"
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value", "said"),
-    [
+def test_words_that_say_what_a_signal_needs_are_checked() -> None:
+    for attribute, value, said in (
         ("reads", frozenset({"old_log_prob"}), r"Needy\.reads: 'old_log_prob' is unknown; choose of 'old_log_probs'"),
         ("uses", "hiden_states", r"Needy\.uses: 'hiden_states' is unknown; choose of '', 'saliency'"),
         ("gate", "negative", r"Needy\.gate: 'negative' is unknown; choose of 'wrong', 'correct', 'all'"),
         ("statistics", "answer", r"Needy\.statistics: 'answer' is unknown"),
         ("span", "middle", r"Needy\.span: 'middle' is unknown"),
-    ],
-)
-def test_words_that_say_what_a_signal_needs_are_checked(attribute: str, value: object, said: str) -> None:
-    class Needy(Signal):
-        def complete(self) -> None:
-            self._set(**{attribute: value})
+    ):
 
-    with pytest.raises(ValueError, match=said):
-        Needy()
+        class Needy(Signal):
+            def complete(self, attribute: str = attribute, value: object = value) -> None:
+                self._set(**{attribute: value})
+
+        with pytest.raises(ValueError, match=said):
+            Needy()
 
 
 class TestWhatAMapGives:
@@ -169,20 +111,15 @@ class TestWhatAMapGives:
         batch = RolloutBatch(torch.ones(2, 3).bool(), torch.tensor([1.0, -1.0]), [None, None], {})
         return batch_weights(torch.ones(2, 3), batch, Mistaken().select(batch), Mistaken())
 
-    def test_negative_weights_are_refused(self) -> None:
+    def test_negative_weights_and_another_shape_are_refused(self) -> None:
         with pytest.raises(ValueError, match="mistaken: a weight below 0 would flip the advantage"):
             self._weights(lambda scores_BT: -scores_BT)
-
-    def test_another_shape_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"mistaken: reshape\(\) gave shape \(2, 2\) for a batch of \(2, 3\)"):
             self._weights(lambda scores_BT: scores_BT[:, :2])
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
     def test_a_row_with_a_weight_that_is_not_finite_weighs_one_and_is_counted(self, bad: float) -> None:
-        def weights(scores_BT: torch.Tensor) -> torch.Tensor:
-            return torch.tensor([[0.5, bad, 0.5], [0.25, 0.25, 0.25]])
-
-        got = self._weights(weights)
+        got = self._weights(lambda _: torch.tensor([[0.5, bad, 0.5], [0.25, 0.25, 0.25]]))
         assert got.weights_BT.tolist() == [[1.0, 1.0, 1.0], [0.25, 0.25, 0.25]]
         assert got.non_finite_B.tolist() == [True, False]
 
@@ -201,81 +138,18 @@ def test_scores_that_do_not_fit_are_refused_with_the_methods_name() -> None:
         put_row(torch.zeros(2, 5), 0, 3, RowScores(torch.ones(4)), Long())
 
 
-def test_bounds_of_whole_numbers_are_checked() -> None:
-    class Bounded(Signal):
-        count: int = option(5, "a number", ge=1, le=10)
-        more: int = option(1, "another", gt=0)
-
-    assert Bounded(count=10).count == 10
-    with pytest.raises(ValueError, match=r"count=11 must be between 1 and 10"):
-        Bounded(count=11)
-    with pytest.raises(ValueError, match=r"more=-3 must be greater than 0"):
-        Bounded(more=-3)
-
-
-def test_a_signal_that_is_not_registered_has_no_name() -> None:
-    class Nameless(Signal):
-        pass
-
+def test_what_is_not_registered() -> None:
     with pytest.raises(ValueError, match=r"Nameless is no registered signal; put @register_signal"):
-        _ = Nameless().name
-
-
-def test_an_unknown_method_is_named_with_those_that_there_are() -> None:
+        _ = type("Nameless", (Signal,), {})().name
     with pytest.raises(ValueError, match=r"'grial' is no registered signal; choose one of .*grail.*uniform"):
         method("grial")
-
-
-def test_an_option_of_another_method_is_named_with_its_owner() -> None:
-    with pytest.raises(
-        ValueError, match=r"uniform\.noise_std is not an option; it is one of oar\. The options of uniform"
-    ):
-        method("uniform").build({"noise_std": 1.0})
-
-
-def test_an_option_that_the_name_sets_is_refused() -> None:
-    said = r"oar\.method='gradient' cannot be set in a run; .*: oar_\w means \w+ and oar_\w means \w+"
-    with pytest.raises(ValueError, match=said):
-        method("oar_p").build({"method": "gradient"})
-
-
-def test_options_of_a_reshaper_that_the_signal_has_not_go_by_reshaper_options() -> None:
-    built = method("grail").build({"reshaper": "top", "reshaper_options": {"k": 3}})
-    assert built.reshaping.k == 3
-    with pytest.raises(ValueError, match=r"grail\.reshaper_options: top\.k=0 must be a whole number"):
-        GrailConfig(reshaper="top", reshaper_options={"k": 0})
-    with pytest.raises(ValueError, match=r"grail\.reshaper_options: log_zscore\.k is not an option; the options are"):
-        GrailConfig(reshaper_options={"k": 1})
-    with pytest.raises(ValueError, match=r"grail\.reshaper_options='k=1' must be a mapping"):
-        GrailConfig(reshaper_options="k=1")
 
 
 def test_a_signals_own_option_reaches_its_reshaper() -> None:
     assert OarConfig(quantile=0.25).reshaping.quantile == 0.25
     assert GrailConfig(weight_std=0.1).reshaping.weight_std == 0.1
     assert GrailConfig(reshaper="bilevel", quantile=0.1, reshaper_options={"quantile": 0.3}).reshaping.quantile == 0.3
-
-
-def test_a_method_of_ones_own_works_with_nothing_but_its_class(clean_registry: None) -> None:
-    @register_signal("even_tokens")
-    class EvenTokens(Signal):
-        """Every other token weighs ``heavy``."""
-
-        heavy: float = option(2.0, "weight of the even tokens", ge=0)
-
-        def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-            even_T = torch.arange(batch.mask_BT.shape[1]) % 2 == 0
-            return torch.where(even_T, self.heavy, 1.0).expand(batch.mask_BT.shape)
-
-        def reshape(self, scores_BT, statistics_BT, batch) -> Reshaped:
-            return Reshaped(scores_BT)
-
-    signal = method("even_tokens").build({"heavy": 3})
-    batch = make_batch([ROLLOUTS["right"], ROLLOUTS["no box"]], padding="both")
-    weights = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), signal).weights
-    for row in range(2):
-        inside = weights[row, batch.response_mask[row].bool()]
-        assert inside[::2].eq(3).all() and inside[1::2].eq(1).all()
+    assert method("grail").build({"reshaper": "top", "reshaper_options": {"k": 3}}).reshaping.k == 3
 
 
 def test_a_signal_without_a_map_or_a_pass_says_what_to_write(clean_registry: None) -> None:
@@ -333,18 +207,24 @@ def _distribution(folder: Path, name: str, module: str, text: str) -> None:
     (info / "entry_points.txt").write_text(f"[{registry.ENTRY_POINTS}]\n{name} = {module}\n", encoding="utf-8")
 
 
+@pytest.mark.slow
 class TestPlugins:
-    @pytest.mark.slow
-    def test_one_that_fails_to_import_is_named_where_a_method_is_missing_and_stops_no_other(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_broken_one_and_one_that_takes_a_name_twice_are_named_and_stop_no_other(self, tmp_path: Path) -> None:
         _distribution(tmp_path, "broken", "broken_signal", "import a_package_that_is_not_there\n")
+        twice = """
+            from grail_advantage import Signal, register_signal
+
+            @register_signal("grail")
+            class Mine(Signal):
+                pass
+            """
+        _distribution(tmp_path, "twice", "twice_signal", twice)
         done = _python(
             """
             from grail_advantage.methods import method
             from grail_advantage.registry import failures
-            assert method("grail")
-            assert [type(error).__name__ for error in failures().values()] == ["ModuleNotFoundError"]
+            print(method("grail").signal_class.__name__)
+            print(*failures().values(), sep="\\n")
             try:
                 method("theirs")
             except ValueError as error:
@@ -353,38 +233,14 @@ class TestPlugins:
             tmp_path,
         )
         assert done.returncode == 0, done.stderr
-        assert "'theirs' is no registered signal; choose one of" in done.stdout
-        assert (
-            "the plug-in broken (broken_signal) failed to import: ModuleNotFoundError: No module named 'a_pack"
-            in done.stdout
-        )
+        assert done.stdout.startswith("GrailConfig\n")
+        for said in (
+            "signal 'grail' is registered already, by grail_advantage",
+            "'theirs' is no registered signal; choose one of",
+            "the plug-in broken (broken_signal) failed to import: ModuleNotFoundError: No module named 'a_pack",
+        ):
+            assert said in done.stdout
 
-    @pytest.mark.slow
-    def test_one_that_takes_a_name_twice_is_named(self, tmp_path: Path) -> None:
-        _distribution(
-            tmp_path,
-            "twice",
-            "twice_signal",
-            """
-            from grail_advantage import Signal, register_signal
-
-            @register_signal("grail")
-            class Mine(Signal):
-                pass
-            """,
-        )
-        done = _python(
-            """
-            from grail_advantage.methods import method
-            from grail_advantage.registry import failures
-            print(method("grail").signal_class.__name__, *failures().values())
-            """,
-            tmp_path,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("GrailConfig signal 'grail' is registered already, by grail_advantage")
-
-    @pytest.mark.slow
     def test_the_example_of_the_documentation(self, tmp_path: Path) -> None:
         """Its two methods and its snippet, as somebody else's package; a whole verl run of it is in test_methods_run.py."""
         write_files("write_your_own.md", tmp_path)

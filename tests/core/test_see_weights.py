@@ -19,19 +19,11 @@ def example() -> dict[str, Any]:
     return runpy.run_path(str(EXAMPLE))
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    folder = tmp_path / "model"
+def test_three_answers_are_drawn(example: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder, out = tmp_path / "model", tmp_path / "weights"
     tiny_model(max_position_embeddings=1024).save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-def test_three_answers_are_drawn(
-    example: dict[str, Any], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    out = tmp_path / "weights"
-    example["main"](["--model", model, "--device", "cpu", "--out", str(out)])
+    example["main"](["--model", str(folder), "--device", "cpu", "--out", str(out)])
     said = capsys.readouterr().out
     rows = list(read_dump(out))
     assert [row.outcome for row in rows] == ["right", "wrong", "wrong"]

@@ -72,9 +72,8 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], rtol: float =
 # windows
 
 
-@pytest.mark.parametrize(
-    ("length", "width", "stride", "want"),
-    [
+def test_windows() -> None:
+    for length, width, stride, want in (
         (0, 4, 2, []),
         (1, 4, 2, [(0, 1)]),
         (4, 4, 2, [(0, 4), (2, 4)]),
@@ -82,16 +81,11 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], rtol: float =
         (6, 4, 4, [(0, 4), (4, 6)]),
         (3, 1, 1, [(0, 1), (1, 2), (2, 3)]),
         (130, 100, 25, [(0, 100), (25, 125), (50, 130), (75, 130), (100, 130), (125, 130)]),
-    ],
-)
-def test_windows(length: int, width: int, stride: int, want: list[tuple[int, int]]) -> None:
-    assert windows(length, width, stride) == want
-
-
-@pytest.mark.parametrize(("length", "width", "stride"), [(-1, 4, 2), (5, 0, 0), (5, 4, 0), (5, 4, 5)])
-def test_windows_refuse(length: int, width: int, stride: int) -> None:
-    with pytest.raises(ValueError, match="stride"):
-        windows(length, width, stride)
+    ):
+        assert windows(length, width, stride) == want
+    for length, width, stride in ((-1, 4, 2), (5, 0, 0), (5, 4, 0), (5, 4, 5)):
+        with pytest.raises(ValueError, match="stride"):
+            windows(length, width, stride)
 
 
 # one pair of windows
@@ -126,38 +120,20 @@ def test_towards_exact_transport() -> None:
     torch.testing.assert_close(distance_P, exact_P, rtol=1e-3, atol=0)
 
 
-def test_two_by_two() -> None:
-    """By symmetry the plan is ``[[p, q], [q, p]]`` with ``q / p = exp(-c / (epsilon * c / 2))``; its cost is ``2 * q * c``."""
+def test_by_hand() -> None:
+    """Two by two the plan is ``[[p, q], [q, p]]`` with ``q / p = exp(-c / (epsilon * c / 2))``; its cost is ``2 * q * c``."""
     for epsilon, cost in [(0.5, 1.0), (2.0, 1.0), (0.5, 300.0)]:
         ratio = math.exp(-2 / epsilon)
         distance_P, error_P = sinkhorn_distance(torch.tensor([[[0.0, cost], [cost, 0.0]]]), epsilon=epsilon)
         assert distance_P.tolist() == pytest.approx([cost * ratio / (1 + ratio)], rel=1e-5)
         assert error_P.item() == pytest.approx(0, abs=1e-6)
-
-
-def test_moved_points() -> None:
-    """On a line, with all of one window behind all of the other, every plan costs the difference of the means."""
+    # On a line, with all of one window behind all of the other, every plan costs the difference of the means.
     x_N, y_M = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([10.0, 11.0])
     for epsilon in (0.01, 0.05, 1.0):
         distance_P, _ = sinkhorn_distance((y_M[None, :] - x_N[:, None])[None], epsilon=epsilon, tolerance=1e-6)
         assert distance_P.tolist() == pytest.approx([9.5], rel=1e-5)
-
-
-def test_single_tokens() -> None:
-    distance_P, error_P = sinkhorn_distance(torch.tensor([[[3.0]], [[0.25]]]))
-    assert distance_P.tolist() == pytest.approx([3.0, 0.25]) and error_P.tolist() == pytest.approx([0, 0], abs=1e-6)
-
-
-def test_equal_and_moved_windows() -> None:
-    """With the default epsilon a window is near itself, and a moved copy is as far as it was moved."""
-    x_ND = torch.randn(100, 64, generator=torch.Generator().manual_seed(2))
-    shift_D = torch.zeros(64)
-    shift_D[0] = 0.5
-    cost_PNM = torch.stack([torch.cdist(x_ND, x_ND), torch.cdist(x_ND, x_ND + shift_D)]).float()
-    distance_P, _ = sinkhorn_distance(cost_PNM)
-    # cdist of a point with itself is not exactly 0.
-    assert distance_P[0] < 1e-3 * cost_PNM[0].mean()
-    assert distance_P[1].item() == pytest.approx(0.5, rel=0.01)
+    assert sinkhorn_distance(torch.tensor([[[3.0]], [[0.25]]]))[0].tolist() == pytest.approx([3.0, 0.25])
+    assert sinkhorn_distance(torch.empty(0, 3, 3))[0].shape == (0,)
 
 
 @pytest.mark.parametrize("iterations", [1, 7, 10, 23])
@@ -185,15 +161,6 @@ def test_a_pair_stops_by_itself() -> None:
     torch.testing.assert_close(error_P, torch.cat([error for _, error in alone]), rtol=1e-3, atol=1e-7)
 
 
-def test_not_converged() -> None:
-    """The last plan counts, and the error says how far off it is."""
-    cost_PNM = torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(5)) ** 4
-    distance_P, error_P = sinkhorn_distance(cost_PNM, epsilon=0.01, iterations=3)
-    distance, error = plain_sinkhorn(cost_PNM[0], 0.01, 3)
-    assert error > 0.02
-    assert (distance_P.item(), error_P.item()) == pytest.approx((distance, error), rel=1e-3)
-
-
 def test_costs_that_are_zero_or_not_finite() -> None:
     cost_PNM = torch.rand(4, 3, 3, generator=torch.Generator().manual_seed(6))
     want_P, _ = sinkhorn_distance(cost_PNM)
@@ -205,23 +172,15 @@ def test_costs_that_are_zero_or_not_finite() -> None:
     assert distance_P[2:].isnan().all() and error_P[2:].isnan().all()
 
 
-def test_no_pair() -> None:
-    distance_P, error_P = sinkhorn_distance(torch.empty(0, 3, 3))
-    assert distance_P.shape == error_P.shape == (0,)
-
-
-def test_dtypes() -> None:
+def test_dtypes_and_refused_options() -> None:
     cost_PNM = torch.rand(2, 3, 3, generator=torch.Generator().manual_seed(7)).bfloat16()
     narrow_P, _ = sinkhorn_distance(cost_PNM)
     assert narrow_P.dtype == torch.float32
     assert torch.equal(narrow_P, sinkhorn_distance(cost_PNM.float())[0])
     assert sinkhorn_distance(cost_PNM.double())[0].dtype == torch.float64
-
-
-@pytest.mark.parametrize("option", [{"epsilon": 0.0}, {"epsilon": math.nan}, {"iterations": 0}, {"tolerance": -1.0}])
-def test_refused_options(option: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(option))):
-        sinkhorn_distance(torch.ones(1, 2, 2), **option)
+    for option in ({"epsilon": 0.0}, {"epsilon": math.nan}, {"iterations": 0}, {"tolerance": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(option))):
+            sinkhorn_distance(torch.ones(1, 2, 2), **option)
 
 
 # a group
@@ -239,10 +198,9 @@ def test_greatest_window_counts() -> None:
     assert_same(got, [torch.tensor([1.5, 1.75, 1.75]), torch.tensor([1.0])])
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("window", "stride"), [(5, 2), (4, 4), (100, 25)])
-def test_against_the_plain_loop(window: int, stride: int, seed: int) -> None:
-    hidden = group(seed)
+def test_against_the_plain_loop(window: int, stride: int) -> None:
+    hidden = group(2)
     got = shear_scores(hidden, POSITIVE, window=window, stride=stride, epsilon=0.2, iterations=25, tolerance=0.0)
     # The loop, too, must have correct rows first.
     order = sorted(range(len(hidden)), key=lambda i: not POSITIVE[i])
@@ -250,48 +208,26 @@ def test_against_the_plain_loop(window: int, stride: int, seed: int) -> None:
     assert_same([got[i] for i in order], want, rtol=1e-3)
 
 
-def test_against_exact_transport() -> None:
-    hidden = group(1)
-    got = shear_scores(hidden, POSITIVE, **SMALL, epsilon=0.005, iterations=20_000, tolerance=1e-4)
-    norm = torch.cat(hidden).norm(dim=1).mean()
-    opponents = [hidden[i] for i in (1, 3, 4)]
-    spans = [h_TD[start : start + 5].double() for h_TD in opponents for start in range(0, len(h_TD), 2)]
-    want_T = torch.zeros(11)
-    for start in range(0, 11, 2):
-        nearest = min(ot.emd2([], [], torch.cdist(hidden[0][start : start + 5].double(), y_MD)) for y_MD in spans)
-        want_T[start : start + 5] = want_T[start : start + 5].clamp(min=float(nearest / norm))
-    torch.testing.assert_close(got[0], want_T, rtol=2e-3, atol=0)
-
-
-@pytest.mark.parametrize("positive", [True, False])
-def test_one_outcome(positive: bool) -> None:
-    got = shear_scores(group(lengths=(3, 0, 2)), [positive] * 3)
-    assert_same(got, [torch.ones(3), torch.ones(0), torch.ones(2)])
-
-
-def test_no_response() -> None:
+def test_one_outcome_and_no_response() -> None:
+    for positive in (True, False):
+        got = shear_scores(group(lengths=(3, 0, 2)), [positive] * 3)
+        assert_same(got, [torch.ones(3), torch.ones(0), torch.ones(2)])
     assert shear_scores([], []) == []
 
 
-def test_empty_responses() -> None:
+def test_a_response_without_a_token_is_no_opponent() -> None:
     full = group(lengths=(6, 9))
     want = shear_scores(full, [True, False], **SMALL)
     hidden = [torch.empty(0, 3), full[0], torch.empty(0, 3), full[1]]
-    assert_same(
-        shear_scores(hidden, [True, True, False, False], **SMALL), [torch.ones(0), want[0], torch.ones(0), want[1]]
-    )
-    # A response without a token is no opponent.
-    got = shear_scores([full[0], torch.empty(0, 3)], [True, False], **SMALL)
-    assert_same(got, [torch.ones(6), torch.ones(0)])
+    got = shear_scores(hidden, [True, True, False, False], **SMALL)
+    assert_same(got, [torch.ones(0), want[0], torch.ones(0), want[1]])
+    assert_same(shear_scores([full[0], torch.empty(0, 3)], [True, False], **SMALL), [torch.ones(6), torch.ones(0)])
 
 
-@pytest.mark.parametrize("factor", [1e-30, 1 / 300, 500.0, 1e30])
-def test_scale_of_the_states(factor: float) -> None:
+def test_scale_of_the_states() -> None:
     want = shear_scores(group(), POSITIVE, **SMALL)
-    assert_same(shear_scores([h_TD * factor for h_TD in group()], POSITIVE, **SMALL), want, rtol=1e-3)
-
-
-def test_all_states_zero() -> None:
+    for factor in (1e-30, 500.0, 1e30):
+        assert_same(shear_scores([h_TD * factor for h_TD in group()], POSITIVE, **SMALL), want, rtol=1e-3)
     assert_same(shear_scores([torch.zeros(4, 2), torch.zeros(3, 2)], [True, False]), [torch.zeros(4), torch.zeros(3)])
 
 
@@ -303,25 +239,14 @@ def test_differences_much_smaller_than_the_states() -> None:
     assert_same(got, [torch.tensor([0.02, 0.01, 0.03]) / 500, torch.tensor([0.01, 0.03]) / 500], rtol=1e-3)
 
 
-def test_bfloat16_is_widened() -> None:
-    hidden = [h_TD.bfloat16() for h_TD in group()]
-    assert_same(shear_scores(hidden, POSITIVE, **SMALL), shear_scores([h.float() for h in hidden], POSITIVE, **SMALL))
-
-
-def test_order_of_the_responses() -> None:
-    want = shear_scores(group(), POSITIVE, **SMALL)
-    order = [3, 0, 4, 2, 1]
-    got = shear_scores([group()[i] for i in order], [POSITIVE[i] for i in order], **SMALL)
-    assert_same(got, [want[i] for i in order])
-
-
-def test_both_outcomes_are_treated_alike() -> None:
+def test_order_and_side_of_the_responses() -> None:
     options = SMALL | {"epsilon": 0.2, "iterations": 1000, "tolerance": 1e-6}
-    want = shear_scores(group(), POSITIVE, **options)
-    assert_same(shear_scores(group(), [not outcome for outcome in POSITIVE], **options), want, rtol=1e-4)
+    want, order = shear_scores(group(), POSITIVE, **options), [3, 0, 4, 2, 1]
+    got = shear_scores([group()[i] for i in order], [not POSITIVE[i] for i in order], **options)
+    assert_same(got, [want[i] for i in order], rtol=1e-4)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 1000])
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     want = shear_scores(group(), POSITIVE, **SMALL)
     sizes = []
@@ -337,53 +262,33 @@ def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(sizes) == min(chunk, 42) and sum(sizes) == 10 * 10
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("row", range(5))
-def test_states_that_are_not_finite(row: int, bad: float) -> None:
-    hidden = group()
+def test_states_that_are_not_finite(row: int) -> None:
+    """As if their response were not there, also where it is the only opponent."""
     rest = [i for i in range(5) if i != row]
-    want = shear_scores([hidden[i] for i in rest], [POSITIVE[i] for i in rest], **SMALL)
-    hidden[row][-1, 1] = bad
-    got = shear_scores(hidden, POSITIVE, **SMALL)
-    assert got[row].isnan().all() and got[row].shape == (LENGTHS[row],)
-    assert_same([got[i] for i in rest], want)
-
-
-def test_the_only_opponent_is_not_finite() -> None:
+    want = shear_scores([group()[i] for i in rest], [POSITIVE[i] for i in rest], **SMALL)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        hidden = group()
+        hidden[row][-1, 1] = bad
+        got = shear_scores(hidden, POSITIVE, **SMALL)
+        assert got[row].isnan().all() and got[row].shape == (LENGTHS[row],)
+        assert_same([got[i] for i in rest], want)
     got = shear_scores([torch.ones(3, 2), torch.full((2, 2), torch.nan)], [True, False])
     assert_same(got, [torch.ones(3), torch.full((2,), torch.nan)])
-    got = shear_scores([torch.ones(3, 2), torch.full((2, 2), torch.nan)], [True, True])
-    assert_same(got, [torch.ones(3), torch.full((2,), torch.nan)])
 
 
-def test_published_windows_are_the_default() -> None:
-    hidden = group(lengths=(60, 130))
-    assert_same(shear_scores(hidden, [True, False]), shear_scores(hidden, [True, False], window=100, stride=25))
-    assert not torch.allclose(shear_scores(hidden, [True, False])[1], shear_scores(hidden, [True, False], stride=50)[1])
-
-
-def test_inputs_are_left_alone() -> None:
-    hidden = [h_TD.requires_grad_() for h_TD in group()]
-    got = shear_scores(hidden, POSITIVE, **SMALL)
-    assert not any(score_T.requires_grad for score_T in got)
-    assert all(torch.equal(h_TD, fresh_TD) for h_TD, fresh_TD in zip(hidden, group(), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("hidden", "positive", "options", "message"),
-    [
-        ([torch.ones(2, 2)], [True, False], {}, "1 responses, but 2 outcomes"),
-        ([torch.ones(2, 2), torch.ones(2, 3)], [True, False], {}, "one D"),
+def test_refused_groups() -> None:
+    two = torch.ones(2, 2)
+    for hidden, positive, options, message in (
+        ([two], [True, False], {}, "1 responses, but 2 outcomes"),
+        ([two, torch.ones(2, 3)], [True, False], {}, "one D"),
         ([torch.ones(2), torch.ones(2)], [True, False], {}, "one D"),
-        ([torch.ones(2, 2)], [True], {"stride": 0}, "stride"),
-        ([torch.ones(2, 2)], [True], {"window": 4, "stride": 5}, "stride"),
-        ([torch.ones(2, 2)], [True], {"chunk": 0}, "chunk"),
-        ([torch.ones(2, 2), torch.ones(2, 2)], [True, False], {"epsilon": 0.0}, "epsilon"),
-    ],
-)
-def test_refused_groups(hidden: list[torch.Tensor], positive: list[bool], options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        shear_scores(hidden, positive, **options)
+        ([two], [True], {"stride": 0}, "stride"),
+        ([two], [True], {"chunk": 0}, "chunk"),
+        ([two, two], [True, False], {"epsilon": 0.0}, "epsilon"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shear_scores(hidden, positive, **options)
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

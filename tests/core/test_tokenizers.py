@@ -46,7 +46,7 @@ def test_options_and_chat_template_survive(broken: Path, tmp_path: Path) -> None
     assert loaded.apply_chat_template([{"role": "user", "content": "x = 2"}], tokenize=False) == "x = 2\n"
 
 
-def test_does_not_pass_the_damage_on(broken: Path, tmp_path: Path) -> None:
+def test_damage_is_not_passed_on(broken: Path, tmp_path: Path) -> None:
     load_tokenizer(broken).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text((broken / "config.json").read_text())
     again = AutoTokenizer.from_pretrained(tmp_path)
@@ -66,11 +66,8 @@ def test_a_damaged_tokenizer_is_refused(broken: Path) -> None:
 
 FAMILIES = {
     "Qwen3": (qwen_tokenizer, "Qwen2Tokenizer", "qwen3"),
-    "OctoThinker": (llama3_tokenizer, "PreTrainedTokenizerFast", "llama"),
     "R1-Distill-Llama": (llama3_tokenizer, "LlamaTokenizerFast", "llama"),
-    "R1-Distill-Qwen": (qwen_tokenizer, "LlamaTokenizerFast", "qwen2"),
     "Llama 2": (lambda: sentencepiece_tokenizer("bpe"), "LlamaTokenizerFast", "llama"),
-    "unigram": (lambda: sentencepiece_tokenizer("unigram"), "PreTrainedTokenizerFast", "llama"),
 }
 
 
@@ -86,9 +83,8 @@ def test_families(family: str, tmp_path: Path) -> None:
         assert loaded.decode(loaded.encode(text, add_special_tokens=False)).removeprefix(" ") == text
 
 
-@pytest.mark.parametrize("build", [char_tokenizer, tiny_models.char_tokenizer])
-def test_a_small_vocabulary_is_no_loss(build) -> None:
-    assert lost_text(build()) is None
+def test_a_small_vocabulary_is_no_loss() -> None:
+    assert lost_text(char_tokenizer()) is None and lost_text(tiny_models.char_tokenizer()) is None
 
 
 def test_folding_white_space_is_a_loss() -> None:

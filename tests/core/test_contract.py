@@ -1,14 +1,14 @@
-"""Numbers that no method should meet, through every registered method: what is not finite, what under- and overflows, batches
-in which nothing or one thing trains, and very long rows.
+"""The contract of every registered method of this package, whatever its formula.
 
-What each method makes of ordinary numbers is tested beside it. Here stands what holds for all: a row that cannot be scored
-weighs 1, no other row notices, the batch's figures are finite, and no number makes a weight that is not finite or below 0.
+A row that cannot be scored weighs 1 and no other row notices, the batch's figures are finite, and no number makes a weight that
+is not finite or below 0. A new method is tested here as soon as it is registered.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -19,14 +19,16 @@ import torch
 
 from grail_advantage import AnswerSpan, Signal, compute_token_weights
 from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, Example, RolloutBatch
-from grail_advantage.methods import method, methods
+from grail_advantage.methods import method
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights, scores_of
 from tests.core import plain_weights, reference
+from tests.core.common import METHODS
 from tests.core.plain_weights import Row
 from tests.core.tiny_models import CHARACTERS, Batch, Rollout, char_tokenizer, make_batch, tiny_model
 
 NAN, INF = math.nan, math.inf
+NOT_FINITE = (NAN, INF, -INF)
 PASS = "pass"
 TOKENS = 9
 SPAN = AnswerSpan(4, 5, 7, 8)
@@ -35,6 +37,10 @@ OPTIONS = {"stare": {"variant": "C2"}}
 """So that the method does something with every row below, whose entropies are low."""
 COMPARES_ROWS = {"high_entropy", "stare"}
 """Methods that need values of rows whose advantage is 0."""
+HARD = {"surprisal", "entropy_bonus"}
+"""Methods that choose a token among equal ones, or whose scores are multiplied with something else of the row."""
+
+pytestmark = pytest.mark.parametrize("name", METHODS)
 
 
 @dataclass
@@ -55,7 +61,7 @@ class Case:
         rows = signal.select(batch)
         scores_BT = scores_of(signal, batch, rows, self.values[PASS] if signal.uses else None)
         result = batch_weights(scores_BT, batch, rows, signal)
-        assert result.weights_BT.dtype == torch.float32
+        assert result.weights_BT.dtype == torch.float32 and result.weights_BT.shape == self.mask_BT.shape
         assert bool(result.weights_BT.isfinite().all()) and bool((result.weights_BT >= 0).all())
         assert bool((result.weights_BT[~self.mask_BT] == 0).all())
         figures = weight_metrics(result, self.mask_BT, self.advantages_B, rows, torch.zeros(0))
@@ -67,11 +73,16 @@ class Case:
         values[source][row, token] = value
         return replace(self, values=values)
 
-    def without(self, row: int) -> Case:
-        """The same batch in which no token of a row trains."""
+    def without(self, *rows: int) -> Case:
+        """The same batch in which no token of these rows trains."""
         mask_BT = self.mask_BT.clone()
-        mask_BT[row] = False
+        mask_BT[list(rows)] = False
         return replace(self, mask_BT=mask_BT)
+
+    def part(self, rows: list[int], tokens: int) -> Case:
+        """Some rows, and their first tokens."""
+        values = {source: values[rows, :tokens] for source, values in self.values.items()}
+        return Case(self.advantages_B[rows], self.mask_BT[rows, :tokens], values, [self.spans[row] for row in rows])
 
 
 def signal_of(name: str) -> Signal:
@@ -98,110 +109,92 @@ def sources(name: str) -> list[str]:
 
 def scored_row(name: str) -> int:
     """A row that the method gives scores."""
-    signal, plain = signal_of(name), case()
+    plain = case()
     batch = RolloutBatch(plain.mask_BT, plain.advantages_B, plain.spans, {})
-    return int(signal.select(batch).selected_B.int().argmax())
+    return int(signal_of(name).select(batch).selected_B.int().argmax())
 
 
-EVERY_SOURCE = [(name, source) for name in methods() for source in sources(name)]
-EVERY_METHOD = list(methods())
+def test_says_what_it_is_and_keeps_nothing(name: str) -> None:
+    known, signal = method(name), method(name).build({})
+    assert signal.name == name and type(signal).__doc__
+    assert signal.formula and signal.source and signal.cost
+    assert pickle.loads(pickle.dumps(signal)) == signal, "it travels to another process"
+    with pytest.raises(ValueError, match="frozen"):
+        signal.mask_truncated = False
+    assert known.build({"mask_truncated": False}).mask_truncated is False
+    assert known.build({"mask_truncated": None}).mask_truncated is True
+    with pytest.raises(ValueError, match=rf"{known.section}\.nonsense is not an option; the options are .*mask_tr"):
+        known.build({"nonsense": 1})
 
 
-def test_all_methods_with_scores_are_here() -> None:
-    """A new method is tested here as soon as it is registered."""
-    assert {name for name, _ in EVERY_SOURCE} == set(methods()) - {"uniform"}
-
-
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize(("name", "source"), EVERY_SOURCE)
-def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
-    name: str, source: str, value: float
-) -> None:
+def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(name: str) -> None:
     bad, plain = scored_row(name), case()
-    found, figures = plain.with_value(source, bad, 1, value).run(name)
     others = [row for row in range(len(ADVANTAGES)) if row != bad]
-    assert found.weights_BT[bad].tolist() == [1.0] * TOKENS
-    assert found.non_finite_B.tolist() == [row == bad for row in range(len(ADVANTAGES))]
-    assert figures["non_finite_rate"] == pytest.approx(1 / len(ADVANTAGES))
     # As if no token of it trained, which leaves it out of whatever a method compares.
     expected, _ = plain.without(bad).run(name)
-    assert torch.equal(found.weights_BT[others], expected.weights_BT[others])
-    assert bool((expected.weights_BT[others] != 1).any()), "the method must do something"
+    assert bool((expected.weights_BT[others] != 1).any()) or name == "uniform", "the method must do something"
+    assert sources(name) or name == "uniform"
+    for source in sources(name):
+        for value in NOT_FINITE:
+            found, figures = plain.with_value(source, bad, 1, value).run(name)
+            assert found.weights_BT[bad].tolist() == [1.0] * TOKENS
+            assert found.non_finite_B.tolist() == [row == bad for row in range(len(ADVANTAGES))]
+            assert figures["non_finite_rate"] == pytest.approx(1 / len(ADVANTAGES))
+            assert torch.equal(found.weights_BT[others], expected.weights_BT[others])
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("name", EVERY_METHOD)
-def test_an_advantage_that_is_not_finite_counts_as_none(name: str, value: float) -> None:
+def test_an_advantage_that_is_not_finite_counts_as_none(name: str) -> None:
     bad, plain = scored_row(name), case()
+    others = [row for row in range(len(ADVANTAGES)) if row != bad]
     advantages_B = plain.advantages_B.clone()
     advantages_B[bad] = 0.0
     expected, expected_figures = replace(plain, advantages_B=advantages_B.clone()).run(name)
-    advantages_B[bad] = value
+    for value in NOT_FINITE:
+        advantages_B[bad] = value
+        found, figures = replace(plain, advantages_B=advantages_B).run(name)
+        assert torch.equal(found.weights_BT, expected.weights_BT)
+        assert figures == expected_figures
+        if name not in COMPARES_ROWS:
+            assert found.weights_BT[bad].tolist() == [1.0] * TOKENS
+        weighted_BT = apply_token_weights(advantages_B.unsqueeze(1).expand(-1, TOKENS), found.weights_BT, plain.mask_BT)
+        assert bool(weighted_BT[others].isfinite().all())
+
+
+def test_batches_in_which_no_row_or_one_has_an_advantage(name: str) -> None:
+    one, plain = scored_row(name), case()
+    advantages_B = torch.zeros(len(ADVANTAGES))
     found, figures = replace(plain, advantages_B=advantages_B).run(name)
-    assert torch.equal(found.weights_BT, expected.weights_BT)
-    assert figures == expected_figures
-    if name not in COMPARES_ROWS:
-        assert found.weights_BT[bad].tolist() == [1.0] * TOKENS
-    weighted_BT = apply_token_weights(advantages_B.unsqueeze(1).expand(-1, TOKENS), found.weights_BT, plain.mask_BT)
-    others = [row for row in range(len(ADVANTAGES)) if row != bad]
-    assert bool(weighted_BT[others].isfinite().all())
-
-
-@pytest.mark.parametrize("name", EVERY_METHOD)
-def test_a_batch_in_which_no_row_has_an_advantage(name: str) -> None:
-    found, figures = replace(case(), advantages_B=torch.zeros(len(ADVANTAGES))).run(name)
     assert figures["top_share"] == figures["advantage_scale"] == 0.0
+    advantages_B[one] = plain.advantages_B[one]
+    with_one, _ = replace(plain, advantages_B=advantages_B).run(name)
     if name not in COMPARES_ROWS:
         assert bool((found.weights_BT == 1).all())
         assert (figures["selected_rate"], figures["neutral_rate"]) == (0.0, 1.0)
-
-
-@pytest.mark.parametrize("name", EVERY_METHOD)
-def test_a_batch_in_which_one_row_has_an_advantage(name: str) -> None:
-    one, plain = scored_row(name), case()
-    advantages_B = torch.zeros(len(ADVANTAGES))
-    advantages_B[one] = plain.advantages_B[one]
-    found, _ = replace(plain, advantages_B=advantages_B).run(name)
-    if name not in COMPARES_ROWS:
         expected, _ = plain.run(name)
-        assert torch.equal(found.weights_BT[one], expected.weights_BT[one])
-        assert bool((found.weights_BT[[row for row in range(len(ADVANTAGES)) if row != one]] == 1).all())
+        assert torch.equal(with_one.weights_BT[one], expected.weights_BT[one])
+        others = [row for row in range(len(ADVANTAGES)) if row != one]
+        assert bool((with_one.weights_BT[others] == 1).all())
 
 
-@pytest.mark.parametrize("shape", [(0, TOKENS), (3, 0), (0, 0)])
-@pytest.mark.parametrize("name", EVERY_METHOD)
-def test_batches_without_a_token(name: str, shape: tuple[int, int]) -> None:
-    nothing = case(*shape)
-    nothing.spans = [None] * shape[0]
-    found, figures = nothing.run(name)
-    assert found.weights_BT.shape == shape
-    assert figures == {}
-
-
-@pytest.mark.parametrize("name", EVERY_METHOD)
-def test_empty_responses_among_others(name: str) -> None:
+def test_batches_without_a_token_and_empty_responses_among_others(name: str) -> None:
     """Rows that fill up a batch, or that a rejection emptied."""
-    plain = case()
-    emptied = plain.without(0).without(3)
-    found, figures = emptied.run(name)
+    for shape in ((0, TOKENS), (3, 0), (0, 0)):
+        nothing = case(*shape)
+        nothing.spans = [None] * shape[0]
+        assert nothing.run(name)[1] == {}
+    kept = [1, 2, 4, 5]
+    found, figures = case().without(0, 3).run(name)
     assert bool((found.weights_BT[[0, 3]] == 0).all())
-    kept = [row for row in range(len(ADVANTAGES)) if row not in (0, 3)]
-    few = Case(
-        plain.advantages_B[kept],
-        plain.mask_BT[kept],
-        {source: values[kept] for source, values in plain.values.items()},
-        [SPAN] * len(kept),
-    )
-    expected, expected_figures = few.run(name)
+    expected, expected_figures = case().part(kept, TOKENS).run(name)
     assert torch.equal(found.weights_BT[kept], expected.weights_BT)
     assert figures == pytest.approx(expected_figures)
 
 
-EXTREMES = {
-    "all underflowed to 0": lambda values: torch.zeros_like(values),
+EXTREMES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all underflowed to 0": torch.zeros_like,
+    "equal": lambda values: torch.full_like(values, 0.125),
     "subnormal": lambda values: values * 1e-44,
     "one that is not 0": lambda values: torch.where(torch.arange(values.shape[1]) == 2, values, 0.0),
-    "equal": lambda values: torch.full_like(values, 0.125),
     "rounded to bfloat16": lambda values: values.bfloat16().float(),
     "beyond bfloat16's precision": lambda values: (1 + 1e-3 * values).bfloat16().float(),
     "huge": lambda values: values * 3e38,
@@ -210,101 +203,56 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize("extreme", EXTREMES)
-@pytest.mark.parametrize("name", EVERY_METHOD)
-def test_numbers_that_under_and_overflow(name: str, extreme: str) -> None:
+def test_numbers_that_under_and_overflow(name: str) -> None:
     """Every weight is finite, as :meth:`Case.run` checks; what is finite in float32 is a number and no fault."""
     plain = case()
-    change = EXTREMES[extreme]
-    values = {
-        OLD_LOG_PROBS: -change(-plain.values[OLD_LOG_PROBS]),
-        ENTROPY: change(plain.values[ENTROPY]),
-        PASS: change(plain.values[PASS]),
-    }
-    found, figures = replace(plain, values=values).run(name)
-    assert found.weights_BT.isfinite().all()
-    if extreme in ("all underflowed to 0", "equal") and not COMPARES_ROWS & {name}:
-        # Scores that say nothing: no token of a row counts more than another one because of them.
-        of_scores = [
-            row[mask].unique().numel() for row, mask in zip(found.weights_BT, found.from_scores_BT, strict=True)
-        ]
-        assert name in HARD or max(of_scores, default=0) <= 1
-    assert figures["non_finite_rate"] == 0 or "huge" in extreme
-
-
-HARD = {"surprisal", "entropy_bonus"}
-"""Methods that choose a token among equal ones, or whose scores are multiplied with something else of the row."""
+    for extreme, change in EXTREMES.items():
+        values = {source: change(values) for source, values in plain.values.items() if source != OLD_LOG_PROBS}
+        values[OLD_LOG_PROBS] = -change(-plain.values[OLD_LOG_PROBS])
+        found, figures = replace(plain, values=values).run(name)
+        assert figures["non_finite_rate"] == 0 or "huge" in extreme, extreme
+        if extreme in ("all underflowed to 0", "equal") and name not in COMPARES_ROWS | HARD:
+            # Scores that say nothing: no token of a row counts more than another one because of them.
+            for row, mask in zip(found.weights_BT, found.from_scores_BT, strict=True):
+                assert row[mask].unique().numel() <= 1, extreme
 
 
 LONG = 32_768
-
-
-@cache
-def long_case() -> Case:
-    """Two rows as long as the longest responses, and a short one."""
-    long = case(3, LONG, seed=5)
-    long.spans = [AnswerSpan(LONG - 30, LONG - 20, LONG - 5, LONG - 1), None, SPAN]
-    long.advantages_B = torch.tensor([-1.0, 0.5, -0.5])
-    long.mask_BT[2, TOKENS:] = False
-    return long
-
-
-@pytest.mark.parametrize("name", EVERY_METHOD)
-def test_rows_of_32768_tokens(name: str) -> None:
-    """Sums over so many tokens stay exact: with a plain computation where there is one, else with the row by itself."""
-    long = long_case()
-    found, _ = long.run(name)
-    if plain := PLAIN.get(name):
-        rows = [
-            Row(
-                float(long.advantages_B[row]),
-                long.values[OLD_LOG_PROBS][row, :length].tolist(),
-                long.values[ENTROPY][row, :length].tolist(),
-                long.spans[row],
-            )
-            for row, length in enumerate((LONG, LONG, TOKENS))
-        ]
-        for row, expected in enumerate(plain(rows)):
-            length = len(expected)
-            torch.testing.assert_close(
-                found.weights_BT[row, :length], torch.tensor(expected), rtol=1e-5, atol=1e-6, msg=f"row {row}"
-            )
-    elif name == "grail":
-        expected = reference.row_weights(
-            long.values[PASS][0].tolist(),
-            (LONG - 30, LONG - 20, LONG - 5, LONG - 1),
-            -1.0,
-            reference.resolve("official"),
-        )
-        torch.testing.assert_close(found.weights_BT[0], torch.tensor(expected), rtol=1e-5, atol=1e-6)
-    if name not in COMPARES_ROWS:
-        alone = Case(
-            long.advantages_B[2:],
-            long.mask_BT[2:, :TOKENS],
-            {source: values[2:, :TOKENS] for source, values in long.values.items()},
-            long.spans[2:],
-        )
-        assert torch.equal(found.weights_BT[2, :TOKENS], alone.run(name)[0].weights_BT[0])
-
-
 PLAIN: dict[str, Callable] = {
     name: plain_weights.METHODS[name] for name in ("entropy", "high_entropy", "entropy_bonus", "probability")
 }
 """Those of the plain computations that take no time that grows with the square of the length."""
 
 
+def test_rows_of_32768_tokens(name: str) -> None:
+    """Sums over so many tokens stay exact: with a plain computation where there is one, else with the row by itself."""
+    long = case(3, LONG, seed=5)  # two rows as long as the longest responses, and a short one
+    long.spans = [AnswerSpan(LONG - 30, LONG - 20, LONG - 5, LONG - 1), None, SPAN]
+    long.advantages_B = torch.tensor([-1.0, 0.5, -0.5])
+    long.mask_BT[2, TOKENS:] = False
+    found, _ = long.run(name)
+    expected: list[list[float]] = []
+    if name in PLAIN:
+        lengths = zip(long.advantages_B.tolist(), (LONG, LONG, TOKENS), long.spans, strict=True)
+        log_probs_BT, entropy_BT = long.values[OLD_LOG_PROBS], long.values[ENTROPY]
+        expected = PLAIN[name](
+            [
+                Row(advantage, log_probs_BT[row, :length].tolist(), entropy_BT[row, :length].tolist(), span)
+                for row, (advantage, length, span) in enumerate(lengths)
+            ]
+        )
+    elif name == "grail":
+        span, options = (LONG - 30, LONG - 20, LONG - 5, LONG - 1), reference.resolve("official")
+        expected = [reference.row_weights(long.values[PASS][0].tolist(), span, -1.0, options)]
+    for row, weights in enumerate(expected):
+        got_T = found.weights_BT[row, : len(weights)]
+        torch.testing.assert_close(got_T, torch.tensor(weights), rtol=1e-5, atol=1e-6, msg=f"row {row}")
+    if name not in COMPARES_ROWS:
+        alone, _ = long.part([2], TOKENS).run(name)
+        assert torch.equal(found.weights_BT[2, :TOKENS], alone.weights_BT[0])
+
+
 # --- through a model -------------------------------------------------------------------------------------------------
-
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-
-@cache
-def with_template() -> Any:
-    """The tokenizer of single characters for chats."""
-    tokenizer = copy.deepcopy(char_tokenizer())
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
-
 
 WHOLE = [
     Rollout("Four?", r"Say it \boxed{4} then", -1.0),
@@ -312,6 +260,14 @@ WHOLE = [
     Rollout("Half?", r"\boxed{4} no, so \boxed{0.5} or", -0.5),
     Rollout("Half?", r"So \boxed{7}.<end>", 0.5),
 ]
+
+
+@cache
+def with_template() -> Any:
+    """The tokenizer of single characters for chats."""
+    tokenizer = copy.deepcopy(char_tokenizer())
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return tokenizer
 
 
 def weigh(
@@ -328,35 +284,26 @@ def weigh(
         asked = [{"role": "user", "content": "How many?"}]
         given["examples"] = [Example(asked, {"reward_model": {"ground_truth": "4"}}, {})] * count
     found = compute_token_weights(model, tokenizer, *batch.tensors(), signal, **given, **options)
-    assert bool(found.weights.isfinite().all())
+    assert bool(found.weights.isfinite().all()) and found.weights.dtype == found.scores.dtype == torch.float32
     assert all(math.isfinite(value) for value in found.stats.values()), found.stats
     return [row[mask.bool()] for row, mask in zip(found.weights, batch.response_mask, strict=True)], found.stats
 
 
-@cache
-def broken_model() -> Any:
-    """Untied, so that its one broken embedding touches only the rows that read it; every logit behind it is NaN."""
-    model = tiny_model(layers=2)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
-    return model
-
-
-@pytest.mark.parametrize("name", EVERY_METHOD)
 def test_nan_logits_in_one_row(name: str) -> None:
     """Of a prompt with two more rows, so that a method that compares the rows of a prompt has others to compare."""
-    healthy = [Rollout("Four?", r"My \boxed{6} is", -0.5), *WHOLE]
-    broken = replace(healthy[0], response=r"~y \boxed{6} is")
-    found, figures = weigh(name, broken_model(), [broken, *WHOLE])
+    model = tiny_model(layers=2)  # untied, so that one broken embedding touches only the rows that read it
+    with torch.no_grad():
+        model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
+    broken = Rollout("Four?", r"~y \boxed{6} is", -0.5)
+    found, figures = weigh(name, model, [broken, *WHOLE])
     assert bool((found[0] == 1).all())
     # Without its tokens in the batch.
-    alone, _ = weigh(name, broken_model(), [replace(broken, response="", advantage=0.0), *WHOLE])
+    alone, _ = weigh(name, model, [replace(broken, response="", advantage=0.0), *WHOLE])
     for of_row, expected in zip(found[1:], alone[1:], strict=True):
         torch.testing.assert_close(of_row, expected, rtol=1e-6, atol=1e-6)
     assert figures["non_finite_rate"] == (pytest.approx(1 / 5) if sources(name) else 0.0)
 
 
-@pytest.mark.parametrize("name", EVERY_METHOD)
 def test_gradients_and_probabilities_that_underflow_in_bfloat16(name: str) -> None:
     """A sharp temperature makes the policy certain, a flat one its gradients vanish."""
     model = tiny_model(layers=2).bfloat16()
@@ -364,22 +311,17 @@ def test_gradients_and_probabilities_that_underflow_in_bfloat16(name: str) -> No
         weigh(name, model, WHOLE, temperature=temperature)
 
 
-@pytest.mark.parametrize("name", EVERY_METHOD)
 def test_a_vocabulary_that_is_padded_beyond_the_tokenizers(name: str) -> None:
     """Its surplus entries are ids that a sampler may draw and that stand for no text."""
-    model = tiny_model(layers=2, vocab_size=256)
-    plain, _ = weigh(name, model, WHOLE)
-    batch = make_batch(WHOLE)
-    first = int(batch.response_mask[0].int().argmax())
+    model, batch = tiny_model(layers=2, vocab_size=256), make_batch(WHOLE)
     ids = batch.input_ids.clone()
-    ids[0, first] = 250
+    ids[0, int(batch.response_mask[0].int().argmax())] = 250
     found, figures = weigh(name, model, replace(batch, input_ids=ids))
     assert figures["non_finite_rate"] == 0.0
     if name not in COMPARES_ROWS | {"shear"}:
-        assert all(map(torch.equal, found[1:], plain[1:]))
+        assert all(map(torch.equal, found[1:], weigh(name, model, WHOLE)[0][1:]))
 
 
-@pytest.mark.parametrize("name", EVERY_METHOD)
 def test_attended_tokens_after_the_response_change_nothing(name: str) -> None:
     """Such as the next turn of a chat; the model is causal, so that no score can depend on them."""
     model, cut = tiny_model(layers=2), make_batch(WHOLE)
