@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.verl_ext.saliency_pass_ranks import Setup, build_engine
+from tests.verl_ext.engines import Setup, build_engine
 
 SAVED, LOADED = 4, (1, 2, 3, 8)
 REPLICAS = 2

@@ -15,8 +15,8 @@ from grail_advantage.signals.base import Signal
 from grail_advantage.weighting import apply_token_weights, batch_weights
 from tests.core.tiny_models import char_tokenizer
 from tests.trl_ext.both_hosts import METHODS
+from tests.verl_ext.engines import Setup, build_engine
 from tests.verl_ext.rank_group import run_rank
-from tests.verl_ext.saliency_pass_ranks import Setup, build_engine
 
 
 class Experiments:

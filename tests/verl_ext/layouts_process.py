@@ -138,7 +138,7 @@ class Experiments:
     """One method a kind; each returns plain data."""
 
     def __init__(self, folder: Path) -> None:
-        from tests.verl_ext.saliency_pass_ranks import Setup, build_engine
+        from tests.verl_ext.engines import Setup, build_engine
 
         self.folder = folder
         self.build = lambda strategy: build_engine(Setup("model", strategy), folder)
@@ -234,7 +234,7 @@ class Experiments:
 
     def later_update(self, strategy: str) -> dict[str, Any]:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
-        from tests.verl_ext.saliency_pass_ranks import shards, train_step
+        from tests.verl_ext.engines import shards, train_step
 
         engine = self.build(strategy)
         self._use_fixed_micro_batches(engine)

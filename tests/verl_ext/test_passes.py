@@ -31,7 +31,7 @@ KEEPS_BLOCKS = "fsdp, unsharded between forward and backward"
 """FSDP1, asked to keep whole parameters for the backward, keeps those of blocks before the leaf, which no backward reaches."""
 
 WITHOUT_CHUNKS = (
-    *("fsdp, lora on the head", "fsdp, lora on the tied head", "fsdp2, lora on the tied head"),
+    *("fsdp, lora on the head", "fsdp, lora on the tied head"),
     "fsdp, lora beside whole embeddings and head",
 )
 
