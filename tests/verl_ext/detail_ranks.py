@@ -94,7 +94,8 @@ class Experiments(pass_ranks.Experiments):
         for name in ("saliency", "oar_p"):
             rows = [OWN[name][0].prepare_row(row, char_tokenizer()) for row in uneven_rows(self.rank)]
             count(
-                ("uneven", name), lambda name=name, rows=rows: own_pass(engine, rows, OWN[name][0], Sizes(budget=190))
+                ("uneven", name),
+                lambda name=name, rows=rows: own_pass(engine, rows, OWN[name][0], Sizes(budget=190), pad_token=PAD_ID),
             )
         return found
 

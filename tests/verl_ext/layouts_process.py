@@ -1,4 +1,4 @@
-"""Run by test_layouts in its own interpreter: the trainers' advantages through a real TransferQueue and a real FSDP engine.
+"""Run by test_layouts in a process of its own: the trainers' advantages through a real TransferQueue and a real FSDP engine.
 
 Usage: ``python -m tests.verl_ext.layouts_process DIRECTORY``. The directory holds the model; ``result.pt`` is written into it.
 Every scenario puts the same rollouts into TransferQueue twice and lets verl's trainer and the trainer with token weights
@@ -7,15 +7,30 @@ compute their advantages. Nothing is judged here.
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import ray
 import torch
+import transfer_queue as tq
+import verl  # noqa: F401  loads the plug-in that makes the CPU verl's device
+from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from grail_advantage import GrailConfig
+from grail_advantage.verl_ext.trainers import TokenWeightDetachActorWorker
+from tests.composed import compose
+from tests.core.tiny_models import END_ID, char_tokenizer, encode
+from tests.verl_ext.engines import Setup, build_engine, shards, train_step
 
 FIELDS = ("advantages", "returns", "response_mask", "loss_mask", "rollout_is_weights", "token_level_rewards")
 UPDATES = 2
@@ -60,12 +75,12 @@ GROUPS = {
         (r"First \boxed{3}, no, \boxed{0.5}<end>", 1.0),
     ),
     "c": _group("c", "Three?", *[(rf"Sure, \boxed{{{digit}}}<end>", 0.0) for digit in range(4)]),
-    "d": _group(
-        "d", "Four?", (r"Well, \boxed{4}<end>", 1.0), *[(rf"Hm, \boxed{{{digit}}}<end>", 0.0) for digit in range(3)]
-    ),
-    "e": _group(
-        "e", "Five?", (r"Well, \boxed{5}<end>", 1.0), *[(rf"Hm, \boxed{{{digit}}}<end>", 0.0) for digit in range(3)]
-    ),
+    **{
+        uid: _group(
+            uid, "Four?", (r"Well, \boxed{4}<end>", 1.0), *[(rf"Hm, \boxed{{{digit}}}<end>", 0.0) for digit in range(3)]
+        )
+        for uid in "de"
+    },
 }
 TWO_GROUPS = [*GROUPS["a"], *GROUPS["b"]]
 # Earlier outputs of a session carry the reward of its last one, as verl's agent loop writes them.
@@ -115,10 +130,6 @@ class Workers:
     """The actor's worker group: one worker, in this process."""
 
     def __init__(self, engine: Any, strategy: str) -> None:
-        from types import SimpleNamespace
-
-        from grail_advantage.verl_ext.trainers import TokenWeightDetachActorWorker
-
         self._dispatch_info = {"actor": [0]}
         self._worker = TokenWeightDetachActorWorker.__new__(TokenWeightDetachActorWorker)
         self._worker._strategy_handlers = None
@@ -138,43 +149,27 @@ class Experiments:
     """One method a kind; each returns plain data."""
 
     def __init__(self, folder: Path) -> None:
-        from tests.verl_ext.engines import Setup, build_engine
-
         self.folder = folder
-        self.build = lambda strategy: build_engine(Setup("model", strategy), folder)
         self.engine = self.build("fsdp2")
-        self._use_fixed_micro_batches(self.engine)
 
-    @staticmethod
-    def _use_fixed_micro_batches(engine: Any) -> None:
+    def build(self, strategy: str) -> Any:
+        engine = build_engine(Setup("model", strategy), self.folder)
         engine.engine_config.use_dynamic_bsz = False
         engine.engine_config.micro_batch_size_per_gpu = 3
+        return engine
 
     def trainer(self, overrides: list[str], mode: str, workers: Workers, estimator: str = "grail") -> Any:
         """A trainer with all that its advantages need; what starts servers and datasets is left out."""
-        from hydra import compose, initialize_config_dir
-        from verl.trainer.ppo import core_algos
-        from verl.trainer.ppo.v1 import get_trainer_cls
-
-        import recipe.main_grail  # noqa: F401  stores the methods' sections
-        from grail_advantage import GrailConfig
-        from tests.core.tiny_models import END_ID, char_tokenizer
-
-        with initialize_config_dir(str(Path(__file__).parents[2] / "recipe" / "config"), version_base=None):
-            config = compose(
-                "cpu_trainer",
-                overrides=[
-                    f"algorithm.adv_estimator={estimator}",
-                    f"trainer.v1.trainer_mode={mode}",
-                    "data.max_response_length=64",
-                    "data.train_batch_size=3",
-                    "actor_rollout_ref.rollout.n=4",
-                    *overrides,
-                ],
-            )
-        name = mode if estimator == "grpo" else f"grail_{mode}"
-        trainer = get_trainer_cls(name).__new__(get_trainer_cls(name))
-        trainer.config = config
+        given = [
+            f"algorithm.adv_estimator={estimator}",
+            f"trainer.v1.trainer_mode={mode}",
+            "data.max_response_length=64",
+            "data.train_batch_size=3",
+            "actor_rollout_ref.rollout.n=4",
+        ]
+        cls = get_trainer_cls(mode if estimator == "grpo" else f"grail_{mode}")
+        trainer = cls.__new__(cls)
+        trainer.config = compose("cpu_trainer", [*given, *overrides])
         trainer.trainer_mode = mode
         trainer.signal = GrailConfig("robust", gate="all")
         trainer.tokenizer = char_tokenizer()
@@ -182,42 +177,35 @@ class Experiments:
         trainer._context_length = 4096
         trainer.timing_raw = {}
         trainer.global_steps, trainer.local_trigger_step = 1, 0
-        trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
+        trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(trainer.config.algorithm.kl_ctrl)
         trainer.actor_rollout_wg = workers
         return trainer
 
-    def scenario(self, scenario: Scenario) -> dict[str, Any]:
+    def scenario(self, name: str) -> dict[str, Any]:
         """Both trainers' results on the scenario's rollouts."""
         results: dict[str, Any] = {}
-        for name, estimator in (("verl", "grpo"), ("weighted", "grail")):
-            batch = _put(f"{name}-{id(scenario)}", scenario.outputs)
+        scenario = SCENARIOS[name]
+        for kind, estimator in (("verl", "grpo"), ("weighted", "grail")):
+            batch = _put(f"{kind}-{name}", scenario.outputs)
             trainer = self.trainer(scenario.overrides, scenario.mode, Workers(self.engine, "fsdp2"), estimator)
             metrics: dict[str, Any] = {}
             batch = trainer._compute_advantage(batch, metrics)
-            results[name] = {"rows": _get(batch), "metrics": metrics, "padding": _padding(batch)}
+            padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding", False)]
+            results[kind] = {"rows": _get(batch), "metrics": metrics, "padding": padding}
         return results
 
-    def filtered_groups(self) -> dict[str, Any]:
+    def filtered_groups(self, mode: str) -> dict[str, Any]:
         """A batch from verl's replay buffer with group filtering, which drops the group without a difference."""
-        import transfer_queue as tq
-
-        partition = "train"
 
         def finish(uids: str) -> None:
             for uid in uids:
-                _put(partition, GROUPS[uid], multiple=1)
+                _put("train", GROUPS[uid], multiple=1)
                 tag = {"is_prompt": True, "status": "finished", "global_steps": 1}
-                tq.kv_batch_put(keys=[uid], partition_id=partition, tags=[tag])
+                tq.kv_batch_put(keys=[uid], partition_id="train", tags=[tag])
 
-        trainer = self.trainer(
-            [
-                "algorithm.filter_groups.enable=True",
-                "trainer.v1.sampler.custom_sampler.path=null",
-                "trainer.v1.sampler.custom_sampler.name=null",
-            ],
-            "sync",
-            Workers(self.engine, "fsdp2"),
-        )
+        sampler = "trainer.v1.sampler.custom_sampler"
+        overrides = ["algorithm.filter_groups.enable=True", f"{sampler}.path=null", f"{sampler}.name=null"]
+        trainer = self.trainer(overrides, mode, Workers(self.engine, "fsdp2"))
         refills: list[int] = []
 
         def refill(count: int) -> int:
@@ -228,16 +216,15 @@ class Experiments:
         trainer._add_prompts_to_generate = refill
         buffer = trainer._build_replay_buffer()
         finish("abc")
-        batch, metrics = buffer.sample(global_steps=1, partition_id=partition, batch_size=3)
+        batch, metrics = buffer.sample(global_steps=1, partition_id="train", batch_size=3)
         batch = trainer._compute_advantage(batch, metrics)
-        return {"rows": _get(batch), "metrics": metrics, "refills": refills}
+        rows = _get(batch)
+        tq.kv_clear(list(tq.kv_list("train")["train"]), "train")
+        return {"rows": rows, "metrics": metrics, "refills": refills}
 
     def later_update(self, strategy: str) -> dict[str, Any]:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
-        from tests.verl_ext.engines import shards, train_step
-
         engine = self.build(strategy)
-        self._use_fixed_micro_batches(engine)
         workers = Workers(engine, strategy)
         workers.save_model_to_cpu(0)  # as verl's trainer at the first update
         first = shards(engine)
@@ -245,48 +232,35 @@ class Experiments:
         for _ in range(UPDATES):
             train_step(engine, rows)
         moved = shards(engine)
+
+        def is_back() -> bool:
+            return all(map(torch.equal, moved, shards(engine)))
+
         results: dict[str, Any] = {"moved": not all(map(torch.equal, first, moved))}
         for name, overrides in (("decoupled", []), ("bypass", [f"{CORRECTION}.bypass_mode=True"])):
             trainer = self.trainer(overrides, "separate_async", workers)
             trainer.local_trigger_step = 1
             workers.calls.clear()
             batch = trainer._compute_advantage(_put(f"{strategy}-{name}", TWO_GROUPS), {})
-            results[name] = {
-                "rows": _get(batch),
-                "calls": list(workers.calls),
-                "policy_is_back": all(map(torch.equal, moved, shards(engine))),
-            }
+            results[name] = {"rows": _get(batch), "calls": list(workers.calls), "policy_is_back": is_back()}
         trainer = self.trainer([], "separate_async", workers)
         trainer.local_trigger_step = 1
         batch = _put(f"{strategy}-raises", TWO_GROUPS)
-        workers.compute_token_scores = _raise
+        workers.compute_token_scores = lambda *_: 1 / 0
         try:
             trainer._compute_advantage(batch, {})
         except ZeroDivisionError:
-            results["back after an error"] = all(map(torch.equal, moved, shards(engine)))
+            results["back after an error"] = is_back()
         results["kept policies"] = sorted(workers._worker.cpu_saved_models)
         return results
 
 
-def _raise(*_: Any) -> None:
-    raise ZeroDivisionError
-
-
 def _ids(text: str) -> torch.Tensor:
-    from tests.core.tiny_models import encode
-
     return torch.tensor(encode(text))
 
 
 def _put(partition: str, outputs: list[Output], multiple: int = 5) -> Any:
     """Write rollouts into TransferQueue as verl's agent loop does, fill up, and add log-probabilities."""
-    import transfer_queue as tq
-    from transfer_queue import KVBatchMeta
-    from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
-    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
-
-    from tests.core.tiny_models import END_ID
-
     generator = torch.Generator().manual_seed(3)
     rows, tags, log_probs = [], [], []
     for output in outputs:
@@ -325,43 +299,31 @@ def _put(partition: str, outputs: list[Output], multiple: int = 5) -> Any:
 
 def _get(batch: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Every row's fields that an advantage computation reads or writes, by key."""
-    import transfer_queue as tq
-
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
     stored = set(data.keys())
     found = {name: [row.clone() for row in data[name].unbind()] for name in FIELDS if name in stored}
     return {key: {name: rows[index] for name, rows in found.items()} for index, key in enumerate(batch.keys)}
 
 
-def _padding(batch: Any) -> list[str]:
-    return [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding", False)]
-
-
 def main(folder: Path) -> None:
     """Run everything and save the results; an experiment that raises is saved as its traceback."""
-    os.environ["VERL_PLATFORM"] = "cpu"
-    import ray
-    import transfer_queue as tq
-    import verl  # noqa: F401  loads the plugin that makes the CPU verl's device
-    from omegaconf import OmegaConf
-
     torch.set_num_threads(1)
     torch.distributed.init_process_group("cpu:gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
     experiments = Experiments(folder)
-    plan: dict[tuple[str, str], Callable[[], Any]] = {
-        **{("scenario", name): (lambda s=scenario: experiments.scenario(s)) for name, scenario in SCENARIOS.items()},
-        ("filtered groups", ""): experiments.filtered_groups,
-        **{("later update", name): (lambda n=name: experiments.later_update(n)) for name in ("fsdp", "fsdp2")},
+    plan = {
+        "scenario": SCENARIOS,
+        "filtered_groups": ("sync", "colocate_async"),
+        "later_update": ("fsdp", "fsdp2"),
     }
     results: dict[tuple[str, str], Any] = {}
-    for name, run in plan.items():
-        print(name, flush=True)
-        try:
-            results[name] = run()
-        except Exception:
-            results[name] = traceback.format_exc()
+    for kind, names in plan.items():
+        for name in names:
+            try:
+                results[kind, name] = getattr(experiments, kind)(name)
+            except Exception:
+                results[kind, name] = traceback.format_exc()
     torch.save(results, folder / "result.pt")
     tq.close()
     ray.shutdown()

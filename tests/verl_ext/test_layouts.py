@@ -40,9 +40,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     folder = tmp_path_factory.mktemp("layouts")
     model = tiny_model(seed=5)
     model.save_pretrained(folder / "model")
-    done = forked.run("tests.verl_ext.layouts_process", str(folder), timeout=600)
+    done = forked.run("tests.verl_ext.layouts_process", str(folder))
     assert (folder / "result.pt").exists(), done.stdout[-3000:] + done.stderr[-3000:]
-    return Measured(model, torch.load(folder / "result.pt"))
+    return Measured(model, torch.load(folder / "result.pt", weights_only=False))
 
 
 def _scores(model: PreTrainedModel, output: Output) -> tuple[torch.Tensor, Any]:
@@ -86,30 +86,20 @@ def _assert_weighted(model: PreTrainedModel, outputs: list[Output], base: Rows, 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 class TestEveryScenario:
-    def test_advantages_are_weight_times_verls(self, measured: Measured, name: str) -> None:
-        result = measured.of("scenario", name)
-        outputs = SCENARIOS[name].outputs
-        assert _assert_weighted(measured.model, outputs, result["verl"]["rows"], result["weighted"]["rows"]) >= 3
-
-    def test_nothing_but_advantages_differs_from_verls(self, measured: Measured, name: str) -> None:
-        result = measured.of("scenario", name)
-        for key in (output.key for output in SCENARIOS[name].outputs):
-            verls, ours = (dict(result[kind]["rows"][key]) for kind in ("verl", "weighted"))
-            for values in (verls, ours):
-                del values["advantages"], values["returns"]
+    def test_advantages_are_weight_times_verls_and_nothing_else_differs(self, measured: Measured, name: str) -> None:
+        result, outputs = measured.of("scenario", name), SCENARIOS[name].outputs
+        verl, weighted = result["verl"], result["weighted"]
+        assert _assert_weighted(measured.model, outputs, verl["rows"], weighted["rows"]) >= 3
+        for key in (output.key for output in outputs):
+            verls, ours = verl["rows"][key], weighted["rows"][key]
             assert set(verls) == set(ours)
-            for field, values in verls.items():
-                assert torch.equal(values, ours[field]), (key, field)
-        for metric, value in result["verl"]["metrics"].items():
-            assert result["weighted"]["metrics"][metric] == value
-
-    def test_rows_that_fill_up_get_no_advantage(self, measured: Measured, name: str) -> None:
-        result = measured.of("scenario", name)["weighted"]
-        count = len(SCENARIOS[name].outputs)
-        assert len(result["padding"]) == -count % 5 > 0
-        for key in result["padding"]:
-            assert result["rows"][key]["advantages"].tolist() == [0.0]
-        assert all(np.isfinite(value) for value in result["metrics"].values())
+            for field in verls.keys() - {"advantages", "returns"}:
+                assert torch.equal(verls[field], ours[field]), (key, field)
+        assert {metric: weighted["metrics"][metric] for metric in verl["metrics"]} == verl["metrics"]
+        # Rows that fill up get no advantage.
+        assert len(weighted["padding"]) == -len(outputs) % 5 > 0
+        assert all(weighted["rows"][key]["advantages"].tolist() == [0.0] for key in weighted["padding"])
+        assert all(np.isfinite(value) for value in weighted["metrics"].values())
 
 
 class TestOptionsTakeEffect:
@@ -129,18 +119,14 @@ class TestOptionsTakeEffect:
             assert (row["token_level_rewards"] != 0).sum() > 1
             assert not torch.allclose(row["advantages"], plain[key]["advantages"])
 
-    def test_tokens_are_rejected(self, measured: Measured) -> None:
+    def test_corrections_reject_tokens_sequences_and_with_bypass_nothing(self, measured: Measured) -> None:
         for name in ("decoupled, tokens", "everything"):
             rejected = self._rejected(measured, name)
             assert sum(bool(row.any()) and not row.all() for row in rejected) >= 4
             assert all("rollout_is_weights" in row for row in self._rows(measured, name).values())
-
-    def test_sequences_are_rejected(self, measured: Measured) -> None:
         rejected = self._rejected(measured, "decoupled, sequences")
         assert all(row.all() or not row.any() for row in rejected)
         assert 0 < sum(bool(row.all()) for row in rejected) <= len(rejected) - 3
-
-    def test_bypass_leaves_rejection_to_the_loss(self, measured: Measured) -> None:
         assert not any(row.any() for row in self._rejected(measured, "bypass"))
         assert all("rollout_is_weights" not in row for row in self._rows(measured, "bypass").values())
 
@@ -148,60 +134,53 @@ class TestOptionsTakeEffect:
         """Each session counts once in its group, and all its outputs share its advantage before the weights."""
         rows = self._rows(measured, "several outputs")
         assert len(SEVERAL_OUTPUTS) > len(SCENARIOS["plain"].outputs)
-        for uid in "ab":
-            rewards = torch.tensor([output.reward for output in GROUPS[uid]])
-            expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-            for output in SEVERAL_OUTPUTS:
-                if output.uid == uid:
-                    advantages = rows[output.key]["advantages"]
-                    assert torch.allclose(advantages, expected[output.session].expand_as(advantages), atol=1e-5)
+        for output in SEVERAL_OUTPUTS:
+            advantages = rows[output.key]["advantages"]
+            expected = _grpo(output.uid)[output.session]
+            assert torch.allclose(advantages, expected.expand_as(advantages), atol=1e-5)
+
+
+def _grpo(uid: str) -> torch.Tensor:
+    """The group's advantages by hand."""
+    rewards = torch.tensor([output.reward for output in GROUPS[uid]])
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
 
 class TestGroupFiltering:
-    def test_a_group_without_a_difference_is_replaced(self, measured: Measured) -> None:
-        result = measured.of("filtered groups")
-        uids = {key.split("_")[0] for key in result["rows"]}
+    @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+    def test_a_group_without_a_difference_is_replaced_and_the_others_are_weighted(
+        self, measured: Measured, mode: str
+    ) -> None:
+        result = measured.of("filtered_groups", mode)
+        rows = result["rows"]
+        uids = {key.split("_")[0] for key in rows}
         assert len(uids) == 3 and uids <= set("abde") and uids & set("de")
-        assert result["refills"] == [2]
-        assert result["metrics"]["training/filter_groups/evicted_samples"] == 1
-        assert result["metrics"]["training/filter_groups/discarded_surplus_samples"] == 1
-
-    def test_the_others_get_weighted_advantages(self, measured: Measured) -> None:
-        rows = measured.of("filtered groups")["rows"]
+        if mode == "sync":
+            assert result["refills"] == [2]
+            assert result["metrics"]["training/filter_groups/evicted_samples"] == 1
+            assert result["metrics"]["training/filter_groups/discarded_surplus_samples"] == 1
         base: Rows = {}
         outputs = [output for group in GROUPS.values() for output in group if output.key in rows]
-        for uid in {output.uid for output in outputs}:
-            rewards = torch.tensor([output.reward for output in GROUPS[uid]])
-            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-            for output, advantage in zip(GROUPS[uid], advantages, strict=True):
+        for uid in uids:
+            for output, advantage in zip(GROUPS[uid], _grpo(uid), strict=True):
                 mask = rows[output.key]["response_mask"]
                 base[output.key] = {"advantages": advantage * mask, "response_mask": mask}
         assert _assert_weighted(measured.model, outputs, base, rows) >= 8
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-class TestLaterUpdateOfAStep:
-    """``separate_async`` with ``parameter_sync_step`` above 1: the actor has moved, the old log-probabilities have not."""
+def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(measured: Measured, strategy: str) -> None:
+    """``separate_async`` with ``parameter_sync_step`` above 1: the actor has moved, the old log-probabilities have not. Bypass
+    takes the policy as it is. The policy is put back, after an error too, and nothing is kept."""
 
-    def _advantages(self, rows: Rows) -> torch.Tensor:
+    def advantages(rows: Rows) -> torch.Tensor:
         return torch.cat([rows[output.key]["advantages"] for output in process.TWO_GROUPS])
 
-    def test_weights_are_those_of_the_steps_first_policy(self, measured: Measured, strategy: str) -> None:
-        result = measured.of("later update", strategy)
-        assert result["moved"]
-        first = measured.of("scenario", "separate_async")["weighted"]["rows"]
-        torch.testing.assert_close(
-            self._advantages(result["decoupled"]["rows"]), self._advantages(first), rtol=2e-4, atol=1e-6
-        )
-
-    def test_bypass_takes_the_policy_as_it_is(self, measured: Measured, strategy: str) -> None:
-        result = measured.of("later update", strategy)
-        assert set(result["bypass"]["calls"]) == {"compute_token_scores"}
-        first = self._advantages(measured.of("scenario", "separate_async")["weighted"]["rows"])
-        assert not torch.allclose(self._advantages(result["bypass"]["rows"]), first, rtol=1e-2)
-
-    def test_the_policy_is_put_back_and_nothing_is_kept(self, measured: Measured, strategy: str) -> None:
-        result = measured.of("later update", strategy)
-        assert result["decoupled"]["policy_is_back"] and result["bypass"]["policy_is_back"]
-        assert result["back after an error"]
-        assert result["kept policies"] == [0]
+    result = measured.of("later_update", strategy)
+    first = advantages(measured.of("scenario", "separate_async")["weighted"]["rows"])
+    assert result["moved"]
+    torch.testing.assert_close(advantages(result["decoupled"]["rows"]), first, rtol=2e-4, atol=1e-6)
+    assert set(result["bypass"]["calls"]) == {"compute_token_scores"}
+    assert not torch.allclose(advantages(result["bypass"]["rows"]), first, rtol=1e-2)
+    assert result["decoupled"]["policy_is_back"] and result["bypass"]["policy_is_back"]
+    assert result["back after an error"] and result["kept policies"] == [0]

@@ -6,19 +6,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls, trainer_base
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_tensordict
 
-import recipe.main_grail  # noqa: F401  stores the methods' sections
 from grail_advantage import GrailConfig
 from grail_advantage.model_interface import RowScores
 from grail_advantage.verl_ext import selection, transfer
@@ -26,9 +23,9 @@ from grail_advantage.verl_ext.patches import estimator_named
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
 from grail_advantage.verl_ext.wire import build_reply, rows_of
+from tests.composed import compose
 from tests.core.tiny_models import END_ID, char_tokenizer, encode
 
-CONFIGS = Path(__file__).parents[2] / "recipe" / "config"
 CORRECTION = "algorithm.rollout_correction"
 ROWS = [
     ("a_0_0", "Two?", r"So 2 is \boxed{2}.<end>", 1.0),
@@ -112,11 +109,7 @@ class Step:
         self._count(monkeypatch, trainer_base, "compute_advantage_for_multi_trajectories")
         monkeypatch.setattr(trainer_base, "calculate_debug_metrics", lambda data: {})
         self._count(monkeypatch, GrailConfig, "select")
-        with initialize_config_dir(str(CONFIGS), version_base=None):
-            config = compose(
-                "cpu_trainer",
-                overrides=["data.max_response_length=64", "actor_rollout_ref.rollout.n=3", *overrides],
-            )
+        config = compose("cpu_trainer", ["data.max_response_length=64", "actor_rollout_ref.rollout.n=3", *overrides])
         cls = cls or get_trainer_cls("grail_sync")
         self.trainer = trainer = cls.__new__(cls)
         trainer.config = config
@@ -298,9 +291,15 @@ class TestRewardsThatAreNotFinite:
             patch.setattr("tests.verl_ext.test_one_step.ROWS", kept)
             return Step(patch, overrides).run()
 
-    @pytest.mark.parametrize("normalised", ["true", "false"])
-    @pytest.mark.parametrize("how", ["shared", "alone"])
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+    @pytest.mark.parametrize(
+        ("value", "how", "normalised"),
+        [
+            (math.nan, "shared", "true"),
+            (math.inf, "alone", "true"),
+            (-math.inf, "shared", "false"),
+            (math.nan, "alone", "false"),
+        ],
+    )
     def test_trains_nothing_and_reaches_no_other(
         self, value: float, how: str, normalised: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -37,28 +37,22 @@ def _shares(config: DictConfig) -> bool:
     return settings.shares_forward(config, signal)
 
 
-@pytest.mark.parametrize("choice", ["auto", True])
-def test_shares_the_forward_where_nothing_is_in_the_way(choice: str | bool) -> None:
-    assert _shares(_config(choice))
-
-
-def test_is_on_by_default() -> None:
-    assert _shares(_config())
-    assert _shares(_config(rollout_correction=None))
-    assert _shares(_config(token_weights=None))
-
-
-def test_can_be_switched_off() -> None:
+def test_shares_the_forward_where_nothing_is_in_the_way() -> None:
+    """By default, too; and not where it is switched off."""
+    for config in (
+        _config("auto"),
+        _config(True),
+        _config(),
+        _config(rollout_correction=None),
+        _config(token_weights=None),
+    ):
+        assert _shares(config)
     assert not _shares(_config(False))
 
 
 @pytest.mark.parametrize(("algorithm", "setting"), OBSTACLES.values(), ids=OBSTACLES)
-def test_auto_runs_a_pass_of_its_own_where_sharing_is_not_exact(algorithm: dict, setting: str) -> None:
+def test_sharing_that_is_not_exact_is_refused_and_auto_runs_a_pass_of_its_own(algorithm: dict, setting: str) -> None:
     assert not _shares(_config("auto", **algorithm))
-
-
-@pytest.mark.parametrize(("algorithm", "setting"), OBSTACLES.values(), ids=OBSTACLES)
-def test_true_is_refused_where_sharing_is_not_exact(algorithm: dict, setting: str) -> None:
     message = f"algorithm.token_weights.share_forward=True does not work with {setting}: .*; use auto"
     with pytest.raises(ValueError, match=message):
         _shares(_config(True, **algorithm))
