@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.verl_ext.engines import Setup, build_engine
 
-SAVED, LOADED = 4, (1, 2, 3, 8)
+SAVED, LOADED = 4, (1, 3, 8)
 REPLICAS = 2
 """Ranks that share one copy of the model in the checkpoint with replicas."""
 SETUPS = {
