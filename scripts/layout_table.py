@@ -260,7 +260,11 @@ CELLS: tuple[Cell, ...] = (
     Tested(
         "`trainer_mode`",
         "`separate_async`, one and several updates a step",
-        (SEPARATED, f"{TRAINER}[separate_async]", "tests/verl_ext/test_layouts.py::TestLaterUpdateOfAStep"),
+        (
+            SEPARATED,
+            f"{TRAINER}[separate_async]",
+            "tests/verl_ext/test_pass_details.py::test_a_later_update_of_a_step_weighs_by_the_steps_first_policy",
+        ),
     ),
     Refused(
         "`trainer_mode`",
@@ -311,7 +315,9 @@ CELLS: tuple[Cell, ...] = (
     Tested("reference policy", "KL in loss", (SEPARATED,)),
     Tested("outputs a session", "several", (f"{TRAINER}[several outputs]", f"{TRAINER}[everything]")),
     Tested(
-        "DAPO group filtering", "`sync` and `colocate_async`", ("tests/verl_ext/test_layouts.py::TestGroupFiltering",)
+        "DAPO group filtering",
+        "`sync` and `colocate_async`",
+        ("tests/verl_ext/test_layouts.py::test_a_group_without_a_difference_is_replaced_and_the_others_are_weighted",),
     ),
     Refused(
         "DAPO group filtering",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from grail_advantage import GrailConfig, Signal
@@ -30,6 +31,7 @@ from tests.verl_ext.engines import (
     training_worker,
 )
 from tests.verl_ext.held_memory import counted_whole_blocks, saved_bytes
+from tests.verl_ext.one_step import Store
 from tests.verl_ext.pass_plan import (
     FLASH,
     HALVED,
@@ -48,6 +50,7 @@ from tests.verl_ext.pass_plan import (
     uneven_rows,
 )
 from tests.verl_ext.rank_group import on_gpus, run_rank
+from tests.verl_ext.test_layouts import TWO_GROUPS, Scenario, put_rollouts, trainer_of
 
 
 class Experiments(pass_ranks.Experiments):
@@ -191,9 +194,63 @@ class Experiments(pass_ranks.Experiments):
             return {"error": type(error).__name__}
         return {"error": None}
 
+    def later_update(self, setup: Setup) -> dict[str, Any]:
+        """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
+        engine = self._build(setup)
+        workers = AllRows(engine, setup.strategy)
+        results: dict[str, Any] = {"back": []}
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            store = Store()
+            store.install(monkeypatch)
+
+            def advantages(*overrides: str, update: int) -> torch.Tensor:
+                Sizes(rows=3).set(engine)
+                trainer = trainer_of(Scenario(list(overrides), mode="separate_async"), store, workers=workers)
+                trainer.local_trigger_step = update
+                workers.calls.clear()
+                batch = trainer._compute_advantage(put_rollouts(store, TWO_GROUPS), {})
+                results["back"].append(update == 0 or all(map(torch.equal, results["moved"], shards(engine))))
+                return torch.cat([store.rows[key]["advantages"] for key in batch.keys[: len(TWO_GROUPS)]])
+
+            results["first"] = advantages(update=0)
+            workers.save_model_to_cpu(0)  # as verl's trainer at the first update
+            for _ in range(2):
+                self._step(engine, setup)
+            results["moved"] = shards(engine)
+            results["decoupled"] = advantages(update=1)
+            results["bypass"] = advantages("algorithm.rollout_correction.bypass_mode=True", update=1)
+            results["calls with bypass"] = list(workers.calls)
+            monkeypatch.setattr(workers, "compute_token_scores", lambda *_: 1 / 0, raising=False)
+            with contextlib.suppress(ZeroDivisionError):
+                advantages(update=1)
+            results["back"].append(all(map(torch.equal, results["moved"], shards(engine))))
+        results["kept policies"] = sorted(workers._worker.cpu_saved_models)
+        return results
+
     def kernels(self, setup: Setup) -> list[torch.Tensor]:
         """Scores with verl's fused kernels."""
         return self._own(self._build(setup), "saliency, robust", setup)["scores"]
+
+
+class AllRows:
+    """A worker group whose every rank has all rows."""
+
+    def __init__(self, engine: Any, strategy: str) -> None:
+        from grail_advantage.verl_ext.trainers import TokenWeightDetachActorWorker
+
+        self._dispatch_info = {"actor": [0]}
+        self._worker = TokenWeightDetachActorWorker.__new__(TokenWeightDetachActorWorker)
+        self._worker._strategy_handlers = None
+        self._worker.config = SimpleNamespace(actor=SimpleNamespace(strategy=strategy))
+        self._worker.actor = SimpleNamespace(engine=engine)
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.calls.append(name)
+            return getattr(self._worker, name)(*arguments)
+
+        return call
 
 
 def scores_through_trainer(
@@ -274,6 +331,7 @@ def experiments(world_size: int) -> dict[str, dict[str, Any]]:
         "raising": PLAIN,
         "halved": HALVED,
         "nan": {name: Setup("qwen3-nan", name) for name in PLAIN},
+        "later_update": PLAIN,
         "noise": {"fsdp2": PLAIN["fsdp2"]},
         "progress": {"fsdp2": PLAIN["fsdp2"]},
         "trainer": TRAINER,

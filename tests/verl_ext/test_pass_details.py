@@ -191,6 +191,18 @@ def test_rows_with_nan_logits_leave_the_others_alone(measured: Measured, setup: 
     assert touched == 2
 
 
+@pytest.mark.parametrize("strategy", plan.PLAIN)
+def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(measured: Measured, strategy: str) -> None:
+    """``separate_async`` with ``parameter_sync_step`` above 1: the actor has moved, the old log-probabilities have not. Bypass
+    takes the policy as it is. The policy is put back, after an error too, and nothing is kept."""
+    for result in measured.of("later_update", strategy):
+        first = result["first"]
+        torch.testing.assert_close(result["decoupled"], first, rtol=2e-4, atol=1e-6)
+        assert not torch.allclose(result["bypass"], first, rtol=1e-2)
+        assert set(result["calls with bypass"]) == {"compute_token_scores"}
+        assert len(result["back"]) == 4 and all(result["back"]) and result["kept policies"] == [0]
+
+
 def test_noise_is_that_of_the_step_and_the_rows_tokens(measured: Measured) -> None:
     """Shared out to ranks, and in a single process."""
     for rank, result in enumerate(measured.of("noise", "fsdp2")):
