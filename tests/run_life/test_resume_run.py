@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from grail_advantage.token_dump import COLUMNS, read_dump
@@ -63,7 +64,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     run = KilledRun(folder, overrides, rows=3 * PROMPTS, environment=variables)
     try:
         run.await_step(STEPS + 2)  # that of the validation before the training is logged, too
-        engine, server = run.find("engine"), run.find("server")
+        engine = run.find("engine")
+        server = psutil.Process(engine).ppid()  # there is one for each of the two ranks
         send(engine, "SIGKILL")
         run.end(BOUND)
     finally:

@@ -208,9 +208,9 @@ class Experiments(pass_ranks.Experiments):
                 trainer = trainer_of(Scenario(list(overrides), mode="separate_async"), store, workers=workers)
                 trainer.local_trigger_step = update
                 workers.calls.clear()
-                batch = trainer._compute_advantage(put_rollouts(store, TWO_GROUPS), {})
+                trainer._compute_advantage(put_rollouts(store, TWO_GROUPS), {})
                 results["back"].append(update == 0 or all(map(torch.equal, results["moved"], shards(engine))))
-                return torch.cat([store.rows[key]["advantages"] for key in batch.keys[: len(TWO_GROUPS)]])
+                return torch.cat([store.rows[output.key]["advantages"] for output in TWO_GROUPS])
 
             results["first"] = advantages(update=0)
             workers.save_model_to_cpu(0)  # as verl's trainer at the first update

@@ -139,10 +139,10 @@ def put_rollouts(store: Store, outputs: list[Output], multiple: int = 5) -> Any:
             }
         )
     keys = [output.key for output in outputs]
-    batch = store.kv_batchput_rollouts(keys, "train", list_of_dict_to_tensordict(rows), tags)
+    batch = store.kv_batch_put(keys, "train", list_of_dict_to_tensordict(rows), tags)
     batch = upsample_batch_to_divisible_size(batch, multiple, END_ID)
     log_probs += [{name: torch.zeros(1) for name in log_probs[0]}] * (len(batch) - len(outputs))
-    store.kv_batchput_rollouts(batch.keys, "train", list_of_dict_to_tensordict(log_probs))
+    store.kv_batch_put(batch.keys, "train", list_of_dict_to_tensordict(log_probs))
     return batch
 
 
@@ -282,9 +282,7 @@ def test_a_group_without_a_difference_is_replaced_and_the_others_are_weighted(
     def finish(uids: str) -> None:
         for uid in uids:
             put_rollouts(store, GROUPS[uid], multiple=1)
-            store.kv_batchput_rollouts(
-                [uid], "train", tags=[{"is_prompt": True, "status": "finished", "global_steps": 1}]
-            )
+            store.kv_batch_put([uid], "train", tags=[{"is_prompt": True, "status": "finished", "global_steps": 1}])
 
     sampler = "trainer.v1.sampler.custom_sampler"
     options = ["algorithm.filter_groups.enable=True", f"{sampler}.path=null", f"{sampler}.name=null"]
