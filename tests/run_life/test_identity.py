@@ -301,7 +301,7 @@ def test_the_command_stops_before_ray(tmp_path: Path) -> None:
     def start(*overrides: str) -> subprocess.CompletedProcess[str]:
         return forked.run("recipe.main_grail", *common, *overrides, HYDRA_FULL_ERROR="1")
 
-    config = compose("cpu_trainer", common[2:])
+    config = compose("cpu_trainer", common[2:-1])  # hydra.run.dir is hydra's own
     prepare(config)
     begin_run(config)
     _save(folder, 2)
