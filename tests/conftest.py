@@ -10,78 +10,33 @@ import torch
 # The tests' tensors are tiny. Sharing them out over threads costs more than computing them, far more on a busy machine.
 torch.set_num_threads(1)
 
-# A whole verl run with two rollout replicas takes a third of a 24 GB machine, and Ray kills workers where memory runs short;
-# so these come one after the other. The tests of any other file share what they start and stay together.
-WHOLE_RUNS = (
-    "test_training_run.py",
-    "test_methods_run.py",
-    "test_layouts_run.py",
-    "test_cpu_platform.py",
-    "test_killed_run.py",
-    "test_resume_run.py",
-)
-
-
-# Files of half a minute and more on one core, the longest first: one that begins last leaves the other cores idle.
+# A whole verl run takes gigabytes of memory, and Ray kills workers where that runs short: these come one after the other.
+WHOLE_RUNS = ("test_only_weights.py", "test_methods_run.py", "test_layouts_run.py", "test_resume_run.py")
+# A file of more than half a minute that begins last would leave the other cores idle.
 LONGEST = (
-    "test_trl.py",
-    "test_shared_forward.py",
-    "test_sequence_parallel.py",
-    "test_saliency_pass.py",
-    "test_pass_memory.py",
-    "test_three_ranks.py",
-    "test_oar_pass.py",
-    "test_reward.py",
-    "test_setup_cpu.py",
-    "test_launch_scripts.py",
-    "test_identity.py",
-    "test_checks.py",
-    "test_benchmarks.py",
-    "test_gpu_check.py",
-    "test_browser.py",
-    "test_adapters.py",
-    "test_wheel.py",
-    "test_setup_gpu.py",
-    "test_driver.py",
-    "test_nodes.py",
-    "test_ranks.py",
-    "test_work.py",
-    "test_inference_passes.py",
-    "test_evaluate.py",
-    "test_layouts.py",
-    "test_estimators.py",
-    "test_token_weights.py",
-    "test_sharded_models.py",
-    "test_smoke.py",
-    "test_tokenizers.py",
+    *("test_passes.py", "test_trl.py", "test_setup_cpu.py", "test_pass_details.py", "test_launch_scripts.py"),
+    *("test_layouts.py", "test_checks.py", "test_cpu_platform.py", "test_driver.py", "test_token_weights.py"),
 )
-_RANKS = {"whole runs": -1, **{name: rank for rank, name in enumerate(LONGEST)}}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Name the group of each test for ``pytest --dist loadgroup``, and put the longest groups first.
-
-    The order holds with ``--no-loadscope-reorder`` alone: pytest-xdist begins with the groups of most tests otherwise.
-    """
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: _RANKS.get(_group(item), len(LONGEST)))
+_GROUPS = ("whole runs", *LONGEST)
 
 
 def _group(item: pytest.Item) -> str:
     return "whole runs" if item.path.name in WHOLE_RUNS else item.path.name
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Name the group of each test for ``pytest --dist loadgroup``, whose tests share what they start, longest groups first."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+    items.sort(key=lambda item: _GROUPS.index(_group(item)) if _group(item) in _GROUPS else len(_GROUPS))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """pytest-xdist tells groups by the tests' ids; with a pytest that it cannot rename tests in, nothing stays together and
-    every file starts its ranks on each worker.
-
-    What is imported and collected by now stays: the garbage collector need not go through it again.
-    """
+    """pytest-xdist tells groups by the tests' ids; with a pytest in which it cannot rename tests, nothing stays together."""
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # what is imported by now stays
     grouped = getattr(session.config.option, "loadgroup", False)
     if grouped and session.items and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("this pytest-xdist does not group tests with this pytest; see requirements-cpu.txt")

@@ -41,20 +41,24 @@ class KilledRun:
         overrides: further options.
         wrapper: words in front of the command.
         environment: further variables.
+        rows: prompts in the data set.
     """
 
     folder: Path
     overrides: list[str] = field(default_factory=list)
     wrapper: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    rows: int = 8
 
     def __post_init__(self) -> None:
         self.result: subprocess.CompletedProcess[str] | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
-        overrides = [
+    @property
+    def options(self) -> list[str]:
+        """What the run is about."""
+        return [
             "algorithm.adv_estimator=grail",
             "data.train_batch_size=2",
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
@@ -66,8 +70,10 @@ class KilledRun:
             "trainer.max_actor_ckpt_to_keep=1",
             *self.overrides,
         ]
+
+    def _run(self) -> None:
         self.result = whole_run.start(
-            self.folder, overrides, rows=8, wrapper=self.wrapper, OMP_NUM_THREADS="1", **self.environment
+            self.folder, self.options, rows=self.rows, wrapper=self.wrapper, **self.environment
         )
 
     @property

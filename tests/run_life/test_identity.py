@@ -9,6 +9,8 @@ from pathlib import Path
 import hydra
 import pytest
 import verl  # noqa: F401  its plugin registers the estimators
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 from verl.trainer.ppo.v1 import get_trainer_cls
 
@@ -53,13 +55,8 @@ def _save(folder: Path, step: int, **state: bool) -> Path:
     return write_checkpoint(folder, step, ranks=8, **state)
 
 
-def test_the_same_run_carries_on(folder: Path) -> None:
-    _start(folder)
-    _save(folder, 10)
-    _start(folder)
-
-
 MAY_CHANGE = {
+    "nothing": (),
     "steps": ("trainer.total_training_steps=80",),
     "intervals": ("trainer.save_freq=5", "trainer.test_freq=-1", "trainer.val_before_train=False"),
     "records": ("trainer.logger=[console]", "trainer.experiment_name=other", "algorithm.token_dump.folder=/somewhere"),
@@ -126,14 +123,11 @@ def test_all_that_differs_is_named(folder: Path) -> None:
 
 
 def test_a_run_without_a_checkpoint_binds_nobody(folder: Path) -> None:
+    _start(folder, "trainer.save_freq=-1")
+    assert not folder.exists()
     _start(folder)
     _start(folder, "data.seed=7")
     assert json.loads((folder / FILE).read_text())["definition"]["data.seed"] == 7
-
-
-def test_a_run_that_saves_nothing_stores_nothing(folder: Path) -> None:
-    _start(folder, "trainer.save_freq=-1")
-    assert not folder.exists()
 
 
 def test_from_the_start_among_checkpoints_of_another_run(folder: Path) -> None:
@@ -181,13 +175,16 @@ def test_what_verl_finds_out_after_ray(folder: Path, overrides: tuple[str, ...],
 
 
 class TestWhole:
-    def test_the_run_carries_on_from_the_last_whole_one(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """And verl with it, which reads its own tracker."""
+    @pytest.mark.parametrize("override", ["trainer.save_freq=10", "trainer.save_freq=-1", "trainer.val_only=True"])
+    def test_the_run_carries_on_from_the_last_whole_one(
+        self, folder: Path, override: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """And verl with it, which reads its own tracker, whatever the run is for."""
         _start(folder)
         _save(folder, 10)
         broken = _save(folder, 20)
         (broken / "actor/model_world_size_8_rank_3.pt").write_bytes(b"PK")
-        _start(folder)
+        _start(folder, override)
         said = capsys.readouterr().err
         assert (
             f"{broken} is not whole: actor/model_world_size_8_rank_3.pt missing or cut off; the run resumes from"
@@ -195,74 +192,45 @@ class TestWhole:
         )
         assert (folder / TRACKER).read_text() == "10"
 
-    @pytest.mark.parametrize("override", ["trainer.save_freq=-1", "trainer.val_only=True"])
-    def test_whatever_the_run_is_for(self, folder: Path, override: str) -> None:
-        """verl reads its tracker in any case."""
-        _start(folder)
-        _save(folder, 10)
-        (_save(folder, 20) / "data.pt").unlink()
-        _start(folder, override)
-        assert (folder / TRACKER).read_text() == "10"
-
     def test_no_whole_one_is_refused_before_ray(self, folder: Path) -> None:
         _start(folder)
-        (_save(folder, 10) / "data.pt").unlink()
+        checkpoint = _save(folder, 10)
+        (checkpoint / "data.pt").unlink()
         with pytest.raises(ValueError, match=r"holds no whole checkpoint.*data\.pt.*resume_mode=disable \(FRESH=1"):
             prepare(_compose(folder))
         prepare(_compose(folder, "trainer.resume_mode=disable"))
-
-    def test_a_named_one_is_refused_with_what_is_missing(self, folder: Path) -> None:
-        _start(folder)
-        checkpoint = _save(folder, 10)
-        (checkpoint / "actor/optim_world_size_8_rank_0.pt").unlink()
         named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-        with pytest.raises(
-            ValueError, match=r"resume_from_path=.* is no whole .*: actor/optim_world_size_8_rank_0\.pt"
-        ):
+        with pytest.raises(ValueError, match=r"resume_from_path=.* is no whole .*: data\.pt"):
             prepare(_compose(folder, *named))
 
 
-class TestDump:
-    """A dump's folder belongs to a run, as that of the checkpoints does."""
+def test_a_dumps_folder_belongs_to_a_run(folder: Path, tmp_path: Path) -> None:
+    """As that of the checkpoints does, with a checkpoint or before the first one; an empty one is nobody's."""
+    dump = f"algorithm.token_dump.folder={tmp_path / 'tokens'}"
+    _start(folder, dump, "data.seed=7")
+    _start(folder, dump)
+    assert json.loads((tmp_path / "tokens" / FILE).read_text())["definition"]["data.seed"] == 42
+    (tmp_path / "tokens" / "step_000001.parquet").write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=r"token_dump\.folder=.* holds the files of another run:(\n.*)+data\.seed: 42 there"
+    ):
+        prepare(_compose(folder, dump, "data.seed=7"))
+    _start(folder, dump)
+    _save(folder, 10)
+    _start(folder, dump)
 
-    @pytest.fixture
-    def dump(self, tmp_path: Path) -> str:
-        return f"algorithm.token_dump.folder={tmp_path / 'tokens'}"
 
-    def _write(self, tmp_path: Path, step: int) -> None:
-        (tmp_path / "tokens" / f"step_{step:06d}.parquet").write_bytes(b"")
-
-    def test_of_another_run_is_refused(self, folder: Path, tmp_path: Path, dump: str) -> None:
-        _start(folder, dump)
-        self._write(tmp_path, 1)
-        with pytest.raises(
-            ValueError, match=r"token_dump\.folder=.* holds the files of another run:(\n.*)+data\.seed: 42 there"
-        ):
-            prepare(_compose(folder, dump, "data.seed=7"))
-
-    def test_of_the_same_run_is_carried_on(self, folder: Path, tmp_path: Path, dump: str) -> None:
-        """With a checkpoint or before the first one."""
-        _start(folder, dump)
-        self._write(tmp_path, 1)
-        _start(folder, dump)
-        _save(folder, 10)
-        _start(folder, dump)
-
-    def test_of_nobody_knows_whom(self, folder: Path, tmp_path: Path, dump: str) -> None:
-        (tmp_path / "tokens").mkdir()
-        self._write(tmp_path, 1)
-        with pytest.raises(
-            ValueError, match=r"holds the files of another run:\n  no run_definition\.json that can be read"
-        ):
-            prepare(_compose(folder, dump))
-        _start(folder)
-        _save(folder, 10)
-        _start(folder, dump)
-
-    def test_an_empty_folder_is_nobodys(self, folder: Path, tmp_path: Path, dump: str) -> None:
-        _start(folder, dump)
-        _start(folder, dump, "data.seed=7")
-        assert json.loads((tmp_path / "tokens" / FILE).read_text())["definition"]["data.seed"] == 7
+def test_a_dump_of_nobody_knows_whom_is_refused_before_the_first_checkpoint(folder: Path, tmp_path: Path) -> None:
+    dump = f"algorithm.token_dump.folder={tmp_path / 'tokens'}"
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "step_000001.parquet").write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=r"holds the files of another run:\n  no run_definition\.json that can be read"
+    ):
+        prepare(_compose(folder, dump))
+    _start(folder)
+    _save(folder, 10)
+    _start(folder, dump)
 
 
 class TestFinished:
@@ -288,12 +256,6 @@ class TestFinished:
         _save(folder, 50)
         assert not _finished(folder, *overrides)
 
-    def test_a_tracker_without_its_checkpoint_is_no_end(self, folder: Path) -> None:
-        """The run goes on from the one that is there."""
-        _start(folder)
-        _save(folder, 50).rename(folder / "global_step_40")
-        assert not _finished(folder)
-
     def test_by_epochs_alone(self, folder: Path) -> None:
         """How many steps they make, the checkpoint says."""
         epochs = ("trainer.total_training_steps=null", "trainer.total_epochs=1000")
@@ -303,58 +265,45 @@ class TestFinished:
         _save(folder, 50)
         assert _finished(folder, *epochs)
 
-    def test_is_not_before_its_last_step_is_logged(self, folder: Path) -> None:
+    def test_is_not_before_its_last_step_is_logged_nor_without_its_checkpoint(self, folder: Path) -> None:
         _start(folder)
         _save(folder, 40)
-        _save(folder, 50, logged=False)
+        last = _save(folder, 50, logged=False)
+        assert not _finished(folder)
+        _save(folder, 50)
+        assert _finished(folder)
+        last.rename(folder / "global_step_45")  # verl's tracker still names it
         assert not _finished(folder)
 
 
 def test_both_entry_points_define_a_run_alike(folder: Path) -> None:
     """verl's own command has no sections of methods, so what is left out there is the preset's."""
     ours = _compose(folder, "algorithm.grail.preset=robust")
-    with initialize_verl():
-        stock = hydra.compose(
-            "ppo_trainer", overrides=["algorithm.adv_estimator=grail", "+algorithm.grail.preset=robust"]
-        )
+    GlobalHydra.instance().clear()
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        stock = hydra.compose("ppo_trainer", ["algorithm.adv_estimator=grail", "+algorithm.grail.preset=robust"])
     names = {name for name in run_definition(ours) if name.startswith("algorithm.grail.")}
     assert len(names) > 10
     assert {name: run_definition(stock)[name] for name in names} == {name: run_definition(ours)[name] for name in names}
     assert not [name for name in run_definition(ours) if name.startswith(("algorithm.oar", "algorithm.shear"))]
 
 
-def initialize_verl():
-    from hydra import initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
-
-    GlobalHydra.instance().clear()
-    return initialize_config_module("verl.trainer.config", version_base=None)
-
-
 @pytest.mark.slow
 def test_the_command_stops_before_ray(tmp_path: Path) -> None:
     """A run that is finished, and one that is another."""
     folder = tmp_path / "checkpoints"
-    actor = [f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT}.n=4", f"{ROLLOUT}.name=vllm"]
     common = [
-        "--config-name",
-        "cpu_trainer",
-        *actor,
-        f"trainer.default_local_dir={folder}",
-        "algorithm.adv_estimator=grail",
+        *("--config-name", "cpu_trainer", "algorithm.adv_estimator=grail", f"{ACTOR}.use_dynamic_bsz=True"),
+        *(f"{ROLLOUT}.n=4", f"{ROLLOUT}.name=vllm", f"trainer.default_local_dir={folder}"),
+        *("trainer.total_training_steps=2", "trainer.save_freq=1", f"hydra.run.dir={tmp_path}"),
     ]
-    common += ["trainer.total_training_steps=2", "trainer.save_freq=1", f"hydra.run.dir={tmp_path}"]
 
-    def start(*overrides: str, fork: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
-        variables = {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", "VERL_PLATFORM": "cpu", **environment}
-        return forked.run("recipe.main_grail", *common, *overrides, fork=fork, **variables)
+    def start(*overrides: str) -> subprocess.CompletedProcess[str]:
+        return forked.run("recipe.main_grail", *common, *overrides, HYDRA_FULL_ERROR="1")
 
-    # Ray is given an address where nothing listens: a run that gets that far has stored its definition. Ray reads its variables
-    # while it is imported.
-    nowhere = "+ray_kwargs.ray_init.address=127.0.0.1:1"
-    begun = start(nowhere, fork=False, RAY_gcs_rpc_server_reconnect_timeout_s="1")
-    assert begun.returncode != 0
-    assert (folder / FILE).is_file(), begun.stderr
+    config = compose("cpu_trainer", common[2:-1])  # hydra.run.dir is hydra's own
+    prepare(config)
+    begin_run(config)
     _save(folder, 2)
     finished = start()
     assert finished.returncode == 0, finished.stderr
@@ -364,11 +313,7 @@ def test_the_command_stops_before_ray(tmp_path: Path) -> None:
     assert "data.seed" in other.stderr and "ray init kwargs" not in other.stdout
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]", b"null", b'{"definition": 3}', b"[" * 100_000, b"\xff\xfe"],
-    ids=lambda content: repr(content[:20]),
-)
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"definition": 3}', b"[" * 100_000, b"\xff\xfe"], ids=len)
 def test_a_broken_definition_is_named(folder: Path, content: bytes) -> None:
     _start(folder)
     _save(folder, 10)
@@ -380,6 +325,7 @@ def test_a_broken_definition_is_named(folder: Path, content: bytes) -> None:
 def test_a_mixture_that_is_asked_for_is_a_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _start(folder)
     _save(folder, 10)
+    prepare(_compose(folder, "data.seed=7", "run_life.enabled=false"))  # judges nobody
     _start(folder, "data.seed=7", "run_life.strict=false")
     assert "WARNING" in (said := capsys.readouterr().err) and "data.seed: 42 there, 7 here" in said
     assert json.loads((folder / FILE).read_text())["definition"]["data.seed"] == 7
@@ -413,8 +359,3 @@ def test_one_switch_chooses_the_trainer(
     assert config.trainer.v1.trainer_mode == mode and config.algorithm.token_weights.trainer_module == module
     if module == "recipe.run_life.trainer":
         assert issubclass(get_trainer_cls(mode), KeptRun)
-
-
-def test_off_judges_nobody(folder: Path) -> None:
-    _save(folder, 10)
-    prepare(_compose(folder, "run_life.enabled=false"))

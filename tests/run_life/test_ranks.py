@@ -14,7 +14,7 @@ from recipe.run_life.identity import check_ranks
 from tests import forked
 from tests.composed import compose
 from tests.run_life import ranks_process as process
-from tests.verl_ext.test_saliency_pass import write_models
+from tests.verl_ext.pass_plan import write_models
 
 CONFIGS = Path(__file__).parents[2] / "recipe" / "config"
 

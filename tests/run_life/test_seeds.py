@@ -55,11 +55,6 @@ def test_differs_by_run_step_kind_prompt_and_number(asked: list[dict[str, Any]])
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
-
-def test_is_the_same_whenever_and_under_whatever_key(asked: list[dict[str, Any]]) -> None:
-    assert _seed(asked, uid="a") == _seed(asked, uid="b") == _seed(asked)
-
-
-def test_seeds_of_many_requests_do_not_meet() -> None:
-    seeds = {request_seed(0, step, sample) for step, sample in itertools.product(range(100), range(256))}
-    assert len(seeds) == 100 * 256
+    assert _seed(asked, uid="a") == _seed(asked, uid="b") == seeds[0]  # whenever, and under whatever key
+    many = {request_seed(0, step, sample) for step, sample in itertools.product(range(100), range(256))}
+    assert len(many) == 100 * 256

@@ -130,7 +130,8 @@ def test_a_checkpoint_counts_once_its_step_is_logged(config: Any, place: str) ->
 
 
 def test_the_last_steps_too(config: Any) -> None:
-    _life(config)
+    _life(config, ("step", 3))
+    assert _life(config).config.trainer.val_before_train is False and config.trainer.val_before_train is True
     assert _counting(config) == [4, 6]
     state = Checkpoint(Path(config.trainer.default_local_dir) / "global_step_6").state
     assert (state["step"], state["last_step"], state["total_epochs"]) == (6, 6, 1000)
@@ -148,28 +149,21 @@ def test_as_many_are_kept_as_the_run_wants_in_all_its_lives(config: Any) -> None
 
 def test_the_generators_go_on(config: Any, tmp_path: Path) -> None:
     """What the trainer's process draws from the checkpoint on is what an uninterrupted run draws."""
-    torch.manual_seed(1)
-    np.random.seed(2)
-    random.seed(3)
-    whole = _life(config).drawn
+
+    def seed(*seeds: int) -> None:
+        for generator, number in zip((torch.manual_seed, np.random.seed, random.seed), seeds, strict=True):
+            generator(number)
+
     write_json(tmp_path / "other" / "checkpoints" / RUN_DEFINITION, {"run": RUN})
     other = OmegaConf.merge(config, {"trainer": {"default_local_dir": str(tmp_path / "other" / "checkpoints")}})
-    torch.manual_seed(1)
-    np.random.seed(2)
-    random.seed(3)
+    seed(1, 2, 3)
+    whole = _life(config).drawn
+    seed(1, 2, 3)
     first = _life(other, ("step", 5)).drawn
-    torch.manual_seed(7)
-    np.random.seed(7)
-    random.seed(7)
+    seed(7, 7, 7)
     again = _life(other).drawn
     assert first == {step: whole[step] for step in range(1, 6)}
     assert again == {step: whole[step] for step in range(5, 7)}
-
-
-def test_the_validation_before_the_training_is_the_runs(config: Any) -> None:
-    _life(config, ("step", 3))
-    assert _life(config).config.trainer.val_before_train is False
-    assert config.trainer.val_before_train is True
 
 
 def test_an_adaptive_kl_coefficient_goes_on(config: Any) -> None:

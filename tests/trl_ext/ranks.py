@@ -26,7 +26,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "surprisal": {"token_weights": "surprisal"},
 }
 STEPS = 3
-TIMEOUT = 500
+TIMEOUT = 1500
 """Seconds; ranks that hang end with this process."""
 
 

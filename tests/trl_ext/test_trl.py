@@ -1,7 +1,7 @@
 """Token weights in TRL's trainer.
 
 verl 0.9.1 does not start where it can import TRL, so everything with TRL runs in processes that have it on their path: the
-checks of this folder with the newest TRL of the range and with the oldest, two ranks, and one half of the comparison with verl.
+checks of this folder with the newest TRL of the range and with the oldest, and two ranks.
 By hand: ``PYTHONPATH=.venv/trl .venv/bin/python -m pytest tests/trl_ext/core_checks.py``.
 """
 
@@ -18,16 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.core.tiny_models import encode, tiny_model
-from tests.trl_ext.both_hosts import METHODS
-from tests.verl_ext.rank_group import of_all_ranks, start_ranks
+from tests.core.tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 NEWEST = (ROOT / "requirements-trl.txt").read_text().split("trl==")[1].split()[0]
 OLDEST = "1.15.0"
-TIMEOUT = 600
+TIMEOUT = 1800
 
 
 def trl_folder(version: str) -> Path:
@@ -85,16 +83,11 @@ def run(command: list[str], version: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("version", "files"), [(NEWEST, ["core_checks.py", "training_checks.py"]), (OLDEST, ["core_checks.py"])]
-)
-def test_checks(version: str, files: list[str]) -> None:
-    """The core, and with the newest TRL a run that learns, in one process."""
-    paths = [f"tests/trl_ext/{file}" for file in files]
-    output = run(["-m", "pytest", "-p", "no:cacheprovider", *paths], version)
+@pytest.mark.parametrize("version", [NEWEST, OLDEST])
+def test_checks(version: str) -> None:
+    output = run(["-m", "pytest", "-p", "no:cacheprovider", "tests/trl_ext/core_checks.py"], version)
     assert "skipped" not in output
-    for path in paths:
-        assert re.search(rf"^{path} \.\.", output, re.MULTILINE), output
+    assert re.search(r"^tests/trl_ext/core_checks.py \.\.", output, re.MULTILINE), output
 
 
 def test_the_package_does_not_need_trl() -> None:
@@ -107,9 +100,6 @@ def test_the_package_does_not_need_trl() -> None:
     )
     environment_without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment_without, check=True, timeout=TIMEOUT)
-
-
-# -------------------------------------------------------------------------------------------------------------------- two ranks
 
 
 @pytest.fixture(scope="module")
@@ -185,50 +175,3 @@ def _rows(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], torch.Tensor]
         (ids[mask].tolist(), values[mask])
         for ids, values, mask in zip(batch["completion_ids"], batch["advantages"], masks, strict=True)
     ]
-
-
-# ------------------------------------------------------------------------------------------------------------------- both hosts
-
-
-@pytest.fixture(scope="module")
-def both_hosts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Token advantages of the same rows by TRL's trainer and by verl's worker, by method."""
-    folder = tmp_path_factory.mktemp("both_hosts")
-    run(["-m", "tests.trl_ext.trl_half", str(folder)], NEWEST)
-    of_trl = torch.load(folder / "trl.pt")
-    batch = of_trl["grail"]
-    tiny_model().save_pretrained(folder / "qwen3")
-    given = {
-        "prompts": [ids[mask.bool()] for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)],
-        "responses": [torch.tensor(encode(text)) for text in RESPONSES],
-        "advantages": torch.tensor(ADVANTAGES),
-        "groups": torch.arange(8) // 4,
-        "temperature": 0.9,
-    }
-    torch.save(given, folder / "rows.pt")
-    return {"trl": of_trl, "verl": start_ranks("tests.trl_ext.verl_half", folder, 1)}
-
-
-# As in scripted.py, which imports TRL. By hand: rewards 0 0 1 0 and 1 0 1 0 less their means; the fifth row is truncated.
-RESPONSES = [
-    r"Two and three make \boxed{6}, so six it is.<end>",
-    r"\boxed{4} no, it is \boxed{\frac{1}{2}} not \boxed{0.25} or<end>",
-    r"Clearly \boxed{5}.<end>",
-    "I do not know, boxed{3} or {4}.<end>",
-    r"I take it to be \boxed{9}",
-    r"=\boxed{6}<end>",
-    "It must be 9, I say.<end>",
-    "So it is 10, I say<end>",
-]
-ADVANTAGES = [-0.25, -0.25, 0.75, -0.25, 0.0, -0.5, 0.5, -0.5]
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_verl_and_trl_give_the_same_weights(both_hosts: dict[str, Any], name: str) -> None:
-    (of_verl,) = of_all_ranks(both_hosts["verl"], "token_advantages", name)
-    assert of_verl["selected"] >= 3
-    for row, (ids, found_T) in enumerate(_rows(both_hosts["trl"][name])):
-        expected_T = of_verl["advantages"][row][of_verl["mask"][row]]
-        torch.testing.assert_close(found_T, expected_T, rtol=2e-3, atol=2e-3)
-        assert ids == encode(RESPONSES[row])
-        assert bool(found_T.any()) == (ADVANTAGES[row] != 0)

@@ -70,10 +70,7 @@ def main(tied: bool, directory: str) -> None:
         send.join()
         after = reference_log_probs(model)
         rounds.append(
-            {
-                "moved": (after - before).abs().max().item(),
-                "error": (vllm_log_probs(engine) - after).abs().max().item(),
-            }
+            {"moved": float((after - before).abs().max()), "error": float((vllm_log_probs(engine) - after).abs().max())}
         )
     print("PROBE" + json.dumps({"bytes": sum(p.nbytes for p in model.parameters()), "rounds": rounds}))
 

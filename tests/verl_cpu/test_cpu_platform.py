@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
 
 from grail_advantage.verl_cpu.checks import check_config
 from tests import forked
 from tests.composed import compose
 
-CONFIG_DIR = Path(__file__).parents[2] / "recipe" / "config"
-
+ROOT = Path(__file__).parents[2]
 PROBE = """
 import json, sys
 import verl
@@ -38,44 +36,30 @@ print("PROBE" + json.dumps(registered))
 """
 
 
-def run_python(*arguments: str, python: str | Path = sys.executable, **environment: str) -> dict[str, Any]:
-    """Run a new process with ``arguments`` and return what it printed behind the word PROBE."""
+def run_python(*arguments: str, **environment: str) -> dict[str, Any]:
+    """Run a new interpreter with ``arguments`` and return what it printed behind the word PROBE."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "VLLM_"))}
-    done = subprocess.run(
-        [str(python), *arguments],
-        env={**inherited, **environment},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    variables = {**inherited, "PYTHONPATH": str(ROOT), **environment}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("PROBE"))[5:])
 
 
 @pytest.mark.slow
-def test_import_verl_registers_everything_on_cpu() -> None:
+def test_import_verl_registers_everything_on_cpu_and_nothing_elsewhere() -> None:
     assert run_python("-c", PROBE, VERL_PLATFORM="cpu") == {
         "platforms": ["amd", "cpu", "huawei", "nvidia"],
         "rollout": "grail_advantage.verl_cpu.rollout",
         "process_group": "verl.utils.distributed:patches.py",
         "vllm_imported": False,
     }
-
-
-@pytest.mark.slow
-def test_import_verl_registers_nothing_elsewhere() -> None:
     assert run_python("-c", PROBE) == {
         "platforms": ["amd", "huawei", "nvidia"],
         "rollout": "verl.workers.rollout.replica",
         "process_group": "verl.utils.distributed:distributed.py",
         "vllm_imported": False,
     }
-
-
-def run_config(*overrides: str) -> DictConfig:
-    """The configuration of a CPU run."""
-    return compose("cpu_trainer", overrides)
 
 
 BEHAVIOUR = """
@@ -139,7 +123,8 @@ def test_platform_behaves_as_verl_needs(tmp_path: Path) -> None:
     }
 
 
-def _check(config: Any) -> None:
+def _check(*overrides: str) -> None:
+    config = compose("cpu_trainer", overrides)
     check_config(config, config.trainer.v1.trainer_mode)
 
 
@@ -155,23 +140,22 @@ def _check(config: Any) -> None:
 )
 def test_what_the_platform_cannot_do_is_refused(override: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        _check(run_config(override))
+        _check(override)
 
 
 def test_everything_else_is_accepted() -> None:
-    _check(run_config())
-    _check(run_config("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True"))
-    _check(run_config("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True"))
+    _check()
+    _check("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True")
+    _check("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.use_kl_in_reward=True")
     sampler = "trainer.v1.sampler.custom_sampler"
-    _check(run_config("algorithm.filter_groups.enable=True", f"{sampler}.path=null", f"{sampler}.name=null"))
+    _check("algorithm.filter_groups.enable=True", f"{sampler}.path=null", f"{sampler}.name=null")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("embeddings", ["tied", "untied"])
 def test_weights_reach_vllm(tmp_path: Path, embeddings: str) -> None:
     """vLLM's log-probabilities follow the trainer's model through two transfers of several buckets each."""
-    command = ["-m", "tests.verl_cpu.cpu_reload_run", embeddings, str(tmp_path)]
-    seen = run_python(*command, python=forked.python(), **forked.ENVIRONMENT)
+    seen = run_python("-m", "tests.verl_cpu.cpu_reload_run", embeddings, str(tmp_path), **forked.ENVIRONMENT)
     assert seen["bytes"] > 2 * 2**20
     loaded, *updates = seen["rounds"]
     assert loaded["error"] < 1e-4

@@ -1,6 +1,7 @@
-"""The trainer of docs/own_trainer.md, which weighs tokens by another method every two steps; for ``test_methods_run.py``.
+"""The trainer of docs/own_trainer.md, which weighs tokens by another method in each step; for ``test_methods_run.py``.
 
-What it sees of each step goes to ``steps.jsonl`` in the folder ``EVERY_METHOD_FOLDER``.
+It takes the methods of the variable ``EVERY_METHOD_NAMES``. What it sees of each step goes to ``steps.jsonl`` in the folder
+``EVERY_METHOD_FOLDER``.
 """
 
 from __future__ import annotations
@@ -15,19 +16,17 @@ from my_trainer import MyTrainerWithTokenWeights
 from omegaconf import open_dict
 from verl.trainer.ppo.v1 import register_trainer
 
-from grail_advantage.methods import methods
 from grail_advantage.verl_ext.settings import signal_of
-from tests.verl_ext.test_methods_run import STEPS_OF_EACH
 
 
 @register_trainer("grail_every_method")
 class EveryMethodTrainer(MyTrainerWithTokenWeights):
-    """Takes the methods in the order of their names; options come from their sections as in any run."""
+    """Options come from the methods' sections as in any run."""
 
     def on_step_begin(self) -> None:
         """Choose the step's method."""
         super().on_step_begin()
-        name = sorted(methods())[(self.global_steps - 1) // STEPS_OF_EACH]
+        name = os.environ["EVERY_METHOD_NAMES"].split(",")[self.global_steps - 1]
         with open_dict(self.config):
             self.config.algorithm.adv_estimator = name
         self.signal = signal_of(self.config.algorithm)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -21,7 +22,9 @@ import torch
 
 from tests import forked
 
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=300)
+LONGEST = 1800.0
+"""Seconds after which ranks are taken to hang."""
 Results = dict[str, dict[str, Any]]
 
 
@@ -35,30 +38,33 @@ def start_ranks(module: str, folder: Path, world_size: int, *, gpus: bool = Fals
 
     The ranks are joined by gloo on the CPU, or with ``gpus`` by NCCL, each on the GPU of its number.
     """
-    variables = {**forked.ENVIRONMENT, "VERL_PLATFORM": None if gpus else "cpu"}
-    processes = [
-        forked.start(
-            module,
-            *map(str, (rank, world_size, folder)),
-            stdout=folder / f"log{rank}.txt",
-            fork=not gpus,
-            **variables,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        for process in processes:
-            process.wait(900)
-    except subprocess.TimeoutExpired:
-        pytest.fail("the ranks hang\n" + _tails(folder))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    processes = []
+    for rank in range(world_size):
+        arguments, log = list(map(str, (rank, world_size, folder))), folder / f"log{rank}.txt"
+        if gpus:  # verl chooses its platform while it is imported
+            variables = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
+            with log.open("w") as file:
+                command = [sys.executable, "-m", module, *arguments]
+                processes.append(
+                    subprocess.Popen(command, cwd=forked.ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT)
+                )
+        else:
+            processes.append(forked.start(module, *arguments, stdout=log))
+    deadline = time.monotonic() + LONGEST
+    while any(_runs(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    hang = any(_runs(process) for process in processes)
+    for process in processes:
+        process.kill()
     files = [folder / f"result{rank}.pt" for rank in range(world_size)]
-    if not all(file.exists() for file in files):
-        pytest.fail("the ranks did not start\n" + _tails(folder))
-    return [torch.load(file, map_location="cpu") for file in files]
+    if hang or not all(file.exists() for file in files):
+        logs = "\n".join(f"{path.name}: ...{path.read_text()[-3000:]}" for path in sorted(folder.glob("log*.txt")))
+        pytest.fail(f"the ranks {'hang' if hang else 'did not start'}\n{logs}")
+    return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
+
+
+def _runs(process: Any) -> bool:
+    return process.poll() is None if isinstance(process, subprocess.Popen) else process.is_alive()
 
 
 def of_all_ranks(results: list[Results], kind: str, name: str) -> list[Any]:
@@ -68,10 +74,6 @@ def of_all_ranks(results: list[Results], kind: str, name: str) -> list[Any]:
         if isinstance(result, str):
             pytest.fail(result)
     return found
-
-
-def _tails(folder: Path) -> str:
-    return "\n".join(f"{path.name}: ...{path.read_text()[-3000:]}" for path in sorted(folder.glob("log*.txt")))
 
 
 def run_rank(
@@ -111,7 +113,10 @@ def run_rank(
             except Exception:
                 results[kind][name] = traceback.format_exc()
                 print(results[kind][name], flush=True)
+                if world_size > 1:  # the others wait for a counterpart, and fail when this one is gone
+                    torch.save(results, folder / f"result{rank}.pt")
+                    os._exit(1)
             gc.collect()
-            torch.save(results, folder / f"result{rank}.pt")
+    torch.save(results, folder / f"result{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

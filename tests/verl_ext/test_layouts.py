@@ -1,61 +1,186 @@
-"""The trainers' advantages under verl's options, through a real TransferQueue: token weight times verl's advantage."""
+"""The trainers' advantages under verl's options: token weight times verl's advantage, and nothing else differs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from grail_advantage import GrailConfig, compute_token_weights
-from tests import forked
-from tests.core.tiny_models import Rollout, char_tokenizer, make_batch, tiny_model
-from tests.verl_ext import layouts_process as process
-from tests.verl_ext.layouts_process import GROUPS, SCENARIOS, SEVERAL_OUTPUTS, Output
-
-pytestmark = pytest.mark.slow
+from grail_advantage import GrailConfig, find_answer_span
+from tests.core.tiny_models import END_ID, char_tokenizer, encode
+from tests.verl_ext.one_step import Store, Workers, made_up_saliency, make_trainer
 
 Rows = dict[str, dict[str, torch.Tensor]]
+FIELDS = ("advantages", "returns", "response_mask", "loss_mask", "rollout_is_weights", "token_level_rewards")
 
 
-class Measured:
-    """What the other process measured, and its model."""
+@dataclass(frozen=True)
+class Output:
+    """One row: its key is ``{uid}_{session}_{index}``."""
 
-    def __init__(self, model: PreTrainedModel, results: dict[tuple[str, str], Any]) -> None:
-        self.model = model
-        self._results = results
+    uid: str
+    session: int
+    index: int
+    prompt: str
+    response: str
+    reward: float
 
-    def of(self, kind: str, name: str = "") -> Any:
-        """A result; fails with the traceback of an experiment that raised."""
-        result = self._results[kind, name]
-        if isinstance(result, str):
-            pytest.fail(result)
-        return result
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    folder = tmp_path_factory.mktemp("layouts")
-    model = tiny_model(seed=5)
-    model.save_pretrained(folder / "model")
-    done = forked.run("tests.verl_ext.layouts_process", str(folder), timeout=600)
-    assert (folder / "result.pt").exists(), done.stdout[-3000:] + done.stderr[-3000:]
-    return Measured(model, torch.load(folder / "result.pt"))
+    @property
+    def key(self) -> str:
+        return f"{self.uid}_{self.session}_{self.index}"
 
 
-def _scores(model: PreTrainedModel, output: Output) -> tuple[torch.Tensor, Any]:
-    """Scores of all response tokens in one process, and the answer span."""
-    batch = make_batch([Rollout(output.prompt, output.response, -1.0)])
-    plain = compute_token_weights(model, char_tokenizer(), *batch.tensors(), GrailConfig("robust", gate="all"))
-    return plain.scores[0, batch.response_mask[0].bool()], plain.spans[0]
+def _group(uid: str, prompt: str, *answers: tuple[str, float]) -> list[Output]:
+    return [Output(uid, session, 0, prompt, response, reward) for session, (response, reward) in enumerate(answers)]
 
 
-def _expected_weights(model: PreTrainedModel, output: Output, mask_T: torch.Tensor, trains: bool) -> np.ndarray:
+GROUPS = {
+    "a": _group(
+        "a",
+        "Two plus three?",
+        (r"Two and three make \boxed{5}, so five it is.<end>", 1.0),
+        (r"It must be \boxed{4}.<end>", 0.0),
+        (r"I think so: \boxed{6}<end>", 0.0),
+        ("I do not know, boxed{3} or {4}.<end>", 0.0),
+    ),
+    "b": _group(
+        "b",
+        "Half?",
+        (r"\boxed{4} no, it is \boxed{\frac{1}{2}}<end>", 1.0),
+        (r"Clearly \boxed{2}.<end>", 0.0),
+        (r"=\boxed{3}<end>", 0.0),
+        (r"First \boxed{3}, no, \boxed{0.5}<end>", 1.0),
+    ),
+    "c": _group("c", "Three?", *[(rf"Sure, \boxed{{{digit}}}<end>", 0.0) for digit in range(4)]),
+    **{
+        uid: _group(
+            uid, "Four?", (r"Well, \boxed{4}<end>", 1.0), *[(rf"Hm, \boxed{{{digit}}}<end>", 0.0) for digit in range(3)]
+        )
+        for uid in "de"
+    },
+}
+TWO_GROUPS = [*GROUPS["a"], *GROUPS["b"]]
+# Earlier outputs of a session carry the reward of its last one, as verl's agent loop writes them.
+SEVERAL_OUTPUTS = [
+    *TWO_GROUPS,
+    Output("a", 0, 1, "Two plus three? Sure?", r"Yes, \boxed{5}.<end>", 1.0),
+    Output("a", 1, 1, "Two plus three? Sure?", "Let me see.<end>", 0.0),
+    Output("a", 1, 2, "Two plus three? Sure? Yes?", r"Then it is \boxed{4}.<end>", 0.0),
+]
+CORRECTION = "algorithm.rollout_correction"
+TOKENS = [
+    f"{CORRECTION}.rollout_is=token",
+    f"{CORRECTION}.rollout_rs=token_k1",
+    f"{CORRECTION}.rollout_rs_threshold='0.7_1.4'",
+]
+SEQUENCES = [
+    f"{CORRECTION}.rollout_is=sequence",
+    f"{CORRECTION}.rollout_rs=seq_mean_k1",
+    f"{CORRECTION}.rollout_rs_threshold='0.95_1.05'",
+]
+KL = ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Rollouts, the options, and verl's name of the trainer."""
+
+    overrides: list[str] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=lambda: TWO_GROUPS)
+    mode: str = "sync"
+
+
+SCENARIOS = {
+    "plain": Scenario(),
+    "colocate_async": Scenario(mode="colocate_async"),
+    "separate_async": Scenario(mode="separate_async"),
+    "KL in reward": Scenario(KL),
+    "decoupled, tokens": Scenario(TOKENS),
+    "decoupled, sequences": Scenario(SEQUENCES),
+    "bypass": Scenario([f"{CORRECTION}.bypass_mode=True", *TOKENS]),
+    "several outputs": Scenario(outputs=SEVERAL_OUTPUTS),
+    "everything": Scenario([*KL, *TOKENS], SEVERAL_OUTPUTS, "colocate_async"),
+}
+
+
+def put_rollouts(store: Store, outputs: list[Output], multiple: int = 5) -> Any:
+    """Write rollouts into the store as verl's agent loop does, fill up, and add log-probabilities."""
+    generator = torch.Generator().manual_seed(3)
+    rows, tags, log_probs = [], [], []
+    for output in outputs:
+        prompt, response = torch.tensor(encode(output.prompt)), torch.tensor(encode(output.response))
+        length = len(response)
+        old = -2 * torch.rand(length, generator=generator)
+        spread = 0.3 * torch.randn((2, length), generator=generator)
+        log_probs.append({"old_log_probs": old, "ref_log_prob": old + spread[1]})
+        tags.append(
+            {"status": "success", "prompt_len": len(prompt), "response_len": length, "seq_len": len(prompt) + length}
+        )
+        rows.append(
+            {
+                "uid": output.uid,
+                "session_id": output.session,
+                "num_turns": 2,
+                "prompts": prompt,
+                "responses": response,
+                "input_ids": torch.cat([prompt, response]),
+                "attention_mask": torch.ones(len(prompt) + length, dtype=torch.int64),
+                "position_ids": torch.arange(len(prompt) + length),
+                "response_mask": torch.ones(length, dtype=torch.int64),
+                "loss_mask": torch.ones(length, dtype=torch.int64),
+                "rm_scores": torch.zeros(length).index_fill(0, torch.tensor([length - 1]), output.reward),
+                "rollout_log_probs": old + spread[0],
+            }
+        )
+    keys = [output.key for output in outputs]
+    batch = store.kv_batch_put(keys, "train", list_of_dict_to_tensordict(rows), tags)
+    batch = upsample_batch_to_divisible_size(batch, multiple, END_ID)
+    log_probs += [{name: torch.zeros(1) for name in log_probs[0]}] * (len(batch) - len(outputs))
+    store.kv_batch_put(batch.keys, "train", list_of_dict_to_tensordict(log_probs))
+    return batch
+
+
+def _get(store: Store, keys: list[str]) -> Rows:
+    """Every row's fields that an advantage computation reads or writes, by key."""
+    return {key: {name: store.rows[key][name] for name in FIELDS if name in store.rows[key]} for key in keys}
+
+
+def trainer_of(scenario: Scenario, store: Store, estimator: str = "grail", workers: Any = None) -> Any:
+    """The scenario's trainer, with workers that make saliencies up unless others are given."""
+    given = [f"algorithm.adv_estimator={estimator}", "data.train_batch_size=3", "actor_rollout_ref.rollout.n=4"]
+    signal = GrailConfig("robust", gate="all")
+    return make_trainer([*given, *scenario.overrides], signal, workers or Workers(store), mode=scenario.mode)
+
+
+@cache
+def results_of(name: str) -> dict[str, Any]:
+    """Both trainers' results on a scenario's rollouts."""
+    results: dict[str, Any] = {}
+    for kind, estimator in (("verl", "grpo"), ("weighted", "grail")):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            store = Store()
+            store.install(monkeypatch)
+            batch = put_rollouts(store, SCENARIOS[name].outputs)
+            trainer = trainer_of(SCENARIOS[name], store, estimator)
+            metrics: dict[str, Any] = {}
+            batch = trainer._compute_advantage(batch, metrics)
+        padding = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if tag.get("is_padding", False)]
+        results[kind] = {"rows": _get(store, batch.keys), "metrics": metrics, "padding": padding}
+    return results
+
+
+def _expected_weights(output: Output, mask_T: torch.Tensor, trains: bool) -> np.ndarray:
     """Preset ``robust``, in numpy: statistics over the reasoning tokens that train, content at 5, the mass restored."""
     mask = mask_T.numpy().astype(bool)
-    scores_T, span = _scores(model, output)
+    prompt, response = torch.tensor(encode(output.prompt)), torch.tensor(encode(output.response))
+    span = find_answer_span(response, char_tokenizer(), "last")
+    scores_T = made_up_saliency(torch.cat([prompt, response]))[len(prompt) :]
     if span is None or not trains:
         return mask.astype(float)
     index = np.arange(len(mask))
@@ -69,14 +194,14 @@ def _expected_weights(model: PreTrainedModel, output: Output, mask_T: torch.Tens
     return weights * mask.sum() / weights.sum()
 
 
-def _assert_weighted(model: PreTrainedModel, outputs: list[Output], base: Rows, weighted: Rows) -> int:
+def _assert_weighted(outputs: list[Output], base: Rows, weighted: Rows) -> int:
     """Advantages are weight times verl's; returns the number of rows whose weights are not all 1."""
     moved = 0
     for output in outputs:
         advantages = base[output.key]["advantages"].double().numpy()
         mask = base[output.key]["response_mask"]
         trains = bool((advantages != 0).any())
-        expected = _expected_weights(model, output, mask, trains)
+        expected = _expected_weights(output, mask, trains)
         found = weighted[output.key]["advantages"].double().numpy()
         np.testing.assert_allclose(found, expected * advantages, rtol=2e-4, atol=1e-6, err_msg=output.key)
         torch.testing.assert_close(weighted[output.key]["returns"], weighted[output.key]["advantages"], rtol=0, atol=0)
@@ -86,122 +211,101 @@ def _assert_weighted(model: PreTrainedModel, outputs: list[Output], base: Rows, 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 class TestEveryScenario:
-    def test_advantages_are_weight_times_verls(self, measured: Measured, name: str) -> None:
-        result = measured.of("scenario", name)
-        outputs = SCENARIOS[name].outputs
-        assert _assert_weighted(measured.model, outputs, result["verl"]["rows"], result["weighted"]["rows"]) >= 3
-
-    def test_nothing_but_advantages_differs_from_verls(self, measured: Measured, name: str) -> None:
-        result = measured.of("scenario", name)
-        for key in (output.key for output in SCENARIOS[name].outputs):
-            verls, ours = (dict(result[kind]["rows"][key]) for kind in ("verl", "weighted"))
-            for values in (verls, ours):
-                del values["advantages"], values["returns"]
+    def test_advantages_are_weight_times_verls_and_nothing_else_differs(self, name: str) -> None:
+        result, outputs = results_of(name), SCENARIOS[name].outputs
+        verl, weighted = result["verl"], result["weighted"]
+        assert _assert_weighted(outputs, verl["rows"], weighted["rows"]) >= 3
+        for key in (output.key for output in outputs):
+            verls, ours = verl["rows"][key], weighted["rows"][key]
             assert set(verls) == set(ours)
-            for field, values in verls.items():
-                assert torch.equal(values, ours[field]), (key, field)
-        for metric, value in result["verl"]["metrics"].items():
-            assert result["weighted"]["metrics"][metric] == value
-
-    def test_rows_that_fill_up_get_no_advantage(self, measured: Measured, name: str) -> None:
-        result = measured.of("scenario", name)["weighted"]
-        count = len(SCENARIOS[name].outputs)
-        assert len(result["padding"]) == -count % 5 > 0
-        for key in result["padding"]:
-            assert result["rows"][key]["advantages"].tolist() == [0.0]
-        assert all(np.isfinite(value) for value in result["metrics"].values())
+            for column in verls.keys() - {"advantages", "returns"}:
+                assert torch.equal(verls[column], ours[column]), (key, column)
+        assert {metric: weighted["metrics"][metric] for metric in verl["metrics"]} == verl["metrics"]
+        # Rows that fill up get no advantage.
+        assert len(weighted["padding"]) == -len(outputs) % 5 > 0
+        assert all(weighted["rows"][key]["advantages"].tolist() == [0.0] for key in weighted["padding"])
+        assert all(np.isfinite(value) for value in weighted["metrics"].values())
 
 
 class TestOptionsTakeEffect:
     """What the tests above stand on: each option changed something."""
 
-    def _rows(self, measured: Measured, name: str, kind: str = "verl") -> Rows:
-        rows = measured.of("scenario", name)[kind]["rows"]
+    def _rows(self, name: str, kind: str = "verl") -> Rows:
+        rows = results_of(name)[kind]["rows"]
         return {output.key: rows[output.key] for output in SCENARIOS[name].outputs}
 
-    def _rejected(self, measured: Measured, name: str) -> list[torch.Tensor]:
-        rows = self._rows(measured, name, "weighted").values()
+    def _rejected(self, name: str) -> list[torch.Tensor]:
+        rows = self._rows(name, "weighted").values()
         return [row["loss_mask"].bool() & ~row["response_mask"].bool() for row in rows]
 
-    def test_kl_in_reward(self, measured: Measured) -> None:
-        plain, with_kl = (self._rows(measured, name) for name in ("plain", "KL in reward"))
+    def test_kl_in_reward(self) -> None:
+        plain, with_kl = (self._rows(name) for name in ("plain", "KL in reward"))
         for key, row in with_kl.items():
             assert (row["token_level_rewards"] != 0).sum() > 1
             assert not torch.allclose(row["advantages"], plain[key]["advantages"])
 
-    def test_tokens_are_rejected(self, measured: Measured) -> None:
+    def test_corrections_reject_tokens_sequences_and_with_bypass_nothing(self) -> None:
         for name in ("decoupled, tokens", "everything"):
-            rejected = self._rejected(measured, name)
+            rejected = self._rejected(name)
             assert sum(bool(row.any()) and not row.all() for row in rejected) >= 4
-            assert all("rollout_is_weights" in row for row in self._rows(measured, name).values())
-
-    def test_sequences_are_rejected(self, measured: Measured) -> None:
-        rejected = self._rejected(measured, "decoupled, sequences")
+            assert all("rollout_is_weights" in row for row in self._rows(name).values())
+        rejected = self._rejected("decoupled, sequences")
         assert all(row.all() or not row.any() for row in rejected)
         assert 0 < sum(bool(row.all()) for row in rejected) <= len(rejected) - 3
+        assert not any(row.any() for row in self._rejected("bypass"))
+        assert all("rollout_is_weights" not in row for row in self._rows("bypass").values())
 
-    def test_bypass_leaves_rejection_to_the_loss(self, measured: Measured) -> None:
-        assert not any(row.any() for row in self._rejected(measured, "bypass"))
-        assert all("rollout_is_weights" not in row for row in self._rows(measured, "bypass").values())
-
-    def test_a_session_has_one_advantage_whatever_its_outputs(self, measured: Measured) -> None:
+    def test_a_session_has_one_advantage_whatever_its_outputs(self) -> None:
         """Each session counts once in its group, and all its outputs share its advantage before the weights."""
-        rows = self._rows(measured, "several outputs")
+        rows = self._rows("several outputs")
         assert len(SEVERAL_OUTPUTS) > len(SCENARIOS["plain"].outputs)
-        for uid in "ab":
-            rewards = torch.tensor([output.reward for output in GROUPS[uid]])
-            expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-            for output in SEVERAL_OUTPUTS:
-                if output.uid == uid:
-                    advantages = rows[output.key]["advantages"]
-                    assert torch.allclose(advantages, expected[output.session].expand_as(advantages), atol=1e-5)
+        for output in SEVERAL_OUTPUTS:
+            advantages = rows[output.key]["advantages"]
+            expected = _grpo(output.uid)[output.session]
+            assert torch.allclose(advantages, expected.expand_as(advantages), atol=1e-5)
 
 
-class TestGroupFiltering:
-    def test_a_group_without_a_difference_is_replaced(self, measured: Measured) -> None:
-        result = measured.of("filtered groups")
-        uids = {key.split("_")[0] for key in result["rows"]}
-        assert len(uids) == 3 and uids <= set("abde") and uids & set("de")
-        assert result["refills"] == [2]
-        assert result["metrics"]["training/filter_groups/evicted_samples"] == 1
-        assert result["metrics"]["training/filter_groups/discarded_surplus_samples"] == 1
-
-    def test_the_others_get_weighted_advantages(self, measured: Measured) -> None:
-        rows = measured.of("filtered groups")["rows"]
-        base: Rows = {}
-        outputs = [output for group in GROUPS.values() for output in group if output.key in rows]
-        for uid in {output.uid for output in outputs}:
-            rewards = torch.tensor([output.reward for output in GROUPS[uid]])
-            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-            for output, advantage in zip(GROUPS[uid], advantages, strict=True):
-                mask = rows[output.key]["response_mask"]
-                base[output.key] = {"advantages": advantage * mask, "response_mask": mask}
-        assert _assert_weighted(measured.model, outputs, base, rows) >= 8
+def _grpo(uid: str) -> torch.Tensor:
+    """The group's advantages by hand."""
+    rewards = torch.tensor([output.reward for output in GROUPS[uid]])
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-class TestLaterUpdateOfAStep:
-    """``separate_async`` with ``parameter_sync_step`` above 1: the actor has moved, the old log-probabilities have not."""
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+def test_a_group_without_a_difference_is_replaced_and_the_others_are_weighted(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch from verl's replay buffer with group filtering."""
+    store = Store()
+    store.install(monkeypatch)
 
-    def _advantages(self, rows: Rows) -> torch.Tensor:
-        return torch.cat([rows[output.key]["advantages"] for output in process.TWO_GROUPS])
+    def finish(uids: str) -> None:
+        for uid in uids:
+            put_rollouts(store, GROUPS[uid], multiple=1)
+            store.kv_batch_put([uid], "train", tags=[{"is_prompt": True, "status": "finished", "global_steps": 1}])
 
-    def test_weights_are_those_of_the_steps_first_policy(self, measured: Measured, strategy: str) -> None:
-        result = measured.of("later update", strategy)
-        assert result["moved"]
-        first = measured.of("scenario", "separate_async")["weighted"]["rows"]
-        torch.testing.assert_close(
-            self._advantages(result["decoupled"]["rows"]), self._advantages(first), rtol=2e-4, atol=1e-6
-        )
+    sampler = "trainer.v1.sampler.custom_sampler"
+    options = ["algorithm.filter_groups.enable=True", f"{sampler}.path=null", f"{sampler}.name=null"]
+    trainer, refills = trainer_of(Scenario(options, mode=mode), store), []
 
-    def test_bypass_takes_the_policy_as_it_is(self, measured: Measured, strategy: str) -> None:
-        result = measured.of("later update", strategy)
-        assert set(result["bypass"]["calls"]) == {"compute_token_scores"}
-        first = self._advantages(measured.of("scenario", "separate_async")["weighted"]["rows"])
-        assert not torch.allclose(self._advantages(result["bypass"]["rows"]), first, rtol=1e-2)
+    def refill(count: int) -> int:
+        refills.append(count)
+        finish("de"[:count])
+        return count
 
-    def test_the_policy_is_put_back_and_nothing_is_kept(self, measured: Measured, strategy: str) -> None:
-        result = measured.of("later update", strategy)
-        assert result["decoupled"]["policy_is_back"] and result["bypass"]["policy_is_back"]
-        assert result["back after an error"]
-        assert result["kept policies"] == [0]
+    trainer._add_prompts_to_generate = refill
+    buffer = trainer._build_replay_buffer()
+    finish("abc")
+    batch, metrics = buffer.sample(global_steps=1, partition_id="train", batch_size=3)
+    rows = _get(store, trainer._compute_advantage(batch, metrics).keys)
+    uids = {key.split("_")[0] for key in rows}
+    assert len(uids) == 3 and uids <= set("abde") and uids & set("de")
+    assert metrics["training/filter_groups/evicted_samples"] == 1
+    assert mode != "sync" or refills == [2]
+    outputs = [output for group in GROUPS.values() for output in group if output.key in rows]
+    base: Rows = {}
+    for uid in uids:
+        for output, advantage in zip(GROUPS[uid], _grpo(uid), strict=True):
+            mask = rows[output.key]["response_mask"]
+            base[output.key] = {"advantages": advantage * mask, "response_mask": mask}
+    assert _assert_weighted(outputs, base, rows) >= 8

@@ -6,29 +6,23 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls, trainer_base
+from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.trainer.ppo.v1.utils import MetricsAggregator
-from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_tensordict
 
-import recipe.main_grail  # noqa: F401  stores the methods' sections
 from grail_advantage import GrailConfig
-from grail_advantage.model_interface import RowScores
 from grail_advantage.verl_ext import selection, transfer
 from grail_advantage.verl_ext.patches import estimator_named
-from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
+from grail_advantage.verl_ext.shared_forward import SALIENCY_FIELDS
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
-from grail_advantage.verl_ext.wire import build_reply, rows_of
-from tests.core.tiny_models import END_ID, char_tokenizer, encode
+from tests.core.tiny_models import encode
+from tests.verl_ext.one_step import BACKWARD, Store, Workers, make_trainer
 
-CONFIGS = Path(__file__).parents[2] / "recipe" / "config"
 CORRECTION = "algorithm.rollout_correction"
 ROWS = [
     ("a_0_0", "Two?", r"So 2 is \boxed{2}.<end>", 1.0),
@@ -40,64 +34,6 @@ ROWS = [
 ]
 WRONG = {"a_1_0", "a_2_0", "b_1_0"}
 """Rows with an answer that is."""
-BACKWARD = 0.25
-
-
-def _saliency(tokens_S: torch.Tensor) -> torch.Tensor:
-    """A figure of each token and its position."""
-    return 0.1 + ((tokens_S * 31 + torch.arange(len(tokens_S)) * 17) % 11) / 11
-
-
-class Store:
-    """TransferQueue's functions for one batch; counts the fields that are fetched."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
-        self.fetched: Counter[str] = Counter()
-
-    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        present = [name for name in select_fields if all(name in self.rows[key] for key in keys)]
-        self.fetched.update(present)
-        return list_of_dict_to_tensordict([{name: self.rows[key][name] for name in present} for key in keys])
-
-    def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
-        for name, column in fields.items():
-            for key, value in zip(keys, column.unbind(), strict=True):
-                self.rows[key][name] = value.clone()
-        return KVBatchMeta(partition_id=partition_id, keys=keys, tags=[{} for _ in keys])
-
-
-class Workers:
-    """The actor's worker group."""
-
-    def __init__(self, store: Store) -> None:
-        self._dispatch_info = {"actor": [0]}
-        self.store = store
-        self.shared: list[str] = []
-        self.own: list[torch.Tensor] = []
-
-    def compute_log_prob(self, batch: KVBatchMeta) -> KVBatchMeta:
-        for key in batch.keys:
-            row = self.store.rows[key]
-            tokens = torch.cat([row["prompts"], row["responses"]])
-            row["log_probs"] = row["entropy"] = -0.1 * torch.ones(len(tokens))
-            if LEAF in batch.extra_info:
-                start, end = row[TARGET].tolist()
-                asked = end > start
-                self.shared += [key] if asked else []
-                value = _saliency(tokens) if asked else torch.full((len(tokens),), float("nan"))
-                row.update(dict.fromkeys(SALIENCY_FIELDS, value))
-                row[SECONDS] = torch.tensor([BACKWARD if asked else float("nan")])
-        return batch
-
-    def compute_token_scores(self, request: TensorDict) -> TensorDict:
-        signal: GrailConfig = get_non_tensor_data(request, "signal", default=None)
-        found = []
-        for row in rows_of(request):
-            self.own.append(row.tokens_S)
-            values_P = _saliency(row.tokens_S)[row.response_start - 1 :]
-            found.append(RowScores(signal.row_scores(row, values_P, values_P).scores_T, values_P))
-        return build_reply(found)
 
 
 class Step:
@@ -105,30 +41,14 @@ class Step:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, overrides: Sequence[str], cls: type | None = None) -> None:
         self.store = Store()
-        for module in (transfer, trainer_base):
-            monkeypatch.setattr(module, "tq", self.store)
+        self.store.install(monkeypatch)
         self.calls: Counter[str] = Counter()
         self._count(monkeypatch, transfer, "find_answer_spans")
         self._count(monkeypatch, trainer_base, "compute_advantage_for_multi_trajectories")
         monkeypatch.setattr(trainer_base, "calculate_debug_metrics", lambda data: {})
         self._count(monkeypatch, GrailConfig, "select")
-        with initialize_config_dir(str(CONFIGS), version_base=None):
-            config = compose(
-                "cpu_trainer",
-                overrides=["data.max_response_length=64", "actor_rollout_ref.rollout.n=3", *overrides],
-            )
-        cls = cls or get_trainer_cls("grail_sync")
-        self.trainer = trainer = cls.__new__(cls)
-        trainer.config = config
-        trainer.trainer_mode = "sync"
-        trainer.signal = GrailConfig()
-        trainer.tokenizer = char_tokenizer()
-        trainer._end_tokens = {END_ID}
-        trainer._context_length = 1000
-        trainer._model_shares_forward = True
-        trainer.timing_raw = {}
-        trainer.global_steps, trainer.local_trigger_step = 1, 0
-        trainer.actor_rollout_wg = self.workers = Workers(self.store)
+        self.workers = Workers(self.store)
+        self.trainer = make_trainer(["actor_rollout_ref.rollout.n=3", *overrides], GrailConfig(), self.workers, cls=cls)
         for key, prompt, response, reward in ROWS:
             ids = torch.tensor(encode(response))
             ones, last = torch.ones(len(ids), dtype=torch.int64), torch.tensor([len(ids) - 1])
@@ -298,9 +218,15 @@ class TestRewardsThatAreNotFinite:
             patch.setattr("tests.verl_ext.test_one_step.ROWS", kept)
             return Step(patch, overrides).run()
 
-    @pytest.mark.parametrize("normalised", ["true", "false"])
-    @pytest.mark.parametrize("how", ["shared", "alone"])
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+    @pytest.mark.parametrize(
+        ("value", "how", "normalised"),
+        [
+            (math.nan, "shared", "true"),
+            (math.inf, "alone", "true"),
+            (-math.inf, "shared", "false"),
+            (math.nan, "alone", "false"),
+        ],
+    )
     def test_trains_nothing_and_reaches_no_other(
         self, value: float, how: str, normalised: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -52,14 +52,6 @@ def test_another_signature_and_another_source_are_told_apart() -> None:
     assert [line.split(" was ")[0] for line in changed] == ["f: its signature", "f: its source"]
 
 
-def test_a_name_that_is_new_or_gone_is_said() -> None:
-    entry = {"value": "dict"}
-    assert relied_on.differences({"new": entry}, {"gone": entry}) == [
-        "new: not in relied_on.json yet",
-        "gone: nothing relies on it any more",
-    ]
-
-
 def test_an_attribute_that_no_class_has_or_sets_is_an_error_with_its_name() -> None:
     with pytest.raises(LookupError, match=r"Mine reads self\.no_such_thing, which none of PPOTrainer"):
         relied_on._attribute("no_such_thing", [PPOTrainer], "Mine reads self.no_such_thing")

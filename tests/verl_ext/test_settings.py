@@ -13,6 +13,7 @@ from grail_advantage.methods import methods
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext import settings
 
+OURS = {name: of for name, of in methods().items() if of.signal_class.__module__.startswith("grail_advantage.")}
 OBSTACLES = {
     "another signal": ({"adv_estimator": "oar_g"}, "algorithm.adv_estimator=oar_g"),
     "bypass": ({"rollout_correction": {"bypass_mode": True}}, "algorithm.rollout_correction.bypass_mode=True"),
@@ -37,28 +38,22 @@ def _shares(config: DictConfig) -> bool:
     return settings.shares_forward(config, signal)
 
 
-@pytest.mark.parametrize("choice", ["auto", True])
-def test_shares_the_forward_where_nothing_is_in_the_way(choice: str | bool) -> None:
-    assert _shares(_config(choice))
-
-
-def test_is_on_by_default() -> None:
-    assert _shares(_config())
-    assert _shares(_config(rollout_correction=None))
-    assert _shares(_config(token_weights=None))
-
-
-def test_can_be_switched_off() -> None:
+def test_shares_the_forward_where_nothing_is_in_the_way() -> None:
+    """By default, too; and not where it is switched off."""
+    for config in (
+        _config("auto"),
+        _config(True),
+        _config(),
+        _config(rollout_correction=None),
+        _config(token_weights=None),
+    ):
+        assert _shares(config)
     assert not _shares(_config(False))
 
 
 @pytest.mark.parametrize(("algorithm", "setting"), OBSTACLES.values(), ids=OBSTACLES)
-def test_auto_runs_a_pass_of_its_own_where_sharing_is_not_exact(algorithm: dict, setting: str) -> None:
+def test_sharing_that_is_not_exact_is_refused_and_auto_runs_a_pass_of_its_own(algorithm: dict, setting: str) -> None:
     assert not _shares(_config("auto", **algorithm))
-
-
-@pytest.mark.parametrize(("algorithm", "setting"), OBSTACLES.values(), ids=OBSTACLES)
-def test_true_is_refused_where_sharing_is_not_exact(algorithm: dict, setting: str) -> None:
     message = f"algorithm.token_weights.share_forward=True does not work with {setting}: .*; use auto"
     with pytest.raises(ValueError, match=message):
         _shares(_config(True, **algorithm))
@@ -93,7 +88,7 @@ class TestMethod:
         assert settings.signal_of(config.algorithm) == OarConfig("perturbation", variant="grail_port")
 
     def test_every_method_works_without_a_section_and_with_an_empty_one(self) -> None:
-        for name, method in methods().items():
+        for name, method in OURS.items():
             assert settings.signal_of(_config(adv_estimator=name).algorithm).name == name
             assert settings.signal_of(_config(adv_estimator=name, **{method.section: None}).algorithm).name == name
 
@@ -103,10 +98,10 @@ class TestMethod:
 
     def test_sections_of_all_methods(self) -> None:
         sections = settings.algorithm_sections()
-        assert {method.section for method in methods().values()} < set(sections)
+        assert {method.section for method in OURS.values()} < set(sections)
         assert "method" not in sections["oar"]
         config = OmegaConf.create({"algorithm": {"adv_estimator": "grail", **sections}})
-        for name in methods():
+        for name in OURS:
             config.algorithm.adv_estimator = name
             assert settings.signal_of(config.algorithm) == methods()[name].build({})
 

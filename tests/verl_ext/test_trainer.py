@@ -73,21 +73,10 @@ def test_is_registered_with_verl_as_its_synchronous_trainer() -> None:
     assert issubclass(TokenWeightTrainerSync, PPOTrainerSync)
 
 
-@pytest.mark.parametrize(
-    ("generation", "expected"),
-    [
-        (None, {END_ID}),
-        (GenerationConfig(), {END_ID}),
-        (GenerationConfig(eos_token_id=PAD_ID), {END_ID, PAD_ID}),
-        (GenerationConfig(eos_token_id=[END_ID, 3, 4]), {END_ID, 3, 4}),
-    ],
-    ids=["no generation config", "names none", "names one", "names several"],
-)
-def test_end_tokens_are_the_tokenizers_and_the_generation_configs(generation: Any, expected: set[int]) -> None:
-    assert end_token_ids(char_tokenizer(), generation) == expected
-
-
-def test_end_tokens_without_any() -> None:
+def test_end_tokens_are_the_tokenizers_and_the_generation_configs() -> None:
+    for named, expected in ((None, {END_ID}), (PAD_ID, {END_ID, PAD_ID}), ([END_ID, 3, 4], {END_ID, 3, 4})):
+        assert end_token_ids(char_tokenizer(), GenerationConfig(eos_token_id=named)) == expected
+    assert end_token_ids(char_tokenizer(), None) == {END_ID}
     assert end_token_ids(SimpleNamespace(eos_token_id=None), None) == set()
 
 
@@ -106,40 +95,35 @@ def test_a_tokenizer_that_loses_text_ends_the_run_at_its_start(tmp_path: Path) -
 def test_truncated_is_a_response_at_the_limit_without_an_end_token() -> None:
     rollouts = _rollouts(["abc<end>", "abcde<end>", "abcdef", "abcde", "abc", ""])
     assert [len(row) for row in rollouts.responses] == [4, 6, 6, 5, 3, 0]
-    assert _truncated(_trainer(), rollouts).tolist() == [False, False, True, False, False, False]
-
-
-@pytest.mark.parametrize(
-    ("engine", "context", "response", "truncated"),
-    [
-        # prompt_length + response_length = 9, less the prompt of 5
-        ("vllm", 100, "abcd", True),
-        ("vllm", 100, "abc", False),
-        ("sglang", 100, "abc", False),
-        # the context, less the prompt
-        ("vllm", 8, "abc", True),
-        ("vllm", 8, "ab", False),
-        ("vllm", 8, "ab<end>", False),
-        ("trtllm", 8, "abc", True),
-        ("trtllm", 8, "ab", False),
-        # and with SGLang one position less
-        ("sglang", 8, "ab", True),
-        ("sglang", 8, "a", False),
-        ("sglang", 8, "a<end>", False),
-        ("sglang", 9, "abc", True),
-        # no room at all
-        ("sglang", 6, "", True),
-        ("vllm", 5, "a", True),
-    ],
-)
-def test_truncated_by_the_room_that_a_long_prompt_leaves(
-    engine: str, context: int, response: str, truncated: bool
-) -> None:
     trainer = _trainer()
-    trainer._context_length = context
-    trainer.config.actor_rollout_ref.rollout.name = engine
-    rollouts = replace(_rollouts([response]), prompts=[torch.arange(5)])
-    assert _truncated(trainer, rollouts).tolist() == [truncated]
+    assert _truncated(trainer, rollouts).tolist() == [False, False, True, False, False, False]
+    trainer._end_tokens = {END_ID, encode("f")[0]}  # any of them ends a response
+    assert not _truncated(trainer, rollouts).any()
+
+
+ROOM = {
+    "prompt_length + response_length = 9, less the prompt of 5": [
+        ("vllm", 100, "abcd", True),
+        ("sglang", 100, "abc", False),
+    ],
+    "the context, less the prompt": [
+        ("vllm", 8, "abc", True),
+        ("trtllm", 8, "ab", False),
+        ("vllm", 8, "ab<end>", False),
+    ],
+    "with SGLang one position less": [("sglang", 8, "ab", True), ("sglang", 8, "a", False), ("sglang", 9, "abc", True)],
+    "no room at all": [("sglang", 6, "", True), ("vllm", 5, "a", True)],
+}
+
+
+@pytest.mark.parametrize("cases", ROOM.values(), ids=ROOM)
+def test_truncated_by_the_room_that_a_long_prompt_leaves(cases: list[tuple[str, int, str, bool]]) -> None:
+    for engine, context, response, truncated in cases:
+        trainer = _trainer()
+        trainer._context_length = context
+        trainer.config.actor_rollout_ref.rollout.name = engine
+        rollouts = replace(_rollouts([response]), prompts=[torch.arange(5)])
+        assert _truncated(trainer, rollouts).tolist() == [truncated], (engine, context, response)
 
 
 def test_truncated_in_a_later_turn() -> None:
@@ -171,12 +155,6 @@ def test_length_of_the_context(tmp_path: Path, max_model_len: int | None, contex
     assert trainer._context_length == context
     assert trainer._end_tokens == {3, 4, trainer.tokenizer.eos_token_id}
     assert trainer.tokenizer.chat_template == "{{ messages }}"
-
-
-def test_any_end_token_ends_a_response() -> None:
-    trainer = _trainer()
-    trainer._end_tokens = {END_ID, encode("f")[0]}
-    assert _truncated(trainer, _rollouts(["abcdef", "abcdeg"])).tolist() == [False, True]
 
 
 def test_advantage_of_a_row_is_that_of_its_tokens_that_train() -> None:

@@ -1,4 +1,4 @@
-"""A whole verl run of a tiny model: Ray, TransferQueue, FSDP over gloo, and vLLM's CPU build."""
+"""A whole verl run of a tiny model as a user starts it: Ray, TransferQueue, FSDP over gloo, and vLLM's CPU build."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from grail_advantage import Signal, compute_token_weights
 from grail_advantage.token_dump import DumpRow, read_dump
-from tests import forked
 
 ROOT = Path(__file__).parents[2]
 STOCK = """
@@ -145,6 +145,42 @@ class WholeRun:
         return Qwen3ForCausalLM.from_pretrained(self.folder / "model", dtype=torch.float32)
 
 
+def advantages_of_grpo(records: list[dict]) -> list[torch.Tensor]:
+    """GRPO's advantages of a step's rows by hand, from the rewards of ``parity_reward.py``."""
+    groups: dict[str, list[dict]] = {}
+    for record in records:
+        groups.setdefault(record["key"].rsplit("_", 2)[0], []).append(record)
+    advantages = {}
+    for group in groups.values():
+        texts = [tokenizer().decode(record["response_ids"], skip_special_tokens=True) for record in group]
+        rewards = torch.tensor([float(len(text) % 2 == 0) for text in texts])
+        expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        advantages |= dict(zip((record["key"] for record in group), expected, strict=True))
+    return [advantages[record["key"]] for record in records]
+
+
+def plain_weights(run: WholeRun, records: list[dict], signal: Signal, **known: Any) -> list[torch.Tensor]:
+    """Weights of these rows by the initial model in one process, each row on its own padding; ``known`` goes to
+    :func:`grail_advantage.compute_token_weights`."""
+    own = tokenizer()
+    width = max(len(record["prompt_ids"]) + len(record["response_ids"]) for record in records)
+    ids_BL = torch.full((len(records), width), own.pad_token_id)
+    valid_BL, response_BL = torch.zeros_like(ids_BL), torch.zeros_like(ids_BL)
+    for row, record in enumerate(records):
+        start, tokens = len(record["prompt_ids"]), record["prompt_ids"] + record["response_ids"]
+        ids_BL[row, : len(tokens)] = torch.tensor(tokens)
+        valid_BL[row, : len(tokens)] = 1
+        response_BL[row, start : len(tokens)] = torch.tensor(record["mask"])
+    advantages_B = torch.tensor(
+        [0.0 if record["truncated"] else max(record["base_advantages"], key=abs) for record in records]
+    )
+    found = compute_token_weights(run.model, own, ids_BL, valid_BL, response_BL, advantages_B, signal, **known).weights
+    return [
+        found[row, len(record["prompt_ids"]) : len(record["prompt_ids"]) + len(record["response_ids"])]
+        for row, record in enumerate(records)
+    ]
+
+
 def run(folder: Path, overrides: list[str], **settings: Any) -> WholeRun:
     """Train in ``folder``, see :func:`start`; the run must succeed."""
     done = start(folder, overrides, **settings)
@@ -160,7 +196,6 @@ def start(
     stock: bool = False,
     nodes: int = 0,
     wrapper: Sequence[str] = (),
-    python: Path | None = None,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Train in ``folder``, and say how it ended.
@@ -173,8 +208,6 @@ def start(
             otherwise through the recipe's.
         nodes: so many Ray nodes of one rank each, by ``scripts/local_nodes.sh``; 0 for the Ray that verl starts.
         wrapper: words in front of the command.
-        python: what runs every process of the run, this interpreter if None. With ``forked.python()`` they begin with their
-            imports done; not where the run's processes are looked at from outside.
         environment: further variables.
     """
     write_assets(folder, rows)
@@ -183,7 +216,7 @@ def start(
         (folder / "stock.yaml").write_text(STOCK.format(configs=ROOT / "recipe" / "config"))
         entry = ["verl.trainer.main_ppo", f"--config-path={folder}", "--config-name=stock"]
     command = [
-        str(python or sys.executable),
+        sys.executable,
         "-m",
         *entry,
         f"hydra.run.dir={folder / 'hydra'}",
@@ -205,7 +238,6 @@ def start(
         "trainer.save_freq=-1",
         "trainer.logger=[file]",
         f"trainer.default_local_dir={folder / 'checkpoints'}",
-        *([f"+ray_kwargs.ray_init.runtime_env.py_executable={python}"] if python else []),
         *overrides,
     ]
     command = [*wrapper, *command]
@@ -216,7 +248,7 @@ def start(
         "VERL_PLATFORM": "cpu",
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
         "PYTHON": sys.executable,
-        **(forked.ENVIRONMENT if python else {}),
+        "OMP_NUM_THREADS": "1",
         **environment,
     }
     said = [folder / name for name in SAID]

@@ -1,0 +1,360 @@
+"""verl's FSDP engines on the ranks of tests: how they are built, what runs on them, and what must not be left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+REFERENCE = "packed_attention_reference"
+HALF = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How an engine is built; ``model`` and ``adapter`` name folders that the test wrote."""
+
+    model: str = "qwen3"
+    strategy: str = "fsdp2"
+    ranks: int = 2
+    checkpointing: bool = True
+    packed: bool = False
+    adapter: str | None = None
+    activation_offload: bool = False
+    sequence_parallel: int = 1
+    attention: str = "sdpa"
+    kernels: str | None = None
+    """Backend of verl's fused kernels."""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def data_parallel(self) -> int:
+        return self.ranks // self.sequence_parallel
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Rows of a micro-batch, or its most tokens; of inference where those are others."""
+
+    rows: int | None = None
+    budget: int | None = None
+    inference_rows: int | None = None
+    inference_budget: int | None = None
+
+    def set(self, engine: Any) -> None:
+        """Let an engine work with them."""
+        config = engine.engine_config
+        config.use_dynamic_bsz = self.budget is not None
+        config.max_token_len_per_gpu, config.micro_batch_size_per_gpu = self.budget, self.rows
+        config.infer_max_token_len_per_gpu = self.inference_budget or self.budget
+        config.infer_micro_batch_size_per_gpu = self.inference_rows or self.rows
+
+
+@cache
+def _own_forwards() -> dict[type, Callable]:
+    from transformers import LlamaForCausalLM, Qwen3ForCausalLM
+
+    return {model_class: model_class.forward for model_class in (LlamaForCausalLM, Qwen3ForCausalLM)}
+
+
+def build_engine(setup: Setup, folder: Path) -> Any:
+    """verl's engine, built as its ``TrainingWorker`` does."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    if setup.attention == REFERENCE:
+        install_reference()
+    for model_class, forward in _own_forwards().items():
+        model_class.forward = forward  # verl's fused kernels replace it, for every model of the class
+    torch.manual_seed(0)
+    lora = {}
+    if setup.adapter:
+        lora = {"lora_rank": 4, "lora_adapter_path": str(folder / setup.adapter), "lora": {"merge": True}}
+    model_config = HFModelConfig(
+        path=str(folder / setup.model),
+        load_tokenizer=False,
+        override_config={"attn_implementation": setup.attention},
+        enable_gradient_checkpointing=setup.checkpointing,
+        enable_activation_offload=setup.activation_offload,
+        use_remove_padding=setup.packed,
+        use_fused_kernels=setup.kernels is not None,
+        fused_kernel_options={"impl_backend": setup.kernels},
+        **lora,
+    )
+    precision = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    options = {"mixed_precision": precision, "dtype": "float32", **setup.options}
+    options |= {"ulysses_sequence_parallel_size": setup.sequence_parallel}
+    if setup.activation_offload:
+        pageable_activations()
+    engine = EngineRegistry.new(
+        model_type="language_model",
+        backend=setup.strategy,
+        model_config=model_config,
+        engine_config=FSDPEngineConfig(
+            strategy=setup.strategy,
+            use_remove_padding=setup.packed,
+            use_fused_kernels=setup.kernels is not None,
+            use_torch_compile=False,
+            **options,
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
+        checkpoint_config=CheckpointConfig(),
+    )
+    with pageable_parameters():
+        engine.initialize()
+    return engine
+
+
+@contextmanager
+def pageable_parameters() -> Iterator[None]:
+    """Without an accelerator there is no pinned memory, which verl asks FSDP2's CPU offload for."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from verl.workers.engine.fsdp import transformer_impl
+
+    if torch.accelerator.is_available():
+        yield
+        return
+    with patch.object(transformer_impl, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False)):
+        yield
+
+
+@cache
+def pageable_activations() -> None:
+    """Without an accelerator there is no pinned memory, which verl offloads activations to."""
+    from verl.utils.activation_offload import SynchronizedGroupOffloadHandler as Handler
+
+    if not torch.accelerator.is_available():
+        pinning = Handler.offload
+        Handler.offload = staticmethod(lambda tensor, pin_memory=True: pinning(tensor, pin_memory=False))
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    query_length: int,
+    *,
+    position_ids: torch.Tensor,
+    softmax_scale: float,
+    **_: Any,
+) -> torch.Tensor:
+    """Variable-length causal attention over packed rows, which begin where the position is 0; tensors (1, S, heads, dim)."""
+    segment_S = (position_ids[0] == 0).cumsum(0)
+    visible_SS = (segment_S.unsqueeze(1) == segment_S).tril()
+    found = F.scaled_dot_product_attention(
+        *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+        attn_mask=visible_SS,
+        scale=softmax_scale,
+        enable_gqa=True,
+    )
+    return found.transpose(1, 2)
+
+
+def install_reference() -> None:
+    """Put the reference where verl's Ulysses wrapper calls flash attention, which has no CPU build."""
+    from transformers import AttentionInterface
+    from transformers.integrations import flash_attention
+    from verl.models.transformers import monkey_patch
+
+    AttentionInterface.register(REFERENCE, flash_attention.flash_attention_forward)
+    monkey_patch._flash_attention_forward = attend
+
+
+def own_pass(engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request: Any) -> dict[str, list[torch.Tensor]]:
+    """A signal's pass of its own over this rank's prepared rows, by the worker's code; one list entry a row."""
+    from grail_advantage.verl_ext.wire import build_request
+    from grail_advantage.verl_ext.worker import token_scores
+
+    sizes.set(engine)
+    output = token_scores(engine, build_request(rows, signal, **{"temperature": 1.0, **request}))
+    return {name: [row.clone() for row in values.unbind()] for name, values in output.items()}
+
+
+NO_TARGET = (-1, -1)
+SharedRow = tuple[torch.Tensor, int, tuple[int, int]]
+"""Tokens of prompt + response, index of the first response token, and the target's range or ``NO_TARGET``."""
+
+
+def log_probs(
+    worker: Any, rows: list[SharedRow], sizes: Sizes, *, leaf: str | None = None, temperature: float = 1.0
+) -> dict[str, list[torch.Tensor]]:
+    """What ``compute_log_prob`` gives for this rank's rows, with ``leaf`` also their saliency; one list entry a row, nothing
+    where verl collects nothing."""
+    from verl.utils import tensordict_utils as tu
+
+    from grail_advantage.verl_ext.shared_forward import LEAF, TARGET
+    from grail_advantage.verl_ext.wire import nested
+
+    sizes.set(worker.engine)
+    data = tu.get_tensordict(
+        {
+            "input_ids": nested([tokens for tokens, _, _ in rows]),
+            "position_ids": nested([torch.arange(len(tokens)) for tokens, _, _ in rows]),
+            "loss_mask": nested([torch.arange(len(tokens)) >= start for tokens, start, _ in rows]),
+            TARGET: torch.tensor([target for _, _, target in rows]),
+        },
+        non_tensor_dict={"temperature": temperature, "calculate_entropy": True, "compute_loss": False},
+    )
+    if leaf is not None:
+        tu.assign_non_tensor(data, **{LEAF: leaf})
+    output = worker.infer_batch(data)
+    if output is None:
+        return {}
+    names = ("log_probs", "entropy", "saliency", "gradient_norm", "saliency_seconds")
+    return {name: [row.clone() for row in output[name].unbind()] for name in names if name in output}
+
+
+@contextmanager
+def exploding(engine: Any, where: str) -> Iterator[None]:
+    """A block that fails on all ranks, or a model that changes its logits behind its head."""
+
+    def explode(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    def double(_module: Any, _args: Any, output: Any) -> Any:
+        output.logits = output.logits * 2
+        return output
+
+    if where == "block":
+        module = next(m for name, m in engine.module.named_modules() if "layers.2" in name and name.endswith(".mlp"))
+        handle = module.register_forward_pre_hook(explode)
+    else:
+        module = next(m for m in engine.module.modules() if type(m).__name__.endswith("Qwen3ForCausalLM"))
+        handle = module.register_forward_hook(double, prepend=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def hooks(module: torch.nn.Module) -> Counter:
+    """How many hooks each module has, and of which kind."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return Counter(
+        {(name, table): len(getattr(inner, table)) for name, inner in module.named_modules() for table in tables}
+    )
+
+
+def sharding(engine: Any) -> dict[str, list[str]]:
+    """Parameters that this rank uses as a whole, and those of which it holds more than its shard in memory."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    whole, held = [], []
+    if isinstance(engine.module, FSDP):
+        for unit in FSDP.fsdp_modules(engine.module):
+            parameter = unit._flat_param
+            name = next(name for name, module in engine.module.named_modules() if module is unit)
+            if not unit._handle.is_sharded(parameter):
+                whole.append(name)
+            full = getattr(parameter, "_full_param_padded", None)  # None before the first forward
+            if full is not None and full.untyped_storage().size() > 0:
+                held.append(name)
+        return {"whole": whole, "held": held}
+    for module in engine.module.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    if parameter.sharded_state.name != "SHARDED":
+                        whole.append(parameter._param_fqn)
+                    full = getattr(parameter, "_unsharded_param", None)
+                    if full is not None and full.untyped_storage().size() > 0:
+                        held.append(parameter._param_fqn)
+    return {"whole": whole, "held": held}
+
+
+def leftovers(engine: Any, hooks_before: Counter) -> dict[str, Any]:
+    """What a pass must not leave behind."""
+    return {
+        **sharding(engine),
+        "gradients": [name for name, p in engine.module.named_parameters() if p.grad is not None],
+        "hooks": list((hooks(engine.module) - hooks_before).elements()),
+        "training": [name for name, module in engine.module.named_modules() if module.training],
+        "mode": engine.mode,
+        "grad_enabled": torch.is_grad_enabled(),
+    }
+
+
+def train_step(engine: Any, rows: list[tuple]) -> float | None:
+    """One optimiser step of verl's engine on this rank's rows, in two micro-batches.
+
+    Returns the gradient norm where verl gives it out: on the first rank of a sequence-parallel group.
+    """
+    from verl.utils import tensordict_utils as tu
+
+    tokens = [row[0] for row in rows]
+
+    def nested(values: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+    data = tu.get_tensordict(
+        {
+            "input_ids": nested(tokens),
+            "position_ids": nested([torch.arange(len(row)) for row in tokens]),
+            "loss_mask": nested([torch.arange(len(row[0])) >= row[1] for row in rows]),
+        },
+        non_tensor_dict={
+            "temperature": 1.0,
+            "use_remove_padding": engine.engine_config.use_remove_padding,
+            "use_dynamic_bsz": False,
+            "micro_batch_size_per_gpu": len(rows) // 2,
+            "use_fused_kernels": engine.engine_config.use_fused_kernels,
+        },
+    )
+
+    def loss(model_output: dict, data: Any, dp_group: Any) -> tuple[torch.Tensor, dict]:
+        return -model_output["log_probs"].values().sum() / 100, {}
+
+    with engine.train_mode():
+        return engine.train_batch(data, loss)["metrics"].get("grad_norm")
+
+
+def shards(engine: Any) -> list[torch.Tensor]:
+    """This rank's share of every parameter."""
+    parameters = (p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters())
+    return [p.detach().clone() for p in parameters]
+
+
+@contextmanager
+def counted_forwards(module: torch.nn.Module) -> Iterator[Counter]:
+    """Count the forwards of every decoder block, by its attention, which runs again when the block is recomputed."""
+    counts: Counter = Counter()
+    handles = []
+    for name, inner in module.named_modules():
+        if name.endswith("self_attn"):
+            block = next(int(part) for part in name.split(".") if part.isdigit())
+            handles.append(inner.register_forward_pre_hook(lambda *_, block=block: counts.update([block])))
+    try:
+        yield counts
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def training_worker(engine: Any) -> Any:
+    """verl's training worker around an engine, without the process set-up of its constructor."""
+    from verl.utils.device import get_device_name
+
+    from grail_advantage.verl_ext.patches import replace_infer_batch
+    from grail_advantage.verl_ext.shared_forward import infer_batch_with_saliency
+    from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker
+
+    worker = TokenWeightTrainingWorker.__new__(TokenWeightTrainingWorker)
+    worker.engine = engine
+    worker.engine_config = engine.engine_config
+    worker.model_config = engine.model_config
+    worker.device_name = get_device_name()
+    worker.flops_counter = None
+    worker.loss_fn = None
+    replace_infer_batch(engine, infer_batch_with_saliency)
+    return worker

@@ -1,0 +1,307 @@
+"""What the ranks of ``test_passes.py`` and ``test_pass_details.py`` run: rows, passes, and how engines are built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+from grail_advantage import GrailConfig, OarConfig, Signal, find_answer_span
+from grail_advantage.batch import PassRow
+from grail_advantage.methods import method
+from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, tiny_model
+from tests.verl_ext.engines import HALF, NO_TARGET, REFERENCE, Setup, SharedRow, Sizes
+
+LONG = "One and one is two, and two is three, " * 4
+NAMES = (
+    *("text after the box", "several boxes", "empty box", "box at the start", "one token before the box"),
+    *("box at the end", "truncated second box", "right"),
+)
+BATCH = [
+    *(replace(ROLLOUTS[name], advantage=-0.5) for name in NAMES),
+    Rollout("How long can it be?", LONG + r"so \boxed{3}, I would say.<end>", -0.5),
+    Rollout("And this one?", LONG[:90] + r"so \boxed{12}.<end>", -0.5),
+    Rollout("Recite.", rf"So \boxed{{{'one, two, ' * 4}}} it is.", -0.5),
+    Rollout("?", r"\boxed{1}", -0.5),
+]
+"""Twelve rows, which one to four ranks share; the longest is many times the shortest."""
+SHORT = [rollout for rollout in BATCH[:8] if not rollout.response.startswith("\\boxed{7}")]
+"""Rows with reasoning, whose tokens are so few that each can have a counterfactual."""
+GROUPS = (
+    [*(ROLLOUTS[name] for name in ("right", "text after the box", "no box")), Rollout("How long?", LONG, 1.0)],
+    [*(ROLLOUTS[name] for name in ("several boxes", "right, several boxes")), *(ROLLOUTS["empty box"],) * 2],
+)
+"""Whole groups of odd and of even ranks; the last row of the second fills it up, and has no group."""
+TARGETS = {
+    "uneven": {0, 2, 4, 6, 8, 3, 9},
+    "none on one rank": {0, 4, 8},
+    "all on one rank": {1, 3, 5, 7, 9, 11},
+    "all": set(range(len(BATCH))),
+    "none": set(),
+}
+"""Rows of the batch with a target in a shared forward."""
+CHUNK = 8
+"""Far fewer positions than a micro-batch has targets."""
+
+SALIENCY: dict[str, tuple[Signal, float, Sizes]] = {
+    "saliency": (GrailConfig("official"), 1.0, Sizes(rows=1)),
+    "saliency, robust": (GrailConfig("robust", gate="all"), 0.7, Sizes(rows=3)),
+    "saliency, first": (GrailConfig("robust", gate="all", leaf="first"), 1.0, Sizes(budget=260)),
+    "saliency, middle": (GrailConfig("official", leaf="middle"), 1.3, Sizes(rows=3)),
+    "saliency, last": (GrailConfig("official", leaf="last"), 1.0, Sizes(budget=260)),
+}
+GRADIENT: dict[str, tuple[Signal, float, Sizes]] = {
+    "oar_g": (OarConfig(), 1.0, Sizes(rows=1)),
+    "oar_g, joint": (OarConfig(probe="answer_joint", noise_seed=3), 1.0, Sizes(rows=3)),
+    "oar_g, port, last": (OarConfig(variant="grail_port", probe="last"), 1.0, Sizes(budget=260)),
+    "oar_g, port, mean": (OarConfig(variant="grail_port"), 1.0, Sizes(rows=3)),
+}
+PERTURBATION: dict[str, tuple[Signal, float, Sizes]] = {
+    "oar_p": (OarConfig("perturbation"), 1.0, Sizes(rows=5)),
+    "oar_p, port, last": (OarConfig("perturbation", probe="last", variant="grail_port"), 1.0, Sizes(budget=400)),
+    "oar_p, few, joint": (OarConfig("perturbation", probe="answer_joint", max_perturbations=7), 1.0, Sizes(budget=260)),
+}
+INFERENCE: dict[str, tuple[Signal, float, Sizes]] = {
+    "rlsd": (method("rlsd").build({}), 0.7, Sizes(rows=1)),
+    "shear": (method("shear").build({"window": 12, "stride": 5}), 0.7, Sizes(rows=3)),
+    "rlsd, budget": (method("rlsd").build({}), 0.7, Sizes(budget=100)),
+    "shear, budget": (method("shear").build({"window": 12, "stride": 5}), 0.7, Sizes(budget=100)),
+}
+"""A budget of fewer tokens than the longest row has."""
+KINDS = (SALIENCY, GRADIENT, PERTURBATION, INFERENCE)
+OWN = {name: how for kind in KINDS for name, how in kind.items()}
+SHARED: dict[str, tuple[str, float, Sizes]] = {
+    "one row each": ("embeddings", 1.0, Sizes(rows=1)),
+    "rows": ("embeddings", 0.7, Sizes(rows=2, inference_rows=3)),
+    "budget, middle": ("middle", 1.3, Sizes(budget=260, inference_budget=400)),
+}
+
+_OFFLOADED = {"param_offload": True, "optimizer_offload": True}
+_MULTIPLE = {"pad_to_length": True, "pad_to_length_bucket": 64}
+SETUPS = {
+    "fsdp": Setup("qwen3", "fsdp"),
+    "fsdp2": Setup("qwen3", "fsdp2"),
+    "fsdp, tied, no checkpointing": Setup("llama-tied", "fsdp", checkpointing=False),
+    "fsdp2, tied, no checkpointing": Setup("llama-tied", "fsdp2", checkpointing=False),
+    "fsdp, original parameters": Setup("llama", "fsdp", options={"use_orig_params": True}),
+    "fsdp, packed": Setup("llama-tied", "fsdp", packed=True),
+    "fsdp2, packed": Setup("qwen3", "fsdp2", packed=True),
+    "fsdp2, packed to a multiple of 64": Setup("qwen3", "fsdp2", packed=True, options=_MULTIPLE),
+    "fsdp, parameters offloaded": Setup("qwen3", "fsdp", options=_OFFLOADED),
+    "fsdp2, parameters offloaded": Setup("qwen3", "fsdp2", options=_OFFLOADED),
+    "fsdp, unsharded between forward and backward": Setup("qwen3", "fsdp", options={"reshard_after_forward": False}),
+    "fsdp2, unsharded between forward and backward": Setup("qwen3", "fsdp2", options={"reshard_after_forward": False}),
+    "fsdp2, replicas": Setup("qwen3", "fsdp2", options={"fsdp_size": 1}),
+    "fsdp2, activations offloaded": Setup("qwen3", "fsdp2", activation_offload=True),
+    "fsdp, fused kernels": Setup("qwen3", "fsdp", kernels="torch"),
+    "fsdp, tied, packed, fused kernels": Setup("llama-tied", "fsdp", packed=True, kernels="torch"),
+    "fsdp, lora": Setup("qwen3-tied", "fsdp", adapter="adapter"),
+    "fsdp2, lora": Setup("qwen3-tied", "fsdp2", adapter="adapter"),
+    "fsdp, lora on the head": Setup("qwen3", "fsdp", adapter="adapter-head"),
+    "fsdp, lora on the tied head": Setup("qwen3-tied", "fsdp", adapter="adapter-tied-head"),
+    "fsdp2, lora on the tied head": Setup("qwen3-tied", "fsdp2", adapter="adapter-tied-head"),
+    "fsdp, lora on the embeddings": Setup(
+        "qwen3", "fsdp", adapter="adapter-embeddings", options={"use_orig_params": True}
+    ),
+    "fsdp, lora beside whole embeddings and head": Setup(
+        "qwen3", "fsdp", adapter="adapter-saved", options={"use_orig_params": True}
+    ),
+    "fsdp, 2 a sequence": Setup("qwen3", "fsdp", packed=True, sequence_parallel=2, attention=REFERENCE),
+    "fsdp2, tied, 2 a sequence": Setup("llama-tied", "fsdp2", packed=True, sequence_parallel=2, attention=REFERENCE),
+    "fsdp, 3 ranks": Setup("qwen3", "fsdp", ranks=3),
+    "fsdp2, 3 ranks, packed": Setup("qwen3", "fsdp2", ranks=3, packed=True),
+    "fsdp2, 3 ranks, parameters offloaded by FSDP2": Setup("qwen3", "fsdp2", ranks=3, options={"offload_policy": True}),
+    "fsdp2, 4 ranks, groups of two": Setup("qwen3", "fsdp2", ranks=4, options={"fsdp_size": 2}),
+    "fsdp2, 4 ranks, 2 a sequence": Setup("qwen3", ranks=4, packed=True, sequence_parallel=2, attention=REFERENCE),
+    "fsdp, 4 ranks, 4 a sequence": Setup("qwen3", "fsdp", 4, packed=True, sequence_parallel=4, attention=REFERENCE),
+    "fsdp2, 4 ranks, 4 a sequence, packed to a multiple of 64": Setup(
+        "qwen3", ranks=4, packed=True, sequence_parallel=4, attention=REFERENCE, options=_MULTIPLE
+    ),
+}
+ALL_PASSES = ("fsdp", "fsdp2, packed")
+"""Set-ups that run every pass; the others run one of each kind, in turn."""
+
+
+def passes_of(setup: str) -> list[str]:
+    """The passes of their own that a set-up runs."""
+    how, turn = SETUPS[setup], list(SETUPS).index(setup)
+    kinds = [SALIENCY]
+    if how.sequence_parallel == 1:
+        kinds += [INFERENCE] if how.kernels else [GRADIENT, PERTURBATION, INFERENCE]
+    if setup in ALL_PASSES:
+        return [name for kind in kinds for name in kind]
+    # Fused kernels give log-probabilities, which of the two only RLSD asks for.
+    return [list(kind)[(0 if how.kernels and kind is INFERENCE else turn) % len(kind)] for kind in kinds]
+
+
+def shared_of(setup: str) -> list[tuple[str, str]]:
+    """The shared forwards that a set-up runs: micro-batches, and rows with a target."""
+    if setup in ALL_PASSES:
+        spread = ("rows", "budget, middle")
+        return [*((how, "uneven") for how in SHARED), *((how, share) for share in list(TARGETS)[1:] for how in spread)]
+    return [(list(SHARED)[list(SETUPS).index(setup) % len(SHARED)], "uneven")]
+
+
+def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[PassRow]]:
+    """The share of a data-parallel rank for a pass of its own: rollouts, and prepared rows."""
+    signal, _, _ = OWN[name]
+    inference = name in INFERENCE
+    rollouts = list(GROUPS[rank % 2]) if inference else (BATCH if name in SALIENCY else SHORT)[rank::size]
+    if not inference and name not in SALIENCY and len(rollouts) < -(-len(SHORT) // size):
+        rollouts.append(SHORT[4])  # fills up, as the trainer does
+    rows = []
+    for place, rollout in enumerate(rollouts):
+        prompt, response = encode(rollout.prompt), encode(rollout.response)
+        span = find_answer_span(response, char_tokenizer(), signal.span)
+        group = -1 if inference and (rank % 2, place) == (1, 3) else rank
+        row = PassRow(
+            torch.tensor(prompt + response), len(prompt), len(response), span, rollout.advantage, group, place
+        )
+        rows.append(row if inference else signal.prepare_row(row, char_tokenizer()))
+    return rollouts, rows
+
+
+def shared_row(rollout: Rollout) -> SharedRow:
+    """A row with the first box as its target."""
+    prompt, response = encode(rollout.prompt), encode(rollout.response)
+    span = find_answer_span(response, char_tokenizer(), "first")
+    return torch.tensor(prompt + response), len(prompt), (len(prompt) + span.start, len(prompt) + span.end)
+
+
+def shared_rows(share: str, rank: int, size: int) -> list[SharedRow]:
+    """The share of a data-parallel rank for a shared forward."""
+    rows = [(*shared_row(rollout)[:2], shared_row(rollout)[2]) for rollout in BATCH]
+    return [
+        (tokens, start, target if row in TARGETS[share] else NO_TARGET)
+        for row, (tokens, start, target) in list(enumerate(rows))[rank::size]
+    ]
+
+
+def uneven_rows(rank: int) -> list[PassRow]:
+    """Long rows on the first rank, short ones on the other."""
+    texts = [LONG[:90] + r"\boxed{3}", r"=\boxed{6}"]
+    rows = []
+    for place in range(2):
+        prompt, response = encode("How" + "?" * place), encode(texts[rank])
+        span = find_answer_span(response, char_tokenizer(), "first")
+        rows.append(PassRow(torch.tensor(prompt + response), len(prompt), len(response), span, -1.0, 0, place))
+    return rows
+
+
+def trainer_batch(signal: Signal) -> dict[str, Any]:
+    """What the trainer holds of :data:`TRAINER_BATCH` when it comes to scores."""
+    responses = [torch.tensor(encode(rollout.response)) for rollout in TRAINER_BATCH]
+    advantages_B = torch.tensor([rollout.advantage for rollout in TRAINER_BATCH])
+    mask_BT = torch.arange(max(map(len, responses))) < torch.tensor([[len(response)] for response in responses])
+    return {
+        "prompts": [torch.tensor(encode(rollout.prompt)) for rollout in TRAINER_BATCH],
+        "responses": responses,
+        "mask_BT": mask_BT,
+        "advantages_B": advantages_B,
+        "advantages_BT": advantages_B.unsqueeze(1) * mask_BT,
+        "spans": [find_answer_span(response, char_tokenizer(), signal.span) for response in responses],
+    }
+
+
+TRAINER_BATCH = [
+    *(ROLLOUTS[name] for name in ("no box", "right")),
+    *BATCH[:3],
+    replace(BATCH[0], advantage=0.0),
+    *BATCH[3:7],
+]
+"""Seven rows that most methods choose, which neither two nor three ranks divide."""
+NAN_TOKEN = "@"
+NAN_TO = {encode(NAN_TOKEN)[0]: encode("!")[0]}
+WITH_NAN = (
+    [r"It is @ \boxed{2}", r"It is ! \boxed{3}", r"So \boxed{4}"],
+    [r"I take \boxed{4}", r"I take \boxed{5} or", r"\boxed{6} @"],
+)
+MEMORY = {
+    "fsdp": Setup("qwen3", "fsdp"),
+    "fsdp, no checkpointing": Setup("qwen3", "fsdp", checkpointing=False),
+    "fsdp, original parameters": Setup("llama", "fsdp", options={"use_orig_params": True}),
+    "fsdp, lora": Setup("qwen3-tied", "fsdp", adapter="adapter"),
+    "fsdp, activations offloaded": Setup("qwen3", "fsdp", activation_offload=True),
+    "fsdp2": Setup("qwen3", "fsdp2"),
+    "fsdp2, no checkpointing": Setup("qwen3", "fsdp2", checkpointing=False),
+    "fsdp2, activations offloaded": Setup("qwen3", "fsdp2", activation_offload=True),
+}
+HALVED = {
+    "fsdp": Setup("qwen3", "fsdp", options=HALF),
+    "fsdp2": Setup("qwen3", "fsdp2", options=HALF),
+    "fsdp2, bfloat16 parameters": Setup("qwen3", options={**HALF, "model_dtype": "bfloat16"}),
+}
+TRAINER = {
+    "saliency": GrailConfig("robust"),
+    "oar_g": OarConfig(variant="grail_port"),
+    "oar_p": OarConfig("perturbation"),
+}
+UNBUILT = {
+    "adapter-head": Setup("qwen3", adapter="adapter-head"),
+    "adapter-embeddings": Setup("qwen3", adapter="adapter-embeddings"),
+    "adapter-saved": Setup("qwen3", adapter="adapter-saved"),
+}
+"""What verl cannot shard, and the start-up checks refuse."""
+PLAIN = {name: SETUPS[name] for name in ("fsdp", "fsdp2")}
+KERNELS = {
+    f"{kernels}{', packed' if packed else ''}": Setup("wide", "fsdp", 1, packed=packed, kernels=kernels)
+    for kernels in ("torch", "triton")
+    for packed in (False, True)
+}
+FLASH = {
+    "fsdp, 1 GPU": Setup("qwen3", "fsdp", 1, packed=True, attention=REFERENCE, options=HALF),
+    "fsdp2, 1 GPU": Setup("qwen3", "fsdp2", 1, packed=True, attention=REFERENCE, options=HALF),
+    "fsdp, 2 GPUs, 2 a sequence": Setup(
+        "qwen3", "fsdp", packed=True, sequence_parallel=2, attention=REFERENCE, options=HALF
+    ),
+    "fsdp2, 2 GPUs, 2 a sequence": Setup(
+        "qwen3", "fsdp2", packed=True, sequence_parallel=2, attention=REFERENCE, options=HALF
+    ),
+    "fsdp2, 2 GPUs": Setup("qwen3", "fsdp2", packed=True, attention=REFERENCE, options=HALF),
+}
+
+_DROPOUT = {"attention_dropout": 0.5}
+MODELS = {
+    "qwen3": {"family": "qwen3", **_DROPOUT},
+    "qwen3-tied": {"family": "qwen3", "tied": True, **_DROPOUT},
+    "llama": {"family": "llama", **_DROPOUT},
+    "llama-tied": {"family": "llama", "tied": True, **_DROPOUT},
+    "wide": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1},
+}
+"""With dropout in training, so that a pass that forgets to switch it off, or draws random numbers, is seen."""
+ADAPTERS = {
+    "adapter": ("qwen3-tied", {"target_modules": "all-linear"}),
+    "adapter-head": ("qwen3", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
+    "adapter-tied-head": ("qwen3-tied", {"target_modules": ["q_proj", "down_proj", "lm_head"]}),
+    "adapter-embeddings": ("qwen3", {"target_modules": ["q_proj", "embed_tokens"]}),
+    "adapter-saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+}
+"""LoRA adapters by name: the model that they belong to and what they adapt."""
+
+
+def write_models(folder: Path) -> dict[str, PreTrainedModel]:
+    """Write the models that the ranks load, and return them."""
+    models = {}
+    for seed, (name, options) in enumerate(MODELS.items()):
+        models[name] = tiny_model(seed=seed, **options)
+        models[name].save_pretrained(folder / name)
+    broken = tiny_model(seed=0)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[encode(NAN_TOKEN)] = torch.nan
+    broken.save_pretrained(folder / "qwen3-nan")
+    for name, (base, options) in ADAPTERS.items():
+        seed = list(MODELS).index(base)
+        torch.manual_seed(0)
+        adapted = get_peft_model(
+            tiny_model(seed=seed, **MODELS[base]), LoraConfig(task_type="CAUSAL_LM", r=4, **options)
+        )
+        for path, parameter in adapted.named_parameters():
+            if "lora_B" in path or "lora_embedding_A" in path:  # zeros when new, which would leave the model as it was
+                torch.nn.init.normal_(parameter, std=0.3)
+        adapted.save_pretrained(folder / name)
+        models[name] = PeftModel.from_pretrained(tiny_model(seed=seed, **MODELS[base]), folder / name).eval()
+    return models
