@@ -1,31 +1,27 @@
-"""Conversion of a source's rows into rows of verl's RLHF schema."""
+"""Conversion of one row of a source into a row of verl's RLHF schema, and the choice of a subset."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-import pyarrow as pa
+from datasets import Features, List, Value
 
 from recipe.data.prompts import user_messages, without_suffix
-from recipe.data.sources import BadRow, Row, Source
-from recipe.data.specs import Columns, DatasetSpec, GoldReader
+from recipe.data.specs import Columns, DatasetSpec
 from recipe.reward import gold_text, last_boxed
 
 SUBSET_SEED = 42
+_TEXT = Value("string")
 
-SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-        (
-            "extra_info",
-            pa.struct([("split", pa.string()), ("index", pa.int64()), ("problem", pa.string()), ("id", pa.string())]),
-        ),
-    ]
+FEATURES = Features(
+    {
+        "data_source": _TEXT,
+        "prompt": List({"role": _TEXT, "content": _TEXT}),
+        "ability": _TEXT,
+        "reward_model": {"style": _TEXT, "ground_truth": _TEXT},
+        "extra_info": {"split": _TEXT, "index": Value("int64"), "problem": _TEXT, "id": _TEXT},
+    }
 )
 """Columns that ``verl.utils.dataset.RLHFDataset`` and its reward functions read.
 
@@ -34,51 +30,58 @@ from 0, ``problem`` is the problem without the prompt's suffix, ``id`` names the
 """
 
 
-class FieldError(ValueError):
-    """A field of one row cannot be used."""
+class BadRow(ValueError):
+    """A row that cannot be used. ``reason`` is the same for all rows of a kind, so that they can be counted."""
 
-    def __init__(self, field: str, reason: str, detail: str = "") -> None:
-        super().__init__(f"field {field!r}: {reason}{f' ({detail})' if detail else ''}")
-        self.field = field
+    def __init__(self, reason: str, detail: str = "", field: str | None = None) -> None:
+        super().__init__(f"{f'field {field!r}: ' if field else ''}{reason}{f' ({detail})' if detail else ''}")
         self.reason = reason
-        self.detail = detail
 
 
-def choose_columns(spec: DatasetSpec, source: Source) -> Columns:
-    """Return the first of the dataset's column layouts that the source has.
+def convert(spec: DatasetSpec, columns: Columns, row: dict[str, Any]) -> dict[str, Any] | None:
+    """Turn a row into one of :data:`FEATURES` whose index is 0 still; None if it belongs to another task.
 
     Raises:
-        ValueError: the source has none of them.
+        BadRow: a field is missing or cannot be used.
     """
-    available = source.columns()
-    for columns in spec.layouts:
-        if columns.problem in available and columns.gold in available:
-            return columns
-    known = "; ".join(str(columns) for columns in spec.layouts)
-    raise ValueError(
-        f"{spec.name}: {source} lacks the problem or the answer column: looked for {known}; it has "
-        f"{', '.join(map(repr, available)) or 'no readable row'}; "
-        f"name the right ones with --columns {spec.name}=PROBLEM,ANSWER"
-    )
+    if any(row.get(field) not in (None, value) for field, value in spec.required_values.items()):
+        return None
+    problem = read_problem(row, columns.problem)
+    if context := spec.context_column and row.get(spec.context_column):
+        problem = f"{str(context).strip()}\n{problem}"
+    gold = read_gold(row, columns.gold, columns.reader)
+    for text, field in ((problem, columns.problem), (gold, columns.gold)):
+        try:
+            text.encode()  # JSON's escapes allow lone surrogates, which parquet has no room for
+        except UnicodeEncodeError as error:
+            raise BadRow("not valid Unicode", str(error), field) from None
+    identity = "/".join(str(row[name]) for name in spec.id_columns if row.get(name) is not None)
+    identity = identity.encode("utf-8", errors="replace").decode()
+    return {
+        "data_source": spec.name,
+        "prompt": user_messages(problem),
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": gold},
+        "extra_info": {"split": spec.split, "index": 0, "problem": problem, "id": identity},
+    }
 
 
 def read_problem(row: dict[str, Any], field: str) -> str:
     """Return the problem's text: the field itself, or the content of the one user message that it holds."""
     value = _present(row, field)
     if isinstance(value, list):
-        if len(value) != 1 or not isinstance(value[0], dict) or value[0].get("role") != "user":
-            roles = [message.get("role") if isinstance(message, dict) else message for message in value]
-            raise FieldError(field, "not a single user message", f"roles {roles}")
+        roles = [message.get("role") if isinstance(message, dict) else message for message in value]
+        if roles != ["user"] or not isinstance(value[0], dict):
+            raise BadRow("not a single user message", f"roles {roles}", field)
         value = value[0].get("content")
     if value is not None and not isinstance(value, str):
-        raise FieldError(field, "neither text nor chat messages", type(value).__name__)
-    problem = without_suffix(value or "")
-    if not problem:
-        raise FieldError(field, "empty problem")
+        raise BadRow("neither text nor chat messages", type(value).__name__, field)
+    if not (problem := without_suffix(value or "")):
+        raise BadRow("empty problem", field=field)
     return problem
 
 
-def read_gold(row: dict[str, Any], field: str, reader: GoldReader) -> str:
+def read_gold(row: dict[str, Any], field: str, reader: str) -> str:
     """Return the gold answer as text, read as :mod:`recipe.reward` reads it: of a list all entries, joined with commas.
 
     A whole float loses its fraction (``27.0`` becomes ``27``); otherwise one answer keeps the notation of its source.
@@ -86,88 +89,30 @@ def read_gold(row: dict[str, Any], field: str, reader: GoldReader) -> str:
     value = _present(row, field)
     if reader != "plain":
         if not isinstance(value, str):
-            raise FieldError(field, "answer is not text", type(value).__name__)
+            raise BadRow("answer is not text", type(value).__name__, field)
         if reader == "boxed":
             answer, wanted = last_boxed(value), r"complete \boxed{...}"
         else:
             _, marker, after = value.rpartition("####")
             answer, wanted = (after if marker else None), "#### in front of an answer"
         if answer is None:
-            raise FieldError(field, f"no {wanted}")
+            raise BadRow(f"no {wanted}", field=field)
         value = answer
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
-        raise FieldError(field, "empty answer")
+        raise BadRow("empty answer", field=field)
     try:
         return gold_text(value).strip()
     except ValueError as error:
-        raise FieldError(field, "unusable answer", str(error)) from None
-
-
-def convert_rows(
-    spec: DatasetSpec, columns: Columns, rows: Iterable[Row], source: Source
-) -> tuple[list[dict[str, Any]], list[BadRow], int]:
-    """Turn source rows into rows of :data:`SCHEMA`, in the source's order or, for a subset, in the order of its ranking.
-
-    Returns:
-        The rows; the rows that cannot be used; the number of rows that belong to another task.
-    """
-    problems: list[tuple[str, str, str]] = []
-    bad: list[BadRow] = []
-    other_task = 0
-    for number, row in rows:
-        if any(row.get(field) not in (None, value) for field, value in spec.required_values.items()):
-            other_task += 1
-            continue
-        try:
-            problem = read_problem(row, columns.problem)
-            context = row.get(spec.context_column) if spec.context_column else None
-            if context:
-                problem = f"{str(context).strip()}\n{problem}"
-            gold = read_gold(row, columns.gold, columns.reader)
-            _check_unicode(problem, columns.problem)
-            _check_unicode(gold, columns.gold)
-        except FieldError as error:
-            bad.append(BadRow(str(source), f"{source.unit} {number}", error.field, error.reason, error.detail))
-            continue
-        identity = "/".join(str(row[name]) for name in spec.id_columns if row.get(name) is not None)
-        problems.append((problem, gold, identity.encode("utf-8", errors="replace").decode()))
-
-    if spec.subset is not None:
-        problems = select_subset(problems, spec.subset)
-    return [_verl_row(spec, index, *problem) for index, problem in enumerate(problems)], bad, other_task
-
-
-def select_subset(problems: Sequence[tuple[str, ...]], size: int) -> list[tuple[str, ...]]:
-    """Return the ``size`` entries whose first field (the problem) has the smallest SHA-256 with the seed, in that order.
-
-    The same entries in any order give the same list. A ``size`` beyond the number of entries gives all of them.
-    """
-
-    def rank(entry: tuple[str, ...]) -> tuple[str, ...]:
-        return hashlib.sha256(f"{SUBSET_SEED}\n{entry[0]}".encode()).hexdigest(), *entry
-
-    return sorted(problems, key=rank)[:size]
-
-
-def _verl_row(spec: DatasetSpec, index: int, problem: str, gold: str, identity: str) -> dict[str, Any]:
-    return {
-        "data_source": spec.name,
-        "prompt": user_messages(problem),
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": gold},
-        "extra_info": {"split": spec.split, "index": index, "problem": problem, "id": identity},
-    }
+        raise BadRow("unusable answer", str(error), field) from None
 
 
 def _present(row: dict[str, Any], field: str) -> Any:
     if field not in row:
-        raise FieldError(field, "missing", f"the row has {', '.join(map(repr, row)) or 'no field'}")
+        raise BadRow("missing", f"the row has {', '.join(map(repr, row)) or 'no field'}", field)
     return row[field]
 
 
-def _check_unicode(text: str, field: str) -> None:
-    """Refuse the lone surrogates that JSON's escapes allow: parquet has no room for them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise FieldError(field, "not valid Unicode", str(error)) from None
+def subset_rank(row: dict[str, Any]) -> tuple[str, ...]:
+    """The place of a row of :data:`FEATURES` in its dataset's order: by hash of seed and problem, whatever the source's."""
+    problem, gold = row["extra_info"]["problem"], row["reward_model"]["ground_truth"]
+    return hashlib.sha256(f"{SUBSET_SEED}\n{problem}".encode()).hexdigest(), problem, gold, row["extra_info"]["id"]

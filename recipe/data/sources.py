@@ -2,166 +2,87 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Collection
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple
 
-from tqdm import tqdm
+import datasets
+from datasets.features.features import require_decoding
 
-from recipe.data.specs import SPECS, HubLocation
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-
-Row = tuple[int, dict[str, Any]]
-"""A row's 1-based number in its source, and its fields."""
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be used. ``reason`` is the same for all rows of a kind, so that they can be counted."""
-
-    source: str
-    place: str
-    field: str | None
-    reason: str
-    detail: str = ""
-
-    def __str__(self) -> str:
-        field = f"field {self.field!r}: " if self.field else ""
-        return f"{self.source}, {self.place}: {field}{self.reason}{f' ({self.detail})' if self.detail else ''}"
+from recipe.data.convert import BadRow
+from recipe.data.specs import DatasetSpec
 
 
 class MissingSourceError(ValueError):
     """A dataset's local file is not there."""
 
 
-class Source(Protocol):
+class Source(NamedTuple):
     """A source of rows."""
 
+    name: str
     unit: str
-    """The unit of row numbers in messages: ``line`` or ``row``."""
-
-    def __str__(self) -> str: ...
-
-    def columns(self) -> list[str]:
-        """Every field that at least one row has, in order of appearance."""
-
-    def rows(self, wanted: Collection[str]) -> tuple[list[Row], list[BadRow]]:
-        """Return the readable rows, with at least the ``wanted`` fields they have, and the unreadable ones."""
-
-    def digest(self, wanted: Collection[str]) -> str:
-        """SHA-256 of the source's content, or of its ``wanted`` columns alone."""
+    """``line`` or ``row``: the unit of row numbers in messages."""
+    columns: Collection[str]
+    rows: Iterable[tuple[int, dict[str, Any] | BadRow]]
+    """Number and fields of every row, or the reason why a line is no row."""
 
 
-class LocalFile:
-    """A JSONL file: one JSON object a line, UTF-8, blank lines ignored."""
+def read_jsonl(path: Path) -> Source:
+    """One JSON object a line, UTF-8, blank lines ignored.
 
-    unit = "line"
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    @cached_property
-    def _content(self) -> bytes:
-        return self.path.read_bytes()
-
-    @cached_property
-    def _parsed(self) -> tuple[list[Row], list[BadRow]]:
-        rows: list[Row] = []
-        bad: list[BadRow] = []
-        lines = self._content.split(b"\n")
-        for number, line in enumerate(tqdm(lines, desc=f"reading {self.path.name}", unit=" lines", leave=False), 1):
-            if not line.strip():
-                continue
+    ``load_dataset("json")`` refuses the whole file for one broken line, and makes dates of answers that look like them.
+    """
+    rows: list[tuple[int, dict[str, Any] | BadRow]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if line.strip():
             try:
-                value = json.loads(line.decode("utf-8"))
+                row = json.loads(line.decode("utf-8"))
+                rows.append((number, row if isinstance(row, dict) else BadRow("not a JSON object", type(row).__name__)))
             except (ValueError, RecursionError) as error:
-                bad.append(BadRow(str(self), f"line {number}", None, "not valid JSON", str(error)))
-                continue
-            if isinstance(value, dict):
-                rows.append((number, value))
-            else:
-                bad.append(BadRow(str(self), f"line {number}", None, "not a JSON object", type(value).__name__))
-        return rows, bad
-
-    def columns(self) -> list[str]:
-        return list(dict.fromkeys(name for _, row in self._parsed[0] for name in row))
-
-    def rows(self, wanted: Collection[str]) -> tuple[list[Row], list[BadRow]]:
-        return self._parsed
-
-    def digest(self, wanted: Collection[str]) -> str:
-        return hashlib.sha256(self._content).hexdigest()
+                rows.append((number, BadRow("not valid JSON", str(error))))
+    return Source(
+        str(path), "line", dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row), rows
+    )
 
 
-class HubDataset:
-    """A split of a dataset on the hub, downloaded (or taken from the hub's cache) by ``datasets.load_dataset``."""
-
-    unit = "row"
-
-    def __init__(self, name: str, location: HubLocation) -> None:
-        self.name = name
-        self.location = location
-
-    def __str__(self) -> str:
-        return f"hub dataset {self.location}"
-
-    @cached_property
-    def _dataset(self) -> Dataset:
-        import datasets
-
-        location = self.location
-        try:
-            return datasets.load_dataset(location.dataset_id, location.config, split=location.split)
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise ValueError(
-                f"{self.name}: cannot load {self} ({type(error).__name__}: {error}); check the network and the id, or "
-                f"give another one with --hub-id {self.name}=ORG/DATASET[:CONFIG[:SPLIT]], or put {self.name}.jsonl in "
-                "a folder and name that with --local-dir"
-            ) from error
-
-    def columns(self) -> list[str]:
-        return list(self._dataset.column_names)
-
-    def rows(self, wanted: Collection[str]) -> tuple[list[Row], list[BadRow]]:
-        # Only the columns that are read: some copies carry pictures, which would all be decoded.
-        chosen = self._dataset.select_columns([name for name in self.columns() if name in wanted])
-        return list(enumerate(chosen, 1)), []
-
-    def digest(self, wanted: Collection[str]) -> str:
-        digest = hashlib.sha256()
-        for row in self.rows(wanted)[0]:
-            digest.update(json.dumps(row, default=str).encode())
-        return digest.hexdigest()
+def load_hub(spec: DatasetSpec, place: str) -> Source:
+    """A split of a dataset on the hub (``ORG/DATASET[:CONFIG[:SPLIT]]``), downloaded or taken from the hub's cache."""
+    dataset_id, config, split, *_ = [*place.split(":"), "", ""]
+    split = split or spec.hub.partition("::")[2] or spec.split
+    name = f"hub dataset {dataset_id}{f':{config}' if config else ''}[{split}]"
+    try:
+        rows = datasets.load_dataset(dataset_id, config or None, split=split)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"{spec.name}: cannot load {name} ({type(error).__name__}: {error}); check the network and the id, or give another "
+            f"one with --hub-id {spec.name}=ORG/DATASET[:CONFIG[:SPLIT]], or put {spec.name}.jsonl in a folder and name that "
+            "with --local-dir"
+        ) from error
+    # Pictures, which some copies carry, would all be decoded.
+    pictures = [column for column, feature in rows.features.items() if require_decoding(feature)]
+    return Source(name, "row", rows.column_names, enumerate(rows.remove_columns(pictures), 1))
 
 
-def find_local_file(name: str, folder: Path) -> LocalFile:
+def find_local_file(spec: DatasetSpec, folder: Path) -> Path:
     """Find ``NAME.jsonl`` or the one ``NAME_*.jsonl`` in ``folder``.
 
     Raises:
         MissingSourceError: there is no such file.
         ValueError: several files match ``NAME_*.jsonl``.
     """
+    name = spec.name
     exact = folder / f"{name}.jsonl"
-    if exact.is_file():
-        return LocalFile(exact)
-    candidates = sorted(path for path in folder.glob(f"{name}_*.jsonl") if path.is_file())
-    if not candidates:
+    found = [exact] if exact.is_file() else sorted(path for path in folder.glob(f"{name}_*.jsonl") if path.is_file())
+    if not found:
         raise MissingSourceError(
-            f"{name}: no {name}.jsonl or {name}_*.jsonl in --local-dir {folder}; "
-            f"--hub-id {name}={SPECS[name].hub.dataset_id} reads it from the hub"
+            f"{name}: no {name}.jsonl or {name}_*.jsonl in --local-dir {folder}; --hub-id {name}={spec.hub} reads it from the "
+            "hub"
         )
-    if len(candidates) > 1:
+    if len(found) > 1:
         raise ValueError(
-            f"{name}: --local-dir {folder} has several files for it: {', '.join(path.name for path in candidates)}; "
+            f"{name}: --local-dir {folder} has several files for it: {', '.join(path.name for path in found)}; "
             f"rename the one to use to {name}.jsonl"
         )
-    return LocalFile(candidates[0])
+    return found[0]

@@ -1,8 +1,6 @@
 """The datasets: the place of each, its columns of problem and gold answer, and its size.
 
-Everything specific to one dataset is in :data:`SPECS`. Hub id, config and split can be overridden with ``--hub-id``, the
-columns with ``--columns``. A dataset lists every column layout that its known copies use; the first one that the source
-has is taken.
+A dataset lists every column layout that its known copies use; the first one that the source has is taken.
 
 The published evaluation uses 200 problems of College-Math and of OlympiadBench but does not say which. This project takes
 the 200 with the smallest SHA-256 of seed and problem text, so the choice depends neither on row order nor on a library's
@@ -14,38 +12,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
-GoldReader = Literal["plain", "boxed", "hashes"]
-GOLD_READERS: tuple[str, ...] = get_args(GoldReader)
+GOLD_READERS = ("plain", "boxed", "hashes")
+"""``plain``: the column's value. ``boxed``: the last complete box in its text. ``hashes``: the text after ``####``."""
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns of the problem and of the gold answer, and the way to read the answer from its column.
-
-    ``plain``: the value itself. ``boxed``: the last complete box in the text. ``hashes``: the text after ``####``.
-    A problem column may hold text or chat messages.
-    """
+class Columns(NamedTuple):
+    """The columns of the problem (text or chat messages) and of the gold answer, and one of :data:`GOLD_READERS`."""
 
     problem: str
     gold: str
-    reader: GoldReader = "plain"
-
-    def __str__(self) -> str:
-        return f"{self.problem!r} and {self.gold!r}"
-
-
-@dataclass(frozen=True)
-class HubLocation:
-    """A split of a dataset on the Hugging Face hub."""
-
-    dataset_id: str
-    split: str
-    config: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.dataset_id}{f':{self.config}' if self.config else ''}[{self.split}]"
+    reader: str = "plain"
 
 
 @dataclass(frozen=True)
@@ -53,10 +31,10 @@ class DatasetSpec:
     """One dataset. ``name`` is also the file stem looked for locally, the output's stem and the ``data_source`` value."""
 
     name: str
-    hub: HubLocation
+    hub: str
+    """``ORG/DATASET:CONFIG:SPLIT``; config and split may be left out."""
     layouts: tuple[Columns, ...]
     published_rows: int
-    """Rows of the whole set, for the note in the summary when a source has another number."""
     split: Literal["train", "test"] = "test"
     subset: int | None = None
     """Problems kept, chosen by hash; all of them if None or if the source has fewer."""
@@ -64,79 +42,47 @@ class DatasetSpec:
     """Columns whose values, joined by ``/``, name a row in its source."""
     context_column: str | None = None
     """Text that belongs in front of the problem, where a row has one."""
-    required_values: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    required_values: Mapping[str, str] = field(default_factory=dict)
     """Rows with another value in one of these columns belong to another task; a source without the column passes."""
 
-    def source_columns(self, columns: Columns) -> set[str]:
-        """Every column of the source that the conversion reads."""
-        context = {self.context_column} if self.context_column else set()
-        return {columns.problem, columns.gold, *self.id_columns, *self.required_values, *context}
 
+_PROBLEM, _QUESTION = Columns("problem", "answer"), Columns("question", "answer")
 
-_PROBLEM_ANSWER = Columns("problem", "answer")
-_QUESTION_ANSWER = Columns("question", "answer")
+_BOXED = Columns("problem", "solution", "boxed")
+# Copies of the whole OlympiadBench also hold physics, Chinese, pictures and proofs.
+_OLYMPIAD = {"subject": "Math", "language": "English", "modality": "Text-only", "question_type": "Open-ended"}
 
 _ALL_SPECS = (
+    DatasetSpec("math500", "HuggingFaceH4/MATH-500", (_PROBLEM, _QUESTION), 500, id_columns=("unique_id",)),
+    DatasetSpec("aime24", "HuggingFaceH4/aime_2024::train", (_PROBLEM, _QUESTION, _BOXED), 30),
+    DatasetSpec("amc23", "math-ai/amc23", (_PROBLEM, _QUESTION), 40),
     DatasetSpec(
-        name="deepmath",
-        hub=HubLocation("trl-lib/DeepMath-103K", "train"),
-        layouts=(Columns("prompt", "solution"), Columns("question", "final_answer")),
-        published_rows=97_870,
-        split="train",
+        "minerva_math", "svc-huggingface/minerva-math", (_BOXED, _QUESTION, _PROBLEM), 272, id_columns=("idx",)
     ),
     DatasetSpec(
-        name="math500",
-        hub=HubLocation("HuggingFaceH4/MATH-500", "test"),
-        layouts=(_PROBLEM_ANSWER, _QUESTION_ANSWER),
-        published_rows=500,
-        id_columns=("unique_id",),
-    ),
-    DatasetSpec(
-        name="aime24",
-        hub=HubLocation("HuggingFaceH4/aime_2024", "train"),
-        layouts=(_PROBLEM_ANSWER, _QUESTION_ANSWER, Columns("problem", "solution", "boxed")),
-        published_rows=30,
-    ),
-    DatasetSpec(
-        name="amc23",
-        hub=HubLocation("math-ai/amc23", "test"),
-        layouts=(_PROBLEM_ANSWER, _QUESTION_ANSWER),
-        published_rows=40,
-    ),
-    DatasetSpec(
-        name="minerva_math",
-        hub=HubLocation("svc-huggingface/minerva-math", "test"),
-        layouts=(Columns("problem", "solution", "boxed"), _QUESTION_ANSWER, _PROBLEM_ANSWER),
-        published_rows=272,
-        id_columns=("idx",),
-    ),
-    DatasetSpec(
-        name="college_math",
-        hub=HubLocation("realtreetune/college_math", "test"),
-        layouts=(_QUESTION_ANSWER, _PROBLEM_ANSWER),
+        "college_math",
+        "realtreetune/college_math",
+        (_QUESTION, _PROBLEM),
         published_rows=2_818,
         subset=200,
-        # Exercise numbers repeat from book to book.
-        id_columns=("data_source", "question_number"),
+        id_columns=("data_source", "question_number"),  # exercise numbers repeat from book to book
     ),
     DatasetSpec(
-        name="olympiadbench",
-        hub=HubLocation("math-ai/olympiadbench", "test"),
-        layouts=(Columns("question", "final_answer"), _PROBLEM_ANSWER),
+        "olympiadbench",
+        "math-ai/olympiadbench",
+        (Columns("question", "final_answer"), _PROBLEM),
         published_rows=675,
         subset=200,
         context_column="context",
-        # Copies of the whole benchmark also hold physics, Chinese, pictures and proofs.
-        required_values=MappingProxyType(
-            {"subject": "Math", "language": "English", "modality": "Text-only", "question_type": "Open-ended"}
-        ),
+        required_values=_OLYMPIAD,
     ),
+    DatasetSpec("gsm8k", "openai/gsm8k:main", (Columns("question", "answer", "hashes"),), 1_319, id_columns=("idx",)),
     DatasetSpec(
-        name="gsm8k",
-        hub=HubLocation("openai/gsm8k", "test", config="main"),
-        layouts=(Columns("question", "answer", "hashes"),),
-        published_rows=1_319,
-        id_columns=("idx",),
+        "deepmath",
+        "trl-lib/DeepMath-103K",
+        (Columns("prompt", "solution"), Columns("question", "final_answer")),
+        published_rows=97_870,
+        split="train",
     ),
 )
 
@@ -145,3 +91,20 @@ PUBLISHED_BENCHMARKS = ("math500", "aime24", "amc23", "minerva_math", "college_m
 """The six of the published evaluation; ``gsm8k`` is an extra one that has to be asked for by name."""
 BENCHMARKS = tuple(name for name, spec in SPECS.items() if spec.split == "test")
 TRAINING_SETS = tuple(name for name, spec in SPECS.items() if spec.split == "train")
+
+
+def benchmark_names(text: str) -> list[str]:
+    """Read ``--benchmarks``: ``all`` for the published six, ``none``, or names joined by commas.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    if text in ("all", "none"):
+        return list(PUBLISHED_BENCHMARKS) if text == "all" else []
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        raise ValueError(
+            f"--benchmarks {', '.join(map(repr, unknown))} is unknown; choose from {', '.join(BENCHMARKS)}, or all for the "
+            "six published ones"
+        )
+    return names

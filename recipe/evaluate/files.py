@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file under a temporary name and rename it, so that a file that is there is whole."""
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name and rename it, so that a file that is there is whole; make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def json_line(value: Any) -> str:
-    """One line of a JSONL file, with its end; the same value always gives the same text."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n"
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file as :func:`write_bytes` does."""
+    write_bytes(path, text.encode())
 
 
 def digest(value: Any) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import pyarrow as pa
+import pyarrow.parquet as pq
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -35,8 +35,8 @@ from grail_advantage.report.visible import visible
 from grail_advantage.reward import _verify_pool
 from grail_advantage.token_dump import COLUMNS, DumpHeader, DumpRow, MethodColumns, TokenDump, read_dump, write_step
 from grail_advantage.token_text import TokenTexts, answer_text
-from recipe.data.convert import SCHEMA, choose_columns, convert_rows
-from recipe.data.sources import LocalFile
+from recipe.data.prepare import prepare_dataset
+from recipe.data.sources import read_jsonl
 from recipe.data.specs import SPECS
 
 Target = Callable[[bytes], None]
@@ -307,21 +307,16 @@ def prepare(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{spec.name}.jsonl"
         path.write_bytes(content[1:])
-        source = LocalFile(path)
         try:
-            columns = choose_columns(spec, source)
+            prepare_dataset(spec, read_jsonl(path), Path(folder), max_dropped=0.999)
         except ValueError as error:
             assert str(path) in str(error)
             return
-        rows, unreadable = source.rows(spec.source_columns(columns))
-        found, bad, other_task = convert_rows(spec, columns, rows, source)
-        assert len(found) + len(bad) + other_task == len(rows) or spec.subset is not None
-        table = pa.Table.from_pylist(found, schema=SCHEMA)
-        assert table.num_rows == len(found)
-        assert [row["extra_info"]["index"] for row in found] == list(range(len(found)))
-        assert all(row["reward_model"]["ground_truth"].strip() for row in found)
-        for entry in (*unreadable, *bad):
-            assert str(path) in str(entry)
+        rows = pq.read_table(path.with_suffix(".parquet")).to_pylist()
+        assert [row["extra_info"]["index"] for row in rows] == list(range(len(rows)))
+        assert all(row["reward_model"]["ground_truth"].strip() for row in rows)
+        note = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        assert all(str(path) in entry for entry in note["dropped_rows"])
 
 
 def responses(content: bytes) -> None:
