@@ -187,9 +187,7 @@ def by_frequency(rollouts: Iterable[Columns], size: int) -> tuple[np.ndarray, np
     return order, rank
 
 
-def pack_all(
-    rollouts: Sequence[Columns], rank: np.ndarray, limit: int
-) -> tuple[list[str], int, dict[str, float]]:
+def pack_all(rollouts: Sequence[Columns], rank: np.ndarray, limit: int) -> tuple[list[str], int, dict[str, float]]:
     """All blocks at the finest precision at which they stay within ``limit`` characters together, else at the coarsest.
 
     Returns:

@@ -51,7 +51,9 @@ def foot(headers: Sequence[DumpHeader | None], bits: int, apart: Mapping[str, fl
         lines.append("Every value is the run's own, in float32.")
     elif blocks:
         shown_names = {"weight": "weights", "score": "scores", "surprisal": "surprisals", "entropy": "entropies"}
-        most = ", ".join(f"{shown} by at most {apart[kind]:.2g}" for kind, shown in shown_names.items() if kind in apart)
+        most = ", ".join(
+            f"{shown} by at most {apart[kind]:.2g}" for kind, shown in shown_names.items() if kind in apart
+        )
         lines.append(
             f"To keep the file small, values are rounded to {pack.levels_of('weight', bits):,} levels over each response's own "
             f"range, surprisal and entropy to {pack.levels_of('entropy', bits):,}: {most}. The token dump has them exactly."
