@@ -1,7 +1,7 @@
 r"""Input that a model, a data set or a foreign run might hold: nothing is raised but what is said, and nothing shown acts.
 
 Boxes in any bytes are in ``tests/core/test_answer_span.py``, damaged dumps in ``tests/core/test_tampered.py``, answers that are
-programs in ``tests/recipe/test_reward.py``, the page in a browser in ``tests/report/test_browser_hostile.py``.
+programs in ``tests/recipe/test_reward_processes.py``, the page in a browser in ``tests/report/test_browser_hostile.py``.
 """
 
 from __future__ import annotations
@@ -232,3 +232,13 @@ def test_responses_are_read_or_the_file_is_named(table: list) -> None:
             assert read_responses(path)
         except ValueError as error:
             assert str(path) in str(error)
+
+
+def test_no_source_asks_for_pickles_or_a_models_own_code() -> None:
+    """ruff's rules S, in pyproject.toml, find the other ways to run a text."""
+    root = Path(__file__).parents[1]
+    for folder in ("grail_advantage", "recipe", "scripts", "study", "benchmarks", "examples"):
+        for path in (root / folder).rglob("*.py"):
+            source = path.read_text(encoding="utf-8")
+            assert not re.search(r"weights_only=(?!True)|allow_pickle=(?!False)|trust_remote_code=True", source), path
+            assert source.count("torch.load(") == source.count("weights_only=True"), path

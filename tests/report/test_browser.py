@@ -33,7 +33,9 @@ def readout(page: Any) -> dict[str, float]:
     """The values of the token that is pointed at; NaN for a dash."""
     texts = (page.locator(f"#readout {tag}").all_inner_texts() for tag in ("dt", "dd"))
     plain = str.maketrans({"\u2212": "-", "\u202f": None})
-    return {name: float("nan" if text == "\u2013" else text.translate(plain)) for name, text in zip(*texts, strict=True)}
+    return {
+        name: float("nan" if text == "\u2013" else text.translate(plain)) for name, text in zip(*texts, strict=True)
+    }
 
 
 def marked(page: Any, name: str) -> list[int]:
