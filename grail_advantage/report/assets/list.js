@@ -29,9 +29,7 @@ parts.push((r) => {
 
   const widest = Math.max(1e-9, ...rows.map((row) => row.spread ?? 0));
   const items = rows.map((row) => {
-    const element = make("div", "item");
-    element.tabIndex = -1;
-    element.setAttribute("role", "option");
+    const element = make("div", "item", "", { role: "option", tabindex: -1 });
     const text = make("span", `text${row.answer === null ? " none" : ""}`);
     visible(text, row.answer === null ? "no answer" : row.answer.slice(0, 200), false);
     // A row without scores has no spread to show.
