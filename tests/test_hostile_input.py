@@ -36,36 +36,9 @@ from recipe.data.specs import SPECS
 few = settings(max_examples=60, deadline=None, derandomize=True)
 
 PIECES = [
-    "\\boxed{",
-    "{",
-    "}",
-    "\\frac",
-    "1",
-    "-2",
-    ".5",
-    "e9",
-    "\\%",
-    ",",
-    "</script><script>alert(1)</script>",
-    "<!--",
-    "&amp;",
-]
-PIECES += [
-    "\u202e",
-    "\x00",
-    "\x1b[31m",
-    "\x1b]0;x\x07",
-    "\ud800",
-    "\u2028",
-    "ß",
-    "日",
-    "\\text{ cm}",
-    "\\,",
-    "$",
-    "\n",
-    " ",
-    "\r",
-]
+    "\\boxed{", "{", "}", "\\frac", "1", "-2", ".5", "e9", "\\%", ",", "</script><script>alert(1)</script>", "<!--", "&amp;",
+    "\u202e", "\x00", "\x1b[31m", "\x1b]0;x\x07", "\ud800", "\u2028", "ß", "日", "\\text{ cm}", "\\,", "$", "\n", " ", "\r",
+]  # fmt: skip
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8).map("".join)
 EVIL = "</script><script>alert(1)</script>\u202e\x00\x1b[31m\x1b]0;x\x07<!--\ud800"
 numbers = st.integers() | st.floats() | st.sampled_from([10**400, -(10**400), True, None])
