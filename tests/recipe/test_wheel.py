@@ -117,13 +117,3 @@ def test_beside_their_recipe(python: Path, tmp_path: Path, recipe: str) -> None:
         assert "No module named 'recipe" in done.stderr
     done = run(python, project, "-c", "import recipe.main_grail")
     assert "No module named 'recipe" in done.stderr
-
-
-def test_the_one_word_is_checked_before_ray(python: Path, tmp_path: Path) -> None:
-    project = their_folder(tmp_path / "project", "package")
-    overrides = ["algorithm.adv_estimator=grail", "+algorithm.grail.preset=best", f"hydra.run.dir={project}/hydra"]
-    overrides += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
-    done = run(python, project, "-m", "verl.trainer.main_ppo", *overrides)
-    assert done.returncode != 0
-    assert "grail.preset='best' is unknown; choose one of official, robust" in done.stderr
-    assert "local Ray instance" not in done.stdout + done.stderr
