@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,9 +22,10 @@ from grail_advantage.report import by_position, colours, data
 from grail_advantage.report.visible import visible
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Rows = list[list[object]]
+"""A CSV's, the names of its columns first."""
 OUTCOME_COLOURS = {"right": "#1f6fb5", "wrong": "#c0561a", "": "#555555"}
 """Blue and orange, as dark on white as text must be."""
 _STYLE = {
@@ -65,22 +66,14 @@ def write_figures(run: data.Run, folder: Path, table: by_position.RowTable | Non
     written: list[Path] = []
     with matplotlib.rc_context(_STYLE):
         if curves:
-            written += _write(
-                folder, "curves", curve_rows(curves), lambda figure: draw_curves(figure, curves), _size(curves)
-            )
+            columns = min(3, len(curves))
+            size = 3.2 * columns, 2.5 * math.ceil(len(curves) / columns)
+            written += _write(folder, "curves", size, lambda figure: draw_curves(figure, curves))
         if table is not None and table.scored.any():
             profiles, heat = by_position.profiles(table), by_position.heat_map(table)
-            parts = len({profile.first_step for profile in profiles})
-            written += _write(
-                folder,
-                "profile",
-                profile_rows(profiles),
-                lambda figure: draw_profiles(figure, profiles),
-                (2.4 * parts + 0.8, 2.7),
-            )
-            written += _write(
-                folder, "heat_map", heat_map_rows(heat), lambda figure: draw_heat_map(figure, heat), (5, 3.2)
-            )
+            size = 2.4 * len({profile.first_step for profile in profiles}) + 0.8, 2.7
+            written += _write(folder, "profile", size, lambda figure: draw_profiles(figure, profiles))
+            written += _write(folder, "heat_map", (5, 3.2), lambda figure: draw_heat_map(figure, heat))
     if not written:
         raise ValueError(
             f"{run.folder} has nothing to draw: no metric that is known here, and no row with scores in its token dump"
@@ -88,17 +81,15 @@ def write_figures(run: data.Run, folder: Path, table: by_position.RowTable | Non
     return written
 
 
-def _write(
-    folder: Path, name: str, rows: Iterable[Sequence[Any]], draw: Callable[[Figure], None], size: tuple[float, float]
-) -> list[Path]:
+def _write(folder: Path, name: str, size: tuple[float, float], draw: Callable[[Figure], Rows]) -> list[Path]:
+    """A figure's files; ``draw`` draws it and returns its numbers."""
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{kind}" for kind in ("csv", "png", "svg")]
-    with paths[0].open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(rows)
     figure = Figure(figsize=size, layout="constrained")
-    draw(figure)
+    with paths[0].open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(draw(figure))
     figure.savefig(paths[1], metadata={"Software": None})
     figure.savefig(paths[2], metadata={"Date": None, "Creator": None})
     return paths
@@ -109,50 +100,24 @@ def _number(value: float) -> str:
     return repr(float(value)) if math.isfinite(value) else ""
 
 
-# ------------------------------------------------------------------------------------------------------------------- curves
-
-
-def curve_rows(curves: Sequence[data.Curve]) -> list[list[Any]]:
-    """``figure, line, step, value``."""
-    rows: list[list[Any]] = [["figure", "line", "step", "value"]]
-    for curve in curves:
-        for line in curve.lines:
-            rows += [
-                [curve.name, visible(line.label, breaks=False), step, _number(value)]
-                for step, value in zip(line.steps, line.values, strict=True)
-            ]
-    return rows
-
-
-def _size(curves: Sequence[data.Curve]) -> tuple[float, float]:
-    columns = min(3, len(curves))
-    return 3.2 * columns, 2.5 * math.ceil(len(curves) / columns)
-
-
-def draw_curves(figure: Figure, curves: Sequence[data.Curve]) -> None:
+def draw_curves(figure: Figure, curves: Sequence[data.Curve]) -> Rows:
     """One plot a curve, three in a row."""
+    rows: Rows = [["figure", "line", "step", "value"]]
     columns = min(3, len(curves))
     grid = figure.subplots(math.ceil(len(curves) / columns), columns, squeeze=False).ravel()
     for plot, curve in zip(grid, curves, strict=False):
-        for i, line in enumerate(curve.lines):
+        for line in curve.lines:
+            label = visible(line.label, breaks=False)
             marker = "o" if len(line.steps) <= 30 else None
-            plot.plot(
-                line.steps,
-                line.values,
-                marker=marker,
-                markersize=3,
-                linewidth=1.2,
-                label=visible(line.label, breaks=False),
-                color=f"C{i}",
-            )
+            plot.plot(line.steps, line.values, marker=marker, markersize=3, linewidth=1.2, label=label)
+            points = zip(line.steps, line.values, strict=True)
+            rows += [[curve.name, label, step, _number(value)] for step, value in points]
         plot.set(title=curve.title, xlabel="step", ylabel=curve.unit)
         if len(curve.lines) > 1:
             plot.legend(fontsize=7)
     for plot in grid[len(curves) :]:
         plot.remove()
-
-
-# ------------------------------------------------------------------------------------------------------------------ profile
+    return rows
 
 
 def _positions(bins: int) -> np.ndarray:
@@ -160,68 +125,31 @@ def _positions(bins: int) -> np.ndarray:
     return (np.arange(bins) + 0.5) / bins
 
 
-def profile_rows(profiles: Sequence[by_position.Profile]) -> list[list[Any]]:
-    """``first_step, last_step, outcome, position, mean, low, high, rows, prompts``."""
-    rows: list[list[Any]] = [
-        ["first_step", "last_step", "outcome", "position", "mean", "low", "high", "rows", "prompts"]
-    ]
-    for profile in profiles:
-        means = profile.means
-        for position, *values in zip(_positions(len(means.mean)), means.mean, means.low, means.high, strict=True):
-            figures = [_number(value) for value in (position, *values)]
-            rows.append(
-                [
-                    profile.first_step,
-                    profile.last_step,
-                    profile.outcome or "unknown",
-                    *figures,
-                    means.rows,
-                    means.groups,
-                ]
-            )
-    return rows
-
-
-def draw_profiles(figure: Figure, profiles: Sequence[by_position.Profile]) -> None:
+def draw_profiles(figure: Figure, profiles: Sequence[by_position.Profile]) -> Rows:
     """One plot a part of the training, on one scale."""
+    rows: Rows = [["first_step", "last_step", "outcome", "position", "mean", "low", "high", "rows", "prompts"]]
     parts = sorted({(profile.first_step, profile.last_step) for profile in profiles})
-    plots: Sequence[Axes] = figure.subplots(1, len(parts), sharey=True, squeeze=False)[0].tolist()
-    for plot, part in zip(plots, parts, strict=True):
-        for profile in profiles:
-            if (profile.first_step, profile.last_step) == part:
-                _draw_profile(plot, profile)
-        steps = f"step {part[0]}" if part[0] == part[1] else f"steps {part[0]} to {part[1]}"
+    plots = dict(zip(parts, figure.subplots(1, len(parts), sharey=True, squeeze=False)[0], strict=True))
+    for (first, last), plot in plots.items():
         plot.axhline(1.0, color="#888888", linewidth=0.8, linestyle=":")
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
         plot.set(title=steps, xlabel="position in the reasoning", xlim=(0, 1))
+    for profile in profiles:
+        part, means, colour = (profile.first_step, profile.last_step), profile.means, OUTCOME_COLOURS[profile.outcome]
+        positions = _positions(len(means.mean))
+        label = f"{profile.outcome or 'outcome unknown'} ({means.rows} rows)"
+        style = "--" if profile.outcome == "wrong" else "-"
+        plots[part].plot(positions, means.mean, style, color=colour, linewidth=1.3, label=label)
+        plots[part].fill_between(positions, means.low, means.high, color=colour, alpha=0.2, linewidth=0)
+        for values in zip(positions, means.mean, means.low, means.high, strict=True):
+            rows.append([*part, profile.outcome or "unknown", *map(_number, values), means.rows, means.groups])
+    for plot in plots.values():
         plot.legend(fontsize=7)
-    plots[0].set_ylabel("mean weight")
-
-
-def _draw_profile(plot: Axes, profile: by_position.Profile) -> None:
-    means, colour = profile.means, OUTCOME_COLOURS[profile.outcome]
-    positions = _positions(len(means.mean))
-    label = f"{profile.outcome or 'outcome unknown'} ({means.rows} rows)"
-    style = "--" if profile.outcome == "wrong" else "-"
-    plot.plot(positions, means.mean, style, color=colour, linewidth=1.3, label=label)
-    plot.fill_between(positions, means.low, means.high, color=colour, alpha=0.2, linewidth=0)
-
-
-# ----------------------------------------------------------------------------------------------------------------- heat map
-
-
-def heat_map_rows(heat: by_position.HeatMap) -> list[list[Any]]:
-    """``step, position, weight, rows``."""
-    rows: list[list[Any]] = [["step", "position", "weight", "rows"]]
-    positions = _positions(heat.weights.shape[1])
-    for step, weights, count in zip(heat.steps, heat.weights, heat.rows, strict=True):
-        rows += [
-            [step, _number(position), _number(weight), count]
-            for position, weight in zip(positions, weights, strict=True)
-        ]
+    plots[parts[0]].set_ylabel("mean weight")
     return rows
 
 
-def draw_heat_map(figure: Figure, heat: by_position.HeatMap) -> None:
+def draw_heat_map(figure: Figure, heat: by_position.HeatMap) -> Rows:
     """Steps from left to right, positions upwards, colours by the weight's ratio to 1 as in the other views."""
     from matplotlib.colors import ListedColormap
 
@@ -233,14 +161,8 @@ def draw_heat_map(figure: Figure, heat: by_position.HeatMap) -> None:
     scale = ListedColormap(colours.diverging(257))
     scale.set_bad("#d9d9d9")
     count, bins = heat.weights.shape
-    shown = plot.pcolormesh(
-        np.arange(count + 1),
-        np.linspace(0, 1, bins + 1),
-        np.ma.masked_invalid(places).T,
-        cmap=scale,
-        vmin=-limit,
-        vmax=limit,
-    )
+    edges = np.arange(count + 1), np.linspace(0, 1, bins + 1)
+    shown = plot.pcolormesh(*edges, np.ma.masked_invalid(places).T, cmap=scale, vmin=-limit, vmax=limit)
     every = max(1, math.ceil(count / 8))
     plot.set_xticks(np.arange(0, count, every) + 0.5, [str(step) for step in heat.steps[::every]])
     plot.set(xlabel="step", ylabel="position in the reasoning", title="Mean weight of the rows with scores")
@@ -249,3 +171,8 @@ def draw_heat_map(figure: Figure, heat: by_position.HeatMap) -> None:
     bar = figure.colorbar(shown, ax=plot, ticks=ticks)
     bar.ax.set_yticklabels([f"{colours.WEIGHT_LIMIT**tick:.2f}" for tick in ticks])
     bar.set_label("weight (grey: no such row)")
+    rows: Rows = [["step", "position", "weight", "rows"]]
+    for step, weights, of_step in zip(heat.steps, heat.weights, heat.rows, strict=True):
+        cells = zip(_positions(bins), weights, strict=True)
+        rows += [[step, _number(position), _number(weight), of_step] for position, weight in cells]
+    return rows

@@ -21,10 +21,10 @@ import numpy as np
 from grail_advantage.token_dump import DumpRow
 
 EXACT = 32
-PRECISIONS = (EXACT, 12, 8, 7, 6, 5, 4)
+PRECISIONS = (EXACT, 8, 7, 6, 5, 4)
 """Bits a value, the finest first; 32 is float32 as it is."""
-_FROM_PRODUCT = "product"
-_COARSE = ("surprisal", "entropy")
+_SCALES = {"score": "log", "surprisal": "root", "entropy": "root"}
+"""Scales on which the levels of positive values are even; linear for other columns."""
 
 
 def encode(*parts: bytes) -> str:
@@ -100,80 +100,33 @@ def columns_of(row: DumpRow, vocabulary: Vocabulary) -> Columns:
     )
 
 
-@dataclass
-class Rounding:
-    """How far rounded values are from the true ones, by kind of column; filled in by :func:`pack`."""
-
-    largest: dict[str, float] = field(default_factory=dict)
-
-    def see(self, name: str, true_T: np.ndarray, kept_T: np.ndarray) -> None:
-        """Note a column's largest absolute difference."""
-        name = name.split(":")[0]
-        difference = np.abs(kept_T.astype(np.float64) - true_T)
-        if np.isfinite(difference).any():
-            self.largest[name] = max(self.largest.get(name, 0.0), float(np.nanmax(difference)))
-
-
-def pack(columns: Columns, rank: np.ndarray, bits: int, rounding: Rounding | None = None) -> str:
+def pack(columns: Columns, rank: np.ndarray, bits: int, apart: dict[str, float] | None = None) -> str:
     """A rollout's block.
 
     Args:
         columns: of the rollout.
         rank: place in the page's table of tokens, of each number of the vocabulary; frequent tokens first pack best.
         bits: of ``PRECISIONS``.
-        rounding: collects the cost of the rounding.
+        apart: collects by kind of column how far rounded values are from the true ones at most.
     """
-    head: dict[str, Any] = {"n": len(columns.numbers_T)}
-    head["ids"], parts = _pack_numbers(rank[columns.numbers_T], len(rank))
-    if columns.mask_T.all():
-        head["mask"] = 0
-    else:
-        head["mask"] = 1
-        parts.append(columns.mask_T.astype(np.uint8).tobytes())
-    head["columns"] = described = {}
+    parts = [*_planes(rank[columns.numbers_T].astype("<u4")), columns.mask_T.astype(np.uint8).tobytes()]
+    described: dict[str, Any] = {}
     for name, value_T in columns.values.items():
-        described[name], data = _pack_column(name, value_T, columns, bits, rounding)
-        parts += data
-    start = json.dumps(head, separators=(",", ":")).encode()
-    return encode(len(start).to_bytes(4, "little") + start, *parts)
-
-
-def _pack_numbers(ranks_T: np.ndarray, size: int) -> tuple[list[Any], list[bytes]]:
-    """Token numbers as a byte each, frequent ones directly, others as their page of 256 with a second byte among the others'.
-
-    For tables of more than 65 thousand tokens four plain bytes.
-    """
-    pages = max(0, -(-(size - 256) // 255))
-    if pages > 255:
-        return ["plain"], _planes(ranks_T.astype("<u4"))
-    direct = 256 - pages
-    far_T = ranks_T >= direct
-    first_T = np.where(far_T, direct + (ranks_T - direct) // 256, ranks_T).astype(np.uint8)
-    second = ((ranks_T[far_T] - direct) % 256).astype(np.uint8)
-    return ["pages", direct], [first_T.tobytes(), second.tobytes()]
-
-
-def _pack_column(
-    name: str,
-    value_T: np.ndarray,
-    columns: Columns,
-    bits: int,
-    rounding: Rounding | None,
-) -> tuple[list[Any], list[bytes]]:
-    """How to read a column, and its bytes."""
-    if name == "advantage" and _is_product(value_T, columns.values, bits):
-        return [_FROM_PRODUCT], []
-    same = _same_as(name, value_T, columns.values)
-    if same is not None:
-        return ["same", same], []
-    if (value_T == value_T[0]).all():
-        return ["constant", float(value_T[0])], []
-    if bits == EXACT:
-        return ["exact"], _planes(value_T.astype("<f4"))
-    codes_T, description, kept_T = _quantise(name, value_T, bits)
-    if rounding is not None:
-        rounding.see(name, value_T, kept_T)
-    return description, _planes(codes_T)
+        kind = name.split(":")[0]
+        if name == "advantage" and _is_product(value_T, columns.values, bits):
+            described[name] = "product"
+        elif name != kind and np.array_equal(columns.values.get(kind, ()), value_T, equal_nan=True):
+            described[name] = ["same", kind]
+        elif bits == EXACT:
+            described[name] = "exact"
+            parts += _planes(value_T.astype("<f4"))
+        else:
+            codes_T, described[name], kept_T = _quantise(kind, value_T, bits)
+            parts.append(codes_T.tobytes())
+            if apart is not None:
+                apart[kind] = max(apart.get(kind, 0.0), float(np.nanmax(np.abs(kept_T - value_T))))
+    head = json.dumps({"n": len(columns.numbers_T), "columns": described}, separators=(",", ":")).encode()
+    return encode(len(head).to_bytes(4, "little") + head, *parts)
 
 
 def _is_product(value_T: np.ndarray, values: Mapping[str, np.ndarray], bits: int) -> bool:
@@ -186,53 +139,36 @@ def _is_product(value_T: np.ndarray, values: Mapping[str, np.ndarray], bits: int
     return np.allclose(product_T, value_T, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
-def _same_as(name: str, value_T: np.ndarray, values: Mapping[str, np.ndarray]) -> str | None:
-    """The name of the column before this one that has the same values."""
-    if ":" not in name:
-        return None
-    plain = name.split(":")[0]
-    return plain if plain in values and np.array_equal(values[plain], value_T, equal_nan=True) else None
-
-
-def levels_of(name: str, bits: int) -> int:
+def levels_of(kind: str, bits: int) -> int:
     """How many values a rounded column can have beside its exact one; surprisal and entropy are read less closely."""
-    return (1 << (bits - 1 if name in _COARSE else bits)) - 2
+    return (1 << (bits - 1 if _SCALES.get(kind) == "root" else bits)) - 2
 
 
-def _quantise(name: str, value_T: np.ndarray, bits: int) -> tuple[np.ndarray, list[Any], np.ndarray]:
+def _quantise(kind: str, value_T: np.ndarray, bits: int) -> tuple[np.ndarray, list[Any], np.ndarray]:
     """Codes of a column, how to read them, and what they read as.
 
     Code 0 is NaN and code 1 the value that must stay exact (a weight of 1, else 0). The others lie evenly over the row's range:
-    of the logarithm where positive values span more than a factor of 100, of the root for surprisal and entropy.
+    of the logarithm for positive scores, of the root for surprisal and entropy.
     """
-    levels = levels_of(name, bits)
-    special = 1.0 if name.split(":")[0] == "weight" else 0.0
+    special = 1.0 if kind == "weight" else 0.0
     finite_T = np.isfinite(value_T)
     ordinary_T = finite_T & (value_T != special)
     ordinary = value_T[ordinary_T].astype(np.float64)
-    scale, low, width = "linear", 0.0, 1.0
-    if ordinary.size and ordinary.min() >= 0:
-        if name in _COARSE:
-            scale = "root"
-        elif ordinary.min() > 0 and ordinary.max() / ordinary.min() > 100:
-            scale = "log"
+    scale = _SCALES.get(kind, "linear") if ordinary.size and ordinary.min() > 0 else "linear"
     forward, backward = {
         "linear": (np.asarray, np.asarray),
         "root": (np.sqrt, np.square),
         "log": (np.log, np.exp),
     }[scale]
     place = forward(ordinary)
-    if ordinary.size:
-        low = float(place.min())
-        width = (float(place.max()) - low) / (levels - 1) or 1.0
-    code = np.rint((place - low) / width)
-    codes_T: np.ndarray = np.zeros(len(value_T), dtype="<u1" if bits <= 8 else "<u2")
-    codes_T[finite_T] = 1
+    low = float(place.min()) if place.size else 0.0
+    width = (float(place.max()) - low) / (levels_of(kind, bits) - 1) if place.size else 0.0
+    code = np.rint((place - low) / (width or 1.0))
+    codes_T = finite_T.astype(np.uint8)
     codes_T[ordinary_T] = code + 2
-    kept_T = np.full(len(value_T), np.nan)
-    kept_T[finite_T] = special
+    kept_T = np.where(finite_T, special, np.nan)
     kept_T[ordinary_T] = backward(low + code * width)
-    return codes_T, ["levels", codes_T.itemsize, scale, special, low, width], kept_T
+    return codes_T, [scale, special, low, width], kept_T
 
 
 def _planes(values_T: np.ndarray) -> list[bytes]:
@@ -251,22 +187,20 @@ def by_frequency(rollouts: Iterable[Columns], size: int) -> tuple[np.ndarray, np
     return order, rank
 
 
-def pack_all(rollouts: Sequence[Columns], rank: np.ndarray, limit: int) -> tuple[list[str], int, Rounding]:
+def pack_all(rollouts: Sequence[Columns], rank: np.ndarray, limit: int) -> tuple[list[str], int, dict[str, float]]:
     """All blocks at the finest precision at which they stay within ``limit`` characters together, else at the coarsest.
 
     Returns:
-        Blocks, bits a value, and what the rounding costs.
+        Blocks, bits a value, and how far values are off at most, by kind of column.
     """
     sample = rollouts[:: max(1, len(rollouts) // 32)]
-    share = sum(len(columns.numbers_T) for columns in sample) / max(
-        1, sum(len(columns.numbers_T) for columns in rollouts)
-    )
+    share = sum(len(one.numbers_T) for one in sample) / max(1, sum(len(one.numbers_T) for one in rollouts))
     for bits in PRECISIONS:
         last = bits == PRECISIONS[-1]
         if not last and sum(len(pack(columns, rank, bits)) for columns in sample) > limit * share * 1.02:
             continue
-        rounding = Rounding()
-        blocks = [pack(columns, rank, bits, rounding) for columns in rollouts]
+        apart: dict[str, float] = {}
+        blocks = [pack(columns, rank, bits, apart) for columns in rollouts]
         if last or sum(map(len, blocks)) <= limit:
             break
-    return blocks, bits, rounding
+    return blocks, bits, apart

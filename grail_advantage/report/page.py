@@ -114,11 +114,11 @@ def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: flo
         # The last line of the page depends on the room that is left.
         without = _page(title, index.plain(content | {"foot": []}), vocabulary, [""] * asked)
         room = int(megabytes * 1e6) - len(without) - 1000
-        blocks, bits, rounding = pack.pack_all([kept.columns for kept in collection.kept], rank, room)
+        blocks, bits, apart = pack.pack_all([kept.columns for kept in collection.kept], rank, room)
         size = sum(map(len, blocks))
         if size <= room or len(collection.kept) <= 1 or not collection.thin(0.95 * max(room, 1) / size):
             break
-    content["foot"] = words.foot(headers, bits, rounding, bool(blocks))
+    content["foot"] = words.foot(headers, bits, apart, bool(blocks))
     return _page(title, index.plain(content), vocabulary, blocks)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grail_advantage import __version__
@@ -39,7 +39,7 @@ def subtitle(runs: Sequence[data.Run], headers: Sequence[DumpHeader | None], col
     return " · ".join(part for part in parts if part)
 
 
-def foot(headers: Sequence[DumpHeader | None], bits: int, rounding: pack.Rounding, blocks: bool) -> list[str]:
+def foot(headers: Sequence[DumpHeader | None], bits: int, apart: Mapping[str, float], blocks: bool) -> list[str]:
     lines = []
     for header in headers[:1]:
         if header is None or not header.method:
@@ -51,14 +51,12 @@ def foot(headers: Sequence[DumpHeader | None], bits: int, rounding: pack.Roundin
         lines.append("Every value is the run's own, in float32.")
     elif blocks:
         shown_names = {"weight": "weights", "score": "scores", "surprisal": "surprisals", "entropy": "entropies"}
-        apart = ", ".join(
-            f"{shown} by at most {rounding.largest[name]:.2g}"
-            for name, shown in shown_names.items()
-            if name in rounding.largest
+        most = ", ".join(
+            f"{shown} by at most {apart[kind]:.2g}" for kind, shown in shown_names.items() if kind in apart
         )
         lines.append(
             f"To keep the file small, values are rounded to {pack.levels_of('weight', bits):,} levels over each response's own "
-            f"range, surprisal and entropy to {pack.levels_of('entropy', bits):,}: {apart}. The token dump has them exactly."
+            f"range, surprisal and entropy to {pack.levels_of('entropy', bits):,}: {most}. The token dump has them exactly."
         )
     lines.append(
         f"Written by grail_advantage {__version__}. This file needs no network. Plots: uPlot 1.6.32, MIT licence."

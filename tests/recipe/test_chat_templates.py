@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
 from jinja2.exceptions import TemplateError
-from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerFast
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
@@ -70,10 +68,7 @@ def test_base_model() -> None:
     assert ids.count(tokenizer.bos_token_id) == 1
     # No space behind the colon: the answer's first token brings its own, as in the model's training text.
     assert tokenizer.convert_ids_to_tokens(ids)[-2:] == ["Assistant", ":"]
-
-
-def test_base_model_without_a_first_token() -> None:
-    """A tokenizer without a beginning-of-text token, such as Qwen's, gets the same text without one."""
+    # A tokenizer without a beginning-of-text token, such as Qwen's, gets the same text without one.
     _, text = prompt_ids(qwen_tokenizer(), read_chat_template("base_math"), "qwen3", {})
     assert text == f"{PREAMBLE}\nUser: {ASKED}\nAssistant:"
 
@@ -95,34 +90,16 @@ def test_base_model_turns() -> None:
         render([question, {"role": "tool", "content": "2"}])
 
 
-def test_qwen3_thinking_off_and_on() -> None:
+def test_models_that_think() -> None:
     asked = f"<|im_start|>user\n{ASKED}<|im_end|>\n<|im_start|>assistant\n"
     ids, text = prompt_ids(qwen_tokenizer(), QWEN3, "qwen3", {"enable_thinking": False})
     assert text == asked + "<think>\n\n</think>\n\n"
     # <think> and </think> are one token each, with one token for the empty lines behind each of them.
     assert ids[-4:] == [151667, 271, 151668, 271]
     assert prompt_ids(qwen_tokenizer(), QWEN3, "qwen3", {})[1] == asked
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}])
-def test_r1_distill_always_thinks(kwargs: dict[str, Any]) -> None:
-    _, text = prompt_ids(llama3_tokenizer(), R1_DISTILL, "llama", kwargs)
-    assert text == f"<|begin_of_text|><\uff5cUser\uff5c>{ASKED}<\uff5cAssistant\uff5c><think>\n"
-
-
-def test_overrides_reach_verl() -> None:
-    """The template as the text of a Hydra override, and the switch for thinking, end up where verl reads them."""
-    template = read_chat_template("base_math")
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose(
-            "ppo_trainer",
-            overrides=[
-                f"actor_rollout_ref.model.custom_chat_template='{template}'",
-                "+data.apply_chat_template_kwargs.enable_thinking=False",
-            ],
-        )
-    assert config.actor_rollout_ref.model.custom_chat_template == template
-    assert OmegaConf.to_container(config.data.apply_chat_template_kwargs) == {"enable_thinking": False}
+    for kwargs in ({}, {"enable_thinking": False}):
+        _, text = prompt_ids(llama3_tokenizer(), R1_DISTILL, "llama", kwargs)
+        assert text == f"<|begin_of_text|><\uff5cUser\uff5c>{ASKED}<\uff5cAssistant\uff5c><think>\n"
 
 
 def test_read_chat_template(tmp_path: Path) -> None:

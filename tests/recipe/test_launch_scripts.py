@@ -14,29 +14,21 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import requires
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
-import torch
 import yaml
+from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from packaging.requirements import Requirement
-from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_extern_object
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from grail_advantage.verl_ext.checks import VERL_VERSION
-from grail_advantage.verl_ext.settings import signal_of
-from recipe.chat_templates import read_chat_template
-from recipe.main_grail import prepare
-from tests import forked
-from tests.composed import compose
+from recipe.main_grail import prepare  # and stores the methods' sections
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+PRINTS = str(Path(__file__).with_name("print_arguments.sh"))
 
 
 class Model(NamedTuple):
@@ -53,7 +45,6 @@ MODELS = {
     "run_octothinker_8b_grail.sh": Model("OctoThinker/OctoThinker-8B-Short-Base", 4096, "base_math", {}),
     "run_r1_distill_llama_8b_grail.sh": Model("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", 8192, None, {}),
 }
-PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 200, 20
 KNOBS = {
     "ADV_ESTIMATOR", "PRESET", "OAR_VARIANT", "NNODES", "NGPUS_PER_NODE", "TRAIN_BATCH_SIZE", "ROLLOUT_N", "MAX_PROMPT_LENGTH",
     "MAX_RESPONSE_LENGTH", "PPO_MAX_TOKEN_LEN_PER_GPU", "ROLLOUT_TP", "LORA_RANK", "STRATEGY", "OFFLOAD", "MODEL_PATH",
@@ -77,18 +68,9 @@ def run_script(script: str, *arguments: str, **knobs: str) -> subprocess.Complet
     )
 
 
-@pytest.fixture(scope="module")
-def echo(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A command that prints DRY_RUN and its arguments, each closed by a NUL byte."""
-    path = tmp_path_factory.mktemp("echo") / "python"
-    path.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$DRY_RUN" "$@"\n')
-    path.chmod(0o755)
-    return str(path)
-
-
-def overrides(echo: str, script: str, *arguments: str, **knobs: str) -> list[str]:
+def overrides(script: str, *arguments: str, **knobs: str) -> list[str]:
     """The overrides with which a script starts the entry point."""
-    result = run_script(script, *arguments, PYTHON=echo, **{"DRY_RUN": "1", **knobs})
+    result = run_script(script, *arguments, PYTHON=PRINTS, **{"DRY_RUN": "1", **knobs})
     assert result.returncode == 0, result.stderr
     dry_run, *command = result.stdout.removesuffix("\0").split("\0")
     assert dry_run == knobs.get("DRY_RUN", "1")
@@ -96,107 +78,37 @@ def overrides(echo: str, script: str, *arguments: str, **knobs: str) -> list[str
     return command[2:]
 
 
-def cpu_overrides(echo: str, folder: Path, *arguments: str, **knobs: str) -> list[str]:
-    """The overrides with which the tiny example starts the entry point, in a project whose environment is ``echo``."""
-    scripts, environment = folder / "project/scripts", folder / "project/.venv/bin"
-    if not scripts.exists():
-        for path in (scripts, environment):
-            path.mkdir(parents=True)
-        (folder / "project/examples").symlink_to(EXAMPLES)
-        for path in (ROOT / "scripts").glob("*.sh"):
-            (scripts / path.name).symlink_to(path)
-        (scripts / "setup_cpu.sh").unlink()
-        (scripts / "setup_cpu.sh").write_text("true\n")
-        (environment / "python").symlink_to(echo)
-    return overrides(echo, str(folder / "project/examples/run_tiny_cpu_grail.sh"), *arguments, **knobs)
-
-
 def configuration(overrides: list[str]) -> DictConfig:
-    """What the entry point makes of the overrides."""
-    return compose("grail_trainer", overrides)
+    """The configuration that the entry point composes of the overrides; the last ``--config-name`` is its first word."""
+    name = "grail_trainer"
+    if overrides[:1] == ["--config-name"]:
+        _, name, *overrides = overrides
+    with initialize_config_dir(str(ROOT / "recipe" / "config"), version_base=None):
+        return compose(name, [override for override in overrides if not override.startswith("hydra.")])
 
 
 def container(config: Any) -> Any:
     return OmegaConf.to_container(config, resolve=True)
 
 
-@pytest.mark.parametrize("nnodes", [1, 2])
-@pytest.mark.parametrize("estimator", ["grail", "oar_g", "oar_p", "grpo", "verl_grpo"])
-@pytest.mark.parametrize("script", MODELS)
-def test_published_setup(echo: str, script: str, estimator: str, nnodes: int) -> None:
-    model = MODELS[script]
-    config = configuration(overrides(echo, script, ADV_ESTIMATOR=estimator, NNODES=str(nnodes)))
-    prepare(config)  # all start-up checks, verl's among them
-    # grpo is the published baseline: the same trainer, truncated responses masked alike, weights 1
-    method = {"grpo": "uniform", "verl_grpo": "grpo"}.get(estimator, estimator)
-    assert config.algorithm.adv_estimator == method
-    assert config.trainer.v1.trainer_mode == ("kept_sync" if estimator == "verl_grpo" else "grail_kept_sync")
-    if estimator != "verl_grpo":
-        assert signal_of(config.algorithm).mask_truncated
-
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    assert config.algorithm.grail.preset == "official"
-    assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")
-    assert not config.algorithm.norm_adv_by_std_in_grpo
-    assert not config.algorithm.use_kl_in_reward and not actor.use_kl_loss and actor.entropy_coeff == 0
-
-    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    assert gpus == 8 * nnodes
-    responses = config.data.train_batch_size * rollout.n
-    mini_batch = actor.ppo_mini_batch_size * rollout.n
-    assert (rollout.n, responses, mini_batch) == (8, PUBLISHED_BATCH, PUBLISHED_BATCH)
-    assert mini_batch % gpus == 0
-    assert actor.ppo_epochs == PUBLISHED_EPOCHS
-    assert config.trainer.total_training_steps * responses // mini_batch * actor.ppo_epochs == PUBLISHED_STEPS
-
-    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.2, 0.28)
-    assert actor.policy_loss.loss_mode == "vanilla"
-    assert (actor.loss_agg_mode, actor.loss_scale_factor) == ("seq-mean-token-sum-norm", model.response_length)
-    optimizer = actor.optim
-    assert (optimizer.optimizer, optimizer.lr, optimizer.weight_decay, optimizer.clip_grad) == ("AdamW", 1e-6, 0.0, 1.0)
-
-    assert (rollout.temperature, rollout.top_k, rollout.top_p) == (1.0, 50, 1.0)
-    val = rollout.val_kwargs
-    assert (val.do_sample, val.n, val.temperature, val.top_p, val.top_k) == (True, 3, 0.6, 0.95, 20)
-
-    assert config.actor_rollout_ref.model.path == model.path
-    assert (rollout.prompt_length, rollout.response_length) == (1024, model.response_length)
-    assert rollout.max_model_len == 1024 + model.response_length
-    budgets = (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu)
-    assert actor.use_dynamic_bsz and rollout.log_prob_use_dynamic_bsz
-    assert all(budget >= rollout.max_model_len for budget in budgets)
-
-    assert container(config.data.apply_chat_template_kwargs) == model.chat_template_kwargs
-    template = config.actor_rollout_ref.model.custom_chat_template
-    assert template == (model.chat_template and read_chat_template(model.chat_template).rstrip("\n"))
-
-    assert actor.strategy == config.actor_rollout_ref.ref.strategy == "fsdp2"
-    assert config.actor_rollout_ref.model.enable_gradient_checkpointing
-    assert config.actor_rollout_ref.model.use_remove_padding and not actor.fsdp_config.use_torch_compile
-    assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [42] * 4
+def test_one_seed_moves_all() -> None:
+    for arguments, knobs in ((["data.seed=7"], {}), ([], {"SEED": "7"})):
+        config = configuration(overrides("run_qwen3_grail.sh", *arguments, **knobs))
+        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [7] * 4
 
 
-@pytest.mark.parametrize("setting", [{"SEED": "7"}, {"argument": "data.seed=7"}])
-def test_one_seed_moves_all(echo: str, setting: dict[str, str]) -> None:
-    arguments, knobs = ([setting["argument"]], {}) if "argument" in setting else ([], setting)
-    config = configuration(overrides(echo, "run_qwen3_grail.sh", *arguments, **knobs))
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [7] * 4
-
-
-@pytest.mark.parametrize(
-    ("estimator", "said"), [("grpo", "grpo: uniform, GRPO in the"), ("verl_grpo", "verl_grpo: verl's")]
-)
-def test_which_grpo_is_said(echo: str, estimator: str, said: str) -> None:
-    result = run_script("run_qwen3_grail.sh", PYTHON=echo, DRY_RUN="1", ADV_ESTIMATOR=estimator)
-    assert f"ADV_ESTIMATOR={said}" in result.stderr
-    plain = configuration(overrides(echo, "run_qwen3_grail.sh", "algorithm.adv_estimator=grpo"))
+def test_which_grpo_is_said() -> None:
+    for estimator, said in (("grpo", "grpo: uniform, GRPO in the"), ("verl_grpo", "verl_grpo: verl's")):
+        result = run_script("run_qwen3_grail.sh", PYTHON=PRINTS, DRY_RUN="1", ADV_ESTIMATOR=estimator)
+        assert f"ADV_ESTIMATOR={said}" in result.stderr
+    plain = configuration(overrides("run_qwen3_grail.sh", "algorithm.adv_estimator=grpo"))
     assert plain.algorithm.adv_estimator == "grpo"  # an override means verl's own name
 
 
-def test_defaults_of_scripts_and_yaml_agree(echo: str) -> None:
+def test_defaults_of_scripts_and_yaml_agree() -> None:
     """What the scripts say about the published set-up, the YAML says too, for those who start without a script."""
-    ours = configuration(overrides(echo, "run_qwen3_grail.sh"))
+    ours = configuration(overrides("run_qwen3_grail.sh"))
     plain = configuration([])
     differing = set()
 
@@ -209,455 +121,211 @@ def test_defaults_of_scripts_and_yaml_agree(echo: str) -> None:
 
     compare("", container(ours), container(plain))
     assert differing == {
-        "data.train_files",
-        "data.val_files",
-        "data.apply_chat_template_kwargs.enable_thinking",
-        "actor_rollout_ref.model.path",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-        "actor_rollout_ref.ref.fsdp_config.param_offload",
-        "actor_rollout_ref.rollout.max_model_len",
-        "actor_rollout_ref.rollout.prometheus.served_model_name",
-        "actor_rollout_ref.rollout.trace.experiment_name",
-        "algorithm.token_dump.folder",
-        "algorithm.token_dump.every",
-        "ray_kwargs.ray_init.runtime_env.env_vars",
-        "trainer.experiment_name",
-        "trainer.default_local_dir",
-    }
+        "data.train_files", "data.val_files", "data.apply_chat_template_kwargs.enable_thinking",
+        "actor_rollout_ref.model.path", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+        "actor_rollout_ref.ref.fsdp_config.param_offload", "actor_rollout_ref.rollout.max_model_len",
+        "actor_rollout_ref.rollout.prometheus.served_model_name", "actor_rollout_ref.rollout.trace.experiment_name",
+        "algorithm.token_dump.folder", "algorithm.token_dump.every", "ray_kwargs.ray_init.runtime_env.env_vars",
+        "trainer.experiment_name", "trainer.default_local_dir",
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("script", ["run_qwen3_grail.sh", "run_r1_distill_llama_8b_grail.sh"])
-def test_loss_is_the_published_one(echo: str, script: str) -> None:
-    """Clipped surrogate summed over tokens / (rows x longest response), over 16 ranks of 2 micro-batches each.
-
-    FSDP averages gradients over the ranks, so the mean over them of verl's loss must be the loss of the whole batch.
-    """
-    ranks, micro_batches, rows, tokens = 16, 2, PUBLISHED_BATCH, 6
-    config = configuration(overrides(echo, script, NNODES="2"))
-    rng = np.random.default_rng(0)
-    advantages = rng.normal(size=(rows, 1)).repeat(tokens, axis=1) * rng.uniform(0.5, 5, size=(rows, tokens))
-    advantages[rng.random(rows) < 0.1] = 0  # truncated
-    log_ratios = rng.normal(scale=1.0, size=(rows, tokens))
-    log_ratios[::5] += 4  # ratios near 55, where verl's dual clip would act on negative advantages
-    mask = np.arange(tokens) < rng.integers(0, tokens + 1, size=(rows, 1))
-    assert (~mask.any(axis=1)).any() and ((log_ratios > 4) & (advantages < 0) & mask).any()
-
-    ratios = np.exp(log_ratios)
-    surrogate = np.minimum(ratios * advantages, np.clip(ratios, 0.8, 1.28) * advantages)
-    expected = -(surrogate * mask).sum() / (rows * MODELS[script].response_length)
-
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    actor.global_batch_info.update(
-        dp_size=ranks,
-        batch_num_tokens=int(mask.sum()),
-        global_batch_size=config.data.train_batch_size * config.actor_rollout_ref.rollout.n,
-        loss_scale_factor=actor.loss_scale_factor,
-    )
-    losses = [
-        compute_policy_loss_vanilla(
-            old_log_prob=torch.zeros(len(part), tokens, dtype=torch.float64),
-            log_prob=torch.from_numpy(log_ratios[part]),
-            advantages=torch.from_numpy(advantages[part]),
-            response_mask=torch.from_numpy(mask[part]),
-            loss_agg_mode=actor.loss_agg_mode,
-            config=actor,
-        )[0].item()
-        for part in np.array_split(np.arange(rows), ranks * micro_batches)
-    ]
-    assert sum(losses) / ranks == pytest.approx(expected, rel=1e-9)
+def test_reward_function_loads() -> None:
+    function = configuration(overrides("run_qwen3_grail.sh")).reward.custom_reward_function
+    assert load_extern_object(function.path, function.name)("deepmath", "\\boxed{2}", "2")["score"] == 1.0
 
 
-def test_learning_rate(echo: str) -> None:
-    """The schedule that verl's engine builds and moves once a rollout batch, against the published one, which moves at each
-    optimiser step: no batch at 0, the stairs on both sides of its slope, the full rate from the same step on."""
-    actor = configuration(overrides(echo, "run_qwen3_grail.sh")).actor_rollout_ref.actor
-    settings = omega_conf_to_dataclass(actor.optim)
-    settings.total_training_steps = PUBLISHED_STEPS // PUBLISHED_EPOCHS
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=settings.lr)
-    engine = SimpleNamespace(optimizer_config=settings, rank=1)
-    schedule = FSDPEngine._build_lr_scheduler(engine, optimizer)
-    engine.lr_scheduler = schedule
-    rates = []
-    for _ in range(PUBLISHED_STEPS // PUBLISHED_EPOCHS):
-        rates += schedule.get_last_lr() * PUBLISHED_EPOCHS
-        optimizer.step()
-        FSDPEngine.lr_scheduler_step(engine)
-
-    published = [1e-6 * min(1.0, step / PUBLISHED_WARM_UP) for step in range(PUBLISHED_STEPS)]
-    stairs = [1e-6 * min(1.0, (step // 4 + 1) / 6) for step in range(PUBLISHED_STEPS)]
-    assert rates == pytest.approx(stairs)
-    assert min(rates) > 0 and rates[PUBLISHED_WARM_UP:] == pytest.approx(published[PUBLISHED_WARM_UP:])
-    means = [sum(of[first : first + 4]) / 4 for of in (rates, published) for first in range(0, PUBLISHED_WARM_UP, 4)]
-    assert max(abs(ours - theirs) for ours, theirs in zip(means[:5], means[5:], strict=True)) < 0.1e-6
-    assert sum(rates[:PUBLISHED_WARM_UP]) == pytest.approx(10.0e-6)
-    assert sum(published[:PUBLISHED_WARM_UP]) == pytest.approx(9.5e-6)
-
-
-def test_reward_function_loads(echo: str) -> None:
-    function = configuration(overrides(echo, "run_qwen3_grail.sh")).reward.custom_reward_function
-    compute_score = load_extern_object(function.path, function.name)
-    assert compute_score("deepmath", "\\boxed{2}", "2")["score"] == 1.0
-
-
-def test_knobs(echo: str, tmp_path: Path) -> None:
-    config = configuration(
-        overrides(
-            echo,
-            "run_octothinker_8b_grail.sh",
-            ADV_ESTIMATOR="grail",
-            PRESET="robust",
-            OAR_VARIANT="grail_port",
-            NNODES="3",
-            NGPUS_PER_NODE="4",
-            TRAIN_BATCH_SIZE="48",
-            ROLLOUT_N="16",
-            MAX_PROMPT_LENGTH="512",
-            MAX_RESPONSE_LENGTH="2048",
-            PPO_MAX_TOKEN_LEN_PER_GPU="9999",
-            ROLLOUT_TP="2",
-            STRATEGY="fsdp",
-            OFFLOAD="True",
-            MODEL_PATH="/models/octo thinker",
-            DATA_DIR=str(tmp_path),
-            LEARNING_RATE="5e-7",
-            TOTAL_STEPS="7",
-            SAVE_FREQ="-1",
-            TEST_FREQ="3",
-            PROJECT_NAME="project",
-            EXPERIMENT_NAME="experiment",
-            LOGGER="console,wandb",
-        )
-    )
-    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+def test_knobs(tmp_path: Path) -> None:
+    knobs = {
+        "ADV_ESTIMATOR": "grail", "PRESET": "robust", "OAR_VARIANT": "grail_port", "NNODES": "3", "NGPUS_PER_NODE": "4",
+        "TRAIN_BATCH_SIZE": "48", "ROLLOUT_N": "16", "MAX_PROMPT_LENGTH": "512", "MAX_RESPONSE_LENGTH": "2048",
+        "PPO_MAX_TOKEN_LEN_PER_GPU": "9999", "ROLLOUT_TP": "2", "STRATEGY": "fsdp", "OFFLOAD": "True",
+        "MODEL_PATH": "/models/octo thinker", "DATA_DIR": str(tmp_path), "LEARNING_RATE": "5e-7", "TOTAL_STEPS": "7",
+        "SAVE_FREQ": "-1", "TEST_FREQ": "3", "PROJECT_NAME": "project", "EXPERIMENT_NAME": "experiment",
+        "LOGGER": "console,wandb",
+    }  # fmt: skip
+    config = configuration(overrides("run_octothinker_8b_grail.sh", **knobs))
     prepare(config)
-    assert (config.algorithm.grail.preset, config.algorithm.oar.variant) == ("robust", "grail_port")
-    assert (trainer.nnodes, trainer.n_gpus_per_node) == (3, 4)
-    assert (config.data.train_batch_size, actor.ppo_mini_batch_size, rollout.n) == (48, 48, 16)
-    assert (rollout.prompt_length, rollout.response_length, rollout.max_model_len) == (512, 2048, 2560)
-    assert (actor.loss_scale_factor, actor.ppo_max_token_len_per_gpu) == (2048, 9999)
-    assert rollout.tensor_model_parallel_size == 2
-    assert (actor.strategy, actor.fsdp_config.param_offload, actor.fsdp_config.optimizer_offload) == (
-        "fsdp",
-        True,
-        True,
-    )
-    assert config.actor_rollout_ref.model.path == "/models/octo thinker"
-    assert config.data.train_files == str(tmp_path / "deepmath.parquet")
-    assert config.data.val_files == [str(tmp_path / "amc23.parquet"), str(tmp_path / "aime24.parquet")]
-    assert actor.optim.lr == 5e-7
-    assert (trainer.total_training_steps, trainer.save_freq, trainer.test_freq) == (7, -1, 3)
-    assert (trainer.project_name, trainer.experiment_name) == ("project", "experiment")
-    assert trainer.logger == ["console", "wandb"]
     output_dir = ROOT / "outputs/project/experiment"
-    assert trainer.default_local_dir == str(output_dir / "checkpoints")
-    assert container(config.ray_kwargs.ray_init.runtime_env.env_vars) == {
-        "TENSORBOARD_DIR": str(output_dir / "tensorboard"),
-        "VERL_FILE_LOGGER_PATH": str(output_dir / "metrics.jsonl"),
-        "GRAIL_ADVANTAGE_TRAINER_MODULE": "recipe.run_life.trainer",
+    wanted = {
+        "algorithm.grail.preset": "robust",
+        "algorithm.oar.variant": "grail_port",
+        "trainer.nnodes": 3,
+        "trainer.n_gpus_per_node": 4,
+        "data.train_batch_size": 48,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 48,
+        "actor_rollout_ref.rollout.n": 16,
+        "actor_rollout_ref.rollout.prompt_length": 512,
+        "actor_rollout_ref.rollout.response_length": 2048,
+        "actor_rollout_ref.rollout.max_model_len": 2560,
+        "actor_rollout_ref.actor.loss_scale_factor": 2048,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 9999,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
+        "actor_rollout_ref.actor.strategy": "fsdp",
+        "actor_rollout_ref.actor.fsdp_config.param_offload": True,
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": True,
+        "actor_rollout_ref.model.path": "/models/octo thinker",
+        "data.train_files": str(tmp_path / "deepmath.parquet"),
+        "data.val_files": [str(tmp_path / "amc23.parquet"), str(tmp_path / "aime24.parquet")],
+        "actor_rollout_ref.actor.optim.lr": 5e-7,
+        "trainer.total_training_steps": 7,
+        "trainer.save_freq": -1,
+        "trainer.test_freq": 3,
+        "trainer.project_name": "project",
+        "trainer.experiment_name": "experiment",
+        "trainer.logger": ["console", "wandb"],
+        "trainer.default_local_dir": str(output_dir / "checkpoints"),
+        "ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR": str(output_dir / "tensorboard"),
+        "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH": str(output_dir / "metrics.jsonl"),
+        "ray_kwargs.ray_init.runtime_env.env_vars.GRAIL_ADVANTAGE_TRAINER_MODULE": "recipe.run_life.trainer",
     }
+    assert {name: OmegaConf.select(config, name) for name in wanted} == wanted
 
 
-def test_lora(echo: str) -> None:
-    config = configuration(overrides(echo, "run_qwen3_8b_grail.sh", LORA_RANK="32"))
+def test_lora() -> None:
+    config = configuration(overrides("run_qwen3_8b_grail.sh", LORA_RANK="32"))
     model = config.actor_rollout_ref.model
     assert (model.lora_rank, model.lora_alpha, model.target_modules) == (32, 64, "all-linear")
     assert config.actor_rollout_ref.rollout.load_format == "safetensors"
     assert config.actor_rollout_ref.actor.optim.lr == 1e-5
-    assert configuration(overrides(echo, "run_qwen3_8b_grail.sh")).actor_rollout_ref.model.lora_rank == 0
+    assert configuration(overrides("run_qwen3_8b_grail.sh")).actor_rollout_ref.model.lora_rank == 0
 
 
-def experiment(echo: str, script: str = "run_qwen3_grail.sh", *arguments: str, **knobs: str) -> str:
-    return str(configuration(overrides(echo, script, *arguments, **knobs)).trainer.experiment_name)
+def experiment(*arguments: str, script: str = "run_qwen3_grail.sh", **knobs: str) -> str:
+    given = dict(part.split("=", 1) for part in overrides(script, *arguments, **knobs) if "=" in part)
+    return given["trainer.experiment_name"]
 
 
-@pytest.mark.slow
-def test_runs_that_must_not_mix_have_different_names(echo: str) -> None:
+def test_runs_that_must_not_mix_have_different_names() -> None:
     """verl carries on from the last checkpoint under a name."""
-    names = [
-        *(experiment(echo, script) for script in MODELS),
-        experiment(echo, PRESET="robust"),
-        *(experiment(echo, ADV_ESTIMATOR=name) for name in ("grpo", "verl_grpo", "oar_g", "oar_p")),
-        experiment(echo, ADV_ESTIMATOR="oar_g", OAR_VARIANT="official"),
-        experiment(echo, LORA_RANK="8"),
-        experiment(echo, SEED="7"),
-        experiment(echo, MAX_RESPONSE_LENGTH="2048"),
-        experiment(echo, MODEL_PATH="/models/Qwen3 4B/my-own_v1.2"),
-        experiment(echo, "run_qwen3_grail.sh", "algorithm.grail.gate=all"),
-        experiment(echo, "run_qwen3_grail.sh", "algorithm.grail.mask_truncated=False"),
-    ]
-    assert len(set(names)) == len(names)
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
+    names = {
+        "qwen3-4b-grail-official-seed42": experiment(),
+        "my_model-grail-official-seed42": experiment(MODEL_PATH="/models/My Model"),
+        "qwen3-4b-uniform-seed1": experiment(ADV_ESTIMATOR="grpo", SEED="1"),
+        "qwen3-4b-verl_grpo-seed42": experiment(ADV_ESTIMATOR="verl_grpo"),
+        "qwen3-4b-oar_g-grail_port-seed42": experiment(ADV_ESTIMATOR="oar_g"),
+        "qwen3-4b-grail-official-gate-all-seed42": experiment("algorithm.grail.gate=all"),
+        "mine": experiment(EXPERIMENT_NAME="mine"),
+    }
+    assert list(names) == list(names.values())
+    assert experiment("algorithm.token_dump.every=1") == next(iter(names))
+    others = [experiment(script=script) for script in MODELS if script != "run_qwen3_grail.sh"]
+    others += [experiment(LORA_RANK="8"), experiment(MAX_RESPONSE_LENGTH="2048"), *names]
+    assert len(set(others)) == len(others) and all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in others)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "knobs", "name"),
-    [
-        ([], {}, "qwen3-4b-grail-official-seed42"),
-        ([], {"MODEL_PATH": "/models/My Model"}, "my_model-grail-official-seed42"),
-        ([], {"ADV_ESTIMATOR": "grpo", "SEED": "1"}, "qwen3-4b-uniform-seed1"),
-        ([], {"ADV_ESTIMATOR": "uniform", "SEED": "1"}, "qwen3-4b-uniform-seed1"),
-        ([], {"ADV_ESTIMATOR": "verl_grpo"}, "qwen3-4b-verl_grpo-seed42"),
-        ([], {"ADV_ESTIMATOR": "oar_g"}, "qwen3-4b-oar_g-grail_port-seed42"),
-        ([], {"ADV_ESTIMATOR": "oar_p"}, "qwen3-4b-oar_p-official-seed42"),
-        (["algorithm.grail.gate=all"], {}, "qwen3-4b-grail-official-gate-all-seed42"),
-        (["algorithm.token_dump.every=1"], {}, "qwen3-4b-grail-official-seed42"),
-        (["trainer.val_before_train=False"], {"EXPERIMENT_NAME": "mine"}, "mine"),
-    ],
-)
-def test_name_of_a_run(echo: str, arguments: list[str], knobs: dict[str, str], name: str) -> None:
-    assert experiment(echo, "run_qwen3_grail.sh", *arguments, **knobs) == name
-
-
-def test_arguments_win_over_the_script(echo: str) -> None:
+def test_arguments_win_over_the_script() -> None:
     arguments = ["actor_rollout_ref.rollout.n=4", "+data.note='two words'", "algorithm.grail.gate=all"]
-    config = configuration(overrides(echo, "run_qwen3_grail.sh", *arguments))
-    assert config.actor_rollout_ref.rollout.n == 4
-    assert config.data.note == "two words"
-    assert config.algorithm.grail.gate == "all"
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ({"NNODES": "0"}, "NNODES=0 must be a whole number from 1 on"),
-        ({"NGPUS_PER_NODE": "eight"}, "NGPUS_PER_NODE=eight must be a whole number from 1 on"),
-        ({"TRAIN_BATCH_SIZE": "3.5"}, "TRAIN_BATCH_SIZE=3.5 must be a whole number"),
-        ({"MAX_PROMPT_LENGTH": "-5"}, "MAX_PROMPT_LENGTH=-5 must be a whole number"),
-        ({"MAX_RESPONSE_LENGTH": "4k"}, "MAX_RESPONSE_LENGTH=4k must be a whole number"),
-        ({"TOTAL_STEPS": "010"}, "TOTAL_STEPS=010 must be a whole number"),
-        ({"SAVE_FREQ": "0"}, "SAVE_FREQ=0 must be a whole number from 1 on, or -1"),
-        ({"TEST_FREQ": "often"}, "TEST_FREQ=often must be a whole number from 1 on, or -1"),
-        ({"LORA_RANK": "-1"}, "LORA_RANK=-1 must be a whole number"),
-        ({"LEARNING_RATE": "small"}, "LEARNING_RATE=small must be a number such as 1e-6"),
-        ({"SEED": "-1"}, "SEED=-1 must be a whole number from 0 on"),
-        ({"STRATEGY": "megatron"}, "STRATEGY=megatron is unknown; choose fsdp or fsdp2"),
-        ({"OFFLOAD": "yes"}, "OFFLOAD=yes must be True or False"),
-        ({"DRY_RUN": "true"}, "DRY_RUN=true must be 0 or 1"),
-        ({"PYTHON": "/no/such/python"}, "PYTHON=/no/such/python is not a command"),
-        ({"ROLLOUT_N": "1"}, "ROLLOUT_N=1 leaves nothing to compare"),
-        (
-            {"NNODES": "3"},
-            "TRAIN_BATCH_SIZE=32 x ROLLOUT_N=8 responses do not divide among NNODES=3 x NGPUS_PER_NODE=8",
-        ),
-        ({"ROLLOUT_TP": "3"}, "ROLLOUT_TP=3 must divide NGPUS_PER_NODE=8"),
-        ({"PPO_MAX_TOKEN_LEN_PER_GPU": "5119"}, "PPO_MAX_TOKEN_LEN_PER_GPU=5119 must be a whole number that holds one"),
-        ({"DATA_DIR": "/no/such/folder"}, "DATA_DIR=/no/such/folder has no deepmath.parquet; run "),
-    ],
-)
-def test_bad_knobs(echo: str, knobs: dict[str, str], message: str) -> None:
-    result = run_script("run_qwen3_grail.sh", **{"PYTHON": echo, **knobs})
-    assert result.returncode == 1
-    assert result.stdout == ""
-    # the trace of `set -x` also shows the echo command
-    assert any(line.startswith(message) for line in result.stderr.splitlines()), result.stderr
-
-
-def test_data_of_ones_own(echo: str, tmp_path: Path) -> None:
-    """A real run wants the prepared files, unless an override names others."""
-    own = overrides(echo, "run_qwen3_grail.sh", "data.train_files=x.parquet", DRY_RUN="0", DATA_DIR=str(tmp_path))
-    assert own[-1] == "data.train_files=x.parquet"
-    for name in ("deepmath", "amc23", "aime24"):
-        (tmp_path / f"{name}.parquet").touch()
-    prepared = overrides(echo, "run_qwen3_grail.sh", DRY_RUN="0", DATA_DIR=str(tmp_path))
-    assert f"data.train_files={tmp_path}/deepmath.parquet" in prepared
-
-
-def test_unknown_estimator_is_refused_with_a_list(echo: str) -> None:
-    config = configuration(overrides(echo, "run_qwen3_grail.sh", ADV_ESTIMATOR="grial"))
+    config = configuration(overrides("run_qwen3_grail.sh", *arguments))
+    assert (config.actor_rollout_ref.rollout.n, config.data.note, config.algorithm.grail.gate) == (
+        4,
+        "two words",
+        "all",
+    )
+    config = configuration(overrides("run_qwen3_grail.sh", ADV_ESTIMATOR="grial"))
     with pytest.raises(ValueError, match=r"adv_estimator='grial' is unknown; choose one of .*grail.*grpo"):
         prepare(config)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "estimator", "platform"),
-    [
-        *((script, "grail", "") for script in MODELS),
-        ("run_qwen3_grail.sh", "oar_g", ""),
-        ("run_qwen3_grail.sh", "oar_p", ""),
-        ("run_qwen3_grail.sh", "grpo", "cpu"),
-    ],
-)
-def test_dry_run(echo: str, tmp_path: Path, script: str, estimator: str, platform: str) -> None:
-    """No GPU, no model, no data, no network, a folder without a trace of the run, and pure YAML on stdout."""
-    nowhere = "http://127.0.0.1:9"
-    knobs = {"DRY_RUN": "1", "ADV_ESTIMATOR": estimator, "PROJECT_NAME": "dry_run_test"}
-    variables = {
-        "VERL_PLATFORM": platform,
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HOME": str(tmp_path),
-        "HF_ENDPOINT": nowhere,
-        "http_proxy": nowhere,
-        "https_proxy": nowhere,
-        "no_proxy": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    if (script, estimator) == ("run_qwen3_grail.sh", "grail"):
-        result = run_script(script, PYTHON=sys.executable, **knobs, **variables)
-    else:
-        result = forked.run("recipe.main_grail", *overrides(echo, script, **knobs), DRY_RUN="1", **variables)
-    assert result.returncode == 0, result.stderr
-    printed = yaml.safe_load(result.stdout)
-    composed = configuration(overrides(echo, script, ADV_ESTIMATOR=estimator, PROJECT_NAME="dry_run_test"))
-    assert printed == yaml.safe_load(OmegaConf.to_yaml(composed, resolve=True))
-    assert printed["algorithm"]["adv_estimator"] == {"grpo": "uniform"}.get(estimator, estimator)
-    assert not (ROOT / "outputs/dry_run_test").exists()
-    assert not list(tmp_path.iterdir())
-
-
-SHELL_FILES = [
-    *(f"examples/{script}" for script in (*MODELS, "common.sh", "run_one_gpu_grail.sh", "slurm_grail.sh")),
-    "scripts/setup_gpu.sh",
-    "scripts/setup_cpu.sh",
-    "scripts/uv.sh",
-    "scripts/train_cpu.sh",
-    "scripts/choose_method.sh",
-    "scripts/start_fresh.sh",
-    "scripts/smoke_run.sh",
+BAD_KNOBS = [
+    ({"NNODES": "0"}, "NNODES=0 must be a whole number from 1 on"),
+    ({"NGPUS_PER_NODE": "eight"}, "NGPUS_PER_NODE=eight must be a whole number from 1 on"),
+    ({"TRAIN_BATCH_SIZE": "3.5"}, "TRAIN_BATCH_SIZE=3.5 must be a whole number"),
+    ({"TOTAL_STEPS": "010"}, "TOTAL_STEPS=010 must be a whole number"),
+    ({"SAVE_FREQ": "0"}, "SAVE_FREQ=0 must be a whole number from 1 on, or -1"),
+    ({"LORA_RANK": "-1"}, "LORA_RANK=-1 must be a whole number"),
+    ({"LEARNING_RATE": "small"}, "LEARNING_RATE=small must be a number such as 1e-6"),
+    ({"SEED": "-1"}, "SEED=-1 must be a whole number from 0 on"),
+    ({"STRATEGY": "megatron"}, "STRATEGY=megatron is unknown; choose fsdp or fsdp2"),
+    ({"OFFLOAD": "yes"}, "OFFLOAD=yes must be True or False"),
+    ({"DRY_RUN": "true"}, "DRY_RUN=true must be 0 or 1"),
+    ({"PYTHON": "/no/such/python"}, "PYTHON=/no/such/python is not a command"),
+    ({"ROLLOUT_N": "1"}, "ROLLOUT_N=1 leaves nothing to compare"),
+    ({"NNODES": "3"}, "TRAIN_BATCH_SIZE=32 x ROLLOUT_N=8 responses do not divide among NNODES=3 x NGPUS_PER_NODE=8"),
+    ({"ROLLOUT_TP": "3"}, "ROLLOUT_TP=3 must divide NGPUS_PER_NODE=8"),
+    ({"PPO_MAX_TOKEN_LEN_PER_GPU": "5119"}, "PPO_MAX_TOKEN_LEN_PER_GPU=5119 must be a whole number that holds one"),
+    ({"DATA_DIR": "/no/such/folder"}, "DATA_DIR=/no/such/folder has no deepmath.parquet; run "),
 ]
 
 
-@pytest.mark.parametrize("script", SHELL_FILES)
-def test_shell_syntax(script: str) -> None:
-    subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
+def test_bad_knobs() -> None:
+    for knobs, message in BAD_KNOBS:
+        result = run_script("run_qwen3_grail.sh", **{"PYTHON": PRINTS, **knobs})
+        assert result.returncode == 1 and result.stdout == ""
+        # the trace of `set -x` also shows the command
+        assert any(line.startswith(message) for line in result.stderr.splitlines()), result.stderr
 
 
-def test_shellcheck() -> None:
+def test_data_of_ones_own(tmp_path: Path) -> None:
+    """A real run wants the prepared files, unless an override names others."""
+    own = overrides("run_qwen3_grail.sh", "data.train_files=x.parquet", DRY_RUN="0", DATA_DIR=str(tmp_path))
+    assert own[-1] == "data.train_files=x.parquet"
+    for name in ("deepmath", "amc23", "aime24"):
+        (tmp_path / f"{name}.parquet").touch()
+    prepared = overrides("run_qwen3_grail.sh", DRY_RUN="0", DATA_DIR=str(tmp_path))
+    assert f"data.train_files={tmp_path}/deepmath.parquet" in prepared
+
+
+@pytest.mark.slow
+def test_dry_run(tmp_path: Path) -> None:
+    """No GPU, no model, no data, no network, a folder without a trace of the run, and pure YAML on stdout."""
+    nowhere = "http://127.0.0.1:9"
+    variables = {"VERL_PLATFORM": "", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(tmp_path), "HF_ENDPOINT": nowhere}
+    variables |= {"http_proxy": nowhere, "https_proxy": nowhere, "no_proxy": "", "PYTHON": sys.executable}
+    result = run_script("run_qwen3_grail.sh", DRY_RUN="1", PROJECT_NAME="dry_run_test", **variables)
+    assert result.returncode == 0, result.stderr
+    printed = yaml.safe_load(result.stdout)
+    assert printed["algorithm"]["adv_estimator"] == "grail"
+    assert printed["actor_rollout_ref"]["model"]["path"] == MODELS["run_qwen3_grail.sh"].path
+    assert not (ROOT / "outputs/dry_run_test").exists() and not list(tmp_path.iterdir())
+
+
+def test_shell_scripts_are_sound() -> None:
+    scripts = sorted(str(path) for folder in ("examples", "scripts") for path in (ROOT / folder).glob("*.sh"))
+    for script in scripts:
+        subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
+        code = re.sub(r"(?m)^\s*#.*$", "", Path(script).read_text(encoding="utf-8"))
+        assert not re.search(r"(?m)(^|[;&|]\s*|\bthen\s+|\bdo\s+)eval\s", code), script
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    if shellcheck is None:
-        pytest.skip("shellcheck is not installed")
-    result = subprocess.run([shellcheck, "-x", *SHELL_FILES], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+    if shellcheck is not None:
+        result = subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("script", MODELS)
-def test_header_lists_the_knobs(script: str) -> None:
-    text = (EXAMPLES / script).read_text()
-    header = text.partition("\nset -xeuo pipefail\n")[0]
-    read = set(re.findall(r"\$\{([A-Z_]+):-", text + (EXAMPLES / "common.sh").read_text()))
-    assert set(re.findall(r"[A-Z][A-Z_]{3,}", header.partition("# Knobs:")[2])) == read
-    assert read - {"TOKENIZER_PATH"} == KNOBS
+def test_header_lists_the_knobs() -> None:
+    for script in MODELS:
+        text = (EXAMPLES / script).read_text()
+        header = text.partition("\nset -xeuo pipefail\n")[0]
+        read = set(re.findall(r"\$\{([A-Z_]+):-", text + (EXAMPLES / "common.sh").read_text()))
+        assert set(re.findall(r"[A-Z][A-Z_]{3,}", header.partition("# Knobs:")[2])) == read
+        assert read - {"TOKENIZER_PATH"} == KNOBS
 
 
-def pins() -> dict[str, str]:
-    """Package to version in requirements.in, and flash-attn's in the script that installs it."""
+def test_requirements_are_those_of_verl_and_of_the_package() -> None:
+    """Where verl's own extras for vLLM and FSDP name one version, it is this one; its ranges and the package's contain ours."""
     flash_attn = re.findall(r"^flash_attn=(\S+)", (ROOT / "scripts/setup_gpu.sh").read_text(), flags=re.M)
     lines = (ROOT / "requirements.in").read_text().splitlines() + flash_attn
     wanted = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    versions = {requirement.name: str(requirement.specifier) for requirement in wanted}
-    assert len(versions) == len(wanted)
-    assert all(re.fullmatch(r"==[0-9][0-9a-z.]*", version) for version in versions.values()), versions
-    return {name.lower(): version.removeprefix("==") for name, version in versions.items()}
-
-
-def test_requirements_are_those_of_verl() -> None:
-    """Where verl's own extras for vLLM and FSDP name one version, it is this one; its ranges contain ours."""
-    ours = pins()
+    ours = {requirement.name.lower(): str(requirement.specifier).removeprefix("==") for requirement in wanted}
+    assert len(ours) == len(wanted) and all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in ours.values())
     assert ours["verl"] == VERL_VERSION
     named = set()
-    for requirement in map(Requirement, requires("verl")):
-        extras = ("", "verl-core", "vllm", "fsdp", "flash-attn-cu130torch211", "cupy-cu130")
+    for requirement in map(Requirement, [*requires("verl"), *requires("grail-advantage")]):
+        extras = ("", "verl-core", "vllm", "fsdp", "flash-attn-cu130torch211", "cupy-cu130", "verl")
         if requirement.marker and not any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
             continue
         if (version := ours.get(requirement.name.lower())) is not None:
             assert requirement.specifier.contains(version), f"{requirement} against {version}"
             named.add(requirement.name)
-    assert {
-        "torch",
-        "vllm",
-        "transformers",
-        "flash-attn",
-        "tensordict",
-        "ray",
-        "cupy-cuda13x",
-        "TransferQueue",
-    } <= named
-
-
-def test_requirements_are_within_the_packages_ranges() -> None:
-    ours = pins()
-    ranges = [Requirement(line) for line in requires("grail-advantage")]
-    for requirement in ranges:
-        if (version := ours.get(requirement.name.lower())) is not None:
-            assert requirement.specifier.contains(version), requirement
-    assert {"torch", "transformers", "verl"} <= {requirement.name for requirement in ranges}
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        (
-            {"PROMPTS": "8", "ROLLOUTS": "4", "MICRO_BATCH_SIZE": "128"},
-            "MICRO_BATCH_SIZE=128 must divide PROMPTS=8 x ROLLOUTS=4 = 32 responses",
-        ),
-        ({"PROMPTS": "0"}, "PROMPTS=0 must be a whole number from 1 on"),
-        ({"ROLLOUTS": "1"}, "ROLLOUTS=1 leaves nothing to compare"),
-        ({"MICRO_BATCH_SIZE": "big"}, "MICRO_BATCH_SIZE=big must be a whole number"),
-        ({"MAX_PROMPT_LENGTH": "8"}, "MAX_PROMPT_LENGTH=8 is shorter than the problems; use 21 or more"),
-        ({"TOTAL_STEPS": "ten"}, "TOTAL_STEPS=ten must be a whole number"),
-        ({"TEST_FREQ": "0"}, "TEST_FREQ=0 must be a whole number from 1 on, or -1"),
-        ({"LEARNING_RATE": "small"}, "LEARNING_RATE=small must be a number such as 1e-4"),
-        ({"SEED": "-1"}, "SEED=-1 must be a whole number from 0 on"),
-        ({"PRESET": "strong"}, "PRESET=strong is unknown; choose official or robust"),
-        ({"OAR_VARIANT": "other"}, "OAR_VARIANT=other is unknown; choose official or grail_port"),
-    ],
-)
-def test_bad_knobs_of_the_cpu_example(tmp_path: Path, knobs: dict[str, str], message: str) -> None:
-    """Before anything is installed, made or started."""
-    result = run_script("run_tiny_cpu_grail.sh", **knobs, OUTPUT_DIR=str(tmp_path / "out"))
-    assert result.returncode == 1 and result.stdout == ""
-    assert result.stderr.startswith(message) and len(result.stderr.splitlines()) == 1
-    assert not (tmp_path / "out").exists()
+    expected = "torch vllm transformers flash-attn tensordict ray cupy-cuda13x TransferQueue"
+    assert set(expected.split()) <= named
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("estimator", "method", "variant"),
-    [("grpo", "uniform", "official"), ("verl_grpo", "grpo", "official"), ("oar_g", "oar_g", "grail_port")],
-)
-def test_estimators_of_the_cpu_example(echo: str, tmp_path: Path, estimator: str, method: str, variant: str) -> None:
-    """As those of the scripts for GPUs."""
-    knobs = {"ADV_ESTIMATOR": estimator, "OUTPUT_DIR": str(tmp_path / "out"), "SEED": "3"}
-    command = cpu_overrides(echo, tmp_path, f"hydra.run.dir={tmp_path}", **knobs)
-    result = forked.run("recipe.main_grail", *command, DRY_RUN="1")
-    assert result.returncode == 0, result.stderr
-    config = yaml.safe_load(result.stdout)
-    assert (config["algorithm"]["adv_estimator"], config["algorithm"]["oar"]["variant"]) == (method, variant)
-    assert config["trainer"]["default_local_dir"] == str(
-        tmp_path / "out/seed3" / {"grpo": "uniform"}.get(estimator, estimator) / "checkpoints"
+def test_the_cpu_example_refuses_a_bad_option_before_it_makes_anything(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    refused = run_script(
+        "run_tiny_cpu_grail.sh", "algorithm.oar.quantile=2", ADV_ESTIMATOR="oar_g", OUTPUT_DIR=str(out)
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("estimator", ["oar_g", "oar_p"])
-def test_dry_run_of_the_cpu_example(echo: str, tmp_path: Path, estimator: str) -> None:
-    """With OAR-G through the script and the environment that it sets up."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        if estimator == "oar_g":
-            return run_script("run_tiny_cpu_grail.sh", *arguments, f"hydra.run.dir={tmp_path}", **knobs)
-        command = cpu_overrides(echo, tmp_path, *arguments, f"hydra.run.dir={tmp_path}", **knobs)
-        return forked.run("recipe.main_grail", *command, DRY_RUN="1")
-
-    knobs = {
-        "DRY_RUN": "1",
-        "ADV_ESTIMATOR": estimator,
-        "OAR_VARIANT": "grail_port",
-        "PROMPTS": "6",
-        "ROLLOUTS": "25",
-        "OUTPUT_DIR": str(tmp_path / "out"),
-    }
-    result = run("algorithm.oar.boost=1.5")
-    assert result.returncode == 0, result.stderr
-    config = yaml.safe_load(result.stdout)
-    # 150 responses: the most up to 128 that divide them
-    assert config["actor_rollout_ref"]["actor"]["ppo_micro_batch_size_per_gpu"] == 75
-    assert config["actor_rollout_ref"]["model"]["enable_gradient_checkpointing"] is False
-    algorithm = config["algorithm"]
-    assert (algorithm["adv_estimator"], algorithm["oar"]["variant"]) == (estimator, "grail_port")
-    assert algorithm["oar"]["boost"] == 1.5
-    refused = run("algorithm.oar.quantile=2")
-    assert refused.returncode != 0
-    assert "oar.quantile=2" in refused.stderr
+    assert refused.returncode != 0 and "oar.quantile=2" in refused.stderr and not out.exists()

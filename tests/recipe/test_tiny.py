@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,34 +36,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
 
 
-# Problems
-
-
-def test_answers_agree_with_python(train: list[Problem]) -> None:
+def test_problems(train: list[Problem]) -> None:
+    """Answers agree with Python, problems depend on the seed alone, and splits share none whatever the seeds."""
     for problem in train:
-        assert problem.answer == eval(problem.text)
         ends = range(3, len(problem.text) + 1, 2)
+        assert problem.answer == eval(problem.text)
         assert list(problem.values) == [eval(problem.text[:end]) for end in ends]
         assert all(0 <= value <= MAX_VALUE for value in problem.values)
-        assert 3 <= len(problem.steps) <= 6
     assert {len(problem.steps) for problem in train} == {3, 4, 5, 6}
-
-
-def test_problems_depend_on_the_seed_alone(train: list[Problem]) -> None:
-    assert problems("train", 400, seed=5) == train
+    assert problems("train", 400, seed=5) == train and problems("train", 50, seed=5) == train[:50]
     other = {problem.text for problem in problems("train", 400, seed=6)}
     assert len(other & {problem.text for problem in train}) < 40
-    assert problems("train", 50, seed=5) == train[:50]
-
-
-def test_splits_share_no_problem_whatever_the_seeds() -> None:
     seen = {problem.text for seed in range(3) for problem in problems("train", 1000, seed=seed)}
     held_out = [problem.text for seed in range(3) for problem in problems("validation", 200, seed=seed)]
-    assert not seen & set(held_out)
-    assert len(set(held_out[:200])) == 200
-
-
-def test_unknown_split_and_foreign_text_are_refused() -> None:
+    assert not seen & set(held_out) and len(set(held_out[:200])) == 200
     with pytest.raises(ValueError, match="split='test'"):
         problems("test", 1)  # type: ignore[arg-type]
     for text in ("", "7", "7+", "12+3", "7 + 5", "7*5", "7+5=12", "٣+٤"):
@@ -70,46 +57,33 @@ def test_unknown_split_and_foreign_text_are_refused() -> None:
             Problem.parse(text)
 
 
-# Solutions and their slips
-
-
-def test_solution_without_slips(train: list[Problem]) -> None:
+def test_solutions_and_their_slips(train: list[Problem]) -> None:
     assert solve(Problem.parse("7+5-3"), 0.0, random.Random(0)) == "7+5=12;12-3=9;\\boxed{9}"
+    rng = random.Random(3)
     for problem in train:
         solution = solve(problem, 0.0, random.Random(0))
         *steps, box = solution.split(";")
         assert [eval(step.split("=")[0]) for step in steps] == list(problem.values)
-        assert box == f"\\boxed{{{problem.answer}}}"
-        assert find_errors(problem, solution) == []
-
-
-def test_every_step_slips_at_rate_one() -> None:
+        assert box == f"\\boxed{{{problem.answer}}}" and find_errors(problem, solution) == []
+        solution = solve(problem, 0.3, rng)
+        assert boxed_answer(solution) == str(problem.answer) or find_errors(problem, solution)
     problem = Problem.parse("7+5-3+1")
     for seed in range(50):
         solution = solve(problem, 1.0, random.Random(seed))
         errors = find_errors(problem, solution)
         assert [(error.step, error.kind) for error in errors] == [(0, "result"), (1, "result"), (2, "result")]
-        assert [solution[error.start - 1] for error in errors] == ["="] * 3
-        assert [solution[error.end] for error in errors] == [";"] * 3
-
-
-def test_slips_come_at_the_asked_rate_at_every_step() -> None:
-    problem = Problem.parse("4+5-3+2")
-    rng = random.Random(1)
-    trials = 4000
-    wrong = [0, 0, 0]
-    for _ in range(trials):
-        for error in find_errors(problem, solve(problem, 0.22, rng)):
-            assert error.kind == "result"
-            wrong[error.step] += 1
-    # 4000 draws at 0.22 have a standard deviation of 0.0066
-    assert all(abs(count / trials - 0.22) < 0.03 for count in wrong)
-
-
-def test_solutions_depend_on_the_generator_alone(train: list[Problem]) -> None:
+        assert [solution[error.start - 1] + solution[error.end] for error in errors] == ["=;"] * 3
     first = [solve(problem, 0.5, random.Random(7)) for problem in train[:20]]
     assert first == [solve(problem, 0.5, random.Random(7)) for problem in train[:20]]
     assert first != [solve(problem, 0.5, random.Random(8)) for problem in train[:20]]
+
+
+def test_slips_come_at_the_asked_rate_at_every_step() -> None:
+    problem, rng, trials = Problem.parse("4+5-3+2"), random.Random(1), 4000
+    errors = [error for _ in range(trials) for error in find_errors(problem, solve(problem, 0.22, rng))]
+    wrong = Counter(error.step for error in errors)
+    # 4000 draws at 0.22 have a standard deviation of 0.0066
+    assert all(abs(wrong[step] / trials - 0.22) < 0.03 for step in range(3)) and {e.kind for e in errors} == {"result"}
 
 
 # The checker
@@ -117,47 +91,43 @@ def test_solutions_depend_on_the_generator_alone(train: list[Problem]) -> None:
 CHAIN = Problem.parse("7+5-3")
 
 
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        ("7+5=12;12-3=9;\\boxed{9}", []),
-        # A slip in the first step, carried on from: the second step and the box are right about it.
-        ("7+5=13;13-3=10;\\boxed{10}", [StepError(0, 4, 6, "result", "13", "12")]),
-        ("7+5=12;12-3=8;\\boxed{8}", [StepError(1, 12, 13, "result", "8", "9")]),
-        # Two slips that cancel give the right answer and are two errors all the same.
-        (
-            "7+5=13;13-3=9;\\boxed{9}",
-            [StepError(0, 4, 6, "result", "13", "12"), StepError(1, 12, 13, "result", "9", "10")],
-        ),
-        # The result of step one is not carried on.
-        ("7+5=12;13-3=10;\\boxed{10}", [StepError(1, 7, 11, "copy", "13-3", "12-3")]),
-        ("7+5=12;12+3=15;\\boxed{15}", [StepError(1, 7, 11, "copy", "12+3", "12-3")]),
-        # A step too many.
-        ("7+5=12;12-3=9;9+1=10;\\boxed{10}", [StepError(2, 14, 17, "copy", "9+1", "")]),
-        ("7+5=12;12-3=9;\\boxed{8}", [StepError(2, 21, 22, "answer", "8", "9")]),
-        ("7+5=12;12-3=9;\\boxed{}", [StepError(2, 21, 21, "answer", "", "9")]),
-        # Steps left out: the answer stands for them.
-        ("7+5=12;\\boxed{12}", [StepError(1, 14, 16, "answer", "12", "9")]),
-        ("7+5=12;\\boxed{9}", []),
-        ("\\boxed{9}", []),
-        # The last complete box counts, and steps behind it do not.
-        ("\\boxed{1}7+5=12;12-3=9;\\boxed{9}1+1=3;", []),
-        # Cut off: only what is written is judged.
-        ("", []),
-        ("7+5=12;12-3", []),
-        ("7+5=11;11-3=8;\\boxed{8", [StepError(0, 4, 6, "result", "11", "12")]),
-        # Negative values after a slip, and other ways of writing a number.
-        ("7+5=2;2-3=-1;\\boxed{-1}", [StepError(0, 4, 5, "result", "2", "12")]),
-        ("7+5=012;12-3=9;\\boxed{9}", [StepError(0, 4, 7, "result", "012", "12")]),
-        # Garbage.
-        ("=;;+-}{\\boxed\\boxed{{user", []),
-        ("7+5=" + "9" * 5000 + ";", []),
-    ],
-)
-def test_find_errors_by_hand(response: str, expected: list[StepError]) -> None:
-    assert find_errors(CHAIN, response) == expected
-    for error in expected:
-        assert response[error.start : error.end] == error.written
+FOUND_BY_HAND: list[tuple[str, list[StepError]]] = [
+    ("7+5=12;12-3=9;\\boxed{9}", []),
+    # A slip in the first step, carried on from: the second step and the box are right about it.
+    ("7+5=13;13-3=10;\\boxed{10}", [StepError(0, 4, 6, "result", "13", "12")]),
+    ("7+5=12;12-3=8;\\boxed{8}", [StepError(1, 12, 13, "result", "8", "9")]),
+    # Two slips that cancel give the right answer and are two errors all the same.
+    ("7+5=13;13-3=9;\\boxed{9}", [StepError(0, 4, 6, "result", "13", "12"), StepError(1, 12, 13, "result", "9", "10")]),
+    # The result of step one is not carried on.
+    ("7+5=12;13-3=10;\\boxed{10}", [StepError(1, 7, 11, "copy", "13-3", "12-3")]),
+    ("7+5=12;12+3=15;\\boxed{15}", [StepError(1, 7, 11, "copy", "12+3", "12-3")]),
+    # A step too many.
+    ("7+5=12;12-3=9;9+1=10;\\boxed{10}", [StepError(2, 14, 17, "copy", "9+1", "")]),
+    ("7+5=12;12-3=9;\\boxed{8}", [StepError(2, 21, 22, "answer", "8", "9")]),
+    ("7+5=12;12-3=9;\\boxed{}", [StepError(2, 21, 21, "answer", "", "9")]),
+    # Steps left out: the answer stands for them.
+    ("7+5=12;\\boxed{12}", [StepError(1, 14, 16, "answer", "12", "9")]),
+    ("7+5=12;\\boxed{9}", []),
+    ("\\boxed{9}", []),
+    # The last complete box counts, and steps after it do not.
+    ("\\boxed{1}7+5=12;12-3=9;\\boxed{9}1+1=3;", []),
+    # Cut off: only what is written is judged.
+    ("", []),
+    ("7+5=12;12-3", []),
+    ("7+5=11;11-3=8;\\boxed{8", [StepError(0, 4, 6, "result", "11", "12")]),
+    # Negative values after a slip, and other ways of writing a number.
+    ("7+5=2;2-3=-1;\\boxed{-1}", [StepError(0, 4, 5, "result", "2", "12")]),
+    ("7+5=012;12-3=9;\\boxed{9}", [StepError(0, 4, 7, "result", "012", "12")]),
+    ("=;;+-}{\\boxed\\boxed{{user", []),
+    ("7+5=" + "9" * 5000 + ";", []),
+]
+
+
+def test_find_errors_by_hand() -> None:
+    for response, expected in FOUND_BY_HAND:
+        assert find_errors(CHAIN, response) == expected, response
+        assert all(response[error.start : error.end] == error.written for error in expected)
+    assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2" and boxed_answer("\\boxed{") is None
 
 
 @settings(max_examples=300, deadline=None)
@@ -167,19 +137,6 @@ def test_find_errors_takes_any_text_and_a_clean_box_is_right(response: str) -> N
     assert all(response[error.start : error.end] == error.written for error in errors)
     if boxed_answer(response) is not None and not errors:
         assert boxed_answer(response) == str(CHAIN.answer)
-
-
-def test_clean_solutions_are_right_and_wrong_answers_have_an_error(train: list[Problem]) -> None:
-    rng = random.Random(3)
-    for problem in train:
-        solution = solve(problem, 0.3, rng)
-        if boxed_answer(solution) != str(problem.answer):
-            assert find_errors(problem, solution)
-
-
-def test_boxed_answer() -> None:
-    assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2"
-    assert boxed_answer("\\boxed{") is None
 
 
 # Tokenizer and model
@@ -198,42 +155,32 @@ def test_tokenizer_gives_one_token_a_character(tokenizer: PreTrainedTokenizerFas
     assert tokenizer.unk_token is None
 
 
-def test_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert tokenizer.eos_token == TURN_END == "<|im_end|>"
-    assert tokenizer.pad_token == "<|endoftext|>"
+def test_special_tokens_and_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.eos_token == TURN_END == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
     ids = tokenizer.encode(f"{TURN_START}7{TURN_END}", add_special_tokens=False)
-    assert len(ids) == 3
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "7"
-
-
-def test_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(ids) == 3 and tokenizer.decode(ids, skip_special_tokens=True) == "7"
     messages = [{"role": "user", "content": "7+5-3"}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text == "<|im_start|>user\n7+5-3<|im_end|>\n<|im_start|>assistant\n"
     ids = prompt_ids(tokenizer, Problem.parse("7+5-3"))
-    assert len(ids) == 3 + 5 + 2 + 3
-    assert tokenizer.decode(ids) == text
-    # A longer conversation only appends, and the end of a turn is what a response ends with.
+    assert len(ids) == 3 + 5 + 2 + 3 and tokenizer.decode(ids) == text
+    # A longer conversation only appends, and a response ends with the end of a turn.
     both = [*messages, {"role": "assistant", "content": "\\boxed{9}"}]
     longer = tokenizer.apply_chat_template(both, tokenize=False)
     assert longer == text + "\\boxed{9}" + TURN_END + "\n"
 
 
-def test_vocabulary_is_the_models(tokenizer: PreTrainedTokenizerFast) -> None:
-    model = build_model(tokenizer, seed=0)
+def test_initial_model(tokenizer: PreTrainedTokenizerFast) -> None:
+    """It has the tokenizer's vocabulary and depends on the seed alone."""
+    state = torch.random.get_rng_state()
+    model, again, other = (build_model(tokenizer, seed) for seed in (0, 0, 2))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(model.lm_head.weight, again.lm_head.weight)
+    assert not torch.equal(model.lm_head.weight, other.lm_head.weight)
     assert model.get_input_embeddings().weight.shape[0] == len(tokenizer) == model.config.vocab_size
-    assert model.lm_head.weight.shape[0] == len(tokenizer)
-    assert max(tokenizer.get_vocab().values()) == len(tokenizer) - 1
+    assert model.lm_head.weight.shape[0] == len(tokenizer) == max(tokenizer.get_vocab().values()) + 1
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert 500_000 < sum(parameter.numel() for parameter in model.parameters()) < 700_000
-
-
-def test_initial_model_depends_on_the_seed_alone(tokenizer: PreTrainedTokenizerFast) -> None:
-    state = torch.random.get_rng_state()
-    one, two, other = (build_model(tokenizer, seed).lm_head.weight for seed in (1, 1, 2))
-    assert torch.equal(one, two)
-    assert not torch.equal(one, other)
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 # Sampling and warm-up
@@ -290,19 +237,29 @@ def test_loss_is_the_mean_over_solution_and_end_tokens(tokenizer: PreTrainedToke
 MINIATURE = WarmUpSettings(steps=21, batch_size=4, evaluate_every=21)
 
 
-def test_miniature_warm_up_learns_and_repeats(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
+def test_miniature_warm_up_learns_and_repeats(
+    tokenizer: PreTrainedTokenizerFast, train: list[Problem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and accuracy end it, never the clock, by which every step of the second takes an hour."""
     weights, results, lines = [], [], []
-    for _ in range(2):
+    for seconds_a_look in (0.0, 3600.0):
+        clock = itertools.count(step=seconds_a_look)
+        monkeypatch.setattr(warm_up_module, "time", SimpleNamespace(monotonic=clock.__next__))
         model = build_model(tokenizer, seed=0)
         results.append(warm_up(model, tokenizer, train, train[:4], MINIATURE, report=lines.append))
         weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
         assert not model.training
     assert torch.equal(*weights)
-    assert results[0]["loss"] == results[1]["loss"] < 4.8  # log(274) = 5.6 at the start
-    assert results[0]["step"] == 21
+    assert results[0].pop("seconds") == 0 < 3600 <= results[1].pop("seconds")
+    assert (
+        results[0] == results[1] and results[0]["step"] == 21 and results[0]["loss"] < 4.8
+    )  # log(274) = 5.6 at the start
     assert any("step 20/21" in line and "s left" in line for line in lines)
     assert any("step 21/21" in line and "sampled" in line for line in lines)
     assert any("warning" in line and "sampled_target" in line for line in lines)
+    early = replace(MINIATURE, greedy_target=0.0, sampled_target=0.0, evaluate_every=2)
+    result = warm_up(build_model(tokenizer, seed=0), tokenizer, train, train[:4], early, report=lines.append)
+    assert result["step"] == 2, "it ends when it is good enough"
 
 
 def test_micro_batches_of_the_warm_up_add_up_to_the_batch(
@@ -319,53 +276,23 @@ def test_micro_batches_of_the_warm_up_add_up_to_the_batch(
     torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-3, atol=1e-7)
 
 
-def test_warm_up_ends_when_good_enough(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
-    settings = replace(MINIATURE, greedy_target=0.0, sampled_target=0.0, evaluate_every=2)
-    result = warm_up(build_model(tokenizer, seed=0), tokenizer, train, train[:4], settings, report=lambda line: None)
-    assert result["step"] == 2
-
-
-def test_warm_up_gives_the_same_model_on_a_slow_machine(
-    tokenizer: PreTrainedTokenizerFast, train: list[Problem], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Steps and accuracy end it, never the clock, by which every step takes an hour here."""
-    settings = replace(MINIATURE, steps=6, evaluate_every=2)
-    weights, results = [], []
-    for seconds_a_look in (0.0, 3600.0):
-        clock = itertools.count(step=seconds_a_look)
-        monkeypatch.setattr(warm_up_module, "time", SimpleNamespace(monotonic=clock.__next__))
-        model = build_model(tokenizer, seed=0)
-        results.append(warm_up(model, tokenizer, train, train[:4], settings, report=lambda line: None))
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-    assert torch.equal(*weights)
-    fast, slow = results
-    assert fast.pop("seconds") == 0 < 3600 <= slow.pop("seconds")
-    assert fast == slow and fast["step"] == settings.steps
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("error_rate", 1.0), ("batch_size", 0), ("steps", 0), ("learning_rate", -1)],
-)
-def test_wrong_warm_up_settings_are_refused(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=name):
-        WarmUpSettings(**{name: value})
+def test_wrong_settings_are_refused() -> None:
+    for name, value in {"error_rate": 1.0, "batch_size": 0, "steps": 0, "learning_rate": -1}.items():
+        with pytest.raises(ValueError, match=name):
+            WarmUpSettings(**{name: value})
+    with pytest.raises(ValueError, match="validation_size=0"):
+        PrepareSettings(validation_size=0)
 
 
 # The folder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tiny") / "nested"
-    assert prepare(path, PREPARE, report=lambda line: None)
-    return path
+PREPARE = PrepareSettings(train_size=40, validation_size=10, warm_up=replace(MINIATURE, steps=1))
 
 
-PREPARE = PrepareSettings(train_size=40, validation_size=10, warm_up=replace(MINIATURE, steps=3))
-
-
-def test_parquet_has_verls_schema(folder: Path) -> None:
+def test_folder_has_verls_data_and_a_model_that_loads(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    folder = tmp_path / "nested"
+    assert prepare(folder, PREPARE, report=lambda line: None)
     texts = {}
     for split, size in (("train", 40), ("validation", 10)):
         rows = pq.read_table(folder / f"{split}.parquet").to_pylist()
@@ -378,16 +305,11 @@ def test_parquet_has_verls_schema(folder: Path) -> None:
             assert row["extra_info"] == {"split": split, "index": index, "problem": content}
         texts[split] = {row["prompt"][0]["content"] for row in rows}
     assert not texts["train"] & texts["validation"]
-
-
-def test_model_folder_loads_as_written(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     loaded = AutoTokenizer.from_pretrained(folder / "model")
-    assert loaded.get_vocab() == tokenizer.get_vocab()
-    assert loaded.eos_token_id == tokenizer.eos_token_id
+    assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.eos_token_id == tokenizer.eos_token_id
     assert prompt_ids(loaded, CHAIN) == prompt_ids(tokenizer, CHAIN)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert type(model).__name__ == "Qwen3ForCausalLM"
-    assert model.dtype == torch.float32
+    assert (type(model).__name__, model.dtype) == ("Qwen3ForCausalLM", torch.float32)
     assert model.config.vocab_size == len(loaded)
     assert model.generation_config.eos_token_id == loaded.eos_token_id == model.config.eos_token_id
     assert model.generation_config.pad_token_id == loaded.pad_token_id
@@ -395,40 +317,26 @@ def test_model_folder_loads_as_written(folder: Path, tokenizer: PreTrainedTokeni
 
 def test_folder_is_reused_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    small = replace(PREPARE, warm_up=replace(MINIATURE, steps=1))
-    assert prepare(tmp_path, small, report=lines.append)
+    assert prepare(tmp_path, PREPARE, report=lines.append)
     weights = tmp_path / "model" / "model.safetensors"
-    written = weights.read_bytes()
-    weights.touch()
-    modified = weights.stat().st_mtime_ns
-    assert not prepare(tmp_path, small, report=lines.append)
-    assert lines[-1].startswith("reused")
-    assert weights.stat().st_mtime_ns == modified
+    written, modified = weights.read_bytes(), weights.stat().st_mtime_ns
+    assert not prepare(tmp_path, PREPARE, report=lines.append)
+    assert lines[-1].startswith("reused") and weights.stat().st_mtime_ns == modified
     assert json.loads((tmp_path / "warm_up.json").read_text())["settings"]["train_size"] == 40
 
-    assert prepare(tmp_path, replace(small, seed=1), report=lines.append)
+    assert prepare(tmp_path, replace(PREPARE, seed=1), report=lines.append)
     assert weights.read_bytes() != written
-    assert prepare(tmp_path, small, report=lines.append)
+    assert prepare(tmp_path, PREPARE, report=lines.append)
     assert weights.read_bytes() == written
     (tmp_path / "train.parquet").unlink()
-    assert prepare(tmp_path, small, report=lines.append)
-    monkeypatch.setattr(prepare_module, "_code_hash", lambda: "changed code")
-    assert prepare(tmp_path, small, report=lines.append)
-
-
-def test_an_interrupted_call_is_not_reused(tmp_path: Path) -> None:
-    small = replace(PREPARE, warm_up=replace(MINIATURE, steps=1))
-    prepare(tmp_path, small, report=lambda line: None)
+    assert prepare(tmp_path, PREPARE, report=lines.append)
 
     def interrupt(line: str) -> None:
         if "warm-up" in line:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(tmp_path, replace(small, seed=1), report=interrupt)
-    assert prepare(tmp_path, small, report=lambda line: None)
-
-
-def test_wrong_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="validation_size=0"):
-        PrepareSettings(validation_size=0)
+        prepare(tmp_path, replace(PREPARE, seed=1), report=interrupt)
+    assert prepare(tmp_path, PREPARE, report=lines.append), "an interrupted call is not reused"
+    monkeypatch.setattr(prepare_module, "_code_hash", lambda: "changed code")
+    assert prepare(tmp_path, PREPARE, report=lines.append)

@@ -14,6 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from recipe.main_grail import prepare
+from tests.recipe.test_launch_scripts import configuration
+
 ROOT = Path(__file__).parents[2]
 STAND_IN = """#!/usr/bin/env bash
 # Each call is a line of calls.txt; the trainer "trains" up to the step in steps.txt; at 99 it does not end.
@@ -92,31 +95,27 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-def test_saves_and_goes_on_by_itself(project: Project) -> None:
+def test_a_second_start_keeps_everything_and_says_that_the_run_is_finished(project: Project) -> None:
     assert project.start().returncode == 0
     (call,) = project.trained()
     options = call.split()
     assert "trainer.save_freq=4" in options and "trainer.max_actor_ckpt_to_keep=2" in options
     assert f"trainer.default_local_dir={project.run_dir}/checkpoints" in options
     assert not [option for option in options if option.startswith(("trainer.resume_mode", "trainer.del_"))]
-
-
-def test_a_second_start_keeps_everything_and_says_that_the_run_is_finished(project: Project) -> None:
-    project.start()
-    for name in ("tensorboard", "tokens"):
-        (project.run_dir / name).mkdir(exist_ok=True)
-        (project.run_dir / name / "of the first").write_text("")
+    kept = [project.run_dir / name / "of the first" for name in ("tensorboard", "tokens")]
+    for path in kept:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
     again = project.start()
     assert again.returncode == 0, again.stderr
     assert "already finished: a checkpoint\n" in again.stdout and "the summary\n" in again.stdout
-    assert (project.run_dir / "tensorboard/of the first").exists() and (
-        project.run_dir / "tokens/of the first"
-    ).exists()
+    assert all(path.exists() for path in kept)
     assert (project.run_dir / "train.log").read_text().count("a life") == 2
 
 
 def test_fresh_moves_the_earlier_run_away(project: Project) -> None:
-    project.start()
+    first = project.start(FRESH="1")
+    assert first.returncode == 0 and "FRESH=1" not in first.stderr, "there is no earlier run"
     (project.run_dir / "mine").write_text("")
     for number in (1, 2):
         fresh = project.start(FRESH="1")
@@ -124,11 +123,6 @@ def test_fresh_moves_the_earlier_run_away(project: Project) -> None:
         assert f"FRESH=1: the earlier run is in {project.run_dir}.{number} now" in fresh.stderr
     assert (Path(f"{project.run_dir}.1") / "mine").exists()
     assert not (project.run_dir / "mine").exists() and not (Path(f"{project.run_dir}.2") / "mine").exists()
-
-
-def test_fresh_without_an_earlier_run(project: Project) -> None:
-    fresh = project.start(FRESH="1")
-    assert fresh.returncode == 0 and "FRESH=1" not in fresh.stderr
 
 
 def test_fresh_is_checked_as_a_new_run(project: Project) -> None:
@@ -158,16 +152,45 @@ def test_a_run_that_fails(project: Project) -> None:
     assert "the summary" not in failed.stdout
 
 
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
+def test_bad_knobs_are_refused_before_anything_is_made(project: Project) -> None:
+    for knobs, message in (
         ({"SAVE_FREQ": "0"}, "SAVE_FREQ=0 must be a whole number from 1 on, or -1 for never"),
         ({"FRESH": "yes"}, "FRESH=yes must be 0 or 1"),
-    ],
-)
-def test_bad_knobs(project: Project, knobs: dict[str, str], message: str) -> None:
-    refused = project.start(**knobs)
-    assert (refused.returncode, refused.stderr) == (1, f"{message}\n")
+        (
+            {"PROMPTS": "8", "ROLLOUTS": "4", "MICRO_BATCH_SIZE": "128"},
+            "MICRO_BATCH_SIZE=128 must divide PROMPTS=8 x ROL",
+        ),
+        ({"PROMPTS": "0"}, "PROMPTS=0 must be a whole number from 1 on"),
+        ({"ROLLOUTS": "1"}, "ROLLOUTS=1 leaves nothing to compare"),
+        ({"MICRO_BATCH_SIZE": "big"}, "MICRO_BATCH_SIZE=big must be a whole number"),
+        ({"MAX_PROMPT_LENGTH": "8"}, "MAX_PROMPT_LENGTH=8 is shorter than the problems; use 21 or more"),
+        ({"TEST_FREQ": "0"}, "TEST_FREQ=0 must be a whole number from 1 on, or -1"),
+        ({"LEARNING_RATE": "small"}, "LEARNING_RATE=small must be a number such as 1e-4"),
+        ({"SEED": "-1"}, "SEED=-1 must be a whole number from 0 on"),
+        ({"WARM_UP": "yes"}, "WARM_UP=yes must be 0 or 1"),
+        ({"PRESET": "strong"}, "PRESET=strong is unknown; choose official or robust"),
+        ({"OAR_VARIANT": "other"}, "OAR_VARIANT=other is unknown; choose official or grail_port"),
+    ):
+        refused = project.start(**knobs)
+        assert refused.returncode == 1 and refused.stderr.startswith(message) and refused.stderr.count("\n") == 1
+    assert not (project.folder / "out").exists() and not (project.folder / "calls.txt").exists()
+
+
+def test_overrides_of_the_knobs(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    for estimator, method in {"grpo": "uniform", "verl_grpo": "grpo", "oar_g": "oar_g"}.items():
+        knobs = {"ADV_ESTIMATOR": estimator, "SEED": "3", "PROMPTS": "6", "ROLLOUTS": "25", "DRY_RUN": "1"}
+        started = project.start("algorithm.oar.boost=1.5", **knobs)
+        assert started.returncode == 0, started.stderr
+        config = configuration(project.trained()[-1].split()[2:])
+        prepare(config)
+        assert (config.algorithm.adv_estimator, config.algorithm.oar.boost) == (method, 1.5)
+        assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")
+        folder = {"grpo": "uniform"}.get(estimator, estimator)
+        assert config.trainer.default_local_dir == f"{project.folder}/out/seed3/{folder}/checkpoints"
+        # 150 responses: the most up to 128 that divide them
+        assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 75
+        assert config.actor_rollout_ref.model.enable_gradient_checkpointing is False
 
 
 def test_gpu_scripts_move_it_alike(tmp_path: Path) -> None:

@@ -50,16 +50,16 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-@pytest.fixture(params=["none", "package", "without __init__"])
-def project(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def their_folder(folder: Path, recipe: str) -> Path:
     """A verl user's folder, with a ``recipe`` of its own or without."""
-    if request.param != "none":
-        (tmp_path / "recipe/dapo").mkdir(parents=True)
-        (tmp_path / "recipe/dapo/main_dapo.py").write_text("NAME = 'theirs'\n")
-    if request.param == "package":
-        (tmp_path / "recipe/__init__.py").touch()
-        (tmp_path / "recipe/dapo/__init__.py").touch()
-    return tmp_path
+    folder.mkdir()
+    if recipe != "none":
+        (folder / "recipe/dapo").mkdir(parents=True)
+        (folder / "recipe/dapo/main_dapo.py").write_text("NAME = 'theirs'\n")
+    if recipe == "package":
+        (folder / "recipe/__init__.py").touch()
+        (folder / "recipe/dapo/__init__.py").touch()
+    return folder
 
 
 def run(python: Path, project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -99,19 +99,17 @@ print(grail_advantage.__file__, config.trainer.v1.trainer_mode, score)
 """
 
 
-def test_beside_their_recipe(python: Path, project: Path) -> None:
+@pytest.mark.parametrize("recipe", ["none", "package", "without __init__"])
+def test_beside_their_recipe(python: Path, tmp_path: Path, recipe: str) -> None:
+    project = their_folder(tmp_path / "project", recipe)
     done = run(python, project, "-c", COMPOSE)
     assert done.returncode == 0, done.stderr
     file, mode, score = done.stdout.split()[-3:]
     assert Path(file).is_relative_to(python.parents[1])
     assert (mode, score) == ("grail_sync", "1.0")
 
-    done = run(
-        python,
-        project,
-        "-c",
-        "import verl; from recipe.dapo import main_dapo; print(main_dapo.NAME, main_dapo.__file__)",
-    )
+    theirs = "import verl; from recipe.dapo import main_dapo; print(main_dapo.NAME, main_dapo.__file__)"
+    done = run(python, project, "-c", theirs)
     if (project / "recipe").exists():
         assert done.stdout.split() == ["theirs", str(project / "recipe/dapo/main_dapo.py")], done.stderr
     else:
@@ -119,12 +117,3 @@ def test_beside_their_recipe(python: Path, project: Path) -> None:
         assert "No module named 'recipe" in done.stderr
     done = run(python, project, "-c", "import recipe.main_grail")
     assert "No module named 'recipe" in done.stderr
-
-
-def test_the_one_word_is_checked_before_ray(python: Path, project: Path) -> None:
-    overrides = ["algorithm.adv_estimator=grail", "+algorithm.grail.preset=best", f"hydra.run.dir={project}/hydra"]
-    overrides += ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.use_dynamic_bsz=True"]
-    done = run(python, project, "-m", "verl.trainer.main_ppo", *overrides)
-    assert done.returncode != 0
-    assert "grail.preset='best' is unknown; choose one of official, robust" in done.stderr
-    assert "local Ray instance" not in done.stdout + done.stderr

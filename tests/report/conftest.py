@@ -23,36 +23,18 @@ def browser() -> Iterator[Any]:
         pytest.skip(
             "no Chromium: scripts/setup_chromium.sh installs it where it can, CHROMIUM=/path/to/chromium names one"
         )
-    with launched() as found:
-        yield found
-
-
-class Opened:
-    """A page in the browser, and what it said."""
-
-    def __init__(self, page: Any) -> None:
-        self.page = page
-        self.said: list[str] = []
-        page.on("console", lambda message: self.said.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: self.said.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (self.said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: self.requests.append(request.url))
-        self.requests: list[str] = []
-
-    def go(self, path: Path, hash_: str = "") -> Any:
-        """Open a report and wait until it stands."""
-        self.page.goto(path.resolve().as_uri() + hash_)
-        self.page.wait_for_selector("html[data-ready]", timeout=20_000)
-        return self.page
+    with launched() as chromium:
+        yield chromium
 
 
 @pytest.fixture
-def opened(browser: Any) -> Iterator[Callable[..., Opened]]:
-    """Opens reports, without a network and without motion; fails when a page said something to the console."""
-    contexts = []
-    pages = []
+def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens reports, without a network and without motion; fails when a page wrote to the console or asked for more files."""
+    contexts: list[Any] = []
+    messages: list[str] = []
+    requests: list[str] = []
 
-    def open_page(path: Path, hash_: str = "", *, phone: bool = False, dark: bool = False) -> Opened:
+    def open_page(path: Path, hash_: str = "", *, phone: bool = False, dark: bool = False) -> Any:
         context = browser.new_context(
             viewport={"width": 390, "height": 844} if phone else {"width": 1280, "height": 900},
             color_scheme="dark" if dark else "light",
@@ -63,19 +45,22 @@ def opened(browser: Any) -> Iterator[Callable[..., Opened]]:
         )
         context.set_default_timeout(8_000)
         contexts.append(context)
-        found = Opened(context.new_page())
-        pages.append(found)
-        found.go(path, hash_)
-        return found
+        page = context.new_page()
+        page.on("console", lambda message: messages.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: messages.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (messages.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: requests.append(request.url.split("#")[0]))
+        page.goto(path.resolve().as_uri() + hash_)
+        page.wait_for_selector("html[data-ready]", timeout=20_000)
+        return page
 
     yield open_page
-    said = [line for page in pages for line in page.said]
-    requests = {url.split("#")[0] for page in pages for url in page.requests}
+    opened_pages = len(contexts)
     for context in contexts:
         context.close()
-    assert not said
+    assert not messages
     assert all(url.startswith(("file://", "blob:", "data:")) for url in requests), requests
-    assert len([url for url in requests if url.startswith("file://")]) <= len(pages)
+    assert len({url for url in requests if url.startswith("file://")}) <= opened_pages
 
 
 @pytest.fixture(scope="session")

@@ -13,15 +13,12 @@ import numpy as np
 from grail_advantage.answer_span import AnswerSpan
 from grail_advantage.token_dump import DumpHeader, DumpRow, MethodColumns, write_step
 
-_NAMES = ("Ada", "Emmy", "Sofia", "Carl", "Henri", "Leonhard")
-_THINGS = ("apples", "pencils", "tickets", "marbles", "stamps")
+_NAMES = ("Ada", "Emmy", "Sofia", "Carl")
 _FILLER = (
     "Let me think about this carefully.",
     "We should check what is asked.",
     "So far so good.",
-    "Writing it down helps:",
     "That looks right.",
-    "Wait, let me check that again.",
 )
 
 
@@ -88,38 +85,6 @@ def text_row(tokens: Sequence[str], **values: Any) -> DumpRow:
     return DumpRow(**given)
 
 
-def _story(rng: np.random.Generator) -> tuple[str, list[int]]:
-    who, what = rng.choice(_NAMES), rng.choice(_THINGS)
-    numbers = rng.integers(3, 60, size=4).tolist()
-    a, b, c, d = numbers
-    prompt = (
-        f"{who} has {a} {what}. She buys {b} boxes with {c} {what} each and gives {d} away. How many {what} does she have now? "
-        "Put the answer in \\boxed{}."
-    )
-    return prompt, numbers
-
-
-def _solution(
-    rng: np.random.Generator, numbers: list[int], right: bool, filler: int
-) -> tuple[list[list[str]], int | None, str]:
-    a, b, c, d = numbers
-    product = b * c
-    wrong_at = None
-    if not right:
-        wrong_at = int(rng.integers(0, 2))
-        product += int(rng.choice([-10, 10, 1, 100])) if wrong_at == 0 else 0
-    total = a + product + (int(rng.choice([-10, 10, 2])) if wrong_at == 1 else 0)
-    result = total - d
-    fill = [" ".join(rng.choice(_FILLER, size=filler)) + "\n" if filler else "" for _ in range(3)]
-    steps = [
-        fill[0] + f"The boxes hold {b} * {c} = {product}.\n",
-        fill[1] + f"Together that is {a} + {product} = {total}.\n",
-        fill[2] + f"After giving away {d}, {total} - {d} = {result} are left.\n",
-        f"\nThe answer is \\boxed{{{result}}}.",
-    ]
-    return [split(step) for step in steps], wrong_at, str(result)
-
-
 def write_dump(
     folder: Path,
     steps: Sequence[int] = (1, 5, 10),
@@ -129,7 +94,6 @@ def write_dump(
     filler: int = 2,
     methods: Sequence[str] = (),
     labels: bool = False,
-    method: str = "grail",
     seed: int = 0,
 ) -> None:
     """A token dump of word problems: more right responses over training, weights high at the ends and on the wrong step."""
@@ -137,35 +101,22 @@ def write_dump(
         rng = np.random.default_rng([seed, step])
         rows = []
         for group in range(problems):
-            prompt, numbers = _story(np.random.default_rng([group, number % 2]))
-            a, b, c, d = numbers
-            chance = 0.3 + 0.55 * number / max(1, len(steps) - 1)
-            outcomes = rng.random(responses) < chance
-            mean = outcomes.mean()
-            for place, right in enumerate(outcomes.tolist()):
-                parts, wrong_at, answer = _solution(rng, numbers, right, int(rng.integers(0, filler + 1)))
-                tokens = [token for part in parts for token in part]
-                truncated = rng.random() < 0.06
-                if truncated:
-                    tokens = tokens[: int(len(tokens) * 0.6)]
-                rows.append(
-                    _row(
-                        rng,
-                        tokens,
-                        parts,
-                        wrong_at,
-                        truncated,
-                        right,
-                        float(right - mean),
-                        step,
-                        place + group * responses,
-                        group,
-                    )
-                    | {"prompt": prompt, "gold": str(a + b * c - d), "answer": None if truncated else answer}
+            story = np.random.default_rng([group, number % 2])
+            who, (a, b, c, d) = story.choice(_NAMES), story.integers(3, 60, size=4).tolist()
+            prompt = f"{who} has {a} marbles, buys {b} boxes with {c} each and gives {d} away. How many has she? \\boxed{{}}."
+            right = rng.random(responses) < 0.3 + 0.55 * number / max(1, len(steps) - 1)
+            for place, is_right in enumerate(right.tolist()):
+                values = _response(
+                    rng, (a, b, c, d), is_right, int(rng.integers(0, filler + 1)), is_right - right.mean()
                 )
+                if not labels:
+                    values["labels"] = {}
+                values |= {"prompt": prompt, "gold": str(a + b * c - d), "step": step, "group": group}
+                values |= {"row": place + group * responses, "key": f"{group}_{place}_0"}
+                rows.append(text_row(**values, methods=_methods(rng, values, methods)))
         header = DumpHeader(
             step=step,
-            method=methods[0] if methods else method,
+            method=methods[0] if methods else "grail",
             options={"preset": "official", "content_weight": 2.0},
             model="models/SmolLM2-135M-Instruct",
             temperature=1.0,
@@ -173,57 +124,56 @@ def write_dump(
             special_tokens={2: "<|im_end|>"},
             written_by="tests",
         )
-        write_step(folder, header, [_finish(rng, row, methods, labels) for row in rows])
+        write_step(folder, header, rows)
 
 
-def _row(
-    rng: np.random.Generator,
-    tokens: list[str],
-    parts: list[list[str]],
-    wrong_at: int | None,
-    truncated: bool,
-    right: bool,
-    advantage: float,
-    step: int,
-    place: int,
-    group: int,
+def _response(
+    rng: np.random.Generator, numbers: tuple[int, ...], right: bool, filler: int, advantage: float
 ) -> dict[str, Any]:
-    if not truncated:
-        tokens = [*tokens, ""]
-    count = len(tokens)
-    starts = np.cumsum([0, *map(len, parts)])
-    z = rng.standard_normal(count) * 0.6
+    """The values of one response; a wrong one errs in its first or second step."""
+    a, b, c, d = numbers
+    wrong_at = None if right else int(rng.integers(0, 2))
+    product = b * c + (10 if wrong_at == 0 else 0)
+    total = a + product + (2 if wrong_at == 1 else 0)
+    fill = [" ".join(rng.choice(_FILLER, size=filler)) + "\n" if filler else "" for _ in range(3)]
+    parts = [
+        split(fill[0] + f"The boxes hold {b} * {c} = {product}.\n"),
+        split(fill[1] + f"Together that is {a} + {product} = {total}.\n"),
+        split(fill[2] + f"After giving away {d}, {total} - {d} = {total - d} are left.\n"),
+        split(f"\nThe answer is \\boxed{{{total - d}}}."),
+    ]
+    tokens = [token for part in parts for token in part]
+    truncated = rng.random() < 0.06
+    tokens = tokens[: int(len(tokens) * 0.6)] if truncated else [*tokens, ""]
+    count, starts = len(tokens), np.cumsum([0, *map(len, parts)]).tolist()
     digit = np.array([token.isdigit() for token in tokens])
-    place_T = np.linspace(-1, 1, count)
-    z = z + 1.1 * digit + (1.2 if right else 0.7) * (place_T**2 - 0.4)
+    z = (
+        rng.standard_normal(count) * 0.6
+        + 1.1 * digit
+        + (1.2 if right else 0.7) * (np.linspace(-1, 1, count) ** 2 - 0.4)
+    )
     wrong_step = None
     if wrong_at is not None and starts[wrong_at + 1] <= count:
-        wrong_step = [int(starts[wrong_at]), int(starts[wrong_at + 1])]
-        z[wrong_step[0] : wrong_step[1]] += 0.9 * digit[wrong_step[0] : wrong_step[1]]
+        wrong_step = starts[wrong_at : wrong_at + 2]
+        z[slice(*wrong_step)] += 0.9 * digit[slice(*wrong_step)]
     weight_T = np.clip(1 + 0.5 * z, 0.5, 5).astype(np.float32)
     span = None
     if not truncated:
-        text_end = count - 1
         start = max(i for i, token in enumerate(tokens) if token == "\\")
-        span = AnswerSpan(start, start + 3, text_end - 2, text_end - 1)
-        weight_T[span.content_start : span.content_end] = 2
-        weight_T[span.content_end :] = 1
-        weight_T[span.start : span.content_start] = 1
+        span = AnswerSpan(start, start + 3, count - 3, count - 2)
+        weight_T[start:], weight_T[span.content_start : span.content_end] = 1, 2
     neutral = "truncated" if truncated else "advantage 0" if advantage == 0 else None
     if neutral:
         weight_T[:] = 1
     surprisal_T = rng.exponential(0.25, count) * (1 + 2 * digit)
     return {
-        "step": step,
-        "row": place,
-        "key": f"{group}_{place}_0",
-        "group": group,
         "tokens": tokens,
         "token_ids_T": np.array(
             [sum(ord(c) * 31**i for i, c in enumerate(token)) % 49_000 + 3 if token else 2 for token in tokens]
         ),
         "reward": float(right and not truncated),
         "outcome": "right" if right and not truncated else "wrong",
+        "answer": None if truncated else str(total - d),
         "truncated": truncated,
         "neutral": neutral,
         "span": span,
@@ -236,17 +186,13 @@ def _row(
     }
 
 
-def _finish(rng: np.random.Generator, values: dict[str, Any], methods: Sequence[str], labels: bool) -> DumpRow:
-    tokens = values.pop("tokens")
-    if not labels:
-        values["labels"] = {}
-    found = {}
-    for number, name in enumerate(methods):
-        weight_T = (
-            values["weight_T"]
-            if number == 0
-            else np.clip(1 + 0.6 * rng.standard_normal(len(tokens)), 0.4, 3).astype("f4")
-        )
-        score_T = values["score_T"] if number == 0 else rng.lognormal(-3, 1, len(tokens)).astype("f4")
-        found[name] = MethodColumns(score_T=score_T, weight_T=weight_T, neutral=values["neutral"])
-    return text_row(tokens, **values, methods=found)
+def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[str]) -> dict[str, MethodColumns]:
+    """Columns of several methods: the first has the row's own, the others are made up."""
+    columns = {}
+    for name in names:
+        score_T, weight_T, count = values["score_T"], values["weight_T"], len(values["tokens"])
+        if columns:
+            score_T = rng.lognormal(-3, 1, count).astype("f4")
+            weight_T = np.clip(1 + 0.6 * rng.standard_normal(count), 0.4, 3).astype("f4")
+        columns[name] = MethodColumns(score_T=score_T, weight_T=weight_T, neutral=values["neutral"])
+    return columns

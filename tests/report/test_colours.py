@@ -11,8 +11,11 @@ from grail_advantage.report import colours
 from grail_advantage.report.colours import DARK, LIGHT, Theme
 
 # Viénot, Brettel and Mollon (1999) for protanopia and deuteranopia, on linear RGB.
-_PROTAN = np.array([[0.11238, 0.88762, 0.0], [0.11238, 0.88762, -0.0], [0.00401, -0.00401, 1.0]])
-_DEUTAN = np.array([[0.29275, 0.70725, 0.0], [0.29275, 0.70725, -0.0], [-0.02234, 0.02234, 1.0]])
+_EYES = {
+    "usual": np.eye(3),
+    "protan": np.array([[0.11238, 0.88762, 0.0], [0.11238, 0.88762, -0.0], [0.00401, -0.00401, 1.0]]),
+    "deutan": np.array([[0.29275, 0.70725, 0.0], [0.29275, 0.70725, -0.0], [-0.02234, 0.02234, 1.0]]),
+}
 
 
 def _linear(colour: str) -> np.ndarray:
@@ -33,74 +36,45 @@ def _luminance(colour: str) -> float:
     return float(np.array([0.2126, 0.7152, 0.0722]) @ _linear(colour))
 
 
-def _contrast(one: str, other: str) -> float:
-    low, high = sorted((_luminance(one), _luminance(other)))
-    return (high + 0.05) / (low + 0.05)
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_scales(theme: Theme) -> None:
+    for table in (colours.diverging(9, theme), colours.sequential(5, theme)):
+        labs = [_oklab(_linear(colour)) for colour in table]
+        distances = [np.linalg.norm(b - a) for a, b in itertools.pairwise(labs)]
+        assert max(distances) / min(distances) < 1.12, "even to the eye, with eight bits a channel"
+    table = colours.diverging(65, theme)
+    assert len(table) == 65 == len(colours.sequential(65, theme)) and table[32] == colours.sequential(65, theme)[0]
+    lightness = [_oklab(_linear(colour))[0] for colour in table]
+    assert np.allclose(lightness, lightness[::-1], atol=0.004), "both sides are equally light"
+    assert (np.diff(lightness[32::2]) * (-1 if theme is LIGHT else 1) > 0).all()
+    for hue, place in itertools.product((colours._BLUE, colours._ORANGE, colours._VIOLET), np.linspace(0, 1, 33)):
+        chroma, angle = theme.chroma * place, np.radians(hue)
+        at = theme.ground + (theme.end - theme.ground) * place
+        rgb = colours.to_srgb(at, chroma * np.cos(angle), chroma * np.sin(angle))
+        assert min(rgb) > -0.002 and max(rgb) < 1.002, (hue, place, rgb)
+    for colour in {*table, *colours.sequential(65, theme)}:
+        low, high = sorted((_luminance(colour), _luminance(theme.text)))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, "text is legible on every colour"
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-class TestScales:
-    def test_steps_are_even_to_the_eye(self, theme: Theme) -> None:
-        for table in (colours.diverging(9, theme), colours.sequential(5, theme)):
-            labs = [_oklab(_linear(colour)) for colour in table]
-            distances = [np.linalg.norm(b - a) for a, b in itertools.pairwise(labs)]
-            assert max(distances) / min(distances) < 1.12  # eight bits a channel
-
-    def test_both_sides_are_equally_light(self, theme: Theme) -> None:
-        table = colours.diverging(33, theme)
-        lightness = [_oklab(_linear(colour))[0] for colour in table]
-        assert np.allclose(lightness, lightness[::-1], atol=0.004)
-        half = np.diff(lightness[16:])
-        assert (half < 0).all() if theme is LIGHT else (half > 0).all()
-
-    def test_can_be_shown(self, theme: Theme) -> None:
-        for hue in (colours._BLUE, colours._ORANGE, colours._VIOLET):
-            angle = np.radians(hue)
-            for place in np.linspace(0, 1, 33):
-                lightness = theme.ground + (theme.end - theme.ground) * place
-                chroma = theme.chroma * place
-                rgb = colours.to_srgb(lightness, chroma * np.cos(angle), chroma * np.sin(angle))
-                assert min(rgb) > -0.002 and max(rgb) < 1.002, (hue, place, rgb)
-
-    def test_text_is_legible_on_every_colour(self, theme: Theme) -> None:
-        for colour in {*colours.diverging(65, theme), *colours.sequential(65, theme)}:
-            assert _contrast(colour, theme.text) >= 4.5, colour
-
-    @pytest.mark.parametrize("eyes", [np.eye(3), _PROTAN, _DEUTAN], ids=["usual", "protan", "deutan"])
-    def test_a_side_is_told_by_everyone(self, theme: Theme, eyes: np.ndarray) -> None:
-        """Colours of the same strength on both sides are clearly further apart than two neighbours are."""
-        table = colours.diverging(9, theme)
-        labs = [_oklab(np.clip(eyes @ _linear(colour), 0, 1)) for colour in table]
-        step = np.linalg.norm(labs[5] - labs[4])
-        for i in range(2):
-            assert np.linalg.norm(labs[i] - labs[8 - i]) > 1.5 * step
-
-    def test_tables_have_the_asked_length_and_the_ground_in_the_middle(self, theme: Theme) -> None:
-        table = colours.diverging(65, theme)
-        assert len(table) == 65 == len(colours.sequential(65, theme))
-        assert table[32] == colours.sequential(65, theme)[0]
+@pytest.mark.parametrize("eyes", _EYES)
+def test_a_side_is_told_by_everyone(theme: Theme, eyes: str) -> None:
+    """Colours of the same strength on both sides are clearly further apart than two neighbours are."""
+    labs = [_oklab(np.clip(_EYES[eyes] @ _linear(colour), 0, 1)) for colour in colours.diverging(9, theme)]
+    step = np.linalg.norm(labs[5] - labs[4])
+    assert all(np.linalg.norm(labs[i] - labs[8 - i]) > 1.5 * step for i in range(2))
 
 
-def test_white_and_black() -> None:
+def test_places() -> None:
     assert colours.to_srgb(1.0, 0.0, 0.0) == pytest.approx((1, 1, 1), abs=1e-4)
-    assert colours.to_srgb(0.0, 0.0, 0.0) == pytest.approx((0, 0, 0))
-    # OKLab of pure red, by the paper's own matrices.
     assert colours.to_srgb(*_oklab(np.array([1.0, 0.0, 0.0]))) == pytest.approx((1, 0, 0), abs=1e-4)
-
-
-def test_weights_stand_by_their_ratio_to_one() -> None:
     weights = np.array([0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 5.0, np.nan])
     assert colours.weight_place(weights) == pytest.approx([-1, -1, -0.5, 0, 0.5, 1, 1, np.nan], nan_ok=True)
-
-
-def test_other_places() -> None:
     assert colours.signed_place(np.array([-3.0, 0.0, 1.0]), 2.0).tolist() == [-1.0, 0.0, 0.5]
     assert colours.signed_place(np.array([0.0]), 0.0).tolist() == [0.0]
     assert colours.share_place(np.array([1.0, 2.0, 9.0]), 1.0, 3.0).tolist() == [0.0, 0.5, 1.0]
     assert colours.share_place(np.array([2.0]), 2.0, 2.0).tolist() == [0.0]
-
-
-def test_pick() -> None:
     table = ["low", "middle", "high"]
     assert [colours.pick(table, place) for place in (-1.0, 0.0, 0.9, float("nan"))] == ["low", "middle", "high", None]
     assert colours.pick(table, 0.0, signed=False) == "low"

@@ -1,7 +1,7 @@
 // The choices above the list and the text, and the first view.
 parts.push(async (r) => {
   const { $, make, visible, METHODS, rows, groups, allSteps, dark, state, readHash, writeHash, segments, check,
-    OVERLAYS, drawLegend, plots, drawTraining, drawPosition, HEIGHT, list, choose, drawList, reveal, open, drawStrips,
+    OVERLAYS, drawLegend, plots, drawTraining, drawPosition, items, list, choose, drawList, reveal, open, drawStrips,
     facts, drawPages, drawPageStrips, paint, readOut, index, hashChanged, forgetColours } = r;
   const form = $("filters");
   function setForm() {
@@ -23,8 +23,8 @@ parts.push(async (r) => {
     choose();
     list.scrollTop = 0;
     if (r.shown.length && (state.row < 0 || !r.shown.includes(rows[state.row]))) open(telling(r.shown).i);
-    const current = r.shown.findIndex((row) => row.i === state.row);
-    if (current >= 0) reveal(current);
+    const current = r.shown.find((row) => row.i === state.row);
+    if (current) reveal(current);
     drawList();
     writeHash();
     plots.forEach((p) => p.redraw(false));
@@ -117,7 +117,6 @@ parts.push(async (r) => {
   addEventListener("resize", () => {
     clearTimeout(resizing);
     resizing = setTimeout(() => {
-      drawList();
       drawStrips();
       r.pages.forEach(drawPageStrips);
     }, 120);
@@ -139,9 +138,7 @@ parts.push(async (r) => {
     const first = named >= 0 ? rows[named] : r.shown.length ? telling(r.shown) : null;
     if (first) {
       await open(first.i, named >= 0);
-      const place = r.shown.indexOf(first);
-      list.scrollTop = place * HEIGHT - list.clientHeight / 3;
-      drawList();
+      list.scrollTop = items[first.i].offsetTop - list.clientHeight / 3;
     }
   }
 });

@@ -1,9 +1,10 @@
 // Plots over the steps of the training.
 parts.push((r) => {
-  const { $, make, number, steps, touch, state, ink, index } = r;
+  const { $, make, keyEntry, number, steps, touch, state, ink, index } = r;
   const plots = [];
   const LINES = ["accent", "ink", "ink-3", "line-2"];
   const FONT = "11px Inter, system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
+  const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000];
   const axis = (extra) => ({
     stroke: () => ink("ink-3"),
     font: FONT,
@@ -61,15 +62,9 @@ parts.push((r) => {
     if (several) {
       const key = make("div", "key");
       for (const [i, label] of labels.entries()) {
-        const entry = make("span", "");
-        const dash = make("i");
-        dash.style.borderColor = `var(--${LINES[i % LINES.length]})`;
-        const value = make("b");
-        entry.append(dash, `${label} `, value);
-        key.append(entry);
-        values.push(value);
+        values.push(make("b"));
+        key.append(keyEntry("", LINES[i % LINES.length], `${label} `, values[i]));
       }
-      key.classList.add("left");
       figure.append(key);
     }
     $("curves").append(figure);
@@ -113,7 +108,7 @@ parts.push((r) => {
         height: 128,
         padding: [8, 10, 0, 0],
         scales: { x: { time: false, range: (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
-        axes: [axis({ size: 24, space: 60, grid: { show: false }, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000] }), axis({ size: 44, space: 34, values: (u, splits) => splits.map((v) => number(v)) })],
+        axes: [axis({ size: 24, space: 60, grid: { show: false }, incrs: STEPS }), axis({ size: 44, space: 34, values: (u, splits) => splits.map((v) => number(v)) })],
         series: [
           {},
           ...curve.lines.map((line) => ({
@@ -160,5 +155,5 @@ parts.push((r) => {
     });
   }
 
-  Object.assign(r, { plots, axis, plot, drawTraining });
+  Object.assign(r, { plots, axis, plot, STEPS, drawTraining });
 });

@@ -1,7 +1,7 @@
 // Mean weight by place in the reasoning.
 parts.push((r) => {
-  const { $, make, clamp, number, METHODS, state, segments, signedClass, colour, ink, scaleBar, ratioTicks, plots, axis,
-    plot, index } = r;
+  const { $, make, keyEntry, clamp, number, METHODS, state, segments, signedClass, colour, ink, scaleBar, ratioTicks, plots, axis,
+    plot, STEPS, index } = r;
   let profilePlot = null;
   let heatPlot = null;
   let heatOutcome = "";
@@ -22,10 +22,9 @@ parts.push((r) => {
     $("scrub").max = position.steps.length;
     $("profile-key").textContent = "";
     for (const line of position.all) {
-      const entry = make("span", `${line.outcome || "other"}${line.run ? " other" : ""}`);
       const name = line.outcome ? `${line.outcome} (${number(line.rows)})` : `not judged (${number(line.rows)})`;
-      entry.append(make("i"), line.run ? `${index.runs[line.run].name}, ${name}` : name);
-      $("profile-key").append(entry);
+      const text = line.run ? `${index.runs[line.run].name}, ${name}` : name;
+      $("profile-key").append(keyEntry(`${line.outcome || "other"}${line.run ? " other" : ""}`, "", text));
     }
     profilePlot = plot($("profile"), profileOptions(position), profileData(position, Number($("scrub").value)));
     showScrub();
@@ -44,8 +43,7 @@ parts.push((r) => {
       const values = all.flatMap((line) => line.mean).filter((v) => v !== null);
       const range = [Math.min(1, ...values) - 0.04, Math.max(1, ...values) + 0.04];
       for (const method of named) {
-        const button = make("button", "small-plot");
-        button.type = "button";
+        const button = make("button", "small-plot", "", { type: "button" });
         const host = make("span", "plot");
         button.append(make("span", "name", method), host);
         button.addEventListener("click", () => r.setMethod(method));
@@ -169,7 +167,7 @@ parts.push((r) => {
         padding: [10, 8, 0, 0],
         scales: { x: { time: false, range: [edges(0)[0], edges(xs.length - 1)[1]] }, y: { range: [0, 100] } },
         axes: [
-          axis({ size: 26, space: 60, grid: { show: false }, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000] }),
+          axis({ size: 26, space: 60, grid: { show: false }, incrs: STEPS }),
           axis({ size: 44, grid: { show: false }, splits: [0, 50, 100], values: () => ["start", "50 %", "answer"] }),
         ],
         series: [{}, { stroke: "transparent", points: { show: false } }],

@@ -1,6 +1,6 @@
 // The problem, the responses to it as lines of colour, and the open responses.
 parts.push((r) => {
-  const { $, make, clamp, number, plural, visible, spoken, OUTCOME, glyph, rollout, METHODS, rows, groups, allSteps,
+  const { $, make, keyEntry, clamp, number, plural, visible, spoken, OUTCOME, glyph, rollout, METHODS, rows, groups, allSteps,
     state, writeHash, columnOf, drawLegend, drawStrip, drawList, index } = r;
   r.pages = [];
   r.turn = 0;
@@ -42,10 +42,7 @@ parts.push((r) => {
     const problem = index.problems[group.problem];
     const host = $("problem");
     host.textContent = "";
-    const prompt = make("div", "prompt");
-    prompt.tabIndex = 0;
-    prompt.setAttribute("role", "region");
-    prompt.setAttribute("aria-label", "Prompt");
+    const prompt = make("div", "prompt", "", { tabindex: 0, role: "region", "aria-label": "Prompt" });
     visible(prompt, problem.prompt.trim() || "(no prompt in the dump)", false);
     host.append(prompt);
     if (problem.gold !== null) {
@@ -71,10 +68,8 @@ parts.push((r) => {
       const kept = one.total > one.rows.length ? ` of ${one.total}` : "";
       box.append(make("h3", "", `${where ? where[0].toUpperCase() + where.slice(1) + ": " : ""}${one.rows.length}${kept} ${one.rows.length === 1 ? "response" : "responses"} to this problem${counts ? `, ${counts}` : ""}`));
       for (const row of one.rows) {
-        const button = make("button", "strip");
-        button.type = "button";
-        const canvas = make("canvas");
-        canvas.setAttribute("aria-hidden", "true");
+        const button = make("button", "strip", "", { type: "button" });
+        const canvas = make("canvas", "", undefined, { "aria-hidden": true });
         const meta = make("span", "meta");
         const answer = make("span");
         visible(answer, row.answer === null ? "no answer" : row.answer.slice(0, 40));
@@ -94,13 +89,7 @@ parts.push((r) => {
     const marks = [];
     if (strips.some(({ row }) => row.span)) marks.push(["accent", "answer"]);
     if (strips.some(({ row }) => row.wrong_step)) marks.push(["ink", "wrong step"]);
-    for (const [tone, text] of marks) {
-      const entry = make("span");
-      const dash = make("i");
-      dash.style.borderColor = `var(--${tone})`;
-      entry.append(dash, text);
-      key.append(entry);
-    }
+    for (const [tone, text] of marks) key.append(keyEntry("", tone, text));
     host.append(key);
     drawStrips();
   }
@@ -147,11 +136,8 @@ parts.push((r) => {
     const host = $("pages");
     const chosen = state.view === "side" ? together(groups[rows[state.row].group]) : [rows[state.row]];
     host.className = state.view === "side" ? "pages side" : "pages";
-    if (state.view === "side") {
-      host.tabIndex = 0;
-      host.setAttribute("role", "region");
-      host.setAttribute("aria-label", "Responses side by side");
-    } else ["tabindex", "role", "aria-label"].forEach((name) => host.removeAttribute(name));
+    const region = { tabindex: 0, role: "region", "aria-label": "Responses side by side" };
+    for (const [name, value] of Object.entries(region)) state.view === "side" ? host.setAttribute(name, value) : host.removeAttribute(name);
     if (state.view === "one") {
       const data = await rollout(chosen[0].i);
       if (mine !== r.turn) return;
@@ -179,8 +165,8 @@ parts.push((r) => {
   }
 
   function makePage(row) {
-    const element = make("article", `page ${row.outcome ?? ""}`);
-    element.setAttribute("aria-label", `Response ${row.row}, step ${row.step}, ${row.outcome ?? "not judged"}`);
+    const label = `Response ${row.row}, step ${row.step}, ${row.outcome ?? "not judged"}`;
+    const element = make("article", `page ${row.outcome ?? ""}`, "", { "aria-label": label });
     element.append(facts(row));
     return { row, element, spans: null, data: null };
   }
@@ -190,13 +176,11 @@ parts.push((r) => {
     page.data = data;
     if (METHODS.length > 1) {
       page.strips = METHODS.map((method) => {
-        const button = make("button", "strip");
-        button.type = "button";
-        const canvas = make("canvas");
-        canvas.setAttribute("aria-hidden", "true");
         const neutral = row.neutrals?.[method];
+        const label = `Show ${method}${neutral ? `, neutral: ${neutral}` : ""}`;
+        const button = make("button", "strip", "", { type: "button", "aria-label": label });
+        const canvas = make("canvas", "", undefined, { "aria-hidden": true });
         button.append(make("span", "glyph", method), canvas, make("span", "meta", neutral ? "neutral" : ""));
-        button.setAttribute("aria-label", `Show ${method}${neutral ? `, neutral: ${neutral}` : ""}`);
         button.addEventListener("click", () => r.setMethod(method));
         return { method, button, canvas };
       });
@@ -205,9 +189,7 @@ parts.push((r) => {
       element.append(box);
       box.style.margin = "0 0 14px";
     } else if (state.view === "one" && row.length > 200) {
-      page.map = make("canvas", "minimap");
-      page.map.setAttribute("aria-hidden", "true");
-      page.map.title = "Click to go there";
+      page.map = make("canvas", "minimap", undefined, { "aria-hidden": true, title: "Click to go there" });
       page.map.addEventListener("click", (event) => {
         const t = clamp(Math.floor((event.offsetX / page.map.clientWidth) * data.n), 0, data.n - 1);
         page.spans[t].scrollIntoView({ block: "center" });
@@ -215,25 +197,20 @@ parts.push((r) => {
       });
       element.append(page.map);
     }
-    const box = make("div", "tokens");
-    box.setAttribute("role", "listbox");
-    box.setAttribute("aria-orientation", "horizontal");
-    box.setAttribute("aria-label", `Tokens of response ${row.row}, ${data.n} of them; arrow keys move between them`);
+    const label = `Tokens of response ${row.row}, ${data.n} of them; arrow keys move between them`;
+    const box = make("div", "tokens", "", { role: "listbox", "aria-orientation": "horizontal", "aria-label": label });
     page.spans = new Array(data.n);
     let line = null;
     for (let t = 0; t < data.n; t++) {
       if (!line) {
-        line = make("div", "line");
-        line.setAttribute("role", "presentation");
+        line = make("div", "line", "", { role: "presentation" });
         box.append(line);
       }
-      const span = make("span");
+      const span = make("span", "", undefined, { role: "option", "aria-selected": false });
       const text = data.words.texts[data.ids[t]];
       if (text === "") span.append(make("span", "sign soft", "◌"));
       else if (data.words.special.has(data.ids[t])) visible(span.appendChild(make("span", "sign")), text);
       else visible(span, text);
-      span.setAttribute("role", "option");
-      span.setAttribute("aria-selected", "false");
       if (!/\S/.test(text)) span.setAttribute("aria-label", spoken(text));
       page.spans[t] = span;
       line.append(span);

@@ -48,10 +48,7 @@ parts.push((r) => {
     host.textContent = "";
     for (const [key, text] of options) {
       const label = make("label");
-      const input = make("input");
-      input.type = "radio";
-      input.name = name;
-      input.value = key;
+      const input = make("input", "", undefined, { type: "radio", name, value: key });
       input.checked = key === value;
       input.addEventListener("change", () => changed(key));
       label.append(input, make("span", "", text));

@@ -1,6 +1,6 @@
 // The tokens of an open response: their colours, the one that is pointed at, and its values.
 parts.push((r) => {
-  const { $, make, number, plain, spoken, touch, state, writeHash, column, places, className, items, drawList,
+  const { $, make, number, plain, spoken, touch, state, writeHash, column, places, className, drawList,
     markStrips } = r;
   function paint(page) {
     const { row, data } = page;
@@ -8,7 +8,7 @@ parts.push((r) => {
     page.scale = scale;
     for (let t = 0; t < data.n; t++) {
       let name = `t ${className(state.overlay, found_[t])}`;
-      if (data.mask && !data.mask[t]) name += " off";
+      if (!data.mask[t]) name += " off";
       if (row.span && t >= row.span[0] && t < row.span[3]) name += " span";
       if (row.wrong_step && t >= row.wrong_step[0] && t < row.wrong_step[1]) name += " wrong-step";
       if (t === page.pointed) name += " at";
@@ -54,9 +54,7 @@ parts.push((r) => {
     else if (event.key === "ArrowDown" || event.key === "ArrowUp") to = otherLine(page, from, event.key === "ArrowDown" ? 1 : -1);
     else if (event.key === "Escape") {
       event.preventDefault();
-      drawList();
-      const current = r.shown.findIndex((row) => row.i === state.row);
-      items.get(Math.max(0, current))?.focus();
+      $("list").querySelector('[tabindex="0"]')?.focus();
       return;
     }
     if (to === null) return;
@@ -101,7 +99,7 @@ parts.push((r) => {
     else if (row.span && t >= row.span[0] && t < row.span[3]) said.push("bounds the answer");
     else if (row.span && t >= row.span[3]) said.push("behind the answer");
     if (row.wrong_step && t >= row.wrong_step[0] && t < row.wrong_step[1]) said.push("in the wrong step");
-    if (data.mask && !data.mask[t]) said.push("does not train");
+    if (!data.mask[t]) said.push("does not train");
     return said;
   }
   const tokenText = (data, t) => data.words.texts[data.ids[t]] || "part of a character";

@@ -36,27 +36,12 @@ parts.push(async (r) => {
 
   let vocabulary = null;
 
-  // Little-endian numbers whose bytes stand apart by significance.
-  function joined(bytes, at, count, width) {
-    const out = new Uint32Array(count);
-    for (let plane = 0; plane < width; plane++) {
-      const from = at + plane * count;
-      for (let i = 0; i < count; i++) out[i] |= bytes[from + i] << (8 * plane);
-    }
-    return out;
-  }
-
   const BACKWARD = { linear: (x) => x, root: (x) => x * x, log: Math.exp };
   const opened = new Map();
 
   async function rollout(i) {
-    if (opened.has(i)) {
-      const found = opened.get(i);
-      opened.delete(i);
-      opened.set(i, found);
-      return found;
-    }
-    const promise = unpackRollout(i);
+    const promise = opened.get(i) ?? unpackRollout(i);
+    opened.delete(i); // and to the end, as the one used last
     opened.set(i, promise);
     if (opened.size > 64) opened.delete(opened.keys().next().value);
     return promise;
@@ -76,38 +61,24 @@ parts.push(async (r) => {
     const head = JSON.parse(new TextDecoder().decode(bytes.subarray(4, 4 + size)));
     const n = head.n;
     let at = 4 + size;
-    let ids;
-    if (head.ids[0] === "plain") {
-      ids = joined(bytes, at, n, 4);
-      at += n * 4;
-    } else {
-      // Frequent tokens are a byte; others are the byte of their page of 256 and one of those that follow.
-      const direct = head.ids[1];
-      let second = at + n;
-      ids = new Uint32Array(n);
-      for (let t = 0; t < n; t++) ids[t] = bytes[at + t] < direct ? bytes[at + t] : direct + (bytes[at + t] - direct) * 256 + bytes[second++];
-      at = second;
-    }
-    const mask = head.mask ? bytes.subarray(at, at + n) : null;
-    if (head.mask) at += n;
+    // Little-endian numbers whose bytes stand apart by significance.
+    const take = (width) => {
+      const out = new Uint32Array(n);
+      for (let plane = 0; plane < width; plane++) for (let t = 0; t < n; t++) out[t] |= bytes[at++] << (8 * plane);
+      return out;
+    };
+    const ids = take(4);
+    const mask = take(1);
     const columns = {};
     for (const [name, how] of Object.entries(head.columns)) {
-      let values;
-      if (how[0] === "constant") values = new Float32Array(n).fill(how[1]);
-      else if (how[0] === "same") values = columns[how[1]];
-      else if (how[0] === "product") values = columns.weight.map((w, t) => w * columns.base_advantage[t]);
-      else if (how[0] === "exact") {
-        values = new Float32Array(joined(bytes, at, n, 4).buffer);
-        at += n * 4;
-      } else {
-        const [, width, scale, special, low, step] = how;
-        const own = joined(bytes, at, n, width);
-        at += n * width;
-        const back = BACKWARD[scale];
-        values = new Float32Array(n);
-        for (let t = 0; t < n; t++) values[t] = own[t] === 0 ? NaN : own[t] === 1 ? special : back(low + (own[t] - 2) * step);
+      if (how === "product") columns[name] = columns.weight.map((w, t) => w * columns.base_advantage[t]);
+      else if (how === "exact") columns[name] = new Float32Array(take(4).buffer);
+      else if (how[0] === "same") columns[name] = columns[how[1]];
+      else {
+        const [scale, special, low, step] = how;
+        const value = (code) => (code === 0 ? NaN : code === 1 ? special : BACKWARD[scale](low + (code - 2) * step));
+        columns[name] = Float32Array.from(take(1), value);
       }
-      columns[name] = values;
     }
     return { n, ids, mask, columns, words };
   }

@@ -1,12 +1,21 @@
 // Elements, numbers and text made visible.
 parts.push((r) => {
   const $ = (id) => document.getElementById(id);
-  const make = (tag, name, text) => {
+  function make(tag, name, text, attributes = {}) {
     const element = document.createElement(tag);
     if (name) element.className = name;
     if (text !== undefined) element.textContent = text;
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
     return element;
-  };
+  }
+  // An entry of a plot's key: its dash, and text or elements.
+  function keyEntry(name, colour, ...content) {
+    const entry = make("span", name);
+    const dash = make("i");
+    if (colour) dash.style.borderColor = `var(--${colour})`;
+    entry.append(dash, ...content);
+    return entry;
+  }
   const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 
   const MINUS = "\u2212";
@@ -57,11 +66,9 @@ parts.push((r) => {
   function glyph(outcome) {
     const [sign, word] = OUTCOME[outcome] ?? ["·", "not judged"];
     const element = make("span", `glyph ${outcome ?? ""}`);
-    const drawn = make("span", "", sign);
-    drawn.setAttribute("aria-hidden", "true");
-    element.append(drawn, make("span", "unseen", word));
+    element.append(make("span", "", sign, { "aria-hidden": true }), make("span", "unseen", word));
     return element;
   }
 
-  Object.assign(r, { $, make, clamp, number, plural, visible, glyph, spoken, OUTCOME, plain });
+  Object.assign(r, { $, make, keyEntry, clamp, number, plural, visible, glyph, spoken, OUTCOME, plain });
 });

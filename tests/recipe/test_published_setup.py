@@ -1,0 +1,138 @@
+"""The published set-up: what the launch scripts configure verl to do, its loss and its learning rate."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+from grail_advantage.verl_ext.settings import signal_of
+from recipe.chat_templates import read_chat_template
+from recipe.main_grail import prepare
+from tests.recipe.test_launch_scripts import MODELS, configuration, container, overrides
+
+PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 200, 20
+
+
+@pytest.mark.parametrize(
+    ("script", "estimator", "nnodes"),
+    [
+        *((script, "grail", 1 + number % 2) for number, script in enumerate(MODELS)),
+        *(("run_qwen3_grail.sh", name, 1) for name in ("oar_g", "oar_p", "grpo", "verl_grpo")),
+    ],
+)
+def test_published_setup(script: str, estimator: str, nnodes: int) -> None:
+    model = MODELS[script]
+    config = configuration(overrides(script, ADV_ESTIMATOR=estimator, NNODES=str(nnodes)))
+    prepare(config)  # all start-up checks, verl's among them
+    # grpo is the published baseline: the same trainer, truncated responses masked alike, weights 1
+    method = {"grpo": "uniform", "verl_grpo": "grpo"}.get(estimator, estimator)
+    assert config.algorithm.adv_estimator == method
+    assert config.trainer.v1.trainer_mode == ("kept_sync" if estimator == "verl_grpo" else "grail_kept_sync")
+    if estimator != "verl_grpo":
+        assert signal_of(config.algorithm).mask_truncated
+
+    model_, actor, rollout = (config.actor_rollout_ref[name] for name in ("model", "actor", "rollout"))
+    assert config.algorithm.grail.preset == "official"
+    assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")
+    assert not config.algorithm.norm_adv_by_std_in_grpo
+    assert not config.algorithm.use_kl_in_reward and not actor.use_kl_loss and actor.entropy_coeff == 0
+
+    gpus, mini_batch = config.trainer.nnodes * config.trainer.n_gpus_per_node, actor.ppo_mini_batch_size * rollout.n
+    responses = config.data.train_batch_size * rollout.n
+    assert gpus == 8 * nnodes and mini_batch % gpus == 0
+    assert (rollout.n, responses, mini_batch) == (8, PUBLISHED_BATCH, PUBLISHED_BATCH)
+    assert actor.ppo_epochs == PUBLISHED_EPOCHS
+    assert config.trainer.total_training_steps * responses // mini_batch * actor.ppo_epochs == PUBLISHED_STEPS
+
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.policy_loss.loss_mode) == (0.2, 0.28, "vanilla")
+    assert (actor.loss_agg_mode, actor.loss_scale_factor) == ("seq-mean-token-sum-norm", model.response_length)
+    optimizer = actor.optim
+    assert (optimizer.optimizer, optimizer.lr, optimizer.weight_decay, optimizer.clip_grad) == ("AdamW", 1e-6, 0.0, 1.0)
+    val = rollout.val_kwargs
+    assert (rollout.temperature, rollout.top_k, rollout.top_p) == (1.0, 50, 1.0)
+    assert (val.do_sample, val.n, val.temperature, val.top_p, val.top_k) == (True, 3, 0.6, 0.95, 20)
+
+    assert (rollout.prompt_length, rollout.response_length) == (1024, model.response_length)
+    assert rollout.max_model_len == 1024 + model.response_length
+    budgets = (actor.ppo_max_token_len_per_gpu, rollout.log_prob_max_token_len_per_gpu)
+    assert actor.use_dynamic_bsz and rollout.log_prob_use_dynamic_bsz
+    assert all(budget >= rollout.max_model_len for budget in budgets)
+    assert container(config.data.apply_chat_template_kwargs) == model.chat_template_kwargs
+    template = model.chat_template and read_chat_template(model.chat_template).rstrip("\n")
+    assert (model_.path, model_.custom_chat_template) == (model.path, template)
+    assert actor.strategy == config.actor_rollout_ref.ref.strategy == "fsdp2"
+    assert model_.enable_gradient_checkpointing and model_.use_remove_padding
+    assert not actor.fsdp_config.use_torch_compile
+    assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [42] * 4
+
+
+def test_loss_is_the_published_one() -> None:
+    """Clipped surrogate summed over tokens / (rows x longest response), over 16 ranks of 2 micro-batches each.
+
+    FSDP averages gradients over the ranks, so the mean over them of verl's loss must be the loss of the whole batch.
+    """
+    script, ranks, micro_batches, rows, tokens = "run_r1_distill_llama_8b_grail.sh", 16, 2, PUBLISHED_BATCH, 6
+    config = configuration(overrides(script, NNODES="2"))
+    rng = np.random.default_rng(0)
+    advantages = rng.normal(size=(rows, 1)).repeat(tokens, axis=1) * rng.uniform(0.5, 5, size=(rows, tokens))
+    advantages[rng.random(rows) < 0.1] = 0  # truncated
+    log_ratios = rng.normal(scale=1.0, size=(rows, tokens))
+    log_ratios[::5] += 4  # ratios near 55, where verl's dual clip would act on negative advantages
+    mask = np.arange(tokens) < rng.integers(0, tokens + 1, size=(rows, 1))
+    assert (~mask.any(axis=1)).any() and ((log_ratios > 4) & (advantages < 0) & mask).any()
+
+    ratios = np.exp(log_ratios)
+    surrogate = np.minimum(ratios * advantages, np.clip(ratios, 0.8, 1.28) * advantages)
+    expected = -(surrogate * mask).sum() / (rows * MODELS[script].response_length)
+
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    actor.global_batch_info.update(
+        dp_size=ranks,
+        batch_num_tokens=int(mask.sum()),
+        global_batch_size=config.data.train_batch_size * config.actor_rollout_ref.rollout.n,
+        loss_scale_factor=actor.loss_scale_factor,
+    )
+    losses = [
+        compute_policy_loss_vanilla(
+            old_log_prob=torch.zeros(len(part), tokens, dtype=torch.float64),
+            log_prob=torch.from_numpy(log_ratios[part]),
+            advantages=torch.from_numpy(advantages[part]),
+            response_mask=torch.from_numpy(mask[part]),
+            loss_agg_mode=actor.loss_agg_mode,
+            config=actor,
+        )[0].item()
+        for part in np.array_split(np.arange(rows), ranks * micro_batches)
+    ]
+    assert sum(losses) / ranks == pytest.approx(expected, rel=1e-9)
+
+
+def test_learning_rate() -> None:
+    """The schedule that verl's engine builds and moves once a rollout batch, against the published one, which moves at each
+    optimiser step: no batch at 0, the stairs on both sides of its slope, the full rate from the same step on."""
+    actor = configuration(overrides("run_qwen3_grail.sh")).actor_rollout_ref.actor
+    settings = omega_conf_to_dataclass(actor.optim)
+    settings.total_training_steps = PUBLISHED_STEPS // PUBLISHED_EPOCHS
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=settings.lr)
+    engine = SimpleNamespace(optimizer_config=settings, rank=1)
+    schedule = FSDPEngine._build_lr_scheduler(engine, optimizer)
+    engine.lr_scheduler = schedule
+    rates = []
+    for _ in range(PUBLISHED_STEPS // PUBLISHED_EPOCHS):
+        rates += schedule.get_last_lr() * PUBLISHED_EPOCHS
+        optimizer.step()
+        FSDPEngine.lr_scheduler_step(engine)
+
+    published = [1e-6 * min(1.0, step / PUBLISHED_WARM_UP) for step in range(PUBLISHED_STEPS)]
+    stairs = [1e-6 * min(1.0, (step // 4 + 1) / 6) for step in range(PUBLISHED_STEPS)]
+    assert rates == pytest.approx(stairs)
+    assert min(rates) > 0 and rates[PUBLISHED_WARM_UP:] == pytest.approx(published[PUBLISHED_WARM_UP:])
+    means = [sum(of[first : first + 4]) / 4 for of in (rates, published) for first in range(0, PUBLISHED_WARM_UP, 4)]
+    assert max(abs(ours - theirs) for ours, theirs in zip(means[:5], means[5:], strict=True)) < 0.1e-6
+    assert sum(rates[:PUBLISHED_WARM_UP]) == pytest.approx(10.0e-6)
+    assert sum(published[:PUBLISHED_WARM_UP]) == pytest.approx(9.5e-6)

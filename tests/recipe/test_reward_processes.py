@@ -1,0 +1,362 @@
+"""The judge's processes: no answer can stop, crash or trick them, none is run, and none outlives its program."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from grail_advantage import reward
+from grail_advantage.reward import _verify_pool
+from tests.recipe.hostile_answers import GOLD, hostile_responses
+from tests.recipe.test_reward import accepts, judge
+
+
+@pytest.fixture
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Half a second of processor time for each answer."""
+    _verify_pool.close()
+    monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "0.5")
+    yield
+    _verify_pool.close()
+
+
+def workers(server: int | None = None) -> list[int]:
+    """Process ids of a server's two workers, which may be about to be replaced."""
+    server = _verify_pool.server().process.pid if server is None else server
+    deadline = time.monotonic() + 60
+    while len(children := psutil.Process(server).children()) != 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [child.pid for child in children]
+
+
+def _run(program: str) -> Any:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
+    return json.loads(done.stdout)
+
+
+# --- hostile answers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_hostile_answers_score_zero_and_leave_a_working_pool(short_limit: None, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    responses = hostile_responses(str(marker))
+    assert len(responses) >= 50
+    with ThreadPoolExecutor(8) as executor:
+        scores = executor.map(lambda response: reward.compute_score("", response, GOLD), responses.values())
+        results = dict(zip(responses, scores, strict=True))
+    assert {name: result["score"] for name, result in results.items() if result["score"] != 0.0} == {}
+    assert not marker.exists()
+    # These can only have been ended by the limit; were it not enforced, the test would not get here.
+    for name in ("power tower", "huge factorial", "long sum", "polynomial to a high power", "nested parentheses"):
+        assert results[name]["verify_failed"] == 1.0, name
+    for name in ("python call", "tex input", "nul bytes", "empty"):
+        assert results[name]["verify_failed"] == 0.0, name
+    assert accepts(GOLD, r"\frac12\sqrt{3}")
+    assert len(workers()) == 2
+
+
+def test_no_verdict_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    gold, answer = r"\frac{\sqrt{5}-1}{4}", r"\sin(\frac{\pi}{10})"
+    _verify_pool.close()
+    monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "0.01")
+    starved = judge(gold, answer)
+    monkeypatch.delenv("GRAIL_REWARD_TIMEOUT")
+    _verify_pool.close()
+    assert (starved["score"], starved["verify_failed"]) == (0.0, 1.0)
+    assert accepts(gold, answer)
+
+
+def test_resources_of_a_worker_are_bounded() -> None:
+    """2^(10^10) has 1.25 GB; a worker that may take 200 MB must get through it without ever holding more."""
+    script = """
+import json, resource
+from pathlib import Path
+from grail_advantage.reward import _verify_worker as worker
+
+def status(name):
+    return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) << 10
+
+worker.MEMORY = 200 << 20
+worker.equal("x+1", "1+x")
+mapped = status("VmSize")
+worker.confine([])
+limits = [resource.getrlimit(getattr(resource, "RLIMIT_" + name)) for name in ("FSIZE", "CORE", "NPROC", "NOFILE")]
+verdict = worker.compare("x+1", "2^{10^{10}}", 60.0)
+print(json.dumps([verdict, status("VmPeak") - mapped, limits]))
+"""
+    verdict, growth, limits = _run(script)
+    assert verdict is False
+    assert 100 << 20 < growth <= 201 << 20
+    assert limits == [[0, 0], [0, 0], [0, 0], [64, 64]]
+
+
+def test_the_judge_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    _verify_pool.close()
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert accepts("x+71", "71+x")
+    environment = Path(f"/proc/{_verify_pool.server().process.pid}/environ").read_bytes()
+    assert b"PYTHONHASHSEED=0" in environment and b"HF_TOKEN" not in environment
+
+
+AUDITED = r"""
+import json, os, re, sys
+import _verify_worker as worker
+
+READING = {"open", "os.listdir", "os.scandir", "marshal.loads", "object.__getattr__", "exec", "array.__new__"}
+# Numbers, and sympy's own programs: names for its parser, functions on monomials.
+HARMLESS = re.compile(
+    r"from sympy import \*|def monomial_\w+\([A-Z, k]+\):.*|(Integer|Float|\d[eE][+-]?\d|[\s\d.'()+*/-])*", re.DOTALL
+)
+watching = False
+
+
+def loading():
+    frame = sys._getframe(2)
+    while frame and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def hook(event, arguments):
+    global watching
+    if not watching or event in ("import", "sys._getframe"):
+        return
+    watching = False
+    text = arguments[0].decode() if event == "compile" and isinstance(arguments[0], bytes) else arguments[0]
+    harmless = event in READING and (event != "open" or not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+    if event == "compile":
+        harmless = HARMLESS.fullmatch(text) is not None if isinstance(text, str) else not isinstance(text, bytes)
+    if not harmless and not loading():
+        os.write(1, json.dumps([answer, event, repr(text)[:200]]).encode() + b"\n")
+    watching = True
+
+
+sys.addaudithook(hook)
+gold, answers = json.load(sys.stdin)
+worker.equal(gold, "x+1")
+for answer in answers:
+    if pid := os.fork():
+        os.waitpid(pid, 0)
+        continue
+    watching = True
+    if answer == "control":
+        eval("len('')")
+        open(os.devnull, "w").close()
+        os.system("true")
+    else:
+        worker.compare(gold, answer, 0.5)
+    os._exit(0)
+"""
+_PIECES = [
+    "__import__('os').system('true')", "eval", "exec", "open('/tmp/x','w')", "lambda: 0", "().__class__", "os.fork()",
+    r"\operatorname{", r"\text{", r"\mathrm{", r"\variable{", r"\frac{", "}{", "}", "{", "_{", "^{", "(", ")", "[", "]",
+    "=", ",", " ", "'", '"', "\\", "\n", "$", "%", ";", "#", "@", "1", "2.5", "0x1f", "1_000", "1e5", "1j", "x", "\u0663",
+    r"\sqrt", r"\int_0^1 ", r"\sum_{k=1}^{3}", r"\begin{pmatrix}", r"\end{pmatrix}", "&", " and ", "final answer is ",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_no_answer_is_run(tmp_path: Path) -> None:
+    """Of an answer, math-verify and sympy evaluate numbers alone; they write, start and connect nothing."""
+    rng = random.Random(0)
+    answers = [reward.last_boxed(response) or "" for response in hostile_responses(str(tmp_path / "marker")).values()]
+    answers += ["".join(rng.choices(_PIECES, k=rng.randint(2, 9))) for _ in range(200)]
+    answers = ["control", *(reward._clean(answer) for answer in answers if len(answer) <= reward.MAX_ANSWER_CHARS)]
+    run = subprocess.run(
+        [sys.executable, "-c", AUDITED],
+        input=json.dumps([GOLD, answers]),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(reward.__file__).parent,
+    )
+    events = [json.loads(line) for line in run.stdout.splitlines()]
+    control = [event for answer, event, _ in events if answer == "control"]
+    assert control == ["compile", "open", "os.system"]
+    assert events[len(control) :] == []
+
+
+# --- threads and processes -------------------------------------------------------------------------------------------
+
+
+def _gone(pids: list[int], seconds: float = 60.0) -> bool:
+    """Waits until no process of ``pids`` runs any more."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_many_threads_get_their_own_verdicts() -> None:
+    def check(i: int) -> bool:
+        return accepts(f"{i}+\\sqrt{{7}}", f"\\sqrt{{7}}+{i}") and not accepts(
+            f"{i}+\\sqrt{{7}}", f"\\sqrt{{7}}+{i + 1}"
+        )
+
+    with ThreadPoolExecutor(16) as executor:
+        assert all(executor.map(check, range(48)))
+
+
+def test_killed_processes_are_replaced() -> None:
+    assert accepts("x+41", "41+x")
+    for number, victims in enumerate((lambda: [_verify_pool.server().process.pid], workers)):
+        pids = victims()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert all(accepts(f"x+{number}{i}y", f"{number}{i}y+x") for i in range(4))
+        assert len(workers()) == 2 and _gone(pids)
+
+
+def test_worker_killed_at_work_is_replaced(short_limit: None) -> None:
+    assert accepts("x+51", "51+x")
+    with ThreadPoolExecutor(1) as executor:
+        hanging = executor.submit(judge, GOLD, "9^{9^{9^8}}")
+        for pid in workers():
+            os.kill(pid, signal.SIGKILL)
+        assert (hanging.result()["score"], hanging.result()["verify_failed"]) == (0.0, 1.0)
+    assert accepts("x+52", "52+x")
+
+
+@pytest.mark.slow
+def test_workers_that_never_reply_are_replaced(short_limit: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped, they use no processor time, so the wall clock decides; a late reply must not reach the next question."""
+    assert accepts("x+53", "53+x")
+    stopped = workers()
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(_verify_pool, "_PATIENCE_SECONDS", 0.0)
+    assert not accepts("x+54", "53+x")
+    assert _gone(stopped)
+
+
+def test_workers_that_cannot_start_are_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    _verify_pool.close()
+    monkeypatch.setattr(_verify_pool, "_SCRIPT", tmp_path / "missing.py")
+    result = judge("x+61", "61+x")
+    assert (result["score"], result["verify_failed"]) == (0.0, 1.0)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "missing.py ended with status 2; its error output says why" in caplog.text
+    monkeypatch.undo()
+    assert accepts("x+61", "61+x")
+
+
+PIDS = """
+import json, os, threading, time
+import psutil
+from grail_advantage.reward import _verify_pool, compute_score
+from grail_advantage.reward._verify_pool import verify
+
+def pids():
+    server = psutil.Process(_verify_pool.server().process.pid)
+    return [server.pid, *(child.pid for child in server.children())]
+"""
+
+
+@pytest.mark.slow
+def test_thread_of_another_program_and_a_clean_exit() -> None:
+    """Off the main thread, where SIGALRM does not work, in a thread that ends; afterwards no process is left."""
+    scores, pids = _run(
+        PIDS
+        + r"""
+scores = []
+
+def judge(answer):
+    scores.append(compute_score("", "\\boxed{" + answer + "}", "x+1")["score"])
+
+for answer in ("1+x", "2+x"):
+    thread = threading.Thread(target=judge, args=(answer,))
+    thread.start()
+    thread.join()
+print(json.dumps([scores, pids()]))
+"""
+    )
+    assert scores == [1.0, 0.0]
+    assert len(pids) == 3 and _gone(pids)
+
+
+@pytest.mark.slow
+def test_forked_child_uses_its_own_workers() -> None:
+    """Also when other threads of the parent hold every worker at the time of the fork."""
+    child, child_pids, parent, parent_pids = _run(
+        PIDS
+        + """
+os.environ["GRAIL_REWARD_TIMEOUT"] = "1"
+
+def hang():
+    try:
+        verify("x+1", "9^{9^{9^9}}")
+    except _verify_pool.VerifyFailed:
+        pass
+
+verify("x+1", "1+x")
+own = pids()
+threads = [threading.Thread(target=hang) for _ in range(2)]
+for thread in threads:
+    thread.start()
+time.sleep(0.5)
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    verdicts = [verify("x+2", "2+x"), verify("x+2", "3+x")]
+    os.write(write, json.dumps([verdicts, pids()]).encode())
+    raise SystemExit
+os.waitpid(child, 0)
+for thread in threads:
+    thread.join()
+parent = [verify("x+3", "3+x"), verify("x+3", "4+x")]
+print(json.dumps([*json.loads(os.read(read, 65536)), parent, own + pids()]))
+"""
+    )
+    assert child == parent == [True, False]
+    assert len(child_pids) == 3 and not set(child_pids) & set(parent_pids)
+    assert _gone(child_pids + parent_pids)
+
+
+@pytest.mark.slow
+def test_killed_program_leaves_no_workers() -> None:
+    """Neither an idle worker nor one that hangs outlives a program that had no chance to clean up."""
+    program = (
+        PIDS
+        + """
+verify("x+1", "1+x")
+threading.Thread(target=verify, args=("x+1", "9^{9^{9^9}}"), daemon=True).start()
+print(json.dumps(pids()), flush=True)
+threading.Event().wait()
+"""
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with process.stdout:
+        pids = json.loads(process.stdout.readline())
+    time.sleep(0.5)  # so that the hanging answer has reached its worker
+    process.kill()
+    process.wait()
+    assert len(pids) == 3 and _gone(pids, 2.0)  # sooner than the limit of the hanging answer
+
+
+def test_a_bad_environment_is_refused_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("GRAIL_REWARD_WORKERS", "0"), ("GRAIL_REWARD_WORKERS", "two"), ("GRAIL_REWARD_TIMEOUT", "-1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(ValueError, match=f"environment variable {name}={value!r}: set it to a positive number"):
+                importlib.reload(reward)

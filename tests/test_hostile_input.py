@@ -1,0 +1,217 @@
+r"""Input that a model, a data set or a foreign run might hold: nothing is raised but what is said, and nothing shown acts.
+
+Boxes in any bytes are in ``tests/core/test_answer_span.py``, damaged dumps in ``tests/core/test_tampered.py``, answers that are
+programs in ``tests/recipe/test_reward_processes.py``, the page in a browser in ``tests/report/test_browser_hostile.py``.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import re
+import tempfile
+import unicodedata
+from functools import cache
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from grail_advantage import reward
+from grail_advantage.analyze.responses import read_responses
+from grail_advantage.report import data, page, terminal
+from grail_advantage.report.visible import visible
+from grail_advantage.reward import _verify_pool
+from grail_advantage.token_dump import COLUMNS, DumpHeader, DumpRow, MethodColumns, write_step
+from recipe.data.prepare import prepare_dataset
+from recipe.data.sources import read_jsonl
+from recipe.data.specs import SPECS
+
+few = settings(max_examples=60, deadline=None, derandomize=True)
+
+PIECES = [
+    "\\boxed{", "{", "}", "\\frac", "1", "-2", ".5", "e9", "\\%", ",", "</script><script>alert(1)</script>", "<!--", "&amp;",
+    "\u202e", "\x00", "\x1b[31m", "\x1b]0;x\x07", "\ud800", "\u2028", "ß", "日", "\\text{ cm}", "\\,", "$", "\n", " ", "\r",
+]  # fmt: skip
+texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=8).map("".join)
+EVIL = "</script><script>alert(1)</script>\u202e\x00\x1b[31m\x1b]0;x\x07<!--\ud800"
+numbers = st.integers() | st.floats() | st.sampled_from([10**400, -(10**400), True, None])
+values = st.recursive(
+    numbers | texts, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3)
+)
+
+
+def _jsonl(rows: list, broken: bytes = b"") -> bytes:
+    return b"\n".join([*(json.dumps(row).encode() for row in rows), broken])
+
+
+def _verify(gold: str, answer: str) -> bool:
+    """Instead of the processes with math-verify, which have tests of their own: they are asked, and may fail."""
+    json.dumps([gold, answer]).encode("ascii")
+    if len(gold) % 3 == 0:
+        raise _verify_pool.VerifyFailed("made up")
+    return gold == answer
+
+
+@few
+@given(gold=texts, response=texts)
+@example(gold="1", response="\\boxed{\\boxed{1}")
+@example(gold="1e5", response="1 \\times 10^{5}")
+@example(gold="0/0", response="\\frac{1}{0}")
+@example(gold="x", response="\ud800")
+def test_the_judge_says_what_it_says_of_any_text(gold: str, response: str) -> None:
+    with mock.patch.object(_verify_pool, "verify", _verify):
+        for solution in (response, f"\\boxed{{{response}}}"):
+            result = reward.compute_score("", solution, gold)
+            assert set(result) == {"score", "acc", "answer_found", "verify_failed", "pred"}
+            assert result["score"] == result["acc"] and result["score"] in (0.0, 1.0)
+            assert result["score"] + result["verify_failed"] <= 1 <= 1 + result["answer_found"]
+            assert len(result["pred"]) <= reward.MAX_PRED_CHARS
+            assert all(char.isprintable() for char in result["pred"])
+            result["pred"].encode()
+        boxed = reward.last_boxed(f"\\boxed{{{response}}}")
+        if boxed == response and response.strip() and len(response) <= reward.MAX_ANSWER_CHARS:
+            assert reward.is_equal(response, response)  # the same text states itself
+
+
+def _row(text: str) -> DumpRow:
+    """A row that has this text wherever a row has one."""
+    one_T = np.ones(2, dtype=np.float32)
+    words = dict.fromkeys(("key", "id", "prompt", "response", "gold", "outcome", "answer", "neutral"), text)
+    columns = {f"{name}_T": one_T for name in COLUMNS}
+    ids = np.array([3, 4])
+    methods = {text: MethodColumns(score_T=None, weight_T=one_T, neutral=text)}
+    return DumpRow(
+        step=7, row=0, group=0, prompt_ids=ids, token_ids_T=ids, tokens=[text, ""], mask_T=ids > 3, methods=methods,
+        labels={"wrong_step": [0, 1]}, **words, **columns,
+    )  # fmt: skip
+
+
+@few
+@given(words=texts, records=st.lists(st.fixed_dictionaries({"step": numbers, "data": st.dictionaries(texts, values)})))
+@example(words=EVIL, records=[{"step": 1, "data": {EVIL: 1.0}}])
+@example(words="a", records=[{"step": 1, "data": {"a": 10**400, "b": None, "c": True}}, {"step": 1e3, "data": {}}])
+def test_a_foreign_run_is_data_in_the_page_and_plain_text_in_a_terminal(words: str, records: list) -> None:
+    words = words.encode("utf-8", "replace").decode()  # a file holds no lone surrogate
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run <b>&amp;"
+        header = DumpHeader(step=7, method=words, model=words, options={words: words}, special_tokens={4: words})
+        write_step(run / "tokens", header, [_row(words)])
+        (run / "metrics.jsonl").write_bytes(_jsonl(records, b'{"step":1,"data^@^@'))
+        opened = data.open_run(run)
+        _check_page(page.render([opened]))
+        assert all(curve.lines for curve in data.curves(opened.metrics))
+        written = io.StringIO()
+        try:
+            terminal.print_rollout(opened.dump, console=Console(file=written, width=60, highlight=False))
+        except ValueError:
+            assert not list(opened.dump)
+        _check_terminal(written.getvalue())
+
+
+def _check_page(text: str) -> None:
+    text.encode()
+    scripts = re.findall(r"<script\b([^>]*)>(.*?)</script>", text, flags=re.DOTALL)
+    packed = [body for head, body in scripts if "text/plain" in head]
+    assert len(scripts) - len(packed) == 2 and text.count("<script") == len(scripts)
+    assert not any(set(body) & set("<>&\"'") - {">", "&"} for body in packed)
+    outside = re.sub(r"<(script|style)\b.*?</\1>", "", text, flags=re.DOTALL)
+    titles = re.findall(r"<(?:title>|h1 [^>]*>)(.*?)</", outside, flags=re.DOTALL)
+    assert len(titles) == 2 and all(html.escape(html.unescape(title)) == title for title in titles)
+    assert _without_title(outside) == _rest_of_a_plain_page()
+
+
+@cache
+def _rest_of_a_plain_page() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "metrics.jsonl").write_text('{"step": 1, "data": {"a": 1}}\n')
+        text = page.render([data.open_run(folder)])
+    return _without_title(re.sub(r"<(script|style)\b.*?</\1>", "", text, flags=re.DOTALL))
+
+
+def _without_title(text: str) -> str:
+    return re.sub(r"\s+", "", re.sub(r"<(title|h1)\b.*?</\1>", "", text, flags=re.DOTALL))
+
+
+def _check_terminal(text: str) -> None:
+    text.encode()
+    for character in text:
+        assert character in "\n\u200d" or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp"), repr(
+            text
+        )
+
+
+@few
+@given(text=texts | st.text(st.characters(), max_size=20))
+@example(text=EVIL)
+def test_visible_text_acts_no_more(text: str) -> None:
+    found = visible(text, breaks=False)
+    _check_terminal(found)
+    assert "\n" not in found and visible(found, breaks=False) == found
+
+
+fields = st.sampled_from(
+    ["problem", "question", "prompt", "answer", "solution", "final_answer", "unique_id", "subject", "context"]
+)
+rows = st.lists(st.dictionaries(fields, values, max_size=5) | values, max_size=4)
+
+
+@few
+@given(name=st.sampled_from(sorted(SPECS)), table=rows)
+@example(name="math500", table=[{"problem": "\ud800", "answer": "1", "unique_id": "\udc00"}])
+@example(
+    name="deepmath",
+    table=[{"prompt": [{"role": "user", "content": "Q?"}], "solution": "5"}, {"prompt": "Q", "solution": 27.0}],
+)
+def test_a_data_set_gives_rows_or_an_error_that_names_it(name: str, table: list) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path, out = Path(folder, f"{name}.jsonl"), Path(folder, "out")
+        path.write_bytes(_jsonl(table, b"{"))
+        try:
+            prepare_dataset(SPECS[name], read_jsonl(path), out, max_dropped=1.0)
+        except ValueError as error:
+            assert str(path) in str(error)
+            return
+        made = pq.read_table(out / f"{name}.parquet").to_pylist()
+        assert [row["extra_info"]["index"] for row in made] == list(range(len(made)))
+        assert all(row["reward_model"]["ground_truth"].strip() for row in made)
+
+
+@few
+@given(
+    table=st.lists(
+        st.dictionaries(st.sampled_from(["prompt", "response", "reward", "group", "gold", "id"]), values), max_size=4
+    )
+)
+@example(table=[{"prompt": "Q", "response": "A", "reward": 10**400}])
+@example(
+    table=[
+        {"prompt": "Q", "response": "A", "reward": 1, "group": 1},
+        {"prompt": "Q", "response": "A", "reward": True, "group": 2},
+    ]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_responses_are_read_or_the_file_is_named(table: list) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "responses.jsonl")
+        path.write_bytes(_jsonl(table))
+        try:
+            assert read_responses(path)
+        except ValueError as error:
+            assert str(path) in str(error)
+
+
+def test_no_source_asks_for_pickles_or_a_models_own_code() -> None:
+    """ruff's rules S, in pyproject.toml, find the other ways to run a text."""
+    root = Path(__file__).parents[1]
+    for folder in ("grail_advantage", "recipe", "scripts", "study", "benchmarks", "examples"):
+        for path in (root / folder).rglob("*.py"):
+            source = path.read_text(encoding="utf-8")
+            assert not re.search(r"weights_only=(?!True)|allow_pickle=(?!False)|trust_remote_code=True", source), path
+            assert source.count("torch.load(") == source.count("weights_only=True"), path
