@@ -74,8 +74,7 @@ def files_of(patterns: Sequence[str], root: Path) -> tuple[list[str], list[str]]
 def run_tests(root: Path, arguments: Sequence[str], seconds: float, fault: Fault | None, trl: bool) -> Outcome:
     """Run pytest in a copy of the files that git tracks or does not ignore, with a fault or without."""
     with tempfile.TemporaryDirectory(prefix="fault_") as folder:
-        copy, log = Path(folder) / "copy", Path(folder) / "log"
-        copy.mkdir()
+        copy, log = Path(tempfile.mkdtemp(dir=folder)), Path(folder) / "log"
         files = "git ls-files -z --cached --others --exclude-standard"
         subprocess.run(f"{files} | xargs -0 cp --parents --target-directory={copy}", shell=True, cwd=root, check=False)
         if fault is not None:
@@ -170,14 +169,7 @@ def main() -> None:
     add("--seed", type=int, default=0, help="of --any")
     add("--root", type=Path, default=ROOT, help="another checkout, with tests of its own")
     add("--tests", nargs="+", metavar="PATTERN", help="test files in place of the faults' own")
-    add(
-        "--fast",
-        dest="pytest",
-        action="store_const",
-        const=["-m", "not slow"],
-        default=[],
-        help="all tests that are not slow",
-    )
+    add("--fast", action="store_true", help="all tests that are not slow, in place of the faults' own")
     add("--seconds", type=float, default=300, help="most seconds for the tests of a fault")
     add("--record", metavar="NAME", help="put the results into the file --json, as those of the suite NAME")
     add("--json", type=Path, default=Path("docs/dev/deliberate_faults.json"), help="the recorded results (%(default)s)")
@@ -186,7 +178,8 @@ def main() -> None:
     if options.table:
         options.json.with_suffix(".md").write_text(page(json.loads(options.json.read_text())))
         return
-    options.tests = ["tests/**/test_*.py"] if options.pytest else options.tests
+    options.tests = ["tests/**/test_*.py"] if options.fast else options.tests
+    options.pytest = ["-m", "not slow"] if options.fast else []
     if unknown := {*options.ids} - {fault.id for fault in FAULTS}:
         parser.error(f"no fault is called {', '.join(sorted(unknown))}")
     chosen = [fault for fault in FAULTS if not options.ids or fault.id in options.ids]
