@@ -1,9 +1,8 @@
 """Deliberate faults: small changes of behaviour that a careless commit could make, each of which some test must see.
 
-``python -m tests.faults --any 10`` takes ten of tests/faults.toml. Each goes into a copy of the tree of its own. The test files
-that are to see it must first pass in a copy without a fault. A fault counts as caught where a test fails, or where the tests do
-not end in time. Foreign libraries are imported once: the tests run in forks of this process, which load the project's own code
-from the copy.
+``python -m tests.faults --any 10`` takes ten of tests/faults.toml. Each goes into a copy of the tree of its own. It is caught
+where a test fails, or the tests do not end in time, and the same tests pass without a fault, which is tried at the end. Foreign
+libraries are imported once: the tests run in forks of this process, which load the project's own code from the copy.
 """
 
 from __future__ import annotations
@@ -103,10 +102,9 @@ def _pytest(copy: Path, log: Path, arguments: Sequence[str], trl: bool) -> None:
         [os.dup2(file.fileno(), stream) for stream in (1, 2)]
     os.chdir(copy)
     places = [str(copy), f"{sys.prefix}/trl"] if trl else [str(copy)]
-    os.environ |= {"PYTHONPATH": os.pathsep.join(places), "OMP_WAIT_POLICY": "PASSIVE"}
+    os.environ |= {"PYTHONPATH": os.pathsep.join(places), "VERL_USE_EXTERNAL_PLUGINS": "auto"}
     sys.path = [*places, *(path for path in sys.path if path not in ("", str(ROOT)))]
-    own = ("tests", "grail_advantage", "verl" if trl else "recipe")
-    for name in [name for name in sys.modules if name.split(".")[0] in own]:
+    for name in [each for each in sys.modules if each.split(".")[0] in ("tests", "grail_advantage", trl and "verl")]:
         del sys.modules[name]
     if not trl:
         with suppress(Exception):  # as verl loads it
@@ -117,29 +115,36 @@ def _pytest(copy: Path, log: Path, arguments: Sequence[str], trl: bool) -> None:
 
 def check(chosen: Sequence[Fault], root: Path, options: argparse.Namespace) -> list[str]:
     """The verdict on each fault; outcomes are printed and recorded as they come."""
-    files, outcomes, alone = {}, {}, {}
-    for fault in chosen:
-        files[fault.id], missing = files_of(options.tests or fault.tests, root)
-        if missing:
-            outcomes[fault.id] = Outcome(ERROR, f"there is no {', '.join(missing)}")
-        elif (count := occurrences(fault, root)) != 1:
-            outcomes[fault.id] = Outcome(ERROR, f"its text stands {count} times in {fault.file}")
-    for trl in {fault.room == TRL for fault in chosen if fault.id not in outcomes}:
-        paths = sorted({path for fault in chosen if (fault.room == TRL) == trl for path in files[fault.id]})
-        print(f"without a fault: {len(paths)} test files ...", flush=True)
-        alone[trl] = run_tests(root, [*options.pytest, *paths], 10 * options.seconds, None, trl)
-    for fault in chosen:
-        trl, paths = fault.room == TRL, files[fault.id]
-        if fault.id not in outcomes and (alone[trl].verdict == ERROR or any(path in alone[trl].by for path in paths)):
-            outcomes[fault.id] = Outcome(ERROR, f"without the fault: {alone[trl].by}")
-        if fault.id not in outcomes:
-            outcomes[fault.id] = run_tests(root, ["-x", *options.pytest, *paths], options.seconds, fault, trl)
-        print("{:<30} {:<10} {} ({:.0f} s)".format(fault.id, *outcomes[fault.id]), flush=True)
+    caught: dict[bool, dict[str, list[str]]] = {False: {}, True: {}}
+    outcomes: dict[str, Outcome] = {}
+    commit = subprocess.getoutput(f"git -C {root} rev-parse --short HEAD")
+
+    def note(name: str, outcome: Outcome) -> None:
+        outcomes[name] = outcome
+        print("{:<30} {:<10} {} ({:.0f} s)".format(name, *outcome), flush=True)
         if options.record:
             recorded = json.loads(options.json.read_text()) if options.json.is_file() else {}
             suite = recorded.setdefault(options.record, {"results": {}})
-            suite["commit"], suite["results"][fault.id] = options.commit, outcomes[fault.id]
+            suite["commit"], suite["results"][name] = commit, outcome
             options.json.write_text(json.dumps(recorded, indent=1) + "\n")
+
+    for fault in chosen:
+        paths, missing = files_of(["tests/**/test_*.py"] if options.fast else options.tests or fault.tests, root)
+        if missing:
+            note(fault.id, Outcome(ERROR, f"there is no {', '.join(missing)}"))
+        elif (count := occurrences(fault, root)) != 1:
+            note(fault.id, Outcome(ERROR, f"its text stands {count} times in {fault.file}"))
+        else:
+            outcome = run_tests(root, ["-x", *options.pytest, *paths], options.seconds, fault, fault.room == TRL)
+            note(fault.id, outcome)
+            if outcome.verdict == CAUGHT:
+                caught[fault.room == TRL][fault.id] = paths if "::" not in outcome.by else [outcome.by.split("[")[0]]
+    for trl, of_faults in caught.items():
+        names = sorted({name for names in of_faults.values() for name in names})
+        alone = run_tests(root, [*options.pytest, *names], 10 * options.seconds, None, trl) if names else None
+        for name in of_faults:
+            if alone.verdict == ERROR or any(test in alone.by for test in of_faults[name]):
+                note(name, Outcome(ERROR, f"without the fault: {alone.by}"))
     return [outcome.verdict for outcome in outcomes.values()]
 
 
@@ -148,8 +153,7 @@ def page(recorded: dict) -> str:
     runs = [[Outcome(*run["results"].get(fault.id, ("not run",))) for fault in FAULTS] for run in recorded.values()]
     lines = [LIST["introduction"]]
     for (suite, run), results in zip(recorded.items(), runs, strict=True):
-        caught, seconds = sum(each.verdict == CAUGHT for each in results), sum(each.seconds for each in results)
-        lines.append(f"- {suite} suite, commit {run['commit']}: {caught} of {len(FAULTS)} caught, {seconds:.0f} s")
+        lines.append(f"- {suite} suite, commit {run['commit']}: {sum(CAUGHT in each for each in results)} caught")
     lines += ["", "| room | fault |" + "".join(f" {suite} suite: caught by | s |" for suite in recorded)]
     lines.append("|---|---|" + "---|--:|" * len(recorded))
     for fault, *results in zip(FAULTS, *runs, strict=True):
@@ -178,19 +182,15 @@ def main() -> None:
     if options.table:
         options.json.with_suffix(".md").write_text(page(json.loads(options.json.read_text())))
         return
-    options.tests = ["tests/**/test_*.py"] if options.fast else options.tests
-    options.pytest = ["-m", "not slow"] if options.fast else []
+    options.pytest = ["-m", "not slow"] * options.fast
     if unknown := {*options.ids} - {fault.id for fault in FAULTS}:
         parser.error(f"no fault is called {', '.join(sorted(unknown))}")
-    chosen = [fault for fault in FAULTS if not options.ids or fault.id in options.ids]
-    chosen = [fault for fault in chosen if options.room in (None, fault.room)]
+    chosen = [each for each in FAULTS if each.id in (options.ids or [each.id]) and options.room in (None, each.room)]
     if options.any:
         chosen = random.Random(options.seed).sample(chosen, min(options.any, len(chosen)))
-    os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"
+    os.environ |= {"VERL_USE_EXTERNAL_PLUGINS": "none", "OMP_WAIT_POLICY": "PASSIVE"}
     for name in WARM:
         importlib.import_module(name)
-    del os.environ["VERL_USE_EXTERNAL_PLUGINS"]
-    options.commit = subprocess.getoutput(f"git -C {options.root} rev-parse --short HEAD")
     verdicts = check(chosen, options.root.resolve(), options)
     print(", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in (CAUGHT, NOT_CAUGHT, ERROR)))
     sys.exit(verdicts.count(CAUGHT) < len(verdicts))
