@@ -21,7 +21,7 @@ from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_ten
 import recipe.main_grail  # noqa: F401  stores the methods' sections
 from grail_advantage import GrailConfig
 from grail_advantage.model_interface import RowScores
-from grail_advantage.verl_ext import selection, transfer
+from grail_advantage.verl_ext import selection, trainers, transfer  # noqa: F401  trainers registers them
 from grail_advantage.verl_ext.patches import estimator_named
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
