@@ -1,8 +1,8 @@
 """Deliberate faults: small changes of behaviour that a careless commit could make, each of which some test must see.
 
 ``python -m tests.faults --any 10`` takes ten of tests/faults.toml. Each goes into a copy of the tree of its own. It is caught
-where a test fails that passes without the fault, which is tried at the end. Foreign libraries are imported once: the tests run in
-forks of this process, which load the project's own code from the copy.
+where a test fails that passes without the fault, which is tried at the end. Foreign libraries are imported once: the tests run
+in forks of this process, which load the project's own code from the copy.
 """
 
 from __future__ import annotations
