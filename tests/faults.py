@@ -115,7 +115,7 @@ def _pytest(copy: Path, log: Path, arguments: Sequence[str], trl: bool) -> None:
 
 def check(chosen: Sequence[Fault], root: Path, options: argparse.Namespace) -> list[str]:
     """The verdict on each fault; outcomes are printed and recorded as they come."""
-    caught: dict[bool, dict[str, str]] = {False: {}, True: {}}
+    caught: dict[tuple[str, bool], dict[str, str]] = {}
     outcomes: dict[str, Outcome] = {}
     commit = subprocess.getoutput(f"git -C {root} rev-parse --short HEAD")
 
@@ -138,10 +138,10 @@ def check(chosen: Sequence[Fault], root: Path, options: argparse.Namespace) -> l
             outcome = run_tests(root, ["-x", *options.pytest, *paths], options.seconds, fault, fault.room == TRL)
             note(fault.id, outcome)
             if outcome.verdict == CAUGHT:
-                caught[fault.room == TRL][fault.id] = outcome.by.split("[")[0]
-    for trl, of_faults in caught.items():
-        tests = sorted({*of_faults.values()})
-        alone = run_tests(root, tests, 10 * options.seconds, None, trl) if tests else None
+                test = outcome.by.split("[")[0]
+                caught.setdefault((test.split("::")[0], fault.room == TRL), {})[fault.id] = test
+    for (_, trl), of_faults in caught.items():
+        alone = run_tests(root, sorted({*of_faults.values()}), 3 * options.seconds, None, trl)
         for name, test in of_faults.items():
             if alone.verdict == ERROR or test in alone.by:
                 note(name, Outcome(ERROR, f"without the fault: {alone.by}"))
