@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch, compute_token_weights
-from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS
 from grail_advantage.signals.base import Reshaped, Signal
-from grail_advantage.signals.policy_columns import entropy, surprisal
 from grail_advantage.signals.probability import ProbabilityConfig
 from grail_advantage.token_dump import DumpHeader, read_dump, write_step
 from grail_advantage.weighting import batch_weights
@@ -22,24 +20,16 @@ from tests.dumps import dump_row
 @pytest.mark.parametrize("preset", ["official", "robust"])
 def test_a_token_that_does_not_train_is_compared_with_none(preset: str) -> None:
     """Such as a tool's output between two turns of the reasoning."""
-    mask_BT = torch.tensor([[1, 0, 1, 1, 1, 1, 1]]).bool()
     signal = GrailConfig(preset)
-    batch = RolloutBatch(mask_BT, torch.tensor([-1.0]), [AnswerSpan(4, 5, 6, 7)], {})
-    rows = signal.select(batch)
-    of_tool = [1e-6, 1e6]
-    weights = [
-        batch_weights(torch.tensor([[1.0, score, 2.0, 4.0, 8.0, 1.0, 1.0]]), batch, rows, signal).weights_BT
-        for score in of_tool
-    ]
-    assert torch.equal(*weights)
-    assert weights[0][0, 1] == 0
 
+    def weights(scores: list[float], mask: list[int], span: AnswerSpan) -> torch.Tensor:
+        batch = RolloutBatch(torch.tensor([mask]).bool(), torch.tensor([-1.0]), [span], {})
+        return batch_weights(torch.tensor([scores]), batch, signal.select(batch), signal).weights_BT[0]
 
-def test_a_rounded_log_probability_above_0_and_entropy_below_it_count_as_0() -> None:
-    columns = {OLD_LOG_PROBS: torch.tensor([[1e-4, -0.5]]), ENTROPY: torch.tensor([[-1e-4, 0.5]])}
-    batch = RolloutBatch(torch.ones(1, 2).bool(), torch.tensor([1.0]), [None], columns)
-    assert surprisal(batch).tolist() == [[0.0, 0.5]]
-    assert entropy(batch).tolist() == [[0.0, 0.5]]
+    plain = weights([9.0, 2.0, 4.0, 8.0, 7.0, 6.0], [1] * 6, AnswerSpan(3, 4, 5, 6))
+    found = weights([9.0, 5.0, 2.0, 4.0, 8.0, 7.0, 6.0], [1, 0, 1, 1, 1, 1, 1], AnswerSpan(4, 5, 6, 7))
+    assert found[1] == 0
+    assert torch.equal(found[[0, 2, 3, 4, 5, 6]], plain)
 
 
 def test_one_negative_weight_of_a_map_is_refused() -> None:
