@@ -31,8 +31,7 @@ ROOT = Path(__file__).parents[1]
 LIST = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 CAUGHT, NOT_CAUGHT, ERROR = "caught", "not caught", "error"
 TRL = "TRL"  # the room whose tests run with TRL on the path, in a folder of its own; see tests/trl_ext/test_trl.py
-WARM = ("verl.trainer.ppo.v1", "verl.workers.engine_workers", "hydra")
-"""Libraries that most tests import; verl without this project's plug-in."""
+WARM = ("verl.trainer.ppo.v1", "verl.workers.engine_workers", "hydra")  # verl without this project's plug-in
 
 
 class Fault(NamedTuple):
@@ -153,7 +152,8 @@ def page(recorded: dict) -> str:
     runs = [[Outcome(*run["results"].get(fault.id, ("not run",))) for fault in FAULTS] for run in recorded.values()]
     lines = [LIST["introduction"]]
     for (suite, run), results in zip(recorded.items(), runs, strict=True):
-        lines.append(f"- {suite} suite, commit {run['commit']}: {sum(CAUGHT in each for each in results)} caught")
+        caught = f"{sum(CAUGHT in each for each in results)} of {len(run['results'])} faults caught"
+        lines.append(f"- {suite} suite, commit {run['commit']}: {caught}")
     lines += ["", "| room | fault |" + "".join(f" {suite} suite: caught by | s |" for suite in recorded)]
     lines.append("|---|---|" + "---|--:|" * len(recorded))
     for fault, *results in zip(FAULTS, *runs, strict=True):
