@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from grail_advantage import GrailConfig
-from grail_advantage.verl_ext import selection, transfer
+from grail_advantage.verl_ext import selection, trainers, transfer  # noqa: F401  trainers registers them
 from grail_advantage.verl_ext.patches import estimator_named
 from grail_advantage.verl_ext.shared_forward import SALIENCY_FIELDS
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
