@@ -14,7 +14,8 @@ torch.set_num_threads(1)
 WHOLE_RUNS = ("test_only_weights.py", "test_methods_run.py", "test_layouts_run.py", "test_resume_run.py")
 # A file of more than half a minute that begins last would leave the other cores idle.
 LONGEST = (
-    *("test_passes.py", "test_trl.py", "test_setup_cpu.py", "test_pass_details.py", "test_launch_scripts.py"),
+    *("test_passes.py", "test_trl.py", "test_setup.py", "test_pass_details.py", "test_launch_scripts.py"),
+    *("test_reward_processes.py", "test_published_setup.py", "test_shared_micro_batches.py"),
     *("test_layouts.py", "test_checks.py", "test_cpu_platform.py", "test_driver.py", "test_token_weights.py"),
 )
 _GROUPS = ("whole runs", *LONGEST)
