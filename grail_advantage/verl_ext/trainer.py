@@ -42,6 +42,7 @@ from grail_advantage.metrics import weight_metrics
 from grail_advantage.model_interface import RowScores
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext.model_checks import check_model, check_text, check_tokenizer
+from grail_advantage.verl_ext.neutral_trainer import NeutralRowsTrainer
 from grail_advantage.verl_ext.patches import data_parallel_size, estimator_named, set_trainer_mode
 from grail_advantage.verl_ext.row_balance import deal, spread
 from grail_advantage.verl_ext.selection import (
@@ -78,7 +79,7 @@ log-probabilities, a part of ``timing_s/old_log_prob``; ``token_weights_pass``: 
 ``token_weights_weighting``: scores to advantages."""
 
 
-class TokenWeightTrainer:
+class TokenWeightTrainer(NeutralRowsTrainer):
     """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
     actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
@@ -122,6 +123,7 @@ class TokenWeightTrainer:
         self._end_tokens = end_token_ids(self.tokenizer, model.generation_config)
         self._context_length = settings.rollout.max_model_len or get_max_position_embeddings(model.hf_config)
         self._model_shares_forward = check_model(self.config, self.signal, model.local_path)
+        self._choose_left_out(model)
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
@@ -283,6 +285,7 @@ class TokenWeightTrainer:
             scores_BT = scores_of(signal, seen, rows, pass_scores_BT)
             result = batch_weights(scores_BT, seen, rows, signal)
             weighted_BT = apply_token_weights(selection.advantages_BT, result.weights_BT, seen.mask_BT)
+            self._note_trained(rollouts, seen.mask_BT, weighted_BT)
             figures = weight_metrics(result, seen.mask_BT, seen.advantages_B, rows, gradient_norms)
 
         if result.non_finite_B.any():
