@@ -58,7 +58,7 @@ def check_config(config: DictConfig) -> None:
     tokenizer = check_start(config)
     signal = signal_of(config.algorithm)
     check_share_forward(config, signal)
-    neutral_rows(config, signal)
+    neutral_rows(config)
     dump_options(config)
     _check_reads(config, signal)
     _check_uses(config, signal)

@@ -123,7 +123,7 @@ def spread_in_mini_batches(
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for start in range(0, of_rank, share):
         rows = [rank * of_rank + start + place for rank in range(ranks) for place in range(share)]
-        order = spread([lengths[row] for row in rows], [at for at, row in enumerate(rows) if row in chosen], ranks)
+        order = spread(lengths, [row for row in rows if row in chosen], ranks, rows)
         for rank in range(ranks):
-            shares[rank] += [rows[at] for at in order[rank * share : (rank + 1) * share]]
+            shares[rank] += order[rank * share : (rank + 1) * share]
     return [row for of_one in shares for row in of_one]

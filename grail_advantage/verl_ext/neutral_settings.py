@@ -17,9 +17,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS
-from grail_advantage.signals.base import Signal
-
 SKIP = "algorithm.token_weights.skip_neutral_rows"
 LOG_ALL = "algorithm.token_weights.log_all_rows"
 _ACTOR = "actor_rollout_ref.actor"
@@ -58,13 +55,12 @@ class NeutralRows:
 
 
 def neutral_rows(
-    config: DictConfig, signal: Signal, model: Mapping[str, Any] | None = None, *, own_advantages: bool = False
+    config: DictConfig, model: Mapping[str, Any] | None = None, *, own_advantages: bool = False
 ) -> tuple[NeutralRows, list[str]]:
     """What this run leaves out, and a line for each reason against it.
 
     Args:
         config: the run's.
-        signal: its method.
         model: see :func:`dropout_of`; ``None`` where the model is not known yet.
         own_advantages: whether the trainer computes advantages of its own.
 
@@ -86,7 +82,7 @@ def neutral_rows(
             raise ValueError(f"{SKIP}=True does not work with {setting}: {reason}; use auto")
         return NeutralRows(), [f"no row is left out with {setting}: {reason}" for setting, reason in against]
     of_ends = list(_against_ends(config))
-    of_forward = list(_against_forward(config, signal, own_advantages))
+    of_forward = list(_against_forward(config, own_advantages))
     lines = [f"rows keep their ends in the update with {setting}: {reason}" for setting, reason in of_ends]
     lines += [
         f"all rows keep their forward of the old log-probabilities with {setting}: {reason}"
@@ -145,8 +141,9 @@ def _against_ends(config: DictConfig) -> Iterator[Obstacle]:
         yield f"{_ACTOR}.loss_agg_mode=seq-mean-token-mean", "each row is divided by the number of its tokens"
 
 
-def _against_forward(config: DictConfig, signal: Signal, own_advantages: bool) -> Iterator[Obstacle]:
-    """Settings with which something reads the old log-probabilities or entropies of rows without an advantage."""
+def _against_forward(config: DictConfig, own_advantages: bool) -> Iterator[Obstacle]:
+    """Settings with which something reads the old log-probabilities or entropies of rows without an advantage. A method reads
+    those of the rows that it selects, which keep their forward."""
     if OmegaConf.select(config, LOG_ALL, default=False):
         yield f"{LOG_ALL}=True", "their entropy is wanted"
     if own_advantages:
@@ -159,7 +156,5 @@ def _against_forward(config: DictConfig, signal: Signal, own_advantages: bool) -
     if config.actor_rollout_ref.rollout.get("calculate_log_probs", False):
         option = "actor_rollout_ref.rollout.calculate_log_probs"
         yield f"{option}=True", "verl compares all rows with the rollout engine"
-    if signal.reads & {ENTROPY, OLD_LOG_PROBS}:
-        yield f"algorithm.adv_estimator={algorithm.adv_estimator}", "the method reads them"
     if OmegaConf.select(algorithm, "token_dump.folder") is not None:
         yield f"algorithm.token_dump.folder={algorithm.token_dump.folder}", "the dump holds them"

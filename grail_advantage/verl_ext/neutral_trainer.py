@@ -6,6 +6,7 @@ Shape suffixes: B rows, T response tokens.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 from omegaconf import DictConfig
@@ -17,7 +18,8 @@ from grail_advantage.verl_ext.model_checks import adapter_config
 from grail_advantage.verl_ext.neutral_rows import CUT_ENDS, spread_in_mini_batches, trained_lengths
 from grail_advantage.verl_ext.neutral_settings import SKIP, NeutralRows, neutral_rows
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.transfer import Rollouts
+from grail_advantage.verl_ext.selection import Selection
+from grail_advantage.verl_ext.transfer import Rollouts, put_no_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +34,54 @@ class NeutralRowsTrainer:
     _trained: dict[str, tuple[int, int, int]]
     """Of each row of the current batch, by key: tokens of the prompt, of the response, and of the response up to the last one
     that trains."""
+    _no_forward: frozenset[str] = frozenset()
+    """Rows of the current batch without a forward of the old log-probabilities."""
 
     def _choose_left_out(self, model: HFModelConfig) -> None:
         """Choose what this run leaves out, and name each reason against it once."""
         described = {**model.hf_config.to_dict(), "adapter": adapter_config(self.config.actor_rollout_ref.model)}
-        self._left_out, against = neutral_rows(self.config, self.signal, described, own_advantages=self.own_advantages)
+        self._left_out, against = neutral_rows(self.config, described, own_advantages=self.own_advantages)
         for line in against:
             logger.warning("%s: %s", SKIP, line)
 
-    def _note_trained(self, rollouts: Rollouts, mask_BT: torch.Tensor, advantages_BT: torch.Tensor) -> None:
+    def _rows_with_forward(self, rollouts: Rollouts, selection: Selection) -> list[int]:
+        """The rows that get a forward of the old log-probabilities: those with an advantage, those that the method selects, and
+        the shortest others, so that ranks and micro-batches come out even."""
+        rows = list(range(len(rollouts.keys)))
+        if not self._left_out.old_log_probs:
+            return rows
+        needed_B = ((selection.advantages_BT != 0) & selection.batch.mask_BT).any(dim=1) | selection.rows.selected_B
+        unit, rollout = data_parallel_size(self.actor_rollout_wg), self.config.actor_rollout_ref.rollout
+        if not rollout.log_prob_use_dynamic_bsz:
+            unit *= rollout.log_prob_micro_batch_size_per_gpu
+        count = max(1, -(-int(needed_B.sum()) // unit)) * unit
+        lengths = rollouts.lengths
+        return sorted(sorted(rows, key=lambda row: (not needed_B[row], lengths[row]))[:count])
+
+    def _with_all_rows(self, written: KVBatchMeta, batch: KVBatchMeta, rollouts: Rollouts) -> KVBatchMeta:
+        """The batch with zeros in the rows that had no forward of the old log-probabilities."""
+        inferred = set(written.keys)
+        lengths = {
+            key: (len(prompt) + len(response), len(response))
+            for key, prompt, response in zip(rollouts.keys, rollouts.prompts, rollouts.responses, strict=True)
+            if key not in inferred
+        }
+        self._no_forward = frozenset(lengths)
+        if not lengths:
+            return written.select_keys(batch.keys)
+        put_no_log_probs(lengths, written)
+        return replace(batch, fields=written.fields, extra_info=written.extra_info)
+
+    def _note_trained(self, rollouts: Rollouts, selection: Selection, advantages_BT: torch.Tensor) -> None:
         """Note the tokens of the current batch that train, given its final advantages."""
-        prompts, responses = map(len, rollouts.prompts), map(len, rollouts.responses)
-        lengths = zip(prompts, responses, trained_lengths(advantages_BT, mask_BT), strict=True)
+        trained = trained_lengths(advantages_BT, selection.batch.mask_BT)
+        for key, length, selected in zip(rollouts.keys, trained, selection.rows.selected_B.tolist(), strict=True):
+            if key in self._no_forward and (length or selected):
+                raise RuntimeError(
+                    f"row {key} had no advantage by its reward, and so no old log-probabilities, but is trained now; set "
+                    f"{SKIP}=false, or own_advantages=True in the class of the trainer"
+                )
+        lengths = zip(map(len, rollouts.prompts), map(len, rollouts.responses), trained, strict=True)
         self._trained = dict(zip(rollouts.keys, lengths, strict=True))
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:

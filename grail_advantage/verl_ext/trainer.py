@@ -159,20 +159,23 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         super()._save_checkpoint()
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        self._saliency_keys = frozenset()
+        self._saliency_keys = self._no_forward = frozenset()
         self._rollouts = self._selection = None
-        if not (self._model_shares_forward and shares_forward(self.config, self.signal)):
+        shares = self._model_shares_forward and shares_forward(self.config, self.signal)
+        if not (shares or self._left_out.old_log_probs):
             return super()._compute_old_log_prob(batch, metrics)
         with self._timed("rows"):
             rollouts = self._fetch_rollouts(batch)
             advantages = self._reward_advantages(batch, rollouts, rollouts.mask_BT, "rm_scores")
             self._selection = selection = self._select(rollouts, rollouts.mask_BT, *advantages)
-            request = self._request_saliency(batch, rollouts, selection) if selection.selected else None
-        if request is None:
-            return super()._compute_old_log_prob(batch, metrics)
+            rows, selected = self._rows_with_forward(rollouts, selection), selection.selected if shares else []
+            order = spread(rollouts.lengths, selected, data_parallel_size(self.actor_rollout_wg), rows)
+            request = self._request_saliency(batch, rollouts, selection, order) if selected else batch
+            if not selected and len(rows) < len(batch):
+                request = batch.select_keys([batch.keys[row] for row in order])
         written = super()._compute_old_log_prob(request, metrics)
-        self._saliency_keys = frozenset(batch.keys[row] for row in selection.selected)
-        return without_saliency_fields(written.select_keys(batch.keys))
+        self._saliency_keys = frozenset(batch.keys[row] for row in selected)
+        return without_saliency_fields(self._with_all_rows(written, batch, rollouts))
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with estimator_named(self.config.algorithm, AdvantageEstimator.GRPO.value):
@@ -256,12 +259,13 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         )
         return float(mean)
 
-    def _request_saliency(self, batch: KVBatchMeta, rollouts: Rollouts, selection: Selection) -> KVBatchMeta:
-        """The batch for a forward that keeps the graph of the selected rows, each rank with its share of them."""
+    def _request_saliency(
+        self, batch: KVBatchMeta, rollouts: Rollouts, selection: Selection, order: list[int]
+    ) -> KVBatchMeta:
+        """The batch for a forward of these rows that keeps the graph of the selected ones."""
         targets_B2 = torch.full((len(batch), 2), -1)
         for row in selection.selected:
             targets_B2[row] = torch.tensor(self.signal.target_positions(pass_row(rollouts, selection, row)))
-        order = spread(rollouts.lengths, selection.selected, data_parallel_size(self.actor_rollout_wg))
         return request_saliency(batch, targets_B2, order, self.signal.leaf)
 
     # ---------------------------------------------------------------------------------------------------- scores and weights
@@ -285,7 +289,7 @@ class TokenWeightTrainer(NeutralRowsTrainer):
             scores_BT = scores_of(signal, seen, rows, pass_scores_BT)
             result = batch_weights(scores_BT, seen, rows, signal)
             weighted_BT = apply_token_weights(selection.advantages_BT, result.weights_BT, seen.mask_BT)
-            self._note_trained(rollouts, seen.mask_BT, weighted_BT)
+            self._note_trained(rollouts, selection, weighted_BT)
             figures = weight_metrics(result, seen.mask_BT, seen.advantages_B, rows, gradient_norms)
 
         if result.non_finite_B.any():

@@ -1,4 +1,4 @@
-"""Updates without the rows that train nothing are the updates with them: losses alone, and verl's engines on one and two ranks."""
+"""Updates without the rows that train nothing are the updates with them: losses alone, and engines on one and two ranks."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class TestLosses:
     """Tokens with an advantage; rows 1 and 3 have none."""
 
     def _gradient(self, loss: str, aggregation: str, lengths: tuple[int, ...]) -> torch.Tensor:
-        """Of a batch with that many of the first tokens of each row, and no row of 0; 0 at the others. Divided is by the whole."""
+        """Of a batch with so many of the first tokens of each row, and without rows of 0; it is divided by the whole batch."""
         generator, longest = torch.Generator().manual_seed(0), max(self.LENGTHS)
         columns = torch.randn(4, len(self.LENGTHS), longest, generator=generator)
         rows = [row for row, length in enumerate(lengths) if length]
