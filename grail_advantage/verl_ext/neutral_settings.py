@@ -128,7 +128,7 @@ def dropout_of(model: Mapping[str, Any]) -> Iterator[Obstacle]:
     for name, value in model.items():
         if isinstance(value, Mapping):
             yield from dropout_of(value)
-        elif ("dropout" in name or name.endswith("pdrop")) and isinstance(value, int | float) and value > 0:
+        elif ("dropout" in str(name) or str(name).endswith("pdrop")) and isinstance(value, int | float) and value > 0:
             yield f"{name}={value} of the model", "other rows in a micro-batch draw another dropout"
 
 
@@ -153,8 +153,9 @@ def _against_forward(config: DictConfig, own_advantages: bool) -> Iterator[Obsta
         yield "algorithm.use_kl_in_reward=True", "the advantages depend on the old log-probabilities"
     if OmegaConf.select(algorithm, "rollout_correction.bypass_mode", default=False):
         yield "algorithm.rollout_correction.bypass_mode=True", "there is no such forward"
-    if config.actor_rollout_ref.rollout.get("calculate_log_probs", False):
-        option = "actor_rollout_ref.rollout.calculate_log_probs"
-        yield f"{option}=True", "verl compares all rows with the rollout engine"
+    for option in ("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs"):
+        value = OmegaConf.select(config, option, default=None)
+        if value is not None:
+            yield f"{option}={value}", "the correction reads all rows"
     if OmegaConf.select(algorithm, "token_dump.folder") is not None:
         yield f"algorithm.token_dump.folder={algorithm.token_dump.folder}", "the dump holds them"

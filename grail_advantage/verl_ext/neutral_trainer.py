@@ -11,15 +11,16 @@ from dataclasses import replace
 import torch
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_corr_metrics_from_logprobs
 from verl.workers.config import HFModelConfig
 
-from grail_advantage.signals.base import Signal
+from grail_advantage.batch import OLD_LOG_PROBS
 from grail_advantage.verl_ext.model_checks import adapter_config
 from grail_advantage.verl_ext.neutral_rows import CUT_ENDS, spread_in_mini_batches, trained_lengths
 from grail_advantage.verl_ext.neutral_settings import SKIP, NeutralRows, neutral_rows
-from grail_advantage.verl_ext.patches import data_parallel_size
+from grail_advantage.verl_ext.patches import data_parallel_size, without_rollout_correction
 from grail_advantage.verl_ext.selection import Selection
-from grail_advantage.verl_ext.transfer import Rollouts, put_no_log_probs
+from grail_advantage.verl_ext.transfer import Rollouts, fetch_padded, put_no_log_probs
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,6 @@ class NeutralRowsTrainer:
     """Base of :class:`grail_advantage.verl_ext.trainer.TokenWeightTrainer`."""
 
     config: DictConfig
-    signal: Signal
     own_advantages: bool
     _left_out = NeutralRows()
     _trained: dict[str, tuple[int, int, int]]
@@ -71,6 +71,17 @@ class NeutralRowsTrainer:
             return written.select_keys(batch.keys)
         put_no_log_probs(lengths, written)
         return replace(batch, fields=written.fields, extra_info=written.extra_info)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        if not self._no_forward or self.config.algorithm.get("rollout_correction", None) is None:
+            return super()._compute_advantage(batch, metrics)
+        with without_rollout_correction(self.config.algorithm):
+            written = super()._compute_advantage(batch, metrics)
+        if self.config.actor_rollout_ref.rollout.calculate_log_probs:
+            compared = batch.select_keys([key for key in batch.keys if key not in self._no_forward])
+            columns = fetch_padded(compared, OLD_LOG_PROBS, "rollout_log_probs", "response_mask")
+            metrics.update(compute_rollout_corr_metrics_from_logprobs(*columns))
+        return written
 
     def _note_trained(self, rollouts: Rollouts, selection: Selection, advantages_BT: torch.Tensor) -> None:
         """Note the tokens of the current batch that train, given its final advantages."""

@@ -41,7 +41,8 @@ AGAINST_FORWARD = {
     LOG_ALL: True,
     "algorithm.use_kl_in_reward": True,
     "algorithm.rollout_correction.bypass_mode": True,
-    "actor_rollout_ref.rollout.calculate_log_probs": True,
+    "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
     "algorithm.token_dump.folder": "/somewhere",
 }
 
@@ -52,7 +53,6 @@ def _config(choice: Any = "auto", **options: Any) -> DictConfig:
             "algorithm": {"adv_estimator": "grail"},
             "actor_rollout_ref": {
                 "actor": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64},
-                "rollout": {"calculate_log_probs": False},
                 "model": {},
             },
         }
@@ -67,7 +67,10 @@ class TestWhere:
 
     def test_everything_where_nothing_is_against_it(self) -> None:
         for choice in ("auto", True):
-            assert neutral_rows(_config(choice), {"attention_dropout": 0.0}) == (EVERYTHING, [])
+            assert neutral_rows(_config(choice), {"attention_dropout": 0.0, "id2label": {0: "none"}}) == (
+                EVERYTHING,
+                [],
+            )
 
     def test_nothing_by_default(self) -> None:
         assert settings.algorithm_sections()["token_weights"]["skip_neutral_rows"] is False
@@ -146,11 +149,7 @@ def _neutral_step(monkeypatch: pytest.MonkeyPatch, *overrides: str, cls: type = 
     """Of which the second prompt's answers are all wrong."""
     rows = [(key, prompt, response, 0.0 if key[0] == "b" else reward) for key, prompt, response, reward in ROWS]
     monkeypatch.setattr(test_one_step, "ROWS", rows)
-    every = [
-        "actor_rollout_ref.rollout.calculate_log_probs=False",
-        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
-    ]
-    step = Step(monkeypatch, [*every, *overrides], cls)
+    step = Step(monkeypatch, ["actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True", *overrides], cls)
     step.trainer._left_out, _ = neutral_rows(step.trainer.config)
     step.forwards = []
     compute = step.workers.compute_log_prob
@@ -186,6 +185,19 @@ class TestOldLogProbs:
             assert row["old_log_probs"].shape == row["entropy"].shape == row["responses"].shape
             assert len(row["log_probs"]) == len(row["prompts"]) + len(row["responses"])
             assert bool((row["old_log_probs"] == 0).all()) == (key not in A)
+
+    def test_the_rollouts_are_compared_where_there_is_something_to_compare(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """verl's metrics of a rollout correction that is off, over the rows with old log-probabilities."""
+        step = _neutral_step(monkeypatch, AUTO)
+        step.run()
+        for row in step.store.rows.values():
+            row["rollout_log_probs"] = torch.full_like(row["old_log_probs"], -0.3)
+        step.run()
+        assert step.metrics["rollout_corr/kl"] == pytest.approx(-0.2)
+        assert step.metrics["rollout_corr/rollout_log_ppl"] == pytest.approx(0.3)
+        assert step.trainer.config.algorithm.rollout_correction is not None
 
     def test_the_shortest_others_fill_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         step = _neutral_step(monkeypatch, AUTO)
