@@ -65,8 +65,16 @@ def without_neutral_rows(engine: FSDPEngineWithLMHead, data: TensorDict) -> Tens
     torch.distributed.all_gather_object(lengths, [prompts[row] + trained[row] for row in rows], group)
     count, micro_batch_rows = _count(engine, data, max(1, *map(len, lengths)))
 
-    # Row 0 gives a filler its tokens; the mask takes them out of the loss.
     fillers = count - len(rows)
+    everywhere = [length for of_rank in lengths for length in (*of_rank, *[FILLER_TOKENS] * (count - len(of_rank)))]
+    settings = {"global_token_num": NonTensorData(everywhere)}
+    if micro_batch_rows is not None:
+        settings["micro_batch_size_per_gpu"] = micro_batch_rows
+    if trained == responses and not fillers:
+        tu.assign_non_tensor(data, **settings)
+        return data
+
+    # Row 0 gives a filler its tokens; the mask takes them out of the loss.
     kept = tu.index_select_tensor_dict(data, rows + [0] * fillers)
     of_prompt = [prompts[row] for row in rows] + [1] * fillers
     of_response = [trained[row] for row in rows] + [FILLER_TOKENS - 1] * fillers
@@ -76,12 +84,9 @@ def without_neutral_rows(engine: FSDPEngineWithLMHead, data: TensorDict) -> Tens
         values = zip(kept[name].unbind(), ends, strict=True)
         kept[name] = nested([of_row[..., :end] for of_row, end in values])
     # verl reads its sum alone.
-    kept["loss_mask"] = torch.zeros(count, dtype=torch.int64)
-    kept["loss_mask"][0] = data["loss_mask"].sum()
-    everywhere = [length for of_rank in lengths for length in (*of_rank, *[FILLER_TOKENS] * (count - len(of_rank)))]
-    tu.assign_non_tensor(kept, global_token_num=NonTensorData(everywhere))
-    if micro_batch_rows is not None:
-        tu.assign_non_tensor(kept, micro_batch_size_per_gpu=micro_batch_rows)
+    tokens = data["loss_mask"].sum()
+    kept["loss_mask"] = torch.cat([tokens.reshape(1), tokens.new_zeros(count - 1)])
+    tu.assign_non_tensor(kept, **settings)
     return kept
 
 
