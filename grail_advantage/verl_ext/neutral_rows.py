@@ -74,15 +74,15 @@ def without_neutral_rows(engine: FSDPEngineWithLMHead, data: TensorDict) -> Tens
         tu.assign_non_tensor(data, **settings)
         return data
 
-    # Row 0 gives a filler its tokens; the mask takes them out of the loss.
+    # Row 0 gives a filler its tokens; zeros take them out of the loss, in the mask too.
     kept = tu.index_select_tensor_dict(data, rows + [0] * fillers)
     of_prompt = [prompts[row] for row in rows] + [1] * fillers
     of_response = [trained[row] for row in rows] + [FILLER_TOKENS - 1] * fillers
-    masks = kept["response_mask"].unbind()
-    kept["response_mask"] = nested([*masks[: len(rows)], *map(torch.zeros_like, masks[len(rows) :])])
     for name, ends in _ends(kept, of_prompt, of_response):
-        values = zip(kept[name].unbind(), ends, strict=True)
-        kept[name] = nested([of_row[..., :end] for of_row, end in values])
+        values = [of_row[..., :end] for of_row, end in zip(kept[name].unbind(), ends, strict=True)]
+        if name in OF_RESPONSE:
+            values[len(rows) :] = map(torch.zeros_like, values[len(rows) :])
+        kept[name] = nested(values)
     # verl reads its sum alone.
     tokens = data["loss_mask"].sum()
     kept["loss_mask"] = torch.cat([tokens.reshape(1), tokens.new_zeros(count - 1)])

@@ -59,7 +59,7 @@ class NeutralRowsTrainer:
         return sorted(sorted(rows, key=lambda row: (not needed_B[row], lengths[row]))[:count])
 
     def _with_all_rows(self, written: KVBatchMeta, batch: KVBatchMeta, rollouts: Rollouts) -> KVBatchMeta:
-        """The batch with zeros in the rows that had no forward of the old log-probabilities."""
+        """The batch with NaN in the rows that had no forward of the old log-probabilities."""
         inferred = set(written.keys)
         lengths = {
             key: (len(prompt) + len(response), len(response))

@@ -140,7 +140,7 @@ def put_advantages(batch: KVBatchMeta, responses: list[torch.Tensor], advantages
 
 
 def put_no_log_probs(rows: dict[str, tuple[int, int]], like: KVBatchMeta) -> None:
-    """Store zeros for rows without a forward of the old log-probabilities, so that every row has the same fields.
+    """Store NaN for rows without a forward of the old log-probabilities, so that every row has the same fields.
 
     Args:
         rows: tokens of prompt + response and of the response alone, by key.
@@ -149,11 +149,11 @@ def put_no_log_probs(rows: dict[str, tuple[int, int]], like: KVBatchMeta) -> Non
     wholes, parts = zip(*rows.values(), strict=True)
     lengths = {"log_probs": wholes, OLD_LOG_PROBS: parts, ENTROPY: parts}
     known = tq.kv_batch_get(keys=like.keys[:1], partition_id=like.partition_id, select_fields=list(lengths))
-    zeros = {
-        name: nested([known[name].unbind()[0].new_zeros(length) for length in of_rows])
+    nothing = {
+        name: nested([known[name].unbind()[0].new_full((length,), float("nan")) for length in of_rows])
         for name, of_rows in lengths.items()
     }
-    fields = TensorDict(zeros, batch_size=len(rows))
+    fields = TensorDict(nothing, batch_size=len(rows))
     tq.kv_batch_put(keys=list(rows), partition_id=like.partition_id, fields=fields)
 
 

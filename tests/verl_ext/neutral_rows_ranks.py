@@ -127,6 +127,7 @@ class Experiments:
         from verl.workers.utils.losses import ppo_loss
 
         from grail_advantage.verl_ext.neutral_rows import CUT_ENDS
+        from grail_advantage.verl_ext.wire import nested
 
         actor = FSDPActorConfig(
             strategy="fsdp2",
@@ -148,6 +149,12 @@ class Experiments:
             dataloader_kwargs={"shuffle": False},
         )
         if ends is not None:
+            # As of rows without a forward of the old log-probabilities.
+            values = zip(self.old_log_probs.unbind(), self.rows, strict=True)
+            known = [
+                of_row if (row["advantages"] * row["mask"]).any() else of_row * torch.nan for of_row, row in values
+            ]
+            data["old_log_probs"] = nested(known)
             tu.assign_non_tensor(data, **{CUT_ENDS: ends})
         positions = []
         embeddings = worker.engine.module.get_input_embeddings()
@@ -156,7 +163,9 @@ class Experiments:
 
         def step() -> Any:
             of_step = [p.grad for p in worker.engine.module.parameters() if p.requires_grad]
-            gradients.append([(g.to_local() if hasattr(g, "to_local") else g).clone() for g in of_step])
+            # None: of a parameter that is on another rank as a whole
+            known = [torch.zeros(0) if g is None else g.to_local() if hasattr(g, "to_local") else g for g in of_step]
+            gradients.append([g.clone() for g in known])
             return type(worker.engine).optimizer_step(worker.engine)
 
         with patch.object(worker.engine, "optimizer_step", step):
