@@ -15,6 +15,7 @@ import torch
 
 from tests.verl_ext.rank_group import run_rank
 from tests.verl_ext.saliency_pass_ranks import Setup, build_engine
+from tests.verl_ext.sequence_parallel_ranks import REFERENCE, install_reference
 from tests.verl_ext.shared_forward_ranks import training_worker
 
 TOKEN_MEAN = "token-mean"
@@ -28,6 +29,10 @@ FEW_SETUPS = {
     "fsdp2, lora": (Setup("qwen3", "fsdp2", adapter="adapter"), {"rows": 4}),
     "fsdp2, parameters offloaded": (
         Setup("qwen3", "fsdp2", options={"param_offload": True, "optimizer_offload": True}),
+        {"budget": 60},
+    ),
+    "fsdp2, two ranks a sequence": (
+        Setup("qwen3", "fsdp2", packed=True, attention=REFERENCE, options={"ulysses_sequence_parallel_size": 2}),
         {"budget": 60},
     ),
     "fsdp, original parameters": (Setup("llama-tied", "fsdp", options={"use_orig_params": True}), {"rows": 4}),
@@ -46,11 +51,10 @@ class Experiments:
     """One method a kind of experiment; each returns plain data."""
 
     def __init__(self, rank: int, world_size: int, folder: Path) -> None:
-        self.folder = folder
-        plan = torch.load(folder / "plan.pt", weights_only=False)
-        share = len(plan[0]) // world_size
-        self.mini_batch_rows = len(plan[0])
-        self.rows = [row for mini_batch in plan for row in mini_batch[rank * share : (rank + 1) * share]]
+        self.rank, self.world_size, self.folder = rank, world_size, folder
+        self.plan = torch.load(folder / "plan.pt", weights_only=False)
+        self.mini_batch_rows = len(self.plan[0])
+        install_reference()
 
     def updates(self, setup: tuple[Setup, dict[str, int]]) -> dict[Any, Any]:
         """Of every loss and every aggregation."""
@@ -63,6 +67,11 @@ class Experiments:
     def _updates(self, setup: tuple[Setup, dict[str, int]], chosen: list[tuple[str, str, bool]]) -> dict[Any, Any]:
         from verl.utils.profiler import DistProfiler
 
+        together = setup[0].options.get("ulysses_sequence_parallel_size", 1)
+        if together > self.world_size:
+            return {}
+        share, place = self.mini_batch_rows * together // self.world_size, self.rank // together
+        self.rows = [row for mini_batch in self.plan for row in mini_batch[place * share : (place + 1) * share]]
         engine = build_engine(setup[0], self.folder)
         config, sizes = engine.engine_config, setup[1]
         config.use_dynamic_bsz = "budget" in sizes
@@ -116,7 +125,10 @@ class Experiments:
         from grail_advantage.verl_ext.wire import nested
 
         data = self._data()
-        own = response_from_nested(worker.infer_batch(data)["log_probs"], data["response_mask"]).unbind()
+        output = [worker.infer_batch(data)]
+        if worker.engine.ulysses_sequence_parallel_size == self.world_size > 1:
+            torch.distributed.broadcast_object_list(output)  # verl collects that of one rank
+        own = response_from_nested(output[0]["log_probs"], data["response_mask"]).unbind()
         return nested([values + row["noise"] for values, row in zip(own, self.rows, strict=True)])
 
     def _update(
@@ -169,16 +181,15 @@ class Experiments:
             return type(worker.engine).optimizer_step(worker.engine)
 
         with patch.object(worker.engine, "optimizer_step", step):
-            metrics = tu.get(worker.train_mini_batch(data), "metrics")
+            output = worker.train_mini_batch(data)
+        metrics = {} if output is None else tu.get(output, "metrics")
         handle.remove()
         moved = [now - then for now, then in zip(self._parameters(worker.engine), first, strict=True)]
         return {
             "moved": moved,
             "gradients": gradients,
-            "norms": metrics["grad_norm"],
-            "loss": metrics["loss"],
             "positions": sum(positions),
-            "metrics": sorted(metrics),
+            "metrics": {name: list(map(float, values)) for name, values in metrics.items()},
         }
 
 

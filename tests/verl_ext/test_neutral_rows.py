@@ -78,12 +78,16 @@ def _check(of_ranks: list[dict], loss: str, aggregation: str, rtol: float) -> No
         _assert_close(*last, rtol)
         assert all((values == 0).all() for of_one in without_any for values in of_one)
         _assert_close(skipped["moved"], verl["moved"], rtol)
-        assert skipped["norms"] == pytest.approx(verl["norms"], rel=rtol)
-        assert verl["norms"][0] > 0 and verl["norms"][2] > 0
-        assert verl["norms"][1] == skipped["norms"][1] == 0  # no row of the second mini-batch trains
-        assert skipped["loss"] == pytest.approx(verl["loss"], rel=rtol, abs=rtol)
-        assert skipped["metrics"] == verl["metrics"]
         assert skipped["positions"] < 0.7 * verl["positions"]
+        found, expected = skipped["metrics"], verl["metrics"]
+        assert found.keys() == expected.keys()
+        if not found:  # verl collects them from one rank of those with the same rows
+            continue
+        assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=rtol)
+        assert found["loss"] == pytest.approx(expected["loss"], rel=rtol, abs=rtol)
+        assert [norm > 0 for norm in expected["grad_norm"]] == [True, False, True]
+        assert found.get("actor/ppo_kl", [0, 0, 0])[1] == 0  # of no row
+    assert any(result[loss, aggregation, "verl"]["metrics"] for result in of_ranks)
 
 
 @pytest.mark.slow
@@ -97,7 +101,10 @@ def test_is_the_same_update_with_every_loss_and_aggregation(setup: str, results:
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", ranks.FEW_SETUPS)
 def test_is_the_same_update_in_other_engines(setup: str, results: list[Results]) -> None:
-    _check(of_all_ranks(results, "few_updates", setup), "vanilla", "token-mean", 1e-4)
+    of_ranks = of_all_ranks(results, "few_updates", setup)
+    if not of_ranks[0]:
+        pytest.skip("needs two ranks")
+    _check(of_ranks, "vanilla", "token-mean", 1e-4)
 
 
 class TestLosses:
