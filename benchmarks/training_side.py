@@ -43,6 +43,7 @@ from grail_advantage.activations import capture_leaf, evaluation_mode, saliency
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
 from grail_advantage.signals.saliency import SaliencySignal, align_scores
 from grail_advantage.verl_ext.engine_model import training_micro_batches
+from grail_advantage.verl_ext.neutral_rows import CUT_ENDS
 from grail_advantage.verl_ext.patches import autocast
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, TARGET
 from grail_advantage.verl_ext.wire import build_request
@@ -117,7 +118,8 @@ def _save_random_model(config: transformers.Qwen3Config, dtype: str, folder: Pat
 
 @dataclass(frozen=True)
 class Rollouts:
-    """A batch of rows of random tokens; the chosen share of them is wrong and so needs scores."""
+    """A batch of rows of random tokens: first those that are wrong and so need scores, then right ones, then those whose group
+    is all of a kind, so that they have no advantage."""
 
     rows: int
     prompt: int
@@ -125,6 +127,8 @@ class Rollouts:
     selected: int
     """Number of rows that need scores."""
     vocabulary: int
+    neutral: int = 0
+    """Number of rows without an advantage."""
 
     def __post_init__(self) -> None:
         if self.response <= AFTER_ANSWER + ANSWER.end:
@@ -132,10 +136,15 @@ class Rollouts:
                 f"a response of {self.response} tokens has no room for an answer; give --tokens at least "
                 f"{AFTER_ANSWER + ANSWER.end + 1} more than --prompt, in the smallest of the points too"
             )
-        if not 0 < self.selected <= self.rows:
+        if not 0 < self.selected <= self.trained:
             raise ValueError(
-                f"{self.selected} of {self.rows} rows selected; choose --selected and --rows so that one is"
+                f"{self.selected} of {self.trained} rows selected; choose --selected and --rows so that one is"
             )
+
+    @property
+    def trained(self) -> int:
+        """Number of rows with an advantage."""
+        return self.rows - self.neutral
 
     @property
     def tokens(self) -> list[torch.Tensor]:
@@ -150,7 +159,7 @@ class Rollouts:
 
     @property
     def advantages(self) -> torch.Tensor:
-        return torch.tensor([-0.5] * self.selected + [0.5] * (self.rows - self.selected))
+        return torch.tensor([-0.5] * self.selected + [0.5] * (self.trained - self.selected) + [0.0] * self.neutral)
 
     @property
     def groups(self) -> list[int]:
@@ -204,14 +213,14 @@ class TrainingSide:
 
     # ------------------------------------------------------------------------------------------------------------- stages
 
-    def old_log_probs(self) -> dict[str, torch.Tensor]:
-        """The forward that every method runs: log-probabilities and entropies of all rows."""
-        return self._inferred(self._inference_batch())
+    def old_log_probs(self, rows: int | None = None) -> dict[str, torch.Tensor]:
+        """The forward that every method runs: log-probabilities and entropies of all rows, or of the first ones."""
+        return self._inferred(self._inference_batch(rows))
 
-    def fused_log_probs(self, signal: SaliencySignal) -> dict[str, torch.Tensor]:
+    def fused_log_probs(self, signal: SaliencySignal, rows: int | None = None) -> dict[str, torch.Tensor]:
         """The same with the saliency backward on the forward of the selected rows."""
-        data = self._inference_batch()
-        targets_B2 = torch.full((self.rollouts.rows, 2), -1)
+        data = self._inference_batch(rows)
+        targets_B2 = torch.full((len(data), 2), -1)
         for row in self.selected(signal):
             targets_B2[row] = torch.tensor(signal.target_positions(self._pass_row(row)))
         data[TARGET] = targets_B2
@@ -295,10 +304,13 @@ class TrainingSide:
         """GRPO's: one advantage a row on all its tokens, (B, T)."""
         return self.rollouts.advantages.unsqueeze(1).expand(self.mask_BT.shape).contiguous()
 
-    def update(self, log_probs: torch.Tensor, advantages_BT: torch.Tensor) -> None:
-        """One epoch of the actor update: the whole batch as one mini-batch, one optimiser step."""
+    def update(self, log_probs: torch.Tensor, advantages_BT: torch.Tensor, *, skipping: bool = False) -> None:
+        """One epoch of the actor update: the whole batch as one mini-batch, one optimiser step; ``skipping``: without the rows
+        that have no advantage, whose log-probabilities may be missing."""
         rows, prompt = self.rollouts.rows, self.rollouts.prompt
         data = self._model_batch()
+        missing = [log_probs.values().new_zeros(len(row)) for row in self.tokens[len(log_probs.offsets()) - 1 :]]
+        log_probs = _nested([*log_probs.unbind(), *missing])
         mask = _nested(list(self.mask_BT))
         data["prompts"] = _nested([row[:prompt] for row in self.tokens])
         data["responses"] = _nested([row[prompt:] for row in self.tokens])
@@ -316,6 +328,8 @@ class TrainingSide:
             seed=0,
             dataloader_kwargs={"shuffle": False},
         )
+        if skipping:
+            tu.assign_non_tensor(data, **{CUT_ENDS: True})
         self.worker.train_mini_batch(data)
 
     def check(self) -> None:
@@ -356,19 +370,19 @@ class TrainingSide:
             example=self.rollouts.examples[row],
         )
 
-    def _model_batch(self) -> TensorDict:
-        length = self.rollouts.prompt + self.rollouts.response
+    def _model_batch(self, rows: int | None = None) -> TensorDict:
+        length, tokens = self.rollouts.prompt + self.rollouts.response, self.tokens[:rows]
         return tu.get_tensordict(
             {
-                "input_ids": _nested(self.tokens),
-                "position_ids": _nested([torch.arange(length) for _ in self.tokens]),
-                "loss_mask": _nested([torch.arange(length) >= self.rollouts.prompt for _ in self.tokens]),
+                "input_ids": _nested(tokens),
+                "position_ids": _nested([torch.arange(length) for _ in tokens]),
+                "loss_mask": _nested([torch.arange(length) >= self.rollouts.prompt for _ in tokens]),
             },
             non_tensor_dict={"temperature": 1.0},
         )
 
-    def _inference_batch(self) -> TensorDict:
-        data = self._model_batch()
+    def _inference_batch(self, rows: int | None = None) -> TensorDict:
+        data = self._model_batch(rows)
         tu.assign_non_tensor(data, calculate_entropy=True, compute_loss=False)
         return data
 

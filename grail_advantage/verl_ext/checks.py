@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import warnings
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -20,7 +18,8 @@ from grail_advantage.signals.base import LOGITS, SALIENCY, SEQUENCES, Signal
 from grail_advantage.signals.oar import OarConfig
 from grail_advantage.verl_cpu import checks as cpu_checks
 from grail_advantage.verl_ext.estimators import WEIGHS_TOKENS, register_estimators
-from grail_advantage.verl_ext.model_checks import check_model, check_text, check_tokenizer
+from grail_advantage.verl_ext.model_checks import adapter_config, check_model, check_text, check_tokenizer, read_json
+from grail_advantage.verl_ext.neutral_settings import neutral_rows
 from grail_advantage.verl_ext.settings import check_names, check_share_forward, dump_options, signal_of
 from grail_advantage.verl_ext.support import (
     NEEDED,
@@ -59,6 +58,7 @@ def check_config(config: DictConfig) -> None:
     tokenizer = check_start(config)
     signal = signal_of(config.algorithm)
     check_share_forward(config, signal)
+    neutral_rows(config)
     dump_options(config)
     _check_reads(config, signal)
     _check_uses(config, signal)
@@ -292,11 +292,11 @@ def _check_adapter(config: DictConfig) -> None:
     """verl shards embeddings and head of an untied model by name with FSDP2, and fails over PEFT's wrappers around them
     (``verl.utils.fsdp_utils._select_fsdp2_wrap_targets``)."""
     model = config.actor_rollout_ref.model
-    tied = _read_json(model.path, "config.json").get("tie_word_embeddings", False)
+    tied = read_json(model.path, "config.json").get("tie_word_embeddings", False)
     if _lora_rank(model) == 0 or config.actor_rollout_ref.actor.strategy != "fsdp2" or tied:
         return
     named = [model.get("target_modules", None)]
-    adapter = _read_json(model.get("lora_adapter_path", None), "adapter_config.json")
+    adapter = adapter_config(model)
     named += [adapter.get(name) for name in ("target_modules", "modules_to_save")]
     adapted = {name for names in named for name in ([names] if isinstance(names, str) else names or ())}
     unsupported = sorted(name for name in ("embed_tokens", "lm_head") if any(name in other for other in adapted))
@@ -307,12 +307,6 @@ def _check_adapter(config: DictConfig) -> None:
             f"with a LoRA on {' and '.join(unsupported)} verl {VERL_VERSION} shards models with tied embeddings only; use "
             f"fsdp, or leave them out of {_MODEL}.target_modules",
         )
-
-
-def _read_json(folder: str | None, name: str) -> dict[str, Any]:
-    """A file of a local folder; empty where there is none, as with a model that is still to be downloaded."""
-    path = Path(folder or "") / name
-    return json.loads(path.read_text(encoding="utf-8")) if folder and path.is_file() else {}
 
 
 def _check_fused_kernels(config: DictConfig) -> None:

@@ -5,7 +5,10 @@ Checked before Ray starts where these are on this machine; else by the trainer, 
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -121,3 +124,14 @@ def _check_leaf(config: DictConfig, signal: SaliencySignal, architecture: Archit
     except ValueError as error:
         section = method(config.algorithm.adv_estimator).section
         raise ValueError(f"algorithm.{section}.leaf={signal.leaf} does not work with {path}: {error}") from error
+
+
+def adapter_config(model: DictConfig) -> dict[str, Any]:
+    """The configuration of ``actor_rollout_ref.model.lora_adapter_path``; empty without one."""
+    return read_json(model.get("lora_adapter_path", None), "adapter_config.json")
+
+
+def read_json(folder: str | None, name: str) -> dict[str, Any]:
+    """A file of a local folder; empty where there is none, as with a model that is still to be downloaded."""
+    path = Path(folder or "") / name
+    return json.loads(path.read_text(encoding="utf-8")) if folder and path.is_file() else {}

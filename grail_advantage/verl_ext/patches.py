@@ -85,6 +85,23 @@ def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
             algorithm.adv_estimator = configured
 
 
+@contextmanager
+def without_rollout_correction(algorithm: DictConfig) -> Iterator[None]:
+    """Within, ``algorithm.rollout_correction`` is not there.
+
+    Works around ``PPOTrainer._compute_advantage``, which takes the metrics of a correction that is switched off over all rows,
+    also those without old log-probabilities. Can go when verl takes them over rows that it is told.
+    """
+    configured = algorithm.rollout_correction
+    with open_dict(algorithm):
+        algorithm.rollout_correction = None
+    try:
+        yield
+    finally:
+        with open_dict(algorithm):
+            algorithm.rollout_correction = configured
+
+
 def replace_infer_batch(engine: FSDPEngineWithLMHead, serve: Callable[..., dict[str, Any] | None]) -> None:
     """Ask ``serve(engine, batch, infer_batch)`` before ``engine.infer_batch``; where it returns ``None``, verl's own runs.
 

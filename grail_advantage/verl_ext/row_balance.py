@@ -47,19 +47,21 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
     ]
 
 
-def spread(lengths: Sequence[int], selected: Sequence[int], ranks: int) -> list[int]:
-    """Order of a batch in which every rank gets its share of the selected rows, and of the others.
+def spread(lengths: Sequence[int], selected: Sequence[int], ranks: int, rows: Sequence[int] | None = None) -> list[int]:
+    """Order of rows in which every rank gets its share of the selected ones, and of the others.
 
     A rank with more selected rows than the others would keep them waiting. Where the number does not divide evenly, the
     shortest other rows fill up.
 
     Args:
-        lengths: tokens of each row; their number divides evenly.
+        lengths: tokens of each row of the batch.
         selected: rows that cost more.
         ranks: number of ranks.
+        rows: these rows of the batch, or all; their number divides evenly.
     """
     chosen = set(selected)
-    others = sorted((row for row in range(len(lengths)) if row not in chosen), key=lambda row: lengths[row])
+    rows = range(len(lengths)) if rows is None else rows
+    others = sorted((row for row in rows if row not in chosen), key=lambda row: lengths[row])
     fill = -len(selected) % ranks
 
     def dealt(rows: list[int]) -> list[list[int]]:

@@ -4,6 +4,7 @@
 - ``algorithm.token_weights.share_forward``: ``auto`` takes a saliency on the forward that recomputes the old
   log-probabilities wherever that cannot change a result, ``true`` does the same and refuses a run in which it cannot, ``false``
   always runs a pass of its own.
+- ``algorithm.token_weights.skip_neutral_rows`` and ``log_all_rows``: see :mod:`grail_advantage.verl_ext.neutral_settings`.
 - ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
 - ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of ``rows`` rows a step, ``every`` so many
   steps; see docs/token_dump.md.
@@ -47,7 +48,12 @@ def algorithm_sections() -> dict[str, Any]:
     """Returns the sections below ``algorithm`` that verl does not have: those of all registered methods, every option at its
     default (``None`` where that depends on others), and those of the trainer."""
     sections: dict[str, Any] = {
-        "token_weights": {"share_forward": "auto", "trainer_module": None},
+        "token_weights": {
+            "share_forward": "auto",
+            "skip_neutral_rows": False,
+            "log_all_rows": False,
+            "trainer_module": None,
+        },
         "token_dump": {"folder": None, "every": 1, "rows": 64},
         # An old name must reach check_names.
         **{old.removeprefix("algorithm."): None for old in RENAMED},

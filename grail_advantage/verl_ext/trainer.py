@@ -42,6 +42,7 @@ from grail_advantage.metrics import weight_metrics
 from grail_advantage.model_interface import RowScores
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext.model_checks import check_model, check_text, check_tokenizer
+from grail_advantage.verl_ext.neutral_trainer import NeutralRowsTrainer
 from grail_advantage.verl_ext.patches import data_parallel_size, estimator_named, set_trainer_mode
 from grail_advantage.verl_ext.row_balance import deal, spread
 from grail_advantage.verl_ext.selection import (
@@ -78,7 +79,7 @@ log-probabilities, a part of ``timing_s/old_log_prob``; ``token_weights_pass``: 
 ``token_weights_weighting``: scores to advantages."""
 
 
-class TokenWeightTrainer:
+class TokenWeightTrainer(NeutralRowsTrainer):
     """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
     actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
@@ -122,6 +123,7 @@ class TokenWeightTrainer:
         self._end_tokens = end_token_ids(self.tokenizer, model.generation_config)
         self._context_length = settings.rollout.max_model_len or get_max_position_embeddings(model.hf_config)
         self._model_shares_forward = check_model(self.config, self.signal, model.local_path)
+        self._choose_left_out(model)
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
@@ -157,20 +159,23 @@ class TokenWeightTrainer:
         super()._save_checkpoint()
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        self._saliency_keys = frozenset()
+        self._saliency_keys = self._no_forward = frozenset()
         self._rollouts = self._selection = None
-        if not (self._model_shares_forward and shares_forward(self.config, self.signal)):
+        shares = self._model_shares_forward and shares_forward(self.config, self.signal)
+        if not (shares or self._left_out.old_log_probs):
             return super()._compute_old_log_prob(batch, metrics)
         with self._timed("rows"):
             rollouts = self._fetch_rollouts(batch)
             advantages = self._reward_advantages(batch, rollouts, rollouts.mask_BT, "rm_scores")
             self._selection = selection = self._select(rollouts, rollouts.mask_BT, *advantages)
-            request = self._request_saliency(batch, rollouts, selection) if selection.selected else None
-        if request is None:
-            return super()._compute_old_log_prob(batch, metrics)
+            rows, selected = self._rows_with_forward(rollouts, selection), selection.selected if shares else []
+            order = spread(rollouts.lengths, selected, data_parallel_size(self.actor_rollout_wg), rows)
+            request = self._request_saliency(batch, rollouts, selection, order) if selected else batch
+            if not selected and len(rows) < len(batch):
+                request = batch.select_keys([batch.keys[row] for row in order])
         written = super()._compute_old_log_prob(request, metrics)
-        self._saliency_keys = frozenset(batch.keys[row] for row in selection.selected)
-        return without_saliency_fields(written.select_keys(batch.keys))
+        self._saliency_keys = frozenset(batch.keys[row] for row in selected)
+        return without_saliency_fields(self._with_all_rows(written, batch, rollouts))
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         with estimator_named(self.config.algorithm, AdvantageEstimator.GRPO.value):
@@ -254,12 +259,13 @@ class TokenWeightTrainer:
         )
         return float(mean)
 
-    def _request_saliency(self, batch: KVBatchMeta, rollouts: Rollouts, selection: Selection) -> KVBatchMeta:
-        """The batch for a forward that keeps the graph of the selected rows, each rank with its share of them."""
+    def _request_saliency(
+        self, batch: KVBatchMeta, rollouts: Rollouts, selection: Selection, order: list[int]
+    ) -> KVBatchMeta:
+        """The batch for a forward of these rows that keeps the graph of the selected ones."""
         targets_B2 = torch.full((len(batch), 2), -1)
         for row in selection.selected:
             targets_B2[row] = torch.tensor(self.signal.target_positions(pass_row(rollouts, selection, row)))
-        order = spread(rollouts.lengths, selection.selected, data_parallel_size(self.actor_rollout_wg))
         return request_saliency(batch, targets_B2, order, self.signal.leaf)
 
     # ---------------------------------------------------------------------------------------------------- scores and weights
@@ -283,6 +289,7 @@ class TokenWeightTrainer:
             scores_BT = scores_of(signal, seen, rows, pass_scores_BT)
             result = batch_weights(scores_BT, seen, rows, signal)
             weighted_BT = apply_token_weights(selection.advantages_BT, result.weights_BT, seen.mask_BT)
+            self._note_trained(rollouts, selection, weighted_BT)
             figures = weight_metrics(result, seen.mask_BT, seen.advantages_B, rows, gradient_norms)
 
         if result.non_finite_B.any():

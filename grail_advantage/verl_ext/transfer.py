@@ -112,7 +112,7 @@ def request_saliency(batch: KVBatchMeta, targets_B2: torch.Tensor, order: Sequen
     Args:
         batch: all rows.
         targets_B2: int64, each row's half-open range of target tokens in prompt + response; -1 for none.
-        order: places of the rows in the batch that is returned; results are stored by key.
+        order: the rows that are returned, by their places in the batch; results are stored by key.
         leaf: see :func:`grail_advantage.activations.leaf_module`.
     """
     tq.kv_batch_put(
@@ -137,6 +137,24 @@ def put_advantages(batch: KVBatchMeta, responses: list[torch.Tensor], advantages
     values = response_to_nested(advantages_BT, nested(responses))
     fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
     return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+
+
+def put_no_log_probs(rows: dict[str, tuple[int, int]], like: KVBatchMeta) -> None:
+    """Store NaN for rows without a forward of the old log-probabilities, so that every row has the same fields.
+
+    Args:
+        rows: tokens of prompt + response and of the response alone, by key.
+        like: rows that had the forward.
+    """
+    wholes, parts = zip(*rows.values(), strict=True)
+    lengths = {"log_probs": wholes, OLD_LOG_PROBS: parts, ENTROPY: parts}
+    known = tq.kv_batch_get(keys=like.keys[:1], partition_id=like.partition_id, select_fields=list(lengths))
+    nothing = {
+        name: nested([known[name].unbind()[0].new_full((length,), float("nan")) for length in of_rows])
+        for name, of_rows in lengths.items()
+    }
+    fields = TensorDict(nothing, batch_size=len(rows))
+    tq.kv_batch_put(keys=list(rows), partition_id=like.partition_id, fields=fields)
 
 
 def without_saliency_fields(batch: KVBatchMeta) -> KVBatchMeta:

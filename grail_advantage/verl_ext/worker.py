@@ -1,4 +1,5 @@
-"""verl's actor worker with the passes of signals, on their own or on the forward that recomputes the old log-probabilities."""
+"""verl's actor worker with the passes of signals, on their own or on the forward that recomputes the old log-probabilities, and
+with updates that leave out the rows that train nothing."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.engine_model import EngineModel
+from grail_advantage.verl_ext.neutral_rows import CUT_ENDS, without_neutral_rows
 from grail_advantage.verl_ext.patches import replace_infer_batch
 from grail_advantage.verl_ext.shared_forward import infer_batch_with_saliency
 from grail_advantage.verl_ext.wire import build_reply, rows_of
@@ -42,11 +44,17 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
 
 
 class TokenWeightTrainingWorker(TrainingWorker):
-    """``TrainingWorker`` whose ``infer_batch`` also gives saliency, where a batch asks for it."""
+    """``TrainingWorker`` whose ``infer_batch`` also gives saliency, and whose ``train_batch`` leaves out rows that train
+    nothing, where a batch asks for it."""
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
         super().__init__(config)
         replace_infer_batch(self.engine, infer_batch_with_saliency)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    def train_batch(self, data: TensorDict) -> TensorDict:
+        """verl's, over the rows that train; see :func:`grail_advantage.verl_ext.neutral_rows.without_neutral_rows`."""
+        return super().train_batch(without_neutral_rows(self.engine, data) if CUT_ENDS in data else data)
 
 
 class TokenWeightActorWorker(ActorRolloutRefWorker):

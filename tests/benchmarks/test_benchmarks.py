@@ -196,6 +196,11 @@ def test_every_benchmark_runs_and_is_reported(tmp_path: Path) -> None:
         )
         assert found[name]["ratio"] > 0
 
+    few = ["--neutral", "0.5", "--epochs", "1", "--gradient-checkpointing", "off"]
+    (run,) = _result(_run("bench_neutral_rows.py", *few, *arguments), tmp_path / "neutral_rows-cpu.json")["runs"]
+    assert run["neutral_rows"] == 2
+    assert {len(seconds) for (repeat,) in [run["repeats"]] for seconds in repeat.values()} == {2}
+
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
     front_page = tmp_path / "FRONT.md"

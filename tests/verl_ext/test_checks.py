@@ -77,7 +77,7 @@ REFUSED = {
     ),
     "a misspelt option of the trainer": (
         "+algorithm.token_weights.share_forwrd=false",
-        r"algorithm\.token_weights\.share_forwrd is not an option; the options are share_forward, trainer_module",
+        r"algorithm\.token_weights\.share_forwrd is not an option; the options are share_forward, skip_",
     ),
     "an option of the reshaper": (
         "+algorithm.surprisal.share=0.1",

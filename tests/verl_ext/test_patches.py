@@ -25,6 +25,10 @@ REASONS: dict[Callable, tuple[Any, str]] = {
         'if self.trainer_mode == "sync" else ReplayBufferAsync',
     ),
     patches.estimator_named: (verl.trainer.ppo.v1.utils, "if adv_estimator != core_algos.AdvantageEstimator.GRPO:"),
+    patches.without_rollout_correction: (
+        verl.trainer.ppo.v1.trainer_base.PPOTrainer._compute_advantage,
+        'rollout_corr_config is not None and "rollout_log_probs" in data.batch and not bypass_recomputing_logprobs',
+    ),
     patches.replace_infer_batch: (verl.workers.engine_workers.TrainingWorker, "self.engine.infer_batch("),
     patches.autocast: (FSDPEngine, "self._autocast_dtype = param_dtype"),
     patches.gather_packed: (

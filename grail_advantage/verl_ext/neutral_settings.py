@@ -1,0 +1,161 @@
+"""Where rows that train nothing may be left out, and where not. Needs no verl.
+
+- ``algorithm.token_weights.skip_neutral_rows``: ``auto`` leaves out rows whose token advantages are all 0 wherever the update
+  stays the same to float rounding, ``true`` does the same and refuses a run in which it would not, ``false``, the default, runs
+  every row.
+- ``algorithm.token_weights.log_all_rows``: with ``true`` every row keeps its forward of the old log-probabilities, so that
+  ``actor/entropy`` is that of all rows.
+
+How rows are left out is in :mod:`grail_advantage.verl_ext.neutral_rows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+SKIP = "algorithm.token_weights.skip_neutral_rows"
+LOG_ALL = "algorithm.token_weights.log_all_rows"
+_ACTOR = "actor_rollout_ref.actor"
+_LOSS = f"{_ACTOR}.policy_loss.loss_mode"
+
+TOKEN_LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo")
+"""Losses of verl's in which each token's term is 0 where its advantage is, and no term reads another token."""
+ROW_LOSSES = {
+    "gspo": "its ratio is a mean over all tokens of the row",
+    "sapo": "it is a mean over the tokens of each row, whatever loss_agg_mode says",
+}
+"""Losses in which that holds for rows; with the reason why the end of a row cannot go."""
+OTHER_LOSSES = {
+    "clip_cov": "it compares each token with the mean advantage of its micro-batch, and draws tokens at random",
+    "kl_cov": "it compares each token with the mean advantage of its micro-batch, and pulls some towards the old policy",
+    "geo_mean": "it is a mean over the rows of each micro-batch",
+    "dro": "it pulls tokens without an advantage towards the old policy, too",
+    "bypass_mode": "its corrections are normalised over the rows of each micro-batch",
+}
+"""Losses that change when a row without an advantage is left out, with the reason."""
+
+Obstacle = tuple[str, str]
+"""A setting as ``option=value``, and the reason."""
+
+
+@dataclass(frozen=True)
+class NeutralRows:
+    """What a run leaves out of rows without an advantage."""
+
+    rows: bool = False
+    """Their forward and backward in the update."""
+    ends: bool = False
+    """There also the ends of the other rows, after the last token with an advantage."""
+    old_log_probs: bool = False
+    """Their forward of the old log-probabilities."""
+
+
+def neutral_rows(
+    config: DictConfig, model: Mapping[str, Any] | None = None, *, own_advantages: bool = False
+) -> tuple[NeutralRows, list[str]]:
+    """What this run leaves out, and a line for each reason against it.
+
+    Args:
+        config: the run's.
+        model: see :func:`dropout_of`; ``None`` where the model is not known yet.
+        own_advantages: whether the trainer computes advantages of its own.
+
+    Raises:
+        ValueError: an unknown value, or ``true`` in a run in which it would change the update.
+    """
+    choice = OmegaConf.select(config, SKIP, default=False)
+    if choice != "auto" and not isinstance(choice, bool):
+        raise ValueError(f"{SKIP}={choice!r} is unknown; choose one of auto, true, false")
+    log_all = OmegaConf.select(config, LOG_ALL, default=False)
+    if not isinstance(log_all, bool):
+        raise ValueError(f"{LOG_ALL}={log_all!r} is unknown; choose true or false")
+    if choice is False:
+        return NeutralRows(), []
+    against = [*_against_rows(config), *dropout_of(model or {})]
+    if against:
+        if choice is True:
+            setting, reason = against[0]
+            raise ValueError(f"{SKIP}=True does not work with {setting}: {reason}; use auto")
+        return NeutralRows(), [f"no row is left out with {setting}: {reason}" for setting, reason in against]
+    of_ends = list(_against_ends(config))
+    of_forward = list(_against_forward(config, own_advantages))
+    lines = [f"rows keep their ends in the update with {setting}: {reason}" for setting, reason in of_ends]
+    lines += [
+        f"all rows keep their forward of the old log-probabilities with {setting}: {reason}"
+        for setting, reason in of_forward
+    ]
+    return NeutralRows(rows=True, ends=not of_ends, old_log_probs=not of_forward), lines
+
+
+def _against_rows(config: DictConfig) -> Iterator[Obstacle]:
+    """Settings with which the update is not the same without rows that have no advantage."""
+
+    def set_to(option: str, reason: str, default: Any = False) -> Iterator[Obstacle]:
+        value = OmegaConf.select(config, option, default=default)
+        if value:
+            yield f"{option}={value}", reason
+
+    yield from set_to(f"{_ACTOR}.use_kl_loss", "the KL loss trains every row")
+    yield from set_to(f"{_ACTOR}.entropy_coeff", "the entropy bonus trains every row", default=0)
+    yield from set_to(f"{_ACTOR}.calculate_entropy", "the update logs the entropy of every row")
+    yield from set_to("distillation.enabled", "distillation trains every row")
+    yield from set_to("actor_rollout_ref.model.mtp.enable_train", "the heads for further tokens train on every row")
+    yield from set_to(
+        "actor_rollout_ref.model.override_config.output_router_logits",
+        "the auxiliary loss of a router is taken over every row",
+    )
+    loss = OmegaConf.select(config, _LOSS, default="vanilla")
+    if loss not in TOKEN_LOSSES and loss not in ROW_LOSSES:
+        yield f"{_LOSS}={loss}", OTHER_LOSSES.get(loss, "nothing is known of it where an advantage is 0")
+    actor = config.actor_rollout_ref.actor
+    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor") is None:
+        yield (
+            f"{_ACTOR}.loss_scale_factor=None",
+            "seq-mean-token-sum-norm then divides by the longest response of each micro-batch",
+        )
+
+
+def dropout_of(model: Mapping[str, Any]) -> Iterator[Obstacle]:
+    """Dropout of a model, whose draws depend on which rows go together.
+
+    Args:
+        model: the entries of its configuration, and of its adapter's.
+    """
+    for name, value in model.items():
+        if isinstance(value, Mapping):
+            yield from dropout_of(value)
+        elif ("dropout" in str(name) or str(name).endswith("pdrop")) and isinstance(value, int | float) and value > 0:
+            yield f"{name}={value} of the model", "other rows in a micro-batch draw another dropout"
+
+
+def _against_ends(config: DictConfig) -> Iterator[Obstacle]:
+    """Settings with which a row needs its end after the last token with an advantage."""
+    loss = OmegaConf.select(config, _LOSS, default="vanilla")
+    if loss in ROW_LOSSES:
+        yield f"{_LOSS}={loss}", ROW_LOSSES[loss]
+    if config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-mean":
+        yield f"{_ACTOR}.loss_agg_mode=seq-mean-token-mean", "each row is divided by the number of its tokens"
+
+
+def _against_forward(config: DictConfig, own_advantages: bool) -> Iterator[Obstacle]:
+    """Settings with which something reads the old log-probabilities or entropies of rows without an advantage. A method reads
+    those of the rows that it selects, which keep their forward."""
+    if OmegaConf.select(config, LOG_ALL, default=False):
+        yield f"{LOG_ALL}=True", "their entropy is wanted"
+    if own_advantages:
+        yield "a trainer with advantages of its own", "rewards alone do not say which rows have one"
+    algorithm = config.algorithm
+    if algorithm.get("use_kl_in_reward", False):
+        yield "algorithm.use_kl_in_reward=True", "the advantages depend on the old log-probabilities"
+    if OmegaConf.select(algorithm, "rollout_correction.bypass_mode", default=False):
+        yield "algorithm.rollout_correction.bypass_mode=True", "there is no such forward"
+    for option in ("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_rs"):
+        value = OmegaConf.select(config, option, default=None)
+        if value is not None:
+            yield f"{option}={value}", "the correction reads all rows"
+    if OmegaConf.select(algorithm, "token_dump.folder") is not None:
+        yield f"algorithm.token_dump.folder={algorithm.token_dump.folder}", "the dump holds them"

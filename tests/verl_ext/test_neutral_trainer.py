@@ -1,0 +1,304 @@
+"""The trainer's part in leaving out rows that train nothing: where it does, which rows get what, and what is said about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
+from verl.utils.tensordict_utils import get_tensordict
+
+from grail_advantage.signals.high_entropy import HighEntropyConfig
+from grail_advantage.signals.surprisal import SurprisalConfig
+from grail_advantage.verl_ext import settings
+from grail_advantage.verl_ext.neutral_rows import CUT_ENDS, spread_in_mini_batches
+from grail_advantage.verl_ext.neutral_settings import LOG_ALL, SKIP, NeutralRows, neutral_rows
+from grail_advantage.verl_ext.trainers import TokenWeightTrainer, TokenWeightTrainerSync
+from tests.verl_ext import test_one_step
+from tests.verl_ext.test_one_step import ROWS, Step
+
+EVERYTHING = NeutralRows(rows=True, ends=True, old_log_probs=True)
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+AGGREGATION = "actor_rollout_ref.actor.loss_agg_mode"
+AGAINST_ROWS = {
+    "actor_rollout_ref.actor.use_kl_loss": True,
+    "actor_rollout_ref.actor.entropy_coeff": 0.001,
+    "actor_rollout_ref.actor.calculate_entropy": True,
+    "distillation.enabled": True,
+    "actor_rollout_ref.model.mtp.enable_train": True,
+    "actor_rollout_ref.model.override_config.output_router_logits": True,
+    LOSS: "dro",
+    "actor_rollout_ref.actor.loss_scale_factor": None,
+}
+AGAINST_FORWARD = {
+    LOG_ALL: True,
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.rollout_correction.bypass_mode": True,
+    "algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
+    "algorithm.token_dump.folder": "/somewhere",
+}
+
+
+def _config(choice: Any = "auto", **options: Any) -> DictConfig:
+    config = OmegaConf.create(
+        {
+            "algorithm": {"adv_estimator": "grail"},
+            "actor_rollout_ref": {
+                "actor": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64},
+                "model": {},
+            },
+        }
+    )
+    for name, value in {SKIP: choice, **options}.items():
+        OmegaConf.update(config, name, value, force_add=True)
+    return config
+
+
+class TestWhere:
+    """See :mod:`grail_advantage.verl_ext.neutral_settings`."""
+
+    def test_everything_where_nothing_is_against_it(self) -> None:
+        for choice in ("auto", True):
+            assert neutral_rows(_config(choice), {"attention_dropout": 0.0, "id2label": {0: "none"}}) == (
+                EVERYTHING,
+                [],
+            )
+
+    def test_nothing_by_default(self) -> None:
+        assert settings.algorithm_sections()["token_weights"]["skip_neutral_rows"] is False
+        assert neutral_rows(_config(False)) == (NeutralRows(), [])
+        assert neutral_rows(OmegaConf.create({"algorithm": {}})) == (NeutralRows(), [])
+
+    @pytest.mark.parametrize("option", AGAINST_ROWS)
+    def test_nothing_where_other_rows_train(self, option: str) -> None:
+        value = AGAINST_ROWS[option]
+        left_out, lines = neutral_rows(_config(**{option: value}))
+        assert left_out == NeutralRows()
+        assert len(lines) == 1
+        assert lines[0].startswith(f"no row is left out with {option}={value}: ")
+        with pytest.raises(ValueError, match=rf"^{SKIP}=True does not work with {option}={value}: .*; use auto$"):
+            neutral_rows(_config(True, **{option: value}))
+
+    def test_names_every_reason(self) -> None:
+        several = dict.fromkeys(list(AGAINST_ROWS)[:3], True)
+        assert [line.split("=")[0] for line in neutral_rows(_config(**several))[1]] == [
+            f"no row is left out with {option}" for option in several
+        ]
+
+    def test_a_loss_of_somebody_elses(self) -> None:
+        left_out, lines = neutral_rows(_config(**{LOSS: "mine"}))
+        assert left_out == NeutralRows()
+        assert "nothing is known of it" in lines[0]
+
+    @pytest.mark.parametrize(
+        "model",
+        [{"attention_dropout": 0.1}, {"adapter": {"lora_dropout": 0.05}}, {"text": {"embd_pdrop": 0.1}}],
+        ids=str,
+    )
+    def test_nothing_with_dropout(self, model: dict) -> None:
+        left_out, lines = neutral_rows(_config(), model)
+        assert left_out == NeutralRows()
+        assert "dropout" in lines[0]
+
+    @pytest.mark.parametrize("options", [{LOSS: "gspo"}, {LOSS: "sapo"}, {AGGREGATION: "seq-mean-token-mean"}], ids=str)
+    def test_keeps_the_ends_that_a_loss_reads(self, options: dict) -> None:
+        left_out, lines = neutral_rows(_config(**options))
+        assert left_out == NeutralRows(rows=True, ends=False, old_log_probs=True)
+        assert len(lines) == 1 and lines[0].startswith("rows keep their ends in the update with ")
+
+    @pytest.mark.parametrize("option", AGAINST_FORWARD)
+    def test_keeps_the_forward_that_something_reads(self, option: str) -> None:
+        for choice in ("auto", True):
+            left_out, lines = neutral_rows(_config(choice, **{option: AGAINST_FORWARD[option]}))
+            assert left_out == NeutralRows(rows=True, ends=True, old_log_probs=False)
+            assert len(lines) == 1 and option in lines[0]
+
+    def test_keeps_the_forward_with_advantages_of_a_trainers_own(self) -> None:
+        assert neutral_rows(_config(), own_advantages=True)[0] == NeutralRows(rows=True, ends=True)
+
+    @pytest.mark.parametrize(("option", "value"), [(SKIP, "yes"), (SKIP, None), (LOG_ALL, "auto")])
+    def test_unknown_values(self, option: str, value: Any) -> None:
+        with pytest.raises(ValueError, match=rf"^{option}={value!r} is unknown; choose "):
+            neutral_rows(_config(**{option: value}))
+
+
+@given(st.data())
+def test_mini_batches_keep_their_rows_and_ranks_get_alike(data: st.DataObject) -> None:
+    ranks, share, mini_batches = (data.draw(st.integers(1, 4)) for _ in range(3))
+    of_rank = share * mini_batches
+    count = of_rank * ranks
+    trained = data.draw(st.lists(st.integers(0, count - 1), unique=True))
+    lengths = [data.draw(st.integers(1, 50)) if row in trained else 0 for row in range(count)]
+    order = spread_in_mini_batches(lengths, trained, ranks, share * ranks)
+    for start in range(0, of_rank, share):
+        places = [[rank * of_rank + start + place for place in range(share)] for rank in range(ranks)]
+        assert {order[place] for rank in places for place in rank} == {place for rank in places for place in rank}
+        counts = [sum(order[place] in trained for place in rank) for rank in places]
+        assert max(counts) - min(counts) <= 1
+
+
+def _neutral_step(monkeypatch: pytest.MonkeyPatch, *overrides: str, cls: type = TokenWeightTrainerSync) -> Step:
+    """Of which the second prompt's answers are all wrong."""
+    rows = [(key, prompt, response, 0.0 if key[0] == "b" else reward) for key, prompt, response, reward in ROWS]
+    monkeypatch.setattr(test_one_step, "ROWS", rows)
+    step = Step(monkeypatch, ["actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True", *overrides], cls)
+    step.trainer._left_out, _ = neutral_rows(step.trainer.config)
+    step.forwards = []
+    compute = step.workers.compute_log_prob
+
+    def compute_log_prob(batch: KVBatchMeta) -> KVBatchMeta:
+        step.forwards.append(list(batch.keys))
+        return compute(batch)
+
+    step.workers.compute_log_prob = compute_log_prob
+    return step
+
+
+AUTO = f"{SKIP}=auto"
+ALONE = "algorithm.token_weights.share_forward=false"
+A = ["a_0_0", "a_1_0", "a_2_0"]
+
+
+class TestOldLogProbs:
+    """Of rows whose reward says that they have no advantage."""
+
+    @pytest.mark.parametrize("how", [[], [ALONE]], ids=["shared", "alone"])
+    def test_only_rows_with_an_advantage_get_them(self, how: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as patch:
+            whole = _neutral_step(patch, f"{SKIP}=false", *how)
+            expected = whole.run()
+        step = _neutral_step(monkeypatch, AUTO, *how)
+        found = step.run()
+        assert [sorted(keys) for keys in step.forwards] == [A]
+        assert [sorted(keys) for keys in whole.forwards] == [sorted(expected)]
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert step.workers.shared == whole.workers.shared
+        for key, row in step.store.rows.items():
+            assert row["old_log_probs"].shape == row["entropy"].shape == row["responses"].shape
+            assert len(row["log_probs"]) == len(row["prompts"]) + len(row["responses"])
+            assert bool(row["old_log_probs"].isnan().all()) == (key not in A)
+
+    def test_the_rollouts_are_compared_where_there_is_something_to_compare(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """verl's metrics of a rollout correction that is off, over the rows with old log-probabilities."""
+        step = _neutral_step(monkeypatch, AUTO)
+        step.run()
+        for row in step.store.rows.values():
+            row["rollout_log_probs"] = torch.full_like(row["old_log_probs"], -0.3)
+        step.run()
+        assert step.metrics["rollout_corr/kl"] == pytest.approx(-0.2)
+        assert step.metrics["rollout_corr/rollout_log_ppl"] == pytest.approx(0.3)
+        assert step.trainer.config.algorithm.rollout_correction is not None
+
+    def test_the_shortest_others_fill_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        step = _neutral_step(monkeypatch, AUTO)
+        step.workers._dispatch_info = {"actor": [0, 1]}
+        step.run()
+        assert [sorted(keys) for keys in step.forwards] == [[*A, "b_0_0"]]
+
+    def test_micro_batches_of_fixed_size_come_out_even(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        fixed = ("use_dynamic_bsz=False", "micro_batch_size_per_gpu=2")
+        step = _neutral_step(monkeypatch, AUTO, *(f"actor_rollout_ref.rollout.log_prob_{option}" for option in fixed))
+        step.run()
+        assert [len(keys) for keys in step.forwards] == [4]
+
+    def test_the_rows_that_a_method_selects_get_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for signal, count in ((SurprisalConfig(), 3), (HighEntropyConfig(), 6)):
+            with monkeypatch.context() as patch:
+                step = _neutral_step(patch, AUTO)
+                step.trainer.signal = signal
+                step.run()
+                assert [len(keys) for keys in step.forwards] == [count]
+
+    def test_a_row_that_trains_after_all_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Shifted(PPOTrainerSync):
+            def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+                batch = super()._compute_advantage(batch, metrics)
+                data = trainer_base.tq.kv_batch_get(batch.keys, batch.partition_id, ["advantages"])
+                fields = TensorDict({"advantages": data["advantages"] + 1}, batch_size=len(batch))
+                return trainer_base.tq.kv_batch_put(batch.keys, batch.partition_id, fields)
+
+        class WithTokenWeights(TokenWeightTrainer, Shifted):
+            pass
+
+        step = _neutral_step(monkeypatch, AUTO, cls=WithTokenWeights)
+        with pytest.raises(RuntimeError, match=r"^row b_0_0 had no advantage by its reward, .*own_advantages=True"):
+            step.run()
+
+
+def _update(step: Step, **tags: Any) -> tuple[KVBatchMeta, dict[str, float]]:
+    """The batch that the workers get, and the metrics of the update."""
+    asked = []
+
+    def update_actor(batch: KVBatchMeta) -> TensorDict:
+        asked.append(batch)
+        return get_tensordict({}, non_tensor_dict={"metrics": {"actor/mfu": [0.0], "loss": [0.5]}})
+
+    step.workers.update_actor = update_actor
+    step.trainer.distillation_config = None
+    keys = list(step.store.rows)
+    batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{"is_padding": key in tags} for key in keys])
+    metrics: dict[str, float] = {}
+    assert step.trainer._update_actor(batch, metrics).keys == keys
+    return asked[0], metrics
+
+
+class TestUpdate:
+    """The order of its rows, and its figures."""
+
+    MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+
+    @pytest.fixture
+    def step(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Step]:
+        def run(*overrides: str) -> Step:
+            step = _neutral_step(monkeypatch, *overrides)
+            step.run()
+            step.workers._dispatch_info = {"actor": [0, 1]}
+            return step
+
+        return run
+
+    def test_every_rank_gets_its_share_of_the_rows_that_train(self, step: Callable[..., Step]) -> None:
+        asked, metrics = _update(step(AUTO, f"{self.MINI_BATCH}=2"))
+        assert sorted(sum(key in A for key in asked.keys[start : start + 3]) for start in (0, 3)) == [1, 2]
+        assert asked.extra_info[CUT_ENDS] is True
+        assert asked.extra_info["mini_batch_size"] == asked.extra_info["global_batch_size"] == 6
+        left = [
+            len(prompt) + len(response.removesuffix("<end>")) + 1 for key, prompt, response, _ in ROWS if key not in A
+        ]
+        assert metrics["token_weights/skipped_rows"] == 3
+        assert metrics["token_weights/skipped_tokens"] == sum(left)
+
+    def test_padding_is_not_counted(self, step: Callable[..., Step]) -> None:
+        _, metrics = _update(step(AUTO, f"{self.MINI_BATCH}=2"), b_1_0=True)
+        assert metrics["token_weights/skipped_rows"] == 2
+
+    def test_ends_that_train_nothing_go(self, step: Callable[..., Step]) -> None:
+        for mode, cut in (("token-mean", 5), ("seq-mean-token-mean", 0)):
+            prepared = step(AUTO, f"{self.MINI_BATCH}=2", f"{AGGREGATION}={mode}")
+            _, whole = _update(prepared)
+            prompt, response, trained = prepared.trainer._trained["a_1_0"]
+            prepared.trainer._trained["a_1_0"] = (prompt, response, trained - 5)
+            asked, metrics = _update(prepared)
+            assert metrics["token_weights/skipped_tokens"] - whole["token_weights/skipped_tokens"] == cut
+            assert asked.extra_info[CUT_ENDS] is (cut > 0)
+
+    def test_the_order_stays_where_verl_shuffles(self, step: Callable[..., Step]) -> None:
+        asked, _ = _update(step(AUTO, f"{self.MINI_BATCH}=2", "actor_rollout_ref.actor.shuffle=True"))
+        assert asked.keys == [key for key, *_ in ROWS]
+        assert CUT_ENDS in asked.extra_info
+
+    def test_is_verls_own_without_the_option(self, step: Callable[..., Step]) -> None:
+        asked, metrics = _update(step(f"{SKIP}=false", f"{self.MINI_BATCH}=2"))
+        assert asked.keys == [key for key, *_ in ROWS]
+        assert CUT_ENDS not in asked.extra_info
+        assert not any("skipped" in name for name in metrics)
