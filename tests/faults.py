@@ -21,7 +21,6 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +30,8 @@ ROOT = Path(__file__).parents[1]
 LIST = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 CAUGHT, NOT_CAUGHT, ERROR = "caught", "not caught", "error"
 TRL = "TRL"  # the room whose tests run with TRL on the path, in a folder of its own; see tests/trl_ext/test_trl.py
-WARM = ("verl.trainer.ppo.v1", "verl.workers.engine_workers", "hydra")  # verl without this project's plug-in
+WARM = ("torch.distributed.fsdp", "transformers.modeling_utils", "ray", "tensordict", "transfer_queue", "hydra")
+"""Libraries that most tests import. Not verl, which asks its plug-ins on import which device there is."""
 
 
 class Fault(NamedTuple):
@@ -101,13 +101,10 @@ def _pytest(copy: Path, log: Path, arguments: Sequence[str], trl: bool) -> None:
         [os.dup2(file.fileno(), stream) for stream in (1, 2)]
     os.chdir(copy)
     places = [str(copy), f"{sys.prefix}/trl"] if trl else [str(copy)]
-    os.environ |= {"PYTHONPATH": os.pathsep.join(places), "VERL_USE_EXTERNAL_PLUGINS": "auto"}
+    os.environ["PYTHONPATH"] = os.pathsep.join(places)
     sys.path = [*places, *(path for path in sys.path if path not in ("", str(ROOT)))]
-    for name in [each for each in sys.modules if each.split(".")[0] in ("tests", "grail_advantage", trl and "verl")]:
+    for name in [each for each in sys.modules if each.split(".")[0] in ("tests", "grail_advantage")]:
         del sys.modules[name]
-    if not trl:
-        with suppress(Exception):  # as verl loads it
-            importlib.import_module("grail_advantage.verl_ext.plugin")
     sys.modules["__main__"] = type(sys)("__main__")  # for processes that the tests start
     sys.exit(pytest.main(["-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *arguments]))
 
@@ -188,7 +185,7 @@ def main() -> None:
     chosen = [each for each in FAULTS if each.id in (options.ids or [each.id]) and options.room in (None, each.room)]
     if options.any:
         chosen = random.Random(options.seed).sample(chosen, min(options.any, len(chosen)))
-    os.environ |= {"VERL_USE_EXTERNAL_PLUGINS": "none", "OMP_WAIT_POLICY": "PASSIVE"}
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     for name in WARM:
         importlib.import_module(name)
     verdicts = check(chosen, options.root.resolve(), options)
