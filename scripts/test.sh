@@ -15,7 +15,7 @@ if [[ ${1:-} == --quick ]]; then
     selection=(-m "not slow")
     say="5 minutes, 4 GB of memory"
 else
-    say="25 minutes, 10 GB of memory; --quick: 5 minutes"
+    say="20 to 25 minutes, 10 GB of memory; --quick: 5 minutes"
 fi
 echo "test: on 2 idle cores about $say (and where .venv is not up to date yet, 1 to 3 minutes for it)" >&2
 
