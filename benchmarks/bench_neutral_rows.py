@@ -68,13 +68,13 @@ def main() -> None:
     args = parser.parse_args()
     set_up(args)
 
-    from training_side import Rollouts, TrainingSide, make_worker, release, shape_of
+    from training_side import Rollouts, TrainingSide, make_worker, release
 
     clock = Clock(args.device, args.threads)
     result = record("neutral_rows", args.device, clock, args.threads)
     result |= {"setup": described(args), "epochs": sorted(args.epochs), "runs": []}
     for checkpointing in args.gradient_checkpointing:
-        worker = make_worker(shape_of(args, checkpointing == "on"), args.micro_batch_rows * args.tokens)
+        worker = make_worker(args, checkpointing == "on")
         for share in args.neutral:
             neutral = round(share * args.rows)
             selected = selected_rows(args.selected, args.rows - neutral)

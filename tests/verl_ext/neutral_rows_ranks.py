@@ -13,27 +13,27 @@ from unittest.mock import patch
 
 import torch
 
-from tests.verl_ext.engines import REFERENCE, Setup, build_engine, install_reference, training_worker
+from tests.verl_ext.engines import REFERENCE, Setup, Sizes, build_engine, install_reference, training_worker
 from tests.verl_ext.rank_group import run_rank
 
 TOKEN_MEAN = "token-mean"
 AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo", "gspo", "sapo")
 SETUPS = {
-    "fsdp, padded, fixed micro-batches": (Setup("qwen3", "fsdp"), {"rows": 2}),
-    "fsdp2, packed, a token budget": (Setup("qwen3", "fsdp2", packed=True), {"budget": 60}),
+    "fsdp, padded, fixed micro-batches": (Setup("qwen3", "fsdp"), Sizes(rows=2)),
+    "fsdp2, packed, a token budget": (Setup("qwen3", "fsdp2", packed=True), Sizes(budget=60)),
 }
 FEW_SETUPS = {
-    "fsdp2, lora": (Setup("qwen3", "fsdp2", adapter="adapter"), {"rows": 4}),
+    "fsdp2, lora": (Setup("qwen3", "fsdp2", adapter="adapter"), Sizes(rows=4)),
     "fsdp2, parameters offloaded": (
         Setup("qwen3", "fsdp2", options={"param_offload": True, "optimizer_offload": True}),
-        {"budget": 60},
+        Sizes(budget=60),
     ),
     "fsdp2, two ranks a sequence": (
-        Setup("qwen3", "fsdp2", packed=True, attention=REFERENCE, options={"ulysses_sequence_parallel_size": 2}),
-        {"budget": 60},
+        Setup("qwen3", "fsdp2", packed=True, attention=REFERENCE, sequence_parallel=2),
+        Sizes(budget=60),
     ),
-    "fsdp, original parameters": (Setup("llama-tied", "fsdp", options={"use_orig_params": True}), {"rows": 4}),
+    "fsdp, original parameters": (Setup("llama-tied", "fsdp", options={"use_orig_params": True}), Sizes(rows=4)),
 }
 EXPERIMENTS = {"updates": SETUPS, "few_updates": FEW_SETUPS}
 
@@ -54,27 +54,24 @@ class Experiments:
         self.mini_batch_rows = len(self.plan[0])
         install_reference()
 
-    def updates(self, setup: tuple[Setup, dict[str, int]]) -> dict[Any, Any]:
+    def updates(self, setup: tuple[Setup, Sizes]) -> dict[Any, Any]:
         """Of every loss and every aggregation."""
         return self._updates(setup, combinations())
 
-    def few_updates(self, setup: tuple[Setup, dict[str, int]]) -> dict[Any, Any]:
+    def few_updates(self, setup: tuple[Setup, Sizes]) -> dict[Any, Any]:
         """Of the usual loss alone."""
         return self._updates(setup, combinations()[:1])
 
-    def _updates(self, setup: tuple[Setup, dict[str, int]], chosen: list[tuple[str, str, bool]]) -> dict[Any, Any]:
+    def _updates(self, setup: tuple[Setup, Sizes], chosen: list[tuple[str, str, bool]]) -> dict[Any, Any]:
         from verl.utils.profiler import DistProfiler
 
-        together = setup[0].options.get("ulysses_sequence_parallel_size", 1)
+        together = setup[0].sequence_parallel
         if together > self.world_size:
             return {}
         share, place = self.mini_batch_rows * together // self.world_size, self.rank // together
         self.rows = [row for mini_batch in self.plan for row in mini_batch[place * share : (place + 1) * share]]
         engine = build_engine(setup[0], self.folder)
-        config, sizes = engine.engine_config, setup[1]
-        config.use_dynamic_bsz = "budget" in sizes
-        config.max_token_len_per_gpu = config.infer_max_token_len_per_gpu = sizes.get("budget")
-        config.micro_batch_size_per_gpu = config.infer_micro_batch_size_per_gpu = sizes.get("rows")
+        setup[1].set(engine)
         for parameters in engine.optimizer.param_groups:
             parameters["eps"] = 1e-3  # Adam makes a step of any rounding else
             parameters["weight_decay"] = 0.1
