@@ -247,22 +247,6 @@ UNBUILT = {
 }
 """What verl cannot shard, and the start-up checks refuse."""
 PLAIN = {name: SETUPS[name] for name in ("fsdp", "fsdp2")}
-KERNELS = {
-    f"{kernels}{', packed' if packed else ''}": Setup("wide", "fsdp", 1, packed=packed, kernels=kernels)
-    for kernels in ("torch", "triton")
-    for packed in (False, True)
-}
-FLASH = {
-    "fsdp, 1 GPU": Setup("qwen3", "fsdp", 1, packed=True, attention=REFERENCE, options=HALF),
-    "fsdp2, 1 GPU": Setup("qwen3", "fsdp2", 1, packed=True, attention=REFERENCE, options=HALF),
-    "fsdp, 2 GPUs, 2 a sequence": Setup(
-        "qwen3", "fsdp", packed=True, sequence_parallel=2, attention=REFERENCE, options=HALF
-    ),
-    "fsdp2, 2 GPUs, 2 a sequence": Setup(
-        "qwen3", "fsdp2", packed=True, sequence_parallel=2, attention=REFERENCE, options=HALF
-    ),
-    "fsdp2, 2 GPUs": Setup("qwen3", "fsdp2", packed=True, attention=REFERENCE, options=HALF),
-}
 
 _DROPOUT = {"attention_dropout": 0.5}
 MODELS = {
