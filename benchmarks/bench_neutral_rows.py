@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 GRPO = "GRPO"
 VARIANTS = (GRPO, "uniform", "uniform, skipping", "GRAIL", "GRAIL, skipping")
-"""Without an addition every row runs. ``uniform`` weighs every token 1: what the project adds to GRPO besides a method's work."""
+"""Without an addition every row runs. ``uniform`` weighs every token 1: GRPO with what every method shares."""
 
 
 def run_step(side: TrainingSide, variant: str, epochs: int, clock: Clock) -> list[float]:

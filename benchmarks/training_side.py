@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from rollouts import Rollouts
 from tensordict import TensorDict
 from tokenizers import Tokenizer, models, pre_tokenizers
 from verl.trainer.config import CheckpointConfig
@@ -36,8 +37,6 @@ from verl.workers.config import (
 )
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
-
-from rollouts import Rollouts
 
 from grail_advantage import GrailConfig, RolloutBatch, Signal
 from grail_advantage.activations import capture_leaf, evaluation_mode, saliency

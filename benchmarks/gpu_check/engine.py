@@ -1,8 +1,7 @@
 """Part c: the training side of the published recipe on one GPU, with verl's engine, at the shapes of Qwen3-0.6B and Qwen3-4B.
 
 Engine, precision, micro-batches, epochs and loss are those that ``examples/run_qwen3_grail.sh`` gives verl, read from its
-configuration. Stock GRPO, ``uniform`` and GRAIL run in turn, the latter two with rows of advantage 0 left out and not. Next to it,
-what else of verl's engine needs a GPU.
+configuration. Stock GRPO, ``uniform`` and GRAIL run in turn, the latter two with rows of advantage 0 left out and not.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from measuring import Clock, median, peak_memory
 
 from gpu_check.outcome import Outcome
 from gpu_check.parts import last_line, run_command
-from gpu_check.plain import FULL
+from gpu_check.plain import FULL, TOY
 
 RECIPE = "examples/run_qwen3_grail.sh"
 STEP_LIMIT = 1.18
@@ -35,32 +34,26 @@ ROWS, SELECTED, NEUTRAL = 8, 3, 2
 """Rows of the batch; of them those that GRAIL scores, and those whose group has no advantage."""
 REPEATS = 6
 RUNS = (("Qwen3-0.6B", True, 100), ("Qwen3-4B", True, 140), ("Qwen3-0.6B", False, 40), ("Qwen3-4B", False, 20))
-"""Shape, gradient checkpointing, and seconds after which no further repeat begins."""
+"""Shape, gradient checkpointing, and seconds after which no third and no further repeat begins."""
+DRY_RUNS = (("toy", True, 0), ("toy", False, 0))
 WITHOUT = "torch's attention row by row, log-probabilities in chunks: flash-attn is not installed"
 
 
-def run(
-    outcome: Outcome,
-    device: str = "cuda",
-    shapes: dict[str, dict[str, int]] | None = None,
-    lengths: tuple[int, int] | None = None,
-) -> None:
+def run(outcome: Outcome, device: str = "cuda") -> None:
     """All checks of the part.
 
     Args:
         outcome: what they are written to.
-        device: ``cuda``, or ``cpu`` in tests.
-        shapes: by name, in place of those of Qwen3.
-        lengths: of prompts and responses, in place of the recipe's.
+        device: ``cuda``, or ``cpu`` with a toy shape, short rows and two repeats.
     """
-    shapes = shapes or FULL.shapes
+    if device == "cpu":
+        os.environ["VERL_PLATFORM"] = "cpu"  # verl looks while it is imported
     with outcome.attempt("the recipe's configuration"):
         config = recipe()
-        for shape, checkpointing, seconds in RUNS:
-            if shape in shapes:
-                name = f"{shape}, checkpointing {'on' if checkpointing else 'off'}"
-                with outcome.attempt(f"training side, {name}"):
-                    training_side(outcome, name, config, device, shapes[shape], lengths, checkpointing, seconds)
+        for shape, checkpointing, seconds in RUNS if device == "cuda" else DRY_RUNS:
+            name = f"{shape}, checkpointing {'on' if checkpointing else 'off'}"
+            with outcome.attempt(f"training side, {name}"):
+                training_side(outcome, name, config, device, (FULL.shapes | TOY.shapes)[shape], checkpointing, seconds)
     with outcome.attempt("verl's fused kernels"):
         fused_kernels(outcome, device)
     with outcome.attempt("seconds of the saliency"):
@@ -111,16 +104,17 @@ def training_side(
     config: dict[str, Any],
     device: str,
     shape: dict[str, int],
-    lengths: tuple[int, int] | None,
     checkpointing: bool,
     limit: float,
 ) -> None:
     """Steps of all variants in turn for some seconds, and the peaks of their stages; kept after each repeat."""
     actor, data = actor_of(config, device), config["data"]
-    prompt, response = lengths or (data["max_prompt_length"], data["max_response_length"])
+    prompt, response = data["max_prompt_length"], data["max_response_length"]
+    if device == "cpu":
+        prompt, response = 8, 72
     epochs, budget = actor.ppo_epochs, actor.ppo_max_token_len_per_gpu
     tokens = prompt + response
-    rows = 4 if lengths else max(1, budget // tokens)
+    rows = max(1, budget // tokens) if device == "cuda" else 4
     layers = layers_that_fit(shape, device, budget)
     flash = device == "cuda" and find_spec("flash_attn") is not None
     args = argparse.Namespace(
@@ -206,9 +200,7 @@ def judge(outcome: Outcome, name: str, figures: dict[str, Any]) -> None:
         f"{median(found):.3f} x, {min(found):.3f} to {max(found):.3f} (at most {STEP_LIMIT:.2f})",
     )
     share = figures["peak_bytes"]["with GRAIL's backward"] / figures["peak_bytes"]["actor update"]
-    outcome.check(
-        f"{name}: GRAIL's pass needs no more memory than the update", share <= 1, f"{share:.2f} x its peak"
-    )
+    outcome.check(f"{name}: GRAIL's pass needs no more memory than the update", share <= 1, f"{share:.2f} x its peak")
 
 
 def fused_kernels(outcome: Outcome, device: str) -> None:

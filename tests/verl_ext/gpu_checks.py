@@ -1,4 +1,4 @@
-"""Checks of verl's engine that need a GPU: plain functions, which ``scripts/gpu_check.sh`` calls where one is, and tests at once.
+"""Checks of verl's engine that need a GPU: plain functions, which ``scripts/gpu_check.sh`` and the tests call.
 
 A run of this module is one rank; ``device="cpu"`` has a reference attention in place of flash attention's kernel, and none of
 verl's triton kernels.
@@ -37,8 +37,8 @@ MODULE = "tests.verl_ext.gpu_checks"
 
 
 def flash_errors(folder: Path, ranks: int, device: str = "cuda") -> dict[str, float]:
-    """By layout of so many GPUs, the median ``|log(found / expected)|`` of saliencies in bfloat16 with flash attention; expected
-    are those of a plain float32 model."""
+    """By layout of so many GPUs, the median ``|log(found / expected)|`` of saliencies in bfloat16 with flash attention; a plain
+    float32 model gives the expected ones."""
     plain = Plain(plan.write_models(folder))
     results = start_ranks(MODULE, folder, ranks, gpus=device == "cuda")
     return {

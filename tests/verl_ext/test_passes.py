@@ -7,18 +7,14 @@ all-to-all, as flash attention has no CPU build; that kernel itself is tested wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from grail_advantage import OarConfig, compute_token_weights
+from grail_advantage import OarConfig
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, TOLERANCE, shear_scores
-from tests.core.tiny_models import Rollout, char_tokenizer, make_batch
 from tests.verl_ext import pass_plan as plan
 from tests.verl_ext.pass_plan import BATCH, GROUPS, OWN, SETUPS, SHARED, TARGETS, passes_of, shared_of
 from tests.verl_ext.plain_model import RTOL, Plain, close
