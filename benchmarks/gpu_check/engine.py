@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +25,7 @@ from environment import set_up
 from measuring import Clock, median, peak_memory
 
 from gpu_check.outcome import Outcome
-from gpu_check.parts import last_line, run_command
+from gpu_check.parts import ROOT
 from gpu_check.plain import FULL, TOY
 
 RECIPE = "examples/run_qwen3_grail.sh"
@@ -68,10 +69,11 @@ def recipe() -> dict[str, Any]:
     """
     environment = {**os.environ, "DRY_RUN": "1", "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1"}
     environment.pop("VERL_PLATFORM", None)
-    code, output = run_command(["bash", RECIPE], environment=environment, quiet=True)
-    if code != 0:
-        raise RuntimeError(f"{RECIPE} with DRY_RUN=1 ends with status {code}: {last_line(output)}")
-    return yaml.safe_load(output)
+    done = subprocess.run(["bash", RECIPE], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if "Error" in line]
+        raise RuntimeError(f"DRY_RUN=1 {RECIPE} ends with status {done.returncode}: {(errors or ['no error'])[-1]}")
+    return yaml.safe_load(done.stdout)
 
 
 def actor_of(config: dict[str, Any], device: str) -> Any:

@@ -135,7 +135,6 @@ def run_command(
     *,
     environment: Mapping[str, str] | None = None,
     each_line: Callable[[], None] | None = None,
-    quiet: bool = False,
 ) -> tuple[int | None, str]:
     """Run a command from the project's root, showing its output.
 
@@ -145,7 +144,6 @@ def run_command(
             process stops it too.
         environment: in place of this process's.
         each_line: called after each line of output.
-        quiet: show nothing, and leave out what goes to stderr.
 
     Returns:
         Its exit status, ``None`` where it was stopped; and its output, the project's folder written as ``.``.
@@ -155,7 +153,7 @@ def run_command(
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL if quiet else subprocess.STDOUT,
+        stderr=subprocess.STDOUT,
         env=environment,
         text=True,
         errors="replace",
@@ -174,8 +172,7 @@ def run_command(
     try:
         for line in process.stdout or ():
             lines.append(line)
-            if not quiet:
-                sys.stderr.write(line)
+            sys.stderr.write(line)
             if each_line is not None:
                 each_line()
         code = process.wait()
@@ -216,7 +213,7 @@ def run_part(part: Part, path: Path, device: str) -> None:
     from measuring import Clock, record, said_by
 
     described = record(part.letter, device, Clock(device), 1)
-    described["command"] = f"bash scripts/gpu_check.sh {part.letter}"
+    described["command"] = f"bash scripts/gpu_check.sh {'--dry ' if device == 'cpu' else ''}{part.letter}"
     if revision := said_by("git", "rev-parse", "--short", "HEAD"):
         described["revision"] = revision
     module = importlib.import_module(part.module)
