@@ -23,11 +23,13 @@ ROOT = Path(__file__).parents[1]
 PIECE = 60_000_000
 """Bytes of a piece at most."""
 NAMES = """
-accelerate annotated-types antlr4-python3-runtime attrs certifi charset-normalizer cloudpickle codetiming contourpy cycler datasets
-dill filelock fonttools grpcio absl-py hydra-core idna importlib-metadata jsonschema jsonschema-specifications kiwisolver
-latex2sympy2-extended markdown math-verify matplotlib msgpack msgspec multiprocess omegaconf orjson pandas pebble peft pillow protobuf psutil
-pyarrow pydantic pydantic-core pyparsing python-dateutil pyvers pyzmq ray reasoning-gym referencing requests rpds-py six tensorboard
-tensorboard-data-server tensordict torchdata transferqueue typing-inspection tzdata urllib3 verl werkzeug xxhash zipp
+absl-py accelerate aiohappyeyeballs aiohttp aiosignal annotated-types antlr4-python3-runtime attrs cachetools certifi
+charset-normalizer cloudpickle codetiming contourpy cycler datasets dill fastapi filelock fonttools frozenlist grpcio
+hydra-core idna importlib-metadata jsonschema jsonschema-specifications kiwisolver latex2sympy2-extended markdown
+math-verify matplotlib msgpack msgspec multidict multiprocess omegaconf orjson pandas pebble peft pillow propcache
+protobuf psutil pyarrow pydantic pydantic-core pyparsing python-dateutil pyvers pyzmq ray reasoning-gym referencing
+requests rpds-py six starlette tensorboard tensorboard-data-server tensordict torchdata transferqueue typing-inspection
+tzdata urllib3 uvicorn verl werkzeug xxhash yarl zipp
 """.split()
 SOURCES = ("antlr4-python3-runtime",)
 """Published without a wheel; pure Python."""

@@ -1,4 +1,4 @@
-"""Writes ``docs/gpu_check.md`` from the results: every figure comes from them, and a part without a result was not run.
+"""Writes the end of ``docs/gpu.md`` from the results: every figure comes from them, and a part without a result was not run.
 
 PYTHONPATH=.:benchmarks python -m gpu_check.page
 """
@@ -16,7 +16,7 @@ from gpu_check.parts import PARTS, ROOT, Part, result_path
 from recipe.marked_text import table, write_marked
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_check"
-PAGE = ROOT / "docs" / "gpu_check.md"
+PAGE = ROOT / "docs" / "gpu.md"
 MARKER = "results"
 INTERRUPTED = "interrupted"
 """Status of a part whose result the process that started it never completed."""

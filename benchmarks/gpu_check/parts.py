@@ -108,7 +108,7 @@ def execute(part: Part, folder: Path, device: str = "cuda", limit: float = LIMIT
     path = result_path(folder, part)
     if lacking:
         result = _not_run(
-            part, f"needs {', '.join(lacking)}: scripts/setup_gpu.sh, or scripts/wheelhouse.sh without an index"
+            part, f"needs {', '.join(lacking)}: scripts/setup_gpu.sh, or scripts/wheelhouse.py without an index"
         )
         if not path.exists() or json.loads(path.read_text(encoding="utf-8")).get("status") == NOT_RUN:
             write(path, result)
