@@ -3,9 +3,9 @@
     python scripts/wheelhouse.py pack FOLDER            where an index is: wheels, in pieces of at most 60 MB
     python scripts/wheelhouse.py install FOLDER VENV    there: an environment VENV on top of this interpreter's
 
-Versions and hashes are those of ``requirements.txt``. ``pack --python 3.11`` is for another Python than 3.12; ``--have FILE`` leaves
-out what the other machine has, by ``pip list --format=freeze``. ``install`` takes pieces from anywhere below FOLDER and needs pip
-alone; it changes nothing outside VENV. Afterwards: ``PYTHON=VENV/bin/python bash scripts/gpu_check.sh a b c``.
+Versions and hashes are those of ``requirements.txt``, names those of ``wheelhouse.txt``. ``pack --python 3.11`` is for another Python
+than 3.12; ``--have FILE`` leaves out what the other machine has, by ``pip list --format=freeze``. ``install`` takes pieces from
+anywhere below FOLDER and needs pip alone; it changes nothing outside VENV. Then: ``PYTHON=VENV/bin/python bash scripts/gpu_check.sh``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PIECE = 60_000_000
 """Bytes of a piece at most."""
-NAMES = """
-absl-py accelerate aiohappyeyeballs aiohttp aiosignal annotated-types antlr4-python3-runtime attrs cachetools certifi
-charset-normalizer cloudpickle codetiming contourpy cycler datasets dill fastapi filelock fonttools frozenlist grpcio
-hydra-core idna importlib-metadata jsonschema jsonschema-specifications kiwisolver latex2sympy2-extended markdown
-math-verify matplotlib msgpack msgspec multidict multiprocess omegaconf orjson pandas pebble peft pillow propcache
-protobuf psutil pyarrow pydantic pydantic-core pyparsing python-dateutil pyvers pyzmq ray reasoning-gym referencing
-requests rpds-py six starlette tensorboard tensorboard-data-server tensordict torchdata transferqueue typing-inspection
-tzdata urllib3 uvicorn verl werkzeug xxhash yarl zipp
-""".split()
+NAMES = (ROOT / "scripts" / "wheelhouse.txt").read_text(encoding="utf-8").split()
 SOURCES = ("antlr4-python3-runtime",)
 """Published without a wheel; pure Python."""
 TRL = "trl"
