@@ -3,9 +3,9 @@
     python scripts/wheelhouse.py pack FOLDER            where an index is: wheels, in pieces of at most 60 MB
     python scripts/wheelhouse.py install FOLDER VENV    there: an environment VENV on top of this interpreter's
 
-Versions and hashes are those of ``requirements.txt``, names those of ``wheelhouse.txt``. ``pack --python 3.11`` is for another Python
-than 3.12; ``--have FILE`` leaves out what the other machine has, by ``pip list --format=freeze``. ``install`` takes pieces from
-anywhere below FOLDER and needs pip alone; it changes nothing outside VENV. Then: ``PYTHON=VENV/bin/python bash scripts/gpu_check.sh``.
+Names are those of ``wheelhouse.txt``, versions and hashes those of ``requirements.txt``. ``pack --python 3.11`` is for another
+Python than 3.12; ``--have FILE`` leaves out what the other machine has, by ``pip list --format=freeze``. ``install`` takes
+pieces from anywhere below FOLDER, needs pip alone and changes nothing outside VENV.
 """
 
 from __future__ import annotations
