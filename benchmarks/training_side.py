@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 import transformers
+import without_flash_attn
 from rollouts import Rollouts
 from tensordict import TensorDict
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -64,6 +65,8 @@ def make_worker(
         checkpointing: whether gradients are checkpointed.
         actor: a run's settings of engine and optimiser, in place of the precision that ``args`` asks for.
     """
+    if args.attention == without_flash_attn.ATTENTION:
+        without_flash_attn.install()
     packed, budget = args.layout == "packed", args.micro_batch_rows * args.tokens
     config = transformers.Qwen3Config(
         vocab_size=args.vocabulary,
