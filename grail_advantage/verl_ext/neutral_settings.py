@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.verl_ext.settings import auto_or_bool
+from grail_advantage.verl_ext.settings import auto_or_bool, dump_options
 
 SKIP = "algorithm.token_weights.skip_neutral_rows"
 LOG_ALL = "algorithm.token_weights.log_all_rows"
@@ -157,5 +157,6 @@ def _against_forward(config: DictConfig, own_advantages: bool) -> Iterator[Obsta
         value = OmegaConf.select(config, option, default=None)
         if value is not None:
             yield f"{option}={value}", "the correction reads all rows"
-    if OmegaConf.select(algorithm, "token_dump.folder") is not None:
-        yield f"algorithm.token_dump.folder={algorithm.token_dump.folder}", "the dump holds them"
+    dump = dump_options(config)
+    if dump is not None and dump.every == 1:
+        yield "algorithm.token_dump.every=1", "the dump holds them"

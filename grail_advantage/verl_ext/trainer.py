@@ -93,7 +93,6 @@ class TokenWeightTrainer(NeutralRowsTrainer):
     """The current batch, fetched once a step."""
     _selection: Selection | None = None
     """The current batch's rows as the rewards alone choose them."""
-    _dump: UpdateDump | None = None
 
     def __init__(self, config: DictConfig) -> None:
         self.signal = signal_of(config.algorithm)
