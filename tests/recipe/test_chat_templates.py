@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
@@ -52,15 +51,6 @@ def prompt_ids(
     return ids, tokenizer.decode(ids)
 
 
-def render(messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-    return llama3_tokenizer().apply_chat_template(
-        messages,
-        chat_template=read_chat_template("base_math"),
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-    )
-
-
 def test_base_model() -> None:
     tokenizer = llama3_tokenizer()
     ids, text = prompt_ids(tokenizer, read_chat_template("base_math"), "llama", {})
@@ -71,23 +61,6 @@ def test_base_model() -> None:
     # A tokenizer without a beginning-of-text token, such as Qwen's, gets the same text without one.
     _, text = prompt_ids(qwen_tokenizer(), read_chat_template("base_math"), "qwen3", {})
     assert text == f"{PREAMBLE}\nUser: {ASKED}\nAssistant:"
-
-
-def test_base_model_turns() -> None:
-    system, question, answer = (
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": "2"},
-    )
-    turns = "\nUser: 1+1?\nAssistant: 2<|eot_id|>"
-    assert render([question, answer], add_generation_prompt=False) == f"<|begin_of_text|>{PREAMBLE}{turns}"
-    assert render([system, question, answer, question]) == (
-        f"<|begin_of_text|>Be brief.{turns}\nUser: 1+1?\nAssistant:"
-    )
-    with pytest.raises(TemplateError, match="not a later system"):
-        render([question, system])
-    with pytest.raises(TemplateError, match="not a later tool"):
-        render([question, {"role": "tool", "content": "2"}])
 
 
 def test_models_that_think() -> None:

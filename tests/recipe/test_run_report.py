@@ -77,16 +77,7 @@ def _watched(folder: Path, script: str, total: int, capsys: pytest.CaptureFixtur
     return capsys.readouterr().out.splitlines()
 
 
-def test_watch_prints_every_step_and_ends_with_the_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "".join(json.dumps(record) + "\n" for record in RECORDS)
-    lines = _watched(tmp_path, f"time.sleep(0.5)\npath.write_text({text!r})", 2, capsys)
-    started, *steps = lines
-    assert started.startswith("  Ray, vLLM and the trainer started in ")
-    assert [line.split()[:2] for line in steps] == [["step", "0/2"], ["step", "1/2"], ["step", "2/2"]]
-    assert "held-out accuracy 0.250" in steps[0]
-    assert "reward 0.200" in steps[1] and "token scores for  50% of rows" in steps[1]
-
-
+@pytest.mark.slow
 def test_watch_prints_the_steps_of_this_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that goes on from step 1 takes step 2 out and logs it again; the file is as long as it was, or longer."""
     _write(tmp_path, RECORDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +12,11 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from recipe.tiny import prepare as prepare_module
 from recipe.tiny import warm_up as warm_up_module
-from recipe.tiny.model import TURN_END, TURN_START, build_model, build_tokenizer
+from recipe.tiny.model import build_model, build_tokenizer
 from recipe.tiny.prepare import PrepareSettings, prepare
 from recipe.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids, sample
 from recipe.tiny.task import MAX_VALUE, Problem, StepError, boxed_answer, find_errors, problems, solve
@@ -78,14 +75,6 @@ def test_solutions_and_their_slips(train: list[Problem]) -> None:
     assert first != [solve(problem, 0.5, random.Random(8)) for problem in train[:20]]
 
 
-def test_slips_come_at_the_asked_rate_at_every_step() -> None:
-    problem, rng, trials = Problem.parse("4+5-3+2"), random.Random(1), 4000
-    errors = [error for _ in range(trials) for error in find_errors(problem, solve(problem, 0.22, rng))]
-    wrong = Counter(error.step for error in errors)
-    # 4000 draws at 0.22 have a standard deviation of 0.0066
-    assert all(abs(wrong[step] / trials - 0.22) < 0.03 for step in range(3)) and {e.kind for e in errors} == {"result"}
-
-
 # The checker
 
 CHAIN = Problem.parse("7+5-3")
@@ -130,15 +119,6 @@ def test_find_errors_by_hand() -> None:
     assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2" and boxed_answer("\\boxed{") is None
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.text(alphabet="0123456789+-=;\\boxed{} ٣\n", max_size=60))
-def test_find_errors_takes_any_text_and_a_clean_box_is_right(response: str) -> None:
-    errors = find_errors(CHAIN, response)
-    assert all(response[error.start : error.end] == error.written for error in errors)
-    if boxed_answer(response) is not None and not errors:
-        assert boxed_answer(response) == str(CHAIN.answer)
-
-
 # Tokenizer and model
 
 
@@ -153,34 +133,6 @@ def test_tokenizer_gives_one_token_a_character(tokenizer: PreTrainedTokenizerFas
     for text in ("Ein Satz, nicht nur Ziffern: 12 → 13!", "user assistant", "\x00 日本\n\n"):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     assert tokenizer.unk_token is None
-
-
-def test_special_tokens_and_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert tokenizer.eos_token == TURN_END == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
-    ids = tokenizer.encode(f"{TURN_START}7{TURN_END}", add_special_tokens=False)
-    assert len(ids) == 3 and tokenizer.decode(ids, skip_special_tokens=True) == "7"
-    messages = [{"role": "user", "content": "7+5-3"}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert text == "<|im_start|>user\n7+5-3<|im_end|>\n<|im_start|>assistant\n"
-    ids = prompt_ids(tokenizer, Problem.parse("7+5-3"))
-    assert len(ids) == 3 + 5 + 2 + 3 and tokenizer.decode(ids) == text
-    # A longer conversation only appends, and a response ends with the end of a turn.
-    both = [*messages, {"role": "assistant", "content": "\\boxed{9}"}]
-    longer = tokenizer.apply_chat_template(both, tokenize=False)
-    assert longer == text + "\\boxed{9}" + TURN_END + "\n"
-
-
-def test_initial_model(tokenizer: PreTrainedTokenizerFast) -> None:
-    """It has the tokenizer's vocabulary and depends on the seed alone."""
-    state = torch.random.get_rng_state()
-    model, again, other = (build_model(tokenizer, seed) for seed in (0, 0, 2))
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert torch.equal(model.lm_head.weight, again.lm_head.weight)
-    assert not torch.equal(model.lm_head.weight, other.lm_head.weight)
-    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer) == model.config.vocab_size
-    assert model.lm_head.weight.shape[0] == len(tokenizer) == max(tokenizer.get_vocab().values()) + 1
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    assert 500_000 < sum(parameter.numel() for parameter in model.parameters()) < 700_000
 
 
 # Sampling and warm-up
@@ -209,19 +161,6 @@ def test_batched_greedy_sampling_is_the_plain_loop(tokenizer: PreTrainedTokenize
     assert sample(model, tokenizer, prompts, max_new_tokens=12, temperature=0.0) == expected
 
 
-def test_sampling_follows_the_models_probabilities(tokenizer: PreTrainedTokenizerFast) -> None:
-    model = build_model(tokenizer, seed=0).eval()
-    ids = prompt_ids(tokenizer, CHAIN)
-    with torch.no_grad():
-        model.lm_head.weight *= 8  # an untrained model is nearly uniform
-        expected = (model(input_ids=torch.tensor([ids])).logits[0, -1] / 0.7).softmax(-1)
-    generator = torch.Generator().manual_seed(0)
-    drawn = sample(model, tokenizer, [ids] * 1500, max_new_tokens=1, temperature=0.7, generator=generator)
-    counts = torch.bincount(torch.tensor(list(itertools.chain(*drawn))), minlength=len(tokenizer)) / 1500
-    assert expected.max() > 0.1
-    assert (counts - expected).abs().max() < 0.05
-
-
 def test_loss_is_the_mean_over_solution_and_end_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     model = build_model(tokenizer, seed=0).eval()
     batch = [(CHAIN, "7+5=12;12-3=9;\\boxed{9}"), (Problem.parse("1+1+1+1"), "\\boxed{4}")]
@@ -237,6 +176,7 @@ def test_loss_is_the_mean_over_solution_and_end_tokens(tokenizer: PreTrainedToke
 MINIATURE = WarmUpSettings(steps=21, batch_size=4, evaluate_every=21)
 
 
+@pytest.mark.slow
 def test_miniature_warm_up_learns_and_repeats(
     tokenizer: PreTrainedTokenizerFast, train: list[Problem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,14 +216,6 @@ def test_micro_batches_of_the_warm_up_add_up_to_the_batch(
     torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-3, atol=1e-7)
 
 
-def test_wrong_settings_are_refused() -> None:
-    for name, value in {"error_rate": 1.0, "batch_size": 0, "steps": 0, "learning_rate": -1}.items():
-        with pytest.raises(ValueError, match=name):
-            WarmUpSettings(**{name: value})
-    with pytest.raises(ValueError, match="validation_size=0"):
-        PrepareSettings(validation_size=0)
-
-
 # The folder
 
 
@@ -315,6 +247,7 @@ def test_folder_has_verls_data_and_a_model_that_loads(tmp_path: Path, tokenizer:
     assert model.generation_config.pad_token_id == loaded.pad_token_id
 
 
+@pytest.mark.slow
 def test_folder_is_reused_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     assert prepare(tmp_path, PREPARE, report=lines.append)
