@@ -216,13 +216,6 @@ def test_unusable_source_is_refused(name: str, rows: list[Any], message: str, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_named_columns(tmp_path: Path) -> None:
-    rows: list[Any] = [{"text": "q", "gold": "1"}]
-    with pytest.raises(ValueError, match=r"looked for 'text' and 'golden'; it has 'text', 'gold'; name"):
-        prepare(tmp_path, "amc23", rows, columns=Columns("text", "golden"))
-    assert prepare(tmp_path, "amc23", rows, columns=Columns("text", "gold")).startswith("1 rows")
-
-
 # --- the command ---
 
 

@@ -30,8 +30,8 @@ from datasets import Dataset
 from recipe.data.convert import FEATURES
 from recipe.data.prompts import user_messages
 from recipe.evaluate import compare, engines, report
-from recipe.evaluate.__main__ import _parser, main
-from recipe.evaluate.checkpoint import fingerprint, resolve_model
+from recipe.evaluate.__main__ import main
+from recipe.evaluate.checkpoint import resolve_model
 from recipe.evaluate.engines import engine_count, sample_seed, sampling_params
 from recipe.evaluate.problems import Problem, encode_prompts, load_benchmarks, load_tokenizer, prompt_template
 from recipe.evaluate.report import RESAMPLES, figures, judge, problem_tables, resample_counts
@@ -429,19 +429,6 @@ def test_checkpoint_parts(tmp_path: Path) -> None:
     assert resolve_model(step) == step / "actor/huggingface"
 
 
-def test_fingerprint_follows_every_file(tmp_path: Path) -> None:
-    model = save_tiny_model(tmp_path / "model")
-    before = fingerprint(model)
-    weights = model / "model.safetensors"
-    data = weights.read_bytes()
-    weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert fingerprint(model) != before
-    weights.write_bytes(data)
-    assert fingerprint(model.rename(tmp_path / "moved")) == before
-    (tmp_path / "moved/chat_template.jinja").write_text("{{ messages }}")
-    assert fingerprint(tmp_path / "moved") != before
-
-
 @pytest.mark.slow
 def test_lora_is_merged_into_the_weights(tmp_path: Path) -> None:
     """The merged model is base + alpha / rank * B A, not the base that verl's merger leaves beside the adapter."""
@@ -503,11 +490,6 @@ def test_bad_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
             assert main(arguments) == 1
         assert message in capsys.readouterr().err
         assert not Path("out").exists()
-
-
-def test_published_sampling() -> None:
-    options = vars(_parser().parse_args([]))
-    assert {name: options[name] for name in SAMPLING} == SAMPLING
 
 
 def test_engines_share_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,13 +186,3 @@ def test_refused(job: Path) -> None:
     ):
         result = submit(job, *arguments, **variables)
         assert result.status == 1 and message in result.said and not result.steps
-
-
-def test_the_pages_address_is_one_of_this_machine() -> None:
-    """The snippet, run as it stands towards an address here."""
-    (block,) = (block for block in BLOCKS if "getsockname" in block)
-    command = block.replace("node2", "127.0.0.1").replace("python3", sys.executable)
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert result.stdout == "127.0.0.1\n"
-    code = (ROOT / "examples/slurm_grail.sh").read_text()
-    assert all(line.strip() in code for line in block.splitlines() if "socket." in line or "getsockname" in line)

@@ -202,20 +202,6 @@ def test_miniature_warm_up_learns_and_repeats(
     assert result["step"] == 2, "it ends when it is good enough"
 
 
-def test_micro_batches_of_the_warm_up_add_up_to_the_batch(
-    tokenizer: PreTrainedTokenizerFast, train: list[Problem]
-) -> None:
-    batch = [(problem, warm_up_module.solve(problem, 0.2, random.Random(i))) for i, problem in enumerate(train[:5])]
-    gradients = []
-    for parts in (1, 2, 5):
-        model = build_model(tokenizer, seed=0)
-        loss = warm_up_module._add_gradient(model, tokenizer, batch, parts)
-        torch.testing.assert_close(loss.detach(), solution_loss(model, tokenizer, batch).detach())
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-7)
-    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-3, atol=1e-7)
-
-
 # The folder
 
 

@@ -69,7 +69,6 @@ ENDINGS = {
     ),
     "trainer": ("trainer", signal.SIGKILL, [1], [WATCH, "died       TaskRunner, process", "the trainer's own process"]),
     "driver": ("driver", signal.SIGKILL, [-signal.SIGKILL], []),
-    "SIGTERM": ("driver", signal.SIGTERM, [1], []),
     "Ctrl-C": ("driver", signal.SIGINT, None, []),
 }
 """The process that gets a signal, how the driver may end (``None``: not with 0), and what is said."""

@@ -111,7 +111,7 @@ SETUPS = {
         "qwen3", "fsdp", ranks=4, sequence_parallel=4, options=_MULTIPLE, **_SHARED
     ),
 }
-ALL_PASSES = ("fsdp", "fsdp2, packed")
+ALL_PASSES = ("fsdp2, packed",)
 """Set-ups that run every pass; the others run one of each kind, in turn."""
 
 

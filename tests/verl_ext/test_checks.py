@@ -161,7 +161,21 @@ ON_THE_CPU = {
     ): f"{ROLLOUT}.checkpoint_engine.backend=nccl needs an accelerator; set it to host",
     (f"{MODE}=colocate_async",): f"{MODE}=colocate_async does not work with PollingReplayBuffer",
     ("algorithm.filter_groups.enable=True",): "filter_groups.enable=True has no effect with PollingReplayBuffer",
+    (f"{MODEL}.lora.rank=4",): "lora.merge",
+    ("trainer.v1.sampler.sync_refill_failed_groups=True",): "sync_refill_failed_groups",
 }
+ACCEPTED_ON_THE_CPU = (
+    (
+        f"{MODEL}.lora_rank=8",
+        f"{MODEL}.lora.merge=True",
+        f"{ACTOR}.use_kl_loss=True",
+        "algorithm.use_kl_in_reward=True",
+    ),
+    (
+        "algorithm.filter_groups.enable=True",
+        *(f"trainer.v1.sampler.custom_sampler.{name}=null" for name in ("path", "name")),
+    ),
+)
 
 
 def test_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +183,8 @@ def test_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for overrides, message in ON_THE_CPU.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             checks.check_config(compose("cpu_trainer", [f"{ROLLOUT}.n=4", *overrides]))
+    for overrides in ACCEPTED_ON_THE_CPU:
+        checks.check_config(compose("cpu_trainer", [f"{ROLLOUT}.n=4", *overrides]))
 
 
 ACCEPTED: dict[str, tuple[str, ...]] = {

@@ -16,8 +16,6 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.tensordict_utils import get_tensordict
 
-from grail_advantage.signals.high_entropy import HighEntropyConfig
-from grail_advantage.signals.surprisal import SurprisalConfig
 from grail_advantage.verl_ext import settings
 from grail_advantage.verl_ext.neutral_rows import CUT_ENDS, spread_in_mini_batches
 from grail_advantage.verl_ext.neutral_settings import LOG_ALL, SKIP, NeutralRows, neutral_rows
@@ -178,19 +176,6 @@ class TestOldLogProbs:
             assert len(row["log_probs"]) == len(row["prompts"]) + len(row["responses"])
             assert bool(row["old_log_probs"].isnan().all()) == (key not in A)
 
-    def test_the_rollouts_are_compared_where_there_is_something_to_compare(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """verl's metrics of a rollout correction that is off, over the rows with old log-probabilities."""
-        step = _neutral_step(monkeypatch, AUTO)
-        step.run()
-        for row in step.store.rows.values():
-            row["rollout_log_probs"] = torch.full_like(row["old_log_probs"], -0.3)
-        step.run()
-        assert step.metrics["rollout_corr/kl"] == pytest.approx(-0.2)
-        assert step.metrics["rollout_corr/rollout_log_ppl"] == pytest.approx(0.3)
-        assert step.trainer.config.algorithm.rollout_correction is not None
-
     def test_others_fill_up_ranks_and_micro_batches_of_fixed_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fixed = ("use_dynamic_bsz=False", "micro_batch_size_per_gpu=2")
         for ranks, overrides in ((2, ()), (1, [f"actor_rollout_ref.rollout.log_prob_{option}" for option in fixed])):
@@ -199,14 +184,6 @@ class TestOldLogProbs:
                 step.workers._dispatch_info = {"actor": list(range(ranks))}
                 step.run()
                 assert [sorted(keys) for keys in step.forwards] == [[*A, "b_0_0"]]  # the shortest
-
-    def test_the_rows_that_a_method_selects_get_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for signal, count in ((SurprisalConfig(), 3), (HighEntropyConfig(), 6)):
-            with monkeypatch.context() as patch:
-                step = _neutral_step(patch, AUTO)
-                step.trainer.signal = signal
-                step.run()
-                assert [len(keys) for keys in step.forwards] == [count]
 
     def test_a_row_that_trains_after_all_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Shifted(PPOTrainerSync):
