@@ -1,7 +1,7 @@
-"""The launch scripts for GPUs: what they ask verl for, against the published set-up; what they refuse; and the dry run.
+"""The launch scripts for GPUs: what they ask verl for, against the published set-up; what they refuse.
 
 Most tests let a script call a stand-in for the interpreter that prints its arguments, and compose these overrides in this
-process. :func:`test_dry_run` starts the real thing.
+process.
 """
 
 from __future__ import annotations

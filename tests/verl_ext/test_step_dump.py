@@ -186,7 +186,7 @@ class TestRun:
         assert [row.truncated for row in rows] == [False] * 5 + [True]
         wrong, tokens = of["a_1_0"], torch.tensor(encode("Two?") + encode(ROWS[1][2]))
         assert wrong.span.start == len("Is it ")
-        scores = made_up_saliency(tokens)[4 : 4 + wrong.span.start].numpy()
+        scores = made_up_saliency(tokens)[3 : 3 + wrong.span.start].numpy()  # a token's predictor
         assert wrong.score_T[: wrong.span.start] == pytest.approx(scores)
 
         header = read_dump(tmp_path).files[0].header
