@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -33,46 +32,27 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
 
 
-def test_problems(train: list[Problem]) -> None:
-    """Answers agree with Python, problems depend on the seed alone, and splits share none whatever the seeds."""
+def test_problems_and_solutions(train: list[Problem]) -> None:
+    """Answers agree with Python, problems depend on the seed alone, splits share none, and each slip is an error."""
+    rng = random.Random(3)
     for problem in train:
-        ends = range(3, len(problem.text) + 1, 2)
-        assert problem.answer == eval(problem.text)
-        assert list(problem.values) == [eval(problem.text[:end]) for end in ends]
-        assert all(0 <= value <= MAX_VALUE for value in problem.values)
-    assert {len(problem.steps) for problem in train} == {3, 4, 5, 6}
+        assert list(problem.values) == [eval(problem.text[:end]) for end in range(3, len(problem.text) + 1, 2)]
+        assert problem.answer == eval(problem.text) and all(0 <= value <= MAX_VALUE for value in problem.values)
+        solution = solve(problem, 0.0, random.Random(0))
+        assert solution.endswith(f"\\boxed{{{problem.answer}}}") and find_errors(problem, solution) == []
+        solution = solve(problem, 0.3, rng)
+        assert boxed_answer(solution) == str(problem.answer) or find_errors(problem, solution)
     assert problems("train", 400, seed=5) == train and problems("train", 50, seed=5) == train[:50]
-    other = {problem.text for problem in problems("train", 400, seed=6)}
-    assert len(other & {problem.text for problem in train}) < 40
-    seen = {problem.text for seed in range(3) for problem in problems("train", 1000, seed=seed)}
-    held_out = [problem.text for seed in range(3) for problem in problems("validation", 200, seed=seed)]
-    assert not seen & set(held_out) and len(set(held_out[:200])) == 200
-    with pytest.raises(ValueError, match="split='test'"):
-        problems("test", 1)  # type: ignore[arg-type]
+    assert problems("train", 400, seed=6) != train
+    held_out = {problem.text for seed in range(3) for problem in problems("validation", 200, seed=seed)}
+    assert not held_out & {problem.text for seed in range(3) for problem in problems("train", 1000, seed=seed)}
     for text in ("", "7", "7+", "12+3", "7 + 5", "7*5", "7+5=12", "٣+٤"):
         with pytest.raises(ValueError, match="one-digit"):
             Problem.parse(text)
-
-
-def test_solutions_and_their_slips(train: list[Problem]) -> None:
     assert solve(Problem.parse("7+5-3"), 0.0, random.Random(0)) == "7+5=12;12-3=9;\\boxed{9}"
-    rng = random.Random(3)
-    for problem in train:
-        solution = solve(problem, 0.0, random.Random(0))
-        *steps, box = solution.split(";")
-        assert [eval(step.split("=")[0]) for step in steps] == list(problem.values)
-        assert box == f"\\boxed{{{problem.answer}}}" and find_errors(problem, solution) == []
-        solution = solve(problem, 0.3, rng)
-        assert boxed_answer(solution) == str(problem.answer) or find_errors(problem, solution)
     problem = Problem.parse("7+5-3+1")
-    for seed in range(50):
-        solution = solve(problem, 1.0, random.Random(seed))
-        errors = find_errors(problem, solution)
-        assert [(error.step, error.kind) for error in errors] == [(0, "result"), (1, "result"), (2, "result")]
-        assert [solution[error.start - 1] + solution[error.end] for error in errors] == ["=;"] * 3
-    first = [solve(problem, 0.5, random.Random(7)) for problem in train[:20]]
-    assert first == [solve(problem, 0.5, random.Random(7)) for problem in train[:20]]
-    assert first != [solve(problem, 0.5, random.Random(8)) for problem in train[:20]]
+    errors = find_errors(problem, solve(problem, 1.0, random.Random(0)))
+    assert [(error.step, error.kind) for error in errors] == [(0, "result"), (1, "result"), (2, "result")]
 
 
 # The checker
@@ -123,16 +103,16 @@ def test_find_errors_by_hand() -> None:
 
 
 def test_tokenizer_gives_one_token_a_character(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
-    rng = random.Random(0)
     for problem in train:
-        text = solve(problem, 0.3, rng)
+        text = solve(problem, 0.3, random.Random(0))
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids) == text
-        assert len(ids) == len(text) - len("boxed") + 1  # "boxed" is one token
-        assert len(ids) < MAX_RESPONSE_TOKENS
+        assert len(ids) == len(text) - len("boxed") + 1 < MAX_RESPONSE_TOKENS  # "boxed" is one token
     for text in ("Ein Satz, nicht nur Ziffern: 12 → 13!", "user assistant", "\x00 日本\n\n"):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    assert tokenizer.unk_token is None
+    assert (
+        tokenizer.decode(prompt_ids(tokenizer, CHAIN)) == "<|im_start|>user\n7+5-3<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 # Sampling and warm-up
@@ -188,15 +168,10 @@ def test_miniature_warm_up_learns_and_repeats(
         model = build_model(tokenizer, seed=0)
         results.append(warm_up(model, tokenizer, train, train[:4], MINIATURE, report=lines.append))
         weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-        assert not model.training
     assert torch.equal(*weights)
     assert results[0].pop("seconds") == 0 < 3600 <= results[1].pop("seconds")
-    assert (
-        results[0] == results[1] and results[0]["step"] == 21 and results[0]["loss"] < 4.8
-    )  # log(274) = 5.6 at the start
-    assert any("step 20/21" in line and "s left" in line for line in lines)
-    assert any("step 21/21" in line and "sampled" in line for line in lines)
-    assert any("warning" in line and "sampled_target" in line for line in lines)
+    assert results[0] == results[1] and results[0]["step"] == 21
+    assert results[0]["loss"] < 4.8  # log(274) = 5.6 at the start
     early = replace(MINIATURE, greedy_target=0.0, sampled_target=0.0, evaluate_every=2)
     result = warm_up(build_model(tokenizer, seed=0), tokenizer, train, train[:4], early, report=lines.append)
     assert result["step"] == 2, "it ends when it is good enough"
@@ -208,41 +183,31 @@ def test_miniature_warm_up_learns_and_repeats(
 PREPARE = PrepareSettings(train_size=40, validation_size=10, warm_up=replace(MINIATURE, steps=1))
 
 
-def test_folder_has_verls_data_and_a_model_that_loads(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    folder = tmp_path / "nested"
-    assert prepare(folder, PREPARE, report=lambda line: None)
-    texts = {}
-    for split, size in (("train", 40), ("validation", 10)):
-        rows = pq.read_table(folder / f"{split}.parquet").to_pylist()
-        assert len(rows) == size
-        for index, row in enumerate(rows):
-            assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
-            ((role, content),) = ((message["role"], message["content"]) for message in row["prompt"])
-            assert role == "user"
-            assert row["reward_model"] == {"style": "rule", "ground_truth": str(eval(content))}
-            assert row["extra_info"] == {"split": split, "index": index, "problem": content}
-        texts[split] = {row["prompt"][0]["content"] for row in rows}
-    assert not texts["train"] & texts["validation"]
-    loaded = AutoTokenizer.from_pretrained(folder / "model")
-    assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.eos_token_id == tokenizer.eos_token_id
-    assert prompt_ids(loaded, CHAIN) == prompt_ids(tokenizer, CHAIN)
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert (type(model).__name__, model.dtype) == ("Qwen3ForCausalLM", torch.float32)
-    assert model.config.vocab_size == len(loaded)
-    assert model.generation_config.eos_token_id == loaded.eos_token_id == model.config.eos_token_id
-    assert model.generation_config.pad_token_id == loaded.pad_token_id
-
-
 @pytest.mark.slow
-def test_folder_is_reused_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     assert prepare(tmp_path, PREPARE, report=lines.append)
+    for split, size in (("train", 40), ("validation", 10)):
+        rows = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
+        assert len(rows) == size
+        for index, row in enumerate(rows):
+            ((role, content),) = ((message["role"], message["content"]) for message in row["prompt"])
+            assert role == "user" and row["extra_info"] == {"split": split, "index": index, "problem": content}
+            assert row["reward_model"] == {"style": "rule", "ground_truth": str(eval(content))}
+    loaded, model = (
+        AutoTokenizer.from_pretrained(tmp_path / "model"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
+    )
+    assert prompt_ids(loaded, CHAIN) == prompt_ids(tokenizer, CHAIN)
+    assert (model.dtype, model.config.vocab_size) == (torch.float32, len(loaded))
+    assert model.generation_config.eos_token_id == loaded.eos_token_id == tokenizer.eos_token_id
+
     weights = tmp_path / "model" / "model.safetensors"
     written, modified = weights.read_bytes(), weights.stat().st_mtime_ns
     assert not prepare(tmp_path, PREPARE, report=lines.append)
     assert lines[-1].startswith("reused") and weights.stat().st_mtime_ns == modified
-    assert json.loads((tmp_path / "warm_up.json").read_text())["settings"]["train_size"] == 40
-
     assert prepare(tmp_path, replace(PREPARE, seed=1), report=lines.append)
     assert weights.read_bytes() != written
     assert prepare(tmp_path, PREPARE, report=lines.append)

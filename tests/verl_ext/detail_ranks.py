@@ -28,7 +28,7 @@ from tests.verl_ext.engines import (
     shards,
     training_worker,
 )
-from tests.verl_ext.held_memory import counted_whole_blocks, saved_bytes
+from tests.verl_ext.held_memory import counted_whole_blocks
 from tests.verl_ext.one_step import Store
 from tests.verl_ext.pass_plan import (
     COUNTED,
@@ -53,8 +53,7 @@ class Experiments(pass_ranks.Experiments):
     """One method a kind of experiment; each returns plain data."""
 
     def memory(self, setup: Setup) -> dict[str, Any]:
-        """Whole blocks during the backward of a training step, of passes, and of a shared forward; and the bytes that a pass
-        saves."""
+        """Whole blocks during the backward of a training step, of passes, and of a shared forward."""
         engine = self._build(setup)
         worker, rows = training_worker(engine), self._rows(setup, "all")
         runs = {
@@ -63,13 +62,11 @@ class Experiments(pass_ranks.Experiments):
             "shared": lambda: log_probs(worker, rows, Sizes(rows=1), leaf="embeddings"),
         }
         found = {}
-        with saved_bytes(engine) as saved:
-            runs["embeddings"]()
         for name, run in {**runs, "training": lambda: self._step(engine, setup)}.items():
             with counted_whole_blocks(engine) as counts:
                 run()
             found[name] = {"during": counts, "behind": sharding(engine)["held"]}
-        return {"blocks": found, "saved": saved[0]}
+        return found
 
     def _prepared(self) -> list[PassRow]:
         return pass_rows("saliency", self.rank, self.world_size)[1]

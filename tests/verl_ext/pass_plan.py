@@ -189,10 +189,8 @@ WITH_NAN = (
 )
 MEMORY = {
     "fsdp": Setup("qwen3", "fsdp"),
-    "fsdp, no checkpointing": Setup("qwen3", "fsdp", checkpointing=False),
     "fsdp, original parameters": Setup("llama", "fsdp", options=_ORIGINAL),
-    "fsdp2": Setup("qwen3"),
-    "fsdp2, activations offloaded": Setup("qwen3", activation_offload=True),
+    "fsdp2, no checkpointing": Setup("qwen3", checkpointing=False),
 }
 HALVED = {
     "fsdp": Setup("qwen3", "fsdp", options=HALF),

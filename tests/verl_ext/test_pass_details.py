@@ -41,25 +41,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 
 @pytest.mark.parametrize("setup", plan.MEMORY)
-class TestMemory:
-    def test_whole_blocks_are_as_few_as_in_training(self, measured: Measured, setup: str) -> None:
-        for result in measured.of("memory", setup):
-            blocks = result["blocks"]
-            most = max(blocks["training"]["during"])
-            assert most < 4  # training does not hold the whole model
-            for name in ("embeddings", "middle", "shared"):
-                assert 0 < max(blocks[name]["during"], default=0) <= most
-            assert all(of_run["behind"] == [] for of_run in blocks.values())
-
-    def test_checkpointing_and_verls_offload_of_activations_save_memory(self, measured: Measured, setup: str) -> None:
-        """verl then saves memory in its own way, in training mode alone."""
-        strategy = setup.split(",")[0]
-        checkpointed = measured.of("memory", strategy)
-        for found, with_it in zip(measured.of("memory", setup), checkpointed, strict=True):
-            if setup.endswith("no checkpointing"):
-                assert with_it["saved"] < found["saved"] / 4
-            elif setup.endswith("activations offloaded"):
-                assert found["saved"] == with_it["saved"]
+def test_whole_blocks_are_as_few_as_in_training(measured: Measured, setup: str) -> None:
+    for blocks in measured.of("memory", setup):
+        most = max(blocks["training"]["during"])
+        assert most < 4  # training does not hold the whole model
+        for name in ("embeddings", "middle", "shared"):
+            assert 0 < max(blocks[name]["during"], default=0) <= most
+        assert all(of_run["behind"] == [] for of_run in blocks.values())
 
 
 @pytest.mark.parametrize("setup", plan.COUNTED)
