@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import hydra
@@ -132,33 +131,25 @@ def test_a_run_without_a_checkpoint_binds_nobody(folder: Path) -> None:
     assert _definition(folder)["data.seed"] == 7
 
 
-def test_from_the_start_among_checkpoints_of_another_run(begun: Path) -> None:
+ANOTHER = r"the files of another run:(\n.*)+data\.seed"
+
+
+def test_from_the_start_or_a_named_checkpoint(begun: Path) -> None:
     """Two runs' checkpoints in one folder would be told apart by nothing."""
-    again = "trainer.resume_mode=disable"
-    _start(begun, again)
-    with pytest.raises(ValueError, match=r"the files of another run:(\n.*)+data\.seed"):
-        prepare(_compose(begun, again, "data.seed=7"))
-    prepare(_compose(begun, again, "data.seed=7", "trainer.save_freq=-1"))
-
-
-def test_checkpoints_of_nobody_knows_whom(folder: Path) -> None:
-    checkpoint = _save(folder, 10)
-    with pytest.raises(ValueError, match=r"no run_definition\.json that can be read"):
-        prepare(_compose(folder))
-    _start(folder, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    _start(folder)
-
-
-def test_a_named_checkpoint(folder: Path) -> None:
-    _start(folder)
-    checkpoint = _save(folder, 10)
-    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    _start(folder, *named)
-    with pytest.raises(ValueError, match=r"the files of another run:(\n.*)+data\.seed"):
-        prepare(_compose(folder, *named, "data.seed=7"))
-    elsewhere = folder.with_name("elsewhere")
+    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={begun / 'global_step_10'}")
+    for how in (("trainer.resume_mode=disable",), named):
+        _start(begun, *how)
+        with pytest.raises(ValueError, match=ANOTHER):
+            prepare(_compose(begun, *how, "data.seed=7"))
+    prepare(_compose(begun, "trainer.resume_mode=disable", "data.seed=7", "trainer.save_freq=-1"))
+    elsewhere = begun.with_name("elsewhere")
     _start(elsewhere, *named, "data.seed=7")
     assert _definition(elsewhere)["data.seed"] == 7
+    (begun / FILE).unlink()
+    with pytest.raises(ValueError, match=r"no run_definition\.json that can be read"):
+        prepare(_compose(begun))
+    _start(begun, *named)
+    _start(begun)
 
 
 def test_what_verl_finds_out_after_ray(folder: Path) -> None:
@@ -181,16 +172,14 @@ class TestWhole:
             assert f"{broken} is not whole: actor/model_world_size_8_rank_3.pt missing" in capsys.readouterr().err
             assert (begun / TRACKER).read_text() == "10"
 
-    def test_no_whole_one_is_refused_before_ray(self, folder: Path) -> None:
-        _start(folder)
-        checkpoint = _save(folder, 10)
+    def test_no_whole_one_is_refused_before_ray(self, begun: Path) -> None:
+        checkpoint = begun / "global_step_10"
         (checkpoint / "data.pt").unlink()
         with pytest.raises(ValueError, match=r"holds no whole checkpoint.*data\.pt.*resume_mode=disable \(FRESH=1"):
-            prepare(_compose(folder))
-        prepare(_compose(folder, "trainer.resume_mode=disable"))
-        named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+            prepare(_compose(begun))
+        prepare(_compose(begun, "trainer.resume_mode=disable"))
         with pytest.raises(ValueError, match=r"resume_from_path=.* is no whole .*: data\.pt"):
-            prepare(_compose(folder, *named))
+            prepare(_compose(begun, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"))
 
 
 def test_a_dumps_folder_belongs_to_a_run(folder: Path, tmp_path: Path) -> None:
@@ -232,20 +221,17 @@ class TestFinished:
         """How many steps they make, the checkpoint says."""
         epochs = ("trainer.total_training_steps=null", "trainer.total_epochs=1000")
         _start(folder, *epochs)
-        _save(folder, 40)
-        assert not _finished(folder, *epochs)
-        _save(folder, 50)
-        assert _finished(folder, *epochs)
+        for step in (40, 50):
+            _save(folder, step)
+            assert _finished(folder, *epochs) == (step == 50)
 
-    def test_is_not_before_its_last_step_is_logged_nor_without_its_checkpoint(self, folder: Path) -> None:
-        _start(folder)
-        _save(folder, 40)
-        last = _save(folder, 50, logged=False)
-        assert not _finished(folder)
-        _save(folder, 50)
-        assert _finished(folder)
-        last.rename(folder / "global_step_45")  # verl's tracker still names it
-        assert not _finished(folder)
+    def test_is_not_before_its_last_step_is_logged_nor_without_its_checkpoint(self, begun: Path) -> None:
+        last = _save(begun, 50, logged=False)
+        assert not _finished(begun)
+        _save(begun, 50)
+        assert _finished(begun)
+        last.rename(begun / "global_step_45")  # verl's tracker still names it
+        assert not _finished(begun)
 
 
 def test_both_entry_points_define_a_run_alike(folder: Path) -> None:
@@ -261,28 +247,19 @@ def test_both_entry_points_define_a_run_alike(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_stops_before_ray(tmp_path: Path) -> None:
-    """A run that is finished, and one that is another."""
-    folder = tmp_path / "checkpoints"
-    common = [
-        *("--config-name", "cpu_trainer", "algorithm.adv_estimator=grail", f"{ACTOR}.use_dynamic_bsz=True"),
-        *(f"{ROLLOUT}.n=4", f"{ROLLOUT}.name=vllm", f"trainer.default_local_dir={folder}"),
-        *("trainer.total_training_steps=2", "trainer.save_freq=1", f"hydra.run.dir={tmp_path}"),
+def test_the_command_of_a_finished_run_stops_before_ray(tmp_path: Path) -> None:
+    overrides = [
+        *("algorithm.adv_estimator=grail", f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT}.n=4", f"{ROLLOUT}.name=vllm"),
+        *(f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=2", "trainer.save_freq=1"),
     ]
-
-    def start(*overrides: str) -> subprocess.CompletedProcess[str]:
-        return forked.run("recipe.main_grail", *common, *overrides, HYDRA_FULL_ERROR="1")
-
-    config = compose("cpu_trainer", common[2:-1])  # hydra.run.dir is hydra's own
+    config = compose("cpu_trainer", overrides)
     prepare(config)
     begin_run(config)
-    _save(folder, 2)
-    finished = start()
+    _save(tmp_path / "run", 2)
+    command = ("--config-name", "cpu_trainer", *overrides, f"hydra.run.dir={tmp_path}")
+    finished = forked.run("recipe.main_grail", *command)
     assert finished.returncode == 0, finished.stderr
     assert "already finished" in finished.stderr and "ray init kwargs" not in finished.stdout
-    other = start("data.seed=7")
-    assert other.returncode != 0
-    assert "data.seed" in other.stderr and "ray init kwargs" not in other.stdout
 
 
 def test_a_broken_definition_is_named(begun: Path) -> None:
@@ -299,31 +276,24 @@ def test_a_mixture_that_is_asked_for_is_a_warning(begun: Path, capsys: pytest.Ca
     assert _definition(begun)["data.seed"] == 7
 
 
-def test_a_run_keeps_its_id_and_another_has_its_own(folder: Path) -> None:
-    ids = []
-    for _ in range(2):
-        _start(folder)
-        _save(folder, 10)
-        ids.append(json.loads((folder / FILE).read_text())["run"])
-    _start(folder, "trainer.resume_mode=disable")
-    assert ids[0] == ids[1] != json.loads((folder / FILE).read_text())["run"]
+def test_a_run_keeps_its_id_and_another_has_its_own(begun: Path) -> None:
+    ids = [json.loads((begun / FILE).read_text())["run"]]
+    for override in ((), ("trainer.resume_mode=disable",)):
+        _start(begun, *override)
+        ids.append(json.loads((begun / FILE).read_text())["run"])
+    assert ids[0] == ids[1] != ids[2]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "mode", "module"),
-    [
-        ((), "grail_kept_sync", "recipe.run_life.trainer"),
-        (("algorithm.adv_estimator=grpo",), "kept_sync", "recipe.run_life.trainer"),
-        (("run_life.enabled=false",), "grail_sync", None),
-        (("run_life.enabled=false", "algorithm.adv_estimator=grpo"), "sync", None),
+def test_one_switch_chooses_the_trainer(folder: Path) -> None:
+    kept, off, stock = "recipe.run_life.trainer", "run_life.enabled=false", "algorithm.adv_estimator=grpo"
+    for overrides, mode, module in (
+        ((), "grail_kept_sync", kept),
+        ((stock,), "kept_sync", kept),
+        ((off,), "grail_sync", None),
+        ((off, stock), "sync", None),
         (("algorithm.token_weights.trainer_module=json",), "grail_sync", "json"),
-    ],
-)
-def test_one_switch_chooses_the_trainer(
-    folder: Path, overrides: tuple[str, ...], mode: str, module: str | None
-) -> None:
-    config = _compose(folder, *overrides)
-    prepare(config)
-    assert config.trainer.v1.trainer_mode == mode and config.algorithm.token_weights.trainer_module == module
-    if module == "recipe.run_life.trainer":
-        assert issubclass(get_trainer_cls(mode), KeptRun)
+    ):
+        config = _compose(folder, *overrides)
+        prepare(config)
+        assert config.trainer.v1.trainer_mode == mode and config.algorithm.token_weights.trainer_module == module
+        assert module != kept or issubclass(get_trainer_cls(mode), KeptRun)

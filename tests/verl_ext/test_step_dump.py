@@ -17,7 +17,7 @@ from grail_advantage.step_dump import choose_rows, neutral_reasons, size_estimat
 from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.verl_ext.settings import DumpOptions, dump_options
 from grail_advantage.verl_ext.update_dump import UpdateDump
-from tests.core.tiny_models import encode
+from tests.core.tiny_models import END_ID, encode
 from tests.verl_ext.one_step import made_up_saliency
 from tests.verl_ext.test_one_step import ROWS, Step
 
@@ -191,7 +191,7 @@ class TestRun:
 
         header = read_dump(tmp_path).files[0].header
         assert (header.step, header.method, header.temperature) == (1, "grail", 1.0)
-        assert (header.rows_in_step, header.special_tokens) == (6, {})
+        assert (header.rows_in_step, header.special_tokens) == (6, {END_ID: "<end>"})
         assert header.options["preset"] == "official"
         json.dumps(header.options, allow_nan=False)
 
