@@ -126,38 +126,26 @@ def test_knobs(tmp_path: Path) -> None:
     config = configuration(overrides("run_octothinker_8b_grail.sh", **knobs))
     prepare(config)
     output_dir = ROOT / "outputs/project/experiment"
+    actor, rollout, ray = (
+        "actor_rollout_ref.actor",
+        "actor_rollout_ref.rollout",
+        "ray_kwargs.ray_init.runtime_env.env_vars",
+    )
     wanted = {
-        "algorithm.grail.preset": "robust",
-        "algorithm.oar.variant": "grail_port",
-        "trainer.nnodes": 3,
-        "trainer.n_gpus_per_node": 4,
-        "data.train_batch_size": 48,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 48,
-        "actor_rollout_ref.rollout.n": 16,
-        "actor_rollout_ref.rollout.prompt_length": 512,
-        "actor_rollout_ref.rollout.response_length": 2048,
-        "actor_rollout_ref.rollout.max_model_len": 2560,
-        "actor_rollout_ref.actor.loss_scale_factor": 2048,
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 9999,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
-        "actor_rollout_ref.actor.strategy": "fsdp",
-        "actor_rollout_ref.actor.fsdp_config.param_offload": True,
-        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": True,
-        "actor_rollout_ref.model.path": "/models/octo thinker",
+        "algorithm.grail.preset": "robust", "algorithm.oar.variant": "grail_port", "trainer.nnodes": 3,
+        "trainer.n_gpus_per_node": 4, "data.train_batch_size": 48, f"{actor}.ppo_mini_batch_size": 48, f"{rollout}.n": 16,
+        f"{rollout}.prompt_length": 512, f"{rollout}.response_length": 2048, f"{rollout}.max_model_len": 2560,
+        f"{actor}.loss_scale_factor": 2048, f"{actor}.ppo_max_token_len_per_gpu": 9999, f"{actor}.strategy": "fsdp",
+        f"{rollout}.tensor_model_parallel_size": 2, f"{actor}.fsdp_config.param_offload": True,
+        f"{actor}.fsdp_config.optimizer_offload": True, "actor_rollout_ref.model.path": "/models/octo thinker",
         "data.train_files": str(tmp_path / "deepmath.parquet"),
         "data.val_files": [str(tmp_path / "amc23.parquet"), str(tmp_path / "aime24.parquet")],
-        "actor_rollout_ref.actor.optim.lr": 5e-7,
-        "trainer.total_training_steps": 7,
-        "trainer.save_freq": -1,
-        "trainer.test_freq": 3,
-        "trainer.project_name": "project",
-        "trainer.experiment_name": "experiment",
-        "trainer.logger": ["console", "wandb"],
-        "trainer.default_local_dir": str(output_dir / "checkpoints"),
-        "ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR": str(output_dir / "tensorboard"),
-        "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH": str(output_dir / "metrics.jsonl"),
-        "ray_kwargs.ray_init.runtime_env.env_vars.GRAIL_ADVANTAGE_TRAINER_MODULE": "recipe.run_life.trainer",
-    }
+        f"{actor}.optim.lr": 5e-7, "trainer.total_training_steps": 7, "trainer.save_freq": -1, "trainer.test_freq": 3,
+        "trainer.project_name": "project", "trainer.experiment_name": "experiment", "trainer.logger": ["console", "wandb"],
+        "trainer.default_local_dir": str(output_dir / "checkpoints"), f"{ray}.TENSORBOARD_DIR": str(output_dir / "tensorboard"),
+        f"{ray}.VERL_FILE_LOGGER_PATH": str(output_dir / "metrics.jsonl"),
+        f"{ray}.GRAIL_ADVANTAGE_TRAINER_MODULE": "recipe.run_life.trainer",
+    }  # fmt: skip
     assert {name: OmegaConf.select(config, name) for name in wanted} == wanted
 
 
@@ -196,11 +184,8 @@ def test_runs_that_must_not_mix_have_different_names() -> None:
 def test_arguments_win_over_the_script() -> None:
     arguments = ["actor_rollout_ref.rollout.n=4", "+data.note='two words'", "algorithm.grail.gate=all"]
     config = configuration(overrides("run_qwen3_grail.sh", *arguments))
-    assert (config.actor_rollout_ref.rollout.n, config.data.note, config.algorithm.grail.gate) == (
-        4,
-        "two words",
-        "all",
-    )
+    found = (config.actor_rollout_ref.rollout.n, config.data.note, config.algorithm.grail.gate)
+    assert found == (4, "two words", "all")
     config = configuration(overrides("run_qwen3_grail.sh", ADV_ESTIMATOR="grial"))
     with pytest.raises(ValueError, match=r"adv_estimator='grial' is unknown; choose one of .*grail.*grpo"):
         prepare(config)

@@ -148,6 +148,7 @@ def test_gradient_of_the_loss_is_a_hand_written_one(tmp_path: Path, loss_type: s
 
 
 def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And go with their rows, which TRL shuffles and splits."""
     calls, seen = [], []
 
     def counted(*arguments: Any, **named: Any) -> Any:
@@ -160,35 +161,24 @@ def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatc
             return super()._compute_loss(model, inputs)
 
     monkeypatch.setattr(trainer_module, "compute_token_weights", counted)
-    trainer = build(
-        tmp_path,
-        Recording,
-        weights={"token_weights": "grail"},
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        steps_per_generation=4,
-        num_iterations=2,
-        max_steps=8,
-        learning_rate=1e-3,
-    )
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    trainer = build(tmp_path, Recording, weights={"token_weights": "grail"}, num_iterations=2, max_steps=8, **sizes)
     trainer.train()
     # 4 micro-batches of 2 rows make a generation batch, which is used twice; 2 micro-batches make an optimiser step.
     assert calls == [0, 4] and len(seen) == 16
 
     plain, weighted = plain_weights(GrailConfig())
-    weights = weighted.weights
-    expected = {
-        tuple(ids.tolist()): values
-        for ids, values in zip(
-            response_values(plain.input_ids, plain.response_mask),
-            response_values(weights * plain.advantages.unsqueeze(1), plain.response_mask),
-            strict=True,
-        )
-    }
+    ids, values = (
+        response_values(of, plain.response_mask)
+        for of in (plain.input_ids, weighted.weights * plain.advantages.unsqueeze(1))
+    )
+    expected = {tuple(of_row.tolist()): values_T for of_row, values_T in zip(ids, values, strict=True)}
     counts: Counter = Counter()
-    for batch in seen[:8]:  # both iterations over the first generation batch, shuffled and split
-        ids = response_values(batch["completion_ids"], batch["completion_mask"])
-        for row, found_T in zip(ids, response_values(batch["advantages"], batch["completion_mask"]), strict=True):
+    for batch in seen[:8]:  # both iterations over the first generation batch
+        ids, values = (
+            response_values(batch[name], batch["completion_mask"]) for name in ("completion_ids", "advantages")
+        )
+        for row, found_T in zip(ids, values, strict=True):
             torch.testing.assert_close(found_T, expected[tuple(row.tolist())], rtol=1e-4, atol=1e-4)
             counts[tuple(row.tolist())] += 1
     assert set(counts.values()) == {2} and len(counts) == 8
@@ -227,46 +217,44 @@ def test_mean_over_the_batch_is_the_loss_types(tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
-    model = tiny_model()
+    signal = GrailConfig("robust", gate="all")
     trainer = scripted.ScriptedTokenWeights(
-        model,
+        tiny_model(),
         scripted.reward,
         scripted.config(tmp_path, gradient_checkpointing=True, max_steps=2, learning_rate=0.5),
         train_dataset=scripted.prompts(),
         processing_class=char_tokenizer(),
         peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"]),
-        token_weights=GrailConfig("robust", gate="all"),
+        token_weights=signal,
     )
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:  # zeros when new
             torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(name)))
     trainer.model.train()
-    batch = generation_batch(trainer)
+    advantages = of_responses(generation_batch(trainer))
     assert all(p.grad is None for p in trainer.model.parameters())
 
-    plain = make_batch(scripted.rollouts(), "right")
-    signal = GrailConfig("robust", gate="all")
     # The adapter merged into a plain copy of the model, by hand.
-    merged = tiny_model()
+    plain, merged = make_batch(scripted.rollouts(), "right"), tiny_model()
     for name, module in merged.named_modules():
         adapted = dict(trainer.model.base_model.model.named_modules())[name]
         if hasattr(adapted, "lora_A"):
             change = adapted.lora_B["default"].weight @ adapted.lora_A["default"].weight * adapted.scaling["default"]
             module.weight.data += change.detach()
-    settings = {"temperature": scripted.TEMPERATURE}
-    by_hand = compute_token_weights(merged, char_tokenizer(), *plain.tensors(), signal, **settings)
-    without = compute_token_weights(tiny_model(), char_tokenizer(), *plain.tensors(), signal, **settings)
-    advantages = of_responses(batch)
-    wanted = torch.cat(response_values(by_hand.weights * plain.advantages.unsqueeze(1), plain.response_mask))
+    by_hand, without = (
+        compute_token_weights(
+            model, char_tokenizer(), *plain.tensors(), signal, temperature=scripted.TEMPERATURE
+        ).weights
+        for model in (merged, tiny_model())
+    )
+    wanted = torch.cat(response_values(by_hand * plain.advantages.unsqueeze(1), plain.response_mask))
     torch.testing.assert_close(advantages, wanted, rtol=1e-3, atol=1e-3)
-    assert not torch.allclose(by_hand.weights, without.weights, atol=0.05)
+    assert not torch.allclose(by_hand, without, atol=0.05)
 
-    frozen = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if not p.requires_grad}
-    trained = {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    before = {name: (p.requires_grad, p.detach().clone()) for name, p in trainer.model.named_parameters()}
     trainer.train()
-    now = dict(trainer.model.named_parameters())
-    assert all(torch.equal(now[name], value) for name, value in frozen.items())
-    assert any(not torch.equal(now[name], value) for name, value in trained.items())
+    same = {name: torch.equal(p, before[name][1]) for name, p in trainer.model.named_parameters()}
+    assert all(same[name] for name, (trains, _) in before.items() if not trains) and not all(same.values())
 
 
 def rlsd_data(**columns: Any) -> Dataset:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
@@ -47,9 +46,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     folder = tmp_path_factory.mktemp("neutral")
     tiny_model(layers=2).save_pretrained(folder / "qwen3")
     tiny_model("llama", tied=True, layers=2).save_pretrained(folder / "llama-tied")
-    torch.manual_seed(0)
-    adapted = get_peft_model(tiny_model(layers=2), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]))
-    adapted.save_pretrained(folder / "adapter")
     generator = torch.Generator().manual_seed(0)
     plan = [[_row(generator, *row) for row in mini_batch] for mini_batch in MINI_BATCHES]
     torch.save(plan, folder / "plan.pt")

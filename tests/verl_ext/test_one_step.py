@@ -220,25 +220,6 @@ class TestRewardsThatAreNotFinite:
         assert "1 of 6 rows, such as a_2_0, have no finite reward" in caplog.text
         assert step.workers.own == [] or how == "alone"
 
-    def test_of_a_whole_prompt(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        expected = Step(monkeypatch, []).run()
-        monkeypatch.undo()
-        step = Step(monkeypatch, [])
-        for key in ("a_0_0", "a_1_0", "a_2_0"):
-            step.store.rows[key]["rm_scores"][-1] = float("nan")
-        found = step.run()
-        assert all((found[key] == 0).all() for key in found if key.startswith("a_"))
-        assert all(torch.equal(found[key], expected[key]) for key in found if key.startswith("b_"))
-        assert step.metrics["grail/unjudged_rate"] == 0.5
-
-    def test_too_large_for_a_mean(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        step = Step(monkeypatch, [])
-        for key, value in (("a_0_0", 3e38), ("a_1_0", 3e38), ("a_2_0", -3e38)):
-            step.store.rows[key]["rm_scores"][-1] = value
-        found = step.run()
-        assert all(values.isfinite().all() for values in found.values())
-        assert (found["b_1_0"] != 0).any()
-
     def test_with_advantages_of_a_trainers_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """There only the rows that have none lose theirs."""
         with monkeypatch.context() as patch:
