@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,9 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.tensordict_utils import get_tensordict
 
+from grail_advantage.signals.high_entropy import HighEntropyConfig
+from grail_advantage.signals.surprisal import SurprisalConfig
+from grail_advantage.step_dump import StepDump
 from grail_advantage.verl_ext import settings
 from grail_advantage.verl_ext.neutral_rows import CUT_ENDS, spread_in_mini_batches
 from grail_advantage.verl_ext.neutral_settings import LOG_ALL, SKIP, NeutralRows, neutral_rows
@@ -42,14 +47,14 @@ AGAINST_FORWARD = {
     "algorithm.rollout_correction.bypass_mode": True,
     "algorithm.rollout_correction.rollout_is": "token",
     "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
-    "algorithm.token_dump.folder": "/somewhere",
+    "algorithm.token_dump.every": 1,
 }
 
 
 def _config(choice: Any = "auto", **options: Any) -> DictConfig:
     config = OmegaConf.create(
         {
-            "algorithm": {"adv_estimator": "grail"},
+            "algorithm": {"adv_estimator": "grail", "token_dump": {"folder": "/somewhere", "every": 10}},
             "actor_rollout_ref": {
                 "actor": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64},
                 "model": {},
@@ -184,6 +189,25 @@ class TestOldLogProbs:
                 step.workers._dispatch_info = {"actor": list(range(ranks))}
                 step.run()
                 assert [sorted(keys) for keys in step.forwards] == [[*A, "b_0_0"]]  # the shortest
+
+    @pytest.mark.parametrize(("every", "count"), [(1, 6), (2, 3)])
+    def test_all_rows_get_them_in_a_step_that_the_dump_writes(
+        self, every: int, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        step = _neutral_step(monkeypatch, AUTO)
+        step.trainer.global_steps = 1
+        dump = StepDump(tmp_path, step.trainer.tokenizer, every=every, rows=None, updates=1, model="", temperature=1.0)
+        step.trainer._dump = SimpleNamespace(writes=dump.writes, write=lambda *_, **__: None, failed_files=0)
+        step.run()
+        assert [len(keys) for keys in step.forwards] == [count]
+
+    def test_the_rows_that_a_method_selects_get_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for signal, count in ((SurprisalConfig(), 3), (HighEntropyConfig(), 6)):
+            with monkeypatch.context() as patch:
+                step = _neutral_step(patch, AUTO)
+                step.trainer.signal = signal
+                step.run()
+                assert [len(keys) for keys in step.forwards] == [count]
 
     def test_a_row_that_trains_after_all_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Shifted(PPOTrainerSync):
