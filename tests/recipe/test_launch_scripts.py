@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from packaging.requirements import Requirement
 
 from grail_advantage.verl_ext.checks import VERL_VERSION
-from recipe.main_grail import prepare  # and stores the methods' sections
+from recipe.main_grail import prepare
+from tests.composed import compose
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -81,8 +81,7 @@ def configuration(overrides: list[str]) -> DictConfig:
     name = "grail_trainer"
     if overrides[:1] == ["--config-name"]:
         _, name, *overrides = overrides
-    with initialize_config_dir(str(ROOT / "recipe" / "config"), version_base=None):
-        return compose(name, [override for override in overrides if not override.startswith("hydra.")])
+    return compose(name, [override for override in overrides if not override.startswith("hydra.")])
 
 
 def container(config: Any) -> Any:

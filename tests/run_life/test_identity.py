@@ -112,10 +112,10 @@ DEFINES[f"{MODEL}=other/model"] = (MODEL, "~/models/deepseek-llm-7b-chat", "othe
 def test_another_run_is_refused_with_what_differs(begun: Path) -> None:
     for override, (name, there, here) in DEFINES.items():
         with pytest.raises(ValueError, match="choose another trainer") as refused:
-            prepare(_compose(begun, override))
+            check_run(_compose(begun, override))
         assert f"  {name}: {there!r} there, {here!r} here\n" in str(refused.value)
         assert f"trainer.default_local_dir={begun} holds the files of another run" in str(refused.value)
-        prepare(_compose(begun.with_name("another"), override))
+    prepare(_compose(begun.with_name("another"), override))
     with pytest.raises(ValueError) as refused:
         prepare(_compose(begun, "data.seed=7", "algorithm.grail.gate=all", "trainer.total_training_steps=60"))
     named = {line.split(":")[0].strip() for line in str(refused.value).splitlines()[1:-1]}
