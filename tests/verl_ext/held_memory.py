@@ -57,27 +57,6 @@ def counted_whole_blocks(engine: Any) -> Iterator[list[int]]:
 
 
 @contextmanager
-def saved_bytes(engine: Any) -> Iterator[list[int]]:
-    """Bytes that the forwards save for a backward, each storage once, without parameters."""
-    found = [0]
-    seen: set[int] = set()
-    own = (p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters())
-    parameters = {shard.untyped_storage().data_ptr() for shard in own}
-    kept: list[torch.Tensor] = []  # so that no storage is seen twice under one address
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if not tensor.is_leaf and storage.data_ptr() not in seen | parameters:
-            seen.add(storage.data_ptr())
-            kept.append(tensor.detach())
-            found[0] += storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
-
-
-@contextmanager
 def peak_bytes() -> Iterator[list[int]]:
     """The most bytes of tensors on the CPU that were held at any time beyond those from before."""
     peak: list[int] = []
