@@ -53,7 +53,7 @@ from grail_advantage.verl_ext.selection import (
     select_rows,
     truncated_rows,
 )
-from grail_advantage.verl_ext.settings import dump_options, shares_forward, signal_of
+from grail_advantage.verl_ext.settings import dump_options, keep_activations, shares_forward, signal_of
 from grail_advantage.verl_ext.trainer_modes import base_mode
 from grail_advantage.verl_ext.transfer import (
     Rollouts,
@@ -93,7 +93,6 @@ class TokenWeightTrainer(NeutralRowsTrainer):
     """The current batch, fetched once a step."""
     _selection: Selection | None = None
     """The current batch's rows as the rewards alone choose them."""
-    _dump: UpdateDump | None = None
 
     def __init__(self, config: DictConfig) -> None:
         self.signal = signal_of(config.algorithm)
@@ -266,7 +265,7 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         targets_B2 = torch.full((len(batch), 2), -1)
         for row in selection.selected:
             targets_B2[row] = torch.tensor(self.signal.target_positions(pass_row(rollouts, selection, row)))
-        return request_saliency(batch, targets_B2, order, self.signal.leaf)
+        return request_saliency(batch, targets_B2, order, self.signal.leaf, keep_activations(self.config))
 
     # ---------------------------------------------------------------------------------------------------- scores and weights
 

@@ -125,14 +125,6 @@ def test_fresh_moves_the_earlier_run_away(project: Project) -> None:
     assert not (project.run_dir / "mine").exists() and not (Path(f"{project.run_dir}.2") / "mine").exists()
 
 
-def test_fresh_is_checked_as_a_new_run(project: Project) -> None:
-    """Options are tried before anything is moved, and not against the run that is going to be moved."""
-    project.start()
-    project.start("algorithm.grail.gate=all", FRESH="1")
-    check = project.trained()[1].split()
-    assert {"trainer.save_freq=-1", "trainer.resume_mode=disable", "algorithm.token_dump.folder=null"} <= set(check)
-
-
 def test_another_model_is_refused(project: Project) -> None:
     """Made anew by another version of the example, say; its checkpoints would be mixed with it."""
     project.start()
@@ -176,6 +168,7 @@ def test_bad_knobs_are_refused_before_anything_is_made(project: Project) -> None
     assert not (project.folder / "out").exists() and not (project.folder / "calls.txt").exists()
 
 
+@pytest.mark.slow
 def test_overrides_of_the_knobs(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     for estimator, method in {"grpo": "uniform", "verl_grpo": "grpo", "oar_g": "oar_g"}.items():
@@ -191,17 +184,6 @@ def test_overrides_of_the_knobs(project: Project, monkeypatch: pytest.MonkeyPatc
         # 150 responses: the most up to 128 that divide them
         assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 75
         assert config.actor_rollout_ref.model.enable_gradient_checkpointing is False
-
-
-def test_gpu_scripts_move_it_alike(tmp_path: Path) -> None:
-    """``start_fresh``, which examples/common.sh calls too, but never in a dry run."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/checkpoints").write_text("")
-    command = f"source {ROOT}/scripts/start_fresh.sh; start_fresh {tmp_path}/run; start_fresh {tmp_path}/none"
-    done = subprocess.run(["bash", "-eu", "-c", command], capture_output=True, text=True, check=True)
-    assert done.stderr == f"FRESH=1: the earlier run is in {tmp_path}/run.1 now\n"
-    assert (tmp_path / "run.1/checkpoints").exists() and not (tmp_path / "run").exists()
-    assert "[[ $fresh == 1 && $dry_run == 0 ]]" in (ROOT / "examples/common.sh").read_text()
 
 
 @pytest.mark.parametrize(("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)])

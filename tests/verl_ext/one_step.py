@@ -16,7 +16,7 @@ from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_ten
 
 from grail_advantage.model_interface import RowScores
 from grail_advantage.signals.base import Signal
-from grail_advantage.verl_ext import trainers, transfer  # noqa: F401  registers the trainers
+from grail_advantage.verl_ext import trainers, transfer, update_dump  # noqa: F401  registers the trainers
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 from grail_advantage.verl_ext.wire import build_reply, rows_of
 from tests.composed import compose
@@ -66,7 +66,7 @@ class Store:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let it take TransferQueue's place."""
-        for module in (transfer, trainer_base, padding_utils, replay_buffer):
+        for module in (transfer, update_dump, trainer_base, padding_utils, replay_buffer):
             monkeypatch.setattr(module, "tq", self)
 
 

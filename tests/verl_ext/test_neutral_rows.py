@@ -1,8 +1,6 @@
-"""Updates without the rows that train nothing are the updates with them: losses alone, and engines on one and two ranks."""
+"""Updates without the rows that train nothing are the updates with them: losses alone, and engines on two ranks."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -43,24 +41,15 @@ def _row(generator: torch.Generator, prompt: int, response: int, trained: int) -
     }
 
 
-def _start(folder: Any, world_size: int) -> list[Results]:
-    from peft import LoraConfig, get_peft_model
-
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    folder = tmp_path_factory.mktemp("neutral")
     tiny_model(layers=2).save_pretrained(folder / "qwen3")
     tiny_model("llama", tied=True, layers=2).save_pretrained(folder / "llama-tied")
-    torch.manual_seed(0)
-    adapted = get_peft_model(tiny_model(layers=2), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]))
-    adapted.save_pretrained(folder / "adapter")
     generator = torch.Generator().manual_seed(0)
     plan = [[_row(generator, *row) for row in mini_batch] for mini_batch in MINI_BATCHES]
     torch.save(plan, folder / "plan.pt")
-    return start_ranks("tests.verl_ext.neutral_rows_ranks", folder, world_size)
-
-
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    """All experiments, on one rank and on two."""
-    return _start(tmp_path_factory.mktemp("neutral"), request.param)
+    return start_ranks("tests.verl_ext.neutral_rows_ranks", folder, 2)
 
 
 def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], rtol: float) -> None:
@@ -90,21 +79,21 @@ def _check(of_ranks: list[dict], loss: str, aggregation: str, rtol: float) -> No
     assert any(result[loss, aggregation, "verl"]["metrics"] for result in of_ranks)
 
 
+def _check_memory(of_ranks: list[dict]) -> None:
+    """The most that a rank needs. Micro-batches have verl's bound, which fewer rows may come closer to."""
+    peaks = {
+        name: max(result["vanilla", "token-mean", name]["peak"] for result in of_ranks) for name in ("verl", "skipped")
+    }
+    assert 0 < peaks["skipped"] < 1.1 * peaks["verl"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", ranks.SETUPS)
-def test_is_the_same_update_with_every_loss_and_aggregation(setup: str, results: list[Results]) -> None:
+def test_is_the_same_update_on_two_ranks(setup: str, results: list[Results]) -> None:
     of_ranks = of_all_ranks(results, "updates", setup)
-    for loss, aggregation, _ends in ranks.combinations():
+    for loss, aggregation, _ends in ranks.combinations(setup):
         _check(of_ranks, loss, aggregation, 1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setup", ranks.FEW_SETUPS)
-def test_is_the_same_update_in_other_engines(setup: str, results: list[Results]) -> None:
-    of_ranks = of_all_ranks(results, "few_updates", setup)
-    if not of_ranks[0]:
-        pytest.skip("needs two ranks")
-    _check(of_ranks, "vanilla", "token-mean", 1e-4)
+    _check_memory(of_ranks)
 
 
 class TestLosses:
@@ -159,18 +148,16 @@ class TestLosses:
         assert {*TOKEN_LOSSES, *ROW_LOSSES, *OTHER_LOSSES} == set(POLICY_LOSS_REGISTRY)
         assert set(ranks.LOSSES) == {*TOKEN_LOSSES, *ROW_LOSSES}
 
-    @pytest.mark.parametrize("aggregation", ranks.AGGREGATIONS)
-    @pytest.mark.parametrize("loss", ranks.LOSSES)
-    def test_do_without_rows_that_have_no_advantage(self, loss: str, aggregation: str) -> None:
+    @pytest.mark.parametrize("loss", [*ranks.LOSSES, *OTHER_LOSSES])
+    def test_do_without_rows_that_have_no_advantage_or_are_refused(self, loss: str) -> None:
         without = tuple(length if trained else 0 for length, trained in zip(self.LENGTHS, self.TRAINED, strict=True))
-        assert self._same(loss, aggregation, without)
-        by_length = loss in ROW_LOSSES or aggregation == "seq-mean-token-mean"
-        assert self._same(loss, aggregation, self.TRAINED) == (not by_length)
-
-    @pytest.mark.parametrize("loss", OTHER_LOSSES)
-    def test_that_need_them_are_refused(self, loss: str) -> None:
-        without = tuple(length if trained else 0 for length, trained in zip(self.LENGTHS, self.TRAINED, strict=True))
-        assert not self._same(loss, ranks.TOKEN_MEAN, without)
+        if loss in OTHER_LOSSES:
+            assert not self._same(loss, ranks.TOKEN_MEAN, without)
+            return
+        for aggregation in ranks.AGGREGATIONS:
+            assert self._same(loss, aggregation, without)
+            by_length = loss in ROW_LOSSES or aggregation == "seq-mean-token-mean"
+            assert self._same(loss, aggregation, self.TRAINED) == (not by_length)
 
 
 def test_the_last_token_that_trains() -> None:

@@ -26,10 +26,7 @@ CLEAN = {"whole": [], "held": [], "gradients": [], "hooks": [], "training": [], 
 KEEPS_BLOCKS = "fsdp, unsharded between forward and backward"
 """FSDP1, asked to keep whole parameters for the backward, keeps those of blocks before the leaf, which no backward reaches."""
 
-WITHOUT_CHUNKS = (
-    *("fsdp, lora on the head", "fsdp, lora on the tied head"),
-    "fsdp, lora beside whole embeddings and head",
-)
+WITHOUT_CHUNKS = ("fsdp, lora on the head", "fsdp, lora beside whole embeddings and head")
 
 
 def tolerance(signal: Any) -> float:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
-from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 
 from grail_advantage import GrailConfig
 from grail_advantage.answer_span import find_answer_spans
@@ -66,11 +65,6 @@ def _truncated(trainer: TokenWeightTrainerSync, rollouts: Rollouts) -> torch.Ten
 def _mask(rollouts: Rollouts) -> torch.Tensor:
     lengths = torch.tensor([[len(row)] for row in rollouts.responses])
     return torch.arange(int(lengths.max())) < lengths
-
-
-def test_is_registered_with_verl_as_its_synchronous_trainer() -> None:
-    assert get_trainer_cls("grail_sync") is TokenWeightTrainerSync
-    assert issubclass(TokenWeightTrainerSync, PPOTrainerSync)
 
 
 def test_end_tokens_are_the_tokenizers_and_the_generation_configs() -> None:
