@@ -75,6 +75,18 @@ REFUSED = {
         "+algorithm.grial.preset=robust",
         r"nothing reads algorithm\.grial; is algorithm\.grail meant",
     ),
+    "an expression without a group": (
+        'algorithm.token_weights.answer="Answer: (.+)"',
+        r"algorithm\.token_weights\.answer='Answer: \(\.\+\)' is no format and has no group .* use boxed, hashes, tag, or",
+    ),
+    "an expression that does not compile": (
+        'algorithm.token_weights.answer="Answer: (?P<content>"',
+        r"algorithm\.token_weights\.answer=.* does not compile .*; use boxed, hashes, tag, or a regular expression",
+    ),
+    "an unknown way with missing answers": (
+        "algorithm.token_weights.missing_answers=raise",
+        r"algorithm\.token_weights\.missing_answers='raise' is unknown; choose one of stop, warn, ignore",
+    ),
     "a misspelt option of the trainer": (
         "+algorithm.token_weights.share_forwrd=false",
         r"algorithm\.token_weights\.share_forwrd is not an option; the options are share_forward, skip_",
@@ -231,6 +243,8 @@ ACCEPTED = {
     "lora": ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.merge=True"),
     "offload": (f"{ACTOR}.fsdp_config.param_offload=True",),
     "padded": ("actor_rollout_ref.model.use_remove_padding=False",),
+    "answers of GSM8K": ("algorithm.token_weights.answer=hashes", "algorithm.token_weights.missing_answers=warn"),
+    "answers by an expression": (r'algorithm.token_weights.answer="Answer: (?P<content>\d+)"',),
 }
 
 
