@@ -6,6 +6,7 @@ first one's checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.core.plain_answers import PLAIN
 from tests.verl_ext import whole_run
 from tests.verl_ext.observing_reward import CHILD_SECONDS, FOLDER
 
@@ -82,8 +84,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict
             "trainer.total_epochs=100",
             f"trainer.total_training_steps={steps}",
             "trainer.save_freq=1",
+            "+algorithm.token_weights.answer=hashes",
         ]
-        run = whole_run.run(folder, overrides, rows=4, stock=True)
+        run = whole_run.run(folder, overrides, rows=4, stock=True, opening="#### ")
         observed[estimator] = json.loads((place / "observed.json").read_text()) | {"output": run.output}
     return folder, observed
 
@@ -95,6 +98,26 @@ def test_a_stock_runs_checkpoint_resumes(runs: tuple[Path, dict[str, dict]]) -> 
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == [2], "verl's own logger begins anew"
     assert "grail/answer_found_rate" in steps[-1]["data"]
+
+
+@pytest.mark.slow
+def test_answers_of_gsm8k_are_found(runs: tuple[Path, dict[str, dict]]) -> None:
+    records = whole_run.WholeRun(runs[0], "").records(2)
+    spans = [PLAIN["hashes"]("".join(record["tokens"]))[:1] for record in records]
+    assert any(spans) and len(records) == 8
+    for record, boxes in zip(records, spans, strict=True):
+        if not boxes:
+            assert record["span"] is None
+            continue
+        lengths = [0, *itertools.accumulate(len(token) for token in record["tokens"])]
+        start, content_start, content_end, end = boxes[0]
+        assert record["span"] == [lengths.index(at) for at in (start, content_start, content_end, end)]
+        first, last = record["span"][1:3]
+        assert (
+            record["truncated"]
+            or any(record["advantages"]) is False
+            or record["weights"][first:last] == [5.0] * (last - first)
+        )
 
 
 @pytest.mark.slow
