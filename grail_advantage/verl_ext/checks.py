@@ -174,9 +174,10 @@ def _check_layout(config: DictConfig, signal: Signal) -> None:
     _check_sequence_parallel(config, signal)
     _check_adapter(config)
     _check_fused_kernels(config)
-    precision = f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype"
-    if signal.uses in (SALIENCY, LOGITS) and str(OmegaConf.select(config, precision)) in ("fp16", "float16", "16"):
-        _refuse(config, precision, "use bf16 or fp32: the answer's gradients underflow in fp16")
+    for name in ("mixed_precision.param_dtype", "model_dtype"):
+        precision = f"{_ACTOR}.fsdp_config.{name}"
+        if signal.uses in (SALIENCY, LOGITS) and str(OmegaConf.select(config, precision)) in ("fp16", "float16", "16"):
+            _refuse(config, precision, "use bf16 or fp32: the answer's gradients underflow in fp16")
     if not rollout.temperature > 0:
         _refuse(config, f"{_ROLLOUT}.temperature", "use a temperature above 0", rollout.temperature)
 

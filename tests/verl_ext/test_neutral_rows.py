@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -43,6 +44,11 @@ def _row(generator: torch.Generator, prompt: int, response: int, trained: int) -
     }
 
 
+def _plan() -> list[list[dict[str, torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+    return [[_row(generator, *row) for row in mini_batch] for mini_batch in MINI_BATCHES]
+
+
 def _start(folder: Any, world_size: int) -> list[Results]:
     from peft import LoraConfig, get_peft_model
 
@@ -51,9 +57,7 @@ def _start(folder: Any, world_size: int) -> list[Results]:
     torch.manual_seed(0)
     adapted = get_peft_model(tiny_model(layers=2), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]))
     adapted.save_pretrained(folder / "adapter")
-    generator = torch.Generator().manual_seed(0)
-    plan = [[_row(generator, *row) for row in mini_batch] for mini_batch in MINI_BATCHES]
-    torch.save(plan, folder / "plan.pt")
+    torch.save(_plan(), folder / "plan.pt")
     return start_ranks("tests.verl_ext.neutral_rows_ranks", folder, world_size)
 
 
@@ -105,6 +109,45 @@ def test_is_the_same_update_in_other_engines(setup: str, results: list[Results])
     if not of_ranks[0]:
         pytest.skip("needs two ranks")
     _check(of_ranks, "vanilla", "token-mean", 1e-4)
+
+
+PACKED = "fsdp2, packed, a token budget"
+
+
+def _plain_gradient(loss: str, plan: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """The gradient of a mini-batch by the derivative of its loss at every log-probability, worked out by hand."""
+    model = tiny_model(layers=2)
+    count = sum(int(row["mask"].sum()) for row in plan)
+    total = torch.zeros(())
+    for row in plan:
+        tokens, start = torch.cat([row["prompt"], row["response"]]), len(row["prompt"])
+        log_probs_PV = (model(tokens[None]).logits[0] / 0.8).log_softmax(-1)
+        own_T = log_probs_PV[start - 1 : -1].gather(1, row["response"][:, None])[:, 0]
+        moved = [-float(noise) for noise in row["noise"]]
+        kept = [t for t in range(len(own_T)) if row["mask"][t]]
+        of_row = math.exp(sum(moved[t] for t in kept) / len(kept))
+        for t in kept:
+            advantage, ratio = float(row["advantages"][t]), math.exp(moved[t])
+            if loss == "gspo":
+                outside = of_row > 1.2 if advantage > 0 else of_row < 0.8
+                slope = 0.0 if outside else advantage * of_row
+            else:
+                slope = advantage * min(max(ratio, 0.8), 1.2)
+            total = total - slope * float(row["weights"][t]) * own_T[t] / count
+    total.backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["gspo", "cispo"])
+def test_a_token_trains_with_its_own_advantage(loss: str, results: list[Results]) -> None:
+    """In losses whose ratio is the row's, or takes no part in the gradient, a token's weight is a factor of its gradient."""
+    of_ranks = of_all_ranks(results, "updates", PACKED)
+    assert len({round(float(value), 6) for row in _plan()[0] for value in row["advantages"] if value}) > 10
+    expected = _plain_gradient(loss, _plan()[0])
+    for name in ("verl", "skipped"):
+        shards = zip(*(result[loss, ranks.TOKEN_MEAN, name]["gradients"][0] for result in of_ranks), strict=True)
+        _assert_close([torch.cat(parts) for parts in shards], expected, 1e-3)
 
 
 class TestLosses:
