@@ -55,6 +55,7 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
             "trainer.val_before_train=False",
             "trainer.resume_mode=disable",
             "algorithm.token_dump.folder=null",
+            "algorithm.token_weights.missing_answers=ignore",
         ]
         logged = train(outcome, NAME, command, run_dir, STEPS, **knobs, **{NOTES: str(notes)})
         judge(outcome, NAME, "grail", logged)

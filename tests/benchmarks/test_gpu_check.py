@@ -12,13 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import gpu_check.__main__ as command
-import wheelhouse
-import without_flash_attn
 from gpu_check import engine, flash, page, parts, plain, runs
 from gpu_check.outcome import FAILED, NOT_RUN, PASSED, Outcome
 from gpu_check.parts import PARTS, Part
@@ -105,35 +101,6 @@ def test_no_part_needs_pytest() -> None:
     program = f"import sys; sys.modules['pytest'] = None; import {modules}"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert found.returncode == 0, found.stderr
-
-
-class TestWithoutFlashAttn:
-    """Against a mask of all tokens by all tokens, and against log-softmax."""
-
-    def test_attention_within_rows(self) -> None:
-        torch.manual_seed(0)
-        query, key, value = (torch.randn(1, heads, 7, 8) for heads in (4, 2, 2))
-        position_ids = torch.tensor([[0, 1, 2, 0, 0, 1, 2]])
-        row_N = torch.tensor([0, 0, 0, 1, 2, 2, 2])
-        visible_NN = (row_N[:, None] == row_N).tril()
-        expected = F.scaled_dot_product_attention(query, key, value, visible_NN, scale=0.3, enable_gqa=True)
-        for _ in range(2):  # the second layer finds the rows again
-            found, _ = without_flash_attn.attend(
-                torch.nn.Identity(), query, key, value, None, scaling=0.3, position_ids=position_ids
-            )
-            torch.testing.assert_close(found, expected.transpose(1, 2))
-
-    @pytest.mark.parametrize("inplace", [True, False])
-    def test_log_probs(self, inplace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(without_flash_attn, "CHUNK", 3)
-        torch.manual_seed(0)
-        logits_NV, labels_N, upstream_N = torch.randn(7, 5, requires_grad=True), torch.randint(5, (7,)), torch.randn(7)
-        expected_N = logits_NV.log_softmax(-1).gather(1, labels_N[:, None])[:, 0]
-        (gradient_NV,) = torch.autograd.grad(expected_N, logits_NV, upstream_N)
-        copy_NV = logits_NV.detach().clone().requires_grad_()
-        found_N = without_flash_attn.log_probs(copy_NV * 1, labels_N, inplace)
-        torch.testing.assert_close(found_N, expected_N)
-        torch.testing.assert_close(torch.autograd.grad(found_N, copy_NV, upstream_N)[0], gradient_NV)
 
 
 class TestPlain:
@@ -295,12 +262,6 @@ class TestEngine:
         found = engine.layers_that_fit(plain.FULL.shapes["Qwen3-4B"], "cuda", 20480)
         assert found == layers
 
-    @pytest.mark.slow
-    def test_the_recipe_is_the_one_that_is_published(self) -> None:
-        actor = engine.recipe()["actor_rollout_ref"]["actor"]
-        assert (actor["ppo_epochs"], actor["ppo_max_token_len_per_gpu"]) == (4, 20480)
-        assert actor["fsdp_config"]["model_dtype"] == "fp32"
-
 
 def test_a_run_is_shown_while_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that stops early fails."""
@@ -314,24 +275,6 @@ def test_a_run_is_shown_while_it_goes(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.result["figures"]["curve, x"] == {"1": {"reward": 0.25, "seconds": 3.0}}
     [check] = found.result["checks"]
     assert check["status"] == FAILED and check["said"] == "1 of 2, exit status 1: no luck"
-
-
-class TestWheelhouse:
-    def test_what_is_cut_is_joined(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(wheelhouse, "PIECE", 10)
-        contents = {"a-1-py3-none-any.whl": bytes(range(35)), "b-1-py3-none-any.whl": b"small"}
-        (tmp_path / "wheels").mkdir()
-        for name, content in contents.items():
-            (tmp_path / "wheels" / name).write_bytes(content)
-        for number, (name, content) in enumerate(wheelhouse.parts(tmp_path / "wheels")):
-            assert len(content) <= 10
-            (tmp_path / f"pieces/{number % 2}").mkdir(parents=True, exist_ok=True)
-            (tmp_path / f"pieces/{number % 2}" / name).write_bytes(content)
-        wheelhouse.join(tmp_path / "pieces", tmp_path / "joined")
-        assert {path.name: path.read_bytes() for path in (tmp_path / "joined").iterdir()} == contents
-
-    def test_every_name_is_locked(self) -> None:
-        assert {*wheelhouse.NAMES, wheelhouse.TRL} <= set(wheelhouse.locked())
 
 
 class TestPage:
