@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRAIL | environment, style, types and tests | any machine, tests that need a GPU are skipped without one
+# GRAIL | environment, style, types and tests | any machine
 # Knobs: TEST_PROCESSES (3: files tested at the same time; 2 take less memory)
 # Arguments go to pytest.
 #
