@@ -59,7 +59,7 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
         ]
         logged = train(outcome, NAME, command, run_dir, STEPS, **knobs, **{NOTES: str(notes)})
         judge(outcome, NAME, "grail", logged)
-        logged_figures(outcome, NAME, logged[max(logged)], SHOWN)
+        logged_figures(outcome, NAME, logged[max(logged)] if logged else {}, SHOWN)
         if notes.exists():
             last = json.loads(notes.read_text(encoding="utf-8").splitlines()[-1])
             outcome.figures("step, GPU memory while vLLM sleeps", dict.fromkeys(last["processes"], ""))

@@ -98,7 +98,7 @@ _TOY = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 16,
+    "head_dim": 32,
 }
 TOY = Size(shapes={"toy": _TOY}, small=_TOY, weighed=(2, 80), tokens=80, prompt=16, repeats=2)
 

@@ -48,7 +48,7 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
                 outcome, method, command(method, device, folder, run_dir, steps), run_dir, steps, **variables
             )
             judge(outcome, method, method, logged)
-            logged_figures(outcome, method, logged[max(logged)], SHOWN)
+            logged_figures(outcome, method, logged[max(logged)] if logged else {}, SHOWN)
         if method == METHODS[0]:
             with outcome.attempt("evaluation of the checkpoint"):
                 evaluate(outcome, folder, folder / method / "checkpoints" / f"global_step_{steps}")
