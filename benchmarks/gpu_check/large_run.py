@@ -44,7 +44,8 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
         write_inputs(folder, FULL.shapes["Qwen3-4B"] if device == "cuda" else TOY.shapes["toy"], device)
         knobs, command = on_cpu(folder) if device == "cpu" else launch_script(folder)
         notes = folder / "notes.jsonl"
-        outcome.figures("step, set-up", {"command": shlex.join(command[:2]), **knobs, "tokens of a response": RESPONSE})
+        shown = {name: value for name, value in knobs.items() if not value.startswith("/")}
+        outcome.figures("step, set-up", {"command": shlex.join(command[1:3]), **shown})
         command += [
             f"data.train_files={folder / 'train.parquet'}",
             f"data.val_files={folder / 'train.parquet'}",
