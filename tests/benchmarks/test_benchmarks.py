@@ -125,25 +125,28 @@ class TestWholeStep:
         assert blocks[1] > 3 * blocks[0]
 
     def test_a_step_lies_between_two_notes_and_the_first_do_not_count(self) -> None:
-        methods_in_turn = ["uniform", "grail", "grail", "uniform", "uniform", "grail", "grail"]
+        methods_in_turn = ["grpo", "uniform", "grail", "grail", "uniform", "grpo", "grpo", "uniform", "grail"]
         notes = [
             {"step": step, "method": method, "seconds": {"raylet": 1.0 * step, "ray::Worker": 10.0 * step**2}}
             for step, method in enumerate(methods_in_turn, start=1)
         ]
         notes[-1]["seconds"]["new"] = 0.5
         logged = {
-            step: {f"{method}/selected_rate": step / 10, "response_length/mean": 30.0, "timing_s/gen": 2.0, "lr": 0}
+            step: {"response_length/mean": 30.0, "timing_s/gen": 2.0, "lr": 0}
+            | ({} if method == "grpo" else {f"{method}/selected_rate": 0.4, "token_weights/skipped_rows": 3})
             for step, method in enumerate(methods_in_turn, start=1)
         }
         first, second = bench_whole_step._steps(notes, logged)
         assert first == {
-            "method": "uniform",
-            "seconds": {"raylet": 1.0, "ray::Worker": 110.0},
-            "selected_rate": 0.5,
+            "method": "grpo",
+            "seconds": {"raylet": 1.0, "ray::Worker": 150.0},
+            "selected_rate": 0.0,
+            "skipped_rows": 0,
             "tokens": 30.0,
             "wall": {"timing_s/gen": 2.0},
         }
-        assert (second["method"], second["seconds"]) == ("grail", {"raylet": 1.0, "ray::Worker": 130.0, "new": 0.5})
+        assert (second["method"], second["skipped_rows"], second["selected_rate"]) == ("uniform", 3, 0.4)
+        assert second["seconds"] == {"raylet": 1.0, "ray::Worker": 170.0, "new": 0.5}
 
     def test_processor_time_of_other_processes_counts_and_this_ones_does_not(self) -> None:
         burn = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ninput()"
