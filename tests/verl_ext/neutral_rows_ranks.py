@@ -163,7 +163,7 @@ class Experiments:
             gradients.append([g.clone() for g in known])
             return type(worker.engine).optimizer_step(worker.engine)
 
-        measured = (loss, aggregation) == combinations()[0][:2]
+        measured = (loss, aggregation) == USUAL[:2]
         with (
             patch.object(worker.engine, "optimizer_step", step),
             peak_bytes() if measured else nullcontext([0]) as peak,
