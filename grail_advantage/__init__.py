@@ -5,6 +5,7 @@ Needs torch, transformers, numpy and pydantic alone; the part for verl is in :mo
 
 __version__ = "0.2.0.dev0"
 
+from grail_advantage.answer_format import AnswerFormat, answer_format
 from grail_advantage.answer_span import AnswerSpan, find_answer_span
 from grail_advantage.batch import Example, RolloutBatch
 from grail_advantage.options import option
@@ -16,6 +17,7 @@ from grail_advantage.signals.oar import OarConfig
 from grail_advantage.token_weights import TokenWeights, compute_token_weights
 
 __all__ = [
+    "AnswerFormat",
     "AnswerSpan",
     "Example",
     "GrailConfig",
@@ -26,6 +28,7 @@ __all__ = [
     "RolloutBatch",
     "Signal",
     "TokenWeights",
+    "answer_format",
     "compute_token_weights",
     "find_answer_span",
     "option",

@@ -1,8 +1,8 @@
-r"""The boxed answer of a response: its place in the text and, token by token, in the generated ids.
+"""The answer of a response, token by token.
 
-An answer is a complete ``\boxed{...}`` with balanced braces. :func:`iter_boxed` defines that for a text;
-:func:`find_answer_span` and :func:`find_answer_spans` find the generated tokens that it falls on, by the bytes that each
-token covers. Nothing is decoded and encoded again: generated ids need not be the ones the tokenizer would choose.
+:mod:`grail_advantage.answer_format` defines an answer for a text; :func:`find_answer_span` and :func:`find_answer_spans` find
+the generated tokens that it falls on, by the bytes that each token covers. Nothing is decoded and encoded again: generated ids
+need not be the ones the tokenizer would choose.
 
 GRAIL (arXiv 2606.04889) aims its gradient at this span, OAR (arXiv 2601.07408) its perturbations.
 """
@@ -12,68 +12,26 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
+from grail_advantage.answer_format import BOXED, AnswerFormat, answer_format
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_OPENER = b"\\boxed{"
-_OPENER_OR_BRACE = re.compile(rb"\\boxed\{|[{}]")
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 TokenIds: TypeAlias = torch.Tensor | np.ndarray | Sequence[int]
 
 
-def iter_boxed(text: bytes) -> Iterator[tuple[int, int, int, int]]:
-    r"""Yield every complete ``\boxed{...}`` of ``text``, in order, in time linear in the text.
-
-    A span whose braces never balance is skipped and the search resumes right after its ``\boxed{``; after a complete
-    span the search resumes at its end, so a box inside a complete box is not a span of its own.
-
-    Braces are counted as plain bytes, as verl's ``last_boxed_only_string`` does: a backslash before a brace changes
-    nothing. For ``\{...\}`` pairs that is the same as LaTeX's reading.
-
-    Args:
-        text: the bytes to search, UTF-8 or any other superset of ASCII, valid or not.
-
-    Yields:
-        ``(start, content_start, content_end, end)``, byte offsets: the span is ``text[start:end]``, the text between
-        the outer braces is ``text[content_start:content_end]`` (empty for ``\boxed{}``).
-    """
-    first = text.find(_OPENER)
-    if first < 0:
-        return
-    # One pass with a stack finds the partner of every brace. Counting anew from each opener would find the same
-    # partners, but takes quadratic time on a text that repeats an unclosed opener.
-    boxes: list[int] = []
-    closed_at: dict[int, int] = {}
-    open_braces: list[int] = []
-    for match in _OPENER_OR_BRACE.finditer(text, first):
-        at = match.start()
-        if match.group() == b"}":
-            if open_braces:
-                closed_at[open_braces.pop()] = at
-            continue
-        open_braces.append(at)
-        if match.group() == _OPENER:
-            boxes.append(at)
-
-    searched_to = 0
-    for box in boxes:
-        close = closed_at.get(box)
-        if close is not None and box >= searched_to:
-            searched_to = close + 1
-            yield box, box + len(_OPENER), close, close + 1
-
-
 @dataclass(frozen=True)
 class AnswerSpan:
-    r"""Half-open ranges of token indices of one complete ``\boxed{...}``; ``start <= content_start <= content_end <= end``.
+    r"""Half-open ranges of token indices of one complete answer; ``start <= content_start <= content_end <= end``.
 
     A token that covers both content and boundary bytes is content. A token that covers no byte (a special token, say)
     belongs by its place: between two content tokens it is content, elsewhere inside the span boundary.
@@ -82,43 +40,52 @@ class AnswerSpan:
     start: int
     """First token that covers a byte of the span."""
     content_start: int
-    r"""First token that covers a byte between the outer braces; for ``\boxed{}`` the token with the closing brace."""
+    r"""First token that covers a byte of the content; without content the token with the byte where it would begin, such as the
+    closing brace of ``\boxed{}``; ``end`` where that is the end."""
     content_end: int
-    r"""One past the last token that covers a byte between the outer braces; ``content_start`` for ``\boxed{}``."""
+    """One past the last token that covers a byte of the content; ``content_start`` without content."""
     end: int
     """One past the last token that covers a byte of the span."""
 
 
-def find_answer_span(token_ids: TokenIds, tokenizer: PreTrainedTokenizerBase, which: str = "last") -> AnswerSpan | None:
-    r"""Find the tokens of one complete ``\boxed{...}`` in a response.
+def find_answer_span(
+    token_ids: TokenIds,
+    tokenizer: PreTrainedTokenizerBase,
+    which: str = "last",
+    answer: str | AnswerFormat = BOXED,
+) -> AnswerSpan | None:
+    """Find the tokens of one complete answer in a response.
 
     Args:
         token_ids: integers of shape (T,), as generated. Special tokens and ids outside the vocabulary cover no byte.
         tokenizer: a tokenizer backed by the ``tokenizers`` library with byte-level, SentencePiece-style or plain-text
             tokens. Its table of token bytes is built at the first call and kept for as long as the tokenizer lives.
-        which: which complete span counts, the ``"first"`` or the ``"last"``.
+        which: which complete answer counts, the ``"first"`` or the ``"last"``.
+        answer: the format of answers, see :func:`grail_advantage.answer_format.answer_format`.
 
     Returns:
-        The span, in indices into ``token_ids``, or ``None`` if no box is complete.
+        The span, in indices into ``token_ids``, or ``None`` if no answer is complete.
 
     Raises:
-        ValueError: an unknown ``which``, ids that are not one-dimensional integers, an unsupported tokenizer.
+        ValueError: an unknown ``which`` or ``answer``, ids that are not one-dimensional integers, an unsupported tokenizer.
     """
-    return find_answer_spans([token_ids], tokenizer, which)[0]
+    return find_answer_spans([token_ids], tokenizer, which, answer)[0]
 
 
 def find_answer_spans(
     token_ids_rows: torch.Tensor | np.ndarray | Iterable[TokenIds],
     tokenizer: PreTrainedTokenizerBase,
     which: str = "last",
+    answer: str | AnswerFormat = BOXED,
 ) -> list[AnswerSpan | None]:
     """:func:`find_answer_span` for many responses: rows of any lengths, or one (B, T) or jagged tensor."""
     if which not in ("first", "last"):
         raise ValueError(f"which: {which!r} is not a choice; use 'first' or 'last'")
     if isinstance(token_ids_rows, torch.Tensor):
         token_ids_rows = token_ids_rows.detach().cpu().unbind()
-    table = _token_table(tokenizer)
-    return [_find_in_row(_as_array(row), table, which) for row in token_ids_rows]
+    wanted = answer_format(answer)
+    table = _token_table(tokenizer, wanted)
+    return [_find_in_row(_as_array(row), table, wanted, which) for row in token_ids_rows]
 
 
 def _as_array(token_ids: TokenIds) -> np.ndarray:
@@ -133,7 +100,7 @@ def _as_array(token_ids: TokenIds) -> np.ndarray:
     return ids.astype(np.int64, copy=False)
 
 
-def _find_in_row(ids: np.ndarray, table: _TokenTable, which: str) -> AnswerSpan | None:
+def _find_in_row(ids: np.ndarray, table: _TokenTable, answer: AnswerFormat, which: str) -> AnswerSpan | None:
     if not ids.size:
         return None
     ids = np.where((ids >= 0) & (ids < table.size), ids, table.size)
@@ -145,26 +112,26 @@ def _find_in_row(ids: np.ndarray, table: _TokenTable, which: str) -> AnswerSpan 
     piece_start = np.flatnonzero(begins_piece)
     pieces = [table.pieces[token] for token in ids[piece_start].tolist()]
 
-    boxes = list(iter_boxed(b"".join(pieces)))
+    boxes = list(answer.find(b"".join(pieces)))
     if not boxes:
         return None
     start, content_start, content_end, end = boxes[0 if which == "first" else -1]
-    offsets = [start, content_start, content_end - 1, end - 1]
+    offsets = [start, min(content_start, end - 1), content_end - 1, end - 1]
     # side="right" steps over the pieces without bytes, to the one that covers the byte.
     piece = np.searchsorted(np.cumsum([len(p) for p in pieces]), offsets, side="right")
     first_token = piece_start[piece].tolist()
     past_token = np.append(piece_start, ids.size)[piece + 1].tolist()
-    content_end_token = past_token[2] if content_start < content_end else first_token[1]
-    return AnswerSpan(first_token[0], first_token[1], content_end_token, past_token[3])
+    content_start_token = first_token[1] if content_start < end else past_token[3]
+    content_end_token = past_token[2] if content_start < content_end else content_start_token
+    return AnswerSpan(first_token[0], content_start_token, content_end_token, past_token[3])
 
 
 @dataclass(frozen=True)
 class _TokenTable:
-    r"""The search's knowledge of each token of a vocabulary.
+    """The search's knowledge of each token of a vocabulary.
 
-    A token matters if it has one of the bytes ``\{}``, or may come between ``\`` and ``{`` (it is a part of
-    ``boxed``, the empty one included). Any other token can neither open, close nor complete a box, so one space replaces
-    it, and a run of such tokens. The last entry, at index ``size``, serves ids outside the vocabulary.
+    One space replaces a token that does not matter to the format, and a run of such tokens. The last entry, at index ``size``,
+    serves ids outside the vocabulary.
     """
 
     size: int
@@ -177,22 +144,22 @@ class _TokenTable:
 _State = tuple[int, dict[int, bool]]
 # By id, as tokenizers may compare equal or not hash at all. An entry goes when its tokenizer goes, before the id can
 # become another object's; a tokenizer that takes no weak reference is kept alive by its entry instead.
-_tables: dict[int, tuple[_State, _TokenTable, Any]] = {}
+_tables: dict[int, tuple[_State, dict[AnswerFormat, _TokenTable], Any]] = {}
 
 
-def _token_table(tokenizer: PreTrainedTokenizerBase) -> _TokenTable:
+def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _TokenTable:
     key, state = id(tokenizer), _vocabulary_state(tokenizer)
-    if key in _tables:
-        state_then, table, _ = _tables[key]
-        if state_then == state:
-            return table
-    table, kept_alive = _build_table(tokenizer), None
-    try:
-        weakref.finalize(tokenizer, _tables.pop, key, None)
-    except TypeError:
-        kept_alive = tokenizer
-    _tables[key] = (state, table, kept_alive)
-    return table
+    if key not in _tables or _tables[key][0] != state:
+        kept_alive = None
+        try:
+            weakref.finalize(tokenizer, _tables.pop, key, None)
+        except TypeError:
+            kept_alive = tokenizer
+        _tables[key] = (state, {}, kept_alive)
+    tables = _tables[key][1]
+    if answer not in tables:
+        tables[answer] = _build_table(tokenizer, answer)
+    return tables[answer]
 
 
 def _vocabulary_state(tokenizer: PreTrainedTokenizerBase) -> _State:
@@ -201,27 +168,32 @@ def _vocabulary_state(tokenizer: PreTrainedTokenizerBase) -> _State:
     return model_tokens, {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items()}
 
 
-def _build_table(tokenizer: PreTrainedTokenizerBase) -> _TokenTable:
-    bytes_of = token_bytes(tokenizer)
+def _build_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _TokenTable:
+    bytes_of = token_bytes(tokenizer, answer.markers)
     size = max(bytes_of, default=-1) + 1
     matters: np.ndarray = np.ones(size + 1, dtype=bool)
     pieces = [b""] * (size + 1)
     for token, covered in bytes_of.items():
-        matters[token] = covered in b"boxed" or any(byte in covered for byte in b"\\{}")
+        matters[token] = answer.matters(covered)
         pieces[token] = covered if matters[token] else b" "
     return _TokenTable(size, matters, pieces)
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
+def token_bytes(tokenizer: PreTrainedTokenizerBase, with_text: Collection[str] = ()) -> dict[int, bytes]:
     """Token id to the bytes that the token puts into the text; none for special tokens, which decoding leaves out.
+
+    Args:
+        tokenizer: as for :func:`find_answer_span`.
+        with_text: names of special tokens that do put theirs into it.
 
     Raises:
         ValueError: an unsupported tokenizer, as for :func:`find_answer_span`.
     """
     steps = _decoding_steps(_backend(tokenizer))
     added = tokenizer.added_tokens_decoder
+    silent = {token for token, entry in added.items() if entry.special and entry.content not in with_text}
     return {
-        token: b"" if token in added and added[token].special else literal_bytes(text, steps, is_added=token in added)
+        token: b"" if token in silent else literal_bytes(text, steps, is_added=token in added)
         for text, token in tokenizer.get_vocab().items()
     }
 

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage import __version__
+from grail_advantage.answer_format import BOXED, AnswerFormat
 from grail_advantage.answer_span import AnswerSpan
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.token_dump import DumpHeader, DumpRow, remove_steps, write_step
@@ -229,11 +230,12 @@ class StepDump:
         updates: int,
         model: str,
         temperature: float,
+        answer: AnswerFormat = BOXED,
     ) -> None:
         self.writer = DumpWriter(folder)
         self._every = every
         self._limit = None if rows is None else max(1, rows // updates)
-        self._model, self._temperature = model, temperature
+        self._model, self._temperature, self._answer = model, temperature, answer
         self._tokenizer, self._texts = tokenizer, TokenTexts(tokenizer)
         self._begun = False
 
@@ -286,7 +288,7 @@ class StepDump:
             group=batch.groups[place],
             prompt=self._tokenizer.decode(batch.prompts[place].tolist()),
             response="".join(tokens),
-            answer=answer_text(tokens, span),
+            answer=answer_text(tokens, span, self._answer),
             truncated=bool(batch.truncated_B[place]),
             neutral=batch.neutral[place],
             span=span,
@@ -315,4 +317,5 @@ class StepDump:
             rows_in_step=batch.rows_in_step,
             special_tokens={token: name for token, name in self._texts.special_tokens.items() if token in written},
             written_by=f"grail_advantage {__version__}",
+            answer=self._answer.name if signal.reads_answer else None,
         )

@@ -87,6 +87,7 @@ _HEADER_TYPES: dict[str, tuple[type, ...]] = {
     "reshaper": (str, NoneType),
     "temperature": (float, NoneType),
     "rows_in_step": (int, NoneType),
+    "answer": (str, NoneType),
 }
 
 

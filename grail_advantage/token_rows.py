@@ -36,6 +36,8 @@ class DumpHeader:
     special_tokens: Mapping[int, str] = field(default_factory=dict)
     """Names of the special tokens, which put nothing into the text, by id."""
     written_by: str = ""
+    answer: str | None = None
+    """The format of answers; ``None`` for methods that read none."""
 
 
 @dataclass(frozen=True, kw_only=True)

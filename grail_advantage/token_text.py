@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from grail_advantage.answer_span import AnswerSpan, iter_boxed, token_bytes
+from grail_advantage.answer_format import BOXED, AnswerFormat
+from grail_advantage.answer_span import AnswerSpan, token_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,11 +55,12 @@ def decode_pieces(pieces: Sequence[bytes]) -> list[str]:
     return texts
 
 
-def answer_text(tokens: Sequence[str], span: AnswerSpan | None) -> str | None:
-    """The text of a span, without the box."""
+def answer_text(tokens: Sequence[str], span: AnswerSpan | None, answer: AnswerFormat = BOXED) -> str | None:
+    """The text of an answer's content, such as that between the braces of a box."""
     if span is None:
         return None
     text = "".join(tokens[span.start : span.end]).encode("utf-8", "surrogatepass")
-    for _, start, end, _ in iter_boxed(text):
+    for _, start, end, _ in answer.find(text):
         return text[start:end].decode("utf-8", "surrogatepass")
-    return None
+    # Its ends have no text (special tokens), or an expression reads text beside them.
+    return "".join(tokens[span.content_start : span.content_end])

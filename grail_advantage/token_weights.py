@@ -16,6 +16,7 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from grail_advantage.answer_format import BOXED, AnswerFormat
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
 from grail_advantage.batch import (
     ENTROPY,
@@ -69,6 +70,7 @@ def compute_token_weights(
     process_group: ProcessGroup | None = None,
     step: int = 0,
     aggregate: Callable[[torch.Tensor, torch.Tensor], float] = token_mean,
+    answer: str | AnswerFormat = BOXED,
 ) -> TokenWeights:
     """Token weights for a batch of rollouts by any registered method.
 
@@ -97,11 +99,13 @@ def compute_token_weights(
         step: training step, at least 0, for methods that change over a run.
         aggregate: a batch's mean of (B, T) values under a (B, T) mask as the run's loss takes it, for methods that compare it
             with a threshold; by default that of all tokens.
+        answer: the format of answers: ``boxed``, ``hashes``, ``tag`` or a regular expression, see
+            :func:`grail_advantage.answer_format.answer_format`.
 
     Raises:
         ValueError: an argument of the wrong type, shape or dtype, a temperature that is not positive, a response that starts
             the row or has gaps, log-probabilities above 0, a negative group or step, a tokenizer that the method cannot work
-            with, groups or examples that it needs. The message names the argument.
+            with, an unknown format of answers, groups or examples that it needs. The message names the argument.
     """
     signal = _checked_signal(config)
     if not temperature > 0:
@@ -115,7 +119,7 @@ def compute_token_weights(
     }
     rollouts.check_columns(given_BL)
     mask_BT = rollouts.mask_BT
-    spans = find_answer_spans(rollouts.responses, tokenizer, signal.span)
+    spans = find_answer_spans(rollouts.responses, tokenizer, signal.span, answer)
     batch = RolloutBatch(mask_BT, advantages.to(mask_BT.device), spans, {}, aggregate, step, examples)
     rows = signal.select(batch)
 

@@ -15,6 +15,7 @@ from grail_advantage.analyze.analysis import ADVANTAGES, Analysis
 from grail_advantage.analyze.responses import Response, read_responses
 from grail_advantage.analyze.specs import parse_methods, parse_options
 from grail_advantage.analyze.weigh import Outcome, run_analysis
+from grail_advantage.answer_format import BOXED, answer_format
 from grail_advantage.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
@@ -75,6 +76,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("analysis"), help="folder for the results (default: %(default)s)"
     )
+    parser.add_argument(
+        "--answer",
+        default=BOXED.name,
+        help="format of the responses' answers: boxed, hashes, tag, or a regular expression with a group (?P<content>...) "
+        "(default: %(default)s)",
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling (default: %(default)s)")
     parser.add_argument(
         "--template-option",
@@ -117,6 +124,7 @@ def weigh(
         batch_tokens=options.batch_tokens,
         advantages=advantages,
         template_options=parse_options(options.template_option, "--template-option"),
+        answer=answer_format(options.answer),
     )
     print(f"{len(responses)} responses; advantage: {analysis.row_advantages()[1]}", file=sys.stderr)
     outcome = run_analysis(
@@ -204,6 +212,8 @@ def _first_line(error: OSError) -> str:
 
 
 def _say(outcome: Outcome, rows: int) -> None:
+    if outcome.few_answers:
+        print(outcome.few_answers)
     for label, reasons in outcome.neutral.items():
         without = "".join(f"; {count} without scores ({reason})" for reason, count in reasons.items())
         print(f"{label}: {rows - sum(reasons.values())} of {rows} rows have scores{without}")

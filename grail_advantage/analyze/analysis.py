@@ -15,6 +15,7 @@ import numpy as np
 from grail_advantage import __version__
 from grail_advantage.analyze.responses import Response, example_of
 from grail_advantage.analyze.specs import described
+from grail_advantage.answer_format import BOXED, AnswerFormat
 from grail_advantage.batch import EXAMPLES, GROUPS
 from grail_advantage.signals.base import Signal
 
@@ -38,6 +39,8 @@ class Analysis:
     """``auto``: from the rewards, where there are any; ``wrong`` and ``right``: every row counts as that."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template."""
+    answer: AnswerFormat = BOXED
+    """The format of answers."""
 
     def __post_init__(self) -> None:
         if not self.methods:
@@ -104,6 +107,7 @@ class Analysis:
             "batch_tokens": self.batch_tokens,
             "advantages": self.advantages,
             "template_options": dict(self.template_options),
+            "answer": self.answer.name,
         }
 
 

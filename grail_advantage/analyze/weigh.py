@@ -27,8 +27,10 @@ from grail_advantage.analyze.analysis import Analysis, check_definition
 from grail_advantage.analyze.columns import padded, response_statistics, token_batches
 from grail_advantage.analyze.responses import Response, Tokens, example_of, tokenize
 from grail_advantage.analyze.specs import described
+from grail_advantage.answer_format import AnswerFormat
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
 from grail_advantage.batch import EXAMPLES, GROUPS
+from grail_advantage.missing_answers import advice, is_low
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_dump import (
     DumpHeader,
@@ -54,6 +56,8 @@ class Outcome:
     """For each method how many rows have no scores, by reason."""
     unchanged: Sequence[str]
     """Methods that gave every token of every row the weight 1."""
+    few_answers: str
+    """A sentence where so few rows have an answer that something is wrong, with the remedy; empty elsewhere."""
 
 
 def run_analysis(
@@ -79,7 +83,7 @@ def run_analysis(
     check_definition(analysis, folder)
     path = step_path(folder, 0)
     if path.exists():
-        return _outcome(path, analysis)
+        return _outcome(path, analysis, tokenizer)
     rows = _rows(analysis, tokenizer)
     model = load_model()
     computed = _with_model(analysis, rows, model, tokenizer, folder / PARTS, progress)
@@ -88,7 +92,7 @@ def run_analysis(
     ordered = [_with_first_method(computed[place], first) for place in range(len(rows))]
     write_step(folder, _header(analysis, tokenizer), ordered)
     shutil.rmtree(folder / PARTS, ignore_errors=True)
-    return _outcome(path, analysis)
+    return _outcome(path, analysis, tokenizer)
 
 
 # ------------------------------------------------------------------------------------------------------------------ rows
@@ -118,7 +122,7 @@ def _rows(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> list[_Row]:
     for place, response in enumerate(analysis.responses):
         tokens = tokenize(response, tokenizer, analysis.template_options)
         group = groups.setdefault(response.group if response.group is not None else f"row {place}", len(groups))
-        (span,) = find_answer_spans([tokens.response_T], tokenizer, which)
+        (span,) = find_answer_spans([tokens.response_T], tokenizer, which, analysis.answer)
         rows.append(_Row(place, response, tokens, texts(tokens.response_T), span, advantages[place], group))
     return rows
 
@@ -144,7 +148,11 @@ def token_ranges(labels: Mapping[str, Any], texts: Sequence[str]) -> dict[str, A
 
 
 def _dump_row(
-    row: _Row, log_probs_T: np.ndarray, entropy_T: np.ndarray, methods: Mapping[str, MethodColumns]
+    row: _Row,
+    answer: AnswerFormat,
+    log_probs_T: np.ndarray,
+    entropy_T: np.ndarray,
+    methods: Mapping[str, MethodColumns],
 ) -> DumpRow:
     response, length = row.response, len(row.tokens.response_T)
     outcome = None if response.reward is None else ("right" if response.reward > 0 else "wrong")
@@ -159,7 +167,7 @@ def _dump_row(
         gold=None if response.gold is None else str(response.gold),
         reward=response.reward,
         outcome=outcome,
-        answer=answer_text(row.texts, row.span),
+        answer=answer_text(row.texts, row.span, answer),
         span=row.span,
         prompt_ids=np.array(row.tokens.prompt_P, dtype=np.int64),
         token_ids_T=np.array(row.tokens.response_T, dtype=np.int64),
@@ -199,14 +207,18 @@ def _header(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> DumpHeade
         rows_in_step=len(analysis.responses),
         special_tokens=TokenTexts(tokenizer).special_tokens,
         written_by=f"grail_advantage {__version__}",
+        answer=analysis.answer.name if any(each.reads_answer for each in analysis.methods.values()) else None,
     )
 
 
-def _outcome(path: Path, analysis: Analysis) -> Outcome:
+def _outcome(path: Path, analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> Outcome:
     neutral: dict[str, dict[str, int]] = {label: {} for label in analysis.methods}
     unchanged = set(analysis.methods)
     dump = read_dump(path.parent)
+    responses, answered = [], 0
     for row in dump:
+        responses.append(row.token_ids_T)
+        answered += row.span is not None
         for label in analysis.methods:
             method = row.methods[label]
             if method.neutral is not None:
@@ -215,7 +227,11 @@ def _outcome(path: Path, analysis: Analysis) -> Outcome:
                 unchanged.discard(label)
     if dump.problems:
         raise ValueError(f"{dump.problems[0]}; remove {path.parent} and run the analysis again")
-    return Outcome(path, neutral, [label for label in analysis.methods if label in unchanged])
+    few = ""
+    if any(each.reads_answer for each in analysis.methods.values()) and is_low(answered, len(responses)):
+        few = f"{answered} of {len(responses)} responses have an answer in the format {analysis.answer.name}. "
+        few += advice(analysis.answer, responses, tokenizer, "--answer")
+    return Outcome(path, neutral, [label for label in analysis.methods if label in unchanged], few)
 
 
 # ----------------------------------------------------------------------------------------------------------------- passes
@@ -272,6 +288,7 @@ def _batch(
     return [
         _dump_row(
             row,
+            analysis.answer,
             log_probs_BL[index, response_BL[index]].numpy(),
             entropy_BL[index, response_BL[index]].numpy(),
             {
@@ -337,6 +354,7 @@ def _weights(
         entropy=entropy_BL,
         groups=torch.tensor([row.group for row in rows]),
         examples=examples,
+        answer=analysis.answer,
     )
 
 

@@ -39,6 +39,8 @@ class Collection:
     numbers: dict[Any, int] = field(default_factory=dict)
     """Numbers of the problems by their keys."""
     seen: int = 0
+    answered: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By run, rows with an answer and rows."""
 
     def add(self, run: int, rows: Sequence[DumpRow], quota: int) -> None:
         """The rows of one file: whole groups until there are ``quota`` rows, at least one group."""
@@ -128,6 +130,9 @@ def read_runs(
             if of_run != run:
                 continue
             of_file = list(file.rows())
+            answered, count = collection.answered.get(run, (0, 0))
+            answered += sum(row.span is not None for row in of_file)
+            collection.answered[run] = answered, count + len(of_file)
             if number in chosen:
                 collection.add(run, of_file, quota)
             else:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grail_advantage import __version__
+from grail_advantage.missing_answers import is_low
 from grail_advantage.report import data, pack
 from grail_advantage.report.collection import Collection
 from grail_advantage.token_dump import DumpHeader
@@ -74,8 +75,16 @@ def nothing(runs: Sequence[data.Run]) -> str:
 
 
 def notes(runs: Sequence[data.Run], collection: Collection, asked: int) -> list[str]:
-    """Everything that is left out or could not be read."""
+    """Everything that is left out or could not be read, after rows that lack what the method weighs."""
     lines = []
+    for number, run in enumerate(runs):
+        header = run.dump.files[0].header if run.dump is not None and run.dump.files else None
+        answered, rows = collection.answered.get(number, (0, 0))
+        if header is not None and header.answer is not None and is_low(answered, rows):
+            lines.append(
+                f"{answered:,} of the {rows:,} rollouts have an answer in the format {header.answer}. {header.method} weighs "
+                "every token of the others 1, so that they train as with uniform. Is algorithm.token_weights.answer right?"
+            )
     count = len(collection.kept)
     if collection.seen > count:
         why = "--rollouts" if asked == count else "--megabytes"

@@ -137,7 +137,7 @@ class Signal(Options):
     """``None``: the tokens outside the statistics set weigh :attr:`Reshaped.elsewhere`."""
 
     span: Span = "last"
-    """Which complete ``\\boxed{...}`` is the answer."""
+    """Which complete answer of a response counts."""
     gate: Gate = "all"
     statistics: Statistics = "response"
     normalize_mass: bool = False
@@ -159,6 +159,11 @@ class Signal(Options):
             if all(getattr(self, option_name) == value for option_name, value in fixed.items()):
                 return name
         raise ValueError(f"{type(self).__name__} is no registered signal; put @register_signal('a_name') on the class")
+
+    @property
+    def reads_answer(self) -> bool:
+        """Whether a row's weights depend on its answer."""
+        return self.needs_answer or self.answer_weights is not None or self.statistics == "reasoning"
 
     def check(self) -> None:
         """See :class:`Options`; also the words by which the signal says what it needs."""

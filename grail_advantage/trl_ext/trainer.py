@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,12 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from grail_advantage.activations import evaluation_mode
+from grail_advantage.answer_format import BOXED, AnswerFormat, answer_format
+from grail_advantage.answer_span import AnswerSpan
 from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, token_mean
 from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
+from grail_advantage.missing_answers import CHOICES, AnswerWatch
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights
 from grail_advantage.trl_ext.checks import check_arguments, check_prompt, check_trainer, check_trl_version
@@ -41,6 +44,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
     Args:
         token_weights: a registered method by its name, or a method with its options such as ``GrailConfig("robust")``.
         token_weight_options: options of a method that is given by its name.
+        answer: the format of answers, as for :func:`grail_advantage.compute_token_weights`.
+        missing_answers: ``stop``, ``warn`` or ``ignore`` where responses have no answer, see
+            :mod:`grail_advantage.missing_answers`.
         arguments, named: as for ``GRPOTrainer``.
 
     Raises:
@@ -53,6 +59,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         *arguments: Any,
         token_weights: str | Signal = "grail",
         token_weight_options: Mapping[str, Any] | None = None,
+        answer: str | AnswerFormat = BOXED,
+        missing_answers: str = CHOICES[0],
         **named: Any,
     ) -> None:
         check_trl_version(trl.__version__)
@@ -63,6 +71,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
                 "token_weight_options are for a method given by its name; put them into token_weights itself"
             )
         self.signal = token_weights
+        self.answer = answer_format(answer)
+        self._answers = AnswerWatch(self.signal, self.answer, missing_answers)
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *arguments, **named).arguments
         check_arguments(given, self.signal)
         super().__init__(*arguments, **named)
@@ -108,7 +118,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             examples=examples,
             step=self.state.global_step,
             aggregate=self._aggregate,
+            answer=self.answer,
         )
+        self._look_for_answers(result.spans, rows)
         own = slice(None) if signal.uses else slice(first_row, first_row + len(inputs))
         weights_BT = result.weights[own, width : width + mask_BT.shape[1]]
         self._log_figures(
@@ -119,6 +131,16 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             }
         )
         return apply_token_weights(advantages_B.unsqueeze(1).expand_as(weights_BT), weights_BT, mask_BT)
+
+    def _look_for_answers(self, spans: Sequence[AnswerSpan | None], rows: dict[str, torch.Tensor]) -> None:
+        answered, count = sum(span is not None for span in spans), len(spans)
+        if self.signal.uses:  # otherwise the rows are those of all processes already
+            counts = torch.tensor([answered, count], device=self.accelerator.device)
+            answered, count = self.accelerator.reduce(counts, "sum").tolist()
+        responses = [
+            ids_L[mask_L.bool()] for ids_L, mask_L in zip(rows["input_ids"], rows["response_mask"], strict=True)
+        ]
+        self._answers.look(spans, responses, self.processing_class, (answered, count))
 
     def _truncated(self, completions_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
         """Rows that ended without an end token, as TRL judges it; rows that TRL has masked for it have no token left."""

@@ -20,7 +20,14 @@ from grail_advantage.verl_cpu import checks as cpu_checks
 from grail_advantage.verl_ext.estimators import WEIGHS_TOKENS, register_estimators
 from grail_advantage.verl_ext.model_checks import adapter_config, check_model, check_text, check_tokenizer, read_json
 from grail_advantage.verl_ext.neutral_settings import neutral_rows
-from grail_advantage.verl_ext.settings import check_names, check_share_forward, dump_options, signal_of
+from grail_advantage.verl_ext.settings import (
+    answer_of,
+    check_names,
+    check_share_forward,
+    dump_options,
+    missing_answers,
+    signal_of,
+)
 from grail_advantage.verl_ext.support import (
     NEEDED,
     works_with_bypass,
@@ -57,6 +64,8 @@ def check_config(config: DictConfig) -> None:
     """
     tokenizer = check_start(config)
     signal = signal_of(config.algorithm)
+    answer_of(config)
+    missing_answers(config)
     check_share_forward(config, signal)
     neutral_rows(config)
     dump_options(config)
@@ -165,9 +174,10 @@ def _check_layout(config: DictConfig, signal: Signal) -> None:
     _check_sequence_parallel(config, signal)
     _check_adapter(config)
     _check_fused_kernels(config)
-    precision = f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype"
-    if signal.uses in (SALIENCY, LOGITS) and str(OmegaConf.select(config, precision)) in ("fp16", "float16", "16"):
-        _refuse(config, precision, "use bf16 or fp32: the answer's gradients underflow in fp16")
+    for name in ("mixed_precision.param_dtype", "model_dtype"):
+        precision = f"{_ACTOR}.fsdp_config.{name}"
+        if signal.uses in (SALIENCY, LOGITS) and str(OmegaConf.select(config, precision)) in ("fp16", "float16", "16"):
+            _refuse(config, precision, "use bf16 or fp32: the answer's gradients underflow in fp16")
     if not rollout.temperature > 0:
         _refuse(config, f"{_ROLLOUT}.temperature", "use a temperature above 0", rollout.temperature)
 

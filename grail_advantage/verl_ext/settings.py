@@ -8,6 +8,8 @@
   gradient checkpointing would compute again, in micro-batches that need no more memory than an update (on a GPU, with
   ``use_dynamic_bsz``); ``true`` keeps them in micro-batches as large as the update's; ``false``, the default, never.
 - ``algorithm.token_weights.skip_neutral_rows`` and ``log_all_rows``: see :mod:`grail_advantage.verl_ext.neutral_settings`.
+- ``algorithm.token_weights.answer``: the format of answers, see :mod:`grail_advantage.answer_format`; ``missing_answers``: what
+  happens where responses have none, see :mod:`grail_advantage.missing_answers`.
 - ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
 - ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of ``rows`` rows a step, ``every`` so many
   steps; see docs/token_dump.md.
@@ -23,7 +25,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from grail_advantage.answer_format import BOXED, AnswerFormat, answer_format
 from grail_advantage.methods import method, methods
+from grail_advantage.missing_answers import CHOICES, check_choice
 from grail_advantage.options import option_fields
 from grail_advantage.registry import RESERVED
 from grail_advantage.signals.base import Signal
@@ -31,6 +35,7 @@ from grail_advantage.signals.saliency import SaliencySignal
 
 SHARE_FORWARD = "algorithm.token_weights.share_forward"
 KEEP_ACTIVATIONS = "algorithm.token_weights.keep_activations"
+SECTION = "algorithm.token_weights"
 DUMP_FOLDER = "algorithm.token_dump.folder"
 DUMP_EVERY = "algorithm.token_dump.every"
 DUMP_ROWS = "algorithm.token_dump.rows"
@@ -58,6 +63,8 @@ def algorithm_sections() -> dict[str, Any]:
             "skip_neutral_rows": False,
             "log_all_rows": False,
             "trainer_module": None,
+            "answer": BOXED.name,
+            "missing_answers": CHOICES[0],
         },
         "token_dump": {"folder": None, "every": 1, "rows": 64},
         # An old name must reach check_names.
@@ -82,6 +89,29 @@ def signal_of(algorithm: DictConfig) -> Signal:
     chosen = method(algorithm.adv_estimator)
     section = algorithm.get(chosen.section) or {}
     return chosen.build(OmegaConf.to_container(OmegaConf.create(section), resolve=True))
+
+
+def answer_of(config: DictConfig) -> AnswerFormat:
+    """The format of answers.
+
+    Raises:
+        ValueError: no format; naming the option and the remedy.
+    """
+    try:
+        return answer_format(OmegaConf.select(config, f"{SECTION}.answer", default=BOXED.name))
+    except ValueError as error:
+        raise ValueError(f"{SECTION}.{error}") from error
+
+
+def missing_answers(config: DictConfig) -> str:
+    """What happens where responses have no answer: ``stop``, ``warn`` or ``ignore``.
+
+    Raises:
+        ValueError: another value.
+    """
+    choice = OmegaConf.select(config, f"{SECTION}.missing_answers", default=CHOICES[0])
+    check_choice(choice, f"{SECTION}.missing_answers")
+    return choice
 
 
 def check_names(config: DictConfig) -> None:

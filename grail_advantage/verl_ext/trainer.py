@@ -37,8 +37,10 @@ from verl.utils.debug import marked_timer
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.utils import get_max_position_embeddings
 
+from grail_advantage.answer_format import BOXED, AnswerFormat
 from grail_advantage.batch import PassRow
 from grail_advantage.metrics import weight_metrics
+from grail_advantage.missing_answers import AnswerWatch
 from grail_advantage.model_interface import RowScores
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext.model_checks import check_model, check_text, check_tokenizer
@@ -53,7 +55,15 @@ from grail_advantage.verl_ext.selection import (
     select_rows,
     truncated_rows,
 )
-from grail_advantage.verl_ext.settings import dump_options, keep_activations, shares_forward, signal_of
+from grail_advantage.verl_ext.settings import (
+    SECTION,
+    answer_of,
+    dump_options,
+    keep_activations,
+    missing_answers,
+    shares_forward,
+    signal_of,
+)
 from grail_advantage.verl_ext.trainer_modes import base_mode
 from grail_advantage.verl_ext.transfer import (
     Rollouts,
@@ -83,6 +93,7 @@ class TokenWeightTrainer(NeutralRowsTrainer):
     """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
     actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
+    answer: AnswerFormat = BOXED
     own_advantages: bool = False
     """Whether the trainer below computes advantages of its own. A row whose advantage is not finite then gets 0; otherwise
     verl's own code computes the advantages of its group again without the row."""
@@ -93,9 +104,12 @@ class TokenWeightTrainer(NeutralRowsTrainer):
     """The current batch, fetched once a step."""
     _selection: Selection | None = None
     """The current batch's rows as the rewards alone choose them."""
+    _answers: AnswerWatch | None = None
 
     def __init__(self, config: DictConfig) -> None:
         self.signal = signal_of(config.algorithm)
+        self.answer = answer_of(config)
+        self._answers = AnswerWatch(self.signal, self.answer, missing_answers(config), f"{SECTION}.")
         set_trainer_mode(config, base_mode(type(self)))
         super().__init__(config)
 
@@ -195,8 +209,10 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         if self._rollouts is None or self._rollouts.keys != batch.keys:
             options = OmegaConf.select(self.config, "data.apply_chat_template_kwargs", default=None) or {}
             options = OmegaConf.to_container(OmegaConf.create(options), resolve=True)
-            self._rollouts = fetch_rollouts(batch, self.signal, self.tokenizer, options)
+            self._rollouts = fetch_rollouts(batch, self.signal, self.tokenizer, options, self.answer)
             self._selection = None
+            if self._answers is not None:
+                self._answers.look(self._rollouts.spans, self._rollouts.generated, self.tokenizer)
         return self._rollouts
 
     def _reward_advantages(

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_to_nested
 
+from grail_advantage.answer_format import BOXED, AnswerFormat
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
 from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example
 from grail_advantage.signals.base import Signal
@@ -44,13 +45,24 @@ class Rollouts:
     """Only where the method reads them."""
 
     @property
+    def generated(self) -> list[torch.Tensor]:
+        """The responses with -1, a token without text, in place of the tokens that the model did not generate."""
+        return [
+            torch.where(mask_T[: len(row)], row, -1) for mask_T, row in zip(self.mask_BT, self.responses, strict=True)
+        ]
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens of prompt and response."""
         return [len(prompt) + len(response) for prompt, response in zip(self.prompts, self.responses, strict=True)]
 
 
 def fetch_rollouts(
-    batch: KVBatchMeta, signal: Signal, tokenizer: PreTrainedTokenizerBase, template_options: dict[str, Any]
+    batch: KVBatchMeta,
+    signal: Signal,
+    tokenizer: PreTrainedTokenizerBase,
+    template_options: dict[str, Any],
+    answer: AnswerFormat = BOXED,
 ) -> Rollouts:
     """Fetch prompts and responses, and find the answers.
 
@@ -59,6 +71,7 @@ def fetch_rollouts(
         signal: the method, which says what it reads.
         tokenizer: the model's.
         template_options: ``data.apply_chat_template_kwargs``, for a method that reads the examples.
+        answer: the format of answers.
     """
     reads_examples = EXAMPLES in signal.reads
     # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
@@ -73,7 +86,7 @@ def fetch_rollouts(
         prompts=list(data["prompts"].unbind()),
         responses=responses,
         mask_BT=loss_mask.to_padded_tensor(0).bool(),
-        spans=find_answer_spans(generated, tokenizer, signal.span),
+        spans=find_answer_spans(generated, tokenizer, signal.span, answer),
         groups=group_numbers(batch.keys),
         examples=_examples(data, signal, template_options) if reads_examples else [None] * len(batch),
     )

@@ -24,7 +24,7 @@ from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS
 from grail_advantage.signals.base import Signal
 from grail_advantage.step_dump import StepDump, StepRows, neutral_reasons, size_estimate
 from grail_advantage.verl_ext.selection import Selection
-from grail_advantage.verl_ext.settings import DUMP_FOLDER, dump_options
+from grail_advantage.verl_ext.settings import DUMP_FOLDER, answer_of, dump_options
 from grail_advantage.verl_ext.transfer import Rollouts
 from grail_advantage.weighting import BatchWeights
 
@@ -67,6 +67,7 @@ class UpdateDump:
             updates=updates,
             model=str(model.path),
             temperature=float(rollout.temperature),
+            answer=answer_of(config),
         )
         rows = config.data.train_batch_size * rollout.n
         rows = rows if options.rows is None else min(rows, options.rows)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -186,12 +187,13 @@ def reference_weights(
     advantages: list[float],
     options: dict,
     temperature: float = 1.0,
+    boxes: Callable[[str], list[tuple[int, int, int, int]]] = boxed_spans,
 ) -> ReferenceResult:
-    """Weights, scores and spans of a padded batch. `characters` maps a token id to its one character."""
+    """Weights, scores and spans of a padded batch. `characters` maps a token id to its one character, `boxes` finds answers."""
     result = ReferenceResult([], [], [])
     for ids, attention, mask, advantage in zip(input_ids, attention_mask, response_mask, advantages, strict=True):
         positions = [p for p in range(len(ids)) if mask[p] == 1]
-        spans = boxed_spans("".join(characters[ids[p]] for p in positions))
+        spans = boxes("".join(characters[ids[p]] for p in positions))
         span = None
         if spans:
             span = spans[0] if options["span"] == "first" else spans[-1]

@@ -324,8 +324,20 @@ def test_command(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     assert "see it: python -m grail_advantage.report found" in said.out
     rows = list(read_dump("found"))
     assert [(row.reward, row.outcome, row.answer) for row in rows] == [(0.0, "wrong", "6"), (1.0, "right", "5")]
+    Path("h.jsonl").write_text(
+        "".join(json.dumps({"prompt": "Two?", "response": "So #### 42"}) + "\n" for _ in range(3))
+    )
+    call("--responses", "h.jsonl", "--method", "grail", "--out", "boxed")
+    few = "0 of 3 responses have an answer in the format boxed. One of them ends with 'So #### 42'; --answer=hashes (#### 42)"
+    assert few in capsys.readouterr().out
+    call("--responses", "h.jsonl", "--method", "grail", "--answer", "hashes", "--out", "hashes")
+    assert "format" not in capsys.readouterr().out
+    assert [row.answer for row in read_dump("hashes")] == ["42"] * 3
+    assert read_dump("hashes").files[0].header.answer == "hashes"
     for arguments, message in (
         (["--responses", "r.jsonl", "--method", "oar_g", "--out", "found"], "holds another analysis"),
+        (["--responses", "h.jsonl", "--method", "grail", "--out", "hashes"], 'answer: "hashes", now "boxed"'),
+        (["--responses", "h.jsonl", "--method", "grail", "--answer", "box"], "answer='box' is no format"),
         (["--responses", "r.jsonl", "--method", "none"], "'none' is no registered signal"),
         (["--responses", "missing.jsonl", "--method", "grail"], "missing.jsonl: cannot be read"),
         (["--responses", "r.jsonl", "--method", "grail", "--limit", "0"], "--limit=0 must be at least 1"),

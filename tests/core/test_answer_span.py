@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,23 +14,17 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage.answer_span import AnswerSpan, find_answer_span, find_answer_spans, iter_boxed, token_bytes
+from grail_advantage.answer_span import AnswerSpan, find_answer_span, find_answer_spans, token_bytes
 from tests import real_tokenizers as real
-from tests.core.reference import boxed_spans
-
-Box = tuple[int, int, int, int]
-
-
-def plain_boxes(text: bytes) -> list[Box]:
-    """One character a byte."""
-    return boxed_spans(text.decode("latin-1"))
+from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
+from tests.core.test_answer_format import hostile_texts
 
 
-def assert_plain_span(span: AnswerSpan | None, token_texts: list[bytes], which: str) -> bool:
+def assert_plain_span(span: AnswerSpan | None, token_texts: list[bytes], which: str, answer: str = "boxed") -> bool:
     """Compare a span with the token sets of the definition; say whether there was one."""
     text = b"".join(token_texts)
     owner = [token for token, covered in enumerate(token_texts) for _ in covered]
-    boxes = plain_boxes(text)
+    boxes = plain_boxes(text, answer)
     if not boxes:
         assert span is None
         return False
@@ -46,48 +39,8 @@ def assert_plain_span(span: AnswerSpan | None, token_texts: list[bytes], which: 
         assert covering & set(range(span.content_start, span.content_end)) == content
         assert (span.content_start, span.content_end - 1) == (min(content), max(content))
     else:
-        assert span.content_start == span.content_end == owner[content_end]
+        assert span.content_start == span.content_end == (owner[content_end] if content_end < end else span.end)
     return True
-
-
-def test_iter_boxed_by_hand() -> None:
-    for text, boxes in (
-        (rb"no box \boxed {1} \fbox{1} boxed{1} \boxed{4", []),
-        (rb"a \boxed{\frac{1}{2}}.", [(2, 9, 20, 21)]),
-        (rb"\boxed{1} or \boxed{}", [(0, 7, 8, 9), (13, 20, 20, 21)]),
-        (rb"\boxed{ \boxed{1}", [(8, 15, 16, 17)]),
-        (rb"\boxed{\boxed{1}}\boxed{2}", [(0, 7, 16, 17), (17, 24, 25, 26)]),
-        (rb"}} \boxed{\{1,2\}}", [(3, 10, 17, 18)]),
-        (rb"\\boxed{1}", [(1, 8, 9, 10)]),
-        (b"\xff\\boxed{\xf0}", [(1, 8, 9, 10)]),
-    ):
-        assert list(iter_boxed(text)) == boxes
-
-
-def test_iter_boxed_every_short_text() -> None:
-    for length in range(7):
-        for units in itertools.product([b"\\boxed{", b"boxed", b"{", b"}", b"\\"], repeat=length):
-            text = b"".join(units)
-            assert list(iter_boxed(text)) == plain_boxes(text)
-
-
-def hostile_texts() -> dict[str, tuple[bytes, Box | None]]:
-    """200 kB that a search which starts over at each opener takes hours for, and the last span in each."""
-    n = 28_571
-    opened = b"\\boxed{" * n
-    return {
-        "opened": (opened, None),
-        "one closed": (opened + b"}", (7 * n - 7, 7 * n, 7 * n, 7 * n + 1)),
-        "one left open": (opened + b"}" * (n - 1), (7, 14, 8 * n - 2, 8 * n - 1)),
-        "all closed": (opened + b"}" * n, (0, 7, 8 * n - 1, 8 * n)),
-        "closed first": (b"}" * n + opened, None),
-        "braces open": (b"\\boxed{1}" + b"\\boxed{{" * n + b"}", (0, 7, 8, 9)),
-    }
-
-
-def test_iter_boxed_is_linear() -> None:
-    for name, (text, expected) in hostile_texts().items():
-        assert next(reversed(list(iter_boxed(text))), None) == expected, name
 
 
 def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedTokenizerFast:
@@ -100,7 +53,7 @@ def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedToken
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
 
 
-BY_HAND: list[tuple[list[str], str, tuple | None]] = [
+BOXED = [
     # One piece at a time, the closing brace fused with what follows.
     (["so ", "\\", "boxed", "{", "4", "2", "}$", "!"], "last", (1, 4, 6, 7)),
     # A leading space and a split inside "boxed".
@@ -126,14 +79,44 @@ BY_HAND: list[tuple[list[str], str, tuple | None]] = [
     (["\\", " ", "boxed", "{", "1", "}"], "last", None),
     (["\\\\", "boxed", "{", "1", "}"], "last", (0, 3, 4, 5)),
 ]
+OTHERS = [
+    ("hashes", ["so", "\n##", "##", " ", "-4", "2", "\n"], "last", (1, 4, 6, 6)),
+    # A token in between is no space; one that covers nothing is none either.
+    ("hashes", ["####", "so", "42"], "last", None),
+    ("hashes", ["####", "<eos>", " 4", "<eos>", "2\n"], "last", (0, 2, 5, 5)),
+    ("hashes", ["#### 1", " #### ", "2"], "first", (0, 0, 1, 1)),
+    ("hashes", ["#### 1", " #### ", "2"], "last", (1, 2, 3, 3)),
+    ("hashes", ["#### 1", "\n#### Step", " 2"], "last", (0, 0, 1, 1)),
+    ("tag", ["a<", "answer", ">", "4", "2", "</", "answer>", "."], "last", (0, 3, 5, 7)),
+    ("tag", ["<answer", ">4</", "answer>"], "last", (0, 1, 2, 3)),
+    ("tag", ["<answer>", "</answer>"], "last", (0, 1, 1, 2)),
+    ("tag", ["<answer>", "4", "</answer>", "<answer>", "5"], "last", (0, 1, 2, 3)),
+    ("tag", ["<|begin_of_box|>", "4", "<|end_of_box|>"], "last", (0, 1, 2, 3)),
+    (EXPRESSION, ["So", " Answer", ": ", "4", ".", "2"], "last", (1, 3, 4, 4)),
+    # No content, at the very end.
+    (EXPRESSION, ["So ", "Answer", ": "], "last", (1, 3, 3, 3)),
+]
+BY_HAND = [("boxed", *case) for case in BOXED] + OTHERS
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.Fuse()], ids=["no decoder", "fuse"])
 def test_spans_by_hand(decoder: Any) -> None:
-    for tokens, which, expected in BY_HAND:
+    for answer, tokens, which, expected in BY_HAND:
         tokenizer = word_tokenizer(tokens, decoder)
         ids = [tokenizer.get_vocab()[token] for token in tokens]
-        assert find_answer_span(ids, tokenizer, which) == (expected and AnswerSpan(*expected)), tokens
+        span = expected and AnswerSpan(*expected)
+        assert find_answer_span(ids, tokenizer, which, answer) == span, (answer, tokens)
+        if answer == "boxed":
+            assert find_answer_span(ids, tokenizer, which) == span, "the default"
+
+
+def test_special_tokens_that_are_tags() -> None:
+    tokenizer = word_tokenizer(["4"], decoders.Fuse())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|begin_of_box|>", "<|end_of_box|>"]})
+    ids = [2, 3, 2, 4, 1]
+    assert find_answer_span(ids, tokenizer, answer="tag") == AnswerSpan(1, 2, 3, 4)
+    assert find_answer_span(ids, tokenizer, answer=r"box\|>(?P<content>4)") is None, "decoding leaves them out"
+    assert find_answer_span(ids, tokenizer) is None
 
 
 def test_ids_outside_the_vocabulary_cover_nothing() -> None:
@@ -168,6 +151,8 @@ def test_what_is_refused() -> None:
         for find in (find_answer_span, find_answer_spans):
             with pytest.raises(ValueError, match=r"which: .* use 'first' or 'last'"):
                 find([], tokenizer, which)
+    with pytest.raises(ValueError, match="answer='box' is no format"):
+        find_answer_span([1], tokenizer, answer="box")
     for ids in ([[1, 2], [3, 4]], [1.0, 2.0], torch.ones(3), 5, ["1"], [True]):
         with pytest.raises(ValueError, match="token_ids: got shape"):
             find_answer_span(ids, tokenizer)
@@ -284,6 +269,13 @@ SNIPPETS = [
     "\u200b",
     "\\text{ no}",
 ]
+"""For all formats; each has these beside them."""
+OF_FORMAT = {
+    "boxed": [],
+    "hashes": [*4 * ["#### ", "\n#### -42", "#### 4,2."], "#", "##", "-", "####"],
+    "tag": [*6 * ["<answer>"], *5 * ["</answer>"], "<", "answer>", *2 * ["<|begin_of_box|>", "<|end_of_box|>"]],
+    EXPRESSION: [*5 * ["Answer: "], "Answer", ":", "."],
+}
 
 
 def random_split(text: bytes, token_of: dict[bytes, int], rng: random.Random) -> list[int]:
@@ -297,26 +289,34 @@ def random_split(text: bytes, token_of: dict[bytes, int], rng: random.Random) ->
     return ids
 
 
-def check(tokenizer: PreTrainedTokenizerFast, ids: list[int], bytes_of: Callable[[int], bytes]) -> int:
+def check(
+    tokenizer: PreTrainedTokenizerFast, ids: list[int], bytes_of: Callable[[int], bytes], answer: str = "boxed"
+) -> int:
     texts = [bytes_of(token) for token in ids]
-    return sum(assert_plain_span(find_answer_span(ids, tokenizer, which), texts, which) for which in ("first", "last"))
+    found = [find_answer_span(ids, tokenizer, which, answer) for which in ("first", "last")]
+    return sum(
+        assert_plain_span(span, texts, which, answer) for span, which in zip(found, ("first", "last"), strict=True)
+    )
 
 
-def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary: tuple) -> None:
+@pytest.mark.parametrize("answer", PLAIN)
+def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary: tuple, answer: str) -> None:
     tokenizer, vocabulary = real_vocabulary
     token_of = {text: token for token, text in vocabulary.items()}
     size = len(tokenizer)
     strange = [size - 1, size, size + 1000, -1, *tokenizer.all_special_ids]
     rng = random.Random(1)
+    snippets = [*SNIPPETS, *OF_FORMAT[answer]]
+    rounds = 800 if answer == "boxed" else 300
     spans = 0
-    for _ in range(800):
-        text = "".join(rng.choices(SNIPPETS, k=rng.randrange(25)))
+    for _ in range(rounds):
+        text = "".join(rng.choices(snippets, k=rng.randrange(25)))
         ids = random_split(text.encode(), token_of, rng)
         for _ in range(rng.choice([0, 0, 3])):
             ids.insert(rng.randrange(len(ids) + 1), rng.choice(strange))
         for written in (tokenizer.encode(text, add_special_tokens=False), ids):
-            spans += check(tokenizer, written, lambda token: vocabulary.get(token, b""))
-    assert 800 < spans < 2900
+            spans += check(tokenizer, written, lambda token: vocabulary.get(token, b""), answer)
+    assert rounds < spans < 3.6 * rounds
 
 
 def test_real_vocabulary_random_tokens(real_vocabulary: tuple) -> None:

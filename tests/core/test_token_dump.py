@@ -37,6 +37,7 @@ HEADER = DumpHeader(
     rows_in_step=8,
     special_tokens={151645: "<|im_end|>"},
     written_by="grail_advantage 0",
+    answer="hashes",
 )
 
 

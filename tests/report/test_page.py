@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grail_advantage import AnswerSpan
 from grail_advantage.report import by_position, data
 from grail_advantage.report import page as report_page
 from grail_advantage.report.__main__ import main
@@ -176,6 +177,17 @@ def test_broken_and_missing_parts(tmp_path: Path) -> None:
     write_step(run / "tokens", DumpHeader(step=1, method="grail"), short)
     index = index_of(run / "tokens")
     assert index["rows"]["length"] == [0, 1] and index["rows"]["spread"] == [None, 0.0]
+
+
+def test_few_answers_are_said_first(tmp_path: Path) -> None:
+    rows = [text_row(["4", "2"], row=row, span=AnswerSpan(0, 0, 1, 1) if row == 0 else None) for row in range(6)]
+    for answer, few in (("hashes", True), ("boxed", True), (None, False)):
+        write_step(tmp_path, DumpHeader(step=1, method="grail", answer=answer), rows)
+        notes = index_of(tmp_path)["notes"]
+        said = f"1 of the 6 rollouts have an answer in the format {answer}. grail weighs every token of the others 1"
+        assert [note.startswith(said) for note in notes[:1]] == [True] * few
+    write_step(tmp_path, DumpHeader(step=1, method="grail", answer="boxed"), rows[:5])
+    assert not index_of(tmp_path)["notes"], "a fifth"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,6 +88,34 @@ def test_token_advantages_are_those_of_compute_token_weights(tmp_path: Path, nam
     assert bool(batch["advantages"][scripted.TRUNCATED].any()) == (not signal.mask_truncated)
 
 
+def test_answers_in_another_format(tmp_path: Path) -> None:
+    answer = r" (?P<content>six|say|or)"
+    trainer = build(tmp_path, weights={"token_weights": GrailConfig(gate="all"), "answer": answer})
+    plain, expected = plain_weights(GrailConfig(gate="all"), answer=answer)
+    assert sum(span is not None for span in expected.spans) == 5
+    wanted = torch.cat(response_values(expected.weights * plain.advantages.unsqueeze(1), plain.response_mask))
+    torch.testing.assert_close(of_responses(generation_batch(trainer)), wanted, rtol=2e-4, atol=2e-4)
+    refused = {
+        "answer": ("box", "answer='box' is no format"),
+        "missing_answers": ("no", "'no' is unknown; choose one of stop,"),
+    }
+    for name, (value, match) in refused.items():
+        with pytest.raises(ValueError, match=match):
+            build(tmp_path, weights={name: value})
+
+
+@pytest.mark.parametrize("signal", [GrailConfig(), METHODS["surprisal"].replace(statistics="reasoning")])
+def test_a_run_without_answers_stops(
+    tmp_path: Path, signal: Signal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("grail_advantage.missing_answers.ENOUGH", 8)
+    weights = {"token_weights": signal, "answer": "hashes"}
+    build(tmp_path, weights={**weights, "missing_answers": "warn"}, max_steps=1).train()
+    assert "0 of 8 responses have an answer in the format hashes" in caplog.text
+    with pytest.raises(ValueError, match=r"answer=boxed \(.*\) would find one in 5 of 8\. missing_answers=warn trains"):
+        build(tmp_path, weights=weights, max_steps=1).train()
+
+
 def hand_written_loss(
     kind: str, ratio_T: torch.Tensor, log_probs_T: torch.Tensor, advantages_T: torch.Tensor, args: Any
 ) -> torch.Tensor:

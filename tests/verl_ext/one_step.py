@@ -14,9 +14,11 @@ from verl.trainer.ppo import core_algos, padding_utils
 from verl.trainer.ppo.v1 import get_trainer_cls, replay_buffer, trainer_base
 from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_tensordict
 
+from grail_advantage.missing_answers import AnswerWatch
 from grail_advantage.model_interface import RowScores
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext import trainers, transfer, update_dump  # noqa: F401  registers the trainers
+from grail_advantage.verl_ext.settings import answer_of, missing_answers
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 from grail_advantage.verl_ext.wire import build_reply, rows_of
 from tests.composed import compose
@@ -114,6 +116,8 @@ def make_trainer(
     trainer.config = config
     trainer.trainer_mode = mode
     trainer.signal = signal
+    trainer.answer = answer_of(config)
+    trainer._answers = AnswerWatch(signal, trainer.answer, missing_answers(config), "algorithm.token_weights.")
     trainer.tokenizer = char_tokenizer()
     trainer._end_tokens = {END_ID}
     trainer._context_length = 1000

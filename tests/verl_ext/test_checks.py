@@ -62,6 +62,11 @@ OF_METHODS = {
     ("+algorithm.grail.noise_std=1",): r"noise_std is not an option; it is one of oar\. The options of grail are",
     ("algorithm.watchdog=false",): r"algorithm\.watchdog is called run_life \(of recipe\.main_grail; .*\) now",
     ("+algorithm.grial.preset=robust",): r"nothing reads algorithm\.grial; is algorithm\.grail meant",
+    ('algorithm.token_weights.answer="Answer: (.+)"',): r"is no format and has no group .* use boxed, hashes, tag, or",
+    (
+        'algorithm.token_weights.answer="Answer: (?P<content>"',
+    ): r"does not compile .*; use boxed, hashes, tag, or a regular",
+    ("algorithm.token_weights.missing_answers=raise",): r"='raise' is unknown; choose one of stop, warn, ignore",
     ("+algorithm.token_weights.share_forwrd=false",): r"share_forwrd is not an option; the options are share_forward",
     ("algorithm.token_weights.share_forward=true", "algorithm.use_kl_in_reward=True"): r"share_forward=True.*use auto",
     ("+algorithm.surprisal.share=0.1", f"{METHOD}=surprisal"): r"share is not .* set it in surprisal\.reshaper_options",
@@ -214,6 +219,8 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "what belongs to GRAIL is not looked at": (f"{METHOD}=oar_p", "algorithm.grail.leaf=nowhere"),
     "KL in the reward": ("algorithm.use_kl_in_reward=True",),
     "losses": (f"{ACTOR}.policy_loss.loss_mode=geo_mean", f"{METHOD}=uniform"),
+    "answers of GSM8K": ("algorithm.token_weights.answer=hashes", "algorithm.token_weights.missing_answers=warn"),
+    "answers by an expression": (r'algorithm.token_weights.answer="Answer: (?P<content>\d+)"',),
 }
 
 

@@ -12,6 +12,7 @@ from transfer_queue import KVBatchMeta
 
 from grail_advantage import GrailConfig
 from grail_advantage.batch import PassRow
+from grail_advantage.methods import methods
 from grail_advantage.model_interface import RowScores
 from grail_advantage.signals.shear import ShearConfig
 from grail_advantage.verl_ext import transfer
@@ -23,6 +24,8 @@ from grail_advantage.verl_ext.wire import build_reply, rows_of
 from tests.composed import compose
 from tests.core.tiny_models import char_tokenizer, encode
 from tests.verl_ext.test_one_step import Store
+
+OF_THIS_PROJECT = [name for name, of in methods().items() if of.signal_class.__module__.startswith("grail_advantage.")]
 
 
 def test_no_answer_is_found_in_the_output_of_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,12 +48,19 @@ def _turn(turn: tuple[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(ids), torch.full((len(ids),), turn[1])
 
 
-@pytest.mark.parametrize("name", ["fp16", "float16"])
-def test_every_name_of_half_precision_is_refused(name: str) -> None:
-    option = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
-    config = compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=4", f"+{option}={{param_dtype:{name}}}"])
-    with pytest.raises(ValueError, match=rf"param_dtype={name} does not .*; use bf16 or fp32"):
-        check_config(config)
+@pytest.mark.parametrize("name", ["fp16", "float16", "16"])
+@pytest.mark.parametrize("option", ["+{}.mixed_precision={{param_dtype:{}}}", "{}.model_dtype={}"])
+def test_half_precision_is_refused_for_methods_that_need_gradients(option: str, name: str) -> None:
+    override = option.format("actor_rollout_ref.actor.fsdp_config", name)
+    for estimator in OF_THIS_PROJECT:
+        overrides = ["actor_rollout_ref.rollout.n=4", f"algorithm.adv_estimator={estimator}", override]
+        overrides.append("actor_rollout_ref.actor.entropy_from_logits_with_chunking=true")
+        config = compose("grail_trainer", overrides=overrides)
+        if estimator in ("grail", "oar_g"):
+            with pytest.raises(ValueError, match=rf"dtype={name} does not .*={estimator}; use bf16 or fp32"):
+                check_config(config)
+        else:
+            check_config(config)
 
 
 def test_the_backward_took_as_long_as_that_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:

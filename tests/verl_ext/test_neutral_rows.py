@@ -1,6 +1,9 @@
-"""Updates without the rows that train nothing are the updates with them: losses alone, and engines on two ranks."""
+"""Updates without the rows that train nothing are the updates with them: losses alone, and engines on one and two ranks."""
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -41,15 +44,27 @@ def _row(generator: torch.Generator, prompt: int, response: int, trained: int) -
     }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    folder = tmp_path_factory.mktemp("neutral")
+def _plan() -> list[list[dict[str, torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(0)
+    return [[_row(generator, *row) for row in mini_batch] for mini_batch in MINI_BATCHES]
+
+
+def _start(folder: Any, world_size: int) -> list[Results]:
+    from peft import LoraConfig, get_peft_model
+
     tiny_model(layers=2).save_pretrained(folder / "qwen3")
     tiny_model("llama", tied=True, layers=2).save_pretrained(folder / "llama-tied")
-    generator = torch.Generator().manual_seed(0)
-    plan = [[_row(generator, *row) for row in mini_batch] for mini_batch in MINI_BATCHES]
-    torch.save(plan, folder / "plan.pt")
-    return start_ranks("tests.verl_ext.neutral_rows_ranks", folder, 2)
+    torch.manual_seed(0)
+    adapted = get_peft_model(tiny_model(layers=2), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]))
+    adapted.save_pretrained(folder / "adapter")
+    torch.save(_plan(), folder / "plan.pt")
+    return start_ranks("tests.verl_ext.neutral_rows_ranks", folder, world_size)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    """All experiments, on one rank and on two."""
+    return _start(tmp_path_factory.mktemp("neutral"), request.param)
 
 
 def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], rtol: float) -> None:
@@ -89,11 +104,59 @@ def _check_memory(of_ranks: list[dict]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", ranks.SETUPS)
-def test_is_the_same_update_on_two_ranks(setup: str, results: list[Results]) -> None:
+def test_is_the_same_update_with_every_loss_and_aggregation(setup: str, results: list[Results]) -> None:
     of_ranks = of_all_ranks(results, "updates", setup)
-    for loss, aggregation, _ends in ranks.combinations(setup):
+    for loss, aggregation, _ends in ranks.combinations():
         _check(of_ranks, loss, aggregation, 1e-4)
     _check_memory(of_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", ranks.FEW_SETUPS)
+def test_is_the_same_update_in_other_engines(setup: str, results: list[Results]) -> None:
+    of_ranks = of_all_ranks(results, "few_updates", setup)
+    if not of_ranks[0]:
+        pytest.skip("needs two ranks")
+    _check(of_ranks, "vanilla", "token-mean", 1e-4)
+
+
+PACKED = "fsdp2, packed, a token budget"
+
+
+def _plain_gradient(loss: str, plan: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """The gradient of a mini-batch by the derivative of its loss at every log-probability, worked out by hand."""
+    model = tiny_model(layers=2)
+    count = sum(int(row["mask"].sum()) for row in plan)
+    total = torch.zeros(())
+    for row in plan:
+        tokens, start = torch.cat([row["prompt"], row["response"]]), len(row["prompt"])
+        log_probs_PV = (model(tokens[None]).logits[0] / 0.8).log_softmax(-1)
+        own_T = log_probs_PV[start - 1 : -1].gather(1, row["response"][:, None])[:, 0]
+        moved = [-float(noise) for noise in row["noise"]]
+        kept = [t for t in range(len(own_T)) if row["mask"][t]]
+        of_row = math.exp(sum(moved[t] for t in kept) / len(kept))
+        for t in kept:
+            advantage, ratio = float(row["advantages"][t]), math.exp(moved[t])
+            if loss == "gspo":
+                outside = of_row > 1.2 if advantage > 0 else of_row < 0.8
+                slope = 0.0 if outside else advantage * of_row
+            else:
+                slope = advantage * min(max(ratio, 0.8), 1.2)
+            total = total - slope * float(row["weights"][t]) * own_T[t] / count
+    total.backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["gspo", "cispo"])
+def test_a_token_trains_with_its_own_advantage(loss: str, results: list[Results]) -> None:
+    """In losses whose ratio is the row's, or takes no part in the gradient, a token's weight is a factor of its gradient."""
+    of_ranks = of_all_ranks(results, "updates", PACKED)
+    assert len({round(float(value), 6) for row in _plan()[0] for value in row["advantages"] if value}) > 10
+    expected = _plain_gradient(loss, _plan()[0])
+    for name in ("verl", "skipped"):
+        shards = zip(*(result[loss, ranks.TOKEN_MEAN, name]["gradients"][0] for result in of_ranks), strict=True)
+        _assert_close([torch.cat(parts) for parts in shards], expected, 1e-3)
 
 
 class TestLosses:
@@ -148,16 +211,18 @@ class TestLosses:
         assert {*TOKEN_LOSSES, *ROW_LOSSES, *OTHER_LOSSES} == set(POLICY_LOSS_REGISTRY)
         assert set(ranks.LOSSES) == {*TOKEN_LOSSES, *ROW_LOSSES}
 
-    @pytest.mark.parametrize("loss", [*ranks.LOSSES, *OTHER_LOSSES])
-    def test_do_without_rows_that_have_no_advantage_or_are_refused(self, loss: str) -> None:
+    @pytest.mark.parametrize("aggregation", ranks.AGGREGATIONS)
+    @pytest.mark.parametrize("loss", ranks.LOSSES)
+    def test_do_without_rows_that_have_no_advantage(self, loss: str, aggregation: str) -> None:
         without = tuple(length if trained else 0 for length, trained in zip(self.LENGTHS, self.TRAINED, strict=True))
-        if loss in OTHER_LOSSES:
-            assert not self._same(loss, ranks.TOKEN_MEAN, without)
-            return
-        for aggregation in ranks.AGGREGATIONS:
-            assert self._same(loss, aggregation, without)
-            by_length = loss in ROW_LOSSES or aggregation == "seq-mean-token-mean"
-            assert self._same(loss, aggregation, self.TRAINED) == (not by_length)
+        assert self._same(loss, aggregation, without)
+        by_length = loss in ROW_LOSSES or aggregation == "seq-mean-token-mean"
+        assert self._same(loss, aggregation, self.TRAINED) == (not by_length)
+
+    @pytest.mark.parametrize("loss", OTHER_LOSSES)
+    def test_that_need_them_are_refused(self, loss: str) -> None:
+        without = tuple(length if trained else 0 for length, trained in zip(self.LENGTHS, self.TRAINED, strict=True))
+        assert not self._same(loss, ranks.TOKEN_MEAN, without)
 
 
 def test_the_last_token_that_trains() -> None:

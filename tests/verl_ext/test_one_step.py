@@ -38,7 +38,13 @@ WRONG = {"a_1_0", "a_2_0", "b_1_0"}
 class Step:
     """A trainer with a batch, and what happened in a step."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, overrides: Sequence[str], cls: type | None = None) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        overrides: Sequence[str],
+        cls: type | None = None,
+        written: Callable[[str], str] = str,
+    ) -> None:
         self.store = Store()
         self.store.install(monkeypatch)
         self.calls: Counter[str] = Counter()
@@ -49,7 +55,7 @@ class Step:
         self.workers = Workers(self.store)
         self.trainer = make_trainer(["actor_rollout_ref.rollout.n=3", *overrides], GrailConfig(), self.workers, cls=cls)
         for key, prompt, response, reward in ROWS:
-            ids = torch.tensor(encode(response))
+            ids = torch.tensor(encode(written(response)))
             ones, last = torch.ones(len(ids), dtype=torch.int64), torch.tensor([len(ids) - 1])
             self.store.rows[key] = {
                 "uid": key.split("_")[0],
@@ -122,6 +128,40 @@ def test_a_correction_that_drops_tokens_chooses_again(monkeypatch: pytest.Monkey
     assert step.calls == {"find_answer_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 2}
     assert step.metrics["grail/shared_forward_rate"] == 1
     assert step.workers.own == []
+
+
+def _in_hashes(text: str) -> str:
+    return text.replace("\\boxed{", "#### ").replace("}", " ")
+
+
+@pytest.mark.parametrize("extra", [[], [ALONE]], ids=["shared forward", "own pass"])
+def test_answers_in_another_format(monkeypatch: pytest.MonkeyPatch, extra: list[str]) -> None:
+    step = Step(monkeypatch, ["algorithm.token_weights.answer=hashes", *extra], written=_in_hashes)
+    found = step.run()
+    assert (set(step.workers.shared), len(step.workers.own)) == ((WRONG, 0) if not extra else (set(), len(WRONG)))
+    for key, _, text, _ in ROWS[:5]:
+        at = _in_hashes(text).index("#### ") + 5  # official takes the first
+        weights_T = found[key] / found[key][-1]
+        assert weights_T[at] == 5 and (weights_T[at + 1 :] == 1).all() and (weights_T[at - 5 : at] == 1).all()
+        assert (len(weights_T[: at - 5].unique()) > 1) == (key in WRONG)
+    assert step.metrics["grail/answer_found_rate"] == 5 / 6
+    monkeypatch.undo()
+    step = Step(monkeypatch, extra, written=_in_hashes)
+    assert all(len(values.unique()) == 1 for values in step.run().values()), "in the default format there are none"
+
+
+def test_a_first_batch_without_answers_stops(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("grail_advantage.missing_answers.ENOUGH", len(ROWS))
+    for choice in ("warn", "ignore"):
+        with monkeypatch.context() as patched:
+            Step(patched, [f"algorithm.token_weights.missing_answers={choice}"], written=_in_hashes).run()
+        assert ("0 of 6 responses have an answer in the format boxed" in caplog.text) == (choice == "warn")
+        caplog.clear()
+    step = Step(monkeypatch, [], written=_in_hashes)
+    message = r"algorithm\.token_weights\.answer=hashes .* in 5 of 6\. algorithm\.token_weights\.missing_answers=warn"
+    with pytest.raises(ValueError, match=message):
+        step.run()
+    assert not step.workers.shared + step.workers.own
 
 
 class OtherAdvantages(PPOTrainerSync):

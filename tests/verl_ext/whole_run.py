@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,11 +35,13 @@ LONGEST_RUN = 2400.0
 """Seconds: dozens of times what a run takes on an idle machine."""
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """So few tokens, one of them the box's opening, that a random model writes complete boxes."""
-    tokens = [*"01234567+=}", "\\boxed{", "user", "assistant", "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+def tokenizer(opening: str = "\\boxed{") -> PreTrainedTokenizerFast:
+    """So few tokens, one of them the answer's opening, that a random model writes complete answers."""
+    tokens = [*"01234567+=}", opening, "user", "assistant", "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|user|assistant|[\s\S]"), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(
+        Regex(re.escape(opening) + r"|user|assistant|[\s\S]"), behavior="isolated"
+    )
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -51,9 +54,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def write_assets(folder: Path, rows: int) -> None:
+def write_assets(folder: Path, rows: int, opening: str) -> None:
     """Model, tokenizer, and data of that many prompts."""
-    own = tokenizer()
+    own = tokenizer(opening)
     config = Qwen3Config(
         vocab_size=len(own),
         hidden_size=32,
@@ -196,6 +199,7 @@ def start(
     stock: bool = False,
     nodes: int = 0,
     wrapper: Sequence[str] = (),
+    opening: str = "\\boxed{",
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Train in ``folder``, and say how it ended.
@@ -208,9 +212,10 @@ def start(
             otherwise through the recipe's.
         nodes: so many Ray nodes of one rank each, by ``scripts/local_nodes.sh``; 0 for the Ray that verl starts.
         wrapper: words in front of the command.
+        opening: of the model's answers.
         environment: further variables.
     """
-    write_assets(folder, rows)
+    write_assets(folder, rows, opening)
     entry = ["recipe.main_grail", "--config-name=cpu_trainer"]
     if stock:
         (folder / "stock.yaml").write_text(STOCK.format(configs=ROOT / "recipe" / "config"))

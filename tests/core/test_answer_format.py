@@ -1,0 +1,113 @@
+"""Answers in a text against hand-worked cases and against a search that follows the definition byte by byte."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from grail_advantage.answer_format import FORMATS, answer_format
+from tests.core.plain_answers import EXPRESSION, PLAIN, Box, plain_boxes
+
+BY_HAND = (
+    ("boxed", rb"no box \boxed {1} \fbox{1} boxed{1} \boxed{4", []),
+    ("boxed", rb"a \boxed{\frac{1}{2}}.", [(2, 9, 20, 21)]),
+    ("boxed", rb"\boxed{1} or \boxed{}", [(0, 7, 8, 9), (13, 20, 20, 21)]),
+    ("boxed", rb"\boxed{ \boxed{1}", [(8, 15, 16, 17)]),
+    ("boxed", rb"\boxed{\boxed{1}}\boxed{2}", [(0, 7, 16, 17), (17, 24, 25, 26)]),
+    ("boxed", rb"}} \boxed{\{1,2\}}", [(3, 10, 17, 18)]),
+    ("boxed", rb"\\boxed{1}", [(1, 8, 9, 10)]),
+    ("boxed", b"\xff\\boxed{\xf0}", [(1, 8, 9, 10)]),
+    ("hashes", b"#### Step 1\n####42 ### 4 #### x #### \n7 #### -", []),
+    ("hashes", b"#### -1,000.5 apples\n##### 42", [(0, 5, 13, 13), (22, 27, 29, 29)]),
+    ("hashes", b"\xff#### 4\xe6", [(1, 6, 7, 7)]),
+    ("tag", b"<answer>4 <answer >5</answer > </answer", []),
+    ("tag", b"<answer></answer> <answer>4</answer>", [(0, 8, 8, 17), (18, 26, 27, 36)]),
+    ("tag", b"<answer>4 <answer>5</answer>", [(10, 18, 19, 28)]),
+    ("tag", b"<answer><answer>5</answer></answer>", [(0, 8, 26, 35)]),
+    ("tag", b"<|begin_of_box|>4<|end_of_box|>", [(0, 16, 17, 31)]),
+    ("tag", b"<answer><|begin_of_box|>4<|end_of_box|></answer>", [(0, 8, 39, 48)]),
+    ("tag", b"<answer>4<|end_of_box|>", []),
+    (EXPRESSION, "é Answer: ½.\nAnswer: ".encode(), [(3, 11, 13, 13), (15, 23, 23, 23)]),
+    (EXPRESSION, b"\xffAnswer: \xf0\x9f", [(1, 9, 11, 11)]),
+    (r"(?P<content>\d+) is it|never", b"4 is it, 5, never", [(0, 0, 1, 7)]),
+    (r"(?<=Answer: )(?P<content>\d+)", "½ Answer: 42".encode(), [(11, 11, 13, 13)]),
+    (r"Answer: (?=(?P<content>\d+))", "½ Answer: 42".encode(), [(3, 11, 13, 13)]),
+    (r"(?P<content>)", b"empty matches are none", []),
+    (r"(?s)<a>(?P<content>.*?)</a>", b"<a>1\n2</a>", [(0, 3, 6, 10)]),
+)
+UNITS = {
+    "boxed": [b"\\boxed{", b"boxed", b"{", b"}", b"\\"],
+    "hashes": [b"####", b"#", b" ", b"-", b"4", b",", b"x"],
+    "tag": [b"<answer>", b"</answer>", b"<|begin_of_box|>", b"<|end_of_box|>", b"4"],
+    EXPRESSION: [b"Answer", b": ", b".", "½".encode(), b"\xe6"],
+}
+
+
+@pytest.mark.parametrize("answer, text, boxes", BY_HAND)
+def test_by_hand(answer: str, text: bytes, boxes: list[Box]) -> None:
+    assert list(answer_format(answer).find(text)) == boxes
+
+
+@pytest.mark.parametrize("answer", PLAIN)
+def test_every_short_text(answer: str) -> None:
+    for length in range(7):
+        for units in itertools.product(UNITS[answer], repeat=length):
+            text = b"".join(units)
+            assert list(answer_format(answer).find(text)) == plain_boxes(text, answer), text
+
+
+def test_hashes_hold_the_number_that_verls_reward_judges() -> None:
+    extract_solution = pytest.importorskip("verl.utils.reward_score.gsm8k").extract_solution
+    for length in range(6):
+        for units in itertools.product(["#### ", "####", "-", "4", ",", ".", " ", "\n"], repeat=length):
+            text = "".join(units)
+            boxes = list(FORMATS["hashes"].find(text.encode()))
+            content = text[boxes[-1][1] : boxes[-1][2]].replace(",", "") if boxes else None
+            assert content == extract_solution(text), text
+
+
+def hostile_texts() -> dict[str, tuple[bytes, Box | None]]:
+    """200 kB that a search which starts over at each opener takes hours for, and the last box in each."""
+    n = 28_571
+    opened = b"\\boxed{" * n
+    return {
+        "opened": (opened, None),
+        "one closed": (opened + b"}", (7 * n - 7, 7 * n, 7 * n, 7 * n + 1)),
+        "one left open": (opened + b"}" * (n - 1), (7, 14, 8 * n - 2, 8 * n - 1)),
+        "all closed": (opened + b"}" * n, (0, 7, 8 * n - 1, 8 * n)),
+        "closed first": (b"}" * n + opened, None),
+        "braces open": (b"\\boxed{1}" + b"\\boxed{{" * n + b"}", (0, 7, 8, 9)),
+    }
+
+
+def test_the_search_is_linear() -> None:
+    for name, (text, expected) in hostile_texts().items():
+        assert next(reversed(list(FORMATS["boxed"].find(text))), None) == expected, name
+    n = 25_000
+    opened = b"<answer>" * n
+    assert next(FORMATS["tag"].find(opened + b"</answer>" * n)) == (0, 8, 17 * n - 9, 17 * n)
+    assert list(FORMATS["tag"].find(opened)) == []
+    assert len(list(FORMATS["hashes"].find(b"#### 1" * n))) == n
+    assert len(list(answer_format(EXPRESSION).find("½Answer: 1.".encode() * n))) == n
+
+
+def test_an_expression_that_takes_too_long_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grail_advantage.answer_format.EXPRESSION_SECONDS", 0.05)
+    slow = answer_format(r"(?P<content>(a|aa|a.)+)$b?c")
+    assert list(slow.find(b"a" * 5000)) == []
+
+
+@pytest.mark.parametrize("choice", ["box", "####", "(?P<content>", "(?P<answer>.)", "", None, 3, ["boxed"]])
+def test_what_is_refused(choice: object) -> None:
+    with pytest.raises(ValueError, match=r"answer=.* use boxed, hashes, tag, or a regular expression with a group"):
+        answer_format(choice)
+
+
+def test_a_format_is_resolved_once() -> None:
+    assert answer_format("boxed") is answer_format(FORMATS["boxed"]) is FORMATS["boxed"]
+    assert answer_format(EXPRESSION) is answer_format(EXPRESSION) and answer_format(EXPRESSION).name == EXPRESSION
+    for each in FORMATS.values():
+        text = each.example.encode()
+        (box,) = each.find(text)
+        assert (box[0], text[box[1] : box[2]], box[3]) == (0, b"42", len(text))

@@ -1,0 +1,97 @@
+"""Runs whose responses have no answers stop, or are warned of, with the remedy."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from grail_advantage import GrailConfig, Signal
+from grail_advantage.answer_format import answer_format
+from grail_advantage.answer_span import find_answer_spans
+from grail_advantage.methods import method
+from grail_advantage.missing_answers import AnswerWatch, advice, check_choice
+from tests.core.tiny_models import char_tokenizer, encode
+
+READERS = ("grail", "oar_g", "oar_p", "surprisal")
+HASHES, BOX, NONE = "so #### 42", r"so \boxed{42}", "so 42"
+
+
+def looked(watch: AnswerWatch, texts: list[str], answer: str = "boxed") -> None:
+    ids = [encode(text) for text in texts]
+    watch.look(find_answer_spans(ids, char_tokenizer(), answer=answer), ids, char_tokenizer())
+
+
+def watch(choice: str = "stop", signal: Signal | None = None, answer: str = "boxed") -> AnswerWatch:
+    return AnswerWatch(signal or GrailConfig(), answer_format(answer), choice, "here.")
+
+
+def test_a_first_batch_without_answers_stops_and_names_the_format_that_has_them() -> None:
+    message = (
+        r"^0 of 32 responses have an answer in the format boxed; grail weighs .* as with uniform\. One of them ends with "
+        r"'so #### 42'; here\.answer=hashes \(#### 42\) would find one in 31 of 32\. here\.missing_answers=warn trains all the"
+    )
+    with pytest.raises(ValueError, match=message):
+        looked(watch(), [HASHES] * 31 + [NONE])
+    with pytest.raises(
+        ValueError, match=r"no other format finds any: ask for \\boxed\{42\} in the prompt, set here.answer"
+    ):
+        looked(watch(), [NONE] * 32)
+    with pytest.raises(ValueError, match=r"in the format tag; .*here\.answer=boxed .* in 32 of 32\. "):
+        looked(watch(answer="tag"), [BOX] * 32, "tag")
+
+
+def test_a_small_batch_without_answers_is_bad_luck(caplog: pytest.LogCaptureFixture) -> None:
+    own = watch()
+    for _ in range(3):
+        looked(own, [HASHES] * 8)
+    with pytest.raises(ValueError, match="0 of 8 responses"):
+        looked(own, [HASHES] * 8)
+    own = watch()
+    looked(own, [HASHES] * 24 + [BOX])
+    looked(own, [HASHES] * 64)  # there has been an answer
+    assert "1 of 25 responses" in caplog.text
+
+
+def test_a_low_share_is_warned_of_every_tenth_batch(caplog: pytest.LogCaptureFixture) -> None:
+    for choice, first in (("stop", [BOX] + [NONE] * 9), ("warn", [NONE] * 40)):
+        caplog.clear()
+        own = watch(choice)
+        looked(own, first)
+        for _ in range(20):
+            looked(own, [NONE] * 9 + [BOX])
+        assert [record.levelno for record in caplog.records] == [logging.WARNING] * 3
+    caplog.clear()
+    own = watch()
+    looked(own, [BOX] + [NONE] * 4)  # a fifth
+    looked(own, [])
+    assert not caplog.records
+
+
+def test_nothing_is_said_where_no_answer_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    looked(watch("ignore"), [NONE] * 40)
+    for name in ("uniform", "entropy", "high_entropy", "stare"):
+        looked(watch(signal=method(name).build({})), [NONE] * 40)
+    looked(watch(signal=method("surprisal").build({"statistics": "response"})), [NONE] * 40)
+    assert not caplog.records
+    for name in READERS:
+        with pytest.raises(ValueError, match=f"{name} weighs"):
+            looked(watch(signal=method(name).build({})), [NONE] * 40)
+
+
+def test_counts_of_all_processes_decide() -> None:
+    own, ids = watch(), [encode(NONE)] * 8
+    own.look([None] * 8, ids, char_tokenizer(), (1, 64))
+    with pytest.raises(ValueError, match="0 of 64 responses"):
+        watch().look([None] * 8, ids, char_tokenizer(), (0, 64))
+
+
+def test_a_long_response_is_shown_by_its_end_without_the_output_of_tools() -> None:
+    said = advice(answer_format("boxed"), [[*encode("a" * 500), -1, *encode("the end")]], char_tokenizer())
+    assert said.startswith("One of them ends with '" + "a" * 153 + "the end'")
+
+
+def test_choices() -> None:
+    for choice in ("yes", None, True):
+        with pytest.raises(ValueError, match=r"here.missing_answers=.* is unknown; choose one of stop, warn, ignore"):
+            check_choice(choice, "here.missing_answers")
