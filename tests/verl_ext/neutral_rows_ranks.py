@@ -22,29 +22,24 @@ TOKEN_MEAN = "token-mean"
 AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo", "gspo", "sapo")
 SETUPS = {
-    "fsdp, padded, fixed micro-batches": (Setup("qwen3", "fsdp"), Sizes(rows=2)),
-    "fsdp2, packed, a token budget": (Setup("qwen3", "fsdp2", packed=True), Sizes(budget=60)),
-}
-FEW_SETUPS = {
-    "fsdp2, lora": (Setup("qwen3", "fsdp2", adapter="adapter"), Sizes(rows=4)),
-    "fsdp2, parameters offloaded": (
-        Setup("qwen3", "fsdp2", options={"param_offload": True, "optimizer_offload": True}),
-        Sizes(budget=60),
+    "fsdp2, packed, a token budget": (Setup("qwen3", packed=True), Sizes(budget=60)),
+    "fsdp, padded, fixed micro-batches": (
+        Setup("llama-tied", "fsdp", options={"use_orig_params": True}),
+        Sizes(rows=2),
     ),
     "fsdp2, two ranks a sequence": (
-        Setup("qwen3", "fsdp2", packed=True, attention=REFERENCE, sequence_parallel=2),
+        Setup("qwen3", packed=True, attention=REFERENCE, sequence_parallel=2),
         Sizes(budget=60),
     ),
-    "fsdp, original parameters": (Setup("llama-tied", "fsdp", options={"use_orig_params": True}), Sizes(rows=4)),
 }
-EXPERIMENTS = {"updates": SETUPS, "few_updates": FEW_SETUPS}
+USUAL = ("vanilla", TOKEN_MEAN, True)
 
 
-def combinations() -> list[tuple[str, str, bool]]:
+def combinations(setup: str) -> list[tuple[str, str, bool]]:
     """Loss, aggregation, and whether rows lose their ends."""
-    chosen = [(loss, TOKEN_MEAN) for loss in LOSSES] + [("vanilla", mode) for mode in AGGREGATIONS[1:]]
-    whole = ("gspo", "sapo", "seq-mean-token-mean")
-    return [(loss, mode, not {loss, mode} & set(whole)) for loss, mode in chosen]
+    others = [("vanilla", "seq-mean-token-sum-norm", True), ("vanilla", "seq-mean-token-mean", False)]
+    others += [("gspo", TOKEN_MEAN, False), ("cispo", TOKEN_MEAN, True)]
+    return [USUAL, *others] if setup == next(iter(SETUPS)) else [USUAL]
 
 
 class Experiments:
@@ -56,20 +51,12 @@ class Experiments:
         self.mini_batch_rows = len(self.plan[0])
         install_reference()
 
-    def updates(self, setup: tuple[Setup, Sizes]) -> dict[Any, Any]:
-        """Of every loss and every aggregation."""
-        return self._updates(setup, combinations())
-
-    def few_updates(self, setup: tuple[Setup, Sizes]) -> dict[Any, Any]:
-        """Of the usual loss alone."""
-        return self._updates(setup, combinations()[:1])
-
-    def _updates(self, setup: tuple[Setup, Sizes], chosen: list[tuple[str, str, bool]]) -> dict[Any, Any]:
+    def updates(self, name: str) -> dict[Any, Any]:
+        """The same update with verl's rows and without neutral ones, of every loss and aggregation of the set-up."""
         from verl.utils.profiler import DistProfiler
 
+        setup = SETUPS[name]
         together = setup[0].sequence_parallel
-        if together > self.world_size:
-            return {}
         share, place = self.mini_batch_rows * together // self.world_size, self.rank // together
         self.rows = [row for mini_batch in self.plan for row in mini_batch[place * share : (place + 1) * share]]
         engine = build_engine(setup[0], self.folder)
@@ -82,13 +69,13 @@ class Experiments:
         self.old_log_probs = self._old_log_probs(worker)
         first = [parameter.detach().clone() for parameter in self._parameters(engine)]
         results = {}
-        for loss, aggregation, ends in chosen:
-            for name, setting in (("verl", None), ("skipped", ends)):
+        for loss, aggregation, ends in combinations(name):
+            for kind, setting in (("verl", None), ("skipped", ends)):
                 with torch.no_grad():
                     for parameter, value in zip(self._parameters(engine), first, strict=True):
                         parameter.copy_(value)
                 engine.optimizer.state.clear()
-                results[loss, aggregation, name] = self._update(worker, loss, aggregation, setting, first)
+                results[loss, aggregation, kind] = self._update(worker, loss, aggregation, setting, first)
         return results
 
     def _parameters(self, engine: Any) -> list[torch.Tensor]:
@@ -196,4 +183,4 @@ class Experiments:
 
 
 if __name__ == "__main__":
-    run_rank(Experiments, EXPERIMENTS, sys.argv[1:])
+    run_rank(Experiments, {"updates": {name: name for name in SETUPS}}, sys.argv[1:])
