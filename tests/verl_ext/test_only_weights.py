@@ -84,7 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.slow
-def test_a_stock_runs_checkpoint_resumes_and_the_next_is_alike(runs: tuple[Path, list[str]]) -> None:
+def test_a_stock_runs_checkpoint_resumes(runs: tuple[Path, list[str]]) -> None:
     folder, outputs = runs
     assert "Resuming from" in outputs[1]
     (line,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
