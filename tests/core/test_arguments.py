@@ -14,7 +14,6 @@ import torch
 
 import grail_advantage
 from grail_advantage import AnswerSpan, GrailConfig, TokenWeights, compute_token_weights
-from grail_advantage.methods import method
 from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, char_tokenizer, make_batch, tiny_model
 
 MODEL = cache(tiny_model)
@@ -72,23 +71,6 @@ def test_refusals_name_the_argument_and_the_fix() -> None:
             compute_token_weights(MODEL(), char_tokenizer(), *batch().tensors(), **arguments)
         for word in words:
             assert word in str(raised.value)
-
-
-def test_advantages_with_a_graph_are_detached() -> None:
-    batch = changed()
-    with_graph = dataclasses.replace(batch, advantages=batch.advantages * torch.ones(2, requires_grad=True))
-    got, expected = (
-        compute_token_weights(MODEL(), char_tokenizer(), *each.tensors(), GrailConfig()).weights
-        for each in (with_graph, batch)
-    )
-    assert not got.requires_grad and torch.equal(got, expected)
-
-
-def test_log_probs_that_rounding_put_above_zero_are_taken() -> None:
-    batch, config = changed(), method("probability").build({})
-    rounded = torch.full(batch.input_ids.shape, 1e-5)
-    got = compute_token_weights(MODEL(), char_tokenizer(), *batch.tensors(), config, old_log_probs=rounded)
-    assert got.weights.isfinite().all()
 
 
 def test_batches_without_any_response_or_row() -> None:

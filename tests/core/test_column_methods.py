@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from grail_advantage import AnswerSpan, RolloutBatch, Signal
+from grail_advantage import AnswerSpan, Signal
 from grail_advantage.signals.entropy import EntropyConfig as Entropy
 from grail_advantage.signals.entropy_bonus import EntropyBonusConfig as EntropyBonus
 from grail_advantage.signals.high_entropy import HighEntropyConfig as HighEntropy
@@ -142,12 +142,6 @@ def test_non_finite_log_probabilities_only_matter_where_they_are_read(value: flo
     assert weights_of(Surprisal(statistics="response"), rows) == [[1.0] * 7] * 2
 
 
-def test_whether_entropy_ranks_follows_from_the_map() -> None:
-    ranks = {"top": True, "bilevel": True, "power": False, "mean_ratio": False, "log_zscore": False}
-    assert {name: Entropy(reshaper=name).ranks_entropy for name in ranks} == ranks
-    assert HighEntropy().ranks_entropy
-
-
 @pytest.mark.parametrize("signal", [HighEntropy(), Stare(variant="C2", threshold=10.0)])
 def test_rows_may_come_in_any_order(signal: Signal) -> None:
     rows = random_rows(7)  # hardly two values are the same
@@ -164,13 +158,6 @@ def test_bounds_of_the_entropy_bonus_are_flagged() -> None:
         bound = [0.4 * entropy >= 1 / kappa for entropy in entropies]
         assert found.at_upper_bound_BT.tolist() == [bound, [False] * 4, [False] * 4]
         assert found.at_lower_bound_BT.tolist() == [[False] * 4, bound, [False] * 4]
-
-
-def test_a_narrow_column_is_not_exponentiated_in_its_own_dtype() -> None:
-    column = torch.tensor([[-0.0078125, -0.5]], dtype=torch.bfloat16)  # exp of the first, 0.99222, is not in bfloat16
-    batch = RolloutBatch(torch.ones(1, 2, dtype=torch.bool), torch.ones(1), [None], {"old_log_probs": column})
-    expected = [[0.2 * math.exp(-0.0078125) + 0.8, 0.2 * math.exp(-0.5) + 0.8]]
-    close(result_of(Probability(), batch).weights_BT.tolist(), expected)
 
 
 def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:

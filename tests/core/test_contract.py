@@ -309,30 +309,3 @@ def test_gradients_and_probabilities_that_underflow_in_bfloat16(name: str) -> No
     model = tiny_model(layers=2).bfloat16()
     for temperature in (1e-4, 1e6):
         weigh(name, model, WHOLE, temperature=temperature)
-
-
-def test_a_vocabulary_that_is_padded_beyond_the_tokenizers(name: str) -> None:
-    """Its surplus entries are ids that a sampler may draw and that stand for no text."""
-    model, batch = tiny_model(layers=2, vocab_size=256), make_batch(WHOLE)
-    ids = batch.input_ids.clone()
-    ids[0, int(batch.response_mask[0].int().argmax())] = 250
-    found, figures = weigh(name, model, replace(batch, input_ids=ids))
-    assert figures["non_finite_rate"] == 0.0
-    if name not in COMPARES_ROWS | {"shear"}:
-        assert all(map(torch.equal, found[1:], weigh(name, model, WHOLE)[0][1:]))
-
-
-def test_attended_tokens_after_the_response_change_nothing(name: str) -> None:
-    """Such as the next turn of a chat; the model is causal, so that no score can depend on them."""
-    model, cut = tiny_model(layers=2), make_batch(WHOLE)
-    more = torch.full((len(WHOLE), 5), CHARACTERS.index("s"))
-    longer = Batch(
-        torch.cat([cut.input_ids, more], dim=1),
-        torch.cat([cut.attention_mask, torch.ones_like(more)], dim=1),
-        torch.cat([cut.response_mask, torch.zeros_like(more)], dim=1),
-        cut.advantages,
-    )
-    found, figures = weigh(name, model, longer)
-    expected, of_cut = weigh(name, model, cut)
-    assert all(map(torch.equal, found, expected))
-    assert figures == of_cut

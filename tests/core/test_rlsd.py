@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import TokenWeights, compute_token_weights, hf_model
-from grail_advantage.batch import OLD_LOG_PROBS, Example, PassRow, RolloutBatch
-from grail_advantage.methods import method
+from grail_advantage.batch import Example, PassRow, RolloutBatch
 from grail_advantage.model_interface import Turns
 from grail_advantage.signals.rlsd import REQUEST, RlsdConfig
 from grail_advantage.weighting import BatchWeights, batch_weights
@@ -81,17 +80,6 @@ def test_by_hand() -> None:
 def test_against_the_plain_formula(changes: list[float], advantage: float, lam: float, epsilon: float) -> None:
     found = weigh([changes], [advantage], lam=lam, epsilon=epsilon)[0][0].tolist()
     assert found == pytest.approx(plain_weights(changes, [0.0] * len(changes), advantage, lam, epsilon), rel=1e-6)
-
-
-def test_huge_and_impossible_changes() -> None:
-    huge = [1e30, -1e30, 700.0, -700.0]
-    weights_BT, _ = weigh([huge, huge], [1.0, -1.0], lam=1.0, epsilon=1.0)
-    torch.testing.assert_close(weights_BT, torch.tensor([[2.0, 0.0, 2.0, 0.0], [0.0, 2.0, 0.0, 2.0]]))
-    # Impossible on both sides.
-    columns_BT = {OLD_LOG_PROBS: torch.tensor([[-1.0, -math.inf], [-1.0, -2.0]])}
-    batch = RolloutBatch(torch.ones(2, 2, dtype=torch.bool), torch.ones(2), [None, None], columns_BT)
-    scores_BT = RlsdConfig().scores(batch, torch.tensor([[-0.5, -math.inf], [-1.5, -2.0]]))
-    assert scores_BT[0, 1].isnan() and scores_BT[:, 0].tolist() == [0.5, -0.5]
 
 
 def test_lam_falls_and_needs_no_pass_once_it_is_0() -> None:
@@ -198,14 +186,6 @@ def test_plain_computation(family: str, temperature: float, request_text: str, g
     assert len(distinct) > 10, "not only the bounds"
 
 
-def test_template_options_reach_the_template() -> None:
-    named = [replace(of_row, template_options={"name": "tutor"}) for of_row in EXAMPLES]
-    _, found = run_rows(RlsdConfig(request=SHORT), named)
-    old = plain_log_probs(subject(), f"[user]{ROWS[0][0]}[assistant]", ROWS[0][1], 1.0)
-    teacher = plain_log_probs(subject(), f"[user]{ROWS[0][0]}Given 5, tell it in your words.[tutor]", ROWS[0][1], 1.0)
-    assert found[0] == pytest.approx(plain_weights(teacher, old, 1.0, 0.5, 0.2), abs=1e-6)
-
-
 NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), {}, np.array([])]
 
 
@@ -260,10 +240,3 @@ def test_examples_and_a_template_are_needed() -> None:
         run_rows(RlsdConfig(), None)
     with pytest.raises(ValueError, match=r"rlsd asks again through the chat template.*custom_chat_template"):
         run_rows(RlsdConfig(), EXAMPLES, tokenizer=char_tokenizer())
-
-
-def test_the_name_and_what_follows_from_options() -> None:
-    config = method("rlsd").build({"lam": 1, "lam_steps": None, "negative_only": True, "request": "{privileged}!"})
-    assert (config.name, config.gate, config.lam_steps, config.privileged_column) == ("rlsd", "wrong", 0, GOLD)
-    assert (RlsdConfig().gate, RlsdConfig().columns) == ("all", ("reward_model",))
-    assert RlsdConfig(privileged_column="extra_info.solutions.0").columns == ("extra_info",)

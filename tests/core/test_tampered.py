@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import tracemalloc
@@ -11,19 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from grail_advantage import token_dump
 from grail_advantage.report import data
-from grail_advantage.report.figures import write_figures
 from grail_advantage.report.page import write_report
 from grail_advantage.token_dump import MOST_PROBLEMS, DumpHeader, DumpRow, read_dump, write_step
 from recipe.evaluate.checkpoint import resolve_model
 from tests.dumps import dump_row
-
-NAMES = ["../../escaped", "/etc/passwd", "a\0b", "..", "~/.bashrc", "$(touch escaped)", "x" * 5000]
-"""Names that would matter if somebody made a path or a command of them."""
 
 
 def row(place: int, name: str = "key_0_0") -> DumpRow:
@@ -67,17 +61,6 @@ def test_a_long_text_that_every_row_and_token_repeats(tmp_path: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18, "KiB"
 
 
-def test_many_rows_that_cannot_be_read(tmp_path: Path) -> None:
-    path = written(tmp_path, rows=MOST_PROBLEMS + 50)
-    table = pq.read_table(path)
-    place = table.schema.get_field_index("span")
-    spans = pa.array([[9]] * table.num_rows, table.schema.field(place).type)
-    pq.write_table(table.set_column(place, table.schema.field(place), spans), path)
-    dump = read_dump(tmp_path)
-    assert list(dump) == [] and len(dump.problems) == MOST_PROBLEMS + 1
-    assert str(dump.problems[-1]) == f"{path}: {MOST_PROBLEMS} rows cannot be read; the file is not read on"
-
-
 @pytest.mark.parametrize("cut", [False, True], ids=["a bit flipped", "an end missing"])
 def test_damage_anywhere(tmp_path: Path, cut: bool) -> None:
     """At every 97th byte: a file is named, or its rows are as they were; nothing is raised."""
@@ -94,21 +77,6 @@ def test_damage_anywhere(tmp_path: Path, cut: bool) -> None:
 
 def _values(row: DumpRow) -> tuple:
     return row.key, row.token_ids_T.tolist(), row.tokens, row.weight_T.tolist(), row.score_T.tolist()
-
-
-def test_names_from_a_model_are_no_paths(tmp_path: Path) -> None:
-    """Keys, ids, answers and methods: whatever they say, the files are those of the step."""
-    run = tmp_path / "run"
-    rows = [row(place, name) for place, name in enumerate(NAMES)]
-    write_step(run / "tokens", DumpHeader(step=3, method=NAMES[0], model=NAMES[1]), rows)
-    metrics = {"step": 1, "data": {f"{name}/average_weight": 1.0 for name in NAMES}}
-    (run / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
-    before = everything(tmp_path)
-    page = write_report(run)
-    assert everything(tmp_path) - before == {"run/report.html"} and page == run / "report.html"
-    figures = write_figures(data.open_run(run), tmp_path / "figures")
-    assert {path.parent for path in figures} == {tmp_path / "figures"}
-    assert {path.stem for path in figures} <= {"curves", "profile", "heat_map"}
 
 
 class TestLinks:

@@ -119,19 +119,6 @@ def test_official_by_hand() -> None:
     assert not got.at_upper_bound_BT.any()
 
 
-def test_robust_by_hand() -> None:
-    # Logs of the reasoning: mean 0, variance 2 / 3, so z = -1.224745, 0, 1.224745; the first weight is clipped to 0.5.
-    scores = log_scores([-1, 0, 1, 2, 2, -2, -2])
-    before = [0.5, 1.0, 1.612372, 1.0, 5.0, 1.0, 1.0]
-    plain = GrailConfig("robust", normalize_mass=False)
-    got = weigh(scores, [SPAN], [-1.0], plain)
-    close(got.weights_BT, [before])
-    assert got.at_lower_bound_BT.tolist() == [[True] + [False] * 6]
-    assert not got.at_upper_bound_BT.any()
-    scale = 7 / 11.112372
-    close(weigh(scores, [SPAN], [-1.0], GrailConfig("robust")).weights_BT, [[scale * weight for weight in before]])
-
-
 def test_upper_bound_is_flagged() -> None:
     # Nine logs 0 and one 10: mean 1, variance 9, z = -1/3 and 3, weights 0.833333 and 2.5.
     span = AnswerSpan(10, 11, 12, 13)
@@ -141,18 +128,6 @@ def test_upper_bound_is_flagged() -> None:
     close(got.weights_BT, [[0.833333] * 9 + [2.25, 1.0, 0.75, 1.0]])
     assert got.at_upper_bound_BT.tolist() == [[False] * 9 + [True] + [False] * 3]
     assert not got.at_lower_bound_BT.any()
-
-
-def test_the_answer_has_weights_of_its_own() -> None:
-    scores = log_scores([-1, 0, 1, 2, 2, -2, -2])
-    for preset in ("official", "robust"):
-        config = GrailConfig(preset, weight_mean=2.0, content_weight=0.25, normalize_mass=False)
-        assert weigh(scores, [SPAN], [-1.0], config).weights_BT[0, 3:].tolist() == [2.0, 0.25, 2.0, 2.0]
-        at_start = weigh(scores[:, :4], [AnswerSpan(0, 1, 2, 3)], [-1.0], config)
-        assert at_start.weights_BT.tolist() == [[2.0, 0.25, 2.0, 2.0]]
-        assert not at_start.from_scores_BT.any()
-    empty = weigh(scores, [AnswerSpan(3, 4, 4, 5)], [-1.0], GrailConfig("official"))
-    assert empty.weights_BT[0, 3:].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize(("gate", "inside", "outside"), [("wrong", -1.0, 1.0), ("correct", 1.0, -1.0)])
@@ -177,12 +152,6 @@ def test_non_finite_scores_outside_the_mask_or_the_selection_are_not_read() -> N
     got = weigh(scores, [SPAN, SPAN], [-1.0, 1.0], GrailConfig("robust", normalize_mass=False), mask)
     assert got.non_finite_B.tolist() == [False, False]
     close(got.weights_BT, [[0.5, 1.0, 1.612372, 1.0, 5.0, 1.0, 0.0], [1.0] * 7])
-
-
-def test_all_weights_zero_cannot_be_rescaled() -> None:
-    config = GrailConfig("robust", weight_mean=0.0, weight_min=0.0, weight_max=0.0)
-    got = weigh(log_scores([-1, 0, 1, 2, 2, -2, -2]), [SPAN], [-1.0], config)
-    assert got.weights_BT.tolist() == [[0.0] * 7]
 
 
 def scores_of(draw: random.Random, length: int) -> list[float]:

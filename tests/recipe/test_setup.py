@@ -128,6 +128,14 @@ def test_wheel_of_flash_attn(gpu: Project) -> None:
 
 
 @pytest.mark.slow
+def test_flash_attn_is_left_out_on_request(gpu: Project) -> None:
+    publish(gpu.here / "other", "flash_attn", "2.8.3", {"flash_attn/__init__.py": "built = None"})
+    status, said = gpu.run("--requirements-only", FLASH_ATTN="none")
+    assert status == 0 and "from: nowhere" in said, said
+    assert not list(gpu.venv.glob("lib/python3*/site-packages/flash_attn*"))
+
+
+@pytest.mark.slow
 def test_flash_attn_is_compiled_on_request(gpu: Project) -> None:
     publish(gpu.here / "other", "flash_attn", "2.8.3", {"flash_attn/__init__.py": "built = None"})
     status, said = gpu.run("--requirements-only", FLASH_ATTN="build", FLASH_ATTN_CUDA_ARCHS="120")
@@ -141,7 +149,7 @@ REFUSED = {
     "full disk": ({"df": "echo Avail; echo 12000000000"}, {}, "less than the 13 GB free"),
     "no compiler": ({}, {"CC": "/nowhere"}, "there is no C compiler /nowhere"),
     "old nvcc": ({"nvcc": "echo Cuda compilation tools, release 12.8, V12.8.9"}, {}, "is 12.8; install the CUDA 13.0"),
-    "knob": ({}, {"FLASH_ATTN": "maybe"}, "FLASH_ATTN=maybe is unknown; choose auto or build"),
+    "knob": ({}, {"FLASH_ATTN": "maybe"}, "FLASH_ATTN=maybe is unknown; choose auto, build or none"),
     "Python": ({}, {"PYTHON": "/nowhere"}, "PYTHON=/nowhere is no interpreter that runs"),
 }
 

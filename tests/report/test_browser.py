@@ -15,8 +15,8 @@ import pytest
 
 from grail_advantage.report import colours
 from grail_advantage.report.page import write_report
-from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
-from tests.report.synthetic import text_row, write_dump, write_metrics
+from grail_advantage.token_dump import DumpRow, read_dump
+from tests.report.synthetic import write_dump, write_metrics
 from tests.report.test_pack import read_block
 
 pytestmark = pytest.mark.slow
@@ -104,32 +104,6 @@ def test_colours_are_those_of_the_scale(runs: Path, rows: list[DumpRow], opened:
     assert len(seen) == 5
 
 
-def test_marks_in_words(runs: Path, rows: list[DumpRow], opened: Open, tmp_path: Path) -> None:
-    for row in (
-        next(row for row in rows if row.neutral == "advantage 0"),
-        next(row for row in rows if row.truncated),
-    ):
-        page = opened(runs / "grail" / "report.html", link(row))
-        facts = page.locator(".facts").inner_text()
-        assert f"neutral: {row.neutral}" in facts and ("cut at the length limit" in facts) == row.truncated
-    answered = next(row for row in rows if row.span and row.outcome == "right")
-    page = opened(runs / "grail" / "report.html", link(answered))
-    assert answered.span is not None
-    assert marked(page, "span") == list(range(answered.span.start, answered.span.end))
-    page.locator(".t").nth(answered.span.content_start).hover()
-    assert "in the answer" in page.locator("#readout").inner_text()
-    assert "<|im_end|>" in page.locator(".tokens").inner_text()
-
-    odd = [text_row(["a", "b", "c"], mask_T=np.array([True, False, True])), text_row([], row=1, answer=None)]
-    write_step(tmp_path, DumpHeader(step=1, method="grail"), odd)
-    page = opened(write_report(tmp_path), "#rollout=1.0")
-    assert page.locator(".t.off").all_inner_texts() == ["b"]
-    page.locator(".t").nth(1).hover()
-    assert "does not train" in page.locator("#readout").inner_text()
-    page = opened(tmp_path / "report.html", "#rollout=1.1")
-    assert page.locator(".tokens").count() == 1 and page.locator(".t").count() == 0
-
-
 def test_curves_and_profiles(runs: Path, opened: Open) -> None:
     page = opened(runs / "grail" / "report.html")
     profile = page.locator("#profile")
@@ -165,18 +139,6 @@ def test_two_runs_beside_each_other(runs: Path, opened: Open) -> None:
     page.select_option('select[name="run"]', label="uniform")
     assert page.locator("#count").inner_text() == "72 of 144 rollouts"
     assert "rollout=b." in page.url
-
-
-def test_right_and_wrong_side_by_side(runs: Path, rows: list[DumpRow], opened: Open) -> None:
-    row = next(row for row in rows if row.outcome == "wrong" and not row.truncated and row.neutral is None)
-    page = opened(runs / "grail" / "report.html", link(row, "&view=side"))
-    page.wait_for_selector(".page .t")
-    words = [text.split()[1] for text in page.locator(".page .facts strong").all_text_contents()]
-    assert len(words) == 8 and set(words[:2]) == {"Right", "Wrong"}
-    page.locator(".page").last.scroll_into_view_if_needed()
-    page.wait_for_selector(".page:last-child .t")
-    page.locator(".page:last-child .t").first.click()
-    assert page.locator(".t.at").count() == 1
 
 
 def test_methods_over_each_other(runs: Path, opened: Open) -> None:
@@ -324,16 +286,3 @@ def test_a_phone_need_not_scroll_sideways_and_a_tap_shows_values(runs: Path, ope
     assert "Weight" in readout(page)
     readout_box, token = page.locator("#readout").bounding_box(), page.locator(".t.at").bounding_box()
     assert readout_box["y"] + readout_box["height"] <= 845 and token["y"] + token["height"] <= readout_box["y"] + 1
-
-
-def test_focus_is_seen_and_motion_can_be_off(runs: Path, opened: Open) -> None:
-    page = opened(runs / "grail" / "report.html")
-    assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
-    for _ in range(14):
-        page.keyboard.press("Tab")
-        outline, shadow = page.evaluate("""() => {
-          const at = document.activeElement;
-          const style = getComputedStyle(at.matches(".segments input") ? at.nextElementSibling : at);
-          return [style.outlineStyle, style.boxShadow];
-        }""")
-        assert outline != "none" or shadow != "none"

@@ -43,19 +43,6 @@ def test_broken_lines_are_named_and_left_out(tmp_path: Path) -> None:
     assert [str(problem).removeprefix(f"{path}:").split(":")[0] for problem in problems] == ["2", "3"]
 
 
-def test_curves_are_those_that_there_are_values_of() -> None:
-    metrics = {
-        0: {"val-core/gsm8k/acc/mean@4": 0.25, "val-core/gsm8k/acc/best@4/mean": 0.5},
-        1: {"critic/score/mean": 0.5, "grail/average_weight": 1.0, "grail/weight_deviation": 0.25},
-        2: {"critic/score/mean": 0.75, "val-core/gsm8k/acc/mean@4": 0.5},
-    }
-    accuracy, reward, weights = data.curves(metrics)
-    assert (accuracy.name, accuracy.lines) == ("accuracy", [data.Line("gsm8k, mean@4", [0, 2], [0.25, 0.5])])
-    assert reward.lines == [data.Line("reward", [1, 2], [0.5, 0.75])]
-    assert [(line.label, line.values) for line in weights.lines] == [("mean", [1.0]), ("standard deviation", [0.25])]
-    assert data.curves({}) == []
-
-
 def test_a_run_is_metrics_a_dump_or_both(tmp_path: Path) -> None:
     for folder in (tmp_path / "nothing", tmp_path / "empty_dump"):
         (folder / "tokens" if folder.name == "empty_dump" else folder).mkdir(parents=True)

@@ -48,20 +48,6 @@ def texts_of(problem: StudyProblem, *written: str) -> Texts:
     return Texts([prompt_ids(TOKENIZER, problem)] * len(written), responses, decided)
 
 
-@pytest.mark.parametrize(
-    ("problem", "text", "decided"),
-    [
-        (CHAIN, WRITTEN, "12;9;9}"),
-        (HIDDEN, "(2+3=5)7+5=12;(2+2=4)12-4=8;\\boxed{8}", "5)12;8;8}"),
-        (CHAIN, "7+5=12;12-3=9 \\boxed{9}", "12;99}"),
-    ],
-)
-def test_what_decides_is_where_results_and_the_box_are_written(problem: StudyProblem, text: str, decided: str) -> None:
-    ids = TOKENIZER.encode(text)
-    found = deciding_tokens(read_tokens(problem, ids, TOKENIZER))
-    assert "".join(TOKENIZER.decode([ids[place]]) for place in np.flatnonzero(found)) == decided
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_accuracy_is_that_of_every_text_enumerated(temperature: float) -> None:
     """All texts that differ from the given one in deciding tokens, each judged by reading it; of six tokens, others are ruled

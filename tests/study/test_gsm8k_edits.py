@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from study.localisation.gsm8k_edits import CannotEditError, EditedSolution, edit_solution, evaluate, plain_step
+from study.localisation.gsm8k_edits import CannotEditError, EditedSolution, edit_solution, evaluate
 from study.localisation.solutions import read_solutions
 
 QUESTION = "Ann picks 3 baskets of 28 apples and sells half of them at $1.50 each. How much does she earn in 4 weeks?"
@@ -67,16 +67,6 @@ def test_solutions_without_a_certain_edit_are_refused(question: str, answer: str
         edit_solution(question, answer, "0")
 
 
-def test_thousands_and_decimals_keep_their_spelling():
-    step = plain_step("It costs 80,000*1.5=$<<80000*1.5=120000>>120,000 or <<3*.5=1.5>>1.50.")
-    assert step.text == "It costs 80,000*1.5=$120,000 or 1.50."
-    assert [step.text[a:b] for a, b in step.results] == ["120,000", "1.50"]
-    answer = "It costs <<80000*1.5=120000>>120,000.\nThat is <<120000+7000=127000>>127,000.\n#### 127,000"
-    for seed in range(20):
-        edit = edit_solution("80000 and 1.5?", answer, str(seed))
-        assert re.fullmatch(r"\d{3},\d{3}", edit.answer)
-
-
 @pytest.mark.parametrize("text", ["2**9", "__import__('os')", "1/0", "(" * 300, "a+1", "1e9", "", "3//2", "True"])
 def test_only_arithmetic_is_evaluated(text: str):
     if text == "1e9":
@@ -111,14 +101,3 @@ def test_gsm8k_becomes_labelled_solutions(tmp_path: Path):
     assert wrong.response[slice(*labels["wrong_step"])].startswith(twin.response[slice(*twin.steps[twin.label])][:9])
     assert "wrong_step" not in twin.as_response().labels
     assert read_solutions(path, seed=1).solutions == (wrong,) or list(read_solutions(path, seed=1).solutions) == [wrong]
-
-
-def test_process_bench(tmp_path: Path):
-    record = {"id": "gsm8k-0", "problem": "Two and three?", "steps": ["2 + 3 = 6", "So \\boxed{6}"], "label": 0}
-    path = write(tmp_path / "pb.jsonl", record, {**record, "id": "gsm8k-1", "label": -1})
-    wrong, right = read_solutions(path).solutions
-    assert wrong.response == "2 + 3 = 6\n\nSo \\boxed{6}"
-    assert [wrong.response[a:b] for a, b in wrong.steps] == ["2 + 3 = 6\n\n", "So \\boxed{6}"]
-    assert [wrong.response[a:b] for a, b in wrong.results] == ["6"]
-    assert wrong.as_response().labels["wrong_step"] == (0, 11)
-    assert right.label == -1 and "wrong_step" not in right.as_response().labels

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -33,27 +30,6 @@ def texts() -> Texts:
 @pytest.fixture
 def model() -> Qwen3ForCausalLM:
     return build_model(TOKENIZER, 0).eval()
-
-
-def written(texts: Texts, row: int) -> str:
-    return TOKENIZER.decode(texts.rows[row].response, skip_special_tokens=True)
-
-
-def test_texts_depart_from_the_right_one_at_a_digit_and_are_carried_on(texts: Texts) -> None:
-    assert written(texts, 0) == "21+13=34 so\n34*2=68 all\nThe final answer is \\boxed{68}."
-    assert len(texts.rows) > 6 and len({(*one,) for one in zip(texts.places, texts.tokens, strict=True)}) == len(
-        texts.places
-    )
-    for number, (place, token) in enumerate(zip(texts.places, texts.tokens, strict=True), 1):
-        row = texts.rows[number]
-        assert row.response[:place] == texts.rows[0].response[:place] and row.response[place] == token
-        first, second = written(texts, number).split("\n")[:2]
-        start = first.removeprefix("21+13=").removesuffix(" so")
-        result = second.removeprefix(f"{start}*2=").removesuffix(" all")
-        assert (start == "34") == (place > first.index("so")) and (start == "34" or int(result) == 2 * int(start))
-        assert f"boxed{{{result}}}" in written(texts, number)
-        marked = np.flatnonzero(row.read.error_T)
-        assert marked[0] == place and "".join(TOKENIZER.decode([row.response[at]]) for at in marked).isdigit()
 
 
 def test_probabilities_are_those_of_choosing_digit_after_digit(texts: Texts) -> None:
@@ -111,20 +87,3 @@ def test_the_update_of_uniform_and_the_gradient_are_those_of_finite_differences(
     slopes = [(first - second) / (2 * rate) for first, second in zip(*ends, strict=True)]
     assert float(accuracy_P @ direction) == pytest.approx(slopes[0], rel=0.02, abs=1e-6)
     assert float(found.updates["uniform"] @ direction) == pytest.approx(slopes[1], rel=0.02, abs=1e-3)
-
-
-def test_both_tables_of_a_file(tmp_path: Path, model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_model, "LEAST", 0.0)
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(record) + "\n" for record in [RECORD, {**RECORD, "answer": "#### 3"}, RECORD]))
-    (said,) = real_model.measure(model, TOKENIZER, data, count=2, longest=200, blocks=2)
-    lines = said.splitlines()
-    assert lines[0].startswith("2 problems, groups of 8 texts") and "Last 2 of 3 blocks" in lines[0]
-    arms = [line for line in lines if line.startswith("| ")]
-    assert len(arms) == 1 + len(real_model.COMPARED) + 1 + len(real_model.SCORED) + 2
-    baseline = next(line for line in lines if "it is a result token" in line).split("|")
-    assert baseline[3].strip().startswith("0.50"), "among results it is no better than chance"
-    with pytest.raises(ValueError, match="raise --longest"):
-        next(real_model.measure(model, TOKENIZER, data, count=2, longest=20, blocks=2))
-    with pytest.raises(ValueError, match="--blocks=9 must lie in 1 to 3"):
-        last_blocks(model, 9)

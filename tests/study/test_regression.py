@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from recipe.tiny.model import build_model
@@ -12,7 +11,6 @@ from study import regression
 from study.regression import (
     Regression,
     centred,
-    cross_validated_penalty,
     token_features,
 )
 from study.task import study_problems, study_tokenizer
@@ -37,22 +35,6 @@ def test_features_have_mean_zero_over_the_tokens_that_the_policy_could_have_draw
         assert features.shape == (count, 129)
         assert np.abs(features).max() > 1e-2
         np.testing.assert_allclose(probability @ features, 0, atol=1e-12)
-
-
-def test_penalty_is_that_of_the_least_generalised_cross_validation() -> None:
-    """Against the hat matrix written out, with more rows than features and with fewer."""
-    generator = np.random.default_rng(1)
-    for shape in ((30, 4), (6, 20)):
-        features = generator.normal(size=shape)
-        targets = features[:, 0] + generator.normal(size=shape[0])
-        scale = (features**2).sum() / shape[1]
-        scores = []
-        for relative in regression.PENALTIES:
-            penalty = relative * scale
-            hat = features @ np.linalg.solve(features.T @ features + penalty * np.eye(shape[1]), features.T)
-            left = targets - hat @ targets
-            scores.append((shape[0] * left @ left / (shape[0] - np.trace(hat)) ** 2, penalty))
-        assert cross_validated_penalty(features, targets) == pytest.approx(min(scores)[1])
 
 
 def a_batch(seed: int, signal: float) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:

@@ -32,9 +32,7 @@ from tests.verl_ext.held_memory import counted_whole_blocks
 from tests.verl_ext.one_step import Store
 from tests.verl_ext.pass_plan import (
     COUNTED,
-    FLASH,
     HALVED,
-    KERNELS,
     MEMORY,
     NAN_TO,
     OWN,
@@ -45,7 +43,7 @@ from tests.verl_ext.pass_plan import (
     shared_row,
     uneven_rows,
 )
-from tests.verl_ext.rank_group import on_gpus, run_rank
+from tests.verl_ext.rank_group import run_rank
 from tests.verl_ext.test_layouts import TWO_GROUPS, Scenario, put_rollouts, trainer_of
 
 
@@ -139,18 +137,6 @@ class Experiments(pass_ranks.Experiments):
                 results["steps"].append((self._step(engine, setup), shards(engine)))
         return results
 
-    def halved(self, setup: Setup) -> dict[str, Any]:
-        """Passes under the autocast that verl trains with by default."""
-        engine = self._build(setup)
-        worker = training_worker(engine)
-        names = ("saliency",) if setup.packed else ("saliency", "oar_g", "oar_p", "rlsd", "shear")
-        return {
-            "dtypes": sorted({str(parameter.dtype) for parameter in engine.module.parameters()}),
-            "autocast": str(engine._autocast_dtype),
-            "own": {name: self._own(engine, name, setup) for name in names},
-            "shared": self._shared(worker, setup, "one row each", "all"),
-        }
-
     def nan(self, setup: Setup) -> dict[str, Any]:
         """Rows of which some have a token whose embedding is NaN; in two rows a micro-batch."""
         worker = training_worker(self._build(setup))
@@ -192,10 +178,6 @@ class Experiments(pass_ranks.Experiments):
         results["kept policies"] = sorted(workers._worker.cpu_saved_models)
         return results
 
-    def kernels(self, setup: Setup) -> list[torch.Tensor]:
-        """Scores with verl's fused kernels."""
-        return self._own(self._build(setup), "saliency, robust", setup)["scores"]
-
 
 class AllRows:
     """A worker group whose every rank has all rows."""
@@ -220,9 +202,6 @@ class AllRows:
 
 def experiments(world_size: int) -> dict[str, dict[str, Any]]:
     """The experiments of that many ranks."""
-    if on_gpus():
-        kernels = {"kernels": KERNELS} if world_size == 1 else {}
-        return {"halved": {name: setup for name, setup in FLASH.items() if setup.ranks == world_size}, **kernels}
     return {
         "memory": MEMORY,
         "counting": COUNTED,

@@ -198,18 +198,6 @@ HALVED = {
 }
 COUNTED = {"fsdp2": Setup("qwen3"), "fsdp, no checkpointing": Setup("qwen3", "fsdp", checkpointing=False)}
 PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
-KERNELS = {
-    f"{kernels}{', packed' if packed else ''}": Setup("wide", "fsdp", 1, packed=packed, kernels=kernels)
-    for kernels in ("torch", "triton")
-    for packed in (False, True)
-}
-FLASH = {
-    "fsdp, 1 GPU": Setup("qwen3", "fsdp", 1, options=HALF, **_SHARED),
-    "fsdp2, 1 GPU": Setup("qwen3", ranks=1, options=HALF, **_SHARED),
-    "fsdp, 2 GPUs, 2 a sequence": Setup("qwen3", "fsdp", sequence_parallel=2, options=HALF, **_SHARED),
-    "fsdp2, 2 GPUs, 2 a sequence": Setup("qwen3", sequence_parallel=2, options=HALF, **_SHARED),
-    "fsdp2, 2 GPUs": Setup("qwen3", options=HALF, **_SHARED),
-}
 
 _DROPOUT = {"attention_dropout": 0.5}
 MODELS = {

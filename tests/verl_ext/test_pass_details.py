@@ -11,8 +11,9 @@ import torch
 
 from tests.verl_ext import pass_plan as plan
 from tests.verl_ext.pass_plan import OWN, TARGETS
+from tests.verl_ext.plain_model import RTOL, Plain, log_errors
 from tests.verl_ext.rank_group import of_all_ranks, start_ranks
-from tests.verl_ext.test_passes import CLEAN, RTOL, Plain
+from tests.verl_ext.test_passes import CLEAN
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 class Measured:
     """What the ranks measured, by number of ranks, and the plain models."""
 
-    def __init__(self, folder: Path, sizes: tuple[int, ...] = (2,), gpus: bool = False) -> None:
+    def __init__(self, folder: Path, sizes: tuple[int, ...] = (2,)) -> None:
         self.plain = Plain(plan.write_models(folder))
         self._results = {}
         for size in sizes:
@@ -28,7 +29,7 @@ class Measured:
             place.mkdir()
             for model in folder.iterdir():
                 (place / model.name).symlink_to(model)
-            self._results[size] = start_ranks("tests.verl_ext.detail_ranks", place, size, gpus=gpus)
+            self._results[size] = start_ranks("tests.verl_ext.detail_ranks", place, size)
 
     def of(self, kind: str, name: str, size: int = 2) -> list[Any]:
         """The results of all ranks; fails with the traceback of a rank that raised."""
@@ -108,26 +109,6 @@ def test_errors_leave_no_hook_no_mode_and_fsdp2s_next_optimiser_step(measured: M
                 assert found == norm and all(map(torch.equal, shards, final))
 
 
-def log_errors(measured: Measured, found: list[dict[str, Any]], setup: Any) -> torch.Tensor:
-    """|log(found / expected)| of the saliencies in front of the target, of both ways."""
-    errors = []
-    for rank, result in enumerate(found):
-        place = rank // setup.sequence_parallel
-        rollouts, _ = plan.pass_rows("saliency", place, setup.data_parallel)
-        expected = measured.plain.scores(setup.model, "saliency")
-        for at, rollout in enumerate(rollouts):
-            scores_T, expected_T = result["own"]["saliency"]["scores"][at], expected[rollout]
-            seen = expected_T[: len(scores_T)] > 0
-            errors.append((scores_T[seen] / expected_T[: len(scores_T)][seen]).log().abs())
-        rows = list(range(12))[place :: setup.data_parallel] if result["shared"]["fused"] else []
-        for at, row in enumerate(rows):
-            _, start, (_, end) = plan.shared_row(plan.BATCH[row])
-            expected_S, _ = measured.plain.shared(setup.model, row, "embeddings", 1.0)
-            saliency_S = result["shared"]["fused"]["saliency"][at]
-            errors.append((saliency_S[start - 1 : end - 1] / expected_S[start - 1 : end - 1]).log().abs())
-    return torch.cat(errors)
-
-
 @pytest.mark.parametrize("name", plan.HALVED)
 class TestHalfPrecision:
     def test_saliencies_stay_close_to_those_of_float32(self, measured: Measured, name: str) -> None:
@@ -136,7 +117,7 @@ class TestHalfPrecision:
         for result in found:
             assert result["autocast"] == "torch.bfloat16"
             assert result["dtypes"] == ["torch.bfloat16" if "parameters" in name else "torch.float32"]
-        assert 1e-4 < float(log_errors(measured, found, plan.HALVED[name]).median()) < math.log(1.1)
+        assert 1e-4 < float(log_errors(measured.plain, found, plan.HALVED[name]).median()) < math.log(1.1)
 
     def test_other_passes_use_it_too(self, measured: Measured, name: str) -> None:
         """bfloat16 rounds the answer by more than OAR-G's noise moves it, so that is only asked for finite numbers."""
