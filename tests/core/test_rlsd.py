@@ -23,7 +23,6 @@ from grail_advantage.weighting import BatchWeights, batch_weights
 from tests.core.common import few
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model
 
-GOLD = "reward_model.ground_truth"
 SHORT = "Given {privileged}, tell it in your words."
 BRACKETS = """\
 {%- for message in messages %}{{ "[" + message.role + "]" + message.content }}{% endfor %}
@@ -211,19 +210,6 @@ def test_rows_without_the_column_or_a_user() -> None:
         examples = [*EXAMPLES[:place], broken, *EXAMPLES[place + 1 :]]
         _, found = run_rows(RlsdConfig(), examples)
         assert [weights != [1.0] * len(weights) for weights in found[:3]] == [row != place for row in range(3)]
-
-
-def test_no_row_has_the_column() -> None:
-    config = RlsdConfig(privileged_column="extra_info.solution")
-    said = r"privileged_column='extra_info\.solution' is in no row of the batch; .* data_source, reward_model\.ground_truth, "
-    with pytest.raises(ValueError, match=said):
-        run_rows(config, EXAMPLES)
-    # One row has it: the others are rows without privileged text. All have it, and none has a value: that may be.
-    solved = replace(EXAMPLES[2], columns={**columns("7"), "extra_info": {"solution": "Count."}})
-    empty = [replace(of_row, columns={"extra_info": {"solution": None}}) for of_row in EXAMPLES]
-    for examples, weighed in (([*EXAMPLES[:2], solved, *EXAMPLES[3:]], [False, False, True]), (empty, [False] * 3)):
-        _, found = run_rows(config, examples)
-        assert [weights != [1.0] * len(weights) for weights in found[:3]] == weighed
 
 
 def test_dummy_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -28,10 +26,6 @@ def written(folder: Path, rows: int = 4) -> Path:
     return write_step(folder, DumpHeader(step=3, method="grail"), [row(place) for place in range(rows)])
 
 
-def everything(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
-
-
 def test_a_row_group_that_says_it_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of 64 MiB packs into some kilobytes; the file's own metadata says what it unpacks to."""
     monkeypatch.setattr(token_dump, "MOST_BYTES", 1 << 20)
@@ -44,21 +38,6 @@ def test_a_row_group_that_says_it_is_too_large(tmp_path: Path, monkeypatch: pyte
         assert max(tracemalloc.get_traced_memory()[1], pa.total_allocated_bytes()) < 1 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_a_long_text_that_every_row_and_token_repeats(tmp_path: Path) -> None:
-    """A gigabyte when each had its own; the rows share one text."""
-    text, count = "x" * (1 << 16), 1 << 14
-    ones, zeros = np.ones(count, dtype=np.float32), np.zeros(count, dtype=np.int64)
-    columns = {"weight_T": ones, "token_ids_T": zeros, "mask_T": ones > 0, "tokens": [text] * count}
-    none = {"score_T": None, "base_advantage_T": None, "advantage_T": None}
-    long = replace(row(0), **columns, **none)
-    path = write_step(tmp_path, DumpHeader(step=3, method="grail"), [long])
-    assert path.stat().st_size < 1 << 16
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (read,) = read_dump(tmp_path)
-    assert len(read.tokens) == count and len({id(token) for token in read.tokens}) == 1
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18, "KiB"
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["a bit flipped", "an end missing"])

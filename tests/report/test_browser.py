@@ -17,7 +17,6 @@ from grail_advantage.report import colours
 from grail_advantage.report.page import write_report
 from grail_advantage.token_dump import DumpRow, read_dump
 from tests.report.synthetic import write_dump, write_metrics
-from tests.report.test_pack import read_block
 
 pytestmark = pytest.mark.slow
 
@@ -70,22 +69,6 @@ def test_values_of_tokens_are_those_of_the_dump(runs: Path, rows: list[DumpRow],
             assert f"id {row.token_ids_T[t]}" in page.locator("#readout").inner_text()
 
 
-def test_rounded_values_are_read_back(tmp_path: Path, opened: Open) -> None:
-    write_dump(tmp_path, range(1, 11), problems=4, filler=12)
-    page = opened(write_report(tmp_path, megabytes=1), "#rollout=1.0&token=5")
-    row = next(iter(read_dump(tmp_path)))
-    block = re.search(r'id="r0">(.*?)</script>', (tmp_path / "report.html").read_text())
-    assert block is not None and re.search(r"rounded to [\d,]+ levels", page.locator("#foot").inner_text())
-    head, _, columns = read_block(block[1])
-    assert {head["columns"][name][0] for name in ("weight", "surprisal")} == {"linear", "root"}
-    for t in range(5, 15):
-        page.locator(".t").nth(t).dispatch_event("click")
-        shown = readout(page)
-        for name in ("Weight", "Surprisal", "Entropy"):
-            assert shown[name] == pytest.approx(columns[name.lower()][t], rel=6e-3)
-        assert shown["Weight"] == pytest.approx(float(row.weight_T[t]), abs=0.02)
-
-
 @pytest.mark.parametrize("dark", [False, True])
 def test_colours_are_those_of_the_scale(runs: Path, rows: list[DumpRow], opened: Open, dark: bool) -> None:
     row = [row for row in rows if row.neutral is None][-1]
@@ -126,19 +109,6 @@ def test_curves_and_profiles(runs: Path, opened: Open) -> None:
     assert page.locator("#count").inner_text() == "24 of 72 rollouts"
     assert "step 10" in page.locator('.item[aria-selected="true"]').inner_text()
     assert page.locator("#rollouts").bounding_box()["y"] < 100
-
-
-def test_two_runs_beside_each_other(runs: Path, opened: Open) -> None:
-    page = opened(runs / "both.html", "#rollout=20.0")
-    heads = page.locator(".strips h3").all_inner_texts()
-    assert [head.split(":")[0] for head in heads] == ["Grail, step 20", "Uniform, step 20"]
-    assert page.locator("#problem .strip").count() == 16
-    assert "dashed: uniform" in page.locator("#training-hint").inner_text()
-    page.locator('#view input[value="side"]').check(force=True)
-    assert page.locator(".page").count() == 16
-    page.select_option('select[name="run"]', label="uniform")
-    assert page.locator("#count").inner_text() == "72 of 144 rollouts"
-    assert "rollout=b." in page.url
 
 
 def test_methods_over_each_other(runs: Path, opened: Open) -> None:

@@ -11,11 +11,6 @@ from grail_advantage.report import colours
 from grail_advantage.report.colours import DARK, LIGHT, Theme
 
 # Viénot, Brettel and Mollon (1999) for protanopia and deuteranopia, on linear RGB.
-_EYES = {
-    "usual": np.eye(3),
-    "protan": np.array([[0.11238, 0.88762, 0.0], [0.11238, 0.88762, -0.0], [0.00401, -0.00401, 1.0]]),
-    "deutan": np.array([[0.29275, 0.70725, 0.0], [0.29275, 0.70725, -0.0], [-0.02234, 0.02234, 1.0]]),
-}
 
 
 def _linear(colour: str) -> np.ndarray:

@@ -8,16 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from study.alignment import adam_step, cosine, gain, signal_to_noise
-
-
-def test_gain_is_the_share_of_the_ideal_steps() -> None:
-    yardstick = torch.tensor([3.0, -1.0, 2.0])
-    # Adam's step is the sign: along the yardstick it gains 3 + 1 + 2, with one sign wrong 3 - 1 + 2.
-    assert gain(torch.tensor([0.1, -5.0, 1.0]), yardstick) == pytest.approx(1)
-    assert gain(torch.tensor([0.1, 5.0, 1.0]), yardstick) == pytest.approx(4 / 6)
-    assert gain(-yardstick, yardstick) == pytest.approx(-1)
-    assert gain(torch.tensor([0.1, 0.0, 0.0]), yardstick) == pytest.approx(3 / 6)
+from study.alignment import adam_step, signal_to_noise
 
 
 def test_step_is_that_of_torchs_adam() -> None:
@@ -27,11 +18,6 @@ def test_step_is_that_of_torchs_adam() -> None:
     parameter.grad = -gradient  # an ascent direction
     optimizer.step()
     torch.testing.assert_close(parameter.detach(), adam_step(gradient))
-
-
-def test_cosine_by_hand() -> None:
-    assert cosine(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])) == pytest.approx(1 / math.sqrt(2))
-    assert cosine(torch.zeros(2), torch.ones(2)) == 0
 
 
 def test_signal_to_noise_by_hand_and_without_bias() -> None:

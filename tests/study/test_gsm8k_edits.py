@@ -48,25 +48,6 @@ def test_the_change_is_carried_on():
     assert edit_solution(QUESTION, ANSWER, "7") == edit_solution(QUESTION, ANSWER, "7")
 
 
-@pytest.mark.parametrize(
-    "question, answer, reason",
-    [
-        ("2 and 3?", "It is <<2+3=5>>5.\n#### 5", "fewer than two steps"),
-        ("2 and 3?", "It is five.\nSo five.\n#### 5", "no calculation"),
-        ("2 and 3?", "It is five.\nSo five.", "no final answer"),
-        ("2 and 3?", "It is <<2+3=6>>6.\nSo <<6+8=14>>14.\n#### 14", "does not hold"),
-        ("20 and 3?", "It is <<20%*3=6>>6.\nSo <<6+8=14>>14.\n#### 14", "plain arithmetic"),
-        ("13 and 3?", "It is <<3+8=11>>11.\nSo <<11+2=13>>13.\n#### 13", "stands before it"),
-        ("2 and 3?", "It is <<2*13=26>>26.\nHalf of 26 is 11.\nSo 26.\n#### 26", "without annotation"),
-        ("2 and 13?", "It is <<2*13=26>>26.\nHalf is 26/2 = 13.\nSo 26.\n#### 26", "without annotation"),
-        ("2 and 3?", "It is <<2*13=26>>26.\nSo <<3*13=39>>39.\n#### 2", "does not depend"),
-    ],
-)
-def test_solutions_without_a_certain_edit_are_refused(question: str, answer: str, reason: str):
-    with pytest.raises(CannotEditError, match=reason):
-        edit_solution(question, answer, "0")
-
-
 @pytest.mark.parametrize("text", ["2**9", "__import__('os')", "1/0", "(" * 300, "a+1", "1e9", "", "3//2", "True"])
 def test_only_arithmetic_is_evaluated(text: str):
     if text == "1e9":

@@ -10,7 +10,6 @@ from recipe.tiny.sampling import prompt_ids
 from study import regression
 from study.regression import (
     Regression,
-    centred,
     token_features,
 )
 from study.task import study_problems, study_tokenizer
@@ -60,20 +59,3 @@ def test_a_groups_own_rewards_change_nothing_of_its_regression() -> None:
     assert fitted[0][1][1] == fitted[1][1][1], "the share that falls back does not see them either"
     for fold in (0, 2, 3):
         assert not np.array_equal(fitted[0][fold][0], fitted[1][fold][0]), "the other folds do"
-
-
-def test_advantages_are_the_regressions_and_fall_back_to_the_rows_own() -> None:
-    for seed, signal in ((2, 3.0), (3, 0.0)):
-        features, rewards, groups = a_batch(seed, signal)
-        one = Regression()
-        found, rho = one.advantages(features, rewards, groups)
-        own = centred(rewards, groups)
-        for row in (0, 5, 31):
-            u, own_rho = one.without((row // 4) % regression.FOLDS)
-            np.testing.assert_allclose(found[row], own_rho * features[row] @ u + (1 - own_rho) * own[row])
-        if signal:
-            assert 0.3 < rho < 1
-            assert np.corrcoef([row.sum() for row in found], own)[0, 1] > 0.5
-        else:
-            assert rho == 0
-            assert all((row == own[index]).all() for index, row in enumerate(found))
