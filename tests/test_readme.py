@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -77,12 +76,3 @@ def test_figures_are_drawn(figures: ModuleType, tmp_path: Path, monkeypatch: pyt
     figures.main()
     drawn = {path.name for path in tmp_path.iterdir() if path.stat().st_size > 5000}
     assert drawn == {"cost.png", "learning_curve.png"}
-
-
-def test_stages_of_the_cost_figure_sum_to_the_reported_ratio(figures: ModuleType) -> None:
-    results = json.loads(figures.COSTS.read_text(encoding="utf-8"))
-    run = next(run for run in results["runs"] if run["checkpointing"] == "off")
-    step = figures.Step(run, results["setup"])
-    for arm in figures.COST_ARMS:
-        whole = sum(figures.stage_seconds(results, arm).values())
-        assert whole == pytest.approx(step.ratio_of_stages(arm, 1) if arm != "GRPO" else 1.0)

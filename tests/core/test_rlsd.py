@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import TokenWeights, compute_token_weights, hf_model
-from grail_advantage.batch import Example, PassRow, RolloutBatch
-from grail_advantage.model_interface import Turns
+from grail_advantage.batch import Example, RolloutBatch
 from grail_advantage.signals.rlsd import REQUEST, RlsdConfig
 from grail_advantage.weighting import BatchWeights, batch_weights
 from tests.core.common import few
@@ -210,15 +209,6 @@ def test_rows_without_the_column_or_a_user() -> None:
         examples = [*EXAMPLES[:place], broken, *EXAMPLES[place + 1 :]]
         _, found = run_rows(RlsdConfig(), examples)
         assert [weights != [1.0] * len(weights) for weights in found[:3]] == [row != place for row in range(3)]
-
-
-def test_dummy_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank of a sharded model that is through runs rows that nobody asked, while others still have some."""
-    expected = run_rows(RlsdConfig(), EXAMPLES)[1]
-    monkeypatch.setattr(Turns, "wait", lambda self: iter([None, None]))
-    assert run_rows(RlsdConfig(), EXAMPLES)[1] == expected
-    dummy = PassRow(torch.tensor([1, 2]), 1, 1, None, advantage=-1.0, group=-1, place=0)
-    assert RlsdConfig().prepare_row(dummy, tiny_tokenizer()) is dummy
 
 
 def test_examples_and_a_template_are_needed() -> None:

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.batch import Example, PassRow
-from grail_advantage.signals.rlsd import REQUEST, RlsdConfig, as_text, cut
+from grail_advantage.signals.rlsd import REQUEST, RlsdConfig, cut
 from recipe.chat_templates import read_chat_template
-from tests.core.test_rlsd import NOTHING, SHORT, columns
+from tests.core.test_rlsd import SHORT, columns
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 
 CONTENT = """\
@@ -202,23 +201,3 @@ def test_long_text_is_cut() -> None:
 
 
 # What the privileged text is.
-
-
-def test_as_text() -> None:
-    for value, text in (
-        (" 5\n", "5"),
-        (5, "5"),
-        (-2.0, "-2"),
-        (0.5, "0.5"),
-        (float("inf"), "inf"),
-        (True, "True"),
-        (["5", 6, None, 7.0], "5, 6, 7"),
-        (("a", ["b", "c"]), "a, b, c"),
-        (np.array(["5", "6"], dtype=object), "5, 6"),
-        (np.float64(27.0), "27"),
-        (np.int64(3), "3"),
-        ({"target": 24, "numbers": [1, 2]}, '{"target": 24, "numbers": [1, 2]}'),
-        ("a\ud800b", "a?b"),
-        *((nothing, "") for nothing in NOTHING),
-    ):
-        assert as_text(value) == text

@@ -120,7 +120,7 @@ def test_by_hand() -> None:
     assert sinkhorn_distance(torch.empty(0, 3, 3))[0].shape == (0,)
 
 
-@pytest.mark.parametrize("iterations", [1, 7, 10, 23])
+@pytest.mark.parametrize("iterations", [1, 23])
 def test_each_iteration_is_the_textbooks(iterations: int) -> None:
     generator = torch.Generator().manual_seed(3)
     cost_PNM = torch.rand(3, 6, 5, generator=generator, dtype=torch.float64)
@@ -147,12 +147,6 @@ def test_costs_that_are_zero_or_not_finite() -> None:
 # a group
 
 
-def test_single_token_windows_by_hand() -> None:
-    """A token's score is its distance from the nearest token of the other outcome, over the mean of 1, 3, 2 and 7."""
-    got = shear_scores([column(1, 3), column(-2), column(7)], [True, False, False], window=1, stride=1)
-    assert_same(got, [torch.tensor(scores) / 3.25 for scores in ([3.0, 4.0], [3.0], [4.0])])
-
-
 def test_greatest_window_counts() -> None:
     """Against the one token 0 a window's distance is its mean: 3, 3.5 and 2. The mean norm is 2."""
     got = shear_scores([column(1, 5, 2), column(0)], [True, False], window=2, stride=1)
@@ -169,7 +163,7 @@ def test_against_the_plain_loop(window: int, stride: int) -> None:
     assert_same([got[i] for i in order], want, rtol=1e-3)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("chunk", [7, 1000])
 def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     want = shear_scores(group(), POSITIVE, **SMALL)
     sizes = []
@@ -185,7 +179,7 @@ def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(sizes) == min(chunk, 42) and sum(sizes) == 10 * 10
 
 
-@pytest.mark.parametrize("row", range(5))
+@pytest.mark.parametrize("row", [0, 3])
 def test_states_that_are_not_finite(row: int) -> None:
     """As if their response were not there, also where it is the only opponent."""
     rest = [i for i in range(5) if i != row]
@@ -205,7 +199,6 @@ def test_refused_groups() -> None:
     for hidden, positive, options, message in (
         ([two], [True, False], {}, "1 responses, but 2 outcomes"),
         ([two, torch.ones(2, 3)], [True, False], {}, "one D"),
-        ([torch.ones(2), torch.ones(2)], [True, False], {}, "one D"),
         ([two], [True], {"stride": 0}, "stride"),
         ([two], [True], {"chunk": 0}, "chunk"),
         ([two, two], [True, False], {"epsilon": 0.0}, "epsilon"),

@@ -14,7 +14,6 @@ from grail_advantage import token_dump
 from grail_advantage.report import data
 from grail_advantage.report.page import write_report
 from grail_advantage.token_dump import MOST_PROBLEMS, DumpHeader, DumpRow, read_dump, write_step
-from recipe.evaluate.checkpoint import resolve_model
 from tests.dumps import dump_row
 
 
@@ -102,20 +101,3 @@ def test_metrics_that_are_none(tmp_path: Path) -> None:
     path.write_text("{\n" * 5000)
     _, problems = data.read_metrics(tmp_path)
     assert len(problems) == MOST_PROBLEMS + 1 and "5000 such lines" in str(problems[-1])
-
-
-NO_RANKS = [
-    *("", "{", "[]", "null", "[" * 100_000, "\udcff", '{"world_size": "x"}', '{"world_size": -1}', '{"world_size": 0}'),
-    *('{"world_size": 1e300}', '{"world_size": 1000000000000}'),
-]
-
-
-def test_a_checkpoint_to_evaluate_that_does_not_say_its_ranks(tmp_path: Path) -> None:
-    """In no time, whatever number it names, and before anything of it is loaded."""
-    checkpoint = tmp_path / "global_step_1" / "actor"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "model_world_size_1_rank_0.pt").write_bytes(b"cos\nsystem\n(S'touch escaped'\ntR.")
-    for content in NO_RANKS:
-        (checkpoint / "fsdp_config.json").write_text(content, encoding="utf-8", errors="surrogateescape")
-        with pytest.raises(ValueError, match=r"fsdp_config\.json does not say the world_size"):
-            resolve_model(tmp_path / "global_step_1")

@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 
 from grail_advantage.report import colours
-from grail_advantage.report.page import write_report
 from grail_advantage.token_dump import DumpRow, read_dump
-from tests.report.synthetic import write_dump, write_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -87,30 +85,6 @@ def test_colours_are_those_of_the_scale(runs: Path, rows: list[DumpRow], opened:
     assert len(seen) == 5
 
 
-def test_curves_and_profiles(runs: Path, opened: Open) -> None:
-    page = opened(runs / "grail" / "report.html")
-    profile = page.locator("#profile")
-    assert profile.get_attribute("aria-label").startswith("Mean weight by place, all steps. right: ")
-    page.locator("#scrub").focus()
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    assert page.locator("#scrub-value").inner_text() == "step 10"
-    assert "step 10. right: " in profile.get_attribute("aria-label")
-    for outcome in ("right", "wrong", ""):
-        page.locator(f'#heat-outcome input[value="{outcome}"]').check(force=True)
-    before = page.locator(".curve").count()
-    page.select_option("#more-curves", label="actor/grad_norm")
-    assert page.locator(".curve").count() == before + 1
-    assert "actor/grad_norm" in page.locator(".curve").last.inner_text()
-    assert page.locator("#methods-panel").is_hidden()
-    plot = page.locator("#curves .u-over").nth(1)
-    plot.click(position={"x": plot.bounding_box()["width"] * 0.5, "y": 40})
-    assert page.locator('select[name="step"]').input_value() == "10"
-    assert page.locator("#count").inner_text() == "24 of 72 rollouts"
-    assert "step 10" in page.locator('.item[aria-selected="true"]').inner_text()
-    assert page.locator("#rollouts").bounding_box()["y"] < 100
-
-
 def test_methods_over_each_other(runs: Path, opened: Open) -> None:
     row = next(row for row in read_dump(runs / "analyze") if row.labels and not row.neutral)
     page = opened(runs / "analyze" / "report.html", link(row, "&token=3"))
@@ -129,23 +103,6 @@ def test_methods_over_each_other(runs: Path, opened: Open) -> None:
     assert page.locator("#method").input_value() == "surprisal"
     assert page.locator('.small-plot[aria-pressed="true"]').inner_text() == "surprisal"
     assert page.locator("#profile").get_attribute("aria-label") != before
-
-
-def test_parts_that_are_missing_or_broken(tmp_path: Path, opened: Open) -> None:
-    write_metrics(tmp_path, 5)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "data": {"critic/score/mean": NaN}}\n')
-    page = opened(write_report(tmp_path))
-    assert "wrote no token dump" in page.locator("#nothing").inner_text()
-    assert page.locator("#bench").is_hidden() and page.locator("#position").is_hidden()
-    assert "step 5" in page.locator(".curve", has_text="Training reward").inner_text()
-    write_dump(tmp_path / "tokens", (1, 5))
-    last = tmp_path / "tokens" / "step_000005.parquet"
-    last.write_bytes(last.read_bytes()[:2500])
-    page = opened(write_report(tmp_path))
-    page.locator("#notes summary").click()
-    assert "cannot be read as Parquet" in page.locator("#notes").inner_text()
-    assert page.locator(".t").count() > 0
 
 
 def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[DumpRow], opened: Open) -> None:
@@ -222,10 +179,8 @@ def test_a_link_keeps_the_view(runs: Path, rows: list[DumpRow], opened: Open) ->
 @pytest.mark.parametrize(
     ("name", "hash_", "phone", "dark"),
     [
-        ("grail/report.html", "#token=3", False, False),
         ("both.html", "#view=side", True, False),
         ("analyze/report.html", "#overlay=score", False, True),
-        ("grail/report.html", "#view=side", True, True),
     ],
 )
 def test_axe_finds_nothing_serious(runs: Path, opened: Open, name: str, hash_: str, phone: bool, dark: bool) -> None:

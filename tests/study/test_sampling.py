@@ -9,7 +9,6 @@ from transformers import Qwen3ForCausalLM
 
 from recipe.tiny.model import build_model
 from recipe.tiny.sampling import prompt_ids
-from recipe.tiny.sampling import sample as sample_plainly
 from study import sampling
 from study.sampling import sample
 from study.task import study_problems, study_tokenizer
@@ -29,11 +28,6 @@ def model() -> Qwen3ForCausalLM:
 
 def drawn(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).random((rows, tokens)))
-
-
-def test_greedy_is_that_of_the_plain_sampler(model: Qwen3ForCausalLM) -> None:
-    found = sample(model, TOKENIZER, PROMPTS, drawn(6, 20), temperature=0)
-    assert found == sample_plainly(model, TOKENIZER, PROMPTS, temperature=0, max_new_tokens=20)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
