@@ -29,12 +29,6 @@ QWEN3 = f"""{CONTENT}
 {{{{- "<|im_start|>assistant\\n" }}}}
 {{%- if enable_thinking is defined and not enable_thinking %}}{{{{- "<think>\\n\\n</think>\\n\\n" }}}}{{% endif %}}
 {{%- endif %}}"""
-R1_DISTILL = f"""{CONTENT}
-{{{{- bos_token }}}}
-{{%- for message in messages %}}
-{{{{- ("<\uff5cUser\uff5c>" if message.role == "user" else "") + text(message.content) }}}}
-{{%- endfor %}}
-{{%- if add_generation_prompt %}}{{{{- "<\uff5cAssistant\uff5c><think>\\n" }}}}{{% endif %}}"""
 BASE_MATH = read_chat_template("base_math")
 PREAMBLE = BASE_MATH.split('{{- "The User')[1].split('" }}')[0]
 
@@ -59,12 +53,6 @@ class Chat:
         return tokenizer
 
 
-def llama3_with_r1_marks() -> PreTrainedTokenizerFast:
-    tokenizer = copy.deepcopy(llama3_tokenizer())
-    tokenizer.add_tokens(["<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<think>", "</think>"])
-    return tokenizer
-
-
 _BOS = "<|begin_of_text|>"
 CHATS = {
     "Qwen3, thinking off": Chat(
@@ -74,13 +62,6 @@ CHATS = {
         "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n",
         {"enable_thinking": False},
-    ),
-    "R1 distilled": Chat(
-        llama3_with_r1_marks,
-        R1_DISTILL,
-        f"{_BOS}<\uff5cUser\uff5c>",
-        "<\uff5cAssistant\uff5c><think>\n",
-        f"{_BOS}Be brief.<\uff5cUser\uff5c>",
     ),
     "base model": Chat(
         llama3_tokenizer,
