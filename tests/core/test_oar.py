@@ -102,7 +102,7 @@ FEW_ROLLOUTS = [ROLLOUTS[name] for name in ("right, several boxes", "box at the 
 
 
 @pytest.mark.parametrize("method", METHODS)
-@few(40)
+@few(30)
 @given(
     st.data(), st.sampled_from(["qwen3", "llama"]), st.sampled_from(["both", "left", "right"]), st.sampled_from(MAPS)
 )

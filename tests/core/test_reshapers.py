@@ -63,7 +63,7 @@ class TestEveryMap:
         assert set(RESHAPERS) == set(MAPS) == set(OPTIONS)
 
     @pytest.mark.parametrize("name", MAPS)
-    @few(120)
+    @few(80)
     @given(data=st.data(), rows=st.lists(st.lists(SCORES, max_size=14), min_size=1, max_size=4))
     def test_against_the_plain_computation(self, name: str, data: st.DataObject, rows: list[list[float]]) -> None:
         """Statistics are of the mask: what stands beside it, in a row or behind its end, may be anything."""

@@ -120,7 +120,7 @@ OPTIONS: dict[str, list] = {
 NUMBERS = {"weight_mean": 1.25, "weight_std": 0.75, "weight_min": 0.1, "weight_max": 2.0, "content_weight": 0.3}
 
 
-@few(150)
+@few(100)
 @given(
     st.sampled_from(list(MODELS)),
     st.sampled_from([4, 1, 2, 3]),

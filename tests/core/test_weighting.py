@@ -151,7 +151,7 @@ def scores_of(draw: random.Random, length: int) -> list[float]:
     return torch.tensor(values).tolist()
 
 
-@few(200)
+@few(100)
 @given(
     seed=st.integers(0, 10_000),
     preset=st.sampled_from(["official", "robust"]),
