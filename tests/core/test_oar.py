@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import GrailConfig, OarConfig, TokenWeights, compute_token_weights, hf_model
 from grail_advantage.signals.oar_gradient import noise_seed
+from grail_advantage.signals.oar_perturbation import replaced_tokens
 from tests.core.common import few
 from tests.core.oar_reference import PlainOar, oar_weights
 from tests.core.tiny_models import (
@@ -212,3 +213,8 @@ def test_a_tokenizer_without_padding_is_refused() -> None:
 
 
 # ---- the probe -------------------------------------------------------------------------------------------------------
+
+
+def test_replaced_tokens_are_evenly_spaced() -> None:
+    for length, most, expected in ((3, None, [0, 1, 2]), (5, 3, [0, 2, 4]), (10, 4, [0, 3, 6, 9]), (9, 1, [0])):
+        assert replaced_tokens(length, most).tolist() == expected
