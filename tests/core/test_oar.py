@@ -216,5 +216,11 @@ def test_a_tokenizer_without_padding_is_refused() -> None:
 
 
 def test_replaced_tokens_are_evenly_spaced() -> None:
-    for length, most, expected in ((3, None, [0, 1, 2]), (5, 3, [0, 2, 4]), (10, 4, [0, 3, 6, 9]), (9, 1, [0])):
+    for length, most, expected in (
+        (3, None, [0, 1, 2]),
+        (5, 3, [0, 2, 4]),
+        (10, 4, [0, 3, 6, 9]),
+        (9, 1, [0]),
+        (6, 4, [0, 2, 3, 5]),
+    ):
         assert replaced_tokens(length, most).tolist() == expected
