@@ -138,6 +138,9 @@ def test_evaluation_mode_keeps_checkpointing_of_blocks_without_their_dropout(ree
     model.gradient_checkpointing_disable()
     with evaluation_mode(model):
         assert not any(module.training for module in model.modules())
+    with evaluation_mode(model.eval()):
+        pass
+    assert not any(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("configured", [False, True])
@@ -187,7 +190,7 @@ def _long_targets(count: int) -> tuple[torch.Tensor, Targets]:
     return tokens_2S, Targets(tokens_2S[row_K, column_K + 1], row_K, column_K)
 
 
-@pytest.mark.parametrize(("chunk", "tied"), [(1, False), (7, True), (59, False), (60, True), (1000, False)])
+@pytest.mark.parametrize(("chunk", "tied"), [(7, True), (59, False), (1000, False)])
 def test_sum_of_log_probs_in_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int, tied: bool) -> None:
     monkeypatch.setattr(activations, "CHUNK_POSITIONS", chunk)
     model = tiny_model(tied=tied, layers=2)

@@ -134,13 +134,6 @@ def test_figures_token_by_token(block: int, level: float, monkeypatch: pytest.Mo
     assert torch.equal(norms.nan_to_num(), before.nan_to_num()), "the caller's are left alone"
 
 
-def test_without_a_pass_there_are_no_percentiles() -> None:
-    assert not [name for name in example([]) if name.startswith("gradient_norm")]
-    assert not [name for name in example([math.nan, math.inf]) if name.startswith("gradient_norm")]
-    one = example([3.0])
-    assert one["gradient_norm_p10"] == one["gradient_norm_p90"] == 3.0
-
-
 def test_batches_of_nothing_and_of_equal_weights() -> None:
     none = torch.zeros(2, 3)
     assert of_weights(none, torch.zeros(2), mask=none) == {}

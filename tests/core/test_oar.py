@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import GrailConfig, OarConfig, TokenWeights, compute_token_weights, hf_model
 from grail_advantage.signals.oar_gradient import noise_seed
-from grail_advantage.signals.oar_perturbation import interpolate, replaced_tokens
-from grail_advantage.signals.oar_probe import divergence, read_probe
+from grail_advantage.signals.oar_perturbation import replaced_tokens
 from tests.core.common import few
 from tests.core.oar_reference import PlainOar, oar_weights
 from tests.core.tiny_models import (
@@ -104,7 +103,7 @@ FEW_ROLLOUTS = [ROLLOUTS[name] for name in ("right, several boxes", "box at the 
 
 
 @pytest.mark.parametrize("method", METHODS)
-@few(40)
+@few(30)
 @given(
     st.data(), st.sampled_from(["qwen3", "llama"]), st.sampled_from(["both", "left", "right"]), st.sampled_from(MAPS)
 )
@@ -125,14 +124,6 @@ def test_every_kind_of_rollout(method: str, variant: str) -> None:
     assert got.stats["answer_found_rate"] == 10 / 12
     assert got.stats["selected_rate"] == (10 if whole else 9) / 12  # one box stands at the start
     assert ("gradient_norm_p10" in got.stats) == (method == "gradient")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_float32_models_agree(method: str) -> None:
-    _, plain = subject()
-    rollouts = [ROLLOUTS["text after the box"], ROLLOUTS["right, several boxes"]]
-    for probe in PROBES:
-        assert_matches(tiny_model(), plain, rollouts, method, probe=probe)
 
 
 # ---- mass, neutral rows, figures ------------------------------------------------------------------------------------
@@ -166,22 +157,6 @@ def test_noise_comes_from_seed_step_and_tokens_alone() -> None:
         )
         == 5
     )
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_order_and_repetition_of_rows_do_not_change_their_scores(variant: str) -> None:
-    """Rows in another order, split into two batches as the updates of one step are, and one of them twice."""
-    model, _ = subject()
-    config = OarConfig(variant=variant)
-    together = compute(model, make_batch(ALL_ROLLOUTS), config)
-    expected = by_response(make_batch(ALL_ROLLOUTS), together.scores)
-    order = [*reversed(range(len(ALL_ROLLOUTS))), 0]
-    for part in (order[:3], order[3:]):
-        batch = make_batch([ALL_ROLLOUTS[row] for row in part])
-        found = by_response(batch, compute(model, batch, config).scores)
-        for row, scores in zip(part, found, strict=True):
-            assert torch.equal(scores.nan_to_num(), expected[row].nan_to_num())
-    assert any(scores.isfinite().any() for scores in expected)
 
 
 def test_noise_follows_the_seed_and_not_the_rows_around_nor_global_random_state() -> None:
@@ -228,28 +203,6 @@ def test_counterfactuals_go_in_batches_behind_what_they_share(monkeypatch: pytes
     torch.testing.assert_close(got.scores, expected.scores, rtol=1e-5, atol=0, equal_nan=True)
 
 
-def test_replaced_tokens_are_evenly_spaced() -> None:
-    for length, most, expected in (
-        (5, None, [0, 1, 2, 3, 4]),
-        (5, 5, [0, 1, 2, 3, 4]),
-        (5, 9, [0, 1, 2, 3, 4]),
-        (5, 3, [0, 2, 4]),
-        (10, 4, [0, 3, 6, 9]),
-        (9, 2, [0, 8]),
-        (9, 1, [0]),
-        (1, 1, [0]),
-    ):
-        assert replaced_tokens(length, most).tolist() == expected
-
-
-def test_interpolation_by_hand() -> None:
-    scores = torch.tensor([1.0, 4.0, 2.0])
-    got = interpolate(scores, torch.tensor([1, 4, 6]), 9)
-    assert got.tolist() == pytest.approx([1, 1, 2, 3, 4, 3, 2, 2, 2])
-    assert interpolate(torch.tensor([3.0]), torch.tensor([0]), 4).tolist() == [3.0] * 4
-    assert interpolate(scores, torch.arange(3), 3).tolist() == [1.0, 4.0, 2.0]
-
-
 def test_a_tokenizer_without_padding_is_refused() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=char_tokenizer().backend_tokenizer)
     batch = make_batch([ROLLOUTS["text after the box"]])
@@ -262,15 +215,12 @@ def test_a_tokenizer_without_padding_is_refused() -> None:
 # ---- the probe -------------------------------------------------------------------------------------------------------
 
 
-def test_probe_by_hand() -> None:
-    # Row 1 reads two positions with logits (0, 0) and (0, 2 log 3): mean (0, log 3), so 1/4 and 3/4. Row 2: 1/2, 1/2.
-    logits = torch.tensor([[0.0, 0.0], [0.0, 2 * math.log(3)], [5.0, 5.0]])
-    tokens = torch.tensor([0, 1, 0])
-    mean = read_probe(logits, tokens, [2, 1], "answer_mean")
-    assert mean.exp().flatten().tolist() == pytest.approx([0.25, 0.75, 0.5, 0.5], rel=1e-6)
-    # KL((1/4, 3/4) || (1/2, 1/2)) = 1/4 log(1/2) + 3/4 log(3/2)
-    kl = divergence(mean[:1], mean, "answer_mean")
-    assert kl.tolist() == pytest.approx([0, 0.25 * math.log(0.5) + 0.75 * math.log(1.5)], rel=1e-6)
-    joint = read_probe(logits, tokens, [2, 1], "answer_joint")
-    assert joint.tolist() == pytest.approx([(math.log(0.5) + math.log(0.9)) / 2, math.log(0.5)], rel=1e-6)
-    assert divergence(joint[:1], joint, "answer_joint").tolist() == pytest.approx([0, float(joint[0] - joint[1])])
+def test_replaced_tokens_are_evenly_spaced() -> None:
+    for length, most, expected in (
+        (3, None, [0, 1, 2]),
+        (5, 3, [0, 2, 4]),
+        (10, 4, [0, 3, 6, 9]),
+        (9, 1, [0]),
+        (6, 4, [0, 2, 3, 5]),
+    ):
+        assert replaced_tokens(length, most).tolist() == expected

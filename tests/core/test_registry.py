@@ -16,12 +16,9 @@ from grail_advantage import (
     GrailConfig,
     OarConfig,
     Reshaped,
-    ReshapedSignal,
     Reshaper,
     RolloutBatch,
     Signal,
-    compute_token_weights,
-    option,
     register_reshaper,
     register_signal,
     registry,
@@ -29,7 +26,6 @@ from grail_advantage import (
 from grail_advantage.methods import method, methods
 from grail_advantage.model_interface import RowScores
 from grail_advantage.weighting import BatchWeights, batch_weights, put_row, scores_of
-from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 from tests.documentation import snippets, write_files
 
 SITE = Path(__file__).parents[2]
@@ -123,23 +119,6 @@ def test_scores_that_do_not_fit_are_refused_with_the_methods_name() -> None:
         scores_of(Long(), batch, Long().select(batch), None)
     with pytest.raises(ValueError, match=r"long: run\(\) gave 4 scores for a response of 3 tokens"):
         put_row(torch.zeros(2, 5), 0, 3, RowScores(torch.ones(4)), Long())
-
-
-def test_a_reshaper_of_ones_own_serves_every_signal(clean_registry: None) -> None:
-    @register_reshaper("flat")
-    class Flat(Reshaper):
-        level: float = option(0.5, "the weight", ge=0)
-
-        def weights(self, scores_BT, statistics_BT, advantages_B):
-            return torch.full(scores_BT.shape, self.level)
-
-    config = GrailConfig(reshaper="flat", reshaper_options={"level": 0.25}, content_weight=1.0)
-    batch = make_batch([ROLLOUTS["text after the box"]])
-    got = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), config)
-    inside = got.weights[0, batch.response_mask[0].bool()]
-    assert inside[: got.spans[0].start].eq(0.25).all()
-    assert inside[got.spans[0].start :].eq(1).all()
-    assert issubclass(type(config), ReshapedSignal)
 
 
 def _python(code: str, *paths: Path) -> subprocess.CompletedProcess:

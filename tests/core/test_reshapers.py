@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from grail_advantage.registry import reshapers
 from grail_advantage.reshapers.bilevel import Bilevel
 from grail_advantage.reshapers.log_zscore import log_zscore
-from grail_advantage.reshapers.mean_ratio import MeanRatio
 from grail_advantage.reshapers.top import count_of_share
 from tests.core.common import RESHAPERS, few
 from tests.core.plain_maps import MAPS
@@ -64,7 +63,7 @@ class TestEveryMap:
         assert set(RESHAPERS) == set(MAPS) == set(OPTIONS)
 
     @pytest.mark.parametrize("name", MAPS)
-    @few(120)
+    @few(80)
     @given(data=st.data(), rows=st.lists(st.lists(SCORES, max_size=14), min_size=1, max_size=4))
     def test_against_the_plain_computation(self, name: str, data: st.DataObject, rows: list[list[float]]) -> None:
         """Statistics are of the mask: what stands beside it, in a row or behind its end, may be anything."""
@@ -132,15 +131,6 @@ class TestPower:
         assert one("power", 6e-5, 3e-5, exponent=1) == pytest.approx([4 / 3, 2 / 3])
 
 
-class TestMeanRatio:
-    def test_by_hand(self) -> None:
-        # Mean 2: ratios 0.5, 0, 2.5, 1.
-        assert one("mean_ratio", 1.0, 0.0, 5.0, 2.0) == pytest.approx([0.95, 0.9, 1.15, 1.0])
-        assert one("mean_ratio", 1.0, 0.0, 5.0, 2.0, beta=2) == [0.0, 0.0, 4.0, 1.0]  # ends at 0
-        assert one("mean_ratio", -6.0, 9.0, beta=0.5) == [0.0, 3.5]  # mean 1.5: the first would weigh -1.5
-        assert MeanRatio().beta == 0.1
-
-
 class TestBilevel:
     def test_by_hand(self) -> None:
         # Levels 1..6, so h = 0, .2, .4, .6, .8, 1 and the 0.4-quantile, at place 2 of 0..5, is 0.4.
@@ -148,13 +138,6 @@ class TestBilevel:
         assert one("bilevel", *scores) == pytest.approx([0.1, 0.5, 1.0, 1 + 2 / 3, 1 + 4 / 3, 3.0], rel=1e-6)
         assert one("bilevel", *scores, boost=0.0) == pytest.approx([0.1, 0.5, 1, 1, 1, 1], rel=1e-6)
         assert (Bilevel().quantile, Bilevel().boost, Bilevel().quantile_rule) == (0.4, 2.0, "linear")
-
-    def test_scores_as_small_as_divergences_are_and_below_minus_one(self) -> None:
-        """``1 + 1e-12`` has no room in float32."""
-        assert one("bilevel", 1e-12, 2e-12, 3e-12, quantile=0.5) == pytest.approx([0.1, 1.0, 3.0], rel=1e-3)
-        got = one("bilevel", -5.0, -1.0, 0.0, 1.0, quantile=0.5)
-        assert got[0] == got[1] == pytest.approx(0.1)
-        assert all(map(math.isfinite, got))
 
 
 def by_log(*log_scores: float) -> torch.Tensor:
@@ -168,10 +151,6 @@ def z_of(scores_BT: torch.Tensor, mask: list[list[bool]] | None = None) -> list[
 
 
 class TestLogZscore:
-    def test_population_variance(self) -> None:
-        # Logs 0, 0, 0, 4: mean 1, population variance 3 (sample variance 4).
-        assert z_of(by_log(0, 0, 0, 4)) == pytest.approx([-1 / 3**0.5] * 3 + [3 / 3**0.5], rel=1e-5)
-
     def test_statistics_come_from_the_mask_and_every_token_is_scored(self) -> None:
         # Over the first two tokens: mean 0, variance 1.
         assert z_of(by_log(-1, 1, 3, -5), [[True, True, False, False]]) == pytest.approx([-1, 1, 3, -5], rel=1e-5)

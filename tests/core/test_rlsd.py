@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import TokenWeights, compute_token_weights, hf_model
-from grail_advantage.batch import Example, PassRow, RolloutBatch
-from grail_advantage.model_interface import Turns
+from grail_advantage.batch import Example, RolloutBatch
 from grail_advantage.signals.rlsd import REQUEST, RlsdConfig
 from grail_advantage.weighting import BatchWeights, batch_weights
 from tests.core.common import few
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model
 
-GOLD = "reward_model.ground_truth"
 SHORT = "Given {privileged}, tell it in your words."
 BRACKETS = """\
 {%- for message in messages %}{{ "[" + message.role + "]" + message.content }}{% endfor %}
@@ -211,28 +209,6 @@ def test_rows_without_the_column_or_a_user() -> None:
         examples = [*EXAMPLES[:place], broken, *EXAMPLES[place + 1 :]]
         _, found = run_rows(RlsdConfig(), examples)
         assert [weights != [1.0] * len(weights) for weights in found[:3]] == [row != place for row in range(3)]
-
-
-def test_no_row_has_the_column() -> None:
-    config = RlsdConfig(privileged_column="extra_info.solution")
-    said = r"privileged_column='extra_info\.solution' is in no row of the batch; .* data_source, reward_model\.ground_truth, "
-    with pytest.raises(ValueError, match=said):
-        run_rows(config, EXAMPLES)
-    # One row has it: the others are rows without privileged text. All have it, and none has a value: that may be.
-    solved = replace(EXAMPLES[2], columns={**columns("7"), "extra_info": {"solution": "Count."}})
-    empty = [replace(of_row, columns={"extra_info": {"solution": None}}) for of_row in EXAMPLES]
-    for examples, weighed in (([*EXAMPLES[:2], solved, *EXAMPLES[3:]], [False, False, True]), (empty, [False] * 3)):
-        _, found = run_rows(config, examples)
-        assert [weights != [1.0] * len(weights) for weights in found[:3]] == weighed
-
-
-def test_dummy_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank of a sharded model that is through runs rows that nobody asked, while others still have some."""
-    expected = run_rows(RlsdConfig(), EXAMPLES)[1]
-    monkeypatch.setattr(Turns, "wait", lambda self: iter([None, None]))
-    assert run_rows(RlsdConfig(), EXAMPLES)[1] == expected
-    dummy = PassRow(torch.tensor([1, 2]), 1, 1, None, advantage=-1.0, group=-1, place=0)
-    assert RlsdConfig().prepare_row(dummy, tiny_tokenizer()) is dummy
 
 
 def test_examples_and_a_template_are_needed() -> None:

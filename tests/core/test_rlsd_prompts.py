@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.batch import Example, PassRow
-from grail_advantage.signals.rlsd import REQUEST, RlsdConfig, as_text, cut
+from grail_advantage.signals.rlsd import REQUEST, RlsdConfig, cut
 from recipe.chat_templates import read_chat_template
-from tests.core.test_rlsd import NOTHING, SHORT, columns
+from tests.core.test_rlsd import SHORT, columns
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 
 CONTENT = """\
@@ -30,12 +29,6 @@ QWEN3 = f"""{CONTENT}
 {{{{- "<|im_start|>assistant\\n" }}}}
 {{%- if enable_thinking is defined and not enable_thinking %}}{{{{- "<think>\\n\\n</think>\\n\\n" }}}}{{% endif %}}
 {{%- endif %}}"""
-R1_DISTILL = f"""{CONTENT}
-{{{{- bos_token }}}}
-{{%- for message in messages %}}
-{{{{- ("<\uff5cUser\uff5c>" if message.role == "user" else "") + text(message.content) }}}}
-{{%- endfor %}}
-{{%- if add_generation_prompt %}}{{{{- "<\uff5cAssistant\uff5c><think>\\n" }}}}{{% endif %}}"""
 BASE_MATH = read_chat_template("base_math")
 PREAMBLE = BASE_MATH.split('{{- "The User')[1].split('" }}')[0]
 
@@ -60,12 +53,6 @@ class Chat:
         return tokenizer
 
 
-def llama3_with_r1_marks() -> PreTrainedTokenizerFast:
-    tokenizer = copy.deepcopy(llama3_tokenizer())
-    tokenizer.add_tokens(["<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<think>", "</think>"])
-    return tokenizer
-
-
 _BOS = "<|begin_of_text|>"
 CHATS = {
     "Qwen3, thinking off": Chat(
@@ -75,13 +62,6 @@ CHATS = {
         "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n",
         {"enable_thinking": False},
-    ),
-    "R1 distilled": Chat(
-        llama3_with_r1_marks,
-        R1_DISTILL,
-        f"{_BOS}<\uff5cUser\uff5c>",
-        "<\uff5cAssistant\uff5c><think>\n",
-        f"{_BOS}Be brief.<\uff5cUser\uff5c>",
     ),
     "base model": Chat(
         llama3_tokenizer,
@@ -202,23 +182,3 @@ def test_long_text_is_cut() -> None:
 
 
 # What the privileged text is.
-
-
-def test_as_text() -> None:
-    for value, text in (
-        (" 5\n", "5"),
-        (5, "5"),
-        (-2.0, "-2"),
-        (0.5, "0.5"),
-        (float("inf"), "inf"),
-        (True, "True"),
-        (["5", 6, None, 7.0], "5, 6, 7"),
-        (("a", ["b", "c"]), "a, b, c"),
-        (np.array(["5", "6"], dtype=object), "5, 6"),
-        (np.float64(27.0), "27"),
-        (np.int64(3), "3"),
-        ({"target": 24, "numbers": [1, 2]}, '{"target": 24, "numbers": [1, 2]}'),
-        ("a\ud800b", "a?b"),
-        *((nothing, "") for nothing in NOTHING),
-    ):
-        assert as_text(value) == text

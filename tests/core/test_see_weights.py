@@ -31,15 +31,3 @@ def test_three_answers_are_drawn(example: dict[str, Any], tmp_path: Path, capsys
     assert (rows[0].weight_T == 1).all() and all(row.weight_T.std() > 0.1 for row in rows[1:])
     assert said.count("In the afternoon he sells") == 3 and said.count("A baker makes 12 trays") == 1
     assert said.splitlines()[-1] == f"the same as a page: python -m grail_advantage.report {out}"
-
-
-def test_the_packaged_model_stands_in(
-    example: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setitem(example["choose_model"].__globals__, "out_of_reach", lambda model: "ConnectError: no network")
-    monkeypatch.setattr(
-        "recipe.tiny.smollm2.load_smollm2", lambda: (tiny_model(max_position_embeddings=1024), char_tokenizer())
-    )
-    example["main"]([])
-    said = capsys.readouterr()
-    assert "SmolLM2-135M-Instruct out of its package instead" in said.err and "a slip in the second step" in said.out

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -16,7 +14,6 @@ from grail_advantage import token_dump
 from grail_advantage.report import data
 from grail_advantage.report.page import write_report
 from grail_advantage.token_dump import MOST_PROBLEMS, DumpHeader, DumpRow, read_dump, write_step
-from recipe.evaluate.checkpoint import resolve_model
 from tests.dumps import dump_row
 
 
@@ -26,10 +23,6 @@ def row(place: int, name: str = "key_0_0") -> DumpRow:
 
 def written(folder: Path, rows: int = 4) -> Path:
     return write_step(folder, DumpHeader(step=3, method="grail"), [row(place) for place in range(rows)])
-
-
-def everything(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 def test_a_row_group_that_says_it_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,21 +37,6 @@ def test_a_row_group_that_says_it_is_too_large(tmp_path: Path, monkeypatch: pyte
         assert max(tracemalloc.get_traced_memory()[1], pa.total_allocated_bytes()) < 1 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_a_long_text_that_every_row_and_token_repeats(tmp_path: Path) -> None:
-    """A gigabyte when each had its own; the rows share one text."""
-    text, count = "x" * (1 << 16), 1 << 14
-    ones, zeros = np.ones(count, dtype=np.float32), np.zeros(count, dtype=np.int64)
-    columns = {"weight_T": ones, "token_ids_T": zeros, "mask_T": ones > 0, "tokens": [text] * count}
-    none = {"score_T": None, "base_advantage_T": None, "advantage_T": None}
-    long = replace(row(0), **columns, **none)
-    path = write_step(tmp_path, DumpHeader(step=3, method="grail"), [long])
-    assert path.stat().st_size < 1 << 16
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (read,) = read_dump(tmp_path)
-    assert len(read.tokens) == count and len({id(token) for token in read.tokens}) == 1
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18, "KiB"
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["a bit flipped", "an end missing"])
@@ -123,20 +101,3 @@ def test_metrics_that_are_none(tmp_path: Path) -> None:
     path.write_text("{\n" * 5000)
     _, problems = data.read_metrics(tmp_path)
     assert len(problems) == MOST_PROBLEMS + 1 and "5000 such lines" in str(problems[-1])
-
-
-NO_RANKS = [
-    *("", "{", "[]", "null", "[" * 100_000, "\udcff", '{"world_size": "x"}', '{"world_size": -1}', '{"world_size": 0}'),
-    *('{"world_size": 1e300}', '{"world_size": 1000000000000}'),
-]
-
-
-def test_a_checkpoint_to_evaluate_that_does_not_say_its_ranks(tmp_path: Path) -> None:
-    """In no time, whatever number it names, and before anything of it is loaded."""
-    checkpoint = tmp_path / "global_step_1" / "actor"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "model_world_size_1_rank_0.pt").write_bytes(b"cos\nsystem\n(S'touch escaped'\ntR.")
-    for content in NO_RANKS:
-        (checkpoint / "fsdp_config.json").write_text(content, encoding="utf-8", errors="surrogateescape")
-        with pytest.raises(ValueError, match=r"fsdp_config\.json does not say the world_size"):
-            resolve_model(tmp_path / "global_step_1")

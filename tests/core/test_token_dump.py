@@ -127,16 +127,6 @@ class TestRoundTrip:
             _assert_equal(replace(row, tokens=[whole, ""], **texts), read)
             assert dump.files[0].header.model == text and dump.problems == []
 
-    def test_columns_of_another_length_are_refused(self) -> None:
-        for values in (
-            {"score_T": np.ones(1)},
-            {"mask_T": np.ones(1)},
-            {"tokens": ["a"]},
-            {"methods": {"other": MethodColumns(score_T=None, weight_T=np.ones(1))}},
-        ):
-            with pytest.raises(ValueError, match=r"row 0: .* has 1 values for 2 tokens"):
-                replace(dump_row([1.0, 2.0]), **values)
-
 
 class TestOtherReaders:
     """The file as programs see it that know nothing of this package."""

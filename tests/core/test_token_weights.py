@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from grail_advantage import GrailConfig, TokenWeights, activations, compute_token_weights, hf_model
 from tests.core.common import few
@@ -120,7 +120,7 @@ OPTIONS: dict[str, list] = {
 NUMBERS = {"weight_mean": 1.25, "weight_std": 0.75, "weight_min": 0.1, "weight_max": 2.0, "content_weight": 0.3}
 
 
-@few(150)
+@few(100)
 @given(
     st.sampled_from(list(MODELS)),
     st.sampled_from([4, 1, 2, 3]),
@@ -138,8 +138,7 @@ def test_any_options_on_any_model(
     assert_matches(*subject(name, layers, double=True), batch, preset, temperature, **options, **numbers)
 
 
-@pytest.mark.parametrize("preset", ["official", "robust"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "preset"), [("qwen3", "official"), ("llama, tied", "robust")])
 def test_presets_on_every_kind_of_rollout_in_float32(name: str, preset: str) -> None:
     temperature = {"official": 0.6, "robust": 1.7}[preset]
     for leaf in LEAVES:
@@ -150,10 +149,6 @@ def test_presets_on_every_kind_of_rollout_in_float32(name: str, preset: str) -> 
 
 
 # ---- padding, batch composition, row selection ---------------------------------------------------------------------
-
-
-def by_response(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
-    return [values[row, batch.response_mask[row] == 1] for row in range(len(values))]
 
 
 @contextlib.contextmanager
@@ -217,22 +212,6 @@ def test_long_answers_in_chunks_weigh_the_same(name: str, monkeypatch: pytest.Mo
         assert len(heads) > 7  # the long answer's chunks alone
         torch.testing.assert_close(in_chunks.scores, expected.scores, rtol=1e-4, atol=1e-6, equal_nan=True)
         torch.testing.assert_close(in_chunks.weights, expected.weights, rtol=1e-3, atol=1e-4)
-
-
-def test_capped_logits_are_not_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = tiny_model()
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    config = Gemma2Config(
-        **{name: getattr(tiny.config, name) for name in sizes}, num_hidden_layers=2, final_logit_softcapping=2.0
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Gemma2ForCausalLM(config).eval()
-    batch = make_batch(ALL_ROLLOUTS)
-    expected = compute(model, batch, GrailConfig())
-    heads = _count_heads(monkeypatch, chunk=1)
-    assert torch.equal(compute(model, batch, GrailConfig()).weights, expected.weights)
-    assert not heads
 
 
 def _count_heads(monkeypatch: pytest.MonkeyPatch, chunk: int) -> list[int]:

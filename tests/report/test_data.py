@@ -35,14 +35,6 @@ def test_a_resumed_run_replaces_the_steps_it_takes_again(tmp_path: Path) -> None
     assert metrics[2]["v"] == 0.5 and problems == []
 
 
-def test_broken_lines_are_named_and_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1, "data": {"a": 1.0, "b": NaN, "c": "text", "d": true}}\n[]\n{"step": 2, "data": {"a"')
-    metrics, problems = data.read_metrics(tmp_path)
-    assert metrics == {1: {"a": 1.0, "b": pytest.approx(NAN, nan_ok=True)}}
-    assert [str(problem).removeprefix(f"{path}:").split(":")[0] for problem in problems] == ["2", "3"]
-
-
 def test_a_run_is_metrics_a_dump_or_both(tmp_path: Path) -> None:
     for folder in (tmp_path / "nothing", tmp_path / "empty_dump"):
         (folder / "tokens" if folder.name == "empty_dump" else folder).mkdir(parents=True)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from grail_advantage.report import pack
-from grail_advantage.token_dump import MethodColumns
 from tests.report.synthetic import text_row
 
 TOKENS = ["One", " and", " two", ".", "\n", "x", "", "é"]
@@ -81,16 +80,6 @@ def test_exact_values_come_back_to_the_bit(count: int) -> None:
         columns.values["advantage"][0] += 1e-3
         head, _, found = read_block(pack.pack(columns, RANK, pack.EXACT))
         assert head["columns"]["advantage"] == "exact" and found["advantage"][0] == columns.values["advantage"][0]
-
-
-def test_a_method_of_the_same_values_takes_no_room() -> None:
-    base = text_row(TOKENS)
-    same = MethodColumns(score_T=base.score_T, weight_T=base.weight_T)
-    other = MethodColumns(score_T=None, weight_T=base.weight_T[::-1].copy())
-    columns = pack.columns_of(text_row(TOKENS, methods={"grail": same, "shear": other}), pack.Vocabulary())
-    head, _, found = read_block(pack.pack(columns, RANK, pack.EXACT))
-    assert head["columns"]["weight:grail"] == ["same", "weight"] and "score:shear" not in found
-    assert np.array_equal(found["weight:shear"], other.weight_T)
 
 
 @pytest.mark.parametrize("bits", pack.PRECISIONS[1:])

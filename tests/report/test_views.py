@@ -170,25 +170,6 @@ def test_a_row_in_the_terminal() -> None:
     assert not re.search(r"48;2;[\d;]+mtool", printed), "a token that does not train has no colour"
 
 
-def test_the_terminal_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [dump_row([2.0, 0.5], row=row, tokens=["so ", "it"]) for row in (0, 1)]
-    path = write_step(tmp_path / "tokens", HEADER, rows)
-    path.with_name("step_000002.parquet").write_bytes(b"")
-    assert main([str(tmp_path), "--terminal", "--row", "1"]) == 0
-    printed = capsys.readouterr()
-    assert "step 1, row 1" in printed.out and "so it" in printed.out
-    assert "step_000002.parquet: cannot be read as Parquet" in printed.err
-    (tmp_path / "metrics").mkdir()
-    (tmp_path / "metrics/metrics.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
-    for arguments, message in (
-        ([str(tmp_path), "--terminal", "--step", "7"], "report: --step 7 is not in"),
-        ([str(tmp_path / "metrics"), "--terminal"], "has no token dump"),
-        ([str(tmp_path / "nowhere"), "--figures", str(tmp_path)], "is no folder"),
-    ):
-        assert main(arguments) == 1
-        assert message in capsys.readouterr().err
-
-
 # ----------------------------------------------------------------------------------------------------------------- notebook
 
 

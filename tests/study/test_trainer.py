@@ -78,7 +78,7 @@ def test_rollouts_are_judged_as_by_the_projects_reward() -> None:
     torch.testing.assert_close(sequence_advantages(batch, ARMS["uniform"]), ADVANTAGES)
 
 
-@pytest.mark.parametrize("name", ["uniform", "grail_robust", "surprisal", "oracle"])
+@pytest.mark.parametrize("name", ["grail_robust", "oracle"])
 def test_one_update_follows_the_gradient_written_out(name: str) -> None:
     """Row by row: token advantage x log-probability, summed, over rows x the longest response."""
     batch, model = rollouts(), model_of()
@@ -98,25 +98,6 @@ def test_one_update_follows_the_gradient_written_out(name: str) -> None:
     for parameter_name, parameter in plain.named_parameters():
         moved = model.state_dict()[parameter_name] - before[parameter_name]
         torch.testing.assert_close(moved, parameter.grad, rtol=2e-3, atol=2e-7)
-
-
-def test_picks_in_wrong_rows_are_one_token_each_and_right_rows_stay() -> None:
-    uniform, last = credited(ARMS["uniform"]), credited(ARMS["last_result"])
-    for name in ("surprisal", "random_token", "last_result"):
-        found = credited(ARMS[name])
-        assert (found[[0, 3]] == uniform[[0, 3]]).all()
-        assert [int((found[row] != 0).sum()) for row in (1, 4, 5)] == [1, 1, 1]
-        assert [float(found[row].sum()) for row in (1, 4, 5)] == pytest.approx([-1 / 3] * 3)
-    for row, expected in ((1, "8"), (4, "7"), (5, "1")):
-        found = response_of(row, last)
-        (place,) = np.flatnonzero(found["values"])
-        assert found["tokens"][place] == expected and "box" not in "".join(found["tokens"][:place])
-    least = credited(ARMS["surprisal"])
-    batch = rollouts()
-    state = policy_state(model_of(), batch)
-    start, box = len(batch.prompts[1]), response_of(1, least)["tokens"].index("\\")
-    own = state.old_log_probs_BL[1, start : start + box]
-    assert int(least[1].nonzero()[0, 0]) == start + int(own.argmin())
 
 
 def test_oracle_is_the_exact_advantage() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from study import __main__ as command
 from study import rollouts, work
 from study.arms import ARMS
-from study.plan import MEASUREMENTS, NO_ARM, RUNS, Job, RegimePlan, StudyPlan
+from study.plan import NO_ARM, Job, RegimePlan, StudyPlan
 from study.raw import RawFile
 from study.trainer import RunSettings
 from study.work import Files, Sitting, finished, settings_digest
@@ -63,24 +62,6 @@ def test_rows_come_back_as_they_were_and_a_crash_loses_nothing(tmp_path: Path, m
             file.read()
     with pytest.raises(ValueError, match="a row has the fields"):
         file.append([{"arm": "a"}])
-
-
-def test_the_plan_is_the_written_one() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "study2" / "PLAN.md").read_text(encoding="utf-8")
-    plan = StudyPlan()
-
-    def said(seeds: tuple[int, ...]) -> str:
-        return ", ".join(map(str, seeds)) if len(seeds) < 3 else f"{seeds[0]} to {seeds[-1]}"
-
-    for regime in plan.regimes:
-        cells = [regime.name, said(regime.main_seeds), said(regime.tuning_seeds), said(regime.pilot_seeds)]
-        assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in text
-        assert not set(regime.main_seeds) & {*regime.tuning_seeds, *regime.pilot_seeds}
-        assert {*regime.measured_seeds, *regime.side_seeds} <= {*regime.main_seeds}
-    for regime, *counts in re.findall(r"\| (\w+) \| (\d+) \| (\d+) \| (\d+) \| [\d.]+ \|", text):
-        kinds = [job.kind for job in plan.jobs({}) if job.regime == regime]
-        assert [sum(kind in of for kind in kinds) for of in (("start",), RUNS, MEASUREMENTS)] == [*map(int, counts)]
-    assert all(rate in text and float(rate) in plan.rates for rate in ("5e-5", "1e-4", "2e-4"))
 
 
 def a_start(plan: StudyPlan, seed: int = 1) -> dict[str, Any]:
