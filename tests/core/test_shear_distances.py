@@ -75,6 +75,7 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], rtol: float =
 # one pair of windows
 
 
+@pytest.mark.slow
 def test_towards_exact_transport() -> None:
     generator = torch.Generator().manual_seed(4)
     shapes = [(5, 5), (5, 4), (2, 5), (1, 3)]

@@ -78,6 +78,7 @@ def test_conclusions_by_rule(
         assert f"p {p_value(corrected)} (Holm)" in line
 
 
+@pytest.mark.slow
 def test_the_published_page_is_made_from_the_files_beside_it() -> None:
     page = (FOLDER / "REPORT.md").read_text(encoding="utf-8")
     assert page == markdown(Results.read(StudyPlan(), Files(FOLDER))), "run python -m study report"

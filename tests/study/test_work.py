@@ -106,6 +106,7 @@ def rows(folder: Path, name: str) -> pd.DataFrame:
     return frame.drop(columns=[column for column in frame if column.endswith("seconds")])
 
 
+@pytest.mark.slow
 def test_the_study_in_miniature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
