@@ -14,9 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import bench_methods
 import bench_whole_step
-import measuring
 import report
-import whole_step_trainer
 
 from grail_advantage.methods import methods
 from grail_advantage.signals.base import SEQUENCES
@@ -41,18 +39,6 @@ def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def _result(process: subprocess.CompletedProcess[str], path: Path) -> dict:
     assert process.returncode == 0, process.stderr[-3000:]
     return json.loads(path.read_text())
-
-
-class TestMeasuring:
-    def test_peak_memory_counts_what_is_held_at_once(self) -> None:
-        before = measuring.peak_memory("cpu", lambda: None)
-
-        def allocate() -> torch.Tensor:
-            first, second = torch.zeros(2_000_000), torch.zeros(1_000_000)
-            del first
-            return second + torch.zeros(500_000).sum()
-
-        assert measuring.peak_memory("cpu", allocate) - before == 12_000_000
 
 
 class TestMethods:
@@ -94,13 +80,6 @@ class TestReport:
             "published procedure": stages(2.0, [4.0] * 4),
         }
         return report.Step({"checkpointing": checkpointing, "repeats": [repeat]}, {"rows": 20, "selected_rows": 7})
-
-    def test_steps_of_fewer_epochs_are_the_beginning_of_the_longest(self) -> None:
-        step = self._step()
-        assert step.ratios("GRAIL official, fused", 1) == pytest.approx([8.7 / 8])
-        assert step.ratios("GRAIL official, separate", 4) == pytest.approx([27.4 / 26])
-        assert step.ratios("published procedure", 1) == pytest.approx([12 / 8])
-        assert step.ratios("published procedure", 4) == pytest.approx([42 / 26])
 
     def test_weights_cost_what_a_step_has_more_than_grpo(self) -> None:
         step = self._step()
@@ -147,18 +126,6 @@ class TestWholeStep:
         }
         assert (second["method"], second["skipped_rows"], second["selected_rate"]) == ("uniform", 3, 0.4)
         assert second["seconds"] == {"raylet": 1.0, "ray::Worker": 170.0, "new": 0.5}
-
-    def test_processor_time_of_other_processes_counts_and_this_ones_does_not(self) -> None:
-        burn = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ninput()"
-        before = whole_step_trainer.processor_seconds(os.getpid())
-        child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        try:
-            assert child.stdout.readline() == "done\n"
-            seconds = whole_step_trainer.processor_seconds(os.getpid())
-        finally:
-            child.communicate("\n")
-        # What earlier tests left running counts, too.
-        assert 0.4 < sum(seconds.values()) - sum(before.values()) < 5
 
     def test_ratio_of_sums(self) -> None:
         assert report.ratio_of_sums([2.0, 4.0], [1.0, 2.0]) == (2.0, 2.0, 2.0)

@@ -88,6 +88,21 @@ def container(config: Any) -> Any:
     return OmegaConf.to_container(config, resolve=True)
 
 
+def test_one_seed_moves_all() -> None:
+    for arguments, knobs in ((["data.seed=7"], {}), ([], {"SEED": "7"})):
+        config = configuration(overrides("run_qwen3_grail.sh", *arguments, **knobs))
+        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [7] * 4
+
+
+def test_which_grpo_is_said() -> None:
+    for estimator, said in (("grpo", "grpo: uniform, GRPO in the"), ("verl_grpo", "verl_grpo: verl's")):
+        result = run_script("run_qwen3_grail.sh", PYTHON=PRINTS, DRY_RUN="1", ADV_ESTIMATOR=estimator)
+        assert f"ADV_ESTIMATOR={said}" in result.stderr
+    plain = configuration(overrides("run_qwen3_grail.sh", "algorithm.adv_estimator=grpo"))
+    assert plain.algorithm.adv_estimator == "grpo"  # an override means verl's own name
+
+
 def test_defaults_of_scripts_and_yaml_agree() -> None:
     """What the scripts say about the published set-up, the YAML says too, for those who start without a script."""
     ours = configuration(overrides("run_qwen3_grail.sh"))

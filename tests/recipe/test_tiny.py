@@ -17,9 +17,9 @@ from recipe.tiny import prepare as prepare_module
 from recipe.tiny import warm_up as warm_up_module
 from recipe.tiny.model import build_model, build_tokenizer
 from recipe.tiny.prepare import PrepareSettings, prepare
-from recipe.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids, sample
+from recipe.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids
 from recipe.tiny.task import MAX_VALUE, Problem, StepError, boxed_answer, find_errors, problems, solve
-from recipe.tiny.warm_up import WarmUpSettings, solution_loss, warm_up
+from recipe.tiny.warm_up import WarmUpSettings, warm_up
 
 
 @pytest.fixture(scope="module")
@@ -115,42 +115,7 @@ def test_tokenizer_gives_one_token_a_character(tokenizer: PreTrainedTokenizerFas
     )
 
 
-# Sampling and warm-up
-
-
-def test_batched_greedy_sampling_is_the_plain_loop(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
-    model = build_model(tokenizer, seed=0).eval()
-    prompts = [prompt_ids(tokenizer, problem) for problem in train[:6]]
-    assert len({len(ids) for ids in prompts}) > 1
-    # Make a random model look at single positions sharply, and its end token likely, so that rows end at different places.
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_norm.weight *= 6
-            layer.self_attn.o_proj.weight *= 6
-        direction = model(input_ids=torch.tensor([prompts[0]]), output_hidden_states=True).hidden_states[-1][0, -1]
-        model.lm_head.weight[tokenizer.eos_token_id] += 0.02 * direction
-    expected = []
-    for ids in prompts:
-        row = list(ids)
-        while len(row) < len(ids) + 12:
-            with torch.no_grad():
-                row.append(int(model(input_ids=torch.tensor([row])).logits[0, -1].argmax()))
-            if row[-1] == tokenizer.eos_token_id:
-                break
-        expected.append(row[len(ids) :])
-    assert sample(model, tokenizer, prompts, max_new_tokens=12, temperature=0.0) == expected
-
-
-def test_loss_is_the_mean_over_solution_and_end_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    model = build_model(tokenizer, seed=0).eval()
-    batch = [(CHAIN, "7+5=12;12-3=9;\\boxed{9}"), (Problem.parse("1+1+1+1"), "\\boxed{4}")]
-    log_probs = []
-    for problem, solution in batch:
-        prompt = prompt_ids(tokenizer, problem)
-        response = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
-        rows = model(input_ids=torch.tensor([prompt + response])).logits[0].log_softmax(-1)
-        log_probs += [rows[len(prompt) - 1 + i, token] for i, token in enumerate(response)]
-    torch.testing.assert_close(solution_loss(model, tokenizer, batch), -torch.stack(log_probs).mean())
+# Warm-up
 
 
 MINIATURE = WarmUpSettings(steps=21, batch_size=4, evaluate_every=21)

@@ -14,9 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe.main_grail import prepare
-from tests.recipe.test_launch_scripts import configuration
-
 ROOT = Path(__file__).parents[2]
 STAND_IN = """#!/usr/bin/env bash
 # Each call is a line of calls.txt; the trainer "trains" up to the step in steps.txt; at 99 it does not end.
@@ -136,14 +133,6 @@ def test_another_model_is_refused(project: Project) -> None:
     assert project.start(FRESH="1").returncode == 0
 
 
-def test_a_run_that_fails(project: Project) -> None:
-    project.steps = 0
-    failed = project.start()
-    assert failed.returncode == 1
-    assert "the run failed; the end of" in failed.stderr and "a life" in failed.stderr
-    assert "the summary" not in failed.stdout
-
-
 def test_bad_knobs_are_refused_before_anything_is_made(project: Project) -> None:
     for knobs, message in (
         ({"SAVE_FREQ": "0"}, "SAVE_FREQ=0 must be a whole number from 1 on, or -1 for never"),
@@ -166,24 +155,6 @@ def test_bad_knobs_are_refused_before_anything_is_made(project: Project) -> None
         refused = project.start(**knobs)
         assert refused.returncode == 1 and refused.stderr.startswith(message) and refused.stderr.count("\n") == 1
     assert not (project.folder / "out").exists() and not (project.folder / "calls.txt").exists()
-
-
-@pytest.mark.slow
-def test_overrides_of_the_knobs(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    for estimator, method in {"grpo": "uniform", "verl_grpo": "grpo", "oar_g": "oar_g"}.items():
-        knobs = {"ADV_ESTIMATOR": estimator, "SEED": "3", "PROMPTS": "6", "ROLLOUTS": "25", "DRY_RUN": "1"}
-        started = project.start("algorithm.oar.boost=1.5", **knobs)
-        assert started.returncode == 0, started.stderr
-        config = configuration(project.trained()[-1].split()[2:])
-        prepare(config)
-        assert (config.algorithm.adv_estimator, config.algorithm.oar.boost) == (method, 1.5)
-        assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")
-        folder = {"grpo": "uniform"}.get(estimator, estimator)
-        assert config.trainer.default_local_dir == f"{project.folder}/out/seed3/{folder}/checkpoints"
-        # 150 responses: the most up to 128 that divide them
-        assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 75
-        assert config.actor_rollout_ref.model.enable_gradient_checkpointing is False
 
 
 @pytest.mark.parametrize(("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)])

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
 from grail_advantage import GrailConfig
 from grail_advantage.answer_span import find_answer_spans
-from grail_advantage.verl_ext.patches import estimator_named
 from grail_advantage.verl_ext.selection import end_token_ids, truncated_rows
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 from grail_advantage.verl_ext.transfer import Rollouts, group_numbers
@@ -173,13 +172,3 @@ def test_a_truncated_row_has_no_advantage_where_these_are_masked(masks: bool) ->
     assert selection.truncated_B.tolist() == [True, False]
     assert selection.batch.advantages_B.tolist() == [0.0 if masks else 1.0, -1.0]
     assert selection.base_advantages_BT[0].tolist() == [1.0] * 6
-
-
-def test_verl_computes_the_base_advantage_under_its_own_name() -> None:
-    trainer = _trainer()
-    with estimator_named(trainer.config.algorithm, "grpo"):
-        assert trainer.config.algorithm.adv_estimator == "grpo"
-    assert trainer.config.algorithm.adv_estimator == "grail"
-    with pytest.raises(ZeroDivisionError), estimator_named(trainer.config.algorithm, "grpo"):
-        raise ZeroDivisionError
-    assert trainer.config.algorithm.adv_estimator == "grail"
