@@ -5,8 +5,8 @@
 One run takes them in turn (``whole_step_trainer.py``), with a learning rate of 0, so that all see the same policy. ``uniform``
 and GRAIL leave out the rows that train nothing (``skip_neutral_rows=auto``), verl's GRPO runs every row.
 The seconds are processor time of all processes: Ray, TransferQueue, vLLM, the worker, the driver. ``tiny`` is the warmed-up
-model that comes with the repository; ``large`` is the same function with more to compute for every token: blocks that add nothing,
-and feed-forward layers widened by zeros. Writes ``results/whole_step-cpu.json``; ``report.py`` makes the table.
+model that comes with the repository; ``large`` is the same function with more to compute for every token: blocks that add
+nothing, and feed-forward layers widened by zeros. Writes ``results/whole_step-cpu.json``; ``report.py`` makes the table.
 """
 
 from __future__ import annotations

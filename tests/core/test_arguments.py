@@ -85,7 +85,19 @@ def test_batches_without_any_response_or_row() -> None:
 def test_public_signatures() -> None:
     parameters = inspect.signature(compute_token_weights).parameters
     positional = ["model", "tokenizer", "input_ids", "attention_mask", "response_mask", "advantages", "config"]
-    by_name = ["temperature", "old_log_probs", "entropy", "groups", "examples", "process_group", "step", "aggregate"]
+    by_name = [
+        *(
+            "temperature",
+            "old_log_probs",
+            "entropy",
+            "groups",
+            "examples",
+            "process_group",
+            "step",
+            "aggregate",
+            "answer",
+        )
+    ]
     assert list(parameters) == [*positional, *by_name]
     assert all(parameters[name].default is inspect.Parameter.empty for name in positional)
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in by_name)

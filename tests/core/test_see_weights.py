@@ -28,6 +28,7 @@ def test_three_answers_are_drawn(example: dict[str, Any], tmp_path: Path, capsys
     rows = list(read_dump(out))
     assert [row.outcome for row in rows] == ["right", "wrong", "wrong"]
     assert [row.answer for row in rows] == ["66", "51", "16"]
-    assert (rows[0].weight_T == 1).all() and all(row.weight_T.std() > 0.1 for row in rows[1:])
+    assert set(rows[0].weight_T) == {1.0, 5.0}, "of a right response only the answer's content weighs more"
+    assert all(row.weight_T.std() > 0.1 for row in rows[1:])
     assert said.count("In the afternoon he sells") == 3 and said.count("A baker makes 12 trays") == 1
     assert said.splitlines()[-1] == f"the same as a page: python -m grail_advantage.report {out}"
