@@ -20,13 +20,14 @@ from environment import add_options, described, set_up
 from measuring import RESULTS, Clock, median, record, selected_rows, show, write
 
 from grail_advantage import GrailConfig
+from grail_advantage.methods import method
 
 if TYPE_CHECKING:
     from training_side import TrainingSide
 
 GRPO = "GRPO"
-VARIANTS = (GRPO, "GRPO, skipping", "GRAIL", "GRAIL, skipping")
-"""Without an addition every row runs."""
+VARIANTS = (GRPO, "uniform", "uniform, skipping", "GRAIL", "GRAIL, skipping")
+"""Without an addition every row runs. ``uniform`` weighs every token 1: GRPO with what every method shares."""
 
 
 def run_step(side: TrainingSide, variant: str, epochs: int, clock: Clock) -> list[float]:
@@ -41,6 +42,8 @@ def run_step(side: TrainingSide, variant: str, epochs: int, clock: Clock) -> lis
         advantages_BT = side.weighted_advantages(config, output, side.fused_scores(config, output))
     else:
         output = side.old_log_probs(rows)
+        if variant != GRPO:
+            advantages_BT = side.weighted_advantages(method("uniform").build({}), output, {})
     seconds = [clock.now() - start]
     for _ in range(epochs):
         start = clock.now()

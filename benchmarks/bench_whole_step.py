@@ -1,11 +1,12 @@
-"""A whole step of a real verl run with GRAIL against the same step with ``uniform``: generation, driver and transport included.
+"""A whole step of a real verl run: verl's own GRPO, ``uniform`` and GRAIL; generation, driver and transport included.
 
     python benchmarks/bench_whole_step.py                  # without a GPU, as examples/run_tiny_cpu_grail.sh
 
-One run takes both methods in turn (``whole_step_trainer.py``), with a learning rate of 0, so that both see the same policy.
-The seconds are processor time of all processes: Ray, TransferQueue, vLLM, the worker, the driver. ``tiny`` is the example's
-warmed-up model; ``large`` is the same function with more to compute for every token: blocks that add nothing, and feed-forward
-layers widened by zeros. Writes ``results/whole_step-cpu.json``; ``report.py`` makes the table.
+One run takes them in turn (``whole_step_trainer.py``), with a learning rate of 0, so that all see the same policy. ``uniform``
+and GRAIL leave out the rows that train nothing (``skip_neutral_rows=auto``), verl's GRPO runs every row.
+The seconds are processor time of all processes: Ray, TransferQueue, vLLM, the worker, the driver. ``tiny`` is the warmed-up
+model that comes with the repository; ``large`` is the same function with more to compute for every token: blocks that add nothing,
+and feed-forward layers widened by zeros. Writes ``results/whole_step-cpu.json``; ``report.py`` makes the table.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from recipe.tiny.prepare import MODEL_FOLDER, PrepareSettings, prepare
 
 ROOT = Path(__file__).parents[1]
 MAX_PROMPT, MAX_RESPONSE = 32, 64
-SKIPPED = 4
+SKIPPED = 6
 """First steps that nobody counts: the processes warm up."""
 
 
@@ -105,6 +106,7 @@ def measure(size: Size, folder: Path, steps: int, data: Path) -> list[dict[str, 
         "algorithm.adv_estimator=grail",
         "algorithm.norm_adv_by_std_in_grpo=False",
         "algorithm.token_weights.trainer_module=whole_step_trainer",
+        "algorithm.token_weights.skip_neutral_rows=auto",
         "reward.custom_reward_function.path=pkg://grail_advantage.reward",
         "reward.custom_reward_function.name=compute_score",
         "trainer.v1.trainer_mode=alternating",
@@ -152,7 +154,8 @@ def _steps(notes: list[dict[str, Any]], logged: dict[int, dict[str, float]]) -> 
             {
                 "method": before["method"],
                 "seconds": {name: round(value, 3) for name, value in seconds.items() if value > 0},
-                "selected_rate": data[f"{before['method']}/selected_rate"],
+                "selected_rate": data.get(f"{before['method']}/selected_rate", 0.0),
+                "skipped_rows": data.get("token_weights/skipped_rows", 0),
                 "tokens": data["response_length/mean"],
                 "wall": {name: round(value, 3) for name, value in data.items() if name.startswith("timing_s/")},
             }
@@ -163,13 +166,13 @@ def _steps(notes: list[dict[str, Any]], logged: dict[int, dict[str, float]]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE")
-    parser.add_argument("--pairs", type=int, default=10, help="measured steps of each method; even")
+    parser.add_argument("--rounds", type=int, default=10, help="measured steps of each method; even")
     parser.add_argument("--work", type=Path, help="folder for the warmed-up model and the runs; otherwise a new one")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
-    if args.pairs < 2 or args.pairs % 2:
+    if args.rounds < 2 or args.rounds % 2:
         parser.error(
-            f"--pairs {args.pairs} must be even and at least 2: the order of the methods turns round after each pair"
+            f"--rounds {args.rounds} must be even and at least 2: the order of the methods turns round each time"
         )
     clock = Clock("cpu")
     result = record("whole_step", "cpu", clock, 1) | {
@@ -181,12 +184,13 @@ def main() -> None:
     result["runs"] = []
     with tempfile.TemporaryDirectory() as temporary:
         work = (args.work or Path(temporary)).resolve()
-        prepare(work / "prepared", PrepareSettings(), show)
+        prepare(work / "prepared", PrepareSettings(warm_up=None), show)
         for name in args.sizes:
             size = SIZES[name]
-            show(f"{name}: {SKIPPED + 2 * args.pairs + 1} steps")
+            count = SKIPPED + 3 * args.rounds + 1
+            show(f"{name}: {count} steps")
             runs = Path(tempfile.mkdtemp(dir=work))
-            steps = measure(size, runs / "run", SKIPPED + 2 * args.pairs + 1, work / "prepared")
+            steps = measure(size, runs / "run", count, work / "prepared")
             result["runs"].append({"name": name, **asdict(size), "steps": steps})
             write(result, args.results)
 

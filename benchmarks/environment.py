@@ -62,8 +62,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch-rows", type=int, help="full rows that a micro-batch's token budget holds")
     parser.add_argument("--parameter-dtype", choices=("fp32", "bf16"), help="of parameters and optimiser state")
     parser.add_argument("--compute-dtype", choices=("fp32", "bf16"), help="that the model computes in")
-    parser.add_argument("--layout", choices=("packed", "padded"), help="packed needs flash-attn to be fast")
-    parser.add_argument("--attention", choices=("sdpa", "flash_attention_2"))
+    parser.add_argument("--layout", choices=("packed", "padded"), help="of micro-batches")
+    parser.add_argument("--attention", choices=("sdpa", "flash_attention_2", "packed_rows"))
     parser.add_argument("--selected", type=float, default=0.35, help="share of the rows that needs scores")
 
 
@@ -79,8 +79,7 @@ def set_up(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.attention == "flash_attention_2" and find_spec("flash_attn") is None:
-        # Packed rows would become one long row with a block-diagonal mask.
-        args.attention, args.layout = "sdpa", "padded"
+        args.attention = "packed_rows"  # of without_flash_attn.py
     torch.set_num_threads(args.threads)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

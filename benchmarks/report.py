@@ -24,6 +24,8 @@ README = Path(__file__).parent / "README.md"
 FRONT_PAGE = Path(__file__).parents[1] / "README.md"
 PUBLISHED = "published procedure"
 FRONT_PAGE_VARIANT = "GRAIL official, fused"
+STOCK = "grpo"
+"""verl's own trainer, in whole steps."""
 STAGES = ("old_log_probs", "saliency", "weights", "update")
 
 
@@ -160,42 +162,91 @@ PARTS = {"generation": ("VLLM", "vLLM", "AgentLoop"), "training": ("WorkerDict",
 """Titles of the processes of a verl run hold one of these; whatever else runs is Ray, TransferQueue and the reward."""
 
 
+def neutral_rows(result: dict[str, Any]) -> list[str]:
+    setup = result["setup"]
+    lines = [
+        f"### Rows that train nothing, {result['device']}",
+        "",
+        *_origin(result),
+        f"Model and batch: {_shape(setup)}. Multiples of verl's GRPO, which runs every row; medians of "
+        f"{len(result['runs'][0]['repeats'])} repeats, lowest to highest.",
+        "",
+        "| checkpointing | rows without an advantage | rows scored | epochs | uniform, leaving them out | GRAIL | "
+        "GRAIL, leaving them out | of uniform's, leaving them out |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for run in result["runs"]:
+        for epochs in result["epochs"]:
+            own, grail, skipping = (
+                of_steps(run, name, "GRPO", epochs) for name in ("GRPO, skipping", "GRAIL", "GRAIL, skipping")
+            )
+            share = of_steps(run, "GRAIL, skipping", "GRPO, skipping", epochs)
+            lines.append(
+                f"| {run['checkpointing']} | {run['neutral_rows'] / setup['rows']:.0%} | "
+                f"{run['selected_rows'] / setup['rows']:.0%} | {epochs} | {_spread(own)} | {_spread(grail)} | "
+                f"{_spread(skipping)} | {median(share):.2f} |"
+            )
+    return [*lines, ""]
+
+
+def of_steps(run: dict[str, Any], variant: str, baseline: str, epochs: int) -> list[float]:
+    """Steps of so many epochs as multiples of the baseline's of the same repeat."""
+    return [sum(of[variant][: epochs + 1]) / sum(of[baseline][: epochs + 1]) for of in run["repeats"]]
+
+
+def _spread(ratios: list[float]) -> str:
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def whole_step(result: dict[str, Any]) -> list[str]:
     lines = [
         "### A whole step of a verl run, cpu",
         "",
         *_origin(result),
-        "Means of the steps of each method, in turn in one run; 95 % intervals by drawing the pairs again.",
+        "Means of the steps of each method, in turn in one run; 95 % intervals by drawing the rounds again. `uniform` and "
+        "GRAIL leave out the rows that train nothing, verl's GRPO runs them.",
         "",
-        "| model | steps of each | rows scored | uniform, s | grail, s | x uniform (95 %) | training alone, x uniform "
-        "| of uniform's seconds: generation, training, driver, rest |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| model | steps of each | rows left out | rows scored | GRPO, s | uniform, x GRPO | GRAIL, x GRPO (95 %) "
+        "| GRAIL, x uniform (95 %) | training alone: GRAIL, x GRPO "
+        "| of GRPO's seconds: generation, training, driver, rest |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for run in result["runs"]:
-        of_method = _steps_of_methods(run)
-        seconds = {name: [sum(step["seconds"].values()) for step in steps] for name, steps in of_method.items()}
+        of_method, seconds = _steps_of_methods(run), _seconds(run)
         parts = {name: [_by_part(step["seconds"]) for step in steps] for name, steps in of_method.items()}
         training = {name: sum(step["training"] for step in steps) for name, steps in parts.items()}
-        total = sum(seconds["uniform"])
-        shares = [sum(step[part] for step in parts["uniform"]) / total for part in (*PARTS, "rest")]
-        ratio, low, high = ratio_of_sums(seconds["grail"], seconds["uniform"])
-        count = len(seconds["uniform"])
+        total, count = sum(seconds[STOCK]), len(seconds[STOCK])
+        shares = [sum(step[part] for step in parts[STOCK]) / total for part in (*PARTS, "rest")]
         lines.append(
             f"| {run['name']}: {run['layers']} layers, feed-forward {run['intermediate']}, "
             f"{run['prompts']} x {run['rollouts']} responses, checkpointing {'on' if run['checkpointing'] else 'off'} "
-            f"| {count} | {_scored(of_method):.0%} | {total / count:.1f} | {sum(seconds['grail']) / count:.1f} "
-            f"| {ratio:.3f} ({low:.3f} to {high:.3f}) | {training['grail'] / training['uniform']:.3f} "
+            f"| {count} | {_left_out(run):.0%} | {_mean(of_method['grail'], 'selected_rate'):.0%} | {total / count:.1f} "
+            f"| {ratio_of_sums(seconds['uniform'], seconds[STOCK])[0]:.3f} | {_interval(seconds['grail'], seconds[STOCK], 3)} "
+            f"| {_interval(seconds['grail'], seconds['uniform'], 3)} | {training['grail'] / training[STOCK]:.3f} "
             f"| {', '.join(f'{share:.0%}' for share in shares)} |"
         )
     return [*lines, ""]
 
 
 def _steps_of_methods(run: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [step for step in run["steps"] if step["method"] == name] for name in ("uniform", "grail")}
+    return {name: [step for step in run["steps"] if step["method"] == name] for name in (STOCK, "uniform", "grail")}
 
 
-def _scored(of_method: dict[str, list[dict[str, Any]]]) -> float:
-    return statistics.fmean(step["selected_rate"] for step in of_method["grail"])
+def _seconds(run: dict[str, Any]) -> dict[str, list[float]]:
+    return {name: [sum(step["seconds"].values()) for step in steps] for name, steps in _steps_of_methods(run).items()}
+
+
+def _mean(steps: list[dict[str, Any]], name: str) -> float:
+    return statistics.fmean(step[name] for step in steps)
+
+
+def _left_out(run: dict[str, Any]) -> float:
+    return _mean(_steps_of_methods(run)["grail"], "skipped_rows") / (run["prompts"] * run["rollouts"])
+
+
+def _interval(ours: list[float], theirs: list[float], digits: int) -> str:
+    ratio, low, high = (f"{value:.{digits}f}" for value in ratio_of_sums(ours, theirs))
+    return f"{ratio} ({low} to {high})"
 
 
 def _by_part(seconds: dict[str, float]) -> dict[str, float]:
@@ -207,7 +258,7 @@ def _by_part(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def ratio_of_sums(ours: list[float], theirs: list[float], draws: int = 10_000) -> tuple[float, float, float]:
-    """The ratio, and its 95 % interval by drawing pairs with replacement."""
+    """The ratio, and its 95 % interval by drawing rounds with replacement."""
     generator = random.Random(0)
     pairs = list(zip(ours, theirs, strict=True))
 
@@ -242,7 +293,12 @@ def _mebibytes(size: int) -> str:
 def render(folder: Path) -> str:
     """All tables in Markdown."""
     lines: list[str] = []
-    passages = {"training_step": training_step, "methods": methods, "whole_step": whole_step}
+    passages = {
+        "neutral_rows": neutral_rows,
+        "whole_step": whole_step,
+        "training_step": training_step,
+        "methods": methods,
+    }
     for name, passage in passages.items():
         for path in sorted(folder.glob(f"{name}-*.json")):
             lines += passage(json.loads(path.read_text(encoding="utf-8")))
@@ -250,8 +306,24 @@ def render(folder: Path) -> str:
 
 
 def summary(folder: Path) -> str:
-    """For the front page: what GRAIL as published adds to the training side of a step, and to whole steps of verl runs."""
+    """For the front page: what GRAIL as published costs, against verl's GRPO and against ``uniform``."""
     sentences = []
+    for path in sorted(folder.glob("neutral_rows-*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        rows, epochs = result["setup"]["rows"], result["epochs"]
+        for checkpointing in ("off", "on"):
+            ratios = [
+                " and ".join(f"{median(of_steps(run, 'GRAIL, skipping', 'GRPO', count)):.2f}" for count in epochs)
+                + f" at {run['neutral_rows'] / rows:.0%}"
+                for run in result["runs"]
+                if run["checkpointing"] == checkpointing
+            ]
+            if ratios:
+                sentences.append(
+                    "By the share of rows without an advantage, the training side of a step takes GRAIL "
+                    f"{', '.join(ratios)} times as long as verl's GRPO ({' and '.join(map(str, epochs))} epochs of updates, "
+                    f"{result['device'].upper()}, gradient checkpointing {checkpointing})."
+                )
     for path in sorted(folder.glob("training_step-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         run = next((run for run in result["runs"] if run["checkpointing"] == "off"), result["runs"][0])
@@ -259,24 +331,20 @@ def summary(folder: Path) -> str:
         ours = " and ".join(f"{step.ratio_of_stages(FRONT_PAGE_VARIANT, count):.2f}" for count in epochs)
         share = run["peak_bytes"]["fused pass, official"] / run["peak_bytes"]["actor update"]
         memory = "without raising its peak memory" if share <= 1 else f"and its peak memory {share:.2f} times as high"
-        sentences.append(
-            f"On the {result['device'].upper()}, {result['setup']['layers']} layers, with {step.share:.0%} of the responses "
-            f"scored, GRAIL makes the training side of a step {ours} times as long with "
-            f"{' and '.join(map(str, epochs))} epochs of updates, {memory}."
-        )
+        sentences.append(f"Where both run every row, GRAIL takes {ours} times as long as GRPO, {memory}.")
     for path in sorted(folder.glob("whole_step-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         runs = []
         for run in result["runs"]:
-            of_method = _steps_of_methods(run)
-            seconds = {name: [sum(step["seconds"].values()) for step in steps] for name, steps in of_method.items()}
-            ratio, low, high = ratio_of_sums(seconds["grail"], seconds["uniform"])
             checkpointing = " and checkpointing" if run["checkpointing"] else ""
+            seconds = _seconds(run)
             runs.append(
-                f"{ratio:.2f} ({low:.2f} to {high:.2f}) with {run['layers']} layers{checkpointing}, "
-                f"{_scored(of_method):.0%} scored"
+                f"{_interval(seconds['grail'], seconds[STOCK], 2)} with {run['layers']} layers{checkpointing}, "
+                f"{_left_out(run):.0%} of the rows left out"
             )
-        sentences.append(f"Whole verl steps, generation included, 1 epoch: {'; '.join(runs)}.")
+        sentences.append(
+            f"Whole verl steps, generation included, 1 epoch, GRAIL against verl's GRPO: {'; '.join(runs)}."
+        )
     return " ".join(sentences)
 
 

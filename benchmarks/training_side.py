@@ -17,12 +17,13 @@ import argparse
 import gc
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 import transformers
+import without_flash_attn
+from rollouts import Rollouts
 from tensordict import TensorDict
 from tokenizers import Tokenizer, models, pre_tokenizers
 from verl.trainer.config import CheckpointConfig
@@ -38,7 +39,7 @@ from verl.workers.config import (
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
-from grail_advantage import AnswerSpan, Example, GrailConfig, RolloutBatch, Signal
+from grail_advantage import GrailConfig, RolloutBatch, Signal
 from grail_advantage.activations import capture_leaf, evaluation_mode, saliency
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
 from grail_advantage.signals.saliency import SaliencySignal, align_scores
@@ -52,16 +53,20 @@ from grail_advantage.weighting import apply_token_weights, batch_weights, scores
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PUBLISHED = GrailConfig("official")
-GROUP_ROWS = 8
-"""Rows that answer one prompt, as near as the batch allows."""
-AFTER_ANSWER = 16
-ANSWER = AnswerSpan(start=0, content_start=3, content_end=7, end=8)
-"""Relative to where the answer starts: three tokens of ``\\boxed{``, four of content, one ``}``."""
 
 
-def make_worker(args: argparse.Namespace, checkpointing: bool) -> TokenWeightTrainingWorker:
-    """verl's training worker with this project's extension, as the trainer builds it for the actor, with a Qwen3 model of
-    random weights and of the shape that the command line asks for."""
+def make_worker(
+    args: argparse.Namespace, checkpointing: bool, actor: FSDPActorConfig | None = None
+) -> TokenWeightTrainingWorker:
+    """verl's training worker with this project's extension, as the trainer builds it for the actor.
+
+    Args:
+        args: shape of a Qwen3 model, which gets random weights; layout, attention and micro-batches.
+        checkpointing: whether gradients are checkpointed.
+        actor: a run's settings of engine and optimiser, in place of the precision that ``args`` asks for.
+    """
+    if args.attention == without_flash_attn.ATTENTION:
+        without_flash_attn.install()
     packed, budget = args.layout == "packed", args.micro_batch_rows * args.tokens
     config = transformers.Qwen3Config(
         vocab_size=args.vocabulary,
@@ -78,6 +83,18 @@ def make_worker(args: argparse.Namespace, checkpointing: bool) -> TokenWeightTra
     with tempfile.TemporaryDirectory() as folder:
         _save_random_model(config, args.parameter_dtype, Path(folder))
         precision = {"param_dtype": args.compute_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+        engine = FSDPEngineConfig(
+            strategy="fsdp2",
+            use_torch_compile=get_device_name() != "cpu",
+            model_dtype=args.parameter_dtype,
+            dtype=str(DTYPES[args.compute_dtype]).removeprefix("torch."),
+            mixed_precision=precision,
+        )
+        optimizer = FSDPOptimizerConfig(lr=1e-6, total_training_steps=1000, weight_decay=0.0)
+        if actor is not None:
+            engine, optimizer = actor.engine, actor.optim
+        engine.use_remove_padding, engine.use_dynamic_bsz = packed, True
+        engine.max_token_len_per_gpu = engine.infer_max_token_len_per_gpu = budget
         worker = TokenWeightTrainingWorker(
             TrainingWorkerConfig(
                 model_type="language_model",
@@ -88,18 +105,8 @@ def make_worker(args: argparse.Namespace, checkpointing: bool) -> TokenWeightTra
                     enable_gradient_checkpointing=checkpointing,
                     use_remove_padding=packed,
                 ),
-                engine_config=FSDPEngineConfig(
-                    strategy="fsdp2",
-                    use_remove_padding=packed,
-                    use_torch_compile=get_device_name() != "cpu",
-                    model_dtype=args.parameter_dtype,
-                    dtype=str(DTYPES[args.compute_dtype]).removeprefix("torch."),
-                    mixed_precision=precision,
-                    use_dynamic_bsz=True,
-                    max_token_len_per_gpu=budget,
-                    infer_max_token_len_per_gpu=budget,
-                ),
-                optimizer_config=FSDPOptimizerConfig(lr=1e-6, total_training_steps=1000, weight_decay=0.0),
+                engine_config=engine,
+                optimizer_config=optimizer,
                 checkpoint_config=CheckpointConfig(),
             )
         )
@@ -114,64 +121,6 @@ def _save_random_model(config: transformers.Qwen3Config, dtype: str, folder: Pat
     model.save_pretrained(folder)
     del model
     release()
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """A batch of rows of random tokens: first those that are wrong and so need scores, then right ones, then those whose group
-    is all of a kind, so that they have no advantage."""
-
-    rows: int
-    prompt: int
-    response: int
-    selected: int
-    """Number of rows that need scores."""
-    vocabulary: int
-    neutral: int = 0
-    """Number of rows without an advantage."""
-
-    def __post_init__(self) -> None:
-        if self.response <= AFTER_ANSWER + ANSWER.end:
-            raise ValueError(
-                f"a response of {self.response} tokens has no room for an answer; give --tokens at least "
-                f"{AFTER_ANSWER + ANSWER.end + 1} more than --prompt, in the smallest of the points too"
-            )
-        if not 0 < self.selected <= self.trained:
-            raise ValueError(
-                f"{self.selected} of {self.trained} rows selected; choose --selected and --rows so that one is"
-            )
-
-    @property
-    def trained(self) -> int:
-        """Number of rows with an advantage."""
-        return self.rows - self.neutral
-
-    @property
-    def tokens(self) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, self.vocabulary, (self.rows, self.prompt + self.response), generator=generator)
-        return list(ids)
-
-    @property
-    def span(self) -> AnswerSpan:
-        start = self.response - AFTER_ANSWER - ANSWER.end
-        return AnswerSpan(**{name: start + index for name, index in asdict(ANSWER).items()})
-
-    @property
-    def advantages(self) -> torch.Tensor:
-        return torch.tensor([-0.5] * self.selected + [0.5] * (self.trained - self.selected) + [0.0] * self.neutral)
-
-    @property
-    def groups(self) -> list[int]:
-        """Which prompt each row answers; wrong and right rows are dealt out to all prompts alike."""
-        prompts = max(1, round(self.rows / GROUP_ROWS))
-        return [row % prompts for row in range(self.rows)]
-
-    @property
-    def examples(self) -> list[Example]:
-        """The question of each row: about as many words as the prompt has tokens, and a gold answer."""
-        messages = [{"role": "user", "content": " ".join(["word"] * self.prompt)}]
-        return [Example(messages, {"reward_model": {"ground_truth": "42"}}, {})] * self.rows
 
 
 @cache
@@ -193,14 +142,16 @@ def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
 class TrainingSide:
     """One worker and one batch. Every stage runs as the trainer runs it; only one process, so no data travels."""
 
-    def __init__(self, worker: TokenWeightTrainingWorker, rollouts: Rollouts) -> None:
+    def __init__(
+        self, worker: TokenWeightTrainingWorker, rollouts: Rollouts, actor: FSDPActorConfig | None = None
+    ) -> None:
         self.worker = worker
         self.engine = worker.engine
         self.rollouts = rollouts
         self.tokens = rollouts.tokens
         self.mask_BT = torch.ones(rollouts.rows, rollouts.response, dtype=torch.bool)
         self.spans = [rollouts.span] * rollouts.rows
-        self.actor = FSDPActorConfig(
+        self.actor = actor or FSDPActorConfig(
             strategy="fsdp2",
             rollout_n=8,
             use_dynamic_bsz=True,

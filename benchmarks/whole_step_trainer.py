@@ -1,4 +1,4 @@
-"""verl's synchronous trainer that weighs tokens by GRAIL and by ``uniform`` in turn; for ``bench_whole_step.py``.
+"""verl's synchronous trainer whose steps are verl's own GRPO, ``uniform`` and GRAIL in turn; for ``bench_whole_step.py``.
 
 Before each step it notes the processor time that every process of the run has had so far. A step is what lies between two
 notes: generation, reward, transport, training, the update of the rollout's weights, and logging.
@@ -13,13 +13,16 @@ from pathlib import Path
 
 import psutil
 from omegaconf import open_dict
-from verl.trainer.ppo.v1 import register_trainer
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 
 from grail_advantage.verl_ext.settings import signal_of
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 
-ORDER = ("uniform", "grail", "grail", "uniform")
-"""So that a drift falls on both alike."""
+STOCK = "grpo"
+"""Steps of verl's trainer alone, over all rows."""
+ORDER = (STOCK, "uniform", "grail", "grail", "uniform", STOCK)
+"""So that a drift falls on all alike."""
 LAUNCHER, NOTES = "WHOLE_STEP_LAUNCHER", "WHOLE_STEP_NOTES"
 
 
@@ -36,7 +39,18 @@ class AlternatingTrainer(TokenWeightTrainerSync):
         super().on_step_begin()
         with open_dict(self.config):
             self.config.algorithm.adv_estimator = name
-        self.signal = signal_of(self.config.algorithm)
+        self.trainer_class = PPOTrainerSync if name == STOCK else TokenWeightTrainerSync
+        if name != STOCK:
+            self.signal = signal_of(self.config.algorithm)
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        return self.trainer_class._compute_old_log_prob(self, batch, metrics)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        return self.trainer_class._compute_advantage(self, batch, metrics)
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        return self.trainer_class._update_actor(self, batch, metrics)
 
 
 def processor_seconds(launcher: int) -> dict[str, float]:

@@ -53,9 +53,7 @@ GOLD = "66"
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help=f"folder or name of a causal language model; {MODEL} by default")
-    parser.add_argument(
-        "--method", default="grail:preset=robust", help="NAME[:option=value,...] (default: %(default)s)"
-    )
+    parser.add_argument("--method", default="grail", help="NAME[:option=value,...] (default: %(default)s)")
     parser.add_argument("--device", help="torch's name; a GPU where there is one by default")
     parser.add_argument("--out", type=Path, help="an empty folder for the weights; a temporary one by default")
     options = parser.parse_args(arguments)

@@ -279,7 +279,7 @@ def capture_hidden_states(head: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Iterator[None]:
+def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool | None = False) -> Iterator[None]:
     """Dropout off, gradient checkpointing as configured, gradients on; every module's mode is put back afterwards.
 
     A checkpointed block runs in evaluation mode inside its checkpoint, and only seems to train to the code around it
@@ -288,18 +288,17 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Ite
 
     Args:
         model: bare or wrapped.
-        checkpoint_blocks: checkpoint the blocks whatever is configured: where training saves memory in another way.
+        checkpoint_blocks: ``True`` checkpoints the blocks whatever is configured: where training saves memory in another way;
+            ``None`` checkpoints none.
     """
     modes = [(module, module.training) for module in model.modules()]
-    blocks = [
-        module
-        for module, _ in modes
-        if isinstance(module, GradientCheckpointingLayer) and (checkpoint_blocks or module.gradient_checkpointing)
-    ]
-    if not blocks and (
-        checkpoint_blocks or any(getattr(module, "gradient_checkpointing", False) for module, _ in modes)
-    ):
-        _warn_of_activations(type(inner_model(model)).__name__)
+    blocks: list[GradientCheckpointingLayer] = []
+    if checkpoint_blocks is not None:
+        known = [module for module, _ in modes if isinstance(module, GradientCheckpointingLayer)]
+        blocks = [module for module in known if checkpoint_blocks or module.gradient_checkpointing]
+        asked = checkpoint_blocks or any(getattr(module, "gradient_checkpointing", False) for module, _ in modes)
+        if asked and not blocks:
+            _warn_of_activations(type(inner_model(model)).__name__)
     try:
         model.eval()
         with (

@@ -239,12 +239,16 @@ class StepDump:
         self._tokenizer, self._texts = tokenizer, TokenTexts(tokenizer)
         self._begun = False
 
+    def writes(self, step: int) -> bool:
+        """Whether rows of this training step are written."""
+        return step % self._every == 0
+
     def choose(self, step: int, update: int, groups: Sequence[int], valid: Sequence[bool]) -> list[int]:
         """The rows to write of this update; none in most steps. The first call of a run clears the way for its steps."""
         if not self._begun:
             self._begun = True
             self.writer.start_at(step)
-        if step % self._every:
+        if not self.writes(step):
             return []
         return choose_rows(groups, valid, self._limit, (step, update))
 

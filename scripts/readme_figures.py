@@ -3,10 +3,10 @@
     python scripts/readme_figures.py [--write README.md]
 
 - the table: the comparisons of the second study, once they are complete; its plot is the report's own;
-- ``docs/images/cost.png``: ``benchmarks/results/training_step-cpu.json``;
+- ``docs/images/cost.png``: ``benchmarks/results/neutral_rows-cpu.json``;
 - ``docs/images/tokens.png``: with ``--tokens FOLDER KEY``, a row of an analysis, weighed by several methods (needs Chromium);
-- ``docs/images/learning_curve.png``: ``docs/images/learning_curve.csv``, which ``--run FOLDER`` takes from a run of the CPU
-  example.
+- ``docs/images/learning_curve.png``: ``docs/images/learning_curve.csv``, which ``--runs GRAIL UNIFORM`` takes from the folders
+  of two runs of the CPU example.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import html
 import json
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import numpy as np
 from matplotlib import pyplot
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from report import Step  # noqa: E402
+from report import of_steps  # noqa: E402
 
 from grail_advantage.report.notebook import token_html  # noqa: E402
 from grail_advantage.token_dump import read_dump  # noqa: E402
@@ -38,15 +38,14 @@ from tests.report.browser import launched  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 STUDY = ROOT / "docs" / "study2"
-COSTS = ROOT / "benchmarks" / "results" / "training_step-cpu.json"
+COSTS = ROOT / "benchmarks" / "results" / "neutral_rows-cpu.json"
 CURVE = IMAGES / "learning_curve.csv"
-STAGES = {"old_log_probs": "old log-probabilities", "saliency": "pass of its own", "update": "update"}
 COST_ARMS = {
-    "GRPO": "uniform (GRPO)",
-    "GRAIL official, fused": "GRAIL",
-    "GRAIL official, separate": "GRAIL, pass of its own",
-    "published procedure": "as the paper's code does it",
+    "GRAIL": "GRAIL, every row",
+    "GRAIL, skipping": "GRAIL, without the rows that train nothing",
+    "GRPO, skipping": "uniform, without them",
 }
+CURVE_ARMS = ("GRAIL", "uniform")
 TOKEN_METHODS = {
     "grail": "GRAIL",
     "grail:preset=robust": "GRAIL, preset robust",
@@ -66,60 +65,50 @@ def table() -> str:
     return "\n".join(contrast_table(Results.read(StudyPlan(), Files(STUDY))))
 
 
-def stage_seconds(results: dict[str, Any], arm: str) -> dict[str, float]:
-    """Median processor time of a step's stages with one epoch, without gradient checkpointing, as multiples of GRPO's step.
-
-    The update is the same work in every arm, so all measurements of it count together, as in ``benchmarks/report.py``.
-    """
-    run = next(run for run in results["runs"] if run["checkpointing"] == "off")
-    step = Step(run, results["setup"])
-    whole = step.forward + step.update
-    own = step.weighing(arm, 1)
-    pass_of_its_own = 0.0 if arm.endswith("fused") else own
+def cost_ratios(results: dict[str, Any], arm: str, epochs: int) -> dict[float, float]:
+    """By the share of rows without an advantage, the training side of a step without gradient checkpointing, as a multiple of
+    verl's GRPO: the median of the repeats."""
     return {
-        "old_log_probs": (step.forward + own - pass_of_its_own) / whole,
-        "saliency": pass_of_its_own / whole,
-        "update": step.update / whole,
+        run["neutral_rows"] / results["setup"]["rows"]: median(of_steps(run, arm, "GRPO", epochs))
+        for run in results["runs"]
+        if run["checkpointing"] == "off"
     }
 
 
 def draw_costs(results: dict[str, Any], path: Path) -> None:
-    figure, axes = pyplot.subplots(figsize=(7, 2.4), dpi=160)
-    labels = list(COST_ARMS.values())[::-1]
-    left = np.zeros(len(labels))
-    for stage, colour in zip(STAGES, (MUTED, WARM, ACCENT), strict=True):
-        parts = np.array([stage_seconds(results, arm)[stage] for arm in reversed(COST_ARMS)])
-        axes.barh(labels, parts, left=left, color=colour, label=STAGES[stage], height=0.6)
-        left += parts
-    for place, whole in enumerate(left):
-        axes.text(whole + 0.01, place, f"{whole:.2f}", va="center", fontsize=8, color=INK)
-    axes.set_xlabel("training side of a step, 1 epoch, multiples of uniform's processor time")
-    axes.legend(frameon=False, fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1.0))
-    _finish(figure, axes, path)
+    figure, panels = pyplot.subplots(1, 2, figsize=(7, 2.8), dpi=160, sharey=True)
+    for axes, epochs in zip(panels, results["epochs"], strict=True):
+        axes.axhline(1, color=INK, linewidth=0.8, label="GRPO of verl, every row")
+        for (arm, label), colour in zip(COST_ARMS.items(), (WARM, ACCENT, MUTED), strict=True):
+            ratios = cost_ratios(results, arm, epochs)
+            axes.plot([100 * share for share in ratios], ratios.values(), color=colour, marker="o", label=label)
+        axes.set(xlabel="% of rows without an advantage", ylim=(0, 1.25), xticks=[0, 25, 50, 75])
+        axes.set_title(f"{epochs} epoch{'s' if epochs > 1 else ''} of updates", fontsize=9)
+        _finish(axes)
+    panels[0].set_ylabel("training side of a step, x GRPO", fontsize=8)
+    panels[0].legend(frameon=False, fontsize=7, loc="lower left")
+    _save(figure, path)
 
 
 def draw_curve(path: Path) -> None:
     with CURVE.open(encoding="utf-8") as file:
-        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+        rows = list(csv.DictReader(file))
     figure, axes = pyplot.subplots(figsize=(7, 2.8), dpi=160)
-    trained = [row for row in rows if "reward" in row]
-    validated = [row for row in rows if "accuracy" in row]
-    axes.plot([r["step"] for r in trained], [r["reward"] for r in trained], color=MUTED, label="training reward")
-    axes.plot(
-        [r["step"] for r in validated],
-        [r["accuracy"] for r in validated],
-        color=ACCENT,
-        marker="o",
-        label="held-out accuracy, sampled",
-    )
+    for method, colour in zip(CURVE_ARMS, (ACCENT, MUTED), strict=True):
+        for name, style in (("accuracy", {"marker": "o"}), ("reward", {"linewidth": 0.8, "linestyle": ":"})):
+            points = [(int(r["step"]), float(r[name])) for r in rows if r["method"] == method and r[name]]
+            label = f"{method}, {'held-out accuracy' if name == 'accuracy' else 'training reward'}"
+            axes.plot(*zip(*points, strict=True), color=colour, label=label, **style)
+    steps = {int(row["step"]) for row in rows}
     axes.set(
         xlabel="training step (rollout batch of 256 responses)",
         ylabel="share right",
         ylim=(0, 1),
-        xticks=range(0, len(rows), 5),
+        xticks=range(0, max(steps) + 1, 2),
     )
     axes.legend(frameon=False, fontsize=8, loc="lower right")
-    _finish(figure, axes, path)
+    _finish(axes)
+    _save(figure, path)
 
 
 def draw_tokens(folder: Path, key: str, path: Path) -> None:
@@ -137,34 +126,38 @@ def draw_tokens(folder: Path, key: str, path: Path) -> None:
         page.locator("body").screenshot(path=path)
 
 
-def _finish(figure: Any, axes: Any, path: Path) -> None:
+def _finish(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     axes.xaxis.label.set_fontsize(8)
     axes.yaxis.label.set_fontsize(8)
+
+
+def _save(figure: Any, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, facecolor="white")
     pyplot.close(figure)
 
 
-def store_curve(run: Path) -> None:
-    """Keep the curve of a run of the CPU example."""
+def store_curves(runs: list[Path]) -> None:
+    """Keep the curves of runs of the CPU example, one a method of ``CURVE_ARMS``."""
     with CURVE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["step", "reward", "accuracy"])
-        for step in read_steps(run):
-            writer.writerow([step.number, step.reward, step.accuracy])
+        writer.writerow(["method", "step", "reward", "accuracy"])
+        for method, run in zip(CURVE_ARMS, runs, strict=True):
+            for step in read_steps(run):
+                writer.writerow([method, step.number, step.reward, step.accuracy])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="folder of a run of the CPU example")
+    parser.add_argument("--runs", type=Path, nargs=2, metavar=CURVE_ARMS, help="folders of runs of the CPU example")
     parser.add_argument("--tokens", nargs=2, metavar=("FOLDER", "KEY"), help="dump of an analysis, and the row")
     parser.add_argument("--write", type=Path, help="page with the marker study, for the table")
     parser.add_argument("--images", type=Path, default=IMAGES)
     arguments = parser.parse_args()
-    if arguments.run:
-        store_curve(arguments.run)
+    if arguments.runs:
+        store_curves(arguments.runs)
     results = json.loads(COSTS.read_text(encoding="utf-8"))
     draw_costs(results, arguments.images / "cost.png")
     draw_curve(arguments.images / "learning_curve.png")

@@ -2,7 +2,7 @@
 # GRAIL | everything that training needs, into the environment of PYTHON | Linux x86_64 with NVIDIA GPUs
 #
 # Knobs: PYTHON (python3: an interpreter of a virtual environment), FLASH_ATTN (auto: verl's wheel, or compiled where verl has
-#        none; build: compiled), FLASH_ATTN_INDEX (where verl publishes its wheels), MAX_JOBS (compilers at once; otherwise
+#        none; build: compiled; none: left out, docs/gpu.md), FLASH_ATTN_INDEX (where verl publishes its wheels), MAX_JOBS (compilers at once; otherwise
 #        flash-attn decides by memory and cores), FLASH_ATTN_CUDA_ARCHS (targets to compile for, as in "80;90"; otherwise the GPUs
 #        that are there),
 #        ANY_MACHINE (1: install although something is wrong with the machine, such as no GPU while an image is built)
@@ -129,7 +129,7 @@ find_wheel() { # sets wheel_from: the options by which uv finds a wheel of flash
 
 [[ $# -le 1 && ${1:---requirements-only} == --requirements-only ]] ||
     stop "usage: bash scripts/setup_gpu.sh [--requirements-only]; got $*"
-[[ ${FLASH_ATTN:-auto} =~ ^(auto|build)$ ]] || stop "FLASH_ATTN=$FLASH_ATTN is unknown; choose auto or build"
+[[ ${FLASH_ATTN:-auto} =~ ^(auto|build|none)$ ]] || stop "FLASH_ATTN=$FLASH_ATTN is unknown; choose auto, build or none"
 [[ ${ANY_MACHINE:-0} =~ ^[01]$ ]] || stop "ANY_MACHINE=$ANY_MACHINE must be 0 or 1"
 [[ $(uname -sm) == "Linux x86_64" ]] || stop "requirements.txt is for Linux x86_64; this is $(uname -sm)"
 take_turns scripts/setup_gpu.sh
@@ -145,7 +145,9 @@ configure_uv "$scratch/venv/bin/python" "$python"
 check_disk
 
 say "2/4 $flash_attn"
-if has_flash_attn; then
+if [[ ${FLASH_ATTN:-auto} == none ]]; then
+    from=nowhere
+elif has_flash_attn; then
     from=there
 elif [[ ${FLASH_ATTN:-auto} == auto ]] && find_wheel; then
     from=wheel
@@ -166,7 +168,7 @@ elif [[ $from == source ]]; then
     FLASH_ATTENTION_FORCE_BUILD=TRUE install --no-build-isolation --no-cache --reinstall-package flash-attn --no-binary flash-attn \
         --require-hashes -r <(echo "$flash_attn --hash=$flash_attn_hash")
 fi
-has_flash_attn || stop "flash-attn is installed and does not load:" \
+[[ $from == nowhere ]] || has_flash_attn || stop "flash-attn is installed and does not load:" \
     "$("$python" -c 'import flash_attn' 2>&1 | tail -n 1); compile it here with FLASH_ATTN=build"
 
 say "4/4 checking the installation"

@@ -18,13 +18,11 @@ from unittest import mock
 
 import numpy as np
 import pyarrow.parquet as pq
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from grail_advantage import reward
-from grail_advantage.analyze.responses import read_responses
 from grail_advantage.report import data, page, terminal
 from grail_advantage.report.visible import visible
 from grail_advantage.reward import _verify_pool
@@ -181,30 +179,6 @@ def test_a_data_set_gives_rows_or_an_error_that_names_it(name: str, table: list)
         made = pq.read_table(out / f"{name}.parquet").to_pylist()
         assert [row["extra_info"]["index"] for row in made] == list(range(len(made)))
         assert all(row["reward_model"]["ground_truth"].strip() for row in made)
-
-
-@few
-@given(
-    table=st.lists(
-        st.dictionaries(st.sampled_from(["prompt", "response", "reward", "group", "gold", "id"]), values), max_size=4
-    )
-)
-@example(table=[{"prompt": "Q", "response": "A", "reward": 10**400}])
-@example(
-    table=[
-        {"prompt": "Q", "response": "A", "reward": 1, "group": 1},
-        {"prompt": "Q", "response": "A", "reward": True, "group": 2},
-    ]
-)
-@pytest.mark.filterwarnings("ignore")
-def test_responses_are_read_or_the_file_is_named(table: list) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "responses.jsonl")
-        path.write_bytes(_jsonl(table))
-        try:
-            assert read_responses(path)
-        except ValueError as error:
-            assert str(path) in str(error)
 
 
 def test_no_source_asks_for_pickles_or_a_models_own_code() -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from gpu_check import page
 from gpu_check.outcome import FAILED, PASSED
-from gpu_check.parts import LIMIT_SECONDS, PARTS, execute
+from gpu_check.parts import LIMIT_SECONDS, PARTS, ROOT, execute
+
+DRY = ROOT / "outputs" / "gpu_check"
+"""Folder of a rehearsal."""
 
 
 def why_not() -> str | None:
@@ -47,17 +50,25 @@ def main(arguments: Sequence[str] | None = None, results: Path = page.RESULTS, s
         + f". Each takes at most {LIMIT_SECONDS // 60} minutes on one GPU.",
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all, in this order)")
-    chosen = parser.parse_args(arguments).parts or list(PARTS)
+    parser.add_argument(
+        "--dry", action="store_true", help=f"on the CPU at toy size, into {page.named(DRY)}; times mean nothing"
+    )
+    options = parser.parse_args(arguments)
+    chosen, device = options.parts or list(PARTS), "cpu" if options.dry else "cuda"
     if unknown := [letter for letter in chosen if letter not in PARTS]:
         parser.error(f"there is no part {', '.join(map(repr, unknown))}; choose from {', '.join(PARTS)}")
-    if (reason := why_not()) is not None:
+    if options.dry:
+        results, shown = DRY, DRY / "page.md"
+        results.mkdir(parents=True, exist_ok=True)
+        shown.write_text("<!-- results -->\n<!-- /results -->\n", encoding="utf-8")
+    elif (reason := why_not()) is not None:
         print(f"gpu_check: {reason}", file=sys.stderr)
         return 1
 
     by_letter = {}
     for letter in dict.fromkeys(chosen):
         print(f"gpu_check: part {letter}, {PARTS[letter].title}", file=sys.stderr, flush=True)
-        by_letter[letter] = execute(PARTS[letter], results)
+        by_letter[letter] = execute(PARTS[letter], results, device, LIMIT_SECONDS * (4 if options.dry else 1))
         page.write_page(results, shown)
     for letter, result in by_letter.items():
         print(f"{letter}: {result['status']}")

@@ -1,4 +1,4 @@
-"""Writes ``docs/gpu_check.md`` from the results: every figure comes from them, and a part without a result was not run.
+"""Writes the end of ``docs/gpu.md`` from the results: every figure comes from them, and a part without a result was not run.
 
 PYTHONPATH=.:benchmarks python -m gpu_check.page
 """
@@ -13,10 +13,10 @@ from typing import Any
 
 from gpu_check.outcome import NOT_RUN
 from gpu_check.parts import PARTS, ROOT, Part, result_path
-from recipe.marked_text import write_marked
+from recipe.marked_text import table, write_marked
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_check"
-PAGE = ROOT / "docs" / "gpu_check.md"
+PAGE = ROOT / "docs" / "gpu.md"
 MARKER = "results"
 INTERRUPTED = "interrupted"
 """Status of a part whose result the process that started it never completed."""
@@ -59,16 +59,11 @@ def _part(part: Part, result: Mapping[str, Any] | None) -> list[str]:
     took = f", {result['seconds']:.0f} s" if "seconds" in result else ""
     lines += [f"**{result.get('status', INTERRUPTED)}**{took}", ""]
     if result["checks"]:
-        lines += ["| check | | found |", "|---|---|---|"]
-        lines += [
-            f"| {_cell(check['name'])} | {check['status']} | {_cell(check['said'])} |" for check in result["checks"]
-        ]
-        lines.append("")
+        rows = [[check["name"], check["status"], check["said"]] for check in result["checks"]]
+        lines += [*table(["check", "", "found"], rows), ""]
     for name, values in result["figures"].items():
         kind, _, of = name.partition(", ")
-        lines += {"precision": _precision, "passes": _passes, "training side": _training_side, "smoke run": _smoke}[
-            kind
-        ](of, values)
+        lines += _SECTIONS[kind](of, values)
     return lines
 
 
@@ -106,34 +101,64 @@ def _passes(shape: str, figures: Mapping[str, Any]) -> list[str]:
     return [*lines, ""]
 
 
-def _training_side(_: str, figures: Mapping[str, Any]) -> list[str]:
-    setup = figures["setup"]
+def _training_side(of: str, figures: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"{setup['layers']} layers, width {setup['hidden']}, vocabulary {setup['vocabulary']}; {setup['rows']} rows x "
-        f"{setup['tokens']} tokens, {setup['selected_rows']} of them selected; {setup['layout']}, {setup['attention']}; "
-        "gradient checkpointing on, 1 epoch.",
+        f"Shape of {of}. Layers: {figures['layers']}. Attention: {figures['attention']}. Parameters: "
+        f"{figures['parameters']}. Batch: {figures['batch']}.",
         "",
-        "| variant | seconds a step | x GRPO (lowest to highest) |",
-        "|---|--:|--:|",
     ]
-    for variant, values in figures["variants"].items():
-        spread = f"{min(values['ratios']):.3f} to {max(values['ratios']):.3f}"
-        lines.append(f"| {variant} | {values['seconds']:.2f} | {values['ratio']:.3f} ({spread}) |")
-    lines += ["", "| stage | peak memory, GiB |", "|---|--:|"]
-    lines += [f"| {stage} | {_gibibytes(peak)} |" for stage, peak in figures["peak_bytes"].items()]
-    return [*lines, ""]
+    if repeats := figures["repeats"]:
+        epochs = sorted({1, figures["epochs"]})
+        named = [f"{count} epoch{'s' if count > 1 else ''}" for count in epochs]
+        lines += [
+            f"Lowest to highest of {len(repeats)} repeats; seconds are medians, without skipping every row runs.",
+            "",
+        ]
+        head = ["variant", *(f"{name}, {what}" for name in named for what in ("seconds", "x GRPO"))]
+        rows = []
+        for variant in repeats[0]:
+            row = [variant]
+            for count in epochs:
+                seconds = [sum(repeat[variant][: count + 1]) for repeat in repeats]
+                shares = [
+                    total / sum(repeat["GRPO"][: count + 1]) for total, repeat in zip(seconds, repeats, strict=True)
+                ]
+                spread = f"({min(shares):.3f} to {max(shares):.3f})"
+                row += [f"{statistics.median(seconds):.2f}", f"{statistics.median(shares):.3f} {spread}"]
+            rows.append(row)
+        lines += [*table(head, rows, right=1), ""]
+    if peaks := figures["peak_bytes"]:
+        update = peaks["actor update"]
+        rows = [[stage, _gibibytes(peak), f"{peak / update:.2f}"] for stage, peak in peaks.items()]
+        lines += [*table(["stage", "peak memory, GiB", "x the update's"], rows, right=1), ""]
+    return lines
 
 
-def _smoke(_: str, figures: Mapping[str, Any]) -> list[str]:
-    return ["| | |", "|---|--:|", *(f"| {_cell(str(name))} | {value} |" for name, value in figures.items()), ""]
+def _curve(name: str, steps: Mapping[str, Mapping[str, float]]) -> list[str]:
+    seconds = [values["seconds"] for values in steps.values() if "seconds" in values]
+    took = f", {statistics.median(seconds):.2f} s a step (median of {len(seconds)})" if seconds else ""
+    rows = [
+        [step, *(f"{values[key]:.3f}" if key in values else "" for key in ("accuracy", "reward"))]
+        for step, values in steps.items()
+    ]
+    return [f"Run of {name}{took}.", "", *table(["step", "held-out accuracy", "mean reward"], rows, right=1), ""]
+
+
+def _step(of: str, figures: Mapping[str, Any]) -> list[str]:
+    return [f"{of[:1].upper()}{of[1:]}:", "", *table(["", ""], figures.items(), right=1), ""]
+
+
+_SECTIONS = {
+    "precision": _precision,
+    "passes": _passes,
+    "training side": _training_side,
+    "curve": _curve,
+    "step": _step,
+}
 
 
 def _gibibytes(size: float) -> str:
     return f"{size / 2**30:.2f}"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Part:
     """Modules, or :data:`PROJECT`."""
 
 
+_VERL = ("torch", "transformers", "verl", "tensordict", "ray", "hydra", "peft", PROJECT)
 PARTS = {
     part.letter: part
     for part in (
@@ -48,21 +49,23 @@ PARTS = {
         ),
         Part(
             "b",
-            "verl's engine: training side of a step, tests that need a GPU",
-            "gpu_check.engine",
-            ("torch", "transformers", "verl", "tensordict", "peft", PROJECT),
+            "TRL alone: the shipped tiny model trained with GRAIL and with uniform",
+            "gpu_check.trl_runs",
+            ("torch", "transformers", "trl", "datasets", "accelerate", "math_verify", "pydantic"),
+        ),
+        Part("c", "verl's engine: the training side of the recipe", "gpu_check.engine", _VERL),
+        Part("d", "flash attention: packed rows, sequence parallelism", "gpu_check.flash", (*_VERL, "flash_attn")),
+        Part(
+            "e",
+            "whole verl runs with vLLM: the shipped tiny model, GRAIL and uniform, evaluation",
+            "gpu_check.verl_runs",
+            (*_VERL, "vllm", "transfer_queue"),
         ),
         Part(
-            "c",
-            "flash attention: packed rows, sequence parallelism",
-            "gpu_check.flash",
-            ("torch", "transformers", "verl", "tensordict", "peft", "flash_attn", PROJECT),
-        ),
-        Part(
-            "d",
-            "smoke run: training with vLLM, then its evaluation",
-            "gpu_check.smoke",
-            ("torch", "transformers", "verl", "vllm", "ray", "flash_attn", PROJECT),
+            "f",
+            "a whole step at the shape of Qwen3-4B, with random weights and given rewards",
+            "gpu_check.large_run",
+            (*_VERL, "vllm", "transfer_queue"),
         ),
     )
 }
@@ -76,7 +79,8 @@ def missing(part: Part) -> list[str]:
 
 def _is_there(name: str) -> bool:
     if name != PROJECT:
-        return importlib.util.find_spec(name) is not None
+        # TRL is in a folder of its own beside verl, which cannot start where it can import it.
+        return importlib.util.find_spec(name) is not None or Path(sys.prefix, name, name).is_dir()
     try:
         importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -103,7 +107,9 @@ def execute(part: Part, folder: Path, device: str = "cuda", limit: float = LIMIT
     lacking = missing(part)
     path = result_path(folder, part)
     if lacking:
-        result = _not_run(part, f"needs {', '.join(lacking)}; bash scripts/setup_gpu.sh installs everything")
+        result = _not_run(
+            part, f"needs {', '.join(lacking)}: scripts/setup_gpu.sh, or scripts/wheelhouse.py without an index"
+        )
         if not path.exists() or json.loads(path.read_text(encoding="utf-8")).get("status") == NOT_RUN:
             write(path, result)
         return result
@@ -123,13 +129,21 @@ def execute(part: Part, folder: Path, device: str = "cuda", limit: float = LIMIT
     return result
 
 
-def run_command(command: list[str], limit: float | None = None) -> tuple[int | None, str]:
+def run_command(
+    command: list[str],
+    limit: float | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    each_line: Callable[[], None] | None = None,
+) -> tuple[int | None, str]:
     """Run a command from the project's root, showing its output.
 
     Args:
         command: the command.
         limit: seconds after which it is stopped together with everything that it has started; ``None``: whoever stops this
             process stops it too.
+        environment: in place of this process's.
+        each_line: called after each line of output.
 
     Returns:
         Its exit status, ``None`` where it was stopped; and its output, the project's folder written as ``.``.
@@ -140,6 +154,7 @@ def run_command(command: list[str], limit: float | None = None) -> tuple[int | N
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        env=environment,
         text=True,
         errors="replace",
         start_new_session=limit is not None,
@@ -158,6 +173,8 @@ def run_command(command: list[str], limit: float | None = None) -> tuple[int | N
         for line in process.stdout or ():
             lines.append(line)
             sys.stderr.write(line)
+            if each_line is not None:
+                each_line()
         code = process.wait()
     finally:
         if timer is not None:
@@ -196,7 +213,7 @@ def run_part(part: Part, path: Path, device: str) -> None:
     from measuring import Clock, record, said_by
 
     described = record(part.letter, device, Clock(device), 1)
-    described["command"] = f"bash scripts/gpu_check.sh {part.letter}"
+    described["command"] = f"bash scripts/gpu_check.sh {'--dry ' if device == 'cpu' else ''}{part.letter}"
     if revision := said_by("git", "rev-parse", "--short", "HEAD"):
         described["revision"] = revision
     module = importlib.import_module(part.module)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 
 from gpu_check.outcome import Outcome
 from grail_advantage import GrailConfig, OarConfig, Signal, TokenWeights, compute_token_weights
+from recipe.tiny.model import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
 
 METHODS: dict[str, Signal] = {
     "grail, official": GrailConfig("official"),
@@ -90,14 +91,26 @@ FULL = Size(
 )
 
 
-def run(outcome: Outcome, device: str = "cuda", size: Size = FULL) -> None:
+_TOY = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+TOY = Size(shapes={"toy": _TOY}, small=_TOY, weighed=(2, 80), tokens=80, prompt=16, repeats=2)
+
+
+def run(outcome: Outcome, device: str = "cuda") -> None:
     """All checks of the part.
 
     Args:
         outcome: what they are written to.
-        device: ``cuda``, or ``cpu`` in tests.
-        size: of models and rows.
+        device: ``cuda``, or ``cpu`` at toy size.
     """
+    size = FULL if device == "cuda" else TOY
     torch.set_float32_matmul_precision("highest")  # no TF32
     with outcome.attempt("weights of the device against the CPU"):
         against_cpu(outcome, device, size)
@@ -197,7 +210,7 @@ def passes(outcome: Outcome, shape: str, options: dict[str, int], device: str, s
                 measured[label] = {"out_of_memory": True}
             model.zero_grad(set_to_none=True)
             release(device)
-    outcome.figures(f"passes, {shape}", {"tokens": size.tokens, "base_bytes": base, "ways": measured})
+            outcome.figures(f"passes, {shape}", {"tokens": size.tokens, "base_bytes": base, "ways": measured})
     _judge_passes(outcome, shape, measured)
 
 
@@ -271,7 +284,7 @@ def random_rows(rows: int, tokens: int, prompt: int, vocabulary: int, device: st
     tokenizer = wordy_tokenizer(vocabulary)
     answer = torch.tensor(tokenizer.encode(ANSWER, add_special_tokens=False))
     generator = torch.Generator().manual_seed(0)
-    input_ids_BL = torch.randint(_letters(), vocabulary - 2, (rows, tokens), generator=generator)
+    input_ids_BL = torch.randint(_letters(), vocabulary - 3, (rows, tokens), generator=generator)
     start = tokens - AFTER_ANSWER - len(answer)
     input_ids_BL[:, start : start + len(answer)] = answer
     response_BL = (torch.arange(tokens) >= prompt).expand(rows, -1).long()
@@ -281,13 +294,14 @@ def random_rows(rows: int, tokens: int, prompt: int, vocabulary: int, device: st
 
 @cache
 def wordy_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Single bytes, then words without a meaning, as many as the vocabulary needs."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*letters, *(f"w{index}" for index in range(vocabulary - len(letters) - 2)), "<pad>", "<end>"]
+    """Single bytes, then words without a meaning, as many as the vocabulary needs, and Qwen's special tokens."""
+    letters, special = sorted(pre_tokenizers.ByteLevel.alphabet()), [END_OF_TEXT, TURN_START, TURN_END]
+    words = [*letters, *(f"w{index}" for index in range(vocabulary - len(letters) - len(special))), *special]
     backend = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>")
+    names = {"pad_token": END_OF_TEXT, "eos_token": TURN_END, "additional_special_tokens": [TURN_START]}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHAT_TEMPLATE, **names)
 
 
 def _letters() -> int:

@@ -143,11 +143,11 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         self._answers.look(spans, responses, self.processing_class, (answered, count))
 
     def _truncated(self, completions_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-        """Rows that ended without an end token, as TRL judges it; rows that TRL has masked for it have no token left."""
+        """Rows that ended without an end token, as TRL judges it. Those that TRL masks for it do not begin with one either."""
         ends = torch.tensor([*self.eos_token_ids, self.processing_class.pad_token_id], device=mask_BT.device)
         last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
         ended_B = torch.isin(completions_BT.gather(1, last_B1).squeeze(1), ends)
-        return ~(ended_B & mask_BT.bool().any(dim=1))
+        return ~ended_B
 
     def _columns(self, rows: dict[str, torch.Tensor], output: dict[str, Any]) -> dict[str, torch.Tensor]:
         """The old log-probabilities and entropies that the method reads, (B, L), by TRL's own code."""

@@ -17,6 +17,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from grail_advantage.verl_ext.settings import auto_or_bool, dump_options
+
 SKIP = "algorithm.token_weights.skip_neutral_rows"
 LOG_ALL = "algorithm.token_weights.log_all_rows"
 _ACTOR = "actor_rollout_ref.actor"
@@ -67,9 +69,7 @@ def neutral_rows(
     Raises:
         ValueError: an unknown value, or ``true`` in a run in which it would change the update.
     """
-    choice = OmegaConf.select(config, SKIP, default=False)
-    if choice != "auto" and not isinstance(choice, bool):
-        raise ValueError(f"{SKIP}={choice!r} is unknown; choose one of auto, true, false")
+    choice = auto_or_bool(config, SKIP, default=False)
     log_all = OmegaConf.select(config, LOG_ALL, default=False)
     if not isinstance(log_all, bool):
         raise ValueError(f"{LOG_ALL}={log_all!r} is unknown; choose true or false")
@@ -157,5 +157,6 @@ def _against_forward(config: DictConfig, own_advantages: bool) -> Iterator[Obsta
         value = OmegaConf.select(config, option, default=None)
         if value is not None:
             yield f"{option}={value}", "the correction reads all rows"
-    if OmegaConf.select(algorithm, "token_dump.folder") is not None:
-        yield f"algorithm.token_dump.folder={algorithm.token_dump.folder}", "the dump holds them"
+    dump = dump_options(config)
+    if dump is not None and dump.every == 1:
+        yield "algorithm.token_dump.every=1", "the dump holds them"

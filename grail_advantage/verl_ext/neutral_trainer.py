@@ -21,6 +21,7 @@ from grail_advantage.verl_ext.neutral_settings import SKIP, NeutralRows, neutral
 from grail_advantage.verl_ext.patches import data_parallel_size, without_rollout_correction
 from grail_advantage.verl_ext.selection import Selection
 from grail_advantage.verl_ext.transfer import Rollouts, fetch_padded, put_no_log_probs
+from grail_advantage.verl_ext.update_dump import UpdateDump
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class NeutralRowsTrainer:
 
     config: DictConfig
     own_advantages: bool
+    _dump: UpdateDump | None = None
     _left_out = NeutralRows()
     _trained: dict[str, tuple[int, int, int]]
     """Of each row of the current batch, by key: tokens of the prompt, of the response, and of the response up to the last one
@@ -48,7 +50,8 @@ class NeutralRowsTrainer:
         """The rows that get a forward of the old log-probabilities: those with an advantage, those that the method selects, and
         the shortest others, so that ranks and micro-batches come out even."""
         rows = list(range(len(rollouts.keys)))
-        if not self._left_out.old_log_probs:
+        dumped = self._dump is not None and self._dump.writes(self.global_steps)
+        if dumped or not self._left_out.old_log_probs:
             return rows
         needed_B = ((selection.advantages_BT != 0) & selection.batch.mask_BT).any(dim=1) | selection.rows.selected_B
         unit, rollout = data_parallel_size(self.actor_rollout_wg), self.config.actor_rollout_ref.rollout

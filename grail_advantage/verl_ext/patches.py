@@ -1,7 +1,7 @@
 """All code of this host that replaces verl's, or that reads a private name of verl's; each with its reason.
 
-``tests/verl_ext/test_patches.py`` fails where verl no longer needs one of them, and ``tests/verl_ext/test_relied_on.py``
-where the functions that they answer have changed.
+``tests/verl_ext/test_relied_on.py`` fails where the functions that they answer have changed, and then their reasons may be
+gone.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
 - ``algorithm.token_weights.share_forward``: ``auto`` takes a saliency on the forward that recomputes the old
   log-probabilities wherever that cannot change a result, ``true`` does the same and refuses a run in which it cannot, ``false``
   always runs a pass of its own.
+- ``algorithm.token_weights.keep_activations``: ``auto`` lets that forward keep the activations of the selected rows that
+  gradient checkpointing would compute again, in micro-batches that need no more memory than an update (on a GPU, with
+  ``use_dynamic_bsz``); ``true`` keeps them in micro-batches as large as the update's; ``false``, the default, never.
 - ``algorithm.token_weights.skip_neutral_rows`` and ``log_all_rows``: see :mod:`grail_advantage.verl_ext.neutral_settings`.
 - ``algorithm.token_weights.answer``: the format of answers, see :mod:`grail_advantage.answer_format`; ``missing_answers``: what
   happens where responses have none, see :mod:`grail_advantage.missing_answers`.
@@ -32,6 +35,7 @@ from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
 
 SHARE_FORWARD = "algorithm.token_weights.share_forward"
+KEEP_ACTIVATIONS = "algorithm.token_weights.keep_activations"
 SECTION = "algorithm.token_weights"
 DUMP_FOLDER = "algorithm.token_dump.folder"
 DUMP_EVERY = "algorithm.token_dump.every"
@@ -56,6 +60,7 @@ def algorithm_sections() -> dict[str, Any]:
     sections: dict[str, Any] = {
         "token_weights": {
             "share_forward": "auto",
+            "keep_activations": False,
             "skip_neutral_rows": False,
             "log_all_rows": False,
             "trainer_module": None,
@@ -183,21 +188,40 @@ def shares_forward(config: DictConfig, signal: Signal) -> bool:
 
 
 def check_share_forward(config: DictConfig, signal: Signal) -> None:
-    """Refuse an unknown value, and ``true`` where the forward cannot be shared.
+    """Refuse unknown values, and ``true`` where the forward cannot be shared.
 
     Raises:
         ValueError: naming the option and the remedy.
     """
+    keep_activations(config)
     obstacle = _obstacle(config, signal)
     if _share_choice(config) is True and obstacle is not None:
         setting, reason = obstacle
         raise ValueError(f"{SHARE_FORWARD}=True does not work with {setting}: {reason}; use auto")
 
 
+def keep_activations(config: DictConfig) -> str | bool:
+    """``"auto"``, ``True`` or ``False``; see the module.
+
+    Raises:
+        ValueError: another value.
+    """
+    return auto_or_bool(config, KEEP_ACTIVATIONS, default=False)
+
+
 def _share_choice(config: DictConfig) -> str | bool:
-    choice = OmegaConf.select(config, SHARE_FORWARD, default="auto")
+    return auto_or_bool(config, SHARE_FORWARD, default="auto")
+
+
+def auto_or_bool(config: DictConfig, option: str, *, default: str | bool) -> str | bool:
+    """The value of an option that is ``auto``, ``true`` or ``false``.
+
+    Raises:
+        ValueError: another value.
+    """
+    choice = OmegaConf.select(config, option, default=default)
     if choice != "auto" and not isinstance(choice, bool):
-        raise ValueError(f"{SHARE_FORWARD}={choice!r} is unknown; choose one of auto, true, false")
+        raise ValueError(f"{option}={choice!r} is unknown; choose one of auto, true, false")
     return choice
 
 

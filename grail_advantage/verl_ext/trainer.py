@@ -60,6 +60,7 @@ from grail_advantage.verl_ext.settings import (
     SECTION,
     answer_of,
     dump_options,
+    keep_activations,
     missing_answers,
     shares_forward,
     signal_of,
@@ -105,7 +106,6 @@ class TokenWeightTrainer(NeutralRowsTrainer):
     """The current batch, fetched once a step."""
     _selection: Selection | None = None
     """The current batch's rows as the rewards alone choose them."""
-    _dump: UpdateDump | None = None
     _answers: AnswerWatch | None = None
 
     def __init__(self, config: DictConfig) -> None:
@@ -280,7 +280,7 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         targets_B2 = torch.full((len(batch), 2), -1)
         for row in selection.selected:
             targets_B2[row] = torch.tensor(self.signal.target_positions(pass_row(rollouts, selection, row)))
-        return request_saliency(batch, targets_B2, order, self.signal.leaf)
+        return request_saliency(batch, targets_B2, order, self.signal.leaf, keep_activations(self.config))
 
     # ---------------------------------------------------------------------------------------------------- scores and weights
 

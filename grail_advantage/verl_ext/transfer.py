@@ -23,6 +23,7 @@ from grail_advantage.answer_format import BOXED, AnswerFormat
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
 from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example
 from grail_advantage.signals.base import Signal
+from grail_advantage.verl_ext.kept_activations import KEEP
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 from grail_advantage.verl_ext.wire import nested
 
@@ -126,7 +127,9 @@ def fetch_columns(batch: KVBatchMeta, signal: Signal) -> dict[str, torch.Tensor]
     return {name: values.float() for name, values in zip(names, fetch_padded(batch, *names), strict=True)}
 
 
-def request_saliency(batch: KVBatchMeta, targets_B2: torch.Tensor, order: Sequence[int], leaf: str) -> KVBatchMeta:
+def request_saliency(
+    batch: KVBatchMeta, targets_B2: torch.Tensor, order: Sequence[int], leaf: str, keep_activations: str | bool
+) -> KVBatchMeta:
     """Store the target of each row's saliency, and return the batch for a forward that keeps the graph of rows with a target.
 
     Args:
@@ -134,6 +137,7 @@ def request_saliency(batch: KVBatchMeta, targets_B2: torch.Tensor, order: Sequen
         targets_B2: int64, each row's half-open range of target tokens in prompt + response; -1 for none.
         order: the rows that are returned, by their places in the batch; results are stored by key.
         leaf: see :func:`grail_advantage.activations.leaf_module`.
+        keep_activations: see :mod:`grail_advantage.verl_ext.kept_activations`.
     """
     tq.kv_batch_put(
         keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict({TARGET: targets_B2}, batch_size=len(batch))
@@ -141,7 +145,7 @@ def request_saliency(batch: KVBatchMeta, targets_B2: torch.Tensor, order: Sequen
     request = batch.select_keys([batch.keys[row] for row in order])
     if request.fields is not None:
         request.fields = [*request.fields, TARGET]
-    request.extra_info[LEAF] = leaf
+    request.extra_info |= {LEAF: leaf, KEEP: keep_activations}
     return request
 
 

@@ -79,6 +79,10 @@ class UpdateDump:
         """Files that could not be written."""
         return self._dump.writer.failed
 
+    def writes(self, step: int) -> bool:
+        """Whether rows of this training step are written."""
+        return self._dump.writes(step)
+
     def wait(self) -> None:
         """Wait until the rows so far are written, for a checkpoint of the step."""
         self._dump.writer.wait(CHECKPOINT_SECONDS)

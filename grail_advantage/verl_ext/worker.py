@@ -4,6 +4,7 @@ with updates that leave out the rows that train nothing."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
@@ -15,6 +16,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.engine_model import EngineModel
+from grail_advantage.verl_ext.kept_activations import KeptActivations
 from grail_advantage.verl_ext.neutral_rows import CUT_ENDS, without_neutral_rows
 from grail_advantage.verl_ext.patches import replace_infer_batch
 from grail_advantage.verl_ext.shared_forward import infer_batch_with_saliency
@@ -49,12 +51,14 @@ class TokenWeightTrainingWorker(TrainingWorker):
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
         super().__init__(config)
-        replace_infer_batch(self.engine, infer_batch_with_saliency)
+        self.kept = KeptActivations()
+        replace_infer_batch(self.engine, partial(infer_batch_with_saliency, kept=self.kept))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
         """verl's, over the rows that train; see :func:`grail_advantage.verl_ext.neutral_rows.without_neutral_rows`."""
-        return super().train_batch(without_neutral_rows(self.engine, data) if CUT_ENDS in data else data)
+        with self.kept.update():
+            return super().train_batch(without_neutral_rows(self.engine, data) if CUT_ENDS in data else data)
 
 
 class TokenWeightActorWorker(ActorRolloutRefWorker):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from torch.utils.tensorboard import SummaryWriter
 
 from benchmarks.endurance import kills, nodes, soak, soak_page
 from recipe.marked_text import marked
@@ -22,21 +20,6 @@ def test_the_plan_strikes_every_place_once_between_two_checkpoints(steps: int) -
     numbers = [step for step, _ in plan]
     assert all(step % soak.EVERY == soak.EVERY // 2 for step in numbers) and numbers[-1] < steps - soak.EVERY
     assert all(later - earlier >= 2 * soak.EVERY for earlier, later in itertools.pairwise(numbers))
-
-
-@pytest.mark.parametrize(
-    ("title", "role"),
-    [
-        (".venv/bin/python -m recipe.main_grail --config-name cpu_trainer", "driver"),
-        ("ray::TaskRunnerV1.run", "trainer"),
-        ("ray::CpuVLLMHttpServer", "rollout server"),
-        ("ray::SeededAgentLoopWorker", "agent loop worker"),
-        ("ray::IDLE", "Ray"),
-        ("bash scripts/train_cpu.sh", "rest"),
-    ],
-)
-def test_processes_are_known_by_what_they_call_themselves(title: str, role: str) -> None:
-    assert soak.role_of(title) == role
 
 
 def test_slope_and_its_error_are_those_of_least_squares_with_a_level_for_each_life() -> None:
@@ -58,25 +41,6 @@ def test_slope_and_its_error_are_those_of_least_squares_with_a_level_for_each_li
     error = np.sqrt(residual[0] / (len(counted) - 3) * np.linalg.inv(design.T @ design)[0, 0])
     assert found.loc["driver", ["slope", "error"]].tolist() == pytest.approx([100 * solution[0], 100 * error])
     assert found.slope["all"] == pytest.approx(found.slope["driver"])
-
-
-def test_lost_seconds_and_history() -> None:
-    """Ended 7 s after the kill behind step 15; the next life logs step 11 after 70 s and takes 2 s a step: 15 in 8 s more."""
-    lives = pd.DataFrame({"killed_at": [100.0, np.nan], "ended": [107.0, 900.0], "last_step": [15, 30]})
-    lives = lives.assign(resumed_from=[0, 10], started=[0.0, 300.0], first_step_at=[10.0, 370.0])
-    assert soak_page.with_losses(lives, 2.0).lost[0] == 85.0
-    assert soak_page.problems([0, 1, 2, 3], 3) == "every step once and in order."
-    assert soak_page.problems([0, 2, 2, 1], 3) == "steps {'twice': [2], 'missing': [3]}, in order: False"
-
-
-def test_steps_of_two_lives_are_compared(tmp_path: Path) -> None:
-    for first, value in ((1, 1.0), (3, 1.0), (4, 2.0)):
-        with SummaryWriter(str(tmp_path), filename_suffix=f".{first}") as writer:
-            for step in range(first, 6):
-                writer.add_scalar("loss", value * step, step)
-                writer.add_scalar("timing_s/step", first, step)
-                writer.add_scalar("reward", step, step)
-    assert [list(row.values()) for row in soak_page.twice(tmp_path)] == [[3, 5, 6, 0, ""], [4, 5, 4, 2, "loss"]]
 
 
 def test_pages_are_those_of_their_records() -> None:

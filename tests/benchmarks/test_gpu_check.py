@@ -15,25 +15,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu_check.__main__ as command
-from gpu_check import engine, page, parts, plain, smoke
+from gpu_check import engine, flash, page, parts, plain, runs
 from gpu_check.outcome import FAILED, NOT_RUN, PASSED, Outcome
-from gpu_check.parts import Part
-from gpu_check.pytest_checks import run_tests
+from gpu_check.parts import PARTS, Part
 
 from grail_advantage import GrailConfig
 from recipe.marked_text import marked
 
 ROOT = Path(__file__).parents[2]
-SMALL = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-}
-TINY = plain.Size(shapes={"Qwen3-toy": SMALL}, small=SMALL, weighed=(2, 80), tokens=80, prompt=16, repeats=2)
 RECORD = {
     "name": "a",
     "device": "cuda",
@@ -52,49 +41,69 @@ def statuses(result: dict[str, Any]) -> dict[str, str]:
     return {check["name"]: check["status"] for check in result["checks"]}
 
 
+@pytest.fixture
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the script sets it."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("letter", ["a", "b", "c"])
+def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
+    result = parts.execute(PARTS[letter], tmp_path, "cpu")
+    assert json.loads((tmp_path / f"{letter}.json").read_text()) == result
+    assert result["status"] == PASSED and len(result["checks"]) > 4, result
+    figures, shown = result["figures"], page.render(tmp_path)
+    assert f"`bash scripts/gpu_check.sh --dry {letter}`" in shown and page.NOTHING not in shown
+    if letter == "a":
+        assert set(figures["precision, toy"]) == set(plain.METHODS)
+        passes = figures["passes, toy"]
+        assert len(passes["ways"]) == 7
+        assert all(way["peak_bytes"] > passes["base_bytes"] for way in passes["ways"].values())
+        assert "Shape of toy, random weights" in shown and "| grail, checkpointed |" in shown
+    elif letter == "b":
+        assert [set(figures[f"curve, {method}"]) for method in runs.METHODS] == [{"0", "1", "2"}] * 2
+        assert "| step | held-out accuracy | mean reward |" in shown
+    else:
+        of_run = figures["training side, toy, checkpointing on"]
+        assert of_run["epochs"] == 4 and of_run["parameters"] == "fp32, computing in bfloat16"
+        assert {len(seconds) for repeat in of_run["repeats"] for seconds in repeat.values()} == {5}
+        assert engine.WITHOUT in shown and "| GRAIL, skipping |" in shown
+
+
+@pytest.mark.slow
+def test_flash_attentions_reference(tmp_path: Path) -> None:
+    found = outcome(tmp_path)
+    flash.run(found, "cpu")
+    layouts = statuses(found.result)
+    assert len(layouts) == 6 and {status for name, status in layouts.items() if "1 GPU" in name} == {PASSED}
+    assert {status for name, status in layouts.items() if "2 GPUs" in name} == {NOT_RUN}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("path")
+def test_part_a_needs_nothing_but_torch_transformers_and_numpy() -> None:
+    heavy = (
+        "'verl', 'tensordict', 'omegaconf', 'hydra', 'matplotlib', 'pyarrow', 'ray', 'vllm', 'math_verify', 'pytest'"
+    )
+    program = (
+        f"import sys, gpu_check.__main__, gpu_check.one_part, gpu_check.plain; print({{{heavy}}} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout == "set()\n", found.stdout + found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("path")
+def test_no_part_needs_pytest() -> None:
+    modules = ", ".join([*(part.module for part in PARTS.values()), "tests.verl_ext.gpu_checks"])
+    program = f"import sys; sys.modules['pytest'] = None; import {modules}"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 0, found.stderr
+
+
 class TestPlain:
-    @pytest.mark.slow
-    def test_the_part_at_toy_size_and_its_page(self, tmp_path: Path) -> None:
-        found = outcome(tmp_path)
-        plain.run(found, "cpu", TINY)
-        assert json.loads((tmp_path / "a.json").read_text()) == found.result
-        assert statuses(found.result) == dict.fromkeys(
-            [
-                "grail, official: weights of the device are the CPU's",
-                "grail, robust: weights of the device are the CPU's",
-                "Qwen3-toy, grail, official: bfloat16 keeps the weights",
-                "Qwen3-toy, grail, robust: bfloat16 keeps the weights",
-                "Qwen3-toy: GRAIL's pass needs less memory than training",
-                "Qwen3-toy: GRAIL's checkpointed pass needs less memory than training",
-                "Qwen3-toy: checkpointing saves memory in GRAIL's pass",
-            ],
-            PASSED,
-        )
-        precision = found.result["figures"]["precision, Qwen3-toy"]
-        assert set(precision) == set(plain.METHODS)
-        for of_method in precision.values():
-            assert 0 < of_method["mean"] <= of_method["q99"] <= of_method["max"]
-        ways = found.result["figures"]["passes, Qwen3-toy"]["ways"]
-        assert len(ways) == 7 and all(len(way["seconds"]) == TINY.repeats for way in ways.values())
-        base = found.result["figures"]["passes, Qwen3-toy"]["base_bytes"]
-        assert all(way["peak_bytes"] > base for way in ways.values())
-
-        parts.write(tmp_path / "a.json", {**found.result, "status": PASSED, "seconds": 3.2})
-        shown = page.render(tmp_path)
-        assert "`bash scripts/gpu_check.sh a`, 2026-01-02 03:04 UTC. NVIDIA Made-up, 80 GiB. torch 0.0." in shown
-        assert "**passed**, 3 s" in shown and page.NOTHING not in shown
-        assert "Shape of Qwen3-toy, random weights" in shown and "| grail, checkpointed |" in shown
-
-    @pytest.mark.slow
-    def test_needs_nothing_but_torch_transformers_and_numpy(self) -> None:
-        heavy = "'verl', 'tensordict', 'omegaconf', 'hydra', 'matplotlib', 'pyarrow', 'ray', 'vllm', 'math_verify'"
-        program = f"import sys, gpu_check.__main__, gpu_check.one_part, gpu_check.plain; print({{{heavy}}} & set(sys.modules))"
-        path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
-        found = subprocess.run(
-            [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-        )
-        assert found.stdout == "set()\n", found.stdout + found.stderr
-
     def test_differences_by_hand(self) -> None:
         nan = float("nan")
         exact = SimpleNamespace(
@@ -120,7 +129,7 @@ class TestPlain:
 
         monkeypatch.setattr(plain, "weights", wrong)
         found = outcome(tmp_path)
-        plain.against_cpu(found, "cpu", TINY)
+        plain.against_cpu(found, "cpu", plain.TOY)
         assert set(statuses(found.result).values()) == {FAILED}
 
     def test_memory_is_judged(self, tmp_path: Path) -> None:
@@ -184,7 +193,7 @@ class TestExecution:
         part = stub("passes", "torch", "no_such_module", "nor_this")
         result = parts.execute(part, tmp_path, "cpu")
         assert result["status"] == NOT_RUN
-        assert result["checks"][0]["said"].startswith("needs no_such_module, nor_this; bash scripts/setup_gpu.sh")
+        assert result["checks"][0]["said"].startswith("needs no_such_module, nor_this: scripts/setup_gpu.sh")
         assert json.loads((tmp_path / "p.json").read_text()) == result
         # What an earlier run found stays.
         parts.write(tmp_path / "p.json", {"status": PASSED})
@@ -209,7 +218,7 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr(command, "why_not", lambda: None)
         execute = parts.execute
-        monkeypatch.setattr(command, "execute", lambda part, folder: execute(part, folder, "cpu"))
+        monkeypatch.setattr(command, "execute", lambda part, folder, *_: execute(part, folder, "cpu"))
         made = {"a": stub("raises"), "b": stub("passes"), "c": stub("passes", "no_such_module")}
         made = {letter: Part(letter, part.title, part.module, part.needs) for letter, part in made.items()}
         for module in (command, page):
@@ -219,7 +228,7 @@ class TestCommand:
         assert command.main([], tmp_path / "results", shown) == 1
         printed = capsys.readouterr().out
         assert "a: failed\n   failed: runs to its end (exit status 1)\nb: passed\nc: not run\n" in printed
-        assert "not run: stub passes (needs no_such_module;" in printed
+        assert "not run: stub passes (needs no_such_module:" in printed
         text = shown.read_text()
         assert "**failed**" in text and "**passed**" in text and "**not run**" in text and text.endswith("after\n")
         assert command.main(["c"], tmp_path / "results", shown) == 1
@@ -237,113 +246,35 @@ class TestCommand:
 
 
 class TestEngine:
-    def test_summary_by_hand(self) -> None:
-        def stages(old: float, update: float) -> dict[str, list[float]]:
-            return {"old_log_probs": [old], "saliency": [], "weights": [0.5], "update": [update]}
-
+    def test_ratios_by_hand(self) -> None:
         repeats = [
-            {"GRPO": stages(1.5, 6.0), "GRAIL official, fused": stages(2.3, 6.0)},
-            {"GRPO": stages(3.5, 6.0), "GRAIL official, fused": stages(3.5, 6.0)},
+            {"GRPO": [1.0, 2.0, 2.0], "GRAIL": [1.5, 2.0, 3.5]},
+            {"GRPO": [1.0, 3.0, 3.0], "GRAIL": [1.0, 3.0, 3.0]},
         ]
-        found = engine.summary({"setup": {}, "runs": [{"repeats": repeats, "peak_bytes": {"x": 1}}]})
-        grail = found["variants"]["GRAIL official, fused"]
-        assert (grail["seconds"], grail["ratio"]) == (pytest.approx(9.4), pytest.approx(1.05))
-        assert grail["ratios"] == [pytest.approx(1.1), 1.0]
-        assert found["peak_bytes"] == {"x": 1}
+        assert engine.ratios({"repeats": repeats}, "GRAIL", 1) == [pytest.approx(3.5 / 3), 1.0]
+        assert engine.ratios({"repeats": repeats}, "GRAIL", 2) == [pytest.approx(7 / 5), 1.0]
 
-    @pytest.mark.parametrize(("gibibytes", "words"), [(141, 0), (79, 0), (24, 12)])
-    def test_a_small_gpu_gets_the_smaller_shape(
-        self, monkeypatch: pytest.MonkeyPatch, gibibytes: int, words: int
-    ) -> None:
-        properties = SimpleNamespace(total_memory=gibibytes * 2**30)
+    @pytest.mark.parametrize(("gigabytes", "layers"), [(151, 36), (85, 23), (24, 1)])
+    def test_layers_that_fit(self, monkeypatch: pytest.MonkeyPatch, gigabytes: int, layers: int) -> None:
+        """A block takes 100.9 M x 20 bytes + 0.10 GB = 2.12 GB; embeddings 7.78, logits 18.67, the rest 8.59 GB."""
+        properties = SimpleNamespace(total_memory=gigabytes * 10**9)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-        options = engine.shape_options()
-        assert len(options) == words
-        if words:
-            assert options[:4] == ["--layers", "28", "--hidden", "1024"]
-
-    @pytest.mark.slow
-    def test_tests_of_the_suite_become_checks(self, tmp_path: Path) -> None:
-        (tmp_path / "test_three.py").write_text(
-            "import pytest\n"
-            "def test_right(): pass\n"
-            "def test_wrong(): assert 1 == 2, 'not so'\n"
-            "@pytest.mark.skip(reason='needs two')\n"
-            "def test_left_out(): pass\n"
-        )
-        found = outcome(tmp_path)
-        run_tests(found, [str(tmp_path / "test_three.py")])
-        said = {check["name"]: (check["status"], check["said"]) for check in found.result["checks"]}
-        assert said["test_three: test_left_out"] == (NOT_RUN, "needs two")
-        assert said["test_three: test_right"][0] == PASSED
-        assert said["test_three: test_wrong"][0] == FAILED and "not so" in said["test_three: test_wrong"][1]
-        assert len(said) == 3
-
-        found = outcome(tmp_path)
-        run_tests(found, [str(tmp_path / "test_missing.py")])
-        assert [check["status"] for check in found.result["checks"]] == [FAILED]
-
-    @pytest.mark.slow
-    def test_training_side_at_toy_size(self, tmp_path: Path) -> None:
-        options = "--layers 2 --hidden 32 --intermediate 64 --heads 2 --kv-heads 1 --head-dim 16 --vocabulary 256"
-        options += " --rows 4 --tokens 120 --prompt 4 --micro-batch-rows 2"
-        found = outcome(tmp_path)
-        engine.training_side(found, "cpu", options.split())
-        assert statuses(found.result)["training side of a step: the benchmark runs"] == PASSED
-        assert {"GRAIL's step against GRPO's", "GRAIL's pass needs no more memory than the update"} < set(
-            statuses(found.result)
-        )
-        parts.write(tmp_path / "b.json", {**found.result, "status": PASSED})
-        assert "| published procedure |" in page.render(tmp_path)
-        found = outcome(tmp_path)
-        engine.training_side(found, "cpu", ["--rows", "none"])
-        [check] = found.result["checks"]
-        assert check["status"] == FAILED and "invalid int value: 'none'" in check["said"]
+        found = engine.layers_that_fit(plain.FULL.shapes["Qwen3-4B"], "cuda", 20480)
+        assert found == layers
 
 
-class TestSmoke:
-    CLAIMS = (
-        {"what": "2 steps were trained", "proved": True, "figure": "2 in metrics.jsonl"},
-        {"what": "the loss is a number", "proved": False, "figure": "0.1, nan"},
+def test_a_run_is_shown_while_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that stops early fails."""
+    line = json.dumps({"step": 1, "data": {"critic/score/mean": 0.25, "timing_s/step": 3.0}})
+    (tmp_path / "run.py").write_text(
+        f"open('metrics.jsonl', 'w').write({line!r} + chr(10)); print('one'); exit('no luck')"
     )
-
-    @pytest.fixture
-    def left_behind(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """Stands for the script: leaves the given claims, and ends with the given status."""
-        for knob in ("SCRIPT", "ADV_ESTIMATOR", "DRY_RUN", "PYTHON"):
-            monkeypatch.setenv(knob, "to be put back")
-        folder = tmp_path / "run"
-
-        def make(code: int, claims: tuple[dict[str, Any], ...]) -> Path:
-            def script(command: list[str]) -> tuple[int, str]:
-                assert command == ["bash", smoke.SCRIPT] and (ROOT / smoke.SCRIPT).is_file()
-                assert "ADV_ESTIMATOR" not in os.environ and os.environ["PYTHON"] == sys.executable
-                (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-                if claims:
-                    (folder / "smoke.json").write_text(json.dumps(claims))
-                steps = [{"step": step, "data": {"timing_s/step": step / 3, "other": 1.0}} for step in (1, 2)]
-                (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-                return code, "no luck\n\n"
-
-            monkeypatch.setattr(smoke, "run_command", script)
-            return folder
-
-        return make
-
-    def test_claims_become_checks(self, tmp_path: Path, left_behind: Any) -> None:
-        found = outcome(tmp_path)
-        folder = left_behind(1, self.CLAIMS)
-        smoke.run(found, folder=folder)
-        assert statuses(found.result) == {
-            "2 steps were trained": PASSED,
-            "the loss is a number": FAILED,
-            "the smoke run proves everything": FAILED,
-        }
-        assert found.result["checks"][2]["said"] == "exit status 1: no luck"
-        assert found.result["figures"]["smoke run"] == {"timing_s/step": 0.6667}
-        assert not (folder / "checkpoints").exists()
-        parts.write(tmp_path / "a.json", {**found.result, "status": FAILED})
-        assert "| timing_s/step | 0.6667 |" in page.render(tmp_path)
+    monkeypatch.setattr(parts, "ROOT", tmp_path)
+    found = outcome(tmp_path)
+    runs.train(found, "x", [sys.executable, str(tmp_path / "run.py")], tmp_path, 2)
+    assert found.result["figures"]["curve, x"] == {"1": {"reward": 0.25, "seconds": 3.0}}
+    [check] = found.result["checks"]
+    assert check["status"] == FAILED and check["said"] == "1 of 2, exit status 1: no luck"
 
 
 class TestPage:

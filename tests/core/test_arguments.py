@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 
 import grail_advantage
 from grail_advantage import AnswerSpan, GrailConfig, TokenWeights, compute_token_weights
-from grail_advantage.methods import method
 from tests.core.tiny_models import ROLLOUTS, Batch, Rollout, char_tokenizer, make_batch, tiny_model
 
 MODEL = cache(tiny_model)
@@ -40,9 +38,7 @@ REFUSED: list[tuple[Callable[[], Batch], dict[str, Any], list[str]]] = [
     (lambda: changed(attention_mask=torch.ones(2, 7)), {}, ["attention_mask", "(2, 7)", "input_ids", "must agree"]),
     (lambda: changed(response_mask=torch.ones(1, 3)), {}, ["response_mask", "(1, 3)", "input_ids", "must agree"]),
     (lambda: changed(advantages=torch.zeros(3)), {}, ["advantages", "one number a row", "(2,)", "(3,)"]),
-    (lambda: changed(advantages=torch.zeros(2, 1)), {}, ["advantages", "one number a row", "(2, 1)"]),
     (changed, {"temperature": 0.0}, ["temperature=0.0", "greater than 0"]),
-    (changed, {"temperature": math.nan}, ["temperature=nan", "greater than 0"]),
     (lambda: flipped("attention_mask", -1), {}, ["response_mask", "padding", "attention_mask"]),
     (lambda: flipped("response_mask", -3), {}, ["response_mask", "row 1", "gaps", "contiguous"]),
     (
@@ -52,16 +48,13 @@ REFUSED: list[tuple[Callable[[], Batch], dict[str, Any], list[str]]] = [
     ),
     (lambda: as_list("input_ids"), {}, ["input_ids must be a tensor, got list; use torch.tensor"]),
     (changed, {"old_log_probs": [0.0]}, ["old_log_probs must be a tensor, got list"]),
-    (changed, {"groups": [0, 0]}, ["groups must be a tensor, got list"]),
     (changed, {"groups": torch.zeros(2)}, ["groups must hold whole numbers", "torch.float32", "torch.int64"]),
     (changed, {"groups": torch.tensor([3, -2])}, ["groups", "-2", "at least 0", "torch.unique"]),
-    (changed, {"groups": torch.zeros(3, dtype=torch.long)}, ["groups", "one number a row", "(2,)", "(3,)"]),
     (changed, {"entropy": torch.zeros(2, 3)}, ["entropy", "(2, 3)", "input_ids", "must agree"]),
     (changed, {"old_log_probs": torch.ones(changed().input_ids.shape)}, ["old_log_probs", "1.0", "at most 0"]),
     (changed, {"examples": []}, ["examples", "one a row", "2", "0"]),
     (changed, {"step": -1}, ["step=-1", "at least 0"]),
     (changed, {"config": "grail"}, ["config='grail'", "GrailConfig()", "grail_advantage.methods.method"]),
-    (changed, {"config": {"preset": "robust"}}, ["config={'preset': 'robust'}", "GrailConfig()"]),
 ]
 
 
@@ -72,23 +65,6 @@ def test_refusals_name_the_argument_and_the_fix() -> None:
             compute_token_weights(MODEL(), char_tokenizer(), *batch().tensors(), **arguments)
         for word in words:
             assert word in str(raised.value)
-
-
-def test_advantages_with_a_graph_are_detached() -> None:
-    batch = changed()
-    with_graph = dataclasses.replace(batch, advantages=batch.advantages * torch.ones(2, requires_grad=True))
-    got, expected = (
-        compute_token_weights(MODEL(), char_tokenizer(), *each.tensors(), GrailConfig()).weights
-        for each in (with_graph, batch)
-    )
-    assert not got.requires_grad and torch.equal(got, expected)
-
-
-def test_log_probs_that_rounding_put_above_zero_are_taken() -> None:
-    batch, config = changed(), method("probability").build({})
-    rounded = torch.full(batch.input_ids.shape, 1e-5)
-    got = compute_token_weights(MODEL(), char_tokenizer(), *batch.tensors(), config, old_log_probs=rounded)
-    assert got.weights.isfinite().all()
 
 
 def test_batches_without_any_response_or_row() -> None:

@@ -160,22 +160,6 @@ def test_an_advantage_that_is_not_finite_counts_as_none(name: str) -> None:
         assert bool(weighted_BT[others].isfinite().all())
 
 
-def test_batches_in_which_no_row_or_one_has_an_advantage(name: str) -> None:
-    one, plain = scored_row(name), case()
-    advantages_B = torch.zeros(len(ADVANTAGES))
-    found, figures = replace(plain, advantages_B=advantages_B).run(name)
-    assert figures["top_share"] == figures["advantage_scale"] == 0.0
-    advantages_B[one] = plain.advantages_B[one]
-    with_one, _ = replace(plain, advantages_B=advantages_B).run(name)
-    if name not in COMPARES_ROWS:
-        assert bool((found.weights_BT == 1).all())
-        assert (figures["selected_rate"], figures["neutral_rate"]) == (0.0, 1.0)
-        expected, _ = plain.run(name)
-        assert torch.equal(with_one.weights_BT[one], expected.weights_BT[one])
-        others = [row for row in range(len(ADVANTAGES)) if row != one]
-        assert bool((with_one.weights_BT[others] == 1).all())
-
-
 def test_batches_without_a_token_and_empty_responses_among_others(name: str) -> None:
     """Rows that fill up a batch, or that a rejection emptied."""
     for shape in ((0, TOKENS), (3, 0), (0, 0)):
@@ -302,37 +286,3 @@ def test_nan_logits_in_one_row(name: str) -> None:
     for of_row, expected in zip(found[1:], alone[1:], strict=True):
         torch.testing.assert_close(of_row, expected, rtol=1e-6, atol=1e-6)
     assert figures["non_finite_rate"] == (pytest.approx(1 / 5) if sources(name) else 0.0)
-
-
-def test_gradients_and_probabilities_that_underflow_in_bfloat16(name: str) -> None:
-    """A sharp temperature makes the policy certain, a flat one its gradients vanish."""
-    model = tiny_model(layers=2).bfloat16()
-    for temperature in (1e-4, 1e6):
-        weigh(name, model, WHOLE, temperature=temperature)
-
-
-def test_a_vocabulary_that_is_padded_beyond_the_tokenizers(name: str) -> None:
-    """Its surplus entries are ids that a sampler may draw and that stand for no text."""
-    model, batch = tiny_model(layers=2, vocab_size=256), make_batch(WHOLE)
-    ids = batch.input_ids.clone()
-    ids[0, int(batch.response_mask[0].int().argmax())] = 250
-    found, figures = weigh(name, model, replace(batch, input_ids=ids))
-    assert figures["non_finite_rate"] == 0.0
-    if name not in COMPARES_ROWS | {"shear"}:
-        assert all(map(torch.equal, found[1:], weigh(name, model, WHOLE)[0][1:]))
-
-
-def test_attended_tokens_after_the_response_change_nothing(name: str) -> None:
-    """Such as the next turn of a chat; the model is causal, so that no score can depend on them."""
-    model, cut = tiny_model(layers=2), make_batch(WHOLE)
-    more = torch.full((len(WHOLE), 5), CHARACTERS.index("s"))
-    longer = Batch(
-        torch.cat([cut.input_ids, more], dim=1),
-        torch.cat([cut.attention_mask, torch.ones_like(more)], dim=1),
-        torch.cat([cut.response_mask, torch.zeros_like(more)], dim=1),
-        cut.advantages,
-    )
-    found, figures = weigh(name, model, longer)
-    expected, of_cut = weigh(name, model, cut)
-    assert all(map(torch.equal, found, expected))
-    assert figures == of_cut

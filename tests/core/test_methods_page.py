@@ -6,7 +6,6 @@ import re
 import runpy
 from pathlib import Path
 
-import pytest
 import torch
 
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS, TRAINER_METRICS, weight_metrics
@@ -36,19 +35,6 @@ def test_every_method_and_reshaper_is_there_with_its_options() -> None:
     for name, expected in options.items():
         (section,) = [text for head, text in sections.items() if f"`{name}`" in head]
         assert set(re.findall(r"^\| `(\w+)` \|", section.split("\n## ")[0], flags=re.M)) == set(expected), name
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "| `weight_std` | `0.5` | number > 0 |",
-        "| `normalize_mass` | `false`; `true` with `preset=robust` | `true`, `false` |",
-        "| `max_perturbations` | `null` | whole number >= 1 or `null` |",
-        "| `oar_p` | nothing | logits of made-up sequences | no | no | yes |",
-    ],
-)
-def test_lines_by_hand(line: str) -> None:
-    assert f"\n{line} " in TEXT
 
 
 def test_figures_of_a_batch_are_the_declared_ones() -> None:

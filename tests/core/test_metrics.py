@@ -134,23 +134,6 @@ def test_figures_token_by_token(block: int, level: float, monkeypatch: pytest.Mo
     assert torch.equal(norms.nan_to_num(), before.nan_to_num()), "the caller's are left alone"
 
 
-def test_top_share_takes_a_tenth_of_the_tokens() -> None:
-    # 40 tokens, advantage +-2: the heaviest four have weights 9, 8, 7, 6 of a sum of 36 + 30 = 66.
-    weights = torch.ones(2, 20)
-    weights[0, 3], weights[1, 19], weights[1, 0], weights[0, 7] = 9.0, 8.0, 7.0, 6.0
-    got = of_weights(weights, torch.tensor([-2.0, 2.0]))
-    assert got["top_share"] == pytest.approx(30 / 66)
-    assert got["advantage_scale"] == pytest.approx(66 / 40)
-    assert got["clipped_low_rate"] == got["clipped_high_rate"] == 0.0
-
-
-def test_without_a_pass_there_are_no_percentiles() -> None:
-    assert not [name for name in example([]) if name.startswith("gradient_norm")]
-    assert not [name for name in example([math.nan, math.inf]) if name.startswith("gradient_norm")]
-    one = example([3.0])
-    assert one["gradient_norm_p10"] == one["gradient_norm_p90"] == 3.0
-
-
 def test_batches_of_nothing_and_of_equal_weights() -> None:
     none = torch.zeros(2, 3)
     assert of_weights(none, torch.zeros(2), mask=none) == {}
@@ -161,16 +144,3 @@ def test_batches_of_nothing_and_of_equal_weights() -> None:
     equal = of_weights(none + 1, torch.ones(2))
     assert equal["neutral_rate"] == equal["effective_sample_ratio"] == equal["advantage_scale"] == 1.0
     assert equal["weight_deviation"] == 0.0
-
-
-def test_more_gradient_norms_than_torch_quantile_takes() -> None:
-    got = of_weights(torch.ones(1, 2), torch.tensor([-1.0]), norms=torch.arange(17_000_000, dtype=torch.float32))
-    assert got["gradient_norm_p10"] == pytest.approx(1.7e6, rel=1e-6)
-    assert got["gradient_norm_p90"] == pytest.approx(15.3e6, rel=1e-6)
-
-
-def test_values_are_plain_floats_and_names_keep_clear_of_the_words_verl_reduces_by() -> None:
-    got = example([1.0, 2.0])
-    assert {type(value) for value in got.values()} == {float}
-    for name in got:
-        assert not [word for word in ("max", "min", "sum", "total") if word in name], name

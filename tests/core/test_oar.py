@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage import AnswerSpan, GrailConfig, OarConfig, TokenWeights, compute_token_weights, hf_model
-from grail_advantage.signals.oar_gradient import NoisyStretch, noise_seed, noisy_embeddings
-from grail_advantage.signals.oar_perturbation import PerturbationRow, interpolate, perturbation_scores, replaced_tokens
-from grail_advantage.signals.oar_probe import divergence, probe_positions, read_probe
-from tests.core import oar_reference
+from grail_advantage import GrailConfig, OarConfig, TokenWeights, compute_token_weights, hf_model
+from grail_advantage.signals.oar_gradient import noise_seed
+from grail_advantage.signals.oar_perturbation import replaced_tokens
 from tests.core.common import few
-from tests.core.oar_reference import DEFAULTS, PlainOar, oar_weights
+from tests.core.oar_reference import PlainOar, oar_weights
 from tests.core.tiny_models import (
     PAD_ID,
     ROLLOUTS,
@@ -105,7 +103,7 @@ FEW_ROLLOUTS = [ROLLOUTS[name] for name in ("right, several boxes", "box at the 
 
 
 @pytest.mark.parametrize("method", METHODS)
-@few(40)
+@few(30)
 @given(
     st.data(), st.sampled_from(["qwen3", "llama"]), st.sampled_from(["both", "left", "right"]), st.sampled_from(MAPS)
 )
@@ -126,14 +124,6 @@ def test_every_kind_of_rollout(method: str, variant: str) -> None:
     assert got.stats["answer_found_rate"] == 10 / 12
     assert got.stats["selected_rate"] == (10 if whole else 9) / 12  # one box stands at the start
     assert ("gradient_norm_p10" in got.stats) == (method == "gradient")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_float32_models_agree(method: str) -> None:
-    _, plain = subject()
-    rollouts = [ROLLOUTS["text after the box"], ROLLOUTS["right, several boxes"]]
-    for probe in PROBES:
-        assert_matches(tiny_model(), plain, rollouts, method, probe=probe)
 
 
 # ---- mass, neutral rows, figures ------------------------------------------------------------------------------------
@@ -169,41 +159,6 @@ def test_noise_comes_from_seed_step_and_tokens_alone() -> None:
     )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_order_and_repetition_of_rows_do_not_change_their_scores(variant: str) -> None:
-    """Rows in another order, split into two batches as the updates of one step are, and one of them twice."""
-    model, _ = subject()
-    config = OarConfig(variant=variant)
-    together = compute(model, make_batch(ALL_ROLLOUTS), config)
-    expected = by_response(make_batch(ALL_ROLLOUTS), together.scores)
-    order = [*reversed(range(len(ALL_ROLLOUTS))), 0]
-    for part in (order[:3], order[3:]):
-        batch = make_batch([ALL_ROLLOUTS[row] for row in part])
-        found = by_response(batch, compute(model, batch, config).scores)
-        for row, scores in zip(part, found, strict=True):
-            assert torch.equal(scores.nan_to_num(), expected[row].nan_to_num())
-    assert any(scores.isfinite().any() for scores in expected)
-
-
-def test_noise_differs_between_steps_and_prompts_alone() -> None:
-    """What follows the answer changes nothing."""
-    model, _ = subject()
-    rollout = ROLLOUTS["text after the box"]
-    other_prompt = dataclasses.replace(rollout, prompt="x" + rollout.prompt[1:])
-    other_end = dataclasses.replace(rollout, response=rollout.response[:-8] + "x" + rollout.response[-7:])
-    drawn = []
-    for row, step in ((rollout, 0), (other_end, 0), (rollout, 1), (other_prompt, 0)):
-        seen: list[torch.Tensor] = []
-        # A hook of the embedding would come before the pass's own; so it goes around the layer's next reader.
-        handle = model.model.layers[0].register_forward_pre_hook(lambda _module, args, seen=seen: seen.append(args[0]))
-        compute_token_weights(model, char_tokenizer(), *make_batch([row]).tensors(), OarConfig(), step=step)
-        handle.remove()
-        noise = (seen[1] - seen[0]).detach()
-        drawn.append(noise[noise != 0])
-    torch.testing.assert_close(drawn[0], drawn[1], rtol=1e-9, atol=1e-12)
-    assert not torch.allclose(drawn[0], drawn[2], rtol=0.1) and not torch.allclose(drawn[0], drawn[3], rtol=0.1)
-
-
 def test_noise_follows_the_seed_and_not_the_rows_around_nor_global_random_state() -> None:
     model, _ = subject()
     config = OarConfig(variant="grail_port", probe="last")
@@ -217,22 +172,6 @@ def test_noise_follows_the_seed_and_not_the_rows_around_nor_global_random_state(
     assert torch.equal(third.scores[1, -length:], alone)
     reseeded = compute(model, make_batch([rollout]), config.replace(noise_seed=4)).scores[0, -length:]
     assert not torch.allclose(reseeded, alone, rtol=0.1)
-
-
-def test_noise_goes_where_it_should_with_its_standard_deviation() -> None:
-    embedding = nn.Embedding(7, 64)
-    tokens = torch.randint(0, 7, (2, 300), generator=torch.Generator().manual_seed(0))
-    stretches = [NoisyStretch(0, 10, 200, 200, 1), NoisyStretch(1, 290, 40, 10, 2), NoisyStretch(1, 0, 10, 10, 2)]
-    with noisy_embeddings(embedding, stretches, 1e-3) as clean:
-        noisy = embedding(tokens)
-    assert torch.equal(clean[0], embedding(tokens))
-    noise = noisy - clean[0]
-    touched = torch.zeros(2, 300, dtype=torch.bool)
-    touched[0, 10:210] = touched[1, 290:] = touched[1, :10] = True
-    assert (noise[~touched] == 0).all()
-    assert float(noise[0, 10:210].std()) == pytest.approx(1e-3, rel=0.02)
-    assert float(noise[0, 10:210].mean()) == pytest.approx(0, abs=3e-5)
-    assert not torch.allclose(noise[0, 10:20], noise[1, :10])
 
 
 # ---- the counterfactuals of OAR-P ------------------------------------------------------------------------------------
@@ -264,56 +203,6 @@ def test_counterfactuals_go_in_batches_behind_what_they_share(monkeypatch: pytes
     torch.testing.assert_close(got.scores, expected.scores, rtol=1e-5, atol=0, equal_nan=True)
 
 
-def test_a_row_longer_than_the_budget_goes_one_counterfactual_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_model, "SEQUENCE_TOKENS", 5)
-    model, plain = subject()
-    with watch_forwards(model) as shapes:
-        assert_matches(model, plain, [ROLLOUTS["text after the box"]], "perturbation", max_perturbations=4)
-    assert [rows for rows, _ in shapes] == [1] * 5
-
-
-def test_a_model_without_a_cache_gives_the_same_scores() -> None:
-    model, plain = subject()
-    prompt, response = encode("Two plus three?"), encode(r"Two and three make \boxed{5}, so")
-    tokens = torch.tensor(prompt + response)
-
-    def forward(tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: object) -> tuple[torch.Tensor, None]:
-        assert cache is None
-        return model(input_ids=tokens_NS).logits[:, kept_K], None
-
-    done: list[int] = []
-    row = PerturbationRow(tokens, len(prompt), 19, len(prompt) + 18, len(prompt) + 27)
-    scores = perturbation_scores(
-        forward, row, probe="answer_mean", pad_token=PAD_ID, counterfactuals=7, progress=done.append
-    )
-    span = oar_reference.last_span(response, id_to_character())
-    expected = plain.perturbation_scores(prompt + response, len(prompt), span, DEFAULTS)[:19]
-    assert scores.tolist() == pytest.approx(expected, rel=1e-5)
-    assert done == [7, 7, 5]
-
-
-def test_replaced_tokens_are_evenly_spaced() -> None:
-    for length, most, expected in (
-        (5, None, [0, 1, 2, 3, 4]),
-        (5, 5, [0, 1, 2, 3, 4]),
-        (5, 9, [0, 1, 2, 3, 4]),
-        (5, 3, [0, 2, 4]),
-        (10, 4, [0, 3, 6, 9]),
-        (9, 2, [0, 8]),
-        (9, 1, [0]),
-        (1, 1, [0]),
-    ):
-        assert replaced_tokens(length, most).tolist() == expected
-
-
-def test_interpolation_by_hand() -> None:
-    scores = torch.tensor([1.0, 4.0, 2.0])
-    got = interpolate(scores, torch.tensor([1, 4, 6]), 9)
-    assert got.tolist() == pytest.approx([1, 1, 2, 3, 4, 3, 2, 2, 2])
-    assert interpolate(torch.tensor([3.0]), torch.tensor([0]), 4).tolist() == [3.0] * 4
-    assert interpolate(scores, torch.arange(3), 3).tolist() == [1.0, 4.0, 2.0]
-
-
 def test_a_tokenizer_without_padding_is_refused() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=char_tokenizer().backend_tokenizer)
     batch = make_batch([ROLLOUTS["text after the box"]])
@@ -326,21 +215,12 @@ def test_a_tokenizer_without_padding_is_refused() -> None:
 # ---- the probe -------------------------------------------------------------------------------------------------------
 
 
-def test_probe_by_hand() -> None:
-    # Row 1 reads two positions with logits (0, 0) and (0, 2 log 3): mean (0, log 3), so 1/4 and 3/4. Row 2: 1/2, 1/2.
-    logits = torch.tensor([[0.0, 0.0], [0.0, 2 * math.log(3)], [5.0, 5.0]])
-    tokens = torch.tensor([0, 1, 0])
-    mean = read_probe(logits, tokens, [2, 1], "answer_mean")
-    assert mean.exp().flatten().tolist() == pytest.approx([0.25, 0.75, 0.5, 0.5], rel=1e-6)
-    # KL((1/4, 3/4) || (1/2, 1/2)) = 1/4 log(1/2) + 3/4 log(3/2)
-    kl = divergence(mean[:1], mean, "answer_mean")
-    assert kl.tolist() == pytest.approx([0, 0.25 * math.log(0.5) + 0.75 * math.log(1.5)], rel=1e-6)
-    joint = read_probe(logits, tokens, [2, 1], "answer_joint")
-    assert joint.tolist() == pytest.approx([(math.log(0.5) + math.log(0.9)) / 2, math.log(0.5)], rel=1e-6)
-    assert divergence(joint[:1], joint, "answer_joint").tolist() == pytest.approx([0, float(joint[0] - joint[1])])
-
-
-def test_positions_that_the_probe_reads() -> None:
-    span = AnswerSpan(3, 4, 5, 6)
-    assert probe_positions(span, 10, 40, "answer_mean") == probe_positions(span, 10, 40, "answer_joint") == (12, 15)
-    assert probe_positions(span, 10, 40, "last") == (39, 40)
+def test_replaced_tokens_are_evenly_spaced() -> None:
+    for length, most, expected in (
+        (3, None, [0, 1, 2]),
+        (5, 3, [0, 2, 4]),
+        (10, 4, [0, 3, 6, 9]),
+        (9, 1, [0]),
+        (6, 4, [0, 2, 3, 5]),
+    ):
+        assert replaced_tokens(length, most).tolist() == expected

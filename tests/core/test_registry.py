@@ -11,18 +11,14 @@ from typing import ClassVar
 
 import pytest
 import torch
-from pydantic import PydanticUserError
 
 from grail_advantage import (
     GrailConfig,
     OarConfig,
     Reshaped,
-    ReshapedSignal,
     Reshaper,
     RolloutBatch,
     Signal,
-    compute_token_weights,
-    option,
     register_reshaper,
     register_signal,
     registry,
@@ -30,7 +26,6 @@ from grail_advantage import (
 from grail_advantage.methods import method, methods
 from grail_advantage.model_interface import RowScores
 from grail_advantage.weighting import BatchWeights, batch_weights, put_row, scores_of
-from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 from tests.documentation import snippets, write_files
 
 SITE = Path(__file__).parents[2]
@@ -63,22 +58,10 @@ def test_the_same_name_twice_is_refused(clean_registry: None) -> None:
     assert method("grail").signal_class is GrailConfig
 
 
-def test_a_class_of_another_kind_is_refused(clean_registry: None) -> None:
-    with pytest.raises(ValueError, match=r"signal 'a_map': derive Map from grail_advantage\.Signal"):
-        register_signal("a_map")(type("Map", (Reshaper,), {}))
-
-
 def test_a_name_that_cannot_be_a_section_is_refused(clean_registry: None) -> None:
     for name in ("token_weights", "token_dump", "watchdog", "my.method", "", "1st"):
         with pytest.raises(ValueError, match=r"must be an identifier, and none of token_weights, token_dump, watchdog"):
             register_signal(name)(type("Named", (Signal,), {}))
-
-
-def test_an_option_that_is_redefined_without_a_type_is_refused() -> None:
-    with pytest.raises(PydanticUserError, match="'reshaper' defined on a base class was overridden by a non-annotated"):
-
-        class Quiet(ReshapedSignal):
-            reshaper = "top"
 
 
 def test_words_that_say_what_a_signal_needs_are_checked() -> None:
@@ -136,54 +119,6 @@ def test_scores_that_do_not_fit_are_refused_with_the_methods_name() -> None:
         scores_of(Long(), batch, Long().select(batch), None)
     with pytest.raises(ValueError, match=r"long: run\(\) gave 4 scores for a response of 3 tokens"):
         put_row(torch.zeros(2, 5), 0, 3, RowScores(torch.ones(4)), Long())
-
-
-def test_what_is_not_registered() -> None:
-    with pytest.raises(ValueError, match=r"Nameless is no registered signal; put @register_signal"):
-        _ = type("Nameless", (Signal,), {})().name
-    with pytest.raises(ValueError, match=r"'grial' is no registered signal; choose one of .*grail.*uniform"):
-        method("grial")
-
-
-def test_a_signals_own_option_reaches_its_reshaper() -> None:
-    assert OarConfig(quantile=0.25).reshaping.quantile == 0.25
-    assert GrailConfig(weight_std=0.1).reshaping.weight_std == 0.1
-    assert GrailConfig(reshaper="bilevel", quantile=0.1, reshaper_options={"quantile": 0.3}).reshaping.quantile == 0.3
-    assert method("grail").build({"reshaper": "top", "reshaper_options": {"k": 3}}).reshaping.k == 3
-
-
-def test_a_signal_without_a_map_or_a_pass_says_what_to_write(clean_registry: None) -> None:
-    @register_signal("half")
-    class Half(Signal):
-        uses = "log_probs"
-
-    @register_signal("other_half")
-    class OtherHalf(Signal):
-        def scores(self, batch, of_pass_BT):
-            return torch.ones(batch.mask_BT.shape)
-
-    batch = make_batch([ROLLOUTS["right"]])
-    with pytest.raises(NotImplementedError, match=r"Half names uses='log_probs' and has no run\(\)"):
-        compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), Half())
-    with pytest.raises(NotImplementedError, match=r"OtherHalf has no reshape\(\); derive it from ReshapedSignal"):
-        compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), OtherHalf())
-
-
-def test_a_reshaper_of_ones_own_serves_every_signal(clean_registry: None) -> None:
-    @register_reshaper("flat")
-    class Flat(Reshaper):
-        level: float = option(0.5, "the weight", ge=0)
-
-        def weights(self, scores_BT, statistics_BT, advantages_B):
-            return torch.full(scores_BT.shape, self.level)
-
-    config = GrailConfig(reshaper="flat", reshaper_options={"level": 0.25}, content_weight=1.0)
-    batch = make_batch([ROLLOUTS["text after the box"]])
-    got = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), config)
-    inside = got.weights[0, batch.response_mask[0].bool()]
-    assert inside[: got.spans[0].start].eq(0.25).all()
-    assert inside[got.spans[0].start :].eq(1).all()
-    assert issubclass(type(config), ReshapedSignal)
 
 
 def _python(code: str, *paths: Path) -> subprocess.CompletedProcess:

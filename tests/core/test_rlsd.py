@@ -16,15 +16,12 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import TokenWeights, compute_token_weights, hf_model
-from grail_advantage.batch import OLD_LOG_PROBS, Example, PassRow, RolloutBatch
-from grail_advantage.methods import method
-from grail_advantage.model_interface import Turns
+from grail_advantage.batch import Example, RolloutBatch
 from grail_advantage.signals.rlsd import REQUEST, RlsdConfig
 from grail_advantage.weighting import BatchWeights, batch_weights
 from tests.core.common import few
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model
 
-GOLD = "reward_model.ground_truth"
 SHORT = "Given {privileged}, tell it in your words."
 BRACKETS = """\
 {%- for message in messages %}{{ "[" + message.role + "]" + message.content }}{% endfor %}
@@ -81,17 +78,6 @@ def test_by_hand() -> None:
 def test_against_the_plain_formula(changes: list[float], advantage: float, lam: float, epsilon: float) -> None:
     found = weigh([changes], [advantage], lam=lam, epsilon=epsilon)[0][0].tolist()
     assert found == pytest.approx(plain_weights(changes, [0.0] * len(changes), advantage, lam, epsilon), rel=1e-6)
-
-
-def test_huge_and_impossible_changes() -> None:
-    huge = [1e30, -1e30, 700.0, -700.0]
-    weights_BT, _ = weigh([huge, huge], [1.0, -1.0], lam=1.0, epsilon=1.0)
-    torch.testing.assert_close(weights_BT, torch.tensor([[2.0, 0.0, 2.0, 0.0], [0.0, 2.0, 0.0, 2.0]]))
-    # Impossible on both sides.
-    columns_BT = {OLD_LOG_PROBS: torch.tensor([[-1.0, -math.inf], [-1.0, -2.0]])}
-    batch = RolloutBatch(torch.ones(2, 2, dtype=torch.bool), torch.ones(2), [None, None], columns_BT)
-    scores_BT = RlsdConfig().scores(batch, torch.tensor([[-0.5, -math.inf], [-1.5, -2.0]]))
-    assert scores_BT[0, 1].isnan() and scores_BT[:, 0].tolist() == [0.5, -0.5]
 
 
 def test_lam_falls_and_needs_no_pass_once_it_is_0() -> None:
@@ -198,14 +184,6 @@ def test_plain_computation(family: str, temperature: float, request_text: str, g
     assert len(distinct) > 10, "not only the bounds"
 
 
-def test_template_options_reach_the_template() -> None:
-    named = [replace(of_row, template_options={"name": "tutor"}) for of_row in EXAMPLES]
-    _, found = run_rows(RlsdConfig(request=SHORT), named)
-    old = plain_log_probs(subject(), f"[user]{ROWS[0][0]}[assistant]", ROWS[0][1], 1.0)
-    teacher = plain_log_probs(subject(), f"[user]{ROWS[0][0]}Given 5, tell it in your words.[tutor]", ROWS[0][1], 1.0)
-    assert found[0] == pytest.approx(plain_weights(teacher, old, 1.0, 0.5, 0.2), abs=1e-6)
-
-
 NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), {}, np.array([])]
 
 
@@ -233,37 +211,8 @@ def test_rows_without_the_column_or_a_user() -> None:
         assert [weights != [1.0] * len(weights) for weights in found[:3]] == [row != place for row in range(3)]
 
 
-def test_no_row_has_the_column() -> None:
-    config = RlsdConfig(privileged_column="extra_info.solution")
-    said = r"privileged_column='extra_info\.solution' is in no row of the batch; .* data_source, reward_model\.ground_truth, "
-    with pytest.raises(ValueError, match=said):
-        run_rows(config, EXAMPLES)
-    # One row has it: the others are rows without privileged text. All have it, and none has a value: that may be.
-    solved = replace(EXAMPLES[2], columns={**columns("7"), "extra_info": {"solution": "Count."}})
-    empty = [replace(of_row, columns={"extra_info": {"solution": None}}) for of_row in EXAMPLES]
-    for examples, weighed in (([*EXAMPLES[:2], solved, *EXAMPLES[3:]], [False, False, True]), (empty, [False] * 3)):
-        _, found = run_rows(config, examples)
-        assert [weights != [1.0] * len(weights) for weights in found[:3]] == weighed
-
-
-def test_dummy_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank of a sharded model that is through runs rows that nobody asked, while others still have some."""
-    expected = run_rows(RlsdConfig(), EXAMPLES)[1]
-    monkeypatch.setattr(Turns, "wait", lambda self: iter([None, None]))
-    assert run_rows(RlsdConfig(), EXAMPLES)[1] == expected
-    dummy = PassRow(torch.tensor([1, 2]), 1, 1, None, advantage=-1.0, group=-1, place=0)
-    assert RlsdConfig().prepare_row(dummy, tiny_tokenizer()) is dummy
-
-
 def test_examples_and_a_template_are_needed() -> None:
     with pytest.raises(ValueError, match="rlsd reads examples; pass examples="):
         run_rows(RlsdConfig(), None)
     with pytest.raises(ValueError, match=r"rlsd asks again through the chat template.*custom_chat_template"):
         run_rows(RlsdConfig(), EXAMPLES, tokenizer=char_tokenizer())
-
-
-def test_the_name_and_what_follows_from_options() -> None:
-    config = method("rlsd").build({"lam": 1, "lam_steps": None, "negative_only": True, "request": "{privileged}!"})
-    assert (config.name, config.gate, config.lam_steps, config.privileged_column) == ("rlsd", "wrong", 0, GOLD)
-    assert (RlsdConfig().gate, RlsdConfig().columns) == ("all", ("reward_model",))
-    assert RlsdConfig(privileged_column="extra_info.solutions.0").columns == ("extra_info",)

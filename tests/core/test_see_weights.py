@@ -31,31 +31,3 @@ def test_three_answers_are_drawn(example: dict[str, Any], tmp_path: Path, capsys
     assert (rows[0].weight_T == 1).all() and all(row.weight_T.std() > 0.1 for row in rows[1:])
     assert said.count("In the afternoon he sells") == 3 and said.count("A baker makes 12 trays") == 1
     assert said.splitlines()[-1] == f"the same as a page: python -m grail_advantage.report {out}"
-
-
-def test_what_is_missing_is_said(example: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    see = example["choose_model"].__globals__
-    with pytest.raises(SystemExit, match="'grial' is no registered signal"):
-        example["main"](["--method", "grial"])
-    monkeypatch.setitem(see, "out_of_reach", lambda model: "ConnectError: no network")
-    monkeypatch.setattr("recipe.tiny.smollm2.PACKAGE", "a_package_that_nobody_has")
-    with pytest.raises(SystemExit, match=r"cannot be had from the hub \(ConnectError: no network\). Name a model"):
-        example["main"]([])
-
-
-def test_the_packaged_model_stands_in(
-    example: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setitem(example["choose_model"].__globals__, "out_of_reach", lambda model: "ConnectError: no network")
-    monkeypatch.setattr(
-        "recipe.tiny.smollm2.load_smollm2", lambda: (tiny_model(max_position_embeddings=1024), char_tokenizer())
-    )
-    example["main"]([])
-    said = capsys.readouterr()
-    assert "SmolLM2-135M-Instruct out of its package instead" in said.err and "a slip in the second step" in said.out
-
-
-def test_a_model_in_reach_is_not_asked_about_twice(example: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "/cache/config.json")
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: pytest.fail("asked"))
-    assert example["out_of_reach"]("a/model") == ""

@@ -31,7 +31,9 @@ SHARES: dict[str, tuple[list[str], ...]] = {
     "all on one rank": (["several boxes", "text after the box"], ["no box"], ["no box"]),
     "none anywhere": (["no box"], ["no box", "no box"], ["no box"]),
 }
-"""Each rank's rows; two ranks have the first two."""
+"""Each rank's rows."""
+WAYS = ("FullyShardedDataParallel", "fully_shard")
+RANKS = 3  # do not divide the model's 16 dimensions
 
 
 def sharded(how: str) -> Any:
@@ -45,35 +47,35 @@ def sharded(how: str) -> Any:
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"))
 
 
-def run_rank(rank: int, how: str, world_size: int, folder: str) -> None:
+def run_rank(rank: int, folder: str) -> None:
     """One rank; one without a counterpart for its collectives fails when its time is up."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", f"file://{folder}/store", timedelta(seconds=120), rank=rank, world_size=world_size
+        "gloo", f"file://{folder}/store", timedelta(seconds=120), rank=rank, world_size=RANKS
     )
-    model, group = sharded(how), torch.distributed.group.WORLD
-    results: dict[tuple[str, str], dict[str, torch.Tensor]] = {}
-    for share, rows in SHARES.items():
-        batch = make_batch([ROLLOUTS[name] for name in rows[rank]]).tensors()
-        for name, signal in METHODS.items():
-            got = compute_token_weights(model, char_tokenizer(), *batch, signal, process_group=group)
-            results[share, name] = {"scores": got.scores, "weights": got.weights}
+    group = torch.distributed.group.WORLD
+    results: dict[tuple[str, str, str], dict[str, torch.Tensor]] = {}
+    for how in WAYS:
+        model = sharded(how)
+        for share, rows in SHARES.items():
+            batch = make_batch([ROLLOUTS[name] for name in rows[rank]]).tensors()
+            for name, signal in METHODS.items():
+                got = compute_token_weights(model, char_tokenizer(), *batch, signal, process_group=group)
+                results[how, share, name] = {"scores": got.scores, "weights": got.weights}
     torch.save(results, f"{folder}/{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "world_size"), [("FullyShardedDataParallel", 2), ("fully_shard", 3)])
-def test_weights_are_those_of_the_whole_model(how: str, world_size: int, tmp_path: Path) -> None:
-    """Three ranks do not divide the model's 16 dimensions."""
-    torch.multiprocessing.spawn(run_rank, (how, world_size, str(tmp_path)), world_size)
-    for rank in range(world_size):
-        for (share, name), got in torch.load(tmp_path / f"{rank}.pt").items():
+def test_weights_are_those_of_the_whole_model(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(run_rank, (str(tmp_path),), RANKS)
+    for rank in range(RANKS):
+        for (how, share, name), got in torch.load(tmp_path / f"{rank}.pt").items():
             batch = make_batch([ROLLOUTS[row] for row in SHARES[share][rank]])
             expected = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), METHODS[name])
             # The gradient of a divergence so small keeps one or two digits of float32's seven; of these no weight can be asked.
             rtol = 5e-2 if name == "oar_g" else 1e-3
-            atol, case = rtol * float(expected.scores.nan_to_num(0).abs().max()), f"{share}: {name}"
+            atol, case = rtol * float(expected.scores.nan_to_num(0).abs().max()), f"{how}, {share}: {name}"
             torch.testing.assert_close(got["scores"], expected.scores, rtol=rtol, atol=atol, equal_nan=True, msg=case)
             if name != "oar_g":
                 torch.testing.assert_close(got["weights"], expected.weights, rtol=1e-2, atol=1e-2, msg=case)

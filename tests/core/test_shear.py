@@ -54,13 +54,6 @@ def test_a_group_with_one_outcome_weighs_one() -> None:
     assert (got.weights[batch.response_mask.bool()] == 1).all()
 
 
-def test_normalize_mass_keeps_a_rows_sum() -> None:
-    batch = make_batch(ROLLOUTS[:2], padding="right")
-    config = CONFIG.replace(normalize_mass=True)
-    got = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), config, groups=torch.tensor([0, 0]))
-    torch.testing.assert_close(got.weights.sum(dim=1), batch.response_mask.sum(dim=1).float(), rtol=1e-5, atol=0)
-
-
 def test_groups_are_needed_and_not_negative() -> None:
     """Within a pass negative ones mark the rows that belong to nobody, which weigh 1."""
     batch = make_batch(ROLLOUTS[:2])

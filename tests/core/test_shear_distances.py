@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grail_advantage.signals import shear_distances
-from grail_advantage.signals.shear_distances import shear_scores, sinkhorn_distance, windows
+from grail_advantage.signals.shear_distances import shear_scores, sinkhorn_distance
 
 SMALL = {"window": 5, "stride": 2}
 LENGTHS = (11, 4, 7, 1, 13)
@@ -72,25 +72,10 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], rtol: float =
 # windows
 
 
-def test_windows() -> None:
-    for length, width, stride, want in (
-        (0, 4, 2, []),
-        (1, 4, 2, [(0, 1)]),
-        (4, 4, 2, [(0, 4), (2, 4)]),
-        (5, 4, 2, [(0, 4), (2, 5), (4, 5)]),
-        (6, 4, 4, [(0, 4), (4, 6)]),
-        (3, 1, 1, [(0, 1), (1, 2), (2, 3)]),
-        (130, 100, 25, [(0, 100), (25, 125), (50, 130), (75, 130), (100, 130), (125, 130)]),
-    ):
-        assert windows(length, width, stride) == want
-    for length, width, stride in ((-1, 4, 2), (5, 0, 0), (5, 4, 0), (5, 4, 5)):
-        with pytest.raises(ValueError, match="stride"):
-            windows(length, width, stride)
-
-
 # one pair of windows
 
 
+@pytest.mark.slow
 def test_towards_exact_transport() -> None:
     generator = torch.Generator().manual_seed(4)
     shapes = [(5, 5), (5, 4), (2, 5), (1, 3)]
@@ -136,7 +121,7 @@ def test_by_hand() -> None:
     assert sinkhorn_distance(torch.empty(0, 3, 3))[0].shape == (0,)
 
 
-@pytest.mark.parametrize("iterations", [1, 7, 10, 23])
+@pytest.mark.parametrize("iterations", [1, 23])
 def test_each_iteration_is_the_textbooks(iterations: int) -> None:
     generator = torch.Generator().manual_seed(3)
     cost_PNM = torch.rand(3, 6, 5, generator=generator, dtype=torch.float64)
@@ -147,18 +132,6 @@ def test_each_iteration_is_the_textbooks(iterations: int) -> None:
     want = [plain_sinkhorn(cost_PNM[p, :n, :m], 0.1, iterations) for p, (n, m) in enumerate(sizes)]
     assert distance_P.tolist() == pytest.approx([distance for distance, _ in want], rel=1e-10)
     assert error_P.tolist() == pytest.approx([error for _, error in want], rel=1e-6, abs=1e-12)
-
-
-def test_a_pair_stops_by_itself() -> None:
-    generator = torch.Generator().manual_seed(4)
-    cost_PNM = torch.rand(6, 8, 8, generator=generator)
-    cost_PNM[1] **= 8  # far from even: takes longer
-    options = {"epsilon": 0.02, "iterations": 500, "tolerance": 1e-3}
-    distance_P, error_P = sinkhorn_distance(cost_PNM, **options)
-    assert (error_P <= 1e-3).all() and (error_P > 1e-6).any()
-    alone = [sinkhorn_distance(cost_NM[None], **options) for cost_NM in cost_PNM]
-    torch.testing.assert_close(distance_P, torch.cat([distance for distance, _ in alone]), rtol=1e-6, atol=0)
-    torch.testing.assert_close(error_P, torch.cat([error for _, error in alone]), rtol=1e-3, atol=1e-7)
 
 
 def test_costs_that_are_zero_or_not_finite() -> None:
@@ -172,24 +145,7 @@ def test_costs_that_are_zero_or_not_finite() -> None:
     assert distance_P[2:].isnan().all() and error_P[2:].isnan().all()
 
 
-def test_dtypes_and_refused_options() -> None:
-    cost_PNM = torch.rand(2, 3, 3, generator=torch.Generator().manual_seed(7)).bfloat16()
-    narrow_P, _ = sinkhorn_distance(cost_PNM)
-    assert narrow_P.dtype == torch.float32
-    assert torch.equal(narrow_P, sinkhorn_distance(cost_PNM.float())[0])
-    assert sinkhorn_distance(cost_PNM.double())[0].dtype == torch.float64
-    for option in ({"epsilon": 0.0}, {"epsilon": math.nan}, {"iterations": 0}, {"tolerance": -1.0}):
-        with pytest.raises(ValueError, match=next(iter(option))):
-            sinkhorn_distance(torch.ones(1, 2, 2), **option)
-
-
 # a group
-
-
-def test_single_token_windows_by_hand() -> None:
-    """A token's score is its distance from the nearest token of the other outcome, over the mean of 1, 3, 2 and 7."""
-    got = shear_scores([column(1, 3), column(-2), column(7)], [True, False, False], window=1, stride=1)
-    assert_same(got, [torch.tensor(scores) / 3.25 for scores in ([3.0, 4.0], [3.0], [4.0])])
 
 
 def test_greatest_window_counts() -> None:
@@ -208,45 +164,7 @@ def test_against_the_plain_loop(window: int, stride: int) -> None:
     assert_same([got[i] for i in order], want, rtol=1e-3)
 
 
-def test_one_outcome_and_no_response() -> None:
-    for positive in (True, False):
-        got = shear_scores(group(lengths=(3, 0, 2)), [positive] * 3)
-        assert_same(got, [torch.ones(3), torch.ones(0), torch.ones(2)])
-    assert shear_scores([], []) == []
-
-
-def test_a_response_without_a_token_is_no_opponent() -> None:
-    full = group(lengths=(6, 9))
-    want = shear_scores(full, [True, False], **SMALL)
-    hidden = [torch.empty(0, 3), full[0], torch.empty(0, 3), full[1]]
-    got = shear_scores(hidden, [True, True, False, False], **SMALL)
-    assert_same(got, [torch.ones(0), want[0], torch.ones(0), want[1]])
-    assert_same(shear_scores([full[0], torch.empty(0, 3)], [True, False], **SMALL), [torch.ones(6), torch.ones(0)])
-
-
-def test_scale_of_the_states() -> None:
-    want = shear_scores(group(), POSITIVE, **SMALL)
-    for factor in (1e-30, 500.0, 1e30):
-        assert_same(shear_scores([h_TD * factor for h_TD in group()], POSITIVE, **SMALL), want, rtol=1e-3)
-    assert_same(shear_scores([torch.zeros(4, 2), torch.zeros(3, 2)], [True, False]), [torch.zeros(4), torch.zeros(3)])
-
-
-def test_differences_much_smaller_than_the_states() -> None:
-    """Squared norms of 10^5 in float32 would drown distances of 0.01."""
-    near = [column(0.0, 0.01, 0.05), column(0.02, 0.08)]
-    hidden = [torch.cat([offset_T1, torch.full((len(offset_T1), 1), 500.0)], dim=1) for offset_T1 in near]
-    got = shear_scores(hidden, [True, False], window=1, stride=1)
-    assert_same(got, [torch.tensor([0.02, 0.01, 0.03]) / 500, torch.tensor([0.01, 0.03]) / 500], rtol=1e-3)
-
-
-def test_order_and_side_of_the_responses() -> None:
-    options = SMALL | {"epsilon": 0.2, "iterations": 1000, "tolerance": 1e-6}
-    want, order = shear_scores(group(), POSITIVE, **options), [3, 0, 4, 2, 1]
-    got = shear_scores([group()[i] for i in order], [not POSITIVE[i] for i in order], **options)
-    assert_same(got, [want[i] for i in order], rtol=1e-4)
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
+@pytest.mark.parametrize("chunk", [7, 1000])
 def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     want = shear_scores(group(), POSITIVE, **SMALL)
     sizes = []
@@ -262,7 +180,7 @@ def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(sizes) == min(chunk, 42) and sum(sizes) == 10 * 10
 
 
-@pytest.mark.parametrize("row", range(5))
+@pytest.mark.parametrize("row", [0, 3])
 def test_states_that_are_not_finite(row: int) -> None:
     """As if their response were not there, also where it is the only opponent."""
     rest = [i for i in range(5) if i != row]
@@ -282,7 +200,6 @@ def test_refused_groups() -> None:
     for hidden, positive, options, message in (
         ([two], [True, False], {}, "1 responses, but 2 outcomes"),
         ([two, torch.ones(2, 3)], [True, False], {}, "one D"),
-        ([torch.ones(2), torch.ones(2)], [True, False], {}, "one D"),
         ([two], [True], {"stride": 0}, "stride"),
         ([two], [True], {"chunk": 0}, "chunk"),
         ([two, two], [True, False], {"epsilon": 0.0}, "epsilon"),

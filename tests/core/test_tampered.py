@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import resource
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from grail_advantage import token_dump
 from grail_advantage.report import data
-from grail_advantage.report.figures import write_figures
 from grail_advantage.report.page import write_report
 from grail_advantage.token_dump import MOST_PROBLEMS, DumpHeader, DumpRow, read_dump, write_step
-from recipe.evaluate.checkpoint import resolve_model
 from tests.dumps import dump_row
-
-NAMES = ["../../escaped", "/etc/passwd", "a\0b", "..", "~/.bashrc", "$(touch escaped)", "x" * 5000]
-"""Names that would matter if somebody made a path or a command of them."""
 
 
 def row(place: int, name: str = "key_0_0") -> DumpRow:
@@ -32,10 +23,6 @@ def row(place: int, name: str = "key_0_0") -> DumpRow:
 
 def written(folder: Path, rows: int = 4) -> Path:
     return write_step(folder, DumpHeader(step=3, method="grail"), [row(place) for place in range(rows)])
-
-
-def everything(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 def test_a_row_group_that_says_it_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,32 +37,6 @@ def test_a_row_group_that_says_it_is_too_large(tmp_path: Path, monkeypatch: pyte
         assert max(tracemalloc.get_traced_memory()[1], pa.total_allocated_bytes()) < 1 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_a_long_text_that_every_row_and_token_repeats(tmp_path: Path) -> None:
-    """A gigabyte when each had its own; the rows share one text."""
-    text, count = "x" * (1 << 16), 1 << 14
-    ones, zeros = np.ones(count, dtype=np.float32), np.zeros(count, dtype=np.int64)
-    columns = {"weight_T": ones, "token_ids_T": zeros, "mask_T": ones > 0, "tokens": [text] * count}
-    none = {"score_T": None, "base_advantage_T": None, "advantage_T": None}
-    long = replace(row(0), **columns, **none)
-    path = write_step(tmp_path, DumpHeader(step=3, method="grail"), [long])
-    assert path.stat().st_size < 1 << 16
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (read,) = read_dump(tmp_path)
-    assert len(read.tokens) == count and len({id(token) for token in read.tokens}) == 1
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18, "KiB"
-
-
-def test_many_rows_that_cannot_be_read(tmp_path: Path) -> None:
-    path = written(tmp_path, rows=MOST_PROBLEMS + 50)
-    table = pq.read_table(path)
-    place = table.schema.get_field_index("span")
-    spans = pa.array([[9]] * table.num_rows, table.schema.field(place).type)
-    pq.write_table(table.set_column(place, table.schema.field(place), spans), path)
-    dump = read_dump(tmp_path)
-    assert list(dump) == [] and len(dump.problems) == MOST_PROBLEMS + 1
-    assert str(dump.problems[-1]) == f"{path}: {MOST_PROBLEMS} rows cannot be read; the file is not read on"
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["a bit flipped", "an end missing"])
@@ -94,21 +55,6 @@ def test_damage_anywhere(tmp_path: Path, cut: bool) -> None:
 
 def _values(row: DumpRow) -> tuple:
     return row.key, row.token_ids_T.tolist(), row.tokens, row.weight_T.tolist(), row.score_T.tolist()
-
-
-def test_names_from_a_model_are_no_paths(tmp_path: Path) -> None:
-    """Keys, ids, answers and methods: whatever they say, the files are those of the step."""
-    run = tmp_path / "run"
-    rows = [row(place, name) for place, name in enumerate(NAMES)]
-    write_step(run / "tokens", DumpHeader(step=3, method=NAMES[0], model=NAMES[1]), rows)
-    metrics = {"step": 1, "data": {f"{name}/average_weight": 1.0 for name in NAMES}}
-    (run / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
-    before = everything(tmp_path)
-    page = write_report(run)
-    assert everything(tmp_path) - before == {"run/report.html"} and page == run / "report.html"
-    figures = write_figures(data.open_run(run), tmp_path / "figures")
-    assert {path.parent for path in figures} == {tmp_path / "figures"}
-    assert {path.stem for path in figures} <= {"curves", "profile", "heat_map"}
 
 
 class TestLinks:
@@ -155,20 +101,3 @@ def test_metrics_that_are_none(tmp_path: Path) -> None:
     path.write_text("{\n" * 5000)
     _, problems = data.read_metrics(tmp_path)
     assert len(problems) == MOST_PROBLEMS + 1 and "5000 such lines" in str(problems[-1])
-
-
-NO_RANKS = [
-    *("", "{", "[]", "null", "[" * 100_000, "\udcff", '{"world_size": "x"}', '{"world_size": -1}', '{"world_size": 0}'),
-    *('{"world_size": 1e300}', '{"world_size": 1000000000000}'),
-]
-
-
-def test_a_checkpoint_to_evaluate_that_does_not_say_its_ranks(tmp_path: Path) -> None:
-    """In no time, whatever number it names, and before anything of it is loaded."""
-    checkpoint = tmp_path / "global_step_1" / "actor"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "model_world_size_1_rank_0.pt").write_bytes(b"cos\nsystem\n(S'touch escaped'\ntR.")
-    for content in NO_RANKS:
-        (checkpoint / "fsdp_config.json").write_text(content, encoding="utf-8", errors="surrogateescape")
-        with pytest.raises(ValueError, match=r"fsdp_config\.json does not say the world_size"):
-            resolve_model(tmp_path / "global_step_1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from grail_advantage.token_dump import (
     dumped_steps,
     read_dump,
     remove_steps,
-    step_path,
     write_step,
 )
 from tests.dumps import HOSTILE, dump_row
@@ -115,13 +113,6 @@ class TestRoundTrip:
         (read,) = read_dump(tmp_path)
         np.testing.assert_array_equal(read.weight_T.view(np.uint32), bits)
 
-    def test_rows_of_several_groups_and_equal_files(self, tmp_path: Path) -> None:
-        rows = [dump_row([float(place)] * (place % 5), row=place) for place in range(100)]
-        one, other = (write_step(tmp_path / name, HEADER, rows) for name in ("a", "b"))
-        for row, read in zip(rows, read_dump(tmp_path / "a"), strict=True):
-            _assert_equal(replace(row, step=3), read)
-        assert one.read_bytes() == other.read_bytes()
-
     def test_hostile_texts(self, tmp_path: Path) -> None:
         """Half a surrogate pair is no text of Parquet's; U+FFFD stands for it."""
         for text in HOSTILE:
@@ -136,16 +127,6 @@ class TestRoundTrip:
             _assert_equal(replace(row, tokens=[whole, ""], **texts), read)
             assert dump.files[0].header.model == text and dump.problems == []
 
-    def test_columns_of_another_length_are_refused(self) -> None:
-        for values in (
-            {"score_T": np.ones(1)},
-            {"mask_T": np.ones(1)},
-            {"tokens": ["a"]},
-            {"methods": {"other": MethodColumns(score_T=None, weight_T=np.ones(1))}},
-        ):
-            with pytest.raises(ValueError, match=r"row 0: .* has 1 values for 2 tokens"):
-                replace(dump_row([1.0, 2.0]), **values)
-
 
 class TestOtherReaders:
     """The file as programs see it that know nothing of this package."""
@@ -154,18 +135,6 @@ class TestOtherReaders:
         for step in (1, 2):
             write_step(tmp_path / "dump", replace(HEADER, step=step), [_full_row(), dump_row([1.0], score_T=None)])
         return tmp_path / "dump"
-
-    def test_pyarrow(self, tmp_path: Path) -> None:
-        table = pq.read_table(step_path(self._folder(tmp_path), 1))
-        header = json.loads(table.schema.metadata[b"grail_advantage"])
-        assert (header["schema_version"], header["method"], header["step"]) == (3, "grail", 1)
-        row = _full_row()
-        first, second = table.to_pylist()
-        assert first["token_ids"] == row.token_ids_T.tolist() and first["tokens"] == list(row.tokens)
-        np.testing.assert_array_equal(np.array(first["score"], dtype=np.float32), row.score_T)
-        assert table.schema.field("score").type.value_type == pa.float32()
-        assert first["span"] == [1, 2, 3, 4] and first["entropy"] is None and second["score"] is None
-        assert first["methods"][0]["name"] == "surprisal" and json.loads(first["labels"]) == row.labels
 
     def test_datasets_and_pandas(self, tmp_path: Path) -> None:
         datasets = pytest.importorskip("datasets")
@@ -279,9 +248,3 @@ class TestBroken:
         assert list(dump) == [] and "holds no token dump" in str(dump.problems[0])
         missing = read_dump(tmp_path / "nowhere")
         assert list(missing) == [] and "cannot be read" in str(missing.problems[0])
-
-    def test_a_file_that_was_being_written(self, tmp_path: Path) -> None:
-        path = write_step(tmp_path, HEADER, [dump_row([1.0])])
-        (tmp_path / ".step_000004.parquet.writing").write_bytes(path.read_bytes())
-        dump = read_dump(tmp_path)
-        assert len(list(dump)) == 1 and "was being written" in str(dump.problems[0])

@@ -22,6 +22,7 @@ class TestTexts:
         assert decode_pieces([b"a", b"\xe2\x82", b""]) == ["a", "\ufffd", ""]
         assert decode_pieces([]) == []
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("make", [qwen_tokenizer, llama3_tokenizer], ids=["qwen", "llama3"])
     def test_joined_they_are_what_the_tokenizer_decodes(self, make) -> None:
         tokenizer = make()

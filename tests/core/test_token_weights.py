@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -14,15 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from grail_advantage import GrailConfig, TokenWeights, activations, compute_token_weights, hf_model
 from tests.core.common import few
 from tests.core.reference import PlainModel, ReferenceResult, reference_weights, resolve
-from tests.core.test_metrics import plainly
 from tests.core.tiny_models import (
-    CHARACTERS,
-    PAD_ID,
     ROLLOUTS,
     Batch,
     Rollout,
@@ -124,7 +120,7 @@ OPTIONS: dict[str, list] = {
 NUMBERS = {"weight_mean": 1.25, "weight_std": 0.75, "weight_min": 0.1, "weight_max": 2.0, "content_weight": 0.3}
 
 
-@few(150)
+@few(100)
 @given(
     st.sampled_from(list(MODELS)),
     st.sampled_from([4, 1, 2, 3]),
@@ -142,8 +138,7 @@ def test_any_options_on_any_model(
     assert_matches(*subject(name, layers, double=True), batch, preset, temperature, **options, **numbers)
 
 
-@pytest.mark.parametrize("preset", ["official", "robust"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "preset"), [("qwen3", "official"), ("llama, tied", "robust")])
 def test_presets_on_every_kind_of_rollout_in_float32(name: str, preset: str) -> None:
     temperature = {"official": 0.6, "robust": 1.7}[preset]
     for leaf in LEAVES:
@@ -154,23 +149,6 @@ def test_presets_on_every_kind_of_rollout_in_float32(name: str, preset: str) -> 
 
 
 # ---- padding, batch composition, row selection ---------------------------------------------------------------------
-
-
-def by_response(batch: Batch, values: torch.Tensor) -> list[torch.Tensor]:
-    return [values[row, batch.response_mask[row] == 1] for row in range(len(values))]
-
-
-def test_masks_may_be_bool_and_padding_may_hold_any_token() -> None:
-    model, _ = subject("llama")
-    batch = make_batch(ALL_ROLLOUTS, "both")
-    base = compute(model, batch, GrailConfig("robust"))
-    other = Batch(
-        torch.where(batch.input_ids == PAD_ID, CHARACTERS.index("}"), batch.input_ids),
-        batch.attention_mask.bool(),
-        batch.response_mask.bool(),
-        batch.advantages.double(),
-    )
-    assert torch.equal(compute(model, other, GrailConfig("robust")).weights, base.weights)
 
 
 @contextlib.contextmanager
@@ -236,22 +214,6 @@ def test_long_answers_in_chunks_weigh_the_same(name: str, monkeypatch: pytest.Mo
         torch.testing.assert_close(in_chunks.weights, expected.weights, rtol=1e-3, atol=1e-4)
 
 
-def test_capped_logits_are_not_taken_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = tiny_model()
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    config = Gemma2Config(
-        **{name: getattr(tiny.config, name) for name in sizes}, num_hidden_layers=2, final_logit_softcapping=2.0
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Gemma2ForCausalLM(config).eval()
-    batch = make_batch(ALL_ROLLOUTS)
-    expected = compute(model, batch, GrailConfig())
-    heads = _count_heads(monkeypatch, chunk=1)
-    assert torch.equal(compute(model, batch, GrailConfig()).weights, expected.weights)
-    assert not heads
-
-
 def _count_heads(monkeypatch: pytest.MonkeyPatch, chunk: int) -> list[int]:
     """Let the logits of so many answer tokens be taken at a time; filled with the chunks' sizes."""
     sizes: list[int] = []
@@ -265,54 +227,3 @@ def _count_heads(monkeypatch: pytest.MonkeyPatch, chunk: int) -> list[int]:
     monkeypatch.setattr(hf_model, "CHUNK_POSITIONS", chunk)
     monkeypatch.setattr(activations, "negative_log_likelihood", counted)
     return sizes
-
-
-def test_figures_of_a_batch() -> None:
-    batch = make_batch(ALL_ROLLOUTS, "both")
-    got = compute(subject("qwen3")[0], batch, GrailConfig("official"))
-    expected = plainly(got.weights.tolist(), batch.response_mask.tolist(), batch.advantages.tolist(), [1.0])
-    wrong = [row for row, rollout in enumerate(ALL_ROLLOUTS) if got.spans[row] is not None and rollout.advantage < 0]
-    by_row = by_response(batch, got.weights)
-    scored = torch.cat([by_row[row][: got.spans[row].start] for row in wrong])
-    expected |= {
-        "answer_found_rate": 10 / 12,
-        "selected_rate": 8 / 12,
-        "neutral_rate": 2 / 12,  # the rows outside the gate have content weights in this preset
-        "non_finite_rate": 0.0,
-        "clipped_low_rate": float((scored == 0.5).float().mean()),
-        "clipped_high_rate": float((scored == 5.0).float().mean()),
-    }
-    assert set(got.stats) == set(expected)
-    for name, value in expected.items():
-        assert name.startswith("gradient_norm") or got.stats[name] == pytest.approx(value, rel=1e-5), name
-
-
-def test_gradient_norms_are_those_of_the_positions_looked_at() -> None:
-    """From the response's first predictor position to the last target's."""
-    rollout = ROLLOUTS["text after the box"]
-    batch = make_batch([rollout])
-    model, _ = subject("llama")
-    got = compute(model, batch, GrailConfig("official", leaf="middle"))
-    states = model(input_ids=batch.input_ids, output_hidden_states=True, use_cache=False)
-    log_probs = states.logits[0].log_softmax(dim=-1)
-    start, past = (len(rollout.prompt) + rollout.response.index(text) for text in ("\\", "."))
-    past -= rollout.response.index(".") - rollout.response.index("}") - 1
-    loss = -sum(log_probs[p - 1, batch.input_ids[0, p]] for p in range(start, past))
-    (gradient,) = torch.autograd.grad(loss, states.hidden_states[2])
-    norms = sorted(gradient[0, p].norm().item() for p in range(len(rollout.prompt) - 1, past - 1))
-    count = len(norms)
-    assert got.stats["gradient_norm_p10"] == pytest.approx(norms[math.ceil(0.1 * count) - 1], rel=1e-4)
-    assert got.stats["gradient_norm_p90"] == pytest.approx(norms[math.ceil(0.9 * count) - 1], rel=1e-4)
-
-
-def test_batches_in_which_nothing_needs_a_pass() -> None:
-    model = tiny_model()
-    names = ("no box", "truncated box", "right", "no response")
-    batch = make_batch([ROLLOUTS[name] for name in names])
-    with watch_inputs(model.model.embed_tokens) as embedded:
-        got = compute(model, batch, GrailConfig("robust"))
-    assert embedded == []
-    assert torch.equal(got.weights, batch.response_mask.float())
-    assert got.scores.isnan().all()
-    assert got.stats["selected_rate"] == 0.0
-    assert "gradient_norm_p10" not in got.stats

@@ -37,22 +37,6 @@ def test_is_read_as_it_is_meant(broken: Path) -> None:
     assert (tokenizer.eos_token, tokenizer.pad_token) == (meant.eos_token, meant.pad_token)
 
 
-def test_options_and_chat_template_survive(broken: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(broken, padding_side="left")
-    assert tokenizer.padding_side == "left"
-    meant = build_tokenizer()
-    meant.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    loaded = load_tokenizer(save_under_class(meant, tmp_path, "LlamaTokenizerFast", "llama"))
-    assert loaded.apply_chat_template([{"role": "user", "content": "x = 2"}], tokenize=False) == "x = 2\n"
-
-
-def test_damage_is_not_passed_on(broken: Path, tmp_path: Path) -> None:
-    load_tokenizer(broken).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text((broken / "config.json").read_text())
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert [again.decode(again.encode(text)) for text in TEXTS] == list(TEXTS)
-
-
 def test_damage_that_was_saved_is_refused_with_the_remedy(broken: Path, tmp_path: Path) -> None:
     AutoTokenizer.from_pretrained(broken).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"turns 'a b\\nc' into 'abc': .*take tokenizer\.json .*tokenizer_path"):
@@ -85,11 +69,3 @@ def test_families(family: str, tmp_path: Path) -> None:
 
 def test_a_small_vocabulary_is_no_loss() -> None:
     assert lost_text(char_tokenizer()) is None and lost_text(tiny_models.char_tokenizer()) is None
-
-
-def test_folding_white_space_is_a_loss() -> None:
-    from tokenizers import Regex, normalizers
-
-    tokenizer = build_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
-    assert lost_text(tokenizer) == ("a b\nc", "a b c")

@@ -91,9 +91,8 @@ def test_row_selection(gate: str, inside: list[bool], selected: list[bool]) -> N
 
 
 def test_target_range() -> None:
-    assert target_range(AnswerSpan(3, 4, 7, 9), "span") == (3, 9)
-    assert target_range(AnswerSpan(3, 4, 7, 9), "content") == (4, 7)
     empty = AnswerSpan(3, 5, 5, 6)
+    assert target_range(AnswerSpan(3, 4, 7, 9), "content") == (4, 7)
     assert target_range(empty, "content") == target_range(empty, "span") == (3, 6)
 
 
@@ -115,21 +114,10 @@ def test_official_by_hand() -> None:
     got = weigh(scores, [SPAN], [-1.0], GrailConfig("official"))
     close(got.weights_BT, [[1 - 0.311805, 1.0, 1 + 0.311805, 1.0, 5.0, 1.0, 1.0]])
     assert got.from_scores_BT.tolist() == [[True, True, True, False, False, False, False]]
-    assert not got.at_lower_bound_BT.any()
-    assert not got.at_upper_bound_BT.any()
-
-
-def test_robust_by_hand() -> None:
-    # Logs of the reasoning: mean 0, variance 2 / 3, so z = -1.224745, 0, 1.224745; the first weight is clipped to 0.5.
-    scores = log_scores([-1, 0, 1, 2, 2, -2, -2])
-    before = [0.5, 1.0, 1.612372, 1.0, 5.0, 1.0, 1.0]
-    plain = GrailConfig("robust", normalize_mass=False)
-    got = weigh(scores, [SPAN], [-1.0], plain)
-    close(got.weights_BT, [before])
-    assert got.at_lower_bound_BT.tolist() == [[True] + [False] * 6]
-    assert not got.at_upper_bound_BT.any()
-    scale = 7 / 11.112372
-    close(weigh(scores, [SPAN], [-1.0], GrailConfig("robust")).weights_BT, [[scale * weight for weight in before]])
+    assert not got.at_lower_bound_BT.any() and not got.at_upper_bound_BT.any()
+    scores[0, 1] = NAN
+    broken = weigh(scores, [SPAN], [-1.0], GrailConfig("official"))
+    assert broken.non_finite_B.tolist() == [True] and broken.weights_BT.tolist() == [[1.0] * 7]
 
 
 def test_upper_bound_is_flagged() -> None:
@@ -141,18 +129,6 @@ def test_upper_bound_is_flagged() -> None:
     close(got.weights_BT, [[0.833333] * 9 + [2.25, 1.0, 0.75, 1.0]])
     assert got.at_upper_bound_BT.tolist() == [[False] * 9 + [True] + [False] * 3]
     assert not got.at_lower_bound_BT.any()
-
-
-def test_the_answer_has_weights_of_its_own() -> None:
-    scores = log_scores([-1, 0, 1, 2, 2, -2, -2])
-    for preset in ("official", "robust"):
-        config = GrailConfig(preset, weight_mean=2.0, content_weight=0.25, normalize_mass=False)
-        assert weigh(scores, [SPAN], [-1.0], config).weights_BT[0, 3:].tolist() == [2.0, 0.25, 2.0, 2.0]
-        at_start = weigh(scores[:, :4], [AnswerSpan(0, 1, 2, 3)], [-1.0], config)
-        assert at_start.weights_BT.tolist() == [[2.0, 0.25, 2.0, 2.0]]
-        assert not at_start.from_scores_BT.any()
-    empty = weigh(scores, [AnswerSpan(3, 4, 4, 5)], [-1.0], GrailConfig("official"))
-    assert empty.weights_BT[0, 3:].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize(("gate", "inside", "outside"), [("wrong", -1.0, 1.0), ("correct", 1.0, -1.0)])
@@ -169,29 +145,13 @@ def test_gate_and_content_outside_gate(gate: str, inside: float, outside: float)
     assert got.weights_BT.tolist() == [[1.0, 1.0, 1.0, 0.5, 3.0, 0.5, 0.5]]
 
 
-def test_non_finite_scores_outside_the_mask_or_the_selection_are_not_read() -> None:
-    scores = log_scores([-1, 0, 1, 2, 2, -2, -2], [0] * 7)
-    scores[0, 6] = NAN
-    scores[1, 2] = math.inf
-    mask = [[1, 1, 1, 1, 1, 1, 0], [1] * 7]
-    got = weigh(scores, [SPAN, SPAN], [-1.0, 1.0], GrailConfig("robust", normalize_mass=False), mask)
-    assert got.non_finite_B.tolist() == [False, False]
-    close(got.weights_BT, [[0.5, 1.0, 1.612372, 1.0, 5.0, 1.0, 0.0], [1.0] * 7])
-
-
-def test_all_weights_zero_cannot_be_rescaled() -> None:
-    config = GrailConfig("robust", weight_mean=0.0, weight_min=0.0, weight_max=0.0)
-    got = weigh(log_scores([-1, 0, 1, 2, 2, -2, -2]), [SPAN], [-1.0], config)
-    assert got.weights_BT.tolist() == [[0.0] * 7]
-
-
 def scores_of(draw: random.Random, length: int) -> list[float]:
     """Over many orders of magnitude, with zeros among them; in float32."""
     values = [0.0 if draw.random() < 0.1 else math.exp(draw.gauss(-3, 3)) for _ in range(length)]
     return torch.tensor(values).tolist()
 
 
-@few(200)
+@few(100)
 @given(
     seed=st.integers(0, 10_000),
     preset=st.sampled_from(["official", "robust"]),

@@ -1,16 +1,10 @@
-r"""The text that each model family is prompted with, from verl's own prompt builder.
-
-Qwen3 and DeepSeek-R1-Distill bring their chat templates along; here those are restated as far as one user turn needs them.
-For a single user turn the restatements render what the published templates render (compared with the copies in TRL 1.16.0).
-"""
+"""The text that base models are prompted with, from verl's own prompt builder."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerFast
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
@@ -24,82 +18,28 @@ PREAMBLE = (
     "The User asks the Assistant a question. The Assistant first reasons about it and then tells the User the answer."
 )
 
-QWEN3 = """\
-{%- for message in messages %}
-{{- "<|im_start|>" + message.role + "\n" + message.content + "<|im_end|>\n" }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- "<|im_start|>assistant\n" }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- "<think>\n\n</think>\n\n" }}{% endif %}
-{%- endif %}"""
-R1_DISTILL = """\
-{{- bos_token }}
-{%- for message in messages %}{{- "<\uff5cUser\uff5c>" + message.content }}{% endfor %}
-{%- if add_generation_prompt %}{{- "<\uff5cAssistant\uff5c><think>\n" }}{% endif %}"""
 
-
-def prompt_ids(
-    tokenizer: PreTrainedTokenizerFast, template: str, model_type: str, kwargs: dict[str, Any]
-) -> tuple[list[int], str]:
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, model_type: str) -> tuple[list[int], str]:
     """What verl's agent loop makes of one problem: token ids and their text. The shared tokenizer keeps no template."""
-    before = tokenizer.chat_template
-    tokenizer.chat_template = template
+    before, tokenizer.chat_template = tokenizer.chat_template, read_chat_template("base_math")
     try:
-        builder = create_continuous_token_builder(tokenizer, hf_model_type=model_type, chat_template_kwargs=kwargs)
+        builder = create_continuous_token_builder(tokenizer, hf_model_type=model_type, chat_template_kwargs={})
         ids = builder.build_initial_tokens(user_messages("What is $1+1$?"))
     finally:
         tokenizer.chat_template = before
     return ids, tokenizer.decode(ids)
 
 
-def render(messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-    return llama3_tokenizer().apply_chat_template(
-        messages,
-        chat_template=read_chat_template("base_math"),
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-    )
-
-
 def test_base_model() -> None:
     tokenizer = llama3_tokenizer()
-    ids, text = prompt_ids(tokenizer, read_chat_template("base_math"), "llama", {})
+    ids, text = prompt_ids(tokenizer, "llama")
     assert text == f"<|begin_of_text|>{PREAMBLE}\nUser: {ASKED}\nAssistant:"
     assert ids.count(tokenizer.bos_token_id) == 1
     # No space behind the colon: the answer's first token brings its own, as in the model's training text.
     assert tokenizer.convert_ids_to_tokens(ids)[-2:] == ["Assistant", ":"]
     # A tokenizer without a beginning-of-text token, such as Qwen's, gets the same text without one.
-    _, text = prompt_ids(qwen_tokenizer(), read_chat_template("base_math"), "qwen3", {})
+    _, text = prompt_ids(qwen_tokenizer(), "qwen3")
     assert text == f"{PREAMBLE}\nUser: {ASKED}\nAssistant:"
-
-
-def test_base_model_turns() -> None:
-    system, question, answer = (
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": "2"},
-    )
-    turns = "\nUser: 1+1?\nAssistant: 2<|eot_id|>"
-    assert render([question, answer], add_generation_prompt=False) == f"<|begin_of_text|>{PREAMBLE}{turns}"
-    assert render([system, question, answer, question]) == (
-        f"<|begin_of_text|>Be brief.{turns}\nUser: 1+1?\nAssistant:"
-    )
-    with pytest.raises(TemplateError, match="not a later system"):
-        render([question, system])
-    with pytest.raises(TemplateError, match="not a later tool"):
-        render([question, {"role": "tool", "content": "2"}])
-
-
-def test_models_that_think() -> None:
-    asked = f"<|im_start|>user\n{ASKED}<|im_end|>\n<|im_start|>assistant\n"
-    ids, text = prompt_ids(qwen_tokenizer(), QWEN3, "qwen3", {"enable_thinking": False})
-    assert text == asked + "<think>\n\n</think>\n\n"
-    # <think> and </think> are one token each, with one token for the empty lines behind each of them.
-    assert ids[-4:] == [151667, 271, 151668, 271]
-    assert prompt_ids(qwen_tokenizer(), QWEN3, "qwen3", {})[1] == asked
-    for kwargs in ({}, {"enable_thinking": False}):
-        _, text = prompt_ids(llama3_tokenizer(), R1_DISTILL, "llama", kwargs)
-        assert text == f"<|begin_of_text|><\uff5cUser\uff5c>{ASKED}<\uff5cAssistant\uff5c><think>\n"
 
 
 def test_read_chat_template(tmp_path: Path) -> None:

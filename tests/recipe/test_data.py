@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from recipe.data.prepare import main, prepare_dataset
 from recipe.data.prompts import PROMPT_SUFFIX, user_messages
 from recipe.data.sources import read_jsonl
 from recipe.data.specs import PUBLISHED_BENCHMARKS, SPECS, Columns
-from recipe.files import write_bytes
 from recipe.reward import compute_score
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
@@ -150,14 +147,6 @@ def test_damaged_output_is_prepared_again(damaged: str, tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.mkdir()
-    with pytest.raises(OSError):
-        write_bytes(path, b"new")
-    assert list(tmp_path.iterdir()) == [path]
-
-
 # --- bad rows ---
 
 BAD_ROWS: list[tuple[str, Any, str]] = [
@@ -198,16 +187,6 @@ def test_bad_row_is_named_dropped_and_counted(
     assert [row["extra_info"]["index"] for row in read_rows(tmp_path / f"out/{name}.parquet")] == [0, 1]
 
 
-def test_reasons_are_counted_apart_and_the_first_ten_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_jsonl(tmp_path / "aime24.jsonl", [*aime_rows(30), {"problem": "", "answer": "1"}])
-    path.write_bytes(path.read_bytes() + b'{"problem": "\xff", "answer": "1"}\n' * 11)
-    summary = prepare_dataset(SPECS["aime24"], read_jsonl(path), tmp_path, max_dropped=0.3)
-    assert "12 of 42 dropped: 11 x not valid JSON, 1 x empty problem" in summary
-    printed = capsys.readouterr().err
-    assert printed.count("dropped: ") == 11
-    assert f"dropped: 2 more, see {tmp_path / 'aime24.json'}" in printed
-
-
 @pytest.mark.parametrize(
     ("name", "rows", "message"),
     [
@@ -235,13 +214,6 @@ def test_unusable_source_is_refused(name: str, rows: list[Any], message: str, tm
     with pytest.raises(ValueError, match=message):
         prepare(tmp_path, name, rows)
     assert not (tmp_path / "out").exists()
-
-
-def test_named_columns(tmp_path: Path) -> None:
-    rows: list[Any] = [{"text": "q", "gold": "1"}]
-    with pytest.raises(ValueError, match=r"looked for 'text' and 'golden'; it has 'text', 'gold'; name"):
-        prepare(tmp_path, "amc23", rows, columns=Columns("text", "golden"))
-    assert prepare(tmp_path, "amc23", rows, columns=Columns("text", "gold")).startswith("1 rows")
 
 
 # --- the command ---
@@ -318,19 +290,6 @@ def test_hub_dataset_through_load_dataset(
         assert read_rows(tmp_path / "out" / f"{name}.parquet") == golden(name)
     assert main([*arguments, "--hub-id", f"aime24={hub / 'aime24'}"]) == 1
     assert f"FAILED aime24: cannot load hub dataset {hub / 'aime24'}[train] (" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_unreachable_hub_is_reported(tmp_path: Path) -> None:
-    """HF_HUB_OFFLINE is read at import, hence the process; it takes the place of a network that is down."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "PYTHON": sys.executable}
-    command = ["bash", str(PROJECT_ROOT / "scripts/prepare_data.sh"), "--output-dir", "out", "--benchmarks", "amc23"]
-    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert "0 of 2 datasets are in out" in result.stdout
-    for name, hub in (("deepmath", "trl-lib/DeepMath-103K[train]"), ("amc23", "math-ai/amc23[test]")):
-        assert f"FAILED {name}: cannot load hub dataset {hub} (" in result.stderr
-        assert f"or give another one with --hub-id {name}=ORG/DATASET[:CONFIG[:SPLIT]]" in result.stderr
 
 
 # --- the files in use ---

@@ -160,6 +160,7 @@ def test_address_that_others_cannot_reach(job: Path, node: str, address: str) ->
     assert f"{node} reaches" in result.said and "which the others cannot use; see docs/multi_node.md" in result.said
 
 
+@pytest.mark.slow
 def test_node_that_does_not_join(job: Path) -> None:
     """Neither the script nor the node goes on for ever, nor an attempt to connect that does not come back."""
     result = submit(job, FAILURES="1000000", WAIT_SECONDS="3")
@@ -177,19 +178,6 @@ def test_cluster_ends_with_the_run(job: Path) -> None:
         time.sleep(0.05)
 
 
-def test_in_a_container(job: Path) -> None:
-    wrap = job / "bin/wrap"
-    wrap.write_text('#!/usr/bin/env bash\necho "$@" >>"$HERE/wrapped"\nshift\nexec "$@"\n')
-    wrap.chmod(0o755)
-    result = submit(job, CONTAINER="wrap image.sif")
-    assert result.status == 0, result.said
-    wrapped = (job / "wrapped").read_text()
-    assert all(
-        f"image.sif {what}" in wrapped
-        for what in ("ray start --head", "bash -c", "python3 -", "bash examples/run_test.sh")
-    )
-
-
 def test_refused(job: Path) -> None:
     for arguments, variables, message in (
         (("run_nothing.sh",), {}, "the first argument must be a launch script such as run_qwen3_grail.sh"),
@@ -198,21 +186,3 @@ def test_refused(job: Path) -> None:
     ):
         result = submit(job, *arguments, **variables)
         assert result.status == 1 and message in result.said and not result.steps
-
-
-def test_the_pages_address_is_one_of_this_machine() -> None:
-    """The snippet, run as it stands towards an address here."""
-    (block,) = (block for block in BLOCKS if "getsockname" in block)
-    command = block.replace("node2", "127.0.0.1").replace("python3", sys.executable)
-    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    assert result.stdout == "127.0.0.1\n"
-    code = (ROOT / "examples/slurm_grail.sh").read_text()
-    assert all(line.strip() in code for line in block.splitlines() if "socket." in line or "getsockname" in line)
-
-
-def test_blocks_of_the_page() -> None:
-    """Their syntax, and the files that they name."""
-    for block in BLOCKS:
-        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
-        for script in re.findall(r"\b(?:examples|scripts)/\w+\.sh", block) + re.findall(r"\b(run_\w+\.sh)", block):
-            assert (ROOT / (script if "/" in script else f"examples/{script}")).is_file()

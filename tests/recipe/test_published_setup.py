@@ -22,8 +22,10 @@ PUBLISHED_BATCH, PUBLISHED_EPOCHS, PUBLISHED_STEPS, PUBLISHED_WARM_UP = 256, 4, 
 @pytest.mark.parametrize(
     ("script", "estimator", "nnodes"),
     [
-        *((script, "grail", 1 + number % 2) for number, script in enumerate(MODELS)),
-        *(("run_qwen3_grail.sh", name, 1) for name in ("oar_g", "oar_p", "grpo", "verl_grpo")),
+        (script, estimator, 1 + number % 2)
+        for number, (script, estimator) in enumerate(
+            zip(MODELS, ("grail", "oar_g", "oar_p", "grpo", "verl_grpo"), strict=True)
+        )
     ],
 )
 def test_published_setup(script: str, estimator: str, nnodes: int) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from recipe.run_report import CURVE_FILE, METRICS_FILE, Step, read_steps, summary, watch
+from recipe.run_report import CURVE_FILE, METRICS_FILE, Step, read_steps, summary
 
 RECORDS = [
     {"step": 0, "data": {"val-core/sums/acc/mean@1": 0.25}},
@@ -66,35 +64,3 @@ def test_summary_states_the_figures_and_draws_the_curve(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).unlink()
     with pytest.raises(ValueError, match=r"metrics\.jsonl holds no steps; see .*train\.log"):
         summary(tmp_path, "nothing")
-
-
-def _watched(folder: Path, script: str, total: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What is printed beside a process that works on the metrics file, ``path`` in the script."""
-    code = f"import json, time\nfrom pathlib import Path\npath = Path({str(folder / METRICS_FILE)!r})\n{script}"
-    process = subprocess.Popen([sys.executable, "-c", code])
-    watch(folder, process.pid, total=total)
-    process.wait()
-    return capsys.readouterr().out.splitlines()
-
-
-def test_watch_prints_every_step_and_ends_with_the_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = "".join(json.dumps(record) + "\n" for record in RECORDS)
-    lines = _watched(tmp_path, f"time.sleep(0.5)\npath.write_text({text!r})", 2, capsys)
-    started, *steps = lines
-    assert started.startswith("  Ray, vLLM and the trainer started in ")
-    assert [line.split()[:2] for line in steps] == [["step", "0/2"], ["step", "1/2"], ["step", "2/2"]]
-    assert "held-out accuracy 0.250" in steps[0]
-    assert "reward 0.200" in steps[1] and "token scores for  50% of rows" in steps[1]
-
-
-def test_watch_prints_the_steps_of_this_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that goes on from step 1 takes step 2 out and logs it again; the file is as long as it was, or longer."""
-    _write(tmp_path, RECORDS)
-    again = [{"step": step, "data": {"critic/score/mean": 0.7, "timing_s/step": 1.0}} for step in (2, 3)]
-    cut, text = ("".join(json.dumps(record) + "\n" for record in records) for records in (RECORDS[:2], again))
-    script = f"time.sleep(0.5)\npath.write_text({cut!r} + {text!r})\ntime.sleep(1.5)"
-    lines = _watched(tmp_path, script, 4, capsys)
-    assert lines[0] == "  2 steps are logged already"
-    assert [line.split()[:2] for line in lines[2:]] == [["step", "2/4"], ["step", "3/4"]]
-    lines = _watched(_write(tmp_path, RECORDS), "", 2, capsys)
-    assert lines == ["  2 steps are logged already"], "a finished run has nothing new"

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from recipe.tiny import shipped
-from recipe.tiny.model import build_model, build_tokenizer
+from recipe.tiny.model import build_model
 from recipe.tiny.prepare import MODEL_FOLDER, PrepareSettings, default_settings, prepare
 from recipe.tiny.warm_up import WarmUpSettings
 
@@ -29,6 +29,7 @@ def test_the_record_is_that_of_todays_warm_up_and_of_these_weights() -> None:
         assert torch.equal(value, value.bfloat16().float())
 
 
+@pytest.mark.slow
 def test_it_answers_as_often_as_the_record_says() -> None:
     """Another processor may round another token's way, which moves a few problems; a wrong model is far off."""
     found = shipped.accuracies(*shipped.load_shipped())
@@ -49,14 +50,6 @@ def test_the_example_begins_with_it_whatever_the_seed(tmp_path: Path) -> None:
             assert torch.equal(value, kept.state_dict()[name])
         problems.append((folder / "train.parquet").read_bytes())
     assert problems[0] != problems[1]
-
-
-def test_it_is_made_anew_in_the_same_form(tmp_path: Path) -> None:
-    shipped.make(tmp_path, WarmUpSettings(steps=2, batch_size=2, evaluate_every=2), train_size=8)
-    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in shipped.FOLDER.iterdir()}
-    record = json.loads((tmp_path / shipped.RECORD).read_text())
-    assert record.keys() == RECORD.keys()
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == len(build_tokenizer())
 
 
 def test_a_larger_model_needs_its_own_warm_up() -> None:

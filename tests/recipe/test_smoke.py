@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,6 @@ from recipe.run_life.identity import RUN_DEFINITION
 from recipe.smoke import SUMMARY, claims, report, write_problems
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts/smoke_run.sh"
 TRAINED = {
     "actor/pg_loss": 0.01,
     "actor/grad_norm": 0.2,
@@ -121,103 +116,3 @@ def test_each_claim_can_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     folder, _ = finished_run(tmp_path / "missing")
     _metric("actor/pg_loss", 0.1, None)(folder)
     assert unproved(folder) == ["the loss is a number"], "a metric that is not there proves nothing"
-
-
-STAND_IN = f"""#!/usr/bin/env bash
-real={sys.executable}
-case "$*" in
-    *"-m recipe.main_grail"*)
-        for argument in "$@"; do
-            [[ $argument != trainer.default_local_dir=* ]] || checkpoints=${{argument#*=}}
-        done
-        if [[ $DRY_RUN == 1 ]]; then
-            printf '%s\\n' "$@"
-        elif [[ -d $checkpoints ]]; then
-            [[ -n ${{FORGETS:-}} ]] || echo "already finished" >&2
-        elif [[ -n ${{FAILS:-}} ]]; then
-            echo "out of memory" >&2
-            exit 1
-        else
-            folder=${{checkpoints%/checkpoints}}
-            cp -r "$RUN/checkpoints" "$RUN/metrics.jsonl" "$folder"
-        fi
-        ;;
-    *"-m recipe.evaluate"*)
-        printf '%s\\n' "$@" >"$RUN/asked"
-        while [[ $1 != --output-dir ]]; do shift; done
-        cp -r "$RUN/evaluation" "$2"
-        ;;
-    *) exec "$real" "$@" ;;
-esac
-"""
-
-
-@pytest.fixture
-def stand_in(tmp_path: Path) -> str:
-    path = tmp_path / "python"
-    path.write_text(STAND_IN)
-    path.chmod(0o755)
-    return str(path)
-
-
-def start(stand_in: str, *arguments: str, **knobs: str) -> subprocess.CompletedProcess[str]:
-    """The script, in a copy of what it needs, so that it leaves nothing in this folder."""
-    folder = Path(stand_in).parent / "project"
-    if not folder.exists():
-        folder.mkdir()
-        for name in ("recipe", "grail_advantage"):
-            (folder / name).symlink_to(ROOT / name)
-        for name in ("examples", "scripts"):
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    keep = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH")
-    environment = {name: os.environ[name] for name in keep if name in os.environ}
-    environment |= {"PYTHON": stand_in, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **knobs}
-    return subprocess.run(
-        ["bash", str(folder / "scripts/smoke_run.sh"), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-def test_dry_run_shows_a_small_run_and_leaves_nothing(stand_in: str) -> None:
-    result = start(stand_in, "trainer.balance_batch=False", DRY_RUN="1", ADV_ESTIMATOR="oar_p", NGPUS_PER_NODE="2")
-    assert result.returncode == 0, result.stderr
-    asked = dict(line.split("=", 1) for line in result.stdout.splitlines() if "=" in line)
-    wanted = {
-        "trainer.total_training_steps": "2",
-        "trainer.save_freq": "2",
-        "trainer.n_gpus_per_node": "2",
-        "data.train_batch_size": "16",
-        "actor_rollout_ref.rollout.n": "4",
-        "algorithm.adv_estimator": "oar_p",
-        "trainer.experiment_name": "run_one_gpu_grail-oar_p",
-        "trainer.balance_batch": "False",
-    }
-    assert {name: asked[name] for name in wanted} == wanted
-    assert asked["data.train_files"].endswith("outputs/smoke/run_one_gpu_grail-oar_p/data/deepmath.parquet")
-    assert not (Path(stand_in).parent / "project/outputs").exists()
-    result = start(stand_in, SCRIPT="run_gpt_grail.sh")
-    assert result.returncode == 1 and "SCRIPT=run_gpt_grail.sh is not in examples/" in result.stderr
-
-
-@pytest.mark.slow
-def test_all_four_parts(stand_in: str, tmp_path: Path) -> None:
-    finished_run(tmp_path / "run")
-    knobs = {"RUN": str(tmp_path / "run"), "SCRIPT": "run_qwen3_grail.sh", "NGPUS_PER_NODE": "2"}
-    for _ in range(2):  # an earlier smoke run is not carried on from
-        result = start(stand_in, **knobs)
-        assert result.returncode == 0, result.stderr + result.stdout
-        assert result.stdout.count("  proved  ") == 11 and "NOT PROVED" not in result.stdout
-    asked = (tmp_path / "run/asked").read_text()
-    assert "outputs/smoke/run_qwen3_grail-grail/checkpoints/global_step_2\n" in asked and "--max-tokens\n768\n" in asked
-
-    result = start(stand_in, **knobs, FORGETS="1")
-    assert result.returncode == 1 and "the second start does not report that the run is finished" in result.stderr
-    result = start(stand_in, **knobs, FAILS="1")
-    assert result.returncode == 1 and "out of memory" in result.stderr and "the training failed" in result.stderr
-    _metric("grail/selected_rate", 0.0, 0.0)(tmp_path / "run")
-    result = start(stand_in, **knobs)
-    assert result.returncode == 1 and "NOT PROVED  grail chose rows" in result.stdout

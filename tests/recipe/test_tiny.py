@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +11,15 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from recipe.tiny import prepare as prepare_module
 from recipe.tiny import warm_up as warm_up_module
-from recipe.tiny.model import TURN_END, TURN_START, build_model, build_tokenizer
+from recipe.tiny.model import build_model, build_tokenizer
 from recipe.tiny.prepare import PrepareSettings, prepare
-from recipe.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids, sample
+from recipe.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids
 from recipe.tiny.task import MAX_VALUE, Problem, StepError, boxed_answer, find_errors, problems, solve
-from recipe.tiny.warm_up import WarmUpSettings, solution_loss, warm_up
+from recipe.tiny.warm_up import WarmUpSettings, warm_up
 
 
 @pytest.fixture(scope="module")
@@ -36,54 +32,27 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
 
 
-def test_problems(train: list[Problem]) -> None:
-    """Answers agree with Python, problems depend on the seed alone, and splits share none whatever the seeds."""
+def test_problems_and_solutions(train: list[Problem]) -> None:
+    """Answers agree with Python, problems depend on the seed alone, splits share none, and each slip is an error."""
+    rng = random.Random(3)
     for problem in train:
-        ends = range(3, len(problem.text) + 1, 2)
-        assert problem.answer == eval(problem.text)
-        assert list(problem.values) == [eval(problem.text[:end]) for end in ends]
-        assert all(0 <= value <= MAX_VALUE for value in problem.values)
-    assert {len(problem.steps) for problem in train} == {3, 4, 5, 6}
+        assert list(problem.values) == [eval(problem.text[:end]) for end in range(3, len(problem.text) + 1, 2)]
+        assert problem.answer == eval(problem.text) and all(0 <= value <= MAX_VALUE for value in problem.values)
+        solution = solve(problem, 0.0, random.Random(0))
+        assert solution.endswith(f"\\boxed{{{problem.answer}}}") and find_errors(problem, solution) == []
+        solution = solve(problem, 0.3, rng)
+        assert boxed_answer(solution) == str(problem.answer) or find_errors(problem, solution)
     assert problems("train", 400, seed=5) == train and problems("train", 50, seed=5) == train[:50]
-    other = {problem.text for problem in problems("train", 400, seed=6)}
-    assert len(other & {problem.text for problem in train}) < 40
-    seen = {problem.text for seed in range(3) for problem in problems("train", 1000, seed=seed)}
-    held_out = [problem.text for seed in range(3) for problem in problems("validation", 200, seed=seed)]
-    assert not seen & set(held_out) and len(set(held_out[:200])) == 200
-    with pytest.raises(ValueError, match="split='test'"):
-        problems("test", 1)  # type: ignore[arg-type]
+    assert problems("train", 400, seed=6) != train
+    held_out = {problem.text for seed in range(3) for problem in problems("validation", 200, seed=seed)}
+    assert not held_out & {problem.text for seed in range(3) for problem in problems("train", 1000, seed=seed)}
     for text in ("", "7", "7+", "12+3", "7 + 5", "7*5", "7+5=12", "٣+٤"):
         with pytest.raises(ValueError, match="one-digit"):
             Problem.parse(text)
-
-
-def test_solutions_and_their_slips(train: list[Problem]) -> None:
     assert solve(Problem.parse("7+5-3"), 0.0, random.Random(0)) == "7+5=12;12-3=9;\\boxed{9}"
-    rng = random.Random(3)
-    for problem in train:
-        solution = solve(problem, 0.0, random.Random(0))
-        *steps, box = solution.split(";")
-        assert [eval(step.split("=")[0]) for step in steps] == list(problem.values)
-        assert box == f"\\boxed{{{problem.answer}}}" and find_errors(problem, solution) == []
-        solution = solve(problem, 0.3, rng)
-        assert boxed_answer(solution) == str(problem.answer) or find_errors(problem, solution)
     problem = Problem.parse("7+5-3+1")
-    for seed in range(50):
-        solution = solve(problem, 1.0, random.Random(seed))
-        errors = find_errors(problem, solution)
-        assert [(error.step, error.kind) for error in errors] == [(0, "result"), (1, "result"), (2, "result")]
-        assert [solution[error.start - 1] + solution[error.end] for error in errors] == ["=;"] * 3
-    first = [solve(problem, 0.5, random.Random(7)) for problem in train[:20]]
-    assert first == [solve(problem, 0.5, random.Random(7)) for problem in train[:20]]
-    assert first != [solve(problem, 0.5, random.Random(8)) for problem in train[:20]]
-
-
-def test_slips_come_at_the_asked_rate_at_every_step() -> None:
-    problem, rng, trials = Problem.parse("4+5-3+2"), random.Random(1), 4000
-    errors = [error for _ in range(trials) for error in find_errors(problem, solve(problem, 0.22, rng))]
-    wrong = Counter(error.step for error in errors)
-    # 4000 draws at 0.22 have a standard deviation of 0.0066
-    assert all(abs(wrong[step] / trials - 0.22) < 0.03 for step in range(3)) and {e.kind for e in errors} == {"result"}
+    errors = find_errors(problem, solve(problem, 1.0, random.Random(0)))
+    assert [(error.step, error.kind) for error in errors] == [(0, "result"), (1, "result"), (2, "result")]
 
 
 # The checker
@@ -130,113 +99,29 @@ def test_find_errors_by_hand() -> None:
     assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2" and boxed_answer("\\boxed{") is None
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.text(alphabet="0123456789+-=;\\boxed{} ٣\n", max_size=60))
-def test_find_errors_takes_any_text_and_a_clean_box_is_right(response: str) -> None:
-    errors = find_errors(CHAIN, response)
-    assert all(response[error.start : error.end] == error.written for error in errors)
-    if boxed_answer(response) is not None and not errors:
-        assert boxed_answer(response) == str(CHAIN.answer)
-
-
 # Tokenizer and model
 
 
 def test_tokenizer_gives_one_token_a_character(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
-    rng = random.Random(0)
     for problem in train:
-        text = solve(problem, 0.3, rng)
+        text = solve(problem, 0.3, random.Random(0))
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.decode(ids) == text
-        assert len(ids) == len(text) - len("boxed") + 1  # "boxed" is one token
-        assert len(ids) < MAX_RESPONSE_TOKENS
+        assert len(ids) == len(text) - len("boxed") + 1 < MAX_RESPONSE_TOKENS  # "boxed" is one token
     for text in ("Ein Satz, nicht nur Ziffern: 12 → 13!", "user assistant", "\x00 日本\n\n"):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    assert tokenizer.unk_token is None
+    assert (
+        tokenizer.decode(prompt_ids(tokenizer, CHAIN)) == "<|im_start|>user\n7+5-3<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
-def test_special_tokens_and_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert tokenizer.eos_token == TURN_END == "<|im_end|>" and tokenizer.pad_token == "<|endoftext|>"
-    ids = tokenizer.encode(f"{TURN_START}7{TURN_END}", add_special_tokens=False)
-    assert len(ids) == 3 and tokenizer.decode(ids, skip_special_tokens=True) == "7"
-    messages = [{"role": "user", "content": "7+5-3"}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert text == "<|im_start|>user\n7+5-3<|im_end|>\n<|im_start|>assistant\n"
-    ids = prompt_ids(tokenizer, Problem.parse("7+5-3"))
-    assert len(ids) == 3 + 5 + 2 + 3 and tokenizer.decode(ids) == text
-    # A longer conversation only appends, and a response ends with the end of a turn.
-    both = [*messages, {"role": "assistant", "content": "\\boxed{9}"}]
-    longer = tokenizer.apply_chat_template(both, tokenize=False)
-    assert longer == text + "\\boxed{9}" + TURN_END + "\n"
-
-
-def test_initial_model(tokenizer: PreTrainedTokenizerFast) -> None:
-    """It has the tokenizer's vocabulary and depends on the seed alone."""
-    state = torch.random.get_rng_state()
-    model, again, other = (build_model(tokenizer, seed) for seed in (0, 0, 2))
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert torch.equal(model.lm_head.weight, again.lm_head.weight)
-    assert not torch.equal(model.lm_head.weight, other.lm_head.weight)
-    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer) == model.config.vocab_size
-    assert model.lm_head.weight.shape[0] == len(tokenizer) == max(tokenizer.get_vocab().values()) + 1
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    assert 500_000 < sum(parameter.numel() for parameter in model.parameters()) < 700_000
-
-
-# Sampling and warm-up
-
-
-def test_batched_greedy_sampling_is_the_plain_loop(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
-    model = build_model(tokenizer, seed=0).eval()
-    prompts = [prompt_ids(tokenizer, problem) for problem in train[:6]]
-    assert len({len(ids) for ids in prompts}) > 1
-    # Make a random model look at single positions sharply, and its end token likely, so that rows end at different places.
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_norm.weight *= 6
-            layer.self_attn.o_proj.weight *= 6
-        direction = model(input_ids=torch.tensor([prompts[0]]), output_hidden_states=True).hidden_states[-1][0, -1]
-        model.lm_head.weight[tokenizer.eos_token_id] += 0.02 * direction
-    expected = []
-    for ids in prompts:
-        row = list(ids)
-        while len(row) < len(ids) + 12:
-            with torch.no_grad():
-                row.append(int(model(input_ids=torch.tensor([row])).logits[0, -1].argmax()))
-            if row[-1] == tokenizer.eos_token_id:
-                break
-        expected.append(row[len(ids) :])
-    assert sample(model, tokenizer, prompts, max_new_tokens=12, temperature=0.0) == expected
-
-
-def test_sampling_follows_the_models_probabilities(tokenizer: PreTrainedTokenizerFast) -> None:
-    model = build_model(tokenizer, seed=0).eval()
-    ids = prompt_ids(tokenizer, CHAIN)
-    with torch.no_grad():
-        model.lm_head.weight *= 8  # an untrained model is nearly uniform
-        expected = (model(input_ids=torch.tensor([ids])).logits[0, -1] / 0.7).softmax(-1)
-    generator = torch.Generator().manual_seed(0)
-    drawn = sample(model, tokenizer, [ids] * 1500, max_new_tokens=1, temperature=0.7, generator=generator)
-    counts = torch.bincount(torch.tensor(list(itertools.chain(*drawn))), minlength=len(tokenizer)) / 1500
-    assert expected.max() > 0.1
-    assert (counts - expected).abs().max() < 0.05
-
-
-def test_loss_is_the_mean_over_solution_and_end_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    model = build_model(tokenizer, seed=0).eval()
-    batch = [(CHAIN, "7+5=12;12-3=9;\\boxed{9}"), (Problem.parse("1+1+1+1"), "\\boxed{4}")]
-    log_probs = []
-    for problem, solution in batch:
-        prompt = prompt_ids(tokenizer, problem)
-        response = [*tokenizer.encode(solution, add_special_tokens=False), tokenizer.eos_token_id]
-        rows = model(input_ids=torch.tensor([prompt + response])).logits[0].log_softmax(-1)
-        log_probs += [rows[len(prompt) - 1 + i, token] for i, token in enumerate(response)]
-    torch.testing.assert_close(solution_loss(model, tokenizer, batch), -torch.stack(log_probs).mean())
+# Warm-up
 
 
 MINIATURE = WarmUpSettings(steps=21, batch_size=4, evaluate_every=21)
 
 
+@pytest.mark.slow
 def test_miniature_warm_up_learns_and_repeats(
     tokenizer: PreTrainedTokenizerFast, train: list[Problem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,40 +133,13 @@ def test_miniature_warm_up_learns_and_repeats(
         model = build_model(tokenizer, seed=0)
         results.append(warm_up(model, tokenizer, train, train[:4], MINIATURE, report=lines.append))
         weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-        assert not model.training
     assert torch.equal(*weights)
     assert results[0].pop("seconds") == 0 < 3600 <= results[1].pop("seconds")
-    assert (
-        results[0] == results[1] and results[0]["step"] == 21 and results[0]["loss"] < 4.8
-    )  # log(274) = 5.6 at the start
-    assert any("step 20/21" in line and "s left" in line for line in lines)
-    assert any("step 21/21" in line and "sampled" in line for line in lines)
-    assert any("warning" in line and "sampled_target" in line for line in lines)
+    assert results[0] == results[1] and results[0]["step"] == 21
+    assert results[0]["loss"] < 4.8  # log(274) = 5.6 at the start
     early = replace(MINIATURE, greedy_target=0.0, sampled_target=0.0, evaluate_every=2)
     result = warm_up(build_model(tokenizer, seed=0), tokenizer, train, train[:4], early, report=lines.append)
     assert result["step"] == 2, "it ends when it is good enough"
-
-
-def test_micro_batches_of_the_warm_up_add_up_to_the_batch(
-    tokenizer: PreTrainedTokenizerFast, train: list[Problem]
-) -> None:
-    batch = [(problem, warm_up_module.solve(problem, 0.2, random.Random(i))) for i, problem in enumerate(train[:5])]
-    gradients = []
-    for parts in (1, 2, 5):
-        model = build_model(tokenizer, seed=0)
-        loss = warm_up_module._add_gradient(model, tokenizer, batch, parts)
-        torch.testing.assert_close(loss.detach(), solution_loss(model, tokenizer, batch).detach())
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-7)
-    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-3, atol=1e-7)
-
-
-def test_wrong_settings_are_refused() -> None:
-    for name, value in {"error_rate": 1.0, "batch_size": 0, "steps": 0, "learning_rate": -1}.items():
-        with pytest.raises(ValueError, match=name):
-            WarmUpSettings(**{name: value})
-    with pytest.raises(ValueError, match="validation_size=0"):
-        PrepareSettings(validation_size=0)
 
 
 # The folder
@@ -290,40 +148,31 @@ def test_wrong_settings_are_refused() -> None:
 PREPARE = PrepareSettings(train_size=40, validation_size=10, warm_up=replace(MINIATURE, steps=1))
 
 
-def test_folder_has_verls_data_and_a_model_that_loads(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    folder = tmp_path / "nested"
-    assert prepare(folder, PREPARE, report=lambda line: None)
-    texts = {}
-    for split, size in (("train", 40), ("validation", 10)):
-        rows = pq.read_table(folder / f"{split}.parquet").to_pylist()
-        assert len(rows) == size
-        for index, row in enumerate(rows):
-            assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
-            ((role, content),) = ((message["role"], message["content"]) for message in row["prompt"])
-            assert role == "user"
-            assert row["reward_model"] == {"style": "rule", "ground_truth": str(eval(content))}
-            assert row["extra_info"] == {"split": split, "index": index, "problem": content}
-        texts[split] = {row["prompt"][0]["content"] for row in rows}
-    assert not texts["train"] & texts["validation"]
-    loaded = AutoTokenizer.from_pretrained(folder / "model")
-    assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.eos_token_id == tokenizer.eos_token_id
-    assert prompt_ids(loaded, CHAIN) == prompt_ids(tokenizer, CHAIN)
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert (type(model).__name__, model.dtype) == ("Qwen3ForCausalLM", torch.float32)
-    assert model.config.vocab_size == len(loaded)
-    assert model.generation_config.eos_token_id == loaded.eos_token_id == model.config.eos_token_id
-    assert model.generation_config.pad_token_id == loaded.pad_token_id
-
-
-def test_folder_is_reused_until_something_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
     assert prepare(tmp_path, PREPARE, report=lines.append)
+    for split, size in (("train", 40), ("validation", 10)):
+        rows = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
+        assert len(rows) == size
+        for index, row in enumerate(rows):
+            ((role, content),) = ((message["role"], message["content"]) for message in row["prompt"])
+            assert role == "user" and row["extra_info"] == {"split": split, "index": index, "problem": content}
+            assert row["reward_model"] == {"style": "rule", "ground_truth": str(eval(content))}
+    loaded, model = (
+        AutoTokenizer.from_pretrained(tmp_path / "model"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
+    )
+    assert prompt_ids(loaded, CHAIN) == prompt_ids(tokenizer, CHAIN)
+    assert (model.dtype, model.config.vocab_size) == (torch.float32, len(loaded))
+    assert model.generation_config.eos_token_id == loaded.eos_token_id == tokenizer.eos_token_id
+
     weights = tmp_path / "model" / "model.safetensors"
     written, modified = weights.read_bytes(), weights.stat().st_mtime_ns
     assert not prepare(tmp_path, PREPARE, report=lines.append)
     assert lines[-1].startswith("reused") and weights.stat().st_mtime_ns == modified
-    assert json.loads((tmp_path / "warm_up.json").read_text())["settings"]["train_size"] == 40
-
     assert prepare(tmp_path, replace(PREPARE, seed=1), report=lines.append)
     assert weights.read_bytes() != written
     assert prepare(tmp_path, PREPARE, report=lines.append)

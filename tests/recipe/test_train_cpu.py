@@ -14,9 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from recipe.main_grail import prepare
-from tests.recipe.test_launch_scripts import configuration
-
 ROOT = Path(__file__).parents[2]
 STAND_IN = """#!/usr/bin/env bash
 # Each call is a line of calls.txt; the trainer "trains" up to the step in steps.txt; at 99 it does not end.
@@ -125,14 +122,6 @@ def test_fresh_moves_the_earlier_run_away(project: Project) -> None:
     assert not (project.run_dir / "mine").exists() and not (Path(f"{project.run_dir}.2") / "mine").exists()
 
 
-def test_fresh_is_checked_as_a_new_run(project: Project) -> None:
-    """Options are tried before anything is moved, and not against the run that is going to be moved."""
-    project.start()
-    project.start("algorithm.grail.gate=all", FRESH="1")
-    check = project.trained()[1].split()
-    assert {"trainer.save_freq=-1", "trainer.resume_mode=disable", "algorithm.token_dump.folder=null"} <= set(check)
-
-
 def test_another_model_is_refused(project: Project) -> None:
     """Made anew by another version of the example, say; its checkpoints would be mixed with it."""
     project.start()
@@ -142,14 +131,6 @@ def test_another_model_is_refused(project: Project) -> None:
     assert "another model and other problems" in refused.stderr and "FRESH=1" in refused.stderr
     assert len(project.trained()) == 1
     assert project.start(FRESH="1").returncode == 0
-
-
-def test_a_run_that_fails(project: Project) -> None:
-    project.steps = 0
-    failed = project.start()
-    assert failed.returncode == 1
-    assert "the run failed; the end of" in failed.stderr and "a life" in failed.stderr
-    assert "the summary" not in failed.stdout
 
 
 def test_bad_knobs_are_refused_before_anything_is_made(project: Project) -> None:
@@ -174,34 +155,6 @@ def test_bad_knobs_are_refused_before_anything_is_made(project: Project) -> None
         refused = project.start(**knobs)
         assert refused.returncode == 1 and refused.stderr.startswith(message) and refused.stderr.count("\n") == 1
     assert not (project.folder / "out").exists() and not (project.folder / "calls.txt").exists()
-
-
-def test_overrides_of_the_knobs(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    for estimator, method in {"grpo": "uniform", "verl_grpo": "grpo", "oar_g": "oar_g"}.items():
-        knobs = {"ADV_ESTIMATOR": estimator, "SEED": "3", "PROMPTS": "6", "ROLLOUTS": "25", "DRY_RUN": "1"}
-        started = project.start("algorithm.oar.boost=1.5", **knobs)
-        assert started.returncode == 0, started.stderr
-        config = configuration(project.trained()[-1].split()[2:])
-        prepare(config)
-        assert (config.algorithm.adv_estimator, config.algorithm.oar.boost) == (method, 1.5)
-        assert config.algorithm.oar.variant == ("grail_port" if estimator == "oar_g" else "official")
-        folder = {"grpo": "uniform"}.get(estimator, estimator)
-        assert config.trainer.default_local_dir == f"{project.folder}/out/seed3/{folder}/checkpoints"
-        # 150 responses: the most up to 128 that divide them
-        assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 75
-        assert config.actor_rollout_ref.model.enable_gradient_checkpointing is False
-
-
-def test_gpu_scripts_move_it_alike(tmp_path: Path) -> None:
-    """``start_fresh``, which examples/common.sh calls too, but never in a dry run."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/checkpoints").write_text("")
-    command = f"source {ROOT}/scripts/start_fresh.sh; start_fresh {tmp_path}/run; start_fresh {tmp_path}/none"
-    done = subprocess.run(["bash", "-eu", "-c", command], capture_output=True, text=True, check=True)
-    assert done.stderr == f"FRESH=1: the earlier run is in {tmp_path}/run.1 now\n"
-    assert (tmp_path / "run.1/checkpoints").exists() and not (tmp_path / "run").exists()
-    assert "[[ $fresh == 1 && $dry_run == 0 ]]" in (ROOT / "examples/common.sh").read_text()
 
 
 @pytest.mark.parametrize(("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)])

@@ -99,7 +99,7 @@ print(grail_advantage.__file__, config.trainer.v1.trainer_mode, score)
 """
 
 
-@pytest.mark.parametrize("recipe", ["none", "package", "without __init__"])
+@pytest.mark.parametrize("recipe", ["none", "package"])
 def test_beside_their_recipe(python: Path, tmp_path: Path, recipe: str) -> None:
     project = their_folder(tmp_path / "project", recipe)
     done = run(python, project, "-c", COMPOSE)

@@ -14,10 +14,7 @@ import numpy as np
 import pytest
 
 from grail_advantage.report import colours
-from grail_advantage.report.page import write_report
-from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
-from tests.report.synthetic import text_row, write_dump, write_metrics
-from tests.report.test_pack import read_block
+from grail_advantage.token_dump import DumpRow, read_dump
 
 pytestmark = pytest.mark.slow
 
@@ -70,22 +67,6 @@ def test_values_of_tokens_are_those_of_the_dump(runs: Path, rows: list[DumpRow],
             assert f"id {row.token_ids_T[t]}" in page.locator("#readout").inner_text()
 
 
-def test_rounded_values_are_read_back(tmp_path: Path, opened: Open) -> None:
-    write_dump(tmp_path, range(1, 11), problems=4, filler=12)
-    page = opened(write_report(tmp_path, megabytes=1), "#rollout=1.0&token=5")
-    row = next(iter(read_dump(tmp_path)))
-    block = re.search(r'id="r0">(.*?)</script>', (tmp_path / "report.html").read_text())
-    assert block is not None and re.search(r"rounded to [\d,]+ levels", page.locator("#foot").inner_text())
-    head, _, columns = read_block(block[1])
-    assert {head["columns"][name][0] for name in ("weight", "surprisal")} == {"linear", "root"}
-    for t in range(5, 15):
-        page.locator(".t").nth(t).dispatch_event("click")
-        shown = readout(page)
-        for name in ("Weight", "Surprisal", "Entropy"):
-            assert shown[name] == pytest.approx(columns[name.lower()][t], rel=6e-3)
-        assert shown["Weight"] == pytest.approx(float(row.weight_T[t]), abs=0.02)
-
-
 @pytest.mark.parametrize("dark", [False, True])
 def test_colours_are_those_of_the_scale(runs: Path, rows: list[DumpRow], opened: Open, dark: bool) -> None:
     row = [row for row in rows if row.neutral is None][-1]
@@ -102,81 +83,6 @@ def test_colours_are_those_of_the_scale(runs: Path, rows: list[DumpRow], opened:
         assert page.locator("#legend .tick").count() >= 2
         assert f"overlay={overlay}" in page.url or overlay == "weight"
     assert len(seen) == 5
-
-
-def test_marks_in_words(runs: Path, rows: list[DumpRow], opened: Open, tmp_path: Path) -> None:
-    for row in (
-        next(row for row in rows if row.neutral == "advantage 0"),
-        next(row for row in rows if row.truncated),
-    ):
-        page = opened(runs / "grail" / "report.html", link(row))
-        facts = page.locator(".facts").inner_text()
-        assert f"neutral: {row.neutral}" in facts and ("cut at the length limit" in facts) == row.truncated
-    answered = next(row for row in rows if row.span and row.outcome == "right")
-    page = opened(runs / "grail" / "report.html", link(answered))
-    assert answered.span is not None
-    assert marked(page, "span") == list(range(answered.span.start, answered.span.end))
-    page.locator(".t").nth(answered.span.content_start).hover()
-    assert "in the answer" in page.locator("#readout").inner_text()
-    assert "<|im_end|>" in page.locator(".tokens").inner_text()
-
-    odd = [text_row(["a", "b", "c"], mask_T=np.array([True, False, True])), text_row([], row=1, answer=None)]
-    write_step(tmp_path, DumpHeader(step=1, method="grail"), odd)
-    page = opened(write_report(tmp_path), "#rollout=1.0")
-    assert page.locator(".t.off").all_inner_texts() == ["b"]
-    page.locator(".t").nth(1).hover()
-    assert "does not train" in page.locator("#readout").inner_text()
-    page = opened(tmp_path / "report.html", "#rollout=1.1")
-    assert page.locator(".tokens").count() == 1 and page.locator(".t").count() == 0
-
-
-def test_curves_and_profiles(runs: Path, opened: Open) -> None:
-    page = opened(runs / "grail" / "report.html")
-    profile = page.locator("#profile")
-    assert profile.get_attribute("aria-label").startswith("Mean weight by place, all steps. right: ")
-    page.locator("#scrub").focus()
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    assert page.locator("#scrub-value").inner_text() == "step 10"
-    assert "step 10. right: " in profile.get_attribute("aria-label")
-    for outcome in ("right", "wrong", ""):
-        page.locator(f'#heat-outcome input[value="{outcome}"]').check(force=True)
-    before = page.locator(".curve").count()
-    page.select_option("#more-curves", label="actor/grad_norm")
-    assert page.locator(".curve").count() == before + 1
-    assert "actor/grad_norm" in page.locator(".curve").last.inner_text()
-    assert page.locator("#methods-panel").is_hidden()
-    plot = page.locator("#curves .u-over").nth(1)
-    plot.click(position={"x": plot.bounding_box()["width"] * 0.5, "y": 40})
-    assert page.locator('select[name="step"]').input_value() == "10"
-    assert page.locator("#count").inner_text() == "24 of 72 rollouts"
-    assert "step 10" in page.locator('.item[aria-selected="true"]').inner_text()
-    assert page.locator("#rollouts").bounding_box()["y"] < 100
-
-
-def test_two_runs_beside_each_other(runs: Path, opened: Open) -> None:
-    page = opened(runs / "both.html", "#rollout=20.0")
-    heads = page.locator(".strips h3").all_inner_texts()
-    assert [head.split(":")[0] for head in heads] == ["Grail, step 20", "Uniform, step 20"]
-    assert page.locator("#problem .strip").count() == 16
-    assert "dashed: uniform" in page.locator("#training-hint").inner_text()
-    page.locator('#view input[value="side"]').check(force=True)
-    assert page.locator(".page").count() == 16
-    page.select_option('select[name="run"]', label="uniform")
-    assert page.locator("#count").inner_text() == "72 of 144 rollouts"
-    assert "rollout=b." in page.url
-
-
-def test_right_and_wrong_side_by_side(runs: Path, rows: list[DumpRow], opened: Open) -> None:
-    row = next(row for row in rows if row.outcome == "wrong" and not row.truncated and row.neutral is None)
-    page = opened(runs / "grail" / "report.html", link(row, "&view=side"))
-    page.wait_for_selector(".page .t")
-    words = [text.split()[1] for text in page.locator(".page .facts strong").all_text_contents()]
-    assert len(words) == 8 and set(words[:2]) == {"Right", "Wrong"}
-    page.locator(".page").last.scroll_into_view_if_needed()
-    page.wait_for_selector(".page:last-child .t")
-    page.locator(".page:last-child .t").first.click()
-    assert page.locator(".t.at").count() == 1
 
 
 def test_methods_over_each_other(runs: Path, opened: Open) -> None:
@@ -197,23 +103,6 @@ def test_methods_over_each_other(runs: Path, opened: Open) -> None:
     assert page.locator("#method").input_value() == "surprisal"
     assert page.locator('.small-plot[aria-pressed="true"]').inner_text() == "surprisal"
     assert page.locator("#profile").get_attribute("aria-label") != before
-
-
-def test_parts_that_are_missing_or_broken(tmp_path: Path, opened: Open) -> None:
-    write_metrics(tmp_path, 5)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "data": {"critic/score/mean": NaN}}\n')
-    page = opened(write_report(tmp_path))
-    assert "wrote no token dump" in page.locator("#nothing").inner_text()
-    assert page.locator("#bench").is_hidden() and page.locator("#position").is_hidden()
-    assert "step 5" in page.locator(".curve", has_text="Training reward").inner_text()
-    write_dump(tmp_path / "tokens", (1, 5))
-    last = tmp_path / "tokens" / "step_000005.parquet"
-    last.write_bytes(last.read_bytes()[:2500])
-    page = opened(write_report(tmp_path))
-    page.locator("#notes summary").click()
-    assert "cannot be read as Parquet" in page.locator("#notes").inner_text()
-    assert page.locator(".t").count() > 0
 
 
 def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[DumpRow], opened: Open) -> None:
@@ -290,10 +179,8 @@ def test_a_link_keeps_the_view(runs: Path, rows: list[DumpRow], opened: Open) ->
 @pytest.mark.parametrize(
     ("name", "hash_", "phone", "dark"),
     [
-        ("grail/report.html", "#token=3", False, False),
         ("both.html", "#view=side", True, False),
         ("analyze/report.html", "#overlay=score", False, True),
-        ("grail/report.html", "#view=side", True, True),
     ],
 )
 def test_axe_finds_nothing_serious(runs: Path, opened: Open, name: str, hash_: str, phone: bool, dark: bool) -> None:
@@ -324,16 +211,3 @@ def test_a_phone_need_not_scroll_sideways_and_a_tap_shows_values(runs: Path, ope
     assert "Weight" in readout(page)
     readout_box, token = page.locator("#readout").bounding_box(), page.locator(".t.at").bounding_box()
     assert readout_box["y"] + readout_box["height"] <= 845 and token["y"] + token["height"] <= readout_box["y"] + 1
-
-
-def test_focus_is_seen_and_motion_can_be_off(runs: Path, opened: Open) -> None:
-    page = opened(runs / "grail" / "report.html")
-    assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == "auto"
-    for _ in range(14):
-        page.keyboard.press("Tab")
-        outline, shadow = page.evaluate("""() => {
-          const at = document.activeElement;
-          const style = getComputedStyle(at.matches(".segments input") ? at.nextElementSibling : at);
-          return [style.outlineStyle, style.boxShadow];
-        }""")
-        assert outline != "none" or shadow != "none"

@@ -35,27 +35,6 @@ def test_a_resumed_run_replaces_the_steps_it_takes_again(tmp_path: Path) -> None
     assert metrics[2]["v"] == 0.5 and problems == []
 
 
-def test_broken_lines_are_named_and_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1, "data": {"a": 1.0, "b": NaN, "c": "text", "d": true}}\n[]\n{"step": 2, "data": {"a"')
-    metrics, problems = data.read_metrics(tmp_path)
-    assert metrics == {1: {"a": 1.0, "b": pytest.approx(NAN, nan_ok=True)}}
-    assert [str(problem).removeprefix(f"{path}:").split(":")[0] for problem in problems] == ["2", "3"]
-
-
-def test_curves_are_those_that_there_are_values_of() -> None:
-    metrics = {
-        0: {"val-core/gsm8k/acc/mean@4": 0.25, "val-core/gsm8k/acc/best@4/mean": 0.5},
-        1: {"critic/score/mean": 0.5, "grail/average_weight": 1.0, "grail/weight_deviation": 0.25},
-        2: {"critic/score/mean": 0.75, "val-core/gsm8k/acc/mean@4": 0.5},
-    }
-    accuracy, reward, weights = data.curves(metrics)
-    assert (accuracy.name, accuracy.lines) == ("accuracy", [data.Line("gsm8k, mean@4", [0, 2], [0.25, 0.5])])
-    assert reward.lines == [data.Line("reward", [1, 2], [0.5, 0.75])]
-    assert [(line.label, line.values) for line in weights.lines] == [("mean", [1.0]), ("standard deviation", [0.25])]
-    assert data.curves({}) == []
-
-
 def test_a_run_is_metrics_a_dump_or_both(tmp_path: Path) -> None:
     for folder in (tmp_path / "nothing", tmp_path / "empty_dump"):
         (folder / "tokens" if folder.name == "empty_dump" else folder).mkdir(parents=True)

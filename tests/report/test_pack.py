@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from grail_advantage.report import pack
-from grail_advantage.token_dump import MethodColumns
 from tests.report.synthetic import text_row
 
 TOKENS = ["One", " and", " two", ".", "\n", "x", "", "é"]
@@ -83,23 +82,6 @@ def test_exact_values_come_back_to_the_bit(count: int) -> None:
         assert head["columns"]["advantage"] == "exact" and found["advantage"][0] == columns.values["advantage"][0]
 
 
-def test_a_method_of_the_same_values_takes_no_room() -> None:
-    base = text_row(TOKENS)
-    same = MethodColumns(score_T=base.score_T, weight_T=base.weight_T)
-    other = MethodColumns(score_T=None, weight_T=base.weight_T[::-1].copy())
-    columns = pack.columns_of(text_row(TOKENS, methods={"grail": same, "shear": other}), pack.Vocabulary())
-    head, _, found = read_block(pack.pack(columns, RANK, pack.EXACT))
-    assert head["columns"]["weight:grail"] == ["same", "weight"] and "score:shear" not in found
-    assert np.array_equal(found["weight:shear"], other.weight_T)
-
-
-def test_numbers_of_a_large_vocabulary_come_back() -> None:
-    numbers_T = np.random.default_rng(0).permutation(70_000).astype(np.uint32)
-    columns = pack.Columns(numbers_T, np.ones(70_000, dtype=bool), {})
-    _, numbers, _ = read_block(pack.pack(columns, np.arange(70_000, dtype=np.uint32), pack.EXACT))
-    assert np.array_equal(numbers, numbers_T)
-
-
 @pytest.mark.parametrize("bits", pack.PRECISIONS[1:])
 def test_rounded_values_are_within_half_a_level_of_their_scale(bits: int) -> None:
     columns = _columns(2000)
@@ -123,15 +105,6 @@ def test_rounded_values_are_within_half_a_level_of_their_scale(bits: int) -> Non
         assert (found[name][true_T == special] == special).all(), "a weight of 1 and a score of 0 stay"
         off = np.nanmax(np.abs(found[name].astype(np.float64) - true_T))
         assert apart[name.split(":")[0]] == pytest.approx(off, rel=1e-3, abs=1e-6)
-
-
-def test_columns_of_one_value_or_with_signs_can_be_rounded() -> None:
-    columns = _columns(4)
-    columns.values["weight"][:] = [1, np.nan, 1, np.nan]
-    columns.values["score"][:] = [-1, 0, 2, -1]
-    _, _, found = read_block(pack.pack(columns, RANK, 5))
-    for name in ("weight", "score", "base_advantage"):
-        assert np.allclose(found[name], columns.values[name], atol=1e-6, equal_nan=True), name
 
 
 def test_the_finest_precision_that_fits_is_taken() -> None:

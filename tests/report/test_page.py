@@ -17,7 +17,6 @@ import pytest
 from grail_advantage import AnswerSpan
 from grail_advantage.report import by_position, data
 from grail_advantage.report import page as report_page
-from grail_advantage.report.__main__ import main
 from grail_advantage.report.page import render, write_report
 from grail_advantage.token_dump import DumpHeader, read_dump, write_step
 from tests.report.synthetic import text_row, write_dump, write_metrics
@@ -121,15 +120,6 @@ def test_a_prompt_in_both_runs_is_one_problem(run: Path, tmp_path: Path) -> None
     assert [entry["name"] for entry in index["runs"]] == ["grail", "other"]
 
 
-def test_methods_and_labels(tmp_path: Path) -> None:
-    write_dump(tmp_path, [0], methods=("grail", "surprisal"), labels=True)
-    index, rows = index_of(tmp_path), list(read_dump(tmp_path))
-    assert index["methods"] == ["grail", "surprisal"] == list(index["position"])
-    assert index["rows"]["wrong_step"] == [row.labels.get("wrong_step") for row in rows]
-    mean = mean_profile(by_position.row_table(rows, method="surprisal"), "right")
-    assert index["position"]["surprisal"]["all"][0]["mean"] == pytest.approx(mean, rel=1e-5)
-
-
 def test_whole_problems_of_every_step_are_chosen(run: Path) -> None:
     index = index_of(run, rollouts=30)
     assert len(index["rows"]["step"]) == 24 and [group["step"] for group in index["groups"]] == [1, 5, 10]
@@ -188,18 +178,3 @@ def test_few_answers_are_said_first(tmp_path: Path) -> None:
         assert [note.startswith(said) for note in notes[:1]] == [True] * few
     write_step(tmp_path, DumpHeader(step=1, method="grail", answer="boxed"), rows[:5])
     assert not index_of(tmp_path)["notes"], "a fifth"
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, message in (
-        ([str(tmp_path)], "holds neither metrics.jsonl"),
-        ([str(tmp_path / "missing")], "is no folder"),
-        ([str(tmp_path), "--rollouts", "0"], "--rollouts must be at least 1"),
-        ([str(tmp_path), "--megabytes", "0"], "--megabytes must be at least 1"),
-    ):
-        assert main(arguments) == 1
-        assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
-    write_metrics(tmp_path, 2)
-    for arguments, name in (([], "report.html"), (["--output", str(tmp_path / "a.html")], "a.html")):
-        assert main([str(tmp_path), *arguments]) == 0
-        assert capsys.readouterr().out == f"{tmp_path / name}\n" and (tmp_path / name).is_file()

@@ -11,7 +11,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
 from rich.console import Console
 
@@ -119,26 +118,6 @@ def test_tables_by_hand(run: data.Run, tmp_path: Path) -> None:
     assert read("profile", "first_step", "outcome", "position", "mean", "low") == profile
 
 
-def test_drawings_are_of_the_values() -> None:
-    figure = Figure()
-    figures.draw_heat_map(figure, by_position.HeatMap([1, 2], np.array([[1.0, 2.0], [0.5, NAN]]), [1, 1]))
-    mesh, table = figure.axes[0].collections[0], colours.diverging(257)
-    mesh.update_scalarmappable()
-    cells = ["#" + "".join(f"{round(255 * value):02x}" for value in rgba[:3]) for rgba in mesh.get_facecolors()]
-    assert cells == [table[128], table[0], table[-1], "#d9d9d9"]  # by position, then step
-    assert [text.get_text() for text in figure.axes[1].get_yticklabels()] == ["0.50", "0.71", "1.00", "1.41", "2.00"]
-
-    means = by_position.Means(np.array([1.0, 2.0]), np.array([0.5, 1.5]), np.array([1.5, 2.5]), 4, 2)
-    profiles = [by_position.Profile("right", 1, 3, means), by_position.Profile("wrong", 4, 4, means)]
-    figure = Figure()
-    figures.draw_profiles(figure, profiles)
-    first, second = figure.axes
-    line = next(line for line in first.get_lines() if line.get_label() == "right (4 rows)")
-    assert line.get_xdata().tolist() == [0.25, 0.75] and line.get_ydata().tolist() == [1.0, 2.0]
-    assert first.collections[0].get_datalim(first.transData).bounds == pytest.approx((0.25, 0.5, 0.5, 2.0))
-    assert (first.get_title(), second.get_title()) == ("steps 1 to 3", "step 4")
-
-
 # ----------------------------------------------------------------------------------------------------------------- terminal
 
 
@@ -189,25 +168,6 @@ def test_a_row_in_the_terminal() -> None:
     red, green, blue = (int(table[-1][i : i + 2], 16) for i in (1, 3, 5))
     assert re.search(rf"48;2;{red};{green};{blue}m\w*heavy", printed)
     assert not re.search(r"48;2;[\d;]+mtool", printed), "a token that does not train has no colour"
-
-
-def test_the_terminal_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [dump_row([2.0, 0.5], row=row, tokens=["so ", "it"]) for row in (0, 1)]
-    path = write_step(tmp_path / "tokens", HEADER, rows)
-    path.with_name("step_000002.parquet").write_bytes(b"")
-    assert main([str(tmp_path), "--terminal", "--row", "1"]) == 0
-    printed = capsys.readouterr()
-    assert "step 1, row 1" in printed.out and "so it" in printed.out
-    assert "step_000002.parquet: cannot be read as Parquet" in printed.err
-    (tmp_path / "metrics").mkdir()
-    (tmp_path / "metrics/metrics.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": 0.5}}\n')
-    for arguments, message in (
-        ([str(tmp_path), "--terminal", "--step", "7"], "report: --step 7 is not in"),
-        ([str(tmp_path / "metrics"), "--terminal"], "has no token dump"),
-        ([str(tmp_path / "nowhere"), "--figures", str(tmp_path)], "is no folder"),
-    ):
-        assert main(arguments) == 1
-        assert message in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------------- notebook

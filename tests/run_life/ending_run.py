@@ -3,7 +3,7 @@
     python -m tests.run_life.ending_run FOLDER
 
 Writes the process ids to ``FOLDER/processes.json`` and then waits for the worker, as verl would, for ever. The worker has a
-child, and a user's upload that was detached from it. An actor of the user's dies at the start.
+child, and a user's upload that was detached from it. An actor of the user's dies at the start, which the user's code handles.
 """
 
 from __future__ import annotations
@@ -39,14 +39,6 @@ class Worker:
         time.sleep(1000)
 
 
-@ray.remote
-class OfTheUser:
-    """Ends without a word, which the user's code handles."""
-
-    def end(self) -> None:
-        os._exit(7)
-
-
 class _Waits:
     """Does the work of verl's trainer."""
 
@@ -61,24 +53,20 @@ class _Waits:
     def _rollout_server_managers(self) -> list[Any]:
         return []
 
-    def on_step_begin(self) -> None:
-        pass
-
     def fit(self) -> None:
         self.watch.enter("gen", self.global_steps)
-        of_the_user = OfTheUser.remote()
-        ray.wait([of_the_user.end.remote()])
+        ray.wait([ray.remote(lambda: os._exit(7)).options(max_retries=0).remote()])
         worker = ray.remote(Worker).options(name="the_worker").remote()
         processes = ray.get(worker.start.remote()) | {"trainer": os.getpid()}
         self.actor_rollout_wg = SimpleNamespace(workers=[worker])
-        folder = Path(self.config.trainer.default_local_dir)
-        (folder / "unfinished.json").write_text(json.dumps(processes))
-        time.sleep(5 * watch.INTERVAL)  # the death of the user's actor is noticed, if anybody asks
-        (folder / "unfinished.json").rename(folder / "processes.json")
+        unfinished = Path(self.config.trainer.default_local_dir, "unfinished.json")
+        unfinished.write_text(json.dumps(processes))
+        time.sleep(5 * watch.INTERVAL)  # the death of the user's process is noticed, if anybody asks
+        unfinished.rename(unfinished.with_name("processes.json"))
         ray.get(worker.work.remote())
 
-    on_sample_begin = on_sample_end = on_step_end = _validate = _save_checkpoint = on_step_begin
-    _compute_old_log_prob = _compute_ref_log_prob = _compute_advantage = _update_actor = on_step_begin
+    on_step_begin = on_sample_begin = on_sample_end = on_step_end = _validate = _save_checkpoint = init
+    _compute_old_log_prob = _compute_ref_log_prob = _compute_advantage = _update_actor = init
 
 
 class _Trainer(KeptRun, _Waits):
@@ -102,12 +90,7 @@ def run_ppo(config: DictConfig, task_runner_class: type) -> None:
     ray.get(TaskRunner.remote().run.remote(config))
 
 
-def main(folder: str) -> None:
-    trainer = {"default_local_dir": folder, "resume_mode": "auto", "save_freq": 1, "logger": [], "v1": {}}
-    config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": {"name": "vllm"}}})
-    driver.run_ppo = run_ppo
-    driver.run(config)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    trainer = {"default_local_dir": sys.argv[1], "resume_mode": "auto", "save_freq": 1, "logger": [], "v1": {}}
+    driver.run_ppo = run_ppo
+    driver.run(OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": {"name": "vllm"}}}))

@@ -84,11 +84,6 @@ class TestStart:
         (tmp_path / TRACKER).write_text("")
         assert _start(tmp_path) == 10
 
-    def test_killed_while_the_first_was_saved(self, tmp_path: Path) -> None:
-        path = write_checkpoint(tmp_path, 5, logged=False, tracked=False)
-        (path / "actor/fsdp_config.json").unlink()
-        assert _start(tmp_path) is None
-
     @pytest.mark.parametrize("tracker", ["10", "5", ""], ids=["tracker written", "not yet written", "half written"])
     def test_killed_while_one_was_saved_or_before_its_step_was_logged(self, tmp_path: Path, tracker: str) -> None:
         write_checkpoint(tmp_path, 5)
@@ -117,11 +112,11 @@ class TestStart:
         write_checkpoint(tmp_path, 10, logged=False)
         assert _start(tmp_path) == 10
 
-    @pytest.mark.parametrize("content", ["{", "[]", '{"step": 7}', ""])
-    def test_a_state_that_says_nothing(self, tmp_path: Path, content: str) -> None:
+    def test_a_state_that_says_nothing(self, tmp_path: Path) -> None:
         path = write_checkpoint(tmp_path, 5)
-        (path / STATE).write_text(content)
-        assert Checkpoint(path).state is None
+        for content in ("{", "[]", '{"step": 7}', ""):
+            (path / STATE).write_text(content)
+            assert Checkpoint(path).state is None
 
 
 class TestKeepLast:

@@ -18,91 +18,72 @@ import pytest
 from tests.run_life.killed_run import lives
 
 ROOT = Path(__file__).parents[2]
-BOUND = 600.0
-"""Seconds within which everything is to be gone."""
-STARTED_IN = 900.0
-"""Seconds within which a run starts, beside four others and whatever else the machine does."""
-
-
-def _await(there: Callable[[], bool], what: str, seconds: float = BOUND) -> None:
-    deadline = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.1)
-
-
-class _Run:
-    """A run of ``ending_run``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.everybody: set[psutil.Process] = set()
-        command = [sys.executable, "-m", "tests.run_life.ending_run", str(folder)]
-        with (folder / "said").open("w") as output:
-            # Background jobs of a shell, such as these tests, have Ctrl-C ignored, and so have their children.
-            hears = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-            self.driver = psutil.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, preexec_fn=hears)
-
-    def processes(self) -> dict[str, int]:
-        """The ids of driver, trainer, worker and the worker's children, once they are there."""
-        path = self.folder / "processes.json"
-        _await(lambda: path.exists() or self.driver.poll() is not None, "the run did not start", STARTED_IN)
-        processes = {**json.loads(path.read_text()), "driver": self.driver.pid}
-        self.everybody = {*self.driver.children(recursive=True), *map(psutil.Process, processes.values())}
-        return processes
-
-    def close(self) -> None:
-        below = self.driver.children(recursive=True) if lives(self.driver) else []
-        for process in [self.driver, *below, *self.everybody]:
-            if lives(process):
-                process.kill()
-        self.driver.wait()
-
-
+BOUND = 900.0
+"""Seconds within which runs start and everything is gone, beside others and whatever else the machine does."""
 WATCH = "watchdog: this run cannot go on"
 ENDINGS = {
     "worker": (
         "worker",
         signal.SIGKILL,
-        [1],
+        {1},
         [WATCH, "died       Worker the_worker, process", "the worker's last line"],
     ),
-    "trainer": ("trainer", signal.SIGKILL, [1], [WATCH, "died       TaskRunner, process", "the trainer's own process"]),
-    "driver": ("driver", signal.SIGKILL, [-signal.SIGKILL], []),
-    "SIGTERM": ("driver", signal.SIGTERM, [1], []),
-    "Ctrl-C": ("driver", signal.SIGINT, None, []),
+    "trainer": ("trainer", signal.SIGKILL, {1}, [WATCH, "died       TaskRunner, process", "the trainer's own process"]),
+    "driver": ("driver", signal.SIGKILL, {-signal.SIGKILL}, []),
+    "Ctrl-C": ("driver", signal.SIGINT, {1, 130, -signal.SIGINT}, []),
 }
-"""The process that gets a signal, how the driver may end (``None``: not with 0), and what is said."""
+"""The process that gets a signal, how the driver may end, and what is said."""
+
+
+def _await(there: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + BOUND
+    while not there():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def _start(folder: Path) -> psutil.Popen:
+    # Background jobs of a shell, such as these tests, have Ctrl-C ignored, and so have their children.
+    hears = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    command = [sys.executable, "-m", "tests.run_life.ending_run", str(folder)]
+    with (folder / "said").open("w") as output:
+        return psutil.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, preexec_fn=hears)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, _Run]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, psutil.Popen]]]:
     """A run for each ending, all at once."""
-    started = {name: _Run(tmp_path_factory.mktemp("run")) for name in ENDINGS}
+    folders = {name: tmp_path_factory.mktemp("run") for name in ENDINGS}
+    started = {name: (folder, _start(folder)) for name, folder in folders.items()}
     yield started
-    for run in started.values():
-        run.close()
+    for _, driver in started.values():
+        for process in [*(driver.children(recursive=True) if lives(driver) else []), driver]:
+            if lives(process):
+                process.kill()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENDINGS)
-def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(runs: dict[str, _Run], name: str) -> None:
-    """An actor of the user's has died before, and ended nothing."""
+def test_a_run_of_which_one_is_killed_says_who_and_ends_what_is_its_own(
+    runs: dict[str, tuple[Path, psutil.Popen]], name: str
+) -> None:
+    """A process of the user's has died before, and ended nothing."""
     victim, number, statuses, words = ENDINGS[name]
-    run = runs[name]
-    processes = run.processes()
+    folder, driver = runs[name]
+    path = folder / "processes.json"
+    _await(lambda: path.exists() or driver.poll() is not None, "the run did not start")
+    processes = {**json.loads(path.read_text()), "driver": driver.pid}
+    everybody = {*driver.children(recursive=True), *map(psutil.Process, processes.values())}
     upload = psutil.Process(processes["upload"])
-    os.kill(processes[victim], number)
-    status = run.driver.wait(timeout=BOUND)
-    assert status in statuses if statuses is not None else status != 0
-    # Ray ends no children of a worker whose raylet was killed before.
-    spared = {upload.pid} | ({processes["child"]} if victim == "driver" and number == signal.SIGKILL else set())
-
-    def left() -> list[str]:
-        return [" ".join(each.cmdline()) for each in run.everybody if each.pid not in spared and lives(each)]
-
-    _await(lambda: not left(), f"of the run are still there: {left()}")
-    assert lives(upload)
-    text = (run.folder / "said").read_text()
-    for part in words:
-        assert part in text, text
+    try:
+        os.kill(processes[victim], number)
+        assert driver.wait(timeout=BOUND) in statuses
+        # Ray ends no children of a worker whose raylet was killed before.
+        spared = {upload.pid} | ({processes["child"]} if victim == "driver" and number == signal.SIGKILL else set())
+        _await(lambda: not any(lives(each) for each in everybody if each.pid not in spared), f"not gone: {everybody}")
+        assert lives(upload)
+        text = (folder / "said").read_text()
+        assert all(part in text for part in words), text
+    finally:
+        for process in filter(lives, everybody):
+            process.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import hydra
@@ -55,6 +54,18 @@ def _save(folder: Path, step: int, **state: bool) -> Path:
     return write_checkpoint(folder, step, ranks=8, **state)
 
 
+def _definition(folder: Path) -> dict:
+    return json.loads((folder / FILE).read_text())["definition"]
+
+
+@pytest.fixture
+def begun(folder: Path) -> Path:
+    """The folder of a run with a checkpoint."""
+    _start(folder)
+    _save(folder, 10)
+    return folder
+
+
 MAY_CHANGE = {
     "nothing": (),
     "steps": ("trainer.total_training_steps=80",),
@@ -70,11 +81,9 @@ MAY_CHANGE = {
 }
 
 
-@pytest.mark.parametrize("overrides", MAY_CHANGE.values(), ids=MAY_CHANGE.keys())
-def test_what_may_change(folder: Path, overrides: tuple[str, ...]) -> None:
-    _start(folder)
-    _save(folder, 10)
-    _start(folder, *overrides)
+def test_what_may_change(begun: Path) -> None:
+    for overrides in MAY_CHANGE.values():
+        _start(begun, *overrides)
 
 
 DEFINES = {
@@ -100,23 +109,15 @@ MODEL = "actor_rollout_ref.model.path"
 DEFINES[f"{MODEL}=other/model"] = (MODEL, "~/models/deepseek-llm-7b-chat", "other/model")
 
 
-@pytest.mark.parametrize("override", DEFINES)
-def test_another_run_is_refused_with_what_differs(folder: Path, override: str) -> None:
-    _start(folder)
-    _save(folder, 10)
-    name, there, here = DEFINES[override]
-    with pytest.raises(ValueError, match="choose another trainer") as refused:
-        prepare(_compose(folder, override))
-    assert f"  {name}: {there!r} there, {here!r} here\n" in str(refused.value)
-    assert f"trainer.default_local_dir={folder} holds the files of another run" in str(refused.value)
-    _start(folder.with_name("another"), override)
-
-
-def test_all_that_differs_is_named(folder: Path) -> None:
-    _start(folder)
-    _save(folder, 10)
+def test_another_run_is_refused_with_what_differs(begun: Path) -> None:
+    for override, (name, there, here) in DEFINES.items():
+        with pytest.raises(ValueError, match="choose another trainer") as refused:
+            check_run(_compose(begun, override))
+        assert f"  {name}: {there!r} there, {here!r} here\n" in str(refused.value)
+        assert f"trainer.default_local_dir={begun} holds the files of another run" in str(refused.value)
+    prepare(_compose(begun.with_name("another"), override))
     with pytest.raises(ValueError) as refused:
-        prepare(_compose(folder, "data.seed=7", "algorithm.grail.gate=all", "trainer.total_training_steps=60"))
+        prepare(_compose(begun, "data.seed=7", "algorithm.grail.gate=all", "trainer.total_training_steps=60"))
     named = {line.split(":")[0].strip() for line in str(refused.value).splitlines()[1:-1]}
     seeds = {"data.seed", f"{ACTOR}.data_loader_seed", f"{ACTOR}.fsdp_config.seed", f"{ROLLOUT}.seed"}
     assert named - {"reward.reward_model.rollout.seed"} == {"algorithm.grail.gate", *seeds}
@@ -127,89 +128,73 @@ def test_a_run_without_a_checkpoint_binds_nobody(folder: Path) -> None:
     assert not folder.exists()
     _start(folder)
     _start(folder, "data.seed=7")
-    assert json.loads((folder / FILE).read_text())["definition"]["data.seed"] == 7
+    assert _definition(folder)["data.seed"] == 7
 
 
-def test_from_the_start_among_checkpoints_of_another_run(folder: Path) -> None:
+ANOTHER = r"the files of another run:(\n.*)+data\.seed"
+
+
+def test_from_the_start_or_a_named_checkpoint(begun: Path) -> None:
     """Two runs' checkpoints in one folder would be told apart by nothing."""
-    _start(folder)
-    _save(folder, 10)
-    again = "trainer.resume_mode=disable"
-    _start(folder, again)
-    with pytest.raises(ValueError, match=r"the files of another run:(\n.*)+data\.seed"):
-        prepare(_compose(folder, again, "data.seed=7"))
-    prepare(_compose(folder, again, "data.seed=7", "trainer.save_freq=-1"))
-
-
-def test_checkpoints_of_nobody_knows_whom(folder: Path) -> None:
-    checkpoint = _save(folder, 10)
-    with pytest.raises(ValueError, match=r"no run_definition\.json that can be read"):
-        prepare(_compose(folder))
-    _start(folder, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    _start(folder)
-
-
-def test_a_named_checkpoint(folder: Path) -> None:
-    _start(folder)
-    checkpoint = _save(folder, 10)
-    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    _start(folder, *named)
-    with pytest.raises(ValueError, match=r"the files of another run:(\n.*)+data\.seed"):
-        prepare(_compose(folder, *named, "data.seed=7"))
-    elsewhere = folder.with_name("elsewhere")
+    named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={begun / 'global_step_10'}")
+    for how in (("trainer.resume_mode=disable",), named):
+        _start(begun, *how)
+        with pytest.raises(ValueError, match=ANOTHER):
+            prepare(_compose(begun, *how, "data.seed=7"))
+    prepare(_compose(begun, "trainer.resume_mode=disable", "data.seed=7", "trainer.save_freq=-1"))
+    elsewhere = begun.with_name("elsewhere")
     _start(elsewhere, *named, "data.seed=7")
-    assert json.loads((elsewhere / FILE).read_text())["definition"]["data.seed"] == 7
+    assert _definition(elsewhere)["data.seed"] == 7
+    (begun / FILE).unlink()
+    with pytest.raises(ValueError, match=r"no run_definition\.json that can be read"):
+        prepare(_compose(begun))
+    _start(begun, *named)
+    _start(begun)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (("trainer.resume_mode=always",), r"trainer\.resume_mode=always is unknown; choose one of auto, disable"),
-        (("trainer.resume_mode=resume_path",), r"trainer\.resume_from_path=None is no whole checkpoint"),
-        (("trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/global_step_3"), r"is no whole checkpoint"),
-    ],
-)
-def test_what_verl_finds_out_after_ray(folder: Path, overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_run(_compose(folder, *overrides))
+def test_what_verl_finds_out_after_ray(folder: Path) -> None:
+    for overrides, message in (
+        (("always",), r"trainer\.resume_mode=always is unknown; choose one of auto, disable"),
+        (("resume_path",), r"trainer\.resume_from_path=None is no whole checkpoint"),
+        (("resume_path", "trainer.resume_from_path=/no/global_step_3"), r"is no whole checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_run(_compose(folder, f"trainer.resume_mode={overrides[0]}", *overrides[1:]))
 
 
 class TestWhole:
-    @pytest.mark.parametrize("override", ["trainer.save_freq=10", "trainer.save_freq=-1", "trainer.val_only=True"])
-    def test_the_run_carries_on_from_the_last_whole_one(
-        self, folder: Path, override: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_run_carries_on_from_the_last_whole_one(self, begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """And verl with it, which reads its own tracker, whatever the run is for."""
-        _start(folder)
-        _save(folder, 10)
-        broken = _save(folder, 20)
-        (broken / "actor/model_world_size_8_rank_3.pt").write_bytes(b"PK")
-        _start(folder, override)
-        said = capsys.readouterr().err
-        assert (
-            f"{broken} is not whole: actor/model_world_size_8_rank_3.pt missing or cut off; the run resumes from"
-            in said
-        )
-        assert (folder / TRACKER).read_text() == "10"
+        for override in ("trainer.save_freq=10", "trainer.save_freq=-1", "trainer.val_only=True"):
+            broken = _save(begun, 20)
+            (broken / "actor/model_world_size_8_rank_3.pt").write_bytes(b"PK")
+            _start(begun, override)
+            assert f"{broken} is not whole: actor/model_world_size_8_rank_3.pt missing" in capsys.readouterr().err
+            assert (begun / TRACKER).read_text() == "10"
 
-    def test_no_whole_one_is_refused_before_ray(self, folder: Path) -> None:
-        _start(folder)
-        checkpoint = _save(folder, 10)
+    def test_no_whole_one_is_refused_before_ray(self, begun: Path) -> None:
+        checkpoint = begun / "global_step_10"
         (checkpoint / "data.pt").unlink()
         with pytest.raises(ValueError, match=r"holds no whole checkpoint.*data\.pt.*resume_mode=disable \(FRESH=1"):
-            prepare(_compose(folder))
-        prepare(_compose(folder, "trainer.resume_mode=disable"))
-        named = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+            prepare(_compose(begun))
+        prepare(_compose(begun, "trainer.resume_mode=disable"))
         with pytest.raises(ValueError, match=r"resume_from_path=.* is no whole .*: data\.pt"):
-            prepare(_compose(folder, *named))
+            prepare(_compose(begun, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"))
 
 
 def test_a_dumps_folder_belongs_to_a_run(folder: Path, tmp_path: Path) -> None:
     """As that of the checkpoints does, with a checkpoint or before the first one; an empty one is nobody's."""
     dump = f"algorithm.token_dump.folder={tmp_path / 'tokens'}"
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "step_000001.parquet").write_bytes(b"")
+    with pytest.raises(
+        ValueError, match=r"holds the files of another run:\n  no run_definition\.json that can be read"
+    ):
+        prepare(_compose(folder, dump))
+    (tmp_path / "tokens" / "step_000001.parquet").unlink()
     _start(folder, dump, "data.seed=7")
     _start(folder, dump)
-    assert json.loads((tmp_path / "tokens" / FILE).read_text())["definition"]["data.seed"] == 42
+    assert _definition(tmp_path / "tokens")["data.seed"] == 42
     (tmp_path / "tokens" / "step_000001.parquet").write_bytes(b"")
     with pytest.raises(
         ValueError, match=r"token_dump\.folder=.* holds the files of another run:(\n.*)+data\.seed: 42 there"
@@ -220,60 +205,33 @@ def test_a_dumps_folder_belongs_to_a_run(folder: Path, tmp_path: Path) -> None:
     _start(folder, dump)
 
 
-def test_a_dump_of_nobody_knows_whom_is_refused_before_the_first_checkpoint(folder: Path, tmp_path: Path) -> None:
-    dump = f"algorithm.token_dump.folder={tmp_path / 'tokens'}"
-    (tmp_path / "tokens").mkdir()
-    (tmp_path / "tokens" / "step_000001.parquet").write_bytes(b"")
-    with pytest.raises(
-        ValueError, match=r"holds the files of another run:\n  no run_definition\.json that can be read"
-    ):
-        prepare(_compose(folder, dump))
-    _start(folder)
-    _save(folder, 10)
-    _start(folder, dump)
-
-
 class TestFinished:
-    @pytest.mark.parametrize("estimator", ["grail", "grpo"])
-    def test_says_so(self, folder: Path, estimator: str, capsys: pytest.CaptureFixture[str]) -> None:
-        override = f"algorithm.adv_estimator={estimator}"
-        _start(folder, override)
-        checkpoint = _save(folder, 50)
-        assert not _start(folder, override)
-        assert f"already finished: {checkpoint} is the checkpoint of the last step" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        "overrides",
-        [
-            ("trainer.total_training_steps=60",),
-            ("trainer.total_training_steps=null", "trainer.total_epochs=2000"),
-            ("trainer.val_only=True",),
-            ("trainer.resume_mode=disable",),
-        ],
-    )
-    def test_is_not_where_something_is_left_to_do(self, folder: Path, overrides: tuple[str, ...]) -> None:
-        _start(folder)
-        _save(folder, 50)
-        assert not _finished(folder, *overrides)
+    def test_says_so_unless_something_is_left_to_do(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for estimator in ("grail", "grpo"):
+            here, override = folder / estimator, f"algorithm.adv_estimator={estimator}"
+            _start(here, override)
+            checkpoint = _save(here, 50)
+            assert not _start(here, override)
+            assert f"already finished: {checkpoint} is the checkpoint of the last step" in capsys.readouterr().err
+        for left in ("total_training_steps=60", "val_only=True", "resume_mode=disable"):
+            assert not _finished(folder / "grail", f"trainer.{left}")
+        assert not _finished(folder / "grail", "trainer.total_training_steps=null", "trainer.total_epochs=2000")
 
     def test_by_epochs_alone(self, folder: Path) -> None:
         """How many steps they make, the checkpoint says."""
         epochs = ("trainer.total_training_steps=null", "trainer.total_epochs=1000")
         _start(folder, *epochs)
-        _save(folder, 40)
-        assert not _finished(folder, *epochs)
-        _save(folder, 50)
-        assert _finished(folder, *epochs)
+        for step in (40, 50):
+            _save(folder, step)
+            assert _finished(folder, *epochs) == (step == 50)
 
-    def test_is_not_before_its_last_step_is_logged_nor_without_its_checkpoint(self, folder: Path) -> None:
-        _start(folder)
-        _save(folder, 40)
-        last = _save(folder, 50, logged=False)
-        assert not _finished(folder)
-        _save(folder, 50)
-        assert _finished(folder)
-        last.rename(folder / "global_step_45")  # verl's tracker still names it
-        assert not _finished(folder)
+    def test_is_not_before_its_last_step_is_logged_nor_without_its_checkpoint(self, begun: Path) -> None:
+        last = _save(begun, 50, logged=False)
+        assert not _finished(begun)
+        _save(begun, 50)
+        assert _finished(begun)
+        last.rename(begun / "global_step_45")  # verl's tracker still names it
+        assert not _finished(begun)
 
 
 def test_both_entry_points_define_a_run_alike(folder: Path) -> None:
@@ -289,73 +247,53 @@ def test_both_entry_points_define_a_run_alike(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_stops_before_ray(tmp_path: Path) -> None:
-    """A run that is finished, and one that is another."""
-    folder = tmp_path / "checkpoints"
-    common = [
-        *("--config-name", "cpu_trainer", "algorithm.adv_estimator=grail", f"{ACTOR}.use_dynamic_bsz=True"),
-        *(f"{ROLLOUT}.n=4", f"{ROLLOUT}.name=vllm", f"trainer.default_local_dir={folder}"),
-        *("trainer.total_training_steps=2", "trainer.save_freq=1", f"hydra.run.dir={tmp_path}"),
+def test_the_command_of_a_finished_run_stops_before_ray(tmp_path: Path) -> None:
+    overrides = [
+        *("algorithm.adv_estimator=grail", f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT}.n=4", f"{ROLLOUT}.name=vllm"),
+        *(f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=2", "trainer.save_freq=1"),
     ]
-
-    def start(*overrides: str) -> subprocess.CompletedProcess[str]:
-        return forked.run("recipe.main_grail", *common, *overrides, HYDRA_FULL_ERROR="1")
-
-    config = compose("cpu_trainer", common[2:-1])  # hydra.run.dir is hydra's own
+    config = compose("cpu_trainer", overrides)
     prepare(config)
     begin_run(config)
-    _save(folder, 2)
-    finished = start()
+    _save(tmp_path / "run", 2)
+    command = ("--config-name", "cpu_trainer", *overrides, f"hydra.run.dir={tmp_path}")
+    finished = forked.run("recipe.main_grail", *command)
     assert finished.returncode == 0, finished.stderr
     assert "already finished" in finished.stderr and "ray init kwargs" not in finished.stdout
-    other = start("data.seed=7")
-    assert other.returncode != 0
-    assert "data.seed" in other.stderr and "ray init kwargs" not in other.stdout
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"definition": 3}', b"[" * 100_000, b"\xff\xfe"], ids=len)
-def test_a_broken_definition_is_named(folder: Path, content: bytes) -> None:
-    _start(folder)
-    _save(folder, 10)
-    (folder / FILE).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"no {FILE} that can be read"):
-        _start(folder)
+def test_a_broken_definition_is_named(begun: Path) -> None:
+    for content in (b"", b"[]", b'{"definition": 3}', b"[" * 100_000, b"\xff\xfe"):
+        (begun / FILE).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"no {FILE} that can be read"):
+            _start(begun)
 
 
-def test_a_mixture_that_is_asked_for_is_a_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _start(folder)
-    _save(folder, 10)
-    prepare(_compose(folder, "data.seed=7", "run_life.enabled=false"))  # judges nobody
-    _start(folder, "data.seed=7", "run_life.strict=false")
+def test_a_mixture_that_is_asked_for_is_a_warning(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(_compose(begun, "data.seed=7", "run_life.enabled=false"))  # judges nobody
+    _start(begun, "data.seed=7", "run_life.strict=false")
     assert "WARNING" in (said := capsys.readouterr().err) and "data.seed: 42 there, 7 here" in said
-    assert json.loads((folder / FILE).read_text())["definition"]["data.seed"] == 7
+    assert _definition(begun)["data.seed"] == 7
 
 
-def test_a_run_keeps_its_id_and_another_has_its_own(folder: Path) -> None:
-    ids = []
-    for _ in range(2):
-        _start(folder)
-        _save(folder, 10)
-        ids.append(json.loads((folder / FILE).read_text())["run"])
-    _start(folder, "trainer.resume_mode=disable")
-    assert ids[0] == ids[1] != json.loads((folder / FILE).read_text())["run"]
+def test_a_run_keeps_its_id_and_another_has_its_own(begun: Path) -> None:
+    ids = [json.loads((begun / FILE).read_text())["run"]]
+    for override in ((), ("trainer.resume_mode=disable",)):
+        _start(begun, *override)
+        ids.append(json.loads((begun / FILE).read_text())["run"])
+    assert ids[0] == ids[1] != ids[2]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "mode", "module"),
-    [
-        ((), "grail_kept_sync", "recipe.run_life.trainer"),
-        (("algorithm.adv_estimator=grpo",), "kept_sync", "recipe.run_life.trainer"),
-        (("run_life.enabled=false",), "grail_sync", None),
-        (("run_life.enabled=false", "algorithm.adv_estimator=grpo"), "sync", None),
+def test_one_switch_chooses_the_trainer(folder: Path) -> None:
+    kept, off, stock = "recipe.run_life.trainer", "run_life.enabled=false", "algorithm.adv_estimator=grpo"
+    for overrides, mode, module in (
+        ((), "grail_kept_sync", kept),
+        ((stock,), "kept_sync", kept),
+        ((off,), "grail_sync", None),
+        ((off, stock), "sync", None),
         (("algorithm.token_weights.trainer_module=json",), "grail_sync", "json"),
-    ],
-)
-def test_one_switch_chooses_the_trainer(
-    folder: Path, overrides: tuple[str, ...], mode: str, module: str | None
-) -> None:
-    config = _compose(folder, *overrides)
-    prepare(config)
-    assert config.trainer.v1.trainer_mode == mode and config.algorithm.token_weights.trainer_module == module
-    if module == "recipe.run_life.trainer":
-        assert issubclass(get_trainer_cls(mode), KeptRun)
+    ):
+        config = _compose(folder, *overrides)
+        prepare(config)
+        assert config.trainer.v1.trainer_mode == mode and config.algorithm.token_weights.trainer_module == module
+        assert module != kept or issubclass(get_trainer_cls(mode), KeptRun)

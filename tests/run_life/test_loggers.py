@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,6 +77,7 @@ def test_everything_is_as_before_afterwards() -> None:
     assert "open" not in vars(tracking) and dict(os.environ) == before
 
 
+@pytest.mark.slow
 def test_wandb_resumes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With wandb's own code, without its server."""
     wandb = pytest.importorskip("wandb")
@@ -97,45 +96,6 @@ def test_wandb_resumes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("WANDB_RUN_ID", "named")
     with one_history(_config(["wandb"]), 9, ids):
         assert os.environ["WANDB_RUN_ID"] == "named"
-
-
-def test_mlflow_resumes_its_run_with_its_first_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as verl calls it; MLflow refuses another value of a parameter."""
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow := _Mlflow())
-    monkeypatch.setattr(tracking, "MLFLOW_SLEEP_SECONDS", 0)
-    ids = {}
-    for steps in (10, 20):
-        with one_history(_config(["mlflow"]), 5 if ids else 0, ids):
-            logs = Tracking("project", "experiment", ["mlflow"], config={"steps": steps, f"of {steps}": 1})
-        ids = ids_of(logs.logger)
-        logs.finish()
-    assert ids == {"mlflow": "run 0"}
-    assert mlflow.runs == {"run 0": {"steps": 10, "of 10": 1, "of 20": 1}}
-
-
-class _Mlflow(ModuleType):
-    """The calls that verl makes."""
-
-    def __init__(self) -> None:
-        super().__init__("mlflow")
-        self.runs: dict[str, dict[str, Any]] = {}
-        self.active: str | None = None
-        self.set_tracking_uri = lambda uri: None
-        self.set_experiment = lambda name: SimpleNamespace(experiment_id=name)
-        self.get_run = lambda run_id: SimpleNamespace(data=SimpleNamespace(params=self.runs[run_id]))
-        self.active_run = lambda: SimpleNamespace(info=SimpleNamespace(run_id=self.active))
-
-    def start_run(self, run_id: str | None = None, experiment_id: str = "", run_name: str = "") -> None:
-        self.active = run_id or f"run {len(self.runs)}"
-        self.runs.setdefault(self.active, {})
-
-    def log_params(self, params: dict[str, Any]) -> None:
-        run = self.runs[self.active]
-        assert all(run.get(name, value) == value for name, value in params.items())
-        run.update(params)
-
-    def end_run(self, *args: Any, **kwargs: Any) -> None:
-        self.active = None
 
 
 @pytest.mark.parametrize(

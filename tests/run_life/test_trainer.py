@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,16 +136,6 @@ def test_the_last_steps_too(config: Any) -> None:
     assert (state["step"], state["last_step"], state["total_epochs"]) == (6, 6, 1000)
 
 
-def test_as_many_are_kept_as_the_run_wants_in_all_its_lives(config: Any) -> None:
-    for killed_at in (("step", 3), ("step", 5), None):
-        _life(config, killed_at)
-    assert _counting(config) == [4, 6]
-    config.trainer.max_actor_ckpt_to_keep = None
-    config.trainer.total_training_steps = 10
-    _life(config)
-    assert _counting(config) == [4, 6, 8, 10]
-
-
 def test_the_generators_go_on(config: Any, tmp_path: Path) -> None:
     """What the trainer's process draws from the checkpoint on is what an uninterrupted run draws."""
 
@@ -166,47 +155,6 @@ def test_the_generators_go_on(config: Any, tmp_path: Path) -> None:
     assert again == {step: whole[step] for step in range(5, 7)}
 
 
-def test_an_adaptive_kl_coefficient_goes_on(config: Any) -> None:
-    class Control:
-        value = 0.1
-
-    class Trainer(_Trainer):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.kl_ctrl_in_reward = Control()
-
-        def on_step_begin(self) -> None:
-            super().on_step_begin()
-            self.kl_ctrl_in_reward.value *= 2
-
-    first = Trainer(config)
-    first._load_checkpoint()
-    first.fit()
-    second = Trainer(config)
-    second._load_checkpoint()
-    assert second.kl_ctrl_in_reward.value == first.kl_ctrl_in_reward.value == pytest.approx(0.1 * 2**6)
-
-
-def test_a_runs_loggers_go_on(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Trainer(_Trainer):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            run = SimpleNamespace(id=os.environ.get("WANDB_RUN_ID", "new"))
-            self.logger.logger["wandb"] = SimpleNamespace(run=run)
-
-        def on_step_begin(self) -> None:
-            super().on_step_begin()
-            named.append(os.environ.get("WANDB_RUN_ID"))
-
-    named: list[str | None] = []
-    for _ in range(2):
-        trainer = Trainer(OmegaConf.create(OmegaConf.to_container(config)))
-        trainer._load_checkpoint()
-        trainer.fit()
-        config.trainer.total_training_steps = 8
-    assert named == [None] * 6 + ["new"] * 2
-
-
 @pytest.mark.parametrize(
     "broken", [{}, {"kl_coefficient": None, "loggers": {}, "torch": "00", "numpy": [], "python": []}]
 )
@@ -216,14 +164,6 @@ def test_a_state_that_somebody_changed_is_refused_by_name(config: Any, broken: d
     write_json(path, {"step": 6, **broken})
     with pytest.raises(ValueError, match=r"global_step_6/run_state\.json is not as a run leaves it .*resume_path"):
         _Trainer(config)._load_checkpoint()
-
-
-def test_val_only_leaves_everything_alone(config: Any) -> None:
-    config.trainer.val_only = True
-    trainer = _Trainer(config)
-    trainer.global_steps = 6
-    trainer.fit()
-    assert trainer.config.trainer.val_before_train is True and _counting(config) == []
 
 
 def test_each_stage_of_verls_runs_in_the_phase_that_verl_times_it_as(config: Any) -> None:

@@ -56,14 +56,6 @@ class Scene:
 
 
 class TestTime:
-    def test_a_run_that_goes_on_may_take_as_long_as_it_likes(self) -> None:
-        scene = Scene()
-        for step in range(1, 20):
-            scene.into(step, "gen")
-            assert scene.look_for(60) is None
-            scene.watch.enter("update_actor", step)
-            assert scene.look_for(90) is None
-
     def test_a_phase_without_an_end_ends_the_run_and_names_the_option(self) -> None:
         scene = Scene()
         scene.into(1, "gen")

@@ -15,7 +15,6 @@ from study.exact import (
     accuracy_gradient,
     deciding_tokens,
     exact_accuracy,
-    right_continuation,
     right_texts,
     token_advantages,
 )
@@ -23,8 +22,6 @@ from study.task import StudyProblem, read, read_tokens, study_problems, study_to
 
 TOKENIZER = study_tokenizer()
 CHAIN = StudyProblem("7+5-3", 7, (("+", 5), ("-", 3)), (None, None))
-HIDDEN = StudyProblem("7+(2+3)-4", 7, (("+", 5), ("-", 4)), ((2, 3), None))
-WRITTEN = "ok 7+5=12;(1+1=3)12-3=9;now \\boxed{9}"
 
 
 @pytest.fixture(scope="module")
@@ -48,22 +45,7 @@ def texts_of(problem: StudyProblem, *written: str) -> Texts:
     return Texts([prompt_ids(TOKENIZER, problem)] * len(written), responses, decided)
 
 
-@pytest.mark.parametrize(
-    ("problem", "text", "decided"),
-    [
-        (CHAIN, WRITTEN, "12;9;9}"),
-        (HIDDEN, "(2+3=5)7+5=12;(2+2=4)12-4=8;\\boxed{8}", "5)12;8;8}"),
-        (CHAIN, "7+5=12;12-3=9 \\boxed{9}", "12;99}"),
-    ],
-)
-def test_what_decides_is_where_results_and_the_box_are_written(problem: StudyProblem, text: str, decided: str) -> None:
-    ids = TOKENIZER.encode(text)
-    found = deciding_tokens(read_tokens(problem, ids, TOKENIZER))
-    assert "".join(TOKENIZER.decode([ids[place]]) for place in np.flatnonzero(found)) == decided
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_accuracy_is_that_of_every_text_enumerated(temperature: float) -> None:
+def test_accuracy_is_that_of_every_text_enumerated(temperature: float = 0.6) -> None:
     """All texts that differ from the given one in deciding tokens, each judged by reading it; of six tokens, others are ruled
     out."""
     problem = StudyProblem("4+5", 4, (("+", 5),), (None,))
@@ -121,24 +103,6 @@ def test_gradient_is_that_of_finite_differences() -> None:
         direction /= direction.norm()
         extrapolated = (4 * slope(direction, 0.05) - slope(direction, 0.1)) / 3
         assert extrapolated == pytest.approx(float(gradient @ direction), rel=1e-4, abs=0)
-
-
-@pytest.mark.parametrize(
-    ("problem", "response", "right"),
-    [
-        (CHAIN, "so 7+5=13;(1+1=3)13-3=10;ok \\boxed{10}", "so 7+5=12;(1+1=3)12-3=9;ok \\boxed{9}"),
-        (CHAIN, "7+5=12;12-3=9;\\boxed{8}", "7+5=12;12-3=9;\\boxed{9}"),
-        (CHAIN, "7+5=12;13-3=10;\\boxed{10}", "7+5=12;12-3=9;\\boxed{9}"),
-        (HIDDEN, "(2+3=6)7+6=13;(2+2=4)13-4=9;\\boxed{9}", "(2+3=5)7+5=12;(2+2=4)12-4=8;\\boxed{8}"),
-        (CHAIN, "7+5=12;\\boxed{9}", None),
-        (CHAIN, "7+5=13;13-3=10;", None),
-    ],
-)
-def test_the_right_continuation_keeps_the_wording(problem: StudyProblem, response: str, right: str | None) -> None:
-    ids = [*TOKENIZER.encode(response), TOKENIZER.eos_token_id]
-    found = right_continuation(problem, ids, read_tokens(problem, ids, TOKENIZER), TOKENIZER)
-    assert (None if found is None else TOKENIZER.decode(found, skip_special_tokens=True)) == right
-    assert found is None or found[-1] == TOKENIZER.eos_token_id
 
 
 def test_token_advantages_are_differences_of_the_value_by_enumeration(model: Qwen3ForCausalLM) -> None:

@@ -116,26 +116,6 @@ def test_twins_show_what_is_due_to_the_error():
     assert "What is due to the error" in markdown(found, {})
 
 
-def test_rows_that_a_method_does_not_score_are_left_out_for_all():
-    unscored = row([np.nan] * 6, place=2, weights=[1.0] * 6)
-    found = localise([row([1, 1, 2, 2, 1, 1]), unscored, row([1] * 6, place=3, twin=True)], resamples=10)
-    assert found.problems == 1
-    assert found.left_out == {"no scores by m": 1, "twin of a solution that is left out": 1}
-    with pytest.raises(ValueError, match="no solution can be measured: 1 no scores by m"):
-        localise([unscored])
-
-
-def test_splits():
-    last = row([1, 1, 1, 1, 2, 2], place=2)
-    last.labels.update(wrong_step=[4, 6], wrong_result=[5, 6])
-    found = localise([row([2, 2, 1, 1, 2, 2]), last], resamples=10)
-    assert found.last == 1
-    by_split = {split: found.get("m", "token_auroc", split).value for split in ("all", "wrong step last")}
-    assert by_split == {"all": 0.5, "wrong step last": 1.0}
-    assert found.get("m", "token_auroc", "wrong step not last").value == 0.0
-    assert found.get("later token", "token_auroc", "wrong step last").value == 1.0
-
-
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_model(max_position_embeddings=512).save_pretrained("model")

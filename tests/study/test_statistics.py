@@ -15,7 +15,6 @@ from study.statistics import (
     holm,
     paired,
     spearman,
-    t_interval,
     two_way_bootstrap,
 )
 
@@ -28,15 +27,6 @@ def test_paired_by_hand() -> None:
     assert (found.low, found.high) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rel=1e-6)
     values = np.random.default_rng(0).normal(0.3, 1, 9)
     assert paired(values).p == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
-
-
-def test_interval_of_another_level_is_the_one_of_the_equivalence_test() -> None:
-    differences = [0.5, 1.0, 1.5, 0.0, 1.2]
-    found = paired(differences)
-    assert t_interval(found, 0.95) == pytest.approx((found.low, found.high))
-    # An end of the 90 % interval is the bound at which the two one-sided tests have 5 %.
-    assert equivalence_p(differences, t_interval(found, 0.9)[1]) == pytest.approx(0.05)
-    assert math.isnan(t_interval(paired([1.0]), 0.9)[0])
 
 
 def test_holm_by_hand() -> None:

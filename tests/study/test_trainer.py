@@ -16,10 +16,10 @@ from recipe.tiny.sampling import prompt_ids
 from study import rollouts as rolling
 from study import trainer
 from study.arms import ARMS, Arm
-from study.credit import credit, policy_state, sequence_advantages, shuffled
+from study.credit import credit, policy_state, sequence_advantages
 from study.exact import right_texts, token_advantages
 from study.rollouts import CONTROL, Rollouts, as_rollouts, numbers
-from study.task import BOX, MAX_RESPONSE_TOKENS, StudyProblem, study_problems, study_tokenizer
+from study.task import MAX_RESPONSE_TOKENS, StudyProblem, study_problems, study_tokenizer
 from study.trainer import RunSettings, update
 
 TOKENIZER = study_tokenizer()
@@ -78,23 +78,7 @@ def test_rollouts_are_judged_as_by_the_projects_reward() -> None:
     torch.testing.assert_close(sequence_advantages(batch, ARMS["uniform"]), ADVANTAGES)
 
 
-def test_state_is_that_of_the_policy() -> None:
-    batch, model = rollouts(), model_of()
-    state = policy_state(model, batch)
-    row, start = 1, len(batch.prompts[1])
-    ids = [*batch.prompts[row], *batch.responses[row]]
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
-    place = start + 4
-    torch.testing.assert_close(state.old_log_probs_BL[row, place], logits[place - 1, ids[place]], rtol=1e-4, atol=1e-5)
-    entropy = -(logits[place - 1].exp() * logits[place - 1]).sum()
-    torch.testing.assert_close(state.entropy_BL[row, place], entropy, rtol=1e-4, atol=1e-5)
-    # What the output embeddings make of the kept state is the distribution that the token was drawn from.
-    again = model.lm_head(state.hidden_BLD[row, place]).log_softmax(-1).detach()
-    torch.testing.assert_close(again, logits[place - 1], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["uniform", "grail_robust", "surprisal", "oracle"])
+@pytest.mark.parametrize("name", ["grail_robust", "oracle"])
 def test_one_update_follows_the_gradient_written_out(name: str) -> None:
     """Row by row: token advantage x log-probability, summed, over rows x the longest response."""
     batch, model = rollouts(), model_of()
@@ -116,46 +100,6 @@ def test_one_update_follows_the_gradient_written_out(name: str) -> None:
         torch.testing.assert_close(moved, parameter.grad, rtol=2e-3, atol=2e-7)
 
 
-def test_uniform_is_the_rows_advantage_and_right_only_leaves_wrong_rows_out() -> None:
-    mask = rollouts().response_mask_BL
-    torch.testing.assert_close(credited(ARMS["uniform"]), mask * ADVANTAGES.unsqueeze(1))
-    torch.testing.assert_close(credited(ARMS["right_only"]), mask * ADVANTAGES.clamp(min=0).unsqueeze(1))
-
-
-def test_picks_in_wrong_rows_are_one_token_each_and_right_rows_stay() -> None:
-    uniform, last = credited(ARMS["uniform"]), credited(ARMS["last_result"])
-    for name in ("surprisal", "random_token", "last_result"):
-        found = credited(ARMS[name])
-        assert (found[[0, 3]] == uniform[[0, 3]]).all()
-        assert [int((found[row] != 0).sum()) for row in (1, 4, 5)] == [1, 1, 1]
-        assert [float(found[row].sum()) for row in (1, 4, 5)] == pytest.approx([-1 / 3] * 3)
-    for row, expected in ((1, "8"), (4, "7"), (5, "1")):
-        found = response_of(row, last)
-        (place,) = np.flatnonzero(found["values"])
-        assert found["tokens"][place] == expected and "box" not in "".join(found["tokens"][:place])
-    least = credited(ARMS["surprisal"])
-    batch = rollouts()
-    state = policy_state(model_of(), batch)
-    start, box = len(batch.prompts[1]), response_of(1, least)["tokens"].index("\\")
-    own = state.old_log_probs_BL[1, start : start + box]
-    assert int(least[1].nonzero()[0, 0]) == start + int(own.argmin())
-
-
-def test_shuffled_weights_stay_within_their_kind_of_token() -> None:
-    batch = rollouts()
-    weights = torch.rand(batch.input_ids_BL.shape, generator=torch.Generator().manual_seed(0)) * batch.response_mask_BL
-    found = shuffled(weights, batch, numbers(0, CONTROL, 1, tuple(weights.shape)))
-    assert not torch.equal(found, weights)
-    assert (found[~batch.response_mask_BL.bool()] == 0).all()
-    for row, read in enumerate(batch.reads):
-        start = len(batch.prompts[row])
-        for role in np.unique(read.role_T):
-            places = start + np.flatnonzero(read.role_T == role)
-            assert sorted(found[row, places].tolist()) == sorted(weights[row, places].tolist())
-            if role == BOX:  # what the answer weighs is no score
-                assert torch.equal(found[row, places], weights[row, places])
-
-
 def test_oracle_is_the_exact_advantage() -> None:
     batch, model = rollouts(), model_of()
     found = credited(ARMS["oracle"], model)
@@ -164,19 +108,6 @@ def test_oracle_is_the_exact_advantage() -> None:
     for row in (0, 1, 4):
         np.testing.assert_allclose(response_of(row, found)["values"], exact[row], rtol=1e-5)
     assert not any(response_of(2, found)["values"]), "cut off"
-
-
-def test_spread_is_one_tokens_weight_over_all_reasoning_tokens() -> None:
-    """Of a wrong row's reasoning every token weighs the same, 1 in all; other rows stay."""
-    found = credited(ARMS["spread"])
-    for row in range(6):
-        values = np.array(response_of(row, found)["values"])
-        if row in (1, 4, 5):
-            box = response_of(row, found)["tokens"].index("\\")
-            assert values[:box] == pytest.approx(ADVANTAGES[row].item() / box, rel=1e-5)
-            assert not values[box:].any()
-        else:
-            assert values == pytest.approx(np.full(len(values), ADVANTAGES[row].item()))
 
 
 def test_arms_of_a_seed_see_the_same_problems_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,18 +134,3 @@ def test_arms_of_a_seed_see_the_same_problems_and_numbers(monkeypatch: pytest.Mo
     streams = [str(numbers_BT) for _, numbers_BT, _ in drawn["uniform"][:5]]
     assert len(set(streams)) == 5, "each with numbers of its own"
     assert rows["uniform"]["gradient_norm"] != rows["right_only"]["gradient_norm"]
-
-
-def test_clipped_error_tokens_are_counted() -> None:
-    batch, model = rollouts(), model_of()
-    arm = ARMS["uniform"]
-    state = policy_state(model, batch)
-    settings = replace(SETTINGS, epochs=3)
-    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-    done = update(model, adam, batch, credited(arm), state.old_log_probs_BL, arm, settings)
-    # The errors of the three wrong rows with an advantage have 2, 1 and 1 tokens; the first epoch does not count.
-    assert done.errors == 2 * (2 + 1 + 1)
-    assert 0 < done.clipped <= done.errors and done.gradient_norm > 0
-    again = policy_state(model, batch).old_log_probs_BL
-    still = update(model, torch.optim.SGD(model.parameters(), lr=0.0), batch, credited(arm), again, arm, settings)
-    assert still.clipped == 0

@@ -14,7 +14,7 @@ from recipe.tiny.sampling import prompt_ids
 from study.arms import ARMS
 from study.rollouts import as_rollouts
 from study.task import RESULT, StudyProblem, study_tokenizer
-from study.truth import Row, row_figures, rows_of, scores_and_weights, splits_of
+from study.truth import Row, row_figures, rows_of, scores_and_weights
 
 TOKENIZER = study_tokenizer()
 PROBLEM = StudyProblem("7+5-3+1", 7, (("+", 5), ("-", 3), ("+", 1)), (None, None, None))
@@ -47,11 +47,6 @@ def test_only_responses_with_one_wrong_result_or_none_are_taken() -> None:
         "7+5=12;12-3=9;(1+1=3)9+1=10;ok ",
     ]
     assert len(rows_of(TOKENIZER, [PROBLEM] * 3, [PROMPT] * 3, [TOKENIZER.encode(FIRST)] * 3, 2)) == 2
-
-
-@pytest.mark.parametrize(("text", "splits"), [(FIRST, "not_last first"), (MIDDLE, "not_last middle"), (LAST, "last")])
-def test_splits_by_where_the_error_stands(text: str, splits: str) -> None:
-    assert splits_of(rows(text)[0]) == ["all", *splits.split()]
 
 
 def test_figures_of_a_wrong_response_by_hand() -> None:

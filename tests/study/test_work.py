@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from study import __main__ as command
 from study import rollouts, work
 from study.arms import ARMS
-from study.plan import COMPARED, MEASUREMENTS, NO_ARM, RUNS, Job, RegimePlan, StudyPlan
+from study.plan import NO_ARM, Job, RegimePlan, StudyPlan
 from study.raw import RawFile
 from study.trainer import RunSettings
 from study.work import Files, Sitting, finished, settings_digest
@@ -65,56 +64,6 @@ def test_rows_come_back_as_they_were_and_a_crash_loses_nothing(tmp_path: Path, m
         file.append([{"arm": "a"}])
 
 
-def test_the_plan_is_the_written_one() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "study2" / "PLAN.md").read_text(encoding="utf-8")
-    plan = StudyPlan()
-
-    def said(seeds: tuple[int, ...]) -> str:
-        return ", ".join(map(str, seeds)) if len(seeds) < 3 else f"{seeds[0]} to {seeds[-1]}"
-
-    for regime in plan.regimes:
-        cells = [regime.name, said(regime.main_seeds), said(regime.tuning_seeds), said(regime.pilot_seeds)]
-        assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in text
-        assert not set(regime.main_seeds) & {*regime.tuning_seeds, *regime.pilot_seeds}
-        assert {*regime.measured_seeds, *regime.side_seeds} <= {*regime.main_seeds}
-    for regime, *counts in re.findall(r"\| (\w+) \| (\d+) \| (\d+) \| (\d+) \| [\d.]+ \|", text):
-        kinds = [job.kind for job in plan.jobs({}) if job.regime == regime]
-        assert [sum(kind in of for kind in kinds) for of in (("start",), RUNS, MEASUREMENTS)] == [*map(int, counts)]
-    assert all(rate in text and float(rate) in plan.rates for rate in ("5e-5", "1e-4", "2e-4"))
-
-
-def test_jobs_follow_their_start_and_the_first_arms_come_together_seed_by_seed() -> None:
-    jobs = list(StudyPlan().jobs({}))
-    assert len(set(jobs)) == len(jobs)
-    starts = {(job.regime, job.seed): place for place, job in enumerate(jobs) if job.kind == "start"}
-    assert all(starts[job.regime, job.seed] <= place for place, job in enumerate(jobs))
-    for regime in StudyPlan().regimes:
-        main = [job for job in jobs if job.kind == "main" and job.regime == regime.name]
-        count = len(regime.together) * len(regime.main_seeds)
-        assert [job.seed for job in main[:count]] == [seed for seed in regime.main_seeds for _ in regime.together]
-        assert {job.arm for job in main[:count]} == {*regime.together} <= {*COMPARED}
-        assert [job.seed for job in main[count:]] == [*regime.main_seeds] * (
-            len(main[count:]) // len(regime.main_seeds)
-        )
-
-
-def test_the_rate_of_the_highest_mean_is_taken_once_all_are_there() -> None:
-    plan = replace(TINY, regimes=(replace(TINY.regimes[0], tuning_seeds=(8, 9)),))
-
-    def tuned(accuracy: dict[tuple[int, float], float]) -> dict[tuple[str, str], float]:
-        shared = {"kind": "tune", "regime": "misconceptions", "arm": "uniform"}
-        found = accuracy.items()
-        return plan.tuned_rates(
-            [shared | {"seed": str(seed), "rate": repr(rate), "accuracy": str(value)} for (seed, rate), value in found]
-        )
-
-    found = {(8, 1e-4): 0.5, (9, 1e-4): 0.5, (8, 1e-3): 0.9, (9, 1e-3): 0.2}
-    assert tuned(found) == {("misconceptions", "uniform"): 1e-3}
-    assert tuned(found | {(9, 1e-3): 0.1}) == {("misconceptions", "uniform"): 1e-4}, "of equal ones the lowest"
-    del found[9, 1e-3]
-    assert tuned(found) == {}
-
-
 def a_start(plan: StudyPlan, seed: int = 1) -> dict[str, Any]:
     job = Job("start", "misconceptions", NO_ARM, seed)
     values = dict.fromkeys(work.START_COLUMNS, 0.25) | dict(zip(work.JOB_COLUMNS, job.key, strict=True))
@@ -157,6 +106,7 @@ def rows(folder: Path, name: str) -> pd.DataFrame:
     return frame.drop(columns=[column for column in frame if column.endswith("seconds")])
 
 
+@pytest.mark.slow
 def test_the_study_in_miniature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,14 +145,3 @@ def test_the_study_in_miniature(
     run()
     assert "No further job fits into the plan's 12 core-hours" in capsys.readouterr().out
     assert not (data / "runs.csv").exists()
-
-
-def test_a_job_is_expected_to_take_what_those_of_its_sort_took(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    expected = Sitting(TINY, files, tmp_path, regimes=[], kinds=[]).expected_seconds
-    start, main = Job("start", "distractors", NO_ARM, 2), Job("main", "distractors", "uniform", 2)
-    assert (expected()(start), expected()(main)) == (240, 150), "guesses"
-    for seed, (regime, seconds) in enumerate([("misconceptions", 100), ("distractors", 200), ("distractors", 220)]):
-        files.start.append([a_start(TINY) | {"regime": regime, "seed": seed, "job_seconds": seconds}])
-    assert expected()(start) == 210 and expected()(replace(start, regime="slips")) == pytest.approx(520 / 3)
-    assert expected()(main) == 150, "a warm-up says nothing of a run"

@@ -20,10 +20,8 @@ from tests.trl_ext import scripted
 WEIGHTS: dict[str, dict[str, Any]] = {
     "grail": {"token_weights": "grail"},
     "grail, right rows": {"token_weights": "grail", "token_weight_options": {"gate": "correct"}},
-    "high_entropy": {"token_weights": "high_entropy"},
     "stare": {"token_weights": "stare", "token_weight_options": {"threshold": 100.0}},
     "shear": {"token_weights": "shear", "token_weight_options": {"window": 6, "stride": 3}},
-    "surprisal": {"token_weights": "surprisal"},
 }
 STEPS = 3
 TIMEOUT = 1500

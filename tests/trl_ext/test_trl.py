@@ -35,17 +35,8 @@ def trl_folder(version: str) -> Path:
         return default
     folder = Path(sys.prefix) / f"trl-{version}"
     if not (folder / f"trl-{version}.dist-info").exists():
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--target",
-            folder,
-            f"trl=={version}",
-        ]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command = [*pip, "--target", folder, f"trl=={version}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
         if done.returncode:
             pytest.fail(f"TRL {version} cannot be installed into {folder}:\n{done.stderr}")
@@ -118,7 +109,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
     return {world_size: [torch.load(file) for file in of_size] for world_size, of_size in files.items()}
 
 
-RANK_METHODS = ("grail", "grail, right rows", "high_entropy", "stare", "shear", "surprisal")
+RANK_METHODS = ("grail", "grail, right rows", "stare", "shear")
 
 
 def results_of(ranks: dict[int, list[dict[str, Any]]], name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -1,6 +1,6 @@
 """Run by test_cpu_platform in its own interpreter: send new weights to a vLLM-CPU worker and print how far it is off.
 
-Usage: ``python -m tests.verl_cpu.cpu_reload_run tied|untied DIRECTORY``. The sender is verl's, in a thread.
+Usage: ``python -m tests.verl_cpu.cpu_reload_run DIRECTORY``. The sender is verl's, in a thread. The embeddings are tied.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def vllm_log_probs(engine: LLM) -> torch.Tensor:
     return torch.tensor([entry[token_id].logprob for token_id, entry in entries])
 
 
-def main(tied: bool, directory: str) -> None:
+def main(directory: str) -> None:
     os.environ["VERL_RAY_JOB_ID"] = f"test-{os.getpid()}"
     # 600,000 parameters in float32 need three buckets of one megabyte.
-    model = tiny_model(tied=tied, layers=3, hidden_size=128, intermediate_size=256, head_dim=64, initializer_range=0.05)
+    model = tiny_model(tied=True, layers=3, hidden_size=128, intermediate_size=256, head_dim=64, initializer_range=0.05)
     model.save_pretrained(directory)
     engine = LLM(
         directory,
@@ -76,4 +76,4 @@ def main(tied: bool, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] == "tied", sys.argv[2])
+    main(sys.argv[1])

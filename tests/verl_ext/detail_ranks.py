@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import pickle
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grail_advantage import GrailConfig, Signal
+from grail_advantage import GrailConfig
 from grail_advantage.batch import PassRow
 from tests.core.tiny_models import PAD_ID, Rollout, char_tokenizer
 from tests.verl_ext import pass_ranks
@@ -30,26 +28,22 @@ from tests.verl_ext.engines import (
     shards,
     training_worker,
 )
-from tests.verl_ext.held_memory import counted_whole_blocks, saved_bytes
+from tests.verl_ext.held_memory import counted_whole_blocks
 from tests.verl_ext.one_step import Store
 from tests.verl_ext.pass_plan import (
-    FLASH,
+    COUNTED,
     HALVED,
-    KERNELS,
     MEMORY,
     NAN_TO,
     OWN,
     PLAIN,
     TARGETS,
-    TRAINER,
-    UNBUILT,
     WITH_NAN,
     pass_rows,
     shared_row,
-    trainer_batch,
     uneven_rows,
 )
-from tests.verl_ext.rank_group import on_gpus, run_rank
+from tests.verl_ext.rank_group import run_rank
 from tests.verl_ext.test_layouts import TWO_GROUPS, Scenario, put_rollouts, trainer_of
 
 
@@ -57,8 +51,7 @@ class Experiments(pass_ranks.Experiments):
     """One method a kind of experiment; each returns plain data."""
 
     def memory(self, setup: Setup) -> dict[str, Any]:
-        """Whole blocks during the backward of a training step, of passes, and of a shared forward; and the bytes that a pass
-        saves."""
+        """Whole blocks during the backward of a training step, of passes, and of a shared forward."""
         engine = self._build(setup)
         worker, rows = training_worker(engine), self._rows(setup, "all")
         runs = {
@@ -67,13 +60,11 @@ class Experiments(pass_ranks.Experiments):
             "shared": lambda: log_probs(worker, rows, Sizes(rows=1), leaf="embeddings"),
         }
         found = {}
-        with saved_bytes(engine) as saved:
-            runs["embeddings"]()
         for name, run in {**runs, "training": lambda: self._step(engine, setup)}.items():
             with counted_whole_blocks(engine) as counts:
                 run()
             found[name] = {"during": counts, "behind": sharding(engine)["held"]}
-        return {"blocks": found, "saved": saved[0]}
+        return found
 
     def _prepared(self) -> list[PassRow]:
         return pass_rows("saliency", self.rank, self.world_size)[1]
@@ -93,7 +84,19 @@ class Experiments(pass_ranks.Experiments):
         for share in TARGETS:
             rows = self._rows(setup, share)
             count(("verl", share), lambda rows=rows: log_probs(worker, rows, Sizes(rows=1)))
-            count(("fused", share), lambda rows=rows: log_probs(worker, rows, Sizes(rows=1), leaf="embeddings"))
+            outputs: dict[str, Any] = {}
+            for name, keep in (("fused", False), ("kept", True)):
+
+                def run(name: str = name, keep: bool = keep, rows: Any = rows, outputs: dict = outputs) -> None:
+                    outputs[name] = log_probs(worker, rows, Sizes(rows=1), leaf="embeddings", keep=keep)
+
+                count((name, share), run)
+            found["kept is fused", share] = [
+                torch.equal(kept.nan_to_num(7.0), fused.nan_to_num(7.0))
+                for field, of_fused in outputs["fused"].items()
+                if field != "saliency_seconds"
+                for kept, fused in zip(outputs["kept"][field], of_fused, strict=True)
+            ]
         for name in ("saliency", "oar_p"):
             rows = [OWN[name][0].prepare_row(row, char_tokenizer()) for row in uneven_rows(self.rank)]
             count(
@@ -134,18 +137,6 @@ class Experiments(pass_ranks.Experiments):
                 results["steps"].append((self._step(engine, setup), shards(engine)))
         return results
 
-    def halved(self, setup: Setup) -> dict[str, Any]:
-        """Passes under the autocast that verl trains with by default."""
-        engine = self._build(setup)
-        worker = training_worker(engine)
-        names = ("saliency",) if setup.packed else ("saliency", "oar_g", "oar_p", "rlsd", "shear")
-        return {
-            "dtypes": sorted({str(parameter.dtype) for parameter in engine.module.parameters()}),
-            "autocast": str(engine._autocast_dtype),
-            "own": {name: self._own(engine, name, setup) for name in names},
-            "shared": self._shared(worker, setup, "one row each", "all"),
-        }
-
     def nan(self, setup: Setup) -> dict[str, Any]:
         """Rows of which some have a token whose embedding is NaN; in two rows a micro-batch."""
         worker = training_worker(self._build(setup))
@@ -153,46 +144,6 @@ class Experiments(pass_ranks.Experiments):
         clean = [(tokens.clone().apply_(lambda t: NAN_TO.get(t, t)), *rest) for tokens, *rest in rows]
         sizes = Sizes(rows=2)
         return {name: log_probs(worker, of, sizes, leaf="embeddings") for name, of in (("nan", rows), ("clean", clean))}
-
-    def noise(self, setup: Setup) -> dict[str, Any]:
-        """The same pass in two training steps, the first one twice."""
-        engine = self._build(setup)
-        return {
-            name: self._own(engine, "oar_g", setup, step=step)["scores"]
-            for name, step in (("first", 1), ("again", 1), ("second", 2))
-        }
-
-    def progress(self, setup: Setup) -> dict[str, Any]:
-        """What a pass writes to stderr while it runs, told to write at once, and told to wait for longer than it takes."""
-        from grail_advantage.verl_ext import engine_model
-
-        engine, written = self._build(setup), {}
-        for name, seconds in (("at once", 0), ("later", 1000 * engine_model.PROGRESS_SECONDS)):
-            engine_model.PROGRESS_SECONDS = seconds
-            with contextlib.redirect_stderr(io.StringIO()) as stream:
-                self._own(engine, "oar_p", setup)
-            written[name] = stream.getvalue()
-        return written
-
-    def trainer(self, signal: Signal) -> dict[str, Any]:
-        """The trainer's own way from a batch to scores, with ranks that both play the trainer and its workers."""
-        engine = self._build(Setup(ranks=self.world_size))
-        return scores_through_trainer(
-            engine,
-            RankGroup(self.rank, engine),
-            trainer_batch(signal),
-            signal,
-            global_steps=5,
-            tokenizer=SimpleNamespace(pad_token_id=PAD_ID),
-        )
-
-    def unbuilt(self, setup: Setup) -> dict[str, str | None]:
-        """The name of the error that verl raises."""
-        try:
-            self._build(setup)
-        except Exception as error:
-            return {"error": type(error).__name__}
-        return {"error": None}
 
     def later_update(self, setup: Setup) -> dict[str, Any]:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
@@ -227,10 +178,6 @@ class Experiments(pass_ranks.Experiments):
         results["kept policies"] = sorted(workers._worker.cpu_saved_models)
         return results
 
-    def kernels(self, setup: Setup) -> list[torch.Tensor]:
-        """Scores with verl's fused kernels."""
-        return self._own(self._build(setup), "saliency, robust", setup)["scores"]
-
 
 class AllRows:
     """A worker group whose every rank has all rows."""
@@ -253,89 +200,15 @@ class AllRows:
         return call
 
 
-def scores_through_trainer(
-    engine: Any, workers: RankGroup, batch: dict[str, Any], signal: Any, **attributes: Any
-) -> dict[str, Any]:
-    """What the trainer's ``_own_scores`` gives for a batch, and which rows each rank got; ``attributes`` go onto the
-    trainer."""
-    from omegaconf import OmegaConf
-
-    from grail_advantage import RolloutBatch
-    from grail_advantage.verl_ext.selection import Selection
-    from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
-    from grail_advantage.verl_ext.transfer import Rollouts
-
-    engine.engine_config.use_dynamic_bsz = False
-    engine.engine_config.micro_batch_size_per_gpu = 2
-    trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
-    trainer.signal = signal
-    trainer.global_steps = 0
-    trainer.tokenizer = SimpleNamespace(pad_token_id=None)
-    trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 0.9}}})
-    trainer.actor_rollout_wg = workers
-    for name, value in attributes.items():
-        setattr(trainer, name, value)
-    rollouts = Rollouts(
-        keys=[],
-        prompts=batch["prompts"],
-        responses=batch["responses"],
-        mask_BT=batch["mask_BT"],
-        spans=batch["spans"],
-        groups=list(range(len(batch["prompts"]))),
-        examples=[None] * len(batch["prompts"]),
-    )
-    advantages_BT = batch["advantages_BT"]
-    seen = RolloutBatch(batch["mask_BT"], batch["advantages_B"], batch["spans"], {})
-    rows = signal.select(seen)
-    none_B = torch.zeros(len(advantages_BT)).bool()
-    selection = Selection(seen, advantages_BT, advantages_BT, truncated_B=none_B, unjudged_B=none_B, rows=rows)
-    scores_BT = torch.full(advantages_BT.shape, float("nan"))
-    norms = trainer._own_scores(rollouts, selection, selection.selected, scores_BT)
-    return {"scores": scores_BT, "norms": torch.cat([torch.zeros(0), *norms]), "rows_of_rank": workers.lengths}
-
-
-class RankGroup:
-    """A worker group whose caller runs on every rank: it cuts and joins data with the functions that verl's does."""
-
-    def __init__(self, rank: int, engine: Any) -> None:
-        self.rank = rank
-        self.worker = SimpleNamespace(actor=SimpleNamespace(engine=engine))
-        self.size = torch.distributed.get_world_size()
-        self._dispatch_info = {"actor": list(range(self.size))}
-        self.lengths: list[int] = []
-
-    def compute_token_scores(self, request: Any) -> Any:
-        from verl.single_controller.base import decorator
-
-        from grail_advantage.verl_ext.worker import TokenWeightActorWorker
-
-        (shares,), _ = decorator._split_args_kwargs_data_proto(self.size, request)
-        share = pickle.loads(pickle.dumps(shares[self.rank]))  # as it travels
-        self.lengths = share["input_ids"].offsets().diff().tolist()
-        outputs = [None] * self.size
-        own = TokenWeightActorWorker.compute_token_scores(self.worker, share)
-        torch.distributed.all_gather_object(outputs, own)
-        return decorator._concat_data_proto_or_future(outputs)
-
-
 def experiments(world_size: int) -> dict[str, dict[str, Any]]:
     """The experiments of that many ranks."""
-    if on_gpus():
-        kernels = {"kernels": KERNELS} if world_size == 1 else {}
-        return {"halved": {name: setup for name, setup in FLASH.items() if setup.ranks == world_size}, **kernels}
-    if world_size == 3:
-        return {"trainer": {"saliency": TRAINER["saliency"]}}
     return {
         "memory": MEMORY,
-        "counting": {**PLAIN, "fsdp2, no checkpointing": Setup("qwen3", checkpointing=False)},
+        "counting": COUNTED,
         "raising": PLAIN,
         "halved": HALVED,
-        "nan": {name: Setup("qwen3-nan", name) for name in PLAIN},
+        "nan": {"fsdp2": Setup("qwen3-nan")},
         "later_update": PLAIN,
-        "noise": {"fsdp2": PLAIN["fsdp2"]},
-        "progress": {"fsdp2": PLAIN["fsdp2"]},
-        "trainer": TRAINER,
-        "unbuilt": UNBUILT,
     }
 
 

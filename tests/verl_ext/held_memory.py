@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -56,21 +57,11 @@ def counted_whole_blocks(engine: Any) -> Iterator[list[int]]:
 
 
 @contextmanager
-def saved_bytes(engine: Any) -> Iterator[list[int]]:
-    """Bytes that the forwards save for a backward, each storage once, without parameters."""
-    found = [0]
-    seen: set[int] = set()
-    own = (p.to_local() if hasattr(p, "to_local") else p for p in engine.module.parameters())
-    parameters = {shard.untyped_storage().data_ptr() for shard in own}
-    kept: list[torch.Tensor] = []  # so that no storage is seen twice under one address
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if not tensor.is_leaf and storage.data_ptr() not in seen | parameters:
-            seen.add(storage.data_ptr())
-            kept.append(tensor.detach())
-            found[0] += storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
+def peak_bytes() -> Iterator[list[int]]:
+    """The most bytes of tensors on the CPU that were held at any time beyond those from before."""
+    peak: list[int] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield peak
+    events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    changes = [change for _, change in sorted((event.start_ns(), event.nbytes()) for event in events)]
+    peak.append(max(accumulate(changes), default=0))

@@ -18,7 +18,7 @@ from grail_advantage.methods import methods
 from grail_advantage.missing_answers import AnswerWatch
 from grail_advantage.model_interface import RowScores
 from grail_advantage.signals.base import Signal
-from grail_advantage.verl_ext import trainers, transfer  # noqa: F401  registers the trainers
+from grail_advantage.verl_ext import trainers, transfer, update_dump  # noqa: F401  registers the trainers
 from grail_advantage.verl_ext.settings import answer_of, missing_answers
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 from grail_advantage.verl_ext.wire import build_reply, rows_of
@@ -69,7 +69,7 @@ class Store:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let it take TransferQueue's place."""
-        for module in (transfer, trainer_base, padding_utils, replay_buffer):
+        for module in (transfer, update_dump, trainer_base, padding_utils, replay_buffer):
             monkeypatch.setattr(module, "tq", self)
 
 

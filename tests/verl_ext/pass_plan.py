@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -82,47 +81,37 @@ SHARED: dict[str, tuple[str, float, Sizes]] = {
 
 _OFFLOADED = {"param_offload": True, "optimizer_offload": True}
 _MULTIPLE = {"pad_to_length": True, "pad_to_length_bucket": 64}
+_WHOLE = {"reshard_after_forward": False}
+_ORIGINAL = {"use_orig_params": True}
+_SHARED = {"packed": True, "attention": REFERENCE}
 SETUPS = {
     "fsdp": Setup("qwen3", "fsdp"),
-    "fsdp2": Setup("qwen3", "fsdp2"),
     "fsdp, tied, no checkpointing": Setup("llama-tied", "fsdp", checkpointing=False),
-    "fsdp2, tied, no checkpointing": Setup("llama-tied", "fsdp2", checkpointing=False),
-    "fsdp, original parameters": Setup("llama", "fsdp", options={"use_orig_params": True}),
-    "fsdp, packed": Setup("llama-tied", "fsdp", packed=True),
-    "fsdp2, packed": Setup("qwen3", "fsdp2", packed=True),
-    "fsdp2, packed to a multiple of 64": Setup("qwen3", "fsdp2", packed=True, options=_MULTIPLE),
+    "fsdp, original parameters": Setup("llama", "fsdp", options=_ORIGINAL),
+    "fsdp2, packed": Setup("qwen3", packed=True),
     "fsdp, parameters offloaded": Setup("qwen3", "fsdp", options=_OFFLOADED),
-    "fsdp2, parameters offloaded": Setup("qwen3", "fsdp2", options=_OFFLOADED),
-    "fsdp, unsharded between forward and backward": Setup("qwen3", "fsdp", options={"reshard_after_forward": False}),
-    "fsdp2, unsharded between forward and backward": Setup("qwen3", "fsdp2", options={"reshard_after_forward": False}),
-    "fsdp2, replicas": Setup("qwen3", "fsdp2", options={"fsdp_size": 1}),
-    "fsdp2, activations offloaded": Setup("qwen3", "fsdp2", activation_offload=True),
+    "fsdp, unsharded between forward and backward": Setup("qwen3", "fsdp", options=_WHOLE),
+    "fsdp2, unsharded between forward and backward": Setup("qwen3", options=_WHOLE),
+    "fsdp2, activations offloaded": Setup("qwen3", activation_offload=True),
     "fsdp, fused kernels": Setup("qwen3", "fsdp", kernels="torch"),
     "fsdp, tied, packed, fused kernels": Setup("llama-tied", "fsdp", packed=True, kernels="torch"),
     "fsdp, lora": Setup("qwen3-tied", "fsdp", adapter="adapter"),
-    "fsdp2, lora": Setup("qwen3-tied", "fsdp2", adapter="adapter"),
+    "fsdp2, lora": Setup("qwen3-tied", adapter="adapter"),
     "fsdp, lora on the head": Setup("qwen3", "fsdp", adapter="adapter-head"),
-    "fsdp, lora on the tied head": Setup("qwen3-tied", "fsdp", adapter="adapter-tied-head"),
-    "fsdp2, lora on the tied head": Setup("qwen3-tied", "fsdp2", adapter="adapter-tied-head"),
-    "fsdp, lora on the embeddings": Setup(
-        "qwen3", "fsdp", adapter="adapter-embeddings", options={"use_orig_params": True}
-    ),
-    "fsdp, lora beside whole embeddings and head": Setup(
-        "qwen3", "fsdp", adapter="adapter-saved", options={"use_orig_params": True}
-    ),
-    "fsdp, 2 a sequence": Setup("qwen3", "fsdp", packed=True, sequence_parallel=2, attention=REFERENCE),
-    "fsdp2, tied, 2 a sequence": Setup("llama-tied", "fsdp2", packed=True, sequence_parallel=2, attention=REFERENCE),
+    "fsdp2, lora on the tied head": Setup("qwen3-tied", adapter="adapter-tied-head"),
+    "fsdp, lora on the embeddings": Setup("qwen3", "fsdp", adapter="adapter-embeddings", options=_ORIGINAL),
+    "fsdp, lora beside whole embeddings and head": Setup("qwen3", "fsdp", adapter="adapter-saved", options=_ORIGINAL),
+    "fsdp, 2 a sequence": Setup("qwen3", "fsdp", sequence_parallel=2, **_SHARED),
+    "fsdp2, tied, 2 a sequence": Setup("llama-tied", sequence_parallel=2, **_SHARED),
     "fsdp, 3 ranks": Setup("qwen3", "fsdp", ranks=3),
-    "fsdp2, 3 ranks, packed": Setup("qwen3", "fsdp2", ranks=3, packed=True),
-    "fsdp2, 3 ranks, parameters offloaded by FSDP2": Setup("qwen3", "fsdp2", ranks=3, options={"offload_policy": True}),
-    "fsdp2, 4 ranks, groups of two": Setup("qwen3", "fsdp2", ranks=4, options={"fsdp_size": 2}),
-    "fsdp2, 4 ranks, 2 a sequence": Setup("qwen3", ranks=4, packed=True, sequence_parallel=2, attention=REFERENCE),
-    "fsdp, 4 ranks, 4 a sequence": Setup("qwen3", "fsdp", 4, packed=True, sequence_parallel=4, attention=REFERENCE),
-    "fsdp2, 4 ranks, 4 a sequence, packed to a multiple of 64": Setup(
-        "qwen3", ranks=4, packed=True, sequence_parallel=4, attention=REFERENCE, options=_MULTIPLE
+    "fsdp2, 3 ranks, parameters offloaded by FSDP2": Setup("qwen3", ranks=3, options={"offload_policy": True}),
+    "fsdp2, 4 ranks, groups of two": Setup("qwen3", ranks=4, options={"fsdp_size": 2}),
+    "fsdp2, 4 ranks, 2 a sequence": Setup("qwen3", ranks=4, sequence_parallel=2, **_SHARED),
+    "fsdp, 4 ranks, 4 a sequence, packed to a multiple of 64": Setup(
+        "qwen3", "fsdp", ranks=4, sequence_parallel=4, options=_MULTIPLE, **_SHARED
     ),
 }
-ALL_PASSES = ("fsdp", "fsdp2, packed")
+ALL_PASSES = ("fsdp2, packed",)
 """Set-ups that run every pass; the others run one of each kind, in turn."""
 
 
@@ -192,28 +181,6 @@ def uneven_rows(rank: int) -> list[PassRow]:
     return rows
 
 
-def trainer_batch(signal: Signal) -> dict[str, Any]:
-    """What the trainer holds of :data:`TRAINER_BATCH` when it comes to scores."""
-    responses = [torch.tensor(encode(rollout.response)) for rollout in TRAINER_BATCH]
-    advantages_B = torch.tensor([rollout.advantage for rollout in TRAINER_BATCH])
-    mask_BT = torch.arange(max(map(len, responses))) < torch.tensor([[len(response)] for response in responses])
-    return {
-        "prompts": [torch.tensor(encode(rollout.prompt)) for rollout in TRAINER_BATCH],
-        "responses": responses,
-        "mask_BT": mask_BT,
-        "advantages_B": advantages_B,
-        "advantages_BT": advantages_B.unsqueeze(1) * mask_BT,
-        "spans": [find_answer_span(response, char_tokenizer(), signal.span) for response in responses],
-    }
-
-
-TRAINER_BATCH = [
-    *(ROLLOUTS[name] for name in ("no box", "right")),
-    *BATCH[:3],
-    replace(BATCH[0], advantage=0.0),
-    *BATCH[3:7],
-]
-"""Seven rows that most methods choose, which neither two nor three ranks divide."""
 NAN_TOKEN = "@"
 NAN_TO = {encode(NAN_TOKEN)[0]: encode("!")[0]}
 WITH_NAN = (
@@ -222,47 +189,15 @@ WITH_NAN = (
 )
 MEMORY = {
     "fsdp": Setup("qwen3", "fsdp"),
-    "fsdp, no checkpointing": Setup("qwen3", "fsdp", checkpointing=False),
-    "fsdp, original parameters": Setup("llama", "fsdp", options={"use_orig_params": True}),
-    "fsdp, lora": Setup("qwen3-tied", "fsdp", adapter="adapter"),
-    "fsdp, activations offloaded": Setup("qwen3", "fsdp", activation_offload=True),
-    "fsdp2": Setup("qwen3", "fsdp2"),
-    "fsdp2, no checkpointing": Setup("qwen3", "fsdp2", checkpointing=False),
-    "fsdp2, activations offloaded": Setup("qwen3", "fsdp2", activation_offload=True),
+    "fsdp, original parameters": Setup("llama", "fsdp", options=_ORIGINAL),
+    "fsdp2, no checkpointing": Setup("qwen3", checkpointing=False),
 }
 HALVED = {
     "fsdp": Setup("qwen3", "fsdp", options=HALF),
-    "fsdp2": Setup("qwen3", "fsdp2", options=HALF),
     "fsdp2, bfloat16 parameters": Setup("qwen3", options={**HALF, "model_dtype": "bfloat16"}),
 }
-TRAINER = {
-    "saliency": GrailConfig("robust"),
-    "oar_g": OarConfig(variant="grail_port"),
-    "oar_p": OarConfig("perturbation"),
-}
-UNBUILT = {
-    "adapter-head": Setup("qwen3", adapter="adapter-head"),
-    "adapter-embeddings": Setup("qwen3", adapter="adapter-embeddings"),
-    "adapter-saved": Setup("qwen3", adapter="adapter-saved"),
-}
-"""What verl cannot shard, and the start-up checks refuse."""
-PLAIN = {name: SETUPS[name] for name in ("fsdp", "fsdp2")}
-KERNELS = {
-    f"{kernels}{', packed' if packed else ''}": Setup("wide", "fsdp", 1, packed=packed, kernels=kernels)
-    for kernels in ("torch", "triton")
-    for packed in (False, True)
-}
-FLASH = {
-    "fsdp, 1 GPU": Setup("qwen3", "fsdp", 1, packed=True, attention=REFERENCE, options=HALF),
-    "fsdp2, 1 GPU": Setup("qwen3", "fsdp2", 1, packed=True, attention=REFERENCE, options=HALF),
-    "fsdp, 2 GPUs, 2 a sequence": Setup(
-        "qwen3", "fsdp", packed=True, sequence_parallel=2, attention=REFERENCE, options=HALF
-    ),
-    "fsdp2, 2 GPUs, 2 a sequence": Setup(
-        "qwen3", "fsdp2", packed=True, sequence_parallel=2, attention=REFERENCE, options=HALF
-    ),
-    "fsdp2, 2 GPUs": Setup("qwen3", "fsdp2", packed=True, attention=REFERENCE, options=HALF),
-}
+COUNTED = {"fsdp2": Setup("qwen3"), "fsdp, no checkpointing": Setup("qwen3", "fsdp", checkpointing=False)}
+PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
 
 _DROPOUT = {"attention_dropout": 0.5}
 MODELS = {

@@ -17,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests import forked
@@ -59,7 +58,7 @@ def start_ranks(module: str, folder: Path, world_size: int, *, gpus: bool = Fals
     files = [folder / f"result{rank}.pt" for rank in range(world_size)]
     if hang or not all(file.exists() for file in files):
         logs = "\n".join(f"{path.name}: ...{path.read_text()[-3000:]}" for path in sorted(folder.glob("log*.txt")))
-        pytest.fail(f"the ranks {'hang' if hang else 'did not start'}\n{logs}")
+        raise AssertionError(f"the ranks {'hang' if hang else 'did not start'}\n{logs}")
     return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
 
 
@@ -72,7 +71,7 @@ def of_all_ranks(results: list[Results], kind: str, name: str) -> list[Any]:
     found = [result.get(kind, {}).get(name, "the rank did not come this far") for result in results]
     for result in found:
         if isinstance(result, str):
-            pytest.fail(result)
+            raise AssertionError(result)
     return found
 
 

@@ -3,16 +3,14 @@
     python -m tests.verl_ext.relied_on            what differs from relied_on.json
     python -m tests.verl_ext.relied_on --write    relied_on.json anew, once everything that differed has been read
 
-Found are: every name that is imported from these packages, and every attribute of an imported module of theirs that is used;
-every method of theirs that a class of this project overrides; every attribute that such a class, or a function with verl's
-engine in hand, reads without setting it. A function's entry is its signature and a digest of its source, since what is
-overridden or patched can go wrong without any change of signature.
+Found are: every name that is imported from these packages, every attribute of an imported module of theirs that is used, and
+every method of theirs that a class of this project overrides. A function's entry is its signature and a digest of its source,
+since what is overridden or patched can go wrong without any change of signature. The tests see attributes that are read.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import importlib
 import inspect
@@ -20,7 +18,6 @@ import json
 import pkgutil
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,23 +29,12 @@ HOUSES = {"grail_advantage": ("grail_advantage.verl_ext", "grail_advantage.verl_
 """Folders, each with its packages of classes that build on theirs."""
 OTHER_ENVIRONMENT = ROOT / "grail_advantage" / "trl_ext"
 """TRL and verl exclude each other."""
-ENGINE = ("verl.workers.engine.fsdp.transformer_impl", "FSDPEngineWithLMHead")
-ENGINE_NAMES = ("engine",)
-OVER_THE_WIRE = (("vllm.entrypoints.serve.instrumentator.health", "health"),)
-"""What is asked by HTTP."""
 JOINED = {"CpuWorkerExtension": ("vllm.v1.worker.cpu_worker", "CPUWorker")}
 """Classes that are mixed into one of theirs while a run goes on."""
 
 
 def is_foreign(module: str | None) -> bool:
     return (module or "").split(".")[0] in PACKAGES
-
-
-def sources(house: str) -> Iterator[tuple[Path, ast.Module]]:
-    """Every module of a folder, parsed."""
-    for path in sorted((ROOT / house).rglob("*.py")):
-        if OTHER_ENVIRONMENT not in path.parents:
-            yield path, ast.parse(path.read_text())
 
 
 def digest(found: Any) -> str | None:
@@ -77,8 +63,10 @@ def describe(found: Any) -> dict[str, Any]:
 def _imported(house: str) -> dict[str, dict[str, Any]]:
     """Names from imports, and attributes of imported modules."""
     entries: dict[str, dict[str, Any]] = {}
-    for _path, tree in sources(house):
-        modules: dict[str, str] = {}
+    for path in sorted((ROOT / house).rglob("*.py")):
+        if OTHER_ENVIRONMENT in path.parents:
+            continue
+        tree, modules = ast.parse(path.read_text()), {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -118,79 +106,20 @@ def own_classes(house: str) -> list[type]:
     return classes
 
 
-def _holder(name: str, bases: list[type]) -> type | None:
-    """The one of their classes that has an attribute of this name."""
-    return next((base for base in bases if name in vars(base)), None)
-
-
-@functools.cache
-def _tree(cls: type) -> ast.Module:
-    # Ray makes a class of its own of an actor's, without a source.
-    written = vars(cls).get("__ray_actor_class__", cls)
-    return ast.parse(textwrap.dedent(inspect.getsource(written)))
-
-
-def _sets(name: str, bases: list[type]) -> type | None:
-    """The one of their classes that assigns ``self.name``."""
-    for base in bases:
-        for node in ast.walk(_tree(base)):
-            if isinstance(node, ast.Assign | ast.AnnAssign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                flat = [part for target in targets for part in getattr(target, "elts", [target])]
-                if any(isinstance(part, ast.Attribute) and ast.unparse(part) == f"self.{name}" for part in flat):
-                    return base
-    return None
-
-
-def _name(cls: type, attribute: str) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}.{attribute}"
-
-
-def _inherited(house: str) -> dict[str, dict[str, Any]]:
-    """Methods that are overridden, and attributes that are read without being set."""
+def _overridden(house: str) -> dict[str, dict[str, Any]]:
+    """Methods of theirs that our classes have too."""
     entries: dict[str, dict[str, Any]] = {}
     for cls in own_classes(house):
-        ours = [base for base in cls.__mro__ if base.__module__.split(".")[0] in HOUSES]
         theirs = [base for base in cls.__mro__ if is_foreign(base.__module__)]
         if cls.__name__ in JOINED:
             module, name = JOINED[cls.__name__]
             theirs += [base for base in getattr(importlib.import_module(module), name).__mro__ if base is not object]
-        for base in [base for base in ours if base.__module__.startswith(house)]:
-            for name, value in vars(base).items():
-                holder = _holder(name, theirs)
-                if holder and (name == "__init__" or not name.startswith("__")) and callable(value):
-                    entries[_name(holder, name)] = describe(vars(holder)[name])
-            for node in ast.walk(_tree(base)):
-                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-                    if _holder(node.attr, ours) or _sets(node.attr, ours):
-                        continue
-                    entries.update(_attribute(node.attr, theirs, f"{base.__qualname__} reads self.{node.attr}"))
-    return entries
-
-
-def _attribute(name: str, bases: list[type], reader: str) -> dict[str, dict[str, Any]]:
-    holder = _holder(name, bases)
-    if holder:
-        return {_name(holder, name): describe(vars(holder)[name])}
-    setter = _sets(name, bases)
-    if setter:
-        return {_name(setter, name): {"set by": setter.__qualname__}}
-    if not any(name in dir(base) for base in bases):
-        raise LookupError(f"{reader}, which none of {', '.join(base.__qualname__ for base in bases)} has")
-    return {}
-
-
-def _of_the_engine(house: str) -> dict[str, dict[str, Any]]:
-    """Attributes of verl's engine that are read through a variable."""
-    engine = getattr(importlib.import_module(ENGINE[0]), ENGINE[1])
-    theirs = [base for base in engine.__mro__ if is_foreign(base.__module__)]
-    entries: dict[str, dict[str, Any]] = {}
-    for path, tree in sources(house):
-        if not any(isinstance(node, ast.ImportFrom) and node.module == ENGINE[0] for node in tree.body):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ENGINE_NAMES:
-                entries.update(_attribute(node.attr, theirs, f"{path.name} reads engine.{node.attr}"))
+        for name, value in [
+            pair for base in cls.__mro__ if base.__module__.startswith(house) for pair in vars(base).items()
+        ]:
+            holder = next((base for base in theirs if name in vars(base)), None)
+            if holder and (name == "__init__" or not name.startswith("__")) and callable(value):
+                entries[f"{holder.__module__}.{holder.__qualname__}.{name}"] = describe(vars(holder)[name])
     return entries
 
 
@@ -198,15 +127,9 @@ def collect(house: str) -> dict[str, dict[str, Any]]:
     """All entries of a folder by dotted name, sorted.
 
     Raises:
-        ImportError, AttributeError, LookupError: something relied on is not there, by its name.
+        ImportError, AttributeError: something relied on is not there, by its name.
     """
-    entries = {**_imported(house), **_inherited(house), **_of_the_engine(house)}
-    if house == "recipe":
-        entries |= {
-            f"{module}.{name}": describe(getattr(importlib.import_module(module), name))
-            for module, name in OVER_THE_WIRE
-        }
-    return dict(sorted(entries.items()))
+    return dict(sorted({**_imported(house), **_overridden(house)}.items()))
 
 
 def differences(now: dict[str, dict[str, Any]], known: dict[str, dict[str, Any]]) -> list[str]:

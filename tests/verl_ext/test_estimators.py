@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 from verl import DataProto
-from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
 from grail_advantage.methods import methods
-from grail_advantage.verl_ext.estimators import weighted_estimator
 
 GROUPS = ["a", "a", "b", "a", "b", "c", "a", "d", "d"]
 REWARDS = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 2.0, -1.0]
@@ -67,13 +65,6 @@ class TestThroughVerl:
                 assert torch.equal(_advantages(name, config, normalised).batch["advantages"], own * weights_BT)
 
 
-def test_normalises_by_standard_deviation_unless_told_otherwise() -> None:
-    _, weights_BT = _batch()
-    own = _advantages("grpo", {}, True).batch["advantages"]
-    weighted = _advantages("grail", {"token_weights": weights_BT}, True).batch["advantages"]
-    assert torch.equal(weighted, own * weights_BT)
-
-
 def test_weights_that_are_not_finite_outside_the_mask_do_no_harm() -> None:
     """What padding holds is nobody's business; a product with the mask would make it NaN."""
     data, weights_BT = _batch()
@@ -84,27 +75,9 @@ def test_weights_that_are_not_finite_outside_the_mask_do_no_harm() -> None:
     assert (advantages_BT[~mask_BT] == 0).all()
 
 
-def test_weights_carry_no_gradient_into_the_advantages() -> None:
-    _, weights_BT = _batch()
-    config = {"token_weights": weights_BT.requires_grad_()}
-    assert not _advantages("grail", config, True).batch["advantages"].requires_grad
-
-
 @pytest.mark.parametrize("config", [None, {}, {"token_weights": None}, {"norm_adv_by_std_in_grpo": False}], ids=str)
 def test_without_weights_says_what_to_start(config: dict | None) -> None:
     message = r"adv_estimator=oar_g needs token weights, .*docs/own_trainer\.md(.|\n)*verl\.trainer\.main_ppo"
     message_swapped = r"verl\.trainer\.main_ppo(.|\n)*docs/own_trainer\.md"
     with pytest.raises(ValueError, match=f"{message}|{message_swapped}"):
         compute_advantage(_batch()[0], "oar_g", config=config)
-
-
-def test_registering_again_is_harmless() -> None:
-    registered = core_algos.get_adv_estimator_fn("grail")
-    core_algos.register_adv_est("grail")(registered)
-    assert core_algos.get_adv_estimator_fn("grail") is registered
-
-
-def test_a_message_names_the_estimator_that_was_asked_for() -> None:
-    other = weighted_estimator("other", core_algos.compute_grpo_outcome_advantage)
-    with pytest.raises(ValueError, match=r"algorithm\.adv_estimator=other"):
-        other(torch.zeros(1, 1), torch.ones(1, 1), np.array(["a"]), {})

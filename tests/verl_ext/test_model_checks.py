@@ -11,13 +11,11 @@ import verl  # noqa: F401  its plugin registers the estimators
 from omegaconf import DictConfig
 from tokenizers import Regex, decoders
 from transformers import CohereConfig, GPT2Config, LlamaConfig
-from verl.trainer.ppo.v1 import PPOTrainerSync
 
 import recipe.main_grail  # noqa: F401  its configurations
 from grail_advantage import GrailConfig
 from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.model_checks import check_model
-from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 from recipe.tiny.model import build_tokenizer
 from tests.composed import compose
 from tests.verl_ext.test_trainer import _trainer
@@ -96,21 +94,6 @@ def test_code_that_cannot_be_looked_at_shares_no_forward(tmp_path: Path, caplog:
     assert check_model(_compose(tmp_path), GrailConfig())  # the trainer will ask
     assert not check_model(_compose(tmp_path), GrailConfig(), str(tmp_path))
     assert "no forward is shared" in caplog.text
-
-
-@pytest.mark.parametrize("shares", [True, False])
-def test_the_trainer_follows(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = _trainer()
-    trainer._model_shares_forward = shares
-    trainer.timing_raw = {}
-    monkeypatch.setattr(PPOTrainerSync, "_compute_old_log_prob", lambda self, batch, metrics: "verl's own")
-    monkeypatch.setattr(PPOTrainerSync, "_compute_advantage", lambda self, batch, metrics: batch)
-    monkeypatch.setattr(TokenWeightTrainerSync, "_fetch_rollouts", lambda self, batch: 1 / 0)
-    if shares:
-        with pytest.raises(ZeroDivisionError):  # the way to a shared forward
-            trainer._compute_old_log_prob(None, {})
-    else:
-        assert trainer._compute_old_log_prob(None, {}) == "verl's own"
 
 
 def test_end_tokens_of_a_model_with_code_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
@@ -17,6 +20,7 @@ from verl.utils.tensordict_utils import get_tensordict
 
 from grail_advantage.signals.high_entropy import HighEntropyConfig
 from grail_advantage.signals.surprisal import SurprisalConfig
+from grail_advantage.step_dump import StepDump
 from grail_advantage.verl_ext import settings
 from grail_advantage.verl_ext.neutral_rows import CUT_ENDS, spread_in_mini_batches
 from grail_advantage.verl_ext.neutral_settings import LOG_ALL, SKIP, NeutralRows, neutral_rows
@@ -43,14 +47,14 @@ AGAINST_FORWARD = {
     "algorithm.rollout_correction.bypass_mode": True,
     "algorithm.rollout_correction.rollout_is": "token",
     "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
-    "algorithm.token_dump.folder": "/somewhere",
+    "algorithm.token_dump.every": 1,
 }
 
 
 def _config(choice: Any = "auto", **options: Any) -> DictConfig:
     config = OmegaConf.create(
         {
-            "algorithm": {"adv_estimator": "grail"},
+            "algorithm": {"adv_estimator": "grail", "token_dump": {"folder": "/somewhere", "every": 10}},
             "actor_rollout_ref": {
                 "actor": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64},
                 "model": {},
@@ -62,74 +66,65 @@ def _config(choice: Any = "auto", **options: Any) -> DictConfig:
     return config
 
 
+OF_A_MODEL = {
+    "attention_dropout": {"attention_dropout": 0.1},
+    "an adapter's dropout": {"adapter": {"lora_dropout": 0.05}},
+    "of a part": {"text": {"embd_pdrop": 0.1}},
+}
+
+
 class TestWhere:
     """See :mod:`grail_advantage.verl_ext.neutral_settings`."""
 
-    def test_everything_where_nothing_is_against_it(self) -> None:
+    def test_everything_where_it_is_asked_for_and_nothing_is_against_it(self) -> None:
         for choice in ("auto", True):
             assert neutral_rows(_config(choice), {"attention_dropout": 0.0, "id2label": {0: "none"}}) == (
                 EVERYTHING,
                 [],
             )
-
-    def test_nothing_by_default(self) -> None:
         assert settings.algorithm_sections()["token_weights"]["skip_neutral_rows"] is False
-        assert neutral_rows(_config(False)) == (NeutralRows(), [])
-        assert neutral_rows(OmegaConf.create({"algorithm": {}})) == (NeutralRows(), [])
+        for config in (_config(False), OmegaConf.create({"algorithm": {}})):
+            assert neutral_rows(config) == (NeutralRows(), [])
 
     @pytest.mark.parametrize("option", AGAINST_ROWS)
     def test_nothing_where_other_rows_train(self, option: str) -> None:
         value = AGAINST_ROWS[option]
-        left_out, lines = neutral_rows(_config(**{option: value}))
-        assert left_out == NeutralRows()
-        assert len(lines) == 1
-        assert lines[0].startswith(f"no row is left out with {option}={value}: ")
+        left_out, (line,) = neutral_rows(_config(**{option: value}))
+        assert left_out == NeutralRows() and line.startswith(f"no row is left out with {option}={value}: ")
         with pytest.raises(ValueError, match=rf"^{SKIP}=True does not work with {option}={value}: .*; use auto$"):
             neutral_rows(_config(True, **{option: value}))
 
     def test_names_every_reason(self) -> None:
         several = dict.fromkeys(list(AGAINST_ROWS)[:3], True)
-        assert [line.split("=")[0] for line in neutral_rows(_config(**several))[1]] == [
-            f"no row is left out with {option}" for option in several
-        ]
+        lines = neutral_rows(_config(**several))[1]
+        assert [line.split("=")[0] for line in lines] == [f"no row is left out with {option}" for option in several]
 
-    def test_a_loss_of_somebody_elses(self) -> None:
-        left_out, lines = neutral_rows(_config(**{LOSS: "mine"}))
-        assert left_out == NeutralRows()
-        assert "nothing is known of it" in lines[0]
+    def test_nothing_with_dropout_or_a_loss_of_somebody_elses(self) -> None:
+        cases = [(_config(), model, "dropout") for model in OF_A_MODEL.values()]
+        for config, model, word in (*cases, (_config(**{LOSS: "mine"}), {}, "nothing is known of it")):
+            left_out, lines = neutral_rows(config, model)
+            assert left_out == NeutralRows() and word in lines[0]
 
-    @pytest.mark.parametrize(
-        "model",
-        [{"attention_dropout": 0.1}, {"adapter": {"lora_dropout": 0.05}}, {"text": {"embd_pdrop": 0.1}}],
-        ids=str,
-    )
-    def test_nothing_with_dropout(self, model: dict) -> None:
-        left_out, lines = neutral_rows(_config(), model)
-        assert left_out == NeutralRows()
-        assert "dropout" in lines[0]
+    def test_keeps_what_is_read(self) -> None:
+        """The ends that a loss reads, and the forward that something reads."""
+        for options in ({LOSS: "gspo"}, {LOSS: "sapo"}, {AGGREGATION: "seq-mean-token-mean"}):
+            left_out, (line,) = neutral_rows(_config(**options))
+            assert left_out == NeutralRows(rows=True, ends=False, old_log_probs=True)
+            assert line.startswith("rows keep their ends in the update with ")
+        without_forward = NeutralRows(rows=True, ends=True, old_log_probs=False)
+        for option, value in AGAINST_FORWARD.items():
+            for choice in ("auto", True):
+                left_out, (line,) = neutral_rows(_config(choice, **{option: value}))
+                assert left_out == without_forward and option in line
+        assert neutral_rows(_config(), own_advantages=True)[0] == without_forward
 
-    @pytest.mark.parametrize("options", [{LOSS: "gspo"}, {LOSS: "sapo"}, {AGGREGATION: "seq-mean-token-mean"}], ids=str)
-    def test_keeps_the_ends_that_a_loss_reads(self, options: dict) -> None:
-        left_out, lines = neutral_rows(_config(**options))
-        assert left_out == NeutralRows(rows=True, ends=False, old_log_probs=True)
-        assert len(lines) == 1 and lines[0].startswith("rows keep their ends in the update with ")
-
-    @pytest.mark.parametrize("option", AGAINST_FORWARD)
-    def test_keeps_the_forward_that_something_reads(self, option: str) -> None:
-        for choice in ("auto", True):
-            left_out, lines = neutral_rows(_config(choice, **{option: AGAINST_FORWARD[option]}))
-            assert left_out == NeutralRows(rows=True, ends=True, old_log_probs=False)
-            assert len(lines) == 1 and option in lines[0]
-
-    def test_keeps_the_forward_with_advantages_of_a_trainers_own(self) -> None:
-        assert neutral_rows(_config(), own_advantages=True)[0] == NeutralRows(rows=True, ends=True)
-
-    @pytest.mark.parametrize(("option", "value"), [(SKIP, "yes"), (SKIP, None), (LOG_ALL, "auto")])
-    def test_unknown_values(self, option: str, value: Any) -> None:
-        with pytest.raises(ValueError, match=rf"^{option}={value!r} is unknown; choose "):
-            neutral_rows(_config(**{option: value}))
+    def test_unknown_values(self) -> None:
+        for option, value in ((SKIP, "yes"), (SKIP, None), (LOG_ALL, "auto")):
+            with pytest.raises(ValueError, match=rf"^{option}={value!r} is unknown; choose "):
+                neutral_rows(_config(**{option: value}))
 
 
+@settings_of_hypothesis(deadline=None)
 @given(st.data())
 def test_mini_batches_keep_their_rows_and_ranks_get_alike(data: st.DataObject) -> None:
     ranks, share, mini_batches = (data.draw(st.integers(1, 4)) for _ in range(3))
@@ -186,30 +181,25 @@ class TestOldLogProbs:
             assert len(row["log_probs"]) == len(row["prompts"]) + len(row["responses"])
             assert bool(row["old_log_probs"].isnan().all()) == (key not in A)
 
-    def test_the_rollouts_are_compared_where_there_is_something_to_compare(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """verl's metrics of a rollout correction that is off, over the rows with old log-probabilities."""
-        step = _neutral_step(monkeypatch, AUTO)
-        step.run()
-        for row in step.store.rows.values():
-            row["rollout_log_probs"] = torch.full_like(row["old_log_probs"], -0.3)
-        step.run()
-        assert step.metrics["rollout_corr/kl"] == pytest.approx(-0.2)
-        assert step.metrics["rollout_corr/rollout_log_ppl"] == pytest.approx(0.3)
-        assert step.trainer.config.algorithm.rollout_correction is not None
-
-    def test_the_shortest_others_fill_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        step = _neutral_step(monkeypatch, AUTO)
-        step.workers._dispatch_info = {"actor": [0, 1]}
-        step.run()
-        assert [sorted(keys) for keys in step.forwards] == [[*A, "b_0_0"]]
-
-    def test_micro_batches_of_fixed_size_come_out_even(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_others_fill_up_ranks_and_micro_batches_of_fixed_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
         fixed = ("use_dynamic_bsz=False", "micro_batch_size_per_gpu=2")
-        step = _neutral_step(monkeypatch, AUTO, *(f"actor_rollout_ref.rollout.log_prob_{option}" for option in fixed))
+        for ranks, overrides in ((2, ()), (1, [f"actor_rollout_ref.rollout.log_prob_{option}" for option in fixed])):
+            with monkeypatch.context() as patch:
+                step = _neutral_step(patch, AUTO, *overrides)
+                step.workers._dispatch_info = {"actor": list(range(ranks))}
+                step.run()
+                assert [sorted(keys) for keys in step.forwards] == [[*A, "b_0_0"]]  # the shortest
+
+    @pytest.mark.parametrize(("every", "count"), [(1, 6), (2, 3)])
+    def test_all_rows_get_them_in_a_step_that_the_dump_writes(
+        self, every: int, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        step = _neutral_step(monkeypatch, AUTO)
+        step.trainer.global_steps = 1
+        dump = StepDump(tmp_path, step.trainer.tokenizer, every=every, rows=None, updates=1, model="", temperature=1.0)
+        step.trainer._dump = SimpleNamespace(writes=dump.writes, write=lambda *_, **__: None, failed_files=0)
         step.run()
-        assert [len(keys) for keys in step.forwards] == [4]
+        assert [len(keys) for keys in step.forwards] == [count]
 
     def test_the_rows_that_a_method_selects_get_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for signal, count in ((SurprisalConfig(), 3), (HighEntropyConfig(), 6)):
@@ -268,7 +258,8 @@ class TestUpdate:
         return run
 
     def test_every_rank_gets_its_share_of_the_rows_that_train(self, step: Callable[..., Step]) -> None:
-        asked, metrics = _update(step(AUTO, f"{self.MINI_BATCH}=2"))
+        prepared = step(AUTO, f"{self.MINI_BATCH}=2")
+        asked, metrics = _update(prepared)
         assert sorted(sum(key in A for key in asked.keys[start : start + 3]) for start in (0, 3)) == [1, 2]
         assert asked.extra_info[CUT_ENDS] is True
         assert asked.extra_info["mini_batch_size"] == asked.extra_info["global_batch_size"] == 6
@@ -277,10 +268,7 @@ class TestUpdate:
         ]
         assert metrics["token_weights/skipped_rows"] == 3
         assert metrics["token_weights/skipped_tokens"] == sum(left)
-
-    def test_padding_is_not_counted(self, step: Callable[..., Step]) -> None:
-        _, metrics = _update(step(AUTO, f"{self.MINI_BATCH}=2"), b_1_0=True)
-        assert metrics["token_weights/skipped_rows"] == 2
+        assert _update(prepared, b_1_0=True)[1]["token_weights/skipped_rows"] == 2, "padding is not counted"
 
     def test_ends_that_train_nothing_go(self, step: Callable[..., Step]) -> None:
         for mode, cut in (("token-mean", 5), ("seq-mean-token-mean", 0)):
@@ -292,13 +280,9 @@ class TestUpdate:
             assert metrics["token_weights/skipped_tokens"] - whole["token_weights/skipped_tokens"] == cut
             assert asked.extra_info[CUT_ENDS] is (cut > 0)
 
-    def test_the_order_stays_where_verl_shuffles(self, step: Callable[..., Step]) -> None:
-        asked, _ = _update(step(AUTO, f"{self.MINI_BATCH}=2", "actor_rollout_ref.actor.shuffle=True"))
-        assert asked.keys == [key for key, *_ in ROWS]
-        assert CUT_ENDS in asked.extra_info
-
-    def test_is_verls_own_without_the_option(self, step: Callable[..., Step]) -> None:
-        asked, metrics = _update(step(f"{SKIP}=false", f"{self.MINI_BATCH}=2"))
-        assert asked.keys == [key for key, *_ in ROWS]
-        assert CUT_ENDS not in asked.extra_info
-        assert not any("skipped" in name for name in metrics)
+    def test_the_order_stays_where_verl_shuffles_and_without_the_option(self, step: Callable[..., Step]) -> None:
+        for override in (f"{SKIP}=false", AUTO):
+            shuffled = "actor_rollout_ref.actor.shuffle=True"
+            asked, metrics = _update(step(override, f"{self.MINI_BATCH}=2", *([shuffled] if override == AUTO else [])))
+            assert asked.keys == [key for key, *_ in ROWS]
+            assert (CUT_ENDS in asked.extra_info) == any("skipped" in name for name in metrics) == (override == AUTO)

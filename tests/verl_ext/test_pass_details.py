@@ -9,23 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from grail_advantage import OarConfig, compute_token_weights
-from tests.core.tiny_models import char_tokenizer, make_batch
 from tests.verl_ext import pass_plan as plan
-from tests.verl_ext.pass_plan import OWN, TARGETS, TRAINER, TRAINER_BATCH
+from tests.verl_ext.pass_plan import OWN, TARGETS
+from tests.verl_ext.plain_model import RTOL, Plain, log_errors
 from tests.verl_ext.rank_group import of_all_ranks, start_ranks
-from tests.verl_ext.test_passes import CLEAN, RTOL, Plain, close, tolerance
+from tests.verl_ext.test_passes import CLEAN
 
 pytestmark = pytest.mark.slow
-
-SHARES = (range(0, 12, 2), range(1, 12, 2))
-"""Rows of the batch of each rank."""
 
 
 class Measured:
     """What the ranks measured, by number of ranks, and the plain models."""
 
-    def __init__(self, folder: Path, sizes: tuple[int, ...] = (2, 3), gpus: bool = False) -> None:
+    def __init__(self, folder: Path, sizes: tuple[int, ...] = (2,)) -> None:
         self.plain = Plain(plan.write_models(folder))
         self._results = {}
         for size in sizes:
@@ -33,7 +29,7 @@ class Measured:
             place.mkdir()
             for model in folder.iterdir():
                 (place / model.name).symlink_to(model)
-            self._results[size] = start_ranks("tests.verl_ext.detail_ranks", place, size, gpus=gpus)
+            self._results[size] = start_ranks("tests.verl_ext.detail_ranks", place, size)
 
     def of(self, kind: str, name: str, size: int = 2) -> list[Any]:
         """The results of all ranks; fails with the traceback of a rank that raised."""
@@ -46,28 +42,16 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 
 @pytest.mark.parametrize("setup", plan.MEMORY)
-class TestMemory:
-    def test_whole_blocks_are_as_few_as_in_training(self, measured: Measured, setup: str) -> None:
-        for result in measured.of("memory", setup):
-            blocks = result["blocks"]
-            most = max(blocks["training"]["during"])
-            assert most < 4  # training does not hold the whole model
-            for name in ("embeddings", "middle", "shared"):
-                assert 0 < max(blocks[name]["during"], default=0) <= most
-            assert all(of_run["behind"] == [] for of_run in blocks.values())
-
-    def test_checkpointing_and_verls_offload_of_activations_save_memory(self, measured: Measured, setup: str) -> None:
-        """verl then saves memory in its own way, in training mode alone."""
-        strategy = setup.split(",")[0]
-        checkpointed = measured.of("memory", strategy)
-        for found, with_it in zip(measured.of("memory", setup), checkpointed, strict=True):
-            if setup.endswith("no checkpointing"):
-                assert with_it["saved"] < found["saved"] / 4
-            elif setup.endswith("activations offloaded"):
-                assert found["saved"] == with_it["saved"]
+def test_whole_blocks_are_as_few_as_in_training(measured: Measured, setup: str) -> None:
+    for blocks in measured.of("memory", setup):
+        most = max(blocks["training"]["during"])
+        assert most < 4  # training does not hold the whole model
+        for name in ("embeddings", "middle", "shared"):
+            assert 0 < max(blocks[name]["during"], default=0) <= most
+        assert all(of_run["behind"] == [] for of_run in blocks.values())
 
 
-@pytest.mark.parametrize("setup", ["fsdp", "fsdp2", "fsdp2, no checkpointing"])
+@pytest.mark.parametrize("setup", plan.COUNTED)
 class TestForwards:
     """With checkpointing a block's forward runs once more in a backward, as in training."""
 
@@ -78,14 +62,18 @@ class TestForwards:
             for leaf, recomputed in behind.items():
                 assert result[leaf] == [1 + again * times for times in recomputed]
 
-    @pytest.mark.parametrize("share", TARGETS)
-    def test_a_row_with_a_target_costs_one_forward_and_one_backward(
-        self, measured: Measured, setup: str, share: str
-    ) -> None:
-        most = max(len(TARGETS[share] & set(own)) for own in SHARES)
+    def test_a_row_with_a_target_costs_one_forward_and_one_backward(self, measured: Measured, setup: str) -> None:
+        for share, targets in TARGETS.items():
+            most = max(len(targets & set(range(rank, 12, 2))) for rank in (0, 1))
+            for result in measured.of("counting", setup):
+                assert result["verl", share] == [6] * 4
+                assert result["fused", share] == [6 + (most if "no" not in setup else 0)] * 4
+
+    def test_kept_activations_are_not_computed_again_and_change_no_bit(self, measured: Measured, setup: str) -> None:
         for result in measured.of("counting", setup):
-            assert result["verl", share] == [6] * 4
-            assert result["fused", share] == [6 + (most if "no" not in setup else 0)] * 4
+            for share in TARGETS:
+                assert result["kept", share] == [6] * 4
+                assert result["kept is fused", share] and all(result["kept is fused", share])
 
     def test_ranks_with_very_different_rows_run_as_many(self, measured: Measured, setup: str) -> None:
         again = "no" not in setup
@@ -97,52 +85,28 @@ class TestForwards:
             assert result["uneven", "oar_p"] == [perturbed] * 4
 
 
-class TestErrors:
+ERRORS = {
+    "leaf": "KeyError",
+    "token": "IndexError",
+    "block": "ZeroDivisionError",
+    "shared block": "ZeroDivisionError",
+    "logits": "ValueError",
+}
+
+
+@pytest.mark.parametrize("setup", plan.PLAIN)
+def test_errors_leave_no_hook_no_mode_and_fsdp2s_next_optimiser_step(measured: Measured, setup: str) -> None:
     """An unknown leaf, a token outside the vocabulary, a block that fails on all ranks, logits that the model changes."""
-
-    @pytest.mark.parametrize("setup", plan.PLAIN)
-    def test_leave_no_hook_and_no_mode(self, measured: Measured, setup: str) -> None:
-        for result in measured.of("raising", setup):
-            kinds = [(name, kind) for name, kind, _ in result["errors"]]
-            assert kinds == [
-                ("leaf", "KeyError"),
-                ("token", "IndexError"),
-                ("block", "ZeroDivisionError"),
-                ("shared block", "ZeroDivisionError"),
-                ("logits", "ValueError"),
-            ]
-            assert "set algorithm.token_weights.share_forward=false" in result["errors"][-1][2]
-            for name, _, _ in result["errors"]:
-                left = result["left"][name]
-                # An interrupted forward leaves the block that it was in as a whole.
-                assert {**left, "whole": [], "held": []} == CLEAN
-
-    def test_do_not_change_the_next_optimiser_step_of_fsdp2(self, measured: Measured) -> None:
-        for result in measured.of("raising", "fsdp2"):
+    for result in measured.of("raising", setup):
+        assert {name: kind for name, kind, _ in result["errors"]} == ERRORS
+        assert "set algorithm.token_weights.share_forward=false" in result["errors"][-1][2]
+        for name in ERRORS:  # an interrupted forward leaves the block that it was in as a whole
+            assert {**result["left"][name], "whole": [], "held": []} == CLEAN
+        if setup == "fsdp2":
             (norm, final), *others = result["steps"]
-            assert norm > 0 and len(others) == 5
+            assert norm > 0 and len(others) == len(ERRORS)
             for found, shards in others:
                 assert found == norm and all(map(torch.equal, shards, final))
-
-
-def log_errors(measured: Measured, found: list[dict[str, Any]], setup: Any) -> torch.Tensor:
-    """|log(found / expected)| of the saliencies in front of the target, of both ways."""
-    errors = []
-    for rank, result in enumerate(found):
-        place = rank // setup.sequence_parallel
-        rollouts, _ = plan.pass_rows("saliency", place, setup.data_parallel)
-        expected = measured.plain.scores(setup.model, "saliency")
-        for at, rollout in enumerate(rollouts):
-            scores_T, expected_T = result["own"]["saliency"]["scores"][at], expected[rollout]
-            seen = expected_T[: len(scores_T)] > 0
-            errors.append((scores_T[seen] / expected_T[: len(scores_T)][seen]).log().abs())
-        rows = list(range(12))[place :: setup.data_parallel] if result["shared"]["fused"] else []
-        for at, row in enumerate(rows):
-            _, start, (_, end) = plan.shared_row(plan.BATCH[row])
-            expected_S, _ = measured.plain.shared(setup.model, row, "embeddings", 1.0)
-            saliency_S = result["shared"]["fused"]["saliency"][at]
-            errors.append((saliency_S[start - 1 : end - 1] / expected_S[start - 1 : end - 1]).log().abs())
-    return torch.cat(errors)
 
 
 @pytest.mark.parametrize("name", plan.HALVED)
@@ -153,7 +117,7 @@ class TestHalfPrecision:
         for result in found:
             assert result["autocast"] == "torch.bfloat16"
             assert result["dtypes"] == ["torch.bfloat16" if "parameters" in name else "torch.float32"]
-        assert 1e-4 < float(log_errors(measured, found, plan.HALVED[name]).median()) < math.log(1.1)
+        assert 1e-4 < float(log_errors(measured.plain, found, plan.HALVED[name]).median()) < math.log(1.1)
 
     def test_other_passes_use_it_too(self, measured: Measured, name: str) -> None:
         """bfloat16 rounds the answer by more than OAR-G's noise moves it, so that is only asked for finite numbers."""
@@ -175,10 +139,9 @@ class TestHalfPrecision:
                 assert float(errors.max()) > 1e-5 and float(errors.median()) < 0.1
 
 
-@pytest.mark.parametrize("setup", plan.PLAIN)
-def test_rows_with_nan_logits_leave_the_others_alone(measured: Measured, setup: str) -> None:
+def test_rows_with_nan_logits_leave_the_others_alone(measured: Measured) -> None:
     touched = 0
-    for texts, result in zip(plan.WITH_NAN, measured.of("nan", setup), strict=True):
+    for texts, result in zip(plan.WITH_NAN, measured.of("nan", "fsdp2"), strict=True):
         for row, text in enumerate(texts):
             end = len("Is") + text.index("}") + 1
             found, clean = result["nan"]["saliency"][row][:end], result["clean"]["saliency"][row][:end]
@@ -203,64 +166,7 @@ def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(measured: Mea
         assert len(result["back"]) == 4 and all(result["back"]) and result["kept policies"] == [0]
 
 
-def test_noise_is_that_of_the_step_and_the_rows_tokens(measured: Measured) -> None:
-    """Shared out to ranks, and in a single process."""
-    for rank, result in enumerate(measured.of("noise", "fsdp2")):
-        rollouts, _ = plan.pass_rows("oar_g", rank, 2)
-        for name, step in (("first", 1), ("again", 1), ("second", 2)):
-            expected = measured.plain.scores("qwen3", "oar_g", step)
-            for rollout, scores_T in zip(rollouts, result[name], strict=True):
-                close(scores_T, expected[rollout][: len(scores_T)], tolerance(OarConfig()))
-        assert all(map(torch.equal, result["first"], result["again"]))
-        assert not any(map(torch.allclose, result["first"], result["second"]))
-
-
-def test_first_rank_shows_the_progress_of_a_pass_that_takes_its_time(measured: Measured) -> None:
-    first, second = measured.of("progress", "fsdp2")
-    own = sum(row.span.start for row in plan.pass_rows("oar_p", 0, 2)[1])
-    assert f"{own}/{own}" in first["at once"] and "OAR-P, rank 0:" in first["at once"]
-    assert first["later"] == second["at once"] == second["later"] == ""
-
-
-@pytest.mark.parametrize(("name", "size"), [("saliency", 2), ("saliency", 3), ("oar_g", 2), ("oar_p", 2)])
-def test_trainer_puts_every_row_back_in_its_place(measured: Measured, name: str, size: int) -> None:
-    """From a batch to scores through the trainer's and the worker's own code, with rows that fill ranks up."""
-    signal, batch = TRAINER[name], make_batch(TRAINER_BATCH, padding="right")
-    expected = compute_token_weights(
-        measured.plain.models["qwen3"], char_tokenizer(), *batch.tensors(), signal, temperature=0.9, step=5
-    )
-    known = ~expected.scores.isnan()
-    chosen = [row for row, rollout in enumerate(TRAINER_BATCH) if rollout in plan.BATCH]
-    results = measured.of("trainer", name, size)
-    for result in results:
-        assert (len(result["norms"]) > 0) == (name != "oar_p")
-        for row, mask in enumerate(batch.response_mask.bool()):
-            scores_T, expected_T = result["scores"][row, : int(mask.sum())], expected.scores[row, mask]
-            assert result["scores"][row, int(mask.sum()) :].isnan().all()
-            assert bool(known[row].any()) == (row in chosen) or name != "saliency"
-            assert torch.equal(scores_T.isnan(), expected_T.isnan())
-            close(scores_T, expected_T, tolerance(signal))
-        torch.testing.assert_close(result["scores"], results[0]["scores"], equal_nan=True)
-    shares = [result["rows_of_rank"] for result in results]
-    assert len({len(share) for share in shares}) == 1
-    selected = sum(bool(row.any()) for row in known)
-    assert selected % size != 0 or name != "saliency"
-    assert sum(map(len, shares)) == -(-selected // size) * size
-
-
-@pytest.mark.parametrize(
-    ("adapter", "error"),
-    [("adapter-head", "TypeError"), ("adapter-embeddings", "TypeError"), ("adapter-saved", "RuntimeError")],
-)
-def test_verl_cannot_shard_what_the_checks_refuse(measured: Measured, adapter: str, error: str) -> None:
-    """The refusal in ``checks.py`` can go when this fails."""
-    assert [result["error"] for result in measured.of("unbuilt", adapter)] == [error] * 2
-
-
 def test_cost_of_a_row_for_sharing_out() -> None:
-    rows = {
-        name: plan.pass_rows(name, 0, 1)[1][0] for name in ("oar_g", "oar_g, port, last", "oar_p", "oar_p, few, joint")
-    }
     # "text after the box": 15 prompt tokens, 19 reasoning tokens, 9 of the box, 17 behind
-    costs = {name: OWN[name][0].row_cost(row) for name, row in rows.items()}
-    assert costs == {"oar_g": 43, "oar_g, port, last": 60, "oar_p": 43 * 19, "oar_p, few, joint": 43 * 7}
+    costs = {"oar_g": 43, "oar_g, port, last": 60, "oar_p": 43 * 19, "oar_p, few, joint": 43 * 7}
+    assert {name: OWN[name][0].row_cost(plan.pass_rows(name, 0, 1)[1][0]) for name in costs} == costs

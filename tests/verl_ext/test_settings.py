@@ -38,17 +38,13 @@ def _shares(config: DictConfig) -> bool:
     return settings.shares_forward(config, signal)
 
 
-def test_shares_the_forward_where_nothing_is_in_the_way() -> None:
-    """By default, too; and not where it is switched off."""
-    for config in (
-        _config("auto"),
-        _config(True),
-        _config(),
-        _config(rollout_correction=None),
-        _config(token_weights=None),
-    ):
-        assert _shares(config)
+def test_shares_the_forward_by_default_and_not_where_it_is_switched_off() -> None:
+    nothing = (_config(rollout_correction=None), _config(token_weights=None))
+    assert all(map(_shares, (_config("auto"), _config(True), _config(), *nothing)))
     assert not _shares(_config(False))
+    for choice in ("yes", 1, 0):
+        with pytest.raises(ValueError, match=r"share_forward=.* is unknown; choose one of auto, true, false"):
+            _shares(_config(choice))
 
 
 @pytest.mark.parametrize(("algorithm", "setting"), OBSTACLES.values(), ids=OBSTACLES)
@@ -57,13 +53,6 @@ def test_sharing_that_is_not_exact_is_refused_and_auto_runs_a_pass_of_its_own(al
     message = f"algorithm.token_weights.share_forward=True does not work with {setting}: .*; use auto"
     with pytest.raises(ValueError, match=message):
         _shares(_config(True, **algorithm))
-
-
-@pytest.mark.parametrize("choice", ["yes", 1, 0])
-def test_refuses_other_values(choice: Any) -> None:
-    message = r"algorithm.token_weights.share_forward=.* is unknown; choose one of auto, true, false"
-    with pytest.raises(ValueError, match=message):
-        _shares(_config(choice))
 
 
 def test_a_saliency_that_runs_in_a_way_of_its_own_shares_no_forward() -> None:
@@ -80,46 +69,28 @@ def test_a_saliency_that_runs_in_a_way_of_its_own_shares_no_forward() -> None:
         settings.check_share_forward(_config(True), Own())
 
 
-class TestMethod:
-    def test_options_come_from_its_section(self) -> None:
-        config = _config(grail={"preset": "robust", "gate": None}, oar={"variant": "grail_port"})
-        assert settings.signal_of(config.algorithm) == GrailConfig("robust")
-        config.algorithm.adv_estimator = "oar_p"
-        assert settings.signal_of(config.algorithm) == OarConfig("perturbation", variant="grail_port")
-
-    def test_every_method_works_without_a_section_and_with_an_empty_one(self) -> None:
-        for name, method in OURS.items():
-            assert settings.signal_of(_config(adv_estimator=name).algorithm).name == name
-            assert settings.signal_of(_config(adv_estimator=name, **{method.section: None}).algorithm).name == name
-
-    def test_unknown_method(self) -> None:
-        with pytest.raises(ValueError, match=r"'grial' is no registered signal; choose one of .*\bgrail\b"):
-            settings.signal_of(_config(adv_estimator="grial").algorithm)
-
-    def test_sections_of_all_methods(self) -> None:
-        sections = settings.algorithm_sections()
-        assert {method.section for method in OURS.values()} < set(sections)
-        assert "method" not in sections["oar"]
-        config = OmegaConf.create({"algorithm": {"adv_estimator": "grail", **sections}})
-        for name in OURS:
-            config.algorithm.adv_estimator = name
-            assert settings.signal_of(config.algorithm) == methods()[name].build({})
+def test_options_come_from_the_methods_section() -> None:
+    config = _config(grail={"preset": "robust", "gate": None}, oar={"variant": "grail_port"})
+    assert settings.signal_of(config.algorithm) == GrailConfig("robust")
+    config.algorithm.adv_estimator = "oar_p"
+    assert settings.signal_of(config.algorithm) == OarConfig("perturbation", variant="grail_port")
+    sections = settings.algorithm_sections()
+    assert {method.section for method in OURS.values()} < set(sections) and "method" not in sections["oar"]
+    for name, method in OURS.items():
+        for given in ({}, {method.section: None}, sections):
+            assert settings.signal_of(_config(**{**given, "adv_estimator": name}).algorithm) == method.build({})
+    with pytest.raises(ValueError, match=r"'grial' is no registered signal; choose one of .*\bgrail\b"):
+        settings.signal_of(_config(adv_estimator="grial").algorithm)
 
 
-@pytest.mark.parametrize(("old", "new"), settings.RENAMED.items())
-def test_renamed_options_are_refused_with_their_new_name(old: str, new: str) -> None:
-    config = OmegaConf.create({})
-    OmegaConf.update(config, old, "something", force_add=True)
-    with pytest.raises(ValueError, match=re.escape(f"{old} is called {new} now")):
-        settings.check_names(config)
-    OmegaConf.update(config, old, None)
-    settings.check_names(config)
-
-
-@pytest.mark.parametrize("option", settings.NAMING_MODULES)
-def test_modules_that_moved_are_refused_with_their_new_place(option: str) -> None:
-    config = OmegaConf.create({"algorithm": {}})
-    OmegaConf.update(config, option, "pkg://grail_advantage.verl_ext.cpu.replay_buffer", force_add=True)
-    message = rf"{re.escape(option)}=pkg://.* is pkg://grail_advantage\.verl_cpu\.replay_buffer now"
-    with pytest.raises(ValueError, match=message):
+def test_names_of_earlier_versions_are_refused_with_their_new_ones() -> None:
+    moved = "pkg://grail_advantage.verl_ext.cpu.replay_buffer"
+    renamed = [(old, "something", re.escape(f"{old} is called {new} now")) for old, new in settings.RENAMED.items()]
+    place = r"=pkg://.* is pkg://grail_advantage\.verl_cpu\.replay_buffer now"
+    for old, value, message in (*renamed, *((o, moved, re.escape(o) + place) for o in settings.NAMING_MODULES)):
+        config = OmegaConf.create({"algorithm": {}})
+        OmegaConf.update(config, old, value, force_add=True)
+        with pytest.raises(ValueError, match=message):
+            settings.check_names(config)
+        OmegaConf.update(config, old, None)
         settings.check_names(config)

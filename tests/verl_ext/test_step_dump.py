@@ -4,62 +4,48 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from tensordict import TensorDict
-from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync
-from verl.utils import tensordict_utils as tu
 
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
 from grail_advantage.methods import methods
 from grail_advantage.step_dump import choose_rows, neutral_reasons, size_estimate
 from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
-from grail_advantage.verl_ext import update_dump
-from grail_advantage.verl_ext.selection import Selection
 from grail_advantage.verl_ext.settings import DumpOptions, dump_options
-from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 from grail_advantage.verl_ext.update_dump import UpdateDump
-from tests.core.tiny_models import char_tokenizer, encode
+from tests.core.tiny_models import END_ID, encode
+from tests.verl_ext.one_step import made_up_saliency
+from tests.verl_ext.test_one_step import ROWS, Step
 
 
-class TestOptions:
-    @staticmethod
-    def _options(**section: Any) -> DumpOptions | None:
-        return dump_options(OmegaConf.create({"algorithm": {"token_dump": section}}))
+def _options(**section: Any) -> DumpOptions | None:
+    return dump_options(OmegaConf.create({"algorithm": {"token_dump": section}}))
 
-    def test_are_off_by_default_and_else_as_given(self) -> None:
-        assert self._options() is None and self._options(every=5) is None
-        assert dump_options(OmegaConf.create({"algorithm": {}})) is None
-        assert dump_options(OmegaConf.create({"algorithm": {"token_dump": None}})) is None
-        assert self._options(folder="/a/b") == DumpOptions(Path("/a/b"), 1, 64)
-        assert self._options(folder="/a/b", every=10, rows=None) == DumpOptions(Path("/a/b"), 10, None)
 
-    def test_a_relative_folder_is_refused_with_the_absolute_one(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("HOME", "/home/me")
-        with pytest.raises(ValueError, match=rf"folder=runs/a must be an absolute path.*; use {tmp_path}/runs/a$"):
-            self._options(folder="runs/a")
-        with pytest.raises(ValueError, match=r"; use /home/me/a$"):
-            self._options(folder="~/a")
+def test_options_are_off_by_default_and_else_as_given() -> None:
+    assert _options() is None and _options(every=5) is None
+    assert dump_options(OmegaConf.create({"algorithm": {}})) is None
+    assert dump_options(OmegaConf.create({"algorithm": {"token_dump": None}})) is None
+    assert _options(folder="/a/b") == DumpOptions(Path("/a/b"), 1, 64)
+    assert _options(folder="/a/b", every=10, rows=None) == DumpOptions(Path("/a/b"), 10, None)
 
-    def test_refuses_other_numbers(self) -> None:
-        for value in (0, None, True):
-            with pytest.raises(
-                ValueError, match=rf"algorithm\.token_dump\.every={value} must be a whole number of steps, at"
-            ):
-                self._options(folder="/a", every=value)
-        for value in (0, 1.5):
-            with pytest.raises(
-                ValueError, match=rf"token_dump\.rows={value} must be a whole number, at least 1, or null"
-            ):
-                self._options(folder="/a", rows=value)
+
+def test_options_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    every, rows = "every={} must be a whole number of steps, at", "rows={} must be a whole number, at least 1, or null"
+    for section, message in (
+        ({"folder": "runs/a"}, f"folder=runs/a must be an absolute path.*; use {tmp_path}/runs/a$"),
+        ({"folder": "~/a"}, "; use /home/me/a$"),
+        *(({"folder": "/a", "every": value}, every.format(value)) for value in (0, None, True)),
+        *(({"folder": "/a", "rows": value}, rows.format(value)) for value in (0, 1.5)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _options(**section)
 
 
 class TestChoice:
@@ -131,227 +117,130 @@ def test_size_estimate() -> None:
     )
 
 
-class _Queue:
-    """TransferQueue as far as the dump asks it; remembers what it was asked."""
-
-    def __init__(self, **without: bool) -> None:
-        self.asked: list[tuple[list[str], list[str]]] = []
-        self.without = without
-
-    def kv_batch_get(self, *, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        self.asked.append((keys, select_fields))
-        assert partition_id == "train"
-
-        def jagged(of: dict[str, list[float]]) -> torch.Tensor:
-            return torch.nested.as_nested_tensor([torch.tensor(of[key]) for key in keys], layout=torch.jagged)
-
-        of_key = {"p_0_0": 0, "p_1_0": 1, "pad_0_0": 2}
-        fields = {
-            "rm_scores": jagged({"p_0_0": [0.0, 0.0, 1.0], "p_1_0": [0.0], "pad_0_0": [0.0]}),
-            "old_log_probs": jagged({"p_0_0": [-0.5, -1.0, -1.5], "p_1_0": [-2.0], "pad_0_0": [0.0]}),
-            "entropy": jagged({"p_0_0": [0.5, float("nan"), 1.5], "p_1_0": [2.0], "pad_0_0": [0.0]}),
-        }
-        plain = {
-            "reward_model": [{"ground_truth": "a"}, {"ground_truth": 7}, {}],
-            "extra_fields": [{"reward_extra_info": {"acc": 0.0}}, {}, {}],
-            "data_source": ["gsm8k"] * 3,
-            "extra_info": [{"index": 4}, {}, {}],
-        }
-        data = TensorDict(
-            {name: values for name, values in fields.items() if not self.without.get(name)}, batch_size=len(keys)
-        )
-        for name, values in plain.items():
-            if not self.without.get(name):
-                tu.assign_non_tensor_stack(data, name, [values[of_key[key]] for key in keys])
-        return data
+KNOWN = {
+    "reward_model": {"ground_truth": 7},
+    "extra_fields": {"reward_extra_info": {"acc": 0.0}},
+    "data_source": "gsm8k",
+    "extra_info": {"index": 4},
+}
+"""What the first row's data set and judge say; they know nothing of the others."""
 
 
-def _trainer(folder: Path | None, **options: Any) -> TokenWeightTrainerSync:
-    """A trainer that has what a dump needs of one."""
-    trainer = TokenWeightTrainerSync.__new__(TokenWeightTrainerSync)
-    trainer.config = OmegaConf.create(
-        {
-            "actor_rollout_ref": {"rollout": {"temperature": 0.8, "n": 2}, "model": {"path": "/models/a"}},
-            "data": {"train_batch_size": 4, "max_response_length": 100},
-            "trainer": {"val_before_train": True},
-            "algorithm": {"adv_estimator": "grail", "token_dump": {"folder": folder and str(folder), **options}},
-        }
-    )
-    trainer.tokenizer = char_tokenizer()
-    trainer.signal = GrailConfig(gate="all")
-    trainer.global_steps, trainer.local_trigger_step, trainer.parameter_sync_step = 3, 0, 1
-    trainer.total_training_steps = 10
-    trainer.timing_raw = {}
-    return trainer
+class Dumping(Step):
+    """A step whose rows are written; the last one is cut off."""
 
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> None:
+        dump = (f"algorithm.token_dump.folder={folder}", "algorithm.norm_adv_by_std_in_grpo=false")
+        super().__init__(monkeypatch, [*dump, *overrides])
+        for key, row in self.store.rows.items():
+            row |= KNOWN if key == "a_0_0" else {name: {} for name in KNOWN} | {"data_source": "gsm8k"}
+        last = self.store.rows["b_2_0"]
+        for name in ("responses", "response_mask", "loss_mask", "rollout_log_probs", "rm_scores"):
+            last[name] = last[name][:-1]
+        self.trainer._context_length = len(last["prompts"]) + len(last["responses"])
+        self.trainer._dump = self._dump(1)
 
-def _start(trainer: TokenWeightTrainerSync) -> None:
-    """As the trainer does it once its data are loaded."""
-    if dump_options(trainer.config) is not None and trainer._dump is None:
-        trainer._dump = UpdateDump(
-            trainer.config,
-            trainer.tokenizer,
-            trainer.signal,
-            updates=trainer.parameter_sync_step,
-            steps=trainer.total_training_steps,
-        )
+    def _dump(self, updates: int) -> UpdateDump:
+        trainer = self.trainer
+        return UpdateDump(trainer.config, trainer.tokenizer, trainer.signal, updates=updates, steps=10)
 
-
-def _dump(trainer: TokenWeightTrainerSync, advantage: float = -1.0) -> dict[str, float]:
-    """Two rows of a prompt, and one that fills up the batch; returns the metrics."""
-    responses = [torch.tensor(encode(text)) for text in ("{a}", "b", "b")]
-    rollouts = SimpleNamespace(
-        keys=["p_0_0", "p_1_0", "pad_0_0"],
-        prompts=[torch.tensor(encode(text)) for text in ("what?", "what?", "?")],
-        responses=responses,
-        groups=[0, 0, 1],
-    )
-    spans = [AnswerSpan(0, 1, 2, 3), None, None]
-    mask_BT = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]]) > 0
-    base_BT = torch.tensor([[advantage], [0.0], [0.0]]) * mask_BT
-    scores_BT = torch.tensor([[0.5, 0.25, float("inf")], [float("nan")] * 3, [float("nan")] * 3])
-    weights_BT = torch.tensor([[0.5, 5.0, 1.0], [1.0, 0.0, 0.0], [0.0] * 3])
-    batch = RolloutBatch(mask_BT, base_BT[:, 0], spans, {})
-    truncated_B, rows = torch.tensor([False, True, False]), trainer.signal.select(batch)
-    selection = Selection(batch, base_BT, base_BT, truncated_B, ~mask_BT[:, 0], rows)
-    result = SimpleNamespace(weights_BT=weights_BT, non_finite_B=torch.zeros(3, dtype=torch.bool))
-    meta = KVBatchMeta(partition_id="train", keys=rollouts.keys, tags=[{}, {}, {"is_padding": True}])
-    _start(trainer)
-    if trainer._dump is None:
-        return {}
-    trainer._dump.write(
-        meta,
-        rollouts,
-        selection,
-        scores_BT,
-        result,
-        base_BT * weights_BT,
-        step=trainer.global_steps,
-        update=trainer.local_trigger_step,
-    )
-    # What the run does to its tensors afterwards must not reach the file.
-    for values in (scores_BT, weights_BT, base_BT):
-        values.fill_(99.0)
-    return {"token_dump/failed_files": trainer._dump.failed_files}
-
-
-@pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> _Queue:
-    found = _Queue()
-    monkeypatch.setattr(update_dump, "tq", found)
-    return found
-
-
-class TestTrainer:
-    def _rows(self, trainer: TokenWeightTrainerSync, folder: Path) -> list[DumpRow]:
-        trainer._dump.close()
+    def close(self, folder: Path) -> list[DumpRow]:
+        self.trainer._dump.close()
         dump = read_dump(folder)
         rows = list(dump)
-        assert dump.problems == []
+        assert {problem.message for problem in dump.problems} <= {"holds no rows"}  # those of other runs
         return rows
 
-    def test_rows_are_the_runs_with_all_that_is_known_of_them(self, tmp_path: Path, queue: _Queue) -> None:
-        trainer = _trainer(tmp_path)
-        assert _dump(trainer) == {"token_dump/failed_files": 0}
-        first, second = self._rows(trainer, tmp_path)
-        assert queue.asked[0][0] == ["p_0_0", "p_1_0"], "nothing is fetched of rows that are not written"
-        assert (first.key, first.row, first.group, first.step, first.update) == ("p_0_0", 0, 0, 3, 0)
-        assert (first.prompt, first.response, first.answer, list(first.tokens)) == (
-            "what?",
-            "{a}",
-            None,
-            ["{", "a", "}"],
-        )
-        assert first.prompt_ids.tolist() == encode("what?") and first.token_ids_T.tolist() == encode("{a}")
-        assert (first.gold, first.reward, first.outcome, first.id) == ("a", 1.0, "wrong", "gsm8k/4"), "acc goes first"
-        assert (second.gold, second.reward, second.outcome, second.id) == ("7", 0.0, "wrong", None)
-        assert (first.neutral, second.neutral) == (None, "truncated")
-        assert (first.truncated, second.truncated) == (False, True)
-        assert (first.span, second.span) == (AnswerSpan(0, 1, 2, 3), None)
-        assert first.score_T[:2].tolist() == [0.5, 0.25] and first.score_T.size == 3 and second.score_T.size == 1
-        assert first.weight_T.tolist() == [0.5, 5.0, 1.0] and first.base_advantage_T.tolist() == [-1.0] * 3
-        assert first.advantage_T.tolist() == [-0.5, -5.0, -1.0]
-        assert first.old_log_prob_T.tolist() == [-0.5, -1.0, -1.5] and second.old_log_prob_T.tolist() == [-2.0]
-        assert first.entropy_T[[0, 2]].tolist() == [0.5, 1.5]
+
+class TestRun:
+    def test_rows_are_the_runs_with_all_that_is_known_of_them(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        step = Dumping(monkeypatch, tmp_path, "algorithm.token_dump.rows=null", "data.train_batch_size=2")
+        said = "token dump: 6 rows a step with up to 64 tokens, at most about 0.00768 MB a step"
+        assert capsys.readouterr().out.startswith(said)
+        advantages = {key: values.clone() for key, values in step.run().items()}
+        assert step.metrics["token_dump/failed_files"] == 0
+        for row in step.store.rows.values():  # what the run does to its tensors afterwards must not reach the file
+            [row[name].fill_(99.0) for name in ("advantages", "old_log_probs", "entropy", "rm_scores")]
+        rows = step.close(tmp_path)
+        assert [(row.key, row.row, row.group, row.step, row.update) for row in rows] == [
+            (key, number, number // 3, 1, 0) for number, (key, *_) in enumerate(ROWS)
+        ]
+        mean = {"a": 1 / 3, "b": 1 / 3}
+        for row, (key, prompt, response, reward) in zip(rows, ROWS, strict=True):
+            response = response.removesuffix("<end>") if key == "b_2_0" else response
+            assert (row.prompt, row.response) == (prompt, response.removesuffix("<end>"))
+            assert "".join(row.tokens).removesuffix("<end>") == row.response
+            assert row.prompt_ids.tolist() == encode(prompt) and row.token_ids_T.tolist() == encode(response)
+            assert row.reward == reward and row.base_advantage_T == pytest.approx(reward - mean[key[0]])
+            assert row.advantage_T.tolist() == advantages[key].tolist()
+            assert row.advantage_T == pytest.approx(row.weight_T * row.base_advantage_T) or row.neutral == "truncated"
+            assert row.old_log_prob_T == pytest.approx(-0.1) and len(row.entropy_T) == len(row.token_ids_T)
+        of = {row.key: row for row in rows}
+        assert (of["a_0_0"].gold, of["a_0_0"].outcome, of["a_0_0"].id) == ("7", "wrong", "gsm8k/4"), "acc goes first"
+        assert [(row.gold, row.outcome, row.id) for row in rows[1:4]] == [
+            (None, outcome, None) for outcome in ("wrong", "wrong", "right")
+        ]
+        assert [row.neutral for row in rows] == ["outside the gate", None, None, "outside the gate", None, "truncated"]
+        assert [row.truncated for row in rows] == [False] * 5 + [True]
+        wrong, tokens = of["a_1_0"], torch.tensor(encode("Two?") + encode(ROWS[1][2]))
+        assert wrong.span.start == len("Is it ")
+        scores = made_up_saliency(tokens)[3 : 3 + wrong.span.start].numpy()  # a token's predictor
+        assert wrong.score_T[: wrong.span.start] == pytest.approx(scores)
 
         header = read_dump(tmp_path).files[0].header
-        assert (header.step, header.method, header.model, header.temperature) == (3, "grail", "/models/a", 0.8)
-        assert (header.rows_in_step, header.special_tokens) == (2, {})
-        assert header.options["gate"] == "all" and header.options["preset"] == "official"
+        assert (header.step, header.method, header.temperature) == (1, "grail", 1.0)
+        assert (header.rows_in_step, header.special_tokens) == (6, {END_ID: "<end>"})
+        assert header.options["preset"] == "official"
         json.dumps(header.options, allow_nan=False)
 
-    def test_what_a_run_does_not_have_is_left_out(self, tmp_path: Path, queue: _Queue) -> None:
-        queue.without = dict.fromkeys(
-            ("rm_scores", "entropy", "old_log_probs", "reward_model", "extra_fields", "extra_info"), True
-        )
-        trainer = _trainer(tmp_path)
-        _dump(trainer)
-        first, _ = self._rows(trainer, tmp_path)
-        assert (first.gold, first.reward, first.outcome, first.id) == (None, None, None, None)
-        assert first.entropy_T is None and first.old_log_prob_T is None
+    def test_what_a_run_does_not_have_is_left_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        step = Dumping(monkeypatch, tmp_path)
+        for row in step.store.rows.values():
+            [row.pop(name) for name in KNOWN]
+        step.run()
+        first = step.close(tmp_path)[0]
+        assert (first.gold, first.outcome, first.id) == (None, "right", None)
 
-    def test_every_so_many_steps(self, tmp_path: Path, queue: _Queue) -> None:
-        trainer = _trainer(tmp_path, every=2)
-        for step in (3, 4, 5, 6):
-            trainer.global_steps = step
-            _dump(trainer)
-        self._rows(trainer, tmp_path)
-        assert read_dump(tmp_path).steps == [4, 6] and len(queue.asked) == 2
+    def test_every_so_many_steps_and_rows_of_every_update(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Updates share the rows of a step. A resumed run replaces its steps, those too that it does not write."""
+        for number in (2, 3, 9):
+            write_step(tmp_path, DumpHeader(step=number, method="grail"), [])
+        step = Dumping(monkeypatch, tmp_path, "algorithm.token_dump.every=2", "algorithm.token_dump.rows=6")
+        step.trainer._dump = step._dump(updates=2)
+        for step.trainer.global_steps in (3, 4, 5, 6):
+            for step.trainer.local_trigger_step in (0, 1):
+                step.run()
+        rows = step.close(tmp_path)
+        assert read_dump(tmp_path).steps == [2, 4, 6]
+        assert [(row.step, row.update) for row in rows] == [(s, u) for s in (4, 6) for u in (0, 1) for _ in range(3)]
 
-    def test_updates_share_the_rows_of_a_step_and_overwrite_nothing(self, tmp_path: Path, queue: _Queue) -> None:
-        trainer = _trainer(tmp_path, rows=3)
-        trainer.parameter_sync_step = 2
-        for update, advantage in ((0, 1.0), (1, 2.0)):
-            trainer.local_trigger_step = update
-            _dump(trainer, advantage)
-        rows = self._rows(trainer, tmp_path)
-        assert [(row.update, row.base_advantage_T[0].item()) for row in rows] == [(0, 1.0), (1, 2.0)]
-
-    def test_a_resumed_run_replaces_its_steps(self, tmp_path: Path, queue: _Queue) -> None:
-        for step in (2, 3, 9):
-            write_step(tmp_path, DumpHeader(step=step, method="grail"), [])
-        _dump(_trainer(tmp_path, every=5))
-        assert read_dump(tmp_path).steps == [2], "also the steps that this run does not write"
-
-    def test_a_disk_that_fails_is_a_metric(self, tmp_path: Path, queue: _Queue) -> None:
-        trainer = _trainer(tmp_path / "folder")
-        _start(trainer)
-        (tmp_path / "folder").rmdir()
-        (tmp_path / "folder").write_text("no folder")
-        _dump(trainer)
-        trainer._dump.close()
-        assert _dump(trainer)["token_dump/failed_files"] >= 1
-        trainer._dump.close()
-
-    def test_a_folder_that_cannot_be_made_is_refused_at_the_start(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        with pytest.raises(
-            ValueError, match=r"algorithm\.token_dump\.folder=.*/file/below cannot be made .*choose another"
-        ):
-            _start(_trainer(tmp_path / "file/below"))
-
-    def test_says_its_size_before_it_starts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        _start(_trainer(tmp_path, every=3))
-        assert capsys.readouterr().out == (
-            "token dump: 8 rows a step with up to 100 tokens, at most about 0.016 MB a step and 4.8e-05 GB for 3 steps, "
-            f"in {tmp_path}\n"
-        )
+    def test_a_disk_that_fails_is_a_metric(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = tmp_path / "folder"
+        step = Dumping(monkeypatch, folder)
+        folder.rmdir()
+        folder.write_text("no folder")
+        step.run()
+        step.trainer._dump.close()
+        assert step.trainer._dump.failed_files >= 1
+        with pytest.raises(ValueError, match=r"token_dump\.folder=.*/folder/below cannot be made .*choose another"):
+            Dumping(monkeypatch, folder / "below")
 
     def test_whatever_ends_the_training_what_waits_is_written(
-        self, tmp_path: Path, queue: _Queue, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        step = Dumping(monkeypatch, tmp_path)
+
         def fit(self: Any, manager: str) -> None:
             assert manager == "agent loops"
-            _dump(self)
+            step.run()
             raise RuntimeError("the run failed")
 
         monkeypatch.setattr(PPOTrainerSync, "fit", fit)
+        step.trainer.parameter_sync_step, step.trainer.total_training_steps = 1, 10
         with pytest.raises(RuntimeError, match="the run failed"):
-            _trainer(tmp_path).fit("agent loops")
-        assert len(list(read_dump(tmp_path))) == 2
-
-    def test_is_off_by_default(self, tmp_path: Path, queue: _Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        trainer = _trainer(None)
-        _start(trainer)
-        assert _dump(trainer) == {} and list(tmp_path.iterdir()) == [] and queue.asked == []
+            step.trainer.fit("agent loops")
+        assert len(list(read_dump(tmp_path))) == 6

@@ -11,11 +11,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
-from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
 
 from grail_advantage import GrailConfig
 from grail_advantage.answer_span import find_answer_spans
-from grail_advantage.verl_ext.patches import estimator_named
 from grail_advantage.verl_ext.selection import end_token_ids, truncated_rows
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 from grail_advantage.verl_ext.transfer import Rollouts, group_numbers
@@ -66,11 +64,6 @@ def _truncated(trainer: TokenWeightTrainerSync, rollouts: Rollouts) -> torch.Ten
 def _mask(rollouts: Rollouts) -> torch.Tensor:
     lengths = torch.tensor([[len(row)] for row in rollouts.responses])
     return torch.arange(int(lengths.max())) < lengths
-
-
-def test_is_registered_with_verl_as_its_synchronous_trainer() -> None:
-    assert get_trainer_cls("grail_sync") is TokenWeightTrainerSync
-    assert issubclass(TokenWeightTrainerSync, PPOTrainerSync)
 
 
 def test_end_tokens_are_the_tokenizers_and_the_generation_configs() -> None:
@@ -179,13 +172,3 @@ def test_a_truncated_row_has_no_advantage_where_these_are_masked(masks: bool) ->
     assert selection.truncated_B.tolist() == [True, False]
     assert selection.batch.advantages_B.tolist() == [0.0 if masks else 1.0, -1.0]
     assert selection.base_advantages_BT[0].tolist() == [1.0] * 6
-
-
-def test_verl_computes_the_base_advantage_under_its_own_name() -> None:
-    trainer = _trainer()
-    with estimator_named(trainer.config.algorithm, "grpo"):
-        assert trainer.config.algorithm.adv_estimator == "grpo"
-    assert trainer.config.algorithm.adv_estimator == "grail"
-    with pytest.raises(ZeroDivisionError), estimator_named(trainer.config.algorithm, "grpo"):
-        raise ZeroDivisionError
-    assert trainer.config.algorithm.adv_estimator == "grail"

@@ -1,0 +1,73 @@
+"""The batch that benchmarks of the training side work on: rows of random tokens with an answer near their end."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from grail_advantage import AnswerSpan, Example
+
+GROUP_ROWS = 8
+"""Rows that answer one prompt, as near as the batch allows."""
+AFTER_ANSWER = 16
+ANSWER = AnswerSpan(start=0, content_start=3, content_end=7, end=8)
+"""Relative to where the answer starts: three tokens of ``\\boxed{``, four of content, one ``}``."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """A batch of rows of random tokens: first those that are wrong and so need scores, then right ones, then those whose group
+    is all of a kind, so that they have no advantage."""
+
+    rows: int
+    prompt: int
+    response: int
+    selected: int
+    """Number of rows that need scores."""
+    vocabulary: int
+    neutral: int = 0
+    """Number of rows without an advantage."""
+
+    def __post_init__(self) -> None:
+        if self.response <= AFTER_ANSWER + ANSWER.end:
+            raise ValueError(
+                f"a response of {self.response} tokens has no room for an answer; give --tokens at least "
+                f"{AFTER_ANSWER + ANSWER.end + 1} more than --prompt, in the smallest of the points too"
+            )
+        if not 0 < self.selected <= self.trained:
+            raise ValueError(
+                f"{self.selected} of {self.trained} rows selected; choose --selected and --rows so that one is"
+            )
+
+    @property
+    def trained(self) -> int:
+        """Number of rows with an advantage."""
+        return self.rows - self.neutral
+
+    @property
+    def tokens(self) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.vocabulary, (self.rows, self.prompt + self.response), generator=generator)
+        return list(ids)
+
+    @property
+    def span(self) -> AnswerSpan:
+        start = self.response - AFTER_ANSWER - ANSWER.end
+        return AnswerSpan(**{name: start + index for name, index in asdict(ANSWER).items()})
+
+    @property
+    def advantages(self) -> torch.Tensor:
+        return torch.tensor([-0.5] * self.selected + [0.5] * (self.trained - self.selected) + [0.0] * self.neutral)
+
+    @property
+    def groups(self) -> list[int]:
+        """Which prompt each row answers; wrong and right rows are dealt out to all prompts alike."""
+        prompts = max(1, round(self.rows / GROUP_ROWS))
+        return [row % prompts for row in range(self.rows)]
+
+    @property
+    def examples(self) -> list[Example]:
+        """The question of each row: about as many words as the prompt has tokens, and a gold answer."""
+        messages = [{"role": "user", "content": " ".join(["word"] * self.prompt)}]
+        return [Example(messages, {"reward_model": {"ground_truth": "42"}}, {})] * self.rows

@@ -1,0 +1,98 @@
+"""What a plain model says of the rows of ``pass_plan.py``, and how far verl's engine may be from it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from grail_advantage import compute_token_weights
+from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, TOLERANCE, shear_scores
+from tests.core.tiny_models import Rollout, char_tokenizer, make_batch
+from tests.verl_ext import pass_plan as plan
+from tests.verl_ext.pass_plan import BATCH, OWN
+
+RTOL = 1e-4
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, rtol: float = RTOL) -> None:
+    """Equal up to a part of the largest expected value; NaN where NaN is expected."""
+    scale = float(expected.nan_to_num().abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * scale, equal_nan=True)
+
+
+class Plain:
+    """What a model says in one process, one row at a time and without sharding."""
+
+    def __init__(self, models: dict[str, PreTrainedModel]) -> None:
+        self.models = models
+        self.scores = cache(self._scores)
+        self.shared = cache(self._shared)
+        self.inference = cache(self._inference)
+
+    def _scores(self, model: str, name: str, step: int = 0) -> dict[Rollout, torch.Tensor]:
+        """Scores of each row's response tokens."""
+        signal, temperature, _ = OWN[name]
+        rollouts = BATCH if name in plan.SALIENCY else plan.SHORT
+        batch = make_batch(rollouts, padding="right")
+        found = compute_token_weights(
+            self.models[model], char_tokenizer(), *batch.tensors(), signal, temperature=temperature, step=step
+        ).scores
+        masks = batch.response_mask.bool()
+        return {rollout: found[row, masks[row]] for row, rollout in enumerate(rollouts)}
+
+    @torch.no_grad()
+    def _inference(self, model: str, name: str, half: int) -> list[torch.Tensor]:
+        """Log-probabilities and SHEAR's scores by hand."""
+        signal, temperature, _ = OWN[name]
+        _, rows = plan.pass_rows(name, half, 2)
+        log_probs, hidden = [], []
+        for row in rows:
+            output = self.models[model](input_ids=row.tokens_S[None], output_hidden_states=True)
+            distribution_SV = torch.log_softmax(output.logits[0].float() / temperature, dim=-1)
+            start = row.response_start
+            log_probs.append(distribution_SV[start - 1 : -1].gather(1, row.tokens_S[start:, None])[:, 0])
+            hidden.append(output.hidden_states[-1][0, start:])
+        if name.startswith("rlsd"):
+            return log_probs
+        members = [index for index, row in enumerate(rows) if row.group >= 0]
+        settings = {"epsilon": EPSILON, "iterations": ITERATIONS, "tolerance": TOLERANCE}
+        right = [rows[index].advantage > 0 for index in members]
+        states = [hidden[index] for index in members]
+        scores = shear_scores(states, right, window=signal.window, stride=signal.stride, **settings)
+        expected = [torch.ones(row.response_length) for row in rows]
+        for index, scores_T in zip(members, scores, strict=True):
+            expected[index] = scores_T
+        return expected
+
+    def _shared(self, model: str, row: int, leaf: str, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """``|| g * h ||`` by autograd's own gradient of a hidden state, and the log-probability of every next token."""
+        tokens, _, (start, end) = plan.shared_row(BATCH[row])
+        # An adapted model is frozen, which would leave its hidden states without gradients.
+        output = self.models[model].requires_grad_(True)(tokens.unsqueeze(0), output_hidden_states=True)
+        log_probs_S = torch.log_softmax(output.logits[0] / temperature, dim=-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        hidden = output.hidden_states[{"embeddings": 0, "middle": 2}[leaf]]
+        (gradient,) = torch.autograd.grad(-log_probs_S[start - 1 : end - 1].sum(), hidden)
+        return (gradient * hidden)[0].norm(dim=-1).detach(), log_probs_S.detach()
+
+
+def log_errors(plain: Plain, found: list[dict[str, Any]], setup: Any) -> torch.Tensor:
+    """|log(found / expected)| of the saliencies in front of the target, of both ways."""
+    errors = []
+    for rank, result in enumerate(found):
+        place = rank // setup.sequence_parallel
+        rollouts, _ = plan.pass_rows("saliency", place, setup.data_parallel)
+        expected = plain.scores(setup.model, "saliency")
+        for at, rollout in enumerate(rollouts):
+            scores_T, expected_T = result["own"]["saliency"]["scores"][at], expected[rollout]
+            seen = expected_T[: len(scores_T)] > 0
+            errors.append((scores_T[seen] / expected_T[: len(scores_T)][seen]).log().abs())
+        rows = list(range(12))[place :: setup.data_parallel] if result["shared"]["fused"] else []
+        for at, row in enumerate(rows):
+            _, start, (_, end) = plan.shared_row(plan.BATCH[row])
+            expected_S, _ = plain.shared(setup.model, row, "embeddings", 1.0)
+            saliency_S = result["shared"]["fused"]["saliency"][at]
+            errors.append((saliency_S[start - 1 : end - 1] / expected_S[start - 1 : end - 1]).log().abs())
+    return torch.cat(errors)
