@@ -17,6 +17,7 @@ from grail_advantage.registry import NameTakenError, failure_message, failures
 from grail_advantage.signals.base import LOGITS, SALIENCY, SEQUENCES, Signal
 from grail_advantage.signals.oar import OarConfig
 from grail_advantage.verl_cpu import checks as cpu_checks
+from grail_advantage.verl_ext.base_advantage import check_base
 from grail_advantage.verl_ext.estimators import WEIGHS_TOKENS, register_estimators
 from grail_advantage.verl_ext.model_checks import adapter_config, check_model, check_text, check_tokenizer, read_json
 from grail_advantage.verl_ext.neutral_settings import neutral_rows
@@ -66,6 +67,7 @@ def check_config(config: DictConfig) -> None:
     signal = signal_of(config.algorithm)
     answer_of(config)
     missing_answers(config)
+    check_base(config)
     check_share_forward(config, signal)
     neutral_rows(config)
     dump_options(config)

@@ -5,7 +5,7 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,12 @@ import torch
 from omegaconf import DictConfig
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
 from grail_advantage.batch import EXAMPLES, PassRow, RolloutBatch
 from grail_advantage.signals.base import RowSelection, Signal
+from grail_advantage.verl_ext.base_advantage import GDPO, base_of
 from grail_advantage.verl_ext.transfer import Rollouts
 
 
@@ -101,7 +102,11 @@ def pass_row(rollouts: Rollouts, selection: Selection, row: int) -> PassRow:
 
 
 def reward_advantages(
-    rewards_BT: torch.Tensor, rollouts: Rollouts, mask_BT: torch.Tensor, config: DictConfig
+    rewards_BT: torch.Tensor,
+    rollouts: Rollouts,
+    mask_BT: torch.Tensor,
+    config: DictConfig,
+    parts: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The advantages that ``PPOTrainer._compute_advantage`` makes of rewards alone, by verl's own code.
 
@@ -112,11 +117,17 @@ def reward_advantages(
         rollouts: prompts and responses.
         mask_BT: bool; the tokens that train.
         config: the run's.
+        parts: of the reward, by name, where the base advantage reads them.
 
     Returns:
         Advantages (B, T), all finite, and the rows that got 0 for a reward that is not finite, or too large; bool (B,).
     """
-    judged_B = rewards_BT.sum(dim=1).isfinite()[_last_outputs(rollouts.keys)]
+    parts, base = parts or {}, base_of(config)
+    judged_B = rewards_BT.sum(dim=1).isfinite()
+    for values in parts.values():
+        judged_B = judged_B & torch.from_numpy(values).isfinite()
+    judged_B = judged_B[_last_outputs(rollouts.keys)]
+    compared_BT = mask_BT & judged_B.unsqueeze(1)  # some estimators compare whole batches
     groups: list[Any] = [
         group if judged else f"unjudged {place}"
         for place, (group, judged) in enumerate(zip(rollouts.groups, judged_B.tolist(), strict=True))
@@ -124,14 +135,19 @@ def reward_advantages(
     data = DataProto.from_dict(
         {
             "token_level_rewards": torch.where(judged_B.unsqueeze(1), rewards_BT, 0.0),
-            "response_mask": mask_BT.long(),
+            "response_mask": compared_BT.long(),
         },
         non_tensors={"uid": np.array(groups, dtype=object)},
     )
+    if base == GDPO:
+        # The part's place in the response plays no role: it is summed over the tokens.
+        data.batch["prompts"], data.batch["attention_mask"] = mask_BT[:, :0].long(), torch.ones_like(mask_BT).long()
+        for name, values in parts.items():
+            data.non_tensor_batch[name] = np.where(judged_B.numpy(), values, np.float32(0))
     data = compute_advantage_for_multi_trajectories(
         data,
         batch_keys=rollouts.keys,
-        adv_estimator=AdvantageEstimator.GRPO,
+        adv_estimator=base,
         num_repeat=config.actor_rollout_ref.rollout.n,
         norm_adv_by_std_in_grpo=config.algorithm.get("norm_adv_by_std_in_grpo", True),
         config=config.algorithm,
@@ -139,6 +155,22 @@ def reward_advantages(
     advantages_BT = data.batch["advantages"]
     known_B = advantages_BT.isfinite().all(dim=1)  # False where finite rewards overflow in the mean
     return torch.where(known_B.unsqueeze(1), advantages_BT, 0.0), ~(judged_B & known_B)
+
+
+def mean_of_loss(config: DictConfig) -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """A mean over a batch as the run's loss takes it."""
+
+    def mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+        actor = config.actor_rollout_ref.actor
+        value = agg_loss(
+            loss_mat=values_BT,
+            loss_mask=mask_BT.to(values_BT.dtype),
+            loss_agg_mode=actor.loss_agg_mode,
+            loss_scale_factor=actor.get("loss_scale_factor", None),
+        )
+        return float(value)
+
+    return mean
 
 
 def _last_outputs(keys: Sequence[str]) -> list[int]:

@@ -10,6 +10,7 @@
 - ``algorithm.token_weights.skip_neutral_rows`` and ``log_all_rows``: see :mod:`grail_advantage.verl_ext.neutral_settings`.
 - ``algorithm.token_weights.answer``: the format of answers, see :mod:`grail_advantage.answer_format`; ``missing_answers``: what
   happens where responses have none, see :mod:`grail_advantage.missing_answers`.
+- ``algorithm.token_weights.base``: see :mod:`grail_advantage.verl_ext.base_advantage`.
 - ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
 - ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of ``rows`` rows a step, ``every`` so many
   steps; see docs/token_dump.md.
@@ -65,6 +66,7 @@ def algorithm_sections() -> dict[str, Any]:
             "trainer_module": None,
             "answer": BOXED.name,
             "missing_answers": CHOICES[0],
+            "base": "grpo",
         },
         "token_dump": {"folder": None, "every": 1, "rows": 64},
         # An old name must reach check_names.

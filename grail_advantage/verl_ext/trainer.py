@@ -1,9 +1,9 @@
 """verl's PPO trainer with token weights.
 
-The base advantage comes from verl's own GRPO code (with ``norm_adv_by_std_in_grpo=false``, Dr.GRPO), which also applies a KL
-penalty in the reward, rollout correction and multi-output sessions. The method then gives scores to the rows that it selects,
-by a pass in the actor where it uses the model, and the advantages in TransferQueue are multiplied by the token weights.
-Nothing else of the step changes.
+The base advantage comes from verl's own code, by default GRPO's (with ``norm_adv_by_std_in_grpo=false``, Dr.GRPO), which also
+applies a KL penalty in the reward, rollout correction and multi-output sessions. The method then gives scores to the rows that
+it selects, by a pass in the actor where it uses the model, and the advantages in TransferQueue are multiplied by the token
+weights. Nothing else of the step changes.
 
 Where a saliency is exact on the forward that recomputes the old log-probabilities (:mod:`grail_advantage.verl_ext.settings`),
 that forward keeps the graph of the rows that will need scores, and their backward follows at once. The rows are then chosen by
@@ -30,7 +30,6 @@ import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.core_algos import AdvantageEstimator, agg_loss
 from verl.trainer.ppo.utils import Role
 from verl.utils import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
@@ -43,6 +42,7 @@ from grail_advantage.metrics import weight_metrics
 from grail_advantage.missing_answers import AnswerWatch
 from grail_advantage.model_interface import RowScores
 from grail_advantage.signals.saliency import SaliencySignal
+from grail_advantage.verl_ext.base_advantage import GDPO, GRPO, base_of, check_one_a_response, reward_parts
 from grail_advantage.verl_ext.model_checks import check_model, check_text, check_tokenizer
 from grail_advantage.verl_ext.neutral_trainer import NeutralRowsTrainer
 from grail_advantage.verl_ext.patches import data_parallel_size, estimator_named, set_trainer_mode
@@ -50,6 +50,7 @@ from grail_advantage.verl_ext.row_balance import deal, spread
 from grail_advantage.verl_ext.selection import (
     Selection,
     end_token_ids,
+    mean_of_loss,
     pass_row,
     reward_advantages,
     select_rows,
@@ -68,6 +69,7 @@ from grail_advantage.verl_ext.trainer_modes import base_mode
 from grail_advantage.verl_ext.transfer import (
     Rollouts,
     fetch_columns,
+    fetch_objects,
     fetch_padded,
     fetch_rollouts,
     fetch_saliency,
@@ -191,12 +193,17 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         return without_saliency_fields(self._with_all_rows(written, batch, rollouts))
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with estimator_named(self.config.algorithm, AdvantageEstimator.GRPO.value):
+        base = base_of(self.config)
+        with estimator_named(self.config.algorithm, GRPO if base == GDPO else base):
             batch = super()._compute_advantage(batch, metrics)
         with self._timed("rows"):
             rollouts = self._fetch_rollouts(batch)
             mask_BT, advantages_BT = fetch_padded(batch, "response_mask", "advantages")
             mask_BT = mask_BT.bool()
+            if base == GDPO:
+                advantages_BT, unjudged_B = self._reward_advantages(batch, rollouts, mask_BT, "rm_scores")
+                advantages_BT = torch.where(unjudged_B.unsqueeze(1), torch.nan, advantages_BT)
+            check_one_a_response(advantages_BT, mask_BT, base)
             advantages_BT, unjudged_B = self._finite_advantages(batch, rollouts, mask_BT, advantages_BT)
             selection = self._selection
             if selection is None or not selection.is_of(mask_BT, advantages_BT):
@@ -220,7 +227,10 @@ class TokenWeightTrainer(NeutralRowsTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :func:`grail_advantage.verl_ext.selection.reward_advantages`; ``rewards`` is the field of the rewards."""
         (rewards_BT,) = fetch_padded(batch, rewards)
-        return reward_advantages(rewards_BT, rollouts, mask_BT, self.config)
+        parts = None
+        if base_of(self.config) == GDPO:
+            parts = reward_parts(fetch_objects(batch, "extra_fields"), self.config.algorithm)
+        return reward_advantages(rewards_BT, rollouts, mask_BT, self.config, parts)
 
     def _finite_advantages(
         self, batch: KVBatchMeta, rollouts: Rollouts, mask_BT: torch.Tensor, advantages_BT: torch.Tensor
@@ -259,20 +269,9 @@ class TokenWeightTrainer(NeutralRowsTrainer):
             base_advantages_BT,
             truncated_B=truncated_rows(rollouts, rollout, self._context_length, self._end_tokens),
             unjudged_B=unjudged_B,
-            aggregate=self._aggregate,
+            aggregate=mean_of_loss(self.config),
             step=self.global_steps,
         )
-
-    def _aggregate(self, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
-        """A mean over the batch as the run's loss takes it."""
-        actor = self.config.actor_rollout_ref.actor
-        mean = agg_loss(
-            loss_mat=values_BT,
-            loss_mask=mask_BT.to(values_BT.dtype),
-            loss_agg_mode=actor.loss_agg_mode,
-            loss_scale_factor=actor.get("loss_scale_factor", None),
-        )
-        return float(mean)
 
     def _request_saliency(
         self, batch: KVBatchMeta, rollouts: Rollouts, selection: Selection, order: list[int]

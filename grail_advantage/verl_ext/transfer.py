@@ -112,6 +112,13 @@ def fetch_padded(batch: KVBatchMeta, *fields: str) -> list[torch.Tensor]:
     return [data[name].to_padded_tensor(0) for name in fields]
 
 
+def fetch_objects(batch: KVBatchMeta, field: str) -> list[Any]:
+    """Fetch a column of any objects, one a row."""
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[field])
+    values = tu.get(data, field) if field in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
+    return [None] * len(batch) if values is None else list(values)
+
+
 def fetch_columns(batch: KVBatchMeta, signal: Signal) -> dict[str, torch.Tensor]:
     """Fetch the columns that the method reads, each (B, T) float32."""
     names = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in signal.reads]

@@ -14,6 +14,7 @@ from verl.trainer.ppo import core_algos, padding_utils
 from verl.trainer.ppo.v1 import get_trainer_cls, replay_buffer, trainer_base
 from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_tensordict
 
+from grail_advantage.methods import methods
 from grail_advantage.missing_answers import AnswerWatch
 from grail_advantage.model_interface import RowScores
 from grail_advantage.signals.base import Signal
@@ -110,7 +111,7 @@ def make_trainer(
 ) -> Any:
     """A trainer with all that its two stages need; what starts servers and loads data is left out."""
     config = compose("cpu_trainer", ["data.max_response_length=64", f"trainer.v1.trainer_mode={mode}", *overrides])
-    weighs = config.algorithm.adv_estimator != "grpo"
+    weighs = config.algorithm.adv_estimator in methods()
     cls = cls or get_trainer_cls(f"grail_{mode}" if weighs else mode)
     trainer = cls.__new__(cls)
     trainer.config = config

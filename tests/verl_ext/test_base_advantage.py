@@ -1,0 +1,235 @@
+"""Token weights on other advantages than GRPO's: verl's own functions, its stock trainer, and formulas worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
+
+from grail_advantage.methods import method, methods
+from grail_advantage.verl_ext import base_advantage, selection
+from grail_advantage.verl_ext.checks import check_config
+from tests.composed import compose
+from tests.verl_ext.one_step import make_trainer
+from tests.verl_ext.test_one_step import ROWS, Step
+
+BASE = "algorithm.token_weights.base"
+GDPO = ("+algorithm.gdpo_reward_keys=[right,short]", "+algorithm.gdpo_reward_weights=[1.0,0.5]")
+PARTS = {"right": (1.0, 0.0, 0.0, 1.0, 0.0, 0.0), "short": (0.2, 0.9, 0.4, 0.1, 0.7, 0.7)}
+LENGTHS = [len(text.removesuffix("<end>")) + 1 for _, _, text, _ in ROWS]
+GROUPS = [range(3), range(3, 6)]
+
+
+def _of_groups(rewards: list[float], of_group: Callable[[list[float], list[int]], list[float]]) -> list[float]:
+    return [
+        advantage
+        for group in GROUPS
+        for advantage in of_group([rewards[row] for row in group], [LENGTHS[row] for row in group])
+    ]
+
+
+def _rloo(rewards: list[float], lengths: list[int]) -> list[float]:
+    return [reward - (sum(rewards) - reward) / (len(rewards) - 1) for reward in rewards]
+
+
+def _opo(rewards: list[float], lengths: list[int]) -> list[float]:
+    mean = sum(reward * length for reward, length in zip(rewards, lengths, strict=True)) / sum(lengths)
+    return [reward - mean for reward in rewards]
+
+
+def _centred(rewards: list[float], lengths: list[int]) -> list[float]:
+    return [reward - sum(rewards) / len(rewards) for reward in rewards]
+
+
+def _normed(rewards: list[float], lengths: list[int]) -> list[float]:
+    centred = _centred(rewards, lengths)
+    return [value / (math.sqrt(sum(v * v for v in centred) / (len(centred) - 1)) + 1e-6) for value in centred]
+
+
+def _whitened(advantages: list[float]) -> list[float]:
+    """Over the tokens of the batch, with the variance's own correction."""
+    count = sum(LENGTHS)
+    mean = sum(a * n for a, n in zip(advantages, LENGTHS, strict=True)) / count
+    variance = sum(n * (a - mean) ** 2 for a, n in zip(advantages, LENGTHS, strict=True)) / (count - 1)
+    return [(a - mean) / math.sqrt(variance + 1e-8) for a in advantages]
+
+
+def _gdpo(_rewards: list[float]) -> list[float]:
+    right, short = (_of_groups(list(PARTS[name]), _normed) for name in ("right", "short"))
+    return _whitened([one + 0.5 * other for one, other in zip(right, short, strict=True)])
+
+
+BY_HAND = {
+    "grpo": lambda rewards: _of_groups(rewards, _normed),
+    "rloo": lambda rewards: _of_groups(rewards, _rloo),
+    "opo": lambda rewards: _of_groups(rewards, _opo),
+    "reinforce_plus_plus_baseline": lambda rewards: _whitened(_of_groups(rewards, _centred)),
+    "gdpo": _gdpo,
+}
+REWARDS = [reward for *_, reward in ROWS]
+
+
+def _step(patch: pytest.MonkeyPatch, *overrides: str, name: str = "uniform") -> Step:
+    step = Step(patch, ["actor_rollout_ref.rollout.n=3", *overrides])
+    config = [f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=3", *overrides]
+    options = {"mask_truncated": False} if name == "uniform" else {}
+    step.trainer = make_trainer(config, method(name).build(options), step.workers)
+    for place, row in enumerate(step.store.rows.values()):
+        row["extra_fields"] = {"reward_extra_info": {part: values[place] for part, values in PARTS.items()}}
+    return step
+
+
+def _overrides(base: str) -> tuple[str, ...]:
+    return (f"{BASE}={base}", *(GDPO if base == "gdpo" else ()))
+
+
+@pytest.mark.parametrize("base", base_advantage.TESTED)
+def test_weight_one_is_the_estimator_by_hand(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _step(monkeypatch, *_overrides(base)).run()
+    assert set(BY_HAND) == set(base_advantage.TESTED)
+    for values_T, expected in zip(found.values(), BY_HAND[base](REWARDS), strict=True):
+        torch.testing.assert_close(values_T, torch.full_like(values_T, expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("base", [base for base in base_advantage.TESTED if base != "gdpo"])
+def test_weight_one_is_verls_stock_trainer_bit_for_bit(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        found = _step(patch, *_overrides(base)).run()
+    step = Step(monkeypatch, [])
+    step.trainer = make_trainer(
+        [f"algorithm.adv_estimator={base}", "actor_rollout_ref.rollout.n=3"], method("uniform").build({}), step.workers
+    )
+    assert type(step.trainer).__name__ == "PPOTrainerSync"
+    keys = list(found)
+    batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys])
+    step.trainer._compute_advantage(step.trainer._compute_old_log_prob(batch, {}), {})
+    for key, values_T in found.items():
+        assert torch.equal(values_T, step.store.rows[key]["advantages"])
+
+
+@pytest.mark.parametrize("base", base_advantage.TESTED)
+def test_weights_multiply_it(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = BY_HAND[base](REWARDS)
+    step = _step(monkeypatch, *_overrides(base), name="grail")
+    found = step.run()
+    wrong = {key for (key, _, text, _), of in zip(ROWS, expected, strict=True) if of < 0 and "boxed" in text}
+    assert set(step.workers.shared) == wrong and not step.workers.own and wrong
+    for (key, _, text, _), of_row in zip(ROWS, expected, strict=True):
+        weights_T = found[key] / of_row
+        at = text.find("boxed{") + 6
+        assert float(weights_T[-1]) == pytest.approx(1, abs=1e-3)
+        assert float(weights_T[at]) == pytest.approx(5 if at > 5 else 1, rel=1e-3)
+
+
+@pytest.mark.parametrize("base", base_advantage.TESTED)
+def test_a_row_without_a_finite_reward_reaches_no_other(
+    base: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, rest = ROWS[2][0], [row for row in ROWS if row != ROWS[2]]
+    with monkeypatch.context() as patch:
+        step = _step(patch, *_overrides(base))
+        step.store.rows[bad]["rm_scores"][-1] = math.nan
+        found = step.run()
+    assert not found.pop(bad).any() and "1 of 6 rows, such as a_2_0, have no finite reward" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.verl_ext.test_one_step.ROWS", rest)
+        patch.setitem(PARTS, "right", tuple(value for row, value in enumerate(PARTS["right"]) if row != 2))
+        patch.setitem(PARTS, "short", tuple(value for row, value in enumerate(PARTS["short"]) if row != 2))
+        expected = _step(patch, *_overrides(base)).run()
+    for key, values_T in expected.items():
+        torch.testing.assert_close(found[key], values_T, rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_of_the_reward_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = _step(monkeypatch, f"{BASE}=gdpo", "+algorithm.gdpo_reward_keys=[right,polite]")
+    with pytest.raises(
+        ValueError, match=r"gdpo_reward_keys names polite, which compute_score .* it returns right, short"
+    ):
+        step.run()
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[[str, Any], None]]:
+    names: list[str] = []
+
+    def register(name: str, estimator: Any) -> None:
+        names.append(name)
+        register_adv_est(name)(estimator)
+
+    yield register
+    for name in names:
+        del ADV_ESTIMATOR_REGISTRY[name]
+
+
+def test_an_estimator_of_ones_own(registered: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    def doubled(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any) -> Any:
+        advantages_BT = 2 * token_level_rewards.sum(dim=1, keepdim=True) * response_mask
+        return advantages_BT, advantages_BT
+
+    def by_token(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, **_: Any) -> Any:
+        return token_level_rewards, token_level_rewards
+
+    registered("doubled", doubled)
+    registered("by_token", by_token)
+    with monkeypatch.context() as patch:
+        found = _step(patch, f"{BASE}=doubled").run()
+    assert [values_T.unique().tolist() for values_T in found.values()] == [[2 * reward] for reward in REWARDS]
+    with pytest.raises(ValueError, match="base=by_token gives the tokens of a response different advantages"):
+        _step(monkeypatch, f"{BASE}=by_token").run()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            (f"{BASE}=rlo",),
+            r"base='rlo' is no estimator of verl's; choose one of grpo, rloo, opo, gdpo, rein.*register_adv",
+        ),
+        (
+            (f"{BASE}=optimal_token_baseline",),
+            r"base=optimal_token_baseline does not work: .*token to token; choose one of",
+        ),
+        ((f"{BASE}=gae",), r"base=gae does not work: .* need a critic; choose one of"),
+        ((f"{BASE}=uniform",), r"base=uniform is a method of token weights itself; choose one of"),
+        ((f"{BASE}=gdpo",), r"base=gdpo compares parts of the reward; name them in algorithm\.gdpo_reward_keys"),
+        ((f"{BASE}=gdpo", *GDPO, "algorithm.use_kl_in_reward=true"), r"use_kl_in_reward=True .* use .*use_kl_loss"),
+    ],
+)
+def test_what_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config(compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=4", *overrides]))
+
+
+@pytest.mark.parametrize("base", base_advantage.TESTED)
+def test_what_is_accepted(base: str) -> None:
+    check_config(compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=4", *_overrides(base)]))
+
+
+def test_every_estimator_of_verls_is_judged() -> None:
+    """The vectorised ones and grpo_passk and gpg are one a response, and not tested."""
+    untested = {"grpo_vectorized", "rloo_vectorized", "grpo_passk", "gpg"}
+    assert {*base_advantage.TESTED, *base_advantage.OTHERS, *untested} == set(ADV_ESTIMATOR_REGISTRY) - set(methods())
+
+
+def test_batches_of_rewards_alone_have_the_same_advantages() -> None:
+    """The rows that need scores are chosen by them before the old log-probabilities are there."""
+    mask_BT = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    rewards_BT = torch.zeros(mask_BT.shape).scatter(
+        1, torch.tensor(LENGTHS)[:, None] - 1, torch.tensor(REWARDS)[:, None]
+    )
+    rollouts = SimpleNamespace(keys=[key for key, *_ in ROWS], groups=[0, 0, 0, 1, 1, 1])
+    for base in base_advantage.TESTED[1:3]:
+        config = OmegaConf.create(
+            {"algorithm": {"token_weights": {"base": base}}, "actor_rollout_ref": {"rollout": {"n": 3}}}
+        )
+        found_BT, unjudged_B = selection.reward_advantages(rewards_BT, rollouts, mask_BT, config)
+        expected_B = torch.tensor(BY_HAND[base](REWARDS))
+        torch.testing.assert_close(found_BT, expected_B[:, None] * mask_BT, rtol=1e-5, atol=1e-6)
+        assert not unjudged_B.any()
