@@ -106,6 +106,6 @@ def test_public_signatures() -> None:
     assert [field.name for field in dataclasses.fields(TokenWeights)] == ["weights", "scores", "spans", "stats"]
     assert [field.name for field in dataclasses.fields(AnswerSpan)] == ["start", "content_start", "content_end", "end"]
     of_span = inspect.signature(grail_advantage.find_answer_span).parameters
-    assert list(of_span) == ["token_ids", "tokenizer", "which"] and of_span["which"].default == "last"
+    assert list(of_span) == ["token_ids", "tokenizer", "which", "answer"] and of_span["which"].default == "last"
     for name in ("AnswerSpan", "GrailConfig", "TokenWeights", "compute_token_weights", "find_answer_span"):
         assert name in grail_advantage.__all__
