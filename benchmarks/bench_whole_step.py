@@ -6,7 +6,8 @@ One run takes them in turn (``whole_step_trainer.py``), with a learning rate of 
 and GRAIL leave out the rows that train nothing (``skip_neutral_rows=auto``), verl's GRPO runs every row.
 The seconds are processor time of all processes: Ray, TransferQueue, vLLM, the worker, the driver. ``tiny`` is the warmed-up
 model that comes with the repository; ``large`` is the same function with more to compute for every token: blocks that add
-nothing, and feed-forward layers widened by zeros. Writes ``results/whole_step-cpu.json``; ``report.py`` makes the table.
+nothing, and feed-forward layers widened by zeros. Writes ``results/whole_step-cpu.json``, or with ``--model``
+``results/whole_step-trained-cpu.json``; ``report.py`` makes the tables.
 """
 
 from __future__ import annotations
@@ -79,11 +80,11 @@ def enlarge(model: Qwen3ForCausalLM, layers: int, intermediate: int) -> Qwen3For
     return larger
 
 
-def measure(size: Size, folder: Path, steps: int, data: Path) -> list[dict[str, Any]]:
+def measure(size: Size, folder: Path, steps: int, data: Path, start: Path) -> list[dict[str, Any]]:
     """One run: for each step its method, processor seconds by process, and what verl logged."""
     folder.mkdir(parents=True)
-    tokenizer = AutoTokenizer.from_pretrained(data / MODEL_FOLDER)
-    model = Qwen3ForCausalLM.from_pretrained(data / MODEL_FOLDER, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    model = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32)
     enlarge(model, size.layers, size.intermediate).save_pretrained(folder / MODEL_FOLDER)
     tokenizer.save_pretrained(folder / MODEL_FOLDER)
     responses = size.prompts * size.rollouts
@@ -167,6 +168,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each method; even")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        help="a trained model of the example's shape; otherwise the one that comes with the repository",
+    )
     parser.add_argument("--work", type=Path, help="folder for the warmed-up model and the runs; otherwise a new one")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
@@ -175,12 +181,12 @@ def main() -> None:
             f"--rounds {args.rounds} must be even and at least 2: the order of the methods turns round each time"
         )
     clock = Clock("cpu")
-    result = record("whole_step", "cpu", clock, 1) | {
+    result = record("whole_step-trained" if args.model else "whole_step", "cpu", clock, 1) | {
         "clock": "processor time of all processes",
         "hardware": processor(),
     }
-    if args.work:  # the folder is of no interest
-        result["command"] = result["command"].replace(f" --work {args.work}", "")
+    for name, folder in (("work", args.work), ("results", args.results)):  # folders are of no interest
+        result["command"] = result["command"].replace(f" --{name} {folder}", "")
     result["runs"] = []
     with tempfile.TemporaryDirectory() as temporary:
         work = (args.work or Path(temporary)).resolve()
@@ -190,7 +196,9 @@ def main() -> None:
             count = SKIPPED + 3 * args.rounds + 1
             show(f"{name}: {count} steps")
             runs = Path(tempfile.mkdtemp(dir=work))
-            steps = measure(size, runs / "run", count, work / "prepared")
+            steps = measure(
+                size, runs / "run", count, work / "prepared", args.model or work / "prepared" / MODEL_FOLDER
+            )
             result["runs"].append({"name": name, **asdict(size), "steps": steps})
             write(result, args.results)
 

@@ -200,7 +200,7 @@ def _spread(ratios: list[float]) -> str:
 
 def whole_step(result: dict[str, Any]) -> list[str]:
     lines = [
-        "### A whole step of a verl run, cpu",
+        f"### A whole step of a verl run, cpu{', model trained before' if 'trained' in result['name'] else ''}",
         "",
         *_origin(result),
         "Means of the steps of each method, in turn in one run; 95 % intervals by drawing the rounds again. `uniform` and "
