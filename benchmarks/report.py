@@ -307,23 +307,9 @@ def render(folder: Path) -> str:
 
 def summary(folder: Path) -> str:
     """For the front page: what GRAIL as published costs, against verl's GRPO and against ``uniform``."""
-    sentences = []
+    tables, sentences = [], []
     for path in sorted(folder.glob("neutral_rows-*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        rows, epochs = result["setup"]["rows"], result["epochs"]
-        for checkpointing in ("off", "on"):
-            ratios = [
-                " and ".join(f"{median(of_steps(run, 'GRAIL, skipping', 'GRPO', count)):.2f}" for count in epochs)
-                + f" at {run['neutral_rows'] / rows:.0%}"
-                for run in result["runs"]
-                if run["checkpointing"] == checkpointing
-            ]
-            if ratios:
-                sentences.append(
-                    "By the share of rows without an advantage, the training side of a step takes GRAIL "
-                    f"{', '.join(ratios)} times as long as verl's GRPO ({' and '.join(map(str, epochs))} epochs of updates, "
-                    f"{result['device'].upper()}, gradient checkpointing {checkpointing})."
-                )
+        tables += _front_page_table(json.loads(path.read_text(encoding="utf-8")))
     for path in sorted(folder.glob("training_step-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         run = next((run for run in result["runs"] if run["checkpointing"] == "off"), result["runs"][0])
@@ -331,7 +317,10 @@ def summary(folder: Path) -> str:
         ours = " and ".join(f"{step.ratio_of_stages(FRONT_PAGE_VARIANT, count):.2f}" for count in epochs)
         share = run["peak_bytes"]["fused pass, official"] / run["peak_bytes"]["actor update"]
         memory = "without raising its peak memory" if share <= 1 else f"and its peak memory {share:.2f} times as high"
-        sentences.append(f"Where both run every row, GRAIL takes {ours} times as long as GRPO, {memory}.")
+        sentences.append(
+            f"Where both run every row, GRAIL takes {ours} times as long as GRPO with {' and '.join(map(str, epochs))} epochs of "
+            f"updates, {memory}."
+        )
     for path in sorted(folder.glob("whole_step-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         runs = []
@@ -345,7 +334,25 @@ def summary(folder: Path) -> str:
         sentences.append(
             f"Whole verl steps, generation included, 1 epoch, GRAIL against verl's GRPO: {'; '.join(runs)}."
         )
-    return " ".join(sentences)
+    return "\n".join([*tables, " ".join(sentences)])
+
+
+def _front_page_table(result: dict[str, Any]) -> list[str]:
+    rows, shares = result["setup"]["rows"], sorted({run["neutral_rows"] for run in result["runs"]})
+    lines = [
+        f"Training side of a step with GRAIL that leaves out the rows that train nothing, as a multiple of verl's GRPO "
+        f"({result['device'].upper()}, medians of {len(result['runs'][0]['repeats'])} repeats):",
+        "",
+        f"| rows without an advantage | {' | '.join(f'{share / rows:.0%}' for share in shares)} |",
+        "|---|" + "--:|" * len(shares),
+    ]
+    for checkpointing in ("off", "on"):
+        runs = {run["neutral_rows"]: run for run in result["runs"] if run["checkpointing"] == checkpointing}
+        for epochs in result["epochs"] if len(runs) == len(shares) else ():
+            ratios = [f"{median(of_steps(runs[share], 'GRAIL, skipping', 'GRPO', epochs)):.2f}" for share in shares]
+            name = f"{epochs} epoch{'s' if epochs > 1 else ''}{', gradient checkpointing' if checkpointing == 'on' else ''}"
+            lines.append(f"| {name} | {' | '.join(ratios)} |")
+    return [*lines, ""]
 
 
 def main() -> None:
