@@ -318,8 +318,8 @@ def summary(folder: Path) -> str:
         share = run["peak_bytes"]["fused pass, official"] / run["peak_bytes"]["actor update"]
         memory = "without raising its peak memory" if share <= 1 else f"and its peak memory {share:.2f} times as high"
         sentences.append(
-            f"Where both run every row, GRAIL takes {ours} times as long as GRPO with {' and '.join(map(str, epochs))} epochs of "
-            f"updates, {memory}."
+            f"Where both run every row, GRAIL takes {ours} times as long as GRPO with "
+            f"{' and '.join(map(str, epochs))} epochs of updates, {memory}."
         )
     for path in sorted(folder.glob("whole_step-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
