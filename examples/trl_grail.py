@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # recipe is no part of the installed package
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

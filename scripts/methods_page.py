@@ -1,9 +1,9 @@
-"""The page of all methods, ``docs/methods.md``, from the registry.
+"""The table of all methods in ``docs/methods.md``, and their reference in ``docs/reference_methods.md``.
 
-``python scripts/methods_page.py`` writes everything between the markers ``<!-- methods -->`` and ``<!-- /methods -->`` of that
-page: tables of all methods, a section for each with its options, the same for the reshapers, and the metrics. It takes them
+``python scripts/methods_page.py`` writes everything between the markers ``<!-- methods -->`` and ``<!-- /methods -->`` of these
+pages: the table, and a section for each method with its options, the same for the reshapers, and the metrics. It takes them
 from the registry, the declared options and the docstrings, and measured costs from ``benchmarks/results``; methods of other
-projects are left out. ``tests/core/test_methods_page.py`` checks that the page is the one written last.
+projects are left out. ``tests/core/test_methods_page.py`` checks that the pages are the ones written last.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import inspect
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from recipe.marked_text import table, write_marked
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "methods.md"
+REFERENCE = ROOT / "docs" / "reference_methods.md"
 MARKER = "methods"
 MEASURED = ROOT / "benchmarks" / "results" / "methods-cpu.json"
 
@@ -67,21 +69,42 @@ def built_in(registered: type) -> bool:
 RESHAPERS = {name: reshaper for name, reshaper in sorted(reshapers().items()) if built_in(reshaper)}
 
 
-def passage(measured: Path = MEASURED) -> str:
-    """The text between the markers."""
-    known = {name: method for name, method in sorted(methods().items()) if built_in(method.signal_class)}
-    by_class: dict[type[Signal], list[Method]] = {}
-    for method in known.values():
-        by_class.setdefault(method.signal_class, []).append(method)
-    lines = ["## All methods", "", *_overview(by_class, json.loads(measured.read_text(encoding="utf-8"))), ""]
-    lines += ["Inputs of each method from the batch and the model, and the modes that it works with:", ""]
-    lines += [*_works_with(known), "", "## Each method"]
-    for of_class in by_class.values():
-        lines += ["", *_method_section(of_class)]
+def overview(measured: Path = MEASURED) -> str:
+    """The table of all methods."""
+    by_class = _by_class()
+    return "\n".join(["## All methods", "", *_overview(by_class, json.loads(measured.read_text(encoding="utf-8")))])
+
+
+def reference() -> str:
+    """Inputs and modes, a section for each method and reshaper, and the metrics."""
+    by_class = _by_class()
+    known = {
+        method.name: method
+        for method in sorted((one for of in by_class.values() for one in of), key=lambda one: one.name)
+    }
+    rows = {signal_class: _option_rows(signal_class, of_class) for signal_class, of_class in by_class.items()}
+    times = Counter(_described(row) for of_class in rows.values() for row in of_class)
+    shared = [row for row, count in times.items() if count > 1]
+    lines = ["## Inputs and modes", "", *_works_with(known), "", "## Shared options", ""]
+    lines += [
+        "Several methods have these options, with the same meaning. Each method's section gives its defaults.",
+        "",
+    ]
+    lines += [*table(["option", "allowed", "meaning"], shared), "", "## Each method"]
+    for signal_class, of_class in by_class.items():
+        lines += ["", *_method_section(of_class, rows[signal_class], shared)]
     lines += ["", "## Reshapers"]
     for name, reshaper_class in RESHAPERS.items():
         lines += ["", *_reshaper_section(name, reshaper_class, known)]
     return "\n".join([*lines, "", "## Logged figures", "", *_metrics()])
+
+
+def _by_class() -> dict[type[Signal], list[Method]]:
+    by_class: dict[type[Signal], list[Method]] = {}
+    for _, method in sorted(methods().items()):
+        if built_in(method.signal_class):
+            by_class.setdefault(method.signal_class, []).append(method)
+    return by_class
 
 
 def _overview(by_class: dict[type[Signal], list[Method]], figures: dict[str, Any]) -> list[str]:
@@ -93,7 +116,7 @@ def _overview(by_class: dict[type[Signal], list[Method]], figures: dict[str, Any
             timed, all_rows = of_method["timed_rows"], of_method["rows"]
             sampled = f" (extrapolated from {timed} of {all_rows} rows)" if 0 < timed < all_rows else ""
             ratio = f"{of_method['ratio']:.2f}{sampled}"
-        link = _link(method.name, _heading(by_class[method.signal_class]))
+        link = _link(method.name, _heading(by_class[method.signal_class]), REFERENCE.name)
         rows.append([link, signal.formula, signal.cost, ratio, _papers(signal.source)])
     baseline, setup = figures["baseline"], figures["setup"]
     head = ["`algorithm.adv_estimator`", "weight", "cost, F", f"measured, x `{baseline}`", "source"]
@@ -136,7 +159,9 @@ def _heading(of_class: Sequence[Method]) -> str:
     return ", ".join(f"`{method.name}`" for method in of_class)
 
 
-def _method_section(of_class: Sequence[Method]) -> list[str]:
+def _method_section(
+    of_class: Sequence[Method], rows: Sequence[Sequence[str]], shared: Sequence[tuple[str, ...]]
+) -> list[str]:
     signal_class = of_class[0].signal_class
     lines = [f"### {_heading(of_class)}", "", *_description(signal_class), ""]
     for method in of_class:
@@ -146,9 +171,17 @@ def _method_section(of_class: Sequence[Method]) -> list[str]:
         f"`{signal_class.__name__}` in [`{_file(signal_class)}`](../{_file(signal_class)}). Options, in "
         f"`algorithm.{signal_class.section}`:",
         "",
-        *_options(signal_class, of_class),
     ]
-    return lines
+    own = [row for row in rows if _described(row) not in shared]
+    defaults = [f"{row[0]} ({row[1]})" for row in rows if _described(row) in shared]
+    lines += [*_option_table(own), ""] if own else []
+    return [*lines, f"[Shared options](#shared-options), with their defaults: {', '.join(defaults)}."]
+
+
+def _described(row: Sequence[str]) -> tuple[str, ...]:
+    """An option's row without its default."""
+    name, _, allowed, meaning = row
+    return name, allowed, meaning
 
 
 def _defaults(signal: Signal) -> str:
@@ -179,11 +212,15 @@ def _reshaper_section(name: str, reshaper_class: type[Reshaper], known: dict[str
     ]
     lines = [f"### `{name}`", "", *_description(reshaper_class), ""]
     lines += [f"Default of {', '.join(users)}.", ""] if users else []
-    return [*lines, *_options(reshaper_class, ())]
+    return [*lines, *_option_table(_option_rows(reshaper_class, ()))]
 
 
-def _options(options_class: type[Options], of_class: Sequence[Method]) -> list[str]:
-    """Table of a class's options, its own before those that it shares."""
+def _option_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    return table(["option", "default", "allowed", "meaning"], rows) if rows else ["None."]
+
+
+def _option_rows(options_class: type[Options], of_class: Sequence[Method]) -> list[list[str]]:
+    """Name, default, allowed values and meaning of a class's options, its own before those that it inherits."""
     fixed = {name for method in of_class for name in method.fixed}
     own = list(inspect.get_annotations(options_class))
     schemas = {name: schema for name, schema in option_schemas(options_class).items() if name not in fixed}
@@ -203,7 +240,7 @@ def _options(options_class: type[Options], of_class: Sequence[Method]) -> list[s
         reshaper = name == "reshaper" and issubclass(options_class, ReshaperChoice)
         allowed = ", ".join(f"`{known}`" for known in RESHAPERS) if reshaper else _allowed(schema)
         rows.append([f"`{name}`", default, f"{allowed} or `null`" if value is None else allowed, schema["description"]])
-    return table(["option", "default", "allowed", "meaning"], rows) if rows else ["None."]
+    return rows
 
 
 def _value(value: Any) -> str:
@@ -252,9 +289,9 @@ def _papers(text: str) -> str:
     return re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
 
 
-def _link(name: str, heading: str) -> str:
-    """To a section of this page."""
-    return f"[`{name}`](#{re.sub(r'[^a-z0-9_ -]', '', heading.lower()).replace(' ', '-')})"
+def _link(name: str, heading: str, page: str = "") -> str:
+    """To a section of the reference."""
+    return f"[`{name}`]({page}#{re.sub(r'[^a-z0-9_ -]', '', heading.lower()).replace(' ', '-')})"
 
 
 def _file(registered: type) -> str:
@@ -263,9 +300,9 @@ def _file(registered: type) -> str:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="page with the markers")
-    write_marked(parser.parse_args().page, MARKER, passage())
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    write_marked(PAGE, MARKER, overview())
+    write_marked(REFERENCE, MARKER, reference())
 
 
 if __name__ == "__main__":

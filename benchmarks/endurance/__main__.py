@@ -3,7 +3,7 @@
 python -m benchmarks.endurance soak --output-dir DIR      300 steps of the CPU example, killed at set steps; about an hour
 python -m benchmarks.endurance kill --kinds engine raylet one kill each in a small run; without --kinds every kind
 python -m benchmarks.endurance nodes --only equal2 cut2   on nodes against one, and a node that is lost; needs 12 GB
-python -m benchmarks.endurance page                       docs/soak, docs/endings.md, docs/multi_node.md from the records
+python -m benchmarks.endurance page                       docs/soak, docs/dev/kills.md, docs/dev/local_nodes.md from the records
 python -m benchmarks.endurance page --soak DIR            with the records of a finished soak
 """
 

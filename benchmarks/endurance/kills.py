@@ -20,7 +20,7 @@ from tests.run_life.killed_run import TITLES, KilledRun, send
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "kills.json"
-PAGE, MARKER = ROOT / "docs" / "endings.md", "kills"
+PAGE, MARKER = ROOT / "docs" / "dev" / "kills.md", "kills"
 BOUND = 180.0
 """Seconds that a run gets to be gone."""
 KINDS = {name: (name, "SIGKILL") for name in TITLES} | {

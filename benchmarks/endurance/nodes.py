@@ -22,7 +22,7 @@ from recipe.marked_text import write_marked
 from tests.verl_ext import whole_run
 
 ROOT = Path(__file__).parents[2]
-RECORD, PAGE = ROOT / "docs" / "recorded" / "nodes.json", ROOT / "docs" / "multi_node.md"
+RECORD, PAGE = ROOT / "docs" / "recorded" / "nodes.json", ROOT / "docs" / "dev" / "local_nodes.md"
 STEPS, PROMPTS, ROLLOUTS = 3, 4, 4
 LOST_AT = 2
 """Last step that is saved before a node is lost."""

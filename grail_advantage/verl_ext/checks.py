@@ -228,7 +228,8 @@ def _check_reads(config: DictConfig, signal: Signal) -> None:
     if isinstance(signal, OarConfig) and signal.uses == LOGITS and half:
         logger.warning(
             "algorithm.adv_estimator=%s compares two forwards that differ by noise of noise_std=%g, most of which bf16 rounds "
-            "away: its scores are then about as far from float32's as with another seed (docs/methods.md). %s=fp32 keeps them, "
+            "away: its scores are then about as far from float32's as with another seed (docs/reference_methods.md). "
+            "%s=fp32 keeps them, "
             "at the price of a float32 run",
             config.algorithm.adv_estimator,
             signal.noise_std,

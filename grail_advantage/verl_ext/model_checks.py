@@ -117,7 +117,8 @@ def _check_leaf(config: DictConfig, signal: SaliencySignal, architecture: Archit
     if architecture.copy.get_output_embeddings() is None:
         raise ValueError(
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} differentiates logits, and {path} "
-            f"({type(architecture.copy).__name__}) has no output embeddings; use a method without a pass (docs/methods.md)"
+            f"({type(architecture.copy).__name__}) has no output embeddings; use a method without a pass "
+            "(docs/reference_methods.md)"
         )
     try:
         leaf_module(architecture.copy, signal.leaf)

@@ -17,13 +17,17 @@ from recipe.marked_text import marked
 
 ROOT = Path(__file__).parents[2]
 PAGE = runpy.run_path(str(ROOT / "scripts" / "methods_page.py"))
-TEXT = marked(PAGE["PAGE"].read_text(encoding="utf-8"), "methods")
+OVERVIEW = marked(PAGE["PAGE"].read_text(encoding="utf-8"), "methods")
+TEXT = marked(PAGE["REFERENCE"].read_text(encoding="utf-8"), "methods")
 
 
-def test_the_page_is_the_one_written_last_and_its_links_lead_somewhere() -> None:
-    assert PAGE["passage"]().strip() == TEXT, "run `python scripts/methods_page.py`"
+def test_the_pages_are_the_ones_written_last_and_their_links_lead_somewhere() -> None:
+    assert (PAGE["overview"]().strip(), PAGE["reference"]().strip()) == (OVERVIEW, TEXT), (
+        "run `python scripts/methods_page.py`"
+    )
     anchors = {re.sub(r"[`,]", "", one).lower().replace(" ", "-") for one in re.findall(r"^#+ (.*)$", TEXT, flags=re.M)}
     assert set(re.findall(r"\]\(#([^)]*)\)", TEXT)) <= anchors
+    assert set(re.findall(r"\]\(reference_methods\.md#([^)]*)\)", OVERVIEW)) <= anchors
     assert all((ROOT / "docs" / path).exists() for path in re.findall(r"\]\((\.\./[^)]*)\)", TEXT))
 
 
@@ -32,9 +36,16 @@ def test_every_method_and_reshaper_is_there_with_its_options() -> None:
     known = {name: of for name, of in PAGE["methods"]().items() if PAGE["built_in"](of.signal_class)}
     options = {name: option_fields(of.signal_class).keys() - of.fixed for name, of in known.items()}
     options |= {name: option_fields(of).keys() for name, of in reshapers().items() if PAGE["built_in"](of)}
+    described_once = set(
+        re.findall(r"^\| `(\w+)` \|", TEXT.split("## Shared options")[1].split("\n## ")[0], flags=re.M)
+    )
     for name, expected in options.items():
-        (section,) = [text for head, text in sections.items() if f"`{name}`" in head]
-        assert set(re.findall(r"^\| `(\w+)` \|", section.split("\n## ")[0], flags=re.M)) == set(expected), name
+        (section,) = [text.split("\n## ")[0] for head, text in sections.items() if f"`{name}`" in head]
+        _, _, defaults = section.partition("with their defaults: ")
+        shared = set(re.findall(r"`(\w+)` \(", defaults))
+        assert shared <= described_once, name
+        own = re.findall(r"^\| `(\w+)` \|", section, flags=re.M)
+        assert len(own) == len(set(own)) and shared.isdisjoint(own) and shared.union(own) == set(expected), name
 
 
 def test_figures_of_a_batch_are_the_declared_ones() -> None:
