@@ -171,22 +171,28 @@ def neutral_rows(result: dict[str, Any]) -> list[str]:
         f"Model and batch: {_shape(setup)}. Multiples of verl's GRPO, which runs every row; medians of "
         f"{len(result['runs'][0]['repeats'])} repeats, lowest to highest.",
         "",
-        "| checkpointing | rows without an advantage | rows scored | epochs | uniform, leaving them out | GRAIL | "
-        "GRAIL, leaving them out | of uniform's, leaving them out |",
+        "| checkpointing | rows without an advantage | rows scored | epochs | GRPO or uniform, leaving them out | GRAIL | "
+        "GRAIL, leaving them out | the same, x without weights |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for run in result["runs"]:
         for epochs in result["epochs"]:
+            unweighted = skipping_without_weights(run)
             own, grail, skipping = (
-                of_steps(run, name, "GRPO", epochs) for name in ("GRPO, skipping", "GRAIL", "GRAIL, skipping")
+                of_steps(run, name, "GRPO", epochs) for name in (unweighted, "GRAIL", "GRAIL, skipping")
             )
-            share = of_steps(run, "GRAIL, skipping", "GRPO, skipping", epochs)
+            share = of_steps(run, "GRAIL, skipping", unweighted, epochs)
             lines.append(
                 f"| {run['checkpointing']} | {run['neutral_rows'] / setup['rows']:.0%} | "
                 f"{run['selected_rows'] / setup['rows']:.0%} | {epochs} | {_spread(own)} | {_spread(grail)} | "
                 f"{_spread(skipping)} | {median(share):.2f} |"
             )
     return [*lines, ""]
+
+
+def skipping_without_weights(run: dict[str, Any]) -> str:
+    """The variant that leaves rows out and has no weights: ``uniform``, or in earlier results GRPO's own advantages."""
+    return next(name for name in ("uniform, skipping", "GRPO, skipping") if name in run["repeats"][0])
 
 
 def of_steps(run: dict[str, Any], variant: str, baseline: str, epochs: int) -> list[float]:
@@ -321,18 +327,19 @@ def summary(folder: Path) -> str:
             f"Where both run every row, GRAIL takes {ours} times as long as GRPO with "
             f"{' and '.join(map(str, epochs))} epochs of updates, {memory}."
         )
-    for path in sorted(folder.glob("whole_step-*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        runs = []
-        for run in result["runs"]:
-            checkpointing = " and checkpointing" if run["checkpointing"] else ""
-            seconds = _seconds(run)
-            runs.append(
-                f"{_interval(seconds['grail'], seconds[STOCK], 2)} with {run['layers']} layers{checkpointing}, "
-                f"{_left_out(run):.0%} of the rows left out"
-            )
+    runs = [
+        run
+        for path in sorted(folder.glob("whole_step-*.json"))
+        for run in json.loads(path.read_text(encoding="utf-8"))["runs"]
+    ]
+    if runs:
+        measured = "; ".join(
+            f"{_interval(_seconds(run)['grail'], _seconds(run)[STOCK], 2)} with {run['layers']} layers"
+            f"{' and checkpointing' if run['checkpointing'] else ''}, {_left_out(run):.0%} of the rows left out"
+            for run in runs
+        )
         sentences.append(
-            f"Whole verl steps, generation included, 1 epoch, GRAIL against verl's GRPO: {'; '.join(runs)}."
+            f"Whole verl steps with 1 epoch, generation included, as a multiple of verl's GRPO: {measured}."
         )
     return "\n".join([*tables, " ".join(sentences)])
 

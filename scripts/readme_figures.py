@@ -25,7 +25,7 @@ from matplotlib import pyplot
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from report import of_steps  # noqa: E402
+from report import of_steps, skipping_without_weights  # noqa: E402
 
 from grail_advantage.report.notebook import token_html  # noqa: E402
 from grail_advantage.token_dump import read_dump  # noqa: E402
@@ -43,7 +43,7 @@ CURVE = IMAGES / "learning_curve.csv"
 COST_ARMS = {
     "GRAIL": "GRAIL, every row",
     "GRAIL, skipping": "GRAIL, without the rows that train nothing",
-    "GRPO, skipping": "uniform, without them",
+    "": "uniform, without them",
 }
 CURVE_ARMS = ("GRAIL", "uniform")
 TOKEN_METHODS = {
@@ -67,9 +67,11 @@ def table() -> str:
 
 def cost_ratios(results: dict[str, Any], arm: str, epochs: int) -> dict[float, float]:
     """By the share of rows without an advantage, the training side of a step without gradient checkpointing, as a multiple of
-    verl's GRPO: the median of the repeats."""
+    verl's GRPO: the median of the repeats. No arm stands for the one that leaves rows out and has no weights."""
     return {
-        run["neutral_rows"] / results["setup"]["rows"]: median(of_steps(run, arm, "GRPO", epochs))
+        run["neutral_rows"] / results["setup"]["rows"]: median(
+            of_steps(run, arm or skipping_without_weights(run), "GRPO", epochs)
+        )
         for run in results["runs"]
         if run["checkpointing"] == "off"
     }
