@@ -8,9 +8,10 @@ Shape suffixes: B rows, L prompt + response, T response tokens, S positions of o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -21,12 +22,15 @@ from grail_advantage.answer_span import AnswerSpan, find_answer_spans
 from grail_advantage.batch import (
     ENTROPY,
     EXAMPLES,
+    FIELD,
     GROUPS,
     OLD_LOG_PROBS,
+    TOKENS,
     Example,
     PassRow,
     RolloutBatch,
     check_tensor,
+    field_names,
     token_mean,
 )
 from grail_advantage.hf_model import HuggingFaceModel
@@ -67,6 +71,7 @@ def compute_token_weights(
     entropy: torch.Tensor | None = None,
     groups: torch.Tensor | None = None,
     examples: Sequence[Example] | None = None,
+    fields: Mapping[str, Sequence[Any]] | None = None,
     process_group: ProcessGroup | None = None,
     step: int = 0,
     aggregate: Callable[[torch.Tensor, torch.Tensor], float] = token_mean,
@@ -93,6 +98,7 @@ def compute_token_weights(
         entropy: (B, L) float; the policy's entropy at each response token's predictor position, likewise.
         groups: (B,) int64, at least 0; rows with the same number answer the same prompt; for methods that compare them.
         examples: each row's prompt as messages and its columns, for methods that ask differently.
+        fields: by name, one value a row of any kind, for methods that read ``field:NAME``.
         process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have
             other rows, and another number of them: a rank that is through runs dummy passes until all are. Methods that rank
             the tokens of a batch see the rows of their own rank.
@@ -110,7 +116,7 @@ def compute_token_weights(
     signal = _checked_signal(config)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
-    rollouts = _Rollouts(input_ids, attention_mask, response_mask, advantages, groups, examples)
+    rollouts = _Rollouts(input_ids, attention_mask, response_mask, advantages, groups, examples, fields or {})
     rollouts.check(signal)
     given_BL = {
         name: values_BL
@@ -120,7 +126,19 @@ def compute_token_weights(
     rollouts.check_columns(given_BL)
     mask_BT = rollouts.mask_BT
     spans = find_answer_spans(rollouts.responses, tokenizer, signal.span, answer)
-    batch = RolloutBatch(mask_BT, advantages.to(mask_BT.device), spans, {}, aggregate, step, examples)
+    batch = RolloutBatch(
+        mask_BT,
+        advantages.to(mask_BT.device),
+        spans,
+        columns_BT={},
+        aggregate=aggregate,
+        step=step,
+        examples=examples,
+        groups_B=groups.long() if groups is not None else None,
+        tokens_BT=rollouts.tokens_BT if TOKENS in signal.reads else None,
+        tokenizer=tokenizer,
+        fields=rollouts.fields,
+    )
     rows = signal.select(batch)
 
     with torch.inference_mode(False):  # the caller may be in it, and nothing made there can take part in a backward
@@ -193,6 +211,7 @@ class _Rollouts:
     advantages_B: torch.Tensor
     groups_B: torch.Tensor | None
     examples: Sequence[Example] | None
+    fields: Mapping[str, Sequence[Any]]
 
     def check(self, signal: Signal) -> None:
         """Refuse parts that do not fit together, and a call without a part that the signal reads."""
@@ -214,9 +233,17 @@ class _Rollouts:
             self._check_groups(self.groups_B)
         if self.examples is not None and len(self.examples) != len(self.input_ids_BL):
             raise ValueError(f"examples must be one a row, {len(self.input_ids_BL)} of them; got {len(self.examples)}")
+        for name, values in self.fields.items():
+            if len(values) != len(self.input_ids_BL):
+                raise ValueError(
+                    f"fields[{name!r}] must be one a row, {len(self.input_ids_BL)} of them; got {len(values)}"
+                )
         for name, values in ((GROUPS, self.groups_B), (EXAMPLES, self.examples)):
             if name in signal.reads and values is None:
                 raise ValueError(f"{signal.name} reads {name}; pass {name}=")
+        for name in field_names(signal.reads):
+            if name not in self.fields:
+                raise ValueError(f"{signal.name} reads {FIELD}{name}; pass fields={{{name!r}: ...}}")
 
     def check_columns(self, columns_BL: dict[str, torch.Tensor]) -> None:
         """Refuse columns of another shape, and log-probabilities above 0."""
@@ -273,6 +300,13 @@ class _Rollouts:
         lengths_B1 = self.response_BL.sum(dim=-1, keepdim=True)
         width = int(lengths_B1.max()) if len(lengths_B1) else 0
         return torch.arange(width, device=self.input_ids_BL.device) < lengths_B1
+
+    @property
+    def tokens_BT(self) -> torch.Tensor:
+        """int64; the responses, -1 outside the mask."""
+        tokens_BT = torch.full(self.mask_BT.shape, -1, dtype=torch.int64, device=self.input_ids_BL.device)
+        tokens_BT[self.mask_BT] = self.input_ids_BL[self.response_BL].long()
+        return tokens_BT
 
     def pass_rows(self, spans: Sequence[AnswerSpan | None]) -> list[PassRow]:
         """Every row without its padding, and without the tokens after its response, on which no score depends."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, PassRow, RolloutBatch
+from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS, PassRow, RolloutBatch
 from grail_advantage.options import Options, option
 from grail_advantage.reshapers.base import ReshaperChoice
 
@@ -46,7 +46,7 @@ Gate = Literal["wrong", "correct", "all"]
 Span = Literal["first", "last"]
 Statistics = Literal["response", "reasoning"]
 USES = ("", SALIENCY, LOGITS, SEQUENCES, LOG_PROBS, HIDDEN_STATES)
-READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES)
+READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Signal(Options):
     """Cost on top of GRPO's step in forwards over the batch, for the page of all methods; a backward to an
     activation, which computes no parameter's gradient, counts as one."""
     reads: ClassVar[frozenset[str]] = frozenset()
-    """Parts of the batch that it reads: names of :mod:`grail_advantage.batch`."""
+    """Parts of the batch that it reads: names of :mod:`grail_advantage.batch`, and ``field:NAME`` for any field of it."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Columns of the data set that it reads, of a signal that reads ``EXAMPLES``."""
     uses: ClassVar[str] = ""
@@ -171,7 +171,7 @@ class Signal(Options):
         wrong = [
             (name, value, words)
             for name, values, words in (
-                ("reads", self.reads, READS),
+                ("reads", [word for word in self.reads if not word.startswith(FIELD)], READS),
                 ("uses", [self.uses], USES),
                 ("gate", [self.gate], ("wrong", "correct", "all")),
                 ("statistics", [self.statistics], ("response", "reasoning")),

@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 from grail_advantage.activations import evaluation_mode
 from grail_advantage.answer_format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answer_span import AnswerSpan
-from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, token_mean
+from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, field_names, token_mean
 from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.missing_answers import CHOICES, AnswerWatch
@@ -104,10 +104,12 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         }
         rows |= self._columns(rows, output)
         examples = self._examples(inputs) if EXAMPLES in signal.reads else None
+        fields = {name: [row.get(name) for row in inputs] for name in field_names(signal.reads)}
         if not signal.uses:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
             rows = {name: self._gathered(values) for name, values in rows.items()}
             examples = gather_object(examples) if examples is not None else None
+            fields = {name: gather_object(values) for name, values in fields.items()}
         result = compute_token_weights(
             # Not DDP's module, which would wait for gradients of parameters in this backward.
             self.accelerator.unwrap_model(self.model),
@@ -116,6 +118,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             config=signal,
             temperature=self.temperature,
             examples=examples,
+            fields=fields,
             step=self.state.global_step,
             aggregate=self._aggregate,
             answer=self.answer,

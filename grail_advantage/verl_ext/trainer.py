@@ -271,6 +271,7 @@ class TokenWeightTrainer(NeutralRowsTrainer):
             unjudged_B=unjudged_B,
             aggregate=mean_of_loss(self.config),
             step=self.global_steps,
+            tokenizer=self.tokenizer,
         )
 
     def _request_saliency(

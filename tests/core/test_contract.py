@@ -33,11 +33,14 @@ PASS = "pass"
 TOKENS = 9
 SPAN = AnswerSpan(4, 5, 7, 8)
 ADVANTAGES = (-1.0, 0.5, -0.25, 0.5, -1.5, 0.0)
-OPTIONS = {"stare": {"variant": "C2"}}
+OPTIONS = {"stare": {"variant": "C2"}, "polarity": {"wrong": 0.5}}
 """So that the method does something with every row below, whose entropies are low."""
 COMPARES_ROWS = {"high_entropy", "stare"}
 """Methods that need values of rows whose advantage is 0."""
-HARD = {"surprisal", "entropy_bonus"}
+COMPARES_TRAINED_ROWS = {"steer"}
+"""Methods that compare the rows with an advantage."""
+READS_NOTHING = {"uniform", "polarity"}
+HARD = {"surprisal", "entropy_bonus", "a3po", "steer"}
 """Methods that choose a token among equal ones, or whose scores are multiplied with something else of the row."""
 
 pytestmark = pytest.mark.parametrize("name", METHODS)
@@ -133,7 +136,7 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
     # As if no token of it trained, which leaves it out of whatever a method compares.
     expected, _ = plain.without(bad).run(name)
     assert bool((expected.weights_BT[others] != 1).any()) or name == "uniform", "the method must do something"
-    assert sources(name) or name == "uniform"
+    assert sources(name) or name in READS_NOTHING
     for source in sources(name):
         for value in NOT_FINITE:
             found, figures = plain.with_value(source, bad, 1, value).run(name)
@@ -231,7 +234,7 @@ def test_rows_of_32768_tokens(name: str) -> None:
     for row, weights in enumerate(expected):
         got_T = found.weights_BT[row, : len(weights)]
         torch.testing.assert_close(got_T, torch.tensor(weights), rtol=1e-5, atol=1e-6, msg=f"row {row}")
-    if name not in COMPARES_ROWS:
+    if name not in COMPARES_ROWS | COMPARES_TRAINED_ROWS:
         alone, _ = long.part([2], TOKENS).run(name)
         assert torch.equal(found.weights_BT[2, :TOKENS], alone.weights_BT[0])
 
@@ -280,7 +283,7 @@ def test_nan_logits_in_one_row(name: str) -> None:
         model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
     broken = Rollout("Four?", r"~y \boxed{6} is", -0.5)
     found, figures = weigh(name, model, [broken, *WHOLE])
-    assert bool((found[0] == 1).all())
+    assert bool((found[0] == (0.5 if name == "polarity" else 1)).all())
     # Without its tokens in the batch.
     alone, _ = weigh(name, model, [replace(broken, response="", advantage=0.0), *WHOLE])
     for of_row, expected in zip(found[1:], alone[1:], strict=True):
