@@ -85,6 +85,8 @@ class RolloutBatch:
     """Training step, for signals that change over a run; 0 where there is none."""
     examples: Sequence[Example | None] | None = None
     """The rows' prompts and data, for signals that read ``EXAMPLES``; ``None`` for a row that only fills up the batch."""
+    masked_B: torch.Tensor | None = None
+    """bool; rows that train nothing whatever their reward, as truncated ones where these are masked."""
     groups_B: torch.Tensor | None = None
     """int64, for signals that read ``GROUPS``; rows with the same number answer the same prompt."""
     tokens_BT: torch.Tensor | None = None
@@ -120,10 +122,14 @@ class RolloutBatch:
                     f"{name} must be floats of shape {shape} as mask_BT, got {column_BT.dtype} of shape "
                     f"{tuple(column_BT.shape)}"
                 )
-        for name, numbers, wanted in (("groups_B", self.groups_B, shape[:1]), ("tokens_BT", self.tokens_BT, shape)):
-            if numbers is not None and (numbers.dtype != torch.int64 or numbers.shape != wanted):
+        for name, numbers, dtype, wanted in (
+            ("masked_B", self.masked_B, torch.bool, shape[:1]),
+            ("groups_B", self.groups_B, torch.int64, shape[:1]),
+            ("tokens_BT", self.tokens_BT, torch.int64, shape),
+        ):
+            if numbers is not None and (numbers.dtype != dtype or numbers.shape != wanted):
                 raise ValueError(
-                    f"{name} must be int64 of shape {wanted}, got {numbers.dtype} of {tuple(numbers.shape)}"
+                    f"{name} must be {dtype} of shape {wanted}, got {numbers.dtype} of {tuple(numbers.shape)}"
                 )
         one_a_row = [("spans", self.spans), ("examples", self.examples)]
         one_a_row += [(f"fields[{name!r}]", values) for name, values in self.fields.items()]
@@ -132,6 +138,11 @@ class RolloutBatch:
                 raise ValueError(f"{name} must be one a row of mask_BT, {shape[0]} of them; got {len(values)}")
         if self.step < 0:
             raise ValueError(f"step={self.step} must be at least 0, the number of training steps done")
+
+    @property
+    def trains_B(self) -> torch.Tensor:
+        """bool (B,); rows with a token that trains, and not masked."""
+        return self.valid_B if self.masked_B is None else self.valid_B & ~self.masked_B
 
     @property
     def valid_B(self) -> torch.Tensor:

@@ -51,6 +51,8 @@ class TokenWeights:
     """(B, L) float32; 0 outside the response."""
     scores: torch.Tensor
     """(B, L) float32, aligned to tokens; NaN where none was computed."""
+    advantages: torch.Tensor
+    """(B, L) float32; the token advantages ``A_t``, 0 outside the response."""
     spans: list[AnswerSpan | None]
     """Answer spans, relative to each response's first token."""
     stats: dict[str, float]
@@ -71,6 +73,7 @@ def compute_token_weights(
     entropy: torch.Tensor | None = None,
     groups: torch.Tensor | None = None,
     examples: Sequence[Example] | None = None,
+    masked: torch.Tensor | None = None,
     fields: Mapping[str, Sequence[Any]] | None = None,
     process_group: ProcessGroup | None = None,
     step: int = 0,
@@ -98,6 +101,7 @@ def compute_token_weights(
         entropy: (B, L) float; the policy's entropy at each response token's predictor position, likewise.
         groups: (B,) int64, at least 0; rows with the same number answer the same prompt; for methods that compare them.
         examples: each row's prompt as messages and its columns, for methods that ask differently.
+        masked: (B,) bool; rows that train nothing whatever their reward, such as truncated ones. Their advantages count as 0.
         fields: by name, one value a row of any kind, for methods that read ``field:NAME``.
         process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have
             other rows, and another number of them: a rank that is through runs dummy passes until all are. Methods that rank
@@ -116,7 +120,7 @@ def compute_token_weights(
     signal = _checked_signal(config)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
-    rollouts = _Rollouts(input_ids, attention_mask, response_mask, advantages, groups, examples, fields or {})
+    rollouts = _Rollouts(input_ids, attention_mask, response_mask, advantages, groups, masked, examples, fields or {})
     rollouts.check(signal)
     given_BL = {
         name: values_BL
@@ -126,14 +130,19 @@ def compute_token_weights(
     rollouts.check_columns(given_BL)
     mask_BT = rollouts.mask_BT
     spans = find_answer_spans(rollouts.responses, tokenizer, signal.span, answer)
+    advantages_B = advantages.to(mask_BT.device)
+    if masked is not None:
+        masked = masked.to(mask_BT.device).bool()
+        advantages_B = torch.where(masked, 0.0, advantages_B)
     batch = RolloutBatch(
         mask_BT,
-        advantages.to(mask_BT.device),
+        advantages_B,
         spans,
         columns_BT={},
         aggregate=aggregate,
         step=step,
         examples=examples,
+        masked_B=masked,
         groups_B=groups.long() if groups is not None else None,
         tokens_BT=rollouts.tokens_BT if TOKENS in signal.reads else None,
         tokenizer=tokenizer,
@@ -157,6 +166,9 @@ def compute_token_weights(
     result = batch_weights(scores_BT, batch, rows, signal)
     return TokenWeights(
         weights=rollouts.to_full_width(result.weights_BT, 0.0),
+        advantages=rollouts.to_full_width(
+            result.advantages(batch.advantages_B.float().unsqueeze(1).expand(mask_BT.shape), mask_BT), 0.0
+        ),
         scores=rollouts.to_full_width(of_pass_BT if scores_BT is None else scores_BT, float("nan")),
         spans=spans,
         stats=weight_metrics(result, mask_BT, batch.advantages_B, rows, gradient_norms),
@@ -210,6 +222,7 @@ class _Rollouts:
     response_mask_BL: torch.Tensor
     advantages_B: torch.Tensor
     groups_B: torch.Tensor | None
+    masked_B: torch.Tensor | None
     examples: Sequence[Example] | None
     fields: Mapping[str, Sequence[Any]]
 
@@ -229,6 +242,8 @@ class _Rollouts:
                 raise ValueError(f"response_mask of row {row} has gaps; the response must be contiguous")
             if inside.numel() and inside[0] == 0:
                 raise ValueError(f"row {row} has no prompt token before its response; add at least one")
+        if self.masked_B is not None:
+            self._check_one_a_row("masked", self.masked_B)
         if self.groups_B is not None:
             self._check_groups(self.groups_B)
         if self.examples is not None and len(self.examples) != len(self.input_ids_BL):

@@ -46,6 +46,7 @@ Gate = Literal["wrong", "correct", "all"]
 Span = Literal["first", "last"]
 Statistics = Literal["response", "reasoning"]
 USES = ("", SALIENCY, LOGITS, SEQUENCES, LOG_PROBS, HIDDEN_STATES)
+GIVES = ("weights", "advantages")
 READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS)
 
 
@@ -127,6 +128,9 @@ class Signal(Options):
     """Columns of the data set that it reads, of a signal that reads ``EXAMPLES``."""
     uses: ClassVar[str] = ""
     """The part of the model that it uses: one of the words above, or nothing."""
+    gives: ClassVar[str] = "weights"
+    """``advantages``: :meth:`scores` are token advantages of either sign, which take the place of ``w_t * A`` in the selected
+    rows; :meth:`reshape` is not called. Such a signal may select rows whose advantage is 0."""
     ranks_entropy: ClassVar[bool] = False
     """Whether it ranks tokens by entropy or cuts at a quantile of it, so that coarse values would matter."""
     whole_groups: ClassVar[bool] = False
@@ -173,6 +177,7 @@ class Signal(Options):
             for name, values, words in (
                 ("reads", [word for word in self.reads if not word.startswith(FIELD)], READS),
                 ("uses", [self.uses], USES),
+                ("gives", [self.gives], GIVES),
                 ("gate", [self.gate], ("wrong", "correct", "all")),
                 ("statistics", [self.statistics], ("response", "reasoning")),
                 ("span", [self.span], ("first", "last")),

@@ -30,7 +30,6 @@ from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights
 from grail_advantage.trl_ext.checks import check_arguments, check_prompt, check_trainer, check_trl_version
 from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies
-from grail_advantage.weighting import apply_token_weights
 
 FIGURES = (*METRICS, *GRADIENT_METRICS, "truncated_rate", "seconds")
 """Figures of the name ``<method>/<figure>`` in the logs of training."""
@@ -91,8 +90,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         signal, mask_BT, width = self.signal, output["completion_mask"], output["prompt_ids"].shape[1]
         truncated_B = self._truncated(output["completion_ids"], mask_BT)
         advantages_B = output["advantages"]
-        if signal.mask_truncated:
-            advantages_B = torch.where(truncated_B, 0.0, advantages_B)
+        masked_B = truncated_B & signal.mask_truncated
         first_row = self.accelerator.process_index * len(inputs)
         places_B = torch.arange(first_row, first_row + len(inputs), device=advantages_B.device)
         rows = {
@@ -100,6 +98,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             "attention_mask": torch.cat([output["prompt_mask"], mask_BT], dim=1),
             "response_mask": torch.cat([torch.zeros_like(output["prompt_mask"]), mask_BT], dim=1),
             "advantages": advantages_B,
+            "masked": masked_B,
             "groups": places_B // self.num_generations,
         }
         rows |= self._columns(rows, output)
@@ -125,7 +124,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         )
         self._look_for_answers(result.spans, rows)
         own = slice(None) if signal.uses else slice(first_row, first_row + len(inputs))
-        weights_BT = result.weights[own, width : width + mask_BT.shape[1]]
+        advantages_BT = result.advantages[own, width : width + mask_BT.shape[1]]
         self._log_figures(
             {
                 **result.stats,
@@ -133,7 +132,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
                 "seconds": time.perf_counter() - started,
             }
         )
-        return apply_token_weights(advantages_B.unsqueeze(1).expand_as(weights_BT), weights_BT, mask_BT)
+        return advantages_BT.to(advantages_B.dtype)
 
     def _look_for_answers(self, spans: Sequence[AnswerSpan | None], rows: dict[str, torch.Tensor]) -> None:
         answered, count = sum(span is not None for span in spans), len(spans)

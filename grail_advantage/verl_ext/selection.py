@@ -84,6 +84,7 @@ def select_rows(
         aggregate=aggregate,
         step=step,
         examples=rollouts.examples if EXAMPLES in signal.reads else None,
+        masked_B=(truncated_B & signal.mask_truncated) | unjudged_B,
         groups_B=torch.tensor(rollouts.groups),
         tokens_BT=rollouts.tokens_BT if TOKENS in signal.reads else None,
         tokenizer=tokenizer,
