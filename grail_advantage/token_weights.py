@@ -253,8 +253,8 @@ class _Rollouts:
                 raise ValueError(
                     f"fields[{name!r}] must be one a row, {len(self.input_ids_BL)} of them; got {len(values)}"
                 )
-        for name, values in ((GROUPS, self.groups_B), (EXAMPLES, self.examples)):
-            if name in signal.reads and values is None:
+        for name, given in ((GROUPS, self.groups_B), (EXAMPLES, self.examples)):
+            if name in signal.reads and given is None:
                 raise ValueError(f"{signal.name} reads {name}; pass {name}=")
         for name in field_names(signal.reads):
             if name not in self.fields:

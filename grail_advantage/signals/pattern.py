@@ -74,6 +74,7 @@ class PatternConfig(Signal):
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         """See :class:`grail_advantage.signals.base.Signal`."""
+        assert batch.tokens_BT is not None  # it reads them
         texts, expression = TokenTexts(batch.tokenizer), regex.compile(self.expression)
         scores_BT = torch.zeros(batch.mask_BT.shape)
         rows = self.select(batch)
@@ -91,7 +92,8 @@ class PatternConfig(Signal):
 
     def matched(self, texts: list[str], expression: regex.Pattern[str]) -> np.ndarray | None:
         """bool (T,): the tokens that match; ``None`` where that takes too long."""
-        text, matched_T = "".join(texts), np.zeros(len(texts), dtype=bool)
+        text = "".join(texts)
+        matched_T: np.ndarray = np.zeros(len(texts), dtype=bool)
         starts_T = starts_of(texts)
         group = CONTENT if CONTENT in expression.groupindex else 0
         try:
@@ -114,6 +116,6 @@ class PatternConfig(Signal):
 def at_random(count: int, mask_T: np.ndarray, tokens_T: np.ndarray) -> np.ndarray:
     """bool (T,): that many tokens of the mask, the same for the same tokens."""
     seed = int.from_bytes(hashlib.sha256(tokens_T[mask_T].astype("<i8").tobytes()).digest()[:8])
-    chosen_T = np.zeros(len(mask_T), dtype=bool)
+    chosen_T: np.ndarray = np.zeros(len(mask_T), dtype=bool)
     chosen_T[np.random.default_rng(seed).choice(np.flatnonzero(mask_T), count, replace=False)] = True
     return chosen_T

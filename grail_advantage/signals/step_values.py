@@ -71,6 +71,7 @@ class StepValuesConfig(Signal):
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         """The token advantages, see :class:`grail_advantage.signals.base.Signal`."""
+        assert batch.tokens_BT is not None and batch.groups_B is not None  # it reads them
         texts, separator = TokenTexts(batch.tokenizer), regex.compile(self.separator)
         advantages, groups = batch.advantages_B.double().tolist(), batch.groups_B.tolist()
         rows = self.select(batch).selected_B.nonzero().flatten().tolist()
@@ -99,7 +100,8 @@ def cut(texts: list[str], separator: regex.Pattern[str]) -> tuple[np.ndarray, li
     except TimeoutError:
         ends = []
     ends = [end for end in dict.fromkeys(ends) if 0 < end < len(text)]
-    step_T = np.searchsorted(np.array(ends, dtype=np.int64), np.minimum(starts_of(texts), len(text) - 1), side="right")
+    first_T: np.ndarray = np.minimum(starts_of(texts), len(text) - 1)
+    step_T = np.searchsorted(np.array(ends, dtype=np.int64), first_T, side="right")
     steps = zip([0, *ends], [*ends, None], strict=True)
     states = [(place, result(text[first:last])) for place, (first, last) in enumerate(steps)]
     return step_T, states
