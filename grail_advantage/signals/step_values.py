@@ -101,7 +101,7 @@ def cut(texts: list[str], separator: regex.Pattern[str]) -> tuple[np.ndarray, li
         ends = []
     ends = [end for end in dict.fromkeys(ends) if 0 < end < len(text)]
     first_T: np.ndarray = np.minimum(starts_of(texts), len(text) - 1)
-    step_T = np.searchsorted(np.array(ends, dtype=np.int64), first_T, side="right")
+    step_T = np.asarray(np.searchsorted(np.array(ends, dtype=np.int64), first_T, side="right"))
     steps = zip([0, *ends], [*ends, None], strict=True)
     states = [(place, result(text[first:last])) for place, (first, last) in enumerate(steps)]
     return step_T, states
