@@ -15,6 +15,7 @@ import torch
 from grail_advantage import RolloutBatch, Signal, compute_token_weights
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.registry import register_signal, signals
+from grail_advantage.signals.base import RowSelection
 from grail_advantage.signals.pattern import PatternConfig as Pattern
 from grail_advantage.signals.step_values import StepValuesConfig as StepValues
 from grail_advantage.signals.step_values import result
@@ -232,6 +233,20 @@ def test_a_row_with_an_advantage_of_0_in_a_mixed_group_has_steps_that_train() ->
     assert found[3] == [0.0] * 4
     figures_of = result_of(STEPS, batch_of(rows))
     assert figures_of.weights_BT.sum() == 16 and figures_of.non_finite_B.tolist() == [False] * 4
+
+
+def test_no_signal_trains_a_masked_row() -> None:
+    class Careless(Signal):
+        gives = "advantages"
+
+        def select(self, batch: RolloutBatch) -> RowSelection:
+            return RowSelection(*[torch.ones(len(batch.spans), dtype=torch.bool)] * 3)
+
+        def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+            return torch.ones(batch.mask_BT.shape)
+
+    found = token_advantages(Careless(), batch_of([Said(0.5, "a"), Said(-0.5, "b", masked=True)]))
+    assert found == [[1.0, 1.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize(

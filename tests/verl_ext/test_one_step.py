@@ -287,11 +287,16 @@ class Judging(Signal):
         assert batch.tokens_BT is not None and batch.groups_B is not None
         assert batch.groups_B.tolist() == [0, 0, 0, 1, 1, 1]
         for (_, _, text, _), tokens_T in zip(ROWS, batch.tokens_BT, strict=True):
-            assert tokens_T[tokens_T >= 0].tolist() == encode(text)
+            expected = encode(text)
+            if text == ROWS[1][2]:
+                expected[TOOL] = [-1] * len(expected[TOOL])
+            assert tokens_T[: len(expected)].tolist() == expected and bool((tokens_T[len(expected) :] == -1).all())
         blame_B = torch.tensor([value or 0.0 for value in batch.fields["blame"]])
         return blame_B.unsqueeze(1).expand(batch.mask_BT.shape)
 
 
+TOOL = slice(3, 7)
+"""Tokens of the second row that a tool wrote."""
 BLAME = [0.5, -0.25, 2.0, 0.0, None, -1.0]
 WAYS = {
     "compute_score": lambda value: {"extra_fields": {"reward_extra_info": {"blame": value, "acc": 1.0}}},
@@ -307,12 +312,16 @@ def test_a_signal_reads_tokens_groups_and_a_field(monkeypatch: pytest.MonkeyPatc
     step.trainer.signal, step.trainer._end_tokens = Judging(), set()
     for row, value in zip(step.store.rows.values(), BLAME, strict=True):
         row.update(WAYS[way](value))
+    for name in ("loss_mask", "response_mask"):
+        step.store.rows["a_1_0"][name] = step.store.rows["a_1_0"][name].clone()
+        step.store.rows["a_1_0"][name][TOOL] = 0
     found = step.run()
     long = {key for key, _, text, _ in ROWS if len(encode(text)) >= 25}
     assert 0 < len(long) < len(ROWS)
     for (key, *_), value in zip(ROWS, BLAME, strict=True):
         expected = 0.0 if key in long else value or 0.0
-        assert found[key].unique().tolist() == [expected], key
+        assert set(found[key].unique().tolist()) - {0.0} == {expected} - {0.0}, key
+    assert key == "b_2_0" and not bool(found["a_1_0"][TOOL].any()) and bool(found["a_1_0"][TOOL.stop :].all())
     assert step.metrics["grail/selected_rate"] == 1 - len(long) / len(ROWS)
 
 
