@@ -51,12 +51,12 @@ class TokenWeights:
     """(B, L) float32; 0 outside the response."""
     scores: torch.Tensor
     """(B, L) float32, aligned to tokens; NaN where none was computed."""
-    advantages: torch.Tensor
-    """(B, L) float32; the token advantages ``A_t``, 0 outside the response."""
     spans: list[AnswerSpan | None]
     """Answer spans, relative to each response's first token."""
     stats: dict[str, float]
     """Figures of the batch, see :func:`grail_advantage.metrics.weight_metrics`."""
+    advantages: torch.Tensor
+    """(B, L) float32; the token advantages ``A_t``, 0 outside the response."""
 
 
 def compute_token_weights(

@@ -59,11 +59,13 @@ OPTIONS: dict[str, dict[str, list]] = {
 }
 COMPARES_ROWS = {"high_entropy", "stare", "steer"}
 KEEPS_MASS_AS_IT_IS = {"polarity"}
+OTHERS = {"uniform", "pattern", "step_values"}
+"""Methods that read neither; those that read tokens are in ``test_text_methods.py``."""
 
 
 def test_each_has_a_plain_computation() -> None:
     known = {name: method(name).build({}) for name in METHODS}
-    reads = {name: set(signal.reads) for name, signal in known.items() if not signal.uses and name != "uniform"}
+    reads = {name: set(signal.reads) for name, signal in known.items() if not signal.uses and name not in OTHERS}
     assert reads == READS
     assert set(READS) == set(plain_weights.METHODS)
 
