@@ -213,7 +213,7 @@ def _header(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> DumpHeade
 
 def _outcome(path: Path, analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> Outcome:
     neutral: dict[str, dict[str, int]] = {label: {} for label in analysis.methods}
-    unchanged = set(analysis.methods)
+    unchanged = {label for label, signal in analysis.methods.items() if signal.gives == "weights"}
     dump = read_dump(path.parent)
     responses, answered = [], 0
     for row in dump:
@@ -368,6 +368,7 @@ def _method_columns(
         score_T=score_T,
         weight_T=weights.weights[index].cpu()[inside_L].numpy(),
         neutral=_neutral(signal, score_T, weights.spans[index], row.advantage),
+        advantage_T=weights.advantages[index].cpu()[inside_L].numpy() if signal.gives == "advantages" else None,
     )
 
 
