@@ -46,7 +46,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         answer: the format of answers, as for :func:`grail_advantage.compute_token_weights`.
         missing_answers: ``stop``, ``warn`` or ``ignore`` where responses have no answer, see
             :mod:`grail_advantage.missing_answers`.
-        arguments, named: as for ``GRPOTrainer``.
+        *arguments: as for ``GRPOTrainer``.
+        **named: likewise.
 
     Raises:
         ValueError: an unknown method or option, or an argument that token weights do not work with; the message has the
