@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn
 
-import trl
 from accelerate.utils import ParallelismConfig
 from datasets import Dataset
 from transformers import ProcessorMixin
@@ -32,6 +31,15 @@ def check_trl(trainer_class: type, version: str) -> None:
         ValueError: naming the version and each part that is missing.
     """
     _refuse_trl(missing_methods(trainer_class), version)
+
+
+def check_attributes(trainer: GRPOTrainer, version: str) -> None:
+    """The same for what TRL's constructor makes.
+
+    Raises:
+        ValueError: naming the version and each attribute that is missing.
+    """
+    _refuse_trl(missing_attributes(trainer), version)
 
 
 def _refuse_trl(missing: list[str], version: str) -> None:
@@ -73,7 +81,6 @@ def check_trainer(trainer: GRPOTrainer, signal: Signal) -> None:
     Raises:
         ValueError: naming the argument and the fix.
     """
-    _refuse_trl(missing_attributes(trainer), trl.__version__)
     if isinstance(trainer.processing_class, ProcessorMixin):
         _refuse_images(signal)
     _check_config(trainer.args, signal)

@@ -241,7 +241,9 @@ class GenerationDump(TrainerCallback):
             spans=named("span"),
             truncated_B=torch.tensor(named("truncated")),
             neutral=named("neutral"),
-            mask_BT=pad_sequence([torch.ones(len(ids), dtype=torch.bool) for ids in named("response")], batch_first=True),
+            mask_BT=pad_sequence(
+                [torch.ones(len(ids), dtype=torch.bool) for ids in named("response")], batch_first=True
+            ),
             scores_BT=padded("scores"),
             weights_BT=padded("weights"),
             base_advantages_BT=padded("base_advantages"),

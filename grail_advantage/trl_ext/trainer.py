@@ -28,7 +28,7 @@ from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.missing_answers import CHOICES, AnswerWatch
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights
-from grail_advantage.trl_ext.checks import check_arguments, check_prompt, check_trainer, check_trl
+from grail_advantage.trl_ext.checks import check_arguments, check_attributes, check_prompt, check_trainer, check_trl
 from grail_advantage.trl_ext.dump import GenerationBatch, GenerationDump, dump_options
 from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies
 from grail_advantage.weighting import apply_token_weights
@@ -84,6 +84,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *arguments, **named).arguments
         check_arguments(given, self.signal)
         super().__init__(*arguments, **named)
+        check_attributes(self, trl.__version__)
         check_trainer(self, self.signal)
         if dumping is not None:
             self._dump = GenerationDump(self, dumping, self.signal, self.answer)

@@ -110,7 +110,11 @@ def test_generation_batches_of_one_step(tmp_path: Path) -> None:
 
 def test_a_dump_changes_nothing_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ends, failed = [], []
-    for name, options in (("a", {}), ("b", {"token_dump": tmp_path / "tokens"}), ("c", {"token_dump": tmp_path / "gone"})):
+    for name, options in (
+        ("a", {}),
+        ("b", {"token_dump": tmp_path / "tokens"}),
+        ("c", {"token_dump": tmp_path / "gone"}),
+    ):
         trainer = build(tmp_path / name, weights={"token_weights": "grail", **options}, max_steps=2)
         if name == "c":
             (tmp_path / "gone").rmdir()

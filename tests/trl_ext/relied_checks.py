@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from trl import GRPOTrainer
 
-from grail_advantage import GrailConfig
 from grail_advantage.trl_ext import checks
 from tests.trl_ext.scripted import build
 
@@ -37,9 +36,21 @@ def test_the_trainer_that_is_installed_is_accepted_as_any_version() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "missing"),
     [
-        ("_generate_and_score_completions", "_make_batch", r"lacks .*`self._generate_and_score_completions\(` in _prepare"),
-        ("_get_per_token_logps_and_entropies", "_token_logps", r"lacks _get_per_token_logps_and_entropies\(\); .*use it:"),
-        ("compute_entropy=", "with_entropy=", r"lacks the argument compute_entropy of _get_per_token_logps_and_entropies"),
+        (
+            "_generate_and_score_completions",
+            "_make_batch",
+            r"lacks .*`self._generate_and_score_completions\(` in _prepare",
+        ),
+        (
+            "_get_per_token_logps_and_entropies",
+            "_token_logps",
+            r"lacks _get_per_token_logps_and_entropies\(\); .*use it:",
+        ),
+        (
+            "compute_entropy=",
+            "with_entropy=",
+            r"lacks the argument compute_entropy of _get_per_token_logps_and_entropies",
+        ),
         ("if advantages.dim() == 1:", "if True:", r"lacks `if advantages.dim\(\) == 1:` in _compute_loss\(\)"),
         ('"completion_mask": ', '"loss_mask": ', r'lacks `"completion_mask":` in _generate_and_score_completions'),
         ("_calculate_rewards", "_judge", r"lacks .*_calculate_rewards\(\).* use them: run `pip install 'trl==1"),
@@ -59,5 +70,7 @@ def test_an_unrelated_change_is_accepted(tmp_path: Path) -> None:
 def test_an_attribute_that_is_gone_is_refused(tmp_path: Path) -> None:
     trainer = build(tmp_path)
     del trainer.loss_type, trainer._metrics
-    with pytest.raises(ValueError, match="lacks the attribute _metrics, the attribute loss_type; token weights use them"):
-        checks.check_trainer(trainer, GrailConfig())
+    with pytest.raises(
+        ValueError, match="lacks the attribute _metrics, the attribute loss_type; token weights use them"
+    ):
+        checks.check_attributes(trainer, "1.17.0")

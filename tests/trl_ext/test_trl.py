@@ -177,7 +177,19 @@ def test_the_dump_has_the_rows_of_all_ranks(
     together, alone = dumps(name, 2), dumps(name, 1)
     assert len(together) == 24
     for row, expected in zip(together, alone, strict=True):
-        for column in ("step", "update", "row", "key", "group", "prompt", "response", "reward", "neutral", "span", "answer"):
+        for column in (
+            "step",
+            "update",
+            "row",
+            "key",
+            "group",
+            "prompt",
+            "response",
+            "reward",
+            "neutral",
+            "span",
+            "answer",
+        ):
             assert getattr(row, column) == getattr(expected, column), column
         for column in ("score_T", "weight_T", "base_advantage_T", "advantage_T", "old_log_prob_T", "entropy_T"):
             values, others = getattr(row, column), getattr(expected, column)
