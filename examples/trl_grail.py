@@ -4,8 +4,8 @@
     python examples/trl_grail.py                                     model and data from the hub
     python examples/trl_grail.py --data my.jsonl --model my_model    a .json, .jsonl, .parquet or .csv file, or a hub name
 
-A row has a question, as ``question``, ``problem`` or ``prompt`` (a text, or messages that ask for a box already), and its answer,
-as ``answer`` (of which the part after ``####`` counts), ``solution``, or verl's ``reward_model``.
+A row has a question, as ``question``, ``problem`` or ``prompt`` (a text, or messages that ask for a box already), and its
+answer, as ``answer`` (of which the part after ``####`` counts), ``solution``, or verl's ``reward_model``.
 """
 
 from __future__ import annotations

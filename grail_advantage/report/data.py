@@ -1,7 +1,7 @@
 """A run on the disk: its metrics and its token dump.
 
-A run is a folder with ``metrics.jsonl`` (verl's ``file`` logger, after resumes also ``metrics-2.jsonl``, ...; or TRL's figures) and
-``tokens/``, the token dump; or a token dump alone.
+A run is a folder with ``metrics.jsonl`` (verl's ``file`` logger, after resumes also ``metrics-2.jsonl``, ...; or TRL's figures)
+and ``tokens/``, the token dump; or a token dump alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The token dump of a TRL run (:mod:`grail_advantage.token_dump`): rows of each generation batch, written beside the training.
 
-TRL's figures go into ``metrics.jsonl`` of the run's ``output_dir`` meanwhile, so that ``python -m grail_advantage.report`` shows
-both. Step S is TRL's ``global_step`` after the update that the rows were made for, as in its logs.
+TRL's figures go into ``metrics.jsonl`` of the run's ``output_dir`` meanwhile, so that ``python -m grail_advantage.report``
+shows both. Step S is TRL's ``global_step`` after the update that the rows were made for, as in its logs.
 
 Shape suffixes: B rows of this process, T response tokens.
 """

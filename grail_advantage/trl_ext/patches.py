@@ -1,8 +1,9 @@
 """The private parts of TRL's ``GRPOTrainer`` that token weights use, with lines of TRL 1.16.0. Nothing of TRL is replaced.
 
-``TokenWeightGRPOTrainer`` overrides ``_calculate_rewards``, to read its result, and ``_generate_and_score_completions`` (grpo_trainer.py:2324): TRL's loss takes advantages of
+``TokenWeightGRPOTrainer`` overrides ``_generate_and_score_completions`` (grpo_trainer.py:2324): TRL's loss takes advantages of
 shape (B, T) from subclasses (line 3055), and its maintainers want them made there (huggingface/trl#4525). It can be another
-method when TRL has a public one for advantages. The functions below can go as each says.
+method when TRL has a public one for advantages. It also overrides ``_calculate_rewards`` (line 1579), to read its result. The
+functions below can go as each says.
 
 ``RELIED_ON`` lists them, and a TRL that lacks one is refused by its name, whatever its version.
 

@@ -165,5 +165,5 @@ def test_options_that_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=match):
             dump_options(given)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be made.*choose another"):
+    with pytest.raises(ValueError, match=r"cannot be made.*choose another"):
         build(tmp_path, weights={"token_dump": tmp_path / "file"})
