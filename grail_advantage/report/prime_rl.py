@@ -1,8 +1,8 @@
 """``python -m grail_advantage.report.prime_rl RUN --model MODEL``: the report of a run of prime-rl, from its token exports.
 
 With ``enable_token_export = true`` prime-rl's trainer (``src/prime_rl/trainer/rl/token_export.py`` at commit 559b447) writes
-``RUN/token_exports/step_S/rank_R.jsonl``, a line a sequence with values a token, and then ``step_S/STABLE``. It holds neither text
-nor reward: texts are the tokenizer's, equal prompts of a step are a group, and a positive advantage stands for ``right``, a
+``RUN/token_exports/step_S/rank_R.jsonl``, a line a sequence with values a token, and then ``step_S/STABLE``. It holds no text
+and no reward: texts are the tokenizer's, equal prompts of a step are a group, and a positive advantage stands for ``right``, a
 negative one for ``wrong``, as with rewards of 1 and 0.
 
 Shape suffixes: S tokens of a sequence, T from the first token that trains on.
@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from grail_advantage import __version__
 from grail_advantage.answer_format import BOXED, answer_format
 from grail_advantage.answer_span import find_answer_span
 from grail_advantage.report.page import write_report
@@ -40,27 +39,23 @@ def convert(run: Path, out: Path, model: str, answer: str = BOXED.name) -> None:
     texts = TokenTexts(tokenizer)
     complete = [path.parent for path in (run / EXPORTS).glob(f"step_*/{STABLE}")]
     if not complete:
-        raise ValueError(
-            f"{run / EXPORTS} has no step_*/{STABLE}; run prime-rl with trainer.enable_token_export = true"
-        )
+        raise ValueError(f"{run / EXPORTS} has no step_*/{STABLE}; set trainer.enable_token_export = true in prime-rl")
     for folder in complete:
         groups: dict[tuple[int, ...], int] = {}
         rows = []
         for record in _records(folder):
             start = record["loss_mask"].index(True)
-            prompt_ids = record["token_ids"][:start]
-            row = _row(record, start, texts(record["token_ids"]), groups.setdefault(tuple(prompt_ids), len(groups)))
+            group = groups.setdefault(tuple(record["token_ids"][:start]), len(groups))
+            row = _row(record, start, texts(record["token_ids"]), group)
             span = find_answer_span(row["token_ids_T"], tokenizer, answer=wanted)
-            found = answer_text(row["tokens"], span, wanted)
-            rows.append(DumpRow(**row, row=len(rows), prompt=tokenizer.decode(prompt_ids), span=span, answer=found))
+            row |= {"prompt": tokenizer.decode(row["prompt_ids"]), "answer": answer_text(row["tokens"], span, wanted)}
+            rows.append(DumpRow(**row, row=len(rows), span=span))
         header = DumpHeader(
             step=int(folder.name.removeprefix("step_")),
             method="prime-rl",
             options={"score": "mismatch_kl", "weight": "rl_weights"},
             model=model,
-            rows_in_step=len(rows),
             special_tokens=texts.special_tokens,
-            written_by=f"grail_advantage {__version__}",
             answer=wanted.name,
         )
         write_step(out / "tokens", header, rows)
@@ -68,14 +63,11 @@ def convert(run: Path, out: Path, model: str, answer: str = BOXED.name) -> None:
 
 def _records(folder: Path) -> Iterator[Mapping[str, Any]]:
     for path in sorted(folder.glob("rank_*.jsonl")):
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                record = json.loads(line)
-                if record.get("schema_version") != SCHEMA_VERSION:
-                    raise ValueError(
-                        f"{path}:{number}: schema_version is not {SCHEMA_VERSION}, the one that is read here"
-                    )
-                yield record
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            record = json.loads(line)
+            if record.get("schema_version") != SCHEMA_VERSION:
+                raise ValueError(f"{path}:{number}: its schema_version must be {SCHEMA_VERSION}")
+            yield record
 
 
 def _row(record: Mapping[str, Any], start: int, tokens_S: list[str], group: int) -> dict[str, Any]:
