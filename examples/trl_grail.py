@@ -49,7 +49,7 @@ def main() -> None:
         bf16=on_gpu,
         use_cpu=not on_gpu,
         gradient_checkpointing=on_gpu,
-        model_init_kwargs={"dtype": "bfloat16" if on_gpu else "float32"},
+        model_init_kwargs={"dtype": "bfloat16" if on_gpu and options.lora_rank else "float32"},
         use_vllm=options.vllm,
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=0.3,
