@@ -42,7 +42,7 @@ def convert(run: Path, out: Path, model: str, answer: str = BOXED.name) -> None:
         raise ValueError(f"{run / EXPORTS} has no step_*/{STABLE}; set trainer.enable_token_export = true in prime-rl")
     for folder in complete:
         groups: dict[tuple[int, ...], int] = {}
-        rows = []
+        rows: list[DumpRow] = []
         for record in _records(folder):
             start = record["loss_mask"].index(True)
             group = groups.setdefault(tuple(record["token_ids"][:start]), len(groups))

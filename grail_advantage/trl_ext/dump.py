@@ -100,7 +100,7 @@ class GenerationDump(TrainerCallback):
             options.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"token_dump's folder={options.folder} cannot be made: {error}; choose another") from error
-        self.rewards: torch.Tensor | None = None
+        self.rewards = torch.zeros(0, 0)
         """Of all rows of all processes and all reward functions, as TRL judged the latest generation batch."""
         self._trainer, self._options, self._signal, self._answer = trainer, options, signal, answer
         self._metrics_file = Path(trainer.args.output_dir) / METRICS_FILE
