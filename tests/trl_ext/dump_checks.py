@@ -92,8 +92,10 @@ def test_steps_rows_and_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert read_dump(run / "tokens").steps == [2, 4]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "reward" in line["data"]] == [1, 2, 3, 4]
+    (run / "metrics.jsonl").write_text('{"step": 0, "data": {"eval_reward": 0.5}}\n')
     build(run, max_steps=2, **saving).train()
     assert read_dump(run / "tokens").steps == [2]
+    assert '"step": 0' not in (run / "metrics.jsonl").read_text()
 
 
 def test_generation_batches_of_one_step(tmp_path: Path) -> None:
