@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from grail_advantage.answer_format import AnswerFormat
-from grail_advantage.signals.base import RowSelection, Signal
+from grail_advantage.signals.base import Signal
 from grail_advantage.step_dump import StepDump, StepRows, neutral_reasons, size_estimate
 from grail_advantage.token_weights import TokenWeights
 from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies
@@ -185,10 +185,9 @@ class GenerationDump(TrainerCallback):
         output, result, own = batch.output, batch.result, batch.own
         mask_BT, prompt_mask_BP = output["completion_mask"].bool(), output["prompt_mask"].bool()
         begin, width = prompt_mask_BP.shape[1], mask_BT.shape[1]
-        selection = RowSelection(*(getattr(result.rows, name)[own] for name in RowSelection.__dataclass_fields__))
         neutral = neutral_reasons(
             self._signal,
-            selection,
+            result.rows.part(own),
             valid_B=mask_BT.any(dim=1),
             advantages_B=output["advantages"],
             truncated_B=batch.truncated_B,
