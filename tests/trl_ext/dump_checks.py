@@ -147,6 +147,15 @@ def test_reward_functions_are_summed_by_their_weights(tmp_path: Path) -> None:
     assert trainer._dump._rewards_of([0, 1]) == [None, 1.0]
 
 
+def test_a_response_that_trl_masks_has_no_tokens(tmp_path: Path) -> None:
+    weights = {"token_weights": "grail", "token_dump": tmp_path / "run" / "tokens"}
+    build(tmp_path / "run", weights=weights, max_steps=1, mask_truncated_completions=True).train()
+    rows = list(read_dump(tmp_path / "run" / "tokens"))
+    assert [len(row) == 0 for row in rows] == [place == scripted.TRUNCATED for place in range(8)]
+    assert rows[scripted.TRUNCATED].neutral == "no token trains" and rows[scripted.TRUNCATED].reward == 1.0
+    assert index_of(tmp_path / "run")["rows"]["length"] == [len(row) for row in rows]
+
+
 def test_the_report_of_a_run(tmp_path: Path) -> None:
     weights = {"token_weights": GrailConfig(gate="all"), "token_dump": tmp_path / "run" / "tokens"}
     build(tmp_path / "run", data=scripted.prompts(solution=GOLD), weights=weights, max_steps=3).train()
