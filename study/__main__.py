@@ -3,6 +3,7 @@
     python -m study run --hours 2.5 --processes 2      the jobs that are missing, in their order, into docs/study2/*.csv
     python -m study run --regimes misconceptions       of one regime only
     python -m study report                             docs/study2/REPORT.md from the CSV files
+    python -m study selections                         what hard selections pick, docs/study2/selections.csv, then the report
     python -m study real --data gsm8k_test.jsonl       ground truth and gradient test on a real model, docs/study2/real_model.md
 
 A sitting ends when its hours are over, the plan's core-hours are spent, or nothing is left. Finished jobs are in the CSV
@@ -18,6 +19,7 @@ from recipe.marked_text import write_marked
 from study.plan import MEASUREMENTS, RUNS, StudyPlan
 from study.real_model import load, measure
 from study.report import write_report
+from study.selections import write
 from study.task import REGIMES
 from study.work import Files, Sitting
 
@@ -36,11 +38,15 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
     run.add_argument("--processes", type=int, default=2, choices=(1, 2), help="jobs at a time, each on one thread")
     run.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
     run.add_argument("--kinds", nargs="+", choices=(*RUNS, *MEASUREMENTS), default=[*RUNS, *MEASUREMENTS])
-    run.add_argument(
-        "--models", type=Path, default=ROOT / "outputs" / "study2", help="warmed-up models; may be deleted"
+    selections = commands.add_parser("selections", help="what hard selections pick, at models that are made again")
+    selections.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="a warm-up of some five minutes each"
     )
+    for command in (run, selections):
+        models = ROOT / "outputs" / "study2"
+        command.add_argument("--models", type=Path, default=models, help="warmed-up models; may be deleted")
     report = commands.add_parser("report", help="write the report of what is there")
-    for command in (run, report):
+    for command in (run, selections, report):
         command.add_argument("--data-dir", type=Path, default=DATA, help="folder of the CSV files and the report")
     real = commands.add_parser("real", help="ground truth and gradient test on a real model")
     real.add_argument("--data", type=Path, required=True, help="GSM8K's test set, JSON lines")
@@ -63,10 +69,14 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
             write_marked(options.out, "real model", tables)
         return
     files = Files(options.data_dir)
-    if options.command == "run":
+    if options.command in ("run", "selections"):
         options.models.mkdir(parents=True, exist_ok=True)
+    if options.command == "run":
         sitting = Sitting(plan, files, options.models, regimes=options.regimes, kinds=options.kinds)
         sitting.run(seconds=3600 * options.hours, processes=options.processes)
+    elif options.command == "selections":
+        sitting = Sitting(plan, files, options.models, regimes=REGIMES, kinds=[])
+        write(plan, sitting, options.seeds)
     print(*write_report(plan, files, options.data_dir), sep="\n")
 
 

@@ -14,6 +14,7 @@ from recipe.files import write_text
 from recipe.marked_text import table
 from study.arms import ARMS
 from study.plan import BOUND, COMPARED, CONTRASTS, RUNS, RegimePlan, StudyPlan
+from study.reading import reading
 from study.report_tables import (
     alignment_table,
     counted,
@@ -51,11 +52,13 @@ def markdown(results: Results) -> str:
     lines += [
         "",
         "The question, the outcome and the comparisons were fixed [before](PLAN.md). All other figures are exploratory.",
+        "Before quoting any of them, see [how far they carry](#how-far-these-figures-carry).",
         "Measurements on a real model, and the command for a GPU: [real_model.md](real_model.md).",
         "",
     ]
     if drawn(results):
         lines += [f"![Difference from uniform by arm and regime]({PLOT})", ""]
+    lines += reading(results, results.plan.regimes[0])
     for regime in results.plan.regimes:
         lines += _regime(results, regime)
     lines += ["## What is missing", "", *[f"- {line}" for line in missing(results)], ""]
@@ -178,7 +181,7 @@ def _others(results: Results, regime: RegimePlan) -> list[str]:
     if others and len(others) == len(planned):
         lines.append(
             f"Of the other main arms (Holm's correction over these {len(others)}; most of their learning rates from one "
-            f"tuning seed) {_ranked(others)}."
+            f"tuning seed) {_ranked(results, regime, others)}."
         )
     links = [
         f"[{other.name}](#regime-{other.name})" for other in results.plan.regimes[1:] if results.against_baseline(other)
@@ -196,7 +199,7 @@ def _exploratory(results: Results, regime: RegimePlan) -> str:
     corrected = "Holm's correction over these" if len(contrasts) > 1 else "no correction"
     tuned = counted(len(regime.tuning_seeds), "tuning seed")
     share = f"of {planned} arms" if len(contrasts) == planned else f"{len(contrasts)} of {planned} arms complete"
-    sentences = f"{share} ({corrected}; learning rates from {tuned}), {_ranked(contrasts)}."
+    sentences = f"{share} ({corrected}; learning rates from {tuned}), {_ranked(results, regime, contrasts)}."
     if {"surprisal", "random_token"} <= {contrast.arm for contrast in contrasts}:
         sentences += f" There, {_pair_sentence(results, regime, 'surprisal', 'random_token')}"
     return sentences
@@ -211,18 +214,23 @@ def _pair_sentence(results: Results, regime: RegimePlan, arm: str, reference: st
     return f"{opening}{p_value(contrast.paired.p)}, of equivalence {p_value(contrast.equivalence)}."
 
 
-def _ranked(contrasts: Sequence[Contrast]) -> str:
+def _ranked(results: Results, regime: RegimePlan, contrasts: Sequence[Contrast]) -> str:
     corrected = holm([contrast.paired.p for contrast in contrasts])
     sides: dict[str, list[Contrast]] = {"above": [], "below": [], "not told from": []}
     for contrast, p in sorted(zip(contrasts, corrected, strict=True), key=lambda pair: -pair[0].paired.mean):
         side = ("above" if contrast.paired.mean > 0 else "below") if p < LEVEL else "not told from"
         sides[side].append(contrast)
-    return "; ".join(f"{side} uniform: {_listed(those)}" for side, those in sides.items() if those)
+    return "; ".join(f"{side} uniform: {_listed(results, regime, those)}" for side, those in sides.items() if those)
 
 
-def _listed(contrasts: Sequence[Contrast]) -> str:
-    """With their mean differences, from the highest to the lowest; of many their number."""
-    means = [signed(100 * contrast.paired.mean) for contrast in contrasts]
+def _listed(results: Results, regime: RegimePlan, contrasts: Sequence[Contrast]) -> str:
+    """With their mean differences, and rates other than the baseline's, from the highest to the lowest; of many their
+    number."""
+    means = []
+    for contrast in contrasts:
+        rate = results.rate(regime, contrast.arm)
+        other = f", at rate {rate:g}" if rate != results.rate(regime, BASELINE) and len(contrasts) <= NAMED else ""
+        means.append(f"{signed(100 * contrast.paired.mean)}{other}")
     if len(contrasts) > NAMED:
         return f"{len(contrasts)} arms ({means[-1]} to {means[0]})"
     return ", ".join(f"{ARMS[contrast.arm].label} ({mean})" for contrast, mean in zip(contrasts, means, strict=True))

@@ -104,8 +104,8 @@ def side_tables(results: Results, regime: RegimePlan) -> list[str]:
 
 
 def _outcomes(results: Results, regime: RegimePlan, arms: Sequence[Arm], kind: str) -> list[str]:
-    head = ["arm", "seeds", "rate", "accuracy, %", "against uniform, points", "deviation", "bootstrap interval", "p"]
-    head += ["p, Holm", f"p, equivalence within {100 * BOUND:g}", "minutes a run", "for weights"]
+    head = ["arm", "seeds", "rate", "accuracy, %", "against uniform, points", "deviation", "bootstrap interval"]
+    head += ["seeds above", "p", "p, Holm", f"p, equivalence within {100 * BOUND:g}", "minutes a run", "for weights"]
     planned = compared(results) if kind == "main" and regime is results.plan.regimes[0] else []
     corrected = {(contrast.arm, contrast.reference): p for contrast, p in planned}
     seeds = len(regime.main_seeds if kind == "main" else regime.side_seeds)
@@ -123,7 +123,8 @@ def _outcomes(results: Results, regime: RegimePlan, arms: Sequence[Arm], kind: s
     for pair in (*CONTRASTS, *EXPLORATORY) if kind == "main" else ():
         contrast = results.contrast(regime, *pair) if pair[1] != BASELINE else None
         if contrast is not None and contrast.complete:
-            rows.append([_pair_label(*pair), str(seeds), "", "", *_judged(contrast, corrected.get(pair)), "", ""])
+            rates = " / ".join(f"{results.rate(regime, arm):g}" for arm in pair)
+            rows.append([_pair_label(*pair), str(seeds), rates, "", *_judged(contrast, corrected.get(pair)), "", ""])
     return table(head, rows, right=1)
 
 
@@ -134,10 +135,10 @@ def _pair_label(arm: str, reference: str) -> str:
 def _judged(contrast: Contrast | None, corrected: float | None) -> list[str]:
     """Cells from the difference on; two seeds are too few to test."""
     if contrast is None or not contrast.complete:
-        return [ABSENT] * 6
+        return [ABSENT] * 7
     low, high = contrast.both_ways
     row = [interval(contrast.paired, 100), f"{100 * contrast.paired.deviation:.1f}"]
-    row.append(f"[{signed(100 * low)}, {signed(100 * high)}]")
+    row += [f"[{signed(100 * low)}, {signed(100 * high)}]", f"{contrast.above} of {len(contrast.seeds)}"]
     if contrast.planned < 3:
         return [*row, ABSENT, ABSENT, ABSENT]
     corrected_p = ABSENT if corrected is None else p_value(corrected)
@@ -189,13 +190,23 @@ def tuning_table(results: Results, regime: RegimePlan) -> list[str]:
         runs = [row for row in tuning if row["arm"] == arm.name]
         by_rate = [[float(row["accuracy"]) for row in runs if row["rate"] == repr(rate)] for rate in plan.rates]
         rate = taken.get((regime.name, arm.name), math.nan)
+        by_first = {
+            float(row["rate"]): float(row["accuracy"]) for row in runs if int(row["seed"]) == regime.tuning_seeds[0]
+        }
+        alone = f"{best_rate(by_first):g}" if len(by_first) == len(plan.rates) else ABSENT
         end = ", an end of the grid" if rate in (min(plan.rates), max(plan.rates)) else ""
         cells = [f"{100 * np.mean(values):.1f}" if values else ABSENT for values in by_rate]
         if runs:
             chosen = ABSENT if math.isnan(rate) else f"{rate:g}{end}"
-            rows.append([arm.label, len(plan.tuning_seeds(regime, arm)), *cells, chosen])
+            rows.append([arm.label, len(plan.tuning_seeds(regime, arm)), *cells, chosen, alone])
     head = ["accuracy in tuning, %", "seeds", *[f"rate {rate:g}" for rate in plan.rates], "taken"]
+    head.append(f"by seed {regime.tuning_seeds[0]} alone")
     return [*table(head, rows, right=1), ""] if rows else []
+
+
+def best_rate(accuracy: Mapping[float, float]) -> float:
+    """The rate of the highest accuracy, of equal ones the lowest."""
+    return min(accuracy, key=lambda rate: (-accuracy[rate], rate))
 
 
 def pilot_table(results: Results, regime: RegimePlan) -> list[str]:

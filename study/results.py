@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,11 @@ class Contrast:
         return two_way_bootstrap(self.by_problem)
 
     @property
+    def above(self) -> int:
+        """Seeds on which the arm is above the reference."""
+        return int((self.by_problem.mean(axis=1) > 0).sum())
+
+    @property
     def complete(self) -> bool:
         """Whether all planned seeds are there."""
         return len(self.seeds) == self.planned
@@ -50,6 +56,8 @@ class Results:
     rows: dict[str, list[Row]]
     """By kind of job."""
     hours: dict[str, float]
+    selections: list[Row] = field(default_factory=list)
+    """Figures of hard selections, see :mod:`study.selections`."""
 
     @classmethod
     def read(cls, plan: StudyPlan, files: Files) -> Results:
@@ -57,7 +65,7 @@ class Results:
         rows: dict[str, list[Row]] = defaultdict(list)
         for job_rows in finished(files, plan).values():
             rows[job_rows[0]["kind"]] += job_rows
-        return cls(plan, rows, total_hours(files))
+        return cls(plan, rows, total_hours(files), list(files.selections.read()))
 
     def runs(self, kind: str, regime: str, arm: str) -> dict[int, Row]:
         """Runs of one arm by seed."""
@@ -66,6 +74,10 @@ class Results:
     def complete(self, regime: RegimePlan, arm: str) -> bool:
         """Whether all of a main arm's planned seeds are there."""
         return self.runs("main", regime.name, arm).keys() >= set(regime.main_seeds)
+
+    def rate(self, regime: RegimePlan, arm: str) -> float:
+        """The learning rate of a main arm's runs; nan without any."""
+        return next((float(row["rate"]) for row in self.runs("main", regime.name, arm).values()), math.nan)
 
     def contrast(self, regime: RegimePlan, arm: str, reference: str, kind: str = "main") -> Contrast | None:
         """Arm minus reference over the seeds of both; ``None`` where there is none. A side arm's reference is a main

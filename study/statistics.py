@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import integrate, optimize, stats
 
 LEVEL = 0.95
 RESAMPLES = 4_000
@@ -78,6 +78,46 @@ def equivalence_p(differences: Sequence[float], bound: float) -> float:
         return float(abs(values.mean()) >= bound)
     distance = (bound - abs(values.mean())) / error
     return float(stats.t.sf(distance, len(values) - 1))
+
+
+def detectable(deviation: float, count: int, level: float, power: float = 0.8) -> float:
+    """The true mean that a two-sided paired t-test of ``count`` differences finds with that probability."""
+    bar = float(stats.t.ppf(1 - level / 2, count - 1))
+
+    def missing(shift: float) -> float:
+        return float(stats.nct.sf(bar, count - 1, shift)) - power  # the other tail holds next to nothing
+
+    return float(optimize.brentq(missing, 0.0, 4 * bar)) * deviation / math.sqrt(count)
+
+
+def equivalence_power(deviation: float, count: int, bound: float, level: float = 0.05) -> float:
+    """Probability that :func:`equivalence_p` comes out below ``level`` where the true mean is 0."""
+    error, bar = deviation / math.sqrt(count), float(stats.t.ppf(1 - level, count - 1))
+
+    def inside(squares: float) -> float:
+        room = bound - bar * error * math.sqrt(squares / (count - 1))
+        return max(0.0, 2 * float(stats.norm.cdf(room / error)) - 1) * float(stats.chi2.pdf(squares, count - 1))
+
+    return float(integrate.quad(inside, 0, (count - 1) * (bound / (bar * error)) ** 2, limit=200)[0])
+
+
+def pass_at(right_P: Sequence[int], samples: int, k: int) -> float:
+    """pass@k without bias (arXiv 2107.03374): the probability that of ``k`` of the samples at least one is right, mean over
+    problems.
+
+    Args:
+        right_P: right samples of each problem.
+        samples: of each problem.
+        k: at most ``samples``.
+    """
+    return float(np.mean([1 - math.comb(samples - right, k) / math.comb(samples, k) for right in right_P]))
+
+
+def correlation_interval(first_N: Sequence[float], second_N: Sequence[float]) -> tuple[float, float, float]:
+    """Pearson's correlation with its 95 % interval by Fisher's transformation."""
+    result = stats.pearsonr(first_N, second_N)
+    ends = result.confidence_interval(LEVEL)
+    return float(result.statistic), float(ends.low), float(ends.high)
 
 
 def two_way_bootstrap(differences_SP: np.ndarray, seed: int = 0) -> tuple[float, float]:

@@ -53,6 +53,7 @@ RUN_COLUMNS = (
 )  # fmt: skip
 """``right_1`` and ``right_2``: right samples of each held-out problem, a digit each, at the two steps of the
 outcome."""
+SELECTION_COLUMNS = ("regime", "seed", "arm", "figure", "value", "date", "versions")
 FIRST_GUESS = {"start": 240.0, "run": 150.0, "alignment": 600.0, "truth": 300.0}
 """Seconds of a job while none of its sort has been done."""
 WARM_UP_PARTS = 4
@@ -80,6 +81,8 @@ class Files:
         self.truth = raw("truth", "method", "figure", "split", "value", "responses")
         """One row a method, figure and split."""
         self.all = [self.start, self.runs, self.alignment, self.truth]
+        self.selections = RawFile(folder / "selections.csv", SELECTION_COLUMNS)
+        """One row a hard selection and figure; measured afterwards, outside the plan."""
 
     def of(self, kind: str) -> RawFile:
         """The file of a kind of job."""
@@ -262,21 +265,22 @@ def do(plan: StudyPlan, job: Job, folder: Path) -> list[dict[str, Any]]:
 
 
 @lru_cache(maxsize=4)
-def _problems(
+def problems_of(
     name: str, train_size: int, held_out_size: int, seed: int
 ) -> tuple[list[StudyProblem], list[StudyProblem]]:
+    """Training and held-out problems of a seed."""
     return study_problems(name, "train", train_size, seed), study_problems(name, "validation", held_out_size, seed)
 
 
 def _of(plan: StudyPlan, job: Job) -> tuple[list[StudyProblem], list[StudyProblem], Texts]:
-    training, held_out = _problems(job.regime, plan.train_size, plan.held_out_size, job.seed)
+    training, held_out = problems_of(job.regime, plan.train_size, plan.held_out_size, job.seed)
     return training, held_out, right_texts(held_out, study_tokenizer(), plan.wordings, job.seed)
 
 
 def warmed_up(plan: StudyPlan, name: str, seed: int) -> PreTrainedModel:
     """A seed's model of a regime after its warm-up."""
     tokenizer = study_tokenizer()
-    training, held_out = _problems(name, plan.train_size, plan.held_out_size, seed)
+    training, held_out = problems_of(name, plan.train_size, plan.held_out_size, seed)
     model = build_model(tokenizer, seed)
     errors = regime(name, seed)
     warm_up(

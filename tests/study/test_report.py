@@ -110,3 +110,30 @@ def test_figures_of_the_published_page_by_pandas() -> None:
         "| surprisal | " in page
         and f" | {means['surprisal', 'all']:.2f} | {means['surprisal', 'first']:.2f} | " in page
     )
+
+
+def test_how_far_the_figures_carry_by_pandas() -> None:
+    """pass@8, the correlation of alignment with the outcome, and hit rates, straight from the CSV files."""
+    page = (FOLDER / "REPORT.md").read_text(encoding="utf-8")
+    runs = pd.read_csv(FOLDER / "runs.csv", dtype={"right_1": str, "right_2": str})
+    main = runs[(runs.kind == "main") & (runs.regime == "misconceptions")]
+    # Of 8 samples, pass@8 is whether any is right.
+    any_right = sum(
+        main[name].map(lambda digits: 1 - digits.count("0") / len(digits)) for name in ("right_1", "right_2")
+    )
+    by_arm = main.assign(found=50 * any_right).pivot(index="seed", columns="arm", values="found")
+    for name in ("surprisal", "oracle"):
+        difference = by_arm[name] - by_arm.uniform
+        low, high = stats.ttest_1samp(difference, 0).confidence_interval(0.95)
+        assert f" | {difference.mean():+.1f} [{low:+.1f}, {high:+.1f}] |\n" in page
+    alignment = pd.read_csv(FOLDER / "alignment.csv").query("regime == 'misconceptions'")
+    gains = alignment.pivot(index="seed", columns="measured", values="gain")
+    relative = gains.div(gains.uniform, axis=0).mean()
+    accuracy = main.groupby("arm").accuracy.mean()
+    assert f"r = {relative.loc[accuracy.index].corr(accuracy):.2f} [" in page
+    picks = pd.read_csv(FOLDER / "selections.csv").pivot(index=["seed", "arm"], columns="figure", values="value")
+    for name in ("surprisal", "random_token", "last_result"):
+        own = picks.xs(name, level="arm")
+        share = 100 * own.error / own.rows
+        cells = f"| {ARMS[name].label} | {own.rows.sum():.0f} | {share.mean():.0f} ({share.min():.0f}, {share.max():.0f}) | "
+        assert cells in page
