@@ -14,7 +14,18 @@ from grail_advantage.methods import method
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.rlsd import PLACE
 
-Control = Literal["right_only", "shuffled", "random_token", "last_result", "spread", "oracle", "regression"]
+Control = Literal[
+    "right_only",
+    "shuffled",
+    "random_token",
+    "last_result",
+    "spread",
+    "error_place",
+    "oracle",
+    "oracle_by_step",
+    "oracle_mixed",
+    "regression",
+]
 
 
 @dataclass(frozen=True)
@@ -31,11 +42,16 @@ class Arm:
     """``right_only``: wrong rows weigh 0. ``shuffled``: the method's weights on other tokens of the same kind of the same
     response, the answer's apart. ``random_token``, ``last_result``: a random token, or the first digit of the last result, in
     place of the token that the method picks by score. ``spread``: of every row that the method weighs, weights of sum 1.
-    ``oracle``: the exact token advantage. ``regression``:
-    :mod:`study.regression`."""
+    ``error_place``: of wrong rows the first token of the first error weighs 1, all else 0. ``oracle``: the exact token
+    advantage; ``oracle_by_step``: its sum over a step on each of the step's tokens; ``oracle_mixed``: 0 in groups with one
+    outcome. ``regression``: :mod:`study.regression`."""
     advantage: Literal["dr_grpo", "grpo"] = "dr_grpo"
     """``grpo``: divided by the group's standard deviation."""
     loss_agg_mode: str = "seq-mean-token-sum-norm"
+    rollouts: int = 0
+    """Responses a problem; 0 as the study's settings have it."""
+    rate_of: str = "uniform"
+    """The arm whose learning rate a side arm takes."""
 
     @property
     def signal(self) -> Signal:
@@ -86,4 +102,36 @@ SIDE = (
 )
 """Fewer seeds, in the first regime, at the learning rate of ``uniform``."""
 
-ARMS = {arm.name: arm for arm in (*MAIN, *ADDED, *SIDE)}
+# The third study: of what is the oracle's gain made, and what of it can be had?
+STEP_END = ";"
+RESULTS = {"expression": rf"=(?P<content>-?\d+){STEP_END}"}
+"""Digits of steps' results; those of asides end with a bracket."""
+_SECOND = {arm.name: arm for arm in MAIN}
+PRIMARY_3 = (
+    _SECOND["uniform"],
+    _SECOND["right_only"],
+    Arm("results_mask", "right rows: digits of results alone", "pattern", RESULTS),
+    _SECOND["oracle"],
+    Arm("error_place", "wrong rows: the first error", control="error_place"),
+    _SECOND["random_token"],
+    Arm("step_values", "step values of the siblings", "step_values", {"separator": STEP_END}),
+)
+"""The arms of the primary comparisons, and the baseline."""
+
+ADDED_3 = (
+    Arm("random_mask", "right rows: as many random tokens", "pattern", {**RESULTS, "control": True}),
+    Arm(
+        "mask_and_error", "right rows: results; wrong rows: the first error", "pattern", RESULTS, control="error_place"
+    ),
+    Arm("oracle_by_step", "oracle, summed over steps", control="oracle_by_step"),
+    Arm("oracle_mixed", "oracle on groups of both outcomes", control="oracle_mixed"),
+)
+"""In the first regime alone."""
+
+SIDE_3 = (
+    Arm("uniform_24", "uniform, 24 rollouts", rollouts=24),
+    Arm("right_only_24", "right rows only, 24 rollouts", control="right_only", rollouts=24, rate_of="right_only"),
+)
+"""The price of generation: three times the rollouts."""
+
+ARMS = {arm.name: arm for arm in (*MAIN, *ADDED, *SIDE, *PRIMARY_3, *ADDED_3, *SIDE_3)}

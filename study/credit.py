@@ -17,7 +17,9 @@ from study.arms import Arm
 from study.exact import token_advantages
 from study.regression import Regression, token_features
 from study.rollouts import Rollouts, alike, examples
-from study.task import BOX, RESULT
+from study.task import BOX, END, RESULT, TokenReading
+
+ORACLES = ("oracle", "oracle_by_step", "oracle_mixed")
 
 
 @dataclass
@@ -73,7 +75,7 @@ def credit(
     """
     mask_BL = rollouts.response_mask_BL.bool()
     rows_B = sequence_advantages(rollouts, arm)
-    if arm.control in ("oracle", "regression"):
+    if arm.control in (*ORACLES, "regression"):
         return _without_weights(model, tokenizer, rollouts, arm, state, rows_B)
     log_probs_BL = state.old_log_probs_BL
     if arm.control == "random_token":
@@ -81,7 +83,8 @@ def credit(
     elif arm.control == "last_result":
         log_probs_BL = -_last_result(rollouts)
     signal = arm.signal
-    weights_BL = compute_token_weights(
+    gives_advantages = signal.gives == "advantages"
+    credited = compute_token_weights(
         model,
         tokenizer,
         rollouts.input_ids_BL,
@@ -94,7 +97,11 @@ def credit(
         groups=torch.from_numpy(rollouts.groups_B),
         examples=examples(rollouts.problems),
         step=step,
-    ).weights
+        masked=rollouts.truncated_B if gives_advantages else None,
+    )
+    if gives_advantages:
+        return credited.advantages
+    weights_BL = credited.weights
     if arm.control == "shuffled":
         weights_BL = shuffled(weights_BL, rollouts, random_numbers_BL)
     elif arm.control == "spread":
@@ -104,6 +111,8 @@ def credit(
         weights_BL = torch.where(weighed_B1 & (sum_B1 > 0), weights_BL / sum_B1, weights_BL)
     elif arm.control == "right_only":
         weights_BL = weights_BL * (rows_B > 0).unsqueeze(1)
+    elif arm.control == "error_place":
+        weights_BL = torch.where((rows_B < 0).unsqueeze(1), _first_error(rollouts), weights_BL)
     return weights_BL * rows_B.unsqueeze(1)
 
 
@@ -118,12 +127,23 @@ def _without_weights(
     """Advantages of the controls that give each token its own."""
     mask_BL = rollouts.response_mask_BL.bool()
     whole = rows_B.double().numpy()
-    if arm.control == "oracle":
+    if arm.control in ORACLES:
         exact = token_advantages(model, tokenizer, rollouts.problems, rollouts.prompts, rollouts.responses)
         advantages = [
             np.full(len(response), whole[row]) if known is None else known
             for row, (response, known) in enumerate(zip(rollouts.responses, exact, strict=True))
         ]
+        if arm.control == "oracle_by_step":
+            advantages = [
+                advantage_T if known is None else by_step(advantage_T, read)
+                for advantage_T, known, read in zip(advantages, exact, rollouts.reads, strict=True)
+            ]
+        elif arm.control == "oracle_mixed":
+            mixed_B = (rows_B != 0).numpy()
+            mixed = {group for group in np.unique(rollouts.groups_B) if mixed_B[rollouts.groups_B == group].any()}
+            advantages = [
+                advantage_T * (group in mixed) for advantage_T, group in zip(advantages, rollouts.groups_B, strict=True)
+            ]
     else:
         features = [
             token_features(
@@ -138,6 +158,12 @@ def _without_weights(
     for row, advantage_T in enumerate(advantages):
         advantages_BL[row, mask_BL[row]] = torch.from_numpy(advantage_T).float()
     return torch.where(rollouts.truncated_B.unsqueeze(1), 0.0, advantages_BL)
+
+
+def by_step(advantage_T: np.ndarray, read: TokenReading) -> np.ndarray:
+    """The sum over each step on all of its tokens; a step goes up to and with its end, the last one to the response's."""
+    step_T = np.cumsum(np.concatenate([[0], read.role_T[:-1] == END]))
+    return np.bincount(step_T, advantage_T)[step_T]
 
 
 def sequence_advantages(rollouts: Rollouts, arm: Arm) -> torch.Tensor:
@@ -168,6 +194,15 @@ def shuffled(weights_BL: torch.Tensor, rollouts: Rollouts, random_numbers_BL: np
             order = np.argsort(random_numbers_BL[row, places], kind="stable")
             weights_BL[row, places] = weights_BL[row, places[order]]
     return weights_BL
+
+
+def _first_error(rollouts: Rollouts) -> torch.Tensor:
+    """1 on the first token of each response's first error, else 0; (B, L)."""
+    marked_BL = torch.zeros(rollouts.input_ids_BL.shape)
+    for row, read in enumerate(rollouts.reads):
+        if read.error_T.any():
+            marked_BL[row, len(rollouts.prompts[row]) + int(read.error_T.argmax())] = 1.0
+    return marked_BL
 
 
 def _last_result(rollouts: Rollouts) -> torch.Tensor:

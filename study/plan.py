@@ -84,6 +84,9 @@ class StudyPlan:
     pilot_arms: tuple[str, ...] = ("uniform", "grail", "surprisal", "random_token")
     main_arms: tuple[Arm, ...] = MAIN
     side_arms: tuple[Arm, ...] = SIDE
+    measurements: tuple[str, ...] = MEASUREMENTS
+    tuned_alike: bool = False
+    """Whether all arms are tuned on all tuning seeds; else only those that are compared."""
     run: RunSettings = field(default_factory=RunSettings)
     warm_up_steps: int = 1000
     warm_up_batch: int = 32
@@ -135,11 +138,11 @@ class StudyPlan:
                     yield Job("main", regime.name, arm.name, seed, rates.get((regime.name, arm.name), 0.0))
             if arms is passes[0]:
                 yield from (
-                    Job(kind, regime.name, NO_ARM, seed) for seed in regime.measured_seeds for kind in MEASUREMENTS
+                    Job(kind, regime.name, NO_ARM, seed) for seed in regime.measured_seeds for kind in self.measurements
                 )
         for seed in regime.side_seeds:
             for arm in self.side_arms:
-                yield Job("side", regime.name, arm.name, seed, rates.get((regime.name, "uniform"), 0.0))
+                yield Job("side", regime.name, arm.name, seed, rates.get((regime.name, arm.rate_of), 0.0))
 
     def passes(self, regime: RegimePlan) -> list[tuple[Arm, ...]]:
         """Main arms in the order of their passes over the seeds: some together, then every other one alone, first those that
@@ -154,8 +157,8 @@ class StudyPlan:
         return (*self.main_arms, *regime.added)
 
     def tuning_seeds(self, regime: RegimePlan, arm: Arm) -> tuple[int, ...]:
-        """All of the regime's for the arms that are compared, the first one for the others."""
-        return regime.tuning_seeds if arm.name in COMPARED else regime.tuning_seeds[:1]
+        """All of the regime's where all are tuned alike, and for the arms that are compared; the first one for the others."""
+        return regime.tuning_seeds if self.tuned_alike or arm.name in COMPARED else regime.tuning_seeds[:1]
 
     def _is_pilot(self, regime: RegimePlan, arm: Arm, seed: int, rate: float) -> bool:
         """Whether a run for tuning is one that the pilot makes."""

@@ -124,7 +124,7 @@ def gradient(
     mask_BL = rollouts.response_mask_BL
     actor = FSDPActorConfig(
         strategy="fsdp2",
-        rollout_n=settings.rollouts,
+        rollout_n=arm.rollouts or settings.rollouts,
         use_dynamic_bsz=True,
         clip_ratio_low=settings.clip_low,
         clip_ratio_high=settings.clip_high,
@@ -201,7 +201,7 @@ def train(
     for step in range(1, settings.steps + 1):
         started = time.process_time()
         chosen = order.sample(train_problems, settings.prompts)
-        rollouts = roll_out(model, tokenizer, chosen, settings.rollouts, seed, step)
+        rollouts = roll_out(model, tokenizer, chosen, arm.rollouts or settings.rollouts, seed, step)
         rewards.append(float(rollouts.rewards_B.mean()))
         state = policy_state(model, rollouts)
         state.regression = kept
