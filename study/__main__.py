@@ -2,7 +2,9 @@
 
     python -m study run --hours 2.5 --processes 2      the jobs that are missing, in their order, into docs/study2/*.csv
     python -m study run --regimes misconceptions       of one regime only
+    python -m study run --study 3                      of the third study, into docs/study3/*.csv
     python -m study report                             docs/study2/REPORT.md from the CSV files
+    python -m study screen --study 3 --seed 2001       alignment of all arms at one warmed-up model, some five minutes
     python -m study selections                         what hard selections pick, docs/study2/selections.csv, then the report
     python -m study real --data gsm8k_test.jsonl       ground truth and gradient test on a real model, docs/study2/real_model.md
 
@@ -17,9 +19,12 @@ from pathlib import Path
 
 from recipe.marked_text import write_marked
 from study.plan import MEASUREMENTS, RUNS, StudyPlan
+from study.plan3 import THIRD
 from study.real_model import load, measure
 from study.report import write_report
-from study.selections import write
+from study.report3 import write_third
+from study.screen import screen
+from study.selections import write as write_selections
 from study.task import REGIMES
 from study.work import Files, Sitting
 
@@ -39,15 +44,17 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
     run.add_argument("--regimes", nargs="+", choices=REGIMES, default=list(REGIMES))
     run.add_argument("--kinds", nargs="+", choices=(*RUNS, *MEASUREMENTS), default=[*RUNS, *MEASUREMENTS])
     selections = commands.add_parser("selections", help="what hard selections pick, at models that are made again")
-    selections.add_argument(
-        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="a warm-up of some five minutes each"
-    )
-    for command in (run, selections):
+    selections.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="a warm-up of some five minutes each")
+    screening = commands.add_parser("screen", help="alignment of all arms at one model, before any training")
+    screening.add_argument("--seed", type=int, default=2001, help="of the warm-up, which is made where it is gone")
+    for command in (run, selections, screening):
         models = ROOT / "outputs" / "study2"
         command.add_argument("--models", type=Path, default=models, help="warmed-up models; may be deleted")
     report = commands.add_parser("report", help="write the report of what is there")
+    for command in (run, screening, report):
+        command.add_argument("--study", type=int, default=2, choices=(2, 3), help="which study")
     for command in (run, selections, report):
-        command.add_argument("--data-dir", type=Path, default=DATA, help="folder of the CSV files and the report")
+        command.add_argument("--data-dir", type=Path, help="folder of the CSV files and the report")
     real = commands.add_parser("real", help="ground truth and gradient test on a real model")
     real.add_argument("--data", type=Path, required=True, help="GSM8K's test set, JSON lines")
     real.add_argument(
@@ -61,23 +68,28 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
     real.add_argument("--out", type=Path, default=DATA / "real_model.md", help="page whose marked part is written")
     options = parser.parse_args(arguments)
 
-    plan = plan or StudyPlan()
     if options.command == "real":
         model, tokenizer = load(options.model)
         size = {"count": options.problems, "longest": options.longest, "blocks": options.blocks}
         for tables in measure(model, tokenizer, options.data, **size):
             write_marked(options.out, "real model", tables)
         return
-    files = Files(options.data_dir)
-    if options.command in ("run", "selections"):
+    third = getattr(options, "study", 2) == 3
+    plan = plan or (THIRD if third else StudyPlan())
+    if options.command != "report":
         options.models.mkdir(parents=True, exist_ok=True)
+    if options.command == "screen":
+        print(*screen(plan, options.models, options.seed), sep="\n")
+        return
+    folder = options.data_dir or ROOT / "docs" / ("study3" if third else "study2")
+    files = Files(folder)
     if options.command == "run":
         sitting = Sitting(plan, files, options.models, regimes=options.regimes, kinds=options.kinds)
         sitting.run(seconds=3600 * options.hours, processes=options.processes)
     elif options.command == "selections":
         sitting = Sitting(plan, files, options.models, regimes=REGIMES, kinds=[])
-        write(plan, sitting, options.seeds)
-    print(*write_report(plan, files, options.data_dir), sep="\n")
+        write_selections(plan, sitting, options.seeds)
+    print(*(write_third if third else write_report)(plan, files, folder), sep="\n")
 
 
 if __name__ == "__main__":

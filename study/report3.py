@@ -1,0 +1,138 @@
+"""The page of the third study, ``docs/study3/REPORT.md``, from its raw rows alone; its rules are those of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from recipe.files import write_text
+from recipe.marked_text import table
+from study.arms import ARMS
+from study.plan import RegimePlan, StudyPlan
+from study.plan3 import CONTRASTS_3, SMALL
+from study.reading import passes
+from study.report_tables import alignment_table, percent, tuning_table
+from study.results import BASELINE, Contrast, Results
+from study.statistics import holm, paired
+from study.tables import ABSENT, interval, p_value
+from study.work import Files
+
+LEVEL = 0.05
+MASK, ITS_CONTROL = "results_mask", "random_mask"
+Judged = Mapping[tuple[str, str], tuple[Contrast, float]]
+"""The primary comparisons with their corrected p-values."""
+
+
+def write_third(plan: StudyPlan, files: Files, folder: Path) -> list[Path]:
+    """Write the page and return its path."""
+    results = Results.read(plan, files)
+    write_text(folder / "REPORT.md", page(results))
+    return [folder / "REPORT.md"]
+
+
+def page(results: Results) -> str:
+    """The page as Markdown."""
+    regime = results.plan.regimes[0]
+    judged = primary(results, regime)
+    lines = ["# The third study: what perfect credit is made of", "", "## Primary comparisons", ""]
+    if judged:
+        cells = []
+        for pair, (contrast, p) in judged.items():
+            figures = [interval(contrast.paired, 100), p_value(contrast.paired.p), p_value(p), _verdict(contrast, p)]
+            cells.append([_label(*pair), _rates(results, regime, pair), *figures])
+        lines += [*table(["points", "rates", "difference", "p", "p, Holm", "so"], cells, right=2), ""]
+        lines += [f"- {line}" for line in rules(results, regime, judged)]
+    else:
+        lines.append("**Nothing is concluded yet**: not all planned seeds of the compared arms are there.")
+    lines += ["", "Fixed [before](PLAN.md); all other figures are exploratory.", "", f"## Task {regime.name}", ""]
+    lines += [*arm_table(results, regime), ""]
+    for tables in (tuning_table, alignment_table):
+        lines += tables(results, regime)
+    hours = sum(results.hours.values())
+    lines.append(f"Processor time of the recorded jobs: {hours:.2f} of the plan's {results.plan.hours:g} core-hours.")
+    return "\n".join(lines) + "\n"
+
+
+def primary(results: Results, regime: RegimePlan) -> Judged:
+    """The primary comparisons; none before all of their seeds are there."""
+    contrasts = [results.contrast(regime, *pair) for pair in CONTRASTS_3]
+    complete = [contrast for contrast in contrasts if contrast is not None and contrast.complete]
+    if len(complete) < len(CONTRASTS_3):
+        return {}
+    corrected = holm([contrast.paired.p for contrast in complete])
+    return dict(zip(CONTRASTS_3, zip(complete, corrected, strict=True), strict=True))
+
+
+def rules(results: Results, regime: RegimePlan, judged: Judged) -> list[str]:
+    """What the plan's rules say of this task."""
+    oracle, _ = judged["oracle", MASK]
+    small = oracle.paired.mean < SMALL
+    lines = [
+        f"The oracle is {'less' if small else 'not less'} than {100 * SMALL:g} points above the mask on this task: "
+        + (
+            "nothing finer than token type is built, if the second task says so too."
+            if small
+            else "finer credit may pay."
+        )
+    ]
+    same = _verdict(*judged["error_place", "random_token"]) == "not decided"
+    lines.append(
+        "The error's place was not shown to differ from a random one: no more localisers of wrong steps."
+        if same
+        else "The error's place differs from a random one."
+    )
+    control = results.contrast(regime, MASK, ITS_CONTROL)
+    if control is not None and control.complete:
+        above = control.paired.mean > 0 and control.paired.p < LEVEL
+        lines.append(
+            f"The mask against its random control: {interval(control.paired, 100)} points, p {p_value(control.paired.p)}: "
+            + ("above it." if above else "not shown to be above it; `pattern` is a control and recommended to nobody.")
+        )
+    above = _verdict(*judged["step_values", "right_only"]) == "better"
+    lines.append(f"`step_values` is {'' if above else 'not '}recommended for experiments, beside right rows only.")
+    return lines
+
+
+def arm_table(results: Results, regime: RegimePlan) -> list[str]:
+    """Accuracy and pass@8 of every arm, and their differences from the baseline once all seeds are there."""
+    samples, base = results.plan.run.samples, results.runs("main", regime.name, BASELINE)
+    cells = []
+    kinds = [(arm, "main") for arm in results.plan.arms(regime)] + [(arm, "side") for arm in results.plan.side_arms]
+    for arm, kind in kinds:
+        runs, planned = (
+            results.runs(kind, regime.name, arm.name),
+            regime.main_seeds if kind == "main" else regime.side_seeds,
+        )
+        if not runs.keys() >= set(planned):
+            cells.append([arm.label, f"{len(runs)} of {len(planned)}", *[ABSENT] * 5])
+            continue
+        rate = " ".join(sorted({f"{float(row['rate']):g}" for row in runs.values()}))
+        at_8 = {seed: passes(row, samples, 8) for seed, row in runs.items()}
+        row = [arm.label, str(len(runs)), rate, percent([float(run["accuracy"]) for run in runs.values()])]
+        contrast = results.contrast(regime, arm.name, BASELINE, kind)
+        shared = [seed for seed in runs if seed in base]
+        difference = [at_8[seed] - passes(base[seed], samples, 8) for seed in shared]
+        known = arm.name != BASELINE and contrast is not None and contrast.complete
+        row += [
+            interval(contrast.paired, 100) if known and contrast else ABSENT,
+            f"{100 * np.mean(list(at_8.values())):.1f}",
+        ]
+        cells.append([*row, interval(paired(difference), 100) if known else ABSENT])
+    head = ["arm", "seeds", "rate", "accuracy, %", "against uniform, points", "pass@8, %", "against uniform, points"]
+    return table(head, cells, right=1)
+
+
+def _label(arm: str, reference: str) -> str:
+    return f"{ARMS[arm].label} - {ARMS[reference].label}"
+
+
+def _rates(results: Results, regime: RegimePlan, pair: tuple[str, str]) -> str:
+    return " / ".join(f"{results.rate(regime, arm):g}" for arm in pair)
+
+
+def _verdict(contrast: Contrast, p: float) -> str:
+    if p >= LEVEL:
+        return "not decided"
+    return "better" if contrast.paired.mean > 0 else "worse"
