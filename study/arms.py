@@ -42,7 +42,7 @@ class Arm:
     """``right_only``: wrong rows weigh 0. ``shuffled``: the method's weights on other tokens of the same kind of the same
     response, the answer's apart. ``random_token``, ``last_result``: a random token, or the first digit of the last result, in
     place of the token that the method picks by score. ``spread``: of every row that the method weighs, weights of sum 1.
-    ``error_place``: of wrong rows the first token of the first error weighs 1, all else 0. ``oracle``: the exact token
+    ``error_place``: of wrong rows the first wrong token weighs 1, all else 0. ``oracle``: the exact token
     advantage; ``oracle_by_step``: its sum over a step on each of the step's tokens; ``oracle_mixed``: 0 in groups with one
     outcome. ``regression``: :mod:`study.regression`."""
     advantage: Literal["dr_grpo", "grpo"] = "dr_grpo"
@@ -112,7 +112,7 @@ PRIMARY_3 = (
     _SECOND["right_only"],
     Arm("results_mask", "right rows: digits of results alone", "pattern", RESULTS),
     _SECOND["oracle"],
-    Arm("error_place", "wrong rows: the first error", control="error_place"),
+    Arm("error_place", "wrong rows: the first wrong token", control="error_place"),
     _SECOND["random_token"],
     Arm("step_values", "step values of the siblings", "step_values", {"separator": STEP_END}),
 )
@@ -121,7 +121,11 @@ PRIMARY_3 = (
 ADDED_3 = (
     Arm("random_mask", "right rows: as many random tokens", "pattern", {**RESULTS, "control": True}),
     Arm(
-        "mask_and_error", "right rows: results; wrong rows: the first error", "pattern", RESULTS, control="error_place"
+        "mask_and_error",
+        "right rows: results; wrong rows: the first wrong token",
+        "pattern",
+        RESULTS,
+        control="error_place",
     ),
     Arm("oracle_by_step", "oracle, summed over steps", control="oracle_by_step"),
     Arm("oracle_mixed", "oracle on groups of both outcomes", control="oracle_mixed"),

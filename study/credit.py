@@ -14,7 +14,7 @@ from verl.trainer.ppo import core_algos
 
 from grail_advantage import compute_token_weights
 from study.arms import Arm
-from study.exact import token_advantages
+from study.exact import first_wrong, right_continuation, token_advantages
 from study.regression import Regression, token_features
 from study.rollouts import Rollouts, alike, examples
 from study.task import BOX, END, RESULT, TokenReading
@@ -112,7 +112,7 @@ def credit(
     elif arm.control == "right_only":
         weights_BL = weights_BL * (rows_B > 0).unsqueeze(1)
     elif arm.control == "error_place":
-        weights_BL = torch.where((rows_B < 0).unsqueeze(1), _first_error(rollouts), weights_BL)
+        weights_BL = torch.where((rows_B < 0).unsqueeze(1), _first_error(rollouts, tokenizer), weights_BL)
     return weights_BL * rows_B.unsqueeze(1)
 
 
@@ -196,12 +196,18 @@ def shuffled(weights_BL: torch.Tensor, rollouts: Rollouts, random_numbers_BL: np
     return weights_BL
 
 
-def _first_error(rollouts: Rollouts) -> torch.Tensor:
-    """1 on the first token of each response's first error, else 0; (B, L)."""
+def _first_error(rollouts: Rollouts, tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """1 on the first wrong token of each response, else 0, (B, L); where no right continuation says which token that is, on the
+    first one of the first error."""
     marked_BL = torch.zeros(rollouts.input_ids_BL.shape)
-    for row, read in enumerate(rollouts.reads):
+    for row, (problem, response, read) in enumerate(
+        zip(rollouts.problems, rollouts.responses, rollouts.reads, strict=True)
+    ):
         if read.error_T.any():
-            marked_BL[row, len(rollouts.prompts[row]) + int(read.error_T.argmax())] = 1.0
+            right = right_continuation(problem, response, read, tokenizer)
+            wrong = None if right is None else first_wrong(response, right)
+            place = int(read.error_T.argmax()) if wrong is None else wrong
+            marked_BL[row, len(rollouts.prompts[row]) + place] = 1.0
     return marked_BL
 
 

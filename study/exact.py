@@ -183,6 +183,12 @@ def right_continuation(
     return [*ids, tokenizer.eos_token_id] if response_ids[-1] == tokenizer.eos_token_id else ids
 
 
+def first_wrong(response_ids: Sequence[int], right_ids: Sequence[int]) -> int | None:
+    """The first token in which a response departs from its :func:`right_continuation`; ``None`` where it does not."""
+    pairs = enumerate(zip(response_ids, right_ids, strict=False))
+    return next((place for place, (own, right) in pairs if own != right), None)
+
+
 @torch.no_grad()
 def token_advantages(
     model: PreTrainedModel,
@@ -214,7 +220,7 @@ def token_advantages(
         counted_T = np.where(decided_T, log_probs_T.double().numpy(), 0.0)
         value_T = np.exp(np.append(counted_T[::-1].cumsum()[::-1], 0.0))
         own = list(responses[row])
-        wrong = next((place for place, (a, b) in enumerate(zip(own, right, strict=False)) if a != b), None)
+        wrong = first_wrong(own, right)
         advantage_T = np.zeros(len(own))
         if wrong is None:
             advantage_T[:] = np.diff(value_T)
