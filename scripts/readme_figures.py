@@ -121,7 +121,8 @@ def draw_tokens(folder: Path, key: str, path: Path) -> None:
         f"{token_html(row.tokens, row.methods[name].weight_T, name='weight')}</section>"
         for name, label in TOKEN_METHODS.items()
     ]
-    head = f"The right answer is {row.gold}; red lines mark the wrong step. Each method multiplies this response's (negative) advantage by:"
+    head = f"The right answer is {row.gold}; red lines mark the wrong step. "
+    head += "Each method multiplies this response's (negative) advantage by:"
     first, last = row.labels["wrong_step"]
     wrong = ", ".join(f"section div > div > span:nth-child({place + 1})" for place in range(first, last))
     with launched() as browser:
