@@ -5,22 +5,34 @@ Shape suffixes: B rows, T response tokens, S positions of one row's prompt + res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grail_advantage.answer_span import AnswerSpan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OLD_LOG_PROBS = "old_log_probs"
 """Column: log-probability of every response token under the policy before the update, at the sampling temperature."""
 ENTROPY = "entropy"
 """Column: the policy's entropy in nats at every response token's predictor position, at the sampling temperature."""
 GROUPS = "groups"
-"""Which rows answer the same prompt."""
+"""Which rows answer the same prompt: ``groups_B`` of the batch, ``group`` of a row of a pass."""
 EXAMPLES = "examples"
 """Prompts as messages, and the columns of the data set."""
+TOKENS = "tokens"
+"""The responses' token ids and the tokenizer: ``tokens_BT`` and ``tokenizer`` of the batch."""
+FIELD = "field:"
+"""Prefix: ``field:NAME`` is a value a row of any kind, ``fields[NAME]`` of the batch."""
+
+
+def field_names(reads: Iterable[str]) -> list[str]:
+    """The names of the fields among what a signal reads."""
+    return sorted(word.removeprefix(FIELD) for word in reads if word.startswith(FIELD))
 
 
 def token_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
@@ -73,6 +85,16 @@ class RolloutBatch:
     """Training step, for signals that change over a run; 0 where there is none."""
     examples: Sequence[Example | None] | None = None
     """The rows' prompts and data, for signals that read ``EXAMPLES``; ``None`` for a row that only fills up the batch."""
+    masked_B: torch.Tensor | None = None
+    """bool; rows that train nothing whatever their reward, as truncated ones where these are masked."""
+    groups_B: torch.Tensor | None = None
+    """int64, for signals that read ``GROUPS``; rows with the same number answer the same prompt."""
+    tokens_BT: torch.Tensor | None = None
+    """int64, for signals that read ``TOKENS``: the tokens that the model generated; -1 elsewhere, as for a tool's output."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """Likewise."""
+    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """By name, for signals that read ``field:NAME``: one value a row, ``None`` for a row that has none."""
 
     def __post_init__(self) -> None:
         self._check()
@@ -100,11 +122,27 @@ class RolloutBatch:
                     f"{name} must be floats of shape {shape} as mask_BT, got {column_BT.dtype} of shape "
                     f"{tuple(column_BT.shape)}"
                 )
-        for name, values in (("spans", self.spans), ("examples", self.examples)):
+        for name, numbers, dtype, wanted in (
+            ("masked_B", self.masked_B, torch.bool, shape[:1]),
+            ("groups_B", self.groups_B, torch.int64, shape[:1]),
+            ("tokens_BT", self.tokens_BT, torch.int64, shape),
+        ):
+            if numbers is not None and (numbers.dtype != dtype or numbers.shape != wanted):
+                raise ValueError(
+                    f"{name} must be {dtype} of shape {wanted}, got {numbers.dtype} of {tuple(numbers.shape)}"
+                )
+        one_a_row = [("spans", self.spans), ("examples", self.examples)]
+        one_a_row += [(f"fields[{name!r}]", values) for name, values in self.fields.items()]
+        for name, values in one_a_row:
             if values is not None and len(values) != shape[0]:
                 raise ValueError(f"{name} must be one a row of mask_BT, {shape[0]} of them; got {len(values)}")
         if self.step < 0:
             raise ValueError(f"step={self.step} must be at least 0, the number of training steps done")
+
+    @property
+    def trains_B(self) -> torch.Tensor:
+        """bool (B,); rows with a token that trains, and not masked."""
+        return self.valid_B if self.masked_B is None else self.valid_B & ~self.masked_B
 
     @property
     def valid_B(self) -> torch.Tensor:

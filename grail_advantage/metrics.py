@@ -34,7 +34,9 @@ METRICS = {
     "`A != 0`",
     "advantage_scale": "`mean |A_t| / mean |A|` over valid tokens",
 }
-"""The figures of every batch and their meanings."""
+"""The figures of every batch and their meanings. A method that gives token advantages has none of ``OF_WEIGHTS``; where the
+others speak of weights they mean ``|A_t|``, and a row is neutral where every ``A_t`` is its ``A``."""
+OF_WEIGHTS = ("average_weight", "weight_deviation", "clipped_low_rate", "clipped_high_rate")
 GRADIENT_METRICS = {
     "gradient_norm_p10": "10th percentile of the gradient norms of all positions that the pass looked at",
     "gradient_norm_p90": "90th percentile of them",
@@ -66,8 +68,8 @@ def weight_metrics(
             gradients.
 
     Returns:
-        the figures of ``METRICS``, and with gradient norms those of ``GRADIENT_METRICS``; empty for a batch without a valid
-        token.
+        the figures of ``METRICS``, without ``OF_WEIGHTS`` for a method that gives token advantages, and with gradient norms
+        those of ``GRADIENT_METRICS``; empty for a batch without a valid token.
     """
     mask_BT = response_mask_BT.bool().cpu().numpy()
     length_B = np.count_nonzero(mask_BT, axis=1)
@@ -75,10 +77,15 @@ def weight_metrics(
     n_rows = int(valid_B.sum())
     if n_rows == 0:
         return {}
-    advantages_B = torch.where(advantages_B.isfinite(), advantages_B, 0.0).double().abs().cpu().numpy()
-    sum_B, square_B, scatter_B, neutral_B, mass_N = _of_rows(
-        result.weights_BT.detach(), mask_BT, length_B, advantages_B
-    )
+    signed_B = torch.where(advantages_B.isfinite(), advantages_B, 0.0)
+    advantages_B = signed_B.double().abs().cpu().numpy()
+    factor_BT, scale_B = result.weights_BT.detach(), advantages_B
+    if result.given_BT is not None:
+        factor_BT = result.given_BT.abs()
+        scale_B = (factor_BT != 0).any(dim=1).double().cpu().numpy()
+    sum_B, square_B, scatter_B, neutral_B, mass_N = _of_rows(factor_BT, mask_BT, length_B, scale_B)
+    if result.given_BT is not None:
+        neutral_B = ((result.given_BT == signed_B.unsqueeze(1)).cpu().numpy() | ~mask_BT).all(axis=1)
 
     def share(rows_B: torch.Tensor) -> float:
         return int((rows_B.cpu().numpy() & valid_B).sum()) / n_rows
@@ -89,7 +96,7 @@ def weight_metrics(
     variance = (scatter_B + length_B * (sum_B / np.maximum(length_B, 1) - average) ** 2).sum() / length_B.sum()
     weighed_B = valid_B & (square_B > 0)
     ratio_B = sum_B[weighed_B] ** 2 / (length_B[weighed_B] * square_B[weighed_B])
-    mass, unweighted = (advantages_B * sum_B).sum(), (advantages_B * length_B).sum()
+    mass, unweighted = (scale_B * sum_B).sum(), (advantages_B * length_B).sum()
     heaviest_N = _largest(mass_N, max(1, round(TOP_SHARE * len(mass_N))))
 
     metrics = {
@@ -105,6 +112,8 @@ def weight_metrics(
         "top_share": float(heaviest_N.sum() / mass) if mass > 0 else 0.0,
         "advantage_scale": float(mass / unweighted) if unweighted > 0 else 0.0,
     }
+    if result.given_BT is not None:
+        metrics = {name: value for name, value in metrics.items() if name not in OF_WEIGHTS}
     norms = gradient_norms.detach().cpu().numpy()
     norms = norms[np.isfinite(norms)]
     if len(norms):

@@ -50,6 +50,7 @@ _METHOD = pa.struct(
     [
         pa.field("name", pa.string(), nullable=False),
         pa.field("score", _FLOATS),
+        pa.field("advantage", _FLOATS),
         pa.field("weight", _FLOATS, nullable=False),
         pa.field("neutral", pa.string()),
     ]
@@ -185,7 +186,13 @@ def _table(header: DumpHeader, rows: Sequence[DumpRow]) -> pa.Table:
             return list(vars(row.span).values()) if row.span else None
         if column.name == "methods":
             return [
-                {"name": _text(name), "score": of.score_T, "weight": of.weight_T, "neutral": _text(of.neutral)}
+                {
+                    "name": _text(name),
+                    "score": of.score_T,
+                    "advantage": of.advantage_T,
+                    "weight": of.weight_T,
+                    "neutral": _text(of.neutral),
+                }
                 for name, of in row.methods.items()
             ]
         if column.name == "labels":
@@ -372,6 +379,7 @@ def _read_row(group: pa.Table, index: int, step: int, update: int) -> DumpRow:
                 score_T=_array(methods.field("score")[place]),
                 weight_T=_array(methods.field("weight")[place]),
                 neutral=methods.field("neutral")[place].as_py(),
+                advantage_T=_array(methods.field("advantage")[place]),
             )
             for place in range(len(methods))
         },

@@ -47,6 +47,8 @@ class MethodColumns:
     score_T: np.ndarray | None
     weight_T: np.ndarray
     neutral: str | None = None
+    advantage_T: np.ndarray | None = None
+    """Of a method that gives token advantages; else it is the weight times the base advantage."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,6 +105,7 @@ class DumpRow:
         columns |= {name: getattr(self, f"{name}_T") for name in COLUMNS}
         for name, method in self.methods.items():
             columns |= {f"{name}'s score": method.score_T, f"{name}'s weight": method.weight_T}
+            columns[f"{name}'s advantage"] = method.advantage_T
         for name, values in columns.items():
             if values is not None and len(values) != len(self):
                 raise ValueError(f"row {self.row}: {name} has {len(values)} values for {len(self)} tokens")

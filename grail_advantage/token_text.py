@@ -45,6 +45,11 @@ class TokenTexts:
         return decode_pieces([self._bytes.get(token, b"") for token in ids])
 
 
+def starts_of(texts: Sequence[str]) -> np.ndarray:
+    """int64 (T,): where the text of each token begins in the whole."""
+    return np.concatenate([[0], np.cumsum([len(text) for text in texts])])[:-1].astype(np.int64)
+
+
 def decode_pieces(pieces: Sequence[bytes]) -> list[str]:
     """Texts of consecutive pieces of UTF-8; a character in several pieces belongs to the last of them."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -8,9 +8,10 @@ Shape suffixes: B rows, L prompt + response, T response tokens, S positions of o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -21,12 +22,15 @@ from grail_advantage.answer_span import AnswerSpan, find_answer_spans
 from grail_advantage.batch import (
     ENTROPY,
     EXAMPLES,
+    FIELD,
     GROUPS,
     OLD_LOG_PROBS,
+    TOKENS,
     Example,
     PassRow,
     RolloutBatch,
     check_tensor,
+    field_names,
     token_mean,
 )
 from grail_advantage.hf_model import HuggingFaceModel
@@ -51,6 +55,8 @@ class TokenWeights:
     """Answer spans, relative to each response's first token."""
     stats: dict[str, float]
     """Figures of the batch, see :func:`grail_advantage.metrics.weight_metrics`."""
+    advantages: torch.Tensor
+    """(B, L) float32; the token advantages ``A_t``, 0 outside the response."""
 
 
 def compute_token_weights(
@@ -67,6 +73,8 @@ def compute_token_weights(
     entropy: torch.Tensor | None = None,
     groups: torch.Tensor | None = None,
     examples: Sequence[Example] | None = None,
+    masked: torch.Tensor | None = None,
+    fields: Mapping[str, Sequence[Any]] | None = None,
     process_group: ProcessGroup | None = None,
     step: int = 0,
     aggregate: Callable[[torch.Tensor, torch.Tensor], float] = token_mean,
@@ -93,6 +101,8 @@ def compute_token_weights(
         entropy: (B, L) float; the policy's entropy at each response token's predictor position, likewise.
         groups: (B,) int64, at least 0; rows with the same number answer the same prompt; for methods that compare them.
         examples: each row's prompt as messages and its columns, for methods that ask differently.
+        masked: (B,) bool; rows that train nothing whatever their reward, such as truncated ones. Their advantages count as 0.
+        fields: by name, one value a row of any kind, for methods that read ``field:NAME``.
         process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have
             other rows, and another number of them: a rank that is through runs dummy passes until all are. Methods that rank
             the tokens of a batch see the rows of their own rank.
@@ -110,7 +120,7 @@ def compute_token_weights(
     signal = _checked_signal(config)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
-    rollouts = _Rollouts(input_ids, attention_mask, response_mask, advantages, groups, examples)
+    rollouts = _Rollouts(input_ids, attention_mask, response_mask, advantages, groups, masked, examples, fields or {})
     rollouts.check(signal)
     given_BL = {
         name: values_BL
@@ -120,7 +130,24 @@ def compute_token_weights(
     rollouts.check_columns(given_BL)
     mask_BT = rollouts.mask_BT
     spans = find_answer_spans(rollouts.responses, tokenizer, signal.span, answer)
-    batch = RolloutBatch(mask_BT, advantages.to(mask_BT.device), spans, {}, aggregate, step, examples)
+    advantages_B = advantages.to(mask_BT.device)
+    if masked is not None:
+        masked = masked.to(mask_BT.device).bool()
+        advantages_B = torch.where(masked, 0.0, advantages_B)
+    batch = RolloutBatch(
+        mask_BT,
+        advantages_B,
+        spans,
+        columns_BT={},
+        aggregate=aggregate,
+        step=step,
+        examples=examples,
+        masked_B=masked,
+        groups_B=groups.long() if groups is not None else None,
+        tokens_BT=rollouts.tokens_BT if TOKENS in signal.reads else None,
+        tokenizer=tokenizer,
+        fields=rollouts.fields,
+    )
     rows = signal.select(batch)
 
     with torch.inference_mode(False):  # the caller may be in it, and nothing made there can take part in a backward
@@ -139,6 +166,9 @@ def compute_token_weights(
     result = batch_weights(scores_BT, batch, rows, signal)
     return TokenWeights(
         weights=rollouts.to_full_width(result.weights_BT, 0.0),
+        advantages=rollouts.to_full_width(
+            result.advantages(batch.advantages_B.float().unsqueeze(1).expand(mask_BT.shape), mask_BT), 0.0
+        ),
         scores=rollouts.to_full_width(of_pass_BT if scores_BT is None else scores_BT, float("nan")),
         spans=spans,
         stats=weight_metrics(result, mask_BT, batch.advantages_B, rows, gradient_norms),
@@ -192,7 +222,9 @@ class _Rollouts:
     response_mask_BL: torch.Tensor
     advantages_B: torch.Tensor
     groups_B: torch.Tensor | None
+    masked_B: torch.Tensor | None
     examples: Sequence[Example] | None
+    fields: Mapping[str, Sequence[Any]]
 
     def check(self, signal: Signal) -> None:
         """Refuse parts that do not fit together, and a call without a part that the signal reads."""
@@ -210,13 +242,23 @@ class _Rollouts:
                 raise ValueError(f"response_mask of row {row} has gaps; the response must be contiguous")
             if inside.numel() and inside[0] == 0:
                 raise ValueError(f"row {row} has no prompt token before its response; add at least one")
+        if self.masked_B is not None:
+            self._check_one_a_row("masked", self.masked_B)
         if self.groups_B is not None:
             self._check_groups(self.groups_B)
         if self.examples is not None and len(self.examples) != len(self.input_ids_BL):
             raise ValueError(f"examples must be one a row, {len(self.input_ids_BL)} of them; got {len(self.examples)}")
-        for name, values in ((GROUPS, self.groups_B), (EXAMPLES, self.examples)):
-            if name in signal.reads and values is None:
+        for name, values in self.fields.items():
+            if len(values) != len(self.input_ids_BL):
+                raise ValueError(
+                    f"fields[{name!r}] must be one a row, {len(self.input_ids_BL)} of them; got {len(values)}"
+                )
+        for name, given in ((GROUPS, self.groups_B), (EXAMPLES, self.examples)):
+            if name in signal.reads and given is None:
                 raise ValueError(f"{signal.name} reads {name}; pass {name}=")
+        for name in field_names(signal.reads):
+            if name not in self.fields:
+                raise ValueError(f"{signal.name} reads {FIELD}{name}; pass fields={{{name!r}: ...}}")
 
     def check_columns(self, columns_BL: dict[str, torch.Tensor]) -> None:
         """Refuse columns of another shape, and log-probabilities above 0."""
@@ -273,6 +315,13 @@ class _Rollouts:
         lengths_B1 = self.response_BL.sum(dim=-1, keepdim=True)
         width = int(lengths_B1.max()) if len(lengths_B1) else 0
         return torch.arange(width, device=self.input_ids_BL.device) < lengths_B1
+
+    @property
+    def tokens_BT(self) -> torch.Tensor:
+        """int64; the responses, -1 outside the mask."""
+        tokens_BT = torch.full(self.mask_BT.shape, -1, dtype=torch.int64, device=self.input_ids_BL.device)
+        tokens_BT[self.mask_BT] = self.input_ids_BL[self.response_BL].long()
+        return tokens_BT
 
     def pass_rows(self, spans: Sequence[AnswerSpan | None]) -> list[PassRow]:
         """Every row without its padding, and without the tokens after its response, on which no score depends."""

@@ -24,7 +24,7 @@ class BatchWeights:
     """Token weights of a batch, and the masks that its metrics need: bool, shape (B, T)."""
 
     weights_BT: torch.Tensor
-    """float32; 0 outside the response mask."""
+    """float32; 0 outside the response mask. 1 inside for a signal that gives advantages."""
     non_finite_B: torch.Tensor
     """bool (B,); the row had a non-finite score and fell back to weight 1."""
     from_scores_BT: torch.Tensor
@@ -32,6 +32,14 @@ class BatchWeights:
     at_lower_bound_BT: torch.Tensor
     at_upper_bound_BT: torch.Tensor
     """The weight from the score met that bound of the map."""
+    given_BT: torch.Tensor | None = None
+    """float32; the token advantages of a signal that gives these."""
+
+    def advantages(self, base_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+        """Token advantages (B, T) in the dtype of the base advantages, 0 outside the mask."""
+        if self.given_BT is not None:
+            return self.given_BT.to(base_BT.dtype)
+        return apply_token_weights(base_BT, self.weights_BT, mask_BT)
 
 
 def batch_weights(
@@ -52,6 +60,8 @@ def batch_weights(
     Raises:
         ValueError: a map of the wrong shape or with a negative weight.
     """
+    if signal.gives == "advantages":
+        return _given_advantages(scores_BT, batch, rows)
     tokens = _tokens_of(batch, signal)
     if scores_BT is None:
         scores_BT = torch.ones(batch.mask_BT.shape, device=batch.mask_BT.device)
@@ -84,6 +94,24 @@ def batch_weights(
         from_scores_BT=from_scores_BT,
         at_lower_bound_BT=from_scores_BT & (reshaped.weights_BT <= reshaped.lowest),
         at_upper_bound_BT=from_scores_BT & (reshaped.weights_BT >= reshaped.highest),
+    )
+
+
+def _given_advantages(scores_BT: torch.Tensor | None, batch: RolloutBatch, rows: RowSelection) -> BatchWeights:
+    """The scores themselves in the selected rows, the row's advantage in the others."""
+    scored_B = torch.zeros_like(rows.selected_B)
+    given_BT = batch.advantages_B.float().unsqueeze(1).expand(batch.mask_BT.shape)
+    if scores_BT is not None:
+        scored_B = rows.selected_B & batch.trains_B & _finite_rows(scores_BT, batch.mask_BT)
+        given_BT = torch.where(scored_B.unsqueeze(1), scores_BT.float(), given_BT)
+    nothing_BT = torch.zeros_like(batch.mask_BT)
+    return BatchWeights(
+        weights_BT=batch.mask_BT.float(),
+        non_finite_B=rows.selected_B & ~scored_B,
+        from_scores_BT=scored_B.unsqueeze(1) & batch.mask_BT,
+        at_lower_bound_BT=nothing_BT,
+        at_upper_bound_BT=nothing_BT,
+        given_BT=torch.where(batch.mask_BT, given_BT, 0.0),
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS
+from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, TOKENS
 from grail_advantage.methods import Method, methods
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS, TRAINER_METRICS
 from grail_advantage.options import Options, option_schemas
@@ -50,6 +50,7 @@ READS = {
     ENTROPY: "entropy",
     GROUPS: "groups",
     EXAMPLES: "prompts as messages",
+    TOKENS: "token ids",
 }
 KINDS = {
     "boolean": "`true`, `false`",

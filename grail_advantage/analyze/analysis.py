@@ -16,7 +16,7 @@ from grail_advantage import __version__
 from grail_advantage.analyze.responses import Response, example_of
 from grail_advantage.analyze.specs import described
 from grail_advantage.answer_format import BOXED, AnswerFormat
-from grail_advantage.batch import EXAMPLES, GROUPS
+from grail_advantage.batch import EXAMPLES, GROUPS, field_names
 from grail_advantage.signals.base import Signal
 
 DEFINITION = "definition.json"
@@ -65,6 +65,9 @@ class Analysis:
                     f"{label} compares right responses with wrong ones; give every line a reward or a gold answer, and leave "
                     "the advantages at auto"
                 )
+            for name in field_names(signal.reads):
+                if all(name not in row.columns for row in self.responses):
+                    raise ValueError(f"{label} reads the field {name}, which no line has; give the lines one")
             if EXAMPLES in signal.reads:
                 for row in self.responses:
                     example_of(row, self.template_options)

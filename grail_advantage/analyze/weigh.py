@@ -29,7 +29,7 @@ from grail_advantage.analyze.responses import Response, Tokens, example_of, toke
 from grail_advantage.analyze.specs import described
 from grail_advantage.answer_format import AnswerFormat
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
-from grail_advantage.batch import EXAMPLES, GROUPS
+from grail_advantage.batch import EXAMPLES, GROUPS, field_names
 from grail_advantage.missing_answers import advice, is_low
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_dump import (
@@ -213,7 +213,7 @@ def _header(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> DumpHeade
 
 def _outcome(path: Path, analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> Outcome:
     neutral: dict[str, dict[str, int]] = {label: {} for label in analysis.methods}
-    unchanged = set(analysis.methods)
+    unchanged = {label for label, signal in analysis.methods.items() if signal.gives == "weights"}
     dump = read_dump(path.parent)
     responses, answered = [], 0
     for row in dump:
@@ -354,6 +354,7 @@ def _weights(
         entropy=entropy_BL,
         groups=torch.tensor([row.group for row in rows]),
         examples=examples,
+        fields={name: [row.response.columns.get(name) for row in rows] for name in field_names(signal.reads)},
         answer=analysis.answer,
     )
 
@@ -367,6 +368,7 @@ def _method_columns(
         score_T=score_T,
         weight_T=weights.weights[index].cpu()[inside_L].numpy(),
         neutral=_neutral(signal, score_T, weights.spans[index], row.advantage),
+        advantage_T=weights.advantages[index].cpu()[inside_L].numpy() if signal.gives == "advantages" else None,
     )
 
 

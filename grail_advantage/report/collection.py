@@ -84,11 +84,23 @@ class Collection:
         return True
 
 
+def gives_advantages(row: DumpRow) -> bool:
+    """Whether the row's token advantages differ while its weights do not: a method gave the advantages themselves."""
+    if row.methods:
+        return next(iter(row.methods.values())).advantage_T is not None
+    if row.advantage_T is None or not row.mask_T.any():
+        return False
+    advantages, weights = row.advantage_T[row.mask_T], row.weight_T[row.mask_T]
+    return bool((weights == 1).all() and (advantages != advantages[0]).any())
+
+
 def _facts(row: DumpRow) -> dict[str, Any]:
     """The index's entries of a rollout; its values a token are packed apart."""
     # Of several methods, the first is what the page shows first.
     weight_T = next((method.weight_T for method in row.methods.values()), row.weight_T)
-    trained = weight_T[row.mask_T]
+    given = gives_advantages(row)
+    advantage_T = next((method.advantage_T for method in row.methods.values()), row.advantage_T)
+    trained = (advantage_T if given and advantage_T is not None else weight_T)[row.mask_T]
     trained = trained[np.isfinite(trained)].astype(np.float64)
     base, span, wrong = row.base_advantage_T, row.span, row.labels.get("wrong_step")
     is_range = isinstance(wrong, list) and len(wrong) == 2 and all(type(edge) is int for edge in wrong)
@@ -105,6 +117,7 @@ def _facts(row: DumpRow) -> dict[str, Any]:
         "span": [span.start, span.content_start, span.content_end, span.end] if span else None,
         "wrong_step": wrong if is_range else None,
         "length": len(row),
+        "given": given,
         "spread": float(trained.std()) if len(trained) else math.nan,
         "advantage": float(base[0]) if base is not None and len(base) else None,
     }

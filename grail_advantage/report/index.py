@@ -24,9 +24,12 @@ def methods_of(headers: Sequence[DumpHeader | None], collection: Collection) -> 
 
 
 def overlays(kept: Sequence[Kept]) -> list[str]:
-    """Values that tokens can be coloured by."""
+    """Values that tokens can be coloured by; the first is what the page shows first."""
     known = {name.split(":")[0] for one in kept for name in one.columns.values}
-    return [name for name in _OVERLAYS if name in known] or ["weight"]
+    found = [name for name in _OVERLAYS if name in known] or ["weight"]
+    if any(one.facts["given"] for one in kept):  # the weights say nothing
+        found = ["advantage", *(name for name in found if name != "advantage")]
+    return found
 
 
 def rows(kept: Sequence[Kept]) -> dict[str, list[Any]]:

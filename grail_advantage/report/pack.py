@@ -73,7 +73,7 @@ class Columns:
     numbers_T: np.ndarray
     mask_T: np.ndarray
     values: Mapping[str, np.ndarray]
-    """Float32 columns by name; further methods' as ``score:NAME`` and ``weight:NAME``, the score first."""
+    """Float32 columns by name; further methods' as ``score:NAME`` and so on, the score first."""
 
 
 def columns_of(row: DumpRow, vocabulary: Vocabulary) -> Columns:
@@ -89,6 +89,7 @@ def columns_of(row: DumpRow, vocabulary: Vocabulary) -> Columns:
     for name, method in row.methods.items():
         values[f"score:{name}"] = method.score_T
         values[f"weight:{name}"] = method.weight_T
+        values[f"advantage:{name}"] = method.advantage_T
     return Columns(
         vocabulary(row.token_ids_T.tolist(), row.tokens),
         row.mask_T,

@@ -1,15 +1,20 @@
 """Signals: how much each token of a response matters. One method a file, registered by name when this package is imported."""
 
 from grail_advantage.signals import (  # noqa: F401
+    a3po,
     entropy,
     entropy_bonus,
     grail,
     high_entropy,
     oar,
+    pattern,
+    polarity,
     probability,
     rlsd,
     shear,
     stare,
+    steer,
+    step_values,
     surprisal,
     uniform,
 )

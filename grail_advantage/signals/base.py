@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, PassRow, RolloutBatch
+from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS, PassRow, RolloutBatch
 from grail_advantage.options import Options, option
 from grail_advantage.reshapers.base import ReshaperChoice
 
@@ -46,7 +46,8 @@ Gate = Literal["wrong", "correct", "all"]
 Span = Literal["first", "last"]
 Statistics = Literal["response", "reasoning"]
 USES = ("", SALIENCY, LOGITS, SEQUENCES, LOG_PROBS, HIDDEN_STATES)
-READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES)
+GIVES = ("weights", "advantages")
+READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS)
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,14 @@ class Signal(Options):
     """Cost on top of GRPO's step in forwards over the batch, for the page of all methods; a backward to an
     activation, which computes no parameter's gradient, counts as one."""
     reads: ClassVar[frozenset[str]] = frozenset()
-    """Parts of the batch that it reads: names of :mod:`grail_advantage.batch`."""
+    """Parts of the batch that it reads: names of :mod:`grail_advantage.batch`, and ``field:NAME`` for any field of it."""
     columns: ClassVar[tuple[str, ...]] = ()
     """Columns of the data set that it reads, of a signal that reads ``EXAMPLES``."""
     uses: ClassVar[str] = ""
     """The part of the model that it uses: one of the words above, or nothing."""
+    gives: ClassVar[str] = "weights"
+    """``advantages``: :meth:`scores` are token advantages of either sign, which take the place of ``w_t * A`` in the selected
+    rows; :meth:`reshape` is not called. Such a signal may select rows whose advantage is 0."""
     ranks_entropy: ClassVar[bool] = False
     """Whether it ranks tokens by entropy or cuts at a quantile of it, so that coarse values would matter."""
     whole_groups: ClassVar[bool] = False
@@ -171,8 +175,9 @@ class Signal(Options):
         wrong = [
             (name, value, words)
             for name, values, words in (
-                ("reads", self.reads, READS),
+                ("reads", [word for word in self.reads if not word.startswith(FIELD)], READS),
                 ("uses", [self.uses], USES),
+                ("gives", [self.gives], GIVES),
                 ("gate", [self.gate], ("wrong", "correct", "all")),
                 ("statistics", [self.statistics], ("response", "reasoning")),
                 ("span", [self.span], ("first", "last")),

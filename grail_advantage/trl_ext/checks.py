@@ -12,14 +12,14 @@ from packaging.version import Version
 from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
-from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS
+from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS, field_names
 from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
 from grail_advantage.tokenizers import check_round_trip
 
 OLDEST_TRL, FIRST_UNKNOWN_TRL = "1.15", "1.17"
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 """Losses of TRL that multiply every token's own ratio by its advantage."""
-PROVIDED = frozenset({OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES})
+PROVIDED = frozenset({OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS})
 """Names of :mod:`grail_advantage.batch` that this host can give a signal."""
 IMAGE_COLUMNS = ("image", "images")
 
@@ -48,7 +48,7 @@ def check_arguments(given: Mapping[str, Any], signal: Signal) -> None:
         ValueError: naming the argument and the fix.
     """
     refuse = partial(_refuse, signal)
-    unknown = sorted(signal.reads - PROVIDED)
+    unknown = sorted(word for word in signal.reads - PROVIDED if not word.startswith(FIELD))
     if unknown:
         raise ValueError(f"token_weights={signal.name!r} reads {', '.join(unknown)}, which TRL does not compute")
     for name in ("tools", "rollout_func", "environment_factory"):
@@ -104,8 +104,8 @@ def _check_config(config: GRPOConfig, signal: Signal) -> None:
     if plugin is not None and plugin.zero_stage == 3:
         refuse("deepspeed", "ZeRO-3", "it is not tested yet; use ZeRO-1 or ZeRO-2")
     _check_parallelism(config.parallelism_config, refuse)
-    if EXAMPLES in signal.reads and config.remove_unused_columns:
-        refuse("remove_unused_columns", True, f"it takes away {' and '.join(signal.columns) or 'columns'}; use False")
+    if (EXAMPLES in signal.reads or field_names(signal.reads)) and config.remove_unused_columns:
+        refuse("remove_unused_columns", True, f"it takes away {' and '.join(_columns(signal)) or 'columns'}; use False")
 
 
 def _check_parallelism(parallelism: ParallelismConfig | None, refuse: partial[NoReturn]) -> None:
@@ -121,16 +121,19 @@ def _check_data(dataset: Any, signal: Signal) -> None:
         return
     if any(name in columns for name in IMAGE_COLUMNS):
         _refuse_images(signal)
-    if EXAMPLES not in signal.reads:
-        return
-    for name in signal.columns:
+    for name in _columns(signal):
         if name not in columns:
             raise ValueError(
                 f"token_weights={signal.name!r} reads the column {name}, which train_dataset lacks; its columns are "
                 f"{', '.join(columns)}"
             )
-    if isinstance(dataset, Dataset) and len(dataset):
+    if EXAMPLES in signal.reads and isinstance(dataset, Dataset) and len(dataset):
         check_prompt(dataset[0]["prompt"], signal)
+
+
+def _columns(signal: Signal) -> list[str]:
+    """The columns of the data set that a method reads."""
+    return [*(signal.columns if EXAMPLES in signal.reads else ()), *field_names(signal.reads)]
 
 
 def check_prompt(prompt: Any, signal: Signal) -> None:

@@ -22,7 +22,7 @@ from trl import GRPOTrainer
 from grail_advantage.activations import evaluation_mode
 from grail_advantage.answer_format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answer_span import AnswerSpan
-from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, token_mean
+from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, field_names, token_mean
 from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.missing_answers import CHOICES, AnswerWatch
@@ -30,7 +30,6 @@ from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights
 from grail_advantage.trl_ext.checks import check_arguments, check_prompt, check_trainer, check_trl_version
 from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies
-from grail_advantage.weighting import apply_token_weights
 
 FIGURES = (*METRICS, *GRADIENT_METRICS, "truncated_rate", "seconds")
 """Figures of the name ``<method>/<figure>`` in the logs of training."""
@@ -91,8 +90,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         signal, mask_BT, width = self.signal, output["completion_mask"], output["prompt_ids"].shape[1]
         truncated_B = self._truncated(output["completion_ids"], mask_BT)
         advantages_B = output["advantages"]
-        if signal.mask_truncated:
-            advantages_B = torch.where(truncated_B, 0.0, advantages_B)
+        masked_B = truncated_B & signal.mask_truncated
         first_row = self.accelerator.process_index * len(inputs)
         places_B = torch.arange(first_row, first_row + len(inputs), device=advantages_B.device)
         rows = {
@@ -100,14 +98,17 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             "attention_mask": torch.cat([output["prompt_mask"], mask_BT], dim=1),
             "response_mask": torch.cat([torch.zeros_like(output["prompt_mask"]), mask_BT], dim=1),
             "advantages": advantages_B,
+            "masked": masked_B,
             "groups": places_B // self.num_generations,
         }
         rows |= self._columns(rows, output)
         examples = self._examples(inputs) if EXAMPLES in signal.reads else None
+        fields = {name: [row.get(name) for row in inputs] for name in field_names(signal.reads)}
         if not signal.uses:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
             rows = {name: self._gathered(values) for name, values in rows.items()}
             examples = gather_object(examples) if examples is not None else None
+            fields = {name: gather_object(values) for name, values in fields.items()}
         result = compute_token_weights(
             # Not DDP's module, which would wait for gradients of parameters in this backward.
             self.accelerator.unwrap_model(self.model),
@@ -116,13 +117,14 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             config=signal,
             temperature=self.temperature,
             examples=examples,
+            fields=fields,
             step=self.state.global_step,
             aggregate=self._aggregate,
             answer=self.answer,
         )
         self._look_for_answers(result.spans, rows)
         own = slice(None) if signal.uses else slice(first_row, first_row + len(inputs))
-        weights_BT = result.weights[own, width : width + mask_BT.shape[1]]
+        advantages_BT = result.advantages[own, width : width + mask_BT.shape[1]]
         self._log_figures(
             {
                 **result.stats,
@@ -130,7 +132,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
                 "seconds": time.perf_counter() - started,
             }
         )
-        return apply_token_weights(advantages_B.unsqueeze(1).expand_as(weights_BT), weights_BT, mask_BT)
+        return advantages_BT.to(advantages_B.dtype)
 
     def _look_for_answers(self, spans: Sequence[AnswerSpan | None], rows: dict[str, torch.Tensor]) -> None:
         answered, count = sum(span is not None for span in spans), len(spans)

@@ -17,7 +17,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
-from grail_advantage.batch import EXAMPLES, PassRow, RolloutBatch
+from grail_advantage.batch import EXAMPLES, TOKENS, PassRow, RolloutBatch
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.verl_ext.base_advantage import GDPO, base_of
 from grail_advantage.verl_ext.transfer import Rollouts
@@ -57,6 +57,7 @@ def select_rows(
     unjudged_B: torch.Tensor,
     aggregate: Callable[[torch.Tensor, torch.Tensor], float],
     step: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Selection:
     """Mask truncated rows, and have the method choose the rows that need scores (:meth:`Signal.select`).
 
@@ -69,6 +70,7 @@ def select_rows(
         unjudged_B: see :class:`Selection`.
         aggregate: a mean over the batch as the run's loss takes it.
         step: training step.
+        tokenizer: the model's.
     """
     advantages_BT = base_advantages_BT
     if signal.mask_truncated:
@@ -82,6 +84,11 @@ def select_rows(
         aggregate=aggregate,
         step=step,
         examples=rollouts.examples if EXAMPLES in signal.reads else None,
+        masked_B=(truncated_B & signal.mask_truncated) | unjudged_B,
+        groups_B=torch.tensor(rollouts.groups),
+        tokens_BT=rollouts.tokens_BT if TOKENS in signal.reads else None,
+        tokenizer=tokenizer,
+        fields=rollouts.fields,
     )
     return Selection(batch, base_advantages_BT, advantages_BT, truncated_B, unjudged_B, signal.select(batch))
 

@@ -80,7 +80,7 @@ from grail_advantage.verl_ext.transfer import (
 from grail_advantage.verl_ext.update_dump import UpdateDump
 from grail_advantage.verl_ext.wire import build_request
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
-from grail_advantage.weighting import apply_token_weights, batch_weights, put_row, scores_of
+from grail_advantage.weighting import batch_weights, put_row, scores_of
 
 logger = logging.getLogger(__name__)
 
@@ -271,6 +271,7 @@ class TokenWeightTrainer(NeutralRowsTrainer):
             unjudged_B=unjudged_B,
             aggregate=mean_of_loss(self.config),
             step=self.global_steps,
+            tokenizer=self.tokenizer,
         )
 
     def _request_saliency(
@@ -302,7 +303,7 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         with self._timed("weighting"):
             scores_BT = scores_of(signal, seen, rows, pass_scores_BT)
             result = batch_weights(scores_BT, seen, rows, signal)
-            weighted_BT = apply_token_weights(selection.advantages_BT, result.weights_BT, seen.mask_BT)
+            weighted_BT = result.advantages(selection.advantages_BT, seen.mask_BT)
             self._note_trained(rollouts, selection, weighted_BT)
             figures = weight_metrics(result, seen.mask_BT, seen.advantages_B, rows, gradient_norms)
 

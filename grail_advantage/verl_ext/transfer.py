@@ -7,8 +7,8 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from verl.workers.utils.padding import response_to_nested
 
 from grail_advantage.answer_format import BOXED, AnswerFormat
 from grail_advantage.answer_span import AnswerSpan, find_answer_spans
-from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example
+from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, OLD_LOG_PROBS, Example, field_names
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.kept_activations import KEEP
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
@@ -43,6 +43,8 @@ class Rollouts:
     """Rows with the same number answer the same prompt."""
     examples: Sequence[Example | None]
     """Only where the method reads them."""
+    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """By name, those that the method reads."""
 
     @property
     def generated(self) -> list[torch.Tensor]:
@@ -50,6 +52,14 @@ class Rollouts:
         return [
             torch.where(mask_T[: len(row)], row, -1) for mask_T, row in zip(self.mask_BT, self.responses, strict=True)
         ]
+
+    @property
+    def tokens_BT(self) -> torch.Tensor:
+        """The same as int64 (B, T), also -1 after a response."""
+        tokens_BT = torch.full(self.mask_BT.shape, -1)
+        for row_T, of_row in zip(tokens_BT, self.generated, strict=True):
+            row_T[: len(of_row)] = of_row
+        return tokens_BT
 
     @property
     def lengths(self) -> list[int]:
@@ -89,7 +99,30 @@ def fetch_rollouts(
         spans=find_answer_spans(generated, tokenizer, signal.span, answer),
         groups=group_numbers(batch.keys),
         examples=_examples(data, signal, template_options) if reads_examples else [None] * len(batch),
+        fields=_fields(batch, signal),
     )
+
+
+def _fields(batch: KVBatchMeta, signal: Signal) -> dict[str, list[Any]]:
+    """The fields that a method reads: what the reward function returned, what the agent loop added, or a column of the batch,
+    whichever has the name first."""
+    names = field_names(signal.reads)
+    if not names:
+        return {}
+    extra = [dict(of_row) if isinstance(of_row, Mapping) else {} for of_row in fetch_objects(batch, "extra_fields")]
+    added = [{**of_row, **(of_row.get("reward_extra_info") or {})} for of_row in extra]
+    fields = {}
+    for name in names:
+        fields[name] = [of_row.get(name) for of_row in added]
+        if all(value is None for value in fields[name]):
+            fields[name] = fetch_objects(batch, name)
+        if all(value is None for value in fields[name]):
+            known = ", ".join(sorted(set().union(*added) - {"reward_extra_info"})) or "nothing"
+            raise ValueError(
+                f"{signal.name} reads {FIELD}{name}, which no row has: compute_score must return it, the agent loop add it, or "
+                f"data.train_files have a column of that name; the first two give {known}"
+            )
+    return fields
 
 
 def _examples(data: TensorDict, signal: Signal, template_options: dict[str, Any]) -> list[Example]:

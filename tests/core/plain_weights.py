@@ -277,6 +277,65 @@ def stare(
     return [to_mass(w, row.tokens) if part_ else w for w, (row, part_) in zip(found, both, strict=True)]
 
 
+def polarity(
+    rows: Sequence[Row], right: float = 1.0, wrong: float = 1.0, spread: bool = False, spread_over: str = "both"
+) -> list[list[float]]:
+    """A weight for each sign, for each token or shared by the row's tokens."""
+
+    def of_token(row: Row, index: int) -> float:
+        sign = "right" if row.advantage > 0 else "wrong"
+        weight = right if sign == "right" else wrong
+        return weight / len(row.tokens) if spread and spread_over in (sign, "both") else weight
+
+    return each_token(rows, "log_probs", of_token)
+
+
+def a3po(
+    rows: Sequence[Row],
+    rho: float = 2.0,
+    share: float = 0.2,
+    decay_steps: int = 200,
+    normalize_mass: bool = False,
+    step: int = 0,
+) -> list[list[float]]:
+    """Unlikely tokens where A > 0, likely ones where A < 0; the factor falls with the steps."""
+    weight = 1 + (rho - 1) * max(0.0, (decay_steps - step) / decay_steps) if decay_steps else rho
+    found = []
+    for row in rows:
+        weights = row.ones()
+        if row.advantage != 0 and row.tokens and sound(row, row.log_probs):
+            sign = 1 if row.advantage > 0 else -1
+            values = [sign * max(0.0, surprisals(row)[index]) for index in row.tokens]
+            for index in chosen(values, row.tokens, part(share, len(values))):
+                weights[index] = weight
+            if normalize_mass:
+                weights = to_mass(weights, row.tokens)
+        found.append(weights)
+    return found
+
+
+def steer(
+    rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normalize_mass: bool = False
+) -> list[list[float]]:
+    """Linear in |A (1 - p) (log p + H)| between the batch's extremes."""
+    changes: dict[tuple[int, int], float] = {}
+    for number, row in enumerate(rows):
+        if row.advantage != 0 and sound(row, row.log_probs, row.entropies):
+            for index in row.tokens:
+                log_p, entropy_ = min(0.0, row.log_probs[index]), max(0.0, row.entropies[index])
+                changes[number, index] = abs(row.advantage * (1 - math.exp(log_p)) * (log_p + entropy_))
+    found = [row.ones() for row in rows]
+    if not changes or min(changes.values()) == max(changes.values()):
+        return found
+    least, most = min(changes.values()), max(changes.values())
+    for (number, index), change in changes.items():
+        found[number][index] = highest + (lowest - highest) * (change - least) / (most - least)
+    if not normalize_mass:
+        return found
+    compared = {number for number, _ in changes}
+    return [to_mass(w, rows[n].tokens) if n in compared else w for n, w in enumerate(found)]
+
+
 METHODS: dict[str, Callable] = {
     "surprisal": surprisal,
     "entropy": entropy,
@@ -284,4 +343,7 @@ METHODS: dict[str, Callable] = {
     "entropy_bonus": entropy_bonus,
     "probability": probability,
     "stare": stare,
+    "polarity": polarity,
+    "a3po": a3po,
+    "steer": steer,
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from grail_advantage import compute_token_weights
 from grail_advantage.analyze import weigh
@@ -21,6 +22,7 @@ from grail_advantage.analyze.responses import Response, read_responses, tokenize
 from grail_advantage.analyze.specs import parse_method, parse_methods
 from grail_advantage.analyze.weigh import Analysis, run_analysis, token_ranges
 from grail_advantage.batch import Example
+from grail_advantage.signals.step_values import StepValuesConfig
 from grail_advantage.token_dump import DumpRow, read_dump
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
 
@@ -366,3 +368,29 @@ def test_neither_verl_nor_trl_is_imported():
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_a_method_that_gives_advantages(tmp_path: Path) -> None:
+    """Groups and rewards come from the lines; the dump has the token advantages beside weights of 1."""
+    texts, rewards = ["2+3=5; so 5", "2+3=6; so 6", "2+3=5; so 7", "one"], [1.0, 0.0, 0.0, 1.0]
+    responses = [
+        Response(id=str(place), prompt="Two?", response=text, reward=reward, group="a" if place < 3 else "b")
+        for place, (text, reward) in enumerate(zip(texts, rewards, strict=True))
+    ]
+    rows = run(tmp_path, responses, ["step_values:separator=;", "grail"])
+    expected = compute_token_weights(
+        tiny_model(),
+        char_tokenizer(),
+        *make_batch(
+            [Rollout("Two?", text, a) for text, a in zip(texts, [2 / 3, -1 / 3, -1 / 3, 0], strict=True)]
+        ).tensors(),
+        StepValuesConfig(separator=";"),
+        groups=torch.tensor([0, 0, 0, 1]),
+    ).advantages
+    for row, text, of_row in zip(rows, texts, expected, strict=True):
+        given, other = row.methods["step_values:separator=;"], row.methods["grail"]
+        assert given.weight_T.tolist() == [1.0] * len(text) and other.advantage_T is None
+        np.testing.assert_allclose(
+            given.advantage_T, of_row[of_row != 0].numpy() if text != "one" else np.zeros(3), 1e-6
+        )
+    assert rows[0].methods["step_values:separator=;"].advantage_T[0] == pytest.approx(1 / 9)

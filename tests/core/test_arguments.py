@@ -53,6 +53,7 @@ REFUSED: list[tuple[Callable[[], Batch], dict[str, Any], list[str]]] = [
     (changed, {"entropy": torch.zeros(2, 3)}, ["entropy", "(2, 3)", "input_ids", "must agree"]),
     (changed, {"old_log_probs": torch.ones(changed().input_ids.shape)}, ["old_log_probs", "1.0", "at most 0"]),
     (changed, {"examples": []}, ["examples", "one a row", "2", "0"]),
+    (changed, {"masked": torch.zeros(3)}, ["masked", "one number a row", "(2,)", "(3,)"]),
     (changed, {"step": -1}, ["step=-1", "at least 0"]),
     (changed, {"config": "grail"}, ["config='grail'", "GrailConfig()", "grail_advantage.methods.method"]),
 ]
@@ -92,6 +93,8 @@ def test_public_signatures() -> None:
             "entropy",
             "groups",
             "examples",
+            "masked",
+            "fields",
             "process_group",
             "step",
             "aggregate",
@@ -103,7 +106,13 @@ def test_public_signatures() -> None:
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in by_name)
     assert all(parameters[name].default is not inspect.Parameter.empty for name in by_name)
     assert parameters["temperature"].default == 1.0
-    assert [field.name for field in dataclasses.fields(TokenWeights)] == ["weights", "scores", "spans", "stats"]
+    assert [field.name for field in dataclasses.fields(TokenWeights)] == [
+        "weights",
+        "scores",
+        "spans",
+        "stats",
+        "advantages",
+    ]
     assert [field.name for field in dataclasses.fields(AnswerSpan)] == ["start", "content_start", "content_end", "end"]
     of_span = inspect.signature(grail_advantage.find_answer_span).parameters
     assert list(of_span) == ["token_ids", "tokenizer", "which", "answer"] and of_span["which"].default == "last"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from grail_advantage import AnswerSpan, Signal
+from grail_advantage.signals.a3po import A3poConfig as A3po
 from grail_advantage.signals.entropy import EntropyConfig as Entropy
 from grail_advantage.signals.entropy_bonus import EntropyBonusConfig as EntropyBonus
 from grail_advantage.signals.high_entropy import HighEntropyConfig as HighEntropy
+from grail_advantage.signals.polarity import PolarityConfig as Polarity
 from grail_advantage.signals.probability import ProbabilityConfig as Probability
 from grail_advantage.signals.stare import StareConfig as Stare
+from grail_advantage.signals.steer import SteerConfig as Steer
 from grail_advantage.signals.surprisal import SurprisalConfig as Surprisal
 from tests.core.plain_weights import SPAN, Row, batch_of, close, random_rows, result_of, weights_of
 
@@ -82,6 +86,23 @@ BY_HAND: dict[str, tuple[Signal, list[Row], list]] = {
     "stare, a broken row": (
         Stare(), [Row(1.0, [-9.0] * 20, [5.0] * 19 + [INF]), low(1.0, 1, 2)], [[1] * 20, [1, 1.1]],
     ),
+    "PSR": (Polarity(wrong=0), SIGNS, [[0, 0], ONES, ONES]),
+    "W-REINFORCE": (Polarity(right=0.1), SIGNS, [ONES, ONES, [0.1, 0.1]]),
+    "a token's mass for each wrong row": (
+        Polarity(wrong=3, spread=True, spread_over="wrong"), [*SIGNS, WRONG], [[1.5, 1.5], ONES, ONES, [3 / 7] * 7],
+    ),
+    # A fifth of seven tokens is two: the likeliest of a wrong row, the least likely of a right one.
+    "a3po": (
+        A3po(), [WRONG, Row(0.5, LOG_PROBS), Row(0.0, LOG_PROBS)],
+        [[1, 1, 1, 1, 2, 2, 1], [1, 1, 1, 2, 1, 1, 2], [1] * 7],
+    ),
+    # |A (1 - p) (log p + H)|: 2 * 0.5 * |H - log 2|, so 0, 2 and 1; a certain token changes nothing.
+    "steer": (
+        Steer(),
+        [Row(-2.0, [HALF, HALF, 0.0], [-HALF, 2 - HALF, 9]), Row(2.0, [HALF], [1 - HALF]), Row(0.0, [HALF], [99])],
+        [[1.2, 0.8, 1.2], [1.0], [1]],
+    ),
+    "steer, all equal": (Steer(), [Row(1.0, [HALF] * 2, [3] * 2)], [[1, 1]]),
 }  # fmt: skip
 
 
@@ -91,7 +112,19 @@ def test_by_hand(case: str) -> None:
     close(weights_of(signal, rows), expected)
 
 
-@pytest.mark.parametrize("signal", [HighEntropy(), Stare(variant="C2", threshold=10.0)])
+@pytest.mark.parametrize(("step", "weight"), [(0, 2.0), (50, 1.75), (200, 1.0), (999, 1.0)])
+def test_a3po_falls_over_the_steps(step: int, weight: float) -> None:
+    batch = replace(batch_of([Row(0.5, [-1.0, -2.0])]), step=step)
+    assert result_of(A3po(), batch).weights_BT.tolist() == [[1.0, weight]]
+    assert result_of(A3po(decay_steps=0), batch).weights_BT.tolist() == [[1.0, 2.0]]
+
+
+def test_polarity_refuses_to_train_nothing() -> None:
+    with pytest.raises(ValueError, match=r"polarity\.right=0 and polarity\.wrong=0: nothing would train"):
+        Polarity(right=0, wrong=0)
+
+
+@pytest.mark.parametrize("signal", [HighEntropy(), Stare(variant="C2", threshold=10.0), Steer()])
 def test_rows_may_come_in_any_order(signal: Signal) -> None:
     rows = random_rows(7)  # hardly two values are the same
     found = weights_of(signal, rows)

@@ -25,7 +25,7 @@ from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_w
 from tests.core import plain_weights, reference
 from tests.core.common import METHODS
 from tests.core.plain_weights import Row
-from tests.core.tiny_models import CHARACTERS, Batch, Rollout, char_tokenizer, make_batch, tiny_model
+from tests.core.tiny_models import CHARACTERS, Batch, Rollout, char_tokenizer, encode, make_batch, tiny_model
 
 NAN, INF = math.nan, math.inf
 NOT_FINITE = (NAN, INF, -INF)
@@ -33,14 +33,21 @@ PASS = "pass"
 TOKENS = 9
 SPAN = AnswerSpan(4, 5, 7, 8)
 ADVANTAGES = (-1.0, 0.5, -0.25, 0.5, -1.5, 0.0)
-OPTIONS = {"stare": {"variant": "C2"}}
+OPTIONS = {"stare": {"variant": "C2"}, "polarity": {"wrong": 0.5}, "pattern": {"gate": "wrong", "elsewhere": 1}}
 """So that the method does something with every row below, whose entropies are low."""
 COMPARES_ROWS = {"high_entropy", "stare"}
 """Methods that need values of rows whose advantage is 0."""
-HARD = {"surprisal", "entropy_bonus"}
+COMPARES_TRAINED_ROWS = {"steer"}
+"""Methods that compare the rows with an advantage."""
+READS_NO_NUMBERS = {"uniform": 1.0, "polarity": 0.5, "pattern": 0.0}
+"""Methods without a score that could break, and what they make of a wrong row without an equals sign."""
+SAID = "4=12 so 7= 3 or "
+HARD = {"surprisal", "entropy_bonus", "a3po", "steer", "pattern"}
 """Methods that choose a token among equal ones, or whose scores are multiplied with something else of the row."""
 
-pytestmark = pytest.mark.parametrize("name", METHODS)
+WEIGH = [name for name in METHODS if method(name).signal_class.gives == "weights"]
+"""The others are in ``test_text_methods.py``."""
+pytestmark = pytest.mark.parametrize("name", WEIGH)
 
 
 @dataclass
@@ -57,7 +64,15 @@ class Case:
         """Weights and figures; what every batch must fulfil is checked."""
         signal = signal_of(name)
         columns = {source: values for source, values in self.values.items() if source in signal.reads}
-        batch = RolloutBatch(self.mask_BT, self.advantages_B, self.spans, columns)
+        said = (SAID * (self.mask_BT.shape[1] // len(SAID) + 1))[: self.mask_BT.shape[1]]
+        batch = RolloutBatch(
+            self.mask_BT,
+            self.advantages_B,
+            self.spans,
+            columns,
+            tokens_BT=torch.tensor(encode(said), dtype=torch.int64).expand(self.mask_BT.shape),
+            tokenizer=char_tokenizer(),
+        )
         rows = signal.select(batch)
         scores_BT = scores_of(signal, batch, rows, self.values[PASS] if signal.uses else None)
         result = batch_weights(scores_BT, batch, rows, signal)
@@ -133,7 +148,7 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
     # As if no token of it trained, which leaves it out of whatever a method compares.
     expected, _ = plain.without(bad).run(name)
     assert bool((expected.weights_BT[others] != 1).any()) or name == "uniform", "the method must do something"
-    assert sources(name) or name == "uniform"
+    assert sources(name) or name in READS_NO_NUMBERS
     for source in sources(name):
         for value in NOT_FINITE:
             found, figures = plain.with_value(source, bad, 1, value).run(name)
@@ -231,7 +246,7 @@ def test_rows_of_32768_tokens(name: str) -> None:
     for row, weights in enumerate(expected):
         got_T = found.weights_BT[row, : len(weights)]
         torch.testing.assert_close(got_T, torch.tensor(weights), rtol=1e-5, atol=1e-6, msg=f"row {row}")
-    if name not in COMPARES_ROWS:
+    if name not in COMPARES_ROWS | COMPARES_TRAINED_ROWS:
         alone, _ = long.part([2], TOKENS).run(name)
         assert torch.equal(found.weights_BT[2, :TOKENS], alone.weights_BT[0])
 
@@ -280,7 +295,7 @@ def test_nan_logits_in_one_row(name: str) -> None:
         model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
     broken = Rollout("Four?", r"~y \boxed{6} is", -0.5)
     found, figures = weigh(name, model, [broken, *WHOLE])
-    assert bool((found[0] == 1).all())
+    assert bool((found[0] == READS_NO_NUMBERS.get(name, 1.0)).all())
     # Without its tokens in the batch.
     alone, _ = weigh(name, model, [replace(broken, response="", advantage=0.0), *WHOLE])
     for of_row, expected in zip(found[1:], alone[1:], strict=True):

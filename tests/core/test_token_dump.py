@@ -73,7 +73,9 @@ def _full_row() -> DumpRow:
         advantage_T=column(),
         old_log_prob_T=column(),
         entropy_T=None,
-        methods={"surprisal": MethodColumns(score_T=None, weight_T=column(), neutral="no answer")},
+        methods={
+            "surprisal": MethodColumns(score_T=None, weight_T=column(), neutral="no answer", advantage_T=column())
+        },
         labels={"steps": [[0, 2], [2, 7]], "wrong_step": [2, 7]},
     )
 
@@ -86,6 +88,7 @@ def _assert_equal(one: DumpRow, other: DumpRow) -> None:
             for name in a:
                 assert a[name].neutral == b[name].neutral
                 assert a[name].weight_T.tobytes() == b[name].weight_T.tobytes()
+                assert a[name].advantage_T.tobytes() == b[name].advantage_T.tobytes()
                 assert (a[name].score_T is None) == (b[name].score_T is None)
         elif isinstance(a, np.ndarray):
             assert (a.dtype, a.tobytes()) == (b.dtype, b.tobytes()), entry.name

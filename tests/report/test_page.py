@@ -8,6 +8,7 @@ import json
 import re
 import tomllib
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ def test_index_of_a_run(run: Path) -> None:
     wrong = by_position.heat_map(table, "wrong").weights
     assert np.allclose(np.array(position["heat"]["wrong"], dtype=float), wrong, rtol=1e-5, equal_nan=True)
     assert position["steps"] == [1, 5, 10]
+
+
+def test_of_a_method_that_gives_advantages_these_are_shown_first(tmp_path: Path) -> None:
+    write_dump(tmp_path / "tokens", (1,), seed=3, problems=2)
+    rows = list(read_dump(tmp_path / "tokens"))
+    rows = [replace(row, weight_T=np.ones_like(row.weight_T)) for row in rows]
+    write_step(tmp_path / "tokens", DumpHeader(step=1, method="step_values"), rows)
+    index = index_of(tmp_path)
+    assert index["overlays"] == ["advantage", "weight", "score", "surprisal", "entropy"]
+    spreads = [float(np.std(row.advantage_T[row.mask_T].astype(np.float64))) for row in rows]
+    given = [len({*row.advantage_T[row.mask_T].tolist()}) > 1 for row in rows]
+    assert index["rows"]["given"] == given and any(given)
+    expected = [spread if one else 0.0 for spread, one in zip(spreads, given, strict=True)]
+    assert index["rows"]["spread"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_prompt_in_both_runs_is_one_problem(run: Path, tmp_path: Path) -> None:

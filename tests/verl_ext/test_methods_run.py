@@ -30,7 +30,13 @@ pytestmark = pytest.mark.slow
 PROMPTS, ROLLOUTS, TEMPERATURE = 4, 8, 0.8
 GOLD = {"reward_model": {"style": "rule", "ground_truth": "0"}}
 """What the data set says of every prompt."""
-THEIRS = {"boxed_digits": SALIENCY, "confident_blame": "", "turning_points": HIDDEN_STATES}
+THEIRS = {
+    "boxed_digits": SALIENCY,
+    "confident_blame": "",
+    "turning_points": HIDDEN_STATES,
+    "shared_tokens": "",
+    "judged_steps": "",
+}
 """Methods of the documentation, and what they use of the model."""
 OPTIONS = {
     # So that something happens in a batch of 32 short rows.
@@ -38,11 +44,17 @@ OPTIONS = {
     "shear": {"window": 12, "stride": 4},
     "oar_p": {"max_perturbations": 5},
     "surprisal": {"statistics": "response"},
+    "polarity": {"right": 0.25},
+    "pattern": {"expression": "[0-3]", "elsewhere": 1},
+    "step_values": {"separator": "[+=]"},
     "confident_blame": {"reshaper_options": "{sharpness: 0.5}"},
 }
+QUOTED = {text: f"'{text}'" for text in ("[0-3]", "[+=]")}
+"""Options in which Hydra would see a list."""
 OURS = sorted(
     name for name, method in methods().items() if method.signal_class.__module__.startswith("grail_advantage.")
 )
+GIVE_ADVANTAGES = ("step_values", "judged_steps")
 NAMES = sorted([*OURS, *THEIRS])
 EXACT = {"rtol": 2e-4, "atol": 2e-5}
 NOISY = {"rtol": 5e-3, "atol": 2e-3}
@@ -74,7 +86,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
         "trainer.v1.trainer_mode=every_method",
         "algorithm.token_weights.trainer_module=tests.verl_ext.every_method_trainer",
         "algorithm.adv_estimator=boxed_digits",
-        *(f"algorithm.{section}.{key}={value}" for section, key, value in options),
+        *(f"algorithm.{section}.{key}={QUOTED.get(value, value)}" for section, key, value in options),
+        f"reward.custom_reward_function.path={Path(__file__).with_name('judging_reward.py')}",
         f"data.train_batch_size={PROMPTS}",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
@@ -116,6 +129,8 @@ def test_advantages_are_weight_times_grpos(run: WholeRun, name: str) -> None:
         assert torch.allclose(base, advantage.expand_as(base), atol=1e-5)
         effective = torch.zeros_like(base) if record["truncated"] else base
         weighted = torch.tensor(record["weights"]) * effective
+        if name in GIVE_ADVANTAGES and None not in record["scores"]:
+            weighted = torch.tensor(record["scores"])
         torch.testing.assert_close(torch.tensor(record["advantages"]), weighted, rtol=1e-6, atol=0)
     given = torch.cat([torch.tensor(record["advantages"]) for record in records])
     metrics = run.metrics(_step(name))
@@ -142,10 +157,12 @@ def test_weights_are_those_of_the_plain_function(run: WholeRun, name: str) -> No
         examples=[Example(asked[tuple(record["prompt_ids"])], GOLD, {}) for record in records],
         step=_step(name),
     )
-    for record, weights in zip(records, expected, strict=True):
-        found = torch.tensor(record["weights"])
-        torch.testing.assert_close(found, weights, **(NOISY if name == "oar_g" else EXACT), msg=record["key"])
-    moved = sum(any(weight != 1 for weight in record["weights"]) for record in records)
+    moved = 0
+    for record, wanted in zip(records, expected, strict=True):
+        found = torch.tensor(record[_signal(name).gives])
+        torch.testing.assert_close(found, wanted, **(NOISY if name == "oar_g" else EXACT), msg=record["key"])
+        unmoved = torch.ones_like(found)
+        moved += not torch.equal(found, unmoved if _signal(name).gives == "weights" else unmoved * found[:1])
     assert (moved > 0) == (name != "uniform"), "nothing to compare"
 
 

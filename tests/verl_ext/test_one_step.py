@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
-from grail_advantage import GrailConfig
+from grail_advantage import GrailConfig, RolloutBatch, Signal
+from grail_advantage.signals.base import RowSelection
 from grail_advantage.verl_ext import selection, trainers, transfer  # noqa: F401  trainers registers them
 from grail_advantage.verl_ext.shared_forward import SALIENCY_FIELDS
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
@@ -267,3 +269,66 @@ class TestRewardsThatAreNotFinite:
         _, found = self._run(monkeypatch, float("nan"), cls=OtherAdvantagesWithTokenWeights)
         assert all((found[key] == 0).all() for key in found if key.startswith("a_"))
         assert all(torch.equal(found[key], expected[key]) for key in found if key.startswith("b_"))
+
+
+class Judging(Signal):
+    """Gives what a reward function said."""
+
+    formula, source = "the field", "a test"
+    reads = frozenset({"tokens", "groups", "field:blame"})
+    gives = "advantages"
+    name: ClassVar[str] = "judging"
+    section: ClassVar[str] = "judging"
+
+    def select(self, batch: RolloutBatch) -> RowSelection:
+        return replace(super().select(batch), selected_B=batch.trains_B)
+
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+        assert batch.tokens_BT is not None and batch.groups_B is not None
+        assert batch.groups_B.tolist() == [0, 0, 0, 1, 1, 1]
+        for (_, _, text, _), tokens_T in zip(ROWS, batch.tokens_BT, strict=True):
+            expected = encode(text)
+            if text == ROWS[1][2]:
+                expected[TOOL] = [-1] * len(expected[TOOL])
+            assert tokens_T[: len(expected)].tolist() == expected and bool((tokens_T[len(expected) :] == -1).all())
+        blame_B = torch.tensor([value or 0.0 for value in batch.fields["blame"]])
+        return blame_B.unsqueeze(1).expand(batch.mask_BT.shape)
+
+
+TOOL = slice(3, 7)
+"""Tokens of the second row that a tool wrote."""
+BLAME = [0.5, -0.25, 2.0, 0.0, None, -1.0]
+WAYS = {
+    "compute_score": lambda value: {"extra_fields": {"reward_extra_info": {"blame": value, "acc": 1.0}}},
+    "agent loop": lambda value: {"extra_fields": {"blame": value}},
+    "data": lambda value: {"blame": value, "extra_fields": {}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_signal_reads_tokens_groups_and_a_field(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Rows whose advantage is 0 train too, and those that give none keep theirs; a truncated row trains nothing."""
+    step = Step(monkeypatch, ["data.max_response_length=25"])
+    step.trainer.signal, step.trainer._end_tokens = Judging(), set()
+    for row, value in zip(step.store.rows.values(), BLAME, strict=True):
+        row.update(WAYS[way](value))
+    for name in ("loss_mask", "response_mask"):
+        step.store.rows["a_1_0"][name] = step.store.rows["a_1_0"][name].clone()
+        step.store.rows["a_1_0"][name][TOOL] = 0
+    found = step.run()
+    long = {key for key, _, text, _ in ROWS if len(encode(text)) >= 25}
+    assert 0 < len(long) < len(ROWS)
+    for (key, *_), value in zip(ROWS, BLAME, strict=True):
+        expected = 0.0 if key in long else value or 0.0
+        assert set(found[key].unique().tolist()) - {0.0} == {expected} - {0.0}, key
+    assert key == "b_2_0" and not bool(found["a_1_0"][TOOL].any()) and bool(found["a_1_0"][TOOL.stop :].all())
+    assert step.metrics["grail/selected_rate"] == 1 - len(long) / len(ROWS)
+
+
+def test_a_field_that_no_row_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(monkeypatch, [])
+    step.trainer.signal = Judging()
+    for row in step.store.rows.values():
+        row["extra_fields"] = {"turn_scores": [], "reward_extra_info": {"acc": 1.0}}
+    with pytest.raises(ValueError, match=r"judging reads field:blame, which no row has.* give acc, turn_scores"):
+        step.run()

@@ -163,8 +163,8 @@ def advantages_of_grpo(records: list[dict]) -> list[torch.Tensor]:
 
 
 def plain_weights(run: WholeRun, records: list[dict], signal: Signal, **known: Any) -> list[torch.Tensor]:
-    """Weights of these rows by the initial model in one process, each row on its own padding; ``known`` goes to
-    :func:`grail_advantage.compute_token_weights`."""
+    """Weights of these rows, or the advantages of a signal that gives these, by the initial model in one process, each row on
+    its own padding; ``known`` goes to :func:`grail_advantage.compute_token_weights`."""
     own = tokenizer()
     width = max(len(record["prompt_ids"]) + len(record["response_ids"]) for record in records)
     ids_BL = torch.full((len(records), width), own.pad_token_id)
@@ -177,7 +177,9 @@ def plain_weights(run: WholeRun, records: list[dict], signal: Signal, **known: A
     advantages_B = torch.tensor(
         [0.0 if record["truncated"] else max(record["base_advantages"], key=abs) for record in records]
     )
-    found = compute_token_weights(run.model, own, ids_BL, valid_BL, response_BL, advantages_B, signal, **known).weights
+    known["masked"] = torch.tensor([record["truncated"] for record in records])
+    result = compute_token_weights(run.model, own, ids_BL, valid_BL, response_BL, advantages_B, signal, **known)
+    found = result.advantages if signal.gives == "advantages" else result.weights
     return [
         found[row, len(record["prompt_ids"]) : len(record["prompt_ids"]) + len(record["response_ids"])]
         for row, record in enumerate(records)

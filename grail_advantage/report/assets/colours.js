@@ -48,6 +48,8 @@ parts.push((r) => {
   // A method's own column where several were compared, else the plain one.
   function columnOf(data, overlay, method) {
     if (METHODS.length > 1 && overlay === "advantage") {
+      const given = data.columns[`advantage:${method}`];
+      if (given) return given;
       const weight = data.columns[`weight:${method}`];
       const base = data.columns.base_advantage;
       return weight && base && weight.map((w, t) => w * base[t]);

@@ -245,7 +245,7 @@ parts.push((r) => {
     if (!page.data) return;
     if (page.map) drawStrip(page.map, page.row, page.data, state.overlay, 1);
     for (const { method, button, canvas } of page.strips ?? []) {
-      const overlay = state.overlay === "score" ? "score" : "weight";
+      const overlay = ["score", "advantage"].includes(state.overlay) ? state.overlay : "weight";
       drawStrip(canvas, page.row, page.data, overlay, 1, columnOf(page.data, overlay, method) ?? new Float32Array(page.data.n).fill(NaN));
       button.setAttribute("aria-pressed", method === state.method);
     }

@@ -21,13 +21,13 @@ parts.push((r) => {
   const touch = matchMedia("(hover: none)");
   const dark = matchMedia("(prefers-color-scheme: dark)");
 
-  const DEFAULTS = { run: "", step: "", outcome: "", answer: "", least: "", most: "", sort: "", overlay: "weight", method: METHODS[0] ?? "", view: "one" };
+  const DEFAULTS = { run: "", step: "", outcome: "", answer: "", least: "", most: "", sort: "", overlay: index.overlays[0], method: METHODS[0] ?? "", view: "one" };
   const state = { ...DEFAULTS, row: -1, token: -1 };
   function readHash() {
     const given = new URLSearchParams(location.hash.slice(1));
     Object.assign(state, DEFAULTS);
     for (const name of Object.keys(DEFAULTS)) if (given.has(name)) state[name] = given.get(name);
-    if (!index.overlays.includes(state.overlay)) state.overlay = "weight";
+    if (!index.overlays.includes(state.overlay)) state.overlay = DEFAULTS.overlay;
     if (!METHODS.includes(state.method)) state.method = METHODS[0] ?? "";
     if (state.view !== "side") state.view = "one";
     state.token = given.has("token") ? Number(given.get("token")) : -1;

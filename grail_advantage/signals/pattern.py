@@ -1,0 +1,121 @@
+"""Pattern: tokens by what they say, such as the numbers that follow an equals sign.
+
+A control of this project, which knows neither the model nor the error. Put it beside ``control=true``, which weighs as many
+tokens of the same rows at random places.
+
+Shape suffixes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import numpy as np
+import regex
+import torch
+
+from grail_advantage.answer_format import CONTENT, EXPRESSION_SECONDS
+from grail_advantage.batch import TOKENS, RolloutBatch
+from grail_advantage.options import option
+from grail_advantage.registry import register_signal
+from grail_advantage.signals.base import Reshaped, RowSelection, Signal, gate_option, normalize_mass_option
+from grail_advantage.token_text import TokenTexts, starts_of
+
+NUMBERS_AFTER_EQUALS = r"=\s*(?P<content>[-+]?\$?\d+(?:,\d{3})*(?:\.\d+)?)"
+
+
+@register_signal("pattern")
+class PatternConfig(Signal):
+    """One weight on the tokens that an expression matches, another on the others, in the rows of the gate; one weight for all
+    other rows. By default only the numbers after an equals sign of right rows train.
+
+    The expression is matched in the decoded response. A token is inside where any of its characters is. A token's score is 1
+    inside and 0 outside. A row on which the expression takes more than a second weighs 1.
+    """
+
+    formula = "inside (1) on the tokens that match, outside (0) on the others; elsewhere (0) in rows outside the gate"
+    source = "control"
+    reads = frozenset({TOKENS})
+
+    expression: str = option(
+        NUMBERS_AFTER_EQUALS,
+        "regular expression in Python's syntax; with a group (?P<content>...) the group's text counts, else the match's",
+    )
+
+    inside: float = option(1.0, "weight of the tokens that match; at least 0", ge=0)
+
+    outside: float = option(0.0, "weight of the others; at least 0", ge=0)
+
+    gate: Literal["wrong", "correct", "all"] = gate_option("correct")
+
+    elsewhere: Literal[0, 1] = option(0, "weight of the rows outside the gate: 0 or 1")
+
+    control: bool = option(
+        False,
+        "whether as many tokens at random places of the row count in place of those that match; drawn by its content",
+    )
+
+    normalize_mass: bool = normalize_mass_option(False)
+
+    def check(self) -> None:
+        """See :class:`grail_advantage.options.Options`."""
+        super().check()
+        try:
+            regex.compile(self.expression)
+        except regex.error as error:
+            raise ValueError(f"{self.section}.expression={self.expression!r} does not compile: {error}") from error
+
+    def select(self, batch: RolloutBatch) -> RowSelection:
+        """The rows outside the gate too, which get a weight of their own."""
+        rows = super().select(batch)
+        selected_B = (batch.advantages_B != 0) & batch.valid_B
+        return RowSelection(rows.answered_B, rows.inside_gate_B, selected_B)
+
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        assert batch.tokens_BT is not None  # it reads them
+        texts, expression = TokenTexts(batch.tokenizer), regex.compile(self.expression)
+        scores_BT = torch.zeros(batch.mask_BT.shape)
+        rows = self.select(batch)
+        for row in (rows.selected_B & rows.inside_gate_B).nonzero().flatten().tolist():
+            tokens_T, mask_T = batch.tokens_BT[row].cpu().numpy(), batch.mask_BT[row].cpu().numpy()
+            matched_T = self.matched(texts(tokens_T), expression)
+            if matched_T is None:
+                scores_BT[row] = torch.nan
+                continue
+            inside_T = matched_T & mask_T
+            if self.control:
+                inside_T = at_random(int(inside_T.sum()), mask_T, tokens_T)
+            scores_BT[row] = torch.from_numpy(inside_T).float()
+        return scores_BT.to(batch.mask_BT.device)
+
+    def matched(self, texts: list[str], expression: regex.Pattern[str]) -> np.ndarray | None:
+        """bool (T,): the tokens that match; ``None`` where that takes too long."""
+        text = "".join(texts)
+        matched_T: np.ndarray = np.zeros(len(texts), dtype=bool)
+        starts_T = starts_of(texts)
+        group = CONTENT if CONTENT in expression.groupindex else 0
+        try:
+            for match in expression.finditer(text, timeout=EXPRESSION_SECONDS):
+                first, last = match.span(group)
+                if last > first >= 0:
+                    begin = np.searchsorted(starts_T, first, side="right") - 1
+                    matched_T[begin : np.searchsorted(starts_T, last, side="left")] = True
+        except TimeoutError:
+            return None
+        return matched_T & np.array([bool(piece) for piece in texts], dtype=bool)
+
+    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        inside_gate_B1 = self.select(batch).inside_gate_B.unsqueeze(1)
+        of_gate_BT = torch.where(scores_BT > 0, self.inside, self.outside)
+        return Reshaped(torch.where(inside_gate_B1, of_gate_BT, float(self.elsewhere)))
+
+
+def at_random(count: int, mask_T: np.ndarray, tokens_T: np.ndarray) -> np.ndarray:
+    """bool (T,): that many tokens of the mask, the same for the same tokens."""
+    seed = int.from_bytes(hashlib.sha256(tokens_T[mask_T].astype("<i8").tobytes()).digest()[:8])
+    chosen_T: np.ndarray = np.zeros(len(mask_T), dtype=bool)
+    chosen_T[np.random.default_rng(seed).choice(np.flatnonzero(mask_T), count, replace=False)] = True
+    return chosen_T

@@ -1,0 +1,118 @@
+"""Step values: a step's advantage is by how much it changes the mean reward of the siblings that pass through the same state.
+
+A method of this project. A response is cut into steps. The state after a step is the step's place and its result: its last
+number, or its text where it has none. ``V(state)`` is the mean reward of the group's rows that pass through it, shrunk towards
+the group's mean; a step's tokens get ``A_t = V(after) - V(before)``. At the start ``V`` is the group's mean, at the end the
+row's reward, so that the values of a row's steps sum to its ``A``.
+
+Everything is computed from the rows' advantages, which are the rewards less the group's mean with Dr. GRPO, and the same
+divided by the group's deviation with GRPO.
+
+Shape suffixes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import regex
+import torch
+
+from grail_advantage.batch import GROUPS, TOKENS, RolloutBatch
+from grail_advantage.options import option
+from grail_advantage.registry import register_signal
+from grail_advantage.signals.base import RowSelection, Signal
+from grail_advantage.token_text import TokenTexts, starts_of
+
+State = tuple[int, str]
+"""Place and result of a step."""
+_NUMBER = regex.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+SEPARATOR_SECONDS = 1.0
+"""A response that takes longer to cut is one step."""
+
+
+@register_signal("step_values")
+class StepValuesConfig(Signal):
+    """Token advantages of either sign, from how often the group's rows through the same intermediate results were right.
+
+    Rows whose group has one outcome only get 0. Truncated rows count in no state's mean where they are masked. It needs
+    prompts whose responses write one step a line, and several responses a prompt.
+    """
+
+    formula = "A_t = V(after) - V(before), V the mean A of the group's rows with the same result at the same step"
+    source = "this project"
+    reads = frozenset({GROUPS, TOKENS})
+    gives = "advantages"
+
+    separator: str = option(r"\n+", "regular expression that ends a step, in Python's syntax")
+
+    shrink: float = option(
+        1.0,
+        "rows of the group's mean that are added to each state's mean; at least 0, where 0 trusts single rows",
+        ge=0,
+    )
+
+    def check(self) -> None:
+        """See :class:`grail_advantage.options.Options`."""
+        super().check()
+        try:
+            regex.compile(self.separator)
+        except regex.error as error:
+            raise ValueError(f"{self.section}.separator={self.separator!r} does not compile: {error}") from error
+
+    def select(self, batch: RolloutBatch) -> RowSelection:
+        """All rows that train of groups in which any advantage differs from 0."""
+        rows = super().select(batch)
+        _, groups_B = torch.unique(batch.groups_B, return_inverse=True)
+        matters_G = torch.zeros(len(groups_B), device=groups_B.device)
+        matters_G.index_add_(0, groups_B, (batch.advantages_B != 0).float())
+        return RowSelection(rows.answered_B, rows.inside_gate_B, batch.trains_B & (matters_G[groups_B] > 0))
+
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+        """The token advantages, see :class:`grail_advantage.signals.base.Signal`."""
+        assert batch.tokens_BT is not None and batch.groups_B is not None  # it reads them
+        texts, separator = TokenTexts(batch.tokenizer), regex.compile(self.separator)
+        advantages, groups = batch.advantages_B.double().tolist(), batch.groups_B.tolist()
+        rows = self.select(batch).selected_B.nonzero().flatten().tolist()
+        steps = {row: cut(texts(batch.tokens_BT[row].cpu().numpy()), separator) for row in rows}
+        through: dict[tuple[int, State], list[float]] = defaultdict(list)
+        for row in rows:
+            for state in steps[row][1][:-1]:
+                through[groups[row], state].append(advantages[row])
+        scores_BT = torch.zeros(batch.mask_BT.shape, dtype=torch.float64)
+        for row in rows:
+            step_T, states = steps[row]
+            passed = [through[groups[row], state] for state in states[:-1]]
+            values = [0.0, *(sum(of) / (len(of) + self.shrink) for of in passed), advantages[row]]
+            scores_BT[row] = torch.from_numpy(np.diff(values)[step_T])
+        return scores_BT.to(batch.mask_BT.device)
+
+
+def cut(texts: list[str], separator: regex.Pattern[str]) -> tuple[np.ndarray, list[State]]:
+    """The step of each token, int (T,), and the state after each step, of which the last is the end.
+
+    A token belongs to the step in which its first character is; one without text to the one before it.
+    """
+    text = "".join(texts)
+    try:
+        ends = [match.end() for match in separator.finditer(text, timeout=SEPARATOR_SECONDS)]
+    except TimeoutError:
+        ends = []
+    ends = [end for end in dict.fromkeys(ends) if 0 < end < len(text)]
+    first_T: np.ndarray = np.minimum(starts_of(texts), len(text) - 1)
+    step_T = np.asarray(np.searchsorted(np.array(ends, dtype=np.int64), first_T, side="right"))
+    steps = zip([0, *ends], [*ends, None], strict=True)
+    states = [(place, result(text[first:last])) for place, (first, last) in enumerate(steps)]
+    return step_T, states
+
+
+def result(step: str) -> str:
+    """A step's last number without separators and superfluous zeros, else its text with single spaces."""
+    numbers = _NUMBER.findall(step)
+    if not numbers:
+        return " ".join(step.split())
+    sign = "-" if numbers[-1].startswith("-") else ""
+    whole, _, part = numbers[-1].lstrip("+-").replace(",", "").partition(".")
+    whole, part = whole.lstrip("0") or "0", part.rstrip("0")
+    return sign * (whole != "0" or bool(part)) + whole + (f".{part}" if part else "")
