@@ -75,7 +75,7 @@ def neutral_rows(
         raise ValueError(f"{LOG_ALL}={log_all!r} is unknown; choose true or false")
     if choice is False:
         return NeutralRows(), []
-    against = [*_against_rows(config), *dropout_of(model or {})]
+    against = [*_against_rows(config), *dropout_of(model or {}), *_router_loss_of(model or {})]
     if against:
         if choice is True:
             setting, reason = against[0]
@@ -130,6 +130,12 @@ def dropout_of(model: Mapping[str, Any]) -> Iterator[Obstacle]:
             yield from dropout_of(value)
         elif ("dropout" in str(name) or str(name).endswith("pdrop")) and isinstance(value, int | float) and value > 0:
             yield f"{name}={value} of the model", "other rows in a micro-batch draw another dropout"
+
+
+def _router_loss_of(model: Mapping[str, Any]) -> Iterator[Obstacle]:
+    """The loss of a model's own routers, where its configuration asks for it."""
+    if model.get("output_router_logits", False):
+        yield "output_router_logits=True of the model", "the auxiliary loss of a router is taken over every row"
 
 
 def _against_ends(config: DictConfig) -> Iterator[Obstacle]:

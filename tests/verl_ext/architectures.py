@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grail_advantage import GrailConfig, OarConfig, Signal, compute_token_weights
 from grail_advantage.answer_span import find_answer_span
+from grail_advantage.architecture import architecture_of
 from grail_advantage.batch import PassRow
 from recipe.marked_text import table, write_marked
 from tests.core import oar_reference, reference
@@ -36,8 +39,8 @@ from tests.verl_ext.engines import Setup, Sizes, build_engine, log_probs, own_pa
 from tests.verl_ext.rank_group import of_all_ranks, run_rank, start_ranks
 
 PAGE, MARKER = Path(__file__).parents[2] / "docs" / "models.md", "models"
-WINDOW = 8
-"""Tokens that a sliding attention sees: far fewer than a row has."""
+WINDOW = 20
+"""Tokens that a sliding attention sees: fewer than a row has."""
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 _MOE = {"num_experts_per_tok": 2, "output_router_logits": True}
 
@@ -50,8 +53,7 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     layers: str = "full attention"
     attention: str = "sdpa"
-    packs: bool = True
-    """Whether its rows may be packed into one."""
+    """On a CPU; what the model falls back on without flash attention."""
 
     def build(self) -> PretrainedConfig:
         """The tiny configuration."""
@@ -89,12 +91,13 @@ FAMILIES = {
         "Qwen3_5TextConfig",
         {"layer_types": ["linear_attention", "full_attention"], **_DELTA},
         "linear and full attention",
-        packs=False,
     ),
     "Llama 3": Family("LlamaConfig"),
     "Mistral": Family("MistralConfig", {"sliding_window": WINDOW}, "sliding attention"),
     "Gemma 2": Family("Gemma2Config", {**MIXED, "tie_word_embeddings": True}, f"{_SLIDING}, capped logits"),
-    "Gemma 3, text": Family("Gemma3TextConfig", {**MIXED, "tie_word_embeddings": True}, f"{_SLIDING}, scaled embeddings"),
+    "Gemma 3, text": Family(
+        "Gemma3TextConfig", {**MIXED, "tie_word_embeddings": True}, f"{_SLIDING}, scaled embeddings"
+    ),
     "Phi-4": Family("Phi3Config"),
     "GPT-OSS": Family(
         "GptOssConfig", {**MIXED, "num_local_experts": 4, **_MOE}, f"{_SLIDING} with sinks, experts", attention="eager"
@@ -134,13 +137,13 @@ def plainly(name: str, signal: str) -> list[tuple[list[float], list[float]]]:
     """Scores and weights of each row's response by autograd alone in float64, a row at a time and without padding."""
     rows = []
     for rollout in BATCH:
-        ids, response = encode(rollout.prompt + rollout.response.removesuffix("<end>")), encode(rollout.response)
-        ids = encode(rollout.prompt) + response
-        start = len(ids) - len(response)
+        prompt, response = encode(rollout.prompt), encode(rollout.response)
+        ids, start = prompt + response, len(prompt)
         if signal == "oar_g":
             model = oar_reference.PlainOar(model_of(name), PAD_ID)
-            row = ([(ids[:start], response, rollout.advantage)], id_to_character(), {"noise_std": NOISE})
-            ((weights, scores),) = oar_reference.oar_weights(model, "gradient", *row)
+            options = {"noise_std": NOISE}
+            row = [(prompt, response, rollout.advantage)]
+            ((weights, scores),) = oar_reference.oar_weights(model, "gradient", row, id_to_character(), options)
         else:
             options = reference.resolve("official", gate="all")
             if signal == "grail, middle":
@@ -167,7 +170,9 @@ def pass_rows(signal: Signal) -> list[PassRow]:
     for place, rollout in enumerate(BATCH):
         prompt, response = encode(rollout.prompt), encode(rollout.response)
         span = find_answer_span(response, char_tokenizer(), signal.span)
-        row = PassRow(torch.tensor(prompt + response), len(prompt), len(response), span, rollout.advantage, place, place)
+        row = PassRow(
+            torch.tensor(prompt + response), len(prompt), len(response), span, rollout.advantage, place, place
+        )
         rows.append(signal.prepare_row(row, char_tokenizer()))
     return rows
 
@@ -206,14 +211,72 @@ class Engine:
 CASES = {f"{name}, {'packed' if packed else 'padded'}": (name, packed) for name in FAMILIES for packed in (True, False)}
 
 
-def measure(folder: Path) -> dict[tuple[str, bool], dict[str, Any]]:
-    """What the engine computes, by architecture and whether rows are packed."""
+def measure(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the engine computes, by the name of a case."""
     for name in FAMILIES:
         model_of(name).save_pretrained(folder / folder_of(name))
+        char_tokenizer().save_pretrained(folder / folder_of(name))
     results = start_ranks("tests.verl_ext.architectures", folder, 1)
-    return {case: of_all_ranks(results, "passes", name)[0] for name, case in CASES.items()}
+    return {case: of_all_ranks(results, "passes", case)[0] for case in CASES}
+
+
+def error(found: Sequence[torch.Tensor], expected: Sequence[Sequence[float]]) -> float:
+    """Largest difference, as a part of the largest expected value of its row. Values after the last of ``found`` must be 0, or
+    NaN as there are none."""
+    errors = [0.0]
+    for of_row, values in zip(found, expected, strict=True):
+        expected_T = torch.tensor(values)
+        rest_T, expected_T = expected_T[len(of_row) :], expected_T[: len(of_row)]
+        assert torch.equal(of_row.isnan(), expected_T.isnan()) and not rest_T.nan_to_num().any()
+        known_T = ~expected_T.isnan()
+        errors.append(float((of_row - expected_T)[known_T].abs().max() / expected_T[known_T].abs().max()))
+    return max(errors)
+
+
+def shared_saliency(results: dict[str, Any]) -> list[torch.Tensor]:
+    """Scores of the response tokens, GRAIL's, from a shared forward."""
+    rows = zip(map(shared_row, BATCH), results["shared"]["saliency"], strict=True)
+    return [saliency_S[start - 1 : len(tokens_S) - 1] for (tokens_S, start, _), saliency_S in rows]
+
+
+def agrees(name: str, results: dict[str, Any]) -> bool:
+    """Whether the passes of a case give the plain scores."""
+    return all(
+        error(results[signal], [scores for scores, _ in plainly(name, signal)]) < CLOSE[signal] for signal in SIGNALS
+    )
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """The table of the page."""
+    rows = []
+    for name, family in FAMILIES.items():
+        architecture = architecture_of(family.build())
+        padded, packed = (agrees(name, results[f"{name}, {way}"]) for way in ("padded", "packed"))
+        refused = "refused" if architecture.states else f"refused with `{family.attention}`"
+        shared = results[f"{name}, padded"]["shared"]
+        rows.append(
+            [
+                name,
+                f"`{type(architecture.copy).__name__}`",
+                family.layers,
+                "agrees" if padded else "**differs**",
+                "agrees" if packed else refused,
+                "a pass of its own" if isinstance(shared, str) else "shared",
+            ]
+        )
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, verl {version('verl')}"
+    head = ["model", "class of transformers", "layers", "padded rows", "packed rows", "forward of the old log-probs"]
+    return "\n".join([*table(head, rows), "", f"With {versions}."])
+
+
+def main() -> None:
+    """Write the page."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_marked(PAGE, MARKER, page(measure(Path(folder))))
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         run_rank(Engine, {"passes": CASES}, sys.argv[1:])
+    else:
+        main()
