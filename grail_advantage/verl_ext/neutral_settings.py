@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.verl_ext.settings import auto_or_bool, dump_options
+from grail_advantage.verl_ext.settings import ENGINES, auto_or_bool, dump_options
 
 SKIP = "algorithm.token_weights.skip_neutral_rows"
 LOG_ALL = "algorithm.token_weights.log_all_rows"
@@ -99,6 +99,9 @@ def _against_rows(config: DictConfig) -> Iterator[Obstacle]:
         if value:
             yield f"{option}={value}", reason
 
+    strategy = config.actor_rollout_ref.actor.strategy
+    if strategy not in ENGINES:
+        yield f"{_ACTOR}.strategy={strategy}", f"rows are left out inside the engines {' and '.join(ENGINES)} alone"
     yield from set_to(f"{_ACTOR}.use_kl_loss", "the KL loss trains every row")
     yield from set_to(f"{_ACTOR}.entropy_coeff", "the entropy bonus trains every row", default=0)
     yield from set_to(f"{_ACTOR}.calculate_entropy", "the update logs the entropy of every row")

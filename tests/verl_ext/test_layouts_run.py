@@ -1,7 +1,8 @@
-"""A real run of verl's separate asynchronous trainer with token weights: Ray, TransferQueue, FSDP over gloo, vLLM's CPU build.
+"""A real run of verl's separate asynchronous trainer with token weights and a tool: Ray, TransferQueue, FSDP over gloo, vLLM's
+CPU build, verl's ``tool_agent``.
 
 What each option does to the advantages is tested exactly in ``test_layouts.py``. Here the question is whether the whole runs,
-and whether the weights are those of the policy that gave the old log-probabilities.
+and whether the weights are those of the policy that gave the old log-probabilities. A tool's answers are in many rows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from grail_advantage import GrailConfig
-from tests.verl_ext import whole_run
+from tests.verl_ext import tool, whole_run
 from tests.verl_ext.whole_run import WholeRun
 
 pytestmark = pytest.mark.slow
@@ -50,8 +51,11 @@ def _run(folder: Path, overrides: list[str]) -> WholeRun:
         # verl's own replay buffer of the mode, which filters groups and knows stale rollouts.
         "trainer.v1.sampler.custom_sampler.path=null",
         "trainer.v1.sampler.custom_sampler.name=null",
+        f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
+        f"{ROLLOUT}.multi_turn.enable=True",
+        f"{ROLLOUT}.multi_turn.function_tool_path={tool.__file__}",
     ]
-    return whole_run.run(folder, [*common, *overrides], rows=8)
+    return whole_run.run(folder, [*common, *overrides], rows=8, words=(tool.CALL, "tool"))
 
 
 @pytest.fixture(scope="module")

@@ -35,12 +35,14 @@ LONGEST_RUN = 2400.0
 """Seconds: dozens of times what a run takes on an idle machine."""
 
 
-def tokenizer(opening: str = "\\boxed{") -> PreTrainedTokenizerFast:
-    """So few tokens, one of them the answer's opening, that a random model writes complete answers."""
-    tokens = [*"01234567+=}", opening, "user", "assistant", "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+def tokenizer(opening: str = "\\boxed{", words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """So few tokens, one of them the answer's opening, that a random model writes complete answers; ``words`` are further
+    ones."""
+    words = (opening, "user", "assistant", *words)
+    tokens = [*"01234567+=}", *words, "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(
-        Regex(re.escape(opening) + r"|user|assistant|[\s\S]"), behavior="isolated"
+        Regex("|".join(map(re.escape, words)) + r"|[\s\S]"), behavior="isolated"
     )
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -54,9 +56,9 @@ def tokenizer(opening: str = "\\boxed{") -> PreTrainedTokenizerFast:
     )
 
 
-def write_assets(folder: Path, rows: int, opening: str) -> None:
+def write_assets(folder: Path, rows: int, opening: str, words: Sequence[str] = ()) -> None:
     """Model, tokenizer, and data of that many prompts."""
-    own = tokenizer(opening)
+    own = tokenizer(opening, words)
     config = Qwen3Config(
         vocab_size=len(own),
         hidden_size=32,
@@ -202,6 +204,7 @@ def start(
     nodes: int = 0,
     wrapper: Sequence[str] = (),
     opening: str = "\\boxed{",
+    words: Sequence[str] = (),
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Train in ``folder``, and say how it ended.
@@ -215,9 +218,10 @@ def start(
         nodes: so many Ray nodes of one rank each, by ``scripts/local_nodes.sh``; 0 for the Ray that verl starts.
         wrapper: words in front of the command.
         opening: of the model's answers.
+        words: further tokens.
         environment: further variables.
     """
-    write_assets(folder, rows, opening)
+    write_assets(folder, rows, opening, words)
     entry = ["recipe.main_grail", "--config-name=cpu_trainer"]
     if stock:
         (folder / "stock.yaml").write_text(STOCK.format(configs=ROOT / "recipe" / "config"))
