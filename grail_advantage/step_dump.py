@@ -41,6 +41,8 @@ class StepRows:
     groups: Sequence[int]
     prompts: Sequence[torch.Tensor]
     responses: Sequence[torch.Tensor]
+    generated: Sequence[torch.Tensor]
+    """The responses with -1 in place of the tokens that the model did not write."""
     spans: Sequence[AnswerSpan | None]
     truncated_B: torch.Tensor
     neutral: Sequence[str | None]
@@ -300,6 +302,7 @@ class StepDump:
             weight_T=column(batch.weights_BT.float()),
             base_advantage_T=column(batch.base_advantages_BT.float()),
             advantage_T=column(batch.advantages_BT.float()),
+            labels=_tool_label(batch.generated[place]),
             **known,
         )
 
@@ -319,3 +322,11 @@ class StepDump:
             written_by=f"grail_advantage {__version__}",
             answer=self._answer.name if signal.reads_answer else None,
         )
+
+
+def _tool_label(generated_T: torch.Tensor) -> dict[str, list[list[int]]]:
+    """The half-open ranges of the tokens that a tool or a user wrote between the model's turns, as a label."""
+    edges = torch.diff((generated_T < 0).int(), prepend=torch.zeros(1), append=torch.zeros(1))
+    ranges = zip((edges > 0).nonzero().flatten().tolist(), (edges < 0).nonzero().flatten().tolist(), strict=True)
+    tool = [list(edge) for edge in ranges]
+    return {"tool": tool} if tool else {}
