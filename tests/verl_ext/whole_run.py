@@ -164,10 +164,13 @@ def advantages_of_grpo(records: list[dict]) -> list[torch.Tensor]:
     return [advantages[record["key"]] for record in records]
 
 
-def plain_weights(run: WholeRun, records: list[dict], signal: Signal, **known: Any) -> list[torch.Tensor]:
+def plain_weights(
+    run: WholeRun, records: list[dict], signal: Signal, words: Sequence[str] = (), **known: Any
+) -> list[torch.Tensor]:
     """Weights of these rows, or the advantages of a signal that gives these, by the initial model in one process, each row on
-    its own padding; ``known`` goes to :func:`grail_advantage.compute_token_weights`."""
-    own = tokenizer()
+    its own padding; ``words`` are further tokens of its tokenizer, ``known`` goes to
+    :func:`grail_advantage.compute_token_weights`."""
+    own = tokenizer(words=words)
     width = max(len(record["prompt_ids"]) + len(record["response_ids"]) for record in records)
     ids_BL = torch.full((len(records), width), own.pad_token_id)
     valid_BL, response_BL = torch.zeros_like(ids_BL), torch.zeros_like(ids_BL)
