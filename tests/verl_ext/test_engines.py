@@ -11,6 +11,7 @@ from typing import Any
 
 import hydra
 import pytest
+import torch
 import verl  # noqa: F401  its plugin registers the estimators
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import Role
@@ -21,6 +22,8 @@ from grail_advantage.verl_ext import trainer
 from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.entry import prepare_run
 from grail_advantage.verl_ext.neutral_settings import neutral_rows
+from tests.verl_ext.one_step import Workers
+from tests.verl_ext.test_one_step import Step
 
 ACTOR = "actor_rollout_ref.actor"
 STRATEGY, CHUNKING = f"{ACTOR}.strategy", "entropy_from_logits_with_chunking"
@@ -87,6 +90,19 @@ def test_rows_that_train_nothing_are_run_too(engine: str) -> None:
         check_config(_compose(engine, "uniform", f"+{SKIP}=true"))
     left, (line,) = neutral_rows(_compose(engine, "uniform", f"+{SKIP}=auto"), {})
     assert not left.rows and f"{STRATEGY}={engine}" in line
+
+
+def test_a_step_asks_nothing_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With workers that give old log-probabilities and nothing else, and in which no row is left out."""
+    found = []
+    for strategy in ("fsdp2", "megatron"):
+        with monkeypatch.context() as patch:
+            step = Step(patch, [f"{STRATEGY}={strategy}", f"{SKIP}=auto", "algorithm.adv_estimator=probability"])
+            step.trainer.signal = methods()["probability"].build({})
+            patch.delattr(Workers, "compute_token_scores")
+            found.append(step.run())
+    assert all(map(torch.equal, found[0].values(), found[1].values()))
+    assert any(bool(advantages_T.any()) for advantages_T in found[0].values())
 
 
 def test_a_coarse_entropy_is_refused_by_the_engines_own_option() -> None:
