@@ -49,10 +49,12 @@ from grail_advantage.verl_ext.patches import autocast
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, TARGET
 from grail_advantage.verl_ext.wire import build_request
 from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, token_scores
-from grail_advantage.weighting import apply_token_weights, batch_weights, scores_of
+from grail_advantage.weighting import batch_weights, scores_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PUBLISHED = GrailConfig("official")
+VOCABULARY = 8192
+"""Tokens that the tokenizer knows."""
 
 
 def make_worker(
@@ -125,8 +127,9 @@ def _save_random_model(config: transformers.Qwen3Config, dtype: str, folder: Pat
 
 @cache
 def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Every word is one token, and the same one: only the number of tokens costs time."""
-    backend = Tokenizer(models.WordLevel({"word": 0}, unk_token="word"))
+    """Every word is one token, and the same one: only the number of tokens costs time. Other ids are numbers."""
+    numbers = {str(number): number for number in range(1, VOCABULARY)}
+    backend = Tokenizer(models.WordLevel({"word": 0, **numbers}, unk_token="word"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -149,6 +152,7 @@ class TrainingSide:
         self.engine = worker.engine
         self.rollouts = rollouts
         self.tokens = rollouts.tokens
+        self.tokenizer = word_tokenizer()
         self.mask_BT = torch.ones(rollouts.rows, rollouts.response, dtype=torch.bool)
         self.spans = [rollouts.span] * rollouts.rows
         self.actor = actor or FSDPActorConfig(
@@ -238,8 +242,7 @@ class TrainingSide:
         batch = self._batch(columns)
         rows = signal.select(batch)
         scores_BT = scores_of(signal, batch, rows, of_pass_BT if signal.uses else None)
-        weights_BT = batch_weights(scores_BT, batch, rows, signal).weights_BT
-        return apply_token_weights(self.base_advantages(), weights_BT, self.mask_BT)
+        return batch_weights(scores_BT, batch, rows, signal).advantages(self.base_advantages(), self.mask_BT)
 
     def fused_scores(self, signal: SaliencySignal, output: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """By row, as :meth:`separate_pass` gives them."""
@@ -306,7 +309,14 @@ class TrainingSide:
 
     def _batch(self, columns: Mapping[str, torch.Tensor]) -> RolloutBatch:
         return RolloutBatch(
-            self.mask_BT, self.rollouts.advantages, self.spans, columns, examples=self.rollouts.examples
+            self.mask_BT,
+            self.rollouts.advantages,
+            self.spans,
+            columns,
+            examples=self.rollouts.examples,
+            groups_B=torch.tensor(self.rollouts.groups),
+            tokens_BT=torch.stack(self.tokens)[:, self.rollouts.prompt :],
+            tokenizer=self.tokenizer,
         )
 
     def _pass_row(self, row: int) -> PassRow:

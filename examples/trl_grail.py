@@ -1,197 +1,136 @@
-"""GRAIL in TRL | a model of 0.65 M parameters on the CPU, or any other on a GPU | transformers generation, or vLLM
+"""GRAIL in TRL | Qwen3-1.7B with LoRA | one GPU with 24 GB | GSM8K
 
-    python examples/trl_grail.py                        a small warmed-up model, worked arithmetic, no GPU
-    python examples/trl_grail.py --method surprisal     another registered method; --option NAME=VALUE sets its options
-    python examples/trl_grail.py --model Qwen/Qwen3-4B --train-file train.parquet --validation-file validation.parquet ...
+    pip install -e '.[trl]'                                          in the repository; all that this file imports
+    python examples/trl_grail.py                                     model and data from the hub
+    python examples/trl_grail.py --data my.jsonl --model my_model    a .json, .jsonl, .parquet or .csv file, or a hub name
 
-The files hold the columns ``prompt`` (messages) and ``reward_model`` (``{"ground_truth": ...}``), as
-``scripts/prepare_data.sh`` writes them. ``accelerate launch examples/trl_grail.py ...`` trains on several GPUs.
+A row has a question, as ``question``, ``problem`` or ``prompt`` (a text, or messages that ask for a box already), and its
+answer, as ``answer`` (of which the part after ``####`` counts), ``solution``, or verl's ``reward_model``.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import os
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # recipe is no part of the installed package
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-# Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-if importlib.util.find_spec("trl") is None:  # then in the folder of requirements-trl.txt, if anywhere
-    sys.path.append(f"{sys.prefix}/trl")
-    if importlib.util.find_spec("trl") is None:
-        sys.exit(
-            f"TRL is missing: {sys.executable} -m pip install --no-deps --target {sys.prefix}/trl -r requirements-trl.txt"
-        )
-
 import torch
-import yaml
-from datasets import Dataset
-from tqdm import tqdm
-from transformers import ProgressCallback, TrainerCallback
+from datasets import Dataset, load_dataset
 from trl import GRPOConfig
 
 from grail_advantage.methods import methods
-from grail_advantage.tokenizers import load_tokenizer
+from grail_advantage.reward import compute_score
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
-from recipe import run_report
-from recipe.reward import compute_score
-from recipe.tiny.prepare import MODEL_FOLDER, default_settings, prepare
+
+ASK = "Reason step by step, and put your final answer within \\boxed{}."
+FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 def main() -> None:
     options = parse_options()
-    run_dir = options.output_dir / f"seed{options.seed}" / f"{options.method}_trl"
-    model, train_file, validation_file = options.model, options.train_file, options.validation_file
-    if model is None:
-        data_dir = options.output_dir / f"seed{options.seed}"
-        prepare(data_dir, default_settings("tiny", options.seed))
-        model = data_dir / MODEL_FOLDER
-        train_file, validation_file = data_dir / "train.parquet", data_dir / "validation.parquet"
-    trainer = build_trainer(options, str(model), train_file, validation_file, run_dir)
-    trainer.train()
-    if trainer.is_world_process_zero():
-        title = f"{options.method} in TRL, {options.model or 'tiny, worked arithmetic'}, seed {options.seed}"
-        print(run_report.summary(run_dir, title))
-
-
-def build_trainer(
-    options: argparse.Namespace, model: str, train_file: Path, validation_file: Path, run_dir: Path
-) -> TokenWeightGRPOTrainer:
-    """The trainer, with the metrics of an earlier run in the same place removed."""
     on_gpu = torch.cuda.is_available()
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    rows = options.prompts * options.rollouts // processes
     config = GRPOConfig(
-        output_dir=str(run_dir),
-        # batch and lengths: one update a batch of prompts x rollouts responses
+        output_dir=str(options.output),
+        # Batch and lengths: one update a batch of prompts x rollouts responses, micro_batch of them at a time.
         num_generations=options.rollouts,
-        per_device_train_batch_size=min(rows, options.micro_batch_size),
-        gradient_accumulation_steps=max(1, rows // options.micro_batch_size),
-        per_device_eval_batch_size=options.micro_batch_size,
-        num_generations_eval=1,
-        max_completion_length=options.max_response_length,
-        temperature=1.0,
-        top_k=0,
-        # learning: the loss and the settings of the published runs
+        per_device_train_batch_size=options.micro_batch,
+        gradient_accumulation_steps=max(1, options.prompts * options.rollouts // options.micro_batch),
+        max_completion_length=options.max_response,
+        # Learning: the loss of the published runs, with a rate for LoRA.
         loss_type="dr_grpo",
         scale_rewards="none",
         beta=0.0,
-        epsilon=0.2,
         epsilon_high=0.28,
         learning_rate=options.learning_rate,
         lr_scheduler_type="constant",
-        max_grad_norm=1.0,
+        max_steps=options.steps,
         seed=options.seed,
-        # infrastructure
+        # Memory and speed
         bf16=on_gpu,
         use_cpu=not on_gpu,
         gradient_checkpointing=on_gpu,
+        model_init_kwargs={"dtype": "bfloat16" if on_gpu and options.lora_rank else "float32"},
         use_vllm=options.vllm,
         vllm_mode="colocate",
-        # schedule and logs
-        max_steps=options.steps,
-        eval_strategy="steps",
-        eval_steps=options.eval_every,
-        eval_on_start=True,
-        save_strategy="no",
+        vllm_gpu_memory_utilization=0.3,
+        # Prompts and logs
+        chat_template_kwargs={"enable_thinking": False},
         logging_steps=1,
-        report_to="tensorboard",
+        report_to="none",
+        save_strategy="no",
+        eval_strategy="steps" if options.held_out else "no",
+        eval_steps=options.eval_every,
+        eval_on_start=bool(options.held_out),
+        num_generations_eval=1,
     )
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(run_dir / "tensorboard")
-    tokenizer = load_tokenizer(model, padding_side="left")
     trainer = TokenWeightGRPOTrainer(
-        model,
+        options.model,
         reward,
         config,
-        train_dataset=Dataset.from_parquet(str(train_file)),
-        eval_dataset=Dataset.from_parquet(str(validation_file)),
-        processing_class=tokenizer,
+        train_dataset=problems(options.data),
+        eval_dataset=problems(options.held_out) if options.held_out else None,
+        peft_config=lora(options.lora_rank) if options.lora_rank else None,
         token_weights=options.method,
-        token_weight_options=dict(options.option),
+        token_dump={"folder": options.output / "tokens", "every": options.dump_every},
     )
-    trainer.remove_callback(ProgressCallback)
+    trainer.train()
+    trainer.save_model()
     if trainer.is_world_process_zero():
-        shutil.rmtree(run_dir, ignore_errors=True)
-        trainer.add_callback(Report(run_dir, options.method))
-    return trainer
+        print(f"Every token's weight, in one page: python -m grail_advantage.report {options.output}")
 
 
-def reward(completions: list[list[dict[str, str]]], reward_model: list[dict[str, Any]], **_: Any) -> list[float]:
-    """1 where the last box of a response states the gold answer."""
+def problems(source: str) -> Dataset:
+    """Prompts, as messages, and solutions, from a file or from the hub."""
+    file = Path(source)
+    if file.suffix in FORMATS:
+        rows = load_dataset(FORMATS[file.suffix], data_files=str(file), split="train")
+    else:
+        name, _, part = source.partition(":")
+        rows = load_dataset(name, part or None, split="train")
+    return rows.map(problem, remove_columns=rows.column_names)
+
+
+def problem(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as TRL takes it."""
+    question = next(row[name] for name in ("prompt", "question", "problem") if name in row)
+    if isinstance(question, str):
+        question = [{"role": "user", "content": f"{question}\n{ASK}"}]
+    if "reward_model" in row:
+        return {"prompt": question, "solution": row["reward_model"]["ground_truth"]}
+    answer = next(str(row[name]) for name in ("answer", "solution") if name in row)
+    return {"prompt": question, "solution": answer.rsplit("####", 1)[-1].strip()}
+
+
+def reward(completions: list[list[dict[str, str]]], solution: list[str], **_: Any) -> list[float]:
+    """1 where the last box of a response states the solution."""
     return [
-        compute_score("", completion[-1]["content"], row["ground_truth"])["score"]
-        for completion, row in zip(completions, reward_model, strict=True)
+        compute_score("", completion[-1]["content"], gold)["score"]
+        for completion, gold in zip(completions, solution, strict=True)
     ]
 
 
-class Report(TrainerCallback):
-    """A progress bar, and the file that ``recipe.run_report`` reads."""
+def lora(rank: int) -> Any:
+    """An adapter on every linear layer but the head."""
+    from peft import LoraConfig
 
-    def __init__(self, run_dir: Path, method: str) -> None:
-        self.names = {
-            "eval_reward": "val-core/held_out/acc/mean@1",
-            "reward": "critic/score/mean",
-            "step_time": "timing_s/step",
-            f"{method}/selected_rate": f"{method}/selected_rate",
-        }
-        run_dir.mkdir(parents=True)
-        self.metrics_file = run_dir / run_report.METRICS_FILE
-        self.shown: dict[str, str] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.bar = tqdm(total=state.max_steps, unit="step", dynamic_ncols=True)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        data = {self.names[name]: value for name, value in logs.items() if name in self.names}
-        with self.metrics_file.open("a") as file:
-            file.write(json.dumps({"step": state.global_step, "data": data}) + "\n")
-        self.bar.update(state.global_step - self.bar.n)
-        for name, label in (("reward", "reward"), ("eval_reward", "held-out accuracy")):
-            if name in logs:
-                self.shown[label] = f"{logs[name]:.3f}"
-        self.bar.set_postfix(self.shown)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.bar.close()
+    return LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
 
 
 def parse_options() -> argparse.Namespace:
+    """The command line; its defaults are for 24 GB."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--method", default="grail", choices=sorted(methods()), metavar="NAME", help="default: grail")
-    parser.add_argument(
-        "--option", action="append", default=[], type=method_option, metavar="NAME=VALUE", help="of the method"
-    )
-    parser.add_argument("--model", help="name or folder; needs the two files")
-    parser.add_argument("--train-file", type=Path)
-    parser.add_argument("--validation-file", type=Path)
-    parser.add_argument("--prompts", type=int, default=32, help="of a step")
-    parser.add_argument("--rollouts", type=int, default=8, help="responses to a prompt")
-    parser.add_argument("--micro-batch-size", type=int, default=128)
-    parser.add_argument("--max-response-length", type=int, default=64)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--eval-every", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the same process")
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs/tiny_cpu"))
-    options = parser.parse_args()
-    if options.model and not (options.train_file and options.validation_file):
-        parser.error("--model needs --train-file and --validation-file")
-    return options
-
-
-def method_option(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE")
-    return name, yaml.safe_load(value)
+    parser.add_argument("--model", default="Qwen/Qwen3-1.7B", help="hub name or folder (default: %(default)s)")
+    parser.add_argument("--data", default="openai/gsm8k:main", help="file, or hub name[:part] (default: %(default)s)")
+    parser.add_argument("--held-out", help="problems for evaluation, likewise (default: none)")
+    parser.add_argument("--method", default="grail", choices=sorted(methods()), metavar="NAME", help="uniform is GRPO")
+    parser.add_argument("--output", type=Path, default=Path("outputs/trl_grail"), help="default: %(default)s")
+    parser.add_argument("--vllm", action="store_true", help="generate with vLLM on the same GPU")
+    numbers = {"prompts": 8, "rollouts": 8, "micro_batch": 4, "max_response": 1024, "lora_rank": 32, "steps": 200}
+    numbers |= {"eval_every": 20, "dump_every": 10, "seed": 0}
+    for name, value in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="default: %(default)s")
+    parser.add_argument("--learning-rate", type=float, default=1e-5, help="default: %(default)s")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

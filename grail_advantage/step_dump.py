@@ -255,19 +255,18 @@ class StepDump:
         return choose_rows(groups, valid, self._limit, (step, update))
 
     def write(
-        self, step: int, update: int, chosen: Sequence[int], batch: StepRows, known: Callable[[], list[dict[str, Any]]]
+        self, step: int, update: int, chosen: Sequence[int], taken: StepRows, known: Callable[[], list[dict[str, Any]]]
     ) -> None:
-        """Have rows written. Everything that the batch's tensors share with the run is copied here.
+        """Have rows written.
 
         Args:
             step: training step.
             update: which of its updates.
             chosen: rows of the batch.
-            batch: the whole batch.
+            taken: these rows alone; their tensors are read in the writer's thread, so the run must not hold them.
             known: gives further fields of :class:`grail_advantage.token_dump.DumpRow` for each chosen row; called in the
                 writer's thread.
         """
-        taken = batch.taken(chosen)
 
         def make() -> tuple[DumpHeader, list[DumpRow]]:
             rows = [

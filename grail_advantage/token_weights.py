@@ -36,7 +36,7 @@ from grail_advantage.batch import (
 from grail_advantage.hf_model import HuggingFaceModel
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.model_interface import Model
-from grail_advantage.signals.base import Signal
+from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.weighting import batch_weights, put_row, scores_of
 
 ROUNDING = 1e-3
@@ -57,6 +57,10 @@ class TokenWeights:
     """Figures of the batch, see :func:`grail_advantage.metrics.weight_metrics`."""
     advantages: torch.Tensor
     """(B, L) float32; the token advantages ``A_t``, 0 outside the response."""
+    rows: RowSelection
+    """Which rows the method scored."""
+    non_finite: torch.Tensor
+    """(B,) bool; scored rows that weigh 1 because a score of theirs is not finite."""
 
 
 def compute_token_weights(
@@ -172,6 +176,8 @@ def compute_token_weights(
         scores=rollouts.to_full_width(of_pass_BT if scores_BT is None else scores_BT, float("nan")),
         spans=spans,
         stats=weight_metrics(result, mask_BT, batch.advantages_B, rows, gradient_norms),
+        rows=rows,
+        non_finite=result.non_finite_B,
     )
 
 

@@ -1,7 +1,7 @@
 """Loading a tokenizer as its checkpoint means it, and the check that text survives it.
 
-transformers 5.9 and 5.10 (huggingface/transformers#45488) rebuild a tokenizer whose class has a constructor of its own from
-vocabulary and merges alone. For a byte-level vocabulary under the class ``LlamaTokenizerFast``, as of
+transformers 5.9 and 5.10 (huggingface/transformers#45488; 5.23 does not) rebuild a tokenizer whose class has a constructor of
+its own from vocabulary and merges alone. For a byte-level vocabulary under the class ``LlamaTokenizerFast``, as of
 DeepSeek-R1-Distill-Llama, that puts SentencePiece's rules over it: spaces and newlines vanish, right ids decode to
 ``\\boxed{xĠ=Ġ2}``, and ``save_pretrained`` hands the damage on. The checkpoint's own ``tokenizer.json`` is right, and the plain
 class reads it unchanged.

@@ -28,7 +28,7 @@ _ACCURACY = re.compile(r"val-core/.+/acc/mean@\d+")
 
 @dataclass(frozen=True)
 class Step:
-    """A training step in one line of the metrics file; figures that the line lacks are ``None``."""
+    """A training step in one line of the metrics file, by verl's names or TRL's; figures that the line lacks are ``None``."""
 
     number: int
     accuracy: float | None
@@ -43,13 +43,13 @@ class Step:
     def parse(cls, line: str) -> Step:
         record: dict[str, Any] = json.loads(line)
         data = record["data"]
-        accuracies = [value for name, value in data.items() if _ACCURACY.fullmatch(name)]
+        accuracies = [value for name, value in data.items() if _ACCURACY.fullmatch(name) or name == "eval_reward"]
         selected = [value for name, value in data.items() if name.endswith("/selected_rate")]
         return cls(
             number=record["step"],
             accuracy=statistics.fmean(accuracies) if accuracies else None,
-            reward=data.get("critic/score/mean"),
-            seconds=data.get("timing_s/step"),
+            reward=data.get("critic/score/mean", data.get("reward")),
+            seconds=data.get("timing_s/step", data.get("step_time")),
             selected=selected[0] if selected else None,
         )
 

@@ -33,6 +33,7 @@ ruff check .
 ruff format --check .
 mypy
 lint-imports
+NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
 # Three files at a time on two cores: many tests wait for processes that start. tests/conftest.py decides which tests stay
 # together and which begin first. Ray runs its workers at nice 15, so that whole runs would starve beside tests at nice 0.
 nice -n 19 python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-3}" --dist loadgroup --no-loadscope-reorder \

@@ -54,7 +54,7 @@ def train(
     code, output = run_command(list(command), environment=environment(**variables), each_line=keep)
     keep()
     logged = by_step(run_dir)
-    made = [step for step, data in logged.items() if "critic/score/mean" in data]
+    made = [step for step, figures in curve(logged).items() if "reward" in figures]
     outcome.check(
         f"{name}: the run makes its steps",
         code == 0 and len(made) == steps,
@@ -84,7 +84,7 @@ def curve(logged: Mapping[int, Mapping[str, float]]) -> dict[str, dict[str, floa
 
 def judge(outcome: Outcome, name: str, method: str, logged: Mapping[int, Mapping[str, float]]) -> None:
     """What must hold of every run: GRAIL scores rows, and every reward is a number."""
-    rewards = [data["critic/score/mean"] for data in logged.values() if "critic/score/mean" in data]
+    rewards = [figures["reward"] for figures in curve(logged).values() if "reward" in figures]
     outcome.check(
         f"{name}: rewards are numbers, some right and some wrong",
         bool(rewards) and all(map(math.isfinite, rewards)) and any(0 < reward < 1 for reward in rewards),

@@ -32,6 +32,7 @@ from grail_advantage.answer_span import AnswerSpan, find_answer_spans
 from grail_advantage.batch import EXAMPLES, GROUPS, field_names
 from grail_advantage.missing_answers import advice, is_low
 from grail_advantage.signals.base import Signal
+from grail_advantage.step_dump import neutral_reasons
 from grail_advantage.token_dump import (
     DumpHeader,
     DumpRow,
@@ -362,26 +363,19 @@ def _weights(
 def _method_columns(
     signal: Signal, weights: TokenWeights, row: _Row, index: int, response_BL: torch.Tensor
 ) -> MethodColumns:
-    inside_L = response_BL[index]
+    inside_L, at = response_BL[index], slice(index, index + 1)
+    (neutral,) = neutral_reasons(
+        signal,
+        weights.rows.part(at),
+        valid_B=response_BL[at].any(dim=1),
+        advantages_B=torch.tensor([row.advantage]),
+        truncated_B=torch.zeros(1),
+        non_finite_B=weights.non_finite[at],
+    )
     score_T = weights.scores[index].cpu()[inside_L].numpy()
     return MethodColumns(
         score_T=score_T,
         weight_T=weights.weights[index].cpu()[inside_L].numpy(),
-        neutral=_neutral(signal, score_T, weights.spans[index], row.advantage),
+        neutral=neutral,
         advantage_T=weights.advantages[index].cpu()[inside_L].numpy() if signal.gives == "advantages" else None,
     )
-
-
-def _neutral(signal: Signal, score_T: np.ndarray, span: AnswerSpan | None, advantage: float) -> str | None:
-    """Why a row has no scores."""
-    if np.isfinite(score_T).any():
-        return None
-    if not len(score_T):
-        return "no tokens"
-    if advantage == 0:
-        return "advantage 0"
-    if signal.gate != "all" and (advantage > 0) != (signal.gate == "correct"):
-        return "outside the gate"
-    if span is None and (signal.needs_answer or signal.statistics == "reasoning"):
-        return "no answer"
-    return "no scores"

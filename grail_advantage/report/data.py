@@ -1,7 +1,7 @@
 """A run on the disk: its metrics and its token dump.
 
-A run is a folder with ``metrics.jsonl`` (verl's ``file`` logger; after resumes also ``metrics-2.jsonl``, ...) and ``tokens/``,
-the token dump; or a token dump alone.
+A run is a folder with ``metrics.jsonl`` (verl's ``file`` logger, after resumes also ``metrics-2.jsonl``, ...; or TRL's figures)
+and ``tokens/``, the token dump; or a token dump alone.
 """
 
 from __future__ import annotations
@@ -146,7 +146,12 @@ class Curve:
 
 _CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
     ("accuracy", "Held-out accuracy", "share right", ((r"val-core/.+/acc/mean@\d+", ""),)),
-    ("reward", "Training reward", "mean of a response", (("critic/score/mean", "reward"),)),
+    (
+        "reward",
+        "Training reward",
+        "mean of a response",
+        (("critic/score/mean|reward", "reward"), ("eval_reward", "held out")),
+    ),
     (
         "weights",
         "Token weights",
@@ -163,8 +168,8 @@ _CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
             (r"[^/]+/truncated_rate", "truncated"),
         ),
     ),
-    ("length", "Response length", "tokens", (("response_length/mean", "mean"),)),
-    ("entropy", "Policy entropy", "nats", (("actor/entropy", "mean"),)),
+    ("length", "Response length", "tokens", (("response_length/mean|completions/mean_length", "mean"),)),
+    ("entropy", "Policy entropy", "nats", (("actor/entropy|entropy", "mean"),)),
 )
 
 

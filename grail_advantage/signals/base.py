@@ -61,6 +61,10 @@ class RowSelection:
     selected_B: torch.Tensor
     """The row needs scores."""
 
+    def part(self, rows: slice) -> RowSelection:
+        """These rows alone."""
+        return RowSelection(self.answered_B[rows], self.inside_gate_B[rows], self.selected_B[rows])
+
 
 @dataclass(frozen=True)
 class AnswerWeights:

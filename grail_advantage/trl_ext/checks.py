@@ -8,15 +8,15 @@ from typing import Any, NoReturn
 
 from accelerate.utils import ParallelismConfig
 from datasets import Dataset
-from packaging.version import Version
 from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS, field_names
 from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
 from grail_advantage.tokenizers import check_round_trip
+from grail_advantage.trl_ext.patches import missing_attributes, missing_methods
 
-OLDEST_TRL, FIRST_UNKNOWN_TRL = "1.15", "1.17"
+TESTED_TRL = "1.16.0"
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 """Losses of TRL that multiply every token's own ratio by its advantage."""
 PROVIDED = frozenset({OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS})
@@ -24,16 +24,29 @@ PROVIDED = frozenset({OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS})
 IMAGE_COLUMNS = ("image", "images")
 
 
-def check_trl_version(installed: str) -> None:
-    """Refuse versions of TRL that are not tested: the trainer uses private parts (:mod:`grail_advantage.trl_ext.patches`).
+def check_trl(trainer_class: type, version: str) -> None:
+    """Refuse a TRL whose trainer lacks private parts that token weights use (:mod:`grail_advantage.trl_ext.patches`).
 
     Raises:
-        ValueError: naming the versions.
+        ValueError: naming the version and each part that is missing.
     """
-    if not Version(OLDEST_TRL) <= Version(installed) < Version(FIRST_UNKNOWN_TRL):
+    _refuse_trl(missing_methods(trainer_class), version)
+
+
+def check_attributes(trainer: GRPOTrainer, version: str) -> None:
+    """The same for what TRL's constructor makes.
+
+    Raises:
+        ValueError: naming the version and each attribute that is missing.
+    """
+    _refuse_trl(missing_attributes(trainer), version)
+
+
+def _refuse_trl(missing: list[str], version: str) -> None:
+    if missing:
         raise ValueError(
-            f"trl {installed} is installed, but token weights follow trl {OLDEST_TRL} up to, not including, "
-            f"{FIRST_UNKNOWN_TRL}; run `pip install 'trl>={OLDEST_TRL},<{FIRST_UNKNOWN_TRL}'`"
+            f"trl {version} is installed, whose GRPOTrainer lacks {', '.join(missing)}; token weights use "
+            f"{'it' if len(missing) == 1 else 'them'}: run `pip install 'trl=={TESTED_TRL}'`"
         )
 
 

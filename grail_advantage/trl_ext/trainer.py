@@ -10,6 +10,7 @@ Shape suffixes: B rows of this process, T response tokens, L prompt + response.
 from __future__ import annotations
 
 import inspect
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,6 @@ import trl
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
-from grail_advantage.activations import evaluation_mode
 from grail_advantage.answer_format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answer_span import AnswerSpan
 from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, field_names, token_mean
@@ -28,11 +28,14 @@ from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.missing_answers import CHOICES, AnswerWatch
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights
-from grail_advantage.trl_ext.checks import check_arguments, check_prompt, check_trainer, check_trl_version
+from grail_advantage.trl_ext.checks import check_arguments, check_attributes, check_prompt, check_trainer, check_trl
+from grail_advantage.trl_ext.dump import GenerationBatch, GenerationDump, dump_options
 from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies
 
 FIGURES = (*METRICS, *GRADIENT_METRICS, "truncated_rate", "seconds")
 """Figures of the name ``<method>/<figure>`` in the logs of training."""
+DUMPED = {OLD_LOG_PROBS: "old_log_prob_T", ENTROPY: "entropy_T"}
+"""Columns of a batch, by their names in a dump's row."""
 
 
 class TokenWeightGRPOTrainer(GRPOTrainer):
@@ -46,7 +49,10 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         answer: the format of answers, as for :func:`grail_advantage.compute_token_weights`.
         missing_answers: ``stop``, ``warn`` or ``ignore`` where responses have no answer, see
             :mod:`grail_advantage.missing_answers`.
-        arguments, named: as for ``GRPOTrainer``.
+        token_dump: a folder for every token's score, weight and advantage, or a mapping of ``folder``, ``every`` (steps from
+            one dump to the next, 1) and ``rows`` (of a step at most, 64; None: all). See docs/token_dump.md.
+        *arguments: as for ``GRPOTrainer``.
+        **named: likewise.
 
     Raises:
         ValueError: an unknown method or option, or an argument that token weights do not work with; the message has the
@@ -60,9 +66,10 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         token_weight_options: Mapping[str, Any] | None = None,
         answer: str | AnswerFormat = BOXED,
         missing_answers: str = CHOICES[0],
+        token_dump: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        check_trl_version(trl.__version__)
+        check_trl(GRPOTrainer, trl.__version__)
         if isinstance(token_weights, str):
             token_weights = method(token_weights).build(token_weight_options or {})
         elif token_weight_options:
@@ -72,10 +79,23 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         self.signal = token_weights
         self.answer = answer_format(answer)
         self._answers = AnswerWatch(self.signal, self.answer, missing_answers)
+        dumping = None if token_dump is None else dump_options(token_dump)
+        self._dump: GenerationDump | None = None
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *arguments, **named).arguments
         check_arguments(given, self.signal)
         super().__init__(*arguments, **named)
+        check_attributes(self, trl.__version__)
         check_trainer(self, self.signal)
+        if dumping is not None:
+            self._dump = GenerationDump(self, dumping, self.signal, self.answer)
+            self.add_callback(self._dump)
+
+    def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        """TRL's rewards of all processes, kept for the dump."""
+        rewards = super()._calculate_rewards(*arguments, **named)
+        if self._dump is not None:
+            self._dump.rewards = rewards
+        return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's generation batch; in training with ``advantages`` (B, T)."""
@@ -132,7 +152,13 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
                 "seconds": time.perf_counter() - started,
             }
         )
-        return advantages_BT.to(advantages_B.dtype)
+        advantages_BT = advantages_BT.to(advantages_B.dtype)
+        if self._dump is not None:
+            known = {OLD_LOG_PROBS: output.get("old_per_token_logps")}
+            known |= {name: rows[name][own, width : width + mask_BT.shape[1]] for name in DUMPED if name in rows}
+            columns_BT = {DUMPED[name]: values_BT for name, values_BT in known.items() if values_BT is not None}
+            self._dump.write(GenerationBatch(inputs, output, result, own, columns_BT, truncated_B, advantages_BT))
+        return advantages_BT
 
     def _look_for_answers(self, spans: Sequence[AnswerSpan | None], rows: dict[str, torch.Tensor]) -> None:
         answered, count = sum(span is not None for span in spans), len(spans)
@@ -157,11 +183,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         mask_BT, given_BT = output["completion_mask"], output.get("old_per_token_logps")
         columns_BT = {} if given_BT is None else {OLD_LOG_PROBS: given_BT}
         if any(name not in columns_BT for name in wanted):
-            model = self.accelerator.unwrap_model(self.model)
-            with evaluation_mode(model), torch.no_grad():
-                log_probs_BT, entropies_BT = log_probs_and_entropies(
-                    self, model, rows["input_ids"], rows["attention_mask"], mask_BT.shape[1]
-                )
+            log_probs_BT, entropies_BT = log_probs_and_entropies(
+                self, rows["input_ids"], rows["attention_mask"], mask_BT.shape[1]
+            )
             columns_BT = {OLD_LOG_PROBS: log_probs_BT, ENTROPY: entropies_BT} | columns_BT
         prompt_BP = torch.zeros(output["prompt_ids"].shape, device=mask_BT.device)
         return {name: torch.cat([prompt_BP, columns_BT[name].float()], dim=1) for name in wanted}

@@ -106,13 +106,8 @@ def test_public_signatures() -> None:
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in by_name)
     assert all(parameters[name].default is not inspect.Parameter.empty for name in by_name)
     assert parameters["temperature"].default == 1.0
-    assert [field.name for field in dataclasses.fields(TokenWeights)] == [
-        "weights",
-        "scores",
-        "spans",
-        "stats",
-        "advantages",
-    ]
+    result = ["weights", "scores", "spans", "stats", "advantages", "rows", "non_finite"]
+    assert [field.name for field in dataclasses.fields(TokenWeights)] == result
     assert [field.name for field in dataclasses.fields(AnswerSpan)] == ["start", "content_start", "content_end", "end"]
     of_span = inspect.signature(grail_advantage.find_answer_span).parameters
     assert list(of_span) == ["token_ids", "tokenizer", "which", "answer"] and of_span["which"].default == "last"

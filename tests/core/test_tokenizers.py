@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import transformers
+from packaging.version import Version
+from tokenizers import decoders, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from grail_advantage.tokenizers import PROBES, check_round_trip, load_tokenizer, lost_text
@@ -21,11 +24,26 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_under_class(build_tokenizer(), tmp_path_factory.mktemp("broken"), "LlamaTokenizerFast", "llama")
 
 
-def test_what_transformers_makes_of_such_a_checkpoint(broken: Path) -> None:
-    """The defect that this is about. Where this fails, transformers is mended."""
-    damaged, meant = AutoTokenizer.from_pretrained(broken), build_tokenizer()
-    assert damaged.decode(damaged.encode("a b\nc")) == "abc"
-    assert damaged.decode(meant.encode(r"\boxed{x = 2}")) == r"\boxed{xĠ=Ġ2}"
+@pytest.fixture
+def damaged() -> PreTrainedTokenizerFast:
+    """SentencePiece's rules over a byte-level vocabulary."""
+    tokenizer = build_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def test_what_transformers_makes_of_such_a_checkpoint(broken: Path, damaged: PreTrainedTokenizerFast) -> None:
+    """The defect that this is about, up to transformers 5.10."""
+    loaded, meant = AutoTokenizer.from_pretrained(broken), build_tokenizer()
+    if Version(transformers.__version__) < Version("5.11"):
+        for tokenizer in (loaded, damaged):
+            assert tokenizer.decode(tokenizer.encode("a b\nc")) == "abc"
+            assert tokenizer.decode(meant.encode(r"\boxed{x = 2}")) == r"\boxed{xĠ=Ġ2}"
+    else:
+        assert loaded.decode(loaded.encode("a b\nc")) == "a b\nc"
 
 
 def test_is_read_as_it_is_meant(broken: Path) -> None:
@@ -37,15 +55,15 @@ def test_is_read_as_it_is_meant(broken: Path) -> None:
     assert (tokenizer.eos_token, tokenizer.pad_token) == (meant.eos_token, meant.pad_token)
 
 
-def test_damage_that_was_saved_is_refused_with_the_remedy(broken: Path, tmp_path: Path) -> None:
-    AutoTokenizer.from_pretrained(broken).save_pretrained(tmp_path)
+def test_damage_that_was_saved_is_refused_with_the_remedy(damaged: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    damaged.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"turns 'a b\\nc' into 'abc': .*take tokenizer\.json .*tokenizer_path"):
         load_tokenizer(tmp_path)
 
 
-def test_a_damaged_tokenizer_is_refused(broken: Path) -> None:
+def test_a_damaged_tokenizer_is_refused(damaged: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match=r"tokenizer of here .*turns 'a b\\nc' into 'abc'"):
-        check_round_trip(AutoTokenizer.from_pretrained(broken), "here")
+        check_round_trip(damaged, "here")
 
 
 FAMILIES = {

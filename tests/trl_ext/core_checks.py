@@ -422,14 +422,6 @@ def test_groups_that_are_split_over_processes_are_refused(tmp_path: Path) -> Non
     checks.check_trainer(copy, signal)
 
 
-def test_other_versions_are_refused() -> None:
-    for version in ("1.14.2", "1.17.0", "0.29.0"):
-        with pytest.raises(ValueError, match=rf"trl {version} is installed.*pip install 'trl>=1.15,<1.17'"):
-            checks.check_trl_version(version)
-    for version in ("1.15.0", "1.15.3", "1.16.0", "1.16.1"):
-        checks.check_trl_version(version)
-
-
 def test_published_settings_of_the_page_are_accepted(tmp_path: Path) -> None:
     (text,) = documentation.snippets("trl.md")
     names: dict[str, Any] = {"GRPOConfig": lambda _, **settings: scripted.config(tmp_path, **settings)}

@@ -28,6 +28,11 @@ TIMEOUT = 1500
 """Seconds; ranks that hang end with this process."""
 
 
+def dump_folder(folder: Path, name: str, world_size: int) -> Path:
+    """Of a method's run, for all of its ranks."""
+    return folder / f"{name} of {world_size}"
+
+
 def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     """Train; the advantages of every generation batch of this rank, the figures, and the parameters at the end."""
     seen: list[dict[str, torch.Tensor]] = []
@@ -50,7 +55,7 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
         folder,
         Recording,
         model=tiny_model(),
-        weights=WEIGHTS[name],
+        weights={**WEIGHTS[name], "token_dump": dump_folder(folder.parent, name, world_size)},
         per_device_train_batch_size=8 // world_size,
         max_steps=STEPS,
         loss_type="dr_grpo",

@@ -1,7 +1,7 @@
 """Token weights in TRL's trainer.
 
 verl 0.9.1 does not start where it can import TRL, so everything with TRL runs in processes that have it on their path: the
-checks of this folder with the newest TRL of the range and with the oldest, and two ranks.
+checks of this folder with the newest TRL and the newest transformers, with the oldest TRL, and two ranks.
 By hand: ``PYTHONPATH=.venv/trl .venv/bin/python -m pytest tests/trl_ext/core_checks.py``.
 """
 
@@ -12,42 +12,51 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from grail_advantage.token_dump import DumpRow, read_dump
 from tests.core.tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-NEWEST = (ROOT / "requirements-trl.txt").read_text().split("trl==")[1].split()[0]
-OLDEST = "1.15.0"
+REQUIREMENTS = ROOT / "requirements-trl.txt"
+NEWEST = re.findall(r"^[\w-]+==\S+$", REQUIREMENTS.read_text(), re.MULTILINE)
+"""The newest TRL, the newest transformers, and what this one needs newer than verl's."""
+OLDEST = ["trl==1.15.0"]
+"""The oldest TRL, with verl's transformers."""
+CHECKS = [f"tests/trl_ext/{name}_checks.py" for name in ("core", "dump", "relied")]
+EXAMPLE_CHECKS = "tests/trl_ext/example_checks.py"
+"""Not with TRL 1.15, which computes log-probabilities on a GPU alone."""
 TIMEOUT = 1800
 
 
-def trl_folder(version: str) -> Path:
-    """A folder with that TRL alone, kept beside the environment's packages."""
+def trl_folder(packages: list[str]) -> Path:
+    """A folder with these packages alone, kept beside the environment's packages."""
+    names = [f"{package.replace('-', '_').replace('==', '-')}.dist-info" for package in packages]
     default = Path(sys.prefix) / "trl"
-    if (default / f"trl-{version}.dist-info").exists():
+    if all((default / name).exists() for name in names):
         return default
-    folder = Path(sys.prefix) / f"trl-{version}"
-    if not (folder / f"trl-{version}.dist-info").exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-        command = [*pip, "--target", folder, f"trl=={version}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    folder = Path(sys.prefix) / f"trl-{'-'.join(package.split('==')[1] for package in packages)}"
+    if not all((folder / name).exists() for name in names):
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade"]
+        done = subprocess.run([*pip, "--target", folder, *packages], capture_output=True, text=True, timeout=TIMEOUT)
         if done.returncode:
-            pytest.fail(f"TRL {version} cannot be installed into {folder}:\n{done.stderr}")
+            pytest.fail(f"{' '.join(packages)} cannot be installed into {folder}:\n{done.stderr}")
     return folder
 
 
-def environment(version: str) -> dict[str, str]:
-    """With that TRL on the path, nothing sent anywhere, nothing fetched."""
+def environment(packages: list[str]) -> dict[str, str]:
+    """With these packages on the path, nothing sent anywhere, nothing fetched."""
     return {
         **os.environ,
-        "PYTHONPATH": str(trl_folder(version)),
+        "PYTHONPATH": str(trl_folder(packages)),
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -58,12 +67,12 @@ def environment(version: str) -> dict[str, str]:
     }
 
 
-def run(command: list[str], version: str) -> str:
+def run(command: list[str], packages: list[str]) -> str:
     """Its output; fails with it."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env=environment(version),
+        env=environment(packages),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -74,11 +83,14 @@ def run(command: list[str], version: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("version", [NEWEST, OLDEST])
-def test_checks(version: str) -> None:
-    output = run(["-m", "pytest", "-p", "no:cacheprovider", "tests/trl_ext/core_checks.py"], version)
+@pytest.mark.parametrize(
+    ("packages", "files"), [(NEWEST, [*CHECKS, EXAMPLE_CHECKS]), (OLDEST, CHECKS)], ids=["newest", "oldest"]
+)
+def test_checks(packages: list[str], files: list[str]) -> None:
+    output = run(["-m", "pytest", "-p", "no:cacheprovider", *files], packages)
     assert "skipped" not in output
-    assert re.search(r"^tests/trl_ext/core_checks.py \.\.", output, re.MULTILINE), output
+    for file in files:
+        assert re.search(rf"^{file} \.\.", output, re.MULTILINE), output
 
 
 def test_the_package_does_not_need_trl() -> None:
@@ -94,9 +106,19 @@ def test_the_package_does_not_need_trl() -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trl_ranks")
+
+
+@pytest.fixture(scope="module")
+def dumps(folder: Path) -> Callable[[str, int], list[DumpRow]]:
+    """Gives the rows that a method's run wrote, by its number of ranks."""
+    return lambda name, world_size: list(read_dump(folder / f"{name} of {world_size}"))
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """Results of the run with two ranks, and of the same run with one, by number of ranks."""
-    folder = tmp_path_factory.mktemp("trl_ranks")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -149,6 +171,33 @@ def test_figures_are_those_of_all_ranks(ranks: dict[int, list[dict[str, Any]]], 
     assert first["truncated_rate"] == alone["figures"]["truncated_rate"] == 1 / 8
     for figure in ("answer_found_rate", "selected_rate", "neutral_rate"):
         assert first[figure] == pytest.approx(alone["figures"][figure]), figure
+
+
+@pytest.mark.parametrize("name", RANK_METHODS)
+def test_the_dump_has_the_rows_of_all_ranks(
+    ranks: dict[int, list[dict[str, Any]]], dumps: Callable[[str, int], list[DumpRow]], name: str
+) -> None:
+    results_of(ranks, name)
+    together, alone = dumps(name, 2), dumps(name, 1)
+    assert len(together) == 24
+    for row, expected in zip(together, alone, strict=True):
+        for column in (
+            "step",
+            "update",
+            "row",
+            "key",
+            "group",
+            "prompt",
+            "response",
+            "reward",
+            "neutral",
+            "span",
+            "answer",
+        ):
+            assert getattr(row, column) == getattr(expected, column), column
+        for column in ("score_T", "weight_T", "base_advantage_T", "advantage_T", "old_log_prob_T", "entropy_T"):
+            values, others = getattr(row, column), getattr(expected, column)
+            np.testing.assert_allclose(values, others, rtol=2e-3, atol=2e-3, err_msg=column)
 
 
 @pytest.mark.parametrize(("name", "counts"), [("grail", [2, 1]), ("grail, right rows", [1, 0])])

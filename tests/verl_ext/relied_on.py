@@ -2,6 +2,7 @@
 
     python -m tests.verl_ext.relied_on            what differs from relied_on.json
     python -m tests.verl_ext.relied_on --write    relied_on.json anew, once everything that differed has been read
+    python -m tests.verl_ext.relied_on --source FOLDER   what differs in a checkout of verl, which is not imported
 
 Found are: every name that is imported from these packages, every attribute of an imported module of theirs that is used, and
 every method of theirs that a class of this project overrides. A function's entry is its signature and a digest of its source,
@@ -46,15 +47,25 @@ def digest(found: Any) -> str | None:
     return hashlib.sha256(source.encode()).hexdigest()[:12]
 
 
+def _place(found: Any) -> str:
+    """Where it is defined, for a name that another module re-exports. A Ray actor class is what it was made of."""
+    found = getattr(getattr(found, "__ray_metadata__", None), "modified_class", found)
+    return f"{found.__module__}.{getattr(found, '__qualname__', type(found).__qualname__)}"
+
+
 def describe(found: Any) -> dict[str, Any]:
     """What an entry says of an object."""
     if inspect.isclass(found):
-        return {"class": [f"{base.__module__}.{base.__qualname__}" for base in found.__bases__]}
+        return {"class": [_place(base) for base in found.__bases__], "at": _place(found)}
     if isinstance(found, property):
-        return {"property": digest(found.fget)}
+        return {"property": digest(found.fget), "at": _place(found.fget)}
     if callable(found):
         plain = inspect.unwrap(found)
-        return {"signature": str(inspect.signature(plain, eval_str=False)), "source": digest(plain)}
+        return {
+            "signature": str(inspect.signature(plain, eval_str=False)),
+            "source": digest(plain),
+            "at": _place(plain),
+        }
     if isinstance(found, ModuleType):
         return {"module": found.__name__}
     return {"value": type(found).__name__}
@@ -144,7 +155,50 @@ def differences(now: dict[str, dict[str, Any]], known: dict[str, dict[str, Any]]
     return lines
 
 
+def source_in(folder: Path, place: str) -> str | None:
+    """The source of a function in a source tree, as ``inspect`` gives it; ``""`` for anything else that is there."""
+    parts = [part for part in place.split(".") if part != "<locals>"]
+    for cut in range(len(parts), 0, -1):
+        path = folder.joinpath(*parts[:cut])
+        file = next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+        if file is not None:
+            break
+    else:
+        return None
+    text = file.read_text(encoding="utf-8")
+    node: Any = ast.parse(text)
+    for part in parts[cut:]:
+        node = next((entry for entry in reversed(node.body) if getattr(entry, "name", None) == part), None)
+        if node is None:
+            return None
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return ""
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return textwrap.dedent("".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno]))
+
+
+def differences_in_source(folder: Path, known: dict[str, dict[str, Any]]) -> list[str]:
+    """One line for each function or class of verl's that is gone from a source tree, or has another source there."""
+    lines = []
+    for name, entry in known.items():
+        place = entry.get("at", name)
+        place = name if "<locals>" in place else place  # a class that Ray made
+        if not place.startswith("verl.") or not {"source", "class", "property"} & entry.keys():
+            continue
+        source, before = source_in(folder, place), entry.get("source", entry.get("property"))
+        if source is None:
+            lines.append(f"{name}: gone from {place}")
+        elif source and before != hashlib.sha256(source.encode()).hexdigest()[:12]:
+            lines.append(f"{name}: its source differs")
+    return lines
+
+
 def main() -> None:
+    if "--source" in sys.argv:
+        known = json.loads(GOLDEN.read_text())
+        folder = Path(sys.argv[sys.argv.index("--source") + 1])
+        print("\n".join(line for house in HOUSES for line in differences_in_source(folder, known[house])))
+        return
     now = {house: collect(house) for house in HOUSES}
     print(", ".join(f"{house}: {len(entries)} names" for house, entries in now.items()))
     if "--write" in sys.argv:

@@ -7,8 +7,11 @@ tells what to do then.
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
+import verl
 
 from tests.verl_ext import relied_on
 
@@ -29,6 +32,24 @@ def test_everything_relied_on_is_there_and_as_it_was(known: dict[str, dict], hou
     assert not lines, "read what changed, then python -m tests.verl_ext.relied_on --write:\n" + "\n".join(lines)
 
 
+def test_a_source_tree_is_compared_without_an_import(known: dict[str, dict], tmp_path: Path) -> None:
+    installed = Path(verl.__file__).parents[1]
+    for house in relied_on.HOUSES:
+        assert relied_on.differences_in_source(installed, known[house]) == []
+    changed = tmp_path / "verl/trainer/ppo/v1/trainer_base.py"
+    shutil.copytree(installed / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("*.pyc"))
+    text = changed.read_text()
+    text = text.replace("def _save_checkpoint(self", "def _write_checkpoint(self").replace(
+        "def fit(self, agent_loop_manager: AgentLoopManager):", "def fit(self, agent_loop_manager):"
+    )
+    changed.write_text(text)
+    lines = relied_on.differences_in_source(tmp_path, known["grail_advantage"])
+    assert lines == [
+        f"{TRAINER}._save_checkpoint: gone from {TRAINER}._save_checkpoint",
+        f"{TRAINER}.fit: its source differs",
+    ]
+
+
 def test_another_signature_and_another_source_are_told_apart() -> None:
     def before(batch: object, metrics: dict) -> None:
         metrics["rows"] = batch
@@ -40,6 +61,6 @@ def test_another_signature_and_another_source_are_told_apart() -> None:
         metrics["rows"] = batch
 
     old, new = {"f": relied_on.describe(before)}, {"f": relied_on.describe(after)}
-    assert [line.split(" was ")[0] for line in relied_on.differences(new, old)] == ["f: its source"]
+    assert [line.split(" was ")[0] for line in relied_on.differences(new, old)] == ["f: its source", "f: its at"]
     changed = relied_on.differences({"f": relied_on.describe(longer)}, old)
-    assert [line.split(" was ")[0] for line in changed] == ["f: its signature", "f: its source"]
+    assert [line.split(" was ")[0] for line in changed] == ["f: its signature", "f: its source", "f: its at"]

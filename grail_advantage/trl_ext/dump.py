@@ -1,0 +1,279 @@
+"""The token dump of a TRL run (:mod:`grail_advantage.token_dump`): rows of each generation batch, written beside the training.
+
+TRL's figures go into ``metrics.jsonl`` of the run's ``output_dir`` meanwhile, so that ``python -m grail_advantage.report``
+shows both. Step S is TRL's ``global_step`` after the update that the rows were made for, as in its logs.
+
+Shape suffixes: B rows of this process, T response tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from torch.nn.utils.rnn import pad_sequence
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+from grail_advantage.answer_format import AnswerFormat
+from grail_advantage.signals.base import Signal
+from grail_advantage.step_dump import StepDump, StepRows, neutral_reasons, size_estimate
+from grail_advantage.token_weights import TokenWeights
+from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies
+
+METRICS_FILE = "metrics.jsonl"
+GOLD_COLUMNS = ("solution", "ground_truth", "answer", "gold")
+"""Columns of a data set that usually hold the right answer; the first that a row has is shown."""
+SAVE_SECONDS = 60.0
+"""Seconds that a checkpoint waits for the dump of its steps."""
+
+
+@dataclass(frozen=True)
+class DumpOptions:
+    """The options of ``token_dump``, named as verl's ``algorithm.token_dump``."""
+
+    folder: Path
+    every: int = 1
+    """Steps from one dump to the next."""
+    rows: int | None = 64
+    """Most rows of a step; ``None`` for all."""
+
+
+def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptions:
+    """The options of a dump, from a folder alone or from a mapping.
+
+    Raises:
+        ValueError: an option that does not exist, or a value that is not allowed.
+    """
+    section = dict(given) if isinstance(given, Mapping) else {"folder": given}
+    unknown = sorted(section.keys() - DumpOptions.__dataclass_fields__.keys())
+    if unknown or not section.get("folder"):
+        raise ValueError(f"token_dump={given!r} must be a folder, or a mapping of folder, every and rows")
+    options = DumpOptions(**section | {"folder": Path(section["folder"]).expanduser().absolute()})
+    for name, value in (("every", options.every), ("rows", options.rows)):
+        if (name, value) != ("rows", None) and (type(value) is not int or value < 1):
+            raise ValueError(f"token_dump's {name}={value!r} must be a whole number, at least 1")
+    return options
+
+
+@dataclass(frozen=True)
+class GenerationBatch:
+    """The rows of this process in a generation batch, weighed."""
+
+    inputs: list[dict[str, Any]]
+    """Rows of the data set."""
+    output: Mapping[str, torch.Tensor]
+    """TRL's batch, with the advantage that it computed for each row."""
+    result: TokenWeights
+    """Of these rows, or of those of all processes."""
+    own: slice
+    """Which of the result's rows are these."""
+    columns_BT: Mapping[str, torch.Tensor]
+    """Old log-probabilities and entropies as far as the run has them, by the names of a dump's row."""
+    truncated_B: torch.Tensor
+    advantages_BT: torch.Tensor
+    """After weighting."""
+
+
+class GenerationDump(TrainerCallback):
+    """Writes rows of generation batches from the main process. An error in it does not stop the training.
+
+    Args:
+        trainer: whose batches are written; ready.
+        options: of the dump.
+        signal: the method.
+        answer: the format of answers.
+
+    Raises:
+        ValueError: the folder cannot be made.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, options: DumpOptions, signal: Signal, answer: AnswerFormat) -> None:
+        try:
+            options.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"token_dump's folder={options.folder} cannot be made: {error}; choose another") from error
+        self.rewards = torch.zeros(0, 0)
+        """Of all rows of all processes and all reward functions, as TRL judged the latest generation batch."""
+        self._trainer, self._options, self._signal, self._answer = trainer, options, signal, answer
+        self._metrics_file = Path(trainer.args.output_dir) / METRICS_FILE
+        self._step, self._update = -1, 0
+        self._dump = self._new_dump()
+
+    def _new_dump(self) -> StepDump:
+        trainer, args = self._trainer, self._trainer.args
+        return StepDump(
+            self._options.folder,
+            trainer.processing_class,
+            every=self._options.every,
+            rows=self._options.rows,
+            updates=math.ceil(args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)),
+            model=trainer.accelerator.unwrap_model(trainer.model).config.name_or_path,
+            temperature=trainer.temperature,
+            answer=self._answer,
+        )
+
+    # -------------------------------------------------------------------------------------------- what the trainer calls back
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Keep of the figures those that a resumed run does not take again."""
+        self._dump = self._new_dump()
+        if not state.is_world_process_zero:
+            return
+        kept = []
+        if state.global_step and self._metrics_file.exists():
+            lines = self._metrics_file.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        self._metrics_file.parent.mkdir(parents=True, exist_ok=True)
+        self._metrics_file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        rows = min(args.generation_batch_size, self._options.rows or args.generation_batch_size)
+        estimate = size_estimate(rows, self._trainer.max_completion_length, state.max_steps // self._options.every)
+        print(f"{estimate}, in {self._options.folder}", flush=True)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
+        """Add a line of figures, under TRL's names."""
+        if state.is_world_process_zero:
+            figures = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+            with self._metrics_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, "data": figures}) + "\n")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Let a checkpoint wait for the rows of its steps."""
+        self._dump.writer.wait(SAVE_SECONDS)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write the remaining rows."""
+        self._dump.writer.close()
+
+    # ------------------------------------------------------------------------------------------------------------------- rows
+
+    def write(self, batch: GenerationBatch) -> None:
+        """Hand rows of a generation batch to the writer. A collective where there are several processes."""
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        step, count = trainer.state.global_step + 1, len(batch.inputs)
+        self._update = self._update + 1 if step == self._step else 0
+        self._step = step
+        groups = [place // trainer.num_generations for place in range(count * accelerator.num_processes)]
+        box: list[Any] = [[]]
+        if accelerator.is_main_process:
+            with self._dump.writer.attempt():
+                box = [self._dump.choose(step, self._update, groups, [True] * len(groups))]
+        (chosen,) = broadcast_object_list(box)
+        if not chosen:
+            return
+        first = accelerator.process_index * count
+        mine = [place - first for place in chosen if first <= place < first + count]
+        pieces: list[dict[str, Any]] = []
+        with self._dump.writer.attempt():
+            if mine:
+                pieces = self._pieces(mine, first, batch)
+        pieces = gather_object(pieces)
+        if accelerator.is_main_process:
+            with self._dump.writer.attempt():
+                self._submit(pieces, groups)
+            log_in_training(trainer, "token_dump/failed_files", float(self._dump.writer.failed))
+
+    def _pieces(self, mine: list[int], first: int, batch: GenerationBatch) -> list[dict[str, Any]]:
+        """Everything of the chosen rows of this process, on the CPU."""
+        output, result, own = batch.output, batch.result, batch.own
+        mask_BT, prompt_mask_BP = output["completion_mask"].bool(), output["prompt_mask"].bool()
+        begin, width = prompt_mask_BP.shape[1], mask_BT.shape[1]
+        neutral = neutral_reasons(
+            self._signal,
+            result.rows.part(own),
+            valid_B=mask_BT.any(dim=1),
+            advantages_B=output["advantages"],
+            truncated_B=batch.truncated_B,
+            non_finite_B=result.non_finite[own],
+        )
+        known_BT = {name: values_BT[mine] for name, values_BT in batch.columns_BT.items()}
+        if len(known_BT) < 2:
+            ids_BL = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)[mine]
+            valid_BL = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)[mine]
+            computed = log_probs_and_entropies(self._trainer, ids_BL, valid_BL, width)
+            known_BT = dict(zip(("old_log_prob_T", "entropy_T"), computed, strict=True)) | known_BT
+        values_BT = {
+            "scores": result.scores[own, begin : begin + width][mine],
+            "weights": result.weights[own, begin : begin + width][mine],
+            "base_advantages": output["advantages"].unsqueeze(1).expand_as(mask_BT)[mine],
+            "advantages": batch.advantages_BT[mine],
+            **known_BT,
+        }
+        values_BT = {name: of_rows.float().cpu() for name, of_rows in values_BT.items()}
+        return [
+            {
+                "place": first + row,
+                "prompt": output["prompt_ids"][row][prompt_mask_BP[row]].cpu(),
+                "response": output["completion_ids"][row][mask_BT[row]].cpu(),
+                "span": result.spans[own][row],
+                "truncated": bool(batch.truncated_B[row]),
+                "neutral": neutral[row],
+                "gold": _gold(batch.inputs[row]),
+                **{name: of_rows[place, : int(mask_BT[row].sum())] for name, of_rows in values_BT.items()},
+            }
+            for place, row in enumerate(mine)
+        ]
+
+    def _submit(self, pieces: list[dict[str, Any]], groups: list[int]) -> None:
+        step, update = self._step, self._update
+
+        def padded(name: str) -> torch.Tensor:
+            return pad_sequence([piece[name] for piece in pieces], batch_first=True)
+
+        def named(name: str) -> list[Any]:
+            return [piece[name] for piece in pieces]
+
+        rows = StepRows(
+            method=self._signal.name,
+            signal=self._signal,
+            keys=[f"{step}_{place}" for place in named("place")],
+            groups=[groups[place] for place in named("place")],
+            prompts=named("prompt"),
+            responses=named("response"),
+            spans=named("span"),
+            truncated_B=torch.tensor(named("truncated")),
+            neutral=named("neutral"),
+            mask_BT=pad_sequence(
+                [torch.ones(len(ids), dtype=torch.bool) for ids in named("response")], batch_first=True
+            ),
+            scores_BT=padded("scores"),
+            weights_BT=padded("weights"),
+            base_advantages_BT=padded("base_advantages"),
+            advantages_BT=padded("advantages"),
+            rows_in_step=len(groups),
+        )
+        rewards = self._rewards_of(named("place"))
+        known = [
+            {
+                "gold": piece["gold"],
+                "reward": reward,
+                "outcome": None if reward is None else "right" if reward > 0 else "wrong",
+                **{name: piece[name].numpy() for name in ("old_log_prob_T", "entropy_T")},
+            }
+            for piece, reward in zip(pieces, rewards, strict=True)
+        ]
+        self._dump.write(step, update, named("place"), rows, lambda: known)
+
+    def _rewards_of(self, places: list[int]) -> list[float | None]:
+        """The weighted sum of the reward functions, as TRL takes it; ``None`` for rows that none of them judged."""
+        rewards = self.rewards[places].float()
+        sums = (rewards * self._trainer.reward_weights.to(rewards.device)).nansum(dim=1)
+        return [
+            None if unknown else value
+            for value, unknown in zip(sums.tolist(), rewards.isnan().all(dim=1).tolist(), strict=True)
+        ]
+
+
+def _gold(row: Mapping[str, Any]) -> str | None:
+    """The right answer, where the data set says it under a usual name."""
+    values = [row.get(name) for name in GOLD_COLUMNS]
+    if isinstance(row.get("reward_model"), Mapping):
+        values.append(row["reward_model"].get("ground_truth"))
+    return next((str(value) for value in values if isinstance(value, str | int | float)), None)

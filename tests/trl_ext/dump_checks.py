@@ -1,0 +1,180 @@
+"""The token dump of a TRL run, and its report; run by test_trl.py with TRL on the path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import concatenate_datasets
+
+from grail_advantage import GrailConfig, compute_token_weights
+from grail_advantage.report.page import write_report
+from grail_advantage.token_dump import read_dump
+from grail_advantage.trl_ext.dump import dump_options
+from tests.core.tiny_models import Batch, char_tokenizer, encode, make_batch, tiny_model
+from tests.report.test_page import index_of
+from tests.trl_ext import scripted
+from tests.trl_ext.scripted import build, response_values
+
+TEXTS = [(prompt, *answer) for prompt, answers in scripted.GROUPS.items() for answer in answers]
+GOLD = ["5", "9"]
+
+
+def policy_columns(rows: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Log-probabilities and entropies of each row's response, from the model's logits alone."""
+    model, log_probs, entropies = tiny_model(), [], []
+    for ids_L, valid_L, inside_L in zip(rows.input_ids, rows.attention_mask, rows.response_mask, strict=True):
+        ids_S, where_T = ids_L[valid_L.bool()], inside_L[valid_L.bool()].nonzero().flatten()
+        with torch.no_grad():
+            of_all_SV = (model(input_ids=ids_S[None]).logits[0] / scripted.TEMPERATURE).log_softmax(-1)
+        log_probs.append(of_all_SV[where_T - 1].gather(1, ids_S[where_T, None])[:, 0])
+        entropies.append(-(of_all_SV.exp() * of_all_SV).sum(-1)[where_T - 1])
+    return log_probs, entropies
+
+
+@pytest.mark.parametrize("method", ["grail", "surprisal", "uniform"])
+def test_rows_are_those_of_the_run(tmp_path: Path, method: str) -> None:
+    folder = tmp_path / "run" / "tokens"
+    weights = {"token_weights": method, "token_dump": {"folder": folder, "rows": None}}
+    trainer = build(tmp_path / "run", data=scripted.prompts(solution=GOLD), weights=weights, max_steps=1)
+    signal = trainer.signal
+    trainer.train()
+
+    rows, batch = list(read_dump(folder)), make_batch(scripted.rollouts(), "right")
+    plain = compute_token_weights(
+        tiny_model(), char_tokenizer(), *batch.tensors(), signal, temperature=scripted.TEMPERATURE
+    )
+    log_probs, entropies = policy_columns(batch)
+    advantages = [row.advantage for row in scripted.rollouts(mask_truncated=False)]
+    of_plain = {
+        name: response_values(values, batch.response_mask)
+        for name, values in (("score", plain.scores), ("weight", plain.weights))
+    }
+    assert [(row.step, row.update, row.row, row.group, row.key) for row in rows] == [
+        (1, 0, place, place // scripted.GENERATIONS, f"1_{place}") for place in range(8)
+    ]
+    for place, (row, (prompt, response, reward)) in enumerate(zip(rows, TEXTS, strict=True)):
+        assert (row.prompt, row.response) == (prompt, response.removesuffix("<end>"))
+        assert (row.prompt_ids.tolist(), row.token_ids_T.tolist()) == (encode(prompt), encode(response))
+        assert (row.reward, row.outcome) == (reward, "right" if reward else "wrong")
+        assert row.gold == GOLD[row.group] and row.truncated == (place == scripted.TRUNCATED) and row.mask_T.all()
+        assert row.base_advantage_T == pytest.approx(advantages[place])
+        trains = 0.0 if place == scripted.TRUNCATED else advantages[place]
+        assert row.advantage_T == pytest.approx(row.weight_T * trains, abs=1e-6)
+        np.testing.assert_allclose(row.weight_T, of_plain["weight"][place], rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(row.score_T, of_plain["score"][place], rtol=2e-4, atol=1e-5)
+        np.testing.assert_allclose(row.old_log_prob_T, log_probs[place], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(row.entropy_T, entropies[place], rtol=1e-3, atol=1e-4)
+        assert row.span == plain.spans[place]
+    if method == "grail":
+        outside, none = "outside the gate", "no answer"
+        assert [row.neutral for row in rows] == [None, None, outside, none, "truncated", None, none, none]
+    (file,) = read_dump(folder).files
+    assert (file.header.method, file.header.temperature, file.header.rows_in_step) == (method, scripted.TEMPERATURE, 8)
+    assert file.header.options == signal.as_dict()
+
+
+def test_steps_rows_and_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole groups of every other step; a run that resumes writes its own steps and figures in place of the old ones."""
+    run = tmp_path / "run"
+    weights = {"token_weights": "grail", "token_dump": {"folder": run / "tokens", "every": 2, "rows": 4}}
+    saving = {"save_strategy": "steps", "save_steps": 3, "weights": weights}
+    build(run, max_steps=6, **saving).train()
+    assert "token dump: 4 rows a step with up to 64 tokens" in capsys.readouterr().out
+    rows = list(read_dump(run / "tokens"))
+    assert [row.step for row in rows] == [2] * 4 + [4] * 4 + [6] * 4
+    assert all(len({row.group for row in rows[at : at + 4]}) == 1 for at in (0, 4, 8))
+    build(run, max_steps=4, **saving).train(resume_from_checkpoint=str(run / "checkpoint-3"))
+    assert read_dump(run / "tokens").steps == [2, 4]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "reward" in line["data"]] == [1, 2, 3, 4]
+    (run / "metrics.jsonl").write_text('{"step": 0, "data": {"eval_reward": 0.5}}\n')
+    build(run, max_steps=2, **saving).train()
+    assert read_dump(run / "tokens").steps == [2]
+    assert '"step": 0' not in (run / "metrics.jsonl").read_text()
+
+
+def test_generation_batches_of_one_step(tmp_path: Path) -> None:
+    """They are its updates, and share its rows."""
+    weights = {"token_weights": "uniform", "token_dump": {"folder": tmp_path / "tokens", "rows": 8}}
+    sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    data = concatenate_datasets([scripted.prompts()] * 2)
+    build(tmp_path, data=data, weights=weights, max_steps=2, **sizes).train()
+    rows = list(read_dump(tmp_path / "tokens"))
+    assert [(row.step, row.update) for row in rows] == [
+        (step, update) for step in (1, 2) for update in (0, 1) for _ in range(4)
+    ]
+
+
+def test_a_dump_changes_nothing_and_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ends, failed = [], []
+    for name, options in (
+        ("a", {}),
+        ("b", {"token_dump": tmp_path / "tokens"}),
+        ("c", {"token_dump": tmp_path / "gone"}),
+    ):
+        trainer = build(tmp_path / name, weights={"token_weights": "grail", **options}, max_steps=2)
+        if name == "c":
+            (tmp_path / "gone").rmdir()
+            (tmp_path / "gone").write_text("no folder any more")
+        trainer.train()
+        ends.append(torch.cat([values.detach().flatten() for values in trainer.model.parameters()]))
+        failed.append(trainer._dump._dump.writer.failed if options else None)
+    assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], ends[2])
+    assert "a file was not written" in caplog.text
+    assert failed == [None, 0, 2]
+
+
+def test_reward_functions_are_summed_by_their_weights(tmp_path: Path) -> None:
+    """A row that no function judges has no reward, as in TRL."""
+
+    def length(completions: list[str], **_: Any) -> list[float | None]:
+        return [float(len(text)) for text in completions]
+
+    trainer = build(tmp_path, weights={"token_dump": tmp_path / "tokens"}, max_steps=1)
+    trainer.reward_funcs = [scripted.reward, length]
+    trainer.reward_processing_classes, trainer.reward_func_names = [None, None], ["reward", "length"]
+    trainer.reward_weights = torch.tensor([1.0, 0.5])
+    trainer.train()
+    rows = list(read_dump(tmp_path / "tokens"))
+    expected = [reward + 0.5 * len(text.removesuffix("<end>")) for _, text, reward in TEXTS]
+    assert [row.reward for row in rows] == pytest.approx(expected)
+    trainer._dump.rewards = torch.tensor([[float("nan"), float("nan")], [float("nan"), 2.0]])
+    assert trainer._dump._rewards_of([0, 1]) == [None, 1.0]
+
+
+def test_a_response_that_trl_masks_has_no_tokens(tmp_path: Path) -> None:
+    weights = {"token_weights": "grail", "token_dump": tmp_path / "run" / "tokens"}
+    build(tmp_path / "run", weights=weights, max_steps=1, mask_truncated_completions=True).train()
+    rows = list(read_dump(tmp_path / "run" / "tokens"))
+    assert [len(row) == 0 for row in rows] == [place == scripted.TRUNCATED for place in range(8)]
+    assert rows[scripted.TRUNCATED].neutral == "no token trains" and rows[scripted.TRUNCATED].reward == 1.0
+    assert index_of(tmp_path / "run")["rows"]["length"] == [len(row) for row in rows]
+
+
+def test_the_report_of_a_run(tmp_path: Path) -> None:
+    weights = {"token_weights": GrailConfig(gate="all"), "token_dump": tmp_path / "run" / "tokens"}
+    build(tmp_path / "run", data=scripted.prompts(solution=GOLD), weights=weights, max_steps=3).train()
+    index = index_of(tmp_path / "run")
+    titles = {curve["title"] for curve in index["curves"]}
+    assert titles >= {"Training reward", "Token weights", "Rows", "Response length", "Policy entropy"}
+    assert write_report(tmp_path / "run") == tmp_path / "run" / "report.html"
+
+
+def test_options_that_are_refused(tmp_path: Path) -> None:
+    assert dump_options("tokens").folder == Path("tokens").absolute()
+    for given, match in (
+        ({"every": 2}, "must be a folder, or a mapping of folder, every and rows"),
+        ({"folder": "a", "rate": 2}, "must be a folder"),
+        ({"folder": "a", "every": 0}, "every=0 must be a whole number, at least 1"),
+        ({"folder": "a", "rows": 1.5}, "rows=1.5 must be a whole number"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            dump_options(given)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot be made.*choose another"):
+        build(tmp_path, weights={"token_dump": tmp_path / "file"})

@@ -1,0 +1,116 @@
+"""``examples/trl_grail.py`` on a CPU with a tiny model; run by test_trl.py with TRL on the path."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grail_advantage.report.data import open_run
+from grail_advantage.report.page import write_report
+from grail_advantage.token_dump import DumpRow
+from recipe.tiny.shipped import load_shipped
+from recipe.tiny.task import Problem
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "trl_grail.py"
+CHAINS = [
+    Problem.parse(text)
+    for text in ("7+5-3+2", "1+8-4-2", "9-3+6+5", "4+4+4-7", "2+9-1+3", "8-5+7-6", "3+3+9-2", "6+1+5-8")
+]
+ROWS: list[dict[str, Any]] = [
+    {"prompt": [{"role": "user", "content": chain.text}], "reward_model": {"ground_truth": str(chain.answer)}}
+    for chain in CHAINS
+]
+SMALL = ["--prompts", "8", "--rollouts", "8", "--micro-batch", "64", "--max-response", "64", "--steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the model of the CPU example and a file of problems."""
+    folder = tmp_path_factory.mktemp("example")
+    for part in load_shipped():
+        part.save_pretrained(folder / "model")
+    pq.write_table(pa.Table.from_pylist(ROWS), folder / "train.parquet")
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def train(folder: Path, *options: str) -> tuple[str, list[DumpRow], dict[int, Any]]:
+    """Output, dump and figures of a run that is started in another folder, with the package on the path."""
+    installed = folder / "installed"
+    installed.mkdir(exist_ok=True)
+    if not (installed / "grail_advantage").exists():
+        (installed / "grail_advantage").symlink_to(ROOT / "grail_advantage")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), os.environ["PYTHONPATH"]])}
+    command = [sys.executable, str(EXAMPLE), "--model", "model", "--output", "out", *SMALL, *options]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    run = open_run(folder / "out")
+    return done.stdout, list(run.dump), dict(run.metrics)
+
+
+def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
+    options = ("--data", "train.parquet", "--held-out", "train.jsonl", "--dump-every", "1", "--lora-rank", "4")
+    output, rows, metrics = train(folder, *options, "--learning-rate", "1e-3")
+    assert output.rstrip().endswith("python -m grail_advantage.report out")
+    assert [row.step for row in rows] == [1] * 64 + [2] * 64
+    solutions = {chain.text: str(chain.answer) for chain in CHAINS}
+    for row in rows:
+        (gold,) = [solution for text, solution in solutions.items() if text in row.prompt]
+        assert row.gold == gold and (row.reward == 1.0) == (row.answer == gold) == (row.outcome == "right")
+    scored = [row for row in rows if row.neutral is None]
+    assert scored and all(row.outcome == "wrong" and row.weight_T.std() > 0.1 for row in scored)
+    assert 0 < metrics[1]["reward"] < 1 and {"eval_reward"} <= metrics[0].keys()
+    assert (folder / "out" / "adapter_model.safetensors").exists()
+    assert write_report(folder / "out") == folder / "out" / "report.html"
+    assert (folder / "out" / "report.html").stat().st_size > 100_000
+
+
+def test_a_run_of_all_parameters_by_another_method(folder: Path) -> None:
+    _, rows, metrics = train(folder, "--data", "train.jsonl", "--lora-rank", "0", "--method", "uniform")
+    assert metrics[2]["uniform/average_weight"] == 1.0 and rows == []
+    assert (folder / "out" / "model.safetensors").exists()
+
+
+def test_what_it_imports_is_installed_with_the_extra() -> None:
+    imports = [
+        node for node in ast.walk(ast.parse(EXAMPLE.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    names = {name.split(".")[0] for node in imports for name in [getattr(node, "module", None) or node.names[0].name]}
+    assert names - sys.stdlib_module_names == {"datasets", "grail_advantage", "peft", "torch", "trl"}
+
+
+@pytest.fixture
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("trl_grail", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_problems_of_other_files(example: ModuleType, tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "What is 2+3?\n" + example.ASK}]
+    (tmp_path / "a.csv").write_text("question,answer\nWhat is 2+3?,It is five.\\n#### 5\n")
+    (tmp_path / "b.json").write_text(json.dumps([{"problem": "What is 2+3?", "solution": "5", "level": 1}]))
+    for name in ("a.csv", "b.json"):
+        (row,) = example.problems(str(tmp_path / name))
+        assert row == {"prompt": asked, "solution": "5"}, name
+    assert "\\boxed{}" in example.ASK
+
+
+def test_the_reward(example: ModuleType) -> None:
+    answers = [[{"role": "assistant", "content": text}] for text in (r"\boxed{1,234}", r"\boxed{5} no \boxed{6}", "5")]
+    assert example.reward(answers, ["1234", "5", "5"], prompts=None) == [1.0, 0.0, 0.0]

@@ -1,0 +1,76 @@
+"""What token weights need of TRL's trainer; run by test_trl.py with TRL on the path."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+from trl import GRPOTrainer
+
+from grail_advantage.trl_ext import checks
+from tests.trl_ext.scripted import build
+
+
+def changed_trainer(folder: Path, before: str, after: str) -> type:
+    """``GRPOTrainer`` of TRL's own file with a text replaced everywhere."""
+    source = inspect.getsource(sys.modules[GRPOTrainer.__module__])
+    assert before in source
+    file = folder / "changed_grpo_trainer.py"
+    file.write_text(source.replace(before, after), encoding="utf-8")
+    # As a part of TRL, for its relative imports.
+    spec = importlib.util.spec_from_file_location(f"trl.trainer.changed_{abs(hash((before, after)))}", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.GRPOTrainer
+
+
+def test_the_trainer_that_is_installed_is_accepted_as_any_version() -> None:
+    for version in ("1.15.0", "1.17.0", "2.0.0"):
+        checks.check_trl(GRPOTrainer, version)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "missing"),
+    [
+        (
+            "_generate_and_score_completions",
+            "_make_batch",
+            r"lacks .*`self._generate_and_score_completions\(` in _prepare",
+        ),
+        (
+            "_get_per_token_logps_and_entropies",
+            "_token_logps",
+            r"lacks _get_per_token_logps_and_entropies\(\); .*use it:",
+        ),
+        (
+            "compute_entropy=",
+            "with_entropy=",
+            r"lacks the argument compute_entropy of _get_per_token_logps_and_entropies",
+        ),
+        ("if advantages.dim() == 1:", "if True:", r"lacks `if advantages.dim\(\) == 1:` in _compute_loss\(\)"),
+        ('"completion_mask": ', '"loss_mask": ', r'lacks `"completion_mask":` in _generate_and_score_completions'),
+        ("_calculate_rewards", "_judge", r"lacks .*_calculate_rewards\(\).* use them: run `pip install 'trl==1"),
+    ],
+)
+def test_a_trainer_without_a_part_is_refused_by_its_name(tmp_path: Path, before: str, after: str, missing: str) -> None:
+    changed = changed_trainer(tmp_path, before, after)
+    with pytest.raises(ValueError, match=r"trl 1.17.0 is installed, whose GRPOTrainer " + missing):
+        checks.check_trl(changed, "1.17.0")
+
+
+def test_an_unrelated_change_is_accepted(tmp_path: Path) -> None:
+    changed = changed_trainer(tmp_path, "num_completions_to_print", "completions_to_print")
+    checks.check_trl(changed, "1.17.0")
+
+
+def test_an_attribute_that_is_gone_is_refused(tmp_path: Path) -> None:
+    trainer = build(tmp_path)
+    del trainer.loss_type, trainer._metrics
+    with pytest.raises(
+        ValueError, match="lacks the attribute _metrics, the attribute loss_type; token weights use them"
+    ):
+        checks.check_attributes(trainer, "1.17.0")
