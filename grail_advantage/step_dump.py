@@ -41,8 +41,6 @@ class StepRows:
     groups: Sequence[int]
     prompts: Sequence[torch.Tensor]
     responses: Sequence[torch.Tensor]
-    generated: Sequence[torch.Tensor]
-    """The responses with -1 in place of the tokens that the model did not write."""
     spans: Sequence[AnswerSpan | None]
     truncated_B: torch.Tensor
     neutral: Sequence[str | None]
@@ -53,6 +51,8 @@ class StepRows:
     advantages_BT: torch.Tensor
     rows_in_step: int
     """Without those that only fill it up."""
+    generated: Sequence[torch.Tensor] | None = None
+    """The responses with -1 in place of the tokens that the model did not write; ``None`` where it wrote all."""
 
     def taken(self, chosen: Sequence[int]) -> StepRows:
         """These rows alone, their tensors copied."""
@@ -61,7 +61,7 @@ class StepRows:
             values = getattr(self, entry.name)
             if isinstance(values, torch.Tensor):
                 changes[entry.name] = values[chosen]
-            elif entry.name not in ("method", "signal", "rows_in_step"):
+            elif entry.name not in ("method", "signal", "rows_in_step") and values is not None:
                 changes[entry.name] = [values[row] for row in chosen]
         return replace(self, **changes)
 
@@ -301,7 +301,7 @@ class StepDump:
             weight_T=column(batch.weights_BT.float()),
             base_advantage_T=column(batch.base_advantages_BT.float()),
             advantage_T=column(batch.advantages_BT.float()),
-            labels=_tool_label(batch.generated[place]),
+            labels={} if batch.generated is None else _tool_label(batch.generated[place]),
             **known,
         )
 

@@ -99,7 +99,7 @@ def _against_rows(config: DictConfig) -> Iterator[Obstacle]:
         if value:
             yield f"{option}={value}", reason
 
-    strategy = config.actor_rollout_ref.actor.strategy
+    strategy = OmegaConf.select(config, f"{_ACTOR}.strategy", default=ENGINES[0])
     if strategy not in ENGINES:
         yield f"{_ACTOR}.strategy={strategy}", f"rows are left out inside the engines {' and '.join(ENGINES)} alone"
     yield from set_to(f"{_ACTOR}.use_kl_loss", "the KL loss trains every row")
