@@ -148,10 +148,10 @@ def mask_is_told_of_rows(model: PreTrainedModel) -> bool:
     def stop(*_: Any) -> None:
         raise _FirstBlockError
 
-    blocks = getattr(model.get_decoder(), "layers", None)
-    if not blocks:
+    block = next((module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)), None)
+    if block is None:
         return False
-    handle = blocks[0].register_forward_pre_hook(stop)
+    handle = block.register_forward_pre_hook(stop)
     finds, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, find
     tokens_14 = torch.zeros((1, 4), dtype=torch.int64, device=model.device)
     try:

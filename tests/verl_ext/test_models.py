@@ -12,7 +12,7 @@ import pytest
 import torch
 import verl  # noqa: F401  its plugin registers the estimators
 from omegaconf import DictConfig
-from transformers import Lfm2Config, OPTConfig
+from transformers import GPT2Config, Lfm2Config, OPTConfig
 
 from grail_advantage.architecture import architecture_of
 from grail_advantage.verl_ext.checks import check_config
@@ -125,6 +125,7 @@ def test_models_whose_mask_mixes_packed_rows_are_found() -> None:
     assert not architecture_of(
         OPTConfig(num_hidden_layers=1, hidden_size=16, ffn_dim=16, num_attention_heads=2)
     ).masks_packed_rows
+    assert architecture_of(GPT2Config(n_layer=1)).masks_packed_rows
     conv = Lfm2Config(
         num_hidden_layers=2, hidden_size=32, num_attention_heads=2, layer_types=["conv", "full_attention"]
     )
