@@ -168,9 +168,10 @@ def page() -> str:
     """The page's table: the fullest phase of a GPU, and what the command changes."""
     rows = []
     for key, model in MODELS.items():
-        for gpus, memory in itertools.product((1,) if model.script == SMALL else (1, 2, 8), (24, 80, 96, 141)):
+        small = model.script == SMALL
+        for gpus, memory in ((1, 24), (1, 80), (1, 141)) if small else ((1, 80), (1, 141), (2, 80), (2, 141), (8, 80)):
             setup = choose(model, gpus, memory)
-            if setup is None or (memory == 24 and model.script != SMALL):
+            if setup is None:
                 continue
             peak = max(phases(model, setup).values())
             cells = [key, f"{gpus} x {memory} GB", f"{peak:.0f}", f"{host_memory(model, setup):.0f}"]

@@ -15,8 +15,12 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 import grail_advantage
+from grail_advantage.verl_ext.checks import VERL_VERSION, check_config
+from grail_advantage.verl_ext.neutral_settings import neutral_rows
+from grail_advantage.verl_ext.settings import dump_options, signal_of
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -117,3 +121,28 @@ def test_beside_their_recipe(python: Path, tmp_path: Path, recipe: str) -> None:
         assert "No module named 'recipe" in done.stderr
     done = run(python, project, "-c", "import recipe.main_grail")
     assert "No module named 'recipe" in done.stderr
+
+
+def test_the_folder_in_verls_form(python: Path, tmp_path: Path) -> None:
+    """Copied to where verl's users have such folders, with the installed wheel, or a checkout that is not installed."""
+    theirs = tmp_path / "verl/recipe/grail"
+    shutil.copytree(ROOT / "examples/verl_recipe/grail", theirs)
+    assert f"verl=={VERL_VERSION}" in (theirs / "REQUIRED_VERL.txt").read_text()
+    plain = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VERL_PLATFORM")}
+    checkout = {"PYTHONPATH": str(ROOT), "VERL_USE_EXTERNAL_PLUGINS": "none"}
+    for setting in ({"PYTHON": str(python)}, {"PYTHON": sys.executable, **checkout}):
+        done = subprocess.run(
+            ["bash", str(theirs / "run_qwen3_4b_fsdp.sh"), "trainer.n_gpus_per_node=2", "--cfg", "job", "--resolve"],
+            cwd=tmp_path,
+            env={**plain, **setting},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        config = OmegaConf.create(done.stdout)
+        assert config.trainer.n_gpus_per_node == 2
+        signal = signal_of(config.algorithm)
+        assert signal.name == "grail" and neutral_rows(config)[0].rows and dump_options(config).every == 10
+        check_config(config)
