@@ -1,4 +1,5 @@
-"""A model's code, probed on a copy without weights: which modules it has, and whether it changes its logits.
+"""A model's code, probed on a copy without weights: which modules it has, whether it changes its logits, and whether it keeps
+packed rows apart.
 
 The copy lives on the meta device, so that it takes neither memory nor a checkpoint. No decoder block runs.
 """
@@ -14,12 +15,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grail_advantage.activations import inner_model
-from grail_advantage.patches import logits_without_decoder, with_eager_attention
+from grail_advantage.patches import logits_without_decoder, mask_is_told_of_rows, with_eager_attention
 
 logger = logging.getLogger(__name__)
 
 LOGITS = torch.linspace(-64, 64, 128)
 """Logits that the probe puts in place of the output embeddings' own: any scale, cap or shift changes some of them."""
+
+WITH_STATE = {"linear_attention", "mamba", "conv", "hybrid"}
+"""Types of layers, by transformers' names, that carry a state from token to token, also into the next packed row: verl tells
+them of rows in models that are refused as multi-modal alone."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,11 @@ class Architecture:
     """On the meta device; only to ask for modules."""
     plain_logits: bool
     """The model's logits are those of its output embeddings, neither scaled nor capped."""
+    masks_packed_rows: bool
+    """The model's attention mask keeps rows apart that are packed into one, which begin where the position is 0. Flash
+    attention reads the positions by itself."""
+    states: tuple[str, ...]
+    """Types of layers, such as ``linear_attention``, that carry a state from token to token."""
 
 
 def architecture_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Architecture:
@@ -40,7 +50,9 @@ def architecture_of(config: PretrainedConfig, *, trust_remote_code: bool = False
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(with_eager_attention(config), trust_remote_code=trust_remote_code)
-    return Architecture(model, _has_plain_logits(model))
+    layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    states = tuple(sorted({str(layer) for layer in layers} & WITH_STATE))
+    return Architecture(model, _has_plain_logits(model), mask_is_told_of_rows(model), states)
 
 
 def has_plain_logits(model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -129,6 +129,43 @@ def logits_without_decoder(model: PreTrainedModel, logits_V: torch.Tensor) -> to
             return model(input_ids=torch.zeros((1, 2), dtype=torch.int64), use_cache=False).logits
     finally:
         del decoder.forward, head.forward
+
+
+def mask_is_told_of_rows(model: PreTrainedModel) -> bool:
+    """Whether a model hands its positions to its attention mask, which then keeps packed rows apart.
+
+    Transformers finds packed rows by the positions (``find_packed_sequence_indices``, masking_utils.py:757), and some models
+    do not give them to the mask (``GptOssModel.forward``, modeling_gpt_oss.py:479). Runs the model's own forward up to its
+    first block, on a copy that nobody else runs.
+
+    Can go when every model does: when ``test_models_whose_mask_mixes_packed_rows_are_found`` fails.
+    """
+    asked = []
+
+    def find(position_ids: torch.Tensor) -> None:
+        asked.append(position_ids)
+
+    def stop(*_: Any) -> None:
+        raise _FirstBlockError
+
+    block = next((module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)), None)
+    if block is None:
+        return False
+    handle = block.register_forward_pre_hook(stop)
+    finds, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, find
+    tokens_14 = torch.zeros((1, 4), dtype=torch.int64, device=model.device)
+    try:
+        model(input_ids=tokens_14, position_ids=torch.zeros_like(tokens_14), use_cache=False)
+    except _FirstBlockError:
+        pass
+    finally:
+        masking_utils.find_packed_sequence_indices = finds
+        handle.remove()
+    return bool(asked)
+
+
+class _FirstBlockError(Exception):
+    """A forward has come to its first block."""
 
 
 class _DecoderOutput(BaseModelOutputWithPast):

@@ -51,6 +51,8 @@ class StepRows:
     advantages_BT: torch.Tensor
     rows_in_step: int
     """Without those that only fill it up."""
+    generated: Sequence[torch.Tensor] | None = None
+    """The responses with -1 in place of the tokens that the model did not write; ``None`` where it wrote all."""
 
     def taken(self, chosen: Sequence[int]) -> StepRows:
         """These rows alone, their tensors copied."""
@@ -59,7 +61,7 @@ class StepRows:
             values = getattr(self, entry.name)
             if isinstance(values, torch.Tensor):
                 changes[entry.name] = values[chosen]
-            elif entry.name not in ("method", "signal", "rows_in_step"):
+            elif entry.name not in ("method", "signal", "rows_in_step") and values is not None:
                 changes[entry.name] = [values[row] for row in chosen]
         return replace(self, **changes)
 
@@ -299,6 +301,7 @@ class StepDump:
             weight_T=column(batch.weights_BT.float()),
             base_advantage_T=column(batch.base_advantages_BT.float()),
             advantage_T=column(batch.advantages_BT.float()),
+            labels={} if batch.generated is None else _tool_label(batch.generated[place]),
             **known,
         )
 
@@ -318,3 +321,11 @@ class StepDump:
             written_by=f"grail_advantage {__version__}",
             answer=self._answer.name if signal.reads_answer else None,
         )
+
+
+def _tool_label(generated_T: torch.Tensor) -> dict[str, list[list[int]]]:
+    """The half-open ranges of the tokens that a tool or a user wrote between the model's turns, as a label."""
+    edges = torch.diff((generated_T < 0).int(), prepend=torch.zeros(1), append=torch.zeros(1))
+    ranges = zip((edges > 0).nonzero().flatten().tolist(), (edges < 0).nonzero().flatten().tolist(), strict=True)
+    tool = [list(edge) for edge in ranges]
+    return {"tool": tool} if tool else {}

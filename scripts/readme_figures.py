@@ -121,10 +121,14 @@ def draw_tokens(folder: Path, key: str, path: Path) -> None:
         f"{token_html(row.tokens, row.methods[name].weight_T, name='weight')}</section>"
         for name, label in TOKEN_METHODS.items()
     ]
-    head = f"The right answer is {row.gold}. Each method multiplies this response's (negative) advantage by:"
+    head = f"The right answer is {row.gold}; red lines mark the wrong step. "
+    head += "Each method multiplies this response's (negative) advantage by:"
+    first, last = row.labels["wrong_step"]
+    wrong = ", ".join(f"section div > div > span:nth-child({place + 1})" for place in range(first, last))
     with launched() as browser:
         page = browser.new_page(viewport={"width": 1040, "height": 600}, device_scale_factor=1.6)
         page.set_content(TOKENS_PAGE.format(head=html.escape(head), parts="".join(parts)))
+        page.add_style_tag(content=f"{wrong} {{ border: solid #d1242f; border-width: 2px 0 }}")
         page.locator("body").screenshot(path=path)
 
 

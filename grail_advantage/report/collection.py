@@ -102,8 +102,7 @@ def _facts(row: DumpRow) -> dict[str, Any]:
     advantage_T = next((method.advantage_T for method in row.methods.values()), row.advantage_T)
     trained = (advantage_T if given and advantage_T is not None else weight_T)[row.mask_T]
     trained = trained[np.isfinite(trained)].astype(np.float64)
-    base, span, wrong = row.base_advantage_T, row.span, row.labels.get("wrong_step")
-    is_range = isinstance(wrong, list) and len(wrong) == 2 and all(type(edge) is int for edge in wrong)
+    base, span, wrong, tool = row.base_advantage_T, row.span, row.labels.get("wrong_step"), row.labels.get("tool")
     return {
         "step": row.step,
         "update": row.update,
@@ -115,12 +114,17 @@ def _facts(row: DumpRow) -> dict[str, Any]:
         "neutral": row.neutral,
         "neutrals": {name: method.neutral for name, method in row.methods.items()} or None,
         "span": [span.start, span.content_start, span.content_end, span.end] if span else None,
-        "wrong_step": wrong if is_range else None,
+        "wrong_step": wrong if _is_range(wrong) else None,
+        "tool": tool if tool and isinstance(tool, list) and all(map(_is_range, tool)) else None,
         "length": len(row),
         "given": given,
         "spread": float(trained.std()) if len(trained) else math.nan,
         "advantage": float(base[0]) if base is not None and len(base) else None,
     }
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(edge) is int for edge in value)
 
 
 def read_runs(

@@ -22,6 +22,7 @@ from grail_advantage.verl_ext.estimators import WEIGHS_TOKENS, register_estimato
 from grail_advantage.verl_ext.model_checks import adapter_config, check_model, check_text, check_tokenizer, read_json
 from grail_advantage.verl_ext.neutral_settings import neutral_rows
 from grail_advantage.verl_ext.settings import (
+    ENGINES,
     answer_of,
     check_names,
     check_share_forward,
@@ -48,7 +49,6 @@ logger = logging.getLogger(__name__)
 VERL_VERSION = "0.9.1"
 ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 """Environment variable: 1 lets another version of verl through."""
-STRATEGIES = ("fsdp", "fsdp2")
 KERNEL_BACKENDS = ("torch", "triton")
 UNIFORM = "uniform"
 """The method whose weights are all 1."""
@@ -169,19 +169,39 @@ def _refuse(config: DictConfig, option: str, remedy: str, value: Any = None) -> 
 
 def _check_layout(config: DictConfig, signal: Signal) -> None:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    if actor.strategy not in STRATEGIES:
-        _refuse(config, f"{_ACTOR}.strategy", f"use {' or '.join(STRATEGIES)}")
     if rollout.n < 2:
         _refuse(config, f"{_ROLLOUT}.n", "a group of one has no relative advantage; use 2 or more")
-    _check_sequence_parallel(config, signal)
-    _check_adapter(config)
-    _check_fused_kernels(config)
+    if actor.strategy in ENGINES:
+        _check_sequence_parallel(config, signal)
+        _check_adapter(config)
+        _check_fused_kernels(config)
+    else:
+        _check_engine(config, signal)
     for name in ("mixed_precision.param_dtype", "model_dtype"):
         precision = f"{_ACTOR}.fsdp_config.{name}"
         if signal.uses in (SALIENCY, LOGITS) and str(OmegaConf.select(config, precision)) in ("fp16", "float16", "16"):
             _refuse(config, precision, "use bf16 or fp32: the answer's gradients underflow in fp16")
     if not rollout.temperature > 0:
         _refuse(config, f"{_ROLLOUT}.temperature", "use a temperature above 0", rollout.temperature)
+
+
+def _check_engine(config: DictConfig, signal: Signal) -> None:
+    """Another engine of verl's than FSDP, in which nothing of this project's runs."""
+    option, strategy = f"{_ACTOR}.strategy", config.actor_rollout_ref.actor.strategy
+    if signal.uses:
+        free = [name for name, known in sorted(methods().items()) if not known.build({}).uses]
+        _refuse(
+            config,
+            option,
+            f"its pass runs in {' and '.join(ENGINES)}; use one of these, or a method without a pass, which starts with every "
+            f"engine: {', '.join(free)}",
+        )
+    logger.warning(
+        "%s=%s: %s reads no more than what verl's trainer has with any engine, but has not been run with this one",
+        option,
+        strategy,
+        config.algorithm.adv_estimator,
+    )
 
 
 def _sequence_parallel_size(config: DictConfig) -> int:
@@ -235,7 +255,8 @@ def _check_reads(config: DictConfig, signal: Signal) -> None:
             signal.noise_std,
             precision,
         )
-    chunking = f"{_ACTOR}.entropy_from_logits_with_chunking"
+    actor, name = config.actor_rollout_ref.actor, "entropy_from_logits_with_chunking"
+    chunking = f"{_ACTOR}.{name}" if name in actor else f"{_ACTOR}.{actor.strategy}.{name}"
     if signal.ranks_entropy and half and not OmegaConf.select(config, chunking, default=False):
         # Without chunks verl takes the entropy in the logits' own precision: a few dozen distinct values.
         _refuse(

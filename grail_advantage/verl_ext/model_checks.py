@@ -69,9 +69,14 @@ def check_model(config: DictConfig, signal: Signal, folder: str | None = None) -
     Raises:
         ValueError: naming the option and the remedy.
     """
-    if not isinstance(signal, SaliencySignal):
+    if not signal.uses:
         return True
     architecture = _architecture(config, folder)
+    path = f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
+    if architecture is not None:
+        _check_packing(config, architecture, path)
+    if not isinstance(signal, SaliencySignal):
+        return True
     if architecture is None:
         if folder is not None and OmegaConf.select(config, SHARE_FORWARD) is True and shares_forward(config, signal):
             raise ValueError(
@@ -79,7 +84,6 @@ def check_model(config: DictConfig, signal: Signal, folder: str | None = None) -
                 f"{config.actor_rollout_ref.model.path} cannot (see the log); use auto"
             )
         return folder is None
-    path = f"actor_rollout_ref.model.path={config.actor_rollout_ref.model.path}"
     _check_leaf(config, signal, architecture, path)
     # Fused kernels put out log-probabilities by verl's own code, whatever the model does with its logits.
     if architecture.plain_logits or config.actor_rollout_ref.model.get("use_fused_kernels", False):
@@ -111,6 +115,24 @@ def _architecture(config: DictConfig, folder: str | None) -> Architecture | None
                 error,
             )
         return None
+
+
+def _check_packing(config: DictConfig, architecture: Architecture, path: str) -> None:
+    """Refuse packed rows that the model would not keep apart, neither here nor in verl's update."""
+    model = config.actor_rollout_ref.model
+    if not model.get("use_remove_padding", False):
+        return
+    option, name = "actor_rollout_ref.model.use_remove_padding", type(architecture.copy).__name__
+    attention = str(OmegaConf.select(model, "override_config.attn_implementation", default=None) or "flash_attention_2")
+    if architecture.states:
+        reason = f"layers of the type {', '.join(architecture.states)}, whose state runs on into the next packed row"
+    elif "flash" not in attention and not architecture.masks_packed_rows:
+        reason = f"a mask for the attention {attention} that lets a row see the packed rows before it"
+    else:
+        return
+    raise ValueError(
+        f"{option}=True does not work with {path}: {name} has {reason}; set {option}=false, or use a method without a pass"
+    )
 
 
 def _check_leaf(config: DictConfig, signal: SaliencySignal, architecture: Architecture, path: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.verl_ext.settings import auto_or_bool, dump_options
+from grail_advantage.verl_ext.settings import ENGINES, auto_or_bool, dump_options
 
 SKIP = "algorithm.token_weights.skip_neutral_rows"
 LOG_ALL = "algorithm.token_weights.log_all_rows"
@@ -75,7 +75,7 @@ def neutral_rows(
         raise ValueError(f"{LOG_ALL}={log_all!r} is unknown; choose true or false")
     if choice is False:
         return NeutralRows(), []
-    against = [*_against_rows(config), *dropout_of(model or {})]
+    against = [*_against_rows(config), *dropout_of(model or {}), *_router_loss_of(model or {})]
     if against:
         if choice is True:
             setting, reason = against[0]
@@ -99,6 +99,9 @@ def _against_rows(config: DictConfig) -> Iterator[Obstacle]:
         if value:
             yield f"{option}={value}", reason
 
+    strategy = OmegaConf.select(config, f"{_ACTOR}.strategy", default=ENGINES[0])
+    if strategy not in ENGINES:
+        yield f"{_ACTOR}.strategy={strategy}", f"rows are left out inside the engines {' and '.join(ENGINES)} alone"
     yield from set_to(f"{_ACTOR}.use_kl_loss", "the KL loss trains every row")
     yield from set_to(f"{_ACTOR}.entropy_coeff", "the entropy bonus trains every row", default=0)
     yield from set_to(f"{_ACTOR}.calculate_entropy", "the update logs the entropy of every row")
@@ -130,6 +133,12 @@ def dropout_of(model: Mapping[str, Any]) -> Iterator[Obstacle]:
             yield from dropout_of(value)
         elif ("dropout" in str(name) or str(name).endswith("pdrop")) and isinstance(value, int | float) and value > 0:
             yield f"{name}={value} of the model", "other rows in a micro-batch draw another dropout"
+
+
+def _router_loss_of(model: Mapping[str, Any]) -> Iterator[Obstacle]:
+    """The loss of a model's own routers, where its configuration asks for it."""
+    if model.get("output_router_logits", False):
+        yield "output_router_logits=True of the model", "the auxiliary loss of a router is taken over every row"
 
 
 def _against_ends(config: DictConfig) -> Iterator[Obstacle]:

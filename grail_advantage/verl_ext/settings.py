@@ -37,6 +37,8 @@ from grail_advantage.signals.saliency import SaliencySignal
 SHARE_FORWARD = "algorithm.token_weights.share_forward"
 KEEP_ACTIVATIONS = "algorithm.token_weights.keep_activations"
 SECTION = "algorithm.token_weights"
+ENGINES = ("fsdp", "fsdp2")
+"""Values of ``actor_rollout_ref.actor.strategy``: the engines of verl's in which this project runs code of its own."""
 DUMP_FOLDER = "algorithm.token_dump.folder"
 DUMP_EVERY = "algorithm.token_dump.every"
 DUMP_ROWS = "algorithm.token_dump.rows"

@@ -57,6 +57,7 @@ from grail_advantage.verl_ext.selection import (
     truncated_rows,
 )
 from grail_advantage.verl_ext.settings import (
+    ENGINES,
     SECTION,
     answer_of,
     dump_options,
@@ -119,6 +120,8 @@ class TokenWeightTrainer(NeutralRowsTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
+        if self.config.actor_rollout_ref.actor.strategy not in ENGINES:
+            return  # verl's own workers: only methods without a pass come this far
         for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(self.actor_worker_class)

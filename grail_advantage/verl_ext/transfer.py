@@ -91,12 +91,17 @@ def fetch_rollouts(
     responses, loss_mask = list(data["responses"].unbind()), data["loss_mask"]
     # -1 is a token without text, so that no answer is found in the output of a tool.
     generated = [torch.where(mask.bool(), row, -1) for row, mask in zip(responses, loss_mask.unbind(), strict=True)]
+    spans = find_answer_spans(generated, tokenizer, signal.span, answer)
     return Rollouts(
         keys=list(batch.keys),
         prompts=list(data["prompts"].unbind()),
         responses=responses,
         mask_BT=loss_mask.to_padded_tensor(0).bool(),
-        spans=find_answer_spans(generated, tokenizer, signal.span, answer),
+        # Nor is one that a tool interrupts: it is no answer of the model's.
+        spans=[
+            None if span is None or (row[span.start : span.end] < 0).any() else span
+            for span, row in zip(spans, generated, strict=True)
+        ],
         groups=group_numbers(batch.keys),
         examples=_examples(data, signal, template_options) if reads_examples else [None] * len(batch),
         fields=_fields(batch, signal),

@@ -141,6 +141,7 @@ class UpdateDump:
                 groups=rollouts.groups,
                 prompts=rollouts.prompts,
                 responses=rollouts.responses,
+                generated=rollouts.generated,
                 spans=seen.spans,
                 truncated_B=selection.truncated_B,
                 neutral=neutral,

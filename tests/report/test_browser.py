@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from grail_advantage.report import colours
-from grail_advantage.token_dump import DumpRow, read_dump
+from grail_advantage.report.page import write_report
+from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
+from tests.dumps import dump_row
 
 pytestmark = pytest.mark.slow
 
@@ -103,6 +105,22 @@ def test_methods_over_each_other(runs: Path, opened: Open) -> None:
     assert page.locator("#method").input_value() == "surprisal"
     assert page.locator('.small-plot[aria-pressed="true"]').inner_text() == "surprisal"
     assert page.locator("#profile").get_attribute("aria-label") != before
+
+
+def test_tokens_of_a_tool_are_grey_and_named(tmp_path: Path, opened: Open) -> None:
+    mask_T = np.array([True, False, False, True, False])
+    advantages = [-2.0, 0.0, 0.0, -1.5, 0.0]
+    row = dump_row([2.0, 0.0, 0.0, 1.5, 0.0], mask_T=mask_T, advantage_T=advantages, labels={"tool": [[1, 3]]})
+    write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), [row])
+    page = opened(write_report(tmp_path), link(row, "&token=2"))
+    assert marked(page, "tool") == [1, 2] and marked(page, "off") == [1, 2, 4]
+    grounds = page.locator(".t").evaluate_all("spans => spans.map((span) => getComputedStyle(span).backgroundColor)")
+    clear = "rgba(0, 0, 0, 0)"
+    assert grounds[1] == grounds[2] != clear and grounds[4] == clear and len(set(grounds)) == 4
+    assert "a tool or a user wrote it" in page.locator("#readout").inner_text()
+    assert page.locator(".facts .badge", has_text="a tool or a user wrote it").count() == 1
+    page.locator(".t").nth(4).hover()
+    assert "does not train" in page.locator("#readout").inner_text()
 
 
 def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[DumpRow], opened: Open) -> None:

@@ -21,6 +21,7 @@ from grail_advantage.signals.base import RowSelection
 from grail_advantage.verl_ext import selection, trainers, transfer  # noqa: F401  trainers registers them
 from grail_advantage.verl_ext.shared_forward import SALIENCY_FIELDS
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
+from recipe.checks import WITHOUT_INPUT
 from tests.core.tiny_models import encode
 from tests.verl_ext.one_step import BACKWARD, Store, Workers, make_trainer
 
@@ -195,6 +196,14 @@ def test_a_trainers_own_advantages_have_the_last_word(monkeypatch: pytest.Monkey
     assert (found["a_0_0"] < 0).all()
     assert len(found["a_0_0"].unique()) > 2
     assert step.calls == {"find_answer_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 2}
+
+
+@pytest.mark.parametrize("name", WITHOUT_INPUT)
+def test_verls_token_baselines_fail_in_its_own_trainer(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As the pages say: through verl's own command, whose settings this project leaves alone, after the first rollouts."""
+    step = Step(monkeypatch, [f"algorithm.adv_estimator={name}"], PPOTrainerSync)
+    with pytest.raises(AssertionError, match="sum_pi_squared"):
+        step.run()
 
 
 def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,12 +35,14 @@ LONGEST_RUN = 2400.0
 """Seconds: dozens of times what a run takes on an idle machine."""
 
 
-def tokenizer(opening: str = "\\boxed{") -> PreTrainedTokenizerFast:
-    """So few tokens, one of them the answer's opening, that a random model writes complete answers."""
-    tokens = [*"01234567+=}", opening, "user", "assistant", "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+def tokenizer(opening: str = "\\boxed{", words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """So few tokens, one of them the answer's opening, that a random model writes complete answers; ``words`` are further
+    ones."""
+    words = (opening, "user", "assistant", *words)
+    tokens = [*"01234567+=}", *words, "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(
-        Regex(re.escape(opening) + r"|user|assistant|[\s\S]"), behavior="isolated"
+        Regex("|".join(map(re.escape, words)) + r"|[\s\S]"), behavior="isolated"
     )
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -54,9 +56,9 @@ def tokenizer(opening: str = "\\boxed{") -> PreTrainedTokenizerFast:
     )
 
 
-def write_assets(folder: Path, rows: int, opening: str) -> None:
+def write_assets(folder: Path, rows: int, opening: str, words: Sequence[str] = ()) -> None:
     """Model, tokenizer, and data of that many prompts."""
-    own = tokenizer(opening)
+    own = tokenizer(opening, words)
     config = Qwen3Config(
         vocab_size=len(own),
         hidden_size=32,
@@ -162,10 +164,13 @@ def advantages_of_grpo(records: list[dict]) -> list[torch.Tensor]:
     return [advantages[record["key"]] for record in records]
 
 
-def plain_weights(run: WholeRun, records: list[dict], signal: Signal, **known: Any) -> list[torch.Tensor]:
+def plain_weights(
+    run: WholeRun, records: list[dict], signal: Signal, words: Sequence[str] = (), **known: Any
+) -> list[torch.Tensor]:
     """Weights of these rows, or the advantages of a signal that gives these, by the initial model in one process, each row on
-    its own padding; ``known`` goes to :func:`grail_advantage.compute_token_weights`."""
-    own = tokenizer()
+    its own padding; ``words`` are further tokens of its tokenizer, ``known`` goes to
+    :func:`grail_advantage.compute_token_weights`."""
+    own = tokenizer(words=words)
     width = max(len(record["prompt_ids"]) + len(record["response_ids"]) for record in records)
     ids_BL = torch.full((len(records), width), own.pad_token_id)
     valid_BL, response_BL = torch.zeros_like(ids_BL), torch.zeros_like(ids_BL)
@@ -202,6 +207,7 @@ def start(
     nodes: int = 0,
     wrapper: Sequence[str] = (),
     opening: str = "\\boxed{",
+    words: Sequence[str] = (),
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Train in ``folder``, and say how it ended.
@@ -215,9 +221,10 @@ def start(
         nodes: so many Ray nodes of one rank each, by ``scripts/local_nodes.sh``; 0 for the Ray that verl starts.
         wrapper: words in front of the command.
         opening: of the model's answers.
+        words: further tokens.
         environment: further variables.
     """
-    write_assets(folder, rows, opening)
+    write_assets(folder, rows, opening, words)
     entry = ["recipe.main_grail", "--config-name=cpu_trainer"]
     if stock:
         (folder / "stock.yaml").write_text(STOCK.format(configs=ROOT / "recipe" / "config"))

@@ -63,7 +63,9 @@ parts.push((r) => {
     const how = OVERLAYS[overlay];
     const scale = overlay === "score" && values ? scoreScale(values) : how;
     const out = new Float32Array(data.n).fill(NaN);
-    if (values) for (let t = 0; t < data.n; t++) if (!Number.isNaN(values[t])) out[t] = scale.place(values[t]);
+    // What does not train has a weight of 0 by definition, which is no colour.
+    const shown = (t) => !Number.isNaN(values[t]) && (data.mask[t] || !how.signed);
+    if (values) for (let t = 0; t < data.n; t++) if (shown(t)) out[t] = scale.place(values[t]);
     return { places: out, scale };
   }
   const className = (overlay, p) => (Number.isNaN(p) ? "none" : OVERLAYS[overlay].signed ? signedClass(p) : shareClass(p));

@@ -129,6 +129,7 @@ parts.push((r) => {
     if (row.truncated) host.append(make("span", "badge", "truncated: cut at the length limit"));
     if (neutral) host.append(make("span", "badge", `neutral: ${neutral}`));
     if (row.wrong_step) host.append(make("span", "badge", "wrong step: wavy line"));
+    if (row.tool) host.append(make("span", "badge", "on grey: a tool or a user wrote it"));
     return host;
   }
 

@@ -2,6 +2,7 @@
 parts.push((r) => {
   const { $, make, number, plain, spoken, touch, state, writeHash, column, places, className, drawList,
     markStrips } = r;
+  const ofTool = (row, t) => row.tool?.some(([start, end]) => t >= start && t < end) ?? false;
   function paint(page) {
     const { row, data } = page;
     const { places: found_, scale } = places(data, state.overlay);
@@ -9,6 +10,7 @@ parts.push((r) => {
     for (let t = 0; t < data.n; t++) {
       let name = `t ${className(state.overlay, found_[t])}`;
       if (!data.mask[t]) name += " off";
+      if (ofTool(row, t)) name += " tool";
       if (row.span && t >= row.span[0] && t < row.span[3]) name += " span";
       if (row.wrong_step && t >= row.wrong_step[0] && t < row.wrong_step[1]) name += " wrong-step";
       if (t === page.pointed) name += " at";
@@ -99,7 +101,8 @@ parts.push((r) => {
     else if (row.span && t >= row.span[0] && t < row.span[3]) said.push("bounds the answer");
     else if (row.span && t >= row.span[3]) said.push("behind the answer");
     if (row.wrong_step && t >= row.wrong_step[0] && t < row.wrong_step[1]) said.push("in the wrong step");
-    if (!data.mask[t]) said.push("does not train");
+    if (ofTool(row, t)) said.push("not the model's: a tool or a user wrote it");
+    else if (!data.mask[t]) said.push("does not train");
     return said;
   }
   const tokenText = (data, t) => data.words.texts[data.ids[t]] || "part of a character";

@@ -1,0 +1,282 @@
+"""Tiny models of the architectures that people train, drawn at random, and what verl's engine computes with them.
+
+``python -m tests.verl_ext.architectures`` writes the table of ``docs/models.md`` from what is measured; ``test_models.py``
+measures the same and compares. Started by ``rank_group.py`` with arguments, it is the one rank of verl's engine.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from grail_advantage import GrailConfig, OarConfig, Signal, compute_token_weights
+from grail_advantage.answer_span import find_answer_span
+from grail_advantage.architecture import architecture_of
+from grail_advantage.batch import PassRow
+from recipe.marked_text import table, write_marked
+from tests.core import oar_reference, reference
+from tests.core.tiny_models import (
+    END_ID,
+    PAD_ID,
+    ROLLOUTS,
+    Rollout,
+    char_tokenizer,
+    encode,
+    id_to_character,
+    make_batch,
+)
+from tests.verl_ext.engines import Setup, Sizes, build_engine, log_probs, own_pass, training_worker
+from tests.verl_ext.rank_group import of_all_ranks, run_rank, start_ranks
+
+PAGE, MARKER = Path(__file__).parents[2] / "docs" / "models.md", "models"
+WINDOW = 20
+"""Tokens that a sliding attention sees: fewer than a row has."""
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+_MOE = {"num_experts_per_tok": 2, "output_router_logits": True}
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture: its configuration's class, and what the tiny one has besides the common sizes."""
+
+    config: str
+    options: dict[str, Any] = field(default_factory=dict)
+    layers: str = "full attention"
+    attention: str = "sdpa"
+    """On a CPU; what the model falls back on without flash attention."""
+
+    def build(self) -> PretrainedConfig:
+        """The tiny configuration."""
+        sizes = {
+            "vocab_size": PAD_ID + 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.3,
+            "tie_word_embeddings": False,
+            "pad_token_id": PAD_ID,
+            "bos_token_id": None,
+            "eos_token_id": END_ID,
+            "dtype": "float32",
+        }
+        return getattr(transformers, self.config)(**sizes | self.options)
+
+
+_DELTA = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_SLIDING = "sliding and full attention"
+FAMILIES = {
+    "Qwen2.5": Family("Qwen2Config", {"tie_word_embeddings": True}),
+    "Qwen3": Family("Qwen3Config"),
+    "Qwen3-MoE": Family(
+        "Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 32, **_MOE}, "full attention, experts"
+    ),
+    "Qwen3.5, text": Family(
+        "Qwen3_5TextConfig",
+        {"layer_types": ["linear_attention", "full_attention"], **_DELTA},
+        "linear and full attention",
+    ),
+    "Llama 3": Family("LlamaConfig"),
+    "Mistral": Family("MistralConfig", {"sliding_window": WINDOW}, "sliding attention"),
+    "Gemma 2": Family("Gemma2Config", {**MIXED, "tie_word_embeddings": True}, f"{_SLIDING}, capped logits"),
+    "Gemma 3, text": Family(
+        "Gemma3TextConfig", {**MIXED, "tie_word_embeddings": True}, f"{_SLIDING}, scaled embeddings"
+    ),
+    "Phi-4": Family("Phi3Config"),
+    "GPT-OSS": Family(
+        "GptOssConfig", {**MIXED, "num_local_experts": 4, **_MOE}, f"{_SLIDING} with sinks, experts", attention="eager"
+    ),
+    "OLMo 2": Family("Olmo2Config"),
+    "OLMo 3": Family("Olmo3Config", MIXED, _SLIDING),
+}
+BATCH = [ROLLOUTS[name] for name in ("text after the box", "box at the end", "several boxes", "right")]
+NOISE = 0.05
+"""OAR-G's, far above its default, so that the divergence has digits in float32."""
+SIGNALS: dict[str, Signal] = {
+    "grail": GrailConfig(gate="all"),
+    "grail, middle": GrailConfig(preset="robust", gate="all", leaf="middle"),
+    "oar_g": OarConfig("gradient", noise_std=NOISE),
+}
+CLOSE = {"grail": 1e-4, "grail, middle": 1e-4, "oar_g": 5e-3}
+"""Of the largest score of a row, and of a weight: the gradient of a divergence as small as OAR-G's has fewer digits."""
+
+
+@cache
+def model_of(name: str) -> PreTrainedModel:
+    """The tiny model, float32 and in evaluation mode."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(FAMILIES[name].build(), attn_implementation=FAMILIES[name].attention)
+    model.set_experts_implementation("eager")  # the other computes in no float64
+    return model.eval()
+
+
+def folder_of(name: str) -> str:
+    """Its folder's name."""
+    return name.replace(", ", "-").replace(" ", "-").lower()
+
+
+@cache
+def plainly(name: str, signal: str) -> list[tuple[list[float], list[float]]]:
+    """Scores and weights of each row's response by autograd alone in float64, a row at a time and without padding."""
+    rows = []
+    for rollout in BATCH:
+        prompt, response = encode(rollout.prompt), encode(rollout.response)
+        ids, start = prompt + response, len(prompt)
+        if signal == "oar_g":
+            model = oar_reference.PlainOar(model_of(name), PAD_ID)
+            options = {"noise_std": NOISE}
+            row = [(prompt, response, rollout.advantage)]
+            ((weights, scores),) = oar_reference.oar_weights(model, "gradient", row, id_to_character(), options)
+        else:
+            options = reference.resolve("official", gate="all")
+            if signal == "grail, middle":
+                options = reference.resolve("robust", gate="all", leaf="middle")
+            mask = [int(place >= start) for place in range(len(ids))]
+            row = ([ids], [[1] * len(ids)], [mask], [rollout.advantage], options)
+            found = reference.reference_weights(reference.PlainModel(model_of(name)), id_to_character(), *row)
+            weights, scores = found.weights[0][start:], found.scores[0][start:]
+        rows.append((scores, weights))
+    return rows
+
+
+def by_function(name: str, signal: str, padding: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The same by :func:`compute_token_weights` on padded rows."""
+    batch = make_batch(BATCH, padding)
+    found = compute_token_weights(model_of(name), char_tokenizer(), *batch.tensors(), SIGNALS[signal])
+    masks = batch.response_mask.bool()
+    return [(found.scores[row, mask], found.weights[row, mask]) for row, mask in enumerate(masks)]
+
+
+def pass_rows(signal: Signal) -> list[PassRow]:
+    """The batch for a pass in the engine."""
+    rows = []
+    for place, rollout in enumerate(BATCH):
+        prompt, response = encode(rollout.prompt), encode(rollout.response)
+        span = find_answer_span(response, char_tokenizer(), signal.span)
+        row = PassRow(
+            torch.tensor(prompt + response), len(prompt), len(response), span, rollout.advantage, place, place
+        )
+        rows.append(signal.prepare_row(row, char_tokenizer()))
+    return rows
+
+
+def shared_row(rollout: Rollout) -> tuple[torch.Tensor, int, tuple[int, int]]:
+    """A row of a shared forward."""
+    prompt, response = encode(rollout.prompt), encode(rollout.response)
+    span = find_answer_span(response, char_tokenizer(), "first")
+    return torch.tensor(prompt + response), len(prompt), (len(prompt) + span.start, len(prompt) + span.end)
+
+
+class Engine:
+    """verl's engine with each model."""
+
+    def __init__(self, rank: int, world_size: int, folder: Path) -> None:
+        self.folder = folder
+
+    def passes(self, case: tuple[str, bool]) -> dict[str, Any]:
+        """Scores of the passes of their own, and the saliency and log-probabilities of the shared forward."""
+        name, packed = case
+        setup = Setup(folder_of(name), ranks=1, packed=packed, attention=FAMILIES[name].attention)
+        engine = build_engine(setup, self.folder)
+        sizes = Sizes(rows=len(BATCH))
+        results: dict[str, Any] = {
+            known: own_pass(engine, pass_rows(signal), signal, sizes, pad_token=PAD_ID)["scores"]
+            for known, signal in SIGNALS.items()
+        }
+        try:
+            worker = training_worker(engine)
+            results["shared"] = log_probs(worker, [shared_row(row) for row in BATCH], sizes, leaf="embeddings")
+        except ValueError as error:
+            results["shared"] = str(error)
+        return results
+
+
+CASES = {f"{name}, {'packed' if packed else 'padded'}": (name, packed) for name in FAMILIES for packed in (True, False)}
+
+
+def measure(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the engine computes, by the name of a case."""
+    for name in FAMILIES:
+        model_of(name).save_pretrained(folder / folder_of(name))
+        char_tokenizer().save_pretrained(folder / folder_of(name))
+    results = start_ranks("tests.verl_ext.architectures", folder, 1)
+    return {case: of_all_ranks(results, "passes", case)[0] for case in CASES}
+
+
+def error(found: Sequence[torch.Tensor], expected: Sequence[Sequence[float]]) -> float:
+    """Largest difference, as a part of the largest expected value of its row. Values after the last of ``found`` must be 0, or
+    NaN as there are none."""
+    errors = [0.0]
+    for of_row, values in zip(found, expected, strict=True):
+        expected_T = torch.tensor(values)
+        rest_T, expected_T = expected_T[len(of_row) :], expected_T[: len(of_row)]
+        assert torch.equal(of_row.isnan(), expected_T.isnan()) and not rest_T.nan_to_num().any()
+        known_T = ~expected_T.isnan()
+        errors.append(float((of_row - expected_T)[known_T].abs().max() / expected_T[known_T].abs().max()))
+    return max(errors)
+
+
+def shared_saliency(results: dict[str, Any]) -> list[torch.Tensor]:
+    """Scores of the response tokens, GRAIL's, from a shared forward."""
+    rows = zip(map(shared_row, BATCH), results["shared"]["saliency"], strict=True)
+    return [saliency_S[start - 1 : len(tokens_S) - 1] for (tokens_S, start, _), saliency_S in rows]
+
+
+def agrees(name: str, results: dict[str, Any]) -> bool:
+    """Whether the passes of a case give the plain scores."""
+    return all(
+        error(results[signal], [scores for scores, _ in plainly(name, signal)]) < CLOSE[signal] for signal in SIGNALS
+    )
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """The table of the page."""
+    rows = []
+    for name, family in FAMILIES.items():
+        architecture = architecture_of(family.build())
+        padded, packed = (agrees(name, results[f"{name}, {way}"]) for way in ("padded", "packed"))
+        refused = "refused" if architecture.states else f"refused with `{family.attention}`"
+        shared = results[f"{name}, padded"]["shared"]
+        rows.append(
+            [
+                name,
+                f"`{type(architecture.copy).__name__}`",
+                family.layers,
+                "agrees" if padded else "**differs**",
+                "agrees" if packed else refused,
+                "a pass of its own" if isinstance(shared, str) else "shared",
+            ]
+        )
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, verl {version('verl')}"
+    head = ["model", "class of transformers", "layers", "padded rows", "packed rows", "forward of the old log-probs"]
+    return "\n".join([*table(head, rows), "", f"With {versions}."])
+
+
+def main() -> None:
+    """Write the page."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_marked(PAGE, MARKER, page(measure(Path(folder))))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        run_rank(Engine, {"passes": CASES}, sys.argv[1:])
+    else:
+        main()

@@ -1,0 +1,142 @@
+"""Architectures that people train: scores and weights against plain autograd, in the plain function and in verl's engine.
+
+What is drawn, and what the engine measures, is in ``architectures.py``; the table of ``docs/models.md`` is made of the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import verl  # noqa: F401  its plugin registers the estimators
+from omegaconf import DictConfig
+from transformers import GPT2Config, Lfm2Config, OPTConfig
+
+from grail_advantage.architecture import architecture_of
+from grail_advantage.verl_ext.checks import check_config
+from grail_advantage.verl_ext.neutral_settings import neutral_rows
+from recipe.marked_text import marked
+from tests.composed import compose
+from tests.core.tiny_models import char_tokenizer
+from tests.verl_ext import architectures
+from tests.verl_ext.architectures import BATCH, CASES, CLOSE, FAMILIES, SIGNALS, by_function, error, plainly
+
+EXPERTS = ("Qwen3-MoE", "GPT-OSS")
+MIXED = ("Qwen3.5, text, packed", "GPT-OSS, packed")
+"""Cases in which a row's scores depend on the rows packed before it."""
+PACKED = "actor_rollout_ref.model.use_remove_padding"
+ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path) -> dict[str, dict[str, Any]]:
+    return architectures.measure(folder)
+
+
+@pytest.mark.parametrize("signal", SIGNALS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scores_and_weights_are_those_of_plain_autograd(name: str, signal: str) -> None:
+    expected = plainly(name, signal)
+    for padding in ("left", "right"):
+        scores, weights = zip(*by_function(name, signal, padding), strict=True)
+        assert error(scores, [of_row for of_row, _ in expected]) < CLOSE[signal], padding
+        assert error(weights, [of_row for _, of_row in expected]) < CLOSE[signal], padding
+    assert any(len(set(of_row)) > 3 for _, of_row in expected), "no weights to compare"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_gives_the_plain_scores(measured: dict[str, dict[str, Any]], case: str) -> None:
+    """Where rows are mixed they differ by far more than rounding: those cases are refused, see the next tests."""
+    name, _ = CASES[case]
+    for signal in SIGNALS:
+        found = error(measured[case][signal], [scores for scores, _ in plainly(name, signal)])
+        assert found > 5e-3 if case in MIXED else found < CLOSE[signal], signal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case not in MIXED])
+def test_a_shared_forward_gives_the_plain_scores_and_log_probs(measured: dict[str, dict[str, Any]], case: str) -> None:
+    name, _ = CASES[case]
+    shared = measured[case]["shared"]
+    if name == "Gemma 2":
+        assert "share_forward does not work with this model, which changes its logits" in shared
+        return
+    expected = [scores for scores, _ in plainly(name, "grail")]
+    assert error(architectures.shared_saliency(measured[case]), expected) < CLOSE["grail"]
+    for rollout, log_probs_S in zip(BATCH, shared["log_probs"], strict=True):
+        tokens_S, _, _ = architectures.shared_row(rollout)
+        with torch.no_grad():
+            logits_SV = architectures.model_of(name)(input_ids=tokens_S[None]).logits[0]
+        expected_S = logits_SV.log_softmax(-1)[:-1].gather(1, tokens_S[1:, None])[:, 0]
+        torch.testing.assert_close(log_probs_S[:-1], expected_S, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_page_has_what_was_measured(measured: dict[str, dict[str, Any]]) -> None:
+    text = architectures.PAGE.read_text(encoding="utf-8")
+    assert marked(text, architectures.MARKER) == architectures.page(measured), "python -m tests.verl_ext.architectures"
+
+
+def _config(folder: Path, *overrides: str) -> DictConfig:
+    return compose(
+        "grail_trainer",
+        overrides=[
+            "actor_rollout_ref.actor.use_dynamic_bsz=True",
+            "actor_rollout_ref.rollout.n=4",
+            f"actor_rollout_ref.model.path={folder}",
+            *overrides,
+        ],
+    )
+
+
+def _save(name: str, folder: Path) -> Path:
+    FAMILIES[name].build().save_pretrained(folder)
+    char_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_rows_that_would_mix_are_refused(name: str, tmp_path: Path) -> None:
+    place = _save(name, tmp_path)
+    attention = f"+{ATTENTION}={FAMILIES[name].attention}"
+    for estimator in ("grail", "oar_g", "uniform"):
+        method = f"algorithm.adv_estimator={estimator}"
+        if estimator == "uniform" or f"{name}, packed" not in MIXED:
+            check_config(_config(place, method, f"{PACKED}=True", attention))
+            continue
+        with pytest.raises(ValueError, match=rf"{PACKED}=True does not work with .*; set {PACKED}=false, or use a"):
+            check_config(_config(place, method, f"{PACKED}=True", attention))
+        check_config(_config(place, method, f"{PACKED}=False", attention))
+        if name == "GPT-OSS":
+            check_config(_config(place, method, f"{PACKED}=True", f"+{ATTENTION}=kernels-community/vllm-flash-attn3"))
+
+
+def test_models_whose_mask_mixes_packed_rows_are_found() -> None:
+    """Also of architectures that are not in the table."""
+    assert not architecture_of(FAMILIES["GPT-OSS"].build()).masks_packed_rows
+    assert not architecture_of(
+        OPTConfig(num_hidden_layers=1, hidden_size=16, ffn_dim=16, num_attention_heads=2)
+    ).masks_packed_rows
+    assert architecture_of(GPT2Config(n_layer=1)).masks_packed_rows
+    conv = Lfm2Config(
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, layer_types=["conv", "full_attention"]
+    )
+    assert architecture_of(conv).states == ("conv",)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_rows_are_not_left_out_with_a_routers_loss(name: str, tmp_path: Path) -> None:
+    """Every pass here ran with the routers' logits put out; the saliency is that of the answer's likelihood alone."""
+    config = _config(_save(name, tmp_path), "algorithm.token_weights.skip_neutral_rows=auto")
+    with_loss = FAMILIES[name].build().to_dict()
+    left, lines = neutral_rows(config, with_loss)
+    assert not left.rows and any("output_router_logits=True of the model: the auxiliary loss" in line for line in lines)
+    assert neutral_rows(config, {**with_loss, "output_router_logits": False})[0].rows
