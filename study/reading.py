@@ -40,13 +40,14 @@ def passes(row: Row, samples: int, k: int) -> float:
 def pass_table(results: Results, regime: RegimePlan) -> list[str]:
     """pass@k of the main arms against the baseline."""
     samples, base = results.plan.run.samples, results.runs("main", regime.name, BASELINE)
-    shares = [f"{100 * np.mean([passes(row, samples, k) for row in base.values()]):.1f} %" for k in PASSES]
+    counts = [k for k in PASSES if k <= samples]
+    shares = [f"{100 * np.mean([passes(row, samples, k) for row in base.values()]):.1f} %" for k in counts]
     cells, level = [[ARMS[BASELINE].label, "", *shares]], []
     for contrast in results.against_baseline(regime):
         own = results.runs("main", regime.name, contrast.arm)
         differences = [
             paired([passes(own[seed], samples, k) - passes(base[seed], samples, k) for seed in contrast.seeds])
-            for k in PASSES
+            for k in counts
         ]
         rate = f"{results.rate(regime, contrast.arm):g}"
         cells.append([ARMS[contrast.arm].label, rate, *(interval(difference, 100) for difference in differences)])
@@ -57,7 +58,7 @@ def pass_table(results: Results, regime: RegimePlan) -> list[str]:
     lines = []
     if level and not any(last.low > 0 for _, last in level):
         lines = [
-            f"**At pass@{PASSES[-1]} no arm but the oracle is shown to be above uniform.** The {len(level)} others whose "
+            f"**At pass@{counts[-1]} no arm but the oracle is shown to be above uniform.** The {len(level)} others whose "
             f"interval at pass@1 is above 0 are at {', '.join(smaller)} there: much of their gain is a surer model, not "
             "more problems that it can solve.",
             "",
@@ -66,7 +67,7 @@ def pass_table(results: Results, regime: RegimePlan) -> list[str]:
     if random_token is not None and random_token.complete:
         seeds = f"{random_token.above} of {len(random_token.seeds)} seeds"
         lines += [f"The control of the last comparison, a random token, is above uniform on {seeds}.", ""]
-    head = ["against uniform, points", "rate", *[f"pass@{k}" for k in PASSES]]
+    head = ["against uniform, points", "rate", *[f"pass@{k}" for k in counts]]
     note = f"Of {samples} samples at temperature {results.plan.run.temperature:g}, mean of both evaluations."
     return [*lines, *table(head, cells, right=1), "", note, ""]
 
@@ -202,7 +203,8 @@ def screen(results: Results, regime: RegimePlan) -> list[str]:
     base = {row["seed"]: float(row["gain"]) for row in rows if row["measured"] == BASELINE}
     points = {}
     for arm in results.plan.arms(regime):
-        ratios = [float(row["gain"]) / base[row["seed"]] for row in rows if row["measured"] == arm.name]
+        own = [row for row in rows if row["measured"] == arm.name]
+        ratios = [float(row["gain"]) / base[row["seed"]] for row in own if base.get(row["seed"])]
         if ratios and results.complete(regime, arm.name):
             accuracy = [float(row["accuracy"]) for row in results.runs("main", regime.name, arm.name).values()]
             points[arm.name] = (float(np.mean(ratios)), float(np.mean(accuracy)))

@@ -15,6 +15,7 @@ from study import alignment
 from study.arms import ARMS
 from study.plan import NO_ARM, Job, StudyPlan
 from study.results import BASELINE
+from study.tables import ABSENT
 from study.task import study_tokenizer
 from study.work import do, load_model, problems_of, settings_digest
 
@@ -48,7 +49,11 @@ def screen(plan: StudyPlan, models: Path, seed: int) -> list[str]:
     )
     base = by_arm[BASELINE]["gain"]
     rows = [
-        [ARMS[arm].label, f"{row['gain'] / base:.2f}", *(f"{row[name]:.3f}" for name in alignment.FIGURES)]
+        [
+            ARMS[arm].label,
+            f"{row['gain'] / base:.2f}" if base else ABSENT,
+            *(f"{row[name]:.3f}" for name in alignment.FIGURES),
+        ]
         for arm, row in sorted(by_arm.items(), key=lambda entry: -entry[1]["gain"])
     ]
     title = f"{regime.name}, warm-up of seed {seed}, {BATCHES} batches, {YARDSTICK_PROBLEMS} problems; no interval, a screen."

@@ -13,6 +13,7 @@ import pytest
 
 from study import __main__ as command
 from study import rollouts, work
+from study import screen as screening
 from study.arms import ARMS
 from study.plan import NO_ARM, Job, RegimePlan, StudyPlan
 from study.raw import RawFile
@@ -139,6 +140,13 @@ def test_the_study_in_miniature(
     assert {path: path.read_bytes() for path in data.iterdir()} == before, "nothing is left to do"
     report = (data / "REPORT.md").read_text()
     assert "## Regime misconceptions" in report and "distractors: 2 of 2 runs `main`" in report
+    capsys.readouterr()
+    monkeypatch.setattr(screening, "YARDSTICK_PROBLEMS", 4)
+    command.main(["screen", "--seed", "1", "--models", str(models)], TINY)
+    screened = capsys.readouterr().out.splitlines()
+    assert "warm-up of seed 1" in screened[0] and len(screened) == 4 + len(TINY.main_arms)
+    labels = sorted(line.split(" | ")[0] for line in screened[4:])
+    assert labels == [f"| {label}" for label in sorted(arm.label for arm in TINY.main_arms)]
     # Another job's rows would not fit into the plan's hours any more.
     Files(tmp_path / "full").start.append([a_start(TINY) | {"job_seconds": 3600 * TINY.hours - 239}])
     data, models = tmp_path / "full", tmp_path / "none"
