@@ -14,15 +14,16 @@ from grail_advantage.answer_span import AnswerSpan
 from grail_advantage.token_dump import DumpHeader, DumpRow, MethodColumns, write_step
 from tests.dumps import dump_row
 
+RESPONSES = 8
 _FILLER = "Let me think about this carefully.\n"
 
 
-def write_metrics(folder: Path, steps: int, *, seed: int = 0, name: str = "metrics.jsonl", first: int = 0) -> None:
+def write_metrics(folder: Path, steps: int, *, seed: int = 0) -> None:
     """A file of verl's ``file`` logger; validation at step 0 and every fifth."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / name).open("w") as file:
-        for step in range(first, steps + 1):
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(steps + 1):
             progress = 1 - np.exp(-step / (0.4 * steps + 1))
             values: dict[str, float] = {}
             if step % 5 == 0 or step == steps:
@@ -75,7 +76,6 @@ def write_dump(
     steps: Sequence[int] = (1, 5, 10),
     *,
     problems: int = 3,
-    responses: int = 8,
     filler: int = 2,
     methods: Sequence[str] = (),
     seed: int = 0,
@@ -86,7 +86,7 @@ def write_dump(
         rows = []
         for group in range(problems):
             numbers = np.random.default_rng([group, number % 2]).integers(3, 60, size=3).tolist()
-            right = rng.random(responses) < 0.3 + 0.55 * number / max(1, len(steps) - 1)
+            right = rng.random(RESPONSES) < 0.3 + 0.55 * number / max(1, len(steps) - 1)
             for place, is_right in enumerate(right.tolist()):
                 values = _response(rng, numbers, is_right, int(rng.integers(0, 3 * filler + 1)))
                 advantage = is_right - right.mean()
@@ -95,7 +95,7 @@ def write_dump(
                 if values["neutral"]:
                     values["weight_T"][:], values["score_T"][:] = 1, np.nan
                 values["base_advantage_T"] = np.full(len(values["tokens"]), advantage, dtype=np.float32)
-                values |= {"step": step, "group": group, "row": place + group * responses, "key": f"{group}_{place}_0"}
+                values |= {"step": step, "group": group, "row": place + group * RESPONSES, "key": f"{group}_{place}_0"}
                 rows.append(text_row(**values, methods=_methods(rng, values, methods)))
         header = DumpHeader(
             step=step,
