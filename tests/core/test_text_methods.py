@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from grail_advantage import RolloutBatch, Signal, compute_token_weights
+from grail_advantage import RolloutBatch, Signal, compute_token_weights, registry
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.registry import register_signal, signals
+from grail_advantage.registry import register_signal
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.signals.pattern import PatternConfig as Pattern
 from grail_advantage.signals.step_values import StepValuesConfig as StepValues
@@ -306,7 +306,7 @@ def judged() -> Any:
             return Reshaped(scores_BT)
 
     yield Judged
-    signals().pop("judged", None)
+    registry._signals.pop("judged")
 
 
 def test_a_field_of_the_batch(judged: Any) -> None:

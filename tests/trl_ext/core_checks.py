@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from peft import LoraConfig
 from transformers import ProcessorMixin
 from trl import GRPOTrainer
 
-from grail_advantage import GrailConfig, OarConfig, TokenWeights, compute_token_weights
+from grail_advantage import GrailConfig, OarConfig, Reshaped, RolloutBatch, TokenWeights, compute_token_weights
 from grail_advantage.batch import Example
 from grail_advantage.methods import method, methods
 from grail_advantage.signals.base import Signal
@@ -61,6 +61,19 @@ def parameters_gradient(trainer: GRPOTrainer, batch: dict[str, torch.Tensor]) ->
     return loss.detach(), gradient
 
 
+class Blamed(Signal):
+    """Weights from a column of the data set."""
+
+    reads = frozenset({"field:blame"})
+    name: ClassVar[str] = "blamed"
+
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+        return torch.tensor(batch.fields["blame"]).unsqueeze(1).expand(batch.mask_BT.shape)
+
+    def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
+        return Reshaped(scores_BT)
+
+
 METHODS: dict[str, Signal] = {
     "grail, robust": GrailConfig("robust", gate="all"),
     "grail, hidden states": GrailConfig(leaf="middle", mask_truncated=False),
@@ -69,20 +82,30 @@ METHODS: dict[str, Signal] = {
     "high_entropy": method("high_entropy").build({}),
     "stare": method("stare").build({"variant": "C2", "threshold": 100.0}),
     "shear": method("shear").build({"window": 6, "stride": 3}),
+    "a3po": method("a3po").build({}),
+    "steer": method("steer").build({}),
+    "pattern": method("pattern").build({"expression": "box|so", "gate": "all"}),
+    "step_values": method("step_values").build({"separator": "i"}),
+    "a field": Blamed(),
 }
+BLAME = [0.5, 2.0]
+"""Of each prompt."""
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_token_advantages_are_those_of_compute_token_weights(tmp_path: Path, name: str) -> None:
     signal = METHODS[name]
-    trainer = build(tmp_path, weights={"token_weights": signal})
+    data = scripted.prompts(blame=BLAME)
+    trainer = build(tmp_path, data=data, weights={"token_weights": signal}, remove_unused_columns=False)
     batch = generation_batch(trainer)
 
     groups = torch.arange(8) // scripted.GENERATIONS
-    plain, expected = plain_weights(signal, mask_truncated=signal.mask_truncated, groups=groups)
-    wanted = torch.cat(response_values(expected.weights * plain.advantages.unsqueeze(1), plain.response_mask))
+    known = {"groups": groups, "fields": {"blame": [BLAME[group] for group in groups]}}
+    known["masked"] = (torch.arange(8) == scripted.TRUNCATED) & signal.mask_truncated
+    plain, expected = plain_weights(signal, mask_truncated=signal.mask_truncated, **known)
+    wanted = torch.cat(response_values(expected.advantages, plain.response_mask))
     assert batch["advantages"].shape == batch["completion_ids"].shape
-    assert expected.stats["weight_deviation"] > 1e-3
+    assert len(wanted.abs().unique()) > 3 or name == "a field"
     torch.testing.assert_close(of_responses(batch), wanted, rtol=2e-4, atol=2e-4)
     assert not batch["advantages"][~batch["completion_mask"].bool()].any()
     assert bool(batch["advantages"][scripted.TRUNCATED].any()) == (not signal.mask_truncated)
