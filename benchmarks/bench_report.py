@@ -1,11 +1,9 @@
-"""How large the report of many long rollouts is, how fast it opens in a browser, and how smoothly it scrolls.
+"""How large the report of many long rollouts is, and how fast it opens in a browser.
 
-Usage: ``python benchmarks/bench_report.py [--rows 2000] [--tokens 4096] [--page FILE]``. Needs Chromium
+Usage: ``python benchmarks/bench_report.py [--rows 2000] [--tokens 4096]``. Needs Chromium
 (``scripts/setup_chromium.sh``). The rollouts are made up: words by Zipf's law, one after the other independently, which packs
 worse than text; scores are log-normal, weights GRAIL's of them, four of five tokens nearly sure. It prints the figures beside
 the bounds, 35 MB and 3 s to a page that shows curves, list and an opened rollout, and ends with 1 where one is passed.
-
-``--page`` measures a report that is there already.
 """
 
 from __future__ import annotations
@@ -86,45 +84,10 @@ def write_run(folder: Path, rows: int, tokens: int, steps: int = 10) -> None:
         write_step(folder / "tokens", header, rollouts(step, count, tokens, texts, share))
 
 
-SCROLL = """async () => {
-  // One frame after the other, 90 px each, down the whole of what is open and back; the time of each frame.
-  const times = [];
-  const frame = () => new Promise((done) => requestAnimationFrame(done));
-  const most = document.documentElement.scrollHeight - innerHeight;
-  let last = performance.now();
-  for (let y = 0, by = 90; y >= 0 && times.length < 400; y += by) {
-    if (y > most) by = -by;
-    scrollTo({ top: y, behavior: "instant" });
-    await frame();
-    times.push(performance.now() - last);
-    last = performance.now();
-  }
-  const list = document.getElementById("list");
-  for (let y = 0; y < 20000; y += 200) {
-    list.scrollTop = y;
-    await frame();
-    times.push(performance.now() - last);
-    last = performance.now();
-  }
-  return times;
-}"""
-NEXT = """async () => {
-  // The next rollout in the list, until its tokens are there.
-  const chosen = document.querySelector('.item[aria-selected="true"]');
-  const next = chosen.nextElementSibling ?? chosen.previousElementSibling;
-  const from = performance.now();
-  const before = document.querySelector(".tokens");
-  next.click();
-  while (document.querySelector(".tokens") === before) await new Promise((done) => setTimeout(done, 1));
-  await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-  return performance.now() - from;
-}"""
-
-
 def measure(page_file: Path, repeats: int) -> bool:
     """Print a report's figures; whether size and medians are within the bounds."""
     size = page_file.stat().st_size / 1e6
-    opened, complete, frames, turns = [], [], [], []
+    opened, complete = [], []
     with launched() as browser:
         for _ in range(repeats):
             page = browser.new_page(viewport={"width": 1280, "height": 900})
@@ -133,23 +96,13 @@ def measure(page_file: Path, repeats: int) -> bool:
             opened.append(page.evaluate("performance.getEntriesByName('ready')[0].startTime") / 1000)
             page.wait_for_load_state("load")
             complete.append(page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") / 1000)
-            turns += [page.evaluate(NEXT) for _ in range(3)]
-            frames += page.evaluate(SCROLL)
-            tokens = page.evaluate("document.querySelectorAll('.t').length")
             page.close()
-    frames.sort()
     print(f"size                                    {size:.1f} MB (bound {MEGABYTES:g})")
     print(
         f"to curves, list and an opened rollout   {statistics.median(opened):.2f} s, at most {max(opened):.2f} "
         f"(bound {SECONDS:g})"
     )
     print(f"to the end of the file                  {statistics.median(complete):.2f} s, at most {max(complete):.2f}")
-    print(f"to another rollout                      {statistics.median(turns):.0f} ms, at most {max(turns):.0f}")
-    print(
-        f"a frame while scrolling                 {statistics.median(frames):.1f} ms, 95th percentile "
-        f"{frames[int(0.95 * len(frames))]:.1f}, longest {frames[-1]:.1f} ({len(frames)} frames)"
-    )
-    print(f"tokens in the page at a time            {tokens:,}")
     print(f"load average                            {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     return size <= MEGABYTES and max(statistics.median(opened), statistics.median(complete)) <= SECONDS
 
@@ -160,13 +113,9 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=5, help="times that the page is opened")
-    parser.add_argument("--page", type=Path, help="a report to measure instead of a made one")
-    parser.add_argument("--keep", type=Path, help="a folder to leave the run and its report in")
     args = parser.parse_args()
-    if args.page:
-        return 0 if measure(args.page.resolve(), args.repeats) else 1
     with tempfile.TemporaryDirectory() as scratch:
-        folder = args.keep or Path(scratch)
+        folder = Path(scratch)
         start = time.perf_counter()
         write_run(folder, args.rows, args.tokens)
         print(f"{args.rows:,} rollouts of {args.tokens:,} tokens, dump written in {time.perf_counter() - start:.0f} s")

@@ -46,9 +46,7 @@ class Clock:
         return self.now() - start
 
 
-def interleaved(
-    clock: Clock, ways: dict[str, Callable[[], Any]], repeats: int, progress: str = ""
-) -> dict[str, list[float]]:
+def interleaved(clock: Clock, ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
     """Time every way once a repeat, one after the other, each repeat starting with another one; so load and drift fall on all
     alike. One untimed call of each comes first."""
     for run in ways.values():
@@ -59,8 +57,6 @@ def interleaved(
         shift = repeat % len(names)
         for name in names[shift:] + names[:shift]:
             seconds[name].append(clock.seconds(ways[name]))
-        if progress:
-            show(f"{progress}: repeat {repeat + 1} of {repeats}")
     return seconds
 
 

@@ -22,117 +22,8 @@ from recipe.marked_text import write_marked
 MARKER, FRONT_PAGE_MARKER = "results", "cost"
 README = Path(__file__).parent / "README.md"
 FRONT_PAGE = Path(__file__).parents[1] / "README.md"
-PUBLISHED = "published procedure"
-FRONT_PAGE_VARIANT = "GRAIL official, fused"
 STOCK = "grpo"
 """verl's own trainer, in whole steps."""
-STAGES = ("old_log_probs", "saliency", "weights", "update")
-
-
-class Step:
-    """The timings of one run of ``bench_training_step.py`` with or without gradient checkpointing."""
-
-    def __init__(self, run: dict[str, Any], setup: dict[str, Any]) -> None:
-        self.checkpointing = run["checkpointing"]
-        self.repeats = run["repeats"]
-        self.share = setup["selected_rows"] / setup["rows"]
-        self.variants = sorted(self.repeats[0], key=lambda name: (name == PUBLISHED, name != "GRPO"))
-        plain = [name for name in self.variants if not name.endswith("fused")]
-        self.forward = median([sum(repeat[name]["old_log_probs"]) for repeat in self.repeats for name in plain])
-        """Seconds of 1 F."""
-        self.update = median([s for repeat in self.repeats for stages in repeat.values() for s in stages["update"]])
-        """Seconds of an epoch's update, the same work in all variants."""
-
-    def total(self, repeat: dict[str, Any], variant: str, epochs: int) -> float:
-        """Measured seconds of a step; one of fewer epochs is the beginning of the measured one."""
-        return sum(sum(repeat[variant][stage][:epochs]) for stage in STAGES)
-
-    def ratios(self, variant: str, epochs: int) -> list[float]:
-        """Against GRPO in the same repeat."""
-        return [self.total(repeat, variant, epochs) / self.total(repeat, "GRPO", epochs) for repeat in self.repeats]
-
-    def weighing(self, variant: str, epochs: int) -> float:
-        """Seconds that token weights add, by the stages' medians."""
-
-        def stage(name: str) -> float:
-            return median([sum(repeat[variant][name][:epochs]) for repeat in self.repeats])
-
-        more = stage("old_log_probs") - self.forward if variant.endswith("fused") else 0.0
-        return more + stage("saliency") + stage("weights")
-
-    def expected_weighing(self, variant: str, epochs: int) -> float:
-        """The same in F by the account: a forward is 1, a backward to the embeddings 1, a recomputed forward 1."""
-        recomputed = self.checkpointing == "on"
-        if variant == "GRPO":
-            return 0.0
-        if variant == PUBLISHED:
-            return (2 + recomputed) * epochs
-        return self.share * (1 + recomputed + variant.endswith("separate"))
-
-    def ratio_of_stages(self, variant: str, epochs: int) -> float:
-        """Of the steps put together from the stages' medians."""
-        step = self.forward + epochs * self.update
-        return (step + self.weighing(variant, epochs)) / step
-
-    def spread(self) -> float:
-        """How far the repeats of one update lie apart: half the distance of the quartiles over the median."""
-        values = sorted(s for repeat in self.repeats for stages in repeat.values() for s in stages["update"])
-        return (values[3 * len(values) // 4] - values[len(values) // 4]) / 2 / self.update
-
-
-def training_step(result: dict[str, Any]) -> list[str]:
-    setup = result["setup"]
-    share = setup["selected_rows"] / setup["rows"]
-    lines = [
-        f"### Training side of a step, {result['device']}",
-        "",
-        *_origin(result),
-        f"Model and batch: {_shape(setup)}; {setup['selected_rows']} of {setup['rows']} rows selected ({share:.1%}).",
-        "",
-    ]
-    for run in result["runs"]:
-        step = Step(run, setup)
-        lines += [
-            f"**Gradient checkpointing {step.checkpointing}.** 1 F (the forward of the old log-probabilities) took "
-            f"{step.forward:.2f} s, an epoch of the actor update {step.update:.2f} s = {step.update / step.forward:.2f} F. "
-            f"{len(step.repeats)} repeats; updates, the same work every time, spread by ±{step.spread():.1%}.",
-            "",
-            "| variant | epochs | weights cost, F | by the account, F | step, F | x GRPO, by stages | x GRPO, whole steps "
-            "(lowest to highest) |",
-            "|---|--:|--:|--:|--:|--:|--:|",
-        ]
-        for epochs in result["epochs"]:
-            for variant in step.variants:
-                lines.append(_step_row(step, variant, epochs))
-        lines += ["", *_memory(run["peak_bytes"]), ""]
-    return lines
-
-
-def _step_row(step: Step, variant: str, epochs: int) -> str:
-    ratios = step.ratios(variant, epochs)
-    total = median([step.total(repeat, variant, epochs) for repeat in step.repeats]) / step.forward
-    cost = step.weighing(variant, epochs) / step.forward
-    return (
-        f"| {variant} | {epochs} | {cost:.2f} | {step.expected_weighing(variant, epochs):.2f} | {total:.2f} "
-        f"| {step.ratio_of_stages(variant, epochs):.3f} "
-        f"| {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |"
-    )
-
-
-def _memory(peaks: dict[str, int]) -> list[str]:
-    base, update = peaks["nothing"], peaks["actor update"]
-    lines = [
-        f"Peak memory by stage. {_mebibytes(base)} MiB of each are parameters, optimiser state and the batch.",
-        "",
-        "| stage | peak, MiB | above the base, MiB | x the actor update's peak |",
-        "|---|--:|--:|--:|",
-    ]
-    lines += [
-        f"| {name} | {_mebibytes(peak)} | {_mebibytes(peak - base)} | {peak / update:.2f} |"
-        for name, peak in peaks.items()
-        if name != "nothing"
-    ]
-    return lines
 
 
 def methods(result: dict[str, Any]) -> list[str]:
@@ -292,17 +183,12 @@ def _shape(setup: dict[str, Any]) -> str:
     )
 
 
-def _mebibytes(size: int) -> str:
-    return f"{size / 2**20:,.0f}" if size >= 2**30 else f"{size / 2**20:.1f}"
-
-
 def render(folder: Path) -> str:
     """All tables in Markdown."""
     lines: list[str] = []
     passages = {
         "neutral_rows": neutral_rows,
         "whole_step": whole_step,
-        "training_step": training_step,
         "methods": methods,
     }
     for name, passage in passages.items():
@@ -315,18 +201,15 @@ def summary(folder: Path) -> str:
     """For the front page: what GRAIL as published costs, against verl's GRPO and against ``uniform``."""
     tables, sentences = [], []
     for path in sorted(folder.glob("neutral_rows-*.json")):
-        tables += _front_page_table(json.loads(path.read_text(encoding="utf-8")))
-    for path in sorted(folder.glob("training_step-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
-        run = next((run for run in result["runs"] if run["checkpointing"] == "off"), result["runs"][0])
-        step, epochs = Step(run, result["setup"]), result["epochs"]
-        ours = " and ".join(f"{step.ratio_of_stages(FRONT_PAGE_VARIANT, count):.2f}" for count in epochs)
-        share = run["peak_bytes"]["fused pass, official"] / run["peak_bytes"]["actor update"]
-        memory = "without raising its peak memory" if share <= 1 else f"and its peak memory {share:.2f} times as high"
-        sentences.append(
-            f"Where both run every row, GRAIL takes {ours} times as long as GRPO with "
-            f"{' and '.join(map(str, epochs))} epochs of updates, {memory}."
-        )
+        tables += _front_page_table(result)
+        for run in result["runs"]:
+            if run["checkpointing"] == "off" and not run["neutral_rows"]:
+                ratios = [f"{median(of_steps(run, 'GRAIL', 'GRPO', epochs)):.2f}" for epochs in result["epochs"]]
+                sentences.append(
+                    f"Where both run every row, GRAIL takes {' and '.join(ratios)} times as long as GRPO with "
+                    f"{' and '.join(map(str, result['epochs']))} epochs of updates."
+                )
     runs = [
         run
         for path in sorted(folder.glob("whole_step-*.json"))

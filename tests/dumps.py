@@ -54,5 +54,5 @@ def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:
         **{**defaults, **values},
         tokens=tokens,
         weight_T=np.array(weights, dtype=np.float32),
-        span=AnswerSpan(*span) if span else None,
+        span=AnswerSpan(*span) if isinstance(span, tuple) else span,
     )

@@ -3,5 +3,5 @@
 ``python -m recipe.evaluate`` is the command. :mod:`~recipe.evaluate.checkpoint` turns ``--model`` into a model folder,
 :mod:`~recipe.evaluate.problems` reads the benchmarks and makes the prompts, :mod:`~recipe.evaluate.engines` samples with vLLM,
 :mod:`~recipe.evaluate.store` keeps every sample, :mod:`~recipe.evaluate.report` and :mod:`~recipe.evaluate.compare` judge,
-count and write tables and plots.
+count and write tables.
 """

@@ -21,7 +21,7 @@ from recipe.evaluate.store import Store
 from recipe.files import digest, write_text
 
 SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
-_FILES = ("generations.jsonl", "scores.jsonl", "results.md", "results.png", "results.json")
+_FILES = ("generations.jsonl", "scores.jsonl", "results.md", "results.json")
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     write_text(options.output_dir / "scores.jsonl", scores.to_json(orient="records", lines=True, force_ascii=False))
     run = {"model": options.model, "model_hash": settings["model"], "template": prompt_template(tokenizer, benchmarks)}
     results = report.summarise(run | {"sampling": sampling, "engine": settings["engine"]}, benchmarks, scores)
-    report.write_report(results, options.output_dir, "results", report.markdown(results), report.plot)
+    report.write_report(results, options.output_dir, "results", report.markdown(results))
     return results
 
 
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = compare.compare(*map(compare.load_run, options.compare))
             print(text := compare.markdown(result))
             if options.output_dir is not None:
-                report.write_report(result, options.output_dir, "comparison", text, compare.plot)
+                report.write_report(result, options.output_dir, "comparison", text)
         else:
             for name, value in (("--model", options.model), ("--output-dir", options.output_dir)):
                 if value is None:

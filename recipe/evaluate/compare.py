@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from recipe.evaluate.report import LEVEL, RESAMPLES, describe_run, draw, figures, interval, rows_of
+from recipe.evaluate.report import LEVEL, RESAMPLES, describe_run, figures, interval, rows_of
 
 PUBLISHED_SOURCE = "GRAIL minus GRPO as published (arXiv 2606.04889), mean over five models and six benchmarks"
 PUBLISHED_DIFFERENCES = {"acc": 0.0360, "pass": 0.0305}
@@ -124,11 +124,3 @@ def markdown(result: Mapping[str, Any]) -> str:
 def _signed(value: float, digits: int) -> str:
     text = f"{value:+.{digits}f}"
     return text.replace("-", "+") if float(text) == 0 else text
-
-
-def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Differences of the accuracies with their intervals."""
-    samples = result["first"]["run"]["sampling"]["samples"]
-    folders = [Path(result[key]["folder"]).name for key in ("first", "second")]
-    title = f"B - A, points (95 % intervals)   A: {folders[0]}   B: {folders[1]}"
-    draw(result, path, (f"acc@{samples}", f"pass@{samples}"), title)

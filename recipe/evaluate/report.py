@@ -1,5 +1,4 @@
-"""Judged samples, figures over problems with their 95 % intervals, and ``results.json``, ``results.md`` and ``results.png``.
-
+"""Judged samples, figures over problems with their 95 % intervals, and ``results.json`` and ``results.md``.
 
 Intervals are a percentile bootstrap over problems: a resample draws as many problems as a benchmark has, with replacement; the
 samples of a problem stay together, since they depend on each other. Each benchmark has a random generator of its own, so that
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -120,7 +119,7 @@ def interval(method: str) -> dict[str, Any]:
 
 
 def rows_of(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Label and figures of every row of a table or plot: the benchmarks, then the means."""
+    """Label and figures of every row of a table: the benchmarks, then the means."""
     return [*result["benchmarks"].items(), *((label, result[key]) for key, label in MEANS.items())]
 
 
@@ -171,42 +170,7 @@ def _rate(figure: Mapping[str, float]) -> str:
     return f"{figure['count']}: {text}" if "count" in figure else text
 
 
-def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Accuracies and mean tokens with their intervals."""
-    samples = result["run"]["sampling"]["samples"]
-    title = f"{Path(result['run']['model']).name}: 95 % intervals over problems"
-    draw(result, path, (f"acc@{samples}", f"pass@{samples}", "tokens"), title)
-
-
-def draw(result: Mapping[str, Any], path: Path, metrics: Sequence[str], title: str) -> None:
-    """Figures with their intervals, a row a benchmark or mean, a panel a metric."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = rows_of(result)[::-1]
-    labels = [f"{name} ({row['problems']})" if "problems" in row else name for name, row in rows]
-    size = (5 * len(metrics), 1.8 + 0.45 * len(rows))
-    figure, panels = pyplot.subplots(1, len(metrics), figsize=size, dpi=120, sharey=True, layout="constrained")
-    for panel, metric in zip(panels, metrics, strict=True):
-        scale = 1 if metric == "tokens" else 100
-        columns = [[scale * row[metric][key] for _, row in rows] for key in ("value", "low", "high")]
-        values, low, high = map(np.array, columns)
-        errors = np.maximum([values - low, high - values], 0)  # a value may lie outside its interval by rounding
-        panel.errorbar(values, labels, xerr=errors, fmt="o", capsize=3)
-        panel.set(xlabel="mean tokens a response" if metric == "tokens" else f"{metric}, %")
-        panel.axhline(1.5, color="grey", linewidth=0.8)  # between means and benchmarks
-        panel.grid(axis="x", alpha=0.3)
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
-def write_report(
-    result: Mapping[str, Any], output_dir: Path, name: str, text: str, plot: Callable[[Mapping[str, Any], Path], None]
-) -> None:
-    """Write ``NAME.md``, ``NAME.png`` and ``NAME.json``."""
+def write_report(result: Mapping[str, Any], output_dir: Path, name: str, text: str) -> None:
+    """Write ``NAME.md`` and ``NAME.json``."""
     write_text(output_dir / f"{name}.md", text)
-    plot(result, output_dir / f"{name}.png")
     write_text(output_dir / f"{name}.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")

@@ -119,13 +119,6 @@ def test_special_tokens_that_are_tags() -> None:
     assert find_answer_span(ids, tokenizer) is None
 
 
-def test_ids_outside_the_vocabulary_cover_nothing() -> None:
-    tokenizer = word_tokenizer(["\\boxed{", "7", "}"])
-    assert find_answer_span([2, 10**6, 3, len(tokenizer), 4, 2**40], tokenizer) == AnswerSpan(0, 2, 3, 5)
-    assert find_answer_span([-1, 2, -100, 4, -(2**40)], tokenizer) == AnswerSpan(1, 3, 3, 4)
-    assert find_answer_span([10**6, -100], tokenizer) is None
-
-
 def test_every_kind_of_row() -> None:
     tokenizer = real.char_tokenizer()
     two = tokenizer.encode("\\boxed{1}\\boxed{2}")
@@ -304,11 +297,11 @@ def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary: tuple,
     tokenizer, vocabulary = real_vocabulary
     token_of = {text: token for token, text in vocabulary.items()}
     size = len(tokenizer)
-    strange = [size - 1, size, size + 1000, -1, *tokenizer.all_special_ids]
+    strange = [size - 1, size, size + 1000, 2**40, -1, -(2**40), *tokenizer.all_special_ids]
     rng = random.Random(1)
     snippets = [*SNIPPETS, *OF_FORMAT[answer]]
     rounds = 800 if answer == "boxed" else 300
-    spans = 0
+    spans, rows = 0, []
     for _ in range(rounds):
         text = "".join(rng.choices(snippets, k=rng.randrange(25)))
         ids = random_split(text.encode(), token_of, rng)
@@ -316,32 +309,11 @@ def test_real_vocabulary_text_encoded_and_split_anywhere(real_vocabulary: tuple,
             ids.insert(rng.randrange(len(ids) + 1), rng.choice(strange))
         for written in (tokenizer.encode(text, add_special_tokens=False), ids):
             spans += check(tokenizer, written, lambda token: vocabulary.get(token, b""), answer)
+            rows.append(np.array(written, dtype=np.int64))
     assert rounds < spans < 3.6 * rounds
-
-
-def test_real_vocabulary_random_tokens(real_vocabulary: tuple) -> None:
-    """Random ids: tokens that fuse what one would never write, whole or half characters; as one batch, with long rows."""
-    tokenizer, vocabulary = real_vocabulary
-    openers = [token for token, text in vocabulary.items() if b"boxed".find(text) >= 0 or text.endswith(b"\\")]
-    braces = [token for token, text in vocabulary.items() if b"{" in text or b"}" in text]
-    token_of = {text: token for token, text in vocabulary.items()}
-    opened = [token for token in braces if vocabulary[token].startswith(b"{")]
-    anything = range(len(tokenizer) + 50)
-    rng = random.Random(2)
-    rows = [[*rng.choices(anything, k=3000), token_of[b"\\"], token_of[b"boxed"], token_of[b"{}"]]]
-    for _ in range(800):
-        ids = []
-        for _ in range(rng.randrange(1, 40)):
-            pool = rng.choice([openers, braces, braces, anything, opened])
-            if pool is opened:
-                ids += [token_of[b"\\"], token_of[b"boxed"]]
-            ids.append(rng.choice(pool))
-        rows.append(np.array(ids))
     for which in ("first", "last"):
-        spans = find_answer_spans(rows, tokenizer, which)
-        for row, span in zip(rows, spans, strict=True):
-            assert_plain_span(span, [vocabulary.get(int(token), b"") for token in row], which)
-        assert 200 < sum(span is not None for span in spans) < 700 and spans[0] is not None
+        expected = [find_answer_span(row, tokenizer, which, answer) for row in rows]
+        assert find_answer_spans(rows, tokenizer, which, answer) == expected
 
 
 def test_tokens_of_hostile_text(real_vocabulary: tuple) -> None:

@@ -54,10 +54,3 @@ def test_other_methods_score_the_tokens_before_the_answer(answer: str, name: str
     response_T = result.weights[0][-len(TEXTS[answer][0]) :]
     assert len(response_T[:start].unique()) > 1 and len(response_T[start:].unique()) == 1
     assert result.weights[1].unique().tolist() == [0.0, 1.0]
-
-
-def test_a_wrong_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="answer='box' is no format"):
-        compute_token_weights(
-            tiny_model(), char_tokenizer(), *make_batch([Rollout("a", "b", 1.0)]).tensors(), GrailConfig(), answer="box"
-        )

@@ -33,6 +33,13 @@ def as_list(name: str) -> Batch:
     return dataclasses.replace(changed(), **{name: getattr(changed(), name).tolist()})
 
 
+def one_above_0() -> torch.Tensor:
+    """Log-probabilities of which one is no such thing, and one that nobody reads."""
+    values_BL = torch.full(changed().input_ids.shape, -0.5)
+    values_BL[0, 0], values_BL[1, -1] = 9.0, 0.5
+    return values_BL
+
+
 REFUSED: list[tuple[Callable[[], Batch], dict[str, Any], list[str]]] = [
     (lambda: changed(input_ids=torch.zeros(5, dtype=torch.long)), {}, ["input_ids", "(B, L)", "(5,)"]),
     (lambda: changed(attention_mask=torch.ones(2, 7)), {}, ["attention_mask", "(2, 7)", "input_ids", "must agree"]),
@@ -51,7 +58,7 @@ REFUSED: list[tuple[Callable[[], Batch], dict[str, Any], list[str]]] = [
     (changed, {"groups": torch.zeros(2)}, ["groups must hold whole numbers", "torch.float32", "torch.int64"]),
     (changed, {"groups": torch.tensor([3, -2])}, ["groups", "-2", "at least 0", "torch.unique"]),
     (changed, {"entropy": torch.zeros(2, 3)}, ["entropy", "(2, 3)", "input_ids", "must agree"]),
-    (changed, {"old_log_probs": torch.ones(changed().input_ids.shape)}, ["old_log_probs", "1.0", "at most 0"]),
+    (changed, {"old_log_probs": one_above_0()}, ["old_log_probs holds 0.5", "at most 0"]),
     (changed, {"examples": []}, ["examples", "one a row", "2", "0"]),
     (changed, {"masked": torch.zeros(3)}, ["masked", "one number a row", "(2,)", "(3,)"]),
     (changed, {"step": -1}, ["step=-1", "at least 0"]),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch, compute_token_weights
-from grail_advantage.signals.base import Reshaped, Signal
-from grail_advantage.signals.probability import ProbabilityConfig
+from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
 from grail_advantage.token_dump import DumpHeader, read_dump, write_step
 from grail_advantage.weighting import batch_weights
 from tests.dumps import dump_row
@@ -30,34 +27,6 @@ def test_a_token_that_does_not_train_is_compared_with_none(preset: str) -> None:
     found = weights([9.0, 5.0, 2.0, 4.0, 8.0, 7.0, 6.0], [1, 0, 1, 1, 1, 1, 1], AnswerSpan(4, 5, 6, 7))
     assert found[1] == 0
     assert torch.equal(found[[0, 2, 3, 4, 5, 6]], plain)
-
-
-def test_one_negative_weight_of_a_map_is_refused() -> None:
-    class Mistaken(Signal):
-        name: ClassVar[str] = "mistaken"
-
-        def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-            return Reshaped(torch.tensor([[1.0, -0.5, 1.0]]))
-
-    batch = RolloutBatch(torch.ones(1, 3).bool(), torch.tensor([1.0]), [None], {})
-    rows = Mistaken().select(batch)
-    with pytest.raises(ValueError, match="a weight below 0 would flip the advantage"):
-        batch_weights(torch.ones(1, 3), batch, rows, Mistaken())
-
-
-def test_one_log_probability_above_0_is_refused() -> None:
-    ids_BL, mask_BL = torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 1]])
-    with pytest.raises(ValueError, match=r"old_log_probs holds 0\.5; log-probabilities are at most 0"):
-        compute_token_weights(
-            None,
-            None,
-            ids_BL,
-            torch.ones_like(ids_BL),
-            mask_BL,
-            torch.tensor([1.0]),
-            ProbabilityConfig(),
-            old_log_probs=torch.tensor([[9.0, 0.5, -0.5]]),
-        )
 
 
 def test_a_weight_that_was_changed_in_a_dump_is_not_read(tmp_path: Path) -> None:

@@ -1,14 +1,218 @@
-"""SHEAR as a method: which hidden states it compares, and what becomes of rows without an opposite."""
+"""SHEAR's distances against exact transport, by hand, and a plain loop over pairs of windows; SHEAR as a method."""
 
 from __future__ import annotations
 
+import importlib.util
+import math
+import sys
+
+import ot
 import pytest
 import torch
 
 from grail_advantage import compute_token_weights
+from grail_advantage.signals import shear_distances
 from grail_advantage.signals.shear import ShearConfig
-from grail_advantage.signals.shear_distances import shear_scores
+from grail_advantage.signals.shear_distances import shear_scores, sinkhorn_distance
 from tests.core.tiny_models import Rollout, char_tokenizer, make_batch, tiny_model
+
+SMALL = {"window": 5, "stride": 2}
+LENGTHS = (11, 4, 7, 1, 13)
+POSITIVE = (True, False, True, False, False)
+
+
+def column(*values: float) -> torch.Tensor:
+    """Hidden states (T, 1)."""
+    return torch.tensor(values)[:, None]
+
+
+def group(seed: int = 0, lengths: tuple[int, ...] = LENGTHS, hidden_size: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, hidden_size, generator=generator) for length in lengths]
+
+
+def plain_sinkhorn(cost_NM: torch.Tensor, epsilon: float, iterations: int) -> tuple[float, float]:
+    """The textbook's matrix scaling of one pair, in float64: transport cost, and share of the mass off the rows."""
+    cost_NM = cost_NM.double()
+    rows, columns = cost_NM.shape
+    kernel_NM = torch.exp(-cost_NM / (epsilon * cost_NM.mean()))
+    scale_M = torch.ones(columns, dtype=torch.float64)
+    for _ in range(iterations):
+        scale_N = 1 / rows / (kernel_NM @ scale_M)
+        scale_M = 1 / columns / (kernel_NM.T @ scale_N)
+    plan_NM = scale_N[:, None] * kernel_NM * scale_M
+    return (plan_NM * cost_NM).sum().item(), (plan_NM.sum(dim=1) - 1 / rows).abs().sum().item() / 2
+
+
+def plain_scores(
+    hidden: list[torch.Tensor], positive: tuple[bool, ...], window: int, stride: int, epsilon: float, iterations: int
+) -> list[torch.Tensor]:
+    """Every definition spelled out, one pair of windows at a time."""
+    norm = torch.cat([h_TD.norm(dim=1) for h_TD in hidden]).mean().item()
+    scores = []
+    for own, outcome in zip(hidden, positive, strict=True):
+        score_T = torch.zeros(len(own))
+        for start in range(0, len(own), stride):
+            x_ND = own[start : start + window].double()
+            nearest = min(
+                plain_sinkhorn(torch.cdist(x_ND, other[begin : begin + window].double()), epsilon, iterations)[0]
+                for other, other_outcome in zip(hidden, positive, strict=True)
+                if other_outcome != outcome
+                for begin in range(0, len(other), stride)
+            )
+            for t in range(start, min(start + window, len(own))):
+                score_T[t] = max(score_T[t].item(), nearest / norm)
+        scores.append(score_T)
+    return scores
+
+
+def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], rtol: float = 1e-5) -> None:
+    for got_T, want_T in zip(got, want, strict=True):
+        assert got_T.dtype == torch.float32
+        torch.testing.assert_close(got_T, want_T, rtol=rtol, atol=0, equal_nan=True)
+
+
+@pytest.mark.slow
+def test_towards_exact_transport() -> None:
+    generator = torch.Generator().manual_seed(4)
+    shapes = [(5, 5), (5, 4), (2, 5), (1, 3)]
+    clouds = [
+        (torch.randn(n, 3, generator=generator).double(), 0.5 + torch.randn(m, 3, generator=generator).double())
+        for n, m in shapes
+    ]
+    cost_PNM = torch.full((len(shapes), 5, 5), torch.nan, dtype=torch.float64)
+    for p, (x_ND, y_MD) in enumerate(clouds):
+        cost_PNM[p, : len(x_ND), : len(y_MD)] = torch.cdist(x_ND, y_MD)
+    rows_P, columns_P = torch.tensor(shapes).T
+    costs = [cost_PNM[p, :n, :m] for p, (n, m) in enumerate(shapes)]
+    exact_P = torch.stack([ot.emd2([], [], cost_NM) for cost_NM in costs])
+    most_P = torch.stack([cost_NM.mean() * math.log(min(cost_NM.shape)) for cost_NM in costs])
+
+    gaps = []
+    for epsilon in (1.0, 0.3, 0.1, 0.03, 0.01):
+        distance_P, error_P = sinkhorn_distance(
+            cost_PNM, rows_P, columns_P, epsilon=epsilon, iterations=20_000, tolerance=1e-5
+        )
+        assert distance_P.dtype == torch.float64 and (error_P <= 1e-5).all()
+        gap_P = distance_P - exact_P
+        assert (gap_P >= -1e-4).all() and (gap_P <= epsilon * most_P + 1e-4).all()
+        gaps.append(gap_P.sum().item())
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[0] > 1  # so that the closeness below is epsilon's doing
+    torch.testing.assert_close(distance_P, exact_P, rtol=1e-3, atol=0)
+
+
+def test_by_hand() -> None:
+    """Two by two the plan is ``[[p, q], [q, p]]`` with ``q / p = exp(-c / (epsilon * c / 2))``; its cost is ``2 * q * c``."""
+    for epsilon, cost in [(0.5, 1.0), (2.0, 1.0), (0.5, 300.0)]:
+        ratio = math.exp(-2 / epsilon)
+        distance_P, error_P = sinkhorn_distance(torch.tensor([[[0.0, cost], [cost, 0.0]]]), epsilon=epsilon)
+        assert distance_P.tolist() == pytest.approx([cost * ratio / (1 + ratio)], rel=1e-5)
+        assert error_P.item() == pytest.approx(0, abs=1e-6)
+    # On a line, with all of one window behind all of the other, every plan costs the difference of the means.
+    x_N, y_M = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([10.0, 11.0])
+    for epsilon in (0.01, 0.05, 1.0):
+        distance_P, _ = sinkhorn_distance((y_M[None, :] - x_N[:, None])[None], epsilon=epsilon, tolerance=1e-6)
+        assert distance_P.tolist() == pytest.approx([9.5], rel=1e-5)
+    assert sinkhorn_distance(torch.tensor([[[3.0]], [[0.25]]]))[0].tolist() == pytest.approx([3.0, 0.25])
+    assert sinkhorn_distance(torch.empty(0, 3, 3))[0].shape == (0,)
+
+
+@pytest.mark.parametrize("iterations", [1, 23])
+def test_each_iteration_is_the_textbooks(iterations: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    cost_PNM = torch.rand(3, 6, 5, generator=generator, dtype=torch.float64)
+    sizes = [(6, 5), (4, 5), (2, 3)]
+    distance_P, error_P = sinkhorn_distance(
+        cost_PNM, *torch.tensor(sizes).T, epsilon=0.1, iterations=iterations, tolerance=0.0
+    )
+    want = [plain_sinkhorn(cost_PNM[p, :n, :m], 0.1, iterations) for p, (n, m) in enumerate(sizes)]
+    assert distance_P.tolist() == pytest.approx([distance for distance, _ in want], rel=1e-10)
+    assert error_P.tolist() == pytest.approx([error for _, error in want], rel=1e-6, abs=1e-12)
+
+
+def test_costs_that_are_zero_or_not_finite() -> None:
+    cost_PNM = torch.rand(4, 3, 3, generator=torch.Generator().manual_seed(6))
+    want_P, _ = sinkhorn_distance(cost_PNM)
+    cost_PNM[1] = 0
+    cost_PNM[2, 0, 1] = torch.nan
+    cost_PNM[3, 2, 2] = torch.inf
+    distance_P, error_P = sinkhorn_distance(cost_PNM)
+    assert distance_P[0] == want_P[0] and distance_P[1] == 0
+    assert distance_P[2:].isnan().all() and error_P[2:].isnan().all()
+
+
+def test_greatest_window_counts() -> None:
+    """Against the one token 0 a window's distance is its mean: 3, 3.5 and 2. The mean norm is 2."""
+    got = shear_scores([column(1, 5, 2), column(0)], [True, False], window=2, stride=1)
+    assert_same(got, [torch.tensor([1.5, 1.75, 1.75]), torch.tensor([1.0])])
+
+
+@pytest.mark.parametrize(("window", "stride"), [(5, 2), (4, 4), (100, 25)])
+def test_against_the_plain_loop(window: int, stride: int) -> None:
+    hidden = group(2)
+    got = shear_scores(hidden, POSITIVE, window=window, stride=stride, epsilon=0.2, iterations=25, tolerance=0.0)
+    # The loop, too, must have correct rows first.
+    order = sorted(range(len(hidden)), key=lambda i: not POSITIVE[i])
+    want = plain_scores([hidden[i] for i in order], tuple(POSITIVE[i] for i in order), window, stride, 0.2, 25)
+    assert_same([got[i] for i in order], want, rtol=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = shear_scores(group(), POSITIVE, **SMALL)
+    sizes = []
+
+    def counted(cost_PNM: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(len(cost_PNM))
+        return sinkhorn_distance(cost_PNM, *args, **options)
+
+    monkeypatch.setattr(shear_distances, "sinkhorn_distance", counted)
+    monkeypatch.setattr(shear_distances, "_COST_ROWS", chunk)
+    assert_same(shear_scores(group(), POSITIVE, **SMALL, chunk=chunk), want)
+    # Responses of 6 and 4 windows against those of 2, 1 and 7.
+    assert max(sizes) == min(chunk, 42) and sum(sizes) == 10 * 10
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_states_that_are_not_finite(row: int) -> None:
+    """As if their response were not there, also where it is the only opponent."""
+    rest = [i for i in range(5) if i != row]
+    want = shear_scores([group()[i] for i in rest], [POSITIVE[i] for i in rest], **SMALL)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        hidden = group()
+        hidden[row][-1, 1] = bad
+        got = shear_scores(hidden, POSITIVE, **SMALL)
+        assert got[row].isnan().all() and got[row].shape == (LENGTHS[row],)
+        assert_same([got[i] for i in rest], want)
+    got = shear_scores([torch.ones(3, 2), torch.full((2, 2), torch.nan)], [True, False])
+    assert_same(got, [torch.ones(3), torch.full((2,), torch.nan)])
+
+
+def test_refused_groups() -> None:
+    two = torch.ones(2, 2)
+    for hidden, positive, options, message in (
+        ([two], [True, False], {}, "1 responses, but 2 outcomes"),
+        ([two, torch.ones(2, 3)], [True, False], {}, "one D"),
+        ([two], [True], {"stride": 0}, "stride"),
+        ([two], [True], {"chunk": 0}, "chunk"),
+        ([two, two], [True, False], {"epsilon": 0.0}, "epsilon"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shear_scores(hidden, positive, **options)
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module loads; a group, even one that needs no distance, names what is missing."""
+    for name in ("ot", "ot.batch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    spec = importlib.util.spec_from_file_location("without_pot", shear_distances.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.windows(3, 2, 1) == [(0, 2), (1, 3), (2, 3)]
+    with pytest.raises(ValueError, match=r"pip install grail-advantage\[shear\]"):
+        module.shear_scores([torch.ones(1, 1)], [True])
+
 
 CONFIG = ShearConfig(window=8, stride=4)
 ROLLOUTS = [
@@ -54,10 +258,7 @@ def test_a_group_with_one_outcome_weighs_one() -> None:
     assert (got.weights[batch.response_mask.bool()] == 1).all()
 
 
-def test_groups_are_needed_and_not_negative() -> None:
-    """Within a pass negative ones mark the rows that belong to nobody, which weigh 1."""
+def test_groups_are_needed() -> None:
     batch = make_batch(ROLLOUTS[:2])
     with pytest.raises(ValueError, match="shear reads groups; pass groups="):
         compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), CONFIG)
-    with pytest.raises(ValueError, match="groups holds -7; numbers must be at least 0"):
-        compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), CONFIG, groups=torch.tensor([-7, -7]))

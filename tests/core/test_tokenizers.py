@@ -10,7 +10,7 @@ from packaging.version import Version
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from grail_advantage.tokenizers import PROBES, check_round_trip, load_tokenizer, lost_text
+from grail_advantage.tokenizers import PROBES, load_tokenizer, lost_text
 from recipe.tiny.model import build_tokenizer
 from tests.broken_tokenizer import save_under_class
 from tests.core import tiny_models
@@ -59,11 +59,6 @@ def test_damage_that_was_saved_is_refused_with_the_remedy(damaged: PreTrainedTok
     damaged.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"turns 'a b\\nc' into 'abc': .*take tokenizer\.json .*tokenizer_path"):
         load_tokenizer(tmp_path)
-
-
-def test_a_damaged_tokenizer_is_refused(damaged: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer of here .*turns 'a b\\nc' into 'abc'"):
-        check_round_trip(damaged, "here")
 
 
 FAMILIES = {

@@ -70,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, seed in (("grail", 5), ("uniform", 6)):
         write_metrics(folder / name, 20, seed=seed)
         write_dump(folder / name / "tokens", (1, 10, 20), seed=seed)
-    write_dump(folder / "analyze", [0], problems=2, methods=("grail", "surprisal", "shear"), labels=True)
+    write_dump(folder / "analyze", [0], problems=2, methods=("grail", "surprisal", "shear"))
     write_report(folder / "grail")
     write_report(folder / "analyze")
     write_report(folder / "grail", folder / "both.html", against=folder / "uniform")

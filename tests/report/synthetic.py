@@ -12,22 +12,18 @@ import numpy as np
 
 from grail_advantage.answer_span import AnswerSpan
 from grail_advantage.token_dump import DumpHeader, DumpRow, MethodColumns, write_step
+from tests.dumps import dump_row
 
-_NAMES = ("Ada", "Emmy", "Sofia", "Carl")
-_FILLER = (
-    "Let me think about this carefully.",
-    "We should check what is asked.",
-    "So far so good.",
-    "That looks right.",
-)
+RESPONSES = 8
+_FILLER = "Let me think about this carefully.\n"
 
 
-def write_metrics(folder: Path, steps: int, *, seed: int = 0, name: str = "metrics.jsonl", first: int = 0) -> None:
+def write_metrics(folder: Path, steps: int, *, seed: int = 0) -> None:
     """A file of verl's ``file`` logger; validation at step 0 and every fifth."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / name).open("w") as file:
-        for step in range(first, steps + 1):
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(steps + 1):
             progress = 1 - np.exp(-step / (0.4 * steps + 1))
             values: dict[str, float] = {}
             if step % 5 == 0 or step == steps:
@@ -59,20 +55,9 @@ def text_row(tokens: Sequence[str], **values: Any) -> DumpRow:
     count = len(tokens)
     rng = np.random.default_rng(abs(hash("".join(tokens).encode("utf-8", "surrogatepass"))) % 2**32)
     given: dict[str, Any] = {
-        "step": 1,
-        "row": 0,
-        "key": "p_0_0",
-        "group": 0,
-        "prompt": "1 + 1 =",
-        "response": "".join(tokens),
         "gold": "2",
-        "reward": 1.0,
-        "outcome": "right",
         "answer": "2",
-        "prompt_ids": np.array([5, 6], dtype=np.int64),
         "token_ids_T": np.array([sum(map(ord, token)) % 50_000 for token in tokens], dtype=np.int64),
-        "tokens": list(tokens),
-        "mask_T": np.ones(count, dtype=bool),
         "score_T": rng.lognormal(-3, 1, count).astype(np.float32),
         "weight_T": np.clip(1 + 0.5 * rng.standard_normal(count), 0.5, 5).astype(np.float32),
         "base_advantage_T": np.full(count, 0.75, dtype=np.float32),
@@ -80,9 +65,10 @@ def text_row(tokens: Sequence[str], **values: Any) -> DumpRow:
         "entropy_T": rng.exponential(0.4, count).astype(np.float32),
     }
     given |= values
+    weight_T = given.pop("weight_T")
     if "advantage_T" not in given:
-        given["advantage_T"] = given["weight_T"] * given["base_advantage_T"]
-    return DumpRow(**given)
+        given["advantage_T"] = weight_T * given["base_advantage_T"]
+    return dump_row(weight_T, **{"tokens": list(tokens), **given})
 
 
 def write_dump(
@@ -90,29 +76,26 @@ def write_dump(
     steps: Sequence[int] = (1, 5, 10),
     *,
     problems: int = 3,
-    responses: int = 8,
     filler: int = 2,
     methods: Sequence[str] = (),
-    labels: bool = False,
     seed: int = 0,
 ) -> None:
-    """A token dump of word problems: more right responses over training, weights high at the ends and on the wrong step."""
+    """A token dump of sums: more right responses over training, and a step that is labelled as wrong in each wrong one."""
     for number, step in enumerate(steps):
         rng = np.random.default_rng([seed, step])
         rows = []
         for group in range(problems):
-            story = np.random.default_rng([group, number % 2])
-            who, (a, b, c, d) = story.choice(_NAMES), story.integers(3, 60, size=4).tolist()
-            prompt = f"{who} has {a} marbles, buys {b} boxes with {c} each and gives {d} away. How many has she? \\boxed{{}}."
-            right = rng.random(responses) < 0.3 + 0.55 * number / max(1, len(steps) - 1)
+            numbers = np.random.default_rng([group, number % 2]).integers(3, 60, size=3).tolist()
+            right = rng.random(RESPONSES) < 0.3 + 0.55 * number / max(1, len(steps) - 1)
             for place, is_right in enumerate(right.tolist()):
-                values = _response(
-                    rng, (a, b, c, d), is_right, int(rng.integers(0, filler + 1)), is_right - right.mean()
-                )
-                if not labels:
-                    values["labels"] = {}
-                values |= {"prompt": prompt, "gold": str(a + b * c - d), "step": step, "group": group}
-                values |= {"row": place + group * responses, "key": f"{group}_{place}_0"}
+                values = _response(rng, numbers, is_right, int(rng.integers(0, 3 * filler + 1)))
+                advantage = is_right - right.mean()
+                if advantage == 0 and values["neutral"] is None:
+                    values |= {"neutral": "advantage 0"}
+                if values["neutral"]:
+                    values["weight_T"][:], values["score_T"][:] = 1, np.nan
+                values["base_advantage_T"] = np.full(len(values["tokens"]), advantage, dtype=np.float32)
+                values |= {"step": step, "group": group, "row": place + group * RESPONSES, "key": f"{group}_{place}_0"}
                 rows.append(text_row(**values, methods=_methods(rng, values, methods)))
         header = DumpHeader(
             step=step,
@@ -127,62 +110,36 @@ def write_dump(
         write_step(folder, header, rows)
 
 
-def _response(
-    rng: np.random.Generator, numbers: tuple[int, ...], right: bool, filler: int, advantage: float
-) -> dict[str, Any]:
-    """The values of one response; a wrong one errs in its first or second step."""
-    a, b, c, d = numbers
-    wrong_at = None if right else int(rng.integers(0, 2))
-    product = b * c + (10 if wrong_at == 0 else 0)
-    total = a + product + (2 if wrong_at == 1 else 0)
-    fill = [" ".join(rng.choice(_FILLER, size=filler)) + "\n" if filler else "" for _ in range(3)]
+def _response(rng: np.random.Generator, numbers: Sequence[int], right: bool, filler: int) -> dict[str, Any]:
+    """The values of one response, which may be truncated; a wrong one errs in its second step."""
+    a, b, c = numbers
+    total = a + b + c + (0 if right else 10)
     parts = [
-        split(fill[0] + f"The boxes hold {b} * {c} = {product}.\n"),
-        split(fill[1] + f"Together that is {a} + {product} = {total}.\n"),
-        split(fill[2] + f"After giving away {d}, {total} - {d} = {total - d} are left.\n"),
-        split(f"\nThe answer is \\boxed{{{total - d}}}."),
+        split(f"{filler * _FILLER}First, {a} and {b} make {a + b}.\n"),
+        split(f"Together that is {a + b} + {c} = {total}.\n"),
+        split(f"The answer is \\boxed{{{total}}}."),
     ]
-    tokens = [token for part in parts for token in part]
+    tokens, start = [*parts[0], *parts[1], *parts[2], ""], len(parts[0]) + len(parts[1]) + 4
     truncated = rng.random() < 0.06
-    tokens = tokens[: int(len(tokens) * 0.6)] if truncated else [*tokens, ""]
-    count, starts = len(tokens), np.cumsum([0, *map(len, parts)]).tolist()
-    digit = np.array([token.isdigit() for token in tokens])
-    z = (
-        rng.standard_normal(count) * 0.6
-        + 1.1 * digit
-        + (1.2 if right else 0.7) * (np.linspace(-1, 1, count) ** 2 - 0.4)
-    )
-    wrong_step = None
-    if wrong_at is not None and starts[wrong_at + 1] <= count:
-        wrong_step = starts[wrong_at : wrong_at + 2]
-        z[slice(*wrong_step)] += 0.9 * digit[slice(*wrong_step)]
-    weight_T = np.clip(1 + 0.5 * z, 0.5, 5).astype(np.float32)
-    span = None
-    if not truncated:
-        start = max(i for i, token in enumerate(tokens) if token == "\\")
-        span = AnswerSpan(start, start + 3, count - 3, count - 2)
-        weight_T[start:], weight_T[span.content_start : span.content_end] = 1, 2
-    neutral = "truncated" if truncated else "advantage 0" if advantage == 0 else None
-    if neutral:
-        weight_T[:] = 1
-    surprisal_T = rng.exponential(0.25, count) * (1 + 2 * digit)
+    tokens = tokens[: start - 6] if truncated else tokens
+    count = len(tokens)
+    surprisal_T = rng.exponential(0.4, count)
     return {
         "tokens": tokens,
-        "token_ids_T": np.array(
-            [sum(ord(c) * 31**i for i, c in enumerate(token)) % 49_000 + 3 if token else 2 for token in tokens]
-        ),
+        "prompt": f"How much is {a} + {b} + {c}? \\boxed{{}}.",
+        "gold": str(a + b + c),
+        "token_ids_T": np.array([sum(map(ord, token)) % 49_000 + 3 if token else 2 for token in tokens]),
         "reward": float(right and not truncated),
         "outcome": "right" if right and not truncated else "wrong",
-        "answer": None if truncated else str(total - d),
+        "answer": None if truncated else str(total),
         "truncated": truncated,
-        "neutral": neutral,
-        "span": span,
-        "weight_T": weight_T,
-        "score_T": np.full(count, np.nan, dtype=np.float32) if neutral else np.exp(z - 3).astype(np.float32),
-        "base_advantage_T": np.full(count, advantage, dtype=np.float32),
+        "neutral": "truncated" if truncated else None,
+        "span": None if truncated else AnswerSpan(start, start + 3, count - 3, count - 2),
+        "weight_T": np.clip(1 + 0.5 * rng.standard_normal(count), 0.5, 5).astype(np.float32),
+        "score_T": rng.lognormal(-3, 1, count).astype(np.float32),
         "old_log_prob_T": -surprisal_T.astype(np.float32),
         "entropy_T": (surprisal_T * rng.uniform(0.5, 1.5, count)).astype(np.float32),
-        "labels": {"wrong_step": wrong_step} if wrong_step else {},
+        "labels": {} if right or truncated else {"wrong_step": [len(parts[0]), len(parts[0]) + len(parts[1])]},
     }
 
 
