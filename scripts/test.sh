@@ -13,9 +13,9 @@ selection=()
 if [[ ${1:-} == --quick ]]; then
     shift
     selection=(-m "not slow")
-    say="3 minutes, 4 GB of memory"
+    say="4 minutes, 4 GB of memory"
 else
-    say="20 minutes, 10 GB of memory; --quick: 3 minutes"
+    say="25 minutes, 10 GB of memory; --quick: 4 minutes"
 fi
 echo "test: on 2 idle cores about $say (and where .venv is not up to date yet, 1 to 3 minutes for it)" >&2
 
