@@ -254,7 +254,7 @@ def contrast_table(results: Results) -> list[str]:
 
 def _so(contrast: Contrast, p: float) -> str:
     verdict = _verdict(contrast, p)
-    return f"{verdict} (p {p_value(contrast.equivalence)}, uncorrected)" if verdict == LEVELLED else verdict
+    return verdict if verdict in ("better", "worse") else "no difference shown"
 
 
 def _verdict(contrast: Contrast, p: float) -> str:

@@ -10,19 +10,24 @@ import torch
 # The tests' tensors are tiny. Sharing them out over threads costs more than computing them, far more on a busy machine.
 torch.set_num_threads(1)
 
-# A whole verl run takes gigabytes of memory, and Ray kills workers where that runs short: these come one after the other.
-WHOLE_RUNS = ("test_only_weights.py", "test_methods_run.py", "test_layouts_run.py", "test_resume_run.py")
+# A whole verl run takes up to 6 GB of memory, and Ray kills workers where that runs short: at most two at a time.
+WHOLE_RUNS = {
+    "test_methods_run.py": "whole runs 1",
+    "test_layouts_run.py": "whole runs 1",
+    "test_resume_run.py": "whole runs 2",
+    "test_only_weights.py": "whole runs 2",
+}
 # A file of more than half a minute that begins last would leave the other cores idle.
 LONGEST = (
     *("test_passes.py", "test_trl.py", "test_setup.py", "test_pass_details.py", "test_launch_scripts.py"),
     *("test_reward_processes.py", "test_published_setup.py", "test_shared_micro_batches.py"),
     *("test_layouts.py", "test_checks.py", "test_cpu_platform.py", "test_driver.py", "test_token_weights.py"),
 )
-_GROUPS = ("whole runs", *LONGEST)
+_GROUPS = ("whole runs 1", "whole runs 2", *LONGEST)
 
 
 def _group(item: pytest.Item) -> str:
-    return "whole runs" if item.path.name in WHOLE_RUNS else item.path.name
+    return WHOLE_RUNS.get(item.path.name, item.path.name)
 
 
 @pytest.hookimpl(tryfirst=True)
