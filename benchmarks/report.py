@@ -203,19 +203,13 @@ def summary(folder: Path) -> str:
     for path in sorted(folder.glob("neutral_rows-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         tables += _front_page_table(result)
-        spread = {
-            checkpointing: max(
-                max(ratios) - min(ratios)
-                for run in result["runs"]
-                for epochs in result["epochs"]
-                if run["checkpointing"] == checkpointing
-                for ratios in [of_steps(run, "GRAIL, skipping", "GRPO", epochs)]
-            )
-            for checkpointing in ("off", "on")
-        }
-        sentences.append(
-            f"Repeats of a cell lie up to {spread['off']:.2f} apart, with checkpointing up to {spread['on']:.2f}."
-        )
+        apart: dict[str, float] = {}
+        for run in result["runs"]:
+            for epochs in result["epochs"]:
+                ratios = of_steps(run, "GRAIL, skipping", "GRPO", epochs)
+                apart[run["checkpointing"]] = max(apart.get(run["checkpointing"], 0.0), max(ratios) - min(ratios))
+        said = ", ".join(f"{value:.2f} with checkpointing {name}" for name, value in apart.items())
+        sentences.append(f"Repeats of a cell lie up to this far apart: {said}.")
     runs = [
         run
         for path in sorted(folder.glob("whole_step-*.json"))

@@ -40,6 +40,8 @@ def render(folder: Path) -> str:
         path = result_path(folder, part)
         if path.is_file():
             results[letter] = json.loads(path.read_text(encoding="utf-8"))
+    if not results:
+        return NOTHING
     lines = []
     if all(result.get("status") == NOT_RUN for result in results.values()):
         lines += [NOTHING, ""]
