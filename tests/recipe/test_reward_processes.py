@@ -218,12 +218,17 @@ def test_killed_processes_are_replaced() -> None:
         assert len(workers()) == 2 and _gone(pids)
 
 
-def test_worker_killed_at_work_is_replaced(short_limit: None) -> None:
+def test_worker_killed_at_work_is_replaced(short_limit: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "2")
     assert accepts("x+51", "51+x")
+    processes = [psutil.Process(pid) for pid in workers()]
+    before = sum(process.cpu_times().user for process in processes)
     with ThreadPoolExecutor(1) as executor:
         hanging = executor.submit(judge, GOLD, "9^{9^{9^8}}")
-        for pid in workers():
-            os.kill(pid, signal.SIGKILL)
+        while sum(process.cpu_times().user for process in processes) < before + 0.1:
+            time.sleep(0.01)
+        for process in processes:
+            process.kill()
         assert (hanging.result()["score"], hanging.result()["verify_failed"]) == (0.0, 1.0)
     assert accepts("x+52", "52+x")
 
