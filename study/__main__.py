@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
     selections.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="a warm-up of some five minutes each")
     screening = commands.add_parser("screen", help="alignment of all arms at one model, before any training")
     screening.add_argument("--seed", type=int, default=2001, help="of the warm-up, which is made where it is gone")
+    screening.add_argument("--regime", choices=REGIMES, default="misconceptions")
     for command in (run, selections, screening):
         models = ROOT / "outputs" / "study2"
         command.add_argument("--models", type=Path, default=models, help="warmed-up models; may be deleted")
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
     if options.command != "report":
         options.models.mkdir(parents=True, exist_ok=True)
     if options.command == "screen":
-        print(*screen(plan, options.models, options.seed), sep="\n")
+        print(*screen(plan, options.models, options.regime, options.seed), sep="\n")
         return
     folder = options.data_dir or ROOT / "docs" / ("study3" if third else "study2")
     files = Files(folder)

@@ -1,9 +1,9 @@
 """Accuracy without sampling, its gradient, and the exact advantage of every token, under given wording.
 
 Free choices without consequence (filler, asides and when to write them) are held to a given text; the tokens that decide the
-answer (the digits of results and where they end) are the model's own. A text goes right with the product of the
-probabilities of its right decisive tokens. Two wrong results that cancel each other count as wrong here, and a copied left
-side as right; :mod:`study.trainer` measures by how much this differs from sampling.
+answer (the digits of results and where they end, and words that choose an operation) are the model's own. A text goes right
+with the product of the probabilities of its right decisive tokens. Two errors that cancel each other count as wrong here, and a
+copied left side as right; :mod:`study.trainer` measures by how much this differs from sampling.
 
 Shape suffixes: B rows, L prompt + response, T response tokens, V vocabulary.
 """
@@ -26,6 +26,8 @@ from study.task import (
     BOX,
     END,
     RESULT,
+    WORD,
+    WORDS,
     StudyProblem,
     TokenReading,
     apply,
@@ -63,7 +65,8 @@ def right_texts(
 
 
 def deciding_tokens(read: TokenReading) -> np.ndarray:
-    """bool (T,): the digits of the results that the answer depends on, the token at which each ends, and likewise the box."""
+    """bool (T,): the digits of the results that the answer depends on, the token at which each ends, likewise the box, and the
+    words that say which operation a step takes."""
     pieces, roles, owner = read.reading.pieces, read.role_T, read.piece_T
     starts = np.array(read.offsets[:-1])
     result_T = np.isin(roles, (RESULT, ASIDE_RESULT)) & read.decisive_T
@@ -73,7 +76,7 @@ def deciding_tokens(read: TokenReading) -> np.ndarray:
     box_T = np.zeros(len(roles), dtype=bool)
     if read.reading.box is not None:
         box_T = (roles == BOX) & (starts >= read.reading.box[0]) & (starts <= read.reading.box[1])
-    return result_T | closed_T | box_T
+    return result_T | closed_T | box_T | ((roles == WORD) & read.decisive_T)
 
 
 def log_right(
@@ -155,7 +158,8 @@ def right_continuation(
 ) -> list[int] | None:
     """The response as it would read in the same wording without its first error; itself where it has none.
 
-    ``None`` where the wording cannot lead to the answer: without a box, or with more or fewer steps than the problem.
+    ``None`` where the wording cannot lead to the answer: without a box, with more or fewer steps than the problem, or without a
+    word where operations are offered.
     """
     reading = read.reading
     text, _ = text_of(response_ids, tokenizer)
@@ -173,6 +177,11 @@ def right_continuation(
         else:
             left, value = f"{value}{operator}{term}", apply(value, operator, term)
             written = f"{left}={value}"
+            if problem.choices:
+                if piece.word is None:
+                    return None
+                word = WORDS[problem.choices[piece.step].index((operator, term))]
+                parts, at = [*parts, text[at : piece.word[0]], word], piece.word[1]
         parts += [text[at : piece.start], written]
         at = piece.end
     right = "".join([*parts, text[at : reading.box[0]], str(value), text[reading.box[1] :]])

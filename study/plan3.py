@@ -26,6 +26,13 @@ THIRD = StudyPlan(
             side_seeds=tuple(range(15, 21)),
             together=tuple(arm.name for arm in PRIMARY_3),
         ),
+        RegimePlan(
+            "choices",
+            main_seeds=tuple(range(1, 7)),
+            tuning_seeds=(2001, 2002),
+            measured_seeds=(),
+            together=tuple(arm.name for arm in PRIMARY_3),
+        ),
     ),
     rates=(1e-4, 2e-4, 4e-4),
     pilot_arms=(),

@@ -34,22 +34,26 @@ def write_third(plan: StudyPlan, files: Files, folder: Path) -> list[Path]:
 
 def page(results: Results) -> str:
     """The page as Markdown."""
-    regime = results.plan.regimes[0]
-    judged = primary(results, regime)
+    first, second = results.plan.regimes
+    judged = primary(results, first)
     lines = ["# The third study: what perfect credit is made of", "", "## Primary comparisons", ""]
     if judged:
         cells = []
         for pair, (contrast, p) in judged.items():
+            repeated = results.contrast(second, *pair)
             figures = [interval(contrast.paired, 100), p_value(contrast.paired.p), p_value(p), _verdict(contrast, p)]
-            cells.append([_label(*pair), _rates(results, regime, pair), *figures])
-        lines += [*table(["points", "rates", "difference", "p", "p, Holm", "so"], cells, right=2), ""]
-        lines += [f"- {line}" for line in rules(results, regime, judged)]
+            figures.append(interval(repeated.paired, 100) if repeated is not None and repeated.complete else ABSENT)
+            cells.append([_label(*pair), _rates(results, first, pair), *figures])
+        head = ["points", "rates", "difference", "p", "p, Holm", "so", "second task"]
+        lines += [*table(head, cells, right=2), ""]
+        lines += [f"- {line}" for line in rules(results, judged)]
     else:
         lines.append("**Nothing is concluded yet**: not all planned seeds of the compared arms are there.")
-    lines += ["", "Fixed [before](PLAN.md); all other figures are exploratory.", "", f"## Task {regime.name}", ""]
-    lines += [*arm_table(results, regime), ""]
-    for tables in (tuning_table, alignment_table):
-        lines += tables(results, regime)
+    lines += ["", "Fixed [before](PLAN.md); all other figures are exploratory."]
+    for regime in results.plan.regimes:
+        lines += ["", f"## Task {regime.name}", "", *arm_table(results, regime), ""]
+        for tables in (tuning_table, alignment_table):
+            lines += tables(results, regime)
     hours = sum(results.hours.values())
     lines.append(f"Processor time of the recorded jobs: {hours:.2f} of the plan's {results.plan.hours:g} core-hours.")
     return "\n".join(lines) + "\n"
@@ -65,25 +69,26 @@ def primary(results: Results, regime: RegimePlan) -> Judged:
     return dict(zip(CONTRASTS_3, zip(complete, corrected, strict=True), strict=True))
 
 
-def rules(results: Results, regime: RegimePlan, judged: Judged) -> list[str]:
-    """What the plan's rules say of this task."""
-    oracle, _ = judged["oracle", MASK]
-    small = oracle.paired.mean < SMALL
-    lines = [
-        f"The oracle is {'less' if small else 'not less'} than {100 * SMALL:g} points above the mask on this task: "
-        + (
-            "nothing finer than token type is built, if the second task says so too."
-            if small
-            else "finer credit may pay."
-        )
-    ]
+def rules(results: Results, judged: Judged) -> list[str]:
+    """What the plan's rules say."""
+    first, second = results.plan.regimes
+    repeated = results.contrast(second, "oracle", MASK)
+    known = repeated is not None and repeated.complete
+    small = [judged["oracle", MASK][0].paired.mean < SMALL, *([repeated.paired.mean < SMALL] if known else [])]
+    points = f"{100 * SMALL:g} points above the mask"
+    if not all(small):
+        lines = [f"The oracle is at least {points} on a task: finer credit may pay."]
+    elif known:
+        lines = [f"The oracle is less than {points} on both tasks: nothing finer than token type is built."]
+    else:
+        lines = [f"The oracle is less than {points}; the second task is not complete, so that the rule is open."]
     same = _verdict(*judged["error_place", "random_token"]) == "not decided"
     lines.append(
         "The error's place was not shown to differ from a random one: no more localisers of wrong steps."
         if same
         else "The error's place differs from a random one."
     )
-    control = results.contrast(regime, MASK, ITS_CONTROL)
+    control = results.contrast(first, MASK, ITS_CONTROL)
     if control is not None and control.complete:
         above = control.paired.mean > 0 and control.paired.p < LEVEL
         lines.append(
@@ -99,7 +104,8 @@ def arm_table(results: Results, regime: RegimePlan) -> list[str]:
     """Accuracy and pass@8 of every arm, and their differences from the baseline once all seeds are there."""
     samples, base = results.plan.run.samples, results.runs("main", regime.name, BASELINE)
     cells = []
-    kinds = [(arm, "main") for arm in results.plan.arms(regime)] + [(arm, "side") for arm in results.plan.side_arms]
+    kinds = [(arm, "main") for arm in results.plan.arms(regime)]
+    kinds += [(arm, "side") for arm in results.plan.side_arms if regime.side_seeds]
     for arm, kind in kinds:
         runs, planned = (
             results.runs(kind, regime.name, arm.name),

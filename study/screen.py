@@ -23,16 +23,17 @@ BATCHES = 4
 YARDSTICK_PROBLEMS = 512
 
 
-def screen(plan: StudyPlan, models: Path, seed: int) -> list[str]:
-    """A Markdown table of all main and added arms of the first regime, from the largest gain down.
+def screen(plan: StudyPlan, models: Path, name: str, seed: int) -> list[str]:
+    """A Markdown table of all main and added arms of a regime, from the largest gain down.
 
     Args:
         plan: a study's.
         models: folder of the warmed-up models; one that is not there is made.
+        name: of the regime.
         seed: of the warm-up and of all random numbers.
     """
     torch.set_num_threads(1)
-    regime = plan.regimes[0]
+    regime = plan.regime(name)
     folder = models / f"{regime.name}-seed{seed}-{settings_digest(plan, 'start')}"
     if not folder.is_dir():
         do(plan, Job("start", regime.name, NO_ARM, seed), folder)

@@ -1,4 +1,4 @@
-"""Worked arithmetic with filler words and asides, in three regimes: which tokens decide the answer is known for every response.
+"""Worked arithmetic with filler words and asides, in four regimes: which tokens decide the answer is known for every response.
 
 The problems are those of :mod:`recipe.tiny.task`. A solution puts filler words before each step and, now and then, an aside
 in brackets after it:
@@ -17,7 +17,15 @@ The regimes differ in what goes wrong when solutions are written, and so in what
     problem    7+(2+3)-4
     solution   so (2+3=5)7+5=12;(2+6=8) 12-4=8; now \\boxed{8}
 
-A wrong result enters the next steps and costs the answer; a wrong aside that no step uses costs nothing. Filler is free choice.
+- ``choices``: as ``misconceptions``, but the problem offers two operations for each step. The one with the larger term is
+  right, of equal terms the first one, and the solution says by a word which one it takes: ``first`` or ``then``. For a quarter
+  of all pairs of terms the wrong word is written, at the rates of the sums:
+
+    problem    7(+5|-3)(-2|+4)
+    solution   ok first 7+5=12;then 12+4=16;(2+6=8) \\boxed{16}
+
+A wrong result or word enters the next steps and costs the answer; a wrong aside that no step uses costs nothing. Filler is free
+choice; in ``choices`` the two words are no filler.
 """
 
 from __future__ import annotations
@@ -25,11 +33,11 @@ from __future__ import annotations
 import random
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -48,27 +56,34 @@ MISCONCEIVED_SHARE, MISCONCEIVED_RATE = 0.25, 0.7
 STUBBORN_SHARE, STUBBORN_RATE = 0.2, 0.9
 """Of the misconceived sums, a share that is misconceived more often."""
 REMAINING_SLIP_RATE = 0.02
-REGIMES = ("misconceptions", "slips", "distractors")
+REGIMES = ("misconceptions", "slips", "distractors", "choices")
+WORDS = ("first", "then")
+"""Which of two offered operations a step takes."""
 MAX_RESPONSE_TOKENS = 144
 """Six steps, each with two filler words and an aside, and the box; with two more asides it is hardly ever longer."""
 
 # Roles of response tokens.
-OTHER, FILL, LEFT, RESULT, END, ASIDE, ASIDE_RESULT, BOX = range(8)
+OTHER, FILL, LEFT, RESULT, END, ASIDE, ASIDE_RESULT, BOX, WORD = range(9)
 """``LEFT``: a step up to its ``=``; ``END``: the ``;`` after it; ``ASIDE``: brackets and left side of an aside; ``BOX``: the
-last complete box and all after it, the end token too; ``OTHER``: everything else, an end token without a box among it."""
+last complete box and all after it, the end token too; ``WORD``: the word that says which operation a step takes; ``OTHER``:
+everything else, an end token without a box among it."""
 
 _ASIDE_PATTERN = re.compile(r"\([^()]*\)")
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_WORD = re.compile("|".join(WORDS))
 
 Sum = tuple[int, str, int]
+Operation = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class StudyProblem(Problem):
-    """A chain, some of whose terms may be written as a sum in brackets."""
+    """A chain, some of whose terms may be written as a sum in brackets, or which offers two operations for every step."""
 
     sums: tuple[tuple[int, int] | None, ...] = ()
     """For every step the two numbers that its term is the sum of, or ``None`` where the problem gives the term itself."""
+    choices: tuple[tuple[Operation, Operation], ...] = ()
+    """For every step the two operations that the problem offers, of which ``steps`` has the right one; empty without them."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,8 @@ class Regime:
     slip_rate: float
     misconceived: Mapping[Sum, tuple[int, float]] = field(default_factory=dict)
     """Sums that are misconceived: the wrong number, and how often it is written."""
+    misjudged: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Pairs of offered terms for which the wrong word is written, and how often."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +113,8 @@ class Piece:
     step: int | None
     """The number of the step that it is, or that uses it; ``None`` for an aside that none uses."""
     aside: bool
+    word: tuple[int, int] | None = None
+    """Characters of the word that says which operation the step takes."""
 
     @property
     def decisive(self) -> bool:
@@ -109,12 +128,13 @@ class Error:
 
     ``result``: a result that does not follow from its own left side, in a step or in an aside that a step uses; ``copy``: a
     left side that is not the running value with the problem's next operator and term (or the result written for it in an
-    aside); ``answer``: a boxed text that is not the running value.
+    aside), or not that of its own word; ``word``: the word for the wrong operation; ``answer``: a boxed text that is not the
+    running value.
     """
 
     start: int
     end: int
-    kind: Literal["result", "copy", "answer"]
+    kind: Literal["result", "copy", "word", "answer"]
 
 
 @dataclass(frozen=True)
@@ -149,9 +169,9 @@ def regime(name: str, seed: int) -> Regime:
     """
     if name not in REGIMES:
         raise ValueError(f"regime={name!r} is unknown; choose one of {', '.join(REGIMES)}")
-    if name != "misconceptions":
+    if name not in ("misconceptions", "choices"):
         return Regime(name, SLIP_RATE)
-    rng = random.Random(f"misconceptions {seed}")
+    rng = random.Random(f"{name} {seed}")
     sums = [
         (value, operator, term)
         for value in range(MAX_VALUE + 1)
@@ -160,15 +180,12 @@ def regime(name: str, seed: int) -> Regime:
         if 0 <= apply(value, operator, term) <= MAX_VALUE
     ]
     chosen = rng.sample(sums, round(MISCONCEIVED_SHARE * len(sums)))
-    stubborn = round(STUBBORN_SHARE * len(chosen))
-    return Regime(
-        name,
-        REMAINING_SLIP_RATE,
-        {
-            one: (_other(apply(*one), rng), STUBBORN_RATE if number < stubborn else MISCONCEIVED_RATE)
-            for number, one in enumerate(chosen)
-        },
-    )
+    sums_at = {one: (_other(apply(*one), rng), rate) for one, rate in _with_rates(chosen)}
+    if name == "misconceptions":
+        return Regime(name, REMAINING_SLIP_RATE, sums_at)
+    pairs = [(left, right) for left in range(10) for right in range(10)]
+    misjudged = dict(_with_rates(rng.sample(pairs, round(MISCONCEIVED_SHARE * len(pairs)))))
+    return Regime(name, REMAINING_SLIP_RATE, sums_at, misjudged)
 
 
 def study_problems(name: str, split: Split, size: int, seed: int) -> list[StudyProblem]:
@@ -185,7 +202,11 @@ def study_problems(name: str, split: Split, size: int, seed: int) -> list[StudyP
             f"{operator}{term}" if hidden is None else f"{operator}({hidden[0]}+{hidden[1]})"
             for (operator, term), hidden in zip(chain.steps, sums, strict=True)
         ]
-        problems.append(StudyProblem("".join([str(chain.first), *terms]), chain.first, chain.steps, tuple(sums)))
+        choices = _choices(chain, rng) if name == "choices" else ()
+        if choices:
+            terms = ["({}{}|{}{})".format(*left, *right) for left, right in choices]
+        text = "".join([str(chain.first), *terms])
+        problems.append(StudyProblem(text, chain.first, chain.steps, tuple(sums), choices))
     return problems
 
 
@@ -193,7 +214,15 @@ def solve(problem: StudyProblem, regime: Regime, rng: random.Random) -> str:
     """A worked solution as the regime writes it."""
     value = problem.first
     parts = []
-    for (operator, term), hidden in zip(problem.steps, problem.sums, strict=True):
+    filler = [word for word in FILLER if word not in WORDS] if problem.choices else FILLER
+    for step, ((operator, term), hidden) in enumerate(zip(problem.steps, problem.sums, strict=True)):
+        said = ""
+        if problem.choices:
+            offered = problem.choices[step]
+            wrong = rng.random() < regime.misjudged.get((offered[0][1], offered[1][1]), regime.slip_rate)
+            taken = offered.index((operator, term)) ^ wrong
+            operator, term = offered[taken]
+            said = f"{WORDS[taken]} "
         operand, worked_out = term, ""
         if hidden is not None:
             operand = _written((hidden[0], "+", hidden[1]), regime, rng)
@@ -201,12 +230,12 @@ def solve(problem: StudyProblem, regime: Regime, rng: random.Random) -> str:
                 operand = term
             worked_out = f"({hidden[0]}+{hidden[1]}={operand})"
         result = _written((value, operator, operand), regime, rng)
-        parts.append(f"{_filler(rng)}{worked_out}{value}{operator}{operand}={result};")
+        parts.append(f"{_filler(filler, rng)}{said}{worked_out}{value}{operator}{operand}={result};")
         value = result
         if rng.random() < ASIDE_RATE:
             left, right = rng.randint(0, 9), rng.randint(0, 9)
             parts.append(f"({left}+{right}={_written((left, '+', right), regime, rng)})")
-    return "".join(parts) + f"{_filler(rng)}\\boxed{{{value}}}"
+    return "".join(parts) + f"{_filler(filler, rng)}\\boxed{{{value}}}"
 
 
 def right_solution(problem: StudyProblem, rng: random.Random) -> str:
@@ -229,7 +258,7 @@ def read(problem: StudyProblem, response: str) -> Reading:
     matches += [(match, False) for match in STEP.finditer(blanked)]
     pieces: list[Piece] = []
     errors: list[Error] = []
-    value, step, waiting = problem.first, 0, -1
+    value, step, waiting, at = problem.first, 0, -1, 0
     for match, aside in sorted(matches, key=lambda entry: entry[0].start()):
         first, operator, second, result = match.groups()
         right = str(apply(int(first), operator, int(second)))
@@ -240,9 +269,15 @@ def read(problem: StudyProblem, response: str) -> Reading:
                 waiting = len(pieces)  # the last one written for this step is the one that it uses
             pieces.append(piece)
             continue
-        wanted = None
+        wanted = word = None
         if step < len(problem.steps):
             next_operator, term = problem.steps[step]
+            if problem.choices:
+                *_, word = [None, *_WORD.finditer(blanked, at, match.start())]
+                said = problem.choices[step][WORDS.index(word.group())] if word else problem.steps[step]
+                if word and said != problem.steps[step]:
+                    errors.append(Error(*word.span(), "word"))
+                next_operator, term = said
             wanted = (str(value), next_operator, pieces[waiting].result if waiting >= 0 else str(term))
         if waiting >= 0:
             used = pieces[waiting] = replace(pieces[waiting], step=step)
@@ -252,8 +287,8 @@ def read(problem: StudyProblem, response: str) -> Reading:
             errors.append(Error(match.start(1), match.end(3), "copy"))
         if result != right:
             errors.append(Error(piece.result_start, piece.result_end, "result"))
-        pieces.append(replace(piece, step=step))
-        value, step, waiting = int(result), step + 1, -1
+        pieces.append(replace(piece, step=step, word=word and word.span()))
+        value, step, waiting, at = int(result), step + 1, -1, match.end()
     box = boxes[-1].span(1) if boxes else None
     if box is not None:
         for operator, term in problem.steps[step:]:
@@ -301,6 +336,8 @@ def read_tokens(problem: StudyProblem, response_ids: Sequence[int], tokenizer: P
             roles[piece.start : piece.end] = LEFT
         roles[piece.result_start : piece.result_end] = ASIDE_RESULT if piece.aside else RESULT
         owner[start:end] = number
+        if piece.word is not None:
+            roles[slice(*piece.word)], owner[slice(*piece.word)] = WORD, number
     if reading.box is not None:
         roles[reading.box_start :] = BOX
     # The end token has no text: it starts where the text ends.
@@ -346,5 +383,29 @@ def _other(value: int, rng: random.Random) -> int:
     return rng.choice([other for other in range(MAX_VALUE + 1) if other != value])
 
 
-def _filler(rng: random.Random) -> str:
-    return "".join(f"{word} " for word in rng.choices(FILLER, k=rng.randint(0, MAX_FILLER)))
+def _filler(words: Sequence[str], rng: random.Random) -> str:
+    return "".join(f"{word} " for word in rng.choices(words, k=rng.randint(0, MAX_FILLER)))
+
+
+def _with_rates(chosen: Sequence[Any]) -> Iterator[tuple[Any, float]]:
+    """Everything that is misconceived, and how often it is written wrongly."""
+    stubborn = round(STUBBORN_SHARE * len(chosen))
+    for number, one in enumerate(chosen):
+        yield one, STUBBORN_RATE if number < stubborn else MISCONCEIVED_RATE
+
+
+def _choices(chain: Problem, rng: random.Random) -> tuple[tuple[Operation, Operation], ...]:
+    """Each step's operation and another one, with a smaller term or, where it stands second, with an equal one; the values of
+    both are in range."""
+    pairs = []
+    for before, right in zip((chain.first, *chain.values), chain.steps, strict=False):
+        first = right[1] == 0 or rng.random() < 0.5
+        others = [
+            (operator, term)
+            for term in range(right[1] + first)
+            for operator in "+-"
+            if (operator, term) != right and 0 <= apply(before, operator, term) <= MAX_VALUE
+        ]
+        other = rng.choice(others)
+        pairs.append((right, other) if first else (other, right))
+    return tuple(pairs)

@@ -70,7 +70,9 @@ class _Server:
             raise
         finally:
             self._idle.put(connection)
-        if verdict == "killed":  # from outside, other workers perhaps too, and with them a lock of the pool's that they held
+        if (
+            verdict == "killed"
+        ):  # from outside, other workers perhaps too, and with them a lock of the pool's that they held
             self.process.kill()
             raise _Lost
         if isinstance(verdict, str):

@@ -86,14 +86,14 @@ def test_step_values_by_hand() -> None:
     assert not any(response_of(2, advantages)["values"]), "cut off"
 
 
-def a_page(folder: Path, levels: dict[str, float]) -> str:
+def a_page(folder: Path, levels: dict[str, float], name: str = "misconceptions") -> str:
     """With all main seeds of these arms, so many samples of 16 right on average."""
     files, generator = Files(folder), np.random.default_rng(0)
     for arm, level in levels.items():
-        for seed in THIRD.regimes[0].main_seeds:
+        for seed in THIRD.regime(name).main_seeds:
             right = generator.binomial(8, level / 16, size=(2, 40))
             row: dict[str, Any] = dict.fromkeys(work.RUN_COLUMNS, 0.5)
-            row |= dict(zip(work.JOB_COLUMNS, Job("main", "misconceptions", arm, seed, 1e-4).key, strict=True))
+            row |= dict(zip(work.JOB_COLUMNS, Job("main", name, arm, seed, 1e-4).key, strict=True))
             row |= {"right_1": "".join(map(str, right[0])), "right_2": "".join(map(str, right[1]))}
             row |= {"accuracy": right.mean() / 8, "job_seconds": 80.0, "versions": "torch 1"}
             files.runs.append([row | {"settings": settings_digest(THIRD, "main")}])
@@ -107,13 +107,22 @@ def test_the_page_decides_by_the_plans_rules(tmp_path: Path) -> None:
     high = a_page(
         tmp_path / "high", level | {"oracle": 14.0, "results_mask": 11.0, "step_values": 11.0, "error_place": 11.0}
     )
-    for words in ("not less than 2 points", "differs from a random one", ": above it.", "`step_values` is recommended"):
+    for words in (
+        "at least 2 points above the mask on a task",
+        "differs from a random one",
+        ": above it.",
+        "`step_values` is recommended",
+    ):
         assert words in high
     same = a_page(tmp_path / "same", level)
-    for words in ("is less than 2 points", "no more localisers", "recommended to nobody", "is not recommended"):
+    for words in ("the rule is open", "no more localisers", "recommended to nobody", "is not recommended"):
         assert words in same
+    assert "on both tasks: nothing finer" in a_page(tmp_path / "same", dict.fromkeys(arms, 8.0), "choices")
+    assert "finer credit may pay" in a_page(tmp_path / "other", level) + a_page(
+        tmp_path / "other", dict.fromkeys(arms, 8.0) | {"oracle": 12.0}, "choices"
+    )
     # The corrected p-values by SciPy, from the rows.
-    rows = Files(tmp_path / "same").runs.read()
+    rows = [row for row in Files(tmp_path / "same").runs.read() if row["regime"] == "misconceptions"]
     accuracy = {(row["arm"], row["seed"]): float(row["accuracy"]) for row in rows}
     seeds = sorted({row["seed"] for row in rows})
     plain = [stats.ttest_rel(*([accuracy[arm, seed] for seed in seeds] for arm in pair)).pvalue for pair in CONTRASTS_3]
@@ -122,7 +131,12 @@ def test_the_page_decides_by_the_plans_rules(tmp_path: Path) -> None:
 
 
 def test_the_third_plan() -> None:
-    jobs = list(THIRD.jobs({}))
+    jobs = [job for job in THIRD.jobs({}) if job.regime == "misconceptions"]
+    repeated = [job for job in THIRD.jobs({}) if job.regime == "choices"]
+    assert {(job.kind, job.arm) for job in repeated} == {("start", "-")} | {
+        (kind, arm.name) for kind in ("tune", "main") for arm in THIRD.main_arms
+    }
+    assert {job.seed for job in repeated} == {2001, 2002, *range(1, 7)} and len(repeated) == 8 + 7 * (2 * 3 + 6)
     tuned = {(job.arm, job.seed, job.rate) for job in jobs if job.kind == "tune"}
     assert len(tuned) == 11 * 2 * 3, "every arm on both seeds at all rates"
     main = [job.arm for job in jobs if job.kind == "main"]

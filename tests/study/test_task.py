@@ -6,10 +6,13 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from recipe.tiny.task import boxed_answer
 from study.task import (
     REGIMES,
+    WORD,
     StudyProblem,
     read,
     read_tokens,
@@ -32,11 +35,68 @@ def test_a_wrong_answer_always_has_an_error_that_the_answer_depends_on(name: str
     for problem in PROBLEMS[name]:
         text = solve(problem, regime(name, 3), rng)
         found = read(problem, text)
-        assert not any(error.kind != "result" for error in found.errors), text
+        assert {error.kind for error in found.errors} <= {"result", *(["word"] if name == "choices" else [])}, text
         if boxed_answer(text) != str(problem.answer):
             wrong += 1
             assert found.errors
     assert 40 < wrong < 180
+
+
+def test_of_two_operations_the_one_with_the_larger_term_is_right() -> None:
+    taken = []
+    for problem in PROBLEMS["choices"]:
+        assert problem.text == f"{problem.first}" + "".join("({}{}|{}{})".format(*a, *b) for a, b in problem.choices)
+        for (first, second), right in zip(problem.choices, problem.steps, strict=True):
+            assert right == (first if first[1] >= second[1] else second) and first != second
+            taken.append(right == first)
+    assert 0.4 < np.mean(taken) < 0.65
+    assert not {problem.text for problem in PROBLEMS["choices"]} & {
+        problem.text for problem in study_problems("choices", "validation", 200, seed=3)
+    }
+
+
+@given(st.integers(0, 199), st.integers(0, 2**32))
+def test_reading_a_choice_finds_the_errors_that_were_written(number: int, seed: int) -> None:
+    """Written anew by hand: a right solution, in which one word or result is then changed, with all that follows from it."""
+    problem, rng = PROBLEMS["choices"][number], random.Random(seed)
+    changed, kind = rng.randrange(len(problem.steps)), rng.choice(["word", "result", "copy"])
+    text, value, expected = "", problem.first, ""
+    for step, (pair, right) in enumerate(zip(problem.choices, problem.steps, strict=True)):
+        said = pair.index(right) ^ (step == changed and kind == "word")
+        operator, term = pair[said ^ (step == changed and kind == "copy")]
+        result = value + term if operator == "+" else value - term
+        word, left = ("first", "then")[said], f"{value}{operator}{term}"
+        if step == changed and kind == "result":
+            result += 1
+        parts = {"before": rng.choice(["", "ok ", "then so "]), "word": word, "copy": left, "result": str(result)}
+        if step == changed:
+            expected = f"{len(text + parts['before'])} {word}" if kind == "word" else parts[kind]
+        text += f"{parts['before']}{word} {left}={result};" + rng.choice(["", "(1+1=3)"])
+        value = result
+    found = read(problem, f"{text}\\boxed{{{value}}}")
+    assert [error.kind for error in found.errors] == [kind]
+    (error,) = found.errors
+    wrong = text[error.start : error.end]
+    assert expected == (f"{error.start} {wrong}" if kind == "word" else wrong)
+
+
+def test_words_by_hand() -> None:
+    ids = [*TOKENIZER.encode("then ok first 7+5=12;(2+6=8)so 12-3=9;first \\boxed{9}"), TOKENIZER.eos_token_id]
+    problem = StudyProblem(
+        "7(+5|-2)(-3|+1)", 7, (("+", 5), ("-", 3)), (None, None), ((("+", 5), ("-", 2)), (("-", 3), ("+", 1)))
+    )
+    found = read_tokens(problem, ids, TOKENIZER)
+    words = [place for place, role in enumerate(found.role_T) if role == WORD]
+    assert [found.offsets[place] for place in words] == [8], (
+        "the last one before a step; none is missed without an error"
+    )
+    assert found.decisive_T[words].all() and not found.reading.errors
+    # Two wrong words that cancel each other count as wrong.
+    other = StudyProblem(
+        "7(+5|-2)(-5|+2)", 7, (("+", 5), ("-", 5)), (None, None), ((("+", 5), ("-", 2)), (("-", 5), ("+", 2)))
+    )
+    found = read(other, "then 7-2=5;then 5+2=7;\\boxed{7}")
+    assert [error.kind for error in found.errors] == ["word", "word"] and other.answer == 7
 
 
 def test_distractors_hide_two_terms_and_their_asides_decide() -> None:
