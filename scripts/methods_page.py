@@ -124,7 +124,8 @@ def _overview(by_class: dict[type[Signal], list[Method]], figures: dict[str, Any
     return [
         *table(head, rows),
         "",
-        f"Measured: a step's training side with 1 epoch against that of `{baseline}`, default options, {figures['device']}, "
+        f"Measured: a step's training side with 1 epoch, summed from its stages, against that of `{baseline}`, "
+        f"default options, {figures['device']}, "
         f"{figures['date']}; {setup['layers']} layers of width {setup['hidden']}, {setup['rows']} rows x {setup['tokens']} "
         f"tokens, {setup['wrong_rows']} rows wrong. How, and the scatter: [benchmarks](../benchmarks/README.md).",
     ]

@@ -7,6 +7,7 @@
     python -m study screen --study 3 --seed 2001       alignment of all arms at one warmed-up model, some five minutes
     python -m study selections                         what hard selections pick, docs/study2/selections.csv, then the report
     python -m study real --data gsm8k_test.jsonl       ground truth and gradient test on a real model, docs/study2/real_model.md
+    python -m study real --study 3 --data ...          gradient test of the third study's arms, docs/study3/real_model.md
 
 A sitting ends when its hours are over, the plan's core-hours are spent, or nothing is left. Finished jobs are in the CSV
 files at once, and the next sitting resumes from there.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from recipe.files import write_text
 from recipe.marked_text import write_marked
 from study.plan import MEASUREMENTS, RUNS, StudyPlan
 from study.plan3 import THIRD
@@ -52,11 +54,11 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
         models = ROOT / "outputs" / "study2"
         command.add_argument("--models", type=Path, default=models, help="warmed-up models; may be deleted")
     report = commands.add_parser("report", help="write the report of what is there")
-    for command in (run, screening, report):
+    real = commands.add_parser("real", help="gradient test, and for the second study ground truth, on a real model")
+    for command in (run, screening, report, real):
         command.add_argument("--study", type=int, default=2, choices=(2, 3), help="which study")
     for command in (run, selections, report):
         command.add_argument("--data-dir", type=Path, help="folder of the CSV files and the report")
-    real = commands.add_parser("real", help="ground truth and gradient test on a real model")
     real.add_argument("--data", type=Path, required=True, help="GSM8K's test set, JSON lines")
     real.add_argument(
         "--model", default="smollm2", help="folder or name of a model; smollm2 is that of its PyPI package"
@@ -66,14 +68,16 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
         "--longest", type=int, default=192, help="tokens of prompt and response; longer problems are left out"
     )
     real.add_argument("--blocks", type=int, default=5, help="last blocks whose parameters the gradients are of")
-    real.add_argument("--out", type=Path, default=DATA / "real_model.md", help="page whose marked part is written")
+    real.add_argument("--out", type=Path, help="page whose marked part is written; the gains go beside it as .csv")
     options = parser.parse_args(arguments)
 
     if options.command == "real":
         model, tokenizer = load(options.model)
         size = {"count": options.problems, "longest": options.longest, "blocks": options.blocks}
-        for tables in measure(model, tokenizer, options.data, **size):
-            write_marked(options.out, "real model", tables)
+        page = options.out or ROOT / "docs" / f"study{options.study}" / "real_model.md"
+        for tables, gains in measure(model, tokenizer, options.data, study=options.study, **size):
+            write_marked(page, "real model", tables)
+            write_text(page.with_suffix(".csv"), gains)
         return
     third = getattr(options, "study", 2) == 3
     plan = plan or (THIRD if third else StudyPlan())

@@ -30,6 +30,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from grail_advantage import compute_token_weights
+from grail_advantage.batch import GROUPS
 from grail_advantage.options import option_fields
 from recipe.marked_text import table
 from recipe.tiny.smollm2 import load_smollm2
@@ -42,10 +43,24 @@ from study.tables import interval, number
 from study.task import RESULT
 from study.truth import Row, row_figures, tensors
 
-COMPARED = ("uniform", "right_only", "grail", "grail_robust", "oar_g", "surprisal", "random_token", "oracle")
-"""Arms of the gradient test."""
+_SECOND = ("uniform", "right_only", "grail", "grail_robust", "oar_g", "surprisal", "random_token", "oracle")
+COMPARED = {
+    2: tuple(ARMS[name] for name in _SECOND),
+    3: (
+        ARMS["uniform"],
+        ARMS["right_only"],
+        Arm("wrong_only", "wrong rows only", "polarity", {"right": 0.0}),
+        Arm("results_mask", "right rows: numbers after = alone", "pattern"),
+        Arm("random_mask", "right rows: as many random tokens", "pattern", {"control": True}),
+        ARMS["grail"],
+        ARMS["surprisal"],
+        Arm("step_values", "step values of the siblings", "step_values"),
+        ARMS["oracle"],
+    ),
+}
+"""Arms of the gradient test, by the number of the study."""
 SCORED = ("grail", "grail_robust", "oar_g", "surprisal")
-"""Methods of the ground truth."""
+"""Methods of the ground truth, which only the second study has."""
 DRAWS = 8
 """Texts of a group."""
 LEAST, MOST = 0.05, 0.95
@@ -84,10 +99,12 @@ def measure_problem(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     texts: Texts,
+    arms: Sequence[Arm],
+    scored: Sequence[str],
     parameters: Sequence[torch.nn.Parameter],
     generator: np.random.Generator,
 ) -> Measured:
-    """Ground truth and updates on one problem."""
+    """Updates of the arms on one problem, and the ground truth of those that are ``scored``."""
     made = _chosen(model, texts)
     drawn_B = draw(made.of_texts(texts).detach(), generator)
     kept = np.flatnonzero(drawn_B)
@@ -112,8 +129,8 @@ def measure_problem(
 
     figures: dict[tuple[str, str, str], list[float]] = {}
     advantages: dict[str, torch.Tensor] = {}
-    for name in COMPARED:
-        arm = ARMS[name]
+    for arm in arms:
+        name = arm.name
         if name == "oracle":
             exact_BL = torch.zeros(ids_BL.shape)
             for index, advantage_T in enumerate(exact):
@@ -129,10 +146,18 @@ def measure_problem(
                 total_BL += torch.where(copy < count_B[:, None], here_BL, 0.0)
             advantages[name] = total_BL
             continue
+        if GROUPS in arm.signal.reads:
+            copy_C = torch.repeat_interleave(torch.arange(len(rows)), count_B)
+            given = compute_token_weights(
+                model, tokenizer, ids_BL[copy_C], mask_BL[copy_C], response_BL[copy_C], rows_B[copy_C], arm.signal,
+                groups=torch.zeros(len(copy_C), dtype=torch.long),
+            )  # fmt: skip
+            advantages[name] = given.advantages[count_B.cumsum(0) - 1] * count_B[:, None]
+            continue
         weighed = weigh(arm, slice(None))
         weights_BL = weighed.weights * (rows_B > 0)[:, None] if name == "right_only" else weighed.weights
         advantages[name] = weights_BL * (rows_B * count_B)[:, None]
-        if name in SCORED:
+        if name in scored:
             # Gates let wrong rows through; the right one is scored by itself.
             beside = weigh(arm, slice(0, 1), gate="all") if _has_gate(arm) else weighed
             for index, row in enumerate(rows):
@@ -141,7 +166,8 @@ def measure_problem(
                     v[at, response_BL[index]].double().numpy() for v in (source.scores, source.weights)
                 )
                 _add(figures, name, row_figures(row, scores_T, weights_T, exact[index]))
-    _add_baselines(figures, rows, exact)
+    if scored:
+        _add_baselines(figures, rows, exact)
     updates = {
         name: _update(advantages_BL, response_BL, kept, texts, made, parameters)
         for name, advantages_BL in advantages.items()
@@ -231,11 +257,12 @@ def last_blocks(model: PreTrainedModel, count: int) -> list[torch.nn.Parameter]:
 class Tally:
     """Figures of the updates, problem after problem, and ground truth."""
 
-    def __init__(self, yardstick_P: torch.Tensor) -> None:
+    def __init__(self, arms: Sequence[Arm], yardstick_P: torch.Tensor) -> None:
+        self.labels = {arm.name: arm.label for arm in arms}
         self.yardstick_P = yardstick_P
-        self.gains: dict[str, list[float]] = {name: [] for name in COMPARED}
-        self.squares: dict[str, list[float]] = {name: [] for name in COMPARED}
-        self.sums = {name: torch.zeros_like(yardstick_P) for name in COMPARED}
+        self.gains: dict[str, list[float]] = {name: [] for name in self.labels}
+        self.squares: dict[str, list[float]] = {name: [] for name in self.labels}
+        self.sums = {name: torch.zeros_like(yardstick_P) for name in self.labels}
         self.figures: dict[tuple[str, str, str], list[float]] = {}
         """A number a problem: the mean over its texts."""
 
@@ -249,10 +276,17 @@ class Tally:
             self.figures.setdefault(key, []).append(float(np.mean(values)))
 
 
+def csv(tally: Tally) -> str:
+    """The gain of every arm on every problem."""
+    rows = zip(*tally.gains.values(), strict=True)
+    lines = [",".join(map(str, [problem, *row])) for problem, row in enumerate(rows)]
+    return "\n".join([",".join(["problem", *tally.gains]), *lines]) + "\n"
+
+
 def markdown(tally: Tally) -> list[str]:
-    """The two tables."""
+    """The table of the updates, and that of the ground truth where it was measured."""
     cells = []
-    for name in COMPARED:
+    for name, label in tally.labels.items():
         gains = tally.gains[name]
         mean_P = tally.sums[name] / len(gains)
         beside = "" if name == "uniform" else interval(
@@ -261,8 +295,8 @@ def markdown(tally: Tally) -> list[str]:
         noise = signal_to_noise(mean_P, tally.squares[name])
         cells.append(
             [
-                ARMS[name].label,
-                f"{np.mean(gains):.3f}",
+                label,
+                "{:.3f} [{:.3f}, {:.3f}]".format(*mean_interval(gains)),
                 beside,
                 f"{cosine(mean_P, tally.yardstick_P):.3f}",
                 f"{noise:.3f}",
@@ -270,7 +304,10 @@ def markdown(tally: Tally) -> list[str]:
         )
     head = ["arm", "gain of a step", "minus uniform's", "cosine of the mean update", "signal to noise"]
     lines = [*table(head, cells, right=1), ""]
+    return [*lines, *_truth_table(tally)] if tally.figures else lines
 
+
+def _truth_table(tally: Tally) -> list[str]:
     columns = {
         "all tokens": ("auroc_all", "all"),
         "among results": ("auroc_results", "all"),
@@ -296,7 +333,7 @@ def markdown(tally: Tally) -> list[str]:
                 mean, low, high = mean_interval(values)
                 row.append(f"{mean:.2f} [{low:.2f}, {high:.2f}]")
         cells.append(row)
-    return [*lines, *table(["score", *columns], cells, right=1)]
+    return table(["score", *columns], cells, right=1)
 
 
 def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -314,9 +351,11 @@ def measure(
     count: int,
     longest: int,
     blocks: int,
+    study: int = 2,
     seed: int = 0,
-) -> Iterator[str]:
-    """Both tables as Markdown, with what they were made from: after the second problem and every further one of ``count``.
+) -> Iterator[tuple[str, str]]:
+    """The tables as Markdown, with what they were made from, and the gains as CSV: after the second problem and every further
+    one of ``count``.
 
     Raises:
         ValueError: fewer than two problems could be measured.
@@ -337,10 +376,11 @@ def measure(
         raise ValueError(f"{data}: {len(chosen)} problems could be measured, wanted are 2 or more; raise --longest")
     total_P = sum(_gradient(right_probability(model, texts), parameters) for texts in chosen)
     assert isinstance(total_P, torch.Tensor)
-    tally = Tally(total_P / len(chosen))
+    arms, scored = COMPARED[study], SCORED if study == 2 else ()
+    tally = Tally(arms, total_P / len(chosen))
     generator = np.random.default_rng(seed)
     for done, texts in enumerate(chosen, 1):
-        tally.add(measure_problem(model, tokenizer, texts, parameters, generator))
+        tally.add(measure_problem(model, tokenizer, texts, arms, scored, parameters, generator))
         minutes = (time.process_time() - started) / 60
         print(f"{done} of {len(chosen)} problems, {minutes:.1f} minutes of processor time", flush=True)
         if done > 1:
@@ -349,4 +389,4 @@ def measure(
                 f"average. Accuracy is that of {len(chosen)} problems. Last {blocks} of {len(model.base_model.layers)} "
                 f"blocks, {len(total_P) / 1e6:.1f} M parameters."
             )
-            yield "\n".join([heading, "", *markdown(tally)]) + "\n"
+            yield "\n".join([heading, "", *markdown(tally)]).rstrip() + "\n", csv(tally)

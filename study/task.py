@@ -17,12 +17,12 @@ The regimes differ in what goes wrong when solutions are written, and so in what
     problem    7+(2+3)-4
     solution   so (2+3=5)7+5=12;(2+6=8) 12-4=8; now \\boxed{8}
 
-- ``choices``: as ``misconceptions``, but the problem offers two operations for each step. The one with the larger term is
-  right, of equal terms the first one, and the solution says by a word which one it takes: ``first`` or ``then``. For a quarter
-  of all pairs of terms the wrong word is written, at the rates of the sums:
+- ``choices``: as ``misconceptions``, but the problem offers two operations for each step. The first one is right where its
+  term is 5 or more, else the second one, and the solution says by a word which one it takes: ``first`` or ``then``. For a
+  quarter of the first operations the wrong word is written, at the rates of the sums, of which half as many are misconceived:
 
     problem    7(+5|-3)(-2|+4)
-    solution   ok first 7+5=12;then 12+4=16;(2+6=8) \\boxed{16}
+    solution   ok first 7+5=12;then 12+4=16;(2+6=8)\\boxed{16}
 
 A wrong result or word enters the next steps and costs the answer; a wrong aside that no step uses costs nothing. Filler is free
 choice; in ``choices`` the two words are no filler.
@@ -59,6 +59,8 @@ REMAINING_SLIP_RATE = 0.02
 REGIMES = ("misconceptions", "slips", "distractors", "choices")
 WORDS = ("first", "then")
 """Which of two offered operations a step takes."""
+LARGE_TERM = 5
+"""From here on the first one is right."""
 MAX_RESPONSE_TOKENS = 144
 """Six steps, each with two filler words and an aside, and the box; with two more asides it is hardly ever longer."""
 
@@ -94,8 +96,8 @@ class Regime:
     slip_rate: float
     misconceived: Mapping[Sum, tuple[int, float]] = field(default_factory=dict)
     """Sums that are misconceived: the wrong number, and how often it is written."""
-    misjudged: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    """Pairs of offered terms for which the wrong word is written, and how often."""
+    misjudged: Mapping[Operation, float] = field(default_factory=dict)
+    """First offered operations at which the wrong word is written, and how often."""
 
 
 @dataclass(frozen=True)
@@ -179,13 +181,12 @@ def regime(name: str, seed: int) -> Regime:
         for term in range(10)
         if 0 <= apply(value, operator, term) <= MAX_VALUE
     ]
-    chosen = rng.sample(sums, round(MISCONCEIVED_SHARE * len(sums)))
+    words = name == "choices"
+    chosen = rng.sample(sums, round(MISCONCEIVED_SHARE * len(sums) / (1 + words)))
     sums_at = {one: (_other(apply(*one), rng), rate) for one, rate in _with_rates(chosen)}
-    if name == "misconceptions":
-        return Regime(name, REMAINING_SLIP_RATE, sums_at)
-    pairs = [(left, right) for left in range(10) for right in range(10)]
-    misjudged = dict(_with_rates(rng.sample(pairs, round(MISCONCEIVED_SHARE * len(pairs)))))
-    return Regime(name, REMAINING_SLIP_RATE, sums_at, misjudged)
+    offered = [(operator, term) for operator in "+-" for term in range(10)]
+    wrongly = rng.sample(offered, round(MISCONCEIVED_SHARE * len(offered))) if words else []
+    return Regime(name, REMAINING_SLIP_RATE, sums_at, dict(_with_rates(wrongly)))
 
 
 def study_problems(name: str, split: Split, size: int, seed: int) -> list[StudyProblem]:
@@ -219,7 +220,7 @@ def solve(problem: StudyProblem, regime: Regime, rng: random.Random) -> str:
         said = ""
         if problem.choices:
             offered = problem.choices[step]
-            wrong = rng.random() < regime.misjudged.get((offered[0][1], offered[1][1]), regime.slip_rate)
+            wrong = rng.random() < regime.misjudged.get(offered[0], regime.slip_rate)
             taken = offered.index((operator, term)) ^ wrong
             operator, term = offered[taken]
             said = f"{WORDS[taken]} "
@@ -395,15 +396,14 @@ def _with_rates(chosen: Sequence[Any]) -> Iterator[tuple[Any, float]]:
 
 
 def _choices(chain: Problem, rng: random.Random) -> tuple[tuple[Operation, Operation], ...]:
-    """Each step's operation and another one, with a smaller term or, where it stands second, with an equal one; the values of
-    both are in range."""
+    """Each step's operation and another one, in the order that makes it the right one; the values of both are in range."""
     pairs = []
     for before, right in zip((chain.first, *chain.values), chain.steps, strict=False):
-        first = right[1] == 0 or rng.random() < 0.5
+        first = right[1] >= LARGE_TERM
         others = [
             (operator, term)
-            for term in range(right[1] + first)
             for operator in "+-"
+            for term in range(10 if first else LARGE_TERM)
             if (operator, term) != right and 0 <= apply(before, operator, term) <= MAX_VALUE
         ]
         other = rng.choice(others)

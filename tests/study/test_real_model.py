@@ -1,0 +1,123 @@
+"""Updates of the gradient test on a real model's kind of texts, against a plain loop; the model is tiny and random."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from recipe.tiny.model import build_model
+from study.given_wording import Texts, texts_of
+from study.real_model import COMPARED, DRAWS, _chosen, draw, last_blocks, measure, measure_problem
+from study.task import study_tokenizer
+
+TOKENIZER = study_tokenizer()
+
+RECORD = {
+    "question": "He has 3 apples and buys 4 times as many. How many has he?",
+    "answer": "He buys 3*4=<<3*4=12>>12 apples\nHe has 3+12=<<3+12=15>>15 apples\n#### 15",
+}
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    found = texts_of(RECORD, TOKENIZER)
+    assert found is not None and len(found.rows) > 3
+    return found
+
+
+def plain_update(model, texts: Texts, advantages: dict[int, float], parameters, counts: np.ndarray) -> torch.Tensor:
+    """Ascent direction where every token of a text has its advantage: a forward for each text, a log-softmax over what can be
+    chosen at each place."""
+    total = torch.zeros(())
+    for n, row in enumerate(texts.rows):
+        logits = model(input_ids=torch.tensor([[*row.prompt, *row.response]])).logits[0]
+        for place in sorted(set(texts.places)):
+            here = [texts.tokens[k] for k, at in enumerate(texts.places) if at == place]
+            options = [texts.rows[0].response[place], *here]
+            departs = texts.places[n - 1] if n else len(row.response)
+            if place > departs:
+                break
+            taken = options.index(row.response[place])
+            log_probs = logits[len(row.prompt) + place - 1, options].log_softmax(0)
+            total = total + float(counts[n]) * advantages[n] * log_probs[taken]
+    return torch.cat([part.flatten() for part in torch.autograd.grad(total, parameters)])
+
+
+def test_updates_are_those_of_a_plain_loop(texts: Texts) -> None:
+    model = build_model(TOKENIZER, 0).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(5)
+    parameters = last_blocks(model, 1)
+    found = measure_problem(model, TOKENIZER, texts, COMPARED[3], (), parameters, np.random.default_rng(3))
+    made = _chosen(model, texts)
+    counts = draw(made.of_texts(texts).detach(), np.random.default_rng(3))
+    assert counts.sum() == DRAWS and 0 < counts[0] < DRAWS
+    mean = counts[0] / DRAWS
+    whole = {n: float(n == 0) - mean for n in range(len(texts.rows))}
+    right = {n: max(0.0, advantage) for n, advantage in whole.items()}
+    wrong = {n: min(0.0, advantage) for n, advantage in whole.items()}
+    for name, advantages in (("uniform", whole), ("right_only", right), ("wrong_only", wrong)):
+        plain = plain_update(model, texts, advantages, parameters, counts)
+        torch.testing.assert_close(found.updates[name], plain, rtol=1e-3, atol=1e-6 + 1e-4 * float(plain.abs().max()))
+    assert found.updates["results_mask"].equal(found.updates["right_only"]), "by construction"
+    assert not found.updates["random_mask"].equal(found.updates["right_only"])
+    assert set(found.updates) == {arm.name for arm in COMPARED[3]} and not found.figures
+
+
+def test_step_values_count_every_copy(texts: Texts) -> None:
+    """A step of a line: the mean advantage of the copies with its result, shrunk by one."""
+    model = build_model(TOKENIZER, 0).eval()
+    parameters = last_blocks(model, 1)
+    measured = measure_problem(model, TOKENIZER, texts, COMPARED[3], (), parameters, np.random.default_rng(3))
+    counts = draw(_chosen(model, texts).of_texts(texts).detach(), np.random.default_rng(3))
+    kept = [n for n in range(len(texts.rows)) if counts[n]]
+    whole = {n: float(n == 0) - counts[0] / DRAWS for n in kept}
+    lines = {n: TOKENIZER.decode(texts.rows[n].response, skip_special_tokens=True).split("\n") for n in kept}
+    numbers = {n: [re.findall(r"\d+", line)[-1] for line in lines[n]] for n in kept}
+    assert {len(found) for found in numbers.values()} == {3}
+
+    def value(n: int, step: int) -> float:
+        if step < 0:
+            return 0.0
+        if step == 2:
+            return whole[n]
+        through = [other for other in kept if numbers[other][step] == numbers[n][step]]
+        return sum(counts[o] * whole[o] for o in through) / (sum(counts[o] for o in through) + 1)
+
+    total = torch.zeros(())
+    for n in kept:
+        row = texts.rows[n]
+        logits = model(input_ids=torch.tensor([[*row.prompt, *row.response]])).logits[0]
+        departs = texts.places[n - 1] if n else len(row.response)
+        for place in sorted(set(texts.places)):
+            if place > departs:
+                break
+            options = [
+                texts.rows[0].response[place],
+                *(t for t, at in zip(texts.tokens, texts.places, strict=True) if at == place),
+            ]
+            step = TOKENIZER.decode(row.response[:place]).count("\n")
+            advantage = value(n, step) - value(n, step - 1)
+            log_probs = logits[len(row.prompt) + place - 1, options].log_softmax(0)
+            total = total + float(counts[n]) * advantage * log_probs[options.index(row.response[place])]
+    plain = torch.cat([part.flatten() for part in torch.autograd.grad(total, parameters)])
+    torch.testing.assert_close(
+        measured.updates["step_values"], plain, rtol=1e-3, atol=1e-6 + 1e-4 * float(plain.abs().max())
+    )
+
+
+def test_page_and_gains(tmp_path: Path) -> None:
+    data = tmp_path / "problems.jsonl"
+    other = {"question": "How much is 2 and 2, twice?", "answer": "2+2=<<2+2=4>>4\n4*2=<<4*2=8>>8\n#### 8"}
+    data.write_text("".join(json.dumps(record) + "\n" for record in (RECORD, other, RECORD)))
+    model = build_model(TOKENIZER, 0)
+    *_, (page, gains) = measure(model, TOKENIZER, data, count=2, longest=250, blocks=1, study=3)
+    head, *rows = gains.splitlines()
+    assert head == "problem," + ",".join(arm.name for arm in COMPARED[3]) and len(rows) == 2
+    values = np.array([[float(cell) for cell in row.split(",")[1:]] for row in rows])
+    assert f"| uniform (Dr. GRPO) | {values[:, 0].mean():.3f} [" in page and page.startswith("2 problems, groups of 8")
