@@ -74,9 +74,9 @@ def markdown(results: Results) -> str:
 
 
 def drawn(results: Results) -> dict[str, list[Contrast]]:
-    """By regime the main arms whose planned seeds are all there, against uniform."""
+    """By regime the main arms whose planned seeds are all there, against uniform; regimes with one such arm are left out."""
     by_regime = {regime.name: results.against_baseline(regime) for regime in results.plan.regimes}
-    return {name: contrasts for name, contrasts in by_regime.items() if contrasts}
+    return {name: contrasts for name, contrasts in by_regime.items() if len(contrasts) > 1}
 
 
 def plot_differences(results: Results, path: Path) -> list[Path]:

@@ -150,7 +150,7 @@ def test_figures_of_the_page_on_methods_by_pandas() -> None:
     )
     by_arm = main.assign(accuracy=100 * main.accuracy, passed=50 * any_right).pivot(index="seed", columns="arm")
     rows = [line for line in page.splitlines() if line.startswith("| ") and "e-4, " in line]
-    arms = ["grail", "surprisal", "surprisal - random_token", "random_token", "right_only", "oracle"]
+    arms = ["grail", "surprisal", "surprisal - random_token", "random_token", "spread", "right_only", "oracle"]
     for line, pair in zip(rows, arms, strict=True):
         arm, _, reference = pair.partition(" - ")
         reference = reference or "uniform"
