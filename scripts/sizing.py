@@ -3,7 +3,15 @@
     python scripts/sizing.py --model qwen3-4b --gpus 2 --memory 80      # one case: GB of each phase, and the command
     python scripts/sizing.py --write docs/gpu_sizing.md                 # the page's table
 
-Computed, not measured, for FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing.
+Computed, not measured, for FSDP2 with float32 parameters, bfloat16 arithmetic and gradient checkpointing. P parameters, N GPUs,
+T tokens of a micro-batch, D width, L layers, V vocabulary:
+
+- states: parameters, gradients and Adam's moments, 16 P / N bytes, and 4 P / N more in Adam's step;
+- update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside of a block, logits and their
+  gradient 4 T V. GRAIL's pass makes no gradient of parameters, and stays below that;
+- vLLM: its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB;
+- host: 15 GB and 8 GB a GPU for processes, and the larger of loading (4 P, in every process where embeddings are tied) and 12 P
+  for what OFFLOAD moves there.
 """
 
 from __future__ import annotations
@@ -92,7 +100,7 @@ class Setup:
 
 
 def phases(model: Model, setup: Setup) -> dict[str, float]:
-    """GB of one GPU in each phase of a step; docs/gpu_sizing.md has the formulas in words."""
+    """GB of one GPU in each phase of a step."""
     gpus, whole, table_size = setup.gpus * setup.nodes, model.parameters, model.vocabulary * model.hidden
     widths = 10 * model.hidden + 2 * 128 * (model.heads + 8) + 3 * model.intermediate - model.hidden
     trained = model.layers * setup.lora_rank * widths if setup.lora_rank else whole
