@@ -50,8 +50,9 @@ def page(results: Results) -> str:
     else:
         lines.append("**Nothing is concluded yet**: not all planned seeds of the compared arms are there.")
     lines += ["", "Fixed [before](PLAN.md); all other figures are exploratory."]
+    lines.append("")
     for regime in results.plan.regimes:
-        lines += ["", f"## Task {regime.name}", "", *arm_table(results, regime), ""]
+        lines += [f"## Task {regime.name}", "", *arm_table(results, regime), ""]
         for tables in (tuning_table, alignment_table):
             lines += tables(results, regime)
     hours = sum(results.hours.values())

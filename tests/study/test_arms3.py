@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
@@ -128,6 +129,34 @@ def test_the_page_decides_by_the_plans_rules(tmp_path: Path) -> None:
     plain = [stats.ttest_rel(*([accuracy[arm, seed] for seed in seeds] for arm in pair)).pvalue for pair in CONTRASTS_3]
     shown = [line.split(" | ")[4] for line in same.splitlines() if re.match(r"\| .* - .* \| 0.0001 / ", line)]
     assert shown == [p_value(p) for p in holm(plain)]
+
+
+def test_the_published_page_is_that_of_its_rows() -> None:
+    """The page again, and its headline straight from the CSV file by pandas and SciPy."""
+    folder = Path(__file__).parents[2] / "docs" / "study3"
+    text = (folder / "REPORT.md").read_text(encoding="utf-8")
+    assert text == page(Results.read(THIRD, Files(folder))), "run python -m study report --study 3"
+    runs = pd.read_csv(folder / "runs.csv", dtype={"right_1": str, "right_2": str})
+    right = runs.right_1.map(lambda digits: sum(map(int, digits)) / len(digits))
+    right += runs.right_2.map(lambda digits: sum(map(int, digits)) / len(digits))
+    kept = runs.assign(right=100 * right / 16)[runs.kind == "main"]
+    for name, seeds in (("misconceptions", 14), ("choices", 6)):
+        by_arm = kept[kept.regime == name].pivot(index="seed", columns="arm", values="right").dropna(axis=1)
+        if len(by_arm) < seeds or not {arm for pair in CONTRASTS_3 for arm in pair} <= {*by_arm}:
+            assert name == "choices" or "Nothing is concluded yet" in text
+            continue
+        tests = [stats.ttest_rel(by_arm[arm], by_arm[reference]) for arm, reference in CONTRASTS_3]
+        order = np.argsort([test.pvalue for test in tests])
+        corrected = np.maximum.accumulate([(4 - n) * tests[place].pvalue for n, place in enumerate(order)]).clip(max=1)
+        for (arm, reference), test, p in zip(CONTRASTS_3, tests, corrected[order.argsort()], strict=True):
+            low, high = test.confidence_interval(0.95)
+            shown = f"{(by_arm[arm] - by_arm[reference]).mean():+.1f} [{low:+.1f}, {high:+.1f}]"
+            (row,) = (
+                line
+                for line in text.splitlines()
+                if line.startswith(f"| {ARMS[arm].label} - {ARMS[reference].label} |")
+            )
+            assert f" | {shown} |" in row and (name == "choices" or f" | {p_value(p)} | " in row)
 
 
 def test_the_third_plan() -> None:
