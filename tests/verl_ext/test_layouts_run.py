@@ -21,9 +21,8 @@ from tests.verl_ext.whole_run import WholeRun
 pytestmark = pytest.mark.slow
 
 STEPS = 2
-WORDS = (tool.CALL, "tool", "\\boxed{5}")
-"""Further tokens: a call of the tool, which a random model writes now and then; the role of its answer; and a whole answer, so
-that many rows have one."""
+WORDS = (tool.CALL, "tool")
+"""Further tokens: a call of the tool, which a random model writes now and then, and the role of its answer."""
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 SEPARATED = [

@@ -29,6 +29,8 @@ defaults: [ppo_trainer, cpu, _self_]
 """
 LIMIT = 48
 """Most response tokens."""
+ANSWER = "\\boxed{5}"
+"""A token that is a whole answer."""
 SAID = ("stdout.txt", "stderr.txt")
 """Files of a run's folder with what it has said so far."""
 LONGEST_RUN = 2400.0
@@ -36,9 +38,9 @@ LONGEST_RUN = 2400.0
 
 
 def tokenizer(opening: str = "\\boxed{", words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """So few tokens, one of them the answer's opening, that a random model writes complete answers; ``words`` are further
-    ones."""
-    words = (opening, "user", "assistant", *words)
+    """So few tokens, among them the answer's opening and a whole answer, that a random model answers in most rows; ``words``
+    are further ones."""
+    words = (opening, ANSWER, "user", "assistant", *words)
     tokens = [*"01234567+=}", *words, "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(
