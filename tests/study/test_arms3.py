@@ -17,7 +17,7 @@ from study.credit import ORACLES
 from study.exact import token_advantages
 from study.plan import Job
 from study.plan3 import CONTRASTS_3, THIRD
-from study.report3 import page
+from study.report3 import ITS_CONTROL, MASK, page
 from study.results import Results
 from study.statistics import holm
 from study.tables import p_value
@@ -157,6 +157,23 @@ def test_the_published_page_is_that_of_its_rows() -> None:
                 if line.startswith(f"| {ARMS[arm].label} - {ARMS[reference].label} |")
             )
             assert f" | {shown} |" in row and (name == "choices" or f" | {p_value(p)} | " in row)
+
+
+def test_table_of_the_page_on_methods() -> None:
+    """The third study's rows of docs/which_method.md, from the CSV file."""
+    docs = Path(__file__).parents[2] / "docs"
+    runs = pd.read_csv(docs / "study3" / "runs.csv", dtype={"right_1": str, "right_2": str})
+    main = runs[(runs.kind == "main") & (runs.regime == "misconceptions")]
+    found = sum(main[name].map(lambda digits: 1 - digits.count("0") / len(digits)) for name in ("right_1", "right_2"))
+    by_arm = main.assign(accuracy=100 * main.accuracy, passed=50 * found).pivot(index="seed", columns="arm")
+    rows = [line for line in (docs / "which_method.md").read_text(encoding="utf-8").splitlines() if "e-4 / " in line]
+    for line, (arm, reference) in zip(rows, [*CONTRASTS_3, (MASK, ITS_CONTROL)][: len(rows)], strict=True):
+        for figure in ("accuracy", "passed"):
+            difference = (by_arm[figure][arm] - by_arm[figure][reference]).dropna()
+            low, high = stats.ttest_1samp(difference, 0).confidence_interval(0.95)
+            assert f"| {difference.mean():+.1f} [{low:.1f}, {high:.1f}] |" in line and len(difference) == 14
+        rates = [main[main.arm == name].rate.iloc[0] for name in (arm, reference)]
+        assert " / ".join(f"{rate:.0e}".replace("e-0", "e-") for rate in rates) in line
 
 
 def test_the_third_plan() -> None:
