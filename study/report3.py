@@ -83,12 +83,12 @@ def rules(results: Results, judged: Judged) -> list[str]:
         lines = [f"The oracle is less than {points} on both tasks: nothing finer than token type is built."]
     else:
         lines = [f"The oracle is less than {points}; the second task is not complete, so that the rule is open."]
-    same = _verdict(*judged["error_place", "random_token"]) == "not decided"
-    lines.append(
-        "The error's place was not shown to differ from a random one: no more localisers of wrong steps."
-        if same
-        else "The error's place differs from a random one."
-    )
+    said = {
+        "not decided": "The error's place was not shown to differ from a random one: no more localisers of wrong steps.",
+        "better": "The error's place is better than a random one: localising wrong steps may pay.",
+        "worse": "The error's place is worse than a random one: no more localisers of wrong steps.",
+    }
+    lines.append(said[_verdict(*judged["error_place", "random_token"])])
     control = results.contrast(first, MASK, ITS_CONTROL)
     if control is not None and control.complete:
         above = control.paired.mean > 0 and control.paired.p < LEVEL
@@ -97,7 +97,8 @@ def rules(results: Results, judged: Judged) -> list[str]:
             + ("above it." if above else "not shown to be above it; `pattern` is a control and recommended to nobody.")
         )
     above = _verdict(*judged["step_values", "right_only"]) == "better"
-    lines.append(f"`step_values` is {'' if above else 'not '}recommended for experiments, beside right rows only.")
+    beside = "recommended for experiments, beside right rows only" if above else "not recommended"
+    lines.append(f"`step_values` is {beside}.")
     return lines
 
 

@@ -236,7 +236,7 @@ def alignment_table(results: Results, regime: RegimePlan) -> list[str]:
     cells = []
     for arm in ARMS.values():
         own = [row for row in rows if row["measured"] == arm.name]
-        if own:
+        if own and not arm.rollouts:  # the measurement draws as many rollouts for all
             ratios = [float(row["gain"]) / base[row["seed"]] for row in own if base.get(row["seed"])]
             relative = interval(paired(ratios), digits=2).replace("+", "") if ratios else ABSENT
             figures = [f"{np.mean([float(row[name]) for row in own]):.3f}" for name in alignment.FIGURES]

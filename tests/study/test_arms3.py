@@ -110,7 +110,7 @@ def test_the_page_decides_by_the_plans_rules(tmp_path: Path) -> None:
     )
     for words in (
         "at least 2 points above the mask on a task",
-        "differs from a random one",
+        "localising wrong steps may pay",
         ": above it.",
         "`step_values` is recommended",
     ):
