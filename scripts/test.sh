@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRAIL | environment, style, types and tests | any machine
-# Knobs: TEST_PROCESSES (files tested at the same time: 4, with --quick 2)
+# Knobs: TEST_PROCESSES (files tested at the same time: 3, with --quick 2; 2 take less memory)
 # Arguments go to pytest.
 #
 #   bash scripts/test.sh             # everything: whole verl runs, ranks, training, package installations
@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-selection=() processes=4
+selection=() processes=3
 if [[ ${1:-} == --quick ]]; then
     shift
     selection=(-m "not slow") processes=2

@@ -10,8 +10,9 @@ import torch
 # The tests' tensors are tiny. Sharing them out over threads costs more than computing them, far more on a busy machine.
 torch.set_num_threads(1)
 
-# A whole verl run takes up to 6 GB of memory, and Ray kills workers where that runs short: at most two at a time.
+# A whole verl run takes up to 7 GB of memory, and Ray kills workers where that runs short: of these at most two at a time.
 WHOLE_RUNS = {
+    "test_evaluate.py": "whole runs 1",
     "test_methods_run.py": "whole runs 1",
     "test_layouts_run.py": "whole runs 1",
     "test_resume_run.py": "whole runs 2",
@@ -19,7 +20,7 @@ WHOLE_RUNS = {
 }
 # A file of more than half a minute that begins last would leave the other cores idle.
 LONGEST = (
-    *("test_gpu_check.py", "test_passes.py", "test_evaluate.py", "test_driver.py", "test_trl.py", "test_benchmarks.py"),
+    *("test_gpu_check.py", "test_passes.py", "test_driver.py", "test_trl.py", "test_benchmarks.py"),
     *("test_pass_details.py", "test_wheel.py", "test_neutral_rows.py", "test_reward_processes.py", "test_setup.py"),
     *("test_cpu_platform.py", "test_launch_scripts.py", "test_command_line.py", "test_ranks.py", "test_checks.py"),
     *("test_published_setup.py", "test_shared_micro_batches.py", "test_layouts.py", "test_token_weights.py"),
