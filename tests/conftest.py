@@ -10,13 +10,14 @@ import torch
 # The tests' tensors are tiny. Sharing them out over threads costs more than computing them, far more on a busy machine.
 torch.set_num_threads(1)
 
-# A whole verl run takes up to 7 GB of memory, and Ray kills workers where that runs short: of these at most two at a time.
+# A whole verl run with two engines takes up to 10 GB of memory, one with a single engine 6 GB, and Ray kills workers where that
+# runs short: at most one of each kind at a time.
 WHOLE_RUNS = {
-    "test_evaluate.py": "whole runs 1",
-    "test_methods_run.py": "whole runs 1",
-    "test_layouts_run.py": "whole runs 1",
-    "test_resume_run.py": "whole runs 2",
-    "test_only_weights.py": "whole runs 2",
+    "test_evaluate.py": "two engines",
+    "test_methods_run.py": "two engines",
+    "test_resume_run.py": "two engines",
+    "test_layouts_run.py": "one engine",
+    "test_only_weights.py": "one engine",
 }
 # A file of more than half a minute that begins last would leave the other cores idle.
 LONGEST = (
@@ -25,7 +26,7 @@ LONGEST = (
     *("test_cpu_platform.py", "test_launch_scripts.py", "test_command_line.py", "test_ranks.py", "test_checks.py"),
     *("test_published_setup.py", "test_shared_micro_batches.py", "test_layouts.py", "test_token_weights.py"),
 )
-_GROUPS = ("whole runs 1", "whole runs 2", *LONGEST)
+_GROUPS = ("two engines", "one engine", *LONGEST)
 
 
 def _group(item: pytest.Item) -> str:
