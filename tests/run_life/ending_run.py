@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from recipe.run_life import driver, watch
 from recipe.run_life.trainer import KeptRun
+from tests.verl_ext.whole_run import NOT_STARTED, STARTS
 
 
 class Worker:
@@ -86,7 +87,13 @@ class TaskRunner:
 
 def run_ppo(config: DictConfig, task_runner_class: type) -> None:
     """verl's, as far as Ray goes."""
-    ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": 4, "include_dashboard": False}))
+    for left in reversed(range(STARTS)):
+        try:
+            ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_cpus": 4, "include_dashboard": False}))
+            break
+        except Exception as error:
+            if NOT_STARTED not in str(error) or not left:
+                raise
     ray.get(TaskRunner.remote().run.remote(config))
 
 

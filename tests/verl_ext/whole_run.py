@@ -33,6 +33,10 @@ ANSWER = "\\boxed{5}"
 """A token that is a whole answer."""
 SAID = ("stdout.txt", "stderr.txt")
 """Files of a run's folder with what it has said so far."""
+NOT_STARTED = "The current node timed out during startup"
+"""Said by Ray when its own processes took more than half a minute, a fixed limit, as happens where other work has the cores."""
+STARTS = 3
+"""Most starts of a run whose Ray did not start."""
 LONGEST_RUN = 2400.0
 """Seconds: dozens of times what a run takes on an idle machine."""
 
@@ -268,6 +272,12 @@ def start(
         **environment,
     }
     said = [folder / name for name in SAID]
-    with said[0].open("w") as out, said[1].open("w") as err:
-        done = subprocess.run(command, env=variables, cwd=ROOT, stdout=out, stderr=err, timeout=LONGEST_RUN)
-    return subprocess.CompletedProcess(command, done.returncode, *(path.read_text() for path in said))
+    for _ in range(STARTS):
+        with said[0].open("w") as out, said[1].open("w") as err:
+            code = subprocess.run(
+                command, env=variables, cwd=ROOT, stdout=out, stderr=err, timeout=LONGEST_RUN
+            ).returncode
+        done = subprocess.CompletedProcess(command, code, *(path.read_text() for path in said))
+        if code == 0 or NOT_STARTED not in done.stdout + done.stderr:
+            break
+    return done
