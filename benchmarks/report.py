@@ -198,18 +198,18 @@ def render(folder: Path) -> str:
 
 
 def summary(folder: Path) -> str:
-    """For the front page: what GRAIL as published costs, against verl's GRPO and against ``uniform``."""
+    """For the front page: what GRAIL as published costs, against verl's GRPO, and what leaving rows out saves."""
     tables, sentences = [], []
     for path in sorted(folder.glob("neutral_rows-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         tables += _front_page_table(result)
-        apart: dict[str, float] = {}
-        for run in result["runs"]:
-            for epochs in result["epochs"]:
-                ratios = of_steps(run, "GRAIL, skipping", "GRPO", epochs)
-                apart[run["checkpointing"]] = max(apart.get(run["checkpointing"], 0.0), max(ratios) - min(ratios))
-        said = ", ".join(f"{value:.2f} with checkpointing {name}" for name, value in apart.items())
-        sentences.append(f"Repeats of a cell lie up to this far apart: {said}.")
+        if checkpointed := _by_share(result, "on"):
+            ratios = [of_steps(run, "GRAIL, skipping", "GRPO", 1) for run in checkpointed]
+            apart = max(max(of_cell) - min(of_cell) for of_cell in ratios)
+            sentences.append(
+                f"With gradient checkpointing, GRAIL without these rows took {', '.join(f'{median(r):.2f}' for r in ratios)}, "
+                f"where repeats lie up to {apart:.2f} apart."
+            )
     runs = [
         run
         for path in sorted(folder.glob("whole_step-*.json"))
@@ -221,27 +221,32 @@ def summary(folder: Path) -> str:
             f"{' and checkpointing' if run['checkpointing'] else ''}, {_left_out(run):.0%} of the rows left out"
             for run in runs
         )
-        sentences.append(
-            f"Whole verl steps with 1 epoch, generation included, as a multiple of verl's GRPO: {measured}."
-        )
-    return "\n".join([*tables, " ".join(sentences)])
+        sentences.append(f"Whole verl steps, generation included, took {measured}.")
+    return "\n".join([*tables, " ".join(sentences)]).rstrip()
+
+
+def _by_share(result: dict[str, Any], checkpointing: str) -> list[dict[str, Any]]:
+    runs = [run for run in result["runs"] if run["checkpointing"] == checkpointing]
+    return sorted(runs, key=lambda run: run["neutral_rows"])
 
 
 def _front_page_table(result: dict[str, Any]) -> list[str]:
-    rows, shares = result["setup"]["rows"], sorted({run["neutral_rows"] for run in result["runs"]})
+    runs = _by_share(result, "off")
+    shares = [f"{run['neutral_rows'] / result['setup']['rows']:.0%}" for run in runs]
     lines = [
-        f"Training side of a step with GRAIL that leaves out the rows that train nothing, as a multiple of verl's GRPO "
-        f"({result['device'].upper()}, medians of {len(result['runs'][0]['repeats'])} repeats):",
+        f"Training side of a step of one epoch, without gradient checkpointing, as a multiple of verl's GRPO, which runs every "
+        f"row ({result['device'].upper()}, {len(result['runs'][0]['repeats'])} repeats: median, lowest to highest):",
         "",
-        f"| rows without an advantage | {' | '.join(f'{share / rows:.0%}' for share in shares)} |",
-        "|---|" + "--:|" * len(shares),
+        f"| rows without an advantage | {' | '.join(shares)} |",
+        "|---|" + "--:|" * len(runs),
     ]
-    for checkpointing in ("off", "on"):
-        runs = {run["neutral_rows"]: run for run in result["runs"] if run["checkpointing"] == checkpointing}
-        for epochs in result["epochs"] if len(runs) == len(shares) else ():
-            ratios = [f"{median(of_steps(runs[share], 'GRAIL, skipping', 'GRPO', epochs)):.2f}" for share in shares]
-            name = f"{epochs} epoch{'s' if epochs > 1 else ''}{', gradient checkpointing' if checkpointing == 'on' else ''}"
-            lines.append(f"| {name} | {' | '.join(ratios)} |")
+    for label, variant in (
+        ("GRAIL", "GRAIL"),
+        ("GRAIL, without them", "GRAIL, skipping"),
+        ("`uniform`, without them", ""),
+    ):
+        cells = [_spread(of_steps(run, variant or skipping_without_weights(run), "GRPO", 1)) for run in runs]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 

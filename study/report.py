@@ -158,7 +158,7 @@ def _decision(verdicts: Mapping[tuple[str, str], str]) -> str:
         placement = {
             "worse": "it is worse",
             "not decided": "whether the place matters was not decided",
-        }.get(placed, f"it is {placed} points")
+        }.get(placed, f"it is {placed} points, uncorrected")
         decision += (
             f" Against the control ({control}) {placement}: what stands above uniform may be no more than to leave little of "
             "the wrong responses."
@@ -270,7 +270,8 @@ def _sentence(contrast: Contrast, p: float) -> str:
     if verdict in ("better", "worse"):
         return f"{title}: **{verdict}**."
     if verdict == LEVELLED:
-        return f"{title}: **{verdict} points** (equivalence test, uncorrected, p {p_value(contrast.equivalence)})."
+        by = f"by the planned, uncorrected equivalence test (p {p_value(contrast.equivalence)}"
+        return f"{title}: {verdict} points {by}; [with a correction](#how-far-these-figures-carry))."
     return f"{title}: nothing is shown, neither a difference nor that there is none beyond {100 * BOUND:g} points."
 
 

@@ -1,9 +1,8 @@
-"""The front page: its method runs, its table, sentence and figures are those of the results in the repository."""
+"""The front page: its table and figures are those of the results in the repository."""
 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -40,30 +39,6 @@ def test_snippet_runs(tmp_path: Path) -> None:
     answer = "".join(names["tokenizer"].convert_ids_to_tokens(names["response"])).index("{12") + 1
     assert weights[response][answer : answer + 2].tolist() == [5.0, 5.0]
     assert torch.equal(names["token_advantages"], -0.5 * weights)
-
-
-@pytest.mark.slow
-def test_own_method_runs() -> None:
-    """In a process of its own, since a name can be taken only once."""
-    code = README.read_text(encoding="utf-8").split("test_own_method_runs -->\n```python\n")[1].split("```")[0]
-    check = """
-import torch
-from grail_advantage import compute_token_weights
-from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
-batch = make_batch([ROLLOUTS["text after the box"], ROLLOUTS["right"]], padding="both")
-input_ids, attention_mask, response_mask, advantages = batch.tensors()
-result = compute_token_weights(
-    tiny_model(), char_tokenizer(), input_ids, attention_mask, response_mask, advantages, Certain()
-)
-wrong, right = (result.weights[row, response_mask[row].bool()] for row in (0, 1))
-assert wrong.unique().numel() > 3 and right.eq(1).all() and advantages[0] < 0 < advantages[1]
-p = result.scores[0, response_mask[0].bool()]
-assert ((wrong.argsort() - p.argsort()).abs() == 0).float().mean() > 0.9
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{check}"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_table_is_that_of_the_studys_runs(figures: ModuleType) -> None:
