@@ -29,7 +29,7 @@ THIRD = StudyPlan(
         RegimePlan(
             "choices",
             main_seeds=tuple(range(1, 7)),
-            tuning_seeds=(2001, 2002),
+            tuning_seeds=(2001,),
             measured_seeds=(),
             together=tuple(arm.name for arm in PRIMARY_3),
         ),
