@@ -9,7 +9,7 @@ T tokens of a micro-batch, D width, L layers, V vocabulary:
 - states: parameters, gradients and Adam's moments, 16 P / N bytes, and 4 P / N more in Adam's step;
 - update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside of a block, logits and their
   gradient 4 T V. GRAIL's pass makes no gradient of parameters, and stays below that;
-- vLLM: its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB;
+- vLLM: its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB (assumed);
 - host: 15 GB and 8 GB a GPU for processes, and the larger of loading (4 P, in every process where embeddings are tied) and 12 P
   for what OFFLOAD moves there.
 """
@@ -19,27 +19,19 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from recipe.marked_text import table, write_marked
 
-PROMPT, RESPONSES, UTILIZATION = 1024, 256, 0.6
-"""Tokens of a prompt, responses a step, and vLLM's share of a GPU, of recipe/config/grail_trainer.yaml."""
-SLEEPING = 3.0
-"""GB of a GPU that a sleeping engine keeps: its CUDA context and graphs. Assumed."""
-AT_ONCE = 8
-"""Full-length responses that an engine should hold at least."""
-BUCKET = 2.15
-"""GB of verl's buffer for weights on their way."""
+PROMPT, RESPONSES, AT_ONCE = 1024, 256, 8
+"""Tokens of a prompt and responses a step, of recipe/config/grail_trainer.yaml; full responses that an engine must hold."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model's shape, as its config.json has it, and what its launch script sets."""
+class Model(NamedTuple):
+    """A model's shape, of its config.json, and what its launch script sets; ``sequences`` of full length in a micro-batch."""
 
     path: str
     script: str
@@ -51,8 +43,7 @@ class Model:
     tied: bool
     response: int = 4096
     sequences: int = 4
-    """Full-length sequences in a micro-batch."""
-    utilization: float = UTILIZATION
+    utilization: float = 0.6
 
     @property
     def block(self) -> int:
@@ -66,37 +57,32 @@ class Model:
 
 
 QWEN, LLAMA, SMALL = 151936, 128256, "run_one_gpu_grail.sh"
+THINKER, DISTILLED = "OctoThinker/OctoThinker-{}-Short-Base", "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"
+# fmt: off
 MODELS = {
     "qwen3-0.6b": Model("Qwen/Qwen3-0.6B", SMALL, 28, 1024, 16, 3072, QWEN, True, 4096, 2, 0.55),
     "qwen3-1.7b": Model("Qwen/Qwen3-1.7B", SMALL, 28, 2048, 16, 6144, QWEN, True, 4096, 2, 0.55),
-    "octothinker-3b": Model(
-        "OctoThinker/OctoThinker-3B-Short-Base", "run_octothinker_3b_grail.sh", 28, 3072, 24, 8192, LLAMA, True
-    ),
+    "octothinker-3b": Model(THINKER.format("3B"), "run_octothinker_3b_grail.sh", 28, 3072, 24, 8192, LLAMA, True),
     "qwen3-4b": Model("Qwen/Qwen3-4B", "run_qwen3_grail.sh", 36, 2560, 32, 9728, QWEN, True),
-    "qwen3-8b": Model("Qwen/Qwen3-8B", "run_qwen3_8b_grail.sh", 36, 4096, 32, 12288, QWEN, False, sequences=3),
+    "qwen3-8b": Model("Qwen/Qwen3-8B", "run_qwen3_8b_grail.sh", 36, 4096, 32, 12288, QWEN, False, 4096, 3),
+    "octothinker-8b": Model(THINKER.format("8B"), "run_octothinker_8b_grail.sh", 32, 4096, 32, 14336, LLAMA, False, 4096, 3),
+    "r1-distill-llama-8b": Model(DISTILLED, "run_r1_distill_llama_8b_grail.sh", 32, 4096, 32, 14336, LLAMA, False, 8192, 2),
 }
-SHOWN = tuple(MODELS)
-"""On the page: the other two take what Qwen3-8B takes, to 2 GB."""
-LLAMA_8B = Model(
-    "OctoThinker/OctoThinker-8B-Short-Base", "run_octothinker_8b_grail.sh", 32, 4096, 32, 14336, LLAMA, False
-)
-MODELS["octothinker-8b"] = replace(LLAMA_8B, sequences=3)
-DISTILLED = {"path": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "script": "run_r1_distill_llama_8b_grail.sh"}
-MODELS["r1-distill-llama-8b"] = replace(LLAMA_8B, **DISTILLED, response=8192, sequences=2)
+# fmt: on
+SHOWN = list(MODELS)[:5]  # on the page: the other two take what Qwen3-8B takes, to 2 GB
 
 
-@dataclass(frozen=True)
-class Setup:
-    """GPUs, and the knobs that decide about memory."""
+class Setup(NamedTuple):
+    """GPUs of a node, GB of each, nodes, and the knobs that decide about memory."""
 
     gpus: int
     memory: float
     nodes: int
-    sequences: int = 1
     lora_rank: int = 0
     offload: bool = False
+    sequences: int = 1
     tensor_parallel: int = 1
-    utilization: float = UTILIZATION
+    utilization: float = 0.6
 
 
 def phases(model: Model, setup: Setup) -> dict[str, float]:
@@ -110,13 +96,13 @@ def phases(model: Model, setup: Setup) -> dict[str, float]:
     inside = 32 * model.hidden + 10 * 128 * model.heads + 12 * 128 * 8 + 8 * model.intermediate
     activations = tokens * (2 * model.hidden * model.layers + inside + 4 * model.vocabulary)
     gathered = (2 + with_gradients) * table_size + (4 + with_gradients) * model.block
-    resident = 0 if setup.offload else weights + moments
-    sent = 0 if setup.lora_rank else 6 * table_size + BUCKET * 1e9
+    kept = 0 if setup.offload else moments
+    sent = 0 if setup.lora_rank else 6 * table_size + 2.15e9  # verl's buffer
     sizes = {
-        "rollout": resident + setup.utilization * setup.memory * 1e9,
-        "weights to vLLM": weights + (0 if setup.offload else moments) + 2 * whole / setup.tensor_parallel + sent,
-        "update": weights + moments + gradients + gathered + activations + SLEEPING * 1e9,
-        "optimiser step": weights + moments + 2 * gradients + SLEEPING * 1e9,
+        "rollout": kept + (0 if setup.offload else weights) + setup.utilization * setup.memory * 1e9,
+        "weights to vLLM": weights + kept + 2 * whole / setup.tensor_parallel + sent,
+        "update": weights + moments + gradients + gathered + activations + 3e9,
+        "optimiser step": weights + moments + 2 * gradients + 3e9,
     }
     return {phase: size / 1e9 for phase, size in sizes.items()}
 
@@ -136,19 +122,13 @@ def host_memory(model: Model, setup: Setup) -> float:
     return 15 + 8 * setup.gpus + max(loading, moved, asleep) / 1e9
 
 
-def candidates(model: Model, gpus: int, memory: float, nodes: int) -> Iterator[Setup]:
-    """Setups in the order in which they change the published one, the smallest change first."""
-    ways = [{}, {"offload": True}, {"lora_rank": 32}, {"lora_rank": 32, "offload": True}]
+def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | None:
+    """The first that fits, the smallest change to the published set-up first; 5 % and 1.5 GB of each GPU are left free."""
+    ways, sequences = ((0, False), (0, True), (32, False), (32, True)), range(model.sequences, 0, -1)
     parallel = [size for size in (1, 2, 4, 8) if gpus % size == 0]
     shares = [percent / 100 for percent in range(round(100 * model.utilization), 25, -5)]
-    plain = Setup(gpus, memory, nodes)
-    for way, n, size, share in itertools.product(ways, range(model.sequences, 0, -1), parallel, shares):
-        yield replace(plain, sequences=n, tensor_parallel=size, utilization=share, **way)
-
-
-def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | None:
-    """The first that fits, with 5 % and 1.5 GB of each GPU left for contexts, NCCL and the allocator; ``None`` if none does."""
-    for setup in candidates(model, gpus, memory, nodes):
+    for way, *knobs in itertools.product(ways, sequences, parallel, shares):
+        setup = Setup(gpus, memory, nodes, *way, *knobs)
         enough = cached_tokens(model, setup) >= AT_ONCE * (PROMPT + model.response)
         if enough and max(phases(model, setup).values()) <= 0.95 * memory - 1.5:
             return setup
@@ -179,14 +159,10 @@ def page() -> str:
     rows = []
     for key in SHOWN:
         model = MODELS[key]
-        small = model.script == SMALL
-        for gpus, memory in ((1, 24), (1, 80)) if small else ((1, 80), (1, 141), (2, 80), (8, 80)):
-            setup = choose(model, gpus, memory)
-            if setup is None:
-                continue
-            peak = max(phases(model, setup).values())
-            cells = [key, f"{gpus} x {memory} GB", f"{peak:.0f}", f"{host_memory(model, setup):.0f}"]
-            rows.append([*cells, f"`{command(model, setup)}`"])
+        for gpus, memory in ((1, 24), (1, 80)) if model.script == SMALL else ((1, 80), (1, 141), (2, 80), (8, 80)):
+            if setup := choose(model, gpus, memory):
+                sizes = f"{max(phases(model, setup).values()):.0f}", f"{host_memory(model, setup):.0f}"
+                rows.append([key, f"{gpus} x {memory} GB", *sizes, f"`{command(model, setup)}`"])
     return "\n".join(table(["model", "GPUs", "GB of a GPU", "GB of the host", "command"], rows))
 
 
@@ -205,8 +181,7 @@ def main() -> int:
     gpus, nodes, model = arguments.gpus, arguments.nodes, MODELS[arguments.model]
     if min(gpus, nodes, arguments.memory) <= 0 or RESPONSES % (gpus * nodes):
         parser.error(f"--gpus x --nodes must divide the {RESPONSES} responses of a step, and --memory be above 0")
-    setup = choose(model, gpus, arguments.memory, nodes)
-    if setup is None:
+    if (setup := choose(model, gpus, arguments.memory, nodes)) is None:
         print("This does not fit: take more or larger GPUs, a smaller model, or a smaller MAX_RESPONSE_LENGTH.")
         return 1
     for phase, size in phases(model, setup).items():
