@@ -21,6 +21,8 @@ from study.work import Files
 
 LEVEL = 0.05
 MASK, ITS_CONTROL = "results_mask", "random_mask"
+SEEN_LATER = (("oracle", "right_only"), ("error_place", "right_only"), ("oracle", "error_place"))
+"""Differences that explain the planned ones and were chosen with the rows in sight."""
 Judged = Mapping[tuple[str, str], tuple[Contrast, float]]
 """The primary comparisons with their corrected p-values."""
 
@@ -50,7 +52,8 @@ def page(results: Results) -> str:
     else:
         lines.append("**Nothing is concluded yet**: not all planned seeds of the compared arms are there.")
     lines += ["", "Fixed [before](PLAN.md); all other figures are exploratory."]
-    lines.append("")
+    head = ["looked at afterwards, points", *(regime.name for regime in results.plan.regimes)]
+    lines += ["", *table(head, seen_later(results), right=1), ""]
     for regime in results.plan.regimes:
         lines += [f"## Task {regime.name}", "", *arm_table(results, regime), ""]
         for tables in (tuning_table, alignment_table):
@@ -100,6 +103,16 @@ def rules(results: Results, judged: Judged) -> list[str]:
     beside = "recommended for experiments, beside right rows only" if above else "not recommended"
     lines.append(f"`step_values` is {beside}.")
     return lines
+
+
+def seen_later(results: Results) -> list[list[str]]:
+    """Rows of :data:`SEEN_LATER`, a column a task."""
+    rows = []
+    for pair in SEEN_LATER:
+        found = [results.contrast(regime, *pair) for regime in results.plan.regimes]
+        cells = [interval(each.paired, 100) if each is not None and each.complete else ABSENT for each in found]
+        rows.append([_label(*pair), *cells])
+    return rows
 
 
 def arm_table(results: Results, regime: RegimePlan) -> list[str]:

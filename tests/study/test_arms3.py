@@ -17,7 +17,7 @@ from study.credit import ORACLES
 from study.exact import token_advantages
 from study.plan import Job
 from study.plan3 import CONTRASTS_3, THIRD
-from study.report3 import ITS_CONTROL, MASK, page
+from study.report3 import ITS_CONTROL, MASK, SEEN_LATER, page
 from study.results import Results
 from study.statistics import holm
 from study.tables import p_value
@@ -157,6 +157,12 @@ def test_the_published_page_is_that_of_its_rows() -> None:
                 if line.startswith(f"| {ARMS[arm].label} - {ARMS[reference].label} |")
             )
             assert f" | {shown} |" in row and (name == "choices" or f" | {p_value(p)} | " in row)
+        for arm, reference in SEEN_LATER:
+            difference = by_arm[arm] - by_arm[reference]
+            low, high = stats.ttest_1samp(difference, 0).confidence_interval(0.95)
+            start = f"| {ARMS[arm].label} - {ARMS[reference].label} | "
+            shown = f"{difference.mean():+.1f} [{low:+.1f}, {high:+.1f}]"
+            assert any(line.startswith(start) and shown in line for line in text.splitlines())
 
 
 def test_table_of_the_page_on_methods() -> None:
