@@ -15,7 +15,7 @@ if [[ ${1:-} == --quick ]]; then
     selection=(-m "not slow") processes=2
     say="3 minutes, 4 GB of memory"
 else
-    say="20 minutes, 16 GB of memory; --quick: 3 minutes"
+    say="20 to 25 minutes, 17 GB of memory; --quick: 3 minutes"
 fi
 echo "test: on 2 idle cores about $say (and where .venv is not up to date yet, 1 to 3 minutes for it)" >&2
 
