@@ -240,12 +240,13 @@ def _front_page_table(result: dict[str, Any]) -> list[str]:
         f"| rows without an advantage | {' | '.join(shares)} |",
         "|---|" + "--:|" * len(runs),
     ]
-    for label, variant in (
-        ("GRAIL", "GRAIL"),
-        ("GRAIL, without them", "GRAIL, skipping"),
-        ("`uniform`, without them", ""),
-    ):
-        cells = [_spread(of_steps(run, variant or skipping_without_weights(run), "GRPO", 1)) for run in runs]
+    variants = {
+        "GRAIL": ["GRAIL"] * len(runs),
+        "GRAIL, without them": ["GRAIL, skipping"] * len(runs),
+        "`uniform`, without them": [skipping_without_weights(run) for run in runs],
+    }
+    for label, of_runs in variants.items():
+        cells = [_spread(of_steps(run, variant, "GRPO", 1)) for run, variant in zip(runs, of_runs, strict=True)]
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return [*lines, ""]
 

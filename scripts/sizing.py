@@ -9,7 +9,7 @@ T tokens of a micro-batch, D width, L layers, V vocabulary:
 - states: parameters, gradients and Adam's moments, 16 P / N bytes, and 4 P / N more in Adam's step;
 - update: what FSDP2 gathers (8 V D and ten blocks), checkpointed inputs 2 T D L, the inside of a block, logits and their
   gradient 4 T V. GRAIL's pass makes no gradient of parameters, and stays below that;
-- vLLM: its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB (assumed);
+- vLLM: its share while it generates; 2 P, 6 V D and 2 GiB while weights are sent; asleep 3 GB;
 - host: 15 GB and 8 GB a GPU for processes, and the larger of loading (4 P, in every process where embeddings are tied) and 12 P
   for what OFFLOAD moves there.
 """
@@ -26,8 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from recipe.marked_text import table, write_marked
 
-PROMPT, RESPONSES, AT_ONCE = 1024, 256, 8
-"""Tokens of a prompt and responses a step, of recipe/config/grail_trainer.yaml; full responses that an engine must hold."""
+PROMPT, RESPONSES, UTILIZATION = 1024, 256, 0.6
+"""Tokens of a prompt, responses a step, and vLLM's share of a GPU, of recipe/config/grail_trainer.yaml."""
+SLEEPING, BUCKET = 3.0, 2.15
+"""GB of a GPU: a sleeping engine's CUDA context and graphs (assumed), and verl's buffer for weights on their way."""
+AT_ONCE = 8
+"""Full-length responses that an engine should hold at least."""
 
 
 class Model(NamedTuple):
@@ -43,7 +47,7 @@ class Model(NamedTuple):
     tied: bool
     response: int = 4096
     sequences: int = 4
-    utilization: float = 0.6
+    utilization: float = UTILIZATION
 
     @property
     def block(self) -> int:
@@ -82,7 +86,7 @@ class Setup(NamedTuple):
     offload: bool = False
     sequences: int = 1
     tensor_parallel: int = 1
-    utilization: float = 0.6
+    utilization: float = UTILIZATION
 
 
 def phases(model: Model, setup: Setup) -> dict[str, float]:
@@ -97,12 +101,12 @@ def phases(model: Model, setup: Setup) -> dict[str, float]:
     activations = tokens * (2 * model.hidden * model.layers + inside + 4 * model.vocabulary)
     gathered = (2 + with_gradients) * table_size + (4 + with_gradients) * model.block
     kept = 0 if setup.offload else moments
-    sent = 0 if setup.lora_rank else 6 * table_size + 2.15e9  # verl's buffer
+    sent = 0 if setup.lora_rank else 6 * table_size + BUCKET * 1e9
     sizes = {
         "rollout": kept + (0 if setup.offload else weights) + setup.utilization * setup.memory * 1e9,
         "weights to vLLM": weights + kept + 2 * whole / setup.tensor_parallel + sent,
-        "update": weights + moments + gradients + gathered + activations + 3e9,
-        "optimiser step": weights + moments + 2 * gradients + 3e9,
+        "update": weights + moments + gradients + gathered + activations + SLEEPING * 1e9,
+        "optimiser step": weights + moments + 2 * gradients + SLEEPING * 1e9,
     }
     return {phase: size / 1e9 for phase, size in sizes.items()}
 
@@ -127,8 +131,8 @@ def choose(model: Model, gpus: int, memory: float, nodes: int = 1) -> Setup | No
     ways, sequences = ((0, False), (0, True), (32, False), (32, True)), range(model.sequences, 0, -1)
     parallel = [size for size in (1, 2, 4, 8) if gpus % size == 0]
     shares = [percent / 100 for percent in range(round(100 * model.utilization), 25, -5)]
-    for way, *knobs in itertools.product(ways, sequences, parallel, shares):
-        setup = Setup(gpus, memory, nodes, *way, *knobs)
+    for (rank, offload), count, size, share in itertools.product(ways, sequences, parallel, shares):
+        setup = Setup(gpus, memory, nodes, rank, offload, count, size, share)
         enough = cached_tokens(model, setup) >= AT_ONCE * (PROMPT + model.response)
         if enough and max(phases(model, setup).values()) <= 0.95 * memory - 1.5:
             return setup

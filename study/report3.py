@@ -42,11 +42,10 @@ def page(results: Results) -> str:
     if judged:
         cells = []
         for pair, (contrast, p) in judged.items():
-            repeated = results.contrast(second, *pair)
             figures = [interval(contrast.paired, 100), p_value(contrast.paired.p), p_value(p), _verdict(contrast, p)]
-            figures.append(interval(repeated.paired, 100) if repeated is not None and repeated.complete else ABSENT)
+            figures += [_points(results.contrast(second, *pair)), _at_8_points(results, first, pair)]
             cells.append([_label(*pair), _rates(results, first, pair), *figures])
-        head = ["points", "rates", "difference", "p", "p, Holm", "so", "second task"]
+        head = ["points", "rates", "difference", "p", "p, Holm", "so", "second task", "pass@8"]
         lines += [*table(head, cells, right=2), ""]
         lines += [f"- {line}" for line in rules(results, judged)]
     else:
@@ -96,7 +95,8 @@ def rules(results: Results, judged: Judged) -> list[str]:
     if control is not None and control.complete:
         above = control.paired.mean > 0 and control.paired.p < LEVEL
         lines.append(
-            f"The mask against its random control: {interval(control.paired, 100)} points, p {p_value(control.paired.p)}: "
+            f"The mask against its random control: {interval(control.paired, 100)} points, p {p_value(control.paired.p)}, at "
+            f"pass@8 {_at_8_points(results, first, (MASK, ITS_CONTROL))}: "
             + ("above it." if above else "not shown to be above it; `pattern` is a control and recommended to nobody.")
         )
     above = _verdict(*judged["step_values", "right_only"]) == "better"
@@ -107,17 +107,15 @@ def rules(results: Results, judged: Judged) -> list[str]:
 
 def seen_later(results: Results) -> list[list[str]]:
     """Rows of :data:`SEEN_LATER`, a column a task."""
-    rows = []
-    for pair in SEEN_LATER:
-        found = [results.contrast(regime, *pair) for regime in results.plan.regimes]
-        cells = [interval(each.paired, 100) if each is not None and each.complete else ABSENT for each in found]
-        rows.append([_label(*pair), *cells])
-    return rows
+    return [
+        [_label(*pair), *(_points(results.contrast(regime, *pair)) for regime in results.plan.regimes)]
+        for pair in SEEN_LATER
+    ]
 
 
 def arm_table(results: Results, regime: RegimePlan) -> list[str]:
     """Accuracy and pass@8 of every arm, and their differences from the baseline once all seeds are there."""
-    samples, base = results.plan.run.samples, results.runs("main", regime.name, BASELINE)
+    base = _at_8(results, regime, BASELINE)
     cells = []
     kinds = [(arm, "main") for arm in results.plan.arms(regime)]
     kinds += [(arm, "side") for arm in results.plan.side_arms if regime.side_seeds]
@@ -130,19 +128,38 @@ def arm_table(results: Results, regime: RegimePlan) -> list[str]:
             cells.append([arm.label, f"{len(runs)} of {len(planned)}", *[ABSENT] * 5])
             continue
         rate = " ".join(sorted({f"{float(row['rate']):g}" for row in runs.values()}))
-        at_8 = {seed: passes(row, samples, 8) for seed, row in runs.items()}
-        row = [arm.label, str(len(runs)), rate, percent([float(run["accuracy"]) for run in runs.values()])]
-        contrast = results.contrast(regime, arm.name, BASELINE, kind)
-        shared = [seed for seed in runs if seed in base]
-        difference = [at_8[seed] - passes(base[seed], samples, 8) for seed in shared]
-        known = arm.name != BASELINE and contrast is not None and contrast.complete
-        row += [
-            interval(contrast.paired, 100) if known and contrast else ABSENT,
-            f"{100 * np.mean(list(at_8.values())):.1f}",
-        ]
-        cells.append([*row, interval(paired(difference), 100) if known else ABSENT])
+        at_8 = _at_8(results, regime, arm.name, kind)
+        contrast = results.contrast(regime, arm.name, BASELINE, kind) if arm.name != BASELINE else None
+        known = contrast is not None and contrast.complete
+        cells.append(
+            [
+                *(arm.label, str(len(runs)), rate, percent([float(run["accuracy"]) for run in runs.values()])),
+                *(_points(contrast), f"{100 * np.mean(list(at_8.values())):.1f}"),
+                _difference(at_8, base) if known else ABSENT,
+            ]
+        )
     head = ["arm", "seeds", "rate", "accuracy, %", "against uniform, points", "pass@8, %", "against uniform, points"]
     return table(head, cells, right=1)
+
+
+def _points(contrast: Contrast | None) -> str:
+    return interval(contrast.paired, 100) if contrast is not None and contrast.complete else ABSENT
+
+
+def _at_8(results: Results, regime: RegimePlan, arm: str, kind: str = "main") -> dict[int, float]:
+    """pass@8 by seed."""
+    return {
+        seed: passes(row, results.plan.run.samples, 8) for seed, row in results.runs(kind, regime.name, arm).items()
+    }
+
+
+def _at_8_points(results: Results, regime: RegimePlan, pair: tuple[str, str]) -> str:
+    own, other = (_at_8(results, regime, arm) for arm in pair)
+    return _difference(own, other)
+
+
+def _difference(own: Mapping[int, float], other: Mapping[int, float]) -> str:
+    return interval(paired([value - other[seed] for seed, value in own.items() if seed in other]), 100)
 
 
 def _label(arm: str, reference: str) -> str:

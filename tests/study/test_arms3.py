@@ -131,6 +131,19 @@ def test_the_page_decides_by_the_plans_rules(tmp_path: Path) -> None:
     assert shown == [p_value(p) for p in holm(plain)]
 
 
+def said(difference: pd.Series, plus: str = "") -> str:
+    """Mean over the seeds and its 95 % interval."""
+    low, high = stats.ttest_1samp(difference, 0).confidence_interval(0.95)
+    return f"{difference.mean():+.1f} [{low:{plus}.1f}, {high:{plus}.1f}]"
+
+
+def passed_at_8(runs: pd.DataFrame) -> pd.Series:
+    """Percent of the problems with a right one among the eight samples, mean over both evaluations."""
+    return 50 * sum(
+        runs[name].map(lambda digits: 1 - digits.count("0") / len(digits)) for name in ("right_1", "right_2")
+    )
+
+
 def test_the_published_page_is_that_of_its_rows() -> None:
     """The page again, and its headline straight from the CSV file by pandas and SciPy."""
     folder = Path(__file__).parents[2] / "docs" / "study3"
@@ -139,30 +152,34 @@ def test_the_published_page_is_that_of_its_rows() -> None:
     runs = pd.read_csv(folder / "runs.csv", dtype={"right_1": str, "right_2": str})
     right = runs.right_1.map(lambda digits: sum(map(int, digits)) / len(digits))
     right += runs.right_2.map(lambda digits: sum(map(int, digits)) / len(digits))
-    kept = runs.assign(right=100 * right / 16)[runs.kind == "main"]
+    kept = runs.assign(right=100 * right / 16, passed=passed_at_8(runs))[runs.kind == "main"]
     for name, seeds in (("misconceptions", 14), ("choices", 6)):
-        by_arm = kept[kept.regime == name].pivot(index="seed", columns="arm", values="right").dropna(axis=1)
+        by_arm, at_8 = (
+            kept[kept.regime == name].pivot(index="seed", columns="arm", values=figure).dropna(axis=1)
+            for figure in ("right", "passed")
+        )
         if len(by_arm) < seeds or not {arm for pair in CONTRASTS_3 for arm in pair} <= {*by_arm}:
             assert name == "choices" or "Nothing is concluded yet" in text
             continue
         tests = [stats.ttest_rel(by_arm[arm], by_arm[reference]) for arm, reference in CONTRASTS_3]
         order = np.argsort([test.pvalue for test in tests])
         corrected = np.maximum.accumulate([(4 - n) * tests[place].pvalue for n, place in enumerate(order)]).clip(max=1)
-        for (arm, reference), test, p in zip(CONTRASTS_3, tests, corrected[order.argsort()], strict=True):
-            low, high = test.confidence_interval(0.95)
-            shown = f"{(by_arm[arm] - by_arm[reference]).mean():+.1f} [{low:+.1f}, {high:+.1f}]"
+        for (arm, reference), p in zip(CONTRASTS_3, corrected[order.argsort()], strict=True):
+            shown = said(by_arm[arm] - by_arm[reference], "+")
             (row,) = (
                 line
                 for line in text.splitlines()
                 if line.startswith(f"| {ARMS[arm].label} - {ARMS[reference].label} |")
             )
             assert f" | {shown} |" in row and (name == "choices" or f" | {p_value(p)} | " in row)
+            if name != "choices":
+                assert row.endswith(f" | {said(at_8[arm] - at_8[reference], '+')} |")
         for arm, reference in SEEN_LATER:
-            difference = by_arm[arm] - by_arm[reference]
-            low, high = stats.ttest_1samp(difference, 0).confidence_interval(0.95)
             start = f"| {ARMS[arm].label} - {ARMS[reference].label} | "
-            shown = f"{difference.mean():+.1f} [{low:+.1f}, {high:+.1f}]"
+            shown = said(by_arm[arm] - by_arm[reference], "+")
             assert any(line.startswith(start) and shown in line for line in text.splitlines())
+        if name != "choices":
+            assert f", at pass@8 {said(at_8[MASK] - at_8[ITS_CONTROL], '+')}: " in text
 
 
 def test_table_of_the_page_on_methods() -> None:
@@ -173,18 +190,15 @@ def test_table_of_the_page_on_methods() -> None:
     second = runs[(runs.kind == "main") & (runs.regime == "choices")].pivot(
         index="seed", columns="arm", values="accuracy"
     )
-    found = sum(main[name].map(lambda digits: 1 - digits.count("0") / len(digits)) for name in ("right_1", "right_2"))
-    by_arm = main.assign(accuracy=100 * main.accuracy, passed=50 * found).pivot(index="seed", columns="arm")
+    by_arm = main.assign(accuracy=100 * main.accuracy, passed=passed_at_8(main)).pivot(index="seed", columns="arm")
     rows = [line for line in (docs / "which_method.md").read_text(encoding="utf-8").splitlines() if "e-4 / " in line]
     for line, (arm, reference) in zip(rows, [*CONTRASTS_3, (MASK, ITS_CONTROL)], strict=True):
         for figure in ("accuracy", "passed"):
             difference = (by_arm[figure][arm] - by_arm[figure][reference]).dropna()
-            low, high = stats.ttest_1samp(difference, 0).confidence_interval(0.95)
-            assert f"| {difference.mean():+.1f} [{low:.1f}, {high:.1f}] |" in line and len(difference) == 14
+            assert f"| {said(difference)} |" in line and len(difference) == 14
         if (arm, reference) in CONTRASTS_3:
-            difference = 100 * (second[arm] - second[reference])
-            low, high = stats.ttest_1samp(difference, 0).confidence_interval(0.95)
-            assert f"| {difference.mean():+.1f} [{low:.1f}, {high:.1f}] |" in line and len(difference.dropna()) == 6
+            difference = 100 * (second[arm] - second[reference]).dropna()
+            assert f"| {said(difference)} |" in line and len(difference) == 6
         rates = [main[main.arm == name].rate.iloc[0] for name in (arm, reference)]
         assert " / ".join(f"{rate:.0e}".replace("e-0", "e-") for rate in rates) in line
 
