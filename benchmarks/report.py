@@ -218,10 +218,13 @@ def summary(folder: Path) -> str:
     if runs:
         measured = "; ".join(
             f"{_interval(_seconds(run)['grail'], _seconds(run)[STOCK], 2)} with {run['layers']} layers"
-            f"{' and checkpointing' if run['checkpointing'] else ''}, {_left_out(run):.0%} of the rows left out"
+            f"{' and checkpointing' if run['checkpointing'] else ''}, {_left_out(run):.0%} of the rows left out "
+            f"({_interval(_seconds(run)['grail'], _seconds(run)['uniform'], 2)} of `uniform`'s, which leaves them out too)"
             for run in runs
         )
-        sentences.append(f"Whole verl steps, generation included, took {measured}.")
+        sentences.append(
+            f"Whole verl steps with GRAIL, generation included, took, as a multiple of GRPO's, {measured}."
+        )
     return "\n".join([*tables, " ".join(sentences)]).rstrip()
 
 

@@ -12,9 +12,8 @@ from scipy import stats
 from study import work
 from study.arms import ARMS, MAIN
 from study.plan import Job, RegimePlan, StudyPlan
-from study.report import conclusions, markdown
+from study.report import conclusions
 from study.results import Results
-from study.selections import SELECTIONS
 from study.statistics import holm
 from study.tables import p_value
 from study.work import Files, settings_digest
@@ -55,7 +54,7 @@ WORSE: list[float] = [-8, -8, -7, -8, -7]
 WILD: list[float] = [9, -9, 12, -10, 3]
 
 
-EQUAL, OPEN = "level within 1.5 points by the planned", "nothing is shown"
+EQUAL, OPEN = "not shown to differ (the planned", "nothing is shown"
 
 
 @pytest.mark.parametrize(
@@ -77,12 +76,6 @@ def test_conclusions_by_rule(
     p_values = [results.contrast(PLAN.regimes[0], *pair).paired.p for pair in pairs]
     for line, corrected in zip(said[:3], holm(p_values), strict=True):
         assert f"p {p_value(corrected)} (Holm)" in line
-
-
-@pytest.mark.slow
-def test_the_published_page_is_made_from_the_files_beside_it() -> None:
-    page = (FOLDER / "REPORT.md").read_text(encoding="utf-8")
-    assert page == markdown(Results.read(StudyPlan(), Files(FOLDER))), "run python -m study report"
 
 
 def test_figures_of_the_published_page_by_pandas() -> None:
@@ -138,33 +131,3 @@ def test_how_far_the_figures_carry_by_pandas() -> None:
         share = 100 * own.error / own.rows
         cells = f"| {ARMS[name].label} | {own.rows.sum():.0f} | {share.mean():.0f} ({share.min():.0f}, {share.max():.0f}) | "
         assert cells in page
-
-
-def test_figures_of_the_page_on_methods_by_pandas() -> None:
-    """The table of docs/which_method.md, and the picks, from the CSV files."""
-    page = (FOLDER.parent / "which_method.md").read_text(encoding="utf-8")
-    runs = pd.read_csv(FOLDER / "runs.csv", dtype={"right_1": str, "right_2": str})
-    main = runs[(runs.kind == "main") & (runs.regime == "misconceptions")]
-    any_right = sum(
-        main[name].map(lambda digits: 1 - digits.count("0") / len(digits)) for name in ("right_1", "right_2")
-    )
-    by_arm = main.assign(accuracy=100 * main.accuracy, passed=50 * any_right).pivot(index="seed", columns="arm")
-    rows = [line for line in page.splitlines() if line.startswith("| ") and "e-4, " in line]
-    arms = ["grail", "surprisal", "surprisal - random_token", "random_token", "spread", "right_only", "oracle"]
-    for line, pair in zip(rows, arms, strict=True):
-        arm, _, reference = pair.partition(" - ")
-        reference = reference or "uniform"
-        for figure in ("accuracy", "passed"):
-            difference = by_arm[figure][arm] - by_arm[figure][reference]
-            low, high = stats.ttest_1samp(difference, 0).confidence_interval(0.95)
-            shown = f"| {difference.mean():+.1f} [{low:.1f}, {high:.1f}] |"
-            assert shown in line or (figure == "passed" and reference != "uniform")
-        rates = [main[main.arm == name].rate.iloc[0] for name in (arm, reference)]
-        assert ", ".join(f"{rate:.0e}".replace("e-0", "e-") for rate in rates) in line
-    picks = pd.read_csv(FOLDER / "selections.csv").pivot(index=["seed", "arm"], columns="figure", values="value")
-    share = {arm: 100 * picks.xs(arm, level="arm").error / picks.xs(arm, level="arm").rows for arm in SELECTIONS}
-    first, drawn = (f"{share[arm].mean():.0f} %" for arm in ("surprisal", "random_token"))
-    assert f"first error in {first} of wrong responses (a random one in {drawn})" in page
-    groups = picks.xs("-", level="arm")
-    one = 100 * groups["groups of one outcome"] / groups["groups"]
-    assert f"({one.min():.0f} to {one.max():.0f} % of groups before training)" in page
