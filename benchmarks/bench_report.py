@@ -21,11 +21,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from grail_advantage.answer_span import AnswerSpan
-from grail_advantage.report.page import write_report
-from grail_advantage.token_dump import DumpHeader, DumpRow, write_step
-from tests.report.browser import launched
-from tests.report.synthetic import write_metrics
+from grail_advantage.answers.span import AnswerSpan
+from grail_advantage.view.dump.files import DumpHeader, DumpRow, write_step
+from grail_advantage.view.page.page import write_report
+from tests.view.browser import launched
+from tests.view.synthetic import write_metrics
 
 MEGABYTES, SECONDS = 35.0, 3.0
 GROUP = 8

@@ -40,8 +40,8 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
 from grail_advantage import GrailConfig, RolloutBatch, Signal
-from grail_advantage.activations import capture_leaf, evaluation_mode, saliency
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
+from grail_advantage.model.activations import capture_leaf, evaluation_mode, saliency
 from grail_advantage.signals.saliency import SaliencySignal, align_scores
 from grail_advantage.verl_ext.engine_model import training_micro_batches
 from grail_advantage.verl_ext.neutral_rows import CUT_ENDS

@@ -30,7 +30,7 @@ source examples/common.sh
 
 tokenizer_path=${TOKENIZER_PATH:-$PWD/outputs/tokenizers/$model_name}
 if [[ $dry_run == 0 && ! -f $tokenizer_path/tokenizer_config.json ]]; then
-    "$python" -m grail_advantage.tokenizers "$model_path" "$tokenizer_path"
+    "$python" -m grail_advantage.answers.tokenizers "$model_path" "$tokenizer_path"
 fi
 MODEL+=(actor_rollout_ref.model.tokenizer_path="$tokenizer_path")
 

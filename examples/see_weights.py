@@ -22,13 +22,13 @@ from rich.rule import Rule
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # recipe is no part of the installed package
 
-from grail_advantage.analyze.__main__ import load_model
-from grail_advantage.analyze.responses import Response
-from grail_advantage.analyze.specs import parse_methods
-from grail_advantage.analyze.weigh import Analysis, run_analysis
-from grail_advantage.report.terminal import find_row, rollout_view
-from grail_advantage.token_dump import read_dump
-from grail_advantage.tokenizers import load_tokenizer
+from grail_advantage.analyze import load_model
+from grail_advantage.answers.tokenizers import load_tokenizer
+from grail_advantage.view.analysis.responses import Response
+from grail_advantage.view.analysis.specs import parse_methods
+from grail_advantage.view.analysis.weigh import Analysis, run_analysis
+from grail_advantage.view.dump.files import read_dump
+from grail_advantage.view.terminal import find_row, rollout_view
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -5,8 +5,8 @@ Needs torch, transformers, numpy and pydantic alone; the part for verl is in :mo
 
 __version__ = "0.2.0.dev0"
 
-from grail_advantage.answer_format import AnswerFormat, answer_format
-from grail_advantage.answer_span import AnswerSpan, find_answer_span
+from grail_advantage.answers.format import AnswerFormat, answer_format
+from grail_advantage.answers.span import AnswerSpan, find_answer_span
 from grail_advantage.batch import Example, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_reshaper, register_signal

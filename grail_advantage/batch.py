@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grail_advantage.answer_span import AnswerSpan
+from grail_advantage.answers.span import AnswerSpan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

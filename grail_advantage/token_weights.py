@@ -1,7 +1,7 @@
 """Token weights for any Hugging Face causal language model.
 
-The model runs one row at a time (:mod:`grail_advantage.hf_model`). The verl extension does the same in packed, sharded
-micro-batches and is tested against this module.
+The model runs one row at a time (:mod:`grail_advantage.model.hugging_face`). The verl extension does the same in packed,
+sharded micro-batches and is tested against this module.
 
 Shape suffixes: B rows, L prompt + response, T response tokens, S positions of one row without its padding.
 """
@@ -17,8 +17,8 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grail_advantage.answer_format import BOXED, AnswerFormat
-from grail_advantage.answer_span import AnswerSpan, find_answer_spans
+from grail_advantage.answers.format import BOXED, AnswerFormat
+from grail_advantage.answers.span import AnswerSpan, find_answer_spans
 from grail_advantage.batch import (
     ENTROPY,
     EXAMPLES,
@@ -33,9 +33,9 @@ from grail_advantage.batch import (
     field_names,
     token_mean,
 )
-from grail_advantage.hf_model import HuggingFaceModel
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.model_interface import Model
+from grail_advantage.model.hugging_face import HuggingFaceModel
+from grail_advantage.model.interface import Model
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.weighting import batch_weights, put_row, scores_of
 
@@ -114,7 +114,7 @@ def compute_token_weights(
         aggregate: a batch's mean of (B, T) values under a (B, T) mask as the run's loss takes it, for methods that compare it
             with a threshold; by default that of all tokens.
         answer: the format of answers: ``boxed``, ``hashes``, ``tag`` or a regular expression, see
-            :func:`grail_advantage.answer_format.answer_format`.
+            :func:`grail_advantage.answers.format.answer_format`.
 
     Raises:
         ValueError: an argument of the wrong type, shape or dtype, a temperature that is not positive, a response that starts

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from grail_advantage.answer_span import AnswerSpan
+from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.batch import RolloutBatch
-from grail_advantage.model_interface import RowScores
+from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.base import AnswerWeights, Reshaped, RowSelection, Signal
 
 

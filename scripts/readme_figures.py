@@ -27,14 +27,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from report import of_steps, skipping_without_weights  # noqa: E402
 
-from grail_advantage.report.notebook import token_html  # noqa: E402
-from grail_advantage.token_dump import read_dump  # noqa: E402
+from grail_advantage.view.dump.files import read_dump  # noqa: E402
+from grail_advantage.view.notebook import token_html  # noqa: E402
 from recipe.marked_text import write_marked  # noqa: E402
 from recipe.run_report import read_steps  # noqa: E402
 from study.plan import StudyPlan  # noqa: E402
 from study.report import Results, contrast_table  # noqa: E402
 from study.work import Files  # noqa: E402
-from tests.report.browser import launched  # noqa: E402
+from tests.view.browser import launched  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 STUDY = ROOT / "docs" / "study2"

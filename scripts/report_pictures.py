@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.report.browser import launched  # noqa: E402
+from tests.view.browser import launched  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 # Name, viewport, pixel ratio, dark, the element at the top.

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from grail_advantage.analyze.responses import Response
-from grail_advantage.analyze.specs import parse_methods
-from grail_advantage.analyze.weigh import Analysis, run_analysis
-from grail_advantage.report.page import write_report
+from grail_advantage.view.analysis.responses import Response
+from grail_advantage.view.analysis.specs import parse_methods
+from grail_advantage.view.analysis.weigh import Analysis, run_analysis
+from grail_advantage.view.page.page import write_report
 from recipe.tiny.sampling import prompt_ids, sample
 from recipe.tiny.shipped import load_shipped
 from recipe.tiny.task import boxed_answer, find_errors, problems

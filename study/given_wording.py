@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from grail_advantage.analyze.responses import json_lines
+from grail_advantage.view.analysis.responses import json_lines
 from study.localisation.gsm8k_edits import CannotEditError
 from study.localisation.solutions import SUFFIX, Solution, edited
 from study.task import BOX, FILL, LEFT, OTHER, RESULT, Error, Piece, Reading, TokenReading

@@ -42,7 +42,7 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage.answer_span import token_bytes
+from grail_advantage.answers.span import token_bytes
 from recipe.tiny.model import WHOLE_WORDS, build_tokenizer
 from recipe.tiny.task import MAX_VALUE, STEP, Problem, Split
 from recipe.tiny.task import problems as chain_problems

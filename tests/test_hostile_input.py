@@ -1,7 +1,7 @@
 r"""Input that a model, a data set or a foreign run might hold: nothing is raised but what is said, and nothing shown acts.
 
 Boxes in any bytes are in ``tests/core/test_answer_span.py``, damaged dumps in ``tests/core/test_tampered.py``, answers that are
-programs in ``tests/recipe/test_reward_processes.py``, the page in a browser in ``tests/report/test_browser_hostile.py``.
+programs in ``tests/recipe/test_reward_processes.py``, the page in a browser in ``tests/view/test_browser_hostile.py``.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from grail_advantage import reward
-from grail_advantage.report import data, page, terminal
-from grail_advantage.report.visible import visible
 from grail_advantage.reward import _verify_pool
-from grail_advantage.token_dump import COLUMNS, DumpHeader, DumpRow, MethodColumns, write_step
+from grail_advantage.view import terminal
+from grail_advantage.view.dump.files import COLUMNS, DumpHeader, DumpRow, MethodColumns, write_step
+from grail_advantage.view.page import data, page
+from grail_advantage.view.page.visible import visible
 from recipe.data.prepare import prepare_dataset
 from recipe.data.sources import read_jsonl
 from recipe.data.specs import SPECS

@@ -26,7 +26,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from grail_advantage.answer_format import iter_boxed
+from grail_advantage.answers.format import iter_boxed
 from grail_advantage.reward import _verify_pool
 
 for _package in ("math_verify", "pebble"):

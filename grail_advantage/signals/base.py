@@ -6,7 +6,7 @@ of its own. It knows no trainer. Whoever runs it
 1. makes a :class:`~grail_advantage.batch.RolloutBatch` and asks :meth:`Signal.select` which rows need scores,
 2. fills in the columns that :attr:`Signal.reads` names,
 3. where :attr:`Signal.uses` names something of the model, hands these rows, each through :meth:`Signal.prepare_row`, to
-   :meth:`Signal.run` with the door to a model (:mod:`grail_advantage.model_interface`),
+   :meth:`Signal.run` with the door to a model (:mod:`grail_advantage.model.interface`),
 4. asks :meth:`Signal.scores` and, in :func:`grail_advantage.weighting.batch_weights`, :meth:`Signal.reshape`.
 
 A signal keeps nothing between batches.
@@ -30,7 +30,7 @@ from grail_advantage.reshapers.base import ReshaperChoice
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from grail_advantage.model_interface import Model, RowScores
+    from grail_advantage.model.interface import Model, RowScores
 
 SALIENCY = "saliency"
 """Uses: a backward from tokens' log-likelihood to an activation."""

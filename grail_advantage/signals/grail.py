@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from grail_advantage.answer_span import AnswerSpan
+from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.batch import PassRow
-from grail_advantage.model_interface import Range
+from grail_advantage.model.interface import Range
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.bilevel import BilevelOptions

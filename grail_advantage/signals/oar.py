@@ -14,7 +14,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.batch import PassRow
-from grail_advantage.model_interface import Model, Range, RowScores
+from grail_advantage.model.interface import Model, Range, RowScores
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.bilevel import BilevelOptions

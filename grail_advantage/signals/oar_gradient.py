@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from grail_advantage.activations import capture_leaf
-from grail_advantage.model_interface import MicroBatch, Range, RowScores
+from grail_advantage.model.activations import capture_leaf
+from grail_advantage.model.interface import MicroBatch, Range, RowScores
 from grail_advantage.signals.oar_probe import divergence, read_probe
 from grail_advantage.signals.saliency import align_scores
 

@@ -20,7 +20,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from grail_advantage.model_interface import Forward
+from grail_advantage.model.interface import Forward
 from grail_advantage.signals.oar_probe import divergence, read_probe
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from grail_advantage.answer_span import AnswerSpan
+from grail_advantage.answers.span import AnswerSpan
 
 
 def probe_positions(span: AnswerSpan, response_start: int, row_length: int, probe: str) -> tuple[int, int]:

@@ -15,12 +15,12 @@ import numpy as np
 import regex
 import torch
 
-from grail_advantage.answer_format import CONTENT, EXPRESSION_SECONDS
+from grail_advantage.answers.format import CONTENT, EXPRESSION_SECONDS
+from grail_advantage.answers.text import TokenTexts, starts_of
 from grail_advantage.batch import TOKENS, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.signals.base import Reshaped, RowSelection, Signal, gate_option, normalize_mass_option
-from grail_advantage.token_text import TokenTexts, starts_of
 
 NUMBERS_AFTER_EQUALS = r"=\s*(?P<content>[-+]?\$?\d+(?:,\d{3})*(?:\.\d+)?)"
 

@@ -26,7 +26,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.batch import EXAMPLES, OLD_LOG_PROBS, Example, PassRow, RolloutBatch
-from grail_advantage.model_interface import Model, RowScores
+from grail_advantage.model.interface import Model, RowScores
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.signals.base import LOG_PROBS, Reshaped, RowSelection, Signal, normalize_mass_option

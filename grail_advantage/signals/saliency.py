@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.batch import PassRow
-from grail_advantage.model_interface import Model, Range, RowScores, saliency_pass
+from grail_advantage.model.interface import Model, Range, RowScores, saliency_pass
 from grail_advantage.signals.base import SALIENCY, ReshapedSignal
 
 Alignment = Literal["predictor", "token"]
@@ -46,7 +46,7 @@ class SaliencySignal(ReshapedSignal):
     uses = SALIENCY
     needs_answer = True
     leaf: Leaf = "embeddings"
-    """See :func:`grail_advantage.activations.leaf_module`."""
+    """See :func:`grail_advantage.model.activations.leaf_module`."""
     alignment: Alignment = "predictor"
     """Which position's saliency belongs to a token, see :func:`align_scores`."""
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from grail_advantage.batch import GROUPS, PassRow, RolloutBatch
-from grail_advantage.model_interface import Model, RowScores
+from grail_advantage.model.interface import Model, RowScores
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.signals.base import HIDDEN_STATES, Reshaped, Signal, normalize_mass_option

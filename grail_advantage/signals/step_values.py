@@ -19,11 +19,11 @@ import numpy as np
 import regex
 import torch
 
+from grail_advantage.answers.text import TokenTexts, starts_of
 from grail_advantage.batch import GROUPS, TOKENS, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.signals.base import RowSelection, Signal
-from grail_advantage.token_text import TokenTexts, starts_of
 
 State = tuple[int, str]
 """Place and result of a step."""

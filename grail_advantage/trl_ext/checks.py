@@ -11,9 +11,9 @@ from datasets import Dataset
 from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
+from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS, field_names
 from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
-from grail_advantage.tokenizers import check_round_trip
 from grail_advantage.trl_ext.patches import missing_attributes, missing_methods
 
 TESTED_TRL = "1.16.0"

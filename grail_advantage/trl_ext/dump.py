@@ -1,4 +1,4 @@
-"""The token dump of a TRL run (:mod:`grail_advantage.token_dump`): rows of each generation batch, written beside the training.
+"""The token dump of a TRL run (:mod:`grail_advantage.view.dump.files`): each generation batch's rows, beside the training.
 
 TRL's figures go into ``metrics.jsonl`` of the run's ``output_dir`` meanwhile, so that ``python -m grail_advantage.report``
 shows both. Step S is TRL's ``global_step`` after the update that the rows were made for, as in its logs.
@@ -22,11 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from grail_advantage.answer_format import AnswerFormat
+from grail_advantage.answers.format import AnswerFormat
 from grail_advantage.signals.base import Signal
-from grail_advantage.step_dump import StepDump, StepRows, neutral_reasons, size_estimate
 from grail_advantage.token_weights import TokenWeights
 from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies
+from grail_advantage.view.dump.step import StepDump, StepRows, neutral_reasons, size_estimate
 
 METRICS_FILE = "metrics.jsonl"
 GOLD_COLUMNS = ("solution", "ground_truth", "answer", "gold")

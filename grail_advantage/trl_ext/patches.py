@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from grail_advantage.activations import evaluation_mode
+from grail_advantage.model.activations import evaluation_mode
 
 
 @dataclass(frozen=True)

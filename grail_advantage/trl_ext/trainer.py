@@ -20,12 +20,12 @@ import trl
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
-from grail_advantage.answer_format import BOXED, AnswerFormat, answer_format
-from grail_advantage.answer_span import AnswerSpan
+from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
+from grail_advantage.answers.missing import CHOICES, AnswerWatch
+from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, field_names, token_mean
 from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
-from grail_advantage.missing_answers import CHOICES, AnswerWatch
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights
 from grail_advantage.trl_ext.checks import check_arguments, check_attributes, check_prompt, check_trainer, check_trl
@@ -48,7 +48,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         token_weight_options: options of a method that is given by its name.
         answer: the format of answers, as for :func:`grail_advantage.compute_token_weights`.
         missing_answers: ``stop``, ``warn`` or ``ignore`` where responses have no answer, see
-            :mod:`grail_advantage.missing_answers`.
+            :mod:`grail_advantage.answers.missing`.
         token_dump: a folder for every token's score, weight and advantage, or a mapping of ``folder``, ``every`` (steps from
             one dump to the next, 1) and ``rows`` (of a step at most, 64; None: all). See docs/token_dump.md.
         *arguments: as for ``GRPOTrainer``.

@@ -29,7 +29,8 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_rank
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
-from grail_advantage.activations import (
+from grail_advantage.batch import PassRow
+from grail_advantage.model.activations import (
     CHUNK_POSITIONS,
     Targets,
     capture_hidden_states,
@@ -41,9 +42,8 @@ from grail_advantage.activations import (
     sum_log_probs,
     works_in_chunks,
 )
-from grail_advantage.architecture import has_plain_logits
-from grail_advantage.batch import PassRow
-from grail_advantage.model_interface import Forward, MicroBatch, Model, Range, Turns
+from grail_advantage.model.architecture import has_plain_logits
+from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, Turns
 from grail_advantage.verl_ext.patches import autocast, gather_packed
 from grail_advantage.verl_ext.settings import SHARE_FORWARD
 
@@ -146,7 +146,7 @@ class EngineModel(Model):
 
 
 def gradient_mode(engine: FSDPEngineWithLMHead, *, keep_activations: bool = False) -> AbstractContextManager[None]:
-    """:func:`grail_advantage.activations.evaluation_mode` of the engine's model; its blocks are not checkpointed with
+    """:func:`grail_advantage.model.activations.evaluation_mode` of the engine's model; its blocks are not checkpointed with
     ``keep_activations``.
 
     With ``enable_activation_offload`` verl switches the blocks' own checkpointing off, and offloads, or checkpoints in its own

@@ -13,20 +13,20 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from grail_advantage.activations import leaf_module
-from grail_advantage.answer_span import find_answer_spans
-from grail_advantage.architecture import Architecture, architecture_of
+from grail_advantage.answers.span import find_answer_spans
+from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.methods import method
+from grail_advantage.model.activations import leaf_module
+from grail_advantage.model.architecture import Architecture, architecture_of
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.tokenizers import check_round_trip
 from grail_advantage.verl_ext.settings import SHARE_FORWARD, shares_forward
 
 logger = logging.getLogger(__name__)
 
 
 def check_text(tokenizer: PreTrainedTokenizerBase, model: DictConfig) -> None:
-    """Refuse a tokenizer that text does not survive (:mod:`grail_advantage.tokenizers`).
+    """Refuse a tokenizer that text does not survive (:mod:`grail_advantage.answers.tokenizers`).
 
     Args:
         tokenizer: as verl loads it.
@@ -40,8 +40,8 @@ def check_text(tokenizer: PreTrainedTokenizerBase, model: DictConfig) -> None:
     check_round_trip(
         tokenizer,
         f"actor_rollout_ref.model.{option}={path}",
-        f"transformers loads it so; write a repaired one with `python3 -m grail_advantage.tokenizers {path} FOLDER`, then set "
-        "actor_rollout_ref.model.tokenizer_path=FOLDER",
+        f"transformers loads it so; write a repaired one with `python3 -m grail_advantage.answers.tokenizers {path} FOLDER`, "
+        "then set actor_rollout_ref.model.tokenizer_path=FOLDER",
     )
 
 

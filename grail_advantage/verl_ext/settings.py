@@ -8,8 +8,8 @@
   gradient checkpointing would compute again, in micro-batches that need no more memory than an update (on a GPU, with
   ``use_dynamic_bsz``); ``true`` keeps them in micro-batches as large as the update's; ``false``, the default, never.
 - ``algorithm.token_weights.skip_neutral_rows`` and ``log_all_rows``: see :mod:`grail_advantage.verl_ext.neutral_settings`.
-- ``algorithm.token_weights.answer``: the format of answers, see :mod:`grail_advantage.answer_format`; ``missing_answers``: what
-  happens where responses have none, see :mod:`grail_advantage.missing_answers`.
+- ``algorithm.token_weights.answer``: the format of answers, see :mod:`grail_advantage.answers.format`; ``missing_answers``:
+  what happens where responses have none, see :mod:`grail_advantage.answers.missing`.
 - ``algorithm.token_weights.base``: see :mod:`grail_advantage.verl_ext.base_advantage`.
 - ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
 - ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of ``rows`` rows a step, ``every`` so many
@@ -26,9 +26,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.answer_format import BOXED, AnswerFormat, answer_format
+from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
+from grail_advantage.answers.missing import CHOICES, check_choice
 from grail_advantage.methods import method, methods
-from grail_advantage.missing_answers import CHOICES, check_choice
 from grail_advantage.options import option_fields
 from grail_advantage.registry import RESERVED
 from grail_advantage.signals.base import Signal

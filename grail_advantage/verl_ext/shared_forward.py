@@ -2,7 +2,7 @@
 
 Rows with a target keep their graph, so that a saliency costs them a backward and no second forward; the other rows go through
 verl's own ``infer_batch``. Log-probabilities and entropies of all rows come from verl's code, saliencies from
-:func:`grail_advantage.model_interface.saliency_step`.
+:func:`grail_advantage.model.interface.saliency_step`.
 
 Shape suffixes: R rows.
 """
@@ -20,7 +20,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from grail_advantage.model_interface import saliency_step
+from grail_advantage.model.interface import saliency_step
 from grail_advantage.verl_ext.engine_model import EngineMicroBatch, gradient_mode, training_micro_batches
 from grail_advantage.verl_ext.kept_activations import KEEP, KeptActivations, Part
 from grail_advantage.verl_ext.wire import nested
@@ -28,7 +28,7 @@ from grail_advantage.verl_ext.wire import nested
 TARGET = "saliency_target"
 """Field of a batch: (R, 2) int64, each row's half-open range of target tokens in prompt + response; empty for none."""
 LEAF = "saliency_leaf"
-"""Setting of a batch: see :func:`grail_advantage.activations.leaf_module`."""
+"""Setting of a batch: see :func:`grail_advantage.model.activations.leaf_module`."""
 SALIENCY_FIELDS = ("saliency", "gradient_norm")
 SECONDS = "saliency_seconds"
 """Field of the output: one float32 a row, the seconds that its rank's backwards took; NaN in rows without a target."""

@@ -36,11 +36,11 @@ from verl.utils.debug import marked_timer
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.utils import get_max_position_embeddings
 
-from grail_advantage.answer_format import BOXED, AnswerFormat
+from grail_advantage.answers.format import BOXED, AnswerFormat
+from grail_advantage.answers.missing import AnswerWatch
 from grail_advantage.batch import PassRow
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.missing_answers import AnswerWatch
-from grail_advantage.model_interface import RowScores
+from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext.base_advantage import GDPO, GRPO, base_of, check_one_a_response, reward_parts
 from grail_advantage.verl_ext.model_checks import check_model, check_text, check_tokenizer

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_to_nested
 
-from grail_advantage.answer_format import BOXED, AnswerFormat
-from grail_advantage.answer_span import AnswerSpan, find_answer_spans
+from grail_advantage.answers.format import BOXED, AnswerFormat
+from grail_advantage.answers.span import AnswerSpan, find_answer_spans
 from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, OLD_LOG_PROBS, Example, field_names
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.kept_activations import KEEP
@@ -174,7 +174,7 @@ def request_saliency(
         batch: all rows.
         targets_B2: int64, each row's half-open range of target tokens in prompt + response; -1 for none.
         order: the rows that are returned, by their places in the batch; results are stored by key.
-        leaf: see :func:`grail_advantage.activations.leaf_module`.
+        leaf: see :func:`grail_advantage.model.activations.leaf_module`.
         keep_activations: see :mod:`grail_advantage.verl_ext.kept_activations`.
     """
     tq.kv_batch_put(

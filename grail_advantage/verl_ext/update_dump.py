@@ -1,4 +1,4 @@
-"""The rows of an update of the actor for the token dump (:mod:`grail_advantage.token_dump`).
+"""The rows of an update of the actor for the token dump (:mod:`grail_advantage.view.dump.files`).
 
 verl's own rollout dump (``trainer.rollout_data_dir``, ``PPOTrainer._log_rollout_data``) names the same rows by the same keys,
 in its column ``uid``.
@@ -22,10 +22,10 @@ from verl.utils import tensordict_utils as tu
 
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS
 from grail_advantage.signals.base import Signal
-from grail_advantage.step_dump import StepDump, StepRows, neutral_reasons, size_estimate
 from grail_advantage.verl_ext.selection import Selection
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, answer_of, dump_options
 from grail_advantage.verl_ext.transfer import Rollouts
+from grail_advantage.view.dump.step import StepDump, StepRows, neutral_reasons, size_estimate
 from grail_advantage.weighting import BatchWeights
 
 FIELDS = ("rm_scores", "reward_model", "extra_fields", "data_source", "extra_info", OLD_LOG_PROBS, ENTROPY)

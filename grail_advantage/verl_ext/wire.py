@@ -11,9 +11,9 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.answer_span import AnswerSpan
+from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.batch import PassRow
-from grail_advantage.model_interface import RowScores
+from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.base import Signal
 
 NO_SPAN = (-1, -1, -1, -1)

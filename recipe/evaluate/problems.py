@@ -69,7 +69,7 @@ def _problem(name: str, row: dict[str, Any]) -> Problem:
 
 def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer, with ``chat_template`` (its text) in place of its own; ValueError if it has none at all."""
-    from grail_advantage import tokenizers
+    from grail_advantage.answers import tokenizers
 
     tokenizer = tokenizers.load_tokenizer(str(model))
     if chat_template is not None:

@@ -18,8 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from grail_advantage import __version__
-from grail_advantage.analyze.__main__ import add_options, tokenizer_of, weigh
-from grail_advantage.token_dump import read_dump
+from grail_advantage.analyze import add_options, tokenizer_of, weigh
+from grail_advantage.view.dump.files import read_dump
 from study.localisation.measure import localise
 from study.localisation.report import write_report
 from study.localisation.solutions import Solution, read_solutions

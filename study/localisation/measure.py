@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from grail_advantage.token_dump import DumpRow
+from grail_advantage.view.dump.files import DumpRow
 from study.statistics import auroc
 
 RESAMPLES = 2000

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.analyze.responses import Response, json_lines
+from grail_advantage.view.analysis.responses import Response, json_lines
 from study.localisation.gsm8k_edits import CannotEditError, EditedSolution, Step, edit_solution
 
 SUFFIX = " Please reason step by step, and put your final answer within \\boxed{}."

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from grail_advantage import activations
-from grail_advantage.activations import (
+from grail_advantage.model import activations
+from grail_advantage.model.activations import (
     Targets,
     capture_hidden_states,
     capture_leaf,

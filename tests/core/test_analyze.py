@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from grail_advantage import compute_token_weights
-from grail_advantage.analyze import weigh
-from grail_advantage.analyze.__main__ import main, with_rewards
-from grail_advantage.analyze.columns import token_batches
-from grail_advantage.analyze.responses import Response, read_responses, tokenize
-from grail_advantage.analyze.specs import parse_method, parse_methods
-from grail_advantage.analyze.weigh import Analysis, run_analysis, token_ranges
+from grail_advantage.analyze import main, with_rewards
 from grail_advantage.batch import Example
 from grail_advantage.signals.step_values import StepValuesConfig
-from grail_advantage.token_dump import DumpRow, read_dump
+from grail_advantage.view.analysis import weigh
+from grail_advantage.view.analysis.columns import token_batches
+from grail_advantage.view.analysis.responses import Response, read_responses, tokenize
+from grail_advantage.view.analysis.specs import parse_method, parse_methods
+from grail_advantage.view.analysis.weigh import Analysis, run_analysis, token_ranges
+from grail_advantage.view.dump.files import DumpRow, read_dump
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, make_batch, tiny_model
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '; ' }}{% endfor %}{{ 'reply: ' }}"
@@ -363,7 +363,7 @@ def test_a_random_choice_keeps_groups_whole(call: Callable[..., None]):
 @pytest.mark.slow
 def test_neither_verl_nor_trl_is_imported():
     code = (
-        "import sys; import grail_advantage.analyze.__main__; "
+        "import sys; import grail_advantage.analyze; "
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'verl', 'ray', 'trl', 'vllm', 'matplotlib'}))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

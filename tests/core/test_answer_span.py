@@ -14,7 +14,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage.answer_span import AnswerSpan, find_answer_span, find_answer_spans, token_bytes
+from grail_advantage.answers.span import AnswerSpan, find_answer_span, find_answer_spans, token_bytes
 from tests import real_tokenizers as real
 from tests.core.plain_answers import EXPRESSION, PLAIN, plain_boxes
 from tests.core.test_answer_format import hostile_texts

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from grail_advantage.architecture import architecture_of, has_plain_logits
+from grail_advantage.model.architecture import architecture_of, has_plain_logits
 from tests.core.tiny_models import tiny_model
 
 KNOWN = [

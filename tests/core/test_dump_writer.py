@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from grail_advantage import step_dump as dump_module
-from grail_advantage.step_dump import DumpWriter
-from grail_advantage.token_dump import DumpHeader, read_dump, write_step
+from grail_advantage.view.dump import step as dump_module
+from grail_advantage.view.dump.files import DumpHeader, read_dump, write_step
+from grail_advantage.view.dump.step import DumpWriter
 from tests.dumps import dump_row
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
-from grail_advantage.token_dump import DumpHeader, read_dump, write_step
+from grail_advantage.view.dump.files import DumpHeader, read_dump, write_step
 from grail_advantage.weighting import batch_weights
 from tests.dumps import dump_row
 

@@ -7,10 +7,10 @@ import logging
 import pytest
 
 from grail_advantage import GrailConfig, Signal
-from grail_advantage.answer_format import answer_format
-from grail_advantage.answer_span import find_answer_spans
+from grail_advantage.answers.format import answer_format
+from grail_advantage.answers.missing import AnswerWatch, advice, check_choice
+from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.methods import method
-from grail_advantage.missing_answers import AnswerWatch, advice, check_choice
 from tests.core.tiny_models import char_tokenizer, encode
 
 READERS = ("grail", "oar_g", "oar_p", "surprisal")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grail_advantage.report.notebook import TokenHtml
+from grail_advantage.view.notebook import TokenHtml
 from tests.core.tiny_models import tiny_model
 from tests.real_tokenizers import qwen_tokenizer
 

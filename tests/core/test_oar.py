@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage import GrailConfig, OarConfig, TokenWeights, compute_token_weights, hf_model
+from grail_advantage import GrailConfig, OarConfig, TokenWeights, compute_token_weights
+from grail_advantage.model import hugging_face
 from grail_advantage.signals.oar_gradient import noise_seed
 from grail_advantage.signals.oar_perturbation import replaced_tokens
 from tests.core.common import few
@@ -195,7 +196,7 @@ def test_counterfactuals_go_in_batches_behind_what_they_share(monkeypatch: pytes
     model, plain = subject()
     rollout = ROLLOUTS["text after the box"]  # 15 prompt tokens, 19 reasoning tokens, 9 of the box
     expected = assert_matches(model, plain, [rollout], "perturbation")
-    monkeypatch.setattr(hf_model, "SEQUENCE_TOKENS", 8 * 42 + 41)
+    monkeypatch.setattr(hugging_face, "SEQUENCE_TOKENS", 8 * 42 + 41)
     with watch_forwards(model) as shapes:
         got = assert_matches(model, plain, [rollout], "perturbation")
     assert (len(encode(rollout.prompt)), got.spans[0].start, got.spans[0].end) == (15, 19, 28)

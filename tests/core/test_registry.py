@@ -24,7 +24,7 @@ from grail_advantage import (
     registry,
 )
 from grail_advantage.methods import method, methods
-from grail_advantage.model_interface import RowScores
+from grail_advantage.model.interface import RowScores
 from grail_advantage.weighting import BatchWeights, batch_weights, put_row, scores_of
 from tests.documentation import snippets, write_files
 

@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage import TokenWeights, compute_token_weights, hf_model
+from grail_advantage import TokenWeights, compute_token_weights
 from grail_advantage.batch import Example, RolloutBatch
+from grail_advantage.model import hugging_face
 from grail_advantage.signals.rlsd import REQUEST, RlsdConfig
 from grail_advantage.weighting import BatchWeights, batch_weights
 from tests.core.common import few
@@ -190,8 +191,8 @@ NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), {}, np.
 def test_rows_without_privileged_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """They train as in GRPO, exactly and without a forward; the others are not touched."""
     forwards = []
-    inner = hf_model.HuggingFaceModel.logits
-    monkeypatch.setattr(hf_model.HuggingFaceModel, "logits", lambda *a, **o: forwards.append(1) or inner(*a, **o))
+    inner = hugging_face.HuggingFaceModel.logits
+    monkeypatch.setattr(hugging_face.HuggingFaceModel, "logits", lambda *a, **o: forwards.append(1) or inner(*a, **o))
     old = torch.full(BATCH.input_ids.shape, -2.0)
     _, every = run_rows(RlsdConfig(request=SHORT), EXAMPLES, old_log_probs=old)
     assert len(forwards) == 3 and every[0] != [1.0] * len(every[0])

@@ -10,10 +10,10 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from grail_advantage import token_dump
-from grail_advantage.report import data
-from grail_advantage.report.page import write_report
-from grail_advantage.token_dump import MOST_PROBLEMS, DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.view.dump import files as token_dump
+from grail_advantage.view.dump.files import MOST_PROBLEMS, DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.view.page import data
+from grail_advantage.view.page.page import write_report
 from tests.dumps import dump_row
 
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grail_advantage import AnswerSpan
-from grail_advantage.token_dump import (
+from grail_advantage.view.dump.files import (
     DumpHeader,
     DumpRow,
     MethodColumns,

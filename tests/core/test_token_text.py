@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from grail_advantage import AnswerSpan, find_answer_span
-from grail_advantage.token_text import TokenTexts, answer_text, decode_pieces
+from grail_advantage.answers.text import TokenTexts, answer_text, decode_pieces
 from tests.core.tiny_models import END_ID, char_tokenizer, encode
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from grail_advantage import GrailConfig, TokenWeights, activations, compute_token_weights, hf_model
+from grail_advantage import GrailConfig, TokenWeights, compute_token_weights
+from grail_advantage.model import activations, hugging_face
 from tests.core.common import few
 from tests.core.reference import PlainModel, ReferenceResult, reference_weights, resolve
 from tests.core.tiny_models import (
@@ -224,6 +225,6 @@ def _count_heads(monkeypatch: pytest.MonkeyPatch, chunk: int) -> list[int]:
         return whole(logits_KV, *others)
 
     monkeypatch.setattr(activations, "CHUNK_POSITIONS", chunk)
-    monkeypatch.setattr(hf_model, "CHUNK_POSITIONS", chunk)
+    monkeypatch.setattr(hugging_face, "CHUNK_POSITIONS", chunk)
     monkeypatch.setattr(activations, "negative_log_likelihood", counted)
     return sizes

@@ -10,7 +10,7 @@ from packaging.version import Version
 from tokenizers import decoders, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from grail_advantage.tokenizers import PROBES, load_tokenizer, lost_text
+from grail_advantage.answers.tokenizers import PROBES, load_tokenizer, lost_text
 from recipe.tiny.model import build_tokenizer
 from tests.broken_tokenizer import save_under_class
 from tests.core import tiny_models

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from grail_advantage.token_dump import COLUMNS, read_dump
+from grail_advantage.view.dump.files import COLUMNS, read_dump
 from recipe.run_life.checkpoints import STATE, TRACKER, checkpoints
 from tests.run_life.killed_run import KilledRun, send
 from tests.verl_ext import whole_run

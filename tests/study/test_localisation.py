@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grail_advantage.answer_span import AnswerSpan
-from grail_advantage.token_dump import DumpRow, MethodColumns, read_dump
+from grail_advantage.answers.span import AnswerSpan
+from grail_advantage.view.dump.files import DumpRow, MethodColumns, read_dump
 from study.localisation.__main__ import main
 from study.localisation.measure import (
     METRICS,

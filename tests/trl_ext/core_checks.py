@@ -131,7 +131,7 @@ def test_answers_in_another_format(tmp_path: Path) -> None:
 def test_a_run_without_answers_stops(
     tmp_path: Path, signal: Signal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("grail_advantage.missing_answers.ENOUGH", 8)
+    monkeypatch.setattr("grail_advantage.answers.missing.ENOUGH", 8)
     weights = {"token_weights": signal, "answer": "hashes"}
     build(tmp_path, weights={**weights, "missing_answers": "warn"}, max_steps=1).train()
     assert "0 of 8 responses have an answer in the format hashes" in caplog.text

@@ -12,13 +12,13 @@ import torch
 from datasets import concatenate_datasets
 
 from grail_advantage import GrailConfig, compute_token_weights
-from grail_advantage.report.page import write_report
-from grail_advantage.token_dump import read_dump
 from grail_advantage.trl_ext.dump import dump_options
+from grail_advantage.view.dump.files import read_dump
+from grail_advantage.view.page.page import write_report
 from tests.core.tiny_models import Batch, char_tokenizer, encode, make_batch, tiny_model
-from tests.report.test_page import index_of
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build, response_values
+from tests.view.test_page import index_of
 
 TEXTS = [(prompt, *answer) for prompt, answers in scripted.GROUPS.items() for answer in answers]
 GOLD = ["5", "9"]

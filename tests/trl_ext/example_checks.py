@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grail_advantage.report.data import open_run
-from grail_advantage.report.page import write_report
-from grail_advantage.token_dump import DumpRow
+from grail_advantage.view.dump.files import DumpRow
+from grail_advantage.view.page.data import open_run
+from grail_advantage.view.page.page import write_report
 from recipe.tiny.shipped import load_shipped
 from recipe.tiny.task import Problem
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from grail_advantage.token_dump import DumpRow, read_dump
+from grail_advantage.view.dump.files import DumpRow, read_dump
 from tests.core.tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow

@@ -20,9 +20,9 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from grail_advantage import GrailConfig, OarConfig, Signal, compute_token_weights
-from grail_advantage.answer_span import find_answer_span
-from grail_advantage.architecture import architecture_of
+from grail_advantage.answers.span import find_answer_span
 from grail_advantage.batch import PassRow
+from grail_advantage.model.architecture import architecture_of
 from recipe.marked_text import table, write_marked
 from tests.core import oar_reference, reference
 from tests.core.tiny_models import (

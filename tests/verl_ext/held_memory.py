@@ -16,7 +16,7 @@ from tests.verl_ext.engines import sharding
 @contextmanager
 def chunks_of(positions: int) -> Iterator[list[int]]:
     """Let logits be taken of so many positions at a time; filled with the chunks' sizes."""
-    from grail_advantage import activations
+    from grail_advantage.model import activations
     from grail_advantage.verl_ext import engine_model
 
     sizes: list[int] = []

@@ -14,9 +14,9 @@ from verl.trainer.ppo import core_algos, padding_utils
 from verl.trainer.ppo.v1 import get_trainer_cls, replay_buffer, trainer_base
 from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_tensordict
 
+from grail_advantage.answers.missing import AnswerWatch
 from grail_advantage.methods import methods
-from grail_advantage.missing_answers import AnswerWatch
-from grail_advantage.model_interface import RowScores
+from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext import trainers, transfer, update_dump  # noqa: F401  registers the trainers
 from grail_advantage.verl_ext.settings import answer_of, missing_answers

@@ -13,8 +13,8 @@ from verl.trainer.ppo.core_algos import compute_policy_loss_geo_mean
 from verl.workers.config import ActorConfig
 
 from grail_advantage import GrailConfig, OarConfig
+from grail_advantage.answers.tokenizers import save_repaired
 from grail_advantage.options import option_fields
-from grail_advantage.tokenizers import save_repaired
 from grail_advantage.verl_ext import checks
 from grail_advantage.verl_ext.checks import check_verl_version
 from grail_advantage.verl_ext.settings import signal_of
@@ -271,7 +271,7 @@ def test_a_tokenizer_that_loses_text_is_refused_for_every_estimator(estimator: s
     save_repaired(str(broken), str(repaired))
     given = (f"{MODEL}.path={broken}", f"{METHOD}={estimator}")
     for option in ("path", "tokenizer_path"):
-        message = rf"tokenizer of actor_rollout_ref\.model\.{option}=.* turns 'a b\\nc' into 'abc'.*grail_advantage.tokenizers"
+        message = rf"tokenizer of actor_rollout_ref\.model\.{option}=.* turns 'a b\\nc' into 'abc'.*answers.tokenizers"
         _refused((*given, f"++{MODEL}.{option}={broken}"), message)
     prepare(_compose(*given, f"++{MODEL}.tokenizer_path={repaired}"))
 

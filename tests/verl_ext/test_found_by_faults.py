@@ -13,7 +13,7 @@ from transfer_queue import KVBatchMeta
 from grail_advantage import GrailConfig
 from grail_advantage.batch import PassRow
 from grail_advantage.methods import methods
-from grail_advantage.model_interface import RowScores
+from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.shear import ShearConfig
 from grail_advantage.verl_ext import transfer
 from grail_advantage.verl_ext.checks import check_config

@@ -14,7 +14,7 @@ import verl  # noqa: F401  its plugin registers the estimators
 from omegaconf import DictConfig
 from transformers import GPT2Config, Lfm2Config, OPTConfig
 
-from grail_advantage.architecture import architecture_of
+from grail_advantage.model.architecture import architecture_of
 from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.neutral_settings import neutral_rows
 from recipe.marked_text import marked

@@ -20,11 +20,11 @@ from verl.utils.tensordict_utils import get_tensordict
 
 from grail_advantage.signals.high_entropy import HighEntropyConfig
 from grail_advantage.signals.surprisal import SurprisalConfig
-from grail_advantage.step_dump import StepDump
 from grail_advantage.verl_ext import settings
 from grail_advantage.verl_ext.neutral_rows import CUT_ENDS, spread_in_mini_batches
 from grail_advantage.verl_ext.neutral_settings import LOG_ALL, SKIP, NeutralRows, neutral_rows
 from grail_advantage.verl_ext.trainers import TokenWeightTrainer, TokenWeightTrainerSync
+from grail_advantage.view.dump.step import StepDump
 from tests.verl_ext import test_one_step
 from tests.verl_ext.test_one_step import ROWS, Step
 

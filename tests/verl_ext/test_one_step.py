@@ -154,7 +154,7 @@ def test_answers_in_another_format(monkeypatch: pytest.MonkeyPatch, extra: list[
 
 
 def test_a_first_batch_without_answers_stops(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("grail_advantage.missing_answers.ENOUGH", len(ROWS))
+    monkeypatch.setattr("grail_advantage.answers.missing.ENOUGH", len(ROWS))
     for choice in ("warn", "ignore"):
         with monkeypatch.context() as patched:
             Step(patched, [f"algorithm.token_weights.missing_answers={choice}"], written=_in_hashes).run()

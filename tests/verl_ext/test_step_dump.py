@@ -13,10 +13,10 @@ from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
 from grail_advantage.methods import methods
-from grail_advantage.step_dump import choose_rows, neutral_reasons, size_estimate
-from grail_advantage.token_dump import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.verl_ext.settings import DumpOptions, dump_options
 from grail_advantage.verl_ext.update_dump import UpdateDump
+from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.view.dump.step import choose_rows, neutral_reasons, size_estimate
 from tests.core.tiny_models import END_ID, encode
 from tests.verl_ext.one_step import made_up_saliency
 from tests.verl_ext.test_one_step import ROWS, Step

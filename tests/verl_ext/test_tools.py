@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grail_advantage.step_dump import _tool_label
+from grail_advantage.view.dump.step import _tool_label
 from tests.core import reference
 from tests.core.tiny_models import encode
 from tests.verl_ext.one_step import made_up_saliency

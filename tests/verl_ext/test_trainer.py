@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
 from grail_advantage import GrailConfig
-from grail_advantage.answer_span import find_answer_spans
+from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.verl_ext.selection import end_token_ids, truncated_rows
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 from grail_advantage.verl_ext.transfer import Rollouts, group_numbers

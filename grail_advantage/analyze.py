@@ -1,0 +1,228 @@
+"""``python -m grail_advantage.analyze``: token weights of existing responses."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from grail_advantage.answers.format import BOXED, answer_format
+from grail_advantage.answers.tokenizers import load_tokenizer
+from grail_advantage.view.analysis.analysis import ADVANTAGES, Analysis
+from grail_advantage.view.analysis.responses import Response, read_responses
+from grail_advantage.view.analysis.specs import parse_methods, parse_options
+from grail_advantage.view.analysis.weigh import Outcome, run_analysis
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line.
+
+    Raises:
+        SystemExit: with a message for everything that the user can fix.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        tokenizer = tokenizer_of(options.model)
+        responses = with_rewards(_chosen(read_responses(options.responses), options), tokenizer)
+        weigh(options, responses, tokenizer, options.advantages)
+    except ValueError as error:
+        raise SystemExit(f"analyze: {error}") from error
+    print(f"see it: python -m grail_advantage.report {options.out}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m grail_advantage.analyze",
+        description="Token weights of existing responses by one or several methods, without training. The folder that it "
+        "writes opens in grail_advantage.report.",
+    )
+    parser.add_argument(
+        "--responses",
+        type=Path,
+        metavar="FILE.jsonl",
+        required=True,
+        help="lines with prompt (text or messages) and response (text or token ids); optional gold, reward, group, id",
+    )
+    parser.add_argument(
+        "--advantages",
+        choices=ADVANTAGES,
+        default="auto",
+        help="auto: from reward or gold, else every row counts as wrong; wrong or right: every row counts as that",
+    )
+    add_options(parser)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say how responses are weighed, whatever file they come from; for :func:`weigh`."""
+    parser.add_argument("--model", required=True, help="folder or name of a Hugging Face causal language model")
+    parser.add_argument(
+        "--method",
+        action="append",
+        required=True,
+        metavar="NAME[:option=value,...]",
+        help="a method, as in grail or grail:preset=robust,gate=all; repeat it to compare several",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("analysis"), help="folder for the results (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--answer",
+        default=BOXED.name,
+        help="format of the responses' answers: boxed, hashes, tag, or a regular expression with a group (?P<content>...) "
+        "(default: %(default)s)",
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the sampling (default: %(default)s)")
+    parser.add_argument(
+        "--template-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what the chat template is called with besides, as in enable_thinking=false",
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=4096,
+        help="most tokens in a batch, padding counted (default: %(default)s); its logits are the most memory that is taken",
+    )
+    parser.add_argument("--device", help="torch's name; a GPU where there is one by default")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: that of its files)")
+    parser.add_argument("--limit", type=int, help="analyse a random choice of that many")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+
+
+def weigh(
+    options: argparse.Namespace, responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase, advantages: str
+) -> Outcome:
+    """Weigh responses and say what came of it.
+
+    Args:
+        options: of :func:`add_options`.
+        responses: to weigh.
+        tokenizer: the model's.
+        advantages: see :class:`~grail_advantage.view.analysis.weigh.Analysis`.
+
+    Raises:
+        ValueError: naming the option and the fix.
+    """
+    analysis = Analysis(
+        responses=responses,
+        methods=parse_methods(options.method),
+        model=options.model,
+        temperature=options.temperature,
+        batch_tokens=options.batch_tokens,
+        advantages=advantages,
+        template_options=parse_options(options.template_option, "--template-option"),
+        answer=answer_format(options.answer),
+    )
+    print(f"{len(responses)} responses; advantage: {analysis.row_advantages()[1]}", file=sys.stderr)
+    outcome = run_analysis(
+        analysis, options.out, tokenizer, lambda: load_model(options.model, options.device, options.dtype)
+    )
+    _say(outcome, len(responses))
+    return outcome
+
+
+def _chosen(responses: list[Response], options: argparse.Namespace) -> list[Response]:
+    """Whole groups, so that what compares them finds them whole."""
+    if options.limit is not None and options.limit < 1:
+        raise ValueError(f"--limit={options.limit} must be at least 1")
+    if options.limit is None or options.limit >= len(responses):
+        return responses
+    groups = [row.group if row.group is not None else f"row {place}" for place, row in enumerate(responses)]
+    sizes = Counter(groups)
+    kept: set[str] = set()
+    count = 0
+    for group in random.Random(options.seed).sample(sorted(sizes), len(sizes)):
+        if kept and count + sizes[group] > options.limit:
+            break
+        kept.add(group)
+        count += sizes[group]
+    return [row for row, group in zip(responses, groups, strict=True) if group in kept]
+
+
+def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> list[Response]:
+    """The responses, those with a gold answer and no reward judged by :mod:`grail_advantage.reward`."""
+    if not any(row.reward is None and row.gold is not None for row in responses):
+        return list(responses)
+    try:
+        from grail_advantage.reward import compute_score
+    except ImportError as error:
+        raise ValueError(
+            f"gold answers without rewards have to be judged, and {error}; or give each line a reward"
+        ) from error
+    judged = []
+    for row in responses:
+        if row.reward is None and row.gold is not None:
+            text = row.response
+            if not isinstance(text, str):
+                text = tokenizer.decode(list(text), skip_special_tokens=True)
+            row = replace(row, reward=compute_score("", text, row.gold)["score"])
+        judged.append(row)
+    return judged
+
+
+def tokenizer_of(model: str) -> PreTrainedTokenizerBase:
+    """The model's tokenizer.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    try:
+        return load_tokenizer(model)
+    except OSError as error:
+        raise ValueError(f"--model {model}: {_first_line(error)}") from error
+
+
+def load_model(model: str, device: str | None, dtype: str) -> PreTrainedModel:
+    """A causal language model on its device.
+
+    Args:
+        model: folder or name on the hub.
+        device: torch's name; the GPU where there is one by default.
+        dtype: ``auto``: as its files have it.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    except OSError as error:
+        raise ValueError(f"--model {model}: {_first_line(error)}") from error
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return loaded.to(device).eval()
+
+
+def _first_line(error: OSError) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _say(outcome: Outcome, rows: int) -> None:
+    if outcome.few_answers:
+        print(outcome.few_answers)
+    for label, reasons in outcome.neutral.items():
+        without = "".join(f"; {count} without scores ({reason})" for reason, count in reasons.items())
+        print(f"{label}: {rows - sum(reasons.values())} of {rows} rows have scores{without}")
+    for label in outcome.unchanged:
+        print(
+            f"{label}: every weight is 1. Its page says which rows it weighs: --advantages, or rewards, may decide that"
+        )
+    print(f"written: {outcome.path}")
+
+
+if __name__ == "__main__":
+    main()

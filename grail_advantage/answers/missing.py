@@ -1,0 +1,138 @@
+"""Whether the responses of a run have the answers that its method weighs, and the remedy where they have not.
+
+A method that reads answers weighs a response without one 1, which is GRPO. Answers in another format than the run's would
+make a run GRPO that is called after the method, so it stops; few of them are worth a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from grail_advantage.answers.format import FORMATS, AnswerFormat
+from grail_advantage.answers.span import AnswerSpan, TokenIds, find_answer_spans
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grail_advantage.signals.base import Signal
+
+logger = logging.getLogger(__name__)
+
+CHOICES = ("stop", "warn", "ignore")
+ENOUGH = 32
+"""Responses, all without an answer, that tell a wrong format from bad luck: more than one batch where batches are smaller."""
+LOW = 0.2
+"""A share of responses with an answer that is worth a warning."""
+EVERY = 10
+"""Batches from one warning to the next."""
+SHOWN = 160
+"""Characters of a response in a message."""
+
+
+def check_choice(choice: object, name: str = "missing_answers") -> None:
+    """Refuse an unknown choice.
+
+    Raises:
+        ValueError: naming the option and the choices.
+    """
+    if choice not in CHOICES:
+        raise ValueError(f"{name}={choice!r} is unknown; choose one of {', '.join(CHOICES)}")
+
+
+def is_low(answered: int, rows: int) -> bool:
+    """Whether so few of the responses have an answer that something is wrong."""
+    return rows > 0 and answered < LOW * rows
+
+
+def advice(
+    answer: AnswerFormat, responses: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase, option: str = "answer"
+) -> str:
+    """The end of a response without an answer, and the formats in which answers would be found, as a sentence.
+
+    Args:
+        answer: the format that found few.
+        responses: token ids of each, some of them without an answer.
+        tokenizer: theirs.
+        option: the name of the option that sets the format.
+    """
+    spans = find_answer_spans(responses, tokenizer, answer=answer)
+    example = next((row for row, span in zip(responses, spans, strict=True) if span is None), responses[0])
+    known = [int(token) for token in example if int(token) >= 0]
+    end = tokenizer.decode(known, skip_special_tokens=True)[-SHOWN:]
+    found = {
+        name: sum(span is not None for span in find_answer_spans(responses, tokenizer, answer=other))
+        for name, other in FORMATS.items()
+        if other != answer
+    }
+    others = ", ".join(
+        f"{option}={name} ({FORMATS[name].example}) would find one in {count} of {len(responses)}"
+        for name, count in found.items()
+        if count
+    )
+    remedy = others or (
+        f"no other format finds any: ask for {answer.example} in the prompt, set {option} to a regular expression, or, where "
+        "responses are cut off, raise their limit"
+    )
+    return f"One of them ends with {end!r}; {remedy}"
+
+
+class AnswerWatch:
+    """Looks at every batch of a run.
+
+    The first batch in which no response has an answer stops the run (``stop``), unless fewer than ``ENOUGH`` have been seen:
+    then the next batches count, too. Once there was an answer, nothing stops it. Batches in which less than a fifth have one
+    are warned of, at most every tenth (``stop`` and ``warn``).
+
+    Args:
+        signal: the method; one that reads no answers is not looked at.
+        answer: the format.
+        choice: ``stop``, ``warn`` or ``ignore``.
+        prefix: of the options' names in messages.
+    """
+
+    def __init__(self, signal: Signal, answer: AnswerFormat, choice: str, prefix: str = "") -> None:
+        check_choice(choice, f"{prefix}missing_answers")
+        self._signal, self._answer, self._choice, self._prefix = signal, answer, choice, prefix
+        self._batches = self._seen = self._answered = 0
+        self._next_warning = 0
+
+    def look(
+        self,
+        spans: Sequence[AnswerSpan | None],
+        responses: Sequence[TokenIds],
+        tokenizer: PreTrainedTokenizerBase,
+        counts: tuple[int, int] | None = None,
+    ) -> None:
+        """Count a batch.
+
+        Args:
+            spans: of the answers.
+            responses: tokens that the model did not generate are left out or -1.
+            tokenizer: theirs.
+            counts: with several processes the answers and responses of all of them, so that they stop together.
+
+        Raises:
+            ValueError: none has an answer.
+        """
+        if self._choice == "ignore" or not self._signal.reads_answer:
+            return
+        answered, rows = counts or (sum(span is not None for span in spans), len(spans))
+        batch, self._batches = self._batches, self._batches + 1
+        self._seen, self._answered = self._seen + rows, self._answered + answered
+        if not is_low(answered, rows):
+            return
+        stops = self._choice == "stop" and not self._answered and self._seen >= ENOUGH
+        if not stops and batch < self._next_warning:
+            return
+        self._next_warning = batch + EVERY
+        message = (
+            f"{answered} of {rows} responses have an answer in the format {self._answer.name}; {self._signal.name} weighs "
+            "every token of the others 1, so that they train as with uniform"
+        )
+        if responses:
+            message += f". {advice(self._answer, responses, tokenizer, f'{self._prefix}answer')}"
+        if stops:
+            raise ValueError(f"{message}. {self._prefix}missing_answers=warn trains all the same")
+        logger.warning("%s", message)

@@ -1,0 +1,272 @@
+"""The answer of a response, token by token.
+
+:mod:`grail_advantage.answers.format` defines an answer for a text; :func:`find_answer_span` and :func:`find_answer_spans` find
+the generated tokens that it falls on, by the bytes that each token covers. Nothing is decoded and encoded again: generated ids
+need not be the ones the tokenizer would choose.
+
+GRAIL (arXiv 2606.04889) aims its gradient at this span, OAR (arXiv 2601.07408) its perturbations.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+TokenIds: TypeAlias = torch.Tensor | np.ndarray | Sequence[int]
+
+
+@dataclass(frozen=True)
+class AnswerSpan:
+    r"""Half-open ranges of token indices of one complete answer; ``start <= content_start <= content_end <= end``.
+
+    A token that covers both content and boundary bytes is content. A token that covers no byte (a special token, say)
+    belongs by its place: between two content tokens it is content, elsewhere inside the span boundary.
+    """
+
+    start: int
+    """First token that covers a byte of the span."""
+    content_start: int
+    r"""First token that covers a byte of the content; without content the token with the byte where it would begin, such as the
+    closing brace of ``\boxed{}``; ``end`` where that is the end."""
+    content_end: int
+    """One past the last token that covers a byte of the content; ``content_start`` without content."""
+    end: int
+    """One past the last token that covers a byte of the span."""
+
+
+def find_answer_span(
+    token_ids: TokenIds,
+    tokenizer: PreTrainedTokenizerBase,
+    which: str = "last",
+    answer: str | AnswerFormat = BOXED,
+) -> AnswerSpan | None:
+    """Find the tokens of one complete answer in a response.
+
+    Args:
+        token_ids: integers of shape (T,), as generated. Special tokens and ids outside the vocabulary cover no byte.
+        tokenizer: a tokenizer backed by the ``tokenizers`` library with byte-level, SentencePiece-style or plain-text
+            tokens. Its table of token bytes is built at the first call and kept for as long as the tokenizer lives.
+        which: which complete answer counts, the ``"first"`` or the ``"last"``.
+        answer: the format of answers, see :func:`grail_advantage.answers.format.answer_format`.
+
+    Returns:
+        The span, in indices into ``token_ids``, or ``None`` if no answer is complete.
+
+    Raises:
+        ValueError: an unknown ``which`` or ``answer``, ids that are not one-dimensional integers, an unsupported tokenizer.
+    """
+    return find_answer_spans([token_ids], tokenizer, which, answer)[0]
+
+
+def find_answer_spans(
+    token_ids_rows: torch.Tensor | np.ndarray | Iterable[TokenIds],
+    tokenizer: PreTrainedTokenizerBase,
+    which: str = "last",
+    answer: str | AnswerFormat = BOXED,
+) -> list[AnswerSpan | None]:
+    """:func:`find_answer_span` for many responses: rows of any lengths, or one (B, T) or jagged tensor."""
+    if which not in ("first", "last"):
+        raise ValueError(f"which: {which!r} is not a choice; use 'first' or 'last'")
+    if isinstance(token_ids_rows, torch.Tensor):
+        token_ids_rows = token_ids_rows.detach().cpu().unbind()
+    wanted = answer_format(answer)
+    table = _token_table(tokenizer, wanted)
+    return [_find_in_row(_as_array(row), table, wanted, which) for row in token_ids_rows]
+
+
+def _as_array(token_ids: TokenIds) -> np.ndarray:
+    if isinstance(token_ids, torch.Tensor):
+        token_ids = token_ids.detach().cpu().numpy()
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"token_ids: got shape {ids.shape} and dtype {ids.dtype}; pass one row of integers to find_answer_span "
+            "and a list of rows to find_answer_spans"
+        )
+    return ids.astype(np.int64, copy=False)
+
+
+def _find_in_row(ids: np.ndarray, table: _TokenTable, answer: AnswerFormat, which: str) -> AnswerSpan | None:
+    if not ids.size:
+        return None
+    ids = np.where((ids >= 0) & (ids < table.size), ids, table.size)
+    # The text to search holds a piece for each token that matters and one for each run of tokens that do not.
+    matters = table.matters[ids]
+    begins_piece = matters.copy()
+    begins_piece[0] = True
+    begins_piece[1:] |= matters[:-1]
+    piece_start = np.flatnonzero(begins_piece)
+    pieces = [table.pieces[token] for token in ids[piece_start].tolist()]
+
+    boxes = list(answer.find(b"".join(pieces)))
+    if not boxes:
+        return None
+    start, content_start, content_end, end = boxes[0 if which == "first" else -1]
+    offsets = [start, min(content_start, end - 1), content_end - 1, end - 1]
+    # side="right" steps over the pieces without bytes, to the one that covers the byte.
+    piece = np.searchsorted(np.cumsum([len(p) for p in pieces]), offsets, side="right")
+    first_token = piece_start[piece].tolist()
+    past_token = np.append(piece_start, ids.size)[piece + 1].tolist()
+    content_start_token = first_token[1] if content_start < end else past_token[3]
+    content_end_token = past_token[2] if content_start < content_end else content_start_token
+    return AnswerSpan(first_token[0], content_start_token, content_end_token, past_token[3])
+
+
+@dataclass(frozen=True)
+class _TokenTable:
+    """The search's knowledge of each token of a vocabulary.
+
+    One space replaces a token that does not matter to the format, and a run of such tokens. The last entry, at index ``size``,
+    serves ids outside the vocabulary.
+    """
+
+    size: int
+    matters: np.ndarray
+    """(size + 1,) bool."""
+    pieces: list[bytes]
+    """(size + 1,): the bytes of a token that matters, a space for the others."""
+
+
+_State = tuple[int, dict[int, bool]]
+# By id, as tokenizers may compare equal or not hash at all. An entry goes when its tokenizer goes, before the id can
+# become another object's; a tokenizer that takes no weak reference is kept alive by its entry instead.
+_tables: dict[int, tuple[_State, dict[AnswerFormat, _TokenTable], Any]] = {}
+
+
+def _token_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _TokenTable:
+    key, state = id(tokenizer), _vocabulary_state(tokenizer)
+    if key not in _tables or _tables[key][0] != state:
+        kept_alive = None
+        try:
+            weakref.finalize(tokenizer, _tables.pop, key, None)
+        except TypeError:
+            kept_alive = tokenizer
+        _tables[key] = (state, {}, kept_alive)
+    tables = _tables[key][1]
+    if answer not in tables:
+        tables[answer] = _build_table(tokenizer, answer)
+    return tables[answer]
+
+
+def _vocabulary_state(tokenizer: PreTrainedTokenizerBase) -> _State:
+    """Changes with every token added. len(tokenizer) does too, but lists the whole vocabulary (70 ms for Qwen's)."""
+    model_tokens = _backend(tokenizer).get_vocab_size(with_added_tokens=False)
+    return model_tokens, {token: entry.special for token, entry in tokenizer.added_tokens_decoder.items()}
+
+
+def _build_table(tokenizer: PreTrainedTokenizerBase, answer: AnswerFormat) -> _TokenTable:
+    bytes_of = token_bytes(tokenizer, answer.markers)
+    size = max(bytes_of, default=-1) + 1
+    matters: np.ndarray = np.ones(size + 1, dtype=bool)
+    pieces = [b""] * (size + 1)
+    for token, covered in bytes_of.items():
+        matters[token] = answer.matters(covered)
+        pieces[token] = covered if matters[token] else b" "
+    return _TokenTable(size, matters, pieces)
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, with_text: Collection[str] = ()) -> dict[int, bytes]:
+    """Token id to the bytes that the token puts into the text; none for special tokens, which decoding leaves out.
+
+    Args:
+        tokenizer: as for :func:`find_answer_span`.
+        with_text: names of special tokens that do put theirs into it.
+
+    Raises:
+        ValueError: an unsupported tokenizer, as for :func:`find_answer_span`.
+    """
+    steps = _decoding_steps(_backend(tokenizer))
+    added = tokenizer.added_tokens_decoder
+    silent = {token for token, entry in added.items() if entry.special and entry.content not in with_text}
+    return {
+        token: b"" if token in silent else literal_bytes(text, steps, is_added=token in added)
+        for text, token in tokenizer.get_vocab().items()
+    }
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            f"tokenizer: {type(tokenizer).__name__} is not backed by the tokenizers library, so its tokens' bytes are "
+            "unknown; load it as a PreTrainedTokenizerFast"
+        )
+    return backend
+
+
+def _decoding_steps(backend: Any) -> list[dict[str, Any]]:
+    """The tokenizer's own rule for turning tokens into text, as the settings of its decoders in order.
+
+    Without a decoder the pre-tokenizer tells how text was spelt in the vocabulary; without either, tokens are plain text.
+    """
+    steps = _flat_settings(backend.decoder)
+    if backend.decoder is None:
+        steps = [step for step in _flat_settings(backend.pre_tokenizer) if step["type"] in ("ByteLevel", "Metaspace")]
+    for position, step in enumerate(steps):
+        kind = step["type"]
+        # Strip takes spaces from the ends of the text once Fuse has joined it, where no box can lose anything.
+        known = kind in ("ByteLevel", "Metaspace", "ByteFallback", "Fuse")
+        known |= kind == "Replace" and "String" in step["pattern"]
+        known |= kind == "Strip" and step["content"] == " " and any(s["type"] == "Fuse" for s in steps[:position])
+        if not known:
+            raise ValueError(
+                f"tokenizer: its decoder has the step {step}, under which the bytes of a token are not its own; use a "
+                "byte-level, SentencePiece-style or plain-text tokenizer"
+            )
+    return steps
+
+
+def _flat_settings(component: Any) -> list[dict[str, Any]]:
+    def flatten(settings: dict[str, Any]) -> list[dict[str, Any]]:
+        members = settings.get("decoders", settings.get("pretokenizers"))
+        return [settings] if members is None else [step for member in members for step in flatten(member)]
+
+    return [] if component is None else flatten(json.loads(component.__getstate__()))
+
+
+def literal_bytes(text: str, steps: list[dict[str, Any]], is_added: bool) -> bytes:
+    """The bytes that a token puts into the text.
+
+    Args:
+        text: the token as the vocabulary spells it.
+        steps: the tokenizer's decoders in order, as the ``tokenizers`` library writes their settings.
+        is_added: whether the token was added to the vocabulary.
+    """
+    for step in steps:
+        # The vocabulary holds added tokens as they are, and so a token with a character outside the byte alphabet.
+        if step["type"] == "ByteLevel" and not is_added and _BYTE_OF_CHAR.keys() >= set(text):
+            return bytes(_BYTE_OF_CHAR[char] for char in text)
+        if step["type"] == "ByteFallback" and _BYTE_TOKEN.fullmatch(text):
+            return bytes([int(text[3:5], 16)])
+        if step["type"] == "Metaspace":
+            text = text.replace(step["replacement"], " ")
+        if step["type"] == "Replace":
+            text = text.replace(step["pattern"]["String"], step["content"])
+    return text.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte of each character in which a byte-level vocabulary is written (GPT-2's table).
+
+    A byte that prints in Latin-1 is its own character; the others take the characters from U+0100 on, in order.
+    """
+    printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(0x100)).difference(printing))
+    return {chr(byte): byte for byte in printing} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()

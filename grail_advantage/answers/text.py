@@ -1,0 +1,71 @@
+"""The text of each token of a response, such that joined they are the response.
+
+Shape suffixes: T response tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from grail_advantage.answers.format import BOXED, AnswerFormat
+from grail_advantage.answers.span import AnswerSpan, token_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TokenTexts:
+    """Texts of a tokenizer's tokens.
+
+    Args:
+        tokenizer: as for :func:`grail_advantage.find_answer_span`.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._bytes = token_bytes(tokenizer)
+        self._whole: dict[int, str] = {}
+        for token, piece in self._bytes.items():
+            with suppress(UnicodeDecodeError):
+                self._whole[token] = piece.decode()
+        added = tokenizer.added_tokens_decoder
+        self.special_tokens = {token: entry.content for token, entry in added.items() if entry.special}
+        """Names of the tokens that have no text, by id."""
+
+    def __call__(self, token_ids: Sequence[int] | np.ndarray) -> list[str]:
+        """Texts of these tokens; ``""`` for special tokens and unknown ids. Bytes that are no UTF-8 become U+FFFD."""
+        ids = token_ids.tolist() if isinstance(token_ids, np.ndarray) else token_ids
+        texts = [self._whole.get(token) if token in self._bytes else "" for token in ids]
+        if None not in texts:
+            return [text or "" for text in texts]
+        return decode_pieces([self._bytes.get(token, b"") for token in ids])
+
+
+def starts_of(texts: Sequence[str]) -> np.ndarray:
+    """int64 (T,): where the text of each token begins in the whole."""
+    return np.concatenate([[0], np.cumsum([len(text) for text in texts])])[:-1].astype(np.int64)
+
+
+def decode_pieces(pieces: Sequence[bytes]) -> list[str]:
+    """Texts of consecutive pieces of UTF-8; a character in several pieces belongs to the last of them."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = [decoder.decode(piece) for piece in pieces]
+    rest = decoder.decode(b"", final=True)
+    if rest:
+        texts[max(i for i, piece in enumerate(pieces) if piece)] += rest
+    return texts
+
+
+def answer_text(tokens: Sequence[str], span: AnswerSpan | None, answer: AnswerFormat = BOXED) -> str | None:
+    """The text of an answer's content, such as that between the braces of a box."""
+    if span is None:
+        return None
+    text = "".join(tokens[span.start : span.end]).encode("utf-8", "surrogatepass")
+    for _, start, end, _ in answer.find(text):
+        return text[start:end].decode("utf-8", "surrogatepass")
+    # Its ends have no text (special tokens), or an expression reads text beside them.
+    return "".join(tokens[span.content_start : span.content_end])

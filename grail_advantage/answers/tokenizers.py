@@ -1,0 +1,146 @@
+"""Loading a tokenizer as its checkpoint means it, and the check that text survives it.
+
+transformers 5.9 and 5.10 (huggingface/transformers#45488; 5.23 does not) rebuild a tokenizer whose class has a constructor of
+its own from vocabulary and merges alone. For a byte-level vocabulary under the class ``LlamaTokenizerFast``, as of
+DeepSeek-R1-Distill-Llama, that puts SentencePiece's rules over it: spaces and newlines vanish, right ids decode to
+``\\boxed{xĠ=Ġ2}``, and ``save_pretrained`` hands the damage on. The checkpoint's own ``tokenizer.json`` is right, and the plain
+class reads it unchanged.
+
+Writing a repaired tokenizer, which ``AutoTokenizer`` and so verl loads as the checkpoint means it:
+
+    python3 -m grail_advantage.answers.tokenizers MODEL FOLDER
+
+Needs transformers alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+PROBES = (
+    "a b\nc",
+    "two  blanks,\n\n    and an indented line",
+    "0123456789 and -17 x 23 = -391, or 3.14",
+    r"$\frac{a_1}{2} + \sqrt{x^2 - 1} \le 10\%$",
+    r"so the answer is \boxed{x = 2}",
+)
+"""Parts of a solution: spaces, newlines, digits, LaTeX, an answer."""
+_SPELLINGS = {" ": (" ", "Ġ", "▁"), "\n": ("\n", "Ċ", "<0x0A>")}
+"""How vocabularies write white space: as it is, byte-level, SentencePiece."""
+
+
+LOAD_FAITHFULLY = (
+    "Load it with grail_advantage.answers.tokenizers.load_tokenizer; where that refuses it too, the folder's tokenizer.json is "
+    "broken itself, as in a checkpoint that a damaged tokenizer was saved into: take tokenizer.json and tokenizer_config.json "
+    "of the original model (in a run: actor_rollout_ref.model.tokenizer_path)"
+)
+
+
+def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
+    """Load a tokenizer so that text survives it wherever the checkpoint allows that.
+
+    Args:
+        path: folder or name on the hub.
+        options: of ``AutoTokenizer.from_pretrained``.
+
+    Raises:
+        ValueError: text does not survive this tokenizer; the message has the fix.
+    """
+    tokenizer = faithful_tokenizer(AutoTokenizer.from_pretrained(path, **options), path, **options)
+    check_round_trip(tokenizer, str(path))
+    return tokenizer
+
+
+def faithful_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike[str], **options: Any
+) -> PreTrainedTokenizerBase:
+    """The given tokenizer where text survives it; else that of the checkpoint's ``tokenizer.json``, where text
+    survives that one.
+
+    Args:
+        tokenizer: as ``AutoTokenizer.from_pretrained(path, **options)`` loaded it.
+        path: see :func:`load_tokenizer`.
+        options: see :func:`load_tokenizer`.
+    """
+    if lost_text(tokenizer) is None or "gguf_file" in options:
+        return tokenizer
+    try:
+        faithful = PreTrainedTokenizerFast.from_pretrained(path, **options)
+    except (OSError, ValueError):  # no tokenizer.json, so nothing to go back to
+        return tokenizer
+    if lost_text(faithful) is not None:
+        return tokenizer
+    logger.warning(
+        "%s under %s loses text, as transformers loads it; its tokenizer.json is taken unchanged instead",
+        path,
+        type(tokenizer).__name__,
+    )
+    return faithful
+
+
+def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str = LOAD_FAITHFULLY) -> None:
+    """Refuse a tokenizer that text with spaces, newlines, digits and LaTeX does not survive.
+
+    Args:
+        tokenizer: any.
+        name: its name in the message: its folder, or an option and its value.
+        remedy: end of the message.
+
+    Raises:
+        ValueError: naming the text that is lost, and the fix.
+    """
+    lost = lost_text(tokenizer)
+    if lost is not None:
+        text, returned = lost
+        raise ValueError(
+            f"the tokenizer of {name} ({type(tokenizer).__name__}) turns {text!r} into {returned!r}: the model would read and "
+            f"write broken text. {remedy}"
+        )
+
+
+def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+    """The first of :data:`PROBES` that does not survive encoding and decoding, and the text that came back; ``None`` where
+    all do.
+
+    A blank in front is no loss: SentencePiece puts one there. Nor is a character that the vocabulary does not have in any
+    spelling, as small ones for tests.
+    """
+    vocabulary = tokenizer.get_vocab()
+
+    def knows(character: str) -> bool:
+        ids = tokenizer.encode(character, add_special_tokens=False)
+        if ids and tokenizer.unk_token_id not in ids:
+            return True
+        return any(spelling in vocabulary for spelling in _SPELLINGS.get(character, ()))
+
+    for probe in PROBES:
+        text = "".join(filter(knows, probe))
+        returned = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=True)
+        if returned.removeprefix(" ") != text:
+            return text, returned
+    return None
+
+
+def save_repaired(path: str, folder: str) -> None:
+    """Write the tokenizer of a model to a folder such that ``AutoTokenizer`` loads it as the checkpoint means it.
+
+    Args:
+        path: folder or name on the hub of the model.
+        folder: destination.
+
+    Raises:
+        ValueError: text does not survive the tokenizer of the checkpoint, or not its copy.
+    """
+    load_tokenizer(path).save_pretrained(folder)
+    check_round_trip(AutoTokenizer.from_pretrained(folder), folder)
+
+
+if __name__ == "__main__":
+    save_repaired(*sys.argv[1:])

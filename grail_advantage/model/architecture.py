@@ -1,0 +1,101 @@
+"""A model's code, probed on a copy without weights: which modules it has, whether it changes its logits, and whether it keeps
+packed rows apart.
+
+The copy lives on the meta device, so that it takes neither memory nor a checkpoint. No decoder block runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from grail_advantage.model.activations import inner_model
+from grail_advantage.model.patches import logits_without_decoder, mask_is_told_of_rows, with_eager_attention
+
+logger = logging.getLogger(__name__)
+
+LOGITS = torch.linspace(-64, 64, 128)
+"""Logits that the probe puts in place of the output embeddings' own: any scale, cap or shift changes some of them."""
+
+WITH_STATE = {"linear_attention", "mamba", "conv", "hybrid"}
+"""Types of layers, by transformers' names, that carry a state from token to token, also into the next packed row: verl tells
+them of rows in models that are refused as multi-modal alone."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A causal language model's code."""
+
+    copy: PreTrainedModel
+    """On the meta device; only to ask for modules."""
+    plain_logits: bool
+    """The model's logits are those of its output embeddings, neither scaled nor capped."""
+    masks_packed_rows: bool
+    """The model's attention mask keeps rows apart that are packed into one, which begin where the position is 0. Flash
+    attention reads the positions by itself."""
+    states: tuple[str, ...]
+    """Types of layers, such as ``linear_attention``, that carry a state from token to token."""
+
+
+def architecture_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Architecture:
+    """The architecture that Transformers builds from a configuration.
+
+    Raises:
+        Exception: whatever the model's own code raises where it cannot be built on the meta device.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(with_eager_attention(config), trust_remote_code=trust_remote_code)
+    layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    states = tuple(sorted({str(layer) for layer in layers} & WITH_STATE))
+    return Architecture(model, _has_plain_logits(model), mask_is_told_of_rows(model), states)
+
+
+def has_plain_logits(model: nn.Module) -> bool:
+    """Whether the logits of a model, bare or wrapped, are those of its output embeddings.
+
+    The model itself is not run, so ranks need not agree on when they ask. ``False`` where its code cannot be probed.
+    """
+    inner = inner_model(model)
+    config = getattr(inner, "config", None)
+    if not isinstance(inner, PreTrainedModel) or not isinstance(config, PretrainedConfig):
+        return False
+    return _probe(_Code(type(inner), config))
+
+
+class _Code:
+    """A model's class and configuration, as a key."""
+
+    def __init__(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+        self.model_class = model_class
+        self.config = config
+        self.key = (model_class, config.to_json_string())
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Code) and self.key == other.key
+
+
+@cache
+def _probe(code: _Code) -> bool:
+    try:
+        with torch.device("meta"):
+            model = code.model_class(with_eager_attention(code.config))
+        return _has_plain_logits(model)
+    except Exception as error:
+        name = code.model_class.__name__
+        logger.warning("the logits of %s cannot be probed: %s: %s", name, type(error).__name__, error)
+        return False
+
+
+def _has_plain_logits(model: PreTrainedModel) -> bool:
+    """Whether the model's own forward puts out given logits as they are."""
+    if model.get_output_embeddings() is None:
+        return False
+    return torch.equal(logits_without_decoder(model, LOGITS).float(), LOGITS.expand(1, 2, -1))

@@ -1,0 +1,83 @@
+"""``python -m grail_advantage.report RUN``: a run's report, one HTML file that needs no network. docs/report.md reads it.
+
+``--figures FOLDER`` writes its figures as PNG, SVG and CSV instead, ``--terminal`` shows one rollout here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from grail_advantage.view.page import data
+from grail_advantage.view.page.page import MEGABYTES, REPORT, ROLLOUTS, write_report
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the report and print its path; 1 with a message where there is nothing to show."""
+    parser = argparse.ArgumentParser(prog="python -m grail_advantage.report", description=__doc__)
+    parser.add_argument("run", type=Path, help="a run's folder (metrics.jsonl, tokens/), or a token dump's")
+    parser.add_argument("--output", type=Path, help=f"the file; default: RUN/{REPORT}")
+    parser.add_argument("--against", type=Path, metavar="RUN2", help="a second run, drawn beside the first")
+    parser.add_argument(
+        "--rollouts", type=int, default=ROLLOUTS, help="rollouts in the file at most; default: %(default)s"
+    )
+    parser.add_argument(
+        "--megabytes",
+        type=float,
+        default=MEGABYTES,
+        help="size of the file at most; values are rounded to it; default: %(default)g",
+    )
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--figures", type=Path, metavar="FOLDER", help="write the figures there, and no report")
+    instead.add_argument("--terminal", action="store_true", help="show one rollout here, and write nothing")
+    parser.add_argument("--step", type=int, help="of --terminal; default: the last")
+    parser.add_argument("--row", type=int, help="of --terminal, its place in the batch; default: the first with scores")
+    args = parser.parse_args(argv)
+    try:
+        if args.figures is not None:
+            return _figures(args.run, args.figures)
+        if args.terminal:
+            return _terminal(args.run, args.step, args.row)
+        path = write_report(
+            args.run, args.output, against=args.against, rollouts=args.rollouts, megabytes=args.megabytes
+        )
+    except ModuleNotFoundError as error:
+        print(f"report: {error}; run `pip install 'grail-advantage[report]'`", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 1
+    print(path.resolve())
+    return 0
+
+
+def _figures(folder: Path, target: Path) -> int:
+    from grail_advantage.view.page.figures import write_figures
+
+    run = data.open_run(folder)
+    for path in write_figures(run, target):
+        print(path.resolve())
+    _print_problems(run)
+    return 0
+
+
+def _terminal(folder: Path, step: int | None, row: int | None) -> int:
+    from grail_advantage.view.terminal import print_rollout
+
+    run = data.open_run(folder)
+    if run.dump is None:
+        raise ValueError(f"{folder} has no token dump ({data.TOKENS}/, algorithm.token_dump.folder)")
+    print_rollout(run.dump, step, row)
+    _print_problems(run)
+    return 0
+
+
+def _print_problems(run: data.Run) -> None:
+    """Print the unreadable parts of a run."""
+    for problem in run.problems:
+        print(f"report: {problem}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""The definition of an analysis, and whether a folder holds the same one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grail_advantage import __version__
+from grail_advantage.answers.format import BOXED, AnswerFormat
+from grail_advantage.batch import EXAMPLES, GROUPS, field_names
+from grail_advantage.signals.base import Signal
+from grail_advantage.view.analysis.responses import Response, example_of
+from grail_advantage.view.analysis.specs import described
+
+DEFINITION = "definition.json"
+ADVANTAGES = ("auto", "wrong", "right")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """Responses, methods and settings. The same ones give the same folder."""
+
+    responses: Sequence[Response]
+    methods: Mapping[str, Signal]
+    """By the names of their columns."""
+    model: str
+    """For the records: path or name of the model."""
+    temperature: float = 1.0
+    batch_tokens: int = 4096
+    """Most tokens of a batch, padding counted."""
+    advantages: str = "auto"
+    """``auto``: from the rewards, where there are any; ``wrong`` and ``right``: every row counts as that."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template."""
+    answer: AnswerFormat = BOXED
+    """The format of answers."""
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise ValueError("name at least one method")
+        if not self.responses:
+            raise ValueError("there are no responses")
+        if self.advantages not in ADVANTAGES:
+            raise ValueError(f"advantages={self.advantages!r} is unknown; choose one of {', '.join(ADVANTAGES)}")
+        if not self.temperature > 0:
+            raise ValueError(
+                f"temperature={self.temperature} must be greater than 0; give the temperature of the sampling"
+            )
+        if self.batch_tokens < 1:
+            raise ValueError(f"batch_tokens={self.batch_tokens} must be at least 1")
+        for label, signal in self.methods.items():
+            if GROUPS in signal.reads and any(row.group is None for row in self.responses):
+                raise ValueError(
+                    f"{label} compares the responses of one prompt; give every line a group, and a reward or a gold answer"
+                )
+            if GROUPS in signal.reads and (self.advantages != "auto" or any(r.reward is None for r in self.responses)):
+                raise ValueError(
+                    f"{label} compares right responses with wrong ones; give every line a reward or a gold answer, and leave "
+                    "the advantages at auto"
+                )
+            for name in field_names(signal.reads):
+                if all(name not in row.columns for row in self.responses):
+                    raise ValueError(f"{label} reads the field {name}, which no line has; give the lines one")
+            if EXAMPLES in signal.reads:
+                for row in self.responses:
+                    example_of(row, self.template_options)
+                if all(row.gold is None and not row.columns for row in self.responses):
+                    raise ValueError(
+                        f"{label} tells the model the answer; give the lines gold, or the column that its options name"
+                    )
+
+    def row_advantages(self) -> tuple[list[float], str]:
+        """One advantage a row, and in words where they come from."""
+        rewards = [row.reward for row in self.responses]
+        if self.advantages != "auto" or any(reward is None for reward in rewards):
+            right = self.advantages == "right"
+            why = "" if self.advantages != "auto" else ", as there is neither a reward nor a gold answer"
+            value, word = (1.0, "right (1)") if right else (-1.0, "wrong (-1)")
+            return [value] * len(rewards), f"every row counts as {word}{why}"
+        known = [float(reward) for reward in rewards if reward is not None]
+        if any(row.group is None for row in self.responses):
+            return [
+                1.0 if reward > 0 else -1.0 for reward in known
+            ], "1 for a reward above 0, else -1, as there are no groups"
+        of_group: dict[str | None, list[float]] = {}
+        for row, reward in zip(self.responses, known, strict=True):
+            of_group.setdefault(row.group, []).append(reward)
+        means = {group: float(np.mean(of)) for group, of in of_group.items()}
+        return (
+            [reward - means[row.group] for row, reward in zip(self.responses, known, strict=True)],
+            "the reward less its group's mean",
+        )
+
+    def definition(self) -> dict[str, Any]:
+        """Everything that must be equal for an analysis to resume where it was stopped; plain JSON."""
+        return {
+            "version": __version__,
+            "model": self.model,
+            "methods": {label: described(signal) for label, signal in self.methods.items()},
+            "responses": len(self.responses),
+            "responses_sha256": _digest(self.responses),
+            "temperature": self.temperature,
+            "batch_tokens": self.batch_tokens,
+            "advantages": self.advantages,
+            "template_options": dict(self.template_options),
+            "answer": self.answer.name,
+        }
+
+
+def _digest(responses: Sequence[Response]) -> str:
+    text = json.dumps([vars(row) for row in responses], default=str, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def check_definition(analysis: Analysis, folder: Path) -> None:
+    """Write the analysis's definition into a new folder, or compare it with the one that is there.
+
+    Raises:
+        ValueError: the folder holds something else; the message names the differences.
+    """
+    wanted = json.loads(json.dumps(analysis.definition()))
+    path = folder / DEFINITION
+    if path.exists():
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON ({error}); remove the folder or name another") from error
+        others = sorted(name for name in {*stored, *wanted} if stored.get(name) != wanted.get(name))
+        if others:
+            differences = "; ".join(
+                f"{name}: {_short(stored.get(name))}, now {_short(wanted.get(name))}" for name in others
+            )
+            raise ValueError(f"{folder} holds another analysis ({differences}); name another folder or remove this one")
+        return
+    # A definition whose writing broke off is nobody's.
+    if folder.exists() and any(not path.name.endswith(".writing") for path in folder.iterdir()):
+        raise ValueError(f"{folder} is not empty and holds no analysis; name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".writing")
+    temporary.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,1 @@
+"""The token dump: one response a row, as Parquet."""

@@ -1,0 +1,398 @@
+"""The token dump: every token's score, weight and advantage of chosen rollouts, as Parquet files.
+
+A folder with one file a written update, ``step_000123.parquet``: a row a response, list columns for values a token, the header
+as JSON in the file's metadata. docs/token_dump.md has every column. The trainer writes such a folder while it trains,
+``grail_advantage.analyze`` one of existing responses, and ``grail_advantage.report`` reads either.
+
+- :func:`write_step` writes one file, whole or not at all.
+- :func:`read_dump` reads a folder. A file or row that cannot be read becomes a :class:`Problem`; the rest is read.
+
+Shape suffixes: T response tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grail_advantage.answers.span import AnswerSpan
+from grail_advantage.view.dump.rows import COLUMNS, DumpHeader, DumpRow, MethodColumns
+
+SCHEMA_VERSION = 3
+MOST_PROBLEMS = 100
+"""A file with more rows that cannot be read is not read on."""
+MOST_BYTES = 1 << 30
+"""Most bytes of a row group that is read, unpacked, by the file's metadata."""
+_ROWS = 32
+"""Rows of a row group; the reader holds one group at a time."""
+_NAME = re.compile(r"step_(\d{1,15})(?:_update_(\d{1,9}))?\.parquet")
+_TEMPORARY = ".writing"
+_KEY = b"grail_advantage"
+"""Of the header in the file's metadata."""
+
+
+def _list(kind: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", kind, nullable=False))
+
+
+_FLOATS = _list(pa.float32())
+_METHOD = pa.struct(
+    [
+        pa.field("name", pa.string(), nullable=False),
+        pa.field("score", _FLOATS),
+        pa.field("advantage", _FLOATS),
+        pa.field("weight", _FLOATS, nullable=False),
+        pa.field("neutral", pa.string()),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        *(pa.field(name, pa.int64(), nullable=False) for name in ("step", "update", "row", "group")),
+        *(pa.field(name, pa.string(), nullable=False) for name in ("key", "prompt", "response")),
+        *(pa.field(name, pa.string()) for name in ("id", "gold", "outcome", "answer", "neutral")),
+        pa.field("reward", pa.float64()),
+        pa.field("truncated", pa.bool_(), nullable=False),
+        pa.field("span", _list(pa.int64())),
+        pa.field("prompt_ids", _list(pa.int64()), nullable=False),
+        pa.field("token_ids", _list(pa.int64()), nullable=False),
+        pa.field("tokens", _list(pa.string()), nullable=False),
+        pa.field("mask", _list(pa.bool_()), nullable=False),
+        *(pa.field(name, _FLOATS, nullable=name != "weight") for name in COLUMNS),
+        pa.field("methods", _list(_METHOD), nullable=False),
+        pa.field("labels", pa.string()),
+    ]
+)
+"""The columns of a file."""
+_TEXTS = [
+    *(column.name for column in SCHEMA if column.type == pa.string()),
+    "tokens.list.element",
+    "methods.list.element.name",
+    "methods.list.element.neutral",
+]
+"""The leaves that hold texts, which are written and read as a dictionary of the different ones."""
+_IDS = ["prompt_ids.list.element", "token_ids.list.element"]
+_HEADER_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("method", "model", "written_by"), (str,)),
+    **dict.fromkeys(("step", "update"), (int,)),
+    **dict.fromkeys(("options", "special_tokens"), (dict,)),
+    "reshaper": (str, NoneType),
+    "temperature": (float, NoneType),
+    "rows_in_step": (int, NoneType),
+    "answer": (str, NoneType),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An unreadable part of a dump, and its place."""
+
+    path: Path
+    line: int | None
+    """Of a text file."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}" if self.line else f"{self.path}: {self.message}"
+
+
+# ------------------------------------------------------------------------------------------------------------------ writing
+
+
+def step_path(folder: Path, step: int, update: int = 0) -> Path:
+    """The file of a step, or of one of its later updates."""
+    suffix = f"_update_{update}" if update else ""
+    return Path(folder) / f"step_{step:06d}{suffix}.parquet"
+
+
+def write_step(folder: Path, header: DumpHeader, rows: Iterable[DumpRow]) -> Path:
+    """Write one file, in place of one of the same step and update.
+
+    It appears under its name whole and on the disk, or not at all.
+
+    Args:
+        folder: is made where it is missing.
+        header: of the file.
+        rows: of this step. Half a surrogate pair in a text becomes U+FFFD; everything else reads back bit for bit.
+
+    Returns:
+        The file.
+
+    Raises:
+        OSError: the disk's.
+    """
+    path = step_path(folder, header.step, header.update)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}{_TEMPORARY}")
+    try:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # never through a link that somebody put there
+            pq.write_table(
+                _table(header, list(rows)),
+                file,
+                row_group_size=_ROWS,
+                compression="zstd",
+                use_dictionary=[*_TEXTS, *_IDS],
+                write_statistics=False,
+                write_page_checksum=True,
+            )
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder_handle = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder_handle)  # puts the renaming itself on the disk
+    finally:
+        os.close(folder_handle)
+    return path
+
+
+def dumped_steps(folder: Path) -> list[int]:
+    """The steps of which a folder has files, in order; none where there is no folder."""
+    return sorted({step for (step, _), _ in _step_files(folder)})
+
+
+def remove_steps(folder: Path, first: int) -> list[Path]:
+    """Remove the files of step ``first`` and later ones, which a run that resumes there writes anew; returns them."""
+    removed = [path for (step, _), path in _step_files(folder) if step >= first]
+    for path in removed:
+        path.unlink()
+    return removed
+
+
+def _step_files(folder: Path) -> list[tuple[tuple[int, int], Path]]:
+    """Step and update of each file that is named as one of a dump, in order."""
+    names = ((path, _NAME.fullmatch(path.name)) for path in Path(folder).glob("step_*"))
+    return sorted(((int(name[1]), int(name[2] or 0)), path) for path, name in names if name)
+
+
+def _table(header: DumpHeader, rows: Sequence[DumpRow]) -> pa.Table:
+    def values(column: pa.Field, row: DumpRow) -> Any:
+        if column.name in ("step", "update"):
+            return getattr(header, column.name)
+        if column.name == "span":
+            return list(vars(row.span).values()) if row.span else None
+        if column.name == "methods":
+            return [
+                {
+                    "name": _text(name),
+                    "score": of.score_T,
+                    "advantage": of.advantage_T,
+                    "weight": of.weight_T,
+                    "neutral": _text(of.neutral),
+                }
+                for name, of in row.methods.items()
+            ]
+        if column.name == "labels":
+            return json.dumps(row.labels) if row.labels else None
+        if column.type == pa.string():
+            return _text(getattr(row, column.name))
+        if column.name == "tokens":
+            return [_text(token) for token in row.tokens]
+        array = column.name in (*COLUMNS, "token_ids", "mask")
+        return getattr(row, f"{column.name}_T" if array else column.name)
+
+    record = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(header)}).encode("ascii")
+    arrays = [pa.array([values(column, row) for row in rows], column.type) for column in SCHEMA]
+    return pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata({_KEY: record}))
+
+
+def _text(text: str | None) -> str | None:
+    """The text as UTF-8 can hold it."""
+    if text is None or text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+# ------------------------------------------------------------------------------------------------------------------ reading
+
+
+@dataclass
+class DumpFile:
+    """One file of a folder. Its unreadable parts go to ``problems``."""
+
+    path: Path
+    step: int
+    update: int
+    problems: list[Problem]
+    """Shared with the folder's other files."""
+
+    @property
+    def header(self) -> DumpHeader | None:
+        """``None`` where it cannot be read. Says no problems."""
+        try:
+            return _read_header(_read_metadata(self.path))
+        except (OSError, ValueError):
+            return None
+
+    def rows(self) -> Iterator[DumpRow]:
+        """The rows that can be read, one at a time."""
+        place = failed = 0
+        try:
+            for group in _groups(self.path):
+                for index in range(group.num_rows):
+                    try:
+                        yield _read_row(group, index, self.step, self.update)
+                    except ValueError as error:
+                        failed += 1
+                        if failed > MOST_PROBLEMS:
+                            raise ValueError(f"{MOST_PROBLEMS} rows cannot be read; the file is not read on") from error
+                        self._problem(f"row {place + index} of the file: {error}")
+                place += group.num_rows
+            if not place:
+                self._problem("holds no rows")
+        except (OSError, ValueError) as error:
+            self._problem(str(error))
+
+    def _problem(self, message: str) -> None:
+        problem = Problem(self.path, None, message)
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+
+@dataclass
+class TokenDump:
+    """A folder of token dumps, as it is on the disk."""
+
+    folder: Path
+    files: list[DumpFile]
+    """By step and update."""
+    problems: list[Problem]
+    """Unreadable parts so far; grows while rows are read."""
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that there are files of."""
+        return sorted({file.step for file in self.files})
+
+    def rows(self, steps: Iterable[int] | None = None) -> Iterator[DumpRow]:
+        """The rows of some steps, of all by default, one at a time."""
+        wanted = None if steps is None else set(steps)
+        for file in self.files:
+            if wanted is None or file.step in wanted:
+                yield from file.rows()
+
+    def __iter__(self) -> Iterator[DumpRow]:
+        return self.rows()
+
+
+def read_dump(folder: Path | str) -> TokenDump:
+    """Look into a folder. Nothing is raised: what is wrong with it is in ``problems``."""
+    folder = Path(folder)
+    problems: list[Problem] = []
+    try:
+        unfinished = [path for path in folder.iterdir() if path.name.endswith(_TEMPORARY)]
+    except OSError as error:
+        return TokenDump(folder, [], [Problem(folder, None, f"cannot be read: {error.strerror or error}")])
+    problems += [
+        Problem(path, None, "was being written when its run ended; nothing of it is read") for path in unfinished
+    ]
+    files = [DumpFile(path, *place, problems) for place, path in _step_files(folder) if path.is_file()]
+    if not files:
+        problems.append(Problem(folder, None, "holds no token dump (step_NUMBER.parquet)"))
+    return TokenDump(folder, files, problems)
+
+
+def _read_metadata(path: Path) -> pq.FileMetaData:
+    try:
+        return pq.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"cannot be read as Parquet ({error})") from error
+
+
+def _read_header(metadata: pq.FileMetaData) -> DumpHeader:
+    try:
+        record = json.loads((metadata.metadata or {})[_KEY])
+        version = record["schema_version"]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        raise ValueError("is no token dump: its metadata has no header") from error
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"schema_version is {version!r:.20}; this version reads {SCHEMA_VERSION}")
+    for name, kinds in _HEADER_TYPES.items():
+        if not isinstance(record.get(name), kinds):
+            raise ValueError(f"{name} in the header must be {' or '.join(kind.__name__ for kind in kinds)}")
+    special = {int(token): str(name) for token, name in record["special_tokens"].items() if token.isdecimal()}
+    return DumpHeader(**{**{name: record.get(name) for name in _HEADER_TYPES}, "special_tokens": special})
+
+
+def _groups(path: Path) -> Iterator[pa.Table]:
+    """The row groups of a file, with texts as dictionaries, which keep a text once however often it occurs.
+
+    Raises:
+        ValueError: no token dump, a broken one, or one whose metadata names more than a dump can have.
+    """
+    metadata = _read_metadata(path)
+    _read_header(metadata)
+    try:
+        columns = {column.name: column for column in metadata.schema.to_arrow_schema()}
+        for column in SCHEMA:
+            if not column.equals(columns.get(column.name, pa.field("", pa.null()))):
+                raise ValueError(f"is no token dump: its column {column.name} is missing, or no {column.type}")
+        with pq.ParquetFile(path, metadata=metadata, read_dictionary=_TEXTS, page_checksum_verification=True) as file:
+            for number in range(metadata.num_row_groups):
+                if metadata.row_group(number).total_byte_size > MOST_BYTES:
+                    raise ValueError("has a row group that is larger than one of a dump can be")
+                table = file.read_row_group(number, columns=SCHEMA.names).combine_chunks()
+                table.validate(full=True)
+                yield table
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise ValueError(f"cannot be read on ({error})") from error
+
+
+def _read_row(group: pa.Table, index: int, step: int, update: int) -> DumpRow:
+    def value(name: str) -> Any:
+        return group.column(name)[index].as_py()
+
+    methods = group.column("methods")[index].values
+    span = value("span")
+    if span is not None and len(span) != 4:
+        raise ValueError("span has not four values")
+    try:
+        labels = json.loads(value("labels") or "{}")
+    except RecursionError as error:
+        raise ValueError("labels is nested too deep") from error
+    plain = ("row", "group", "key", "prompt", "response", "id", "gold", "outcome", "answer", "neutral", "reward")
+    return DumpRow(
+        step=step,
+        update=update,
+        **{name: value(name) for name in (*plain, "truncated")},
+        span=None if span is None else AnswerSpan(*span),
+        prompt_ids=_array(group.column("prompt_ids")[index]),
+        token_ids_T=_array(group.column("token_ids")[index]),
+        tokens=_texts(group.column("tokens")[index]),
+        mask_T=_array(group.column("mask")[index]),
+        **{f"{name}_T": _array(group.column(name)[index]) for name in COLUMNS},
+        methods={
+            methods.field("name")[place].as_py(): MethodColumns(
+                score_T=_array(methods.field("score")[place]),
+                weight_T=_array(methods.field("weight")[place]),
+                neutral=methods.field("neutral")[place].as_py(),
+                advantage_T=_array(methods.field("advantage")[place]),
+            )
+            for place in range(len(methods))
+        },
+        labels=labels if isinstance(labels, dict) else {},
+    )
+
+
+def _array(values: pa.ListScalar) -> Any:
+    return values.values.to_numpy(zero_copy_only=False).copy() if values.is_valid else None
+
+
+def _texts(values: pa.ListScalar) -> list[str]:
+    # Equal tokens share a text; only those of this row are made.
+    numbers, place = np.unique(values.values.indices.to_numpy(), return_inverse=True)
+    texts = values.values.dictionary.take(pa.array(numbers)).to_pylist()
+    return [texts[i] for i in place.tolist()]

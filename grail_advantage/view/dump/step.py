@@ -1,0 +1,331 @@
+"""The rows of each update's batch that go into the token dump (:mod:`grail_advantage.view.dump.files`), beside the training.
+
+Shape suffixes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from grail_advantage import __version__
+from grail_advantage.answers.format import BOXED, AnswerFormat
+from grail_advantage.answers.span import AnswerSpan
+from grail_advantage.answers.text import TokenTexts, answer_text
+from grail_advantage.signals.base import RowSelection, Signal
+from grail_advantage.view.dump.files import DumpHeader, DumpRow, remove_steps, write_step
+
+logger = logging.getLogger(__name__)
+
+BYTES_PER_TOKEN = 20
+"""Of a dump on the disk, measured with every column there and as good as random; see docs/token_dump.md."""
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """A batch as far as a dump reads it. Tensors and lists have one entry a row of the batch."""
+
+    method: str
+    signal: Signal
+    keys: Sequence[str]
+    groups: Sequence[int]
+    prompts: Sequence[torch.Tensor]
+    responses: Sequence[torch.Tensor]
+    spans: Sequence[AnswerSpan | None]
+    truncated_B: torch.Tensor
+    neutral: Sequence[str | None]
+    mask_BT: torch.Tensor
+    scores_BT: torch.Tensor
+    weights_BT: torch.Tensor
+    base_advantages_BT: torch.Tensor
+    advantages_BT: torch.Tensor
+    rows_in_step: int
+    """Without those that only fill it up."""
+    generated: Sequence[torch.Tensor] | None = None
+    """The responses with -1 in place of the tokens that the model did not write; ``None`` where it wrote all."""
+
+    def taken(self, chosen: Sequence[int]) -> StepRows:
+        """These rows alone, their tensors copied."""
+        changes: dict[str, Any] = {}
+        for entry in fields(self):
+            values = getattr(self, entry.name)
+            if isinstance(values, torch.Tensor):
+                changes[entry.name] = values[chosen]
+            elif entry.name not in ("method", "signal", "rows_in_step") and values is not None:
+                changes[entry.name] = [values[row] for row in chosen]
+        return replace(self, **changes)
+
+
+def neutral_reasons(
+    signal: Signal,
+    selection: RowSelection,
+    *,
+    valid_B: torch.Tensor,
+    advantages_B: torch.Tensor,
+    truncated_B: torch.Tensor,
+    non_finite_B: torch.Tensor,
+) -> list[str | None]:
+    """Why each row has no scores of its own; ``None`` where it has. The first reason that holds, in the order below."""
+    needs_answer = signal.needs_answer or (signal.statistics == "reasoning" and signal.answer_weights is None)
+
+    def reason(row: int) -> str | None:
+        if selection.selected_B[row]:
+            return "non-finite scores" if non_finite_B[row] else None
+        if not valid_B[row]:
+            return "no token trains"
+        if truncated_B[row] and signal.mask_truncated:
+            return "truncated"
+        if advantages_B[row] == 0:
+            return "advantage 0"
+        if needs_answer and not selection.answered_B[row]:
+            return "no answer"
+        return "not scored" if selection.inside_gate_B[row] else "outside the gate"
+
+    return [reason(row) for row in range(len(valid_B))]
+
+
+def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:
+    """Which rows of a batch are written: whole groups in an order that the seed gives, as many as fit.
+
+    Args:
+        groups: of each row.
+        valid: whether a row is one of the run's, and no filling.
+        limit: most rows; ``None`` for all. Of a first group that is larger, the first rows.
+        seed: step and update; the same choice for the same numbers and groups.
+
+    Returns:
+        Rows of the batch, ordered by group and place.
+    """
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        if valid[row]:
+            members.setdefault(group, []).append(row)
+    if limit is None:
+        return [row for group in sorted(members) for row in members[group]]
+    chosen: dict[int, list[int]] = {}
+    room = limit
+    for group in np.random.default_rng(list(seed)).permutation(sorted(members)).tolist():
+        if len(members[group]) <= room or not chosen:
+            chosen[group] = members[group][:room]
+            room -= len(chosen[group])
+    return [row for group in sorted(chosen) for row in chosen[group]]
+
+
+def size_estimate(rows: int, tokens: int, files: int) -> str:
+    """A line on how large a dump becomes, at most.
+
+    Args:
+        rows: of a step.
+        tokens: longest response.
+        files: steps that are written.
+    """
+    step = rows * tokens * BYTES_PER_TOKEN
+    return (
+        f"token dump: {rows} rows a step with up to {tokens} tokens, at most about {step / 1e6:.3g} MB a step and "
+        f"{files * step / 1e9:.3g} GB for {files} steps"
+    )
+
+
+class DumpWriter:
+    """Writes a folder in a thread of its own, beside the training, which it never stops.
+
+    A file that cannot be written, or comes while ``waiting`` others wait for the disk, is left out: counted in ``failed``, and
+    logged once.
+
+    Args:
+        folder: where to.
+        waiting: how many updates may wait to be written.
+    """
+
+    def __init__(self, folder: Path, waiting: int = 4) -> None:
+        self.folder = folder
+        self.failed = 0
+        """Updates that were to be written and were not."""
+        self._waiting = waiting
+        self._futures: list[Future] = []
+        self._executor: ThreadPoolExecutor | None = None
+
+    def submit(self, make: Callable[[], tuple[DumpHeader, list[DumpRow]]]) -> None:
+        """Have one file written.
+
+        Args:
+            make: gives the header and the rows; called in the writer's thread, so that it must own what it reads.
+        """
+        self._futures = [future for future in self._futures if not future.done()]
+        if len(self._futures) >= self._waiting:
+            self._fail(f"{len(self._futures)} updates wait to be written already")
+            return
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token_dump")
+        self._futures.append(self._executor.submit(self._write, make))
+
+    def start_at(self, step: int) -> None:
+        """Remove the files of an earlier run, of this step and later ones."""
+        with self.attempt():
+            removed = remove_steps(self.folder, step)
+            if removed:
+                logger.warning(
+                    "token dump: %d files of step %d and later, of an earlier run, removed from %s",
+                    len(removed),
+                    step,
+                    self.folder,
+                )
+
+    def wait(self, seconds: float) -> None:
+        """Wait until everything is written, but no longer than this: a disk that hangs stops nothing."""
+        wait_for(self._futures, timeout=seconds)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True)
+        self._executor, self._futures = None, []
+
+    def _write(self, make: Callable[[], tuple[DumpHeader, list[DumpRow]]]) -> None:
+        with self.attempt():
+            write_step(self.folder, *make())
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Within, whatever goes wrong loses an update's file and stops nothing."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        if not self.failed:
+            logger.warning("token dump: a file was not written to %s (%s); training goes on", self.folder, why)
+        self.failed += 1
+
+
+class StepDump:
+    """Chooses rows, makes rows of a dump of them, and hands them to the writer.
+
+    Args:
+        folder: destination, which exists.
+        tokenizer: the run's.
+        every: steps from one dump to the next.
+        rows: most rows of a step, shared by its updates; ``None`` for all.
+        updates: updates of the actor in a step.
+        model: path of the model.
+        temperature: of the rollouts.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        every: int,
+        rows: int | None,
+        updates: int,
+        model: str,
+        temperature: float,
+        answer: AnswerFormat = BOXED,
+    ) -> None:
+        self.writer = DumpWriter(folder)
+        self._every = every
+        self._limit = None if rows is None else max(1, rows // updates)
+        self._model, self._temperature, self._answer = model, temperature, answer
+        self._tokenizer, self._texts = tokenizer, TokenTexts(tokenizer)
+        self._begun = False
+
+    def writes(self, step: int) -> bool:
+        """Whether rows of this training step are written."""
+        return step % self._every == 0
+
+    def choose(self, step: int, update: int, groups: Sequence[int], valid: Sequence[bool]) -> list[int]:
+        """The rows to write of this update; none in most steps. The first call of a run clears the way for its steps."""
+        if not self._begun:
+            self._begun = True
+            self.writer.start_at(step)
+        if not self.writes(step):
+            return []
+        return choose_rows(groups, valid, self._limit, (step, update))
+
+    def write(
+        self, step: int, update: int, chosen: Sequence[int], taken: StepRows, known: Callable[[], list[dict[str, Any]]]
+    ) -> None:
+        """Have rows written.
+
+        Args:
+            step: training step.
+            update: which of its updates.
+            chosen: rows of the batch.
+            taken: these rows alone; their tensors are read in the writer's thread, so the run must not hold them.
+            known: gives further fields of :class:`grail_advantage.view.dump.files.DumpRow` for each chosen row; called in the
+                writer's thread.
+        """
+
+        def make() -> tuple[DumpHeader, list[DumpRow]]:
+            rows = [
+                self._row(taken, place, step=step, update=update, row=chosen[place], **of_row)
+                for place, of_row in enumerate(known())
+            ]
+            return self._header(taken, step, update, rows), rows
+
+        self.writer.submit(make)
+
+    def _row(self, batch: StepRows, place: int, **known: Any) -> DumpRow:
+        response_T, span = batch.responses[place].numpy(), batch.spans[place]
+        tokens = self._texts(response_T)
+
+        def column(values_BT: torch.Tensor) -> np.ndarray:
+            return values_BT[place, : len(response_T)].numpy()
+
+        return DumpRow(
+            key=batch.keys[place],
+            group=batch.groups[place],
+            prompt=self._tokenizer.decode(batch.prompts[place].tolist()),
+            response="".join(tokens),
+            answer=answer_text(tokens, span, self._answer),
+            truncated=bool(batch.truncated_B[place]),
+            neutral=batch.neutral[place],
+            span=span,
+            prompt_ids=batch.prompts[place].numpy(),
+            token_ids_T=response_T,
+            tokens=tokens,
+            mask_T=column(batch.mask_BT),
+            score_T=column(batch.scores_BT.float()),
+            weight_T=column(batch.weights_BT.float()),
+            base_advantage_T=column(batch.base_advantages_BT.float()),
+            advantage_T=column(batch.advantages_BT.float()),
+            labels={} if batch.generated is None else _tool_label(batch.generated[place]),
+            **known,
+        )
+
+    def _header(self, batch: StepRows, step: int, update: int, rows: Sequence[DumpRow]) -> DumpHeader:
+        signal = batch.signal
+        written = {int(token) for row in rows for token in np.unique(row.token_ids_T)}
+        return DumpHeader(
+            step=step,
+            update=update,
+            method=batch.method,
+            options=signal.as_dict(),
+            reshaper=getattr(signal, "reshaper", None),
+            model=self._model,
+            temperature=self._temperature,
+            rows_in_step=batch.rows_in_step,
+            special_tokens={token: name for token, name in self._texts.special_tokens.items() if token in written},
+            written_by=f"grail_advantage {__version__}",
+            answer=self._answer.name if signal.reads_answer else None,
+        )
+
+
+def _tool_label(generated_T: torch.Tensor) -> dict[str, list[list[int]]]:
+    """The half-open ranges of the tokens that a tool or a user wrote between the model's turns, as a label."""
+    edges = torch.diff((generated_T < 0).int(), prepend=torch.zeros(1), append=torch.zeros(1))
+    ranges = zip((edges > 0).nonzero().flatten().tolist(), (edges < 0).nonzero().flatten().tolist(), strict=True)
+    tool = [list(edge) for edge in ranges]
+    return {"tool": tool} if tool else {}

@@ -1,0 +1,189 @@
+"""A run on the disk: its metrics and its token dump.
+
+A run is a folder with ``metrics.jsonl`` (verl's ``file`` logger, after resumes also ``metrics-2.jsonl``, ...; or TRL's figures)
+and ``tokens/``, the token dump; or a token dump alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grail_advantage.view.dump.files import MOST_PROBLEMS, Problem, TokenDump, read_dump
+
+TOKENS = "tokens"
+"""Where a run has its dump, by convention."""
+_METRICS_NAME = re.compile(r"metrics(?:-(\d+))?\.jsonl")
+_MOST_STEP = 10**15
+"""As in the names of a token dump's files."""
+_TRAINED = "training/global_step"
+"""verl logs it with every training step, and not with a validation before the first."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder, read."""
+
+    folder: Path
+    metrics: Mapping[int, Mapping[str, float]]
+    """By step, then by verl's name."""
+    dump: TokenDump | None
+    """``None`` where no rollouts were written."""
+    metric_problems: Sequence[Problem]
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Everything that could not be read so far."""
+        return [*self.metric_problems, *(self.dump.problems if self.dump else [])]
+
+    @property
+    def name(self) -> str:
+        """For titles."""
+        return self.folder.resolve().name
+
+
+def open_run(folder: Path | str) -> Run:
+    """Look into a run's folder, or into a token dump's.
+
+    Raises:
+        ValueError: there is neither a metrics file nor a token dump; the message says what was looked for.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give that of a run, or of a token dump")
+    metrics, problems = read_metrics(folder)
+    below = folder / TOKENS
+    dump = read_dump(below) if below.is_dir() else None
+    if dump is None and not metrics:
+        dump = read_dump(folder)
+    if dump is not None and not dump.files and not metrics:
+        raise ValueError(
+            f"{folder} holds neither metrics.jsonl (trainer.logger with file) nor a token dump "
+            f"({TOKENS}/step_NUMBER.parquet, algorithm.token_dump.folder)"
+        )
+    return Run(folder, metrics, dump, problems)
+
+
+def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[Problem]]:
+    """All metrics files of a run, put together.
+
+    A run that resumes writes a file of its own, whose training steps replace those of the files before it.
+
+    Returns:
+        Numbers by step and name, and what could not be read.
+    """
+    metrics: dict[int, dict[str, float]] = {}
+    problems: list[Problem] = []
+    named = [(path, _METRICS_NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_file()]
+    for path, _ in sorted(((path, int(match[1] or 0)) for path, match in named if match), key=lambda entry: entry[1]):
+        steps = _read_metrics_file(path, problems)
+        first = min((step for step, values in steps.items() if _TRAINED in values), default=None)
+        if first is not None:
+            metrics = {step: values for step, values in metrics.items() if step < first}
+        for step, values in steps.items():
+            metrics[step] = {**metrics.get(step, {}), **values}
+    return dict(sorted(metrics.items())), problems
+
+
+def _read_metrics_file(path: Path, problems: list[Problem]) -> dict[int, dict[str, float]]:
+    steps: dict[int, dict[str, float]] = {}
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        problems.append(Problem(path, None, f"cannot be read: {error.strerror or error}"))
+        return steps
+    unread = 0
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            step, data = record["step"], record["data"]
+            if type(step) is not int or not 0 <= step <= _MOST_STEP or not isinstance(data, dict):
+                raise TypeError
+            values = {
+                str(name): float(value) if value is not None else math.nan
+                for name, value in data.items()
+                if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+            }
+        except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
+            unread += 1
+            if unread <= MOST_PROBLEMS:
+                problems.append(Problem(path, number, "is no line of verl's file logger; left out"))
+            continue
+        steps[step] = {**steps.get(step, {}), **values}
+    if unread > MOST_PROBLEMS:
+        problems.append(Problem(path, None, f"has {unread} such lines; the first {MOST_PROBLEMS} are named"))
+    return steps
+
+
+# ------------------------------------------------------------------------------------------------------------------- curves
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a plot."""
+
+    label: str
+    steps: Sequence[int]
+    values: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One plot over the steps of a run."""
+
+    name: str
+    """A word, for file names and ids."""
+    title: str
+    unit: str
+    lines: Sequence[Line]
+
+
+_CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
+    ("accuracy", "Held-out accuracy", "share right", ((r"val-core/.+/acc/mean@\d+", ""),)),
+    (
+        "reward",
+        "Training reward",
+        "mean of a response",
+        (("critic/score/mean|reward", "reward"), ("eval_reward", "held out")),
+    ),
+    (
+        "weights",
+        "Token weights",
+        "weight",
+        ((r"[^/]+/average_weight", "mean"), (r"[^/]+/weight_deviation", "standard deviation")),
+    ),
+    (
+        "rows",
+        "Rows",
+        "share of rows",
+        (
+            (r"[^/]+/selected_rate", "with scores"),
+            (r"[^/]+/answer_found_rate", "with an answer"),
+            (r"[^/]+/truncated_rate", "truncated"),
+        ),
+    ),
+    ("length", "Response length", "tokens", (("response_length/mean|completions/mean_length", "mean"),)),
+    ("entropy", "Policy entropy", "nats", (("actor/entropy|entropy", "mean"),)),
+)
+
+
+def curves(metrics: Mapping[int, Mapping[str, float]]) -> list[Curve]:
+    """The plots that a run's metrics have values for, each with its lines; steps without a value are left out."""
+    names = sorted({name for values in metrics.values() for name in values})
+    plots = []
+    for curve, title, unit, patterns in _CURVES:
+        lines = []
+        for pattern, label in patterns:
+            for name in (name for name in names if re.fullmatch(pattern, name)):
+                points = [(step, values[name]) for step, values in metrics.items() if name in values]
+                shown = label or name.removeprefix("val-core/").replace("/acc/", ", ")
+                lines.append(Line(shown, [step for step, _ in points], [value for _, value in points]))
+        if lines:
+            plots.append(Curve(curve, title, unit, lines))
+    return plots

@@ -1,0 +1,77 @@
+"""One browser for all tests of a file that looks at the report's page.
+
+It goes with the file: as long as Playwright is open, an event loop runs in this thread, and ``asyncio.run`` of any later test
+of the same process fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grail_advantage.view.page.page import write_report
+from tests.view.browser import executable, launched
+from tests.view.synthetic import write_dump, write_metrics
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if executable() is None:
+        pytest.skip(
+            "no Chromium: scripts/setup_chromium.sh installs it where it can, CHROMIUM=/path/to/chromium names one"
+        )
+    with launched() as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens reports, without a network and without motion; fails when a page wrote to the console or asked for more files."""
+    contexts: list[Any] = []
+    messages: list[str] = []
+    requests: list[str] = []
+
+    def open_page(path: Path, hash_: str = "", *, phone: bool = False, dark: bool = False) -> Any:
+        context = browser.new_context(
+            viewport={"width": 390, "height": 844} if phone else {"width": 1280, "height": 900},
+            color_scheme="dark" if dark else "light",
+            reduced_motion="reduce",
+            has_touch=phone,
+            is_mobile=phone,
+            offline=True,
+        )
+        context.set_default_timeout(8_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: messages.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: messages.append(f"error: {error}"))
+        page.on("dialog", lambda dialog: (messages.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: requests.append(request.url.split("#")[0]))
+        page.goto(path.resolve().as_uri() + hash_)
+        page.wait_for_selector("html[data-ready]", timeout=20_000)
+        return page
+
+    yield open_page
+    opened_pages = len(contexts)
+    for context in contexts:
+        context.close()
+    assert not messages
+    assert all(url.startswith(("file://", "blob:", "data:")) for url in requests), requests
+    assert len({url for url in requests if url.startswith("file://")}) <= opened_pages
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, and one response set under three methods, each with its report."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, seed in (("grail", 5), ("uniform", 6)):
+        write_metrics(folder / name, 20, seed=seed)
+        write_dump(folder / name / "tokens", (1, 10, 20), seed=seed)
+    write_dump(folder / "analyze", [0], problems=2, methods=("grail", "surprisal", "shear"))
+    write_report(folder / "grail")
+    write_report(folder / "analyze")
+    write_report(folder / "grail", folder / "both.html", against=folder / "uniform")
+    return folder

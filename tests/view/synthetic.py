@@ -1,0 +1,155 @@
+"""Runs that never ran: metrics and token dumps with a seed, as long and as many as a test needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grail_advantage.answers.span import AnswerSpan
+from grail_advantage.view.dump.files import DumpHeader, DumpRow, MethodColumns, write_step
+from tests.dumps import dump_row
+
+RESPONSES = 8
+_FILLER = "Let me think about this carefully.\n"
+
+
+def write_metrics(folder: Path, steps: int, *, seed: int = 0) -> None:
+    """A file of verl's ``file`` logger; validation at step 0 and every fifth."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(steps + 1):
+            progress = 1 - np.exp(-step / (0.4 * steps + 1))
+            values: dict[str, float] = {}
+            if step % 5 == 0 or step == steps:
+                values["val-core/tiny_chain_sum/acc/mean@1"] = 0.35 + 0.55 * progress + rng.normal(0, 0.015)
+            if step:
+                values |= {
+                    "training/global_step": step,
+                    "critic/score/mean": 0.3 + 0.6 * progress + rng.normal(0, 0.03),
+                    "grail/average_weight": 1.16 + rng.normal(0, 0.01),
+                    "grail/weight_deviation": 0.77 - 0.1 * progress + rng.normal(0, 0.01),
+                    "grail/selected_rate": 0.62 - 0.4 * progress + rng.normal(0, 0.03),
+                    "grail/answer_found_rate": min(1.0, 0.9 + 0.1 * progress),
+                    "grail/truncated_rate": 0.02 * (1 - progress),
+                    "response_length/mean": 36 + 4 * rng.normal(),
+                    "actor/entropy": 0.4 * (1 - progress) + 0.05,
+                    "actor/grad_norm": 0.05 + 0.01 * rng.normal(),
+                    "timing_s/step": 11 + rng.normal(),
+                }
+            file.write(json.dumps({"step": step, "data": values}) + "\n")
+
+
+def split(text: str) -> list[str]:
+    """Word-like tokens, spaces in front, numbers by digit."""
+    return re.findall(r" ?[A-Za-z]+|\d|\s|[^\sA-Za-z\d]", text)
+
+
+def text_row(tokens: Sequence[str], **values: Any) -> DumpRow:
+    """A row around these texts; columns that are not given are made up from them."""
+    count = len(tokens)
+    rng = np.random.default_rng(abs(hash("".join(tokens).encode("utf-8", "surrogatepass"))) % 2**32)
+    given: dict[str, Any] = {
+        "gold": "2",
+        "answer": "2",
+        "token_ids_T": np.array([sum(map(ord, token)) % 50_000 for token in tokens], dtype=np.int64),
+        "score_T": rng.lognormal(-3, 1, count).astype(np.float32),
+        "weight_T": np.clip(1 + 0.5 * rng.standard_normal(count), 0.5, 5).astype(np.float32),
+        "base_advantage_T": np.full(count, 0.75, dtype=np.float32),
+        "old_log_prob_T": -rng.exponential(0.4, count).astype(np.float32),
+        "entropy_T": rng.exponential(0.4, count).astype(np.float32),
+    }
+    given |= values
+    weight_T = given.pop("weight_T")
+    if "advantage_T" not in given:
+        given["advantage_T"] = weight_T * given["base_advantage_T"]
+    return dump_row(weight_T, **{"tokens": list(tokens), **given})
+
+
+def write_dump(
+    folder: Path,
+    steps: Sequence[int] = (1, 5, 10),
+    *,
+    problems: int = 3,
+    filler: int = 2,
+    methods: Sequence[str] = (),
+    seed: int = 0,
+) -> None:
+    """A token dump of sums: more right responses over training, and a step that is labelled as wrong in each wrong one."""
+    for number, step in enumerate(steps):
+        rng = np.random.default_rng([seed, step])
+        rows = []
+        for group in range(problems):
+            numbers = np.random.default_rng([group, number % 2]).integers(3, 60, size=3).tolist()
+            right = rng.random(RESPONSES) < 0.3 + 0.55 * number / max(1, len(steps) - 1)
+            for place, is_right in enumerate(right.tolist()):
+                values = _response(rng, numbers, is_right, int(rng.integers(0, 3 * filler + 1)))
+                advantage = is_right - right.mean()
+                if advantage == 0 and values["neutral"] is None:
+                    values |= {"neutral": "advantage 0"}
+                if values["neutral"]:
+                    values["weight_T"][:], values["score_T"][:] = 1, np.nan
+                values["base_advantage_T"] = np.full(len(values["tokens"]), advantage, dtype=np.float32)
+                values |= {"step": step, "group": group, "row": place + group * RESPONSES, "key": f"{group}_{place}_0"}
+                rows.append(text_row(**values, methods=_methods(rng, values, methods)))
+        header = DumpHeader(
+            step=step,
+            method=methods[0] if methods else "grail",
+            options={"preset": "official", "content_weight": 2.0},
+            model="models/SmolLM2-135M-Instruct",
+            temperature=1.0,
+            rows_in_step=len(rows),
+            special_tokens={2: "<|im_end|>"},
+            written_by="tests",
+        )
+        write_step(folder, header, rows)
+
+
+def _response(rng: np.random.Generator, numbers: Sequence[int], right: bool, filler: int) -> dict[str, Any]:
+    """The values of one response, which may be truncated; a wrong one errs in its second step."""
+    a, b, c = numbers
+    total = a + b + c + (0 if right else 10)
+    parts = [
+        split(f"{filler * _FILLER}First, {a} and {b} make {a + b}.\n"),
+        split(f"Together that is {a + b} + {c} = {total}.\n"),
+        split(f"The answer is \\boxed{{{total}}}."),
+    ]
+    tokens, start = [*parts[0], *parts[1], *parts[2], ""], len(parts[0]) + len(parts[1]) + 4
+    truncated = rng.random() < 0.06
+    tokens = tokens[: start - 6] if truncated else tokens
+    count = len(tokens)
+    surprisal_T = rng.exponential(0.4, count)
+    return {
+        "tokens": tokens,
+        "prompt": f"How much is {a} + {b} + {c}? \\boxed{{}}.",
+        "gold": str(a + b + c),
+        "token_ids_T": np.array([sum(map(ord, token)) % 49_000 + 3 if token else 2 for token in tokens]),
+        "reward": float(right and not truncated),
+        "outcome": "right" if right and not truncated else "wrong",
+        "answer": None if truncated else str(total),
+        "truncated": truncated,
+        "neutral": "truncated" if truncated else None,
+        "span": None if truncated else AnswerSpan(start, start + 3, count - 3, count - 2),
+        "weight_T": np.clip(1 + 0.5 * rng.standard_normal(count), 0.5, 5).astype(np.float32),
+        "score_T": rng.lognormal(-3, 1, count).astype(np.float32),
+        "old_log_prob_T": -surprisal_T.astype(np.float32),
+        "entropy_T": (surprisal_T * rng.uniform(0.5, 1.5, count)).astype(np.float32),
+        "labels": {} if right or truncated else {"wrong_step": [len(parts[0]), len(parts[0]) + len(parts[1])]},
+    }
+
+
+def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[str]) -> dict[str, MethodColumns]:
+    """Columns of several methods: the first has the row's own, the others are made up."""
+    columns = {}
+    for name in names:
+        score_T, weight_T, count = values["score_T"], values["weight_T"], len(values["tokens"])
+        if columns:
+            score_T = rng.lognormal(-3, 1, count).astype("f4")
+            weight_T = np.clip(1 + 0.6 * rng.standard_normal(count), 0.4, 3).astype("f4")
+        columns[name] = MethodColumns(score_T=score_T, weight_T=weight_T, neutral=values["neutral"])
+    return columns

@@ -1,0 +1,135 @@
+"""Figures of runs and rollouts against values worked out by hand, and runs that are broken."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grail_advantage.view.dump.files import DumpHeader, MethodColumns, write_step
+from grail_advantage.view.page import by_position, data
+from tests.dumps import dump_row
+
+NAN = math.nan
+
+
+def _log(path: Path, steps: dict[int, dict]) -> None:
+    path.write_text("".join(json.dumps({"step": step, "data": values}) + "\n" for step, values in steps.items()))
+
+
+def _trained(step: int, **values: float) -> dict:
+    return {"training/global_step": step, **values}
+
+
+def test_a_resumed_run_replaces_the_steps_it_takes_again(tmp_path: Path) -> None:
+    """Its validation before the first step adds to the step that it resumed at."""
+    _log(tmp_path / "metrics.jsonl", {0: {"v": 0.0}, **{s: _trained(s, a=1.0, b=1.0) for s in (1, 2, 3, 4)}})
+    _log(tmp_path / "metrics-2.jsonl", {2: {"v": 0.5}, **{s: _trained(s, a=2.0) for s in (3, 4)}})
+    _log(tmp_path / "metrics-10.jsonl", {4: _trained(4, a=3.0)})
+    metrics, problems = data.read_metrics(tmp_path)
+    assert {step: values.get("a") for step, values in metrics.items()} == {0: None, 1: 1.0, 2: 1.0, 3: 2.0, 4: 3.0}
+    assert [step for step, values in metrics.items() if "b" in values] == [1, 2], "nothing is left of the others"
+    assert metrics[2]["v"] == 0.5 and problems == []
+
+
+def test_a_run_is_metrics_a_dump_or_both(tmp_path: Path) -> None:
+    for folder in (tmp_path / "nothing", tmp_path / "empty_dump"):
+        (folder / "tokens" if folder.name == "empty_dump" else folder).mkdir(parents=True)
+        with pytest.raises(ValueError, match=r"neither metrics\.jsonl .* nor a token dump"):
+            data.open_run(folder)
+    with pytest.raises(ValueError, match="is no folder"):
+        data.open_run(tmp_path / "nowhere")
+    run = tmp_path / "run"
+    write_step(run / "tokens", DumpHeader(step=1, method="grail"), [dump_row([1.0])])
+    _log(run / "metrics.jsonl", {1: _trained(1)})
+    both = data.open_run(run)
+    assert (list(both.metrics), both.dump.steps, both.problems) == ([1], [1], [])
+    assert data.open_run(run / "tokens").dump.steps == [1]
+    (run / "tokens" / "step_000001.parquet").unlink()
+    (problem,) = data.open_run(run).problems
+    assert "holds no token dump" in str(problem)
+    (run / "tokens").rmdir()
+    assert data.open_run(run).dump is None
+
+
+def test_bins_by_hand() -> None:
+    for (count, bins), wanted in {
+        (4, 2): [0, 0, 1, 1],
+        (3, 2): [0, 1, 1],  # 1/6, 3/6, 5/6
+        (2, 4): [1, 3],
+        (1, 20): [10],
+        (0, 4): [],
+        (1000, 10): sorted(list(range(10)) * 100),
+    }.items():
+        assert by_position.positions(count, bins).tolist() == wanted
+    values = np.array([1.0, 3.0, NAN, 5.0, 7.0, 2.0])
+    assert by_position.binned(values, 3).tolist() == [2.0, 5.0, 4.5]
+    assert by_position.binned(values, 2) == pytest.approx([2.0, 14 / 3])
+    assert by_position.binned(np.array([2.0]), 3) == pytest.approx([NAN, 2.0, NAN], nan_ok=True)
+    row = dump_row([1.0] * 5, span=(3, 4, 5, 5), mask_T=[True, False, True, True, True])
+    assert by_position.reasoning(row).tolist() == [True, False, True, False, False]
+    assert by_position.reasoning(dump_row([1.0] * 2)).tolist() == [True, True]
+
+
+def test_intervals() -> None:
+    """By hand: two prompts of two rows: mean 4, residuals by prompt -4 and 4, variance 2/1 * 32 / 16 = 4."""
+    means = by_position.clustered_means(np.array([[1.0], [3.0], [5.0], [7.0]]), np.array([7, 7, 9, 9]))
+    assert means.mean.tolist() == [4.0] and (means.rows, means.groups) == (4, 2)
+    assert means.high - means.mean == pytest.approx([1.959963984540054 * 2])
+    values = np.random.default_rng(0).normal(size=(50, 3))
+    means = by_position.clustered_means(values, np.arange(50))
+    width = 1.959963984540054 * values.std(axis=0, ddof=1) / math.sqrt(50)
+    assert np.allclose(means.low, values.mean(axis=0) - width) and np.allclose(means.high, values.mean(axis=0) + width)
+    values = np.array([[1.0, NAN], [3.0, NAN], [NAN, NAN], [5.0, 2.0]])
+    means = by_position.clustered_means(values, np.array([0, 1, 2, 3]))
+    alone = by_position.clustered_means(np.array([[1.0], [3.0], [5.0]]), np.array([0, 1, 3]))
+    assert means.mean.tolist() == [3.0, 2.0] and means.low[0] == alone.low[0]
+    assert np.isnan(means.low[1]), "one prompt says nothing of others"
+    nothing = by_position.clustered_means(np.zeros((0, 2)), np.zeros(0, dtype=int))
+    assert np.isnan(nothing.mean).all() and (nothing.rows, nothing.groups) == (0, 0)
+
+
+def test_table_by_hand() -> None:
+    row = dump_row([2.0, 4.0, 9.0, 100.0], span=(2, 2, 3, 4), mask_T=[True, True, True, False])
+    table = by_position.row_table([row], bins=2)
+    assert table.profiles.tolist() == [[2.0, 4.0]]
+    assert (table.steps.tolist(), table.outcomes.tolist(), table.scored.tolist()) == ([1], ["right"], [True])
+    rows = [dump_row([1.0], group=0), dump_row([1.0], group=0, update=1), dump_row([1.0], group=0, step=2)]
+    assert by_position.row_table(rows).groups.tolist() == [0, 1, 2]
+    rows = [
+        dump_row([1.0], methods={"a": MethodColumns(score_T=None, weight_T=np.array([3.0]), neutral="no answer")}),
+        dump_row([2.0], methods={"b": MethodColumns(score_T=None, weight_T=np.array([5.0]))}),
+    ]
+    table = by_position.row_table(rows, bins=1, method="a")
+    assert table.profiles.tolist() == [[3.0]] and table.scored.tolist() == [False]
+    assert by_position.row_table(rows, bins=1).profiles.tolist() == [[1.0], [2.0]]
+
+
+def test_profiles_and_heat_map_by_hand() -> None:
+    """Steps 1 to 4; per step a right and a wrong row with scores, and a row without."""
+    assert by_position.thirds([5, 1, 3, 3, 2, 4, 6, 7]) == [[1, 2], [3, 4], [5, 6, 7]]
+    assert by_position.thirds([2, 1]) == [[1], [2]] and by_position.thirds([]) == []
+    rows = []
+    for step in (1, 2, 3, 4):
+        rows += [
+            dump_row([step, 1.0, 1.0, step], step=step, row=0, group=0),
+            dump_row([2.0 * step, 0.0], step=step, row=1, group=0, outcome="wrong", truncated=True, reward=0.0),
+            dump_row([1.0], step=step, row=2, group=1, outcome=None, neutral="no answer"),
+        ]
+    table = by_position.row_table(rows, bins=2)
+    parts = {(p.outcome, p.first_step, p.last_step): p.means for p in by_position.profiles(table, parts=2)}
+    assert list(parts) == [("right", 1, 2), ("wrong", 1, 2), ("right", 3, 4), ("wrong", 3, 4)]
+    # Right rows of steps 1 and 2: bins (1+1)/2 and (2+1)/2 on both sides.
+    assert parts["right", 1, 2].mean.tolist() == [1.25, 1.25]
+    assert parts["wrong", 3, 4].mean.tolist() == [7.0, 0.0]
+    assert parts["wrong", 3, 4].low.tolist() == pytest.approx([7 - 1.959963984540054, 0.0])
+    heat = by_position.heat_map(table)
+    assert (heat.steps, heat.rows) == ([1, 2, 3, 4], [2, 2, 2, 2])
+    assert heat.weights.tolist() == [[1.5, 0.5], [2.75, 0.75], [4.0, 1.0], [5.25, 1.25]]
+    assert by_position.heat_map(table, "wrong").weights[:, 0].tolist() == [2.0, 4.0, 6.0, 8.0]
+    empty = by_position.heat_map(table, "right and wrong")
+    assert np.isnan(empty.weights).all() and empty.rows == [0, 0, 0, 0]
+    assert by_position.heat_map(by_position.row_table([], bins=2)).weights.shape == (0, 2)

@@ -1,0 +1,195 @@
+"""The report's file: its index, its choice of rollouts, its notes on broken runs, and the scripts that may run in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import tomllib
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grail_advantage import AnswerSpan
+from grail_advantage.view.dump.files import DumpHeader, read_dump, write_step
+from grail_advantage.view.page import by_position, data
+from grail_advantage.view.page import page as report_page
+from grail_advantage.view.page.page import render, write_report
+from tests.view.synthetic import text_row, write_dump, write_metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+def index_of(*folders: Path, **options: Any) -> dict[str, Any]:
+    """The index of the page of a run, or of two."""
+    page = render([data.open_run(folder) for folder in folders], **options)
+    block = re.search(r'<script type="text/plain" id="index">(.*?)</script>', page)
+    assert block is not None
+    return json.loads(zlib.decompress(base64.b85decode(block[1].replace("/", "<")))) | {"size": len(page)}
+
+
+def mean_profile(table: by_position.RowTable, outcome: str) -> list[float]:
+    chosen = table.where(table.scored & (table.outcomes == outcome))
+    return by_position.clustered_means(chosen.profiles, chosen.groups).mean.tolist()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny" / "grail"
+    write_metrics(folder, 10)
+    write_dump(folder / "tokens", (1, 5, 10))
+    return folder
+
+
+def test_only_its_own_scripts_and_styles_may_run(run: Path) -> None:
+    page = render([data.open_run(run)])
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    rules = {part.split()[0]: part.split()[1:] for part in policy[1].split("; ")}
+
+    def hashes(pattern: str) -> list[str]:
+        texts = re.findall(pattern, page, flags=re.DOTALL)
+        return [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts]
+
+    assert rules["default-src"] == rules["connect-src"] == rules["base-uri"] == rules["form-action"] == ["'none'"]
+    assert rules["script-src"] == hashes(r"<script>(.*?)</script>") and len(rules["script-src"]) == 2
+    assert rules["style-src"] == hashes(r"<style>(.*?)</style>") and len(rules["style-src"]) == 1
+    # The policy counts from its place on.
+    assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script")
+    shell = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)
+    assert not re.search(r"\s(?:src|srcset|data|action|poster)=", shell)
+    assert re.findall(r'href="([^"]*)"', shell) == ["#rollouts"]
+    assert not re.search(r"\son\w+=|\sstyle=", shell)
+    style = re.search(r"<style>(.*?)</style>", page, flags=re.DOTALL)
+    assert style is not None and "url(" not in style[1] and "@import" not in style[1]
+
+
+def test_the_file_is_written_whole_and_names_no_place(run: Path, tmp_path: Path) -> None:
+    path = write_report(run, tmp_path / "new" / "page.html")
+    text = path.read_text(encoding="utf-8")
+    assert [entry.name for entry in path.parent.iterdir()] == ["page.html"] and text.endswith("</html>\n")
+    assert text == render([data.open_run(run)]), "the same run makes the same file"
+    assert str(run.parents[2]) not in json.dumps(index_of(run)) + text
+    folder = tmp_path / "<img src=x onerror=alert(1)>%SCRIPT%&amp;"
+    write_metrics(folder, 3)
+    page = render([data.open_run(folder)])
+    assert "<img" not in page and "&lt;img src=x onerror=alert(1)&gt;%SCRIPT%&amp;amp;</title>" in page
+
+
+def test_assets_are_in_the_package() -> None:
+    report = ROOT / "grail_advantage/view/page"
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packaged = {path for pattern in patterns["grail_advantage.view.page"] for path in report.glob(pattern)}
+    names = ("report.html", "report.css", *report_page._SCRIPTS)
+    uplot = [report / "assets/uplot" / name for name in ("LICENSE", "uPlot.iife.min.js", "uPlot.min.css")]
+    assert packaged == {*(report / "assets" / name for name in names), *uplot} and "MIT" in uplot[0].read_text()
+
+
+def test_index_of_a_run(run: Path) -> None:
+    index, rows = index_of(run), list(read_dump(run / "tokens"))
+    for name in ("outcome", "answer", "neutral", "reward", "truncated"):
+        assert index["rows"][name] == [getattr(row, name) for row in rows]
+    assert index["rows"]["length"] == [len(row) for row in rows]
+    spreads = [float(np.std(row.weight_T[row.mask_T].astype(np.float64))) for row in rows]
+    assert index["rows"]["spread"] == pytest.approx(spreads, rel=1e-6)
+    problems = [index["groups"][group]["problem"] for group in index["rows"]["group"]]
+    assert [index["problems"][problem]["prompt"] for problem in problems] == [row.prompt for row in rows]
+    assert index["overlays"] == ["weight", "score", "advantage", "surprisal", "entropy"]
+    assert "Every value is the run's own, in float32." in index["foot"]
+    metrics, _ = data.read_metrics(run)
+    reward = next(curve for curve in index["curves"] if curve["title"] == "Training reward")["lines"][0]
+    assert reward["values"] == pytest.approx([metrics[step]["critic/score/mean"] for step in reward["steps"]])
+    assert {curve["title"] for curve in index["more"]} >= {"actor/grad_norm", "timing_s/step"}
+    position, table = index["position"]["grail"], by_position.row_table(rows)
+    assert position["all"][0]["mean"] == pytest.approx(mean_profile(table, "right"), rel=1e-5)
+    wrong = by_position.heat_map(table, "wrong").weights
+    assert np.allclose(np.array(position["heat"]["wrong"], dtype=float), wrong, rtol=1e-5, equal_nan=True)
+    assert position["steps"] == [1, 5, 10]
+
+
+def test_of_a_method_that_gives_advantages_these_are_shown_first(tmp_path: Path) -> None:
+    write_dump(tmp_path / "tokens", (1,), seed=3, problems=2)
+    rows = list(read_dump(tmp_path / "tokens"))
+    rows = [replace(row, weight_T=np.ones_like(row.weight_T)) for row in rows]
+    write_step(tmp_path / "tokens", DumpHeader(step=1, method="step_values"), rows)
+    index = index_of(tmp_path)
+    assert index["overlays"] == ["advantage", "weight", "score", "surprisal", "entropy"]
+    spreads = [float(np.std(row.advantage_T[row.mask_T].astype(np.float64))) for row in rows]
+    given = [len({*row.advantage_T[row.mask_T].tolist()}) > 1 for row in rows]
+    assert index["rows"]["given"] == given and any(given)
+    expected = [spread if one else 0.0 for spread, one in zip(spreads, given, strict=True)]
+    assert index["rows"]["spread"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_prompt_in_both_runs_is_one_problem(run: Path, tmp_path: Path) -> None:
+    write_dump(tmp_path / "other" / "tokens", (1, 7), seed=9, problems=4)
+    index = index_of(run, tmp_path / "other")
+    one, other = ({g["problem"] for g in index["groups"] if g["run"] == number} for number in (0, 1))
+    assert len(one & other) == 6
+    assert len(index["problems"]) == len({problem["prompt"] for problem in index["problems"]})
+    assert [entry["name"] for entry in index["runs"]] == ["grail", "other"]
+
+
+def test_whole_problems_of_every_step_are_chosen(run: Path) -> None:
+    index = index_of(run, rollouts=30)
+    assert len(index["rows"]["step"]) == 24 and [group["step"] for group in index["groups"]] == [1, 5, 10]
+    assert all(index["rows"]["group"].count(number) == group["total"] for number, group in enumerate(index["groups"]))
+    assert "24 of the 72 rollouts" in index["notes"][0] and "--rollouts" in index["notes"][0]
+    assert index["position"] == index_of(run)["position"], "rows that are not on the page count in the means"
+    assert [group["step"] for group in index_of(run, rollouts=16)["groups"]] == [1, 10]
+
+
+def test_values_are_rounded_to_fit_then_rollouts_are_left_out(tmp_path: Path) -> None:
+    write_dump(tmp_path / "a", range(1, 11), problems=4, filler=12)
+    index = index_of(tmp_path / "a", megabytes=1)
+    assert index["size"] < 1e6 < index_of(tmp_path / "a")["size"] and len(index["rows"]["step"]) == 320
+    assert any(re.search(r"rounded to [\d,]+ levels .*weights by at most 0\.\d+", line) for line in index["foot"])
+    write_dump(tmp_path / "b", range(1, 11), problems=13, filler=20)
+    index = index_of(tmp_path / "b", megabytes=1)
+    assert index["size"] < 1e6 and 160 <= len(index["rows"]["step"]) < 1040
+    assert {group["step"] for group in index["groups"]} == set(range(1, 11))
+    assert "--megabytes" in index["notes"][0] and max(index["rows"]["group"]) == len(index["groups"]) - 1
+
+
+def test_broken_and_missing_parts(tmp_path: Path) -> None:
+    write_dump(tmp_path / "cut" / "tokens", (1, 5))
+    last = tmp_path / "cut/tokens/step_000005.parquet"
+    last.write_bytes(last.read_bytes()[:2500])
+    index = index_of(tmp_path / "cut")
+    assert set(index["rows"]["step"]) == {1} and len(index["rows"]["step"]) == 24 and not index["curves"]
+    (note,) = index["notes"]
+    assert "step_000005.parquet: cannot be read as Parquet" in note
+
+    run = tmp_path / "metrics"
+    write_metrics(run, 2)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "data": {"critic/score/mean": NaN, "actor/entropy": Infinity}}\n{"step": 4, "da')
+    index = index_of(run)
+    reward = next(curve for curve in index["curves"] if curve["title"] == "Training reward")["lines"][0]
+    assert reward["steps"] == [1, 2, 3] and reward["values"][2] is None
+    assert any("metrics.jsonl:" in note for note in index["notes"])
+    assert not index["rows"]["step"] and not index["position"]
+    assert "wrote no token dump" in index["nothing"] and "algorithm.token_dump.folder" in index["nothing"]
+    write_step(run / "tokens", DumpHeader(step=1, method="grail"), [])
+    index = index_of(run)
+    assert "no rollout that can be read" in index["nothing"] and any("holds no rows" in note for note in index["notes"])
+    short = [text_row([], row=0), text_row(["x"], row=1, base_advantage_T=None, advantage_T=None, score_T=None)]
+    write_step(run / "tokens", DumpHeader(step=1, method="grail"), short)
+    index = index_of(run / "tokens")
+    assert index["rows"]["length"] == [0, 1] and index["rows"]["spread"] == [None, 0.0]
+
+
+def test_few_answers_are_said_first(tmp_path: Path) -> None:
+    rows = [text_row(["4", "2"], row=row, span=AnswerSpan(0, 0, 1, 1) if row == 0 else None) for row in range(6)]
+    for answer, few in (("hashes", True), ("boxed", True), (None, False)):
+        write_step(tmp_path, DumpHeader(step=1, method="grail", answer=answer), rows)
+        notes = index_of(tmp_path)["notes"]
+        said = f"1 of the 6 rollouts have an answer in the format {answer}. grail weighs every token of the others 1"
+        assert [note.startswith(said) for note in notes[:1]] == [True] * few
+    write_step(tmp_path, DumpHeader(step=1, method="grail", answer="boxed"), rows[:5])
+    assert not index_of(tmp_path)["notes"], "a fifth"

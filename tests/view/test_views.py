@@ -1,0 +1,253 @@
+"""Rollouts and runs outside the page: figures as files, a row in the terminal, tokens in a notebook, hostile text in each."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from grail_advantage.report import main
+from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.view.notebook import row_html, token_html
+from grail_advantage.view.page import by_position, colours, data, figures
+from grail_advantage.view.page.visible import visible
+from grail_advantage.view.terminal import coloured_tokens, find_row, rollout_view
+from tests.dumps import HOSTILE, dump_row
+
+NAN = float("nan")
+HEADER = DumpHeader(step=1, method="grail", special_tokens={7: "<|im_end|>"})
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Über π ≈ 3, 日本語, \\frac{1}{2} and 👨‍👩‍👧",) * 2,
+        ("a\nb", "a↵\nb"),
+        ("\r\t\x00\x1b[0m\x7f", "␍␉␀␛[0m␡"),
+        ("\u202eevil", "<U+202E>evil"),
+        ("zero\u200bwidth\ufeff\u00ad", "zero<U+200B>width<U+FEFF><U+00AD>"),
+        ("\ud800\x85\u2028", "<U+D800><U+0085><U+2028>"),
+        ("\U0010ffff\ue000", "<U+10FFFF><U+E000>"),
+    ],
+)
+def test_characters_that_hide_are_spelt_out(text: str, shown: str) -> None:
+    assert visible(text) == shown and visible("a\n\nb", breaks=False) == "a↵↵b"
+
+
+# ------------------------------------------------------------------------------------------------------------------ figures
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> data.Run:
+    folder = tmp_path / "a $x_1$ <run>"
+    for step in (1, 2):
+        rows = [
+            dump_row([step, 1.0, 1.0, step], step=step, row=0),
+            dump_row([0.5] * 4, step=step, row=1, outcome="wrong"),
+            dump_row([1.0], step=step, row=2, neutral="no answer"),
+        ]
+        write_step(folder / "tokens", DumpHeader(step=step, method="grail"), rows)
+    lines = [
+        {"step": 0, "data": {"val-core/a $x_1$/acc/mean@1": 0.25}},
+        {"step": 1, "data": {"training/global_step": 1, "critic/score/mean": 0.1, "grail/average_weight": NAN}},
+        {"step": 2, "data": {"training/global_step": 2, "critic/score/mean": 0.3, "val-core/a $x_1$/acc/mean@1": 0.5}},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return data.open_run(folder)
+
+
+def test_each_figure_is_a_picture_a_drawing_and_a_table(
+    run: data.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run.folder), "--figures", str(tmp_path / "new/f")]) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert [path.name for path in written] == [
+        f"{name}.{kind}" for name in ("curves", "profile", "heat_map") for kind in ("csv", "png", "svg")
+    ]
+    for path, again in zip(written, figures.write_figures(run, tmp_path / "again"), strict=True):
+        assert path.read_bytes() == again.read_bytes(), path.name
+        if path.suffix == ".png":
+            with Image.open(path) as image:
+                assert min(image.size) > 300 and len(set(image.convert("L").getdata())) > 20
+        if path.suffix == ".svg":
+            ElementTree.parse(path)
+            assert "<script" not in path.read_text()
+    (run.folder / "metrics.jsonl").unlink()
+    alone = figures.write_figures(data.open_run(run.folder), tmp_path / "a")
+    assert {path.stem for path in alone} == {"profile", "heat_map"}
+    write_step(tmp_path / "neutral", DumpHeader(step=1, method="uniform"), [dump_row([1.0], neutral="not scored")])
+    with pytest.raises(ValueError, match="has nothing to draw"):
+        figures.write_figures(data.open_run(tmp_path / "neutral"), tmp_path / "b")
+
+
+def test_tables_by_hand(run: data.Run, tmp_path: Path) -> None:
+    figures.write_figures(run, tmp_path, by_position.row_table(run.dump, bins=2))
+
+    def read(name: str, *columns: str) -> list[tuple[str, ...]]:
+        with (tmp_path / f"{name}.csv").open(newline="", encoding="utf-8") as file:
+            return [tuple(row[column] for column in columns) for row in csv.DictReader(file)]
+
+    assert read("curves", "figure", "line", "step", "value") == [
+        ("accuracy", "a $x_1$, mean@1", "0", "0.25"),
+        ("accuracy", "a $x_1$, mean@1", "2", "0.5"),
+        ("reward", "reward", "1", "0.1"),
+        ("reward", "reward", "2", "0.3"),
+        ("weights", "mean", "1", ""),
+    ]
+    heat = [
+        ("1", "0.25", "0.75", "2"),
+        ("1", "0.75", "0.75", "2"),
+        ("2", "0.25", "1.0", "2"),
+        ("2", "0.75", "1.0", "2"),
+    ]
+    assert read("heat_map", "step", "position", "weight", "rows") == heat
+    profile = [
+        (step, outcome, position, mean, "")  # one prompt has no interval
+        for step, right in (("1", "1.0"), ("2", "1.5"))
+        for outcome, mean in (("right", right), ("wrong", "0.5"))
+        for position in ("0.25", "0.75")
+    ]
+    assert read("profile", "first_step", "outcome", "position", "mean", "low") == profile
+
+
+# ----------------------------------------------------------------------------------------------------------------- terminal
+
+
+def _printed(row: DumpRow, *, colour: bool = False, header: DumpHeader | None = HEADER) -> str:
+    console = Console(width=100, force_terminal=colour, color_system="truecolor" if colour else None, highlight=False)
+    with console.capture() as captured:
+        console.print(rollout_view(header, row))
+    return captured.get()
+
+
+def test_the_chosen_row(tmp_path: Path) -> None:
+    for step in (1, 5):
+        rows = [dump_row([1.0], step=step, row=row, neutral="no answer" if row < 3 else None) for row in (2, 3, 4)]
+        write_step(tmp_path, DumpHeader(step=step, method="grail"), rows)
+    write_step(tmp_path, DumpHeader(step=9, method="grail"), [])
+    dump = read_dump(tmp_path)
+    for which, wanted in (({}, (5, 3)), ({"step": 1}, (1, 3)), ({"step": 1, "row": 4}, (1, 4)), ({"row": 2}, (5, 2))):
+        header, row = find_row(dump, **which)
+        assert (row.step, row.row) == wanted and header.step == row.step
+    for which, message in (
+        ({"step": 2}, r"--step 2 is not in .*; its steps are 1, 5, 9"),
+        ({"step": 5, "row": 9}, r"--row 9 is not in step 5 of .*; its rows are 2, 3, 4"),
+        ({"step": 9}, r"holds no rows that can be read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_row(dump, **which)
+
+
+def test_a_row_in_the_terminal() -> None:
+    row = dump_row([0.5, 2.0, 1.0], tokens=["so ", "5", ""], token_ids_T=[1, 2, 7], gold="4", answer="5", span=(1, 1, 2, 2),
+                   outcome="wrong", reward=0.0, truncated=True, score_T=[0.25, 8.0, np.nan])  # fmt: skip
+    printed = _printed(row)
+    for fact in ("step 1, row 0", "grail", "wrong", "reward 0", "gold 4", "answer 5", "truncated", "3 tokens"):
+        assert fact in "".join(printed.splitlines()[:2]), fact
+    assert "What is it?" in printed and "so 5<|im_end|>" in printed
+    assert re.search(r"heaviest .*5\W+1\W+2\.000\W+8\b", printed) and re.search(r"lightest.*0\.500\W+0\.25", printed)
+    bare = dump_row([1.0, 1.0], score_T=None, neutral="no answer", outcome=None, reward=None, prompt="")
+    printed = _printed(bare, header=None)
+    assert "not scored: no answer" in printed and "every token weighs the same" in printed
+
+    table = colours.diverging(theme=colours.DARK)
+    places = np.array([-1.0, 0.0, np.nan, 1.0])
+    shown = coloured_tokens(["a", "b", "c", ""], places, table, "#ffffff", special={3: "<end>"}, bold=range(1, 2))
+    grounds = [span.style.bgcolor.get_truecolor().hex if span.style.bgcolor else None for span in shown.spans]
+    assert (shown.plain, grounds) == ("abc<end>", [table[0], table[32], None, table[-1]])
+    assert [bool(span.style.bold) for span in shown.spans] == [False, True, False, False]
+    printed = _printed(dump_row([4.0, 4.0], tokens=["heavy", "tool"], mask_T=[True, False]), colour=True)
+    red, green, blue = (int(table[-1][i : i + 2], 16) for i in (1, 3, 5))
+    assert re.search(rf"48;2;{red};{green};{blue}m\w*heavy", printed)
+    assert not re.search(r"48;2;[\d;]+mtool", printed), "a token that does not train has no colour"
+
+
+# ----------------------------------------------------------------------------------------------------------------- notebook
+
+
+class _Reader(HTMLParser):
+    """Elements with their attributes, and the text of each."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None], str]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.elements.append((tag, dict(attrs), ""))
+
+    def handle_data(self, data: str) -> None:
+        tag, attrs, text = self.elements[-1]
+        self.elements[-1] = (tag, attrs, text + data)
+
+
+def _tokens(shown: str) -> list[tuple[str | None, str | None, str]]:
+    """Ground, title and text of each token."""
+    return [
+        ((attrs.get("style") or "").removeprefix("background:") or None, attrs["title"], text)
+        for tag, attrs, text in _Reader(shown).elements
+        if tag == "span" and "title" in attrs
+    ]
+
+
+def test_tokens_in_a_notebook() -> None:
+    table = colours.diverging()
+    shown = token_html(["a", " b", "c", "d"], [0.25, 1.0, 9.0, NAN])
+    grounds, titles, texts = zip(*_tokens(shown), strict=True)
+    assert grounds == (table[0], table[32], table[-1], None) and texts == ("a", " b", "c", "d")
+    assert titles == ("weight 0.25", "weight 1", "weight 9", "no weight") and shown._repr_html_() == shown
+    legend = [text for tag, attrs, text in _Reader(shown).elements if tag == "span" and "title" not in attrs]
+    assert legend == ["at most 0.25", "0.5", "1", "2", "at least 4"]
+    signed = [ground for ground, *_ in _tokens(token_html(["a", "b", "c"], [-2.0, 0.0, 1.0], scale="signed"))]
+    assert signed == [table[i] for i in (0, 32, 48)]
+    plain = [ground for ground, *_ in _tokens(token_html(["a", "b"], [0.0, 3.0], scale="from zero", dark=True))]
+    assert plain == [colours.sequential(theme=colours.DARK)[i] for i in (0, -1)]
+    assert not _tokens(token_html([], [])) and _tokens(token_html(["a"], [0.0], scale="signed"))
+
+    row = dump_row([0.5, 2.0], tokens=["a", "b"], mask_T=[True, False], old_log_prob_T=np.float32([-1.5, -2.0]))
+    assert [title for _, title, _ in _tokens(row_html(row))] == ["weight 0.5", "no weight"]
+    assert [title for _, title, _ in _tokens(row_html(row, "surprisal"))] == ["surprisal 1.5", "no surprisal"]
+    assert _tokens(row_html(row, "base_advantage"))[0][1] == "base advantage 0.5"
+    with pytest.raises(ValueError, match=r"values has shape \(1,\) for 2 tokens"):
+        token_html(["a", "b"], [1.0])
+    with pytest.raises(ValueError, match="scale='log' is unknown; choose weight, signed or from zero"):
+        token_html(["a"], [1.0], scale="log")
+    for column in ("entropy", "span", "surprisal"):
+        with pytest.raises(
+            ValueError, match=f"column='{column}' is not in this row; it has weight, score, advantage, b"
+        ):
+            row_html(dump_row([1.0], entropy_T=None), column)
+
+
+# ------------------------------------------------------------------------------------------------------------- hostile text
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_texts_do_nothing(text: str, tmp_path: Path) -> None:
+    """In the terminal with and without colours, in a notebook, and as the name of a data set in a figure."""
+    row = dump_row([2.0, 0.5], tokens=[text, " b"], prompt=text, gold=text, answer=text, neutral=text)
+    header = DumpHeader(step=1, method=text, special_tokens={0: text})
+    for colour in (True, False):
+        rest = re.sub(r"\x1b\[[\d;]*m", "", _printed(row, colour=colour, header=header))  # rich's own colours
+        rest.encode()
+        acting = r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+        assert not re.search(acting, rest) and ("[red]markup[/red]" in rest or "markup" not in text)
+    shown = token_html([text, "b"], [1.0, 2.0], name=text)
+    elements = _Reader(shown).elements
+    assert {tag for tag, *_ in elements} == {"div", "span"} and shown.encode()
+    assert {name for _, attrs, _ in elements for name in attrs} == {"style", "title"}
+    assert _tokens(shown)[0][2] == visible(text)
+    if len(text) < 1000:
+        curve = data.Curve("accuracy", "Accuracy", "share", [data.Line(text.strip() or "x", [1, 2], [0.1, 0.2])] * 2)
+        paths = figures._write(tmp_path, "curves", (3, 2), lambda figure: figures.draw_curves(figure, [curve]))
+        assert [path.suffix for path in paths if path.stat().st_size] == [".csv", ".png", ".svg"]
+        ElementTree.parse(paths[2])
