@@ -100,16 +100,6 @@ def write_assets(folder: Path, rows: int, opening: str, words: Sequence[str] = (
     pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
 
 
-def on_nodes(nodes: int) -> list[str]:
-    """What makes a run take one rank on each node of a Ray cluster that is there."""
-    given = ("num_cpus", "num_gpus")  # by the cluster
-    return [
-        f"trainer.nnodes={nodes}",
-        "trainer.n_gpus_per_node=1",
-        *(f"ray_kwargs.ray_init.{name}=null" for name in given),
-    ]
-
-
 @dataclass(frozen=True)
 class WholeRun:
     """A finished run."""
@@ -210,7 +200,6 @@ def start(
     *,
     rows: int,
     stock: bool = False,
-    nodes: int = 0,
     wrapper: Sequence[str] = (),
     opening: str = "\\boxed{",
     words: Sequence[str] = (),
@@ -224,7 +213,6 @@ def start(
         rows: prompts in the data set.
         stock: through verl's own entry point, with verl's own configuration and what a machine without an accelerator needs;
             otherwise through the recipe's.
-        nodes: so many Ray nodes of one rank each, by ``scripts/local_nodes.sh``; 0 for the Ray that verl starts.
         wrapper: words in front of the command.
         opening: of the model's answers.
         words: further tokens.
@@ -261,8 +249,6 @@ def start(
         *overrides,
     ]
     command = [*wrapper, *command]
-    if nodes:
-        command = ["bash", str(ROOT / "scripts/local_nodes.sh"), str(nodes), *command, *on_nodes(nodes)]
     variables = {
         **os.environ,
         "VERL_PLATFORM": "cpu",
