@@ -1,13 +1,12 @@
 """A whole step of a real verl run: verl's own GRPO, ``uniform`` and GRAIL; generation, driver and transport included.
 
-    python benchmarks/bench_whole_step.py                  # without a GPU, as examples/run_tiny_cpu_grail.sh
+    python -m benchmarks.bench_whole_step                  # without a GPU, as examples/run_tiny_cpu_grail.sh
 
-One run takes them in turn (``whole_step_trainer.py``), with a learning rate of 0, so that all see the same policy. ``uniform``
-and GRAIL leave out the rows that train nothing (``skip_neutral_rows=auto``), verl's GRPO runs every row.
-The seconds are processor time of all processes: Ray, TransferQueue, vLLM, the worker, the driver. ``tiny`` is the warmed-up
-model that comes with the repository; ``large`` is the same function with more to compute for every token: blocks that add
-nothing, and feed-forward layers widened by zeros. Writes ``results/whole_step-cpu.json``, or with ``--model``
-``results/whole_step-trained-cpu.json``; ``report.py`` makes the tables.
+One run takes them in turn (:mod:`benchmarks.whole_step_trainer`), with a learning rate of 0, so that all see the same policy.
+``uniform`` and GRAIL leave out the rows that train nothing (``skip_neutral_rows=auto``), verl's GRPO runs every row. The
+seconds are processor time of all processes: Ray, TransferQueue, vLLM, the worker, the driver. ``tiny`` is the warmed-up model
+that comes with the repository; ``large`` is the same function with more to compute for every token: blocks that add nothing,
+and feed-forward layers widened by zeros. Writes ``results/whole_step-cpu.json``.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, Clock, processor, record, show, write
-from transformers import AutoTokenizer, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
-from recipe.tiny.prepare import MODEL_FOLDER, PrepareSettings, prepare
+from benchmarks.measuring import RESULTS, Clock, processor, record, show, write
+from recipe.tiny.prepare import PrepareSettings, prepare
+from recipe.tiny.shipped import load_shipped
 
 ROOT = Path(__file__).parents[1]
 MAX_PROMPT, MAX_RESPONSE = 32, 64
@@ -80,13 +80,12 @@ def enlarge(model: Qwen3ForCausalLM, layers: int, intermediate: int) -> Qwen3For
     return larger
 
 
-def measure(size: Size, folder: Path, steps: int, data: Path, start: Path) -> list[dict[str, Any]]:
+def measure(size: Size, folder: Path, steps: int, data: Path) -> list[dict[str, Any]]:
     """One run: for each step its method, processor seconds by process, and what verl logged."""
     folder.mkdir(parents=True)
-    tokenizer = AutoTokenizer.from_pretrained(start)
-    model = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32)
-    enlarge(model, size.layers, size.intermediate).save_pretrained(folder / MODEL_FOLDER)
-    tokenizer.save_pretrained(folder / MODEL_FOLDER)
+    model, tokenizer = load_shipped()
+    enlarge(model, size.layers, size.intermediate).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
     responses = size.prompts * size.rollouts
     overrides = [
         f"data.train_files={data / 'train.parquet'}",
@@ -95,7 +94,7 @@ def measure(size: Size, folder: Path, steps: int, data: Path, start: Path) -> li
         f"data.max_prompt_length={MAX_PROMPT}",
         f"data.max_response_length={MAX_RESPONSE}",
         "data.dataloader_num_workers=0",
-        f"actor_rollout_ref.model.path={folder / MODEL_FOLDER}",
+        f"actor_rollout_ref.model.path={folder / 'model'}",
         f"actor_rollout_ref.model.enable_gradient_checkpointing={size.checkpointing}",
         "actor_rollout_ref.actor.optim.lr=0.0",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={size.prompts}",
@@ -106,7 +105,7 @@ def measure(size: Size, folder: Path, steps: int, data: Path, start: Path) -> li
         f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={min(responses, 128)}",
         "algorithm.adv_estimator=grail",
         "algorithm.norm_adv_by_std_in_grpo=False",
-        "algorithm.token_weights.trainer_module=whole_step_trainer",
+        "algorithm.token_weights.trainer_module=benchmarks.whole_step_trainer",
         "algorithm.token_weights.skip_neutral_rows=auto",
         "reward.custom_reward_function.path=pkg://grail_advantage.reward",
         "reward.custom_reward_function.name=compute_score",
@@ -125,7 +124,7 @@ def measure(size: Size, folder: Path, steps: int, data: Path, start: Path) -> li
         **os.environ,
         "VERL_PLATFORM": "cpu",
         "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)]),
+        "PYTHONPATH": str(ROOT),
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
         "WHOLE_STEP_LAUNCHER": str(os.getpid()),
         "WHOLE_STEP_NOTES": str(folder / "notes.jsonl"),
@@ -168,38 +167,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), metavar="SIZE")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each method; even")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        help="a trained model of the example's shape; otherwise the one that comes with the repository",
-    )
-    parser.add_argument("--work", type=Path, help="folder for the warmed-up model and the runs; otherwise a new one")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     args = parser.parse_args()
     if args.rounds < 2 or args.rounds % 2:
         parser.error(
             f"--rounds {args.rounds} must be even and at least 2: the order of the methods turns round each time"
         )
-    clock = Clock("cpu")
-    result = record("whole_step-trained" if args.model else "whole_step", "cpu", clock, 1) | {
-        "clock": "processor time of all processes",
-        "hardware": processor(),
-    }
-    for name, folder in (("work", args.work), ("results", args.results)):  # folders are of no interest
-        result["command"] = result["command"].replace(f" --{name} {folder}", "")
-    result["runs"] = []
+    result = record("whole_step", Clock("cpu"), "python -m benchmarks.bench_whole_step")
+    result |= {"clock": "processor time of all processes", "hardware": processor(), "runs": []}
     with tempfile.TemporaryDirectory() as temporary:
-        work = (args.work or Path(temporary)).resolve()
-        prepare(work / "prepared", PrepareSettings(warm_up=None), show)
+        data = Path(temporary, "data")
+        prepare(data, PrepareSettings(warm_up=None), show)
         for name in args.sizes:
-            size = SIZES[name]
             count = SKIPPED + 3 * args.rounds + 1
             show(f"{name}: {count} steps")
-            runs = Path(tempfile.mkdtemp(dir=work))
-            steps = measure(
-                size, runs / "run", count, work / "prepared", args.model or work / "prepared" / MODEL_FOLDER
-            )
-            result["runs"].append({"name": name, **asdict(size), "steps": steps})
+            steps = measure(SIZES[name], Path(temporary, name), count, data)
+            result["runs"].append({"name": name, **asdict(SIZES[name]), "steps": steps})
             write(result, args.results)
 
 

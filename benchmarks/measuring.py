@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import platform
-import shlex
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+Result = TypeVar("Result")
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "verl", "flash-attn", "numpy", "tokenizers")
 
@@ -26,18 +26,18 @@ PACKAGES = ("torch", "transformers", "verl", "flash-attn", "numpy", "tokenizers"
 class Clock:
     """Seconds of work.
 
-    On a GPU: wall clock between two synchronisations. On the CPU with one thread: processor time of this process, which other
-    processes change much less than the wall clock; with more threads the wall clock.
+    On a GPU: wall clock between two synchronisations. On the CPU: processor time of this process, which other processes change
+    much less than the wall clock.
     """
 
-    def __init__(self, device: str, threads: int = 1) -> None:
+    def __init__(self, device: str) -> None:
         self.device = device
-        self.name = "processor time" if device == "cpu" and threads == 1 else "wall clock"
+        self.name = "processor time" if device == "cpu" else "wall clock"
 
     def now(self) -> float:
         if self.device == "cuda":
             torch.cuda.synchronize()
-        return time.process_time() if self.name == "processor time" else time.perf_counter()
+        return time.process_time() if self.device == "cpu" else time.perf_counter()
 
     def seconds(self, run: Callable[[], Any]) -> float:
         """How long one call takes."""
@@ -46,18 +46,15 @@ class Clock:
         return self.now() - start
 
 
-def interleaved(clock: Clock, ways: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Time every way once a repeat, one after the other, each repeat starting with another one; so load and drift fall on all
-    alike. One untimed call of each comes first."""
-    for run in ways.values():
+def in_turn(ways: Mapping[str, Callable[[], Result]], *, warm: bool = True) -> Iterator[dict[str, Result]]:
+    """Run every way once a repeat, one after the other, each repeat starting with another one, so that load and drift fall
+    on all alike; without an end. One call of each comes first, whose result is dropped, unless ``warm`` is false."""
+    for run in ways.values() if warm else ():
         run()
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
-    for repeat in range(repeats):
+    for repeat in itertools.count():
         shift = repeat % len(names)
-        for name in names[shift:] + names[:shift]:
-            seconds[name].append(clock.seconds(ways[name]))
-    return seconds
+        yield {name: ways[name]() for name in names[shift:] + names[:shift]}
 
 
 def peak_memory(device: str, run: Callable[[], Any]) -> int:
@@ -99,14 +96,14 @@ def _live_bytes() -> int:
     return sum(storages.values())
 
 
-def record(name: str, device: str, clock: Clock, threads: int) -> dict[str, Any]:
+def record(name: str, clock: Clock, command: str) -> dict[str, Any]:
     """Where and how a benchmark ran; its figures are added to this."""
     return {
         "name": name,
-        "device": device,
+        "device": clock.device,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": f"python {shlex.join([_relative(sys.argv[0]), *sys.argv[1:]])}",
-        "hardware": _hardware(device, threads),
+        "command": command,
+        "hardware": _hardware(clock.device),
         "versions": {"Python": platform.python_version(), **_versions()},
         "clock": clock.name,
         "load_at_start": round(os.getloadavg()[0], 1),
@@ -118,27 +115,12 @@ def write(result: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result['name']}-{result['device']}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    show(f"wrote {_relative(str(path))}")
+    show(f"wrote {path.name}")
     return path
 
 
 def show(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def selected_rows(share: float, rows: int) -> int:
-    """The number of rows nearest to a share of them, at least one."""
-    return max(1, round(share * rows))
-
-
-def median(values: list[float]) -> float:
-    return statistics.median(values)
-
-
-def _relative(path: str) -> str:
-    root = Path(__file__).parents[1]
-    resolved = Path(path).resolve()
-    return str(resolved.relative_to(root)) if resolved.is_relative_to(root) else resolved.name
 
 
 def _versions() -> dict[str, str]:
@@ -151,14 +133,14 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _hardware(device: str, threads: int) -> str:
+def _hardware(device: str) -> str:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         driver = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
         return (
             f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, driver {driver}, CUDA {torch.version.cuda}"
         )
-    return f"{processor()}, {threads} thread{'s' if threads > 1 else ''} used"
+    return processor()
 
 
 def said_by(*command: str) -> str:

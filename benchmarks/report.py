@@ -1,9 +1,8 @@
-"""Write tables of the benchmarks' results into ``benchmarks/README.md``.
+"""Write tables of the benchmarks' results into ``benchmarks/README.md``, and a summary into the front page.
 
-    python benchmarks/report.py
+    python -m benchmarks.report
 
-Reads ``results/*.json`` and replaces the text between the markers of that page, and the summary
-between those of the project's front page. Every figure comes from the recorded seconds and bytes.
+Reads ``results/*.json`` and replaces the text between the markers of the two pages. Every figure comes from recorded seconds.
 """
 
 from __future__ import annotations
@@ -11,147 +10,180 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from measuring import RESULTS, median, show
-
-from recipe.marked_text import write_marked
+from benchmarks.bench_training_step import GRPO, ratios
+from benchmarks.measuring import RESULTS
+from recipe.marked_text import table, write_marked
 
 MARKER, FRONT_PAGE_MARKER = "results", "cost"
 README = Path(__file__).parent / "README.md"
 FRONT_PAGE = Path(__file__).parents[1] / "README.md"
 STOCK = "grpo"
 """verl's own trainer, in whole steps."""
-
-
-def methods(result: dict[str, Any]) -> list[str]:
-    setup, baseline = result["setup"], result["baseline"]
-    repeats = len(result["methods"][baseline]["repeats"])
-    lines = [
-        f"### What each method adds to a step, {result['device']}",
-        "",
-        *_origin(result),
-        f"Model and batch: {_shape(setup)}; {setup['wrong_rows']} of {setup['rows']} rows wrong, {setup['prompts']} prompts; "
-        f"gradient checkpointing {result['checkpointing']}. 1 epoch, {repeats} repeats.",
-        "",
-        f"| method | rows scored | adds, F | x {baseline}, by stages | x {baseline}, whole steps (lowest to highest) | |",
-        "|---|--:|--:|--:|--:|---|",
-    ]
-    for name, of_method in result["methods"].items():
-        rows, timed, ratios = of_method["rows"], of_method["timed_rows"], of_method["ratios"]
-        sampled = f"pass timed on {timed} rows, x {rows / timed:g}" if 0 < timed < rows else ""
-        lines.append(
-            f"| `{name}` | {rows} | {of_method['forwards']:.2f} | {of_method['ratio']:.3f} "
-            f"| {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) | {sampled} |"
-        )
-    return [*lines, ""]
-
-
 PARTS = {"generation": ("VLLM", "vLLM", "AgentLoop"), "training": ("WorkerDict",), "driver": ("TaskRunner",)}
 """Titles of the processes of a verl run hold one of these; whatever else runs is Ray, TransferQueue and the reward."""
+Found = dict[str, Any]
 
 
-def neutral_rows(result: dict[str, Any]) -> list[str]:
-    setup = result["setup"]
-    lines = [
-        f"### Rows that train nothing, {result['device']}",
-        "",
-        *_origin(result),
-        f"Model and batch: {_shape(setup)}. Multiples of verl's GRPO, which runs every row; medians of "
-        f"{len(result['runs'][0]['repeats'])} repeats, lowest to highest.",
-        "",
-        "| checkpointing | rows without an advantage | rows scored | epochs | GRPO or uniform, leaving them out | GRAIL | "
-        "GRAIL, leaving them out | the same, x without weights |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+def of_methods(result: Found) -> list[str]:
+    """What each method adds."""
+    setup, baseline, methods = result["setup"], result["baseline"], result["methods"]
+    rows = []
+    for name, of in methods.items():
+        sampled = 0 < of["timed_rows"] < of["rows"]
+        note = f"pass timed on {of['timed_rows']} rows, x {of['rows'] / of['timed_rows']:g}" if sampled else ""
+        cells = f"{of['forwards']:.2f}", f"{of['ratio']:.3f}", spread(of["ratios"], 3)
+        rows.append([f"`{name}`", of["rows"], *cells, note])
+    head = [
+        "method",
+        "rows scored",
+        "adds, F",
+        f"x {baseline}, by stages",
+        f"x {baseline}, whole steps (lowest to highest)",
     ]
+    return [
+        f"Model and batch: {_shape(setup)}; {setup['wrong_rows']} of {setup['rows']} rows wrong, {setup['prompts']} prompts; "
+        f"gradient checkpointing {result['checkpointing']}. 1 epoch, {len(methods[baseline]['repeats'])} repeats.",
+        "",
+        *table([*head, ""], rows, right=1),
+    ]
+
+
+def of_neutral_rows(result: Found) -> list[str]:
+    """The training side with rows left out."""
+    rows = []
     for run in result["runs"]:
         for epochs in result["epochs"]:
-            unweighted = skipping_without_weights(run)
-            own, grail, skipping = (
-                of_steps(run, name, "GRPO", epochs) for name in (unweighted, "GRAIL", "GRAIL, skipping")
-            )
-            share = of_steps(run, "GRAIL, skipping", unweighted, epochs)
-            lines.append(
-                f"| {run['checkpointing']} | {run['neutral_rows'] / setup['rows']:.0%} | "
-                f"{run['selected_rows'] / setup['rows']:.0%} | {epochs} | {_spread(own)} | {_spread(grail)} | "
-                f"{_spread(skipping)} | {median(share):.2f} |"
-            )
-    return [*lines, ""]
-
-
-def skipping_without_weights(run: dict[str, Any]) -> str:
-    """The variant that leaves rows out and has no weights: ``uniform``, or in earlier results GRPO's own advantages."""
-    return next(name for name in ("uniform, skipping", "GRPO, skipping") if name in run["repeats"][0])
-
-
-def of_steps(run: dict[str, Any], variant: str, baseline: str, epochs: int) -> list[float]:
-    """Steps of so many epochs as multiples of the baseline's of the same repeat."""
-    return [sum(of[variant][: epochs + 1]) / sum(of[baseline][: epochs + 1]) for of in run["repeats"]]
-
-
-def _spread(ratios: list[float]) -> str:
-    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-
-
-def whole_step(result: dict[str, Any]) -> list[str]:
-    lines = [
-        f"### A whole step of a verl run, cpu{', model trained before' if 'trained' in result['name'] else ''}",
+            shares = [f"{run[of] / result['setup']['rows']:.0%}" for of in ("neutral_rows", "selected_rows")]
+            cells = [spread(ratios(run["repeats"], name, GRPO, epochs)) for name in variants(run)]
+            rows.append([run["checkpointing"], *shares, epochs, *cells])
+    head = ["checkpointing", "rows without an advantage", "rows scored", "epochs"]
+    head += ["GRPO or uniform, leaving them out", "GRAIL", "GRAIL, leaving them out"]
+    return [
+        f"Model and batch: {_shape(result['setup'])}. Multiples of verl's GRPO, which runs every row; medians of "
+        f"{len(result['runs'][0]['repeats'])} repeats, lowest to highest.",
         "",
-        *_origin(result),
+        *table(head, rows, right=1),
+    ]
+
+
+def variants(run: Found) -> list[str]:
+    """Without weights and leaving rows out (``uniform``, or in earlier results GRPO's own advantages), GRAIL, and both."""
+    unweighted = next(name for name in ("uniform, skipping", "GRPO, skipping") if name in run["repeats"][0])
+    return [unweighted, "GRAIL", "GRAIL, skipping"]
+
+
+def of_whole_steps(result: Found) -> list[str]:
+    """Whole steps of a verl run."""
+    rows = []
+    for run in result["runs"]:
+        steps, seconds = _steps(run), _seconds(run)
+        parts = {name: [_by_part(step["seconds"]) for step in of] for name, of in steps.items()}
+        training = {name: sum(step["training"] for step in of) for name, of in parts.items()}
+        total, count = sum(seconds[STOCK]), len(seconds[STOCK])
+        shares = [f"{sum(step[part] for step in parts[STOCK]) / total:.0%}" for part in (*PARTS, "rest")]
+        rows.append(
+            [
+                f"{run['name']}: {run['layers']} layers, feed-forward {run['intermediate']}, {run['prompts']} x "
+                f"{run['rollouts']} responses, checkpointing {'on' if run['checkpointing'] else 'off'}",
+                count,
+                f"{_left_out(run):.0%}",
+                f"{fmean(step['selected_rate'] for step in steps['grail']):.0%}",
+                f"{total / count:.1f}",
+                f"{ratio_of_sums(seconds['uniform'], seconds[STOCK])[0]:.3f}",
+                _interval(seconds["grail"], seconds[STOCK], 3),
+                _interval(seconds["grail"], seconds["uniform"], 3),
+                f"{training['grail'] / training[STOCK]:.3f}",
+                ", ".join(shares),
+            ]
+        )
+    head = [
+        "model",
+        "steps of each",
+        "rows left out",
+        "rows scored",
+        "GRPO, s",
+        "uniform, x GRPO",
+        "GRAIL, x GRPO (95 %)",
+    ]
+    head += ["GRAIL, x uniform (95 %)", "training alone: GRAIL, x GRPO"]
+    return [
         "Means of the steps of each method, in turn in one run; 95 % intervals by drawing the rounds again. `uniform` and "
         "GRAIL leave out the rows that train nothing, verl's GRPO runs them.",
         "",
-        "| model | steps of each | rows left out | rows scored | GRPO, s | uniform, x GRPO | GRAIL, x GRPO (95 %) "
-        "| GRAIL, x uniform (95 %) | training alone: GRAIL, x GRPO "
-        "| of GRPO's seconds: generation, training, driver, rest |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        *table([*head, "of GRPO's seconds: generation, training, driver, rest"], rows, right=1),
     ]
-    for run in result["runs"]:
-        of_method, seconds = _steps_of_methods(run), _seconds(run)
-        parts = {name: [_by_part(step["seconds"]) for step in steps] for name, steps in of_method.items()}
-        training = {name: sum(step["training"] for step in steps) for name, steps in parts.items()}
-        total, count = sum(seconds[STOCK]), len(seconds[STOCK])
-        shares = [sum(step[part] for step in parts[STOCK]) / total for part in (*PARTS, "rest")]
-        lines.append(
-            f"| {run['name']}: {run['layers']} layers, feed-forward {run['intermediate']}, "
-            f"{run['prompts']} x {run['rollouts']} responses, checkpointing {'on' if run['checkpointing'] else 'off'} "
-            f"| {count} | {_left_out(run):.0%} | {_mean(of_method['grail'], 'selected_rate'):.0%} | {total / count:.1f} "
-            f"| {ratio_of_sums(seconds['uniform'], seconds[STOCK])[0]:.3f} | {_interval(seconds['grail'], seconds[STOCK], 3)} "
-            f"| {_interval(seconds['grail'], seconds['uniform'], 3)} | {training['grail'] / training[STOCK]:.3f} "
-            f"| {', '.join(f'{share:.0%}' for share in shares)} |"
+
+
+PASSAGES: dict[str, tuple[str, Callable[[Found], list[str]]]] = {
+    "neutral_rows": ("Rows that train nothing, {device}", of_neutral_rows),
+    "whole_step": ("A whole step of a verl run, {device}", of_whole_steps),
+    "methods": ("What each method adds to a step, {device}", of_methods),
+}
+"""By the first part of a result's name: its heading and its table."""
+
+
+def render(folder: Path) -> str:
+    """All tables in Markdown."""
+    lines: list[str] = []
+    for name, (heading, passage) in PASSAGES.items():
+        for result in _results(folder, name):
+            trained = ", model trained before" if "trained" in result["name"] else ""
+            versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+            origin = (
+                f"`{result['command']}`, {result['date']}, load average {result['load_at_start']} at the start. "
+                f"{result['hardware']}. {versions}. Seconds are {result['clock']}."
+            )
+            lines += [f"### {heading.format_map(result)}{trained}", "", origin, "", *passage(result), ""]
+    return "\n".join(lines).strip()
+
+
+def summary(folder: Path) -> str:
+    """For the front page: what GRAIL as published costs, against verl's GRPO, and what leaving rows out saves."""
+    lines, sentences = [], []
+    for result in _results(folder, "neutral_rows"):
+        off, on = (
+            sorted((run for run in result["runs"] if run["checkpointing"] == way), key=lambda run: run["neutral_rows"])
+            for way in ("off", "on")
         )
-    return [*lines, ""]
+        labels = ("`uniform`, without them", "GRAIL", "GRAIL, without them")
+        rows = [
+            [label, *(spread(ratios(run["repeats"], variants(run)[place], GRPO, 1)) for run in off)]
+            for place, label in enumerate(labels)
+        ]
+        shares = [f"{run['neutral_rows'] / result['setup']['rows']:.0%}" for run in off]
+        lines += [
+            "Training side of a step of one epoch, without gradient checkpointing, as a multiple of verl's GRPO, which runs "
+            f"every row ({result['device'].upper()}, {len(off[0]['repeats'])} repeats: median, lowest to highest):",
+            "",
+            *table(["rows without an advantage", *shares], [*rows[1:], rows[0]], right=1),
+            "",
+        ]
+        if on:
+            found = [ratios(run["repeats"], "GRAIL, skipping", GRPO, 1) for run in on]
+            sentences.append(
+                f"With gradient checkpointing, GRAIL without these rows took {', '.join(f'{median(r):.2f}' for r in found)}, "
+                f"where repeats lie up to {max(max(r) - min(r) for r in found):.2f} apart."
+            )
+    whole = [
+        f"{_interval(_seconds(run)['grail'], _seconds(run)[STOCK], 2)} with {run['layers']} layers"
+        f"{' and checkpointing' if run['checkpointing'] else ''}, {_left_out(run):.0%} of the rows left out"
+        for result in _results(folder, "whole_step")
+        for run in result["runs"]
+    ]
+    if whole:
+        sentences.append(f"Whole verl steps, generation included, took {'; '.join(whole)}.")
+    return "\n".join([*lines, " ".join(sentences)]).rstrip()
 
 
-def _steps_of_methods(run: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    return {name: [step for step in run["steps"] if step["method"] == name] for name in (STOCK, "uniform", "grail")}
-
-
-def _seconds(run: dict[str, Any]) -> dict[str, list[float]]:
-    return {name: [sum(step["seconds"].values()) for step in steps] for name, steps in _steps_of_methods(run).items()}
-
-
-def _mean(steps: list[dict[str, Any]], name: str) -> float:
-    return statistics.fmean(step[name] for step in steps)
-
-
-def _left_out(run: dict[str, Any]) -> float:
-    return _mean(_steps_of_methods(run)["grail"], "skipped_rows") / (run["prompts"] * run["rollouts"])
-
-
-def _interval(ours: list[float], theirs: list[float], digits: int) -> str:
-    ratio, low, high = (f"{value:.{digits}f}" for value in ratio_of_sums(ours, theirs))
-    return f"{ratio} ({low} to {high})"
-
-
-def _by_part(seconds: dict[str, float]) -> dict[str, float]:
-    totals = dict.fromkeys((*PARTS, "rest"), 0.0)
-    for title, value in seconds.items():
-        part = next((part for part, words in PARTS.items() if any(word in title for word in words)), "rest")
-        totals[part] += value
-    return totals
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Median, lowest and highest."""
+    middle, low, high = (f"{value:.{digits}f}" for value in (median(values), min(values), max(values)))
+    return f"{middle} ({low} to {high})"
 
 
 def ratio_of_sums(ours: list[float], theirs: list[float], draws: int = 10_000) -> tuple[float, float, float]:
@@ -166,16 +198,36 @@ def ratio_of_sums(ours: list[float], theirs: list[float], draws: int = 10_000) -
     return of(pairs), drawn[int(0.025 * draws)], drawn[int(0.975 * draws) - 1]
 
 
-def _origin(result: dict[str, Any]) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return [
-        f"`{result['command']}`, {result['date']}, load average {result['load_at_start']} at the start. "
-        f"{result['hardware']}. {versions}. Seconds are {result['clock']}.",
-        "",
-    ]
+def _interval(ours: list[float], theirs: list[float], digits: int) -> str:
+    ratio, low, high = (f"{value:.{digits}f}" for value in ratio_of_sums(ours, theirs))
+    return f"{ratio} ({low} to {high})"
 
 
-def _shape(setup: dict[str, Any]) -> str:
+def _results(folder: Path, name: str) -> list[Found]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{name}-*.json"))]
+
+
+def _steps(run: Found) -> dict[str, list[Found]]:
+    return {name: [step for step in run["steps"] if step["method"] == name] for name in (STOCK, "uniform", "grail")}
+
+
+def _seconds(run: Found) -> dict[str, list[float]]:
+    return {name: [sum(step["seconds"].values()) for step in steps] for name, steps in _steps(run).items()}
+
+
+def _left_out(run: Found) -> float:
+    return fmean(step["skipped_rows"] for step in _steps(run)["grail"]) / (run["prompts"] * run["rollouts"])
+
+
+def _by_part(seconds: dict[str, float]) -> dict[str, float]:
+    totals = dict.fromkeys((*PARTS, "rest"), 0.0)
+    for title, value in seconds.items():
+        part = next((part for part, words in PARTS.items() if any(word in title for word in words)), "rest")
+        totals[part] += value
+    return totals
+
+
+def _shape(setup: Found) -> str:
     return (
         f"{setup['layers']} layers, width {setup['hidden']}, vocabulary {setup['vocabulary']}, computing in "
         f"{setup['compute_dtype']} on {setup['parameter_dtype']} parameters; {setup['rows']} rows x {setup['tokens']} tokens, "
@@ -183,78 +235,8 @@ def _shape(setup: dict[str, Any]) -> str:
     )
 
 
-def render(folder: Path) -> str:
-    """All tables in Markdown."""
-    lines: list[str] = []
-    passages = {
-        "neutral_rows": neutral_rows,
-        "whole_step": whole_step,
-        "methods": methods,
-    }
-    for name, passage in passages.items():
-        for path in sorted(folder.glob(f"{name}-*.json")):
-            lines += passage(json.loads(path.read_text(encoding="utf-8")))
-    return "\n".join(lines).strip()
-
-
-def summary(folder: Path) -> str:
-    """For the front page: what GRAIL as published costs, against verl's GRPO, and what leaving rows out saves."""
-    tables, sentences = [], []
-    for path in sorted(folder.glob("neutral_rows-*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        tables += _front_page_table(result)
-        if checkpointed := _by_share(result, "on"):
-            ratios = [of_steps(run, "GRAIL, skipping", "GRPO", 1) for run in checkpointed]
-            apart = max(max(of_cell) - min(of_cell) for of_cell in ratios)
-            sentences.append(
-                f"With gradient checkpointing, GRAIL without these rows took {', '.join(f'{median(r):.2f}' for r in ratios)}, "
-                f"where repeats lie up to {apart:.2f} apart."
-            )
-    runs = [
-        run
-        for path in sorted(folder.glob("whole_step-*.json"))
-        for run in json.loads(path.read_text(encoding="utf-8"))["runs"]
-    ]
-    if runs:
-        measured = "; ".join(
-            f"{_interval(_seconds(run)['grail'], _seconds(run)[STOCK], 2)} with {run['layers']} layers"
-            f"{' and checkpointing' if run['checkpointing'] else ''}, {_left_out(run):.0%} of the rows left out "
-            f"({_interval(_seconds(run)['grail'], _seconds(run)['uniform'], 2)} of `uniform`'s, which leaves them out too)"
-            for run in runs
-        )
-        sentences.append(
-            f"Whole verl steps with GRAIL, generation included, took, as a multiple of GRPO's, {measured}."
-        )
-    return "\n".join([*tables, " ".join(sentences)]).rstrip()
-
-
-def _by_share(result: dict[str, Any], checkpointing: str) -> list[dict[str, Any]]:
-    runs = [run for run in result["runs"] if run["checkpointing"] == checkpointing]
-    return sorted(runs, key=lambda run: run["neutral_rows"])
-
-
-def _front_page_table(result: dict[str, Any]) -> list[str]:
-    runs = _by_share(result, "off")
-    shares = [f"{run['neutral_rows'] / result['setup']['rows']:.0%}" for run in runs]
-    lines = [
-        f"Training side of a step of one epoch, without gradient checkpointing, as a multiple of verl's GRPO, which runs every "
-        f"row ({result['device'].upper()}, {len(result['runs'][0]['repeats'])} repeats: median, lowest to highest):",
-        "",
-        f"| rows without an advantage | {' | '.join(shares)} |",
-        "|---|" + "--:|" * len(runs),
-    ]
-    variants = {
-        "GRAIL": ["GRAIL"] * len(runs),
-        "GRAIL, without them": ["GRAIL, skipping"] * len(runs),
-        "`uniform`, without them": [skipping_without_weights(run) for run in runs],
-    }
-    for label, of_runs in variants.items():
-        cells = [_spread(of_steps(run, variant, "GRPO", 1)) for run, variant in zip(runs, of_runs, strict=True)]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return [*lines, ""]
-
-
 def main() -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the benchmarks' JSON files")
     parser.add_argument("--readme", type=Path, default=README, help="file with the markers to write between")
@@ -262,7 +244,6 @@ def main() -> None:
     args = parser.parse_args()
     write_marked(args.readme, MARKER, render(args.results))
     write_marked(args.front_page, FRONT_PAGE_MARKER, summary(args.results))
-    show(f"wrote {args.readme}")
 
 
 if __name__ == "__main__":

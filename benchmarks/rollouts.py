@@ -31,14 +31,9 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         if self.response <= AFTER_ANSWER + ANSWER.end:
-            raise ValueError(
-                f"a response of {self.response} tokens has no room for an answer; give --tokens at least "
-                f"{AFTER_ANSWER + ANSWER.end + 1} more than --prompt, in the smallest of the points too"
-            )
+            raise ValueError(f"a response of {self.response} tokens has no room for an answer")
         if not 0 < self.selected <= self.trained:
-            raise ValueError(
-                f"{self.selected} of {self.trained} rows selected; choose --selected and --rows so that one is"
-            )
+            raise ValueError(f"{self.selected} of {self.trained} trained rows need scores")
 
     @property
     def trained(self) -> int:
@@ -68,6 +63,6 @@ class Rollouts:
 
     @property
     def examples(self) -> list[Example]:
-        """The question of each row: about as many words as the prompt has tokens, and a gold answer."""
-        messages = [{"role": "user", "content": " ".join(["word"] * self.prompt)}]
+        """The question of each row, of as many letters as the prompt has tokens, and a gold answer."""
+        messages = [{"role": "user", "content": "x" * self.prompt}]
         return [Example(messages, {"reward_model": {"ground_truth": "42"}}, {})] * self.rows

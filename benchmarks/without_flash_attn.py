@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-ATTENTION = "packed_rows"
-"""Name for ``attn_implementation``; transformers makes no mask for it."""
+from benchmarks.setup import ROW_BY_ROW
+
 CHUNK = 1024
 """Tokens whose logits are in float32 at one time."""
 
 
 def install() -> None:
-    """Make :data:`ATTENTION` known to transformers, and give verl's FSDP engine :func:`log_probs`."""
+    """Make :func:`attend` known to transformers, which makes no mask for it, and give verl's FSDP engine :func:`log_probs`."""
     from verl.workers.engine.fsdp import transformer_impl
 
-    AttentionInterface.register(ATTENTION, attend)
+    AttentionInterface.register(ROW_BY_ROW, attend)
     transformer_impl.logprobs_from_logits = log_probs
 
 

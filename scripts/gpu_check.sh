@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
 # GRAIL | checks that need a GPU, in independent parts | one NVIDIA GPU (two for sequence parallelism)
-# Knobs: PYTHON (python3; part a needs torch, transformers and pydantic alone, the others what docs/gpu.md says)
+# Knobs: PYTHON (python3; part a needs torch, transformers, numpy and pydantic alone, the others what docs/gpu.md says)
 #
 #   bash scripts/gpu_check.sh            # all parts, the most valuable first, each under 8 minutes
 #   bash scripts/gpu_check.sh a b        # these
-#   bash scripts/gpu_check.sh --dry      # on the CPU at toy size, into outputs/gpu_check/
+#   bash scripts/gpu_check.sh --dry      # on the CPU at toy size
 #
 # a: token weights in bf16 against fp32, time and memory of the passes. b: training with TRL. c: the training side of the recipe
-# with verl's engine. d: flash attention. e: whole verl runs with vLLM. f: a whole step at the shape of Qwen3-4B. No hub, no package
-# index and no pytest. Results: benchmarks/results/gpu_check/*.json, as each part goes, and the end of docs/gpu.md. Exit status 0
-# only where everything that was asked for ran and passed.
+# with verl's engine. No hub, no package index and no pytest. Results: PART.json as each part goes, and page.md, in the folder of
+# --results DIR (outputs/gpu_check). Exit status 0 only where everything that was asked for ran and passed.
 
 set -euo pipefail
 
@@ -21,5 +20,5 @@ if ! command -v "${python}" >/dev/null; then
 fi
 
 # The project's packages from this folder, whatever is installed.
-PYTHONPATH=${project_root}:${project_root}/benchmarks${PYTHONPATH:+:${PYTHONPATH}} \
-    exec "${python}" -m gpu_check "$@"
+cd "${project_root}"
+PYTHONPATH=${project_root}${PYTHONPATH:+:${PYTHONPATH}} exec "${python}" -m benchmarks.gpu_check "$@"

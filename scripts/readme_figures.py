@@ -4,7 +4,6 @@
 
 - the table: the comparisons of the second study, once they are complete; its plot is the report's own;
 - ``docs/images/cost.png``: ``benchmarks/results/neutral_rows-cpu.json``;
-- ``docs/images/tokens.png``: with ``--tokens FOLDER KEY``, a row of an analysis, weighed by several methods (needs Chromium);
 - ``docs/images/learning_curve.png``: ``docs/images/learning_curve.csv``, which ``--runs GRAIL UNIFORM`` takes from the folders
   of two runs of the CPU example.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import html
 import json
 import sys
 from pathlib import Path
@@ -23,18 +21,15 @@ from typing import Any
 from matplotlib import pyplot
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
-from report import of_steps, skipping_without_weights  # noqa: E402
-
-from grail_advantage.view.dump.files import read_dump  # noqa: E402
-from grail_advantage.view.notebook import token_html  # noqa: E402
+from benchmarks.bench_training_step import GRPO, ratios  # noqa: E402
+from benchmarks.report import variants  # noqa: E402
 from recipe.marked_text import write_marked  # noqa: E402
 from recipe.run_report import read_steps  # noqa: E402
 from study.plan import StudyPlan  # noqa: E402
 from study.report import Results, contrast_table  # noqa: E402
 from study.work import Files  # noqa: E402
-from tests.view.browser import launched  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 STUDY = ROOT / "docs" / "study2"
@@ -46,17 +41,6 @@ COST_ARMS = {
     "": "uniform, without them",
 }
 CURVE_ARMS = ("GRAIL", "uniform")
-TOKEN_METHODS = {
-    "grail": "GRAIL",
-    "grail:preset=robust": "GRAIL, preset robust",
-    "oar_g:variant=grail_port": "OAR-G (GRAIL's authors' variant)",
-    "surprisal": "surprisal: weight 1 on the least likely token, 0 on all others",
-}
-TOKENS_PAGE = """<!doctype html><meta charset="utf-8"><style>
-body {{ margin: 0; padding: 14px 18px; width: 1000px; background: white; color: #24292f; font: 14px/1.5 sans-serif }}
-h1 {{ font-size: 15px; margin: 0; font-weight: normal }} h2 {{ font-size: 14px; margin: 12px 0 2px }}
-main {{ display: grid; grid-template-columns: 1fr 1fr; gap: 0 16px }}
-</style><h1>{head}</h1><main>{parts}</main>"""
 INK, ACCENT, MUTED, WARM = "#24292f", "#0b6e4f", "#9aa5b1", "#c8553d"
 
 
@@ -70,7 +54,7 @@ def cost_ratios(results: dict[str, Any], arm: str, epochs: int) -> dict[float, f
     verl's GRPO: the median of the repeats. No arm stands for the one that leaves rows out and has no weights."""
     return {
         run["neutral_rows"] / results["setup"]["rows"]: median(
-            of_steps(run, arm or skipping_without_weights(run), "GRPO", epochs)
+            ratios(run["repeats"], arm or variants(run)[0], GRPO, epochs)
         )
         for run in results["runs"]
         if run["checkpointing"] == "off"
@@ -113,25 +97,6 @@ def draw_curve(path: Path) -> None:
     _save(figure, path)
 
 
-def draw_tokens(folder: Path, key: str, path: Path) -> None:
-    """A row of an analysis with several methods, as a notebook shows it."""
-    row = next(row for row in read_dump(folder) if row.key == key)
-    parts = [
-        f"<section><h2>{html.escape(label)}</h2>"
-        f"{token_html(row.tokens, row.methods[name].weight_T, name='weight')}</section>"
-        for name, label in TOKEN_METHODS.items()
-    ]
-    head = f"The right answer is {row.gold}; red lines mark the wrong step. "
-    head += "Each method multiplies this response's (negative) advantage by:"
-    first, last = row.labels["wrong_step"]
-    wrong = ", ".join(f"section div > div > span:nth-child({place + 1})" for place in range(first, last))
-    with launched() as browser:
-        page = browser.new_page(viewport={"width": 1040, "height": 600}, device_scale_factor=1.6)
-        page.set_content(TOKENS_PAGE.format(head=html.escape(head), parts="".join(parts)))
-        page.add_style_tag(content=f"{wrong} {{ border: solid #d1242f; border-width: 2px 0 }}")
-        page.locator("body").screenshot(path=path)
-
-
 def _finish(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
@@ -158,7 +123,6 @@ def store_curves(runs: list[Path]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, nargs=2, metavar=CURVE_ARMS, help="folders of runs of the CPU example")
-    parser.add_argument("--tokens", nargs=2, metavar=("FOLDER", "KEY"), help="dump of an analysis, and the row")
     parser.add_argument("--write", type=Path, help="page with the marker study, for the table")
     parser.add_argument("--images", type=Path, default=IMAGES)
     arguments = parser.parse_args()
@@ -167,8 +131,6 @@ def main() -> None:
     results = json.loads(COSTS.read_text(encoding="utf-8"))
     draw_costs(results, arguments.images / "cost.png")
     draw_curve(arguments.images / "learning_curve.png")
-    if arguments.tokens:
-        draw_tokens(Path(arguments.tokens[0]), arguments.tokens[1], arguments.images / "tokens.png")
     if arguments.write:
         write_marked(arguments.write, "study", table())
 

@@ -1,4 +1,4 @@
-"""Take the pictures of docs/report.md from a report, in Chromium.
+"""Take the pictures of docs/report.md from a report, in Chromium (``CHROMIUM``, or the one on the path).
 
     python scripts/report_pictures.py RUN/report.html [--hash "#rollout=20.3&token=40"]
 
@@ -8,15 +8,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import os
+import shutil
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from playwright.sync_api import sync_playwright
 
-from tests.view.browser import launched  # noqa: E402
-
-IMAGES = ROOT / "docs" / "images"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 # Name, viewport, pixel ratio, dark, the element at the top.
 PICTURES = (
     ("rollouts", (1280, 860), 1.5, False, "#rollouts"),
@@ -32,7 +30,8 @@ def main() -> None:
     parser.add_argument("--hash", default="", help="fragment of the page's address, which opens a rollout")
     parser.add_argument("--only", choices=[picture[0] for picture in PICTURES], action="append")
     args = parser.parse_args()
-    with launched() as browser:
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=chromium) as browser:
         for name, (width, height), ratio, dark, top in PICTURES:
             if args.only and name not in args.only:
                 continue

@@ -7,12 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_check import page
-from gpu_check.outcome import FAILED, PASSED
-from gpu_check.parts import LIMIT_SECONDS, PARTS, ROOT, execute
+from benchmarks.gpu_check.outcome import FAILED, PASSED
+from benchmarks.gpu_check.page import write_page
+from benchmarks.gpu_check.parts import LIMIT_SECONDS, PARTS, ROOT, execute
 
-DRY = ROOT / "outputs" / "gpu_check"
-"""Folder of a rehearsal."""
+RESULTS = ROOT / "outputs" / "gpu_check"
 
 
 def why_not() -> str | None:
@@ -32,13 +31,11 @@ def why_not() -> str | None:
     return None
 
 
-def main(arguments: Sequence[str] | None = None, results: Path = page.RESULTS, shown: Path = page.PAGE) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
         arguments: letters of parts; all by default.
-        results: folder of the results.
-        shown: the page that shows them.
 
     Returns:
         0 if everything that was asked for ran and passed; 1 if not, or if there is no GPU.
@@ -50,32 +47,29 @@ def main(arguments: Sequence[str] | None = None, results: Path = page.RESULTS, s
         + f". Each takes at most {LIMIT_SECONDS // 60} minutes on one GPU.",
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all, in this order)")
+    parser.add_argument("--dry", action="store_true", help="on the CPU at toy size; times mean nothing")
     parser.add_argument(
-        "--dry", action="store_true", help=f"on the CPU at toy size, into {page.named(DRY)}; times mean nothing"
+        "--results", type=Path, default=RESULTS, metavar="DIR", help="folder of the results (%(default)s)"
     )
     options = parser.parse_args(arguments)
     chosen, device = options.parts or list(PARTS), "cpu" if options.dry else "cuda"
     if unknown := [letter for letter in chosen if letter not in PARTS]:
         parser.error(f"there is no part {', '.join(map(repr, unknown))}; choose from {', '.join(PARTS)}")
-    if options.dry:
-        results, shown = DRY, DRY / "page.md"
-        results.mkdir(parents=True, exist_ok=True)
-        shown.write_text("<!-- results -->\n<!-- /results -->\n", encoding="utf-8")
-    elif (reason := why_not()) is not None:
+    if not options.dry and (reason := why_not()) is not None:
         print(f"gpu_check: {reason}", file=sys.stderr)
         return 1
 
     by_letter = {}
     for letter in dict.fromkeys(chosen):
         print(f"gpu_check: part {letter}, {PARTS[letter].title}", file=sys.stderr, flush=True)
-        by_letter[letter] = execute(PARTS[letter], results, device, LIMIT_SECONDS * (4 if options.dry else 1))
-        page.write_page(results, shown)
+        by_letter[letter] = execute(PARTS[letter], options.results, device, LIMIT_SECONDS * (4 if options.dry else 1))
+        page = write_page(options.results)
     for letter, result in by_letter.items():
         print(f"{letter}: {result['status']}")
         for check in result["checks"]:
             if check["status"] != PASSED or result["status"] == FAILED:
                 print(f"   {check['status']}: {check['name']} ({check['said']})")
-    print(f"results in {page.named(results)}, shown in {page.named(shown)}")
+    print(f"shown in {page}")
     return 0 if all(result["status"] == PASSED for result in by_letter.values()) else 1
 
 

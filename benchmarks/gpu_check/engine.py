@@ -1,43 +1,44 @@
 """Part c: the training side of the published recipe on one GPU, with verl's engine, at the shapes of Qwen3-0.6B and Qwen3-4B.
 
 Engine, precision, micro-batches, epochs and loss are those that ``examples/run_qwen3_grail.sh`` gives verl, read from its
-configuration. Stock GRPO, ``uniform`` and GRAIL run in turn, the latter two with rows of advantage 0 left out and not.
+configuration. GRPO (base advantages on every row, in this project's worker, which runs verl's methods), ``uniform`` and GRAIL
+run in turn, the latter two with rows of advantage 0 left out and not.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
-from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import yaml
-from bench_neutral_rows import GRPO, VARIANTS, run_step
-from environment import set_up
-from measuring import Clock, median, peak_memory
 
-from gpu_check.outcome import Outcome
-from gpu_check.parts import ROOT
-from gpu_check.plain import FULL, TOY
+from benchmarks.bench_training_step import GRPO, VARIANTS, ratios, run_variant
+from benchmarks.gpu_check.outcome import Outcome
+from benchmarks.gpu_check.parts import ROOT
+from benchmarks.measuring import Clock, in_turn, peak_memory
+from benchmarks.random_model import SHAPES, release
+from benchmarks.setup import ROW_BY_ROW, Setup, packed_attention, prepare_process
 
 RECIPE = "examples/run_qwen3_grail.sh"
-STEP_LIMIT = 1.18
-"""Most that a GRAIL step of one epoch should cost, in GRPO steps: 3 of 8 rows at 2 F of the account's 5 F is 1.15."""
+MARGIN = 0.05
+"""What a step may take above :func:`account`, as a share of GRPO's."""
 ROWS, SELECTED, NEUTRAL = 8, 3, 2
 """Rows of the batch; of them those that GRAIL scores, and those whose group has no advantage."""
 REPEATS = 6
-RUNS = (("Qwen3-0.6B", True, 60), ("Qwen3-4B", True, 90), ("Qwen3-0.6B", False, 20))
-"""Shape, gradient checkpointing, and seconds after which no third and no further repeat begins. Without checkpointing the
-activations of Qwen3-4B's micro-batch fit on no GPU."""
-DRY_RUNS = (("toy", True, 0), ("toy", False, 0))
+RUNS = (("Qwen3-0.6B", False, 20), ("Qwen3-0.6B", True, 60), ("Qwen3-4B", True, 60))
+"""Shape, gradient checkpointing, and seconds after which no further repeat begins. Without checkpointing the activations of
+Qwen3-4B's micro-batch fit on no GPU."""
+DRY_RUNS = (("toy", False, 0), ("toy", True, 0))
 WITHOUT = "torch's attention row by row, log-probabilities in chunks: flash-attn is not installed"
+UPDATE, GRAIL_PASS = "actor update", "with GRAIL's backward"
 
 
 def run(outcome: Outcome, device: str = "cuda") -> None:
@@ -45,18 +46,15 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
 
     Args:
         outcome: what they are written to.
-        device: ``cuda``, or ``cpu`` with a toy shape, short rows and two repeats.
+        device: ``cuda``, or ``cpu`` with a toy shape, short rows and one repeat.
     """
-    if device == "cpu":
-        os.environ["VERL_PLATFORM"] = "cpu"  # verl looks while it is imported
+    prepare_process(device)
     with outcome.attempt("the recipe's configuration"):
         config = recipe()
         for shape, checkpointing, seconds in RUNS if device == "cuda" else DRY_RUNS:
             name = f"{shape}, checkpointing {'on' if checkpointing else 'off'}"
             with outcome.attempt(f"training side, {name}"):
-                training_side(outcome, name, config, device, (FULL.shapes | TOY.shapes)[shape], checkpointing, seconds)
-    with outcome.attempt("verl's fused kernels"):
-        fused_kernels(outcome, device)
+                training_side(outcome, name, config, device, shape, checkpointing, seconds)
     with outcome.attempt("seconds of the saliency"):
         seconds_of_work(outcome, device)
 
@@ -76,7 +74,7 @@ def recipe() -> dict[str, Any]:
     return yaml.safe_load(done.stdout)
 
 
-def actor_of(config: dict[str, Any], device: str) -> Any:
+def actor_of(config: dict[str, Any]) -> Any:
     """verl's settings of the actor, of the recipe's configuration."""
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
@@ -86,7 +84,7 @@ def actor_of(config: dict[str, Any], device: str) -> Any:
     return actor
 
 
-def layers_that_fit(shape: dict[str, int], device: str, budget: int) -> int:
+def layers_that_fit(shape: Mapping[str, int], device: str, budget: int) -> int:
     """Layers of a shape whose training fits on the GPU: 20 bytes a parameter while Adam steps, logits with their gradient, and
     8 GiB for the rest."""
     if device != "cuda":
@@ -100,34 +98,44 @@ def layers_that_fit(shape: dict[str, int], device: str, budget: int) -> int:
     return max(1, min(shape["num_hidden_layers"], int(room // block)))
 
 
+def account(shape: Mapping[str, int], tokens: int, checkpointing: bool) -> float:
+    """A step of one epoch with GRAIL as a multiple of GRPO's, by multiplications.
+
+    A backward to the inputs of a linear layer costs one forward of it, one to its weights another. A kernel's backward through
+    attention costs 2.5 forwards of it, whatever is asked for. With checkpointing each backward runs the forward again.
+    """
+    hidden, width = shape["hidden_size"], shape["head_dim"] * shape["num_attention_heads"]
+    keys = shape["head_dim"] * shape["num_key_value_heads"]
+    block = 2 * hidden * (width + keys) + 3 * hidden * shape["intermediate_size"]
+    linear = shape["num_hidden_layers"] * block + hidden * shape["vocab_size"]
+    attention = shape["num_hidden_layers"] * width * tokens  # two products with half of the row on average
+    share = attention / (linear + attention)
+    again = 1 if checkpointing else 0
+    of_inputs = 1 - share + 2.5 * share
+    step = 1 + (1 + 2 * (1 - share) + 2.5 * share + again)
+    return 1 + SELECTED / ROWS * (of_inputs + again) / step
+
+
 def training_side(
     outcome: Outcome,
     name: str,
     config: dict[str, Any],
     device: str,
-    shape: dict[str, int],
+    shape: str,
     checkpointing: bool,
     limit: float,
 ) -> None:
     """Steps of all variants in turn for some seconds, and the peaks of their stages; kept after each repeat."""
-    actor, data = actor_of(config, device), config["data"]
+    actor, data = actor_of(config), config["data"]
     prompt, response = data["max_prompt_length"], data["max_response_length"]
     if device == "cpu":
         prompt, response = 8, 72
-    epochs, budget = actor.ppo_epochs, actor.ppo_max_token_len_per_gpu
-    tokens = prompt + response
+    epochs, budget, tokens = actor.ppo_epochs, actor.ppo_max_token_len_per_gpu, prompt + response
     rows = max(1, budget // tokens) if device == "cuda" else 4
-    layers = layers_that_fit(shape, device, budget)
-    args = argparse.Namespace(
-        device=device,
-        threads=torch.get_num_threads(),
-        layers=layers,
-        hidden=shape["hidden_size"],
-        intermediate=shape["intermediate_size"],
-        heads=shape["num_attention_heads"],
-        kv_heads=shape["num_key_value_heads"],
-        head_dim=shape["head_dim"],
-        vocabulary=shape["vocab_size"],
+    layers = layers_that_fit(SHAPES[shape], device, budget)
+    setup = Setup(
+        device,
+        SHAPES[shape] | {"num_hidden_layers": layers},
         rows=ROWS,
         tokens=tokens,
         prompt=prompt,
@@ -135,93 +143,106 @@ def training_side(
         parameter_dtype="bf16",  # of the file that verl loads; the engine's are the recipe's
         compute_dtype="bf16",
         layout="packed",
-        attention="flash_attention_2" if device == "cuda" else "packed_rows",
+        attention=packed_attention() if device == "cuda" else ROW_BY_ROW,
     )
-    set_up(args)
-    from training_side import Rollouts, TrainingSide, make_worker, release
+    from benchmarks.training_side import Rollouts, TrainingSide, make_worker
 
-    figures: dict[str, Any] = {
-        "layers": f"{layers} of {shape['num_hidden_layers']}",
-        "attention": WITHOUT if args.attention == "packed_rows" else f"flash-attn {version('flash-attn')}",
-        "parameters": f"{actor.engine.model_dtype}, computing in {actor.engine.dtype}",
-        "batch": f"{ROWS} rows x {tokens} tokens, {SELECTED} scored, {NEUTRAL} without advantage, "
-        f"micro-batches of {rows * tokens} tokens",
-        "epochs": epochs,
-        "repeats": [],
-        "peak_bytes": {},
-    }
-    clock = Clock(device, args.threads)
+    attention = WITHOUT if setup.attention == ROW_BY_ROW else f"flash-attn {version('flash-attn')}"
+    note = (
+        f"{layers} of {SHAPES[shape]['num_hidden_layers']} layers. {attention}. Parameters in {actor.engine.model_dtype}, "
+        f"computing in {actor.engine.dtype}. {ROWS} rows x {tokens} tokens, {SELECTED} scored, {NEUTRAL} without advantage, "
+        f"micro-batches of {rows * tokens} tokens."
+    )
+    clock, repeats = Clock(device), []
     worker = side = None
     try:
-        worker = make_worker(args, checkpointing, actor)
-        side = TrainingSide(worker, Rollouts(ROWS, prompt, response, SELECTED, args.vocabulary, NEUTRAL), actor)
-        agree, detail = True, "fused, separate and published pass"
+        worker = make_worker(setup, checkpointing, actor)
+        side = TrainingSide(
+            worker, Rollouts(ROWS, prompt, response, SELECTED, setup.shape["vocab_size"], NEUTRAL), actor
+        )
+        agree, detail = True, "fused and separate pass"
         try:
             side.check()
         except SystemExit as error:
             agree, detail = False, str(error)
-        outcome.check(f"{name}: saliencies of three ways agree", agree, detail)
-        figures["peak_bytes"] = peaks(side, device)
-        outcome.figures(f"training side, {name}", figures)
+        outcome.check(f"{name}: saliencies of two ways agree", agree, detail)
+        judge_memory(outcome, name, peaks(side, device))
         begun = time.monotonic()
-        while len(figures["repeats"]) < REPEATS and (time.monotonic() - begun < limit or len(figures["repeats"]) < 2):
-            shift = len(figures["repeats"]) % len(VARIANTS)
-            order = VARIANTS[shift:] + VARIANTS[:shift]
-            figures["repeats"].append({variant: run_step(side, variant, epochs, clock) for variant in order})
-            outcome.figures(f"training side, {name}", figures)
-        judge(outcome, name, figures, device)
+        ways = {variant: partial(run_variant, side, variant, clock, epochs) for variant in VARIANTS}
+        for repeat in in_turn(ways, warm=False):
+            repeats.append(repeat)
+            outcome.figures(f"Seconds, {name}", seconds_of(repeats, epochs), note)
+            if len(repeats) == REPEATS or time.monotonic() - begun >= limit:
+                break
+        judge_step(outcome, name, repeats, device, account(setup.shape, tokens, checkpointing) + MARGIN)
     finally:
         del worker, side
         release()
 
 
+def seconds_of(repeats: list[dict[str, list[float]]], epochs: int) -> dict[str, dict[str, list[float]]]:
+    """By variant, seconds of steps of one epoch and of all, and both as multiples of GRPO's in the same repeat."""
+    return {
+        variant: {
+            f"{count} epochs, {what}": values
+            for count in sorted({1, epochs})
+            for what, values in (
+                ("seconds", [sum(repeat[variant][: count + 1]) for repeat in repeats]),
+                ("x GRPO", ratios(repeats, variant, GRPO, count)),
+            )
+        }
+        for variant in VARIANTS
+    }
+
+
 def peaks(side: Any, device: str) -> dict[str, int]:
-    """Peak bytes of each stage alone."""
+    """Peak bytes of each stage alone, after a first update: the optimiser's state is there, as in all steps but the first."""
     from grail_advantage import GrailConfig
 
     log_probs = side.old_log_probs()["log_probs"]
+    side.update(log_probs, side.base_advantages())
     stages: dict[str, Callable[[], Any]] = {
         "old log-probabilities": side.old_log_probs,
-        "with GRAIL's backward": lambda: side.fused_log_probs(GrailConfig("official")),
-        "actor update": lambda: side.update(log_probs, side.base_advantages()),
+        GRAIL_PASS: lambda: side.fused_log_probs(GrailConfig("official")),
+        UPDATE: lambda: side.update(log_probs, side.base_advantages()),
     }
     return {name: peak_memory(device, stage) for name, stage in stages.items()}
 
 
-def ratios(figures: dict[str, Any], variant: str, epochs: int) -> list[float]:
-    """A variant's steps of so many epochs as multiples of GRPO's in the same repeat."""
-    return [sum(repeat[variant][: epochs + 1]) / sum(repeat[GRPO][: epochs + 1]) for repeat in figures["repeats"]]
+def judge_memory(outcome: Outcome, name: str, found: dict[str, int]) -> None:
+    """GRAIL's pass must fit where the update does."""
+    rows = {stage: {"GiB": peak / 2**30, "x the update's": peak / found[UPDATE]} for stage, peak in found.items()}
+    outcome.figures(f"Peak memory, {name}", rows, "The optimiser's state is there in every stage.")
+    share = found[GRAIL_PASS] / found[UPDATE]
+    outcome.check(f"{name}: GRAIL's pass needs no more memory than the update", share <= 1, f"{share:.2f} x its peak")
 
 
-def judge(outcome: Outcome, name: str, figures: dict[str, Any], device: str) -> None:
-    """GRAIL's step must cost what the account says, and its pass must fit where the update does."""
-    found, step = ratios(figures, "GRAIL", 1), f"{name}: GRAIL's step of one epoch against GRPO's"
+def judge_step(outcome: Outcome, name: str, repeats: list[dict[str, list[float]]], device: str, limit: float) -> None:
+    """GRAIL's step must cost what the account says."""
+    found, step = ratios(repeats, "GRAIL", GRPO, 1), f"{name}: GRAIL's step of one epoch against GRPO's"
     detail = f"{median(found):.3f} x, {min(found):.3f} to {max(found):.3f}"
     if device == "cpu":
         outcome.not_run(step, f"{detail}: a rehearsal's times mean nothing")
     else:
-        outcome.check(step, median(found) <= STEP_LIMIT, f"{detail} (at most {STEP_LIMIT:.2f})")
-    share = figures["peak_bytes"]["with GRAIL's backward"] / figures["peak_bytes"]["actor update"]
-    outcome.check(f"{name}: GRAIL's pass needs no more memory than the update", share <= 1, f"{share:.2f} x its peak")
+        outcome.check(step, median(found) <= limit, f"{detail} (at most {limit:.2f}, by the account and {MARGIN:.0%})")
 
 
-def fused_kernels(outcome: Outcome, device: str) -> None:
-    """Scores with verl's fused kernels, torch's and triton's; a GPU may multiply float32 with 10 bits of mantissa (TF32)."""
-    from tests.verl_ext.gpu_checks import kernel_errors
-
-    with tempfile.TemporaryDirectory() as folder:
-        for name, error in kernel_errors(Path(folder), device).items():
-            outcome.check(f"fused kernels of {name}: a plain model's scores", error <= 2e-2, f"off by {error:.1e}")
-
-
-def seconds_of_work(outcome: Outcome, device: str) -> None:
-    """``timing_s/token_weights`` is what the GPU works, not what the host takes to hand it out."""
+def seconds_of_work(outcome: Outcome, device: str, products: int = 100) -> None:
+    """``timing_s/token_weights`` is what the GPU works, not the moment that the host takes to hand it out."""
     if device != "cuda":
         outcome.not_run("seconds of the saliency are the GPU's", "needs a GPU")
         return
-    from tests.verl_ext.gpu_checks import seconds_of_work as measure
+    from grail_advantage.verl_ext.shared_forward import DeviceWatch
 
-    handed_out, seconds, until_end = measure()
+    watch, matrix_DD = DeviceWatch(), torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    with watch.running():
+        for _ in range(products):
+            matrix_DD @ matrix_DD
+    handed_out = time.perf_counter() - start
+    seconds = watch.seconds()
+    until_end = time.perf_counter() - start
     outcome.check(
         "seconds of the saliency are the GPU's",
         handed_out < seconds <= until_end,

@@ -4,7 +4,7 @@ leaves those before."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,15 @@ class Outcome:
         """Something that could not be checked here."""
         self._add(name, NOT_RUN, why)
 
-    def figures(self, name: str, values: Any) -> None:
-        """Something measured that has no limit."""
-        self.result["figures"][name] = values
+    def figures(self, name: str, rows: Mapping[str, Mapping[str, Any]], note: str = "") -> None:
+        """Something measured that has no limit, as a table.
+
+        Args:
+            name: its heading.
+            rows: by label, a number, a text or several numbers for each column.
+            note: what the table is of.
+        """
+        self.result["figures"][name] = {"note": note, "rows": rows}
         self._save()
 
     @contextmanager

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_check.outcome import FAILED, NOT_RUN, Outcome, status_of
+from benchmarks.gpu_check.outcome import FAILED, NOT_RUN, Outcome, status_of
 
 ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 480
@@ -44,29 +44,16 @@ PARTS = {
         Part(
             "a",
             "torch and transformers alone: weights in bfloat16, time and memory of the passes",
-            "gpu_check.plain",
+            "benchmarks.gpu_check.plain",
             ("torch", "transformers", "numpy", "pydantic"),
         ),
         Part(
             "b",
             "TRL alone: the shipped tiny model trained with GRAIL and with uniform",
-            "gpu_check.trl_runs",
+            "benchmarks.gpu_check.trl_runs",
             ("torch", "transformers", "trl", "datasets", "accelerate", "math_verify", "pydantic"),
         ),
-        Part("c", "verl's engine: the training side of the recipe", "gpu_check.engine", _VERL),
-        Part("d", "flash attention: packed rows, sequence parallelism", "gpu_check.flash", (*_VERL, "flash_attn")),
-        Part(
-            "e",
-            "whole verl runs with vLLM: the shipped tiny model, GRAIL and uniform, evaluation",
-            "gpu_check.verl_runs",
-            (*_VERL, "vllm", "transfer_queue"),
-        ),
-        Part(
-            "f",
-            "a whole step at the shape of Qwen3-4B, with random weights and given rewards",
-            "gpu_check.large_run",
-            (*_VERL, "vllm", "transfer_queue"),
-        ),
+        Part("c", "verl's engine: the training side of the recipe", "benchmarks.gpu_check.engine", _VERL),
     )
 }
 """By letter, the most valuable first."""
@@ -104,25 +91,27 @@ def execute(part: Part, folder: Path, device: str = "cuda", limit: float = LIMIT
         device: ``cuda``, or ``cpu`` in tests.
         limit: seconds after which it is stopped.
     """
-    lacking = missing(part)
     path = result_path(folder, part)
-    if lacking:
-        result = _not_run(
-            part, f"needs {', '.join(lacking)}: scripts/setup_gpu.sh, or scripts/wheelhouse.py without an index"
-        )
-        if not path.exists() or json.loads(path.read_text(encoding="utf-8")).get("status") == NOT_RUN:
+    nothing = {"name": part.letter, "checks": [], "figures": {}}
+    if lacking := missing(part):
+        why = f"needs {', '.join(lacking)}: scripts/setup_gpu.sh, or scripts/wheelhouse.py without an index"
+        check = {"name": part.title, "status": NOT_RUN, "said": why}
+        result = {**nothing, "status": NOT_RUN, "checks": [check]}
+        if not path.exists():
             write(path, result)
         return result
     path.unlink(missing_ok=True)
     start = time.monotonic()
-    command = [sys.executable, "-m", "gpu_check.one_part", part.letter, part.module, str(path), device]
+    command = [sys.executable, "-m", "benchmarks.gpu_check.parts", part.letter, part.module, str(path), device]
     ended, output = run_command(command, limit)
-    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else _not_run(part, "")
+    result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else nothing
+    checks = result["checks"]
     if ended is None:
-        _add_failure(result, f"ends within {limit / 60:g} minutes", "stopped; the checks above were done by then")
+        said = "stopped; the checks above were done by then"
+        checks.append({"name": f"ends within {limit / 60:g} minutes", "status": FAILED, "said": said})
     elif ended != 0:
-        _add_failure(result, "runs to its end", f"exit status {ended}")
-    result |= {"status": status_of(result["checks"]), "seconds": round(time.monotonic() - start, 1)}
+        checks.append({"name": "runs to its end", "status": FAILED, "said": f"exit status {ended}"})
+    result |= {"status": status_of(checks), "seconds": round(time.monotonic() - start, 1)}
     if result["status"] == FAILED:
         result["output"] = output.splitlines()[-_TAIL_LINES:]
     write(path, result)
@@ -199,22 +188,13 @@ def write(path: Path, result: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def _not_run(part: Part, why: str) -> dict[str, Any]:
-    checks = [{"name": part.title, "status": NOT_RUN, "said": why}] if why else []
-    return {"name": part.letter, "status": NOT_RUN, "checks": checks, "figures": {}}
-
-
-def _add_failure(result: dict[str, Any], name: str, detail: str) -> None:
-    result["checks"].append({"name": name, "status": FAILED, "said": detail})
-
-
-def run_part(part: Part, path: Path, device: str) -> None:
+def run_part(letter: str, module: str, path: str, device: str) -> None:
     """The body of :func:`execute`'s process."""
-    from measuring import Clock, record, said_by
+    from benchmarks.measuring import Clock, record
 
-    described = record(part.letter, device, Clock(device), 1)
-    described["command"] = f"bash scripts/gpu_check.sh {'--dry ' if device == 'cpu' else ''}{part.letter}"
-    if revision := said_by("git", "rev-parse", "--short", "HEAD"):
-        described["revision"] = revision
-    module = importlib.import_module(part.module)
-    module.run(Outcome(path, described), device)
+    command = f"bash scripts/gpu_check.sh {'--dry ' if device == 'cpu' else ''}{letter}"
+    importlib.import_module(module).run(Outcome(Path(path), record(letter, Clock(device), command)), device)
+
+
+if __name__ == "__main__":
+    run_part(*sys.argv[1:])

@@ -9,20 +9,18 @@ Shape suffixes: B rows, L prompt + response, V vocabulary, N weighed tokens.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
-from functools import cache
+from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import Clock, interleaved, median, peak_memory
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
-from gpu_check.outcome import Outcome
+from benchmarks.gpu_check.outcome import Outcome
+from benchmarks.measuring import Clock, peak_memory
+from benchmarks.random_model import SHAPES, byte_letters, random_model, release, wordy_tokenizer
 from grail_advantage import GrailConfig, OarConfig, Signal, TokenWeights, compute_token_weights
-from recipe.tiny.model import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, TURN_START
 
 METHODS: dict[str, Signal] = {
     "grail, official": GrailConfig("official"),
@@ -32,19 +30,20 @@ METHODS: dict[str, Signal] = {
 }
 JUDGED = ("grail, official", "grail, robust")
 """Methods whose weights bfloat16 must keep. OAR-G's noise is near bfloat16's rounding: what is left is measured, not judged."""
-MEAN_ERROR, RANK_CORRELATION = 0.05, 0.98
+MEAN_ERROR, RANK_CORRELATION = 0.01, 0.995
 """Limits for the judged methods: mean absolute difference of the weights, and rank correlation of the scores."""
 ANSWER = r"\boxed{42}"
 AFTER_ANSWER = 16
+OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
 class Size:
     """How large everything is."""
 
-    shapes: dict[str, dict[str, int]]
-    """Options of ``Qwen3Config`` by the shape's name."""
-    small: dict[str, int]
+    shapes: tuple[str, ...]
+    """Names of :data:`~benchmarks.random_model.SHAPES`."""
+    small: str
     """The shape that is compared with the CPU."""
     weighed: tuple[int, int]
     """Rows and tokens of a row, where weights are compared."""
@@ -54,53 +53,8 @@ class Size:
     repeats: int
 
 
-FULL = Size(
-    shapes={
-        "Qwen3-0.6B": {
-            "vocab_size": 151936,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-        },
-        "Qwen3-4B": {
-            "vocab_size": 151936,
-            "hidden_size": 2560,
-            "intermediate_size": 9728,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-        },
-    },
-    small={
-        "vocab_size": 1024,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-    },
-    weighed=(4, 1024),
-    tokens=4096,
-    prompt=128,
-    repeats=3,
-)
-
-
-_TOY = {
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-}
-TOY = Size(shapes={"toy": _TOY}, small=_TOY, weighed=(2, 80), tokens=80, prompt=16, repeats=2)
+FULL = Size(("Qwen3-0.6B", "Qwen3-4B"), "small", weighed=(4, 1024), tokens=4096, prompt=128, repeats=3)
+TOY = Size(("toy",), "toy", weighed=(2, 80), tokens=80, prompt=16, repeats=2)
 
 
 def run(outcome: Outcome, device: str = "cuda") -> None:
@@ -114,19 +68,19 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     torch.set_float32_matmul_precision("highest")  # no TF32
     with outcome.attempt("weights of the device against the CPU"):
         against_cpu(outcome, device, size)
-    for shape, options in size.shapes.items():
+    for shape in size.shapes:
         with outcome.attempt(f"{shape}: weights in bfloat16 against float32"):
-            precision(outcome, shape, options, device, size)
-        release(device)
+            precision(outcome, shape, device, size)
+        release()
         with outcome.attempt(f"{shape}: time and memory of the passes"):
-            passes(outcome, shape, options, device, size)
-        release(device)
+            passes(outcome, shape, device, size)
+        release()
 
 
 def against_cpu(outcome: Outcome, device: str, size: Size) -> None:
     """The same small model on the device and on the CPU, both in float32."""
-    model = random_model(size.small, "cpu", torch.float32)
-    rows = random_rows(2, 192, 16, size.small["vocab_size"], "cpu")
+    model = random_model(SHAPES[size.small], "cpu", torch.float32)
+    rows = random_rows(2, 192, 16, SHAPES[size.small]["vocab_size"], "cpu")
     for name in JUDGED:
         expected = weights(model, METHODS[name], rows)
         actual = weights(model.to(device), METHODS[name], tuple(tensor.to(device) for tensor in rows))
@@ -137,10 +91,10 @@ def against_cpu(outcome: Outcome, device: str, size: Size) -> None:
         )
 
 
-def precision(outcome: Outcome, shape: str, options: dict[str, int], device: str, size: Size) -> None:
+def precision(outcome: Outcome, shape: str, device: str, size: Size) -> None:
     """Weights of one model in float32 and with its parameters rounded to bfloat16."""
-    model = random_model(options, device, torch.float32)
-    rows = random_rows(*size.weighed, size.prompt, options["vocab_size"], device)
+    model = random_model(SHAPES[shape], device, torch.float32)
+    rows = random_rows(*size.weighed, size.prompt, SHAPES[shape]["vocab_size"], device)
     exact = {name: weights(model, signal, rows) for name, signal in METHODS.items()}
     for parameter in model.parameters():
         # Not the buffers: rotary frequencies stay in float32, as they do where a checkpoint is loaded in bfloat16.
@@ -152,11 +106,12 @@ def precision(outcome: Outcome, shape: str, options: dict[str, int], device: str
         if name in JUDGED:
             outcome.check(
                 f"{shape}, {name}: bfloat16 keeps the weights",
-                figures["mean"] <= MEAN_ERROR and figures["rank_correlation"] >= RANK_CORRELATION,
+                figures["mean"] <= MEAN_ERROR and figures["rank correlation of the scores"] >= RANK_CORRELATION,
                 f"weights off by {figures['mean']:.4f} on average (at most {MEAN_ERROR}), scores' rank correlation "
                 f"{figures['rank_correlation']:.4f} (at least {RANK_CORRELATION})",
             )
-    outcome.figures(f"precision, {shape}", table)
+    note = "Random weights: token weights in bfloat16 less those in float32, over the scored tokens."
+    outcome.figures(f"Precision, shape of {shape}", table, note)
 
 
 def compared(actual: TokenWeights, exact: TokenWeights) -> dict[str, float]:
@@ -165,10 +120,10 @@ def compared(actual: TokenWeights, exact: TokenWeights) -> dict[str, float]:
     error_N = (actual.weights - exact.weights)[scored_BL].abs()
     return {
         "mean": float(error_N.mean()),
-        "q99": float(error_N.quantile(0.99)),
-        "max": float(error_N.max()),
-        "deviation": float(exact.weights[scored_BL].std()),
-        "rank_correlation": median(
+        "99 % below": float(error_N.quantile(0.99)),
+        "largest": float(error_N.max()),
+        "the weights' own deviation": float(exact.weights[scored_BL].std()),
+        "rank correlation of the scores": median(
             [
                 rank_correlation(ours_L[there_L], theirs_L[there_L])
                 for ours_L, theirs_L, there_L in zip(actual.scores, exact.scores, scored_BL, strict=True)
@@ -183,10 +138,10 @@ def rank_correlation(a_N: torch.Tensor, b_N: torch.Tensor) -> float:
     return float(torch.corrcoef(ranks_2N)[0, 1])
 
 
-def passes(outcome: Outcome, shape: str, options: dict[str, int], device: str, size: Size) -> None:
+def passes(outcome: Outcome, shape: str, device: str, size: Size) -> None:
     """Seconds and peak memory of every pass over one row, with gradient checkpointing off and on."""
-    model = random_model(options, device, torch.bfloat16 if device == "cuda" else torch.float32)
-    rows = random_rows(1, size.tokens, size.prompt, options["vocab_size"], device)
+    model = random_model(SHAPES[shape], device, torch.bfloat16 if device == "cuda" else torch.float32)
+    rows = random_rows(1, size.tokens, size.prompt, SHAPES[shape]["vocab_size"], device)
     base = peak_memory(device, lambda: None)
     clock = Clock(device)
     measured: dict[str, dict[str, Any]] = {}
@@ -204,13 +159,19 @@ def passes(outcome: Outcome, shape: str, options: dict[str, int], device: str, s
             label = f"{name}, checkpointed" if checkpointing else name
             try:
                 peak = peak_memory(device, way)
-                seconds = interleaved(clock, {label: way}, size.repeats)[label]
-                measured[label] = {"seconds": seconds, "peak_bytes": peak}
+                seconds = [clock.seconds(way) for _ in range(size.repeats)]
+                measured[label] = {
+                    "seconds": seconds,
+                    "x the forward": median(seconds) / median(measured["forward"]["seconds"]) if measured else 1.0,
+                    "peak, GiB": peak / 2**30,
+                    "above the parameters": (peak - base) / 2**30,
+                }
             except torch.cuda.OutOfMemoryError:
-                measured[label] = {"out_of_memory": True}
+                measured[label] = {"peak, GiB": OUT_OF_MEMORY}
             model.zero_grad(set_to_none=True)
-            release(device)
-            outcome.figures(f"passes, {shape}", {"tokens": size.tokens, "base_bytes": base, "ways": measured})
+            release()
+            note = f"Shape of {shape}, one row of {size.tokens} tokens; {base / 2**30:.2f} GiB are parameters."
+            outcome.figures(f"Passes, {shape}", measured, note)
     _judge_passes(outcome, shape, measured)
 
 
@@ -226,14 +187,13 @@ def _judge_passes(outcome: Outcome, shape: str, measured: dict[str, dict[str, An
         ("grail, checkpointed", "grail", "checkpointing saves memory in GRAIL's pass"),
     ):
         name = f"{shape}: {why}"
-        if measured[smaller].get("out_of_memory"):
-            outcome.check(name, bool(measured[larger].get("out_of_memory")), f"{smaller}: out of memory")
-        elif measured[larger].get("out_of_memory"):
-            outcome.check(name, True, f"{larger}: out of memory; {smaller} fits")
+        peaks = [measured[way]["peak, GiB"] for way in (smaller, larger)]
+        if peaks[0] == OUT_OF_MEMORY:
+            outcome.check(name, peaks[1] == OUT_OF_MEMORY, f"{smaller}: {OUT_OF_MEMORY}")
+        elif peaks[1] == OUT_OF_MEMORY:
+            outcome.check(name, True, f"{larger}: {OUT_OF_MEMORY}; {smaller} fits")
         else:
-            peaks = [measured[way]["peak_bytes"] for way in (smaller, larger)]
-            detail = f"{smaller} {peaks[0] / 2**30:.2f} GiB, {larger} {peaks[1] / 2**30:.2f} GiB"
-            outcome.check(name, peaks[0] < peaks[1], detail)
+            outcome.check(name, peaks[0] < peaks[1], f"{smaller} {peaks[0]:.2f} GiB, {larger} {peaks[1]:.2f} GiB")
 
 
 def forward_pass(model: PreTrainedModel, input_ids_1L: torch.Tensor) -> None:
@@ -261,19 +221,6 @@ def weights(model: PreTrainedModel, signal: Signal, rows: tuple[torch.Tensor, ..
     return compute_token_weights(model, wordy_tokenizer(model.config.vocab_size), *rows, signal)
 
 
-def random_model(options: dict[str, int], device: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A Qwen3 model with tied embeddings and freshly drawn weights, in evaluation mode."""
-    config = Qwen3Config(**options, tie_word_embeddings=True, max_position_embeddings=32768, attn_implementation="sdpa")
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            return Qwen3ForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
-
-
 def random_rows(rows: int, tokens: int, prompt: int, vocabulary: int, device: str) -> tuple[torch.Tensor, ...]:
     """Rows of random words that end in an answer and a few words after it, all of them wrong.
 
@@ -284,32 +231,9 @@ def random_rows(rows: int, tokens: int, prompt: int, vocabulary: int, device: st
     tokenizer = wordy_tokenizer(vocabulary)
     answer = torch.tensor(tokenizer.encode(ANSWER, add_special_tokens=False))
     generator = torch.Generator().manual_seed(0)
-    input_ids_BL = torch.randint(_letters(), vocabulary - 3, (rows, tokens), generator=generator)
+    input_ids_BL = torch.randint(len(byte_letters()), vocabulary - 3, (rows, tokens), generator=generator)
     start = tokens - AFTER_ANSWER - len(answer)
     input_ids_BL[:, start : start + len(answer)] = answer
     response_BL = (torch.arange(tokens) >= prompt).expand(rows, -1).long()
     tensors = (input_ids_BL, torch.ones_like(input_ids_BL), response_BL, -torch.ones(rows))
     return tuple(tensor.to(device) for tensor in tensors)
-
-
-@cache
-def wordy_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Single bytes, then words without a meaning, as many as the vocabulary needs, and Qwen's special tokens."""
-    letters, special = sorted(pre_tokenizers.ByteLevel.alphabet()), [END_OF_TEXT, TURN_START, TURN_END]
-    words = [*letters, *(f"w{index}" for index in range(vocabulary - len(letters) - len(special))), *special]
-    backend = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    names = {"pad_token": END_OF_TEXT, "eos_token": TURN_END, "additional_special_tokens": [TURN_START]}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHAT_TEMPLATE, **names)
-
-
-def _letters() -> int:
-    return len(pre_tokenizers.ByteLevel.alphabet())
-
-
-def release(device: str) -> None:
-    """Give back what dropped tensors held."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()

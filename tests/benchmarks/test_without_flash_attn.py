@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import without_flash_attn
+from benchmarks import without_flash_attn
 
 
 def test_attention_within_rows() -> None:

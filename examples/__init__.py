@@ -1,0 +1,1 @@
+"""Launch scripts and the shortest programs; each runs by itself."""

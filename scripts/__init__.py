@@ -1,0 +1,1 @@
+"""Set-up, checks and programs that write pages; each runs by itself."""
