@@ -108,7 +108,7 @@ def precision(outcome: Outcome, shape: str, device: str, size: Size) -> None:
                 f"{shape}, {name}: bfloat16 keeps the weights",
                 figures["mean"] <= MEAN_ERROR and figures["rank correlation of the scores"] >= RANK_CORRELATION,
                 f"weights off by {figures['mean']:.4f} on average (at most {MEAN_ERROR}), scores' rank correlation "
-                f"{figures['rank_correlation']:.4f} (at least {RANK_CORRELATION})",
+                f"{figures['rank correlation of the scores']:.4f} (at least {RANK_CORRELATION})",
             )
     note = "Random weights: token weights in bfloat16 less those in float32, over the scored tokens."
     outcome.figures(f"Precision, shape of {shape}", table, note)
