@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from benchmarks.bench_training_step import GRPO, ratios
 from benchmarks.measuring import RESULTS
+from grail_advantage.methods import methods as registered
 from recipe.marked_text import table, write_marked
 
 MARKER, FRONT_PAGE_MARKER = "results", "cost"
 README = Path(__file__).parent / "README.md"
 FRONT_PAGE = Path(__file__).parents[1] / "README.md"
-STOCK = "grpo"
-"""verl's own trainer, in whole steps."""
-PARTS = {"generation": ("VLLM", "vLLM", "AgentLoop"), "training": ("WorkerDict",), "driver": ("TaskRunner",)}
-"""Titles of the processes of a verl run hold one of these; whatever else runs is Ray, TransferQueue and the reward."""
 Found = dict[str, Any]
 
 
@@ -34,6 +30,8 @@ def of_methods(result: Found) -> list[str]:
     setup, baseline, methods = result["setup"], result["baseline"], result["methods"]
     rows = []
     for name, of in methods.items():
+        if name not in registered():  # it was when this was recorded
+            continue
         sampled = 0 < of["timed_rows"] < of["rows"]
         note = f"pass timed on {of['timed_rows']} rows, x {of['rows'] / of['timed_rows']:g}" if sampled else ""
         cells = f"{of['forwards']:.2f}", f"{of['ratio']:.3f}", spread(of["ratios"], 3)
@@ -77,52 +75,9 @@ def variants(run: Found) -> list[str]:
     return [unweighted, "GRAIL", "GRAIL, skipping"]
 
 
-def of_whole_steps(result: Found) -> list[str]:
-    """Whole steps of a verl run."""
-    rows = []
-    for run in result["runs"]:
-        steps, seconds = _steps(run), _seconds(run)
-        parts = {name: [_by_part(step["seconds"]) for step in of] for name, of in steps.items()}
-        training = {name: sum(step["training"] for step in of) for name, of in parts.items()}
-        total, count = sum(seconds[STOCK]), len(seconds[STOCK])
-        shares = [f"{sum(step[part] for step in parts[STOCK]) / total:.0%}" for part in (*PARTS, "rest")]
-        rows.append(
-            [
-                f"{run['name']}: {run['layers']} layers, feed-forward {run['intermediate']}, {run['prompts']} x "
-                f"{run['rollouts']} responses, checkpointing {'on' if run['checkpointing'] else 'off'}",
-                count,
-                f"{_left_out(run):.0%}",
-                f"{fmean(step['selected_rate'] for step in steps['grail']):.0%}",
-                f"{total / count:.1f}",
-                f"{ratio_of_sums(seconds['uniform'], seconds[STOCK])[0]:.3f}",
-                _interval(seconds["grail"], seconds[STOCK], 3),
-                _interval(seconds["grail"], seconds["uniform"], 3),
-                f"{training['grail'] / training[STOCK]:.3f}",
-                ", ".join(shares),
-            ]
-        )
-    head = [
-        "model",
-        "steps of each",
-        "rows left out",
-        "rows scored",
-        "GRPO, s",
-        "uniform, x GRPO",
-        "GRAIL, x GRPO (95 %)",
-    ]
-    head += ["GRAIL, x uniform (95 %)", "training alone: GRAIL, x GRPO"]
-    return [
-        "Means of the steps of each method, in turn in one run; 95 % intervals by drawing the rounds again. `uniform` and "
-        "GRAIL leave out the rows that train nothing, verl's GRPO runs them.",
-        "",
-        *table([*head, "of GRPO's seconds: generation, training, driver, rest"], rows, right=1),
-    ]
-
-
 PASSAGES: dict[str, tuple[str, Callable[[Found], list[str]]]] = {
-    "neutral_rows": ("Rows that train nothing, {device}", of_neutral_rows),
-    "whole_step": ("A whole step of a verl run, {device}", of_whole_steps),
-    "methods": ("What each method adds to a step, {device}", of_methods),
+    "neutral_rows": ("Rows that train nothing", of_neutral_rows),
+    "methods": ("What each method adds to a step", of_methods),
 }
 """By the first part of a result's name: its heading and its table."""
 
@@ -132,13 +87,12 @@ def render(folder: Path) -> str:
     lines: list[str] = []
     for name, (heading, passage) in PASSAGES.items():
         for result in _results(folder, name):
-            trained = ", model trained before" if "trained" in result["name"] else ""
             versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
             origin = (
                 f"`{result['command']}`, {result['date']}, load average {result['load_at_start']} at the start. "
                 f"{result['hardware']}. {versions}. Seconds are {result['clock']}."
             )
-            lines += [f"### {heading.format_map(result)}{trained}", "", origin, "", *passage(result), ""]
+            lines += [f"### {heading}, {result['device']}", "", origin, "", *passage(result), ""]
     return "\n".join(lines).strip()
 
 
@@ -169,14 +123,6 @@ def summary(folder: Path) -> str:
                 f"With gradient checkpointing, GRAIL without these rows took {', '.join(f'{median(r):.2f}' for r in found)}, "
                 f"where repeats lie up to {max(max(r) - min(r) for r in found):.2f} apart."
             )
-    whole = [
-        f"{_interval(_seconds(run)['grail'], _seconds(run)[STOCK], 2)} with {run['layers']} layers"
-        f"{' and checkpointing' if run['checkpointing'] else ''}, {_left_out(run):.0%} of the rows left out"
-        for result in _results(folder, "whole_step")
-        for run in result["runs"]
-    ]
-    if whole:
-        sentences.append(f"Whole verl steps, generation included, took {'; '.join(whole)}.")
     return "\n".join([*lines, " ".join(sentences)]).rstrip()
 
 
@@ -186,45 +132,8 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def ratio_of_sums(ours: list[float], theirs: list[float], draws: int = 10_000) -> tuple[float, float, float]:
-    """The ratio, and its 95 % interval by drawing rounds with replacement."""
-    generator = random.Random(0)
-    pairs = list(zip(ours, theirs, strict=True))
-
-    def of(chosen: list[tuple[float, float]]) -> float:
-        return sum(own for own, _ in chosen) / sum(their for _, their in chosen)
-
-    drawn = sorted(of(generator.choices(pairs, k=len(pairs))) for _ in range(draws))
-    return of(pairs), drawn[int(0.025 * draws)], drawn[int(0.975 * draws) - 1]
-
-
-def _interval(ours: list[float], theirs: list[float], digits: int) -> str:
-    ratio, low, high = (f"{value:.{digits}f}" for value in ratio_of_sums(ours, theirs))
-    return f"{ratio} ({low} to {high})"
-
-
 def _results(folder: Path, name: str) -> list[Found]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{name}-*.json"))]
-
-
-def _steps(run: Found) -> dict[str, list[Found]]:
-    return {name: [step for step in run["steps"] if step["method"] == name] for name in (STOCK, "uniform", "grail")}
-
-
-def _seconds(run: Found) -> dict[str, list[float]]:
-    return {name: [sum(step["seconds"].values()) for step in steps] for name, steps in _steps(run).items()}
-
-
-def _left_out(run: Found) -> float:
-    return fmean(step["skipped_rows"] for step in _steps(run)["grail"]) / (run["prompts"] * run["rollouts"])
-
-
-def _by_part(seconds: dict[str, float]) -> dict[str, float]:
-    totals = dict.fromkeys((*PARTS, "rest"), 0.0)
-    for title, value in seconds.items():
-        part = next((part for part, words in PARTS.items() if any(word in title for word in words)), "rest")
-        totals[part] += value
-    return totals
 
 
 def _shape(setup: Found) -> str:

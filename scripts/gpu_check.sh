@@ -7,7 +7,7 @@
 #   bash scripts/gpu_check.sh --dry      # on the CPU at toy size
 #
 # a: token weights in bf16 against fp32, time and memory of the passes. b: training with TRL. c: the training side of the recipe
-# with verl's engine. No hub, no package index and no pytest. Results: PART.json as each part goes, and page.md, in the folder of
+# with verl's engine. No hub, no package index and no pytest. Results: PART.json and PART.log as each part goes, and page.md, in the folder of
 # --results DIR (outputs/gpu_check). Exit status 0 only where everything that was asked for ran and passed.
 
 set -euo pipefail

@@ -1,7 +1,7 @@
 """The table of all methods in ``docs/methods.md``, and their reference in ``docs/reference_methods.md``.
 
 ``python scripts/methods_page.py`` writes everything between the markers ``<!-- methods -->`` and ``<!-- /methods -->`` of these
-pages: the table, and a section for each method with its options, the same for the reshapers, and the metrics. It takes them
+pages: the table, and a section for each method with its options, the same for the reshapers. It takes them
 from the registry, the declared options and the docstrings, and measured costs from ``benchmarks/results``; methods of other
 projects are left out. ``tests/core/test_methods_page.py`` checks that the pages are the ones written last.
 """
@@ -19,7 +19,6 @@ from typing import Any
 
 from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, TOKENS
 from grail_advantage.methods import Method, methods
-from grail_advantage.metrics import GRADIENT_METRICS, METRICS, TRAINER_METRICS
 from grail_advantage.options import Options, option_schemas
 from grail_advantage.registry import reshapers
 from grail_advantage.reshapers.base import Reshaper, ReshaperChoice
@@ -77,7 +76,7 @@ def overview(measured: Path = MEASURED) -> str:
 
 
 def reference() -> str:
-    """Inputs and modes, a section for each method and reshaper, and the metrics."""
+    """Inputs and modes, and a section for each method and reshaper."""
     by_class = _by_class()
     known = {
         method.name: method
@@ -97,7 +96,7 @@ def reference() -> str:
     lines += ["", "## Reshapers"]
     for name, reshaper_class in RESHAPERS.items():
         lines += ["", *_reshaper_section(name, reshaper_class, known)]
-    return "\n".join([*lines, "", "## Logged figures", "", *_metrics()])
+    return "\n".join(lines)
 
 
 def _by_class() -> dict[type[Signal], list[Method]]:
@@ -257,18 +256,6 @@ def _allowed(schema: dict[str, Any]) -> str:
     bounds = {">": "exclusiveMinimum", ">=": "minimum", "<=": "maximum"}
     limits = " and ".join(f"{sign} {schema[key]:g}" for sign, key in bounds.items() if key in schema)
     return f"{KINDS[schema['type']]} {limits}".strip()
-
-
-def _metrics() -> list[str]:
-    rows = [[f"`{name}`", meaning] for name, meaning in METRICS.items()]
-    rows += [[f"`{name}`", f"{meaning}; of a pass with gradients"] for name, meaning in GRADIENT_METRICS.items()]
-    rows += [[f"`{name}`", f"{meaning}; in a run"] for name, meaning in TRAINER_METRICS.items()]
-    return [
-        "Every method logs the same figures, in a run as `<method>/<figure>` beside verl's own and the seconds "
-        "`timing_s/token_weights`; `compute_token_weights` returns them as `stats`. Rows without a valid token count nowhere.",
-        "",
-        *table(["figure", "meaning"], rows),
-    ]
 
 
 def _description(registered: type) -> list[str]:

@@ -1,11 +1,12 @@
-"""What a machine without a package index needs for parts a to c of ``scripts/gpu_check.sh``, beside torch and transformers.
+"""What a machine without a package index needs for ``scripts/gpu_check.sh``, beside torch and transformers.
 
-    python scripts/wheelhouse.py pack FOLDER            where an index is: wheels, in pieces of at most 60 MB
+    python scripts/wheelhouse.py pack FOLDER            where an index is: wheels, in pieces of at most 50 MB
     python scripts/wheelhouse.py install FOLDER VENV    there: an environment VENV on top of this interpreter's
 
-Names are those of ``wheelhouse.txt``, versions and hashes those of ``requirements.txt``. ``pack --python 3.11`` is for another
-Python than 3.12; ``--have FILE`` leaves out what the other machine has, by ``pip list --format=freeze``. ``install`` takes
-pieces from anywhere below FOLDER, needs pip alone and changes nothing outside VENV.
+Names are those of ``wheelhouse.txt``, versions and hashes those of the locks; this project's own wheel comes with them.
+``pack --python 3.11`` is for another Python than 3.12; ``--have FILE`` leaves out what the other machine has, by
+``pip list --format=freeze``. ``install`` takes pieces from anywhere below FOLDER, needs pip alone and changes nothing outside
+VENV.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PIECE = 60_000_000
+PIECE = 50_000_000
 """Bytes of a piece at most."""
 NAMES = (ROOT / "scripts" / "wheelhouse.txt").read_text(encoding="utf-8").split()
 SOURCES = ("antlr4-python3-runtime",)
@@ -68,6 +69,9 @@ def pack(folder: Path, python: str, have: set[str]) -> None:
             if name in names:
                 wanted.write_text(lines[name] + "\n", encoding="utf-8")
                 pip("wheel", "--no-deps", "--wheel-dir", str(wheels), "--requirement", str(wanted))
+        pip(
+            "wheel", "--no-deps", "--wheel-dir", str(wheels), str(ROOT)
+        )  # verl finds its plug-in by the installed package
         rooms: list[int] = []
         for name, content in parts(wheels):
             number = next((at for at, room in enumerate(rooms) if room >= len(content)), len(rooms))
@@ -101,7 +105,7 @@ def join(folder: Path, to: Path) -> None:
 
 
 def install(folder: Path, environment: Path) -> None:
-    """Make an environment that also sees the packages of this interpreter, and install wheels and this project into it."""
+    """Make an environment that also sees the packages of this interpreter, and install the wheels into it."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = str(environment / "bin" / "python")
     show = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -118,8 +122,7 @@ def install(folder: Path, environment: Path) -> None:
             pip(*offline, "--find-links", str(wheels), *others, python=python)
         if own_folder:
             pip(*offline, "--target", str(environment / TRL), *own_folder, python=python)
-    pip(*offline, "--no-build-isolation", "--editable", str(ROOT), python=python)
-    print(f"PYTHON={python} bash scripts/gpu_check.sh a b c")
+    print(f"PYTHON={python} bash scripts/gpu_check.sh")
 
 
 def main() -> None:

@@ -9,9 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,9 +100,10 @@ def execute(part: Part, folder: Path, device: str = "cuda", limit: float = LIMIT
             write(path, result)
         return result
     path.unlink(missing_ok=True)
-    start = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    log, start = folder / f"{part.letter}.log", time.monotonic()
     command = [sys.executable, "-m", "benchmarks.gpu_check.parts", part.letter, part.module, str(path), device]
-    ended, output = run_command(command, limit)
+    ended = run_command(command, log, limit)
     result = json.loads(path.read_text(encoding="utf-8")) if path.exists() else nothing
     checks = result["checks"]
     if ended is None:
@@ -113,73 +113,31 @@ def execute(part: Part, folder: Path, device: str = "cuda", limit: float = LIMIT
         checks.append({"name": "runs to its end", "status": FAILED, "said": f"exit status {ended}"})
     result |= {"status": status_of(checks), "seconds": round(time.monotonic() - start, 1)}
     if result["status"] == FAILED:
-        result["output"] = output.splitlines()[-_TAIL_LINES:]
+        result["output"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
     write(path, result)
     return result
 
 
-def run_command(
-    command: list[str],
-    limit: float | None = None,
-    *,
-    environment: Mapping[str, str] | None = None,
-    each_line: Callable[[], None] | None = None,
-) -> tuple[int | None, str]:
-    """Run a command from the project's root, showing its output.
-
-    Args:
-        command: the command.
-        limit: seconds after which it is stopped together with everything that it has started; ``None``: whoever stops this
-            process stops it too.
-        environment: in place of this process's.
-        each_line: called after each line of output.
-
-    Returns:
-        Its exit status, ``None`` where it was stopped; and its output, the project's folder written as ``.``.
-    """
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        text=True,
-        errors="replace",
-        start_new_session=limit is not None,
-    )
-    stopped = threading.Event()
-
-    def stop() -> None:
-        stopped.set()
-        os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(limit, stop) if limit is not None else None
-    if timer is not None:
-        timer.start()
-    lines = []
-    try:
-        for line in process.stdout or ():
-            lines.append(line)
-            sys.stderr.write(line)
-            if each_line is not None:
-                each_line()
-        code = process.wait()
-    finally:
-        if timer is not None:
-            timer.cancel()
-        if process.poll() is None:
-            if limit is not None:
-                stop()
-            else:
-                process.kill()
-            process.wait()
-    return None if stopped.is_set() else code, "".join(lines).replace(str(ROOT), ".")
-
-
-def last_line(output: str) -> str:
-    """The last line that is not empty."""
-    return next((line for line in reversed(output.splitlines()) if line.strip()), "no output")
+def run_command(command: list[str], log: Path, limit: float) -> int | None:
+    """Run a command from the project's root, its output in ``log``, and return its exit status; after ``limit`` seconds it is
+    stopped together with everything that it has started, and the status is ``None``."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:

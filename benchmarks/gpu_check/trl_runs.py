@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.gpu_check.outcome import Outcome
-from benchmarks.gpu_check.parts import ROOT, last_line, run_command
+from benchmarks.gpu_check.parts import ROOT
 from recipe import run_report
 from recipe.tiny.shipped import load_shipped
 from recipe.tiny.task import Split, problems
@@ -60,25 +62,20 @@ def train(outcome: Outcome, name: str, command: list[str], run_dir: Path, steps:
         run_dir: where its ``metrics.jsonl`` will be.
         steps: that it should make.
     """
-    path, size = run_dir / run_report.METRICS_FILE, 0
-    path.unlink(missing_ok=True)
-
-    def keep() -> None:
-        nonlocal size
-        if path.exists() and path.stat().st_size != size:
-            size = path.stat().st_size
-            outcome.figures(f"Run of {name}, by step", curve(by_step(run_dir)))
-
+    (run_dir / run_report.METRICS_FILE).unlink(missing_ok=True)
     # TRL is in a folder of its own beside verl.
     variables = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), f"{sys.prefix}/trl"])}
-    code, output = run_command(command, environment={**os.environ, **variables}, each_line=keep)
-    keep()
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **variables}) as process:
+        while process.poll() is None:
+            time.sleep(1)
+            outcome.figures(f"Run of {name}, by step", curve(by_step(run_dir)))
+    outcome.figures(f"Run of {name}, by step", curve(by_step(run_dir)))
     logged = by_step(run_dir)
     made = [step for step, figures in curve(logged).items() if "mean reward" in figures]
     outcome.check(
         f"{name}: the run makes its steps",
-        code == 0 and len(made) == steps,
-        f"{len(made)} of {steps}" + ("" if code == 0 else f", exit status {code}: {last_line(output)}"),
+        process.returncode == 0 and len(made) == steps,
+        f"{len(made)} of {steps}, exit status {process.returncode}",
     )
     return logged
 
