@@ -57,7 +57,7 @@ def of_neutral_rows(result: Found) -> list[str]:
     for run in result["runs"]:
         for epochs in result["epochs"]:
             shares = [f"{run[of] / result['setup']['rows']:.0%}" for of in ("neutral_rows", "selected_rows")]
-            cells = [spread(ratios(run["repeats"], name, GRPO, epochs)) for name in variants(run)]
+            cells = [spread(ratios(run["repeats"], name, GRPO, epochs)) for name in _variants(run)]
             rows.append([run["checkpointing"], *shares, epochs, *cells])
     head = ["checkpointing", "rows without an advantage", "rows scored", "epochs"]
     head += ["GRPO or uniform, leaving them out", "GRAIL", "GRAIL, leaving them out"]
@@ -69,7 +69,7 @@ def of_neutral_rows(result: Found) -> list[str]:
     ]
 
 
-def variants(run: Found) -> list[str]:
+def _variants(run: Found) -> list[str]:
     """Without weights and leaving rows out (``uniform``, or in earlier results GRPO's own advantages), GRAIL, and both."""
     unweighted = next(name for name in ("uniform, skipping", "GRPO, skipping") if name in run["repeats"][0])
     return [unweighted, "GRAIL", "GRAIL, skipping"]
@@ -106,7 +106,7 @@ def summary(folder: Path) -> str:
         )
         labels = ("`uniform`, without them", "GRAIL", "GRAIL, without them")
         rows = [
-            [label, *(spread(ratios(run["repeats"], variants(run)[place], GRPO, 1)) for run in off)]
+            [label, *(spread(ratios(run["repeats"], _variants(run)[place], GRPO, 1)) for run in off)]
             for place, label in enumerate(labels)
         ]
         shares = [f"{run['neutral_rows'] / result['setup']['rows']:.0%}" for run in off]

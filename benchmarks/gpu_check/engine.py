@@ -84,20 +84,6 @@ def actor_of(config: dict[str, Any]) -> Any:
     return actor
 
 
-def layers_that_fit(shape: Mapping[str, int], device: str, budget: int) -> int:
-    """Layers of a shape whose training fits on the GPU: 20 bytes a parameter while Adam steps, logits with their gradient, and
-    8 GiB for the rest."""
-    if device != "cuda":
-        return shape["num_hidden_layers"]
-    hidden, heads, keys = shape["hidden_size"], shape["num_attention_heads"], shape["num_key_value_heads"]
-    embeddings = 20 * hidden * shape["vocab_size"]
-    block = 20 * (2 * hidden * shape["head_dim"] * (heads + keys) + 3 * hidden * shape["intermediate_size"])
-    block += 2 * budget * hidden  # the checkpointed input
-    logits = 6 * budget * shape["vocab_size"]
-    room = torch.cuda.get_device_properties(0).total_memory - 8 * 2**30 - embeddings - logits
-    return max(1, min(shape["num_hidden_layers"], int(room // block)))
-
-
 def account(shape: Mapping[str, int], tokens: int, checkpointing: bool) -> float:
     """A step of one epoch with GRAIL as a multiple of GRPO's, by multiplications.
 
@@ -132,10 +118,9 @@ def training_side(
         prompt, response = 8, 72
     epochs, budget, tokens = actor.ppo_epochs, actor.ppo_max_token_len_per_gpu, prompt + response
     rows = max(1, budget // tokens) if device == "cuda" else 4
-    layers = layers_that_fit(SHAPES[shape], device, budget)
     setup = Setup(
         device,
-        SHAPES[shape] | {"num_hidden_layers": layers},
+        SHAPES[shape],
         rows=ROWS,
         tokens=tokens,
         prompt=prompt,
@@ -149,7 +134,7 @@ def training_side(
 
     attention = WITHOUT if setup.attention == ROW_BY_ROW else f"flash-attn {version('flash-attn')}"
     note = (
-        f"{layers} of {SHAPES[shape]['num_hidden_layers']} layers. {attention}. Parameters in {actor.engine.model_dtype}, "
+        f"{attention}. Parameters in {actor.engine.model_dtype}, "
         f"computing in {actor.engine.dtype}. {ROWS} rows x {tokens} tokens, {SELECTED} scored, {NEUTRAL} without advantage, "
         f"micro-batches of {rows * tokens} tokens."
     )
