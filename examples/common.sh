@@ -239,8 +239,12 @@ fi
 # shellcheck source=scripts/launch.sh
 source scripts/launch.sh
 
-# The summary of the whole run, all starts of it, where the file logger keeps it.
-summarize() {
+# Trains with the arrays and further overrides. After it the summary of the whole run, all starts of it, where the file logger
+# keeps it.
+run_training() {
+    DRY_RUN=$dry_run launch "$python" -m recipe.main_grail \
+        "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${REF[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" \
+        "${EXTRA[@]}" "$@"
     if [[ $dry_run == 0 && -f $output_dir/metrics.jsonl ]]; then
         "$python" -m recipe.run_report summary "$output_dir" --title "$experiment_name" ||
             echo "the run is done; its summary could not be made" >&2

@@ -1,10 +1,7 @@
 #!/usr/bin/env bash
 # GRAIL | Qwen3-0.6B, or another Qwen3 that fits (docs/gpu_sizing.md) | FSDP training | one NVIDIA GPU, or two
 #
-# Knobs: MODEL_PATH, MAX_RESPONSE_LENGTH here; ADV_ESTIMATOR, PRESET, OAR_VARIANT, SEED, NNODES, NGPUS_PER_NODE,
-#        TRAIN_BATCH_SIZE, ROLLOUT_N, MAX_PROMPT_LENGTH, PPO_MAX_TOKEN_LEN_PER_GPU, ROLLOUT_TP, LORA_RANK, STRATEGY, OFFLOAD,
-#        LEARNING_RATE, DATA_DIR, TOTAL_STEPS, SAVE_FREQ, TEST_FREQ, PROJECT_NAME, EXPERIMENT_NAME, LOGGER, PYTHON, DRY_RUN,
-#        FRESH in examples/common.sh.
+# Knobs: MODEL_PATH, MAX_RESPONSE_LENGTH here; the others are in examples/common.sh.
 # Arguments are Hydra overrides. More than one node: docs/multi_node.md.
 
 set -xeuo pipefail
@@ -33,7 +30,4 @@ ROLLOUT+=(
     actor_rollout_ref.rollout.gpu_memory_utilization="$gpu_memory_utilization"
 )
 
-DRY_RUN=$dry_run launch "$python" -m recipe.main_grail \
-    "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${REF[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" \
-    "${EXTRA[@]}" "$@"
-summarize
+run_training "$@"

@@ -7,10 +7,7 @@
 #
 # transformers reads this model's tokenizer without spaces and newlines, so the run takes a repaired copy (TOKENIZER_PATH).
 #
-# Knobs: MODEL_PATH, TOKENIZER_PATH, MAX_RESPONSE_LENGTH here; ADV_ESTIMATOR, PRESET, OAR_VARIANT, SEED, NNODES, NGPUS_PER_NODE,
-#        TRAIN_BATCH_SIZE, ROLLOUT_N, MAX_PROMPT_LENGTH, PPO_MAX_TOKEN_LEN_PER_GPU, ROLLOUT_TP, LORA_RANK, STRATEGY, OFFLOAD,
-#        LEARNING_RATE, DATA_DIR, TOTAL_STEPS, SAVE_FREQ, TEST_FREQ, PROJECT_NAME, EXPERIMENT_NAME, LOGGER, PYTHON, DRY_RUN,
-#        FRESH in examples/common.sh.
+# Knobs: MODEL_PATH, TOKENIZER_PATH, MAX_RESPONSE_LENGTH here; the others are in examples/common.sh.
 # Arguments are Hydra overrides. More than one node: docs/multi_node.md.
 
 set -xeuo pipefail
@@ -34,7 +31,4 @@ if [[ $dry_run == 0 && ! -f $tokenizer_path/tokenizer_config.json ]]; then
 fi
 MODEL+=(actor_rollout_ref.model.tokenizer_path="$tokenizer_path")
 
-DRY_RUN=$dry_run launch "$python" -m recipe.main_grail \
-    "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ROLLOUT[@]}" "${REF[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" \
-    "${EXTRA[@]}" "$@"
-summarize
+run_training "$@"
