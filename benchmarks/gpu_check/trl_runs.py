@@ -39,7 +39,9 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     model, tokenizer = load_shipped()
     for part in (model, tokenizer):
         part.save_pretrained(RUNS / "model")
-    steps, prompts = (STEPS, 32) if device == "cuda" else (DRY_STEPS, 4)
+    steps, prompts, asked = (STEPS, 32, PROBLEMS["validation"]) if device == "cuda" else (DRY_STEPS, 4, 8)
+    held_out = RUNS / "held_out.jsonl"
+    held_out.write_text("".join(problem_file("validation").read_text(encoding="utf-8").splitlines(True)[:asked]))
     sizes = {"prompts": prompts, "micro-batch": min(128, prompts * 8), "max-response": 64, "lora-rank": 0}
     sizes |= {"learning-rate": 1e-4, "steps": steps, "eval-every": 5 if device == "cuda" else 1}
     for method in METHODS:
@@ -47,7 +49,7 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
             run_dir = RUNS / method
             command = [sys.executable, "examples/trl_grail.py", "--method", method, "--output", str(run_dir)]
             command += ["--model", str(RUNS / "model"), "--data", str(problem_file("train"))]
-            command += ["--held-out", str(problem_file("validation"))]
+            command += ["--held-out", str(held_out)]
             command += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
             judge(outcome, method, train(outcome, method, command, run_dir, steps))
 
