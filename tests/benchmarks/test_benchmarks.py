@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_training_step, measuring
+from benchmarks import bench_training_step, measuring, report
 from grail_advantage.methods import methods
 from grail_advantage.signals.base import SEQUENCES
 
@@ -77,12 +77,6 @@ def test_every_benchmark_runs_and_is_reported(tmp_path: Path) -> None:
     assert [run["neutral_rows"] for run in runs] == [0, 1, 2, 3] * 2
     assert {len(seconds) for run in runs for repeat in run["repeats"] for seconds in repeat.values()} == {5}
 
-    readme, front_page = tmp_path / "README.md", tmp_path / "FRONT.md"
-    readme.write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
-    front_page.write_text("<!-- cost -->\n<!-- /cost -->\n")
-    _run("report", *where, "--readme", str(readme), "--front-page", str(front_page))
-    text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "\nold\n" not in text
-    for title in ("Rows that train nothing, cpu", "What each method adds to a step, cpu"):
-        assert f"### {title}" in text
-    assert "| rows without an advantage | 0% | 25% | 50% | 75% |" in front_page.read_text()
+    text = report.render(tmp_path)
+    assert "### Rows that train nothing, cpu" in text and "### What each method adds to a step, cpu" in text
+    assert "| rows without an advantage | 0% | 25% | 50% | 75% |" in report.summary(tmp_path)
