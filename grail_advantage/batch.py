@@ -5,6 +5,7 @@ Shape suffixes: B rows, T response tokens, S positions of one row's prompt + res
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,13 @@ def field_names(reads: Iterable[str]) -> list[str]:
 def token_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
     """Mean over the valid tokens of a batch; 0 without any."""
     return float(torch.where(mask_BT, values_BT, 0.0).double().sum() / mask_BT.sum().clamp(min=1))
+
+
+def outcome_of(reward: float | None) -> str | None:
+    """``right`` for a reward above 0, ``wrong`` for another; ``None`` for none or one that is not finite."""
+    if reward is None or not math.isfinite(reward):
+        return None
+    return "right" if reward > 0 else "wrong"
 
 
 def check_tensor(name: str, values: object) -> None:
@@ -74,7 +82,7 @@ class RolloutBatch:
     """bool; the tokens that train."""
     advantages_B: torch.Tensor
     """One advantage a row, before weighting; 0 for truncated rows where these are masked. It is detached from any graph. One
-    that is not finite becomes 0, so that no other row is compared with it."""
+    that is not finite becomes 0 and its row masked, so that no other row is compared with it."""
     spans: Sequence[AnswerSpan | None]
     """The rows' answers, in response-token indices."""
     columns_BT: Mapping[str, torch.Tensor]
@@ -99,7 +107,11 @@ class RolloutBatch:
     def __post_init__(self) -> None:
         self._check()
         advantages_B = self.advantages_B.detach()
-        object.__setattr__(self, "advantages_B", torch.where(advantages_B.isfinite(), advantages_B, 0.0))
+        finite_B = advantages_B.isfinite()
+        if not finite_B.all():
+            masked_B = ~finite_B if self.masked_B is None else self.masked_B | ~finite_B
+            object.__setattr__(self, "masked_B", masked_B)
+        object.__setattr__(self, "advantages_B", torch.where(finite_B, advantages_B, 0.0))
 
     def _check(self) -> None:
         """Refuse parts that do not fit together."""

@@ -34,7 +34,7 @@ def option(
     """A field of an :class:`Options` class that a run may set; its annotation says which values there are.
 
     Args:
-        default: the default; ``None`` where :meth:`Options.complete` fills it in, or where the annotation allows it.
+        default: the default; ``None`` where :meth:`Options.completed` fills it in, or where the annotation allows it.
         description: for the documentation; of a number also its unit or what it is relative to.
         gt: bound that a number must exceed.
         ge: least number allowed.
@@ -64,18 +64,20 @@ class Options(BaseModel):
             if name not in known:
                 listed = ", ".join(known) or "none"
                 raise ValueError(f"{self.section}.{name} is not an option; the options are {listed}")
+        given = {name: value for name, value in options.items() if value is not None}
         try:
-            super().__init__(**{name: value for name, value in options.items() if value is not None})
+            super().__init__(**self.completed(given))
         except ValidationError as error:
             raise ValueError(_message(type(self), error)) from None
-        self.complete()
         self.check()
 
     def __hash__(self) -> int:
         return hash((type(self), *(value for value in self.as_dict().values() if not isinstance(value, dict))))
 
-    def complete(self) -> None:
-        """Set, by :meth:`_set`, the fields and class variables that follow from options; each option alone is valid here."""
+    @classmethod
+    def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """The options with the fields that follow from them; none is checked here."""
+        return options
 
     def check(self) -> None:
         """Refuse combinations; each option alone is valid here."""
@@ -92,9 +94,6 @@ class Options(BaseModel):
     def replace(self, **changes: Any) -> Self:
         """A copy with other values for some options; ValueError as the constructor."""
         return self.from_dict({**self.as_dict(), **changes})
-
-    def _set(self, **values: Any) -> None:
-        vars(self).update(values)
 
 
 def option_fields(cls: type[Options]) -> dict[str, FieldInfo]:
@@ -116,7 +115,7 @@ def _message(cls: type[Options], error: ValidationError) -> str:
     low, high = rule.get("minimum"), rule.get("maximum")
     value = f"{cls.section}.{name}={float(given) if rule['type'] == 'number' and type(given) is int else given!r}"
     if kind == "literal_error":
-        return f"{value} is unknown; choose one of {', '.join(rule['enum'])}"
+        return f"{value} is unknown; choose one of {', '.join(map(str, rule['enum']))}"
     if kind == "greater_than":
         required = f"greater than {rule['exclusiveMinimum']}"
     elif rule["type"] == "integer" and kind != "less_than_equal":

@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grail_advantage.answers.format import BOXED, AnswerFormat
 from grail_advantage.answers.span import AnswerSpan, find_answer_spans
@@ -34,10 +33,14 @@ from grail_advantage.batch import (
     token_mean,
 )
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.model.interface import Model
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.weighting import batch_weights, put_row, scores_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from grail_advantage.model.hugging_face import HuggingFaceModel
 
 ROUNDING = 1e-3
 """Most that rounding puts a log-probability above 0."""
@@ -121,6 +124,8 @@ def compute_token_weights(
             the row or has gaps, log-probabilities above 0, a negative group or step, a tokenizer that the method cannot work
             with, an unknown format of answers, groups or examples that it needs. The message names the argument.
     """
+    from grail_advantage.model.hugging_face import HuggingFaceModel  # not above: naming the methods would import it
+
     signal = _checked_signal(config)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")

@@ -24,13 +24,11 @@ from typing import TypeAlias
 
 import regex
 
+from grail_advantage.answers.expressions import CONTENT, find_matches
+
 Box: TypeAlias = tuple[int, int, int, int]
 """``(start, content_start, content_end, end)``, byte offsets: the answer is ``text[start:end]``."""
 
-CONTENT = "content"
-"""The group of an expression that holds the answer's content."""
-EXPRESSION_SECONDS = 1.0
-"""An expression that takes longer on one response finds no answer in it."""
 _BOX_TOKENS = re.compile(rb"\\boxed\{|[{}]")
 _TAGS = ((b"<answer>", b"</answer>"), (b"<|begin_of_box|>", b"<|end_of_box|>"))
 _HASHES = re.compile(rb"#### (-?[0-9.,]+)")  # verl/utils/reward_score/gsm8k.py, method strict
@@ -140,26 +138,24 @@ def _hashed(text: bytes) -> Iterator[Box]:
 
 
 def _matches(expression: regex.Pattern[str], text: bytes) -> Iterator[Box]:
-    """The matches of an expression, in bytes. One without text, or whose group took no part, is no answer."""
+    """The matches of an expression, in bytes. One without text, or whose group took no part, is no answer; none where matching
+    takes too long."""
     # A byte that is no UTF-8 becomes one character, so that every character has its own bytes.
     characters = text.decode("utf-8", "surrogateescape")
     at_byte = at_character = 0
-    try:
-        for match in expression.finditer(characters, timeout=EXPRESSION_SECONDS):
-            content = match.span(CONTENT)
-            # A group inside a look-around lies outside the match.
-            ends = min(match.start(), content[0]), *content, max(match.end(), content[1])
-            if content[0] < 0 or ends[0] == ends[3]:
-                continue
-            edges = []
-            for end in ends:
-                first, last = sorted((at_character, end))
-                width = len(characters[first:last].encode("utf-8", "surrogateescape"))
-                at_byte, at_character = at_byte + (width if end >= at_character else -width), end
-                edges.append(at_byte)
-            yield edges[0], edges[1], edges[2], edges[3]
-    except TimeoutError:
-        return
+    for match in find_matches(expression, characters) or ():
+        content = match.span(CONTENT)
+        # A group inside a look-around lies outside the match.
+        ends = min(match.start(), content[0]), *content, max(match.end(), content[1])
+        if content[0] < 0 or ends[0] == ends[3]:
+            continue
+        edges = []
+        for end in ends:
+            first, last = sorted((at_character, end))
+            width = len(characters[first:last].encode("utf-8", "surrogateescape"))
+            at_byte, at_character = at_byte + (width if end >= at_character else -width), end
+            edges.append(at_byte)
+        yield edges[0], edges[1], edges[2], edges[3]
 
 
 def _matters_to_box(covered: bytes) -> bool:

@@ -44,6 +44,10 @@ class TokenTexts:
             return [text or "" for text in texts]
         return decode_pieces([self._bytes.get(token, b"") for token in ids])
 
+    def have_bytes(self, token_ids: np.ndarray) -> np.ndarray:
+        """bool (T,): tokens that put bytes into the text, if only some of a character's; not special tokens or unknown ids."""
+        return np.array([bool(self._bytes.get(token)) for token in token_ids.tolist()], dtype=bool)
+
 
 def starts_of(texts: Sequence[str]) -> np.ndarray:
     """int64 (T,): where the text of each token begins in the whole."""

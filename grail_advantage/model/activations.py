@@ -18,16 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
-
-from grail_advantage.model.patches import checkpointing_in_evaluation, resharding
 
 logger = logging.getLogger(__name__)
 
 CHUNK_POSITIONS = 512
 """Most positions whose logits are held with the tensors of their gradient, about 16 bytes for each and each entry of the
 vocabulary: 1.2 GB with 151,936 entries."""
+POSITIONS_TOGETHER = 1024
+"""Positions whose distribution over the vocabulary is held in float32 at a time."""
 MARK = 64.0
 """Goes through the model beside a sum of log-probabilities, in place of logits; it must arrive unchanged."""
 
@@ -76,6 +74,8 @@ def accepts_logits_to_keep(model: nn.Module) -> bool:
 
 def inner_model(model: nn.Module) -> nn.Module:
     """The Hugging Face model inside wrappers."""
+    from transformers import PreTrainedModel  # not above: naming the methods would import transformers' model code
+
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
@@ -291,6 +291,10 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool | None = False)
         checkpoint_blocks: ``True`` checkpoints the blocks whatever is configured: where training saves memory in another way;
             ``None`` checkpoints none.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from grail_advantage.model.patches import checkpointing_in_evaluation, resharding
+
     modes = [(module, module.training) for module in model.modules()]
     blocks: list[GradientCheckpointingLayer] = []
     if checkpoint_blocks is not None:
@@ -336,6 +340,27 @@ def negative_log_likelihood(logits_KV: torch.Tensor, tokens_K: torch.Tensor, tem
     """
     log_probs_KV = torch.log_softmax(logits_KV.float() / temperature, dim=-1)
     return -log_probs_KV.gather(-1, tokens_K.unsqueeze(-1)).sum()
+
+
+def log_probs_and_entropy(
+    logits_KV: torch.Tensor, tokens_K: torch.Tensor, temperature: float, *, entropy: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probability of each token, and the entropy, in nats, of the distribution that it is drawn from; float32, (K,).
+
+    Args:
+        logits_KV: logits of the tokens' predictor positions, any floating dtype.
+        tokens_K: int64.
+        temperature: sampling temperature, greater than 0.
+        entropy: whether the second is computed; ``None`` otherwise.
+    """
+    log_probs, entropies = [logits_KV.new_zeros(0, dtype=torch.float32)], [logits_KV.new_zeros(0, dtype=torch.float32)]
+    for some_KV, some_K in zip(logits_KV.split(POSITIONS_TOGETHER), tokens_K.split(POSITIONS_TOGETHER), strict=True):
+        all_KV = torch.log_softmax(some_KV.float() / temperature, dim=-1)
+        log_probs.append(all_KV.gather(-1, some_K.unsqueeze(-1)).squeeze(-1))
+        if entropy:
+            # A word that is ruled out (probability 0, logit -inf) adds nothing; NaN stays.
+            entropies.append(-torch.where(all_KV == -torch.inf, 0, all_KV.exp() * all_KV).sum(-1))
+    return torch.cat(log_probs), torch.cat(entropies) if entropy else None
 
 
 def saliency(loss: torch.Tensor, leaf_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

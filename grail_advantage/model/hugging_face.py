@@ -24,6 +24,7 @@ from grail_advantage.model.activations import (
     capture_hidden_states,
     evaluation_mode,
     leaf_module,
+    log_probs_and_entropy,
     negative_log_likelihood,
     read_sum,
     sum_log_probs,
@@ -34,8 +35,6 @@ from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, T
 
 SEQUENCE_TOKENS = 16384
 """Most tokens of a signal's own sequences that go through the model together."""
-POSITIONS_TOGETHER = 1024
-"""Positions whose distribution over the vocabulary is held in float32 at a time."""
 
 _T = TypeVar("_T")
 
@@ -185,16 +184,7 @@ class OneRow(MicroBatch):
         """One forward. Log-probability and, where asked for, entropy of each response token, (T,) float32."""
         start, length = self.row.response_start, len(self.row.tokens_S)
         logits_TV = self.logits([(start - 1, length - 1)])
-        chunks: dict[str, list[torch.Tensor]] = {OLD_LOG_PROBS: [], ENTROPY: []}
-        parts = zip(
-            logits_TV.split(POSITIONS_TOGETHER), self.row.tokens_S[start:].split(POSITIONS_TOGETHER), strict=True
+        log_probs_T, entropy_T = log_probs_and_entropy(
+            logits_TV, self.row.tokens_S[start:], self.model.temperature, entropy=entropy
         )
-        for logits_KV, tokens_K in parts:
-            log_probs_KV = torch.log_softmax(logits_KV.float() / self.model.temperature, dim=-1)
-            chunks[OLD_LOG_PROBS].append(log_probs_KV.gather(-1, tokens_K.unsqueeze(-1)).squeeze(-1))
-            if entropy:
-                # A word that is ruled out (probability 0, logit -inf) adds nothing; NaN stays.
-                chunks[ENTROPY].append(
-                    -torch.where(log_probs_KV == -torch.inf, 0, log_probs_KV.exp() * log_probs_KV).sum(-1)
-                )
-        return {name: torch.cat(values) for name, values in chunks.items() if values}
+        return {OLD_LOG_PROBS: log_probs_T} if entropy_T is None else {OLD_LOG_PROBS: log_probs_T, ENTROPY: entropy_T}

@@ -14,21 +14,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from tqdm import tqdm
-from transformers import Cache
 
 from grail_advantage.batch import PassRow
 from grail_advantage.model.activations import capture_leaf, saliency
 
+if TYPE_CHECKING:
+    from transformers import Cache
+
 T = TypeVar("T")
 Range = tuple[int, int]
 """Half-open range of positions of one row's prompt + response."""
-Forward = Callable[[torch.Tensor, torch.Tensor, Cache | None], tuple[torch.Tensor, Cache | None]]
+Forward: TypeAlias = "Callable[[torch.Tensor, torch.Tensor, Cache | None], tuple[torch.Tensor, Cache | None]]"
 """``forward(tokens_NS, kept_K, cache) -> (logits_NKV, cache)``: the model without gradients on rows of equal length that follow
 the cache's tokens; logits at the columns ``kept_K`` of ``tokens_NS``; the cache with the new tokens."""
 

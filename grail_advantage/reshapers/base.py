@@ -21,7 +21,7 @@ class Reshaper(Options):
     registers_as: ClassVar[str] = "reshaper"
     lowest: ClassVar[float] = -math.inf
     highest: ClassVar[float] = math.inf
-    """Bounds that the weights are clipped to, for the metrics."""
+    """Bounds that the weights are clipped to, for the metrics; a property where an option sets them."""
     elsewhere: ClassVar[float] = 1.0
     """Weight of a scored row's tokens outside the statistics set. They belong to the row's mass unless this is 1."""
     ranks: ClassVar[bool] = False

@@ -38,7 +38,8 @@ class BilevelOptions(Options):
 @register_reshaper("bilevel")
 class Bilevel(BilevelOptions, Reshaper):
     """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: ``h`` is ``log(1 + score)`` scaled to
-    [0, 1] over the row's statistics set, and ``tau`` its quantile there."""
+    [0, 1] over the row's statistics set, and ``tau`` its quantile there. Equal scores all weigh 1; with ``tau = 1`` the highest
+    do."""
 
     lowest = FLOOR
     ranks = True
@@ -49,57 +50,25 @@ class Bilevel(BilevelOptions, Reshaper):
     )
 
     def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
-        """See :func:`bilevel_weights`."""
-        return bilevel_weights(
-            scores_BT,
-            statistics_BT,
-            quantile=self.quantile,
-            boost=self.boost,
-            quantile_rule=self.quantile_rule,
-        )
+        """See :class:`Reshaper`. In float64."""
+        if not statistics_BT.any():  # also where there is no row or no token, of which no extremum could be taken
+            return torch.ones(scores_BT.shape, device=scores_BT.device)
+        level_BT = torch.log1p(scores_BT.double().clamp(min=LOWEST_SCORE))
+        low_B1 = torch.where(statistics_BT, level_BT, torch.inf).amin(dim=-1, keepdim=True)
+        high_B1 = torch.where(statistics_BT, level_BT, -torch.inf).amax(dim=-1, keepdim=True)
+        uneven_BT = statistics_BT & (high_B1 > low_B1)
+        scaled_BT = torch.where(uneven_BT, (level_BT - low_B1) / (high_B1 - low_B1), 0.0)
 
-
-def bilevel_weights(
-    scores_BT: torch.Tensor,
-    statistics_mask_BT: torch.Tensor,
-    *,
-    quantile: float,
-    boost: float,
-    quantile_rule: str = "linear",
-) -> torch.Tensor:
-    """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost * (h - tau) / (1 - tau)``.
-
-    ``h`` is ``log(1 + score)`` scaled to [0, 1] over the row's statistics set, and ``tau`` its quantile there. Equal scores
-    all weigh 1; with ``tau = 1`` the highest do. In float64.
-
-    Args:
-        scores_BT: scores, any floating dtype; finite where the mask is true.
-        statistics_mask_BT: bool; tokens that are weighed.
-        quantile: in [0, 1].
-        boost: at least 0.
-        quantile_rule: ``linear`` interpolates between the two sorted scores next to the quantile; ``sorted`` takes the one at
-            index ``floor(quantile * T)`` of T, the last one at most.
-
-    Returns:
-        ``weights_BT`` float32; 1 outside the statistics set.
-    """
-    if not statistics_mask_BT.any():  # also where there is no row or no token, of which no extremum could be taken
-        return torch.ones(scores_BT.shape, device=scores_BT.device)
-    level_BT = torch.log1p(scores_BT.double().clamp(min=LOWEST_SCORE))
-    low_B1 = torch.where(statistics_mask_BT, level_BT, torch.inf).amin(dim=-1, keepdim=True)
-    high_B1 = torch.where(statistics_mask_BT, level_BT, -torch.inf).amax(dim=-1, keepdim=True)
-    uneven_BT = statistics_mask_BT & (high_B1 > low_B1)
-    scaled_BT = torch.where(uneven_BT, (level_BT - low_B1) / (high_B1 - low_B1), 0.0)
-
-    tau_B1 = _row_quantile(scaled_BT, statistics_mask_BT, quantile, quantile_rule)
-    damped_BT = (scaled_BT / tau_B1).clamp(min=FLOOR)
-    excess_BT = torch.where(tau_B1 < 1, (scaled_BT - tau_B1) / (1 - tau_B1), 0.0)
-    weights_BT = torch.where(scaled_BT < tau_B1, damped_BT, 1 + boost * excess_BT)
-    return torch.where(uneven_BT, weights_BT, 1.0).float()
+        tau_B1 = _row_quantile(scaled_BT, statistics_BT, self.quantile, self.quantile_rule)
+        damped_BT = (scaled_BT / tau_B1).clamp(min=FLOOR)
+        excess_BT = torch.where(tau_B1 < 1, (scaled_BT - tau_B1) / (1 - tau_B1), 0.0)
+        weights_BT = torch.where(scaled_BT < tau_B1, damped_BT, 1 + self.boost * excess_BT)
+        return torch.where(uneven_BT, weights_BT, 1.0).float()
 
 
 def _row_quantile(values_BT: torch.Tensor, mask_BT: torch.Tensor, quantile: float, rule: str) -> torch.Tensor:
-    """Each row's quantile over its masked values, (B, 1); 0 for a row without any."""
+    """Each row's quantile over its masked values, (B, 1); 0 for a row without any. ``linear`` interpolates between the two
+    sorted values next to it; ``sorted`` takes the one at index ``floor(quantile * T)`` of T, the last one at most."""
     count_B1 = mask_BT.sum(dim=-1, keepdim=True)
     last_B1 = (count_B1 - 1).clamp(min=0)
     sorted_BT = torch.where(mask_BT, values_BT, torch.inf).sort(dim=-1).values

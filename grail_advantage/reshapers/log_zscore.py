@@ -38,7 +38,7 @@ class LogZscoreOptions(Options):
         0.5, "log-z-score: lower clip of the weights; at least 0", ge=0, why="negative weights flip the advantage"
     )
 
-    weight_max: float = option(5.0, "log-z-score: upper clip of the weights; at least weight_min")
+    weight_max: float = option(5.0, "log-z-score: upper clip of the weights; at least weight_min", ge=0)
 
     def check(self) -> None:
         """See :class:`Options`."""
@@ -55,20 +55,20 @@ class LogZscore(LogZscoreOptions, Reshaper):
     """``clip(weight_mean + weight_std z, weight_min, weight_max)``: ``z`` is the log score, standardised over the row's
     statistics set."""
 
-    def complete(self) -> None:
-        """See :class:`grail_advantage.options.Options`."""
-        self._set(lowest=self.weight_min, highest=self.weight_max)
+    @property
+    def lowest(self) -> float:  # type: ignore[override]
+        """See :class:`Reshaper`."""
+        return self.weight_min
+
+    @property
+    def highest(self) -> float:  # type: ignore[override]
+        """See :class:`Reshaper`."""
+        return self.weight_max
 
     def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
-        """See :func:`log_zscore_weights`."""
-        return log_zscore_weights(
-            scores_BT.clamp(min=0),  # a drop in likelihood can be negative, and the logarithm needs a score
-            statistics_BT,
-            weight_mean=self.weight_mean,
-            weight_std=self.weight_std,
-            weight_min=self.weight_min,
-            weight_max=self.weight_max,
-        )
+        """See :class:`Reshaper`. Negative scores, as the drop of a likelihood can be, count as 0."""
+        z_BT = log_zscore(scores_BT.clamp(min=0), statistics_BT)
+        return torch.clamp(self.weight_mean + self.weight_std * z_BT, self.weight_min, self.weight_max)
 
 
 def log_zscore(scores_BT: torch.Tensor, statistics_mask_BT: torch.Tensor) -> torch.Tensor:
@@ -94,21 +94,3 @@ def log_zscore(scores_BT: torch.Tensor, statistics_mask_BT: torch.Tensor) -> tor
     centred_BT = log_scores_BT - mean(log_scores_BT)
     z_BT = centred_BT / torch.sqrt(mean(centred_BT.square()) + EPSILON)
     return torch.where(count_B1 > 0, z_BT, 0.0).float()
-
-
-def log_zscore_weights(
-    scores_BT: torch.Tensor,
-    statistics_mask_BT: torch.Tensor,
-    *,
-    weight_mean: float,
-    weight_std: float,
-    weight_min: float,
-    weight_max: float,
-) -> torch.Tensor:
-    """``clip(weight_mean + weight_std * z, weight_min, weight_max)`` with ``z`` from :func:`log_zscore`.
-
-    Returns:
-        ``weights_BT`` float32 for every token, before overrides and mask.
-    """
-    z_BT = log_zscore(scores_BT, statistics_mask_BT)
-    return torch.clamp(weight_mean + weight_std * z_BT, weight_min, weight_max)

@@ -28,24 +28,10 @@ class MeanRatio(Reshaper):
     )
 
     def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
-        """See :func:`mean_ratio_weights`."""
-        return mean_ratio_weights(scores_BT, statistics_BT, beta=self.beta)
-
-
-def mean_ratio_weights(scores_BT: torch.Tensor, statistics_mask_BT: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """``max(0, 1 + beta (x / mean x - 1))``; all 1 where the mean over the statistics set is not above 0. In float64.
-
-    Args:
-        scores_BT: scores, any floating dtype; finite where the mask is true. Meant for scores of at least 0: where scores of
-            both signs cancel, the mean is no measure of them and weights grow without bound.
-        statistics_mask_BT: bool; tokens that are weighed.
-        beta: greater than 0.
-
-    Returns:
-        ``weights_BT`` float32; 1 outside the statistics set.
-    """
-    known_BT = torch.where(statistics_mask_BT, scores_BT.double(), 0.0)
-    count_B1 = statistics_mask_BT.sum(dim=-1, keepdim=True).clamp(min=1)
-    mean_B1 = known_BT.sum(dim=-1, keepdim=True) / count_B1
-    weights_BT = (1 + beta * (known_BT / mean_B1 - 1)).clamp(min=0)
-    return torch.where(statistics_mask_BT & (mean_B1 > 0), weights_BT, 1.0).float()
+        """See :class:`Reshaper`. All 1 where the mean is not above 0; in float64. Meant for scores of at least 0: where scores
+        of both signs cancel, the mean is no measure of them and weights grow without bound."""
+        known_BT = torch.where(statistics_BT, scores_BT.double(), 0.0)
+        count_B1 = statistics_BT.sum(dim=-1, keepdim=True).clamp(min=1)
+        mean_B1 = known_BT.sum(dim=-1, keepdim=True) / count_B1
+        weights_BT = (1 + self.beta * (known_BT / mean_B1 - 1)).clamp(min=0)
+        return torch.where(statistics_BT & (mean_B1 > 0), weights_BT, 1.0).float()

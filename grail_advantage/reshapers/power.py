@@ -29,26 +29,12 @@ class Power(Reshaper):
     )
 
     def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
-        """See :func:`power_weights`."""
-        return power_weights(scores_BT, statistics_BT, exponent=self.exponent)
-
-
-def power_weights(scores_BT: torch.Tensor, statistics_mask_BT: torch.Tensor, *, exponent: float) -> torch.Tensor:
-    """``n s^g / sum s^g`` over the n tokens of the row's statistics set; all 1 where the sum is below 1e-8. In float64.
-
-    Args:
-        scores_BT: scores, any floating dtype; finite where the mask is true; negative ones count as 0.
-        statistics_mask_BT: bool; tokens that are weighed.
-        exponent: g, greater than 0.
-
-    Returns:
-        ``weights_BT`` float32; 1 outside the statistics set.
-    """
-    known_BT = torch.where(statistics_mask_BT, scores_BT.double().clamp(min=0), 0.0)
-    # Relative to the row's mean, so that no power that matters overflows or underflows.
-    count_B1 = statistics_mask_BT.sum(dim=-1, keepdim=True)
-    mean_B1 = known_BT.sum(dim=-1, keepdim=True) / count_B1.clamp(min=1)
-    powers_BT = torch.where(mean_B1 > 0, known_BT / mean_B1, 0.0).pow(exponent)
-    sum_B1 = powers_BT.sum(dim=-1, keepdim=True)
-    uneven_BT = statistics_mask_BT & (mean_B1.pow(exponent) * sum_B1 >= LEAST_SUM)
-    return torch.where(uneven_BT, count_B1 * powers_BT / sum_B1, 1.0).float()
+        """See :class:`Reshaper`. All 1 where the sum is below 1e-8; in float64."""
+        known_BT = torch.where(statistics_BT, scores_BT.double().clamp(min=0), 0.0)
+        # Relative to the row's mean, so that no power that matters overflows or underflows.
+        count_B1 = statistics_BT.sum(dim=-1, keepdim=True)
+        mean_B1 = known_BT.sum(dim=-1, keepdim=True) / count_B1.clamp(min=1)
+        powers_BT = torch.where(mean_B1 > 0, known_BT / mean_B1, 0.0).pow(self.exponent)
+        sum_B1 = powers_BT.sum(dim=-1, keepdim=True)
+        uneven_BT = statistics_BT & (mean_B1.pow(self.exponent) * sum_B1 >= LEAST_SUM)
+        return torch.where(uneven_BT, count_B1 * powers_BT / sum_B1, 1.0).float()

@@ -39,9 +39,10 @@ class EntropyConfig(ReshapedSignal):
 
     normalize_mass: bool = normalize_mass_option(False)
 
-    def complete(self) -> None:
-        """See :class:`grail_advantage.options.Options`."""
-        self._set(ranks_entropy=self.reshaping.ranks)
+    @property
+    def ranks_entropy(self) -> bool:  # type: ignore[override]
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        return self.reshaping.ranks
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         """See :class:`grail_advantage.signals.base.Signal`."""

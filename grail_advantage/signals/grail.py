@@ -32,24 +32,10 @@ from grail_advantage.signals.base import (
 )
 from grail_advantage.signals.saliency import Alignment, Leaf, SaliencySignal
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "official": {
-        "alignment": "predictor",
-        "span": "first",
-        "target": "span",
-        "statistics": "response",
-        "content_outside_gate": True,
-        "normalize_mass": False,
-    },
-    "robust": {
-        "alignment": None,  # means "token" on embeddings and "predictor" on hidden states
-        "span": "last",
-        "target": "content",
-        "statistics": "reasoning",
-        "content_outside_gate": False,
-        "normalize_mass": True,
-    },
-}
+
+def of_preset(description: str) -> Any:
+    """An option whose default is the preset's."""
+    return option(None, description)
 
 
 def target_range(span: AnswerSpan, target: str) -> Range:
@@ -81,15 +67,14 @@ class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
         "(hidden states 1, n // 2 and n - 1 of n blocks)",
     )
 
-    alignment: Alignment = option(
-        None, "which position's saliency belongs to a token: the predictor position before it, or the token itself"
+    alignment: Alignment = of_preset(
+        "which position's saliency belongs to a token: the predictor position before it, or the token itself"
     )
 
-    span: Span = option(None, "which complete \\boxed{...} of a response is its answer: the first or the last")
+    span: Span = of_preset("which complete \\boxed{...} of a response is its answer: the first or the last")
 
-    target: Literal["span", "content"] = option(
-        None,
-        "tokens whose log-likelihood is differentiated: the whole span, or its content (the span where that is empty)",
+    target: Literal["span", "content"] = of_preset(
+        "tokens whose log-likelihood is differentiated: the whole span, or its content (the span where that is empty)"
     )
 
     statistics: Statistics = statistics_option(None)
@@ -100,23 +85,48 @@ class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
 
     gate: Gate = gate_option("wrong")
 
-    content_outside_gate: bool = option(None, "whether answers of rows outside the gate still get content_weight")
+    content_outside_gate: bool = of_preset("whether answers of rows outside the gate still get content_weight")
 
     normalize_mass: bool = normalize_mass_option(None)
 
     def __init__(self, preset: str | None = None, **options: Any) -> None:
         super().__init__(**options | {"preset": preset})
 
-    def complete(self) -> None:
+    @classmethod
+    def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
         """See :class:`grail_advantage.options.Options`."""
-        for name, value in PRESETS[self.preset].items():
-            if getattr(self, name) is None:
-                self._set(**{name: value})
-        if self.alignment is None:
-            self._set(alignment="token" if self.leaf == "embeddings" else "predictor")
-        if self.content_weight is None:
-            self._set(content_weight=self.weight_max)
-        self._set(answer_weights=AnswerWeights(self.content_weight, self.weight_mean, self.content_outside_gate))
+        preset = cls.robust if options.get("preset") == "robust" else cls.official
+        filled = preset(options.get("leaf", "embeddings")) | options
+        return {"content_weight": filled.get("weight_max", cls.model_fields["weight_max"].default)} | filled
+
+    @classmethod
+    def official(cls, leaf: str) -> dict[str, Any]:
+        """The published choices, the same for every leaf."""
+        return {
+            "alignment": "predictor",
+            "span": "first",
+            "target": "span",
+            "statistics": "response",
+            "content_outside_gate": True,
+            "normalize_mass": False,
+        }
+
+    @classmethod
+    def robust(cls, leaf: str) -> dict[str, Any]:
+        """The choices that the module explains."""
+        return {
+            "alignment": "token" if leaf == "embeddings" else "predictor",
+            "span": "last",
+            "target": "content",
+            "statistics": "reasoning",
+            "content_outside_gate": False,
+            "normalize_mass": True,
+        }
+
+    @property
+    def answer_weights(self) -> AnswerWeights:  # type: ignore[override]
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        return AnswerWeights(self.content_weight, self.weight_mean, self.content_outside_gate)
 
     def target_tokens(self, row: PassRow) -> Range:
         """See :class:`SaliencySignal`."""

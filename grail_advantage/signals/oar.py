@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, Literal
 
 from grail_advantage.batch import PassRow
 from grail_advantage.model.interface import Model, Range, RowScores
@@ -23,6 +21,9 @@ from grail_advantage.signals.base import LOGITS, SEQUENCES, ReshapedSignal, norm
 from grail_advantage.signals.oar_gradient import Noise, gradient_scores
 from grail_advantage.signals.oar_perturbation import PerturbationRow, perturbation_scores, replaced_tokens
 from grail_advantage.signals.oar_probe import probe_positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @register_signal("oar_g", method="gradient")
@@ -82,16 +83,29 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
     def __init__(self, method: str | None = None, **options: Any) -> None:
         super().__init__(**options | {"method": method})
 
-    def complete(self) -> None:
+    @classmethod
+    def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
         """See :class:`grail_advantage.options.Options`. The statistics set is the tokens that have scores."""
-        gradient, port = self.method == "gradient", self.variant == "grail_port"
+        scores_response = options.get("method", "gradient") == "gradient" and options.get("variant") == "grail_port"
+        return {**options, "statistics": "response" if scores_response else "reasoning"}
+
+    @property
+    def uses(self) -> str:  # type: ignore[override]
+        """See :class:`grail_advantage.signals.base.Signal`, as the next two."""
+        return LOGITS if self.method == "gradient" else SEQUENCES
+
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        """The weight in one line."""
+        gradient = self.method == "gradient"
         score = "|sum (dKL/de) e|, noisy embeddings" if gradient else "KL, token replaced by padding"
-        self._set(
-            formula=f"bi-level map of log(1 + {score})",
-            cost="3 on the selected rows" if gradient else "1 for every reasoning token of the selected rows",
-            uses=LOGITS if gradient else SEQUENCES,
-            statistics="response" if gradient and port else "reasoning",
-        )
+        return f"bi-level map of log(1 + {score})"
+
+    @property
+    def cost(self) -> str:  # type: ignore[override]
+        """Forwards on top of GRPO's step."""
+        gradient = self.method == "gradient"
+        return "3 on the selected rows" if gradient else "1 for every reasoning token of the selected rows"
 
     @property
     def alignment(self) -> str:

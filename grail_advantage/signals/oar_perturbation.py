@@ -15,13 +15,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import Cache
-from transformers.cache_utils import DynamicLayer
 
 from grail_advantage.model.interface import Forward
 from grail_advantage.signals.oar_probe import divergence, read_probe
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ def perturbation_scores(
 
 def _can_be_shared(cache: Cache | None) -> bool:
     """Only plain attention keeps the keys and values of every position; a sliding window or a state does not."""
+    from transformers.cache_utils import DynamicLayer  # not above, see grail_advantage.model.activations.inner_model
+
     return cache is not None and all(type(layer) is DynamicLayer for layer in cache.layers)
 
 

@@ -9,13 +9,14 @@ Shape suffixes: B rows, T response tokens.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 import regex
 import torch
 
-from grail_advantage.answers.format import CONTENT, EXPRESSION_SECONDS
+from grail_advantage.answers.expressions import CONTENT, compile_expression, find_matches
 from grail_advantage.answers.text import TokenTexts, starts_of
 from grail_advantage.batch import TOKENS, RolloutBatch
 from grail_advantage.options import option
@@ -61,10 +62,10 @@ class PatternConfig(Signal):
     def check(self) -> None:
         """See :class:`grail_advantage.options.Options`."""
         super().check()
-        try:
-            regex.compile(self.expression)
-        except regex.error as error:
-            raise ValueError(f"{self.section}.expression={self.expression!r} does not compile: {error}") from error
+        self._compiled()
+
+    def _compiled(self) -> regex.Pattern[str]:
+        return compile_expression(self.expression, f"{self.section}.expression")
 
     def select(self, batch: RolloutBatch) -> RowSelection:
         """The rows outside the gate too, which get a weight of their own."""
@@ -75,12 +76,12 @@ class PatternConfig(Signal):
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         """See :class:`grail_advantage.signals.base.Signal`."""
         assert batch.tokens_BT is not None  # it reads them
-        texts, expression = TokenTexts(batch.tokenizer), regex.compile(self.expression)
+        texts, expression = TokenTexts(batch.tokenizer), self._compiled()
         scores_BT = torch.zeros(batch.mask_BT.shape)
         rows = self.select(batch)
         for row in (rows.selected_B & rows.inside_gate_B).nonzero().flatten().tolist():
             tokens_T, mask_T = batch.tokens_BT[row].cpu().numpy(), batch.mask_BT[row].cpu().numpy()
-            matched_T = self.matched(texts(tokens_T), expression)
+            matched_T = matched(texts(tokens_T), texts.have_bytes(tokens_T), expression)
             if matched_T is None:
                 scores_BT[row] = torch.nan
                 continue
@@ -90,27 +91,33 @@ class PatternConfig(Signal):
             scores_BT[row] = torch.from_numpy(inside_T).float()
         return scores_BT.to(batch.mask_BT.device)
 
-    def matched(self, texts: list[str], expression: regex.Pattern[str]) -> np.ndarray | None:
-        """bool (T,): the tokens that match; ``None`` where that takes too long."""
-        text = "".join(texts)
-        matched_T: np.ndarray = np.zeros(len(texts), dtype=bool)
-        starts_T = starts_of(texts)
-        group = CONTENT if CONTENT in expression.groupindex else 0
-        try:
-            for match in expression.finditer(text, timeout=EXPRESSION_SECONDS):
-                first, last = match.span(group)
-                if last > first >= 0:
-                    begin = np.searchsorted(starts_T, first, side="right") - 1
-                    matched_T[begin : np.searchsorted(starts_T, last, side="left")] = True
-        except TimeoutError:
-            return None
-        return matched_T & np.array([bool(piece) for piece in texts], dtype=bool)
-
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
         """See :class:`grail_advantage.signals.base.Signal`."""
         inside_gate_B1 = self.select(batch).inside_gate_B.unsqueeze(1)
         of_gate_BT = torch.where(scores_BT > 0, self.inside, self.outside)
         return Reshaped(torch.where(inside_gate_B1, of_gate_BT, float(self.elsewhere)))
+
+
+def matched(texts: Sequence[str], have_bytes_T: np.ndarray, expression: regex.Pattern[str]) -> np.ndarray | None:
+    """bool (T,): the tokens that match; ``None`` where that takes too long.
+
+    Args:
+        texts: of the tokens. A character in several tokens belongs to the last of them.
+        have_bytes_T: bool; one without text has the first bytes of the next character, and is inside where that is.
+        expression: compiled.
+    """
+    text = "".join(texts)
+    matches = find_matches(expression, text)
+    if matches is None:
+        return None
+    inside: np.ndarray = np.zeros(len(text) + 1, dtype=bool)  # of each character
+    group = CONTENT if CONTENT in expression.groupindex else 0
+    for match in matches:
+        inside[slice(*match.span(group))] = True  # of a group that took no part (-1, -1), nothing
+    lengths_T = np.array([len(piece) for piece in texts], dtype=np.int64)
+    starts_T = starts_of(texts)
+    before = np.concatenate([[0], np.cumsum(inside)])
+    return have_bytes_T & (before[starts_T + np.maximum(lengths_T, 1)] > before[starts_T])
 
 
 def at_random(count: int, mask_T: np.ndarray, tokens_T: np.ndarray) -> np.ndarray:

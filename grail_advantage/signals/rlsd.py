@@ -20,16 +20,18 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.batch import EXAMPLES, OLD_LOG_PROBS, Example, PassRow, RolloutBatch
 from grail_advantage.model.interface import Model, RowScores
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.signals.base import LOG_PROBS, Reshaped, RowSelection, Signal, normalize_mass_option
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PLACE = "{privileged}"
 """Stands for the privileged text in the request."""
@@ -107,9 +109,15 @@ class RlsdConfig(Signal):
 
     normalize_mass: bool = normalize_mass_option()
 
-    def complete(self) -> None:
+    @classmethod
+    def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
         """See :class:`grail_advantage.options.Options`."""
-        self._set(gate="wrong" if self.negative_only else "all", columns=(self.privileged_column.split(".")[0],))
+        return {**options, "gate": "wrong" if options.get("negative_only") is True else "all"}
+
+    @property
+    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See :class:`grail_advantage.signals.base.Signal`."""
+        return (self.privileged_column.split(".")[0],)
 
     def check(self) -> None:
         """See :class:`grail_advantage.options.Options`."""

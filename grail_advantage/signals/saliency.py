@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.batch import PassRow
 from grail_advantage.model.interface import Model, Range, RowScores, saliency_pass
 from grail_advantage.signals.base import SALIENCY, ReshapedSignal
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Alignment = Literal["predictor", "token"]
 Leaf = Literal["embeddings", "first", "middle", "last"]

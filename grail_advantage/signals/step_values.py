@@ -5,6 +5,9 @@ number, or its text where it has none. ``V(state)`` is the mean reward of the gr
 the group's mean; a step's tokens get ``A_t = V(after) - V(before)``. At the start ``V`` is the group's mean, at the end the
 row's reward, so that the values of a row's steps sum to its ``A``.
 
+A response's last step ends in its reward and counts in no state. A response whose advantage is not finite counts in none and
+trains nothing itself.
+
 Everything is computed from the rows' advantages, which are the rewards less the group's mean with Dr. GRPO, and the same
 divided by the group's deviation with GRPO.
 
@@ -14,11 +17,13 @@ Shape suffixes: B rows, T response tokens.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import regex
 import torch
 
+from grail_advantage.answers.expressions import compile_expression, find_matches
 from grail_advantage.answers.text import TokenTexts, starts_of
 from grail_advantage.batch import GROUPS, TOKENS, RolloutBatch
 from grail_advantage.options import option
@@ -27,9 +32,9 @@ from grail_advantage.signals.base import RowSelection, Signal
 
 State = tuple[int, str]
 """Place and result of a step."""
-_NUMBER = regex.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
-SEPARATOR_SECONDS = 1.0
-"""A response that takes longer to cut is one step."""
+_NUMBER = regex.compile(r"(?:(?<![\w)\]}])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+"""A sign right after a word or a closing bracket is an operator: ``10-3`` is 10 and 3. Commas only part thousands: ``(3,4)`` is
+3 and 4."""
 
 
 @register_signal("step_values")
@@ -56,10 +61,10 @@ class StepValuesConfig(Signal):
     def check(self) -> None:
         """See :class:`grail_advantage.options.Options`."""
         super().check()
-        try:
-            regex.compile(self.separator)
-        except regex.error as error:
-            raise ValueError(f"{self.section}.separator={self.separator!r} does not compile: {error}") from error
+        self._compiled()
+
+    def _compiled(self) -> regex.Pattern[str]:
+        return compile_expression(self.separator, f"{self.section}.separator")
 
     def select(self, batch: RolloutBatch) -> RowSelection:
         """All rows that train of groups in which any advantage differs from 0."""
@@ -72,10 +77,11 @@ class StepValuesConfig(Signal):
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         """The token advantages, see :class:`grail_advantage.signals.base.Signal`."""
         assert batch.tokens_BT is not None and batch.groups_B is not None  # it reads them
-        texts, separator = TokenTexts(batch.tokenizer), regex.compile(self.separator)
+        texts, separator = TokenTexts(batch.tokenizer), self._compiled()
         advantages, groups = batch.advantages_B.double().tolist(), batch.groups_B.tolist()
         rows = self.select(batch).selected_B.nonzero().flatten().tolist()
-        steps = {row: cut(texts(batch.tokens_BT[row].cpu().numpy()), separator) for row in rows}
+        tokens = {row: batch.tokens_BT[row].cpu().numpy() for row in rows}
+        steps = {row: cut(texts(ids_T), texts.have_bytes(ids_T), separator) for row, ids_T in tokens.items()}
         through: dict[tuple[int, State], list[float]] = defaultdict(list)
         for row in rows:
             for state in steps[row][1][:-1]:
@@ -89,18 +95,18 @@ class StepValuesConfig(Signal):
         return scores_BT.to(batch.mask_BT.device)
 
 
-def cut(texts: list[str], separator: regex.Pattern[str]) -> tuple[np.ndarray, list[State]]:
+def cut(
+    texts: Sequence[str], have_bytes_T: np.ndarray, separator: regex.Pattern[str]
+) -> tuple[np.ndarray, list[State]]:
     """The step of each token, int (T,), and the state after each step, of which the last is the end.
 
-    A token belongs to the step in which its first character is; one without text to the one before it.
+    A token belongs to the step in which its first character is, one without bytes to the step before it. A response that takes
+    too long to cut is one step.
     """
     text = "".join(texts)
-    try:
-        ends = [match.end() for match in separator.finditer(text, timeout=SEPARATOR_SECONDS)]
-    except TimeoutError:
-        ends = []
+    ends = [match.end() for match in find_matches(separator, text) or ()]
     ends = [end for end in dict.fromkeys(ends) if 0 < end < len(text)]
-    first_T: np.ndarray = np.minimum(starts_of(texts), len(text) - 1)
+    first_T: np.ndarray = np.minimum(starts_of(texts) - ~have_bytes_T, len(text) - 1)
     step_T = np.asarray(np.searchsorted(np.array(ends, dtype=np.int64), first_T, side="right"))
     steps = zip([0, *ends], [*ends, None], strict=True)
     states = [(place, result(text[first:last])) for place, (first, last) in enumerate(steps)]

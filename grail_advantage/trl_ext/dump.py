@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from grail_advantage.answers.format import AnswerFormat
+from grail_advantage.batch import outcome_of
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import TokenWeights
 from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies
@@ -254,7 +255,7 @@ class GenerationDump(TrainerCallback):
             {
                 "gold": piece["gold"],
                 "reward": reward,
-                "outcome": None if reward is None else "right" if reward > 0 else "wrong",
+                "outcome": outcome_of(reward),
                 **{name: piece[name].numpy() for name in ("old_log_prob_T", "entropy_T")},
             }
             for piece, reward in zip(pieces, rewards, strict=True)

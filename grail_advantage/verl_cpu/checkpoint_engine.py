@@ -14,7 +14,6 @@ worker waits for that name and reads it. One machine only.
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
@@ -22,6 +21,8 @@ from typing import Any
 
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+
+from grail_advantage.view.whole_file import whole_file
 
 BACKEND = "host"
 FOLDER = Path("/dev/shm")
@@ -64,9 +65,8 @@ class HostCheckpointEngine(CheckpointEngine):
         """Write the weights; ranks other than the first only take part in gathering them. Returns no metrics."""
         gathered = {name: tensor.detach().clone() if self.is_master else None for name, tensor in weights}
         if self.is_master:
-            unfinished = self.path.with_suffix(".unfinished")
-            torch.save(gathered, unfinished)
-            os.replace(unfinished, self.path)
+            with whole_file(self.path) as file:
+                torch.save(gathered, file)
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:

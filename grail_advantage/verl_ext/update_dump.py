@@ -20,7 +20,7 @@ from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS
+from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.selection import Selection
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, answer_of, dump_options
@@ -200,8 +200,4 @@ def _entry(value: Any, name: str) -> Any:
 def _outcome(of_judge: Any, reward: float | None) -> str | None:
     """The judge's own ``acc`` where it gives one; else whether the reward is positive."""
     accuracy = _entry(of_judge, "acc")
-    if accuracy is None:
-        accuracy = reward
-    if accuracy is None or not math.isfinite(float(accuracy)):
-        return None
-    return "right" if float(accuracy) > 0 else "wrong"
+    return outcome_of(reward if accuracy is None else float(accuracy))

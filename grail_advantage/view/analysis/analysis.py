@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from grail_advantage.batch import EXAMPLES, GROUPS, field_names
 from grail_advantage.signals.base import Signal
 from grail_advantage.view.analysis.responses import Response, example_of
 from grail_advantage.view.analysis.specs import described
+from grail_advantage.view.whole_file import UNFINISHED, write_whole
 
 DEFINITION = "definition.json"
 ADVANTAGES = ("auto", "wrong", "right")
@@ -140,12 +140,9 @@ def check_definition(analysis: Analysis, folder: Path) -> None:
             raise ValueError(f"{folder} holds another analysis ({differences}); name another folder or remove this one")
         return
     # A definition whose writing broke off is nobody's.
-    if folder.exists() and any(not path.name.endswith(".writing") for path in folder.iterdir()):
+    if folder.exists() and any(not path.name.endswith(UNFINISHED) for path in folder.iterdir()):
         raise ValueError(f"{folder} is not empty and holds no analysis; name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".writing")
-    temporary.write_text(json.dumps(wanted, indent=1), encoding="utf-8")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(wanted, indent=1))
 
 
 def _short(value: Any) -> str:

@@ -12,10 +12,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from grail_advantage.model.activations import accepts_logits_to_keep, evaluation_mode
-
-POSITIONS_TOGETHER = 1024
-"""Positions whose distribution over the vocabulary is held in float32 at a time."""
+from grail_advantage.model.activations import accepts_logits_to_keep, evaluation_mode, log_probs_and_entropy
 
 
 def token_batches(lengths: Sequence[int], groups: Sequence[object], tokens: int) -> list[list[int]]:
@@ -97,15 +94,7 @@ def response_statistics(
         ).logits
     logits_BKV = logits_BKV if keep else logits_BKV[:, kept_K]
     chosen_BK = response_BL[:, first:past]
-    logits_NV, tokens_N = logits_BKV[chosen_BK], input_ids_BL[:, first:past][chosen_BK]
-    numbers: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for logits_KV, tokens_K in zip(
-        logits_NV.split(POSITIONS_TOGETHER), tokens_N.split(POSITIONS_TOGETHER), strict=True
-    ):
-        all_KV = torch.log_softmax(logits_KV.float() / temperature, dim=-1)
-        # A word that is ruled out (probability 0, logit -inf) adds nothing.
-        entropy_K = -torch.where(all_KV > -torch.inf, all_KV.exp() * all_KV, 0).sum(-1)
-        numbers.append((all_KV.gather(-1, tokens_K.unsqueeze(-1)).squeeze(-1), entropy_K))
-    log_probs_BL[response_BL] = torch.cat([log_probs for log_probs, _ in numbers])
-    entropy_BL[response_BL] = torch.cat([entropy for _, entropy in numbers])
+    log_probs_BL[response_BL], entropy_BL[response_BL] = log_probs_and_entropy(
+        logits_BKV[chosen_BK], input_ids_BL[:, first:past][chosen_BK], temperature
+    )
     return log_probs_BL, entropy_BL

@@ -27,7 +27,7 @@ from grail_advantage.answers.format import AnswerFormat
 from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.span import AnswerSpan, find_answer_spans
 from grail_advantage.answers.text import TokenTexts, answer_text
-from grail_advantage.batch import EXAMPLES, GROUPS, field_names
+from grail_advantage.batch import EXAMPLES, GROUPS, field_names, outcome_of
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import TokenWeights, compute_token_weights
 from grail_advantage.view.analysis.analysis import Analysis, check_definition
@@ -156,7 +156,6 @@ def _dump_row(
     methods: Mapping[str, MethodColumns],
 ) -> DumpRow:
     response, length = row.response, len(row.tokens.response_T)
-    outcome = None if response.reward is None else ("right" if response.reward > 0 else "wrong")
     return DumpRow(
         step=0,
         row=row.place,
@@ -167,7 +166,7 @@ def _dump_row(
         response="".join(row.texts),
         gold=None if response.gold is None else str(response.gold),
         reward=response.reward,
-        outcome=outcome,
+        outcome=outcome_of(response.reward),
         answer=answer_text(row.texts, row.span, answer),
         span=row.span,
         prompt_ids=np.array(row.tokens.prompt_P, dtype=np.int64),

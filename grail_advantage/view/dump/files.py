@@ -13,7 +13,6 @@ Shape suffixes: T response tokens.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ import pyarrow.parquet as pq
 
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.view.dump.rows import COLUMNS, DumpHeader, DumpRow, MethodColumns
+from grail_advantage.view.whole_file import UNFINISHED, whole_file
 
 SCHEMA_VERSION = 3
 MOST_PROBLEMS = 100
@@ -36,7 +36,6 @@ MOST_BYTES = 1 << 30
 _ROWS = 32
 """Rows of a row group; the reader holds one group at a time."""
 _NAME = re.compile(r"step_(\d{1,15})(?:_update_(\d{1,9}))?\.parquet")
-_TEMPORARY = ".writing"
 _KEY = b"grail_advantage"
 """Of the header in the file's metadata."""
 
@@ -131,31 +130,16 @@ def write_step(folder: Path, header: DumpHeader, rows: Iterable[DumpRow]) -> Pat
         OSError: the disk's.
     """
     path = step_path(folder, header.step, header.update)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}{_TEMPORARY}")
-    try:
-        temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # never through a link that somebody put there
-            pq.write_table(
-                _table(header, list(rows)),
-                file,
-                row_group_size=_ROWS,
-                compression="zstd",
-                use_dictionary=[*_TEXTS, *_IDS],
-                write_statistics=False,
-                write_page_checksum=True,
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder_handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder_handle)  # puts the renaming itself on the disk
-    finally:
-        os.close(folder_handle)
+    with whole_file(path) as file:
+        pq.write_table(
+            _table(header, list(rows)),
+            file,
+            row_group_size=_ROWS,
+            compression="zstd",
+            use_dictionary=[*_TEXTS, *_IDS],
+            write_statistics=False,
+            write_page_checksum=True,
+        )
     return path
 
 
@@ -165,9 +149,10 @@ def dumped_steps(folder: Path) -> list[int]:
 
 
 def remove_steps(folder: Path, first: int) -> list[Path]:
-    """Remove the files of step ``first`` and later ones, which a run that resumes there writes anew; returns them."""
+    """Remove the files of step ``first`` and later ones, which a run that resumes there writes anew, and unfinished ones;
+    returns the former."""
     removed = [path for (step, _), path in _step_files(folder) if step >= first]
-    for path in removed:
+    for path in [*removed, *Path(folder).glob(f".*{UNFINISHED}")]:
         path.unlink()
     return removed
 
@@ -293,7 +278,7 @@ def read_dump(folder: Path | str) -> TokenDump:
     folder = Path(folder)
     problems: list[Problem] = []
     try:
-        unfinished = [path for path in folder.iterdir() if path.name.endswith(_TEMPORARY)]
+        unfinished = [path for path in folder.iterdir() if path.name.endswith(UNFINISHED)]
     except OSError as error:
         return TokenDump(folder, [], [Problem(folder, None, f"cannot be read: {error.strerror or error}")])
     problems += [

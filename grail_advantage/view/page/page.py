@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import os
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -20,6 +19,7 @@ from typing import Any
 from grail_advantage import __version__
 from grail_advantage.view.page import by_position, colours, data, index, pack, words
 from grail_advantage.view.page.collection import Collection, read_runs
+from grail_advantage.view.whole_file import write_whole
 
 REPORT = "report.html"
 ROLLOUTS = 2000
@@ -67,12 +67,7 @@ def write_report(
     runs = [data.open_run(folder), *([data.open_run(against)] if against is not None else [])]
     path = Path(output) if output is not None else Path(folder) / REPORT
     page = render(runs, rollouts=rollouts, megabytes=megabytes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.unlink(missing_ok=True)
-    with temporary.open("x", encoding="utf-8") as file:  # never through a link that somebody put into the run's folder
-        file.write(page)
-    os.replace(temporary, path)
+    write_whole(path, page)
     return path
 
 
