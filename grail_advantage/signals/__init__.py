@@ -1,7 +1,6 @@
 """Signals: how much each token of a response matters. One method a file, registered by name when this package is imported."""
 
 from grail_advantage.signals import (  # noqa: F401
-    a3po,
     entropy,
     entropy_bonus,
     grail,

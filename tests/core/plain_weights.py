@@ -290,30 +290,6 @@ def polarity(
     return each_token(rows, "log_probs", of_token)
 
 
-def a3po(
-    rows: Sequence[Row],
-    rho: float = 2.0,
-    share: float = 0.2,
-    decay_steps: int = 200,
-    normalize_mass: bool = False,
-    step: int = 0,
-) -> list[list[float]]:
-    """Unlikely tokens where A > 0, likely ones where A < 0; the factor falls with the steps."""
-    weight = 1 + (rho - 1) * max(0.0, (decay_steps - step) / decay_steps) if decay_steps else rho
-    found = []
-    for row in rows:
-        weights = row.ones()
-        if row.advantage != 0 and row.tokens and sound(row, row.log_probs):
-            sign = 1 if row.advantage > 0 else -1
-            values = [sign * max(0.0, surprisals(row)[index]) for index in row.tokens]
-            for index in chosen(values, row.tokens, part(share, len(values))):
-                weights[index] = weight
-            if normalize_mass:
-                weights = to_mass(weights, row.tokens)
-        found.append(weights)
-    return found
-
-
 def steer(
     rows: Sequence[Row], highest: float = 1.2, lowest: float = 0.8, normalize_mass: bool = False
 ) -> list[list[float]]:
@@ -344,6 +320,5 @@ METHODS: dict[str, Callable] = {
     "probability": probability,
     "stare": stare,
     "polarity": polarity,
-    "a3po": a3po,
     "steer": steer,
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from grail_advantage import AnswerSpan, Signal, compute_token_weights
 from grail_advantage.methods import method
-from grail_advantage.signals.a3po import A3poConfig as A3po
 from grail_advantage.signals.entropy import EntropyConfig as Entropy
 from grail_advantage.signals.entropy_bonus import EntropyBonusConfig as EntropyBonus
 from grail_advantage.signals.high_entropy import HighEntropyConfig as HighEntropy
@@ -99,11 +97,6 @@ BY_HAND: dict[str, tuple[Signal, list[Row], list]] = {
     "a token's mass for each wrong row": (
         Polarity(wrong=3, spread=True, spread_over="wrong"), [*SIGNS, WRONG], [[1.5, 1.5], ONES, ONES, [3 / 7] * 7],
     ),
-    # A fifth of seven tokens is two: the likeliest of a wrong row, the least likely of a right one.
-    "a3po": (
-        A3po(), [WRONG, Row(0.5, LOG_PROBS), Row(0.0, LOG_PROBS)],
-        [[1, 1, 1, 1, 2, 2, 1], [1, 1, 1, 2, 1, 1, 2], [1] * 7],
-    ),
     # |A (1 - p) (log p + H)|: 2 * 0.5 * |H - log 2|, so 0, 2 and 1; a certain token changes nothing.
     "steer": (
         Steer(),
@@ -118,13 +111,6 @@ BY_HAND: dict[str, tuple[Signal, list[Row], list]] = {
 def test_by_hand(case: str) -> None:
     signal, rows, expected = BY_HAND[case]
     close(weights_of(signal, rows), expected)
-
-
-@pytest.mark.parametrize(("step", "weight"), [(0, 2.0), (50, 1.75), (200, 1.0), (999, 1.0)])
-def test_a3po_falls_over_the_steps(step: int, weight: float) -> None:
-    batch = replace(batch_of([Row(0.5, [-1.0, -2.0])]), step=step)
-    assert result_of(A3po(), batch).weights_BT.tolist() == [[1.0, weight]]
-    assert result_of(A3po(decay_steps=0), batch).weights_BT.tolist() == [[1.0, 2.0]]
 
 
 def test_polarity_refuses_to_train_nothing() -> None:
@@ -163,7 +149,6 @@ READS = {
     "probability": {"old_log_probs"},
     "stare": {"old_log_probs", "entropy"},
     "polarity": set(),
-    "a3po": {"old_log_probs"},
     "steer": {"old_log_probs", "entropy"},
 }
 MAP = st.one_of(
@@ -191,7 +176,6 @@ OPTIONS: dict[str, dict[str, list]] = {
         "spread": [False, True],
         "spread_over": ["both", "right", "wrong"],
     },
-    "a3po": {"rho": [2.0, 1.5], "share": [0.2, 0.35, 1.0], "decay_steps": [0, 1, 200]},
     "steer": {"highest": [1.2, 2.0], "lowest": [0.8, 0.0]},
 }
 COMPARES_ROWS = {"high_entropy", "stare", "steer"}

@@ -42,7 +42,7 @@ COMPARES_TRAINED_ROWS = {"steer"}
 READS_NO_NUMBERS = {"uniform": 1.0, "polarity": 0.5, "pattern": 0.0}
 """Methods without a score that could break, and what they make of a wrong row without an equals sign."""
 SAID = "4=12 so 7= 3 or "
-HARD = {"surprisal", "entropy_bonus", "a3po", "steer", "pattern"}
+HARD = {"surprisal", "entropy_bonus", "steer", "pattern"}
 """Methods that choose a token among equal ones, or whose scores are multiplied with something else of the row."""
 
 WEIGH = [name for name in METHODS if method(name).signal_class.gives == "weights"]

@@ -82,7 +82,6 @@ METHODS: dict[str, Signal] = {
     "high_entropy": method("high_entropy").build({}),
     "stare": method("stare").build({"variant": "C2", "threshold": 100.0}),
     "shear": method("shear").build({"window": 6, "stride": 3}),
-    "a3po": method("a3po").build({}),
     "steer": method("steer").build({}),
     "pattern": method("pattern").build({"expression": "box|so", "gate": "all"}),
     "step_values": method("step_values").build({"separator": "i"}),
