@@ -3,7 +3,7 @@
 ``python scripts/methods_page.py`` writes everything between the markers ``<!-- methods -->`` and ``<!-- /methods -->`` of these
 pages: the table, and a section for each method with its options, the same for the reshapers. It takes them
 from the registry, the declared options and the docstrings, and measured costs from ``benchmarks/results``; methods of other
-projects are left out. ``tests/core/test_methods_page.py`` checks that the pages are the ones written last.
+projects are left out.
 """
 
 from __future__ import annotations

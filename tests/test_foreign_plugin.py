@@ -27,7 +27,6 @@ class ForeignBlame(Signal):
 LISTING = (
     "tests/verl_ext/test_settings.py",
     "tests/verl_ext/test_estimators.py",
-    "tests/core/test_methods_page.py",
 )
 """Tests that go through the registered methods."""
 

@@ -1,6 +1,6 @@
 r"""Input that a model, a data set or a foreign run might hold: nothing is raised but what is said, and nothing shown acts.
 
-Boxes in any bytes are in ``tests/core/test_answer_span.py``, damaged dumps in ``tests/core/test_tampered.py``, answers that are
+Boxes in any bytes are in ``tests/core/test_answer_span.py``, damaged dumps in ``tests/view/test_tampered.py``, answers that are
 programs in ``tests/recipe/test_reward_processes.py``, the page in a browser in ``tests/view/test_browser_hostile.py``.
 """
 

@@ -81,6 +81,10 @@ def test_every_figure_by_hand() -> None:
     )
 
 
+def test_figures_of_a_batch_are_the_declared_ones() -> None:
+    assert list(example([1.0])) == [*metrics.METRICS, *metrics.GRADIENT_METRICS]
+
+
 def plainly(
     weights: list[list[float]], mask: list[list[int]], advantages: list[float], norms: list[float]
 ) -> dict[str, float]:

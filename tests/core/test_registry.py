@@ -25,6 +25,7 @@ from grail_advantage import (
 )
 from grail_advantage.methods import method, methods
 from grail_advantage.model.interface import RowScores
+from grail_advantage.signals.base import Gate, Span, Statistics
 from grail_advantage.weighting import BatchWeights, batch_weights, put_row, scores_of
 from tests.documentation import snippets, write_files
 
@@ -68,17 +69,18 @@ def test_words_that_say_what_a_signal_needs_are_checked() -> None:
     for attribute, value, said in (
         ("reads", frozenset({"old_log_prob"}), r"Needy\.reads: 'old_log_prob' is unknown; choose of 'old_log_probs'"),
         ("uses", "hiden_states", r"Needy\.uses: 'hiden_states' is unknown; choose of '', 'saliency'"),
-        ("gate", "negative", r"Needy\.gate: 'negative' is unknown; choose of 'wrong', 'correct', 'all'"),
-        ("statistics", "answer", r"Needy\.statistics: 'answer' is unknown"),
-        ("span", "middle", r"Needy\.span: 'middle' is unknown"),
+        ("gives", "weight", r"Needy\.gives: 'weight' is unknown; choose of 'weights', 'advantages'"),
     ):
-
-        class Needy(Signal):
-            def complete(self, attribute: str = attribute, value: object = value) -> None:
-                self._set(**{attribute: value})
-
         with pytest.raises(ValueError, match=said):
-            Needy()
+            type("Needy", (Signal,), {attribute: value})()
+    for field, value, kind in (
+        ("gate", "negative", Gate),
+        ("statistics", "answer", Statistics),
+        ("span", "middle", Span),
+    ):
+        body = {field: value, "__annotations__": {field: kind}}
+        with pytest.raises(ValueError, match=rf"Needy\.{field}: '{value}' is unknown; choose of "):
+            type("Needy", (Signal,), body)()
 
 
 class TestWhatAMapGives:

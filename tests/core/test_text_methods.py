@@ -9,16 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
+import regex
 import torch
 
 from grail_advantage import RolloutBatch, Signal, compute_token_weights, registry
+from grail_advantage.answers.text import decode_pieces
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.registry import register_signal
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.signals.pattern import PatternConfig as Pattern
+from grail_advantage.signals.pattern import matched
 from grail_advantage.signals.step_values import StepValuesConfig as StepValues
-from grail_advantage.signals.step_values import result
+from grail_advantage.signals.step_values import cut, result
 from grail_advantage.weighting import BatchWeights, batch_weights, scores_of
 from tests.core.plain_weights import close
 from tests.core.tiny_models import END_ID, PAD_ID, Rollout, char_tokenizer, encode, make_batch, tiny_model
@@ -113,7 +117,7 @@ def test_numbers_after_an_equals_sign() -> None:
     assert sum(mass[0]) == pytest.approx(lengths[0]) and mass[0][4] == pytest.approx(lengths[0] / 10)
 
 
-@pytest.mark.parametrize(("expression", "parts"), [(r"=7(?P<content>, 7)", [", 7"]), (r"\+4", ["+4"]), (r"x*", [])])
+@pytest.mark.parametrize(("expression", "parts"), [(r"=7(?P<content>, 7)", [", 7"]), (r"\+4", ["+4"])])
 def test_an_expression_of_ones_own(expression: str, parts: list[str]) -> None:
     text = SUMS[0].text
     expected = [0.0] * (len(text) + 1)
@@ -144,11 +148,31 @@ def test_an_expression_that_takes_too_long_leaves_the_row_as_it_is() -> None:
     assert found.weights_BT[0].tolist() == [1.0] * 62 and found.weights_BT[1, :4].tolist() == [0.0, 1.0, 1.0, 0.0]
 
 
-def test_an_expression_that_does_not_compile_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"pattern\.expression='\(' does not compile"):
-        Pattern(expression="(")
-    with pytest.raises(ValueError, match=r"step_values\.separator='\[' does not compile"):
-        StepValues(separator="[")
+@pytest.mark.parametrize(
+    ("expression", "said"), [("(", "does not compile"), ("", "matches the empty"), ("x*", "matches")]
+)
+def test_expressions_that_are_refused(expression: str, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"pattern\.expression=.* {said}"):
+        Pattern(expression=expression)
+    with pytest.raises(ValueError, match=rf"step_values\.separator=.* {said}"):
+        StepValues(separator=expression)
+
+
+@pytest.mark.parametrize("elsewhere", [2, 0.5, "1"])
+def test_a_weight_elsewhere_is_0_or_1(elsewhere: Any) -> None:
+    with pytest.raises(ValueError, match=rf"pattern\.elsewhere={elsewhere!r} is unknown; choose one of 0, 1"):
+        Pattern(elsewhere=elsewhere)
+
+
+def test_a_token_with_the_first_bytes_of_a_character_that_matches_is_inside() -> None:
+    """And one with the first bytes of a character is of the step that the character is in."""
+    euro = "€".encode()
+    texts = decode_pieces([b"a", b";", euro[:1], euro[1:2], euro[2:] + b"b", b"", b"c"])
+    have_bytes_T = np.array([True] * 5 + [False, True])
+    found = matched(texts, have_bytes_T, regex.compile("€"))
+    assert found.tolist() == [False, False, True, True, True, False, False]
+    step_T, states = cut(texts, have_bytes_T, regex.compile(";"))
+    assert step_T.tolist() == [0, 0, 1, 1, 1, 1, 1] and states == [(0, "a;"), (1, "€bc")]
 
 
 # --- step values -----------------------------------------------------------------------------------------------------
@@ -235,6 +259,22 @@ def test_a_row_with_an_advantage_of_0_in_a_mixed_group_has_steps_that_train() ->
     assert figures_of.weights_BT.sum() == 16 and figures_of.non_finite_B.tolist() == [False] * 4
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_row_whose_advantage_is_not_finite_counts_in_no_state_and_trains_nothing(broken: float) -> None:
+    rows = [*GROUP[:3], Said(broken, GROUP[3].text), *GROUP[4:]]
+    masked = [*GROUP[:3], Said(0.0, GROUP[3].text, masked=True), *GROUP[4:]]
+    found = token_advantages(STEPS, batch_of(rows))
+    assert found == token_advantages(STEPS, batch_of(masked))
+    assert not any(found[3]) and found[0][0] == pytest.approx(1.0 / (2 + 1)), "the 5 of the two others"
+
+
+def test_a_token_without_text_belongs_to_the_step_before_it() -> None:
+    batch = batch_of([Said(0.5, "1;a"), Said(-0.5, "2;b")])
+    batch.tokens_BT[0] = torch.tensor([*encode("1;"), END_ID, *encode("a")])  # where the second step begins
+    first, second = 0.5 / 2, 0.5 - 0.5 / 2
+    assert token_advantages(STEPS, batch)[0] == pytest.approx([first, first, first, second])
+
+
 def test_no_signal_trains_a_masked_row() -> None:
     class Careless(Signal):
         gives = "advantages"
@@ -256,6 +296,12 @@ def test_no_signal_trains_a_masked_row() -> None:
         ("-0.0", "0"),
         ("= -007", "-7"),
         ("+3.", "3"),
+        ("10-3", "3"),
+        ("x-3, y=-4", "-4"),
+        ("(1)-3", "3"),
+        ("(3,4)", "4"),
+        ("1,2345", "2345"),
+        ("12,345,678", "12345678"),
         (" a  b\n", "a b"),
         ("12, then", "12"),
     ],

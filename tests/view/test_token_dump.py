@@ -175,7 +175,7 @@ class TestFiles:
         for step, update in ((1, 0), (9, 0), (10, 0), (10, 3), (11, 0)):
             write_step(tmp_path, replace(HEADER, step=step, update=update), [])
         others = ["notes.txt", "12.jsonl", "step_12.parquet.bak"]
-        for name in others:
+        for name in [*others, ".step_000010.parquet.1.writing"]:
             (tmp_path / name).write_text("mine")
         removed = ["step_000010.parquet", "step_000010_update_3.parquet", "step_000011.parquet"]
         assert [path.name for path in remove_steps(tmp_path, 10)] == removed
@@ -244,6 +244,18 @@ class TestBroken:
             path.write_bytes(content)
             rows, (problem,) = self._problems(path)
             assert rows == [7] and "cannot be read as Parquet" in problem
+
+    def test_a_weight_that_was_changed_is_not_read(self, tmp_path: Path) -> None:
+        """Bits without a pattern stand in the file as they are, so that one of them can be changed in place."""
+        bits = np.random.default_rng(0).integers(0, 1 << 32, 1000, dtype=np.uint32).view(np.float32)
+        weight_T = np.where(np.isfinite(bits), bits, np.float32(1))
+        path = write_step(tmp_path, HEADER, [dump_row(weight_T)])
+        content = bytearray(path.read_bytes())
+        place = content.find(weight_T[500:510].tobytes())
+        assert place > 0
+        content[place] ^= 1
+        path.write_bytes(content)
+        assert self._problems(path)[0] == []
 
     def test_folders_with_nothing_in_them(self, tmp_path: Path) -> None:
         (tmp_path / "other.jsonl").write_text("{}")

@@ -65,7 +65,8 @@ class TestLinks:
         precious.write_text("precious")
         run = tmp_path / "run"
         path = written(run / "tokens")
-        for link in (run / ".report.html.writing", run / "report.html", path.with_name(f".{path.name}.writing")):
+        unfinished = [file.with_name(f".{file.name}.{os.getpid()}.writing") for file in (run / "report.html", path)]
+        for link in (*unfinished, run / "report.html"):
             link.symlink_to(precious)
         write_report(run)
         written(run / "tokens")
