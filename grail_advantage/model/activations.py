@@ -2,6 +2,11 @@
 
 An activation is cut out of the graph and made a leaf, so that a backward stops there and touches no parameter.
 
+A sum of log-probabilities leaves the model in place of its logits, beside :data:`MARK` (:func:`sum_log_probs`). FSDP makes that
+necessary: the output embeddings' parameters are whole only inside their own forward, so the logits of many targets can only be
+worked off in chunks there, and FSDP sees the backward coming only in what the model itself puts out, so the loss cannot be
+handed out beside it. A model that scales or caps logits would do so to the sum; the mark shows it.
+
 Shape suffixes: B rows, S positions, K target tokens, D hidden, V vocabulary.
 """
 
@@ -279,7 +284,7 @@ def capture_hidden_states(head: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool | None = False) -> Iterator[None]:
+def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Iterator[None]:
     """Dropout off, gradient checkpointing as configured, gradients on; every module's mode is put back afterwards.
 
     A checkpointed block runs in evaluation mode inside its checkpoint, and only seems to train to the code around it
@@ -288,21 +293,19 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool | None = False)
 
     Args:
         model: bare or wrapped.
-        checkpoint_blocks: ``True`` checkpoints the blocks whatever is configured: where training saves memory in another way;
-            ``None`` checkpoints none.
+        checkpoint_blocks: whether the blocks are checkpointed whatever is configured: where training saves memory in another
+            way.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     from grail_advantage.model.patches import checkpointing_in_evaluation, resharding
 
     modes = [(module, module.training) for module in model.modules()]
-    blocks: list[GradientCheckpointingLayer] = []
-    if checkpoint_blocks is not None:
-        known = [module for module, _ in modes if isinstance(module, GradientCheckpointingLayer)]
-        blocks = [module for module in known if checkpoint_blocks or module.gradient_checkpointing]
-        asked = checkpoint_blocks or any(getattr(module, "gradient_checkpointing", False) for module, _ in modes)
-        if asked and not blocks:
-            _warn_of_activations(type(inner_model(model)).__name__)
+    known = [module for module, _ in modes if isinstance(module, GradientCheckpointingLayer)]
+    blocks = [module for module in known if checkpoint_blocks or module.gradient_checkpointing]
+    asked = checkpoint_blocks or any(getattr(module, "gradient_checkpointing", False) for module, _ in modes)
+    if asked and not blocks:
+        _warn_of_activations(type(inner_model(model)).__name__)
     try:
         model.eval()
         with (

@@ -70,7 +70,6 @@ class HuggingFaceModel(Model):
     def micro_batches(
         self, rows: Sequence[PassRow], work: Callable[[OneRow], Sequence[_T]], *, gradients: bool
     ) -> list[_T]:
-        """See :class:`Model`."""
         results: list[_T] = []
         with evaluation_mode(self.model), torch.set_grad_enabled(gradients):
             for row in rows:
@@ -82,7 +81,6 @@ class HuggingFaceModel(Model):
 
     @contextmanager
     def sequences(self) -> Iterator[Forward]:
-        """See :class:`Model`."""
 
         def forward(
             tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
@@ -98,7 +96,6 @@ class HuggingFaceModel(Model):
                 self.logits(nothing_11, nothing_11[0], None, use_cache=True)
 
     def sequences_together(self, length: int) -> int:
-        """See :class:`Model`."""
         return max(1, SEQUENCE_TOKENS // length)
 
     def progress(self, total: int, what: str) -> tqdm:
@@ -131,22 +128,18 @@ class OneRow(MicroBatch):
 
     @property
     def embedding(self) -> nn.Module:
-        """See :class:`MicroBatch`."""
         return self.model.model.get_input_embeddings()
 
     def leaf(self, name: str) -> nn.Module:
-        """See :class:`MicroBatch`."""
         return leaf_module(self.model.model, name)
 
     def logits(self, positions: Sequence[Range]) -> torch.Tensor:
-        """See :class:`MicroBatch`."""
         ((start, stop),) = positions
         kept_K = torch.arange(start, stop, device=self.row.tokens_S.device)
         logits_1KV, _ = self.model.logits(self.row.tokens_S[None, :stop], kept_K, use_cache=False)
         return logits_1KV[0]
 
     def log_likelihood(self, tokens: Sequence[Range]) -> torch.Tensor:
-        """See :class:`MicroBatch`."""
         ((first, past),) = tokens
         tokens_K, model = self.row.tokens_S[first:past], self.model.model
         head = model.get_output_embeddings()
@@ -161,11 +154,9 @@ class OneRow(MicroBatch):
         return -negative_log_likelihood(logits_KV, tokens_K, self.model.temperature)
 
     def response_log_probs(self) -> list[torch.Tensor]:
-        """See :class:`MicroBatch`."""
         return [self.statistics(entropy=False)[OLD_LOG_PROBS]]
 
     def hidden_states(self) -> list[torch.Tensor]:
-        """See :class:`MicroBatch`."""
         head = self.model.model.get_output_embeddings()
         tokens_1S = self.row.tokens_S[None]
         with capture_hidden_states(head) as captured:
@@ -173,11 +164,9 @@ class OneRow(MicroBatch):
         return [captured[0][0, self.row.response_start :]]
 
     def at(self, row: int, position: int) -> tuple[int, int]:
-        """See :class:`MicroBatch`."""
         return row, position
 
     def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
-        """See :class:`MicroBatch`."""
         return [values_BS[0]]
 
     def statistics(self, *, entropy: bool) -> dict[str, torch.Tensor]:

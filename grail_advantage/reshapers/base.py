@@ -78,6 +78,5 @@ class ReshaperChoice(Options):
         return {}
 
     def check(self) -> None:
-        """See :class:`Options`."""
         super().check()
         _ = self.reshaping

@@ -41,7 +41,6 @@ class LogZscoreOptions(Options):
     weight_max: float = option(5.0, "log-z-score: upper clip of the weights; at least weight_min", ge=0)
 
     def check(self) -> None:
-        """See :class:`Options`."""
         if self.weight_min > self.weight_max:
             raise ValueError(
                 f"{self.section}.weight_min={self.weight_min} is greater than {self.section}.weight_max={self.weight_max}; "
@@ -57,12 +56,10 @@ class LogZscore(LogZscoreOptions, Reshaper):
 
     @property
     def lowest(self) -> float:  # type: ignore[override]
-        """See :class:`Reshaper`."""
         return self.weight_min
 
     @property
     def highest(self) -> float:  # type: ignore[override]
-        """See :class:`Reshaper`."""
         return self.weight_max
 
     def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:

@@ -57,13 +57,11 @@ class Top(Reshaper):
     )
 
     def check(self) -> None:
-        """See :class:`grail_advantage.options.Options`."""
         if self.share is not None and self.k != 1:
             raise ValueError(f"{self.section}.k={self.k} and {self.section}.share={self.share}: give one of the two")
         super().check()
 
     def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
-        """See :class:`Reshaper`."""
         count_B1 = self.k
         if self.share is not None:
             count_B1 = count_of_share(self.share, statistics_BT.sum(dim=-1, keepdim=True))

@@ -268,7 +268,6 @@ class ReshapedSignal(ReshaperChoice, Signal):
     """Base of the signals whose scores go through a reshaper that the user chooses."""
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        """See :class:`Signal`."""
         chosen = self.reshaping
         weights_BT = chosen.weights(scores_BT, statistics_BT, batch.advantages_B)
         return Reshaped(weights_BT, chosen.lowest, chosen.highest, chosen.elsewhere)

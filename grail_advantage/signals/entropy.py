@@ -41,9 +41,7 @@ class EntropyConfig(ReshapedSignal):
 
     @property
     def ranks_entropy(self) -> bool:  # type: ignore[override]
-        """See :class:`grail_advantage.signals.base.Signal`."""
         return self.reshaping.ranks
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         return entropy(batch)

@@ -42,11 +42,9 @@ class EntropyBonusConfig(Signal):
     normalize_mass: bool = normalize_mass_option(False)
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         return entropy(batch)
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         advantages_B1 = batch.advantages_B.unsqueeze(-1)
         bonus_BT = (self.alpha * scores_BT.double() / advantages_B1.abs()).clamp(max=1 / self.kappa)
         weights_BT = torch.where(advantages_B1 != 0, 1 + advantages_B1.sign() * bonus_BT, 1.0)

@@ -94,7 +94,6 @@ class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
 
     @classmethod
     def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`grail_advantage.options.Options`."""
         preset = cls.robust if options.get("preset") == "robust" else cls.official
         filled = preset(options.get("leaf", "embeddings")) | options
         return {"content_weight": filled.get("weight_max", cls.model_fields["weight_max"].default)} | filled
@@ -125,9 +124,7 @@ class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
 
     @property
     def answer_weights(self) -> AnswerWeights:  # type: ignore[override]
-        """See :class:`grail_advantage.signals.base.Signal`."""
         return AnswerWeights(self.content_weight, self.weight_mean, self.content_outside_gate)
 
     def target_tokens(self, row: PassRow) -> Range:
-        """See :class:`SaliencySignal`."""
         return target_range(row.answer, self.target)

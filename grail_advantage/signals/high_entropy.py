@@ -32,7 +32,10 @@ class HighEntropyConfig(Signal):
     """
 
     formula = "N / k on the k of the batch's N tokens with the highest H, else 0; rho = k / N = 0.2"
-    source = "80/20, arXiv 2506.01939 (code)"
+    source = (
+        "80/20, arXiv 2506.01939 (Shenzhi-Wang/Beyond-the-80-20-Rule-RLVR, `verl/trainer/ppo/core_algos.py`, "
+        "`get_global_entropy_top_mask`)"
+    )
     reads = frozenset({ENTROPY})
     ranks_entropy = True
 
@@ -51,11 +54,9 @@ class HighEntropyConfig(Signal):
         return replace(super().select(batch), selected_B=batch.valid_B)
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         return entropy(batch)
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         values_N = scores_BT[statistics_BT]
         count = int(count_of_share(self.rho, statistics_BT.sum()))
         cut = values_N.kthvalue(values_N.numel() - count + 1).values

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from grail_advantage.batch import PassRow
@@ -18,8 +19,8 @@ from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.bilevel import BilevelOptions
 from grail_advantage.reshapers.log_zscore import LogZscoreOptions
 from grail_advantage.signals.base import LOGITS, SEQUENCES, ReshapedSignal, normalize_mass_option
-from grail_advantage.signals.oar_gradient import Noise, gradient_scores
-from grail_advantage.signals.oar_perturbation import PerturbationRow, perturbation_scores, replaced_tokens
+from grail_advantage.signals.oar_gradient import gradient_scores, noise_seed
+from grail_advantage.signals.oar_perturbation import perturbation_scores, replaced_tokens
 from grail_advantage.signals.oar_probe import probe_positions
 
 if TYPE_CHECKING:
@@ -91,7 +92,6 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
 
     @property
     def uses(self) -> str:  # type: ignore[override]
-        """See :class:`grail_advantage.signals.base.Signal`, as the next two."""
         return LOGITS if self.method == "gradient" else SEQUENCES
 
     @property
@@ -113,12 +113,10 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
         return "predictor" if self.variant == "grail_port" else "token"
 
     def further_options(self, reshaper: str) -> dict[str, Any]:
-        """See :class:`grail_advantage.reshapers.base.ReshaperChoice`."""
         rule = "sorted" if self.variant == "grail_port" else "linear"
         return {"quantile_rule": rule} if reshaper == "bilevel" else {}
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         if self.method == "perturbation" and tokenizer.pad_token_id is None:
             raise ValueError(
                 f"{self.section}.method='perturbation' replaces tokens by the padding token, which the tokenizer lacks; "
@@ -141,15 +139,14 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
         return length * len(replaced_tokens(row.answer.start, self.max_perturbations))
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         if self.method == "gradient":
-            noise = Noise(self.noise_std, self.noise_seed, model.step)
             return model.micro_batches(
                 rows,
                 lambda micro: gradient_scores(
                     micro,
                     [self.probe_of(row) for row in micro.rows],
-                    noise,
+                    noise_std=self.noise_std,
+                    seed_of=partial(noise_seed, self.noise_seed, model.step),
                     probe=self.probe,
                     variant=self.variant,
                     statistics=self.statistics,
@@ -161,13 +158,14 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
         scores = []
         with model.sequences() as forward, model.progress(total, "OAR-P") as bar:
             for row in rows:
-                start, stop = self.probe_of(row)
+                probed = self.probe_of(row)
                 scores_T = perturbation_scores(
                     forward,
-                    PerturbationRow(row.tokens_S, row.response_start, row.answer.start, start, stop),
+                    row,
+                    probed,
                     probe=self.probe,
                     pad_token=model.pad_token,
-                    counterfactuals=model.sequences_together(stop),
+                    counterfactuals=model.sequences_together(probed[1]),
                     max_perturbations=self.max_perturbations,
                     progress=bar.update,
                 )

@@ -9,7 +9,7 @@ Shape suffixes: B rows, S positions, D hidden, K positions that the probes read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,14 +51,6 @@ class NoisyStretch:
     """From :func:`noise_seed`."""
 
 
-def noisy_positions(variant: str, response_start: int, reasoning_length: int, response_length: int) -> tuple[int, int]:
-    """First position of a row that gets noise, and how many do.
-
-    ``official``: the reasoning tokens' own positions; ``grail_port``: the predictor positions of all response tokens.
-    """
-    return (response_start - 1, response_length) if variant == "grail_port" else (response_start, reasoning_length)
-
-
 @contextmanager
 def noisy_embeddings(
     embedding: nn.Module, stretches: Sequence[NoisyStretch], noise_std: float
@@ -93,40 +85,12 @@ def noisy_embeddings(
         handle.remove()
 
 
-def sensitivity(
-    loss: torch.Tensor, noisy_leaf_BSD: torch.Tensor, clean_BSD: torch.Tensor, variant: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Backward from ``loss`` to the noisy embeddings alone.
-
-    Args:
-        loss: the divergence, a scalar; summed over rows, each of which depends on its own embeddings alone.
-        noisy_leaf_BSD: the noisy embeddings, a leaf of the graph.
-        clean_BSD: the embeddings without noise.
-        variant: which of the two the gradient is multiplied with: ``official`` the clean, ``grail_port`` the noisy.
-
-    Returns:
-        ``(score_BS, gradient_norm_BS)``, float32.
-    """
-    (gradient_BSD,) = torch.autograd.grad(loss, noisy_leaf_BSD)
-    gradient_BSD = gradient_BSD.float()
-    embeddings_BSD = (noisy_leaf_BSD if variant == "grail_port" else clean_BSD).detach().float()
-    return (gradient_BSD * embeddings_BSD).sum(dim=-1).abs(), torch.linalg.vector_norm(gradient_BSD, dim=-1)
-
-
-@dataclass(frozen=True)
-class Noise:
-    """Everything that the noise of a pass depends on besides the rows' tokens."""
-
-    std: float
-    seed: int
-    step: int
-
-
 def gradient_scores(
     micro: MicroBatch,
     probes: Sequence[Range],
-    noise: Noise,
     *,
+    noise_std: float,
+    seed_of: Callable[[Sequence[int]], int],
     probe: str,
     variant: str,
     statistics: str,
@@ -137,7 +101,8 @@ def gradient_scores(
     Args:
         micro: the rows.
         probes: for each row the positions that the probe reads.
-        noise: the noise.
+        noise_std: standard deviation of the noise.
+        seed_of: seed of a row's noise from the tokens that it depends on, see :func:`noise_seed`.
         probe: see :class:`grail_advantage.OarConfig`, as the rest.
     """
     rows = list(zip(micro.rows, probes, strict=True))
@@ -145,20 +110,28 @@ def gradient_scores(
     tokens_K = torch.cat([row.tokens_S.roll(-1)[start:stop] for row, (start, stop) in rows])
     stretches = []
     for index, (row, (_, stop)) in enumerate(rows):
-        first, length = noisy_positions(variant, row.response_start, row.answer.start, row.response_length)
+        # The reasoning tokens' own positions, or the predictor positions of all response tokens.
+        first, length = row.response_start, row.answer.start
+        if variant == "grail_port":
+            first, length = row.response_start - 1, row.response_length
         kept = max(0, min(length, stop - first))
         read = row.tokens_S[: row.response_start + row.answer.end].tolist()
-        stretches.append(NoisyStretch(*micro.at(index, first), length, kept, noise_seed(noise.seed, noise.step, read)))
+        stretches.append(NoisyStretch(*micro.at(index, first), length, kept, seed_of(read)))
 
     with torch.no_grad():
         clean = read_probe(micro.logits(probes), tokens_K, counts, probe)
     with (
-        noisy_embeddings(micro.embedding, stretches, noise.std) as clean_BSD,
+        noisy_embeddings(micro.embedding, stretches, noise_std) as clean_BSD,
         capture_leaf(micro.embedding) as leaves,
     ):
         noisy_logits_KV = micro.logits(probes)
     noisy = read_probe(noisy_logits_KV, tokens_K, counts, probe)
-    score_BS, norm_BS = sensitivity(divergence(clean, noisy, probe).sum(), leaves[0], clean_BSD[0], variant)
+    # Summed over rows, each of which depends on its own embeddings alone.
+    (gradient_BSD,) = torch.autograd.grad(divergence(clean, noisy, probe).sum(), leaves[0])
+    gradient_BSD = gradient_BSD.float()
+    embeddings_BSD = (leaves[0] if variant == "grail_port" else clean_BSD[0]).detach().float()
+    score_BS = (gradient_BSD * embeddings_BSD).sum(dim=-1).abs()
+    norm_BS = torch.linalg.vector_norm(gradient_BSD, dim=-1)
 
     scores = []
     for (row, _), score_S, norm_S in zip(rows, micro.per_row(score_BS), micro.per_row(norm_BS), strict=True):

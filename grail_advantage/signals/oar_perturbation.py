@@ -14,31 +14,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from grail_advantage.model.interface import Forward
+from grail_advantage.batch import PassRow
+from grail_advantage.model.interface import Forward, Range
 from grail_advantage.signals.oar_probe import divergence, read_probe
 
 if TYPE_CHECKING:
     from transformers import Cache
-
-
-@dataclass(frozen=True)
-class PerturbationRow:
-    """One row to be perturbed."""
-
-    tokens_S: torch.Tensor
-    """int64; prompt + response, as far as it matters or further."""
-    response_start: int
-    """Index of the first response token, at least 1."""
-    reasoning_length: int
-    """Number of reasoning tokens, at least 1; they come first in the response."""
-    probe_start: int
-    probe_stop: int
-    """Half-open range of the positions that the probe reads, from :func:`grail_advantage.signals.oar_probe.probe_positions`."""
 
 
 def replaced_tokens(reasoning_length: int, max_perturbations: int | None) -> torch.Tensor:
@@ -61,7 +46,8 @@ def interpolate(scores_M: torch.Tensor, replaced_M: torch.Tensor, reasoning_leng
 @torch.no_grad()
 def perturbation_scores(
     forward: Forward,
-    row: PerturbationRow,
+    row: PassRow,
+    probed: Range,
     *,
     probe: str,
     pad_token: int,
@@ -73,7 +59,8 @@ def perturbation_scores(
 
     Args:
         forward: the model.
-        row: the row.
+        row: the row, whose response begins with at least one reasoning token.
+        probed: the positions that the probe reads, from :func:`grail_advantage.signals.oar_probe.probe_positions`.
         probe: see :class:`grail_advantage.OarConfig`.
         pad_token: the token that replaces.
         counterfactuals: most counterfactuals in a batch, at least 1.
@@ -83,17 +70,16 @@ def perturbation_scores(
     Returns:
         (R,) float32. With ``answer_joint`` a score is negative where the replacement makes the answer likelier.
     """
-    tokens_S = row.tokens_S
+    tokens_S, (start, length) = row.tokens_S, probed
     # answer_joint asks for the token after each position; after the row's last one, which only "last" reads, is none.
     next_S = tokens_S.roll(-1)
-    tokens_K = next_S[row.probe_start : row.probe_stop]
-    length = row.probe_stop
-    kept_K = torch.arange(row.probe_start, length, device=tokens_S.device)
+    tokens_K = next_S[start:length]
+    kept_K = torch.arange(start, length, device=tokens_S.device)
     logits_1KV, cache = forward(tokens_S[None, :length], kept_K, None)
     clean = read_probe(logits_1KV[0], tokens_K, [len(kept_K)], probe)
     cache = cache if _can_be_shared(cache) else None
 
-    replaced_M = replaced_tokens(row.reasoning_length, max_perturbations).to(tokens_S.device)
+    replaced_M = replaced_tokens(row.answer.start, max_perturbations).to(tokens_S.device)
     scores: list[torch.Tensor] = []
     for replaced_N in replaced_M.split(counterfactuals):
         count = len(replaced_N)
@@ -107,7 +93,7 @@ def perturbation_scores(
         scores.append(divergence(clean, other_N, probe).float())
         if progress is not None:
             progress(count)
-    return interpolate(torch.cat(scores), replaced_M, row.reasoning_length)
+    return interpolate(torch.cat(scores), replaced_M, row.answer.start)
 
 
 def _can_be_shared(cache: Cache | None) -> bool:

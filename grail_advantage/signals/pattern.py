@@ -60,7 +60,6 @@ class PatternConfig(Signal):
     normalize_mass: bool = normalize_mass_option(False)
 
     def check(self) -> None:
-        """See :class:`grail_advantage.options.Options`."""
         super().check()
         self._compiled()
 
@@ -74,7 +73,6 @@ class PatternConfig(Signal):
         return RowSelection(rows.answered_B, rows.inside_gate_B, selected_B)
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         assert batch.tokens_BT is not None  # it reads them
         texts, expression = TokenTexts(batch.tokenizer), self._compiled()
         scores_BT = torch.zeros(batch.mask_BT.shape)
@@ -92,7 +90,6 @@ class PatternConfig(Signal):
         return scores_BT.to(batch.mask_BT.device)
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         inside_gate_B1 = self.select(batch).inside_gate_B.unsqueeze(1)
         of_gate_BT = torch.where(scores_BT > 0, self.inside, self.outside)
         return Reshaped(torch.where(inside_gate_B1, of_gate_BT, float(self.elsewhere)))

@@ -28,7 +28,10 @@ class PolarityConfig(Signal):
     """
 
     formula = "right where A > 0, wrong where A < 0 (both 1); with spread divided by the row's number of tokens"
-    source = "PSR, NSR and W-REINFORCE, arXiv 2506.01347 (code)"
+    source = (
+        "PSR, NSR and W-REINFORCE, arXiv 2506.01347 (TianHongZXY/RLVR-Decomposed, `verl/trainer/ppo/core_algos.py`, "
+        "`compute_psr_nsr_outcome_advantage`)"
+    )
 
     right: float = option(1.0, "weight of rows with a positive advantage; at least 0", ge=0)
 
@@ -42,7 +45,6 @@ class PolarityConfig(Signal):
     spread_over: Literal["both", "right", "wrong"] = option("both", "the rows in which spread=true divides")
 
     def check(self) -> None:
-        """See :class:`grail_advantage.options.Options`."""
         if self.right == self.wrong == 0:
             raise ValueError(
                 f"{self.section}.right=0 and {self.section}.wrong=0: nothing would train; give one a weight"
@@ -50,11 +52,9 @@ class PolarityConfig(Signal):
         super().check()
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         return batch.advantages_B.unsqueeze(1).expand(batch.mask_BT.shape)
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         right_B = batch.advantages_B > 0
         weights_B = torch.where(right_B, self.right, self.wrong).double()
         if self.spread:

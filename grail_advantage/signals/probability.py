@@ -22,7 +22,7 @@ class ProbabilityConfig(Signal):
     """``alpha p + 1 - alpha``, with p the token's probability."""
 
     formula = "0.2 p + 0.8"
-    source = "advantage reweighting, arXiv 2505.12929 (code)"
+    source = "advantage reweighting, arXiv 2505.12929 (zhyang2226/AR-Lopti, `verl/trainer/ppo/ray_trainer.py`, `both_linear`)"
     reads = frozenset({OLD_LOG_PROBS})
 
     alpha: float = option(
@@ -36,9 +36,7 @@ class ProbabilityConfig(Signal):
     normalize_mass: bool = normalize_mass_option(False)
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         return torch.exp(-surprisal(batch))
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         return Reshaped((self.alpha * scores_BT.double() + 1 - self.alpha).float())

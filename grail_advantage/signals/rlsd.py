@@ -59,7 +59,7 @@ class RlsdConfig(Signal):
     formula = (
         "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon), p' with the answer in the prompt"
     )
-    source = "arXiv 2604.03128 (official code and two ports)"
+    source = "arXiv 2604.03128 (coldsakrua/RLSD, `rlsd_sign_fallback_strict_split_trainer.py`; two ports)"
     cost = "1 on the rows with A != 0"
     reads = frozenset({OLD_LOG_PROBS, EXAMPLES})
     uses = LOG_PROBS
@@ -111,16 +111,13 @@ class RlsdConfig(Signal):
 
     @classmethod
     def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`grail_advantage.options.Options`."""
         return {**options, "gate": "wrong" if options.get("negative_only") is True else "all"}
 
     @property
     def columns(self) -> tuple[str, ...]:  # type: ignore[override]
-        """See :class:`grail_advantage.signals.base.Signal`."""
         return (self.privileged_column.split(".")[0],)
 
     def check(self) -> None:
-        """See :class:`grail_advantage.options.Options`."""
         super().check()
         if self.request.count(PLACE) != 1:
             raise ValueError(f"{self.section}.request={self.request!r} must hold {PLACE} exactly once")
@@ -131,7 +128,6 @@ class RlsdConfig(Signal):
             )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         if not getattr(tokenizer, "chat_template", True):
             raise ValueError(
                 f"{self.section} asks again through the chat template, which the tokenizer lacks; set "

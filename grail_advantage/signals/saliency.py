@@ -77,7 +77,6 @@ class SaliencySignal(ReshapedSignal):
         return RowScores(align_scores(saliency_P, row.response_length, self.alignment), norm_P)
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         saliencies = saliency_pass(rows, model, self.target_positions, self.leaf)
         return [
             self.row_scores(row, saliency_S[row.response_start - 1 :], norm_S[row.response_start - 1 :])

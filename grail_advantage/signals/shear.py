@@ -52,7 +52,6 @@ class ShearConfig(Signal):
     normalize_mass: bool = normalize_mass_option()
 
     def check(self) -> None:
-        """See :class:`grail_advantage.options.Options`."""
         super().check()
         if self.stride > self.window:
             raise ValueError(
@@ -61,7 +60,6 @@ class ShearConfig(Signal):
             )
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         hidden = model.micro_batches(rows, lambda micro: micro.hidden_states(), gradients=False)
         groups: dict[int, list[int]] = {}
         for index, row in enumerate(rows):

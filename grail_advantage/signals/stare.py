@@ -70,7 +70,6 @@ class StareConfig(Signal):
         return torch.where(entropy(batch).isfinite(), surprisal(batch), torch.nan)
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         weights_BT = torch.ones_like(scores_BT, dtype=torch.float32)
         if not self.is_on(statistics_BT, batch):
             return Reshaped(weights_BT)

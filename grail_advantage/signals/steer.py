@@ -36,13 +36,11 @@ class SteerConfig(Signal):
     normalize_mass: bool = normalize_mass_option(False)
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         surprisal_BT = surprisal(batch)
         change_BT = -torch.expm1(-surprisal_BT) * (entropy(batch) - surprisal_BT)
         return (batch.advantages_B.double().unsqueeze(1) * change_BT).abs()
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         compared_N = scores_BT[statistics_BT].double()
         least, most = compared_N.min(), compared_N.max()
         if least == most:

@@ -59,7 +59,6 @@ class StepValuesConfig(Signal):
     )
 
     def check(self) -> None:
-        """See :class:`grail_advantage.options.Options`."""
         super().check()
         self._compiled()
 

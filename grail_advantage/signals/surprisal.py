@@ -44,5 +44,4 @@ class SurprisalConfig(ReshapedSignal):
     normalize_mass: bool = normalize_mass_option(False)
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`grail_advantage.signals.base.Signal`."""
         return surprisal(batch)
