@@ -147,7 +147,7 @@ class RolloutBatch:
         one_a_row += [(f"fields[{name!r}]", values) for name, values in self.fields.items()]
         for name, values in one_a_row:
             if values is not None and len(values) != shape[0]:
-                raise ValueError(f"{name} must be one a row of mask_BT, {shape[0]} of them; got {len(values)}")
+                raise ValueError(f"{name} must be one a row, {shape[0]} of them; got {len(values)}")
         if self.step < 0:
             raise ValueError(f"step={self.step} must be at least 0, the number of training steps done")
 

@@ -257,13 +257,6 @@ class _Rollouts:
             self._check_one_a_row("masked", self.masked_B)
         if self.groups_B is not None:
             self._check_groups(self.groups_B)
-        if self.examples is not None and len(self.examples) != len(self.input_ids_BL):
-            raise ValueError(f"examples must be one a row, {len(self.input_ids_BL)} of them; got {len(self.examples)}")
-        for name, values in self.fields.items():
-            if len(values) != len(self.input_ids_BL):
-                raise ValueError(
-                    f"fields[{name!r}] must be one a row, {len(self.input_ids_BL)} of them; got {len(values)}"
-                )
         for name, given in ((GROUPS, self.groups_B), (EXAMPLES, self.examples)):
             if name in signal.reads and given is None:
                 raise ValueError(f"{signal.name} reads {name}; pass {name}=")

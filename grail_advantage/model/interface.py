@@ -144,35 +144,17 @@ class Turns:
         return int(passes)
 
 
-def saliency_pass(
-    rows: Sequence[PassRow], model: Model, targets: Callable[[PassRow], Range], leaf: str
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """``|| dL/dh * h ||_2`` and ``|| dL/dh ||_2`` of each row's positions, float32; see :func:`saliency_step`.
-
-    Args:
-        rows: the rows.
-        model: the host's model.
-        targets: the tokens of a row whose negative log-likelihood is L, as a range of prompt + response.
-        leaf: the activation h.
-    """
-    return iter(
-        model.micro_batches(
-            rows, lambda micro: saliency_step(micro, [targets(row) for row in micro.rows], leaf), gradients=True
-        )
-    )
-
-
 def saliency_step(
     micro: MicroBatch, targets: Sequence[Range], leaf: str, backward: AbstractContextManager | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One forward and one backward to the leaf activation.
+    """``|| dL/dh * h ||_2`` and ``|| dL/dh ||_2`` of each row's positions, float32, by one forward and one backward to h.
 
     Also a micro-batch without any target goes through both, since other ranks need its part in gathering parameters.
 
     Args:
         micro: the rows.
-        targets: see :func:`saliency_pass`, as the leaf.
-        leaf: the activation.
+        targets: for each row the tokens whose negative log-likelihood is L, as a range of prompt + response.
+        leaf: the activation h.
         backward: entered around the backward, to time it.
     """
     with capture_leaf(micro.leaf(leaf)) as leaves:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from grail_advantage.batch import PassRow
-from grail_advantage.model.interface import Model, Range, RowScores, saliency_pass
+from grail_advantage.model.interface import Model, Range, RowScores, saliency_step
 from grail_advantage.signals.base import SALIENCY, ReshapedSignal
 
 if TYPE_CHECKING:
@@ -77,7 +77,11 @@ class SaliencySignal(ReshapedSignal):
         return RowScores(align_scores(saliency_P, row.response_length, self.alignment), norm_P)
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
-        saliencies = saliency_pass(rows, model, self.target_positions, self.leaf)
+        saliencies = model.micro_batches(
+            rows,
+            lambda micro: saliency_step(micro, [self.target_positions(row) for row in micro.rows], self.leaf),
+            gradients=True,
+        )
         return [
             self.row_scores(row, saliency_S[row.response_start - 1 :], norm_S[row.response_start - 1 :])
             for row, (saliency_S, norm_S) in zip(rows, saliencies, strict=True)

@@ -149,7 +149,6 @@ def shear_scores(
     epsilon: float = EPSILON,
     iterations: int = ITERATIONS,
     tolerance: float = TOLERANCE,
-    chunk: int | None = None,
 ) -> list[torch.Tensor]:
     """Scores of one group's responses: each token's distance from the other outcome, in units of the mean hidden norm.
 
@@ -165,7 +164,6 @@ def shear_scores(
         epsilon: see :func:`sinkhorn_distance`, as for the next two.
         iterations: most iterations for a pair of windows.
         tolerance: when a pair stops before.
-        chunk: pairs of windows that are worked on at once, at least 1; None: what suits the device. Changes no score.
 
     Returns:
         For each response (T_i,) float32. Ones where no response has the other outcome; a response without a token is none. A
@@ -180,8 +178,6 @@ def shear_scores(
         raise ValueError(f"{len(hidden)} responses, but {len(positive)} outcomes")
     if any(h_TD.ndim != 2 or h_TD.shape[1] != hidden[0].shape[-1] for h_TD in hidden):
         raise ValueError(f"hidden states must be (T_i, D) with one D, got {[tuple(h_TD.shape) for h_TD in hidden]}")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk {chunk} must be at least 1")
     positive = [bool(outcome) for outcome in positive]
     _projection()  # its absence shows at the first group, not at the first one with both outcomes
     whole = [bool(h_TD.isfinite().all()) for h_TD in hidden]
@@ -196,7 +192,7 @@ def shear_scores(
         for j in (j for j in usable if not positive[j]):
             cost_TU = _euclidean(hidden[i], hidden[j], unit)
             # The distance is symmetric: once computed, it serves both responses.
-            distance_KL = _window_distances(cost_TU, spans[i], spans[j], chunk, epsilon, iterations, tolerance)
+            distance_KL = _window_distances(cost_TU, spans[i], spans[j], epsilon, iterations, tolerance)
             distances[i] = torch.minimum(distances[i], distance_KL.amin(dim=1))
             distances[j] = torch.minimum(distances[j], distance_KL.amin(dim=0))
 
@@ -241,7 +237,6 @@ def _window_distances(
     cost_TU: torch.Tensor,
     spans_K: list[tuple[int, int]],
     spans_L: list[tuple[int, int]],
-    chunk: int | None,
     epsilon: float,
     iterations: int,
     tolerance: float,
@@ -257,8 +252,8 @@ def _window_distances(
     token_LM = (bounds_L2[:, :1] + place_M).clamp(max=cost_TU.shape[1] - 1)
     size_K, size_L = bounds_K2[:, 1] - bounds_K2[:, 0], bounds_L2[:, 1] - bounds_L2[:, 0]
 
-    if chunk is None:
-        chunk = max(1, _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cuda"]) // (len(place_N) * len(place_M)))
+    elements = _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cuda"])
+    chunk = max(1, elements // (len(place_N) * len(place_M)))
     distances = []
     for pair_P in torch.arange(len(spans_K) * len(spans_L), device=device).split(chunk):
         k_P, l_P = pair_P // len(spans_L), pair_P % len(spans_L)

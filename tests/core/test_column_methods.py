@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -221,9 +221,10 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ROWS = [*ROLLOUTS.values(), Rollout("And?", r"So \boxed{1}", 0.0), Rollout("One token?", "7", 1.0)]
 
 
-def columns_by_hand(model: Any, temperature: float) -> list[Row]:
+@cache
+def columns_by_hand(temperature: float) -> list[Row]:
     """Each row alone through a float64 copy of the model, all logits, the distribution of each predictor position."""
-    model = copy.deepcopy(model).double()
+    model = tiny_model("qwen3").double()
     found = []
     for rollout in ROWS:
         prompt, response = encode(rollout.prompt), encode(rollout.response)
@@ -255,7 +256,7 @@ def of_responses(values_BL: torch.Tensor, batch: Batch) -> list[list[float]]:
 @pytest.mark.parametrize(("name", "options"), SETTINGS)
 def test_columns_come_from_the_model_where_they_are_not_given(name: str, options: dict) -> None:
     model, temperature = tiny_model("qwen3"), 0.7
-    rows = columns_by_hand(model, temperature)
+    rows = columns_by_hand(temperature)
     batch = make_batch(ROWS, "both", extra=2)
     config = method(name).build(options)
     expected = plain_weights.METHODS[name](rows, **options)

@@ -122,22 +122,16 @@ class TestOar:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grail", {"preset": "best"}, r"grail\.preset='best'.*official, robust"),
-    ("grail", {"gate": True}, r"grail\.gate=True.*wrong, correct, all"),
     ("grail", {"content_outside_gate": "yes"}, r"grail\.content_outside_gate='yes'.*true or false"),
-    ("grail", {"normalize_mass": 1}, r"grail\.normalize_mass=1.*true or false"),
     ("grail", {"weight_mean": "1.0"}, r"grail\.weight_mean='1\.0'.*finite number"),
-    ("grail", {"weight_std": True}, r"grail\.weight_std=True.*finite number"),
     ("grail", {"weight_std": 0}, r"grail\.weight_std=0.*greater than 0.*adv_estimator=uniform"),
-    ("grail", {"weight_min": -0.1}, r"grail\.weight_min=-0\.1.*at least 0"),
     ("grail", {"weight_min": 6}, r"grail\.weight_min=6.*grail\.weight_max=5.*swap"),
     ("grail", {"quantile": 1.1}, r"grail\.quantile=1\.1.*between 0 and 1"),
     ("grail", {"reshaper": "softmax"}, r"grail\.reshaper='softmax' is unknown; choose one of .*bilevel.*log_zscore"),
     ("grail", {"reshaper_options": "k=1"}, r"grail\.reshaper_options='k=1' must be a mapping"),
     ("grail", {"reshaper_options": {"k": 1}}, r"reshaper_options: log_zscore\.k is not an option; the options are"),
     ("oar_g", {"method": "gradient"}, r"oar\.method='gradient' cannot be set in a run; .*: oar_\w means \w+ and oar_"),
-    ("oar_g", {"noise_seed": True}, r"oar\.noise_seed=True.*whole number"),
     ("oar_g", {"max_perturbations": 0}, r"oar\.max_perturbations=0.*whole number, at least 1"),
-    ("oar_g", {"weight_min": 6}, r"oar\.weight_min=6.*oar\.weight_max=5.*swap"),
     ("surprisal", {"reshaper_options": {"k": 0}}, r"surprisal\.reshaper_options: top\.k=0 must be a whole number, at"),
     (
         "surprisal",
@@ -146,17 +140,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("surprisal", {"rho": 0.5}, r"rho is not an option; it is one of .*\bhigh_entropy\b.*The options of surprisal are"),
     ("high_entropy", {"rho": 1.01}, r"high_entropy\.rho=1\.01 must be at most 1"),
-    ("entropy_bonus", {"kappa": 1}, r"entropy_bonus\.kappa=1\.0 must be greater than 1; otherwise the bonus outweighs"),
-    ("stare", {"strength": 1.5}, r"stare\.strength=1\.5 must be at most 1; the weights are 1 - strength"),
     ("shear", {"window": 10, "stride": 11}, r"shear\.stride=11 is greater than shear\.window=10"),
     ("rlsd", {"privileged_column": "a..b"}, r"rlsd\.privileged_column='a\.\.b' must be names"),
     ("rlsd", {"request": "{privileged} {privileged}"}, r"rlsd\.request=.* must hold \{privileged\} exactly once"),
-    ("uniform", {"noise_std": 1.0}, r"uniform\.noise_std is not an option; it is one of .*\boar\b.*The options of uni"),
     ("top", {"count": 2}, r"top\.count is not an option; the options are k, share$"),
     ("top", {"k": 2, "share": 0.5}, r"top\.k=2 and top\.share=0\.5: give one of the two"),
-    ("power", {"exponent": 0}, r"power\.exponent=0\.0 must be greater than 0; for equal weights"),
 ]
-"""Each kind of refusal; the bounds of all options are on the page of methods, which a test compares."""
+"""Each kind of refusal."""
 
 
 @pytest.mark.parametrize(("name", "options", "said"), REFUSED)

@@ -89,7 +89,7 @@ def test_towards_exact_transport() -> None:
     most_P = torch.stack([cost_NM.mean() * math.log(min(cost_NM.shape)) for cost_NM in costs])
 
     gaps = []
-    for epsilon in (1.0, 0.3, 0.1, 0.03, 0.01):
+    for epsilon in (1.0, 0.1, 0.01):
         distance_P, error_P = sinkhorn_distance(
             cost_PNM, rows_P, columns_P, epsilon=epsilon, iterations=20_000, tolerance=1e-5
         )
@@ -158,8 +158,7 @@ def test_against_the_plain_loop(window: int, stride: int) -> None:
     assert_same([got[i] for i in order], want, rtol=1e-3)
 
 
-@pytest.mark.parametrize("chunk", [7, 1000])
-def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     want = shear_scores(group(), POSITIVE, **SMALL)
     sizes = []
 
@@ -168,10 +167,11 @@ def test_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return sinkhorn_distance(cost_PNM, *args, **options)
 
     monkeypatch.setattr(shear_distances, "sinkhorn_distance", counted)
-    monkeypatch.setattr(shear_distances, "_COST_ROWS", chunk)
-    assert_same(shear_scores(group(), POSITIVE, **SMALL, chunk=chunk), want)
-    # Responses of 6 and 4 windows against those of 2, 1 and 7.
-    assert max(sizes) == min(chunk, 42) and sum(sizes) == 10 * 10
+    monkeypatch.setattr(shear_distances, "_COST_ROWS", 7)
+    monkeypatch.setattr(shear_distances, "_CHUNK_ELEMENTS", {"cpu": 7 * 25, "cuda": 7 * 25})
+    assert_same(shear_scores(group(), POSITIVE, **SMALL), want)
+    # Responses of 6 and 4 windows against those of 2, 1 and 7; windows of 5 tokens and less.
+    assert len(sizes) > 6 and sum(sizes) == 10 * 10
 
 
 @pytest.mark.parametrize("row", [0, 3])
@@ -195,7 +195,6 @@ def test_refused_groups() -> None:
         ([two], [True, False], {}, "1 responses, but 2 outcomes"),
         ([two, torch.ones(2, 3)], [True, False], {}, "one D"),
         ([two], [True], {"stride": 0}, "stride"),
-        ([two], [True], {"chunk": 0}, "chunk"),
         ([two, two], [True, False], {"epsilon": 0.0}, "epsilon"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -250,15 +249,3 @@ def test_scores_are_those_of_the_groups_hidden_states() -> None:
             assert (got.weights[row, inside] != 1).any()
     # The row without an advantage is on neither side: it weighs 1, and nobody is compared with it.
     assert (got.weights[4, batch.response_mask[4].bool()] == 1).all()
-
-
-def test_a_group_with_one_outcome_weighs_one() -> None:
-    batch = make_batch([ROLLOUTS[1], ROLLOUTS[2]], padding="right")
-    got = compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), CONFIG, groups=torch.tensor([0, 0]))
-    assert (got.weights[batch.response_mask.bool()] == 1).all()
-
-
-def test_groups_are_needed() -> None:
-    batch = make_batch(ROLLOUTS[:2])
-    with pytest.raises(ValueError, match="shear reads groups; pass groups="):
-        compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), CONFIG)
