@@ -293,8 +293,7 @@ def evaluation_mode(model: nn.Module, *, checkpoint_blocks: bool = False) -> Ite
 
     Args:
         model: bare or wrapped.
-        checkpoint_blocks: whether the blocks are checkpointed whatever is configured: where training saves memory in another
-            way.
+        checkpoint_blocks: ``True`` checkpoints the blocks whatever is configured: where training saves memory in another way.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

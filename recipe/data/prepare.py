@@ -18,10 +18,10 @@ from typing import Any
 from datasets import Dataset, disable_progress_bars
 from tqdm import tqdm
 
-from grail_advantage.view.whole_file import write_whole
 from recipe.data.convert import FEATURES, SUBSET_SEED, BadRow, convert, subset_rank
 from recipe.data.sources import MissingSourceError, Source, find_local_file, load_hub, read_jsonl
 from recipe.data.specs import BENCHMARKS, GOLD_READERS, SPECS, TRAINING_SETS, Columns, DatasetSpec, benchmark_names
+from recipe.files import write_bytes
 
 MAX_DROPPED = 0.05
 _SHOWN_BAD_ROWS = 10
@@ -81,7 +81,7 @@ def prepare_dataset(
     kept = all(file.is_file() and file.read_bytes() == content for file, content in wanted.items())
     if not kept:
         for file, content in wanted.items():
-            write_whole(file, content)
+            write_bytes(file, content)
     return _summary(note, kept)
 
 

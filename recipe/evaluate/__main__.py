@@ -12,14 +12,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from grail_advantage.view.whole_file import write_whole
 from recipe.chat_templates import read_chat_template
 from recipe.data.specs import BENCHMARKS, benchmark_names
 from recipe.evaluate import compare, engines, report
 from recipe.evaluate.checkpoint import fingerprint, resolve_model
 from recipe.evaluate.problems import encode_prompts, load_benchmarks, load_tokenizer, prompt_template
 from recipe.evaluate.store import Store
-from recipe.files import digest
+from recipe.files import digest, write_text
 
 SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
 _FILES = ("generations.jsonl", "scores.jsonl", "results.md", "results.json")
@@ -74,7 +73,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         samples = [store.samples[sample["benchmark"], sample["index"], sample["sample"]] for sample in wanted]
 
     scores = report.judge(samples, benchmarks)
-    write_whole(options.output_dir / "scores.jsonl", scores.to_json(orient="records", lines=True, force_ascii=False))
+    write_text(options.output_dir / "scores.jsonl", scores.to_json(orient="records", lines=True, force_ascii=False))
     run = {"model": options.model, "model_hash": settings["model"], "template": prompt_template(tokenizer, benchmarks)}
     results = report.summarise(run | {"sampling": sampling, "engine": settings["engine"]}, benchmarks, scores)
     report.write_report(results, options.output_dir, "results", report.markdown(results))

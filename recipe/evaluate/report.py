@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from grail_advantage.view.whole_file import write_whole
 from recipe.evaluate.problems import Benchmarks
 from recipe.evaluate.store import KEY
-from recipe.files import digest
+from recipe.files import digest, write_text
 from recipe.reward import compute_score
 
 RESAMPLES, LEVEL, SEED = 10_000, 0.95, 0
@@ -173,5 +172,5 @@ def _rate(figure: Mapping[str, float]) -> str:
 
 def write_report(result: Mapping[str, Any], output_dir: Path, name: str, text: str) -> None:
     """Write ``NAME.md`` and ``NAME.json``."""
-    write_whole(output_dir / f"{name}.md", text)
-    write_whole(output_dir / f"{name}.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+    write_text(output_dir / f"{name}.md", text)
+    write_text(output_dir / f"{name}.json", json.dumps(result, indent=2, ensure_ascii=False) + "\n")
