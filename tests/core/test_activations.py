@@ -19,7 +19,6 @@ from grail_advantage.model.activations import (
     capture_leaf,
     evaluation_mode,
     keep_logits,
-    leaf_module,
     negative_log_likelihood,
     read_sum,
     saliency,
@@ -90,26 +89,6 @@ def test_capture_replaces_the_output_by_a_leaf(as_tuple: bool) -> None:
     assert leaves[0].grad.item() == 5.0
     assert hooks(module) == 0
     assert (module(x)[0] if as_tuple else module(x)).grad_fn is not None
-
-
-def test_capture_removes_its_own_hook_alone_also_after_an_exception() -> None:
-    module, calls = Doubling(False), []
-    module.register_forward_hook(lambda *_: calls.append(1))
-    with pytest.raises(RuntimeError, match="broken"), capture_leaf(module) as leaves:
-        module(torch.tensor([1.0]))
-        raise RuntimeError("broken")
-    module(torch.tensor([1.0]))
-    assert len(leaves) == 1 and len(calls) == 2 and hooks(module) == 1
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_leaf_module(family: str) -> None:
-    # Hidden state k of first, middle and last; 0 is the embeddings.
-    for layers, first, middle, last in ((1, 1, 0, 0), (2, 1, 1, 1), (3, 1, 1, 2), (4, 1, 2, 3), (5, 1, 2, 4)):
-        model = tiny_model(family, layers=layers)
-        states = [model.model.embed_tokens, *model.model.layers]
-        for leaf, k in (("embeddings", 0), ("first", first), ("middle", middle), ("last", last)):
-            assert leaf_module(model, leaf) is states[k], (layers, leaf)
 
 
 class DropsOutByItself(GradientCheckpointingLayer):

@@ -103,12 +103,3 @@ def test_an_expression_that_takes_too_long_finds_nothing(monkeypatch: pytest.Mon
 def test_what_is_refused(choice: object) -> None:
     with pytest.raises(ValueError, match=r"answer=.* use boxed, hashes, tag, or a regular expression with a group"):
         answer_format(choice)
-
-
-def test_a_format_is_resolved_once() -> None:
-    assert answer_format("boxed") is answer_format(FORMATS["boxed"]) is FORMATS["boxed"]
-    assert answer_format(EXPRESSION) is answer_format(EXPRESSION) and answer_format(EXPRESSION).name == EXPRESSION
-    for each in FORMATS.values():
-        text = each.example.encode()
-        (box,) = each.find(text)
-        assert (box[0], text[box[1] : box[2]], box[3]) == (0, b"42", len(text))

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from grail_advantage import GrailConfig, TokenWeights, compute_token_weights
-from grail_advantage.methods import method
 from tests.core.plain_answers import EXPRESSION, PLAIN
 from tests.core.reference import PlainModel, reference_weights, resolve
 from tests.core.tiny_models import Rollout, char_tokenizer, id_to_character, make_batch, tiny_model
@@ -43,14 +42,3 @@ def test_grail_is_the_plain_computation(answer: str, preset: str) -> None:
     assert [span is None for span in expected.spans] == [False, True, False]
     torch.testing.assert_close(result.weights, torch.tensor(expected.weights), rtol=1e-3, atol=1e-3)
     assert float(result.weights.max()) > 1.5
-
-
-@pytest.mark.parametrize("name", ["oar_g", "oar_p", "surprisal"])
-@pytest.mark.parametrize("answer", PLAIN)
-def test_other_methods_score_the_tokens_before_the_answer(answer: str, name: str) -> None:
-    result = found(answer, method(name).build({}))
-    start, *_, end = PLAIN[answer](TEXTS[answer][0])[-1]
-    assert (result.spans[0].start, result.spans[0].end, result.spans[1]) == (start, end, None)
-    response_T = result.weights[0][-len(TEXTS[answer][0]) :]
-    assert len(response_T[:start].unique()) > 1 and len(response_T[start:].unique()) == 1
-    assert result.weights[1].unique().tolist() == [0.0, 1.0]

@@ -126,6 +126,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grail", {"weight_mean": "1.0"}, r"grail\.weight_mean='1\.0'.*finite number"),
     ("grail", {"weight_std": 0}, r"grail\.weight_std=0.*greater than 0.*adv_estimator=uniform"),
     ("grail", {"weight_min": 6}, r"grail\.weight_min=6.*grail\.weight_max=5.*swap"),
+    ("grail", {"weight_max": -1}, r"grail\.weight_max=-1\.0 must be at least 0"),
     ("grail", {"quantile": 1.1}, r"grail\.quantile=1\.1.*between 0 and 1"),
     ("grail", {"reshaper": "softmax"}, r"grail\.reshaper='softmax' is unknown; choose one of .*bilevel.*log_zscore"),
     ("grail", {"reshaper_options": "k=1"}, r"grail\.reshaper_options='k=1' must be a mapping"),

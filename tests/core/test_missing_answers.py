@@ -8,7 +8,7 @@ import pytest
 
 from grail_advantage import GrailConfig, Signal
 from grail_advantage.answers.format import answer_format
-from grail_advantage.answers.missing import AnswerWatch, advice, check_choice
+from grail_advantage.answers.missing import AnswerWatch, advice
 from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.methods import method
 from tests.core.tiny_models import char_tokenizer, encode
@@ -28,8 +28,7 @@ def watch(choice: str = "stop", signal: Signal | None = None, answer: str = "box
 
 def test_a_first_batch_without_answers_stops_and_names_the_format_that_has_them() -> None:
     message = (
-        r"^0 of 32 responses have an answer in the format boxed; grail weighs .* as with uniform\. One of them ends with "
-        r"'so #### 42'; here\.answer=hashes \(#### 42\) would find one in 31 of 32\. here\.missing_answers=warn trains all the"
+        r"^0 of 32 responses .* boxed; .*'so #### 42'; here\.answer=hashes .* in 31 of 32\. here\.missing_answers=warn"
     )
     with pytest.raises(ValueError, match=message):
         looked(watch(), [HASHES] * 31 + [NONE])
@@ -89,9 +88,3 @@ def test_counts_of_all_processes_decide() -> None:
 def test_a_long_response_is_shown_by_its_end_without_the_output_of_tools() -> None:
     said = advice(answer_format("boxed"), [[*encode("a" * 500), -1, *encode("the end")]], char_tokenizer())
     assert said.startswith("One of them ends with '" + "a" * 153 + "the end'")
-
-
-def test_choices() -> None:
-    for choice in ("yes", None, True):
-        with pytest.raises(ValueError, match=r"here.missing_answers=.* is unknown; choose one of stop, warn, ignore"):
-            check_choice(choice, "here.missing_answers")

@@ -145,6 +145,21 @@ def _distribution(folder: Path, name: str, module: str, text: str) -> None:
 
 
 @pytest.mark.slow
+def test_naming_the_methods_imports_no_model_code() -> None:
+    done = _python(
+        """
+        import sys
+        from grail_advantage.methods import methods
+        print(len(methods()), "transformers" in sys.modules)
+        """,
+        SITE,
+    )
+    assert done.returncode == 0, done.stderr
+    count, imported = done.stdout.split()
+    assert int(count) >= 15 and imported == "False"
+
+
+@pytest.mark.slow
 class TestPlugins:
     def test_a_broken_one_and_one_that_takes_a_name_twice_are_named_and_stop_no_other(self, tmp_path: Path) -> None:
         _distribution(tmp_path, "broken", "broken_signal", "import a_package_that_is_not_there\n")
