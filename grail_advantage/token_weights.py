@@ -126,7 +126,12 @@ def compute_token_weights(
     """
     from grail_advantage.model.hugging_face import HuggingFaceModel  # not above: naming the methods would import it
 
-    signal = _checked_signal(config)
+    if not isinstance(config, Signal):
+        raise ValueError(
+            f"config={config!r} must be a method with its options, such as GrailConfig(); "
+            "grail_advantage.methods.method(name).build(options) makes one from a name"
+        )
+    signal = config
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
     rollouts = _Rollouts(input_ids, attention_mask, response_mask, advantages, groups, masked, examples, fields or {})
@@ -359,12 +364,3 @@ class _Rollouts:
         values_BL = torch.full(self.input_ids_BL.shape, fill, dtype=torch.float32, device=values_BT.device)
         values_BL[self.response_BL] = values_BT[self.mask_BT]
         return values_BL
-
-
-def _checked_signal(config: object) -> Signal:
-    if not isinstance(config, Signal):
-        raise ValueError(
-            f"config={config!r} must be a method with its options, such as GrailConfig(); "
-            "grail_advantage.methods.method(name).build(options) makes one from a name"
-        )
-    return config

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import nn
@@ -64,33 +63,21 @@ def has_plain_logits(model: nn.Module) -> bool:
     config = getattr(inner, "config", None)
     if not isinstance(inner, PreTrainedModel) or not isinstance(config, PretrainedConfig):
         return False
-    return _probe(_Code(type(inner), config))
+    key = type(inner), config.to_json_string()
+    if key not in _plain_logits:
+        _plain_logits[key] = _probe(type(inner), config)
+    return _plain_logits[key]
 
 
-class _Code:
-    """A model's class and configuration, as a key."""
-
-    def __init__(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
-        self.model_class = model_class
-        self.config = config
-        self.key = (model_class, config.to_json_string())
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Code) and self.key == other.key
+_plain_logits: dict[tuple[type[PreTrainedModel], str], bool] = {}
 
 
-@cache
-def _probe(code: _Code) -> bool:
+def _probe(model_class: type[PreTrainedModel], config: PretrainedConfig) -> bool:
     try:
         with torch.device("meta"):
-            model = code.model_class(with_eager_attention(code.config))
-        return _has_plain_logits(model)
+            return _has_plain_logits(model_class(with_eager_attention(config)))
     except Exception as error:
-        name = code.model_class.__name__
-        logger.warning("the logits of %s cannot be probed: %s: %s", name, type(error).__name__, error)
+        logger.warning("the logits of %s cannot be probed: %s: %s", model_class.__name__, type(error).__name__, error)
         return False
 
 

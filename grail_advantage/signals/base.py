@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 
@@ -176,23 +176,17 @@ class Signal(Options):
     def check(self) -> None:
         """See :class:`Options`; also the words by which the signal says what it needs."""
         super().check()
-        wrong = [
-            (name, value, words)
-            for name, values, words in (
-                ("reads", [word for word in self.reads if not word.startswith(FIELD)], READS),
-                ("uses", [self.uses], USES),
-                ("gives", [self.gives], GIVES),
-                ("gate", [self.gate], ("wrong", "correct", "all")),
-                ("statistics", [self.statistics], ("response", "reasoning")),
-                ("span", [self.span], ("first", "last")),
-            )
-            for value in values
-            if value not in words
-        ]
-        for name, value, words in wrong:
-            raise ValueError(
-                f"{type(self).__name__}.{name}: {value!r} is unknown; choose of {', '.join(map(repr, words))}"
-            )
+        for name, values, words in (
+            ("reads", [word for word in self.reads if not word.startswith(FIELD)], READS),
+            ("uses", [self.uses], USES),
+            ("gives", [self.gives], GIVES),
+            ("gate", [self.gate], get_args(Gate)),
+            ("statistics", [self.statistics], get_args(Statistics)),
+            ("span", [self.span], get_args(Span)),
+        ):
+            for value in set(values).difference(words):
+                known = ", ".join(map(repr, words))
+                raise ValueError(f"{type(self).__name__}.{name}: {value!r} is unknown; choose of {known}")
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Refuse a tokenizer that the signal cannot work with.

@@ -19,6 +19,7 @@ from grail_advantage.model.activations import (
     capture_leaf,
     evaluation_mode,
     keep_logits,
+    log_probs_and_entropy,
     negative_log_likelihood,
     read_sum,
     saliency,
@@ -70,6 +71,21 @@ def test_negative_log_likelihood_by_hand() -> None:
     narrow = negative_log_likelihood(torch.tensor([[0.30078125, 0.0]], dtype=torch.bfloat16), torch.tensor([1]), 0.7)
     assert narrow.dtype == torch.float32
     assert float(narrow) == pytest.approx(math.log(1 + math.exp(0.30078125 / 0.7)), rel=1e-6)
+
+
+@pytest.mark.parametrize("together", [1, 1024])
+def test_log_probs_and_entropy_by_hand(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that is ruled out adds nothing to the entropy, and a broken row stays broken."""
+    monkeypatch.setattr(activations, "POSITIONS_TOGETHER", together)
+    logits = torch.tensor([[0.0, math.log(3), -math.inf], [0.0, 0.0, 0.0], [math.nan, 0.0, 0.0]])
+    tokens = torch.tensor([1, 2, 0])
+    log_probs, entropies = log_probs_and_entropy(logits, tokens, 1.0)
+    quarters = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    assert log_probs[:2].tolist() == pytest.approx([math.log(0.75), -math.log(3)], rel=1e-6)
+    assert entropies[:2].tolist() == pytest.approx([quarters, math.log(3)], rel=1e-6)
+    assert log_probs[2].isnan() and entropies[2].isnan()
+    squared, none = log_probs_and_entropy(logits[:1], tokens[:1], 0.5, entropy=False)
+    assert squared.tolist() == pytest.approx([math.log(0.9)], rel=1e-6) and none is None
 
 
 @pytest.mark.parametrize("as_tuple", [True, False])

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
+from grail_advantage.batch import outcome_of
 from grail_advantage.signals.grail import target_range
 from grail_advantage.signals.saliency import align_scores
 from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights
@@ -64,6 +65,11 @@ def test_a_batch_whose_parts_do_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             RolloutBatch(**PARTS | change)
+
+
+def test_a_reward_is_right_above_0() -> None:
+    rewards = (1.0, 0.25, 0.0, -1.0, None, math.nan, math.inf)
+    assert [outcome_of(reward) for reward in rewards] == ["right", "right", "wrong", "wrong", None, None, None]
 
 
 def close(got: torch.Tensor, expected: list[list[float]]) -> None:
