@@ -31,8 +31,8 @@ class PatternConfig(Signal):
     """One weight on the tokens that an expression matches, another on the others, in the rows of the gate; one weight for all
     other rows. By default only the numbers after an equals sign of right rows train.
 
-    The expression is matched in the decoded response. A token is inside where it has a byte of what matches. A token's score is 1
-    inside and 0 outside. A row on which the expression takes more than a second weighs 1.
+    The expression is matched in the decoded response. A token is inside where it has a byte of what matches. A token's score
+    is 1 inside and 0 outside. A row on which the expression takes more than a second weighs 1.
     """
 
     formula = "inside (1) on the tokens that match, outside (0) on the others; elsewhere (0) in rows outside the gate"
