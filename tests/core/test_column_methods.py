@@ -192,7 +192,7 @@ def test_each_has_a_plain_computation() -> None:
 
 
 @pytest.mark.parametrize("name", READS)
-@few(80)
+@few(40)
 @given(data=st.data(), seed=st.integers(0, 10_000), extra=st.integers(0, 2), normalize_mass=st.booleans())
 def test_against_loops(name: str, data: st.DataObject, seed: int, extra: int, normalize_mass: bool) -> None:
     """Rows of 0 to 14 tokens with and without answers, some with gaps, every other draw full of ties."""

@@ -104,7 +104,7 @@ FEW_ROLLOUTS = [ROLLOUTS[name] for name in ("right, several boxes", "box at the 
 
 
 @pytest.mark.parametrize("method", METHODS)
-@few(30)
+@few(20)
 @given(
     st.data(), st.sampled_from(["qwen3", "llama"]), st.sampled_from(["both", "left", "right"]), st.sampled_from(MAPS)
 )

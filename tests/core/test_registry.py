@@ -130,7 +130,7 @@ def _python(code: str, *paths: Path) -> subprocess.CompletedProcess:
         cwd=SITE,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

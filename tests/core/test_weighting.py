@@ -166,7 +166,7 @@ def scores_of(draw: random.Random, length: int) -> list[float]:
     return torch.tensor(values).tolist()
 
 
-@few(100)
+@few(50)
 @given(
     seed=st.integers(0, 10_000),
     preset=st.sampled_from(["official", "robust"]),
