@@ -10,12 +10,15 @@ from typing import Any
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name and rename it, so that a file that is there is whole; make its folder."""
+    """Write a file such that it appears whole and on the disk, or not at all; make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Conversion of one row of a source into a row of verl's RLHF schema, and the choice of a subset."""
+"""Conversion of one row of a source into a row of verl's RLHF schema, its prompt, and the choice of a subset."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 from datasets import Features, List, Value
 
-from recipe.data.prompts import user_messages, without_suffix
 from recipe.data.specs import Columns, DatasetSpec
 from recipe.reward import gold_text, last_boxed
 
+PROMPT_SUFFIX = r" Please reason step by step, and put your final answer within \boxed{}."
+"""The instruction after every problem, in training and evaluation alike (arXiv 2606.04889, training set-up)."""
 SUBSET_SEED = 42
 _TEXT = Value("string")
 
@@ -38,15 +39,26 @@ class BadRow(ValueError):
         self.reason = reason
 
 
-def convert(spec: DatasetSpec, columns: Columns, row: dict[str, Any]) -> dict[str, Any] | None:
+def user_messages(problem: str) -> list[dict[str, str]]:
+    """Return the chat that asks for ``problem``: one user turn that ends in exactly one suffix."""
+    return [{"role": "user", "content": _without_suffix(problem) + PROMPT_SUFFIX}]
+
+
+def _without_suffix(text: str) -> str:
+    return text.strip().removesuffix(PROMPT_SUFFIX.strip()).strip()
+
+
+def convert(spec: DatasetSpec, columns: Columns, row: dict[str, Any] | BadRow) -> dict[str, Any] | None:
     """Turn a row into one of :data:`FEATURES` whose index is 0 still; None if it belongs to another task.
 
     Raises:
-        BadRow: a field is missing or cannot be used.
+        BadRow: the row is one already, or a field is missing or cannot be used.
     """
+    if isinstance(row, BadRow):
+        raise row
     if any(row.get(field) not in (None, value) for field, value in spec.required_values.items()):
         return None
-    problem = read_problem(row, columns.problem)
+    problem = _read_problem(row, columns.problem)
     if context := spec.context_column and row.get(spec.context_column):
         problem = f"{str(context).strip()}\n{problem}"
     gold = read_gold(row, columns.gold, columns.reader)
@@ -66,8 +78,8 @@ def convert(spec: DatasetSpec, columns: Columns, row: dict[str, Any]) -> dict[st
     }
 
 
-def read_problem(row: dict[str, Any], field: str) -> str:
-    """Return the problem's text: the field itself, or the content of the one user message that it holds."""
+def _read_problem(row: dict[str, Any], field: str) -> str:
+    """The problem's text: the field itself, or the content of the one user message that it holds."""
     value = _present(row, field)
     if isinstance(value, list):
         roles = [message.get("role") if isinstance(message, dict) else message for message in value]
@@ -76,7 +88,7 @@ def read_problem(row: dict[str, Any], field: str) -> str:
         value = value[0].get("content")
     if value is not None and not isinstance(value, str):
         raise BadRow("neither text nor chat messages", type(value).__name__, field)
-    if not (problem := without_suffix(value or "")):
+    if not (problem := _without_suffix(value or "")):
         raise BadRow("empty problem", field=field)
     return problem
 
@@ -91,13 +103,12 @@ def read_gold(row: dict[str, Any], field: str, reader: str) -> str:
         if not isinstance(value, str):
             raise BadRow("answer is not text", type(value).__name__, field)
         if reader == "boxed":
-            answer, wanted = last_boxed(value), r"complete \boxed{...}"
+            value, wanted = last_boxed(value), r"complete \boxed{...}"
         else:
             _, marker, after = value.rpartition("####")
-            answer, wanted = (after if marker else None), "#### in front of an answer"
-        if answer is None:
+            value, wanted = (after if marker else None), "#### in front of an answer"
+        if value is None:
             raise BadRow(f"no {wanted}", field=field)
-        value = answer
     if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         raise BadRow("empty answer", field=field)
     try:

@@ -1,7 +1,7 @@
 """Prepare the training set and the benchmarks: ``python -m recipe.data.prepare --help``.
 
 Each dataset becomes ``NAME.parquet`` (verl's RLHF schema) and ``NAME.json`` (its source and the dropped rows) in the output
-folder. A file that is there is complete; one that would not change is kept as it is.
+folder. A file that is there is complete.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import io
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, disable_progress_bars
-from tqdm import tqdm
 
 from recipe.data.convert import FEATURES, SUBSET_SEED, BadRow, convert, subset_rank
-from recipe.data.sources import MissingSourceError, Source, find_local_file, load_hub, read_jsonl
+from recipe.data.sources import Source, find_local_file, load_hub, read_jsonl
 from recipe.data.specs import BENCHMARKS, GOLD_READERS, SPECS, TRAINING_SETS, Columns, DatasetSpec, benchmark_names
-from recipe.files import write_bytes
+from recipe.files import write_bytes, write_text
 
 MAX_DROPPED = 0.05
 _SHOWN_BAD_ROWS = 10
+_HUB_FORM = "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
+_COLUMNS_FORM = "NAME=PROBLEM,ANSWER[,READER]"
 
 
 def prepare_dataset(
@@ -34,7 +35,7 @@ def prepare_dataset(
     columns: Columns | None = None,
     max_dropped: float = MAX_DROPPED,
 ) -> str:
-    """Write ``output_dir/NAME.parquet`` and ``NAME.json``, or keep them where nothing has changed; return a summary.
+    """Write ``output_dir/NAME.parquet`` and ``NAME.json`` and return a summary.
 
     Args:
         spec: the dataset.
@@ -46,43 +47,82 @@ def prepare_dataset(
     Raises:
         ValueError: the source lacks a column, has no usable row, or too many unusable ones.
     """
-    path = output_dir / f"{spec.name}.parquet"
-    note_path = path.with_suffix(".json")
-    if source.columns:
-        columns = _choose_columns(spec, source, columns)
-    rows, bad, other_task = _convert_rows(spec, source, columns or spec.layouts[0])
-    for row in bad[:_SHOWN_BAD_ROWS]:
-        tqdm.write(f"dropped: {row[0]}", file=sys.stderr)
-    if len(bad) > _SHOWN_BAD_ROWS:
-        tqdm.write(f"dropped: {len(bad) - _SHOWN_BAD_ROWS} more, see {note_path}", file=sys.stderr)
-    usable = len(rows)
-    _refuse(spec, source, bad, usable, other_task, max_dropped)
+    path, note_path = (output_dir / f"{spec.name}.{ending}" for ending in ("parquet", "json"))
+    columns = _choose_columns(spec, source, columns)
+    rows: list[dict[str, Any]] = []
+    dropped: list[str] = []
+    reasons: Counter[str] = Counter()
+    other_task = 0
+    for number, row in source.rows:
+        try:
+            converted = convert(spec, columns, row)
+        except BadRow as error:
+            dropped.append(f"{source.name}, {source.unit} {number}: {error}")
+            reasons[error.reason] += 1
+            continue
+        if converted is None:
+            other_task += 1
+        else:
+            rows.append(converted)
+
+    for message in dropped[:_SHOWN_BAD_ROWS]:
+        print(f"dropped: {message}", file=sys.stderr)
+    if len(dropped) > _SHOWN_BAD_ROWS:
+        print(f"dropped: {len(dropped) - _SHOWN_BAD_ROWS} more, see {note_path}", file=sys.stderr)
+    usable, of_task = len(rows), len(rows) + len(dropped)
+    first = f"; the first bad one: {dropped[0]}" if dropped else ""
+    if not usable:
+        wanted = " and ".join(f"{name}={value}" for name, value in spec.required_values.items())
+        others = f"; {other_task} rows do not have {wanted}" if other_task else ""
+        raise ValueError(f"{spec.name}: {source.name} has no usable row{others}{first}")
+    if (share := len(dropped) / of_task) > max_dropped:
+        raise ValueError(
+            f"{spec.name}: {len(dropped)} of {of_task} rows of {source.name} cannot be used ({share:.1%}), more than "
+            f"--max-dropped {max_dropped}{first}; repair the source or allow more with --max-dropped"
+        )
+
+    notes = [f"the published set has {spec.published_rows} rows"] if of_task != spec.published_rows else []
     if spec.subset is not None:
         rows = sorted(rows, key=subset_rank)[: spec.subset]
+        chosen = f"{spec.subset} of {usable} chosen by hash, seed {SUBSET_SEED} (the published choice is not known)"
+        notes.append(chosen if usable > spec.subset else f"all kept: no more than {spec.subset}")
     for index, row in enumerate(rows):
         row["extra_info"]["index"] = index
-
-    buffer = io.BytesIO()
-    disable_progress_bars()
-    Dataset.from_list(rows, features=FEATURES).to_parquet(buffer)
-    parquet = buffer.getvalue()
     note = {
         "source": source.name,
         "columns": columns._asdict(),
-        "source_rows": usable + len(bad) + other_task,
+        "source_rows": of_task + other_task,
         "rows": len(rows),
-        "dropped": dict(Counter(reason for _, reason in bad).most_common()),
-        "dropped_rows": [message for message, _ in bad],
+        "dropped": dict(reasons.most_common()),
+        "dropped_rows": dropped,
         "other_task": other_task,
-        "notes": _notes(spec, usable, usable + len(bad)),
+        "notes": notes,
     }
-    text = json.dumps(note, indent=2, ensure_ascii=False) + "\n"
-    wanted = {path: parquet, note_path: text.encode()}
-    kept = all(file.is_file() and file.read_bytes() == content for file, content in wanted.items())
-    if not kept:
-        for file, content in wanted.items():
-            write_bytes(file, content)
-    return _summary(note, kept)
+    disable_progress_bars()
+    Dataset.from_list(rows, features=FEATURES).to_parquet(buffer := io.BytesIO())
+    write_bytes(path, buffer.getvalue())
+    write_text(note_path, json.dumps(note, indent=2, ensure_ascii=False) + "\n")
+
+    parts = [f"{len(rows)} rows from {source.name}"]
+    if dropped:
+        counts = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+        parts.append(f"{len(dropped)} of {of_task + other_task} dropped: {counts}")
+    if other_task:
+        parts.append(f"{other_task} of another task left out")
+    return "; ".join([*parts, *notes])
+
+
+def _choose_columns(spec: DatasetSpec, source: Source, given: Columns | None) -> Columns:
+    """The columns of the command line, or the first of the dataset's layouts that the source has."""
+    layouts = [given] if given else spec.layouts
+    for columns in layouts:
+        if not source.columns or {columns.problem, columns.gold} <= set(source.columns):
+            return columns
+    known = "; ".join(f"{columns.problem!r} and {columns.gold!r}" for columns in layouts)
+    raise ValueError(
+        f"{spec.name}: {source.name} lacks the problem or the answer column: looked for {known}; it has "
+        f"{', '.join(map(repr, source.columns))}; name the right ones with --columns {spec.name}=PROBLEM,ANSWER"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,8 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         names = [name for name in (options.train,) if name != "none"] + benchmark_names(options.benchmarks)
-        columns = {name: _columns(name, value) for name, value in options.columns}
-        hub = dict(options.hub_id)
+        hub = _by_name("--hub-id", options.hub_id, _HUB_FORM)
+        given = _by_name("--columns", options.columns, _COLUMNS_FORM)
+        columns = {name: _columns(name, value) for name, value in given.items()}
         if not names:
             raise ValueError("--train none and --benchmarks none leave nothing to do")
         if not 0 <= options.max_dropped < 1:
@@ -104,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
 
-    done, missing, failed = [], [], []
+    done, failed = [], []
     for name in names:
         spec = SPECS[name]
         try:
@@ -114,87 +155,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 source = load_hub(spec, hub.get(name, spec.hub))
             summary = prepare_dataset(spec, source, options.output_dir, columns.get(name), options.max_dropped)
             done.append(f"  {name}.parquet: {summary}")
-        except MissingSourceError as error:
-            missing.append(f"  MISSING {error}")
         except (ValueError, OSError) as error:
             failed.append(f"  FAILED {error}")
 
     print(f"{len(done)} of {len(names)} datasets are in {options.output_dir}:", *done, sep="\n")
-    if missing and not options.skip_missing:
-        failed.append("  leave the missing ones out with --skip-missing, --benchmarks and --train")
-    for message in missing + failed:
+    for message in failed:
         print(message, file=sys.stderr)
     return 1 if failed else 0
-
-
-def _choose_columns(spec: DatasetSpec, source: Source, given: Columns | None) -> Columns:
-    """The columns of the command line, or the first of the dataset's layouts that the source has."""
-    layouts = [given] if given else spec.layouts
-    for columns in layouts:
-        if columns.problem in source.columns and columns.gold in source.columns:
-            return columns
-    known = "; ".join(f"{columns.problem!r} and {columns.gold!r}" for columns in layouts)
-    raise ValueError(
-        f"{spec.name}: {source.name} lacks the problem or the answer column: looked for {known}; it has "
-        f"{', '.join(map(repr, source.columns))}; name the right ones with --columns {spec.name}=PROBLEM,ANSWER"
-    )
-
-
-def _convert_rows(
-    spec: DatasetSpec, source: Source, columns: Columns
-) -> tuple[list[dict[str, Any]], list[tuple[str, str]], int]:
-    """The converted rows, the unusable ones as message and reason, and the number of rows that belong to another task."""
-    rows, bad, other_task = [], [], 0
-    for number, row in tqdm(source.rows, desc=spec.name, unit=" rows"):
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            converted = convert(spec, columns, row)
-        except BadRow as error:
-            bad.append((f"{source.name}, {source.unit} {number}: {error}", error.reason))
-            continue
-        if converted is None:
-            other_task += 1
-        else:
-            rows.append(converted)
-    return rows, bad, other_task
-
-
-def _refuse(
-    spec: DatasetSpec, source: Source, bad: Sequence[tuple[str, str]], usable: int, other_task: int, max_dropped: float
-) -> None:
-    """Raise ValueError where no row is usable or too many are not."""
-    first = f"; the first bad one: {bad[0][0]}" if bad else ""
-    if not usable:
-        wants = " and ".join(f"{name}={value}" for name, value in spec.required_values.items())
-        others = f"; {other_task} rows do not have {wants}" if other_task else ""
-        raise ValueError(f"{spec.name}: {source.name} has no usable row{others}{first}")
-    share = len(bad) / (usable + len(bad))
-    if share > max_dropped:
-        raise ValueError(
-            f"{spec.name}: {len(bad)} of {usable + len(bad)} rows of {source.name} cannot be used ({share:.1%}), more than "
-            f"--max-dropped {max_dropped}{first}; repair the source or allow more with --max-dropped"
-        )
-
-
-def _notes(spec: DatasetSpec, usable: int, of_task: int) -> list[str]:
-    notes = [f"the published set has {spec.published_rows} rows"] if of_task != spec.published_rows else []
-    if spec.subset is not None and usable > spec.subset:
-        chosen = f"{spec.subset} of {usable} chosen by hash, seed {SUBSET_SEED}"
-        notes.append(f"{chosen} (the published choice is not known)")
-    elif spec.subset is not None:
-        notes.append(f"all kept: no more than {spec.subset}")
-    return notes
-
-
-def _summary(note: dict[str, Any], kept: bool) -> str:
-    parts = [f"{note['rows']} rows from {note['source']}"]
-    if note["dropped"]:
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in note["dropped"].items())
-        parts.append(f"{len(note['dropped_rows'])} of {note['source_rows']} dropped: {reasons}")
-    if note["other_task"]:
-        parts.append(f"{note['other_task']} of another task left out")
-    return "; ".join([*parts, *note["notes"], *["unchanged, kept"] * kept])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -210,32 +177,29 @@ def _parser() -> argparse.ArgumentParser:
     local = "folder with NAME.jsonl or NAME_*.jsonl for every dataset that --hub-id does not name"
     add("--local-dir", type=Path, help=f"{local}; without it the Hugging Face hub is read")
     hub = "read NAME from another place on the hub; may be repeated"
-    place = "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
-    add("--hub-id", type=_assignment(place), action="append", default=[], metavar=place, help=hub)
+    add("--hub-id", action="append", default=[], metavar=_HUB_FORM, help=hub)
     columns = f"the columns of NAME; READER is one of {', '.join(GOLD_READERS)} (default plain); may be repeated"
-    place = "NAME=PROBLEM,ANSWER[,READER]"
-    add("--columns", type=_assignment(place), action="append", default=[], metavar=place, help=columns)
+    add("--columns", action="append", default=[], metavar=_COLUMNS_FORM, help=columns)
     share = f"largest share of unusable rows that still gives a file (default: {MAX_DROPPED})"
     add("--max-dropped", type=float, default=MAX_DROPPED, help=share)
-    add("--skip-missing", action="store_true", help="a file that --local-dir lacks is no error")
     return parser
 
 
-def _assignment(form: str) -> Callable[[str], tuple[str, str]]:
-    def parse(text: str) -> tuple[str, str]:
+def _by_name(option: str, texts: list[str], form: str) -> dict[str, str]:
+    """The values of a repeated option ``NAME=VALUE``."""
+    values = {}
+    for text in texts:
         name, _, value = text.partition("=")
         if name not in SPECS or not value:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {form} with NAME one of {', '.join(SPECS)}")
-        return name, value
-
-    return parse
+            raise ValueError(f"{option} {text!r} is not {form} with NAME one of {', '.join(SPECS)}")
+        values[name] = value
+    return values
 
 
 def _columns(name: str, value: str) -> Columns:
     columns = Columns(*value.split(",")) if value.count(",") in (1, 2) else Columns("", "")
     if not columns.problem or not columns.gold or columns.reader not in GOLD_READERS:
-        form = f"NAME=PROBLEM,ANSWER[,READER] with READER one of {', '.join(GOLD_READERS)}"
-        raise ValueError(f"--columns {name}={value} is not {form}")
+        raise ValueError(f"--columns {name}={value} is not {_COLUMNS_FORM} with READER one of {', '.join(GOLD_READERS)}")
     return columns
 
 

@@ -14,10 +14,6 @@ from recipe.data.convert import BadRow
 from recipe.data.specs import DatasetSpec
 
 
-class MissingSourceError(ValueError):
-    """A dataset's local file is not there."""
-
-
 class Source(NamedTuple):
     """A source of rows."""
 
@@ -34,17 +30,17 @@ def read_jsonl(path: Path) -> Source:
 
     ``load_dataset("json")`` refuses the whole file for one broken line, and makes dates of answers that look like them.
     """
-    rows: list[tuple[int, dict[str, Any] | BadRow]] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if line.strip():
-            try:
-                row = json.loads(line.decode("utf-8"))
-                rows.append((number, row if isinstance(row, dict) else BadRow("not a JSON object", type(row).__name__)))
-            except (ValueError, RecursionError) as error:
-                rows.append((number, BadRow("not valid JSON", str(error))))
-    return Source(
-        str(path), "line", dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row), rows
-    )
+    rows = [(number, _row(line)) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
+    columns = dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row)
+    return Source(str(path), "line", columns, rows)
+
+
+def _row(line: bytes) -> dict[str, Any] | BadRow:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return BadRow("not valid JSON", str(error))
+    return row if isinstance(row, dict) else BadRow("not a JSON object", type(row).__name__)
 
 
 def load_hub(spec: DatasetSpec, place: str) -> Source:
@@ -66,23 +62,19 @@ def load_hub(spec: DatasetSpec, place: str) -> Source:
 
 
 def find_local_file(spec: DatasetSpec, folder: Path) -> Path:
-    """Find ``NAME.jsonl`` or the one ``NAME_*.jsonl`` in ``folder``.
-
-    Raises:
-        MissingSourceError: there is no such file.
-        ValueError: several files match ``NAME_*.jsonl``.
-    """
+    """Find ``NAME.jsonl`` or the one ``NAME_*.jsonl`` in ``folder``; ValueError where there is none, or several."""
     name = spec.name
-    exact = folder / f"{name}.jsonl"
-    found = [exact] if exact.is_file() else sorted(path for path in folder.glob(f"{name}_*.jsonl") if path.is_file())
-    if not found:
-        raise MissingSourceError(
-            f"{name}: no {name}.jsonl or {name}_*.jsonl in --local-dir {folder}; --hub-id {name}={spec.hub} reads it from the "
-            "hub"
-        )
-    if len(found) > 1:
+    if (exact := folder / f"{name}.jsonl").is_file():
+        return exact
+    paths = sorted(path for path in folder.glob(f"{name}_*.jsonl") if path.is_file())
+    if not paths:
         raise ValueError(
-            f"{name}: --local-dir {folder} has several files for it: {', '.join(path.name for path in found)}; "
-            f"rename the one to use to {name}.jsonl"
+            f"{name}: no {name}.jsonl or {name}_*.jsonl in --local-dir {folder}; leave it out with --benchmarks and --train, or "
+            f"read it from the hub with --hub-id {name}={spec.hub}"
         )
-    return found[0]
+    if len(paths) > 1:
+        names = ", ".join(path.name for path in paths)
+        raise ValueError(
+            f"{name}: --local-dir {folder} has several files for it: {names}; rename the one to use to {name}.jsonl"
+        )
+    return paths[0]

@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
@@ -40,8 +39,7 @@ def resolve_model(model: str | Path) -> Path:
     if _is_model(path):
         return path
     checkpoint = path / "actor" if (path / "actor").is_dir() else path
-    sharded = _is_sharded(checkpoint)
-    exported = checkpoint / "huggingface"
+    sharded, exported = _is_sharded(checkpoint), checkpoint / "huggingface"
     if _is_model(exported) and not (checkpoint / _LORA_META).is_file():
         return exported  # trained with actor.checkpoint.save_contents that include hf_model
     if sharded:
@@ -57,14 +55,11 @@ def resolve_model(model: str | Path) -> Path:
 def fingerprint(folder: Path) -> str:
     """First 16 hexadecimal digits of a SHA-256 over a model folder's weights, configuration, tokenizer and template."""
     files = sorted({path for pattern in [*_FILES, _BIN] for path in folder.glob(pattern) if path.name != _STAMP})
-    with ThreadPoolExecutor(4) as executor:  # hashing releases the interpreter lock
-        names = [f"{path.name} {digest}" for path, digest in zip(files, executor.map(_digest, files), strict=True)]
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digests = []
+    for path in files:
+        with path.open("rb") as file:
+            digests.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
 
 
 def _is_model(folder: Path) -> bool:
@@ -120,8 +115,7 @@ def _is_sharded(checkpoint: Path) -> bool:
 def _merged(checkpoint: Path) -> Path:
     target = checkpoint.with_name(f"{checkpoint.name}_merged")
     files = {path: path.stat() for path in sorted(checkpoint.rglob("*")) if path.is_file()}
-    entries = {str(path.relative_to(checkpoint)): [stat.st_size, stat.st_mtime_ns] for path, stat in files.items()}
-    stamp = json.dumps(entries, indent=2) + "\n"
+    stamp = json.dumps({str(path.relative_to(checkpoint)): [s.st_size, s.st_mtime_ns] for path, s in files.items()})
     if (target / _STAMP).is_file() and (target / _STAMP).read_text(encoding="utf-8") == stamp:
         return target
 

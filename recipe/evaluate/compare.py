@@ -13,13 +13,12 @@ from typing import Any
 import pandas as pd
 
 from recipe.evaluate.report import LEVEL, RESAMPLES, describe_run, figures, interval, rows_of
+from recipe.marked_text import table
 
 PUBLISHED_SOURCE = "GRAIL minus GRPO as published (arXiv 2606.04889), mean over five models and six benchmarks"
 PUBLISHED_DIFFERENCES = {"acc": 0.0360, "pass": 0.0305}
 """The only published figures, as shares; nothing is known of single models or benchmarks."""
 _PUBLISHED_SAMPLES = 3
-# Everything but the seed, which changes the samples but not their distribution.
-_SAME_SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens")
 
 
 def load_run(folder: Path) -> dict[str, Any]:
@@ -65,24 +64,22 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 
 def _check_comparable(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
-    a, b = ({name: run["run"]["sampling"][name] for name in _SAME_SAMPLING} for run in (first, second))
-    for asked, run in ((a, first), (b, second)):
-        asked |= {f"template.{key}": value for key, value in run["run"]["template"].items()}
-    differences = [
-        f"{name} is {a.get(name)!r} and {b.get(name)!r}" for name in {**a, **b} if a.get(name) != b.get(name)
-    ]
-    a, b = first["benchmarks"], second["benchmarks"]
-    if a.keys() != b.keys():
-        differences.append(f"benchmarks are {', '.join(a)} and {', '.join(b)}")
-    for name in [name for name in a if name in b]:
-        for key, subject in (("problems_hash", "the problems"), ("gold_hash", "the gold answers")):
-            if a[name][key] != b[name][key]:
-                differences.append(f"{subject} of {name} differ")
-    if differences:
+    a, b = _conditions(first), _conditions(second)
+    if differences := [f"{name} {a.get(name)!r} and {b.get(name)!r}" for name in {**a, **b} if a.get(name) != b.get(name)]:
         raise ValueError(
             f"--compare {first['folder']} {second['folder']}: these runs cannot be compared: {'; '.join(differences)}; "
             "evaluate both with the same data, chat template and options"
         )
+
+
+def _conditions(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything in which two runs must agree, by its name in messages: all but the seed of the sampling, which changes the
+    samples but not their distribution."""
+    conditions = {name: value for name, value in run["run"]["sampling"].items() if name != "seed"}
+    conditions |= {f"template.{name}": value for name, value in run["run"]["template"].items()}
+    for name, figures in run["benchmarks"].items():
+        conditions |= {f"problems of {name}": figures["problems_hash"], f"gold of {name}": figures["gold_hash"]}
+    return conditions
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -94,26 +91,29 @@ def markdown(result: Mapping[str, Any]) -> str:
     for letter, key in (("A", "first"), ("B", "second")):
         lines.append(f"- {letter}: `{result[key]['run']['model']}` (`{result[key]['folder']}`)")
     for metric in ("acc", "pass", "tokens"):
-        tokens = metric == "tokens"
-        scale, digits, unit, name = (1, 0, "", metric) if tokens else (100, 1, ", %", f"{metric}@{samples}")
-        change = "B - A" if tokens else "B - A, points"
-        title = f"| {'mean tokens' if tokens else name} | problems | A{unit} | B{unit} | {change} | above 0 |"
-        lines += ["", title, "|---|--:|--:|--:|--:|--:|"]
+        if metric == "tokens":
+            scale, digits, name, head = 1, 0, metric, ("mean tokens", "problems", "A", "B", "B - A", "above 0")
+        else:
+            scale, digits, name = 100, 1, f"{metric}@{samples}"
+            head = (name, "problems", "A, %", "B, %", "B - A, points", "above 0")
+        rows = []
         for label, row in rows_of(result):
-            figure = row[name]
-            first, second = (f"{scale * figure[key]:.{digits}f}" for key in ("first", "second"))
-            value, low, high = (_signed(scale * figure[key], digits + (not tokens)) for key in ("value", "low", "high"))
-            cells = [label, str(row.get("problems", "")), first, second, f"{value} [{low}, {high}]"]
-            lines.append(f"| {' | '.join(cells)} | {figure['above_zero']:.1%} |")
-        if published and not tokens:
+            first, second, *change = (scale * row[name][key] for key in ("first", "second", "value", "low", "high"))
+            value, low, high = (_signed(figure, digits + (metric != "tokens")) for figure in change)
+            cells = (label, row.get("problems", ""), f"{first:.{digits}f}", f"{second:.{digits}f}")
+            rows.append((*cells, f"{value} [{low}, {high}]", f"{row[name]['above_zero']:.1%}"))
+        if published and metric in PUBLISHED_DIFFERENCES:
             value = _signed(100 * PUBLISHED_DIFFERENCES[metric], 2)
-            lines.append(f"| *published, GRAIL - GRPO* |  |  |  | *{value}* |  |")
+            rows.append(("*published, GRAIL - GRPO*", "", "", "", f"*{value}*", ""))
+        lines += ["", *table(head, rows, right=1)]
     lines.append("")
     if published:
         lines.append(f"- *published*: {PUBLISHED_SOURCE}; single models and benchmarks are not known.")
     sentences = [describe_run(run) for run in runs]
-    same = sentences[0] == sentences[1]
-    lines += [f"- {sentences[0]}"] if same else [f"- A: {sentences[0]}", f"- B: {sentences[1]}"]
+    if sentences[0] == sentences[1]:
+        lines.append(f"- {sentences[0]}")
+    else:
+        lines += [f"- A: {sentences[0]}", f"- B: {sentences[1]}"]
     lines.append(
         f"- In brackets: {LEVEL:.0%} intervals, {result['interval']['method']}, {RESAMPLES} resamples; above 0: the share of "
         "them in which B is above A."

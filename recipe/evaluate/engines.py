@@ -57,11 +57,15 @@ def engine_count(workers: int | None, tensor_parallel_size: int) -> int:
     return engines
 
 
-def check_length(model: Path, longest: int) -> None:
-    """Refuse a ``longest`` prompt with response that the model in a Hugging Face folder has no positions for."""
+def _text_config(model: Path) -> Any:
     from transformers import AutoConfig
 
-    positions = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+    return AutoConfig.from_pretrained(model).get_text_config()
+
+
+def check_length(model: Path, longest: int) -> None:
+    """Refuse a ``longest`` prompt with response that the model in a Hugging Face folder has no positions for."""
+    positions = getattr(_text_config(model), "max_position_embeddings", None)
     if positions is not None and longest > positions:
         raise ValueError(
             f"{model} has {positions} positions, but the longest prompt and a response may need {longest}: lower "
@@ -69,8 +73,11 @@ def check_length(model: Path, longest: int) -> None:
         )
 
 
-def set_environment() -> None:
-    """Variables that vLLM reads while it starts; those that are set already are left alone."""
+def start_engine(model: Path, longest: int, engines: int, tensor_parallel_size: int) -> AsyncLLM:
+    """Load the model into vLLM: on a GPU in the precision its weights are stored in, on a CPU in float32.
+
+    Variables that vLLM reads while it starts are set, unless they are set already.
+    """
     # Its warnings are about the choices made here, and would break the progress bar.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # FlashInfer's sampler is compiled at run time, for which many machines have no nvcc.
@@ -79,20 +86,7 @@ def set_environment() -> None:
         from grail_advantage.verl_cpu import environment
 
         environment.apply_defaults()
-
-
-def start_engine(model: Path, longest: int, engines: int, tensor_parallel_size: int) -> AsyncLLM:
-    """Load the model into vLLM: on a GPU in the precision its weights are stored in, on a CPU in float32."""
-    set_environment()
-    from transformers import AutoConfig
-    from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    # Left to itself, vLLM would convert float32 weights to 16 bits.
-    dtype = AutoConfig.from_pretrained(model).get_text_config().dtype
-    options: dict[str, Any] = {"dtype": str(dtype or "auto").removeprefix("torch.")}
-    if "cpu" in engine_version():
-        options = {
+        options: dict[str, Any] = {
             "dtype": "float32",
             "enforce_eager": True,  # compiling takes longer than it saves
             # A prompt read in pieces draws random numbers that vLLM gives back afterwards, which it cannot do on a CPU
@@ -100,6 +94,12 @@ def start_engine(model: Path, longest: int, engines: int, tensor_parallel_size: 
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(longest, 4096),
         }
+    else:
+        # Left to itself, vLLM would convert float32 weights to 16 bits.
+        options = {"dtype": str(_text_config(model).dtype or "auto").removeprefix("torch.")}
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     arguments = AsyncEngineArgs(
         model=str(model),
         max_model_len=longest,

@@ -38,33 +38,30 @@ def load_benchmarks(names: list[str], data_dir: Path) -> Benchmarks:
             f"there is no {', no '.join(map(str, missing.values()))}; make it with: bash scripts/prepare_data.sh "
             f"--train none --benchmarks {','.join(missing)} --output-dir {data_dir}"
         )
-    return {name: _load(name, path) for name, path in paths.items()}
-
-
-def _load(name: str, path: Path) -> list[Problem]:
-    place, problems = str(path), []
-    try:
-        for index, row in enumerate(pq.read_table(path).to_pylist()):
-            place = f"{path}, row {index}"
-            problems.append(_problem(name, row))
-        if not problems:
-            raise ValueError("there are no rows")
-    except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{place}: not as recipe.data.prepare writes it ({type(error).__name__}: {error}); make it anew with "
-            "scripts/prepare_data.sh"
-        ) from None
-    return problems
+    benchmarks: Benchmarks = {name: [] for name in names}
+    for name, path in paths.items():
+        place = str(path)
+        try:
+            for index, row in enumerate(pq.read_table(path).to_pylist()):
+                place = f"{path}, row {index}"
+                benchmarks[name].append(_problem(name, row))
+            if not benchmarks[name]:
+                raise ValueError("there are no rows")
+        except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{place}: not as recipe.data.prepare writes it ({type(error).__name__}: {error}); make it anew with "
+                "scripts/prepare_data.sh"
+            ) from None
+    return benchmarks
 
 
 def _problem(name: str, row: dict[str, Any]) -> Problem:
-    messages = [{"role": message["role"], "content": message["content"]} for message in row["prompt"]]
-    gold = row["reward_model"]["ground_truth"]
+    messages, gold = row["prompt"], row["reward_model"]["ground_truth"]
     if not messages or not gold:
         raise ValueError("no gold answer" if messages else "no prompt")
     if row["data_source"] != name:
         raise ValueError(f"data_source is {row['data_source']!r}, not {name!r}")
-    return Problem(str((row["extra_info"] or {}).get("id") or ""), messages, gold)
+    return Problem((row["extra_info"] or {}).get("id") or "", messages, gold)
 
 
 def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:

@@ -20,6 +20,7 @@ import pandas as pd
 from recipe.evaluate.problems import Benchmarks
 from recipe.evaluate.store import KEY
 from recipe.files import digest, write_text
+from recipe.marked_text import table
 from recipe.reward import compute_score
 
 RESAMPLES, LEVEL, SEED = 10_000, 0.95, 0
@@ -137,18 +138,16 @@ def markdown(result: Mapping[str, Any]) -> str:
     """The report as a Markdown page."""
     samples = result["run"]["sampling"]["samples"]
     acc, passed = f"acc@{samples}", f"pass@{samples}"
-    lines = [
-        f"# Evaluation of `{result['run']['model']}`",
-        "",
-        f"| benchmark | problems | {acc}, % | {passed}, % | mean tokens | unanswered | truncated |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+    head = ["benchmark", "problems", f"{acc}, %", f"{passed}, %", "mean tokens", "unanswered", "truncated"]
+    rows = [
+        (
+            *(name, figures.get("problems", ""), _cell(figures[acc], 100, 1), _cell(figures[passed], 100, 1)),
+            *(_cell(figures["tokens"], 1, 0), _rate(figures["unanswered"]), _rate(figures["truncated"])),
+        )
+        for name, figures in rows_of(result)
     ]
-    for name, found in rows_of(result):
-        cells = [name, found.get("problems", ""), _cell(found[acc], 100, 1), _cell(found[passed], 100, 1)]
-        cells += [_cell(found["tokens"], 1, 0), _rate(found["unanswered"]), _rate(found["truncated"])]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += [
-        "",
+    lines = [
+        *(f"# Evaluation of `{result['run']['model']}`", "", *table(head, rows, right=1), ""),
         f"- {describe_run(result['run'])}",
         f"- {acc}: mean over samples; {passed}: any sample right; tokens with the end token; unanswered: no complete "
         "`\\boxed{}`; truncated: stopped by the limit on tokens.",

@@ -9,7 +9,8 @@ import fcntl
 import json
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ KEY = ("benchmark", "index", "sample")
 FIELDS = (*KEY, "prompt", "seed", "tokens", "finish_reason", "text")
 """``prompt`` is a hash of its token ids; ``tokens`` counts the end token; ``finish_reason`` is ``stop`` or ``length``."""
 _REMEDY = "use the former, choose another --output-dir, or delete the old generations with --restart"
+key_of = itemgetter(*KEY)
 
 
 class Store(AbstractContextManager):
@@ -44,15 +46,15 @@ class Store(AbstractContextManager):
     def missing(self, wanted: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return those of the ``wanted`` samples (key and prompt) that are not there; ValueError where a prompt is another."""
         for sample in wanted:
-            there = self.samples.get(_key(sample), sample)
-            if there["prompt"] != sample["prompt"]:
-                raise ValueError(f"{self.path} was begun with another prompt for problem {_key(sample)[:2]}; {_REMEDY}")
-        return [sample for sample in wanted if _key(sample) not in self.samples]
+            key = key_of(sample)
+            if self.samples.get(key, sample)["prompt"] != sample["prompt"]:
+                raise ValueError(f"{self.path} was begun with another prompt for problem {key[:2]}; {_REMEDY}")
+        return [sample for sample in wanted if key_of(sample) not in self.samples]
 
     def append(self, sample: dict[str, Any]) -> None:
         """Keep a sample, which has all :data:`FIELDS`; it is on the disk when this returns."""
         self._write(sample)
-        self.samples[_key(sample)] = sample
+        self.samples[key_of(sample)] = sample
 
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
@@ -67,12 +69,12 @@ class Store(AbstractContextManager):
             raise ValueError(f"{self.path}: {message}") from None
         self._file.seek(0)
         lines = self._file.read().splitlines(keepends=True)
-        if lines and not _is_whole(lines[-1]):
-            # The process was stopped while it wrote this line.
+        if lines and not _is_whole(lines[-1]):  # the process was stopped while it wrote this line
             self._file.truncate(sum(map(len, lines[:-1])))
             lines.pop()
         if not lines:
             self._write({"settings": settings})
+            return
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
@@ -80,25 +82,20 @@ class Store(AbstractContextManager):
                     there = dict(record["settings"])
                     continue
                 sample = {name: record[name] for name in FIELDS}
-                if _key(sample) in self.samples:
+                if key_of(sample) in self.samples:
                     raise ValueError("twice")
-                self.samples[_key(sample)] = sample
+                self.samples[key_of(sample)] = sample
             except (ValueError, KeyError, TypeError) as error:
                 remedy = "remove the line" if number > 1 else "begin anew with --restart"
                 raise ValueError(f"{self.path}, line {number}: damaged ({error!r}); {remedy}") from None
-        if lines and there != settings:
-            names = [name for name in {**settings, **there} if settings.get(name) != there.get(name)]
+        names = [name for name in {**settings, **there} if settings.get(name) != there.get(name)]
+        if names:
             differences = "; ".join(f"{name} {there.get(name)!r} there, {settings.get(name)!r} now" for name in names)
             raise ValueError(f"{self.path} was begun with other settings: {differences}; {_REMEDY}")
 
 
-def _key(sample: dict[str, Any]) -> tuple:
-    return tuple(sample[name] for name in KEY)
-
-
 def _is_whole(line: bytes) -> bool:
-    try:
+    with suppress(ValueError):
         json.loads(line)
-    except ValueError:
-        return False
-    return line.endswith(b"\n")
+        return line.endswith(b"\n")
+    return False

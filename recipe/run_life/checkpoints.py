@@ -8,7 +8,6 @@ checkpoint counts once its step is logged. ``run_state.json`` in it says that, a
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import zipfile
@@ -17,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from recipe.files import write_bytes
 
 STATE = "run_state.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -125,7 +126,7 @@ def settle_start(folder: Path, start: Checkpoint | None, *, trains: bool) -> Non
         if each.step > step and each.state is not None:
             write_json(each.path / STATE, {"run": each.run})
     if start is not None and tracked_step(folder) != step:
-        write_whole(folder / TRACKER, str(step).encode())
+        write_bytes(folder / TRACKER, str(step).encode())
 
 
 def keep_last(folder: Path, step: int, count: int, run: str) -> None:
@@ -150,16 +151,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file with :func:`write_whole`; makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file such that it appears whole and on the disk, or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Writes a JSON file with :func:`recipe.files.write_bytes`."""
+    write_bytes(path, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())

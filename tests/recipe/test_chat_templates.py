@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from recipe.chat_templates import read_chat_template
-from recipe.data.prompts import user_messages
+from recipe.data.convert import user_messages
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 
 BOXED = chr(92) + "boxed{}"

@@ -16,7 +16,7 @@ import pytest
 
 from recipe.data.convert import FEATURES, read_gold, subset_rank
 from recipe.data.prepare import main, prepare_dataset
-from recipe.data.prompts import PROMPT_SUFFIX, user_messages
+from recipe.data.convert import PROMPT_SUFFIX, user_messages
 from recipe.data.sources import read_jsonl
 from recipe.data.specs import PUBLISHED_BENCHMARKS, SPECS, Columns
 from recipe.reward import compute_score
