@@ -199,7 +199,9 @@ def _by_name(option: str, texts: list[str], form: str) -> dict[str, str]:
 def _columns(name: str, value: str) -> Columns:
     columns = Columns(*value.split(",")) if value.count(",") in (1, 2) else Columns("", "")
     if not columns.problem or not columns.gold or columns.reader not in GOLD_READERS:
-        raise ValueError(f"--columns {name}={value} is not {_COLUMNS_FORM} with READER one of {', '.join(GOLD_READERS)}")
+        raise ValueError(
+            f"--columns {name}={value} is not {_COLUMNS_FORM} with READER one of {', '.join(GOLD_READERS)}"
+        )
     return columns
 
 

@@ -69,8 +69,8 @@ def find_local_file(spec: DatasetSpec, folder: Path) -> Path:
     paths = sorted(path for path in folder.glob(f"{name}_*.jsonl") if path.is_file())
     if not paths:
         raise ValueError(
-            f"{name}: no {name}.jsonl or {name}_*.jsonl in --local-dir {folder}; leave it out with --benchmarks and --train, or "
-            f"read it from the hub with --hub-id {name}={spec.hub}"
+            f"{name}: no {name}.jsonl or {name}_*.jsonl in --local-dir {folder}; leave it out with --benchmarks and --train, "
+            f"or read it from the hub with --hub-id {name}={spec.hub}"
         )
     if len(paths) > 1:
         names = ", ".join(path.name for path in paths)

@@ -65,7 +65,9 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 def _check_comparable(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
     a, b = _conditions(first), _conditions(second)
-    if differences := [f"{name} {a.get(name)!r} and {b.get(name)!r}" for name in {**a, **b} if a.get(name) != b.get(name)]:
+    differing = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    if differing:
+        differences = [f"{name} {a.get(name)!r} and {b.get(name)!r}" for name in differing]
         raise ValueError(
             f"--compare {first['folder']} {second['folder']}: these runs cannot be compared: {'; '.join(differences)}; "
             "evaluate both with the same data, chat template and options"
@@ -77,8 +79,8 @@ def _conditions(run: Mapping[str, Any]) -> dict[str, Any]:
     samples but not their distribution."""
     conditions = {name: value for name, value in run["run"]["sampling"].items() if name != "seed"}
     conditions |= {f"template.{name}": value for name, value in run["run"]["template"].items()}
-    for name, figures in run["benchmarks"].items():
-        conditions |= {f"problems of {name}": figures["problems_hash"], f"gold of {name}": figures["gold_hash"]}
+    for name, result in run["benchmarks"].items():
+        conditions |= {f"problems of {name}": result["problems_hash"], f"gold of {name}": result["gold_hash"]}
     return conditions
 
 

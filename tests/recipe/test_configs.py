@@ -24,11 +24,3 @@ def test_verl_grail_is_verls_own_configuration_but_for_the_estimator() -> None:
     del ours["run_life"]
     del verls["algorithm"]["adv_estimator"]
     assert ours == verls
-
-
-def test_the_entropy_in_chunks_is_not_compiled() -> None:
-    """verl would compile it; a graph for each number of chunks, up to the limit from which on it runs uncompiled."""
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        config = compose("grail_trainer")
-    assert config.actor_rollout_ref.actor.entropy_from_logits_with_chunking
-    assert not config.actor_rollout_ref.actor.fsdp_config.use_torch_compile

@@ -45,25 +45,17 @@ def find_python(
     )
 
 
-def test_interpreter_that_has_verl_is_used(tmp_path: Path) -> None:
-    for number, machine in enumerate(({"gpus": 2}, {"gpus": 0}, {"gpus": 0, "torch_version": "2.11.0+cpu"})):
+def test_the_interpreter_that_is_chosen(tmp_path: Path) -> None:
+    """A python3 that has verl, the one that is named, or without GPUs the CPU environment; else what to do is said."""
+    for number, machine in enumerate(({"gpus": 2}, {"gpus": 0, "torch_version": "2.11.0+cpu"})):
         found = find_python(tmp_path / str(number), **machine)
         assert (found.returncode, found.stdout) == (0, "python3\n"), found.stderr
-
-
-def test_named_interpreter_is_used(tmp_path: Path) -> None:
-    found = find_python(tmp_path / "a", gpus=2, has_verl=False, PYTHON=sys.executable)
-    assert (found.returncode, found.stdout) == (0, f"{sys.executable}\n")
-    found = find_python(tmp_path / "b", gpus=0, PYTHON="/no/python")
-    assert found.returncode == 1
-    assert "PYTHON=/no/python is not a command" in found.stderr
-
-
-def test_cpu_environment_is_for_machines_without_gpus(tmp_path: Path) -> None:
-    found = find_python(tmp_path / "a", gpus=0, has_verl=False)
-    assert (found.returncode, found.stdout) == (0, f"set up\n{tmp_path}/a/project/.venv/bin/python\n")
+    named = find_python(tmp_path / "named", gpus=2, has_verl=False, PYTHON=sys.executable)
+    assert (named.returncode, named.stdout) == (0, f"{sys.executable}\n")
+    missing = find_python(tmp_path / "missing", gpus=0, PYTHON="/no/python")
+    assert missing.returncode == 1 and "PYTHON=/no/python is not a command" in missing.stderr
+    cpu = find_python(tmp_path / "cpu", gpus=0, has_verl=False)
+    assert (cpu.returncode, cpu.stdout) == (0, f"set up\n{tmp_path}/cpu/project/.venv/bin/python\n")
     for number, packages in enumerate(({"has_verl": False}, {"torch_version": "2.11.0+cpu"})):
-        found = find_python(tmp_path / str(number), gpus=2, **packages)
-        assert (found.returncode, found.stdout) == (1, "")
-        assert "this machine has GPUs (2)" in found.stderr
-        assert "Set PYTHON to an interpreter that has (bash scripts/setup_gpu.sh makes one)" in found.stderr
+        found = find_python(tmp_path / f"gpus{number}", gpus=2, **packages)
+        assert (found.returncode, found.stdout) == (1, "") and "this machine has GPUs (2)" in found.stderr

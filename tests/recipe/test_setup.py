@@ -128,14 +128,6 @@ def test_wheel_of_flash_attn(gpu: Project) -> None:
 
 
 @pytest.mark.slow
-def test_flash_attn_is_left_out_on_request(gpu: Project) -> None:
-    publish(gpu.here / "other", "flash_attn", "2.8.3", {"flash_attn/__init__.py": "built = None"})
-    status, said = gpu.run("--requirements-only", FLASH_ATTN="none")
-    assert status == 0 and "from: nowhere" in said, said
-    assert not list(gpu.venv.glob("lib/python3*/site-packages/flash_attn*"))
-
-
-@pytest.mark.slow
 def test_flash_attn_is_compiled_on_request(gpu: Project) -> None:
     publish(gpu.here / "other", "flash_attn", "2.8.3", {"flash_attn/__init__.py": "built = None"})
     status, said = gpu.run("--requirements-only", FLASH_ATTN="build", FLASH_ATTN_CUDA_ARCHS="120")
@@ -145,11 +137,8 @@ def test_flash_attn_is_compiled_on_request(gpu: Project) -> None:
 REFUSED = {
     "no GPU": ({"nvidia-smi": "exit 9"}, {}, "nvidia-smi shows no GPU"),
     "old driver": ({"nvidia-smi": "echo 570.172.08, 9.0"}, {}, "driver is 570.172.08, and CUDA 13.0 needs 580.65.06"),
-    "old GPU": ({"nvidia-smi": "echo 580.95.05, 9.0; echo 580.95.05, 7.5"}, {}, "compute capability 7"),
     "full disk": ({"df": "echo Avail; echo 12000000000"}, {}, "less than the 13 GB free"),
-    "no compiler": ({}, {"CC": "/nowhere"}, "there is no C compiler /nowhere"),
     "old nvcc": ({"nvcc": "echo Cuda compilation tools, release 12.8, V12.8.9"}, {}, "is 12.8; install the CUDA 13.0"),
-    "knob": ({}, {"FLASH_ATTN": "maybe"}, "FLASH_ATTN=maybe is unknown; choose auto, build or none"),
     "Python": ({}, {"PYTHON": "/nowhere"}, "PYTHON=/nowhere is no interpreter that runs"),
 }
 
@@ -183,12 +172,3 @@ def test_lock_has_what_is_asked_for_and_hashes(name: str) -> None:
     assert asked and asked.items() <= locked.items()
     blocks = re.split(r"(?<!\\)\n", (ROOT / f"{name}.txt").read_text().strip())[1:]
     assert len(blocks) == len(locked) and all(re.search(r"--hash=sha256:[0-9a-f]{64}$", block) for block in blocks)
-
-
-def test_image() -> None:
-    """Seldom changed layers come first, NCCL's libraries among them, and nothing of the builder's gets into a layer."""
-    text = (ROOT / "Dockerfile").read_text()
-    places = [text.index(part) for part in ("librdmacm1 ", "COPY requirements.txt", "--requirements-only", "COPY . .")]
-    assert places == sorted(places) and text.count("COPY") == 3
-    assert {".git", ".env*", ".netrc", ".venv", "data", "outputs"} <= set((ROOT / ".dockerignore").read_text().split())
-    assert not re.search(r"^(ARG|ENV).*(TOKEN|KEY|SECRET|PASSWORD)", text, flags=re.M)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from recipe.tiny import shipped
 from recipe.tiny.model import build_model
-from recipe.tiny.prepare import MODEL_FOLDER, PrepareSettings, default_settings, prepare
+from recipe.tiny.prepare import MODEL_FOLDER, default_settings, prepare
 from recipe.tiny.warm_up import WarmUpSettings
 
 RECORD = json.loads((shipped.FOLDER / shipped.RECORD).read_text())
@@ -50,10 +50,3 @@ def test_the_example_begins_with_it_whatever_the_seed(tmp_path: Path) -> None:
             assert torch.equal(value, kept.state_dict()[name])
         problems.append((folder / "train.parquet").read_bytes())
     assert problems[0] != problems[1]
-
-
-def test_a_larger_model_needs_its_own_warm_up() -> None:
-    with pytest.raises(ValueError, match="comes without a warm-up"):
-        PrepareSettings(base_model="smollm2", warm_up=None)
-    assert default_settings("smollm2", 0).warm_up is not None
-    assert default_settings("tiny", 3, anew=True).warm_up == WarmUpSettings(seed=3)

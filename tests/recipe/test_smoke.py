@@ -92,14 +92,10 @@ def _no_answers(folder: Path) -> None:
 
 
 BROKEN: dict[str, Callable[[Path], None]] = {
-    "2 steps were trained": lambda folder: write_metrics(folder, [{"step": 1, "data": TRAINED}]),
     "the loss is a number": _metric("actor/pg_loss", 0.1, float("nan")),
     "the gradients are numbers, and not all 0": _metric("actor/grad_norm", 0.0, 0.0),
     "right and wrong answers in one batch": _metric("critic/score/mean", 0.0, 1.0),
-    "engine and trainer agree on the model": _metric("training/rollout_actor_probs_pearson_corr", 0.99, 0.2),
-    "grail chose rows": _metric("grail/selected_rate", 0.0, 0.0),
     "grail's weights differ between tokens": _metric("grail/weight_deviation", 0.0, 0.0),
-    "every score is a number": _metric("grail/non_finite_rate", 0.0, 0.1),
     "the checkpoint was written": lambda folder: (folder / "checkpoints/global_step_2/actor").rmdir(),
     "the checkpoint was evaluated, and answers": _no_answers,
 }

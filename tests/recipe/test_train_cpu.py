@@ -141,16 +141,7 @@ def test_bad_knobs_are_refused_before_anything_is_made(project: Project) -> None
             {"PROMPTS": "8", "ROLLOUTS": "4", "MICRO_BATCH_SIZE": "128"},
             "MICRO_BATCH_SIZE=128 must divide PROMPTS=8 x ROL",
         ),
-        ({"PROMPTS": "0"}, "PROMPTS=0 must be a whole number from 1 on"),
-        ({"ROLLOUTS": "1"}, "ROLLOUTS=1 leaves nothing to compare"),
-        ({"MICRO_BATCH_SIZE": "big"}, "MICRO_BATCH_SIZE=big must be a whole number"),
         ({"MAX_PROMPT_LENGTH": "8"}, "MAX_PROMPT_LENGTH=8 is shorter than the problems; use 21 or more"),
-        ({"TEST_FREQ": "0"}, "TEST_FREQ=0 must be a whole number from 1 on, or -1"),
-        ({"LEARNING_RATE": "small"}, "LEARNING_RATE=small must be a number such as 1e-4"),
-        ({"SEED": "-1"}, "SEED=-1 must be a whole number from 0 on"),
-        ({"WARM_UP": "yes"}, "WARM_UP=yes must be 0 or 1"),
-        ({"PRESET": "strong"}, "PRESET=strong is unknown; choose official or robust"),
-        ({"OAR_VARIANT": "other"}, "OAR_VARIANT=other is unknown; choose official or grail_port"),
     ):
         refused = project.start(**knobs)
         assert refused.returncode == 1 and refused.stderr.startswith(message) and refused.stderr.count("\n") == 1

@@ -54,18 +54,6 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def their_folder(folder: Path, recipe: str) -> Path:
-    """A verl user's folder, with a ``recipe`` of its own or without."""
-    folder.mkdir()
-    if recipe != "none":
-        (folder / "recipe/dapo").mkdir(parents=True)
-        (folder / "recipe/dapo/main_dapo.py").write_text("NAME = 'theirs'\n")
-    if recipe == "package":
-        (folder / "recipe/__init__.py").touch()
-        (folder / "recipe/dapo/__init__.py").touch()
-    return folder
-
-
 def run(python: Path, project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VERL_PLATFORM")}
     environment |= {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"}
@@ -103,9 +91,12 @@ print(grail_advantage.__file__, config.trainer.v1.trainer_mode, score)
 """
 
 
-@pytest.mark.parametrize("recipe", ["none", "package"])
-def test_beside_their_recipe(python: Path, tmp_path: Path, recipe: str) -> None:
-    project = their_folder(tmp_path / "project", recipe)
+def test_beside_their_recipe(python: Path, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "recipe/dapo").mkdir(parents=True)
+    (project / "recipe/dapo/main_dapo.py").write_text("NAME = 'theirs'\n")
+    (project / "recipe/__init__.py").touch()
+    (project / "recipe/dapo/__init__.py").touch()
     done = run(python, project, "-c", COMPOSE)
     assert done.returncode == 0, done.stderr
     file, mode, score = done.stdout.split()[-3:]
@@ -114,11 +105,7 @@ def test_beside_their_recipe(python: Path, tmp_path: Path, recipe: str) -> None:
 
     theirs = "import verl; from recipe.dapo import main_dapo; print(main_dapo.NAME, main_dapo.__file__)"
     done = run(python, project, "-c", theirs)
-    if (project / "recipe").exists():
-        assert done.stdout.split() == ["theirs", str(project / "recipe/dapo/main_dapo.py")], done.stderr
-    else:
-        # TransferQueue installs a folder of this name without an __init__.py.
-        assert "No module named 'recipe" in done.stderr
+    assert done.stdout.split() == ["theirs", str(project / "recipe/dapo/main_dapo.py")], done.stderr
     done = run(python, project, "-c", "import recipe.main_grail")
     assert "No module named 'recipe" in done.stderr
 

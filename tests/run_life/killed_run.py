@@ -1,10 +1,8 @@
-"""A whole verl run in the background, of which processes are killed: who is there, and who is left."""
+"""A whole verl run in the background, whose engine is killed: which processes are there, and which are left."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import threading
 import time
@@ -16,18 +14,6 @@ import psutil
 
 from tests.verl_ext import whole_run
 
-TITLES = {
-    "engine": "VLLM::EngineCore",
-    "server": "ray::CpuVLLMHttpServer",
-    "actor worker": "ray::WorkerDict",
-    "reward worker": "ray::RewardLoopWorker",
-    "agent loop worker": "ray::AgentLoopWorker",
-    "storage": "ray::SimpleStorageUnit",
-    "trainer": "ray::TaskRunner",
-    "raylet": "/raylet/raylet",
-    "gcs": "gcs_server",
-}
-"""What processes of a run call themselves, by what they are."""
 STARTED_IN = 1800.0
 """Seconds within which a run gets somewhere. Beside other tests, on a machine just started, its start alone once took 540."""
 
@@ -39,14 +25,12 @@ class KilledRun:
     Args:
         folder: an empty one, or that of a run that is to go on.
         overrides: further options.
-        wrapper: words in front of the command.
         environment: further variables.
         rows: prompts in the data set.
     """
 
     folder: Path
     overrides: list[str] = field(default_factory=list)
-    wrapper: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     rows: int = 8
 
@@ -72,9 +56,7 @@ class KilledRun:
         ]
 
     def _run(self) -> None:
-        self.result = whole_run.start(
-            self.folder, self.options, rows=self.rows, wrapper=self.wrapper, **self.environment
-        )
+        self.result = whole_run.start(self.folder, self.options, rows=self.rows, **self.environment)
 
     @property
     def driver(self) -> int:
@@ -85,19 +67,6 @@ class KilledRun:
             if mark in words and "-m" in words[:3]:
                 return process.pid
         raise LookupError(f"no driver of {self.folder}")
-
-    @property
-    def owner(self) -> int:
-        """The process that started the driver."""
-        return psutil.Process(self.driver).ppid()
-
-    def find(self, what: str) -> int:
-        """The process id of one of :data:`TITLES`."""
-        titles = {process.pid: title(process) for process in self.everybody}
-        for pid, words in titles.items():
-            if TITLES[what] in words:
-                return pid
-        raise LookupError(f"no {what} among {titles}")
 
     def await_step(self, step: int) -> None:
         """Wait until a step is logged; then the run's processes are known: the driver and those below it."""
@@ -115,24 +84,20 @@ class KilledRun:
     def _said(self) -> str:
         return "\n".join((self.folder / name).read_text()[-3000:] for name in whole_run.SAID)
 
-    def end(self, seconds: float) -> tuple[float, float]:
-        """Wait for the run's end: seconds until the driver is gone, and until every process is."""
-        started, gone_after = time.monotonic(), None
-        while time.monotonic() - started < seconds:
-            left = self.left()
-            if gone_after is None and self.root.pid not in left:
-                gone_after = time.monotonic() - started
-            if not left and not self._thread.is_alive():
-                return gone_after, time.monotonic() - started
-            time.sleep(0.2)
-        raise AssertionError(f"after {seconds:.0f} s (driver gone: {gone_after}) are still there: {self.left()}")
+    @property
+    def engine(self) -> int:
+        """The process id of a vLLM engine."""
+        return next(process.pid for process in self.everybody if "VLLM::EngineCore" in title(process))
 
-    def left(self) -> dict[int, str]:
-        """Which of the processes that were there still are, and those that came below them since."""
-        for process in [process for process in self.everybody if lives(process)]:
-            with contextlib.suppress(psutil.Error):
-                self.everybody |= set(process.children(recursive=True))
-        return {process.pid: title(process) for process in self.everybody if lives(process)}
+    def end(self, seconds: float) -> None:
+        """Wait until the run has ended, and every process that was there is gone, with those that came below it since."""
+        deadline = time.monotonic() + seconds
+        while (left := [process for process in self.everybody if lives(process)]) or self._thread.is_alive():
+            assert time.monotonic() < deadline, f"after {seconds:.0f} s are still there: {left}"
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    self.everybody |= set(process.children(recursive=True))
+            time.sleep(0.2)
 
     def kill_all(self) -> None:
         """A test that failed ends the processes that it leaves."""
@@ -162,8 +127,3 @@ def title(process: psutil.Process) -> str:
 
 def _logged(path: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
-
-
-def send(pid: int, name: str) -> None:
-    """Send a signal by its name."""
-    os.kill(pid, getattr(signal, name))

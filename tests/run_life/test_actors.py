@@ -36,7 +36,3 @@ class TestDeathOf:
         death = death_of(_error(FAILED))
         assert death.name == "Server, process 12502 on 192.0.2.2" and death.pid == 12502
         assert death.cause.endswith("ValueError: no port is free")
-
-    def test_an_error_that_says_nothing(self) -> None:
-        death = death_of(_error("The node is gone."))
-        assert death.name.startswith("an actor, process not known") and death.cause == "The node is gone."

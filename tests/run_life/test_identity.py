@@ -67,13 +67,9 @@ def begun(folder: Path) -> Path:
 
 
 MAY_CHANGE = {
-    "nothing": (),
     "steps": ("trainer.total_training_steps=80",),
-    "intervals": ("trainer.save_freq=5", "trainer.test_freq=-1", "trainer.val_before_train=False"),
     "records": ("trainer.logger=[console]", "trainer.experiment_name=other", "algorithm.token_dump.folder=/somewhere"),
     "devices": ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=2"),
-    "offload": (f"{ACTOR}.fsdp_config.param_offload=True", f"{ACTOR}.fsdp_config.optimizer_offload=True"),
-    "memory": (f"{ACTOR}.ppo_max_token_len_per_gpu=5120", f"{ROLLOUT}.gpu_memory_utilization=0.4"),
     "another way to the same weights": ("algorithm.token_weights.share_forward=false",),
     "validation": ("data.val_files=other.parquet", f"{ROLLOUT}.val_kwargs.n=1"),
     "a section that nobody reads": ("algorithm.oar.boost=3", "algorithm.oar.variant=grail_port"),
@@ -89,16 +85,10 @@ def test_what_may_change(begun: Path) -> None:
 DEFINES = {
     "data.seed=7": ("data.seed", 42, 7),
     "algorithm.grail.gate=all": ("algorithm.grail.gate", "wrong", "all"),
-    "algorithm.grail.mask_truncated=False": ("algorithm.grail.mask_truncated", True, False),
     "algorithm.grail.preset=robust": ("algorithm.grail.alignment", "predictor", "token"),
-    "algorithm.adv_estimator=uniform": ("algorithm.adv_estimator", "grail", "uniform"),
     "algorithm.adv_estimator=grpo": ("algorithm.adv_estimator", "grail", "grpo"),
-    "data.max_response_length=2048": ("data.max_response_length", 4096, 2048),
-    "trainer.critic_warmup=3": ("trainer.critic_warmup", 0, 3),
-    "data.prompt_key=question": ("data.prompt_key", "prompt", "question"),
     f"{ACTOR}.optim.lr=2e-6": (f"{ACTOR}.optim.lr", 1e-6, 2e-6),
     f"{ROLLOUT}.n=4": (f"{ROLLOUT}.n", 8, 4),
-    f"{ROLLOUT}.top_k=-1": (f"{ROLLOUT}.top_k", 50, -1),
     "data.train_files=other.parquet": ("data.train_files", "~/data/rlhf/gsm8k/train.parquet", "other.parquet"),
     "actor_rollout_ref.model.lora_rank=8": ("actor_rollout_ref.model.lora_rank", 0, 8),
     "trainer.v1.trainer_mode=colocate_async": ("trainer.v1.trainer_mode", "sync", "colocate_async"),
@@ -152,16 +142,6 @@ def test_from_the_start_or_a_named_checkpoint(begun: Path) -> None:
     _start(begun)
 
 
-def test_what_verl_finds_out_after_ray(folder: Path) -> None:
-    for overrides, message in (
-        (("always",), r"trainer\.resume_mode=always is unknown; choose one of auto, disable"),
-        (("resume_path",), r"trainer\.resume_from_path=None is no whole checkpoint"),
-        (("resume_path", "trainer.resume_from_path=/no/global_step_3"), r"is no whole checkpoint"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check_run(_compose(folder, f"trainer.resume_mode={overrides[0]}", *overrides[1:]))
-
-
 class TestWhole:
     def test_the_run_carries_on_from_the_last_whole_one(self, begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """And verl with it, which reads its own tracker, whatever the run is for."""
@@ -171,15 +151,6 @@ class TestWhole:
             _start(begun, override)
             assert f"{broken} is not whole: actor/model_world_size_8_rank_3.pt missing" in capsys.readouterr().err
             assert (begun / TRACKER).read_text() == "10"
-
-    def test_no_whole_one_is_refused_before_ray(self, begun: Path) -> None:
-        checkpoint = begun / "global_step_10"
-        (checkpoint / "data.pt").unlink()
-        with pytest.raises(ValueError, match=r"holds no whole checkpoint.*data\.pt.*resume_mode=disable \(FRESH=1"):
-            prepare(_compose(begun))
-        prepare(_compose(begun, "trainer.resume_mode=disable"))
-        with pytest.raises(ValueError, match=r"resume_from_path=.* is no whole .*: data\.pt"):
-            prepare(_compose(begun, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"))
 
 
 def test_a_dumps_folder_belongs_to_a_run(folder: Path, tmp_path: Path) -> None:
@@ -263,7 +234,7 @@ def test_the_command_of_a_finished_run_stops_before_ray(tmp_path: Path) -> None:
 
 
 def test_a_broken_definition_is_named(begun: Path) -> None:
-    for content in (b"", b"[]", b'{"definition": 3}', b"[" * 100_000, b"\xff\xfe"):
+    for content in (b"", b'{"definition": 3}', b"[" * 100_000, b"\xff\xfe"):
         (begun / FILE).write_bytes(content)
         with pytest.raises(ValueError, match=rf"no {FILE} that can be read"):
             _start(begun)

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from recipe.run_life import watch
 from recipe.run_life.actors import Death
 from recipe.run_life.checkpoints import STATE, write_json
-from recipe.run_life.options import Options, options_of
+from recipe.run_life.options import Options
 from recipe.run_life.watch import END, INTERVAL, REST, STEP, RunEnded, Watch, resumes_from
 
 LIMITS = Options(phase_timeout=100, long_phase_timeout=1000)
@@ -66,9 +65,8 @@ class TestTime:
         assert "run_life.phase_timeout=100 seconds; all actors are alive" in verdict
         assert "raise run_life.phase_timeout" in verdict
 
-    @pytest.mark.parametrize("first", [1, 41], ids=["new", "resumed"])
-    def test_start_first_step_validation_and_checkpoints_may_take_longer(self, first: int) -> None:
-        scene = Scene()
+    def test_start_first_step_validation_and_checkpoints_may_take_longer(self) -> None:
+        scene, first = Scene(), 41
         assert scene.look_for(LIMITS.long_phase_timeout) is None
         scene.watch.enter("testing", first - 1)
         assert scene.look_for(LIMITS.long_phase_timeout) is None
@@ -158,13 +156,3 @@ class TestGuard:
         monkeypatch.setattr(watch, "NOTICE_SECONDS", 0.0)
         with pytest.raises(OSError, match="full"), Scene().watch.guard():
             raise OSError("the disk is full")
-
-
-class TestOptions:
-    def test_defaults(self) -> None:
-        assert options_of(OmegaConf.create({})) == Options(True, 7200, 14400, True)
-
-    @pytest.mark.parametrize(("name", "value"), [("enabled", "perhaps"), ("phase_timeout", "long"), ("time_out", 3)])
-    def test_refused_with_the_option(self, name: str, value: Any) -> None:
-        with pytest.raises(OmegaConfBaseException, match=name):
-            options_of(OmegaConf.create({"run_life": {name: value}}))
