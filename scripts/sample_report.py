@@ -12,8 +12,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from grail_advantage.view.analysis.responses import Response
 from grail_advantage.view.analysis.specs import parse_methods
 from grail_advantage.view.analysis.weigh import Analysis, run_analysis
@@ -31,8 +29,7 @@ def responses(count: int = PROBLEMS) -> list[Response]:
     """``ROLLOUTS`` responses to each of so many problems, at temperature 1."""
     model, tokenizer = load_shipped()
     asked = [problem for problem in problems("validation", count, seed=SEED) for _ in range(ROLLOUTS)]
-    generator = torch.Generator().manual_seed(SEED)
-    sampled = sample(model, tokenizer, [prompt_ids(tokenizer, problem) for problem in asked], generator=generator)
+    sampled = sample(model, tokenizer, [prompt_ids(tokenizer, problem) for problem in asked], seed=SEED)
     found = []
     for place, (problem, token_ids) in enumerate(zip(asked, sampled, strict=True)):
         text = tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -178,11 +178,8 @@ def test_comparison_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     text = Path("both/comparison.md").read_text()
     assert text in capsys.readouterr().out
     # Of aime24, 1/6 and 1/2 of the samples are correct, 1/2 and 1 of the problems; of amc23 the same in both.
-    for line in (
-        r"aime24 \| 2 \| 16\.7 \| 50\.0 \| \+33\.33 \[",
-        r"amc23 \| 3 \| 55\.6 \| 55\.6 \| \+0\.00 \[\+0\.00, \+0\.00\]",
-    ):
-        assert re.search(line, text)
+    assert re.search(r"aime24 \| 2 \| 16\.7 \| 50\.0 \| \+33\.33 \[", text)
+    assert "amc23 | 3 | 55.6 | 55.6 | +0.00 [+0.00, +0.00]" in text
     assert re.search(r"mean tokens .*\n.*\n\| aime24 \| 2 \| 30 \| 1 \| -29 \[", text)
     assert "| *published, GRAIL - GRPO* |  |  |  | *+3.60* |  |" in text
     published = json.loads(Path("both/comparison.json").read_text())["published"]
