@@ -89,10 +89,9 @@ def container(config: Any) -> Any:
 
 
 def test_one_seed_moves_all() -> None:
-    for arguments, knobs in ((["data.seed=7"], {}), ([], {"SEED": "7"})):
-        config = configuration(overrides("run_qwen3_grail.sh", *arguments, **knobs))
-        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-        assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [7] * 4
+    config = configuration(overrides("run_qwen3_grail.sh", SEED="7"))
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert [config.data.seed, actor.data_loader_seed, actor.fsdp_config.seed, rollout.seed] == [7] * 4
 
 
 def test_defaults_of_scripts_and_yaml_agree() -> None:
@@ -161,7 +160,6 @@ def test_lora() -> None:
     assert (model.lora_rank, model.lora_alpha, model.target_modules) == (32, 64, "all-linear")
     assert config.actor_rollout_ref.rollout.load_format == "safetensors"
     assert config.actor_rollout_ref.actor.optim.lr == 1e-5
-    assert configuration(overrides("run_qwen3_8b_grail.sh")).actor_rollout_ref.model.lora_rank == 0
 
 
 def experiment(*arguments: str, script: str = "run_qwen3_grail.sh", **knobs: str) -> str:
