@@ -80,7 +80,7 @@ def _conditions(run: Mapping[str, Any]) -> dict[str, Any]:
     conditions = {name: value for name, value in run["run"]["sampling"].items() if name != "seed"}
     conditions |= {f"template.{name}": value for name, value in run["run"]["template"].items()}
     for name, result in run["benchmarks"].items():
-        conditions |= {f"problems of {name}": result["problems_hash"], f"gold of {name}": result["gold_hash"]}
+        conditions |= {f"{name}.{key}": result[key] for key in ("problems", "problems_hash", "gold_hash")}
     return conditions
 
 

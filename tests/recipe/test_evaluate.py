@@ -189,8 +189,13 @@ def test_comparison_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 OTHER_RUNS: list[tuple[Any, Any, dict[str, Any], str]] = [
     (HAND_CASE, {}, {"temperature": 1.0, "max_tokens": 9}, "temperature 0.6 and 1.0; max_tokens 8192 and 9"),
     (HAND_CASE, {"enable_thinking": True}, {}, r"template\.enable_thinking False and True"),
-    ({"amc23": HAND_CASE["amc23"]}, {}, {}, "problems of aime24 '.*' and None; gold of aime24"),
-    (HAND_CASE | {"aime24": [row("100")] * 3}, {}, {}, "problems of aime24 '.*' and '.*'; gold of aime24"),
+    ({"amc23": HAND_CASE["amc23"]}, {}, {}, r"aime24\.problems 2 and None; aime24\.problems_hash"),
+    (
+        HAND_CASE | {"aime24": [row("100")] * 3},
+        {},
+        {},
+        r"aime24\.problems 2 and 3; aime24\.problems_hash '.*' and '.*'; aime24\.gold_hash",
+    ),
 ]
 
 
