@@ -3,7 +3,7 @@
 Reads the file that verl's ``file`` logger writes (``VERL_FILE_LOGGER_PATH``), so it needs neither Ray nor verl:
 
     python3 -m recipe.run_report watch RUN_DIR --pid PID     one line a step until the process ends
-    python3 -m recipe.run_report summary RUN_DIR             a short table and RUN_DIR/learning_curve.png
+    python3 -m recipe.run_report summary RUN_DIR             a short table
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
-CURVE_FILE = "learning_curve.png"
 _ACCURACY = re.compile(r"val-core/.+/acc/mean@\d+")
 
 
@@ -37,7 +36,7 @@ class Step:
     """Mean training reward of the step's responses."""
     seconds: float | None
     selected: float | None
-    """Share of rows that got token scores from a pass of their own estimator."""
+    """Share of responses that got token scores from a pass of their own estimator."""
 
     @classmethod
     def parse(cls, line: str) -> Step:
@@ -121,7 +120,7 @@ def watch(run_dir: Path, pid: int, total: int) -> None:
         if step.reward is not None:
             parts.append(f"reward {step.reward:.3f}")
         if step.selected is not None:
-            parts.append(f"token scores for {step.selected:4.0%} of rows")
+            parts.append(f"token scores for {step.selected:4.0%} of responses")
         if step.accuracy is not None:
             parts.append(f"held-out accuracy {step.accuracy:.3f}")
         if step.number > 0:
@@ -133,7 +132,7 @@ def watch(run_dir: Path, pid: int, total: int) -> None:
 
 
 def summary(run_dir: Path, title: str) -> str:
-    """The table that ends a run, and the learning curve beside it.
+    """The table that ends a run.
 
     Raises:
         ValueError: the run logged nothing.
@@ -160,43 +159,11 @@ def summary(run_dir: Path, title: str) -> str:
         ]
         selected = [step.selected for step in trained if step.selected is not None]
         if selected:
-            rows.append(("rows with token scores, mean", f"{statistics.fmean(selected):.1%}"))
-    _draw(run_dir / CURVE_FILE, title, validated, trained)
+            rows.append(("responses with token scores, mean", f"{statistics.fmean(selected):.1%}"))
     width = max(len(name) for name, _ in rows)
     table = "\n".join(f"  {name:<{width}}  {value:>8}" for name, value in rows)
-    files = f"  metrics and learning curve: {run_dir}\n  tensorboard --logdir {run_dir / 'tensorboard'}"
-    return f"{title}\n{table}\n{files}"
-
-
-def _draw(path: Path, title: str, validated: list[Step], trained: list[Step]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=120)
-    if trained:
-        axes.plot(
-            [step.number for step in trained],
-            [step.reward for step in trained],
-            color="#9aa5b1",
-            linewidth=1,
-            label="training reward",
-        )
-    if validated:
-        axes.plot(
-            [step.number for step in validated],
-            [step.accuracy for step in validated],
-            color="#0b6e4f",
-            marker="o",
-            label="held-out accuracy, sampled",
-        )
-    axes.set(title=title, xlabel="step", ylabel="share right", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    curves = f"  tensorboard --logdir {run_dir / 'tensorboard'}\n  python -m grail_advantage.report {run_dir}"
+    return f"{title}\n{table}\n{curves}"
 
 
 def main() -> None:
@@ -206,7 +173,7 @@ def main() -> None:
     watch_parser.add_argument("run_dir", type=Path)
     watch_parser.add_argument("--pid", type=int, required=True)
     watch_parser.add_argument("--total-steps", type=int, required=True)
-    summary_parser = commands.add_parser("summary", help="print the table and draw the learning curve")
+    summary_parser = commands.add_parser("summary", help="print the table")
     summary_parser.add_argument("run_dir", type=Path)
     summary_parser.add_argument("--title", default="Run")
     arguments = parser.parse_args()

@@ -3,7 +3,7 @@
 # Arguments are Hydra overrides.
 #
 # $OUTPUT_DIR/seed$SEED gets the warmed-up model and its data; below it, a folder for each estimator gets train.log
-# (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/, learning_curve.png, tokens/ (every token's
+# (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/, tokens/ (every token's
 # weight, docs/token_dump.md), report.html and checkpoints/, from which the same command resumes (docs/resume.md).
 
 # shellcheck disable=SC2153  # the knobs come from the calling script

@@ -1,4 +1,4 @@
-"""The line a step, the closing table and the learning curve, from a metrics file with known figures."""
+"""The line a step and the closing table, from a metrics file with known figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipe.run_report import CURVE_FILE, METRICS_FILE, Step, read_steps, summary
+from recipe.run_report import METRICS_FILE, Step, read_steps, summary
 
 RECORDS = [
     {"step": 0, "data": {"val-core/sums/acc/mean@1": 0.25}},
@@ -42,7 +42,7 @@ def test_a_line_and_a_file_are_read(tmp_path: Path) -> None:
     assert [step.number for step in read_steps(written)] == [0, 1, 2], "a line that is being written waits"
 
 
-def test_summary_states_the_figures_and_draws_the_curve(tmp_path: Path) -> None:
+def test_summary_states_the_figures(tmp_path: Path) -> None:
     text = summary(_write(tmp_path, RECORDS), "a title")
     rows = [line.split("  ") for line in text.splitlines()]
     values = {row[1].strip(): row[-1].strip() for row in rows if len(row) > 2}
@@ -54,11 +54,10 @@ def test_summary_states_the_figures_and_draws_the_curve(tmp_path: Path) -> None:
         "reward, first step": "0.200",
         "reward, mean of the last 2 steps": "0.300",
         "seconds a step, median": "4.0",
-        "rows with token scores, mean": "37.5%",
+        "responses with token scores, mean": "37.5%",
     }
     assert text.startswith("a title\n") and {name: values[name] for name in wanted} == wanted
     assert str(tmp_path / "tensorboard") in text
-    assert (tmp_path / CURVE_FILE).read_bytes().startswith(b"\x89PNG")
     data = {"critic/score/mean": 0.2, "timing_s/step": 3.0}
     assert "token scores" not in summary(_write(tmp_path, [{"step": 1, "data": data}]), "grpo"), "a baseline has none"
     (tmp_path / METRICS_FILE).unlink()

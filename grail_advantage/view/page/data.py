@@ -144,8 +144,10 @@ class Curve:
     lines: Sequence[Line]
 
 
+OUTCOME_WORDS = {"right": "correct", "wrong": "incorrect", "": "outcome unknown"}
+"""How people read a dump's outcomes."""
 _CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("accuracy", "Held-out accuracy", "share right", ((r"val-core/.+/acc/mean@\d+", ""),)),
+    ("accuracy", "Held-out accuracy", "share correct", ((r"val-core/.+/acc/mean@\d+", ""),)),
     (
         "reward",
         "Training reward",
@@ -159,9 +161,9 @@ _CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         ((r"[^/]+/average_weight", "mean"), (r"[^/]+/weight_deviation", "standard deviation")),
     ),
     (
-        "rows",
-        "Rows",
-        "share of rows",
+        "responses",
+        "Responses",
+        "share of responses",
         (
             (r"[^/]+/selected_rate", "with scores"),
             (r"[^/]+/answer_found_rate", "with an answer"),
@@ -173,17 +175,23 @@ _CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
 )
 
 
+def line(metrics: Mapping[int, Mapping[str, float]], name: str, label: str) -> Line:
+    """One metric; steps without a value are left out."""
+    points = {step: values[name] for step, values in metrics.items() if name in values}
+    return Line(label, list(points), list(points.values()))
+
+
 def curves(metrics: Mapping[int, Mapping[str, float]]) -> list[Curve]:
-    """The plots that a run's metrics have values for, each with its lines; steps without a value are left out."""
+    """The plots that a run's metrics have values for, each with its lines."""
     names = sorted({name for values in metrics.values() for name in values})
     plots = []
     for curve, title, unit, patterns in _CURVES:
-        lines = []
-        for pattern, label in patterns:
-            for name in (name for name in names if re.fullmatch(pattern, name)):
-                points = [(step, values[name]) for step, values in metrics.items() if name in values]
-                shown = label or name.removeprefix("val-core/").replace("/acc/", ", ")
-                lines.append(Line(shown, [step for step, _ in points], [value for _, value in points]))
+        lines = [
+            line(metrics, name, label or name.removeprefix("val-core/").replace("/acc/", ", "))
+            for pattern, label in patterns
+            for name in names
+            if re.fullmatch(pattern, name)
+        ]
         if lines:
             plots.append(Curve(curve, title, unit, lines))
     return plots

@@ -3,8 +3,8 @@
     python -m grail_advantage.report RUN --figures FOLDER
 
 - ``curves``: what the run logged, step by step;
-- ``profile``: the mean weight of the reasoning by its normalised position, right against wrong, over parts of the training,
-  with 95 % intervals over prompts. GRAIL's paper (arXiv 2606.04889) has a U there;
+- ``profile``: the mean weight of the reasoning by its normalised position, correct against incorrect responses, over parts of
+  the training, with 95 % intervals over prompts. GRAIL's paper (arXiv 2606.04889) has a U there;
 - ``heat_map``: the same by step and position.
 """
 
@@ -66,8 +66,7 @@ def write_figures(run: data.Run, folder: Path, table: by_position.RowTable | Non
     written: list[Path] = []
     with matplotlib.rc_context(_STYLE):
         if curves:
-            columns = min(3, len(curves))
-            size = 3.2 * columns, 2.5 * math.ceil(len(curves) / columns)
+            size = 3.2 * min(3, len(curves)), 2.5 * math.ceil(len(curves) / 3)
             written += _write(folder, "curves", size, lambda figure: draw_curves(figure, curves))
         if table is not None and table.scored.any():
             profiles, heat = by_position.profiles(table), by_position.heat_map(table)
@@ -76,7 +75,7 @@ def write_figures(run: data.Run, folder: Path, table: by_position.RowTable | Non
             written += _write(folder, "heat_map", (5, 3.2), lambda figure: draw_heat_map(figure, heat))
     if not written:
         raise ValueError(
-            f"{run.folder} has nothing to draw: no metric that is known here, and no row with scores in its token dump"
+            f"{run.folder} has nothing to draw: no metric that is known here, and no response with scores in its token dump"
         )
     return written
 
@@ -137,7 +136,7 @@ def draw_profiles(figure: Figure, profiles: Sequence[by_position.Profile]) -> Ro
     for profile in profiles:
         part, means, colour = (profile.first_step, profile.last_step), profile.means, OUTCOME_COLOURS[profile.outcome]
         positions = _positions(len(means.mean))
-        label = f"{profile.outcome or 'outcome unknown'} ({means.rows} rows)"
+        label = f"{data.OUTCOME_WORDS[profile.outcome]} ({means.rows} responses)"
         style = "--" if profile.outcome == "wrong" else "-"
         plots[part].plot(positions, means.mean, style, color=colour, linewidth=1.3, label=label)
         plots[part].fill_between(positions, means.low, means.high, color=colour, alpha=0.2, linewidth=0)
@@ -165,12 +164,12 @@ def draw_heat_map(figure: Figure, heat: by_position.HeatMap) -> Rows:
     shown = plot.pcolormesh(*edges, np.ma.masked_invalid(places).T, cmap=scale, vmin=-limit, vmax=limit)
     every = max(1, math.ceil(count / 8))
     plot.set_xticks(np.arange(0, count, every) + 0.5, [str(step) for step in heat.steps[::every]])
-    plot.set(xlabel="step", ylabel="position in the reasoning", title="Mean weight of the rows with scores")
+    plot.set(xlabel="step", ylabel="position in the reasoning", title="Mean weight of the responses with scores")
     plot.grid(False)
     ticks = np.linspace(-limit, limit, 5)
     bar = figure.colorbar(shown, ax=plot, ticks=ticks)
     bar.ax.set_yticklabels([f"{colours.WEIGHT_LIMIT**tick:.2f}" for tick in ticks])
-    bar.set_label("weight (grey: no such row)")
+    bar.set_label("weight (grey: no response)")
     rows: Rows = [["step", "position", "weight", "rows"]]
     for step, weights, of_step in zip(heat.steps, heat.weights, heat.rows, strict=True):
         cells = zip(_positions(bins), weights, strict=True)

@@ -1,106 +1,223 @@
-"""The index of a page: everything but the values a token, as plain JSON."""
+"""The index of a page: which rollouts it holds, and everything about them and their runs but the values a token.
+
+Shape suffixes: T response tokens.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from grail_advantage.view.dump.files import DumpHeader
-from grail_advantage.view.page import by_position, colours, data
-from grail_advantage.view.page.collection import Collection, Kept
+from grail_advantage.view.dump.files import DumpFile, DumpHeader, DumpRow
+from grail_advantage.view.page import by_position, colours, data, pack
 
+_GROUP = 8
+"""Responses a prompt in common set-ups, for the choice of steps."""
 _WEIGHT_LIMITS = (1.25, 2.0, colours.WEIGHT_LIMIT)
 _OVERLAYS = ("weight", "score", "advantage", "surprisal", "entropy")
 
 
-def methods_of(headers: Sequence[DumpHeader | None], collection: Collection) -> list[str]:
-    """Names of the methods, in the dump's order."""
-    compared = list(dict.fromkeys(name for kept in collection.kept for name in kept.facts["neutrals"] or ()))
-    named = [header.method for header in headers if header is not None and header.method]
-    return compared or named[:1] or ["weights"]
+@dataclass(eq=False)
+class Rollout:
+    """A rollout of the page."""
+
+    facts: dict[str, Any]
+    """Its entries in the page's index."""
+    columns: Mapping[str, np.ndarray]
+    block: str
 
 
-def overlays(kept: Sequence[Kept]) -> list[str]:
-    """Values that tokens can be coloured by; the first is what the page shows first."""
-    known = {name.split(":")[0] for one in kept for name in one.columns.values}
-    found = [name for name in _OVERLAYS if name in known] or ["weight"]
-    if any(one.facts["given"] for one in kept):  # the weights say nothing
-        found = ["advantage", *(name for name in found if name != "advantage")]
-    return found
+@dataclass
+class Selection:
+    """The rollouts of a page: chosen while the dumps of all runs are read, and thinned out where they do not fit."""
+
+    rollouts: list[Rollout] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    numbers: dict[Any, int] = field(default_factory=dict)
+    """Numbers of the problems by their keys."""
+    seen: int = 0
+    answered: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By run, responses with an answer and responses."""
+
+    def read(
+        self, runs: Sequence[data.Run], files: Sequence[tuple[int, DumpFile]], most: int
+    ) -> list[by_position.RowTable | None]:
+        """Read every file once, and choose rollouts evenly over the files.
+
+        Args:
+            runs: one or two.
+            files: of their dumps, each with its run's number.
+            most: rollouts to choose.
+
+        Returns:
+            For each run a table of all its responses; ``None`` where it has no dump.
+        """
+        count = max(1, min(len(files), most // _GROUP))
+        chosen = {round(place) for place in np.linspace(0, max(0, len(files) - 1), count)} if files else set()
+        quota = max(1, most // max(1, len(chosen)))
+
+        def rows(run: int) -> Iterator[DumpRow]:
+            for number, (of_run, file) in enumerate(files):
+                if of_run != run:
+                    continue
+                of_file = list(file.rows())
+                self.seen += len(of_file)
+                answered, count = self.answered.get(run, (0, 0))
+                answered += sum(row.span is not None for row in of_file)
+                self.answered[run] = answered, count + len(of_file)
+                if number in chosen:
+                    self._add(run, of_file, quota, file.header)
+                yield from of_file
+
+        return [by_position.row_table(rows(number)) if run.dump is not None else None for number, run in enumerate(runs)]
+
+    def _add(self, run: int, rows: Sequence[DumpRow], quota: int, header: DumpHeader | None) -> None:
+        """The rows of one file: whole groups until there are ``quota`` rows, at least one group."""
+        special = header.special_tokens if header is not None else {}
+        groups: dict[int, list[DumpRow]] = {}
+        for row in rows:
+            groups.setdefault(row.group, []).append(row)
+        taken = 0
+        for place, members in enumerate(groups.values()):
+            if taken and taken + len(members) > quota:
+                break
+            taken += len(members)
+            first = members[0]
+            problem = first.id or first.prompt or first.prompt_ids.tobytes()
+            if problem not in self.numbers:
+                self.numbers[problem] = len(self.problems)
+                self.problems.append({"prompt": first.prompt, "gold": first.gold, "id": first.id})
+            for row in members:
+                columns = pack.columns_of(row)
+                facts = {"run": run, "group": len(self.groups), **_facts(row)}
+                self.rollouts.append(Rollout(facts, columns, pack.pack(row, columns, special)))
+            number = self.numbers[problem]
+            self.groups.append(
+                {"run": run, "step": first.step, "problem": number, "place": place}
+            )
+
+    def thin(self, share: float) -> bool:
+        """Keep a share of the groups of every step; whether any went."""
+        by_step: dict[tuple[int, int], list[int]] = {}
+        for number, group in enumerate(self.groups):
+            by_step.setdefault((group["run"], group["step"]), []).append(number)
+        keep = {number for groups in by_step.values() for number in groups[: max(1, math.floor(len(groups) * share))]}
+        if len(keep) == len(self.groups):
+            # One group a step already: fewer steps.
+            keep = set(sorted(keep)[:: max(2, math.ceil(1 / share))])
+        if len(keep) == len(self.groups):
+            return False
+        places = {number: place for place, number in enumerate(sorted(keep))}
+        self.rollouts = [rollout for rollout in self.rollouts if rollout.facts["group"] in keep]
+        for rollout in self.rollouts:
+            rollout.facts["group"] = places[rollout.facts["group"]]
+        self.groups = [self.groups[number] for number in sorted(keep)]
+        return True
+
+    def index(self) -> dict[str, Any]:
+        """The rollouts' entries, a list a name; their groups, problems and scales."""
+        names = self.rollouts[0].facts if self.rollouts else ("step", "length", "spread", "wrong_step", "run", "group")
+        return {
+            "rows": {name: [rollout.facts[name] for rollout in self.rollouts] for name in names},
+            "groups": self.groups,
+            "problems": self.problems,
+            "limits": _limits(self.rollouts),
+            "overlays": _overlays(self.rollouts),
+        }
+
+    def methods(self, headers: Sequence[DumpHeader | None]) -> list[str]:
+        """Names of the methods, in the dump's order."""
+        compared = list(dict.fromkeys(name for one in self.rollouts for name in one.facts["neutrals"] or ()))
+        named = [header.method for header in headers if header is not None and header.method]
+        return compared or named[:1] or ["weights"]
 
 
-def rows(kept: Sequence[Kept]) -> dict[str, list[Any]]:
-    """The rollouts' entries, a list a name."""
-    names = kept[0].facts if kept else ("step", "length", "spread", "wrong_step", "run", "group")
-    return {name: [one.facts[name] for one in kept] for name in names}
+def gives_advantages(row: DumpRow) -> bool:
+    """Whether the row's token advantages differ while its weights do not: a method gave the advantages themselves."""
+    if row.methods:
+        return next(iter(row.methods.values())).advantage_T is not None
+    if row.advantage_T is None or not row.mask_T.any():
+        return False
+    advantages, weights = row.advantage_T[row.mask_T], row.weight_T[row.mask_T]
+    return bool((weights == 1).all() and (advantages != advantages[0]).any())
 
 
-def curves(runs: Sequence[data.Run]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The plots that every run has, and one for each other metric."""
-    known: dict[str, dict[str, Any]] = {}
-    more: dict[str, dict[str, Any]] = {}
-    for number, run in enumerate(runs):
-        for curve in data.curves(run.metrics):
-            entry = known.setdefault(curve.name, {"title": curve.title, "unit": curve.unit, "lines": []})
-            for line in curve.lines:
-                entry["lines"].append(_line(line.label, number, line.steps, line.values))
-        for name in sorted({name for values in run.metrics.values() for name in values}):
-            points = [(step, values[name]) for step, values in run.metrics.items() if name in values]
-            entry = more.setdefault(name, {"title": name, "unit": "", "lines": []})
-            entry["lines"].append(_line(name, number, *zip(*points, strict=True)))
-    return list(known.values()), list(more.values())
-
-
-def _line(label: str, run: int, steps: Iterable[int], values: Iterable[float]) -> dict[str, Any]:
-    return {"label": label, "run": run, "steps": list(steps), "values": list(values)}
-
-
-def positions(
-    runs: Sequence[data.Run], tables: Sequence[by_position.RowTable | None], methods: Sequence[str]
-) -> dict[str, Any]:
-    """Mean weights by place, for each method."""
-    by_method = {}
-    for method in methods:
-        # The tables are of the plain columns; of several methods, each needs another reading.
-        of_method = tables
-        if len(methods) > 1:
-            of_method = [
-                None if run.dump is None else by_position.row_table(run.dump.rows(), method=method) for run in runs
-            ]
-        if (position := _position(of_method)) is not None:
-            by_method[method] = position
-    return by_method
-
-
-def _position(tables: Sequence[by_position.RowTable | None]) -> dict[str, Any] | None:
-    lines = []
-    for run, table in enumerate(tables):
-        if table is None:
-            continue
-        scored = table.where(table.scored)
-        outcomes = [outcome for outcome in by_position.OUTCOMES if (scored.outcomes == outcome).any()] or [""]
-        for outcome in outcomes:
-            chosen = scored.where(scored.outcomes == outcome)
-            if not len(chosen) or not np.isfinite(chosen.profiles).any():
-                continue
-            means = by_position.clustered_means(chosen.profiles, chosen.groups)
-            line = {"outcome": outcome, "run": run, "rows": means.rows}
-            # Without a second problem there is no interval.
-            low, high = (np.where(np.isfinite(edge), edge, means.mean) for edge in (means.low, means.high))
-            lines.append({**line, "mean": means.mean, "low": low, "high": high})
-    main = next((table for table in tables if table is not None), None)
-    if not lines or main is None:
-        return None
-    maps = {outcome: by_position.heat_map(main, outcome or None) for outcome in ("", *by_position.OUTCOMES)}
-    cells = maps[""].weights
+def _facts(row: DumpRow) -> dict[str, Any]:
+    """The index's entries of a rollout."""
+    # Of several methods, the first is what the page shows first.
+    source = next(iter(row.methods.values()), row)
+    given = gives_advantages(row)
+    shown_T = source.advantage_T if given and source.advantage_T is not None else source.weight_T
+    trained = shown_T[row.mask_T]
+    trained = trained[np.isfinite(trained)].astype(np.float64)
+    base, span, wrong, tool = row.base_advantage_T, row.span, row.labels.get("wrong_step"), row.labels.get("tool")
     return {
-        "steps": list(maps[""].steps),
-        "heat": {outcome: heat.weights for outcome, heat in maps.items()},
-        "all": lines,
-        "limit": _weight_limit(cells[np.isfinite(cells)], 0.95),
+        "step": row.step,
+        "update": row.update,
+        "row": row.row,
+        "outcome": row.outcome if row.outcome in by_position.OUTCOMES else None,
+        "reward": row.reward,
+        "answer": row.answer,
+        "truncated": row.truncated,
+        "neutral": row.neutral,
+        "neutrals": {name: method.neutral for name, method in row.methods.items()} or None,
+        "span": [span.start, span.content_start, span.content_end, span.end] if span else None,
+        "wrong_step": wrong if _is_range(wrong) else None,
+        "tool": tool if tool and isinstance(tool, list) and all(map(_is_range, tool)) else None,
+        "length": len(row),
+        "given": given,
+        "spread": float(trained.std()) if len(trained) else math.nan,
+        "advantage": float(base[0]) if base is not None and len(base) else None,
+    }
+
+
+def _is_range(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(edge) is int for edge in value)
+
+
+def _overlays(rollouts: Sequence[Rollout]) -> list[str]:
+    """Values that tokens can be coloured by; the first is what the page shows first."""
+    known = {name.split(":")[0] for rollout in rollouts for name in rollout.columns}
+    if {"weight", "base_advantage"} <= known:
+        known.add("advantage")
+    shown = [name for name in _OVERLAYS if name in known] or ["weight"]
+    if any(rollout.facts["given"] for rollout in rollouts):  # the weights say nothing
+        shown = ["advantage", *(name for name in shown if name != "advantage")]
+    return shown
+
+
+def _limits(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Where the scales of the overlays end."""
+    # Enough of them to know a percentile.
+    some = [rollout.columns for rollout in rollouts[:: max(1, len(rollouts) // 256)]]
+
+    def values(kind: str) -> np.ndarray:
+        arrays = [value_T for columns in some for name, value_T in columns.items() if name.split(":")[0] == kind]
+        joined = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.float32)
+        return joined[np.isfinite(joined)]
+
+    def high(of_values: np.ndarray, share: float, least: float) -> float:
+        return _round_up(float(np.quantile(of_values, share)) if of_values.size else 0.0, least)
+
+    weights = values("weight")
+    products = [
+        columns["base_advantage"] * value_T
+        for columns in some
+        if "base_advantage" in columns
+        for name, value_T in columns.items()
+        if name.split(":")[0] == "weight" and name.replace("weight", "advantage", 1) not in columns
+    ]
+    advantages = np.abs(np.concatenate([values("advantage"), *products]))
+    return {
+        "weight": _weight_limit(weights) if (weights != 1).any() else colours.WEIGHT_LIMIT,
+        "advantage": high(advantages[(advantages > 0) & np.isfinite(advantages)], 0.98, 1e-6),
+        "surprisal": high(values("surprisal"), 0.99, 1.0),
+        "entropy": high(values("entropy"), 0.99, 0.5),
     }
 
 
@@ -113,34 +230,72 @@ def _weight_limit(weights: np.ndarray, share: float = 0.98) -> float:
     return _WEIGHT_LIMITS[-1]
 
 
-def limits(kept: Sequence[Kept]) -> dict[str, float]:
-    """Where the scales of the overlays end."""
-
-    def values(name: str) -> np.ndarray:
-        # Enough of them to know a percentile.
-        some = kept[:: max(1, len(kept) // 256)]
-        arrays = [value_T for one in some for key, value_T in one.columns.values.items() if key.split(":")[0] == name]
-        joined = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.float32)
-        return joined[np.isfinite(joined)]
-
-    def high(of_values: np.ndarray, share: float, least: float) -> float:
-        return _round_up(float(np.quantile(of_values, share)) if of_values.size else 0.0, least)
-
-    advantages = np.abs(values("advantage"))
-    weights = values("weight")
-    return {
-        "weight": _weight_limit(weights) if (weights != 1).any() else colours.WEIGHT_LIMIT,
-        "advantage": high(advantages[advantages > 0], 0.98, 1e-6),
-        "surprisal": high(values("surprisal"), 0.99, 1.0),
-        "entropy": high(values("entropy"), 0.99, 0.5),
-    }
-
-
 def _round_up(value: float, least: float) -> float:
     """The next of 1, 1.5, 2, 3, 5, 7 times a power of ten."""
     value = max(value, least)
     power = 10.0 ** math.floor(math.log10(value))
     return next(float(f"{step * power:.6g}") for step in (1, 1.5, 2, 3, 5, 7, 10) if step * power >= value * (1 - 1e-9))
+
+
+def curves(runs: Sequence[data.Run]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The plots that every run has, and one for each other metric."""
+    known: dict[str, dict[str, Any]] = {}
+    more: dict[str, dict[str, Any]] = {}
+    for number, run in enumerate(runs):
+        for curve in data.curves(run.metrics):
+            entry = known.setdefault(curve.name, {"title": curve.title, "unit": curve.unit, "lines": []})
+            entry["lines"] += [_line(line, number) for line in curve.lines]
+        for name in sorted({name for values in run.metrics.values() for name in values}):
+            entry = more.setdefault(name, {"title": name, "unit": "", "lines": []})
+            entry["lines"].append(_line(data.line(run.metrics, name, name), number))
+    return list(known.values()), list(more.values())
+
+
+def _line(line: data.Line, run: int) -> dict[str, Any]:
+    return {"label": line.label, "run": run, "steps": line.steps, "values": line.values}
+
+
+def positions(
+    runs: Sequence[data.Run], tables: Sequence[by_position.RowTable | None], methods: Sequence[str]
+) -> dict[str, Any]:
+    """Mean weights by place, for each method."""
+    by_method = {}
+    for method in methods:
+        of_method: Sequence[by_position.RowTable | None] = tables
+        if len(methods) > 1:
+            # The tables are of the plain columns; of several methods, each needs another reading.
+            dumps = [run.dump for run in runs]
+            of_method = [dump and by_position.row_table(dump.rows(), method=method) for dump in dumps]
+        if (position := _position(of_method)) is not None:
+            by_method[method] = position
+    return by_method
+
+
+def _position(tables: Iterable[by_position.RowTable | None]) -> dict[str, Any] | None:
+    known = [(run, table) for run, table in enumerate(tables) if table is not None]
+    lines = []
+    for run, table in known:
+        scored = table.where(table.scored)
+        outcomes = [outcome for outcome in by_position.OUTCOMES if (scored.outcomes == outcome).any()] or [""]
+        for outcome in outcomes:
+            chosen = scored.where(scored.outcomes == outcome)
+            if not np.isfinite(chosen.profiles).any():
+                continue
+            means = by_position.clustered_means(chosen.profiles, chosen.groups)
+            # Without a second problem there is no interval.
+            low, high = (np.where(np.isfinite(edge), edge, means.mean) for edge in (means.low, means.high))
+            line = {"outcome": outcome, "run": run, "rows": means.rows, "mean": means.mean, "low": low, "high": high}
+            lines.append(line)
+    if not lines:
+        return None
+    maps = {outcome: by_position.heat_map(known[0][1], outcome or None) for outcome in ("", *by_position.OUTCOMES)}
+    cells = maps[""].weights
+    return {
+        "steps": maps[""].steps,
+        "heat": {outcome: heat.weights for outcome, heat in maps.items()},
+        "all": lines,
+        "limit": _weight_limit(cells[np.isfinite(cells)], 0.95),
+    }
 
 
 def plain(value: Any) -> Any:

@@ -17,21 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from grail_advantage import __version__
-from grail_advantage.view.page import by_position, colours, data, index, pack, words
-from grail_advantage.view.page.collection import Collection, read_runs
+from grail_advantage.answers.missing import is_low
+from grail_advantage.view.dump.files import DumpHeader
+from grail_advantage.view.page import by_position, colours, data, index, pack
 from grail_advantage.view.whole_file import write_whole
 
 REPORT = "report.html"
 ROLLOUTS = 2000
 MEGABYTES = 35.0
-_SCRIPTS = [
-    f"{name}.js"
-    for name in (
-        *("report", "words", "unpack", "state", "colours", "curves", "position", "list", "reader", "tokens", "choices"),
-        "start",
-    )
-]
-"""The page's script in the order of its parts; each takes from those before it."""
+_SCRIPTS = ("words", "unpack", "state", "colours", "curves", "position", "list", "reader", "tokens", "choices")
+"""The parts of the page's script, which share one scope, in the order in which they run."""
 _HALF, _STEPS = 32, 65
 """Colours on each side of a diverging scale, and of a sequential one."""
 
@@ -51,8 +46,7 @@ def write_report(
         output: the file; by default ``report.html`` in ``folder``.
         against: a second run, drawn beside the first.
         rollouts: how many rollouts the page holds at most; whole problems, evenly over the steps.
-        megabytes: how large the file may be, in 10^6 bytes. Values are rounded as far as that needs, then fewer rollouts are
-            taken; the page says which.
+        megabytes: how large the file may be, in 10^6 bytes; where that needs it, fewer rollouts are taken.
 
     Returns:
         The file.
@@ -73,51 +67,37 @@ def write_report(
 
 def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: float = MEGABYTES) -> str:
     """The page of one run or two; see :func:`write_report`."""
-    names = words.names([run.folder for run in runs])
+    names = _names([run.folder for run in runs])
     files = [(number, file) for number, run in enumerate(runs) if run.dump is not None for file in run.dump.files]
-    collection = Collection()
-    tables = read_runs(runs, files, collection, rollouts)
     headers = [file.header for _, file in (files[:1] + [entry for entry in files if entry[0] == 1][:1])]
-    for header in headers:
-        collection.vocabulary.special.update(header.special_tokens if header is not None else {})
-    methods = index.methods_of(headers, collection)
-    known, more = index.curves(runs)
+    selection = index.Selection()
+    tables = selection.read(runs, files, rollouts)
+    methods = selection.methods(headers)
+    curves, more = index.curves(runs)
     content: dict[str, Any] = {
         "methods": methods,
         "runs": [{"name": name} for name in names],
-        "curves": known,
+        "curves": curves,
         "more": more,
         "bins": by_position.BINS,
         "position": index.positions(runs, tables, methods),
         "colours": {"half": _HALF, "steps": _STEPS},
-        "nothing": words.nothing(runs),
+        "nothing": _nothing(runs),
     }
-    title = " against ".join(names)
-    asked = len(collection.kept)
+    asked = len(selection.rollouts)
     while True:
-        content |= {
-            "rows": index.rows(collection.kept),
-            "groups": collection.groups,
-            "problems": collection.problems,
-            "limits": index.limits(collection.kept),
-            "overlays": index.overlays(collection.kept),
-            "subtitle": words.subtitle(runs, headers, collection),
-            "notes": words.notes(runs, collection, asked),
-        }
-        order, rank = pack.by_frequency((kept.columns for kept in collection.kept), len(collection.vocabulary.numbers))
-        vocabulary = pack.encode_json(collection.vocabulary.table(order))
-        # The last line of the page depends on the room that is left.
-        without = _page(title, index.plain(content | {"foot": []}), vocabulary, [""] * asked)
-        room = int(megabytes * 1e6) - len(without) - 1000
-        blocks, bits, apart = pack.pack_all([kept.columns for kept in collection.kept], rank, room)
-        size = sum(map(len, blocks))
-        if size <= room or len(collection.kept) <= 1 or not collection.thin(0.95 * max(room, 1) / size):
-            break
-    content["foot"] = words.foot(headers, bits, apart, bool(blocks))
-    return _page(title, index.plain(content), vocabulary, blocks)
+        content |= selection.index()
+        content["subtitle"] = _subtitle(runs, headers, selection)
+        content["notes"] = _notes(runs, selection, asked)
+        content["foot"] = _foot(headers, bool(selection.rollouts))
+        page = _page(" against ".join(names), index.plain(content), [rollout.block for rollout in selection.rollouts])
+        blocks = sum(len(rollout.block) for rollout in selection.rollouts)
+        over = len(page.encode()) - megabytes * 1e6
+        if over <= 0 or len(selection.rollouts) <= 1 or not selection.thin(max(0.01, 0.98 * (1 - over / blocks))):
+            return page
 
 
-def _page(title: str, content: dict[str, Any], vocabulary: str, blocks: Sequence[str]) -> str:
+def _page(title: str, content: dict[str, Any], blocks: Sequence[str]) -> str:
     assets = resources.files("grail_advantage.view.page") / "assets"
 
     def read(name: str) -> str:
@@ -125,7 +105,7 @@ def _page(title: str, content: dict[str, Any], vocabulary: str, blocks: Sequence
 
     uplot = assets / "uplot"
     style = _style(read("report.css")) + (uplot / "uPlot.min.css").read_text(encoding="utf-8")
-    scripts = [(uplot / "uPlot.iife.min.js").read_text(encoding="utf-8"), "".join(map(read, _SCRIPTS))]
+    scripts = [(uplot / "uPlot.iife.min.js").read_text(encoding="utf-8"), "\n".join(read(f"{name}.js") for name in _SCRIPTS)]
     for text in (style, *scripts):
         if "</" in text:
             raise AssertionError("a script or style may not hold what could end it")
@@ -145,7 +125,6 @@ def _page(title: str, content: dict[str, Any], vocabulary: str, blocks: Sequence
         "TITLE": html.escape(title.encode("utf-8", "replace").decode("utf-8")),
         "STYLE": style,
         "INDEX": pack.encode_json(content),
-        "VOCABULARY": vocabulary,
         "UPLOT": scripts[0],
         "SCRIPT": scripts[1],
         "BLOCKS": "\n".join(f'<script type="text/plain" id="r{i}">{block}</script>' for i, block in enumerate(blocks)),
@@ -170,3 +149,83 @@ def _style(text: str) -> str:
         )
         text = text.replace(f"%{name}_GROUND%", scales["s"][0])
     return f"{text}{rules['LIGHT']}@media (prefers-color-scheme: dark){{{rules['DARK']}}}.t.none{{background:none}}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- sentences
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Ends of the paths, as long as the runs need to differ in them."""
+    parts = []
+    for folder in folders:
+        whole = folder.resolve().parts
+        parts.append(whole[:-1] if whole[-1] == data.TOKENS and len(whole) > 2 else whole)
+    if len(parts) == 1:
+        # A run's folder is often named by its method alone.
+        return ["/".join(parts[0][-3:]).lstrip("/")]
+    for length in range(1, max(map(len, parts)) + 1):
+        ends = ["/".join(part[-length:]) for part in parts]
+        if len(set(ends)) == len(ends):
+            return ends
+    return [f"{name} ({number})" for number, name in enumerate(ends, start=1)]
+
+
+def _subtitle(runs: Sequence[data.Run], headers: Sequence[DumpHeader | None], selection: index.Selection) -> str:
+    parts = []
+    for header in headers[:1]:
+        if header is not None:
+            parts += [header.method, Path(header.model).name]
+    steps = sorted({step for run in runs for step in run.metrics} | {group["step"] for group in selection.groups})
+    if len(steps) > 1:
+        parts.append(f"steps {steps[0]} to {steps[-1]}")
+    if selection.rollouts:
+        tokens = sum(rollout.facts["length"] for rollout in selection.rollouts)
+        parts.append(f"{len(selection.rollouts):,} rollouts, {tokens:,} tokens")
+    return " · ".join(part for part in parts if part)
+
+
+def _foot(headers: Sequence[DumpHeader | None], rollouts: bool) -> list[str]:
+    lines = []
+    for header in headers[:1]:
+        if header is None or not header.method:
+            continue
+        options = ", ".join(f"{name} {value}" for name, value in header.options.items() if value is not None)
+        temperature = "" if header.temperature is None else f" Temperature {header.temperature:g}."
+        lines.append(f"Method {header.method}{': ' + options if options else ''}.{temperature}")
+    if rollouts:
+        lines.append("Values a token are rounded to float16, by at most 0.1 %; the token dump has them exactly.")
+    lines.append(
+        f"Written by grail_advantage {__version__}. This file needs no network. Plots: uPlot 1.6.32, MIT licence."
+    )
+    return lines
+
+
+def _nothing(runs: Sequence[data.Run]) -> str:
+    if runs[0].dump is None:
+        return (
+            "This run wrote no token dump, so there are no rollouts to read. Train with +algorithm.token_dump.folder=FOLDER "
+            f"({data.TOKENS} in the run's folder) to see every token's weight here."
+        )
+    return "The token dump holds no rollout that can be read; the notes at the top say what is wrong with it."
+
+
+def _notes(runs: Sequence[data.Run], selection: index.Selection, asked: int) -> list[str]:
+    """Responses without what the method needs, rollouts that were left out, and what could not be read."""
+    lines = []
+    for number, run in enumerate(runs):
+        header = run.dump.files[0].header if run.dump is not None and run.dump.files else None
+        answered, responses = selection.answered.get(number, (0, 0))
+        if header is not None and header.answer is not None and is_low(answered, responses):
+            lines.append(
+                f"{answered:,} of the {responses:,} responses have an answer in the format {header.answer}. Every token of "
+                f"the others has weight 1 under {header.method}, so that they train as with uniform. Is "
+                "algorithm.token_weights.answer right?"
+            )
+    count = len(selection.rollouts)
+    if selection.seen > count:
+        option = "--rollouts" if asked == count else "--megabytes"
+        lines.append(
+            f"The page holds {count:,} of the {selection.seen:,} rollouts in the dump, whole problems evenly over the steps "
+            f"({option} for more). Means by place and step are over all of them."
+        )
+    return lines + [str(problem) for run in runs for problem in dict.fromkeys(run.problems)]

@@ -1,144 +1,139 @@
 // The choices above the list and the text, and the first view.
-parts.push(async (r) => {
-  const { $, make, visible, METHODS, rows, groups, allSteps, dark, state, readHash, writeHash, segments, check,
-    OVERLAYS, drawLegend, plots, drawTraining, drawPosition, items, list, choose, drawList, reveal, open, drawStrips,
-    facts, drawPages, drawPageStrips, paint, readOut, index, hashChanged, forgetColours } = r;
-  const form = $("filters");
-  function setForm() {
-    for (const name of ["run", "step", "outcome", "answer", "least", "most", "sort"]) {
-      form.elements[name].value = state[name];
-      if (form.elements[name].value !== state[name]) form.elements[name].value = state[name] = "";
-    }
-    check($("overlay"), state.overlay);
-    check($("view"), state.view);
-    $("method").value = state.method;
-  }
-  function chooseStep(step) {
-    state.step = step;
-    form.elements.step.value = step;
-    refilter();
-  }
-  // A choice that leaves out the open rollout opens the most telling one that is left.
-  function refilter() {
-    choose();
-    list.scrollTop = 0;
-    if (r.shown.length && (state.row < 0 || !r.shown.includes(rows[state.row]))) open(telling(r.shown).i);
-    const current = r.shown.find((row) => row.i === state.row);
-    if (current) reveal(current);
-    drawList();
-    writeHash();
-    plots.forEach((p) => p.redraw(false));
-  }
-  form.addEventListener("change", () => {
-    for (const name of ["run", "step", "outcome", "answer", "sort", "least", "most"]) state[name] = form.elements[name].value.trim();
-    refilter();
-  });
-  form.addEventListener("submit", (event) => event.preventDefault());
 
-  // Of problems with right and wrong responses, the one with the widest weights: the first thing to look at.
-  function telling(among) {
-    const score = (row) => {
-      const group = groups[row.group];
-      const mixed = group.rows.some((r) => r.outcome === "right") && group.rows.some((r) => r.outcome === "wrong");
-      return (mixed ? 1e6 : 0) + (row.neutral ? 0 : 1e4) + (row.wrong_step ? 1e3 : 0) + (row.spread ?? 0);
-    };
-    if (state.sort !== "") return among[0];
-    if (among.some((row) => !row.run)) among = among.filter((row) => !row.run);
-    const step = among.reduce((last, row) => Math.max(last, row.step), 0);
-    return among.filter((row) => row.step === step).reduce((best, row) => (score(row) > score(best) ? row : best));
+const form = $("filters");
+function setForm() {
+  for (const name of ["run", "step", "outcome", "answer", "least", "most", "sort"]) {
+    form.elements[name].value = state[name];
+    if (form.elements[name].value !== state[name]) form.elements[name].value = state[name] = "";
   }
-
-  function setOverlay(overlay) {
-    state.overlay = overlay;
-    repaint();
-    writeHash();
-  }
-  function setMethod(method) {
-    state.method = method;
-    $("method").value = method;
-    drawPosition();
-    r.pages.forEach((page) => page.element.replaceChild(facts(page.row), page.element.firstChild));
-    repaint();
-    writeHash();
-  }
-  function repaint() {
-    for (const page of r.pages) if (page.data) paint(page), drawPageStrips(page);
-    drawStrips();
-    drawLegend();
-    const at = r.pages.find((page) => page.pointed !== undefined);
-    if (at) readOut(at, at.pointed);
-  }
-
-  function setUp() {
-    const steps_ = form.elements.step;
-    steps_.append(new Option("any", ""), ...allSteps.map((step) => new Option(step, step)));
-    $("pick-step").hidden = allSteps.length < 2;
-    form.elements.run.append(new Option("both", ""), ...index.runs.map((run, i) => new Option(run.name, i)));
-    $("pick-run").hidden = index.runs.length < 2;
-    segments($("overlay"), "overlay", index.overlays.map((name) => [name, OVERLAYS[name].name]), state.overlay, setOverlay);
-    segments($("view"), "view", [["one", "One"], ["side", "Side by side"]], state.view, (view) => {
-      state.view = view;
-      state.token = -1;
-      writeHash();
-      drawPages(++r.turn);
-    });
-    $("method").append(...METHODS.map((name) => new Option(name, name)));
-    $("method").addEventListener("change", () => setMethod($("method").value));
-    $("pick-method").hidden = METHODS.length < 2;
-  }
-
-  function head() {
-    $("subtitle").textContent = index.subtitle;
-    if (index.notes.length) {
-      $("notes").hidden = false;
-      $("notes").firstElementChild.textContent = index.notes.length === 1 ? "One thing to know about this data" : `${index.notes.length} things to know about this data`;
-      for (const note of index.notes) visible($("notes").lastElementChild.appendChild(make("li")), note);
-    }
-    for (const line of index.foot) $("foot").append(make("p", "", line));
-  }
-
-  addEventListener("hashchange", () => {
-    if (!hashChanged()) return;
-    const named = readHash();
-    setForm();
-    choose();
-    r.shownGroup = -1;
-    if (named >= 0) open(named, true);
-    else if (r.shown.length) open(telling(r.shown).i);
-    repaint();
-  });
-  dark.addEventListener("change", () => {
-    forgetColours();
-    plots.forEach((p) => p.redraw(false));
-    drawStrips();
-    r.pages.forEach(drawPageStrips);
-  });
-  let resizing = 0;
-  addEventListener("resize", () => {
-    clearTimeout(resizing);
-    resizing = setTimeout(() => {
-      drawStrips();
-      r.pages.forEach(drawPageStrips);
-    }, 120);
-  });
-
-  Object.assign(r, { chooseStep, setMethod });
-  head();
-  const named = readHash();
-  drawTraining();
-  drawPosition();
-  if (!rows.length) {
-    $("nothing").textContent = index.nothing;
-    $("nothing").hidden = false;
-    $("bench").hidden = form.hidden = true;
-  } else {
-    setUp();
-    setForm();
-    choose();
-    const first = named >= 0 ? rows[named] : r.shown.length ? telling(r.shown) : null;
-    if (first) {
-      await open(first.i, named >= 0);
-      list.scrollTop = items[first.i].offsetTop - list.clientHeight / 3;
-    }
-  }
+  check($("overlay"), state.overlay);
+  check($("view"), state.view);
+  $("method").value = state.method;
+}
+function chooseStep(step) {
+  state.step = step;
+  form.elements.step.value = step;
+  refilter();
+}
+// A choice that leaves out the open rollout opens the most telling one that is left.
+function refilter() {
+  choose();
+  list.scrollTop = 0;
+  if (shown.length && (state.row < 0 || !shown.includes(rows[state.row]))) open(telling(shown).i);
+  const current = shown.find((row) => row.i === state.row);
+  if (current) reveal(current);
+  drawList();
+  writeHash();
+  plots.forEach((p) => p.redraw(false));
+}
+form.addEventListener("change", () => {
+  for (const name of ["run", "step", "outcome", "answer", "sort", "least", "most"]) state[name] = form.elements[name].value.trim();
+  refilter();
 });
+form.addEventListener("submit", (event) => event.preventDefault());
+
+// Of problems with correct and incorrect responses, the one with the widest weights: the first thing to look at.
+function telling(among) {
+  const score = (row) => {
+    const group = groups[row.group];
+    const mixed = group.rows.some((row) => row.outcome === "right") && group.rows.some((row) => row.outcome === "wrong");
+    return (mixed ? 1e6 : 0) + (row.neutral ? 0 : 1e4) + (row.wrong_step ? 1e3 : 0) + (row.spread ?? 0);
+  };
+  if (state.sort !== "") return among[0];
+  if (among.some((row) => !row.run)) among = among.filter((row) => !row.run);
+  const step = among.reduce((last, row) => Math.max(last, row.step), 0);
+  return among.filter((row) => row.step === step).reduce((best, row) => (score(row) > score(best) ? row : best));
+}
+
+function setOverlay(overlay) {
+  state.overlay = overlay;
+  repaint();
+  writeHash();
+}
+function setMethod(method) {
+  state.method = method;
+  $("method").value = method;
+  drawPosition();
+  pages.forEach((page) => page.element.replaceChild(facts(page.row), page.element.firstChild));
+  repaint();
+  writeHash();
+}
+function repaint() {
+  for (const page of pages) if (page.data) paint(page), drawPageStrips(page);
+  drawStrips();
+  drawLegend();
+  const at = pages.find((page) => page.pointed !== undefined);
+  if (at) readOut(at, at.pointed);
+}
+
+function setUp() {
+  form.elements.step.append(new Option("any", ""), ...allSteps.map((step) => new Option(step, step)));
+  $("pick-step").hidden = allSteps.length < 2;
+  form.elements.run.append(new Option("both", ""), ...index.runs.map((run, i) => new Option(run.name, i)));
+  $("pick-run").hidden = index.runs.length < 2;
+  segments($("overlay"), "overlay", index.overlays.map((name) => [name, OVERLAYS[name].name]), state.overlay, setOverlay);
+  segments($("view"), "view", [["one", "One"], ["side", "Side by side"]], state.view, (view) => {
+    state.view = view;
+    state.token = -1;
+    writeHash();
+    drawPages(++turn);
+  });
+  $("method").append(...METHODS.map((name) => new Option(name, name)));
+  $("method").addEventListener("change", () => setMethod($("method").value));
+  $("pick-method").hidden = METHODS.length < 2;
+}
+
+function head() {
+  $("subtitle").textContent = index.subtitle;
+  if (index.notes.length) {
+    $("notes").hidden = false;
+    $("notes").firstElementChild.textContent = index.notes.length === 1 ? "One thing to know about this data" : `${index.notes.length} things to know about this data`;
+    for (const note of index.notes) visible($("notes").lastElementChild.appendChild(make("li")), note);
+  }
+  for (const line of index.foot) $("foot").append(make("p", "", line));
+}
+
+addEventListener("hashchange", () => {
+  if (!hashChanged()) return;
+  const named = readHash();
+  setForm();
+  choose();
+  shownGroup = -1;
+  if (named >= 0) open(named, true);
+  else if (shown.length) open(telling(shown).i);
+  repaint();
+});
+dark.addEventListener("change", () => {
+  forgetColours();
+  plots.forEach((p) => p.redraw(false));
+  drawStrips();
+  pages.forEach(drawPageStrips);
+});
+let resizing = 0;
+addEventListener("resize", () => {
+  clearTimeout(resizing);
+  resizing = setTimeout(() => {
+    drawStrips();
+    pages.forEach(drawPageStrips);
+  }, 120);
+});
+
+head();
+const named = readHash();
+drawTraining();
+drawPosition();
+if (!rows.length) {
+  $("nothing").textContent = index.nothing;
+  $("nothing").hidden = false;
+  $("bench").hidden = form.hidden = true;
+} else {
+  setUp();
+  setForm();
+  choose();
+  const first = named >= 0 ? rows[named] : shown.length ? telling(shown) : null;
+  if (first) {
+    await open(first.i, named >= 0);
+    list.scrollTop = items[first.i].offsetTop - list.clientHeight / 3;
+  }
+}
+document.documentElement.dataset.ready = "yes";

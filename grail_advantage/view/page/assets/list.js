@@ -1,89 +1,85 @@
 // The list of rollouts.
-parts.push((r) => {
-  const { $, make, clamp, number, plural, visible, glyph, rows, groups, allSteps, narrow, state, index } = r;
-  r.shown = [];
-  const list = $("list");
 
-  function choose() {
-    const least = state.least === "" ? 0 : Number(state.least) || 0;
-    const most = state.most === "" ? Infinity : Number(state.most) || Infinity;
-    r.shown = rows.filter(
-      (row) =>
-        (state.run === "" || row.run === Number(state.run)) &&
-        (state.step === "" || row.step === Number(state.step)) &&
-        (state.outcome === "" || row.outcome === state.outcome) &&
-        (state.answer === "" || (row.answer !== null || row.span !== null) === (state.answer === "yes")) &&
-        row.length >= least &&
-        row.length <= most,
-    );
-    if (state.sort === "spread") r.shown.sort((a, b) => (b.spread ?? -1) - (a.spread ?? -1));
-    if (state.sort === "length") r.shown.sort((a, b) => b.length - a.length);
-    if (state.sort === "shortest") r.shown.sort((a, b) => a.length - b.length);
-    list.replaceChildren(...r.shown.map((row) => items[row.i]));
-    const all = r.shown.length === rows.length;
-    $("count").textContent = r.shown.length
-      ? all ? plural(rows.length, "rollout") : `${number(r.shown.length)} of ${plural(rows.length, "rollout")}`
-      : "No rollout is like this; change the choice below";
-    drawList();
+let shown = [];
+const list = $("list");
+
+function choose() {
+  const least = state.least === "" ? 0 : Number(state.least) || 0;
+  const most = state.most === "" ? Infinity : Number(state.most) || Infinity;
+  shown = rows.filter(
+    (row) =>
+      (state.run === "" || row.run === Number(state.run)) &&
+      (state.step === "" || row.step === Number(state.step)) &&
+      (state.outcome === "" || row.outcome === state.outcome) &&
+      (state.answer === "" || (row.answer !== null || row.span !== null) === (state.answer === "yes")) &&
+      row.length >= least &&
+      row.length <= most,
+  );
+  if (state.sort === "spread") shown.sort((a, b) => (b.spread ?? -1) - (a.spread ?? -1));
+  if (state.sort === "length") shown.sort((a, b) => b.length - a.length);
+  if (state.sort === "shortest") shown.sort((a, b) => a.length - b.length);
+  list.replaceChildren(...shown.map((row) => items[row.i]));
+  const all = shown.length === rows.length;
+  $("count").textContent = shown.length
+    ? all ? plural(rows.length, "rollout") : `${number(shown.length)} of ${plural(rows.length, "rollout")}`
+    : "No rollout is like this; change the choice below";
+  drawList();
+}
+
+const widest = Math.max(1e-9, ...rows.map((row) => row.spread ?? 0));
+const items = rows.map((row) => {
+  const element = make("div", "item", "", { role: "option", tabindex: -1 });
+  const text = make("span", `text${row.answer === null ? " none" : ""}`);
+  visible(text, row.answer === null ? "no answer" : row.answer.slice(0, 200), false);
+  // A response without scores has no spread to show.
+  const why = row.truncated ? "truncated" : row.neutral ? "no scores" : "";
+  const spread = make("span", why ? "side" : "spread", why);
+  if (!why) {
+    const filled = make("i");
+    filled.style.width = `${((row.spread ?? 0) / widest) * 100}%`;
+    spread.append(filled);
+    spread.title = `spread of weights ${number(row.spread)}`;
   }
-
-  const widest = Math.max(1e-9, ...rows.map((row) => row.spread ?? 0));
-  const items = rows.map((row) => {
-    const element = make("div", "item", "", { role: "option", tabindex: -1 });
-    const text = make("span", `text${row.answer === null ? " none" : ""}`);
-    visible(text, row.answer === null ? "no answer" : row.answer.slice(0, 200), false);
-    // A row without scores has no spread to show.
-    const state_ = row.truncated ? "truncated" : row.neutral ? "neutral" : "";
-    const spread = make("span", state_ ? "side" : "spread", state_);
-    if (!state_) {
-      const filled = make("i");
-      filled.style.width = `${((row.spread ?? 0) / widest) * 100}%`;
-      spread.append(filled);
-      spread.title = `spread of weights ${number(row.spread)}`;
-    }
-    const run = index.runs.length > 1 ? `${index.runs[row.run].name} · ` : "";
-    const step = allSteps.length > 1 ? `step ${row.step} · ` : "";
-    const under = make("span", "under");
-    const group = groups[row.group];
-    visible(under, `${run}${step}problem ${index.problems[group.problem].id?.slice(0, 40) ?? group.place + 1}`, false);
-    element.append(glyph(row.outcome), text, make("span", "side", plural(row.length, "token")), under, spread);
-    element.addEventListener("click", () => {
-      r.open(row.i);
-      element.focus({ preventScroll: true });
-      if (narrow.matches) $("reader").scrollIntoView();
-    });
-    element.addEventListener("keydown", (event) => keyed(event, row));
-    return element;
+  const run = index.runs.length > 1 ? `${index.runs[row.run].name} · ` : "";
+  const step = allSteps.length > 1 ? `step ${row.step} · ` : "";
+  const under = make("span", "under");
+  const group = groups[row.group];
+  visible(under, `${run}${step}problem ${index.problems[group.problem].id?.slice(0, 40) ?? group.place + 1}`, false);
+  element.append(glyph(row.outcome), text, make("span", "side", plural(row.length, "token")), under, spread);
+  element.addEventListener("click", () => {
+    open(row.i);
+    element.focus({ preventScroll: true });
+    if (narrow.matches) $("reader").scrollIntoView();
   });
-
-  // Marks the entry of the open rollout, which Tab leads to; else Tab leads to the first.
-  function drawList() {
-    for (const old of list.querySelectorAll('[tabindex="0"]')) old.tabIndex = -1;
-    for (const old of list.querySelectorAll('[aria-selected="true"]')) old.setAttribute("aria-selected", false);
-    const current = r.shown.find((row) => row.i === state.row);
-    if (current) items[current.i].setAttribute("aria-selected", true);
-    if (r.shown.length) items[(current ?? r.shown[0]).i].tabIndex = 0;
-  }
-
-  function reveal(row) {
-    const { offsetTop: top, offsetHeight: height } = items[row.i];
-    list.scrollTop = clamp(list.scrollTop, top + height - list.clientHeight, top);
-  }
-  function keyed(event, row) {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const page = Math.max(1, Math.floor(list.clientHeight / items[row.i].offsetHeight) - 1);
-    const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity };
-    if (event.key in moves) {
-      event.preventDefault();
-      const next = r.shown[clamp(r.shown.indexOf(row) + moves[event.key], 0, r.shown.length - 1)];
-      r.open(next.i);
-      reveal(next);
-      items[next.i].focus({ preventScroll: true });
-    } else if (event.key === "Enter" || event.key === "ArrowRight") {
-      event.preventDefault();
-      (document.querySelector(".tokens [tabindex='0']") ?? $("pages")).focus();
-    }
-  }
-
-  Object.assign(r, { drawList, items, list, choose, reveal });
+  element.addEventListener("keydown", (event) => keyed(event, row));
+  return element;
 });
+
+// Marks the entry of the open rollout, which Tab leads to; else Tab leads to the first.
+function drawList() {
+  for (const old of list.querySelectorAll('[tabindex="0"]')) old.tabIndex = -1;
+  for (const old of list.querySelectorAll('[aria-selected="true"]')) old.setAttribute("aria-selected", false);
+  const current = shown.find((row) => row.i === state.row);
+  if (current) items[current.i].setAttribute("aria-selected", true);
+  if (shown.length) items[(current ?? shown[0]).i].tabIndex = 0;
+}
+
+function reveal(row) {
+  const { offsetTop: top, offsetHeight: height } = items[row.i];
+  list.scrollTop = clamp(list.scrollTop, top + height - list.clientHeight, top);
+}
+function keyed(event, row) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const page = Math.max(1, Math.floor(list.clientHeight / items[row.i].offsetHeight) - 1);
+  const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity };
+  if (event.key in moves) {
+    event.preventDefault();
+    const next = shown[clamp(shown.indexOf(row) + moves[event.key], 0, shown.length - 1)];
+    open(next.i);
+    reveal(next);
+    items[next.i].focus({ preventScroll: true });
+  } else if (event.key === "Enter" || event.key === "ArrowRight") {
+    event.preventDefault();
+    (document.querySelector(".tokens [tabindex='0']") ?? $("pages")).focus();
+  }
+}

@@ -1,260 +1,244 @@
 // The problem, the responses to it as lines of colour, and the open responses.
-parts.push((r) => {
-  const { $, make, keyEntry, clamp, number, plural, visible, spoken, OUTCOME, glyph, rollout, METHODS, rows, groups, allSteps,
-    state, writeHash, columnOf, drawLegend, drawStrip, drawList, index } = r;
-  r.pages = [];
-  r.turn = 0;
-  let strips = [];
-  r.shownGroup = -1;
 
-  async function open(i, keep = false) {
-    if (i !== state.row && !keep) state.token = -1;
-    state.row = i;
-    drawList();
-    writeHash();
-    const mine = ++r.turn;
-    const group = rows[i].group;
-    if (state.view === "one" || group !== r.shownGroup) await drawPages(mine);
-    else markPages();
-    if (mine !== r.turn) return;
-    if (group !== r.shownGroup) drawProblem(group);
-    r.shownGroup = group;
-    markStrips();
-  }
+let pages = [];
+let turn = 0;
+let strips = [];
+let shownGroup = -1;
 
-  // Groups of the other run that answer the same problem, the nearest step first.
-  function companions(group) {
-    const same = groups.filter((other) => other.run !== group.run && other.problem === group.problem);
-    return same.sort((a, b) => Math.abs(a.step - group.step) - Math.abs(b.step - group.step)).slice(0, 1);
-  }
-  // Right and wrong in turns, so that both are in sight.
-  function together(group) {
-    const all = [group, ...companions(group)].sort((a, b) => a.run - b.run).flatMap((g) => g.rows);
-    const right = all.filter((row) => row.outcome === "right");
-    const others = all.filter((row) => row.outcome !== "right");
-    const out = [];
-    for (let i = 0; i < Math.max(right.length, others.length); i++) out.push(...right.slice(i, i + 1), ...others.slice(i, i + 1));
-    return out;
-  }
+// Opens a rollout; `keep` leaves the token that is pointed at.
+async function open(i, keep = false) {
+  if (i !== state.row && !keep) state.token = -1;
+  state.row = i;
+  drawList();
+  writeHash();
+  const mine = ++turn;
+  const group = rows[i].group;
+  if (state.view === "one" || group !== shownGroup) await drawPages(mine);
+  else markPages();
+  if (mine !== turn) return;
+  if (group !== shownGroup) drawProblem(groups[group]);
+  shownGroup = group;
+  markStrips();
+}
 
-  function drawProblem(number_) {
-    const group = groups[number_];
-    const problem = index.problems[group.problem];
-    const host = $("problem");
-    host.textContent = "";
-    const prompt = make("div", "prompt", "", { tabindex: 0, role: "region", "aria-label": "Prompt" });
-    visible(prompt, problem.prompt.trim() || "(no prompt in the dump)", false);
-    host.append(prompt);
-    if (problem.gold !== null) {
-      const gold = make("p", "gold", "Right answer ");
-      const value = make("b");
-      visible(value, problem.gold);
-      gold.append(value);
-      if (problem.id !== null) {
-        gold.append(" · ");
-        const id = make("span");
-        visible(id, problem.id);
-        gold.append(id);
-      }
-      host.append(gold);
-    }
-    strips = [];
-    for (const one of [group, ...companions(group)].sort((a, b) => a.run - b.run)) {
-      const right = one.rows.filter((r) => r.outcome === "right").length;
-      const wrong = one.rows.filter((r) => r.outcome === "wrong").length;
-      const box = make("div", "strips");
-      const counts = [right ? `${right} right` : "", wrong ? `${wrong} wrong` : ""].filter(Boolean).join(", ");
-      const where = [index.runs.length > 1 ? index.runs[one.run].name : "", allSteps.length > 1 ? `step ${one.step}` : ""].filter(Boolean).join(", ");
-      const kept = one.total > one.rows.length ? ` of ${one.total}` : "";
-      box.append(make("h3", "", `${where ? where[0].toUpperCase() + where.slice(1) + ": " : ""}${one.rows.length}${kept} ${one.rows.length === 1 ? "response" : "responses"} to this problem${counts ? `, ${counts}` : ""}`));
-      for (const row of one.rows) {
-        const button = make("button", "strip", "", { type: "button" });
-        const canvas = make("canvas", "", undefined, { "aria-hidden": true });
-        const meta = make("span", "meta");
-        const answer = make("span");
-        visible(answer, row.answer === null ? "no answer" : row.answer.slice(0, 40));
-        meta.append(answer, ` · ${plural(row.length, "token")}`);
-        button.append(glyph(row.outcome), canvas, meta);
-        button.addEventListener("click", () => {
-          open(row.i);
-          const page = r.pages.find((p) => p.row.i === row.i);
-          if (state.view === "side" && page) page.element.scrollIntoView({ block: "nearest", inline: "start" });
-        });
-        box.append(button);
-        strips.push({ row, canvas, button });
-      }
-      host.append(box);
-    }
-    const key = make("p", "key marks");
-    const marks = [];
-    if (strips.some(({ row }) => row.span)) marks.push(["accent", "answer"]);
-    if (strips.some(({ row }) => row.wrong_step)) marks.push(["ink", "wrong step"]);
-    for (const [tone, text] of marks) key.append(keyEntry("", tone, text));
-    host.append(key);
-    drawStrips();
-  }
+// Groups of the other run that answer the same problem, the nearest step first.
+function companions(group) {
+  const same = groups.filter((other) => other.run !== group.run && other.problem === group.problem);
+  return same.sort((a, b) => Math.abs(a.step - group.step) - Math.abs(b.step - group.step)).slice(0, 1);
+}
+// The group and its companion, by run.
+const companyOf = (group) => [group, ...companions(group)].sort((a, b) => a.run - b.run);
+// Correct and incorrect in turns, so that both are in sight.
+function together(group) {
+  const all = companyOf(group).flatMap((g) => g.rows);
+  const right = all.filter((row) => row.outcome === "right");
+  const others = all.filter((row) => row.outcome !== "right");
+  const out = [];
+  for (let i = 0; i < Math.max(right.length, others.length); i++) out.push(...right.slice(i, i + 1), ...others.slice(i, i + 1));
+  return out;
+}
 
-  async function drawStrips() {
-    const mine = strips;
-    const longest = Math.max(1, ...mine.map(({ row }) => row.length));
-    for (const strip of mine) {
-      const data = await rollout(strip.row.i);
-      if (mine !== strips) return;
-      drawStrip(strip.canvas, strip.row, data, state.overlay, strip.row.length / longest);
-    }
+function drawProblem(group) {
+  const problem = index.problems[group.problem];
+  const host = $("problem");
+  host.textContent = "";
+  const prompt = make("div", "prompt", "", { tabindex: 0, role: "region", "aria-label": "Prompt" });
+  visible(prompt, problem.prompt.trim() || "(no prompt in the dump)", false);
+  host.append(prompt);
+  if (problem.gold !== null) {
+    const truth = make("p", "truth", "Ground truth ");
+    truth.append(shownText("b", problem.gold));
+    if (problem.id !== null) truth.append(" · ", shownText("span", problem.id));
+    host.append(truth);
   }
-  function markStrips() {
-    for (const { row, button } of strips) button.setAttribute("aria-current", row.i === state.row);
-  }
-
-  function facts(row) {
-    const host = make("header", "facts");
-    const [sign, word] = OUTCOME[row.outcome] ?? ["", "not judged"];
-    host.append(make("strong", row.outcome ?? "", `${sign} ${word[0].toUpperCase()}${word.slice(1)}`.trim()));
-    const fact = (name, text, mono) => {
-      const element = make("span", "", `${name} `);
-      const value = make(mono ? "code" : "span");
-      visible(value, text);
-      element.append(value);
-      host.append(element);
-    };
-    if (row.answer !== null) fact("answer", row.answer.slice(0, 300), true);
-    if (allSteps.length > 1) fact("step", String(row.step));
-    if (index.runs.length > 1) fact("of", index.runs[row.run].name);
-    fact("tokens", number(row.length));
-    if (row.reward !== null) fact("reward", number(row.reward));
-    if (row.advantage !== null) fact("advantage", number(row.advantage));
-    if (row.spread !== null) fact("spread of weights", number(row.spread));
-    const neutral = row.neutrals ? row.neutrals[state.method] : row.neutral;
-    if (row.truncated) host.append(make("span", "badge", "truncated: cut at the length limit"));
-    if (neutral) host.append(make("span", "badge", `neutral: ${neutral}`));
-    if (row.wrong_step) host.append(make("span", "badge", "wrong step: wavy line"));
-    if (row.tool) host.append(make("span", "badge", "on grey: a tool or a user wrote it"));
-    return host;
-  }
-
-  async function drawPages(mine) {
-    const host = $("pages");
-    const chosen = state.view === "side" ? together(groups[rows[state.row].group]) : [rows[state.row]];
-    host.className = state.view === "side" ? "pages side" : "pages";
-    const region = { tabindex: 0, role: "region", "aria-label": "Responses side by side" };
-    for (const [name, value] of Object.entries(region)) state.view === "side" ? host.setAttribute(name, value) : host.removeAttribute(name);
-    if (state.view === "one") {
-      const data = await rollout(chosen[0].i);
-      if (mine !== r.turn) return;
-      const page = makePage(chosen[0]);
-      host.replaceChildren(page.element);
-      r.pages = [page];
-      fillPage(page, data);
-    } else {
-      r.pages = chosen.map(makePage);
-      host.replaceChildren(...r.pages.map((page) => page.element));
-      const watcher = new IntersectionObserver(
-        (entries) => {
-          for (const entry of entries) {
-            if (!entry.isIntersecting) continue;
-            watcher.unobserve(entry.target);
-            const page = r.pages.find((p) => p.element === entry.target);
-            if (page) rollout(page.row.i).then((data) => r.pages.includes(page) && (fillPage(page, data), markPages()));
-          }
-        },
-        { rootMargin: "1500px 200px" },
-      );
-      r.pages.forEach((page) => watcher.observe(page.element));
-    }
-    markPages();
-  }
-
-  function makePage(row) {
-    const label = `Response ${row.row}, step ${row.step}, ${row.outcome ?? "not judged"}`;
-    const element = make("article", `page ${row.outcome ?? ""}`, "", { "aria-label": label });
-    element.append(facts(row));
-    return { row, element, spans: null, data: null };
-  }
-
-  function fillPage(page, data) {
-    const { row, element } = page;
-    page.data = data;
-    if (METHODS.length > 1) {
-      page.strips = METHODS.map((method) => {
-        const neutral = row.neutrals?.[method];
-        const label = `Show ${method}${neutral ? `, neutral: ${neutral}` : ""}`;
-        const button = make("button", "strip", "", { type: "button", "aria-label": label });
-        const canvas = make("canvas", "", undefined, { "aria-hidden": true });
-        button.append(make("span", "glyph", method), canvas, make("span", "meta", neutral ? "neutral" : ""));
-        button.addEventListener("click", () => r.setMethod(method));
-        return { method, button, canvas };
+  strips = [];
+  for (const one of companyOf(group)) {
+    const box = make("div", "strips");
+    const run = index.runs.length > 1 ? `${index.runs[one.run].name}, ` : "";
+    const step = allSteps.length > 1 ? `Step ${one.step}: ` : "";
+    const counts = ["right", "wrong"].map((outcome) => [one.rows.filter((row) => row.outcome === outcome).length, outcomeWord(outcome)]);
+    const outcomes = counts.filter(([count]) => count).map(([count, word]) => `, ${count} ${word}`);
+    box.append(make("h3", "", `${run}${run ? step.toLowerCase() : step}${plural(one.rows.length, "response")} to this problem${outcomes.join("")}`));
+    for (const row of one.rows) {
+      const button = make("button", "strip", "", { type: "button" });
+      const canvas = make("canvas", "", undefined, { "aria-hidden": true });
+      const meta = make("span", "meta");
+      meta.append(shownText("span", row.answer === null ? "no answer" : row.answer.slice(0, 40)), ` · ${plural(row.length, "token")}`);
+      button.append(glyph(row.outcome), canvas, meta);
+      button.addEventListener("click", () => {
+        open(row.i);
+        const page = pages.find((p) => p.row.i === row.i);
+        if (state.view === "side" && page) page.element.scrollIntoView({ block: "nearest", inline: "start" });
       });
-      const box = make("div", "strips methods");
-      box.append(make("h3", "", "The same response under each method"), ...page.strips.map((s) => s.button));
-      element.append(box);
-      box.style.margin = "0 0 14px";
-    } else if (state.view === "one" && row.length > 200) {
-      page.map = make("canvas", "minimap", undefined, { "aria-hidden": true, title: "Click to go there" });
-      page.map.addEventListener("click", (event) => {
-        const t = clamp(Math.floor((event.offsetX / page.map.clientWidth) * data.n), 0, data.n - 1);
-        page.spans[t].scrollIntoView({ block: "center" });
-        r.point(page, t, false);
-      });
-      element.append(page.map);
+      box.append(button);
+      strips.push({ row, canvas, button });
     }
-    const label = `Tokens of response ${row.row}, ${data.n} of them; arrow keys move between them`;
-    const box = make("div", "tokens", "", { role: "listbox", "aria-orientation": "horizontal", "aria-label": label });
-    page.spans = new Array(data.n);
-    let line = null;
-    for (let t = 0; t < data.n; t++) {
-      if (!line) {
-        line = make("div", "line", "", { role: "presentation" });
-        box.append(line);
-      }
-      const span = make("span", "", undefined, { role: "option", "aria-selected": false });
-      const text = data.words.texts[data.ids[t]];
-      if (text === "") span.append(make("span", "sign soft", "◌"));
-      else if (data.words.special.has(data.ids[t])) visible(span.appendChild(make("span", "sign")), text);
-      else visible(span, text);
-      if (!/\S/.test(text)) span.setAttribute("aria-label", spoken(text));
-      page.spans[t] = span;
-      line.append(span);
-      if (text.includes("\n")) line = null;
-    }
-    page.places = new Map(page.spans.map((span, t) => [span, t]));
-    r.paint(page);
-    if (data.n) page.spans[0].tabIndex = 0;
-    page.element.append(box);
-    box.addEventListener("pointerover", (event) => {
-      const t = page.places.get(event.target.closest(".t"));
-      if (t !== undefined) r.readOut(page, t);
-    });
-    box.addEventListener("pointerleave", () => r.readOut(page.pointed === undefined ? null : page, page.pointed));
-    box.addEventListener("click", (event) => {
-      const t = page.places.get(event.target.closest(".t"));
-      if (t !== undefined) r.point(page, t, true);
-    });
-    box.addEventListener("focusin", (event) => {
-      const t = page.places.get(event.target);
-      if (t !== undefined && page.pointed !== t) r.point(page, t, false);
-    });
-    box.addEventListener("keydown", (event) => r.move(page, event));
-    drawPageStrips(page);
-    if (page.row.i === state.row && state.token >= 0 && state.token < data.n) {
-      r.point(page, state.token, false);
-      page.spans[state.token].scrollIntoView({ block: "center" });
-    }
+    host.append(box);
   }
+  const key = make("p", "key marks");
+  if (strips.some(({ row }) => row.span)) key.append(keyEntry("", "accent", "answer"));
+  if (strips.some(({ row }) => row.wrong_step)) key.append(keyEntry("", "ink", "incorrect step"));
+  host.append(key);
+  drawStrips();
+}
 
-  function drawPageStrips(page) {
-    if (!page.data) return;
-    if (page.map) drawStrip(page.map, page.row, page.data, state.overlay, 1);
-    for (const { method, button, canvas } of page.strips ?? []) {
-      const overlay = ["score", "advantage"].includes(state.overlay) ? state.overlay : "weight";
-      drawStrip(canvas, page.row, page.data, overlay, 1, columnOf(page.data, overlay, method) ?? new Float32Array(page.data.n).fill(NaN));
-      button.setAttribute("aria-pressed", method === state.method);
-    }
+async function drawStrips() {
+  const mine = strips;
+  const longest = Math.max(1, ...mine.map(({ row }) => row.length));
+  for (const strip of mine) {
+    const data = await rollout(strip.row.i);
+    if (mine !== strips) return;
+    drawStrip(strip.canvas, strip.row, data, state.overlay, strip.row.length / longest);
   }
-  function markPages() {
-    drawLegend();
-    if (state.token < 0) r.readOut(null);
-  }
+}
+function markStrips() {
+  for (const { row, button } of strips) button.setAttribute("aria-current", row.i === state.row);
+}
 
-  Object.assign(r, { markStrips, open, drawStrips, facts, drawPages, drawPageStrips });
-});
+function facts(row) {
+  const host = make("header", "facts");
+  const word = outcomeWord(row.outcome);
+  host.append(make("strong", row.outcome ?? "", `${OUTCOME[row.outcome]?.[0] ?? ""} ${word[0].toUpperCase()}${word.slice(1)}`.trim()));
+  const fact = (name, text, tag = "span") => {
+    const element = make("span", "", `${name} `);
+    element.append(shownText(tag, text));
+    host.append(element);
+  };
+  if (row.answer !== null) fact("answer", row.answer.slice(0, 300), "code");
+  if (allSteps.length > 1) fact("step", String(row.step));
+  if (index.runs.length > 1) fact("of", index.runs[row.run].name);
+  fact("tokens", number(row.length));
+  if (row.reward !== null) fact("reward", number(row.reward));
+  if (row.advantage !== null) fact("advantage", number(row.advantage));
+  if (row.spread !== null) fact("spread of weights", number(row.spread));
+  const neutral = row.neutrals ? row.neutrals[state.method] : row.neutral;
+  const badge = (text) => host.append(make("span", "badge", text));
+  if (row.truncated) badge("truncated: cut at the length limit");
+  if (neutral) badge(`no scores: ${neutral}`);
+  if (row.wrong_step) badge("incorrect step: wavy line");
+  if (row.tool) badge("on grey: a tool or a user wrote it");
+  return host;
+}
+
+async function drawPages(mine) {
+  const host = $("pages");
+  const chosen = state.view === "side" ? together(groups[rows[state.row].group]) : [rows[state.row]];
+  host.className = state.view === "side" ? "pages side" : "pages";
+  const region = { tabindex: 0, role: "region", "aria-label": "Responses side by side" };
+  for (const [name, value] of Object.entries(region)) state.view === "side" ? host.setAttribute(name, value) : host.removeAttribute(name);
+  if (state.view === "one") {
+    const data = await rollout(chosen[0].i);
+    if (mine !== turn) return;
+    const page = makePage(chosen[0]);
+    host.replaceChildren(page.element);
+    pages = [page];
+    fillPage(page, data);
+  } else {
+    pages = chosen.map(makePage);
+    host.replaceChildren(...pages.map((page) => page.element));
+    const watcher = new IntersectionObserver(
+      (entries) => {
+        for (const entry of entries) {
+          if (!entry.isIntersecting) continue;
+          watcher.unobserve(entry.target);
+          const page = pages.find((p) => p.element === entry.target);
+          if (page) rollout(page.row.i).then((data) => pages.includes(page) && (fillPage(page, data), markPages()));
+        }
+      },
+      { rootMargin: "1500px 200px" },
+    );
+    pages.forEach((page) => watcher.observe(page.element));
+  }
+  markPages();
+}
+
+function makePage(row) {
+  const label = `Response ${row.row}, step ${row.step}, ${outcomeWord(row.outcome)}`;
+  const element = make("article", `page ${row.outcome ?? ""}`, "", { "aria-label": label });
+  element.append(facts(row));
+  return { row, element, spans: null, data: null };
+}
+
+function fillPage(page, data) {
+  const { row, element } = page;
+  page.data = data;
+  if (METHODS.length > 1) {
+    page.strips = METHODS.map((method) => {
+      const neutral = row.neutrals?.[method];
+      const label = `Show ${method}${neutral ? `, no scores: ${neutral}` : ""}`;
+      const button = make("button", "strip", "", { type: "button", "aria-label": label });
+      const canvas = make("canvas", "", undefined, { "aria-hidden": true });
+      button.append(make("span", "glyph", method), canvas, make("span", "meta", neutral ? "no scores" : ""));
+      button.addEventListener("click", () => setMethod(method));
+      return { method, button, canvas };
+    });
+    const box = make("div", "strips methods");
+    box.append(make("h3", "", "The same response under each method"), ...page.strips.map((s) => s.button));
+    element.append(box);
+    box.style.margin = "0 0 14px";
+  } else if (state.view === "one" && row.length > 200) {
+    page.map = make("canvas", "minimap", undefined, { "aria-hidden": true, title: "Click to go there" });
+    page.map.addEventListener("click", (event) => {
+      const t = clamp(Math.floor((event.offsetX / page.map.clientWidth) * data.n), 0, data.n - 1);
+      page.spans[t].scrollIntoView({ block: "center" });
+      point(page, t, false);
+    });
+    element.append(page.map);
+  }
+  const label = `Tokens of response ${row.row}, ${data.n} of them; arrow keys move between them`;
+  const box = make("div", "tokens", "", { role: "listbox", "aria-orientation": "horizontal", "aria-label": label });
+  page.spans = new Array(data.n);
+  let line = null;
+  for (let t = 0; t < data.n; t++) {
+    if (!line) {
+      line = make("div", "line", "", { role: "presentation" });
+      box.append(line);
+    }
+    const span = make("span", "", undefined, { role: "option", "aria-selected": false });
+    const text = data.words.texts[data.ids[t]];
+    if (text === "") span.append(make("span", "sign soft", "◌"));
+    else if (data.words.special.has(data.ids[t])) visible(span.appendChild(make("span", "sign")), text);
+    else visible(span, text);
+    if (!/\S/.test(text)) span.setAttribute("aria-label", spoken(text));
+    page.spans[t] = span;
+    line.append(span);
+    if (text.includes("\n")) line = null;
+  }
+  page.places = new Map(page.spans.map((span, t) => [span, t]));
+  paint(page);
+  if (data.n) page.spans[0].tabIndex = 0;
+  page.element.append(box);
+  box.addEventListener("pointerover", (event) => {
+    const t = page.places.get(event.target.closest(".t"));
+    if (t !== undefined) readOut(page, t);
+  });
+  box.addEventListener("pointerleave", () => readOut(page.pointed === undefined ? null : page, page.pointed));
+  box.addEventListener("click", (event) => {
+    const t = page.places.get(event.target.closest(".t"));
+    if (t !== undefined) point(page, t, true);
+  });
+  box.addEventListener("focusin", (event) => {
+    const t = page.places.get(event.target);
+    if (t !== undefined && page.pointed !== t) point(page, t, false);
+  });
+  box.addEventListener("keydown", (event) => move(page, event));
+  drawPageStrips(page);
+  if (page.row.i === state.row && state.token >= 0 && state.token < data.n) {
+    point(page, state.token, false);
+    page.spans[state.token].scrollIntoView({ block: "center" });
+  }
+}
+
+function drawPageStrips(page) {
+  if (!page.data) return;
+  if (page.map) drawStrip(page.map, page.row, page.data, state.overlay, 1);
+  for (const { method, button, canvas } of page.strips ?? []) {
+    const overlay = ["score", "advantage"].includes(state.overlay) ? state.overlay : "weight";
+    drawStrip(canvas, page.row, page.data, overlay, 1, column(page.data, overlay, method) ?? new Float32Array(page.data.n).fill(NaN));
+    button.setAttribute("aria-pressed", method === state.method);
+  }
+}
+function markPages() {
+  drawLegend();
+  if (state.token < 0) readOut(null);
+}

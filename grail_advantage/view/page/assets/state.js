@@ -1,63 +1,58 @@
 // What the page shows: rollouts by group, and the choices, which the address keeps.
-parts.push((r) => {
-  const { make, index } = r;
-  const METHODS = index.methods;
-  const rows = index.rows.step.map((_, i) => {
-    const row = { i };
-    for (const name of Object.keys(index.rows)) row[name] = index.rows[name][i];
-    row.name = `${row.run ? "b." : ""}${row.step}${row.update ? "u" + row.update : ""}.${row.row}`;
-    return row;
-  });
-  const byName = new Map(rows.map((row) => [row.name, row]));
-  const groups = index.groups;
-  for (const group of groups) group.rows = [];
-  for (const row of rows) groups[row.group].rows.push(row);
-  // Right ones first, then wrong ones, then those that were not judged.
-  const RANK = { right: 0, wrong: 1 };
-  for (const group of groups) group.rows.sort((a, b) => (RANK[a.outcome] ?? 2) - (RANK[b.outcome] ?? 2) || a.row - b.row);
-  const steps = [...new Set(rows.filter((r) => !r.run).map((r) => r.step))].sort((a, b) => a - b);
-  const allSteps = [...new Set(rows.map((r) => r.step))].sort((a, b) => a - b);
-  const narrow = matchMedia("(max-width: 760px)");
-  const touch = matchMedia("(hover: none)");
-  const dark = matchMedia("(prefers-color-scheme: dark)");
 
-  const DEFAULTS = { run: "", step: "", outcome: "", answer: "", least: "", most: "", sort: "", overlay: index.overlays[0], method: METHODS[0] ?? "", view: "one" };
-  const state = { ...DEFAULTS, row: -1, token: -1 };
-  function readHash() {
-    const given = new URLSearchParams(location.hash.slice(1));
-    Object.assign(state, DEFAULTS);
-    for (const name of Object.keys(DEFAULTS)) if (given.has(name)) state[name] = given.get(name);
-    if (!index.overlays.includes(state.overlay)) state.overlay = DEFAULTS.overlay;
-    if (!METHODS.includes(state.method)) state.method = METHODS[0] ?? "";
-    if (state.view !== "side") state.view = "one";
-    state.token = given.has("token") ? Number(given.get("token")) : -1;
-    const named = byName.get(given.get("rollout"));
-    return named ? named.i : -1;
-  }
-  let written = "";
-  function writeHash() {
-    const out = new URLSearchParams();
-    for (const name of Object.keys(DEFAULTS)) if (state[name] !== DEFAULTS[name]) out.set(name, state[name]);
-    if (state.row >= 0) out.set("rollout", rows[state.row].name);
-    if (state.token >= 0) out.set("token", state.token);
-    written = `#${out}`;
-    if (location.hash !== written) history.replaceState(null, "", written);
-  }
-
-  function segments(host, name, options, value, changed) {
-    host.textContent = "";
-    for (const [key, text] of options) {
-      const label = make("label");
-      const input = make("input", "", undefined, { type: "radio", name, value: key });
-      input.checked = key === value;
-      input.addEventListener("change", () => changed(key));
-      label.append(input, make("span", "", text));
-      host.append(label);
-    }
-  }
-  const check = (host, value) => host.querySelectorAll("input").forEach((input) => (input.checked = input.value === value));
-  const hashChanged = () => location.hash !== written;
-
-  Object.assign(r, { METHODS, state, steps, touch, segments, rows, groups, allSteps, narrow, writeHash, dark, readHash,
-    check, hashChanged });
+const METHODS = index.methods;
+const rows = index.rows.step.map((_, i) => {
+  const row = { i };
+  for (const name of Object.keys(index.rows)) row[name] = index.rows[name][i];
+  row.name = `${row.run ? "b." : ""}${row.step}${row.update ? "u" + row.update : ""}.${row.row}`;
+  return row;
 });
+const byName = new Map(rows.map((row) => [row.name, row]));
+const groups = index.groups;
+for (const group of groups) group.rows = [];
+for (const row of rows) groups[row.group].rows.push(row);
+// Correct ones first, then incorrect ones, then those that were not judged.
+const RANK = { right: 0, wrong: 1 };
+for (const group of groups) group.rows.sort((a, b) => (RANK[a.outcome] ?? 2) - (RANK[b.outcome] ?? 2) || a.row - b.row);
+const steps = [...new Set(rows.filter((row) => !row.run).map((row) => row.step))].sort((a, b) => a - b);
+const allSteps = [...new Set(rows.map((row) => row.step))].sort((a, b) => a - b);
+const narrow = matchMedia("(max-width: 760px)");
+const touch = matchMedia("(hover: none)");
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+const DEFAULTS = { run: "", step: "", outcome: "", answer: "", least: "", most: "", sort: "", overlay: index.overlays[0], method: METHODS[0] ?? "", view: "one" };
+const state = { ...DEFAULTS, row: -1, token: -1 };
+function readHash() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  Object.assign(state, DEFAULTS);
+  for (const name of Object.keys(DEFAULTS)) if (given.has(name)) state[name] = given.get(name);
+  if (!index.overlays.includes(state.overlay)) state.overlay = DEFAULTS.overlay;
+  if (!METHODS.includes(state.method)) state.method = METHODS[0] ?? "";
+  if (state.view !== "side") state.view = "one";
+  state.token = given.has("token") ? Number(given.get("token")) : -1;
+  const named = byName.get(given.get("rollout"));
+  return named ? named.i : -1;
+}
+let written = "";
+function writeHash() {
+  const out = new URLSearchParams();
+  for (const name of Object.keys(DEFAULTS)) if (state[name] !== DEFAULTS[name]) out.set(name, state[name]);
+  if (state.row >= 0) out.set("rollout", rows[state.row].name);
+  if (state.token >= 0) out.set("token", state.token);
+  written = `#${out}`;
+  if (location.hash !== written) history.replaceState(null, "", written);
+}
+
+function segments(host, name, options, value, changed) {
+  host.textContent = "";
+  for (const [key, text] of options) {
+    const label = make("label");
+    const input = make("input", "", undefined, { type: "radio", name, value: key });
+    input.checked = key === value;
+    input.addEventListener("change", () => changed(key));
+    label.append(input, make("span", "", text));
+    host.append(label);
+  }
+}
+const check = (host, value) => host.querySelectorAll("input").forEach((input) => (input.checked = input.value === value));
+const hashChanged = () => location.hash !== written;

@@ -1,144 +1,139 @@
 // The tokens of an open response: their colours, the one that is pointed at, and its values.
-parts.push((r) => {
-  const { $, make, number, plain, spoken, touch, state, writeHash, column, places, className, drawList,
-    markStrips } = r;
-  const ofTool = (row, t) => row.tool?.some(([start, end]) => t >= start && t < end) ?? false;
-  function paint(page) {
-    const { row, data } = page;
-    const { places: found_, scale } = places(data, state.overlay);
-    page.scale = scale;
-    for (let t = 0; t < data.n; t++) {
-      let name = `t ${className(state.overlay, found_[t])}`;
-      if (!data.mask[t]) name += " off";
-      if (ofTool(row, t)) name += " tool";
-      if (row.span && t >= row.span[0] && t < row.span[3]) name += " span";
-      if (row.wrong_step && t >= row.wrong_step[0] && t < row.wrong_step[1]) name += " wrong-step";
-      if (t === page.pointed) name += " at";
-      page.spans[t].className = name;
-    }
-  }
-  // The token that keyboard and tap point at.
-  function point(page, t, focus) {
-    for (const other of r.pages) {
-      if (other.pointed === undefined || !other.spans) continue;
-      other.spans[other.pointed].classList.remove("at");
-      other.spans[other.pointed].setAttribute("aria-selected", "false");
-      if (other === page) other.spans[other.pointed].tabIndex = -1;
-      if (other !== page) other.pointed = undefined;
-    }
-    if (page.spans[0]) page.spans[0].tabIndex = -1;
-    page.pointed = t;
-    const span = page.spans[t];
-    span.tabIndex = 0;
-    span.classList.add("at");
-    span.setAttribute("aria-selected", "true");
-    span.setAttribute("aria-label", describe(page, t));
-    if (focus) span.focus({ preventScroll: true });
-    if (state.row !== page.row.i) {
-      state.row = page.row.i;
-      drawList();
-      markStrips();
-    }
-    state.token = t;
-    writeHash();
-    readOut(page, t);
-  }
 
-  function move(page, event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || page.pointed === undefined) return;
-    const from = page.pointed;
-    const last = page.spans.length - 1;
-    let to = null;
-    if (event.key === "ArrowRight") to = Math.min(last, from + 1);
-    else if (event.key === "ArrowLeft") to = Math.max(0, from - 1);
-    else if (event.key === "Home") to = 0;
-    else if (event.key === "End") to = last;
-    else if (event.key === "ArrowDown" || event.key === "ArrowUp") to = otherLine(page, from, event.key === "ArrowDown" ? 1 : -1);
-    else if (event.key === "Escape") {
-      event.preventDefault();
-      $("list").querySelector('[tabindex="0"]')?.focus();
-      return;
-    }
-    if (to === null) return;
+const ofTool = (row, t) => row.tool?.some(([start, end]) => t >= start && t < end) ?? false;
+function paint(page) {
+  const { row, data } = page;
+  const { places: shown, scale } = places(data, state.overlay);
+  page.scale = scale;
+  for (let t = 0; t < data.n; t++) {
+    let name = `t ${className(state.overlay, shown[t])}`;
+    if (!data.mask[t]) name += " off";
+    if (ofTool(row, t)) name += " tool";
+    if (row.span && t >= row.span[0] && t < row.span[3]) name += " span";
+    if (row.wrong_step && t >= row.wrong_step[0] && t < row.wrong_step[1]) name += " wrong-step";
+    if (t === page.pointed) name += " at";
+    page.spans[t].className = name;
+  }
+}
+// The token that keyboard and tap point at.
+function point(page, t, focus) {
+  for (const other of pages) {
+    if (other.pointed === undefined || !other.spans) continue;
+    other.spans[other.pointed].classList.remove("at");
+    other.spans[other.pointed].setAttribute("aria-selected", "false");
+    if (other === page) other.spans[other.pointed].tabIndex = -1;
+    if (other !== page) other.pointed = undefined;
+  }
+  if (page.spans[0]) page.spans[0].tabIndex = -1;
+  page.pointed = t;
+  const span = page.spans[t];
+  span.tabIndex = 0;
+  span.classList.add("at");
+  span.setAttribute("aria-selected", "true");
+  span.setAttribute("aria-label", describe(page, t));
+  if (focus) span.focus({ preventScroll: true });
+  if (state.row !== page.row.i) {
+    state.row = page.row.i;
+    drawList();
+    markStrips();
+  }
+  state.token = t;
+  writeHash();
+  readOut(page, t);
+}
+
+function move(page, event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || page.pointed === undefined) return;
+  const from = page.pointed;
+  const last = page.spans.length - 1;
+  let to = null;
+  if (event.key === "ArrowRight") to = Math.min(last, from + 1);
+  else if (event.key === "ArrowLeft") to = Math.max(0, from - 1);
+  else if (event.key === "Home") to = 0;
+  else if (event.key === "End") to = last;
+  else if (event.key === "ArrowDown" || event.key === "ArrowUp") to = otherLine(page, from, event.key === "ArrowDown" ? 1 : -1);
+  else if (event.key === "Escape") {
     event.preventDefault();
-    point(page, to, true);
-    const box = page.spans[to].getBoundingClientRect();
-    const top = $("toolbar").getBoundingClientRect().bottom;
-    const bottom = $("readout").getBoundingClientRect().top;
-    if (box.top < Math.max(0, top) + 8 || box.bottom > bottom - 8) page.spans[to].scrollIntoView({ block: "center", behavior: "instant" });
+    $("list").querySelector('[tabindex="0"]')?.focus();
+    return;
   }
+  if (to === null) return;
+  event.preventDefault();
+  point(page, to, true);
+  const box = page.spans[to].getBoundingClientRect();
+  const top = $("toolbar").getBoundingClientRect().bottom;
+  const bottom = $("readout").getBoundingClientRect().top;
+  if (box.top < Math.max(0, top) + 8 || box.bottom > bottom - 8) page.spans[to].scrollIntoView({ block: "center", behavior: "instant" });
+}
 
-  // The token above or below: the first line that differs, the place in it nearest to where the moves up and down began.
-  function otherLine(page, from, direction) {
-    const start = page.spans[from].getClientRects()[0];
-    if (!start) return from;
-    if (page.aim?.token !== from) page.aim = { middle: start.left + start.width / 2 };
-    const middle = page.aim.middle;
-    let best = from;
-    let line = null;
-    for (let t = from + direction; t >= 0 && t < page.spans.length; t += direction) {
-      const box = page.spans[t].getClientRects()[0];
-      if (!box || Math.abs(box.top - start.top) < 6) continue;
-      line ??= { top: box.top, distance: Infinity };
-      if (Math.abs(box.top - line.top) >= 6) break;
-      const distance = Math.abs(box.left + box.width / 2 - middle);
-      if (distance < line.distance) {
-        line.distance = distance;
-        best = t;
-      }
+// The token above or below: the first line that differs, the place in it nearest to where the moves up and down began.
+function otherLine(page, from, direction) {
+  const start = page.spans[from].getClientRects()[0];
+  if (!start) return from;
+  if (page.aim?.token !== from) page.aim = { middle: start.left + start.width / 2 };
+  const middle = page.aim.middle;
+  let best = from;
+  let line = null;
+  for (let t = from + direction; t >= 0 && t < page.spans.length; t += direction) {
+    const box = page.spans[t].getClientRects()[0];
+    if (!box || Math.abs(box.top - start.top) < 6) continue;
+    line ??= { top: box.top, distance: Infinity };
+    if (Math.abs(box.top - line.top) >= 6) break;
+    const distance = Math.abs(box.left + box.width / 2 - middle);
+    if (distance < line.distance) {
+      line.distance = distance;
+      best = t;
     }
-    page.aim.token = best;
-    return best;
   }
+  page.aim.token = best;
+  return best;
+}
 
-  const FIELDS = [
-    ["weight", "Weight"], ["score", "Score"], ["base_advantage", "Base advantage"], ["advantage", "Advantage"], ["surprisal", "Surprisal"], ["entropy", "Entropy"],
-  ];
-  function notes(page, t) {
-    const { row, data } = page;
-    const said = [];
-    if (row.span && t >= row.span[1] && t < row.span[2]) said.push("in the answer");
-    else if (row.span && t >= row.span[0] && t < row.span[3]) said.push("bounds the answer");
-    else if (row.span && t >= row.span[3]) said.push("behind the answer");
-    if (row.wrong_step && t >= row.wrong_step[0] && t < row.wrong_step[1]) said.push("in the wrong step");
-    if (ofTool(row, t)) said.push("not the model's: a tool or a user wrote it");
-    else if (!data.mask[t]) said.push("does not train");
-    return said;
+const FIELDS = [
+  ["weight", "Weight"], ["score", "Score"], ["base_advantage", "Base advantage"], ["advantage", "Advantage"], ["surprisal", "Surprisal"], ["entropy", "Entropy"],
+];
+function notes(page, t) {
+  const { row, data } = page;
+  const lines = [];
+  if (row.span && t >= row.span[1] && t < row.span[2]) lines.push("in the answer");
+  else if (row.span && t >= row.span[0] && t < row.span[3]) lines.push("bounds the answer");
+  else if (row.span && t >= row.span[3]) lines.push("after the answer");
+  if (row.wrong_step && t >= row.wrong_step[0] && t < row.wrong_step[1]) lines.push("in the incorrect step");
+  if (ofTool(row, t)) lines.push("not the model's: a tool or a user wrote it");
+  else if (!data.mask[t]) lines.push("does not train");
+  return lines;
+}
+const tokenText = (data, t) => data.words.texts[data.ids[t]] || "part of a character";
+function describe(page, t) {
+  const { data } = page;
+  const values = FIELDS.filter(([name]) => column(data, name)).map(([name, text]) => `${text.toLowerCase()} ${number(column(data, name)[t])}`);
+  return [spoken(tokenText(data, t)), `token ${t + 1} of ${data.n}`, ...values, ...notes(page, t)].join(", ");
+}
+function readOut(page, t) {
+  const host = $("readout");
+  if (!page || t === undefined || !page.data) {
+    if (pages.length) {
+      host.hidden = false;
+      host.className = "readout idle";
+      host.replaceChildren(make("span", "quiet", touch.matches ? "Tap a token to read its values." : "Point at a token to read its values. Arrow keys move between tokens, Escape goes back to the list."));
+    } else host.hidden = true;
+    return;
   }
-  const tokenText = (data, t) => data.words.texts[data.ids[t]] || "part of a character";
-  function describe(page, t) {
-    const { data } = page;
-    const values = FIELDS.filter(([name]) => column(data, name)).map(([name, text]) => `${text.toLowerCase()} ${number(column(data, name)[t])}`);
-    return [spoken(tokenText(data, t)), `token ${t + 1} of ${data.n}`, ...values, ...notes(page, t)].join(", ");
+  const { data } = page;
+  host.hidden = false;
+  host.className = "readout";
+  const what = make("div", "what");
+  what.append(plain(tokenText(data, t)).slice(0, 60), make("small", "", `${number(t + 1)} of ${number(data.n)} · id ${data.words.ids[data.ids[t]]}`));
+  const values = make("dl");
+  for (const [name, text] of FIELDS) {
+    const known = column(data, name);
+    if (!known) continue;
+    const field = make("div", name === state.overlay ? "on" : "");
+    field.append(make("dt", "", text), make("dd", "", number(known[t])));
+    if (name === "surprisal" && !Number.isNaN(known[t])) field.title = `probability ${number(Math.exp(-known[t]))}`;
+    values.append(field);
   }
-  function readOut(page, t) {
-    const host = $("readout");
-    if (!page || t === undefined || !page.data) {
-      if (r.pages.length) {
-        host.hidden = false;
-        host.className = "readout idle";
-        host.replaceChildren(make("span", "quiet", touch.matches ? "Tap a token to read its values." : "Point at a token to read its values. Arrow keys move between tokens, Escape goes back to the list."));
-      } else host.hidden = true;
-      return;
-    }
-    const { data } = page;
-    host.hidden = false;
-    host.className = "readout";
-    const what = make("div", "what");
-    what.append(plain(tokenText(data, t)).slice(0, 60), make("small", "", `${number(t + 1)} of ${number(data.n)} · id ${data.words.ids[data.ids[t]]}`));
-    const values = make("dl");
-    for (const [name, text] of FIELDS) {
-      const known = column(data, name);
-      if (!known) continue;
-      const field = make("div", name === state.overlay ? "on" : "");
-      field.append(make("dt", "", text), make("dd", "", number(known[t])));
-      if (name === "surprisal" && !Number.isNaN(known[t])) field.title = `probability ${number(Math.exp(-known[t]))}`;
-      values.append(field);
-    }
-    const more = notes(page, t).join(" · ");
-    host.replaceChildren(what, values);
-    if (more) host.append(make("span", "more", more));
-  }
-
-  Object.assign(r, { paint, readOut, point, move });
-});
+  const more = notes(page, t).join(" · ");
+  host.replaceChildren(what, values);
+  if (more) host.append(make("span", "more", more));
+}

@@ -1,87 +1,47 @@
-// The data of the page: the index, and rollouts that are unpacked when they are looked at.
-parts.push(async (r) => {
-  const { $ } = r;
-  const loaded = new Promise((done) => {
-    if (document.readyState !== "loading") done();
-    else document.addEventListener("DOMContentLoaded", done, { once: true });
-  });
+// The data of the page: the index, and rollouts that are unpacked when they are looked at (pack.py describes a block).
 
-  // Base 85 of Python's base64.b85encode with "/" for "<", as pack.py writes it.
-  const DIGITS = new Uint8Array(128);
-  [..."0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;/=>?@^_`{|}~"].forEach((c, i) => {
-    DIGITS[c.charCodeAt(0)] = i;
-  });
+if (typeof DecompressionStream === "undefined") {
+  $("nothing").textContent = "This browser is too old for the report: it needs Chrome 103, Firefox 113, Safari 16.4 or newer.";
+  $("nothing").hidden = false;
+  $("bench").hidden = $("filters").hidden = true;
+  throw new Error("no DecompressionStream");
+}
 
-  function decode(text) {
-    const rest = text.length % 5;
-    const size = Math.floor(text.length / 5) * 4 + (rest ? rest - 1 : 0);
-    const bytes = new Uint8Array(size + 4);
-    for (let i = 0, o = 0; i < text.length; i += 5, o += 4) {
-      let value = 0;
-      for (let j = i; j < i + 5; j++) value = value * 85 + (j < text.length ? DIGITS[text.charCodeAt(j)] : 84);
-      bytes[o] = value >>> 24;
-      bytes[o + 1] = value >>> 16;
-      bytes[o + 2] = value >>> 8;
-      bytes[o + 3] = value;
-    }
-    return bytes.subarray(0, size);
+async function unpack(id) {
+  const bytes = Uint8Array.from(atob($(id).textContent), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).arrayBuffer();
+}
+
+const index = JSON.parse(new TextDecoder().decode(await unpack("index")));
+
+// A float16 from its 16 bits; Float16Array is newer than the browsers that the page supports.
+function half(bits) {
+  const exponent = (bits >> 10) & 31;
+  const fraction = bits & 1023;
+  if (exponent === 31) return NaN;
+  return (bits >> 15 ? -1 : 1) * (exponent ? (1024 + fraction) * 2 ** (exponent - 25) : fraction * 2 ** -24);
+}
+
+async function unpackRollout(i) {
+  const buffer = await unpack(`r${i}`);
+  let at = 4 + new DataView(buffer).getUint32(0, true);
+  const { n, columns, ...words } = JSON.parse(new TextDecoder().decode(buffer.slice(4, at)));
+  const take = (Kind) => new Kind(buffer.slice(at, (at += n * Kind.BYTES_PER_ELEMENT)));
+  const data = { n, words: { ...words, special: new Set(words.special) }, ids: take(Uint32Array), mask: take(Uint8Array), columns: {} };
+  for (const [name, exponent] of Object.entries(columns)) {
+    data.columns[name] = Float32Array.from(take(Uint16Array), (bits) => half(bits) * 2 ** exponent);
   }
+  return data;
+}
 
-  async function unpacked(text) {
-    const stream = new Blob([decode(text)]).stream().pipeThrough(new DecompressionStream("deflate"));
-    return new Uint8Array(await new Response(stream).arrayBuffer());
-  }
+const unpacked = new Map();
 
-  const json = async (id) => JSON.parse(new TextDecoder().decode(await unpacked($(id).textContent)));
-
-  let vocabulary = null;
-
-  const BACKWARD = { linear: (x) => x, root: (x) => x * x, log: Math.exp };
-  const opened = new Map();
-
-  async function rollout(i) {
-    const promise = opened.get(i) ?? unpackRollout(i);
-    opened.delete(i); // and to the end, as the one used last
-    opened.set(i, promise);
-    if (opened.size > 64) opened.delete(opened.keys().next().value);
-    return promise;
-  }
-
-  async function unpackRollout(i) {
-    let block = $(`r${i}`);
-    // A block that has only begun to arrive has no element after it.
-    if (!block || !block.nextElementSibling) {
-      await loaded;
-      block = $(`r${i}`);
-    }
-    if (!vocabulary) vocabulary = json("vocabulary").then((table) => ({ ...table, special: new Set(table.special) }));
-    const words = await vocabulary;
-    const bytes = await unpacked(block.textContent);
-    const size = new DataView(bytes.buffer, bytes.byteOffset).getUint32(0, true);
-    const head = JSON.parse(new TextDecoder().decode(bytes.subarray(4, 4 + size)));
-    const n = head.n;
-    let at = 4 + size;
-    // Little-endian numbers whose bytes stand apart by significance.
-    const take = (width) => {
-      const out = new Uint32Array(n);
-      for (let plane = 0; plane < width; plane++) for (let t = 0; t < n; t++) out[t] |= bytes[at++] << (8 * plane);
-      return out;
-    };
-    const ids = take(4);
-    const mask = take(1);
-    const columns = {};
-    for (const [name, how] of Object.entries(head.columns)) {
-      if (how === "product") columns[name] = columns.weight.map((w, t) => w * columns.base_advantage[t]);
-      else if (how === "exact") columns[name] = new Float32Array(take(4).buffer);
-      else if (how[0] === "same") columns[name] = columns[how[1]];
-      else {
-        const [scale, special, low, step] = how;
-        const value = (code) => (code === 0 ? NaN : code === 1 ? special : BACKWARD[scale](low + (code - 2) * step));
-        columns[name] = Float32Array.from(take(1), value);
-      }
-    }
-    return { n, ids, mask, columns, words };
-  }
-
-  Object.assign(r, { rollout, index: await json("index") });
-});
+// A rollout's data; the 64 that were used last are kept.
+function rollout(i) {
+  const promise = unpacked.get(i) ?? unpackRollout(i);
+  unpacked.delete(i);
+  unpacked.set(i, promise);
+  if (unpacked.size > 64) unpacked.delete(unpacked.keys().next().value);
+  return promise;
+}
