@@ -152,7 +152,7 @@ class UpdateDump:
                 advantages_BT=advantages_BT,
                 rows_in_step=sum(of_run),
             )
-            self._dump.write(step, update, chosen, rows.taken(chosen), lambda: _known(fetched, len(chosen)))
+            self._dump.write(step, update, chosen, rows.subset(chosen), lambda: _known(fetched, len(chosen)))
 
 
 def _known(fetched: TensorDict, count: int) -> list[dict[str, Any]]:

@@ -69,13 +69,28 @@ def test_values_of_tokens_are_those_of_the_dump(runs: Path, rows: list[DumpRow],
             assert f"id {row.token_ids_T[t]}" in page.locator("#readout").inner_text()
 
 
+def test_values_of_every_size_are_shown_to_three_digits(tmp_path: Path, opened: Open) -> None:
+    """Beyond float16's range too, and what has no value is a dash."""
+    score_T = np.float32([3e-6, 1.5e-3, 12.25, 7e4, 3e5, np.nan, np.inf])
+    weight_T = np.float32([0, 0.5, 1, 2, 4, 5, 1e-3])
+    row = dump_row(weight_T, score_T=score_T, base_advantage_T=np.full(7, -0.375), advantage_T=weight_T * -0.375)
+    write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), [row])
+    page = opened(write_report(tmp_path), link(row))
+    scores = [3e-6, 1.5e-3, 12.25, 7e4, 3e5, float("nan"), float("nan")]
+    for t, score in enumerate(scores):
+        page.locator(".t").nth(t).hover()
+        wanted = {"Weight": weight_T[t], "Score": score, "Base advantage": -0.375, "Advantage": -0.375 * weight_T[t]}
+        rel = 0.1 if score < 1e-5 else 6e-3  # far below 2^-29 of the response's largest score
+        assert readout(page) == pytest.approx({k: float(v) for k, v in wanted.items()}, rel=rel, abs=0, nan_ok=True)
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_colours_are_those_of_the_scale(runs: Path, rows: list[DumpRow], opened: Open, dark: bool) -> None:
     row = [row for row in rows if row.neutral is None][-1]
     page = opened(runs / "grail" / "report.html", link(row), dark=dark)
     shown = page.locator(".t").evaluate_all("spans => spans.map((span) => getComputedStyle(span).backgroundColor)")
     table = colours.diverging(65, colours.DARK if dark else colours.LIGHT)
-    for text, place in zip(shown, colours.weight_place(row.weight_T), strict=True):
+    for text, place in zip(shown, colours.weight_place(row.weight_T.astype(np.float16)), strict=True):
         wanted = table[32 + int(np.floor(place * 32 + 0.5))]
         assert text == "rgb({}, {}, {})".format(*(int(wanted[i : i + 2], 16) for i in (1, 3, 5)))
     seen = set()
@@ -99,7 +114,7 @@ def test_methods_over_each_other(runs: Path, opened: Open) -> None:
     start, end = row.labels["wrong_step"]
     assert marked(page, "wrong-step") == list(range(start, end))
     page.locator(".t").nth(start).hover()
-    assert "in the wrong step" in page.locator("#readout").inner_text()
+    assert "in the incorrect step" in page.locator("#readout").inner_text()
     before = page.locator("#profile").get_attribute("aria-label")
     page.locator(".small-plot", has_text="surprisal").click()
     assert page.locator("#method").input_value() == "surprisal"

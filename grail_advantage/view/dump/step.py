@@ -54,8 +54,8 @@ class StepRows:
     generated: Sequence[torch.Tensor] | None = None
     """The responses with -1 in place of the tokens that the model did not write; ``None`` where it wrote all."""
 
-    def taken(self, chosen: Sequence[int]) -> StepRows:
-        """These rows alone, their tensors copied."""
+    def subset(self, chosen: Sequence[int]) -> StepRows:
+        """The chosen rows alone, their tensors copied."""
         changes: dict[str, Any] = {}
         for entry in fields(self):
             values = getattr(self, entry.name)
@@ -255,7 +255,12 @@ class StepDump:
         return choose_rows(groups, valid, self._limit, (step, update))
 
     def write(
-        self, step: int, update: int, chosen: Sequence[int], taken: StepRows, known: Callable[[], list[dict[str, Any]]]
+        self,
+        step: int,
+        update: int,
+        chosen: Sequence[int],
+        batch: StepRows,
+        more_fields: Callable[[], list[dict[str, Any]]],
     ) -> None:
         """Have rows written.
 
@@ -263,21 +268,21 @@ class StepDump:
             step: training step.
             update: which of its updates.
             chosen: rows of the batch.
-            taken: these rows alone; their tensors are read in the writer's thread, so the run must not hold them.
-            known: gives further fields of :class:`grail_advantage.view.dump.files.DumpRow` for each chosen row; called in the
-                writer's thread.
+            batch: the chosen rows alone; their tensors are read in the writer's thread, so the run must not change them.
+            more_fields: gives further fields of :class:`grail_advantage.view.dump.files.DumpRow` for each chosen row; called
+                in the writer's thread.
         """
 
         def make() -> tuple[DumpHeader, list[DumpRow]]:
             rows = [
-                self._row(taken, place, step=step, update=update, row=chosen[place], **of_row)
-                for place, of_row in enumerate(known())
+                self._row(batch, place, step=step, update=update, row=chosen[place], **more)
+                for place, more in enumerate(more_fields())
             ]
-            return self._header(taken, step, update, rows), rows
+            return self._header(batch, step, update, rows), rows
 
         self.writer.submit(make)
 
-    def _row(self, batch: StepRows, place: int, **known: Any) -> DumpRow:
+    def _row(self, batch: StepRows, place: int, **more: Any) -> DumpRow:
         response_T, span = batch.responses[place].numpy(), batch.spans[place]
         tokens = self._texts(response_T)
 
@@ -302,7 +307,7 @@ class StepDump:
             base_advantage_T=column(batch.base_advantages_BT.float()),
             advantage_T=column(batch.advantages_BT.float()),
             labels={} if batch.generated is None else _tool_label(batch.generated[place]),
-            **known,
+            **more,
         )
 
     def _header(self, batch: StepRows, step: int, update: int, rows: Sequence[DumpRow]) -> DumpHeader:
