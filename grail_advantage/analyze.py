@@ -57,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
         "--advantages",
         choices=ADVANTAGES,
         default="auto",
-        help="auto: from reward or gold, else every row counts as wrong; wrong or right: every row counts as that",
+        help="auto: from reward or gold, else every response counts as incorrect; wrong: every response counts as incorrect; "
+        "right: as correct",
     )
     add_options(parser)
     return parser
@@ -153,24 +154,24 @@ def _chosen(responses: list[Response], options: argparse.Namespace) -> list[Resp
 
 
 def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> list[Response]:
-    """The responses, those with a gold answer and no reward judged by :mod:`grail_advantage.reward`."""
+    """The responses, those with a ground truth and no reward scored by :mod:`grail_advantage.reward`."""
     if not any(row.reward is None and row.gold is not None for row in responses):
         return list(responses)
     try:
         from grail_advantage.reward import compute_score
     except ImportError as error:
         raise ValueError(
-            f"gold answers without rewards have to be judged, and {error}; or give each line a reward"
+            f"a ground truth (gold) without a reward needs the reward function, and {error}; or give each line a reward"
         ) from error
-    judged = []
+    scored = []
     for row in responses:
         if row.reward is None and row.gold is not None:
             text = row.response
             if not isinstance(text, str):
                 text = tokenizer.decode(list(text), skip_special_tokens=True)
             row = replace(row, reward=compute_score("", text, row.gold)["score"])
-        judged.append(row)
-    return judged
+        scored.append(row)
+    return scored
 
 
 def tokenizer_of(model: str) -> PreTrainedTokenizerBase:
@@ -216,10 +217,10 @@ def _say(outcome: Outcome, rows: int) -> None:
         print(outcome.few_answers)
     for label, reasons in outcome.neutral.items():
         without = "".join(f"; {count} without scores ({reason})" for reason, count in reasons.items())
-        print(f"{label}: {rows - sum(reasons.values())} of {rows} rows have scores{without}")
+        print(f"{label}: {rows - sum(reasons.values())} of {rows} responses have scores{without}")
     for label in outcome.unchanged:
         print(
-            f"{label}: every weight is 1. Its page says which rows it weighs: --advantages, or rewards, may decide that"
+            f"{label}: every weight is 1. Its page says which responses it weighs: --advantages, or rewards, may decide that"
         )
     print(f"written: {outcome.path}")
 

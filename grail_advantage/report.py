@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         "--megabytes",
         type=float,
         default=MEGABYTES,
-        help="size of the file at most; values are rounded to it; default: %(default)g",
+        help="size of the file at most; larger ones get fewer rollouts; default: %(default)g",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--figures", type=Path, metavar="FOLDER", help="write the figures there, and no report")

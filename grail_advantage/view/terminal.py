@@ -1,4 +1,4 @@
-"""One rollout in the terminal: its tokens on colours by weight, what it was asked, and the tokens that weigh most and least.
+"""One rollout in the terminal: its tokens on colours by weight, what it was asked, and the tokens of highest and lowest weight.
 
 python -m grail_advantage.report RUN --terminal [--step N] [--row K]
 """
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grail_advantage.view.dump.files import DumpFile, DumpHeader, DumpRow, TokenDump
-from grail_advantage.view.page import colours
+from grail_advantage.view.page import colours, data
 from grail_advantage.view.page.visible import visible
 
 SHOWN = 8
@@ -113,14 +113,14 @@ def _facts(header: DumpHeader | None, row: DumpRow) -> Text:
     facts = [
         f"step {row.step}, row {row.row}, prompt {row.group}" + (f", update {row.update}" if row.update else ""),
         f"method {header.method}" if header and header.method else "",
-        row.outcome or "",
+        data.OUTCOME_WORDS.get(row.outcome or "unknown", ""),
         "" if row.reward is None else f"reward {row.reward:g}",
-        f"gold {row.gold}" if row.gold is not None else "",
+        f"ground truth {row.gold}" if row.gold is not None else "",
         f"answer {row.answer}" if row.answer is not None else "no answer",
         "truncated" if row.truncated else "",
         f"{len(row)} tokens",
         f"mean weight {trained.mean():.3f}" if len(trained) else "",
-        f"not scored: {row.neutral}" if row.neutral else "",
+        f"no scores: {row.neutral}" if row.neutral else "",
     ]
     return Text(" | ".join(visible(fact, breaks=False) for fact in facts if fact), style="bold")
 
@@ -138,15 +138,17 @@ def legend(table: Sequence[str], text: str) -> Text:
 
 
 def extremes(row: DumpRow, special: Mapping[int, str]) -> RenderableType:
-    """The tokens that weigh most and least, which also a terminal without colours shows."""
+    """The tokens of highest and lowest weight, which also a terminal without colours shows."""
     weights = np.where(row.mask_T & np.isfinite(row.weight_T), row.weight_T, np.nan)
     known = np.flatnonzero(np.isfinite(weights))
     order = known[np.argsort(-weights[known], kind="stable")]
     if not len(order) or weights[order[0]] == weights[order[-1]]:
-        return Text("every token weighs the same")
+        return Text("every token has the same weight")
     count = min(SHOWN, len(order) // 2)
-    shown = Table("", "token", "index", "weight", "score", title="heaviest and lightest tokens", title_justify="left")
-    for label, chosen in (("heaviest", order[:count]), ("lightest", order[::-1][:count])):
+    shown = Table(
+        "", "token", "index", "weight", "score", title="tokens of highest and lowest weight", title_justify="left"
+    )
+    for label, chosen in (("highest", order[:count]), ("lowest", order[::-1][:count])):
         for i in chosen.tolist():
             score = row.score_T[i] if row.score_T is not None else math.nan
             shown.add_row(

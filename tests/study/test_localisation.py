@@ -141,7 +141,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     ]
     main(arguments)
     output = capsys.readouterr()
-    assert "6 responses; advantage: every row counts as wrong (-1)" in output.err
+    assert "6 responses; advantage: every response counts as incorrect (-1)" in output.err
     assert "- 3 solutions with one labelled wrong step" in output.out and "What is due to the error" in output.out
     folder = Path("found/localisation")
     record = json.loads((folder / "localisation.json").read_text())

@@ -268,7 +268,7 @@ def test_wrong_lines_are_named(tmp_path: Path):
             read_responses(path)
     for extra, message in (
         ('"group": 1', "1 of 2 lines have a group; give all of them one, or none"),
-        ('"gold": "1"', "1 of 2 lines have a gold answer; give all of them one, or a reward"),
+        ('"gold": "1"', "1 of 2 lines have gold, the ground truth; give all of them one, or a reward"),
     ):
         path.write_text(f'{{"prompt": "a", "response": "b", {extra}}}\n{{"prompt": "a", "response": "b"}}\n')
         with pytest.raises(ValueError, match=message):
@@ -321,7 +321,7 @@ def test_command(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     call("--responses", "r.jsonl", "--method", "grail", "--method", "stare", "--out", "found")
     said = capsys.readouterr()
     assert "2 responses; advantage: the reward less its group's mean" in said.err
-    assert "grail: 1 of 2 rows have scores; 1 without scores (outside the gate)" in said.out
+    assert "grail: 1 of 2 responses have scores; 1 without scores (outside the gate)" in said.out
     assert "stare: every weight is 1" in said.out
     assert "see it: python -m grail_advantage.report found" in said.out
     rows = list(read_dump("found"))

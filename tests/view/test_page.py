@@ -53,7 +53,9 @@ def test_only_its_own_scripts_and_styles_may_run(run: Path) -> None:
         return [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in texts]
 
     assert rules["default-src"] == rules["connect-src"] == rules["base-uri"] == rules["form-action"] == ["'none'"]
-    assert rules["script-src"] == hashes(r"<script(?: type=\"module\")?>(.*?)</script>") and len(rules["script-src"]) == 2
+    assert (
+        rules["script-src"] == hashes(r"<script(?: type=\"module\")?>(.*?)</script>") and len(rules["script-src"]) == 2
+    )
     assert rules["style-src"] == hashes(r"<style>(.*?)</style>") and len(rules["style-src"]) == 1
     # The policy counts from its place on.
     assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script")
@@ -173,6 +175,8 @@ def test_few_answers_are_said_first(tmp_path: Path) -> None:
     for answer, few in (("hashes", True), ("boxed", True), (None, False)):
         write_step(tmp_path, DumpHeader(step=1, method="grail", answer=answer), rows)
         notes = index_of(tmp_path)["notes"]
-        assert [note.startswith(f"1 of the 6 responses have an answer in the format {answer}.") for note in notes] == [True] * few
+        assert [note.startswith(f"1 of the 6 responses have an answer in the format {answer}.") for note in notes] == [
+            True
+        ] * few
     write_step(tmp_path, DumpHeader(step=1, method="grail", answer="boxed"), rows[:5])
     assert not index_of(tmp_path)["notes"], "a fifth"

@@ -36,7 +36,7 @@ class Analysis:
     batch_tokens: int = 4096
     """Most tokens of a batch, padding counted."""
     advantages: str = "auto"
-    """``auto``: from the rewards, where there are any; ``wrong`` and ``right``: every row counts as that."""
+    """``auto``: from the rewards, where there are any; ``wrong`` and ``right``: every response counts as that."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template."""
     answer: AnswerFormat = BOXED
@@ -58,11 +58,11 @@ class Analysis:
         for label, signal in self.methods.items():
             if GROUPS in signal.reads and any(row.group is None for row in self.responses):
                 raise ValueError(
-                    f"{label} compares the responses of one prompt; give every line a group, and a reward or a gold answer"
+                    f"{label} compares the responses of one prompt; give every line a group, and a reward or gold"
                 )
             if GROUPS in signal.reads and (self.advantages != "auto" or any(r.reward is None for r in self.responses)):
                 raise ValueError(
-                    f"{label} compares right responses with wrong ones; give every line a reward or a gold answer, and leave "
+                    f"{label} compares correct responses with incorrect ones; give every line a reward or gold, and leave "
                     "the advantages at auto"
                 )
             for name in field_names(signal.reads):
@@ -81,9 +81,9 @@ class Analysis:
         rewards = [row.reward for row in self.responses]
         if self.advantages != "auto" or any(reward is None for reward in rewards):
             right = self.advantages == "right"
-            why = "" if self.advantages != "auto" else ", as there is neither a reward nor a gold answer"
-            value, word = (1.0, "right (1)") if right else (-1.0, "wrong (-1)")
-            return [value] * len(rewards), f"every row counts as {word}{why}"
+            why = "" if self.advantages != "auto" else ", as there is neither a reward nor a ground truth"
+            value, word = (1.0, "correct (1)") if right else (-1.0, "incorrect (-1)")
+            return [value] * len(rewards), f"every response counts as {word}{why}"
         known = [float(reward) for reward in rewards if reward is not None]
         if any(row.group is None for row in self.responses):
             return [

@@ -88,7 +88,7 @@ def read_responses(path: Path) -> list[Response]:
     judged = sum(row.reward is not None or row.gold is not None for row in responses)
     if 0 < judged < len(responses):
         raise ValueError(
-            f"{path}: {judged} of {len(responses)} lines have a gold answer; give all of them one, or a reward"
+            f"{path}: {judged} of {len(responses)} lines have gold, the ground truth; give all of them one, or a reward"
         )
     return responses
 
@@ -162,7 +162,7 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase, template_options
 
 
 def example_of(row: Response, template_options: Mapping[str, Any]) -> Example:
-    """The row as methods see it that ask the prompt again; the gold answer stands where verl's data sets have it.
+    """The row as methods see it that ask the prompt again; the ground truth is where verl's data sets have it.
 
     Raises:
         ValueError: the prompt is a text.

@@ -74,7 +74,9 @@ class Selection:
                     self._add(run, of_file, quota, file.header)
                 yield from of_file
 
-        return [by_position.row_table(rows(number)) if run.dump is not None else None for number, run in enumerate(runs)]
+        return [
+            by_position.row_table(rows(number)) if run.dump is not None else None for number, run in enumerate(runs)
+        ]
 
     def _add(self, run: int, rows: Sequence[DumpRow], quota: int, header: DumpHeader | None) -> None:
         """The rows of one file: whole groups until there are ``quota`` rows, at least one group."""
@@ -97,9 +99,7 @@ class Selection:
                 facts = {"run": run, "group": len(self.groups), **_facts(row)}
                 self.rollouts.append(Rollout(facts, columns, pack.pack(row, columns, special)))
             number = self.numbers[problem]
-            self.groups.append(
-                {"run": run, "step": first.step, "problem": number, "place": place}
-            )
+            self.groups.append({"run": run, "step": first.step, "problem": number, "place": place})
 
     def thin(self, share: float) -> bool:
         """Keep a share of the groups of every step; whether any went."""
@@ -264,8 +264,9 @@ def positions(
         of_method: Sequence[by_position.RowTable | None] = tables
         if len(methods) > 1:
             # The tables are of the plain columns; of several methods, each needs another reading.
-            dumps = [run.dump for run in runs]
-            of_method = [dump and by_position.row_table(dump.rows(), method=method) for dump in dumps]
+            of_method = [
+                by_position.row_table(run.dump.rows(), method=method) if run.dump is not None else None for run in runs
+            ]
         if (position := _position(of_method)) is not None:
             by_method[method] = position
     return by_method

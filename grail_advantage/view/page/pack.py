@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from grail_advantage.view.dump.files import DumpRow
+from grail_advantage.view.dump.files import DumpRow, MethodColumns
 
 _LARGEST = 15
 """Binary exponent of a column's largest value after its scaling; float16 ends at 65504, just below 2^16."""
@@ -46,13 +46,13 @@ def columns_of(row: DumpRow) -> dict[str, np.ndarray]:
     A column without a finite value is left out, and so is a token advantage that is the weight times the base advantage: the
     page multiplies.
     """
-    sources = {f":{name}": method for name, method in row.methods.items()} or {"": row}
+    sources: dict[str, DumpRow | MethodColumns] = {f":{name}": method for name, method in row.methods.items()}
     columns = {
         "base_advantage": row.base_advantage_T,
         "surprisal": None if row.old_log_prob_T is None else -row.old_log_prob_T,
         "entropy": row.entropy_T,
     }
-    for suffix, source in sources.items():
+    for suffix, source in (sources or {"": row}).items():
         columns |= {f"score{suffix}": source.score_T, f"weight{suffix}": source.weight_T}
         if not _is_product(source.advantage_T, source.weight_T, row.base_advantage_T):
             columns[f"advantage{suffix}"] = source.advantage_T
@@ -99,6 +99,6 @@ def to_half(value_T: np.ndarray) -> tuple[int, np.ndarray]:
         ``(exponent, half_T)``; what is not finite is NaN.
     """
     finite_T = np.where(np.isfinite(value_T), value_T, np.nan).astype(np.float64)
-    largest = np.nanmax(np.abs(finite_T), initial=0.0)
+    largest: float = np.nanmax(np.abs(finite_T), initial=0.0)
     exponent = int(np.frexp(largest)[1]) - _LARGEST if largest > 0 else 0
     return exponent, np.ldexp(finite_T, -exponent).astype("<f2")

@@ -105,7 +105,10 @@ def _page(title: str, content: dict[str, Any], blocks: Sequence[str]) -> str:
 
     uplot = assets / "uplot"
     style = _style(read("report.css")) + (uplot / "uPlot.min.css").read_text(encoding="utf-8")
-    scripts = [(uplot / "uPlot.iife.min.js").read_text(encoding="utf-8"), "\n".join(read(f"{name}.js") for name in _SCRIPTS)]
+    scripts = [
+        (uplot / "uPlot.iife.min.js").read_text(encoding="utf-8"),
+        "\n".join(read(f"{name}.js") for name in _SCRIPTS),
+    ]
     for text in (style, *scripts):
         if "</" in text:
             raise AssertionError("a script or style may not hold what could end it")
