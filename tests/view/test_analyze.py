@@ -213,7 +213,7 @@ def test_gold_answers_are_judged():
 def test_methods_that_compare_rows_say_what_they_need():
     for responses, message in (
         (graded([1, 0], [None, None]), "shear:epsilon=1 compares the responses of one prompt; give every line a group"),
-        (graded([None, None], ["a", "a"]), "compares right responses with wrong ones; give every line a reward"),
+        (graded([None, None], ["a", "a"]), "compares correct responses with incorrect ones; give every line a reward"),
     ):
         with pytest.raises(ValueError, match=message):
             Analysis(responses=responses, methods=parse_methods(["shear:epsilon=1"]), model="m")

@@ -15,10 +15,3 @@ def test_the_sample_is_made_and_small(tmp_path: Path) -> None:
     assert "worked arithmetic</title>" in text and str(tmp_path) not in text
     shipped = sample_report["OUTPUT"].read_text(encoding="utf-8")
     assert len(text) < len(shipped) < 1_000_000 and shipped.count("</title>") == 1
-
-
-def test_responses_come_in_groups_with_the_first_error_marked() -> None:
-    found = sample_report["responses"](2)
-    assert len(found) == 2 * sample_report["ROLLOUTS"] and len({row.group for row in found}) == 2
-    assert all(bool(row.labels) == (row.reward == 0) for row in found)
-    assert {row.reward for row in found} == {0.0, 1.0}

@@ -40,11 +40,6 @@ class Run:
         """Everything that could not be read so far."""
         return [*self.metric_problems, *(self.dump.problems if self.dump else [])]
 
-    @property
-    def name(self) -> str:
-        """For titles."""
-        return self.folder.resolve().name
-
 
 def open_run(folder: Path | str) -> Run:
     """Look into a run's folder, or into a token dump's.
