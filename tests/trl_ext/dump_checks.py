@@ -161,7 +161,7 @@ def test_the_report_of_a_run(tmp_path: Path) -> None:
     build(tmp_path / "run", data=scripted.prompts(solution=GOLD), weights=weights, max_steps=3).train()
     index = index_of(tmp_path / "run")
     titles = {curve["title"] for curve in index["curves"]}
-    assert titles >= {"Training reward", "Token weights", "Rows", "Response length", "Policy entropy"}
+    assert titles >= {"Training reward", "Token weights", "Responses", "Response length", "Policy entropy"}
     assert write_report(tmp_path / "run") == tmp_path / "run" / "report.html"
 
 
