@@ -31,9 +31,15 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 
 ruff check .
 ruff format --check .
-mypy
-lint-imports
-NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
+mypy &
+checks=($!)
+lint-imports &
+checks+=($!)
+NO_MKDOCS_2_WARNING=1 mkdocs build --quiet &
+checks+=($!)
+for check in "${checks[@]}"; do
+    wait "$check"
+done
 # More files at a time than cores: the slow tests wait for processes that start. tests/conftest.py decides which tests stay
 # together and which begin first. Ray runs its workers at nice 15, so that whole runs would starve beside tests at nice 0.
 nice -n 19 python -m pytest --durations=10 --numprocesses "${TEST_PROCESSES:-$processes}" --dist loadgroup --no-loadscope-reorder \

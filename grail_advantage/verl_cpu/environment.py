@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 
+import psutil
+
 
 def defaults() -> dict[str, str]:
     """Return variable name -> default value, both strings, for this machine."""
@@ -36,6 +38,8 @@ def defaults() -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         # Ray's control service keeps the last 100,000 tasks for its dashboard, which is off: the same page.
         "RAY_task_events_max_num_task_in_gcs": "1000",
+        # TransferQueue wants 8 threads and says at each of some 500 transfers a step that there are fewer cores.
+        "TQ_NUM_THREADS": str(min(8, psutil.cpu_count(logical=False) or 1)),
         # Usage reports, which collect facts about the machine while everything else starts.
         "VLLM_NO_USAGE_STATS": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
