@@ -37,6 +37,7 @@ from verl.utils.device import auto_set_device  # noqa: E402
 from grail_advantage.verl_ext.entry import prepare_run  # noqa: E402
 from grail_advantage.verl_ext.settings import algorithm_sections  # noqa: E402
 from grail_advantage.verl_ext.trainer_modes import TRAINER_MODES, TRAINER_MODULE  # noqa: E402
+from recipe import cpu_workers  # noqa: E402
 from recipe.checks import check_config  # noqa: E402
 from recipe.run_life import driver  # noqa: E402
 from recipe.run_life.identity import begin_run, check_run  # noqa: E402
@@ -84,6 +85,7 @@ def main(config: DictConfig) -> None:
     if not options_of(config).enabled:
         run_ppo(config, task_runner_class=TaskRunnerV1)
     elif begin_run(config):
+        cpu_workers.start(config)
         driver.run(config)
 
 

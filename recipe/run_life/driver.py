@@ -11,7 +11,6 @@ from omegaconf import DictConfig
 from ray.exceptions import ActorDiedError
 from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
 
-from recipe import cpu_workers
 from recipe.run_life.actors import death_of, last_lines
 from recipe.run_life.watch import HEADLINE, RunEnded, of_deaths
 
@@ -25,7 +24,6 @@ def run(config: DictConfig) -> None:
     # After a SIGTERM, Ray's failure handler (abseil's) leaves an alarm that aborts the process after 3 seconds, in the middle
     # of its orderly end. Runs before Ray's own function, which was registered earlier.
     atexit.register(signal.alarm, 0)
-    cpu_workers.start(config)
     try:
         run_ppo(config, task_runner_class=TaskRunnerV1)
     except RunEnded as error:  # Ray's error with the trainer's stack, which ends with the cause
