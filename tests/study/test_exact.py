@@ -15,7 +15,6 @@ from study.exact import (
     accuracy_gradient,
     deciding_tokens,
     exact_accuracy,
-    right_continuation,
     right_texts,
     token_advantages,
 )
@@ -79,59 +78,6 @@ def test_accuracy_is_that_of_every_text_enumerated(temperature: float = 0.6) -> 
             right += probability
     assert 1e-12 < right < 0.5
     assert exact_accuracy(model, TOKENIZER, texts, temperature=temperature) == pytest.approx(right, rel=1e-4)
-
-
-def test_accuracy_with_a_choice_is_that_of_every_text_enumerated() -> None:
-    """Word, digits and ends at every place where the text leaves one open; a step follows the word that was written."""
-    problem = StudyProblem("4(-3|+5)", 4, (("+", 5),), (None,), ((("-", 3), ("+", 5)),))
-    prompt, texts = prompt_ids(TOKENIZER, problem), texts_of(problem, "so then 4+5=9;\\boxed{9}")
-    assert TOKENIZER.convert_ids_to_tokens(np.array(texts.responses[0])[texts.decided[0]].tolist()) == [
-        *("then", "9", ";", "9", "}")
-    ]
-    model = build_model(TOKENIZER, 0).eval()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(5)
-    right = wrong = 0.0
-    for word, left in (("first", "4-3"), ("then", "4+5")):
-        for result in ("1", "9"):
-            for answer in ("1", "9"):
-                text = f"so {word} {left}={result};\\boxed{{{answer}}}"
-                ids = TOKENIZER.encode(text)
-                decided = deciding_tokens(read_tokens(problem, ids, TOKENIZER))
-                chances = [
-                    float(plain_log_probs(model, [*prompt, *ids[:place]])[ids[place]])
-                    for place in np.flatnonzero(decided)
-                ]
-                probability = float(np.exp(sum(chances)))
-                found = read(problem, text)
-                assert (not found.errors) == (answer == "9" and result == "9" and word == "then")
-                right, wrong = (right + probability, wrong) if not found.errors else (right, wrong + probability)
-    assert 0 < right < 1 and wrong > 0
-    assert exact_accuracy(model, TOKENIZER, texts) == pytest.approx(right, rel=1e-4)
-
-
-def test_advantages_of_a_wrong_word(model: Qwen3ForCausalLM) -> None:
-    """The value before the word is lost with it; the right text is that of the word, the operation and all that follows."""
-    problem = StudyProblem(
-        "7(+5|-2)(-3|+1)", 7, (("+", 5), ("-", 3)), (None, None), ((("+", 5), ("-", 2)), (("-", 3), ("+", 1)))
-    )
-    prompt = prompt_ids(TOKENIZER, problem)
-    right = TOKENIZER.encode("ok first 7+5=12;(1+1=3)first 12-3=9;\\boxed{9}")
-    wrong = TOKENIZER.encode("ok first 7+5=12;(1+1=3)then 12+1=13;\\boxed{13}")
-    unsaid = TOKENIZER.encode("ok 7+5=11;first 11-3=8;\\boxed{8}")
-    assert right_continuation(problem, wrong, read_tokens(problem, wrong, TOKENIZER), TOKENIZER) == right
-    right_T, wrong_T, unknown = token_advantages(model, TOKENIZER, [problem] * 3, [prompt] * 3, [right, wrong, unsaid])
-    assert unknown is None
-    decided = deciding_tokens(read_tokens(problem, right, TOKENIZER))
-    log_probs = [float(plain_log_probs(model, [*prompt, *right[:place]])[right[place]]) for place in range(len(right))]
-    value_T = np.exp(
-        [sum(x for x, d in zip(log_probs[p:], decided[p:], strict=True) if d) for p in range(len(right) + 1)]
-    )
-    np.testing.assert_allclose(right_T / value_T[0], np.diff(value_T) / value_T[0], rtol=1e-3, atol=1e-3)
-    place = next(p for p, (a, b) in enumerate(zip(right, wrong, strict=False)) if a != b)
-    assert TOKENIZER.convert_ids_to_tokens([right[place], wrong[place]]) == ["first", "then"] and decided[place]
-    assert wrong_T[:place] == pytest.approx(right_T[:place])
-    assert wrong_T[place] == pytest.approx(-value_T[place], rel=1e-4) and not wrong_T[place + 1 :].any()
 
 
 def test_gradient_is_that_of_finite_differences() -> None:

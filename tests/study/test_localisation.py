@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from itertools import permutations
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.view.dump.files import DumpRow, MethodColumns, read_dump
-from study.localisation.__main__ import main
+from grail_advantage.view.dump.files import DumpRow, MethodColumns
 from study.localisation.measure import (
     METRICS,
     localise,
     precision_at,
     rank_of,
 )
-from study.localisation.report import markdown
-from tests.core.tiny_models import char_tokenizer, tiny_model
 
 
 def test_ties_are_broken_evenly():
@@ -113,53 +107,3 @@ def test_twins_show_what_is_due_to_the_error():
     assert [values[kind].value for kind in values] == pytest.approx([(1 + 0.25) / 2, (0.5 + 0.25) / 2, 0.25])
     # Resamples hold the first problem, both, or the second.
     assert (values["difference"].low, values["difference"].high) == (0.0, 0.5)
-    assert "What is due to the error" in markdown(found, {})
-
-
-def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny_model(max_position_embeddings=512).save_pretrained("model")
-    char_tokenizer().save_pretrained("model")
-    question = "Ann has 3 bags of 28 apples. How many has she, and twice as many?"
-    answer = "She has <<3*28=84>>84.\nTwice that is <<84*2=168>>168.\n#### 168"
-    lines = [{"question": f"{question} ({n})", "answer": answer, "idx": n} for n in range(4)]
-    Path("s.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = [
-        "--model",
-        "model",
-        "--device",
-        "cpu",
-        "--steps",
-        "s.jsonl",
-        "--method",
-        "grail",
-        "--limit",
-        "3",
-        "--twins",
-        "--out",
-        "found",
-    ]
-    main(arguments)
-    output = capsys.readouterr()
-    assert "6 responses; advantage: every response counts as incorrect (-1)" in output.err
-    assert "- 3 solutions with one labelled wrong step" in output.out and "What is due to the error" in output.out
-    folder = Path("found/localisation")
-    record = json.loads((folder / "localisation.json").read_text())
-    assert record["problems"] == 3 and record["about"]["command"].endswith("--twins --out found")
-    rankings = {figure["ranking"] for figure in record["figures"]}
-    assert rankings == {"random", "earlier token", "later token", "number token", "surprisal", "entropy", "grail"}
-    row = next(iter(read_dump("found")))
-    wrong = "".join(row.tokens[slice(*row.labels["wrong_step"])])
-    assert wrong in row.response and row.prompt.endswith("within \\boxed{}.\n")
-    figures = list(csv.DictReader((folder / "localisation.csv").open()))
-    assert [float(figure["value"]) for figure in figures] == [figure["value"] for figure in record["figures"]]
-    each = list(csv.DictReader((folder / "problems.csv").open()))
-    assert len(each) == 3 * 2 * len(rankings) and each[0].keys() >= METRICS.keys()
-    of_grail = [float(one["token_auroc"]) for one in each if (one["ranking"], one["of"]) == ("grail", "wrong")]
-    key = {"ranking": "grail", "split": "all", "metric": "token_auroc", "of": "wrong"}
-    (mean,) = (figure for figure in record["figures"] if figure.items() >= key.items())
-    assert mean["value"] == pytest.approx(sum(of_grail) / 3, abs=1e-3)
-    assert {path.suffix for path in folder.glob("localisation.*")} == {".md", ".csv", ".json", ".png", ".svg"}
-    before = (folder / "localisation.csv").read_bytes()
-    main(arguments)  # finished: only measured anew
-    assert (folder / "localisation.csv").read_bytes() == before

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from scipy import stats
 
 from recipe.tiny.model import build_model
 from study.given_wording import Texts, texts_of
-from study.real_model import COMPARED, DRAWS, _chosen, draw, last_blocks, measure, measure_problem
+from study.real_model import COMPARED, DRAWS, _chosen, draw, last_blocks, measure_problem
 from study.task import study_tokenizer
 
 TOKENIZER = study_tokenizer()
@@ -111,32 +107,3 @@ def test_step_values_count_every_copy(texts: Texts) -> None:
     torch.testing.assert_close(
         measured.updates["step_values"], plain, rtol=1e-3, atol=1e-6 + 1e-4 * float(plain.abs().max())
     )
-
-
-def test_page_and_gains(tmp_path: Path) -> None:
-    data = tmp_path / "problems.jsonl"
-    other = {"question": "How much is 2 and 2, twice?", "answer": "2+2=<<2+2=4>>4\n4*2=<<4*2=8>>8\n#### 8"}
-    data.write_text("".join(json.dumps(record) + "\n" for record in (RECORD, other, RECORD)))
-    model = build_model(TOKENIZER, 0)
-    *_, (page, gains) = measure(model, TOKENIZER, data, count=2, longest=250, blocks=1, study=3)
-    head, *rows = gains.splitlines()
-    assert head == "problem," + ",".join(arm.name for arm in COMPARED[3]) and len(rows) == 2
-    values = np.array([[float(cell) for cell in row.split(",")[1:]] for row in rows])
-    assert f"| uniform (Dr. GRPO) | {values[:, 0].mean():.3f} [" in page and page.startswith("2 problems, groups of 8")
-
-
-def test_recorded_page_is_that_of_its_rows() -> None:
-    """Means, and intervals of the paired differences, by pandas and SciPy."""
-    folder = Path(__file__).parents[2] / "docs" / "study3"
-    gains = pd.read_csv(folder / "real_model.csv", index_col="problem")
-    text = (folder / "real_model.md").read_text(encoding="utf-8")
-    assert f"\n{len(gains)} problems," in text and f"--problems {len(gains)}\n" in text
-    labels = {arm.label: arm.name for arm in COMPARED[3]}
-    rows = {cells[1]: cells for cells in (re.split(r" *\| *", line) for line in text.splitlines()) if cells[1:2]}
-    for label, name in labels.items():
-        assert rows[label][2].split()[0] == f"{gains[name].mean():.3f}"
-        if name != "uniform":
-            difference = gains[name] - gains["uniform"]
-            low, high = stats.t.interval(0.95, len(gains) - 1, difference.mean(), stats.sem(difference))
-            said = [float(number) for number in re.findall(r"[+-]\d\.\d+", rows[label][3])]
-            assert said == pytest.approx([difference.mean(), low, high], abs=5.1e-4)
