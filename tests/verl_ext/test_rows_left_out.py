@@ -1,0 +1,175 @@
+"""Zero-advantage responses leave a mini-batch: the rows, lengths and settings that are left, on two ranks, by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl.utils import tensordict_utils as tu
+
+from grail_advantage.verl_ext.base_advantage import base_of, check_base, check_one_a_response
+from grail_advantage.verl_ext.neutral_rows import CUT_ENDS as CUT_TAILS
+from grail_advantage.verl_ext.neutral_rows import spread_in_mini_batches
+from grail_advantage.verl_ext.neutral_rows import without_neutral_rows as without_zero_advantage
+from grail_advantage.verl_ext.neutral_settings import SKIP
+from grail_advantage.verl_ext.neutral_settings import neutral_rows as what_is_left_out
+from grail_advantage.verl_ext.wire import nested
+
+PROMPTS, RESPONSES = (3, 2, 4, 1), (4, 3, 5, 2)
+GROUP = object()
+
+
+def mini_batch(advantages: list[list[float]], **settings: Any) -> Any:
+    """Rows with tokens 100, 101, ... and 200, 201, ...; the last token of the last row is a tool's."""
+    masks = [torch.ones(length, dtype=torch.int64) for length in RESPONSES]
+    masks[3][1] = 0
+
+    def values(start: int, lengths: Any) -> Any:
+        return nested([torch.arange(length) + start * (row + 1) for row, length in enumerate(lengths)])
+
+    whole = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    columns = {
+        "prompts": values(100, PROMPTS),
+        "responses": values(200, RESPONSES),
+        "input_ids": values(1000, whole),
+        "position_ids": nested([torch.arange(length) for length in whole]),
+        "response_mask": nested(masks),
+        "loss_mask": nested(masks),
+        "old_log_probs": nested([-torch.ones(length) for length in RESPONSES]),
+        "advantages": nested([torch.tensor(of_row) for of_row in advantages]),
+    }
+    return tu.get_tensordict(columns, non_tensor_dict=settings)
+
+
+def leave_out(
+    monkeypatch: pytest.MonkeyPatch, data: Any, other_rank: list[int], *, dynamic: bool = False, rows: int = 4
+) -> tuple[Any, list[int]]:
+    """The rows that are left on this rank, of two; and the lengths that it tells the other one."""
+    told: list[int] = []
+
+    def all_gather_object(found: list, own: list[int], group: object) -> None:
+        assert group is GROUP and len(found) == 2
+        told.extend(own)
+        found[:] = [own, other_rank]
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: {GROUP: 2}[group])
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    settings = SimpleNamespace(use_dynamic_bsz=dynamic, micro_batch_size_per_gpu=rows)
+    engine = SimpleNamespace(engine_config=settings, get_data_parallel_group=lambda: GROUP)
+    return without_zero_advantage(engine, data), told
+
+
+def lists(kept: Any, name: str) -> list[list]:
+    return [of_row.tolist() for of_row in kept[name].unbind()]
+
+
+def setting(kept: Any, name: str) -> Any:
+    return tu.get_non_tensor_data(kept, name, default=None)
+
+
+ADVANTAGES = [[0.0, -1.0, 0.0, 0.0], [0.0] * 3, [0.0, 0.0, 0.0, 0.0, 2.0], [0.0, 5.0]]
+
+
+def test_rows_tails_and_fillers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 0 and 2 train. The other rank has five rows: micro-batches of at most four become two of three, so four fillers."""
+    kept, told = leave_out(monkeypatch, mini_batch(ADVANTAGES, **{CUT_TAILS: True}), [10, 11, 12, 13, 14])
+    assert told == [3 + 2, 4 + 5]
+    assert setting(kept, "global_token_num") == [5, 9, 2, 2, 2, 2, 10, 11, 12, 13, 14, 2]
+    assert setting(kept, "micro_batch_size_per_gpu") == 3
+    assert lists(kept, "prompts") == [[100, 101, 102], [300, 301, 302, 303], *[[100]] * 4]
+    assert lists(kept, "responses") == [[200, 201], [600, 601, 602, 603, 604], *[[0]] * 4]
+    assert lists(kept, "input_ids") == [list(range(1000, 1005)), list(range(3000, 3009)), *[[1000, 1001]] * 4]
+    assert lists(kept, "position_ids") == [list(range(5)), list(range(9)), *[[0, 1]] * 4]
+    assert lists(kept, "response_mask") == [[1, 1], [1] * 5, *[[0]] * 4]
+    assert lists(kept, "old_log_probs") == [[-1.0] * 2, [-1.0] * 5, *[[0.0]] * 4]
+    assert lists(kept, "advantages") == [[0.0, -1.0], [0.0, 0.0, 0.0, 0.0, 2.0], *[[0.0]] * 4]
+    assert kept["loss_mask"].tolist() == [13, 0, 0, 0, 0, 0], "the sum over the whole mini-batch"
+
+
+def test_tails_stay_without_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, told = leave_out(monkeypatch, mini_batch(ADVANTAGES), [], rows=1)
+    assert told == [3 + 4, 4 + 5] and setting(kept, "micro_batch_size_per_gpu") == 1
+    assert setting(kept, "global_token_num") == [7, 9, 2, 2]
+    assert lists(kept, "responses") == [[200, 201, 202, 203], [600, 601, 602, 603, 604]]
+    assert kept["loss_mask"].tolist() == [13, 0]
+
+
+def test_a_token_budget_needs_no_even_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch's own settings count before the engine's."""
+    dynamic = mini_batch(ADVANTAGES, use_dynamic_bsz=True, micro_batch_size_per_gpu=2)
+    kept, _ = leave_out(monkeypatch, dynamic, [7, 7, 7], dynamic=False)
+    assert len(kept) == 3 and setting(kept, "micro_batch_size_per_gpu") == 2
+    fixed = mini_batch(ADVANTAGES, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+    kept, _ = leave_out(monkeypatch, fixed, [7, 7, 7], dynamic=True)
+    assert len(kept) == 4 and setting(kept, "micro_batch_size_per_gpu") == 2
+    kept, _ = leave_out(monkeypatch, mini_batch(ADVANTAGES), [7, 7, 7], dynamic=True)
+    assert len(kept) == 3 and setting(kept, "micro_batch_size_per_gpu") is None
+
+
+def test_a_mini_batch_without_an_advantage_keeps_one_filler(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, told = leave_out(monkeypatch, mini_batch([[0.0] * length for length in RESPONSES]), [])
+    assert told == [] and len(kept) == 1 and setting(kept, "global_token_num") == [2, 2]
+    assert lists(kept, "response_mask") == lists(kept, "responses") == [[0]]
+    assert lists(kept, "advantages") == [[0.0]] and kept["loss_mask"].tolist() == [13]
+
+
+def test_a_mini_batch_whose_every_token_trains_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = mini_batch([[1.0] * length for length in RESPONSES])
+    kept, told = leave_out(monkeypatch, data, [9], rows=3)
+    assert kept is data and told == [7, 5, 9, 3]
+    assert setting(kept, "global_token_num") == [7, 5, 9, 3, 9, 2, 2, 2]
+    assert setting(kept, "micro_batch_size_per_gpu") == 2
+
+
+def test_every_rank_gets_its_share_of_a_mini_batchs_rows() -> None:
+    # Mini-batches of four rows on two ranks: rows 0, 1 and 4, 5; then 2, 3 and 6, 7. In the first, 0 and 1 train.
+    order = spread_in_mini_batches([10, 20, 30, 40, 0, 0, 0, 0], [0, 1, 3], 2, 4)
+    assert {*order[:2]} & {0, 1} and {*order[4:6]} & {0, 1} and {*order[:2], *order[4:6]} == {0, 1, 4, 5}
+    assert {*order[2:4], *order[6:]} == {2, 3, 6, 7}
+    # Rows 0, 1 and 2 train: 30 tokens a rank, where the shortest other row fills up.
+    order = spread_in_mini_batches([10, 20, 30, 0, 0, 0], [0, 1, 2], 2, 6)
+    assert [{*order[:3]} & {0, 1, 2}, {*order[3:]} & {0, 1, 2}] in ([{0, 1}, {2}], [{2}, {0, 1}])
+
+
+def test_nothing_is_left_out_where_a_router_trains_on_every_row() -> None:
+    actor = {"loss_agg_mode": "token-mean"}
+    config = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"actor": actor}})
+    OmegaConf.update(config, SKIP, "auto", force_add=True)
+    for model in ({}, {"output_router_logits": False}):
+        left_out, reasons = what_is_left_out(config, model)
+        assert left_out.rows and left_out.ends and left_out.old_log_probs and reasons == []
+    left_out, (reason,) = what_is_left_out(config, {"output_router_logits": True})
+    assert not left_out.rows and not left_out.ends and not left_out.old_log_probs and "output_router_logits" in reason
+
+
+def config_of(base: str | None) -> Any:
+    return OmegaConf.create({"algorithm": {"token_weights": {"base": base}}})
+
+
+def test_the_base_advantage_is_one_of_verls_a_response() -> None:
+    assert base_of(OmegaConf.create({"algorithm": {}})) == base_of(config_of(None)) == "grpo"
+    for base in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "grpo_passk"):
+        assert base_of(config_of(base)) == base
+        check_base(config_of(base))
+    for base, message in (
+        ("gae", "token_weights.base=gae .* critic; .* grpo, rloo"),
+        ("grail", "token_weights.base=grail is a method .* grpo, rloo"),
+        ("mine", "token_weights.base='mine' is no estimator .* grpo, rloo"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_base(config_of(base))
+
+
+def test_an_own_base_may_not_differ_within_a_response() -> None:
+    mask_BT = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    same_BT = torch.tensor([[-2.0, -2.0, 7.0], [0.5, 0.5, 0.5]])
+    check_one_a_response(same_BT, mask_BT, "mine")
+    for change in (-0.1, 0.1):
+        other_BT = same_BT.clone()
+        other_BT[1, 2] += change
+        with pytest.raises(ValueError, match="base=mine gives the tokens of a response different advantages"):
+            check_one_a_response(other_BT, mask_BT, "mine")
+    check_one_a_response(mask_BT.float().cumsum(1), mask_BT, "rloo")
