@@ -34,6 +34,9 @@ BY_HAND = (
     (r"(?P<content>\d+) is it|never", b"4 is it, 5, never", [(0, 0, 1, 7)]),
     (r"(?<=Answer: )(?P<content>\d+)", "½ Answer: 42".encode(), [(11, 11, 13, 13)]),
     (r"Answer: (?=(?P<content>\d+))", "½ Answer: 42".encode(), [(3, 11, 13, 13)]),
+    (r"(?P<content>\d+) is it|never", b"never 4 is it", [(6, 6, 7, 13)]),
+    (r"(?<=(?P<content>\d\d): )x", "½ 42: x".encode(), [(3, 3, 5, 8)]),
+    (r"(?<=(?P<content>..))!", "é½!!".encode(), [(0, 0, 4, 5), (2, 2, 5, 6)]),
     (r"(?P<content>)", b"empty matches are none", []),
     (r"(?s)<a>(?P<content>.*?)</a>", b"<a>1\n2</a>", [(0, 3, 6, 10)]),
 )

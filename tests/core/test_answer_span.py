@@ -119,10 +119,22 @@ def test_special_tokens_that_are_tags() -> None:
     assert find_answer_span(ids, tokenizer) is None
 
 
+def test_every_id_of_the_vocabulary_counts_and_no_other_covers_a_byte() -> None:
+    backend = Tokenizer(models.WordLevel({"}": 0, "\\boxed{": 1, "7": 2}, unk_token="}"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert find_answer_span([-7, 1, 2, 3, 1000, 0, -1], tokenizer) == AnswerSpan(1, 2, 3, 6)
+
+
+def test_spelt_bytes_are_bytes_where_the_decoder_says_so() -> None:
+    for decoder, covered in ((decoders.Fuse(), b"<0x41>"), (decoders.ByteFallback(), b"A")):
+        assert token_bytes(word_tokenizer(["<0x41>"], decoder))[2] == covered
+
+
 def test_every_kind_of_row() -> None:
     tokenizer = real.char_tokenizer()
     two = tokenizer.encode("\\boxed{1}\\boxed{2}")
     assert find_answer_span(two, tokenizer) == AnswerSpan(9, 16, 17, 18), "the last one is the default"
+    assert find_answer_spans([two], tokenizer) == [AnswerSpan(9, 16, 17, 18)]
     text, expected = "x = \\boxed{1-2}.", AnswerSpan(4, 11, 14, 15)
     ids: list[int] = tokenizer.encode(text)
     rows = [ids, tuple(ids), torch.tensor(ids), torch.tensor(ids, dtype=torch.int32), np.repeat(ids, 2)[::2]]
@@ -212,9 +224,9 @@ class Slotted:
 def test_each_tokenizer_has_its_own_table(wrap: Callable[[Any], Any]) -> None:
     """Tokenizers that die leave their ids, which later ones take over."""
     ids = real.char_tokenizer("\\boxed{1}").encode("\\boxed{1}")
-    for number in range(20):
-        tokenizer = wrap(real.char_tokenizer("\\boxed{1}" if number % 2 else "\\boxed}1{"))
-        assert (find_answer_span(ids, tokenizer) is None) == (number % 2 == 0)
+    for number in range(20):  # the one before is still alive when the next is made, so that every other id is the same
+        tokenizer = wrap(real.char_tokenizer("\\boxed{1}" if number % 3 else "\\boxed}1{"))
+        assert (find_answer_span(ids, tokenizer) is None) == (number % 3 == 0)
 
 
 @pytest.fixture(scope="module", params=["qwen", "llama3"])
