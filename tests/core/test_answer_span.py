@@ -176,6 +176,13 @@ def test_tokenizers_whose_tokens_have_no_bytes_of_their_own(decoder: Any) -> Non
         find_answer_span([2, 3, 4], tokenizer)
 
 
+def test_spaces_are_stripped_only_from_a_whole_text() -> None:
+    strip, replace = decoders.Strip(" ", 1, 0), decoders.Replace("_", " ")
+    assert token_bytes(word_tokenizer(["_7"], decoders.Sequence([replace, decoders.Fuse(), strip])))[2] == b" 7"
+    with pytest.raises(ValueError, match=r"tokenizer: its decoder has the step .*Strip"):
+        token_bytes(word_tokenizer(["_7"], decoders.Sequence([replace, strip])))
+
+
 def test_nothing_is_attached_and_the_tokenizer_can_die() -> None:
     tokenizer = real.char_tokenizer()
     attributes = set(vars(tokenizer))

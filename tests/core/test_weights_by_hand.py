@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from grail_advantage import AnswerSpan, RolloutBatch, Signal
+from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch, Signal
 from grail_advantage.batch import PassRow
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.model.interface import RowScores
@@ -35,6 +35,10 @@ class Doubled(Signal):
 
 class WithMass(Doubled):
     normalize_mass: bool = True
+
+
+class OfTheWholeResponse(WithMass):
+    statistics: Any = "response"
 
 
 class Given(Signal):
@@ -76,6 +80,36 @@ def test_a_rows_weights_sum_to_the_number_of_its_tokens() -> None:
     got = batch_weights(SCORES, BATCH, ROWS, WithMass())
     torch.testing.assert_close(got.weights_BT[0], torch.tensor([2.0, 6.0, 0.5, 0.5]) * 4 / 9)
     assert got.weights_BT[1:].tolist() == [[1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
+
+
+def test_sums_of_little_of_nothing_and_of_a_shorter_row() -> None:
+    batch = batch_of([2, 4, 3], [None] * 3, [1.0] * 3)
+    scores = torch.tensor([[0.1, 0.1, NAN, NAN], [0.0] * 4, [1.0, 2.0, 3.0, NAN]])
+    got = batch_weights(scores, batch, selection(True, True, True), OfTheWholeResponse())
+    expected = [[1.0, 1.0, 0.0, 0.0], [0.0] * 4, [0.5, 1.0, 1.5, 0.0]]
+    torch.testing.assert_close(got.weights_BT, torch.tensor(expected))
+
+
+def test_a_row_without_an_answer_has_no_token_before_it() -> None:
+    got = batch_weights(torch.full((1, 3), 5.0), batch_of([3], [None], [-1.0]), selection(True), Doubled())
+    assert got.weights_BT.tolist() == [[1.0] * 3] and not got.from_scores_BT.any() and not got.non_finite_B.any()
+
+
+def test_tokens_elsewhere_have_the_weight_of_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    for elsewhere in (0.0, 1.0, 2.0):
+        monkeypatch.setattr(
+            Doubled, "reshape", lambda *_, at=elsewhere: Reshaped(torch.full((4, 4), 3.0), elsewhere=at)
+        )
+        got = batch_weights(torch.ones(4, 4), BATCH, selection(True, False, False, False), Doubled())
+        assert got.weights_BT[0].tolist() == [3.0, 3.0, elsewhere, elsewhere]
+
+
+def test_answers_of_two_rows() -> None:
+    """Of the first the boundary has weight 1 and the content 5, the second is outside the gate."""
+    batch = batch_of([4, 4], [AnswerSpan(1, 2, 3, 4)] * 2, [-1.0, 1.0])
+    config = GrailConfig("official", content_outside_gate=False)
+    got = batch_weights(torch.full((2, 4), 2.0), batch, config.select(batch), config)
+    assert got.weights_BT.tolist() == [[1.0, 1.0, 5.0, 1.0], [1.0] * 4]
 
 
 def test_without_scores_every_token_has_weight_1() -> None:
