@@ -17,7 +17,8 @@ from tests.core.tiny_models import char_tokenizer, tiny_model
 from tests.documentation import snippets
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted({path for pattern in ("*.md", "docs/**/*.md", "[a-z]*/**/README.md") for path in ROOT.glob(pattern)})
+FOLDERS = ("docs", "benchmarks", "examples", "recipe", "study")
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (?P<title>.+)$", re.MULTILINE)
