@@ -29,7 +29,7 @@ from grail_advantage.signals.base import HIDDEN_STATES, SALIENCY
 from grail_advantage.view.dump.files import COLUMNS, read_dump
 from recipe.run_life.checkpoints import STATE, TRACKER, checkpoints
 from tests.documentation import write_files
-from tests.run_life.killed_run import KilledRun, send
+from tests.run_life.killed_run import KilledRun
 from tests.verl_ext import whole_run
 from tests.verl_ext.whole_run import LIMIT, ROOT, WholeRun
 
@@ -142,9 +142,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     run = KilledRun(folder, overrides, rows=PROMPTS * STEPS, environment=variables)
     try:
         run.await_step(STEPS + 2)  # that of the validation before the training is logged, too
-        engine = run.find("engine")
+        engine = run.engine
         server = psutil.Process(engine).ppid()  # there is one for each of the two ranks
-        send(engine, "SIGKILL")
+        psutil.Process(engine).kill()
         run.end(BOUND)
     finally:
         run.kill_all()
