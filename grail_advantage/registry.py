@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 ENTRY_POINTS = "grail_advantage.signals"
 
-RESERVED = ("token_weights", "token_dump", "watchdog")
+RESERVED = ("token_weights", "token_dump")
 """Sections of ``algorithm`` that belong to the trainer."""
 
 _Class = TypeVar("_Class", bound=type)

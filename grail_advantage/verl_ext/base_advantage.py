@@ -1,18 +1,13 @@
 """The advantage of a response that token weights multiply: ``algorithm.token_weights.base``, an estimator of verl's registry.
 
 ``grpo``, the default, is the one that counts several outputs of a session as one response; with the others verl counts each
-output. ``gdpo`` compares the parts of the reward that ``algorithm.gdpo_reward_keys`` names, which verl's v1 trainer does not
-hand to it; here they come from what the reward function returned.
+output.
 
 Shape suffixes: B rows, T response tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
@@ -20,9 +15,10 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from grail_advantage.methods import methods
 
 BASE = "algorithm.token_weights.base"
-GRPO, GDPO = "grpo", "gdpo"
-TESTED = (GRPO, "rloo", "opo", GDPO, "reinforce_plus_plus_baseline")
+GRPO = "grpo"
+TESTED = (GRPO, "rloo", "opo", "reinforce_plus_plus_baseline")
 OTHERS = {
+    "gdpo": "it compares parts of the reward, which verl's v1 trainer does not hand to it",
     "gae": "its advantages differ from token to token, and need a critic",
     "reinforce_plus_plus": "its advantages may differ from token to token; use reinforce_plus_plus_baseline",
     "remax": "it needs a further response to each prompt, which verl's v1 trainer does not sample",
@@ -30,7 +26,6 @@ OTHERS = {
     "tir_optimal_token_baseline": "its advantages differ from token to token",
 }
 """Estimators of verl's that cannot be the base, with the reason."""
-_KEYS = "algorithm.gdpo_reward_keys"
 
 
 def base_of(config: DictConfig) -> str:
@@ -54,17 +49,6 @@ def check_base(config: DictConfig) -> None:
             f"{BASE}={base!r} is no estimator of verl's; choose one of {', '.join(TESTED)}, or register yours with "
             "verl.trainer.ppo.core_algos.register_adv_est in the module of algorithm.token_weights.trainer_module"
         )
-    if base != GDPO:
-        return
-    if not OmegaConf.select(config, _KEYS, default=None):
-        raise ValueError(
-            f"{BASE}=gdpo compares parts of the reward; name them in {_KEYS}, as compute_score returns them"
-        )
-    if config.algorithm.get("use_kl_in_reward", False):
-        raise ValueError(
-            f"algorithm.use_kl_in_reward=True does not work with {BASE}=gdpo, which reads the parts of the reward alone; use "
-            "actor_rollout_ref.actor.use_kl_loss"
-        )
 
 
 def check_one_a_response(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, base: str) -> None:
@@ -81,27 +65,3 @@ def check_one_a_response(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, bas
         raise ValueError(
             f"{BASE}={base} gives the tokens of a response different advantages, and token weights multiply one"
         )
-
-
-def reward_parts(extra_fields: Sequence[Any], algorithm: DictConfig) -> dict[str, np.ndarray]:
-    """The parts of the reward that ``gdpo`` compares, by name, each float32 (B,).
-
-    Args:
-        extra_fields: verl's field of that name, of each row.
-        algorithm: the run's ``algorithm``.
-
-    Raises:
-        ValueError: the reward function does not return one of them.
-    """
-    found: list[Mapping[str, Any]] = [
-        (fields.get("reward_extra_info") or {}) if isinstance(fields, Mapping) else {} for fields in extra_fields
-    ]
-    parts = {}
-    for name in algorithm.gdpo_reward_keys:
-        if any(name not in of_row for of_row in found):
-            known = ", ".join(sorted(set().union(*found))) or "nothing"
-            raise ValueError(
-                f"{_KEYS} names {name}, which compute_score does not return for every row; it returns {known}"
-            )
-        parts[name] = np.array([of_row[name] for of_row in found], dtype=np.float32)
-    return parts

@@ -145,19 +145,17 @@ class EngineModel(Model):
         )
 
 
-def gradient_mode(engine: FSDPEngineWithLMHead, *, keep_activations: bool = False) -> AbstractContextManager[None]:
-    """:func:`grail_advantage.model.activations.evaluation_mode` of the engine's model; its blocks are not checkpointed with
-    ``keep_activations``.
+def gradient_mode(engine: FSDPEngineWithLMHead) -> AbstractContextManager[None]:
+    """:func:`grail_advantage.model.activations.evaluation_mode` of the engine's model.
 
     With ``enable_activation_offload`` verl switches the blocks' own checkpointing off, and offloads, or checkpoints in its own
     way, in training mode alone (``verl.utils.activation_offload``). Blocks are checkpointed here then.
     """
-    checkpoint_blocks = None if keep_activations else engine.model_config.enable_activation_offload
-    return evaluation_mode(engine.module, checkpoint_blocks=checkpoint_blocks)
+    return evaluation_mode(engine.module, checkpoint_blocks=engine.model_config.enable_activation_offload)
 
 
 def training_micro_batches(
-    engine: FSDPEngineWithLMHead, rows: TensorDict, *, gradients: bool = True, most_tokens: int | None = None
+    engine: FSDPEngineWithLMHead, rows: TensorDict, *, gradients: bool = True
 ) -> list[tuple[TensorDict, list[int]]]:
     """Split by the token budget or the number of rows of the actor update's micro-batches, or without gradients of those of
     the old log-probabilities; as many on every rank.
@@ -166,7 +164,6 @@ def training_micro_batches(
         engine: verl's FSDP engine.
         rows: this rank's; as many on every rank.
         gradients: see above.
-        most_tokens: a smaller token budget, the same on every rank.
 
     Returns:
         the micro-batches, each with the indices of its rows.
@@ -180,7 +177,6 @@ def training_micro_batches(
         # A row that a signal made longer than any rollout goes alone; the ranks must agree on what is long.
         longest = rows["input_ids"].offsets().diff().max().to(get_device_name())
         torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX, group=engine.get_data_parallel_group())
-        budget = min(budget, most_tokens or budget)
         budget = max(budget, -(-int(longest) // engine.ulysses_sequence_parallel_size))
     rows = rows.copy()
     tu.assign_non_tensor(

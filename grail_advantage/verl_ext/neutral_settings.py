@@ -3,8 +3,6 @@
 - ``algorithm.token_weights.skip_neutral_rows``: ``auto`` leaves out rows whose token advantages are all 0 wherever the update
   stays the same to float rounding, ``true`` does the same and refuses a run in which it would not, ``false``, the default, runs
   every row.
-- ``algorithm.token_weights.log_all_rows``: with ``true`` every row keeps its forward of the old log-probabilities, so that
-  ``actor/entropy`` is that of all rows.
 
 How rows are left out is in :mod:`grail_advantage.verl_ext.neutral_rows`.
 """
@@ -20,7 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 from grail_advantage.verl_ext.settings import ENGINES, auto_or_bool, dump_options
 
 SKIP = "algorithm.token_weights.skip_neutral_rows"
-LOG_ALL = "algorithm.token_weights.log_all_rows"
 _ACTOR = "actor_rollout_ref.actor"
 _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
 
@@ -70,9 +67,6 @@ def neutral_rows(
         ValueError: an unknown value, or ``true`` in a run in which it would change the update.
     """
     choice = auto_or_bool(config, SKIP, default=False)
-    log_all = OmegaConf.select(config, LOG_ALL, default=False)
-    if not isinstance(log_all, bool):
-        raise ValueError(f"{LOG_ALL}={log_all!r} is unknown; choose true or false")
     if choice is False:
         return NeutralRows(), []
     against = [*_against_rows(config), *dropout_of(model or {}), *_router_loss_of(model or {})]
@@ -153,8 +147,6 @@ def _against_ends(config: DictConfig) -> Iterator[Obstacle]:
 def _against_forward(config: DictConfig, own_advantages: bool) -> Iterator[Obstacle]:
     """Settings with which something reads the old log-probabilities or entropies of rows without an advantage. A method reads
     those of the rows that it selects, which keep their forward."""
-    if OmegaConf.select(config, LOG_ALL, default=False):
-        yield f"{LOG_ALL}=True", "their entropy is wanted"
     if own_advantages:
         yield "a trainer with advantages of its own", "rewards alone do not say which rows have one"
     algorithm = config.algorithm

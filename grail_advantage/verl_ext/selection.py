@@ -5,7 +5,7 @@ Shape suffixes: B rows, T response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
 from grail_advantage.batch import EXAMPLES, TOKENS, PassRow, RolloutBatch
 from grail_advantage.signals.base import RowSelection, Signal
-from grail_advantage.verl_ext.base_advantage import GDPO, base_of
+from grail_advantage.verl_ext.base_advantage import base_of
 from grail_advantage.verl_ext.transfer import Rollouts
 
 
@@ -113,7 +113,6 @@ def reward_advantages(
     rollouts: Rollouts,
     mask_BT: torch.Tensor,
     config: DictConfig,
-    parts: Mapping[str, np.ndarray] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The advantages that ``PPOTrainer._compute_advantage`` makes of rewards alone, by verl's own code.
 
@@ -124,16 +123,11 @@ def reward_advantages(
         rollouts: prompts and responses.
         mask_BT: bool; the tokens that train.
         config: the run's.
-        parts: of the reward, by name, where the base advantage reads them.
 
     Returns:
         Advantages (B, T), all finite, and the rows that got 0 for a reward that is not finite, or too large; bool (B,).
     """
-    parts, base = parts or {}, base_of(config)
-    judged_B = rewards_BT.sum(dim=1).isfinite()
-    for values in parts.values():
-        judged_B = judged_B & torch.from_numpy(values).isfinite()
-    judged_B = judged_B[_last_outputs(rollouts.keys)]
+    judged_B = rewards_BT.sum(dim=1).isfinite()[_last_outputs(rollouts.keys)]
     compared_BT = mask_BT & judged_B.unsqueeze(1)  # some estimators compare whole batches
     groups: list[Any] = [
         group if judged else f"unjudged {place}"
@@ -146,15 +140,10 @@ def reward_advantages(
         },
         non_tensors={"uid": np.array(groups, dtype=object)},
     )
-    if base == GDPO:
-        # The part's place in the response plays no role: it is summed over the tokens.
-        data.batch["prompts"], data.batch["attention_mask"] = mask_BT[:, :0].long(), torch.ones_like(mask_BT).long()
-        for name, values in parts.items():
-            data.non_tensor_batch[name] = np.where(judged_B.numpy(), values, np.float32(0))
     data = compute_advantage_for_multi_trajectories(
         data,
         batch_keys=rollouts.keys,
-        adv_estimator=base,
+        adv_estimator=base_of(config),
         num_repeat=config.actor_rollout_ref.rollout.n,
         norm_adv_by_std_in_grpo=config.algorithm.get("norm_adv_by_std_in_grpo", True),
         config=config.algorithm,

@@ -4,10 +4,7 @@
 - ``algorithm.token_weights.share_forward``: ``auto`` takes a saliency on the forward that recomputes the old
   log-probabilities wherever that cannot change a result, ``true`` does the same and refuses a run in which it cannot, ``false``
   always runs a pass of its own.
-- ``algorithm.token_weights.keep_activations``: ``auto`` lets that forward keep the activations of the selected rows that
-  gradient checkpointing would compute again, in micro-batches that need no more memory than an update (on a GPU, with
-  ``use_dynamic_bsz``); ``true`` keeps them in micro-batches as large as the update's; ``false``, the default, never.
-- ``algorithm.token_weights.skip_neutral_rows`` and ``log_all_rows``: see :mod:`grail_advantage.verl_ext.neutral_settings`.
+- ``algorithm.token_weights.skip_neutral_rows``: see :mod:`grail_advantage.verl_ext.neutral_settings`.
 - ``algorithm.token_weights.answer``: the format of answers, see :mod:`grail_advantage.answers.format`; ``missing_answers``:
   what happens where responses have none, see :mod:`grail_advantage.answers.missing`.
 - ``algorithm.token_weights.base``: see :mod:`grail_advantage.verl_ext.base_advantage`.
@@ -35,25 +32,12 @@ from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
 
 SHARE_FORWARD = "algorithm.token_weights.share_forward"
-KEEP_ACTIVATIONS = "algorithm.token_weights.keep_activations"
 SECTION = "algorithm.token_weights"
 ENGINES = ("fsdp", "fsdp2")
 """Values of ``actor_rollout_ref.actor.strategy``: the engines of verl's in which this project runs code of its own."""
 DUMP_FOLDER = "algorithm.token_dump.folder"
 DUMP_EVERY = "algorithm.token_dump.every"
 DUMP_ROWS = "algorithm.token_dump.rows"
-RENAMED = {"algorithm.watchdog": "run_life (of recipe.main_grail; recipe/run_life/README.md)"}
-"""Options of earlier versions, and their names today."""
-MOVED = {
-    "grail_advantage.verl_ext.cpu.": "grail_advantage.verl_cpu.",
-    "grail_advantage.verl_ext.request_seeds.": "recipe.run_life.seeds.",
-}
-"""Modules of earlier versions that an option may name, and their places today."""
-NAMING_MODULES = (
-    "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
-    "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module",
-    "trainer.v1.sampler.custom_sampler.path",
-)
 
 
 def algorithm_sections() -> dict[str, Any]:
@@ -62,17 +46,13 @@ def algorithm_sections() -> dict[str, Any]:
     sections: dict[str, Any] = {
         "token_weights": {
             "share_forward": "auto",
-            "keep_activations": False,
             "skip_neutral_rows": False,
-            "log_all_rows": False,
             "trainer_module": None,
             "answer": BOXED.name,
             "missing_answers": CHOICES[0],
             "base": "grpo",
         },
         "token_dump": {"folder": None, "every": 1, "rows": 64},
-        # An old name must reach check_names.
-        **{old.removeprefix("algorithm."): None for old in RENAMED},
     }
     for each in methods().values():
         sections[each.section] = {
@@ -119,19 +99,11 @@ def missing_answers(config: DictConfig) -> str:
 
 
 def check_names(config: DictConfig) -> None:
-    """Refuse renamed options, and names close to an option of this project that nothing reads: a ``+`` accepts any name.
+    """Refuse names close to an option of this project that nothing reads: a ``+`` accepts any name.
 
     Raises:
         ValueError: naming the right one.
     """
-    for old, new in RENAMED.items():
-        if OmegaConf.select(config, old) is not None:
-            raise ValueError(f"{old} is called {new} now")
-    for option in NAMING_MODULES:
-        value = str(OmegaConf.select(config, option, default=""))
-        for old, new in MOVED.items():
-            if old in value:
-                raise ValueError(f"{option}={value} is {value.replace(old, new)} now")
     sections = algorithm_sections()
     verls = OmegaConf.load(Path(find_spec("verl").origin).parent / "trainer" / "config" / "ppo_trainer.yaml").algorithm
     for each in methods().values():
@@ -195,20 +167,10 @@ def check_share_forward(config: DictConfig, signal: Signal) -> None:
     Raises:
         ValueError: naming the option and the remedy.
     """
-    keep_activations(config)
     obstacle = _obstacle(config, signal)
     if _share_choice(config) is True and obstacle is not None:
         setting, reason = obstacle
         raise ValueError(f"{SHARE_FORWARD}=True does not work with {setting}: {reason}; use auto")
-
-
-def keep_activations(config: DictConfig) -> str | bool:
-    """``"auto"``, ``True`` or ``False``; see the module.
-
-    Raises:
-        ValueError: another value.
-    """
-    return auto_or_bool(config, KEEP_ACTIVATIONS, default=False)
 
 
 def _share_choice(config: DictConfig) -> str | bool:

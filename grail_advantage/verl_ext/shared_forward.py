@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from grail_advantage.model.interface import saliency_step
 from grail_advantage.verl_ext.engine_model import EngineMicroBatch, gradient_mode, training_micro_batches
-from grail_advantage.verl_ext.kept_activations import KEEP, KeptActivations, Part
 from grail_advantage.verl_ext.wire import nested
 
 TARGET = "saliency_target"
@@ -37,7 +36,7 @@ InferBatch = Callable[..., dict[str, Any]]
 
 
 def infer_batch_with_saliency(
-    engine: FSDPEngineWithLMHead, data: TensorDict, infer_batch: InferBatch, kept: KeptActivations
+    engine: FSDPEngineWithLMHead, data: TensorDict, infer_batch: InferBatch
 ) -> dict[str, Any] | None:
     """Returns the output of verl's ``infer_batch``, with the saliency of the rows that have a target; ``None`` for a batch
     without the setting ``LEAF``.
@@ -49,7 +48,6 @@ def infer_batch_with_saliency(
         engine: verl's FSDP engine in evaluation mode.
         data: this rank's rows with the field ``TARGET`` and the setting ``LEAF``; as many rows on every rank.
         infer_batch: the engine's own.
-        kept: of this rank.
 
     Returns:
         verl's output, whose ``model_output`` also has the nested float32 ``saliency`` and ``gradient_norm`` of all positions of
@@ -84,14 +82,8 @@ def infer_batch_with_saliency(
         losses = output["loss"]
     if with_graph:
         watch = DeviceWatch()
-        longest = int(lengths_R[with_graph].max())
-        for part in kept.parts(engine, tu.get_non_tensor_data(data, KEEP, default=False), longest):
-            of_part = with_graph[part.rows]
-            if of_part:
-                for indices, outputs in _with_graph(
-                    engine, tu.index_select_tensor_dict(data, of_part), part, kept, watch
-                ):
-                    collect([of_part[index] for index in indices], outputs)
+        for indices, outputs in _with_graph(engine, tu.index_select_tensor_dict(data, with_graph), watch):
+            collect([with_graph[index] for index in indices], outputs)
         seconds = torch.tensor([watch.seconds()], device=get_device_id())
         collect(with_graph, {SECONDS: [seconds] * len(with_graph)})
     for row in (~has_target_R).nonzero().flatten().tolist():
@@ -101,18 +93,15 @@ def infer_batch_with_saliency(
 
 
 def _with_graph(
-    engine: FSDPEngineWithLMHead, data: TensorDict, part: Part, kept: KeptActivations, watch: DeviceWatch
+    engine: FSDPEngineWithLMHead, data: TensorDict, watch: DeviceWatch
 ) -> Iterator[tuple[list[int], dict[str, Sequence[torch.Tensor]]]]:
     """Yields verl's outputs and the saliency of each micro-batch, with the indices of its rows."""
     leaf = tu.get_non_tensor_data(data, LEAF, default=None)
-    with gradient_mode(engine, keep_activations=part.keep):
-        for batch, indices in training_micro_batches(engine, data, most_tokens=part.most_tokens):
+    with gradient_mode(engine):
+        for batch, indices in training_micro_batches(engine, data):
             batch = batch.to(get_device_id())
             micro = EngineMicroBatch(engine, batch, (), with_log_probs=True)
-            tokens = len(batch["input_ids"].values()) / engine.ulysses_sequence_parallel_size
-            with kept.forward(tokens) if part.keep else nullcontext() as between:
-                backward = watch.running(between)
-                saliency = saliency_step(micro, batch[TARGET].tolist(), leaf, backward=backward)
+            saliency = saliency_step(micro, batch[TARGET].tolist(), leaf, backward=watch.running())
             yield indices, {**micro.outputs, **dict(zip(SALIENCY_FIELDS, zip(*saliency, strict=True), strict=True))}
 
 
@@ -124,10 +113,8 @@ class DeviceWatch:
         self._events: list[tuple[Any, Any]] = []
 
     @contextmanager
-    def running(self, first: Callable[[], None] | None = None) -> Iterator[None]:
-        """A piece; ``first`` is called before it."""
-        if first is not None:
-            first()
+    def running(self) -> Iterator[None]:
+        """A piece."""
         if get_device_name() == "cpu":
             start = time.perf_counter()
             yield

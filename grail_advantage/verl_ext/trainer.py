@@ -42,7 +42,7 @@ from grail_advantage.batch import PassRow
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.verl_ext.base_advantage import GDPO, GRPO, base_of, check_one_a_response, reward_parts
+from grail_advantage.verl_ext.base_advantage import base_of, check_one_a_response
 from grail_advantage.verl_ext.model_checks import check_model, check_text, check_tokenizer
 from grail_advantage.verl_ext.neutral_trainer import NeutralRowsTrainer
 from grail_advantage.verl_ext.patches import data_parallel_size, estimator_named, set_trainer_mode
@@ -61,7 +61,6 @@ from grail_advantage.verl_ext.settings import (
     SECTION,
     answer_of,
     dump_options,
-    keep_activations,
     missing_answers,
     shares_forward,
     signal_of,
@@ -70,7 +69,6 @@ from grail_advantage.verl_ext.trainer_modes import base_mode
 from grail_advantage.verl_ext.transfer import (
     Rollouts,
     fetch_columns,
-    fetch_objects,
     fetch_padded,
     fetch_rollouts,
     fetch_saliency,
@@ -197,15 +195,12 @@ class TokenWeightTrainer(NeutralRowsTrainer):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         base = base_of(self.config)
-        with estimator_named(self.config.algorithm, GRPO if base == GDPO else base):
+        with estimator_named(self.config.algorithm, base):
             batch = super()._compute_advantage(batch, metrics)
         with self._timed("rows"):
             rollouts = self._fetch_rollouts(batch)
             mask_BT, advantages_BT = fetch_padded(batch, "response_mask", "advantages")
             mask_BT = mask_BT.bool()
-            if base == GDPO:
-                advantages_BT, unjudged_B = self._reward_advantages(batch, rollouts, mask_BT, "rm_scores")
-                advantages_BT = torch.where(unjudged_B.unsqueeze(1), torch.nan, advantages_BT)
             check_one_a_response(advantages_BT, mask_BT, base)
             advantages_BT, unjudged_B = self._finite_advantages(batch, rollouts, mask_BT, advantages_BT)
             selection = self._selection
@@ -230,10 +225,7 @@ class TokenWeightTrainer(NeutralRowsTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :func:`grail_advantage.verl_ext.selection.reward_advantages`; ``rewards`` is the field of the rewards."""
         (rewards_BT,) = fetch_padded(batch, rewards)
-        parts = None
-        if base_of(self.config) == GDPO:
-            parts = reward_parts(fetch_objects(batch, "extra_fields"), self.config.algorithm)
-        return reward_advantages(rewards_BT, rollouts, mask_BT, self.config, parts)
+        return reward_advantages(rewards_BT, rollouts, mask_BT, self.config)
 
     def _finite_advantages(
         self, batch: KVBatchMeta, rollouts: Rollouts, mask_BT: torch.Tensor, advantages_BT: torch.Tensor
@@ -284,7 +276,7 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         targets_B2 = torch.full((len(batch), 2), -1)
         for row in selection.selected:
             targets_B2[row] = torch.tensor(self.signal.target_positions(pass_row(rollouts, selection, row)))
-        return request_saliency(batch, targets_B2, order, self.signal.leaf, keep_activations(self.config))
+        return request_saliency(batch, targets_B2, order, self.signal.leaf)
 
     # ---------------------------------------------------------------------------------------------------- scores and weights
 

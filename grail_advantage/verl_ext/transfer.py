@@ -23,7 +23,6 @@ from grail_advantage.answers.format import BOXED, AnswerFormat
 from grail_advantage.answers.span import AnswerSpan, find_answer_spans
 from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, OLD_LOG_PROBS, Example, field_names
 from grail_advantage.signals.base import Signal
-from grail_advantage.verl_ext.kept_activations import KEEP
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 from grail_advantage.verl_ext.wire import nested
 
@@ -165,9 +164,7 @@ def fetch_columns(batch: KVBatchMeta, signal: Signal) -> dict[str, torch.Tensor]
     return {name: values.float() for name, values in zip(names, fetch_padded(batch, *names), strict=True)}
 
 
-def request_saliency(
-    batch: KVBatchMeta, targets_B2: torch.Tensor, order: Sequence[int], leaf: str, keep_activations: str | bool
-) -> KVBatchMeta:
+def request_saliency(batch: KVBatchMeta, targets_B2: torch.Tensor, order: Sequence[int], leaf: str) -> KVBatchMeta:
     """Store the target of each row's saliency, and return the batch for a forward that keeps the graph of rows with a target.
 
     Args:
@@ -175,7 +172,6 @@ def request_saliency(
         targets_B2: int64, each row's half-open range of target tokens in prompt + response; -1 for none.
         order: the rows that are returned, by their places in the batch; results are stored by key.
         leaf: see :func:`grail_advantage.model.activations.leaf_module`.
-        keep_activations: see :mod:`grail_advantage.verl_ext.kept_activations`.
     """
     tq.kv_batch_put(
         keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict({TARGET: targets_B2}, batch_size=len(batch))
@@ -183,7 +179,7 @@ def request_saliency(
     request = batch.select_keys([batch.keys[row] for row in order])
     if request.fields is not None:
         request.fields = [*request.fields, TARGET]
-    request.extra_info |= {LEAF: leaf, KEEP: keep_activations}
+    request.extra_info |= {LEAF: leaf}
     return request
 
 

@@ -4,7 +4,6 @@ with updates that leave out the rows that train nothing."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
@@ -16,7 +15,6 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.engine_model import EngineModel
-from grail_advantage.verl_ext.kept_activations import KeptActivations
 from grail_advantage.verl_ext.neutral_rows import CUT_ENDS, without_neutral_rows
 from grail_advantage.verl_ext.patches import replace_infer_batch
 from grail_advantage.verl_ext.shared_forward import infer_batch_with_saliency
@@ -51,14 +49,12 @@ class TokenWeightTrainingWorker(TrainingWorker):
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
         super().__init__(config)
-        self.kept = KeptActivations()
-        replace_infer_batch(self.engine, partial(infer_batch_with_saliency, kept=self.kept))
+        replace_infer_batch(self.engine, infer_batch_with_saliency)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
         """verl's, over the rows that train; see :func:`grail_advantage.verl_ext.neutral_rows.without_neutral_rows`."""
-        with self.kept.update():
-            return super().train_batch(without_neutral_rows(self.engine, data) if CUT_ENDS in data else data)
+        return super().train_batch(without_neutral_rows(self.engine, data) if CUT_ENDS in data else data)
 
 
 class TokenWeightActorWorker(ActorRolloutRefWorker):

@@ -84,19 +84,7 @@ class Experiments(pass_ranks.Experiments):
         for share in TARGETS:
             rows = self._rows(setup, share)
             count(("verl", share), lambda rows=rows: log_probs(worker, rows, Sizes(rows=1)))
-            outputs: dict[str, Any] = {}
-            for name, keep in (("fused", False), ("kept", True)):
-
-                def run(name: str = name, keep: bool = keep, rows: Any = rows, outputs: dict = outputs) -> None:
-                    outputs[name] = log_probs(worker, rows, Sizes(rows=1), leaf="embeddings", keep=keep)
-
-                count((name, share), run)
-            found["kept is fused", share] = [
-                torch.equal(kept.nan_to_num(7.0), fused.nan_to_num(7.0))
-                for field, of_fused in outputs["fused"].items()
-                if field != "saliency_seconds"
-                for kept, fused in zip(outputs["kept"][field], of_fused, strict=True)
-            ]
+            count(("shared", share), lambda rows=rows: log_probs(worker, rows, Sizes(rows=1), leaf="embeddings"))
         for name in ("saliency", "oar_p"):
             rows = [OWN[name][0].prepare_row(row, char_tokenizer()) for row in uneven_rows(self.rank)]
             count(

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -191,14 +191,12 @@ def log_probs(
     sizes: Sizes,
     *,
     leaf: str | None = None,
-    keep: str | bool = False,
     temperature: float = 1.0,
 ) -> dict[str, list[torch.Tensor]]:
     """What ``compute_log_prob`` gives for this rank's rows, with ``leaf`` also their saliency; one list entry a row, nothing
     where verl collects nothing."""
     from verl.utils import tensordict_utils as tu
 
-    from grail_advantage.verl_ext.kept_activations import KEEP
     from grail_advantage.verl_ext.shared_forward import LEAF, TARGET
     from grail_advantage.verl_ext.wire import nested
 
@@ -213,7 +211,7 @@ def log_probs(
         non_tensor_dict={"temperature": temperature, "calculate_entropy": True, "compute_loss": False},
     )
     if leaf is not None:
-        tu.assign_non_tensor(data, **{LEAF: leaf, KEEP: keep})
+        tu.assign_non_tensor(data, **{LEAF: leaf})
     output = worker.infer_batch(data)
     if output is None:
         return {}
@@ -352,7 +350,6 @@ def training_worker(engine: Any) -> Any:
     """verl's training worker around an engine, without the process set-up of its constructor."""
     from verl.utils.device import get_device_name
 
-    from grail_advantage.verl_ext.kept_activations import KeptActivations
     from grail_advantage.verl_ext.patches import replace_infer_batch
     from grail_advantage.verl_ext.shared_forward import infer_batch_with_saliency
     from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker
@@ -364,6 +361,5 @@ def training_worker(engine: Any) -> Any:
     worker.device_name = get_device_name()
     worker.flops_counter = None
     worker.loss_fn = None
-    worker.kept = KeptActivations()
-    replace_infer_batch(engine, partial(infer_batch_with_saliency, kept=worker.kept))
+    replace_infer_batch(engine, infer_batch_with_saliency)
     return worker

@@ -21,8 +21,6 @@ from tests.verl_ext.one_step import make_trainer
 from tests.verl_ext.test_one_step import ROWS, Step
 
 BASE = "algorithm.token_weights.base"
-GDPO = ("+algorithm.gdpo_reward_keys=[right,short]", "+algorithm.gdpo_reward_weights=[1.0,0.5]")
-PARTS = {"right": (1.0, 0.0, 0.0, 1.0, 0.0, 0.0), "short": (0.2, 0.9, 0.4, 0.1, 0.7, 0.7)}
 LENGTHS = [len(text.removesuffix("<end>")) + 1 for _, _, text, _ in ROWS]
 GROUPS = [range(3), range(3, 6)]
 
@@ -61,17 +59,11 @@ def _whitened(advantages: list[float]) -> list[float]:
     return [(a - mean) / math.sqrt(variance + 1e-8) for a in advantages]
 
 
-def _gdpo(_rewards: list[float]) -> list[float]:
-    right, short = (_of_groups(list(PARTS[name]), _normed) for name in ("right", "short"))
-    return _whitened([one + 0.5 * other for one, other in zip(right, short, strict=True)])
-
-
 BY_HAND = {
     "grpo": lambda rewards: _of_groups(rewards, _normed),
     "rloo": lambda rewards: _of_groups(rewards, _rloo),
     "opo": lambda rewards: _of_groups(rewards, _opo),
     "reinforce_plus_plus_baseline": lambda rewards: _whitened(_of_groups(rewards, _centred)),
-    "gdpo": _gdpo,
 }
 REWARDS = [reward for *_, reward in ROWS]
 
@@ -81,27 +73,21 @@ def _step(patch: pytest.MonkeyPatch, *overrides: str, name: str = "uniform") -> 
     config = [f"algorithm.adv_estimator={name}", "actor_rollout_ref.rollout.n=3", *overrides]
     options = {"mask_truncated": False} if name == "uniform" else {}
     step.trainer = make_trainer(config, method(name).build(options), step.workers)
-    for place, row in enumerate(step.store.rows.values()):
-        row["extra_fields"] = {"reward_extra_info": {part: values[place] for part, values in PARTS.items()}}
     return step
-
-
-def _overrides(base: str) -> tuple[str, ...]:
-    return (f"{BASE}={base}", *(GDPO if base == "gdpo" else ()))
 
 
 @pytest.mark.parametrize("base", base_advantage.TESTED)
 def test_weight_one_is_the_estimator_by_hand(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = _step(monkeypatch, *_overrides(base)).run()
+    found = _step(monkeypatch, f"{BASE}={base}").run()
     assert set(BY_HAND) == set(base_advantage.TESTED)
     for values_T, expected in zip(found.values(), BY_HAND[base](REWARDS), strict=True):
         torch.testing.assert_close(values_T, torch.full_like(values_T, expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("base", [base for base in base_advantage.TESTED if base != "gdpo"])
+@pytest.mark.parametrize("base", base_advantage.TESTED)
 def test_weight_one_is_verls_stock_trainer_bit_for_bit(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        found = _step(patch, *_overrides(base)).run()
+        found = _step(patch, f"{BASE}={base}").run()
     step = Step(monkeypatch, [])
     step.trainer = make_trainer(
         [f"algorithm.adv_estimator={base}", "actor_rollout_ref.rollout.n=3"], method("uniform").build({}), step.workers
@@ -117,7 +103,7 @@ def test_weight_one_is_verls_stock_trainer_bit_for_bit(base: str, monkeypatch: p
 @pytest.mark.parametrize("base", base_advantage.TESTED)
 def test_weights_multiply_it(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = BY_HAND[base](REWARDS)
-    step = _step(monkeypatch, *_overrides(base), name="grail")
+    step = _step(monkeypatch, f"{BASE}={base}", name="grail")
     found = step.run()
     wrong = {key for (key, _, text, _), of in zip(ROWS, expected, strict=True) if of < 0 and "boxed" in text}
     assert set(step.workers.shared) == wrong and not step.workers.own and wrong
@@ -134,25 +120,15 @@ def test_a_row_without_a_finite_reward_reaches_no_other(
 ) -> None:
     bad, rest = ROWS[2][0], [row for row in ROWS if row != ROWS[2]]
     with monkeypatch.context() as patch:
-        step = _step(patch, *_overrides(base))
+        step = _step(patch, f"{BASE}={base}")
         step.store.rows[bad]["rm_scores"][-1] = math.nan
         found = step.run()
     assert not found.pop(bad).any() and "1 of 6 rows, such as a_2_0, have no finite reward" in caplog.text
     with monkeypatch.context() as patch:
         patch.setattr("tests.verl_ext.test_one_step.ROWS", rest)
-        patch.setitem(PARTS, "right", tuple(value for row, value in enumerate(PARTS["right"]) if row != 2))
-        patch.setitem(PARTS, "short", tuple(value for row, value in enumerate(PARTS["short"]) if row != 2))
-        expected = _step(patch, *_overrides(base)).run()
+        expected = _step(patch, f"{BASE}={base}").run()
     for key, values_T in expected.items():
         torch.testing.assert_close(found[key], values_T, rtol=1e-5, atol=1e-6)
-
-
-def test_a_part_of_the_reward_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = _step(monkeypatch, f"{BASE}=gdpo", "+algorithm.gdpo_reward_keys=[right,polite]")
-    with pytest.raises(
-        ValueError, match=r"gdpo_reward_keys names polite, which compute_score .* it returns right, short"
-    ):
-        step.run()
 
 
 @pytest.fixture
@@ -190,7 +166,7 @@ def test_an_estimator_of_ones_own(registered: Callable, monkeypatch: pytest.Monk
     [
         (
             (f"{BASE}=rlo",),
-            r"base='rlo' is no estimator of verl's; choose one of grpo, rloo, opo, gdpo, rein.*register_adv",
+            r"base='rlo' is no estimator of verl's; choose one of grpo, rloo, opo, rein.*register_adv",
         ),
         (
             (f"{BASE}=optimal_token_baseline",),
@@ -198,8 +174,7 @@ def test_an_estimator_of_ones_own(registered: Callable, monkeypatch: pytest.Monk
         ),
         ((f"{BASE}=gae",), r"base=gae does not work: .* need a critic; choose one of"),
         ((f"{BASE}=uniform",), r"base=uniform is a method of token weights itself; choose one of"),
-        ((f"{BASE}=gdpo",), r"base=gdpo compares parts of the reward; name them in algorithm\.gdpo_reward_keys"),
-        ((f"{BASE}=gdpo", *GDPO, "algorithm.use_kl_in_reward=true"), r"use_kl_in_reward=True .* use .*use_kl_loss"),
+        ((f"{BASE}=gdpo",), r"base=gdpo does not work: .*; choose one of"),
     ],
 )
 def test_what_is_refused(overrides: tuple[str, ...], message: str) -> None:
@@ -209,7 +184,7 @@ def test_what_is_refused(overrides: tuple[str, ...], message: str) -> None:
 
 @pytest.mark.parametrize("base", base_advantage.TESTED)
 def test_what_is_accepted(base: str) -> None:
-    check_config(compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=4", *_overrides(base)]))
+    check_config(compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=4", f"{BASE}={base}"]))
 
 
 def test_every_estimator_of_verls_is_judged() -> None:

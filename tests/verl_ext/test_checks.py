@@ -60,7 +60,6 @@ OF_METHODS = {
     ("algorithm.grail.weight_min=6",): r"weight_min=6\.0 is greater than grail\.weight_max=5\.0; swap them",
     (f"{METHOD}=grial",): r"adv_estimator='grial' is unknown; choose one of .*\bgrail\b.*\bgrpo\b",
     ("+algorithm.grail.noise_std=1",): r"noise_std is not an option; it is one of oar\. The options of grail are",
-    ("algorithm.watchdog=false",): r"algorithm\.watchdog is called run_life \(of recipe\.main_grail; .*\) now",
     ("+algorithm.grial.preset=robust",): r"nothing reads algorithm\.grial; is algorithm\.grail meant",
     ('algorithm.token_weights.answer="Answer: (.+)"',): r"is no format and has no group .* use boxed, hashes, tag, or",
     (

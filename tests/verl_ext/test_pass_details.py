@@ -67,13 +67,7 @@ class TestForwards:
             most = max(len(targets & set(range(rank, 12, 2))) for rank in (0, 1))
             for result in measured.of("counting", setup):
                 assert result["verl", share] == [6] * 4
-                assert result["fused", share] == [6 + (most if "no" not in setup else 0)] * 4
-
-    def test_kept_activations_are_not_computed_again_and_change_no_bit(self, measured: Measured, setup: str) -> None:
-        for result in measured.of("counting", setup):
-            for share in TARGETS:
-                assert result["kept", share] == [6] * 4
-                assert result["kept is fused", share] and all(result["kept is fused", share])
+                assert result["shared", share] == [6 + (most if "no" not in setup else 0)] * 4
 
     def test_ranks_with_very_different_rows_run_as_many(self, measured: Measured, setup: str) -> None:
         again = "no" not in setup

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -81,16 +80,3 @@ def test_options_come_from_the_methods_section() -> None:
             assert settings.signal_of(_config(**{**given, "adv_estimator": name}).algorithm) == method.build({})
     with pytest.raises(ValueError, match=r"'grial' is no registered signal; choose one of .*\bgrail\b"):
         settings.signal_of(_config(adv_estimator="grial").algorithm)
-
-
-def test_names_of_earlier_versions_are_refused_with_their_new_ones() -> None:
-    moved = "pkg://grail_advantage.verl_ext.cpu.replay_buffer"
-    renamed = [(old, "something", re.escape(f"{old} is called {new} now")) for old, new in settings.RENAMED.items()]
-    place = r"=pkg://.* is pkg://grail_advantage\.verl_cpu\.replay_buffer now"
-    for old, value, message in (*renamed, *((o, moved, re.escape(o) + place) for o in settings.NAMING_MODULES)):
-        config = OmegaConf.create({"algorithm": {}})
-        OmegaConf.update(config, old, value, force_add=True)
-        with pytest.raises(ValueError, match=message):
-            settings.check_names(config)
-        OmegaConf.update(config, old, None)
-        settings.check_names(config)
