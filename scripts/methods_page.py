@@ -23,7 +23,7 @@ from grail_advantage.options import Options, option_schemas
 from grail_advantage.registry import reshapers
 from grail_advantage.reshapers.base import Reshaper, ReshaperChoice
 from grail_advantage.signals.base import HIDDEN_STATES, LOG_PROBS, LOGITS, SALIENCY, SEQUENCES, Signal
-from grail_advantage.verl_ext.support import (
+from grail_advantage.verl_ext.settings import (
     works_with_bypass,
     works_with_fused_kernels,
     works_with_sequence_parallel,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import warnings
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,25 +16,26 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from grail_advantage.methods import methods
-from grail_advantage.registry import NameTakenError, failure_message, failures
+from grail_advantage.registry import RESERVED, NameTakenError, failure_message, failures
 from grail_advantage.signals.base import LOGITS, SALIENCY, SEQUENCES, Signal
 from grail_advantage.signals.oar import OarConfig
 from grail_advantage.verl_cpu import checks as cpu_checks
-from grail_advantage.verl_ext.base_advantage import check_base
 from grail_advantage.verl_ext.estimators import WEIGHS_TOKENS, register_estimators
 from grail_advantage.verl_ext.model_checks import adapter_config, check_model, check_text, check_tokenizer, read_json
-from grail_advantage.verl_ext.neutral_settings import neutral_rows
 from grail_advantage.verl_ext.settings import (
+    BASE,
+    BASES,
     ENGINES,
+    NEEDED_WHOLE,
+    SHARE_FORWARD,
+    algorithm_sections,
     answer_of,
-    check_names,
-    check_share_forward,
+    base_of,
     dump_options,
-    missing_answers,
+    parse_missing_answers,
+    share_choice,
+    share_obstacle,
     signal_of,
-)
-from grail_advantage.verl_ext.support import (
-    NEEDED,
     works_with_bypass,
     works_with_fused_kernels,
     works_with_sequence_parallel,
@@ -43,6 +47,7 @@ from grail_advantage.verl_ext.trainer_modes import (
     base_mode,
     import_trainer_module,
 )
+from grail_advantage.verl_ext.zero_advantage_rules import choose_skipping
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +57,15 @@ ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 KERNEL_BACKENDS = ("torch", "triton")
 UNIFORM = "uniform"
 """The method whose weights are all 1."""
+OTHER_BASES = {
+    "gdpo": "it compares parts of the reward, which verl's v1 trainer does not hand to it",
+    "gae": "its advantages differ from token to token, and need a critic",
+    "reinforce_plus_plus": "its advantages may differ from token to token; use reinforce_plus_plus_baseline",
+    "remax": "it needs a further response to each prompt, which verl's v1 trainer does not sample",
+    "optimal_token_baseline": "its advantages differ from token to token",
+    "tir_optimal_token_baseline": "its advantages differ from token to token",
+}
+"""Estimators of verl's that cannot be the base, with the reason."""
 
 _ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
@@ -66,10 +80,10 @@ def check_config(config: DictConfig) -> None:
     tokenizer = check_start(config)
     signal = signal_of(config.algorithm)
     answer_of(config)
-    missing_answers(config)
-    check_base(config)
+    parse_missing_answers(config)
+    _check_base(config)
     check_share_forward(config, signal)
-    neutral_rows(config)
+    choose_skipping(config)
     dump_options(config)
     _check_reads(config, signal)
     _check_uses(config, signal)
@@ -148,6 +162,59 @@ def check_estimator(name: str) -> None:
     if name not in ADV_ESTIMATOR_REGISTRY:
         known = ", ".join(sorted(ADV_ESTIMATOR_REGISTRY))
         raise ValueError(f"algorithm.adv_estimator={name!r} is unknown; choose one of {known}{failure_message()}")
+
+
+def check_names(config: DictConfig) -> None:
+    """Refuse names close to an option of this project that nothing reads: a ``+`` accepts any name.
+
+    Raises:
+        ValueError: naming the right one.
+    """
+    sections = algorithm_sections()
+    verls = OmegaConf.load(Path(find_spec("verl").origin).parent / "trainer" / "config" / "ppo_trainer.yaml").algorithm
+    for each in methods().values():
+        if each.section in verls:
+            raise ValueError(
+                f"the method {each.name} wants the section algorithm.{each.section}, which is an option of verl's; register it "
+                "under another name"
+            )
+    for name in config.algorithm:
+        similar = difflib.get_close_matches(str(name), sections, n=1, cutoff=0.75)
+        if name not in sections and similar and name not in verls:
+            raise ValueError(f"nothing reads algorithm.{name}; is algorithm.{similar[0]} meant?")
+    for section in RESERVED:
+        for name in config.algorithm.get(section) or {}:
+            if name not in sections[section]:
+                known = ", ".join(sections[section])
+                raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {known}")
+
+
+def _check_base(config: DictConfig) -> None:
+    """An estimator that gives no advantage a response, or that needs something that is not there."""
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    base, tested = base_of(config), ", ".join(BASES)
+    if base in OTHER_BASES:
+        raise ValueError(f"{BASE}={base} does not work: {OTHER_BASES[base]}; choose one of {tested}")
+    if base in methods():
+        raise ValueError(f"{BASE}={base} is a method of token weights itself; choose one of {tested}")
+    if base not in ADV_ESTIMATOR_REGISTRY:
+        raise ValueError(
+            f"{BASE}={base!r} is no estimator of verl's; choose one of {tested}, or register yours with "
+            "verl.trainer.ppo.core_algos.register_adv_est in the module of algorithm.token_weights.trainer_module"
+        )
+
+
+def check_share_forward(config: DictConfig, signal: Signal) -> None:
+    """Refuse unknown values, and ``true`` where the forward cannot be shared.
+
+    Raises:
+        ValueError: naming the option and the remedy.
+    """
+    obstacle = share_obstacle(config, signal)
+    if share_choice(config) is True and obstacle is not None:
+        setting, reason = obstacle
+        raise ValueError(f"{SHARE_FORWARD}=True does not work with {setting}: {reason}; use auto")
 
 
 def _local_tokenizer(model: DictConfig) -> PreTrainedTokenizerBase | None:
@@ -269,7 +336,7 @@ def _check_uses(config: DictConfig, signal: Signal) -> None:
     actor = config.actor_rollout_ref.actor
     fused = f"{_MODEL}.use_fused_kernels"
     if OmegaConf.select(config, fused, default=False) and not works_with_fused_kernels(signal):
-        _refuse(config, fused, f"use false: the method reads {NEEDED[signal.uses]}, which they do not put out")
+        _refuse(config, fused, f"use false: the method reads {NEEDED_WHOLE[signal.uses]}, which they do not put out")
     longest = config.data.max_prompt_length + config.data.max_response_length
     if signal.uses == SEQUENCES and actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
         _refuse(
@@ -312,7 +379,7 @@ def _check_sequence_parallel(config: DictConfig, signal: Signal) -> None:
         _refuse(config, f"{_ACTOR}.ulysses_sequence_parallel_size", remedy, size)
 
     if not works_with_sequence_parallel(signal):
-        refuse(f"use 1: the method reads {NEEDED[signal.uses]}, of which each rank has a slice")
+        refuse(f"use 1: the method reads {NEEDED_WHOLE[signal.uses]}, of which each rank has a slice")
     if not signal.uses:
         return
     if not model.get("use_remove_padding", False):

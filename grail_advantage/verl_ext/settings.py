@@ -4,10 +4,11 @@
 - ``algorithm.token_weights.share_forward``: ``auto`` takes a saliency on the forward that recomputes the old
   log-probabilities wherever that cannot change a result, ``true`` does the same and refuses a run in which it cannot, ``false``
   always runs a pass of its own.
-- ``algorithm.token_weights.skip_neutral_rows``: see :mod:`grail_advantage.verl_ext.neutral_settings`.
+- ``algorithm.token_weights.skip_neutral_rows``: see :mod:`grail_advantage.verl_ext.zero_advantage_rules`.
 - ``algorithm.token_weights.answer``: the format of answers, see :mod:`grail_advantage.answers.format`; ``missing_answers``:
   what happens where responses have none, see :mod:`grail_advantage.answers.missing`.
-- ``algorithm.token_weights.base``: see :mod:`grail_advantage.verl_ext.base_advantage`.
+- ``algorithm.token_weights.base``: the estimator of verl's registry that gives the advantage of a response, which token weights
+  multiply. ``grpo``, the default, is the one that counts several outputs of a session as one response.
 - ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
 - ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of ``rows`` rows a step, ``every`` so many
   steps; see docs/token_dump.md.
@@ -15,9 +16,7 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,24 @@ from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, check_choice
+from grail_advantage.batch import ENTROPY
 from grail_advantage.methods import method, methods
 from grail_advantage.options import option_fields
-from grail_advantage.registry import RESERVED
-from grail_advantage.signals.base import Signal
+from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SEQUENCES, Signal
 from grail_advantage.signals.saliency import SaliencySignal
 
-SHARE_FORWARD = "algorithm.token_weights.share_forward"
 SECTION = "algorithm.token_weights"
+SHARE_FORWARD = f"{SECTION}.share_forward"
+BASE = f"{SECTION}.base"
+BASES = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
+"""Estimators of verl's that are tested as the base."""
 ENGINES = ("fsdp", "fsdp2")
 """Values of ``actor_rollout_ref.actor.strategy``: the engines of verl's in which this project runs code of its own."""
 DUMP_FOLDER = "algorithm.token_dump.folder"
 DUMP_EVERY = "algorithm.token_dump.every"
 DUMP_ROWS = "algorithm.token_dump.rows"
+NEEDED_WHOLE = {LOGITS: "logits", SEQUENCES: "logits of made-up sequences", HIDDEN_STATES: "hidden states"}
+"""Outputs of a model that neither fused kernels nor a rank of a sequence-parallel group has whole, for messages."""
 
 
 def algorithm_sections() -> dict[str, Any]:
@@ -50,7 +54,7 @@ def algorithm_sections() -> dict[str, Any]:
             "trainer_module": None,
             "answer": BOXED.name,
             "missing_answers": CHOICES[0],
-            "base": "grpo",
+            "base": BASES[0],
         },
         "token_dump": {"folder": None, "every": 1, "rows": 64},
     }
@@ -87,8 +91,8 @@ def answer_of(config: DictConfig) -> AnswerFormat:
         raise ValueError(f"{SECTION}.{error}") from error
 
 
-def missing_answers(config: DictConfig) -> str:
-    """What happens where responses have no answer: ``stop``, ``warn`` or ``ignore``.
+def parse_missing_answers(config: DictConfig) -> str:
+    """Returns what happens where responses have no answer: ``stop``, ``warn`` or ``ignore``.
 
     Raises:
         ValueError: another value.
@@ -98,29 +102,9 @@ def missing_answers(config: DictConfig) -> str:
     return choice
 
 
-def check_names(config: DictConfig) -> None:
-    """Refuse names close to an option of this project that nothing reads: a ``+`` accepts any name.
-
-    Raises:
-        ValueError: naming the right one.
-    """
-    sections = algorithm_sections()
-    verls = OmegaConf.load(Path(find_spec("verl").origin).parent / "trainer" / "config" / "ppo_trainer.yaml").algorithm
-    for each in methods().values():
-        if each.section in verls:
-            raise ValueError(
-                f"the method {each.name} wants the section algorithm.{each.section}, which is an option of verl's; register it "
-                "under another name"
-            )
-    for name in config.algorithm:
-        similar = difflib.get_close_matches(str(name), sections, n=1, cutoff=0.75)
-        if name not in sections and similar and name not in verls:
-            raise ValueError(f"nothing reads algorithm.{name}; is algorithm.{similar[0]} meant?")
-    for section in RESERVED:
-        for name in config.algorithm.get(section) or {}:
-            if name not in sections[section]:
-                known = ", ".join(sections[section])
-                raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {known}")
+def base_of(config: DictConfig) -> str:
+    """The name of the estimator of the base advantage."""
+    return OmegaConf.select(config, BASE, default=None) or BASES[0]
 
 
 @dataclass(frozen=True)
@@ -158,22 +142,11 @@ def dump_options(config: DictConfig) -> DumpOptions | None:
 
 def shares_forward(config: DictConfig, signal: Signal) -> bool:
     """Whether this run takes the signal on the forward of the old log-probabilities."""
-    return _share_choice(config) is not False and _obstacle(config, signal) is None
+    return share_choice(config) is not False and share_obstacle(config, signal) is None
 
 
-def check_share_forward(config: DictConfig, signal: Signal) -> None:
-    """Refuse unknown values, and ``true`` where the forward cannot be shared.
-
-    Raises:
-        ValueError: naming the option and the remedy.
-    """
-    obstacle = _obstacle(config, signal)
-    if _share_choice(config) is True and obstacle is not None:
-        setting, reason = obstacle
-        raise ValueError(f"{SHARE_FORWARD}=True does not work with {setting}: {reason}; use auto")
-
-
-def _share_choice(config: DictConfig) -> str | bool:
+def share_choice(config: DictConfig) -> str | bool:
+    """The value of ``share_forward``."""
     return auto_or_bool(config, SHARE_FORWARD, default="auto")
 
 
@@ -189,7 +162,7 @@ def auto_or_bool(config: DictConfig, option: str, *, default: str | bool) -> str
     return choice
 
 
-def _obstacle(config: DictConfig, signal: Signal) -> tuple[str, str] | None:
+def share_obstacle(config: DictConfig, signal: Signal) -> tuple[str, str] | None:
     """Returns the setting that rules a shared forward out, as ``option=value``, and the reason; ``None`` where none does."""
     algorithm = config.algorithm
     if not (isinstance(signal, SaliencySignal) and signal.on_any_forward):
@@ -202,3 +175,18 @@ def _obstacle(config: DictConfig, signal: Signal) -> tuple[str, str] | None:
     if algorithm.get("use_kl_in_reward", False):
         return "algorithm.use_kl_in_reward=True", "the advantages, and so the rows, depend on the old log-probabilities"
     return None
+
+
+def works_with_sequence_parallel(signal: Signal) -> bool:
+    """Whether each rank may hold a slice of the rows."""
+    return signal.uses not in NEEDED_WHOLE
+
+
+def works_with_fused_kernels(signal: Signal) -> bool:
+    """Whether verl's fused forward is enough, whose output is log-probabilities alone."""
+    return signal.uses not in NEEDED_WHOLE
+
+
+def works_with_bypass(signal: Signal) -> bool:
+    """Whether the rollout's log-probabilities may replace the old ones, so that no forward gives an entropy."""
+    return ENTROPY not in signal.reads

@@ -42,26 +42,26 @@ from grail_advantage.batch import PassRow
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.verl_ext.base_advantage import base_of, check_one_a_response
-from grail_advantage.verl_ext.model_checks import check_model, check_text, check_tokenizer
-from grail_advantage.verl_ext.neutral_trainer import NeutralRowsTrainer
-from grail_advantage.verl_ext.patches import data_parallel_size, estimator_named, set_trainer_mode
-from grail_advantage.verl_ext.row_balance import deal, spread
-from grail_advantage.verl_ext.selection import (
-    Selection,
+from grail_advantage.verl_ext.method_batch import (
+    MethodBatch,
+    build_method_batch,
+    check_one_advantage_a_response,
     end_token_ids,
     mean_of_loss,
     pass_row,
     reward_advantages,
-    select_rows,
     truncated_rows,
 )
+from grail_advantage.verl_ext.model_checks import adapter_config, check_model, check_text, check_tokenizer
+from grail_advantage.verl_ext.patches import data_parallel_size, estimator_named, set_trainer_mode
+from grail_advantage.verl_ext.row_balance import deal, spread
 from grail_advantage.verl_ext.settings import (
     ENGINES,
     SECTION,
     answer_of,
+    base_of,
     dump_options,
-    missing_answers,
+    parse_missing_answers,
     shares_forward,
     signal_of,
 )
@@ -79,6 +79,8 @@ from grail_advantage.verl_ext.transfer import (
 from grail_advantage.verl_ext.update_dump import UpdateDump
 from grail_advantage.verl_ext.wire import build_request
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
+from grail_advantage.verl_ext.zero_advantage_rules import SKIP, choose_skipping
+from grail_advantage.verl_ext.zero_advantage_steps import ZeroAdvantageSteps
 from grail_advantage.weighting import batch_weights, put_row, scores_of
 
 logger = logging.getLogger(__name__)
@@ -90,7 +92,7 @@ log-probabilities, a part of ``timing_s/old_log_prob``; ``token_weights_pass``: 
 ``token_weights_weighting``: scores to advantages."""
 
 
-class TokenWeightTrainer(NeutralRowsTrainer):
+class TokenWeightTrainer:
     """Mixin for verl's v1 trainers; goes before one of them in the bases."""
 
     actor_worker_class: type[TokenWeightActorWorker] = TokenWeightActorWorker
@@ -103,14 +105,17 @@ class TokenWeightTrainer(NeutralRowsTrainer):
     """Rows of the current batch whose saliency came with the old log-probabilities."""
     _rollouts: Rollouts | None = None
     """The current batch, fetched once a step."""
-    _selection: Selection | None = None
-    """The current batch's rows as the rewards alone choose them."""
+    _by_rewards: MethodBatch | None = None
+    """The current batch as the rewards alone show it."""
     _answers: AnswerWatch | None = None
+    _dump: UpdateDump | None = None
+    _zero_advantage: ZeroAdvantageSteps
+    config: DictConfig
 
     def __init__(self, config: DictConfig) -> None:
         self.signal = signal_of(config.algorithm)
         self.answer = answer_of(config)
-        self._answers = AnswerWatch(self.signal, self.answer, missing_answers(config), f"{SECTION}.")
+        self._answers = AnswerWatch(self.signal, self.answer, parse_missing_answers(config), f"{SECTION}.")
         set_trainer_mode(config, base_mode(type(self)))
         super().__init__(config)
 
@@ -139,7 +144,11 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         self._end_tokens = end_token_ids(self.tokenizer, model.generation_config)
         self._context_length = settings.rollout.max_model_len or get_max_position_embeddings(model.hf_config)
         self._model_shares_forward = check_model(self.config, self.signal, model.local_path)
-        self._choose_left_out(model)
+        described = {**model.hf_config.to_dict(), "adapter": adapter_config(settings.model)}
+        skipping, against = choose_skipping(self.config, described, own_advantages=self.own_advantages)
+        for line in against:
+            logger.warning("%s: %s", SKIP, line)
+        self._zero_advantage = ZeroAdvantageSteps(self.config, skipping)
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
@@ -175,38 +184,46 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         super()._save_checkpoint()
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        self._saliency_keys = self._no_forward = frozenset()
-        self._rollouts = self._selection = None
+        self._rollouts, self._by_rewards, self._saliency_keys = None, None, frozenset()
+        self._zero_advantage.begin_batch()
         shares = self._model_shares_forward and shares_forward(self.config, self.signal)
-        if not (shares or self._left_out.old_log_probs):
+        if not (shares or self._zero_advantage.skipping.skip_old_log_probs):
             return super()._compute_old_log_prob(batch, metrics)
         with self._timed("rows"):
             rollouts = self._fetch_rollouts(batch)
             advantages = self._reward_advantages(batch, rollouts, rollouts.mask_BT, "rm_scores")
-            self._selection = selection = self._select(rollouts, rollouts.mask_BT, *advantages)
-            rows, selected = self._rows_with_forward(rollouts, selection), selection.selected if shares else []
-            order = spread(rollouts.lengths, selected, data_parallel_size(self.actor_rollout_wg), rows)
-            request = self._request_saliency(batch, rollouts, selection, order) if selected else batch
-            if not selected and len(rows) < len(batch):
-                request = batch.select_keys([batch.keys[row] for row in order])
+            seen = self._by_rewards = self._build_method_batch(rollouts, rollouts.mask_BT, *advantages)
+            scored = seen.scored_rows if shares else []
+            request = self._forward_request(batch, rollouts, seen, scored)
         written = super()._compute_old_log_prob(request, metrics)
-        self._saliency_keys = frozenset(batch.keys[row] for row in selected)
-        return without_saliency_fields(self._with_all_rows(written, batch, rollouts))
+        self._saliency_keys = frozenset(batch.keys[row] for row in scored)
+        return without_saliency_fields(self._zero_advantage.put_missing_log_probs(written, batch, rollouts))
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         base = base_of(self.config)
-        with estimator_named(self.config.algorithm, base):
+        with (
+            estimator_named(self.config.algorithm, base),
+            self._zero_advantage.correction_of_known_rows(batch, metrics),
+        ):
             batch = super()._compute_advantage(batch, metrics)
         with self._timed("rows"):
             rollouts = self._fetch_rollouts(batch)
             mask_BT, advantages_BT = fetch_padded(batch, "response_mask", "advantages")
             mask_BT = mask_BT.bool()
-            check_one_a_response(advantages_BT, mask_BT, base)
+            check_one_advantage_a_response(advantages_BT, mask_BT, base)
             advantages_BT, unjudged_B = self._finite_advantages(batch, rollouts, mask_BT, advantages_BT)
-            selection = self._selection
-            if selection is None or not selection.is_of(mask_BT, advantages_BT):
-                selection = self._select(rollouts, mask_BT, advantages_BT, unjudged_B)
-        return self._weigh_advantages(batch, rollouts, selection, metrics)
+            seen = self._by_rewards
+            if seen is None or not seen.is_of(mask_BT, advantages_BT):
+                seen = self._build_method_batch(rollouts, mask_BT, advantages_BT, unjudged_B)
+        return self._weigh_advantages(batch, rollouts, seen, metrics)
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        if not self._zero_advantage.skipping.skip_update:
+            return super()._update_actor(batch, metrics)
+        request, figures = self._zero_advantage.update_request(batch, data_parallel_size(self.actor_rollout_wg))
+        written = super()._update_actor(request, metrics)
+        metrics.update(figures)
+        return written.select_keys(batch.keys)
 
     # ------------------------------------------------------------------------------------------------------------------ rows
 
@@ -215,7 +232,7 @@ class TokenWeightTrainer(NeutralRowsTrainer):
             options = OmegaConf.select(self.config, "data.apply_chat_template_kwargs", default=None) or {}
             options = OmegaConf.to_container(OmegaConf.create(options), resolve=True)
             self._rollouts = fetch_rollouts(batch, self.signal, self.tokenizer, options, self.answer)
-            self._selection = None
+            self._by_rewards = None
             if self._answers is not None:
                 self._answers.look(self._rollouts.spans, self._rollouts.generated, self.tokenizer)
         return self._rollouts
@@ -223,7 +240,7 @@ class TokenWeightTrainer(NeutralRowsTrainer):
     def _reward_advantages(
         self, batch: KVBatchMeta, rollouts: Rollouts, mask_BT: torch.Tensor, rewards: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :func:`grail_advantage.verl_ext.selection.reward_advantages`; ``rewards`` is the field of the rewards."""
+        """See :func:`grail_advantage.verl_ext.method_batch.reward_advantages`; ``rewards`` is the field of the rewards."""
         (rewards_BT,) = fetch_padded(batch, rewards)
         return reward_advantages(rewards_BT, rollouts, mask_BT, self.config)
 
@@ -253,11 +270,11 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         )
         return torch.where(finite_B.unsqueeze(1), advantages_BT, replaced_BT), unjudged_B
 
-    def _select(
+    def _build_method_batch(
         self, rollouts: Rollouts, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor, unjudged_B: torch.Tensor
-    ) -> Selection:
+    ) -> MethodBatch:
         rollout = self.config.actor_rollout_ref.rollout
-        return select_rows(
+        return build_method_batch(
             self.signal,
             rollouts,
             mask_BT,
@@ -269,38 +286,47 @@ class TokenWeightTrainer(NeutralRowsTrainer):
             tokenizer=self.tokenizer,
         )
 
-    def _request_saliency(
-        self, batch: KVBatchMeta, rollouts: Rollouts, selection: Selection, order: list[int]
+    def _forward_request(
+        self, batch: KVBatchMeta, rollouts: Rollouts, seen: MethodBatch, scored: list[int]
     ) -> KVBatchMeta:
-        """The batch for a forward of these rows that keeps the graph of the selected ones."""
+        """The batch for a forward of the old log-probabilities that keeps the graph of the ``scored`` rows."""
+        ranks, rows = data_parallel_size(self.actor_rollout_wg), list(range(len(batch)))
+        dumped = self._dump is not None and self._dump.writes(self.global_steps)
+        if self._zero_advantage.skipping.skip_old_log_probs and not dumped:
+            rows = self._zero_advantage.rows_with_forward(rollouts, seen, ranks)
+        if not scored and len(rows) == len(batch):
+            return batch
+        order = spread(rollouts.lengths, scored, ranks, rows)
+        if not scored:
+            return batch.select_keys([batch.keys[row] for row in order])
         targets_B2 = torch.full((len(batch), 2), -1)
-        for row in selection.selected:
-            targets_B2[row] = torch.tensor(self.signal.target_positions(pass_row(rollouts, selection, row)))
+        for row in scored:
+            targets_B2[row] = torch.tensor(self.signal.target_positions(pass_row(rollouts, seen, row)))
         return request_saliency(batch, targets_B2, order, self.signal.leaf)
 
     # ---------------------------------------------------------------------------------------------------- scores and weights
 
     def _weigh_advantages(
-        self, batch: KVBatchMeta, rollouts: Rollouts, selection: Selection, metrics: dict
+        self, batch: KVBatchMeta, rollouts: Rollouts, seen: MethodBatch, metrics: dict
     ) -> KVBatchMeta:
-        signal, rows = self.signal, selection.rows
+        signal, rows = self.signal, seen.rows
         shared_B = torch.zeros_like(rows.selected_B)
         pass_scores_BT, gradient_norms = None, torch.zeros(0)
         with self._timed("weighting"):
-            seen = replace(selection.batch, columns_BT=fetch_columns(batch, signal))
+            known = replace(seen.batch, columns_BT=fetch_columns(batch, signal))
             if signal.uses:
-                pass_scores_BT, gradient_norms, shared_B = self._shared_scores(batch, rollouts, selection)
+                pass_scores_BT, gradient_norms, shared_B = self._shared_scores(batch, rollouts, seen)
         remaining = (rows.selected_B & ~shared_B).nonzero().flatten().tolist() if signal.uses else []
         if remaining:
             with self._timed("pass"):
-                own_norms = self._own_scores(rollouts, selection, remaining, pass_scores_BT)
+                own_norms = self._own_scores(rollouts, seen, remaining, pass_scores_BT)
                 gradient_norms = torch.cat([gradient_norms, *own_norms])
         with self._timed("weighting"):
-            scores_BT = scores_of(signal, seen, rows, pass_scores_BT)
-            result = batch_weights(scores_BT, seen, rows, signal)
-            weighted_BT = result.advantages(selection.advantages_BT, seen.mask_BT)
-            self._note_trained(rollouts, selection, weighted_BT)
-            figures = weight_metrics(result, seen.mask_BT, seen.advantages_B, rows, gradient_norms)
+            scores_BT = scores_of(signal, known, rows, pass_scores_BT)
+            result = batch_weights(scores_BT, known, rows, signal)
+            weighted_BT = result.advantages(seen.advantages_BT, known.mask_BT)
+            self._zero_advantage.note_trained(rollouts, seen, weighted_BT)
+            figures = weight_metrics(result, known.mask_BT, known.advantages_B, rows, gradient_norms)
 
         if result.non_finite_B.any():
             logger.warning(
@@ -309,16 +335,16 @@ class TokenWeightTrainer(NeutralRowsTrainer):
                 int(result.non_finite_B.sum()),
                 int(rows.selected_B.sum()),
             )
-        valid_B = seen.valid_B
-        figures["truncated_rate"] = int((selection.truncated_B & valid_B).sum()) / max(1, int(valid_B.sum()))
-        figures["unjudged_rate"] = int((selection.unjudged_B & valid_B).sum()) / max(1, int(valid_B.sum()))
+        valid_B = known.valid_B
+        figures["truncated_rate"] = int((seen.truncated_B & valid_B).sum()) / max(1, int(valid_B.sum()))
+        figures["unjudged_rate"] = int((seen.unjudged_B & valid_B).sum()) / max(1, int(valid_B.sum()))
         figures["shared_forward_rate"] = int(shared_B.sum()) / max(1, int(rows.selected_B.sum()))
         metrics.update({f"{self.config.algorithm.adv_estimator}/{name}": value for name, value in figures.items()})
 
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
                 step, update = self.global_steps, self.local_trigger_step
-                self._dump.write(batch, rollouts, selection, scores_BT, result, weighted_BT, step=step, update=update)
+                self._dump.write(batch, rollouts, seen, scores_BT, result, weighted_BT, step=step, update=update)
             metrics["token_dump/failed_files"] = self._dump.failed_files
         with self._timed("weighting"):
             written = put_advantages(batch, rollouts.responses, weighted_BT)
@@ -327,13 +353,13 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         return without_saliency_fields(written)
 
     def _shared_scores(
-        self, batch: KVBatchMeta, rollouts: Rollouts, selection: Selection
+        self, batch: KVBatchMeta, rollouts: Rollouts, seen: MethodBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Scores (B, T) of the rows whose saliency came with the old log-probabilities, NaN elsewhere; their gradient norms;
         and these rows, bool (B,)."""
-        scores_BT = torch.full(selection.batch.mask_BT.shape, float("nan"))
+        scores_BT = torch.full(seen.batch.mask_BT.shape, float("nan"))
         shared_B = torch.tensor([key in self._saliency_keys for key in rollouts.keys], dtype=torch.bool)
-        shared_B &= selection.rows.selected_B
+        shared_B &= seen.rows.selected_B
         shared = shared_B.nonzero().flatten().tolist()
         norms = [torch.zeros(0)]
         if shared:
@@ -341,7 +367,7 @@ class TokenWeightTrainer(NeutralRowsTrainer):
             values, seconds = fetch_saliency([rollouts.keys[row] for row in shared], batch.partition_id)
             self.timing_raw[f"{TIMING}_backward"] = self.timing_raw.get(f"{TIMING}_backward", 0.0) + seconds
             for row, of_row in zip(shared, values, strict=True):
-                asked = pass_row(rollouts, selection, row)
+                asked = pass_row(rollouts, seen, row)
                 positions = slice(asked.response_start - 1, signal.target_positions(asked)[1])
                 scores = signal.row_scores(asked, *(of_positions[positions] for of_positions in of_row))
                 put_row(scores_BT, row, asked.response_length, scores, signal)
@@ -349,10 +375,10 @@ class TokenWeightTrainer(NeutralRowsTrainer):
         return scores_BT, torch.cat(norms), shared_B
 
     def _own_scores(
-        self, rollouts: Rollouts, selection: Selection, rows: list[int], scores_BT: torch.Tensor
+        self, rollouts: Rollouts, seen: MethodBatch, rows: list[int], scores_BT: torch.Tensor
     ) -> list[torch.Tensor]:
         """Put the scores of ``rows`` from a pass of their own into ``scores_BT``; returns their gradient norms."""
-        prepared = [self.signal.prepare_row(pass_row(rollouts, selection, row), self.tokenizer) for row in rows]
+        prepared = [self.signal.prepare_row(pass_row(rollouts, seen, row), self.tokenizer) for row in rows]
         scores = self._run_pass(prepared)
         for row, of_row in zip(rows, scores, strict=True):
             put_row(scores_BT, row, len(rollouts.responses[row]), of_row, self.signal)

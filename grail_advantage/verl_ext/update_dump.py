@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils as tu
 
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
 from grail_advantage.signals.base import Signal
-from grail_advantage.verl_ext.selection import Selection
+from grail_advantage.verl_ext.method_batch import MethodBatch
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, answer_of, dump_options
 from grail_advantage.verl_ext.transfer import Rollouts
 from grail_advantage.view.dump.step import StepDump, StepRows, neutral_reasons, size_estimate
@@ -95,7 +95,7 @@ class UpdateDump:
         self,
         batch: KVBatchMeta,
         rollouts: Rollouts,
-        selection: Selection,
+        seen: MethodBatch,
         scores_BT: torch.Tensor | None,
         result: BatchWeights,
         advantages_BT: torch.Tensor,
@@ -108,7 +108,7 @@ class UpdateDump:
         Args:
             batch: keys of the rows.
             rollouts: prompts and responses.
-            selection: the batch as the method sees it.
+            seen: the batch as the method sees it.
             scores_BT: NaN where there is no score; ``None`` for a method without scores.
             result: the weights.
             advantages_BT: after weighting.
@@ -120,7 +120,6 @@ class UpdateDump:
             chosen = self._dump.choose(step, update, rollouts.groups, of_run)
             if not chosen:
                 return
-            seen = selection.batch
             fetched = tq.kv_batch_get(
                 keys=[rollouts.keys[row] for row in chosen],
                 partition_id=batch.partition_id,
@@ -128,10 +127,10 @@ class UpdateDump:
             )
             neutral = neutral_reasons(
                 self.signal,
-                selection.rows,
-                valid_B=seen.valid_B,
-                advantages_B=seen.advantages_B,
-                truncated_B=selection.truncated_B,
+                seen.rows,
+                valid_B=seen.batch.valid_B,
+                advantages_B=seen.batch.advantages_B,
+                truncated_B=seen.truncated_B,
                 non_finite_B=result.non_finite_B,
             )
             rows = StepRows(
@@ -142,13 +141,13 @@ class UpdateDump:
                 prompts=rollouts.prompts,
                 responses=rollouts.responses,
                 generated=rollouts.generated,
-                spans=seen.spans,
-                truncated_B=selection.truncated_B,
+                spans=seen.batch.spans,
+                truncated_B=seen.truncated_B,
                 neutral=neutral,
-                mask_BT=seen.mask_BT,
+                mask_BT=seen.batch.mask_BT,
                 scores_BT=torch.full_like(advantages_BT, float("nan")) if scores_BT is None else scores_BT,
                 weights_BT=result.weights_BT,
-                base_advantages_BT=selection.base_advantages_BT,
+                base_advantages_BT=seen.base_advantages_BT,
                 advantages_BT=advantages_BT,
                 rows_in_step=sum(of_run),
             )

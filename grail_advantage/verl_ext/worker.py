@@ -15,10 +15,10 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.engine_model import EngineModel
-from grail_advantage.verl_ext.neutral_rows import CUT_ENDS, without_neutral_rows
 from grail_advantage.verl_ext.patches import replace_infer_batch
 from grail_advantage.verl_ext.shared_forward import infer_batch_with_saliency
 from grail_advantage.verl_ext.wire import build_reply, rows_of
+from grail_advantage.verl_ext.zero_advantage_update import CUT_TAILS, without_zero_advantage
 
 
 def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDict:
@@ -53,8 +53,8 @@ class TokenWeightTrainingWorker(TrainingWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
-        """verl's, over the rows that train; see :func:`grail_advantage.verl_ext.neutral_rows.without_neutral_rows`."""
-        return super().train_batch(without_neutral_rows(self.engine, data) if CUT_ENDS in data else data)
+        """verl's, over the rows that train (:mod:`grail_advantage.verl_ext.zero_advantage_update`)."""
+        return super().train_batch(without_zero_advantage(self.engine, data) if CUT_TAILS in data else data)
 
 
 class TokenWeightActorWorker(ActorRolloutRefWorker):

@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 
 import grail_advantage
 from grail_advantage.verl_ext.checks import VERL_VERSION, check_config
-from grail_advantage.verl_ext.neutral_settings import neutral_rows
 from grail_advantage.verl_ext.settings import dump_options, signal_of
+from grail_advantage.verl_ext.zero_advantage_rules import choose_skipping
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -131,5 +131,5 @@ def test_the_folder_in_verls_form(python: Path, tmp_path: Path) -> None:
         config = OmegaConf.create(done.stdout)
         assert config.trainer.n_gpus_per_node == 2
         signal = signal_of(config.algorithm)
-        assert signal.name == "grail" and neutral_rows(config)[0].rows and dump_options(config).every == 10
+        assert signal.name == "grail" and choose_skipping(config)[0].skip_update and dump_options(config).every == 10
         check_config(config)

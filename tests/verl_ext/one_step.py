@@ -19,9 +19,11 @@ from grail_advantage.methods import methods
 from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext import trainers, transfer, update_dump  # noqa: F401  registers the trainers
-from grail_advantage.verl_ext.settings import answer_of, missing_answers
+from grail_advantage.verl_ext.settings import answer_of, parse_missing_answers
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 from grail_advantage.verl_ext.wire import build_reply, rows_of
+from grail_advantage.verl_ext.zero_advantage_rules import Skipping
+from grail_advantage.verl_ext.zero_advantage_steps import ZeroAdvantageSteps
 from tests.composed import compose
 from tests.core.tiny_models import END_ID, char_tokenizer
 
@@ -118,7 +120,7 @@ def make_trainer(
     trainer.trainer_mode = mode
     trainer.signal = signal
     trainer.answer = answer_of(config)
-    trainer._answers = AnswerWatch(signal, trainer.answer, missing_answers(config), "algorithm.token_weights.")
+    trainer._answers = AnswerWatch(signal, trainer.answer, parse_missing_answers(config), "algorithm.token_weights.")
     trainer.tokenizer = char_tokenizer()
     trainer._end_tokens = {END_ID}
     trainer._context_length = 1000
@@ -127,4 +129,5 @@ def make_trainer(
     trainer.global_steps, trainer.local_trigger_step = 1, 0
     trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
     trainer.actor_rollout_wg = workers
+    trainer._zero_advantage = ZeroAdvantageSteps(config, Skipping())
     return trainer

@@ -14,8 +14,9 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
 from grail_advantage.methods import method, methods
-from grail_advantage.verl_ext import base_advantage, selection
-from grail_advantage.verl_ext.checks import check_config
+from grail_advantage.verl_ext.checks import OTHER_BASES, check_config
+from grail_advantage.verl_ext.method_batch import reward_advantages
+from grail_advantage.verl_ext.settings import BASES
 from tests.composed import compose
 from tests.verl_ext.one_step import make_trainer
 from tests.verl_ext.test_one_step import ROWS, Step
@@ -76,15 +77,15 @@ def _step(patch: pytest.MonkeyPatch, *overrides: str, name: str = "uniform") -> 
     return step
 
 
-@pytest.mark.parametrize("base", base_advantage.TESTED)
+@pytest.mark.parametrize("base", BASES)
 def test_weight_one_is_the_estimator_by_hand(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = _step(monkeypatch, f"{BASE}={base}").run()
-    assert set(BY_HAND) == set(base_advantage.TESTED)
+    assert set(BY_HAND) == set(BASES)
     for values_T, expected in zip(found.values(), BY_HAND[base](REWARDS), strict=True):
         torch.testing.assert_close(values_T, torch.full_like(values_T, expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("base", base_advantage.TESTED)
+@pytest.mark.parametrize("base", BASES)
 def test_weight_one_is_verls_stock_trainer_bit_for_bit(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         found = _step(patch, f"{BASE}={base}").run()
@@ -100,7 +101,7 @@ def test_weight_one_is_verls_stock_trainer_bit_for_bit(base: str, monkeypatch: p
         assert torch.equal(values_T, step.store.rows[key]["advantages"])
 
 
-@pytest.mark.parametrize("base", base_advantage.TESTED)
+@pytest.mark.parametrize("base", BASES)
 def test_weights_multiply_it(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = BY_HAND[base](REWARDS)
     step = _step(monkeypatch, f"{BASE}={base}", name="grail")
@@ -114,7 +115,7 @@ def test_weights_multiply_it(base: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert float(weights_T[at]) == pytest.approx(5 if at > 5 else 1, rel=1e-3)
 
 
-@pytest.mark.parametrize("base", base_advantage.TESTED)
+@pytest.mark.parametrize("base", BASES)
 def test_a_row_without_a_finite_reward_reaches_no_other(
     base: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,7 +183,7 @@ def test_what_is_refused(overrides: tuple[str, ...], message: str) -> None:
         check_config(compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=4", *overrides]))
 
 
-@pytest.mark.parametrize("base", base_advantage.TESTED)
+@pytest.mark.parametrize("base", BASES)
 def test_what_is_accepted(base: str) -> None:
     check_config(compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=4", f"{BASE}={base}"]))
 
@@ -190,7 +191,7 @@ def test_what_is_accepted(base: str) -> None:
 def test_every_estimator_of_verls_is_judged() -> None:
     """The vectorised ones and grpo_passk and gpg are one a response, and not tested."""
     untested = {"grpo_vectorized", "rloo_vectorized", "grpo_passk", "gpg"}
-    assert {*base_advantage.TESTED, *base_advantage.OTHERS, *untested} == set(ADV_ESTIMATOR_REGISTRY) - set(methods())
+    assert {*BASES, *OTHER_BASES, *untested} == set(ADV_ESTIMATOR_REGISTRY) - set(methods())
 
 
 def test_batches_of_rewards_alone_have_the_same_advantages() -> None:
@@ -200,11 +201,11 @@ def test_batches_of_rewards_alone_have_the_same_advantages() -> None:
         1, torch.tensor(LENGTHS)[:, None] - 1, torch.tensor(REWARDS)[:, None]
     )
     rollouts = SimpleNamespace(keys=[key for key, *_ in ROWS], groups=[0, 0, 0, 1, 1, 1])
-    for base in base_advantage.TESTED[1:3]:
+    for base in BASES[1:3]:
         config = OmegaConf.create(
             {"algorithm": {"token_weights": {"base": base}}, "actor_rollout_ref": {"rollout": {"n": 3}}}
         )
-        found_BT, unjudged_B = selection.reward_advantages(rewards_BT, rollouts, mask_BT, config)
+        found_BT, unjudged_B = reward_advantages(rewards_BT, rollouts, mask_BT, config)
         expected_B = torch.tensor(BY_HAND[base](REWARDS))
         torch.testing.assert_close(found_BT, expected_B[:, None] * mask_BT, rtol=1e-5, atol=1e-6)
         assert not unjudged_B.any()

@@ -89,6 +89,8 @@ OF_THE_RUN = {
         f"{ACTOR}.entropy_from_logits_with_chunking=False",
         f"{METHOD}=high_entropy",
     ): r"chunking=False does not .*entropy",
+    (f"{ACTOR}.fsdp_config.model_dtype=fp16",): rf"model_dtype=fp16{WITH_GRAIL}use bf16 or fp32",
+    (f"+{ACTOR}.fsdp_config.mixed_precision={{param_dtype:float16}}",): r"param_dtype=float16 .*use bf16 or fp32",
     (f"{ACTOR}.policy_loss.loss_mode=geo_mean",): rf"loss_mode=geo_mean{WITH_GRAIL}it averages .*uniform",
     (*SEPARATE, f"{ROLLOUT}.nnodes=0"): r"rollout\.nnodes=0 does not work .*; set the number",
     (*SEPARATE, f"{ROLLOUT}.n_gpus_per_node=0"): r"rollout\.n_gpus_per_node=0 does not work .*; set the number",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
-from verl.workers.config import FSDPActorConfig
+from verl.trainer.ppo.core_algos import agg_loss
 
 LENGTHS = [3, 5, 0, 2]
 """Tokens that train of each row; the third is rejected."""
@@ -46,24 +45,3 @@ def test_the_table_of_the_page() -> None:
 def test_without_a_scale_each_micro_batch_is_divided_by_its_longest_response() -> None:
     means = [sum(losses) / len(losses) for losses in LOSSES if losses]
     assert by_verl("seq-mean-token-sum-norm", None) == pytest.approx(sum(means) / len(LENGTHS))
-
-
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-def test_a_weight_multiplies_the_gradient_of_its_token_and_a_row_of_advantage_0_still_counts(mode: str) -> None:
-    advantages_BT, weights_BT = torch.tensor([[-0.5] * 4, [0.0] * 4]), torch.tensor([[0.5, 5.0, 1.0, 0.0], [1.0] * 4])
-    plain_BT, weighted_BT, alone_BT = (
-        gradient(mode, *tensors) for tensors in ((advantages_BT,), (advantages_BT * weights_BT,), (advantages_BT[:1],))
-    )
-    torch.testing.assert_close(weighted_BT, weights_BT * plain_BT)
-    torch.testing.assert_close(plain_BT[:1], alone_BT / 2)  # the second row is half of the tokens and of the rows
-
-
-def gradient(mode: str, advantages_BT: torch.Tensor) -> torch.Tensor:
-    """Of the clipped loss, by the log-probabilities; one of the four ratios is clipped."""
-    old_BT = torch.zeros_like(advantages_BT)
-    now_BT = torch.tensor([[0.0, 0.05, 0.1, -0.5]]).expand_as(old_BT).clone().requires_grad_()
-    config = FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio=0.2)
-    loss, _ = get_policy_loss_fn("vanilla")(old_BT, now_BT, advantages_BT, torch.ones_like(old_BT), mode, config)
-    loss.backward()
-    assert now_BT.grad is not None
-    return now_BT.grad

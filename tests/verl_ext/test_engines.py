@@ -21,7 +21,7 @@ from grail_advantage.methods import methods
 from grail_advantage.verl_ext import trainer
 from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.entry import prepare_run
-from grail_advantage.verl_ext.neutral_settings import neutral_rows
+from grail_advantage.verl_ext.zero_advantage_rules import choose_skipping
 from tests.verl_ext.one_step import Workers
 from tests.verl_ext.test_one_step import Step
 
@@ -88,8 +88,8 @@ def test_rows_that_train_nothing_are_run_too(engine: str) -> None:
         ValueError, match=rf"{SKIP}=True does not work with {STRATEGY}={engine}: rows are left out inside"
     ):
         check_config(_compose(engine, "uniform", f"+{SKIP}=true"))
-    left, (line,) = neutral_rows(_compose(engine, "uniform", f"+{SKIP}=auto"), {})
-    assert not left.rows and f"{STRATEGY}={engine}" in line
+    left, (line,) = choose_skipping(_compose(engine, "uniform", f"+{SKIP}=auto"), {})
+    assert not left.skip_update and f"{STRATEGY}={engine}" in line
 
 
 def test_a_step_asks_nothing_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ from transformers import GPT2Config, Lfm2Config, OPTConfig
 
 from grail_advantage.model.architecture import architecture_of
 from grail_advantage.verl_ext.checks import check_config
-from grail_advantage.verl_ext.neutral_settings import neutral_rows
-from recipe.marked_text import marked
+from grail_advantage.verl_ext.zero_advantage_rules import choose_skipping
 from tests.composed import compose
 from tests.core.tiny_models import char_tokenizer
 from tests.verl_ext import architectures
@@ -79,12 +78,6 @@ def test_a_shared_forward_gives_the_plain_scores_and_log_probs(measured: dict[st
         torch.testing.assert_close(log_probs_S[:-1], expected_S, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_the_page_has_what_was_measured(measured: dict[str, dict[str, Any]]) -> None:
-    text = architectures.PAGE.read_text(encoding="utf-8")
-    assert marked(text, architectures.MARKER) == architectures.page(measured), "python -m tests.verl_ext.architectures"
-
-
 def _config(folder: Path, *overrides: str) -> DictConfig:
     return compose(
         "grail_trainer",
@@ -137,6 +130,8 @@ def test_rows_are_not_left_out_with_a_routers_loss(name: str, tmp_path: Path) ->
     """Every pass here ran with the routers' logits put out; the saliency is that of the answer's likelihood alone."""
     config = _config(_save(name, tmp_path), "algorithm.token_weights.skip_neutral_rows=auto")
     with_loss = FAMILIES[name].build().to_dict()
-    left, lines = neutral_rows(config, with_loss)
-    assert not left.rows and any("output_router_logits=True of the model: the auxiliary loss" in line for line in lines)
-    assert neutral_rows(config, {**with_loss, "output_router_logits": False})[0].rows
+    left, lines = choose_skipping(config, with_loss)
+    assert not left.skip_update and any(
+        "output_router_logits=True of the model: the auxiliary loss" in line for line in lines
+    )
+    assert choose_skipping(config, {**with_loss, "output_router_logits": False})[0].skip_update

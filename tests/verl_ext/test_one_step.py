@@ -18,7 +18,7 @@ from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from grail_advantage import GrailConfig, RolloutBatch, Signal
 from grail_advantage.signals.base import RowSelection
-from grail_advantage.verl_ext import selection, trainers, transfer  # noqa: F401  trainers registers them
+from grail_advantage.verl_ext import trainers, transfer  # noqa: F401  trainers registers them
 from grail_advantage.verl_ext.shared_forward import SALIENCY_FIELDS
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
 from recipe.checks import WITHOUT_INPUT

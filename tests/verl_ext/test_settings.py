@@ -11,6 +11,7 @@ from grail_advantage import GrailConfig, OarConfig
 from grail_advantage.methods import methods
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext import settings
+from grail_advantage.verl_ext.checks import check_share_forward
 
 OURS = {name: of for name, of in methods().items() if of.signal_class.__module__.startswith("grail_advantage.")}
 OBSTACLES = {
@@ -33,7 +34,7 @@ def _config(share: Any = ..., **algorithm: Any) -> DictConfig:
 
 def _shares(config: DictConfig) -> bool:
     signal = settings.signal_of(config.algorithm)
-    settings.check_share_forward(config, signal)
+    check_share_forward(config, signal)
     return settings.shares_forward(config, signal)
 
 
@@ -65,7 +66,7 @@ def test_a_saliency_that_runs_in_a_way_of_its_own_shares_no_forward() -> None:
     assert settings.shares_forward(_config(), Plain())
     assert not settings.shares_forward(_config(), Own())
     with pytest.raises(ValueError, match=r"its signal is no saliency, or runs in a way of its own; use auto"):
-        settings.check_share_forward(_config(True), Own())
+        check_share_forward(_config(True), Own())
 
 
 def test_options_come_from_the_methods_section() -> None:

@@ -36,19 +36,6 @@ def test_fixed_micro_batches_are_as_many_as_the_rows_need_and_alike(data: st.Dat
     assert len(found) - len(rows) < len(sizes)  # never a micro-batch of copies
 
 
-def test_one_row_a_micro_batch_stays_so_and_the_batch_keeps_its_setting() -> None:
-    data = _data(3, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-    assert len(prepare_micro_batches(_for_verl(data, [2, 0]))[0]) == 2
-    data = _data(6, use_dynamic_bsz=False, micro_batch_size_per_gpu=4)
-    _for_verl(data, [0, 1, 2, 3, 4])
-    assert data["micro_batch_size_per_gpu"] == 4
-
-
-def test_rows_for_a_token_budget_are_not_repeated() -> None:
-    part = _for_verl(_data(5, use_dynamic_bsz=True, micro_batch_size_per_gpu=4), [4, 1, 2])
-    assert [int(row[0]) for row in part["input_ids"].unbind()] == [4, 1, 2]
-
-
 def test_seconds_of_pieces_add_up_and_leave_out_what_is_between(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 3.0, 10.0, 10.5])
     # verl names a GPU on a machine without one, unless VERL_PLATFORM says otherwise.

@@ -9,11 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transfer_queue import KVBatchMeta
 
+from grail_advantage import GrailConfig
+from grail_advantage.verl_ext import transfer
 from grail_advantage.view.dump.step import _tool_label
 from tests.core import reference
-from tests.core.tiny_models import encode
-from tests.verl_ext.one_step import made_up_saliency
+from tests.core.tiny_models import char_tokenizer, encode
+from tests.verl_ext.one_step import Store, made_up_saliency
 from tests.verl_ext.test_one_step import ALONE, ROWS, Step
 
 KEY = "a_1_0"
@@ -81,3 +84,23 @@ def test_the_label_has_every_token_that_the_model_did_not_write(wrote: list[bool
     assert inside == [not own for own in wrote]
     assert bool(label) == (False in wrote)
     assert all(later[0] > earlier[1] for earlier, later in itertools.pairwise(label.get("tool", ())))
+
+
+def test_no_answer_is_found_in_the_output_of_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    monkeypatch.setattr(transfer, "tq", store)
+    turns = [("I ask for", 1), (r"\boxed{3}", 0), (r"so it is \boxed{4}", 1), (r"\boxed{5}", 0)]
+    for key, row in (("a_0_0", turns), ("a_1_0", turns[1:2])):
+        response, mask = (torch.cat(parts) for parts in zip(*map(_turn, row), strict=True))
+        store.rows[key] = {"prompts": torch.tensor(encode("Two?")), "responses": response, "loss_mask": mask}
+    batch = KVBatchMeta(partition_id="train", keys=list(store.rows), tags=[{}, {}])
+    for which in ("first", "last"):
+        rollouts = transfer.fetch_rollouts(batch, GrailConfig(span=which), char_tokenizer(), {})
+        span, of_tool_alone = rollouts.spans
+        assert rollouts.responses[0][span.content_start : span.content_end].tolist() == encode("4")
+        assert of_tool_alone is None
+
+
+def _turn(turn: tuple[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = encode(turn[0])
+    return torch.tensor(ids), torch.full((len(ids),), turn[1])

@@ -10,16 +10,26 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from tensordict import TensorDict
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
 from grail_advantage import GrailConfig
 from grail_advantage.answers.span import find_answer_spans
-from grail_advantage.verl_ext.selection import end_token_ids, truncated_rows
+from grail_advantage.batch import PassRow
+from grail_advantage.model.interface import RowScores
+from grail_advantage.signals.shear import ShearConfig
+from grail_advantage.verl_ext import transfer
+from grail_advantage.verl_ext.method_batch import end_token_ids, reward_advantages, truncated_rows
+from grail_advantage.verl_ext.shared_forward import SALIENCY_FIELDS, SECONDS
+from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 from grail_advantage.verl_ext.transfer import Rollouts, group_numbers
+from grail_advantage.verl_ext.wire import build_reply, rows_of
 from recipe.tiny.model import build_tokenizer
 from tests.broken_tokenizer import save_under_class
+from tests.composed import compose
 from tests.core.tiny_models import END_ID, PAD_ID, char_tokenizer, encode
+from tests.verl_ext.one_step import Store
 
 LIMIT = 6
 
@@ -154,8 +164,10 @@ def test_advantage_of_a_row_is_that_of_its_tokens_that_train() -> None:
     mask = [[1, 1, 1], [0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1]]
     mask_BT = torch.tensor(mask) > 0
     advantages_BT = torch.tensor([[0.5], [-2.0], [0.0], [1.0], [-0.25]]) * mask_BT
-    selection = _trainer()._select(_rollouts(["abc"] * 5), mask_BT, advantages_BT, torch.zeros(5, dtype=torch.bool))
-    assert selection.batch.advantages_B.tolist() == [0.5, -2.0, 0.0, 0.0, -0.25]
+    seen = _trainer()._build_method_batch(
+        _rollouts(["abc"] * 5), mask_BT, advantages_BT, torch.zeros(5, dtype=torch.bool)
+    )
+    assert seen.batch.advantages_B.tolist() == [0.5, -2.0, 0.0, 0.0, -0.25]
 
 
 def test_rows_of_one_prompt_are_a_group() -> None:
@@ -168,7 +180,48 @@ def test_a_truncated_row_has_no_advantage_where_these_are_masked(masks: bool) ->
     trainer.signal = GrailConfig(mask_truncated=masks)
     rollouts = _rollouts(["abcdef", "abc<end>"])
     advantages_BT = torch.tensor([[1.0], [-1.0]]) * _mask(rollouts)
-    selection = trainer._select(rollouts, _mask(rollouts), advantages_BT, torch.zeros(2, dtype=torch.bool))
-    assert selection.truncated_B.tolist() == [True, False]
-    assert selection.batch.advantages_B.tolist() == [0.0 if masks else 1.0, -1.0]
-    assert selection.base_advantages_BT[0].tolist() == [1.0] * 6
+    seen = trainer._build_method_batch(rollouts, _mask(rollouts), advantages_BT, torch.zeros(2, dtype=torch.bool))
+    assert seen.truncated_B.tolist() == [True, False]
+    assert seen.batch.advantages_B.tolist() == [0.0 if masks else 1.0, -1.0]
+    assert seen.base_advantages_BT[0].tolist() == [1.0] * 6
+
+
+def test_the_backward_took_as_long_as_that_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    monkeypatch.setattr(transfer, "tq", store)
+    for length, seconds in ((3, 0.25), (4, 1.5), (5, 0.5)):
+        values = {name: torch.ones(length) for name in SALIENCY_FIELDS}
+        store.rows[f"a_{length}_0"] = {**values, SECONDS: torch.tensor([seconds])}
+    assert transfer.fetch_saliency(list(store.rows), "train")[1] == 1.5
+
+
+def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
+    asked: list[PassRow] = []
+
+    def compute_token_scores(request: TensorDict) -> TensorDict:
+        asked.extend(rows_of(request))
+        return build_reply([RowScores(torch.full((row.response_length,), float(row.place))) for row in asked])
+
+    trainer = SimpleNamespace(
+        signal=ShearConfig(),
+        actor_rollout_wg=SimpleNamespace(_dispatch_info={"actor": [0, 1]}, compute_token_scores=compute_token_scores),
+        config=OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 1.0}}}),
+        global_steps=1,
+        tokenizer=char_tokenizer(),
+    )
+    rows = [PassRow(torch.arange(4 + i), 2, 2 + i, None, 1.0, group, i) for i, group in enumerate((0, 0, 1))]
+    scores = TokenWeightTrainer._run_pass(trainer, rows)
+    assert [of_row.scores_T.tolist() for of_row in scores] == [[float(i)] * (2 + i) for i in range(3)]
+    assert sorted(row.group for row in asked) == [-1, 0, 0, 1]
+
+
+def test_every_output_of_a_session_is_unjudged_where_the_last_one_is() -> None:
+    keys = ["a_0_0", "a_0_1", "a_1_0", "a_1_1", "a_2_0"]
+    rewards_BT = torch.tensor([[0.0, 1.0], [0.0, torch.nan], [0.0, torch.inf], [0.0, 1.0], [0.0, 0.0]])
+    mask_BT = torch.ones(5, 2).bool()
+    rollouts = Rollouts(keys, [], [], mask_BT, [], group_numbers(keys), [])
+    config = compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=3"])
+    advantages_BT, unjudged_B = reward_advantages(rewards_BT, rollouts, mask_BT, config)
+    assert unjudged_B.tolist() == [True, True, False, False, False]
+    assert advantages_BT[:2].tolist() == [[0.0, 0.0]] * 2
+    assert (advantages_BT[2:4] > 0).all() and (advantages_BT[4] < 0).all()

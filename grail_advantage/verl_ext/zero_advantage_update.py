@@ -1,8 +1,8 @@
 """Leaves rows whose token advantages are all 0 out of the actor's update.
 
-The gradient of such a row is 0 with the losses that :mod:`grail_advantage.verl_ext.neutral_settings` lets through, so an update
-without it is the same to float rounding, as long as the rest keeps what it is divided by. verl divides by the tokens and rows
-of the whole mini-batch: ``global_batch_size`` is a setting of the batch and stays, ``batch_num_tokens`` is the sum of
+The gradient of such a row is 0 with the losses that :mod:`grail_advantage.verl_ext.zero_advantage_rules` lets through. An
+update without it is the same to float rounding as long as the rest keeps what it is divided by. verl divides by the tokens and
+rows of the whole mini-batch: ``global_batch_size`` is a setting of the batch and stays, ``batch_num_tokens`` is the sum of
 ``loss_mask`` over all ranks (``FSDPEngine.forward_backward_batch``) and is handed on as that sum. The number of mini-batches
 and of optimiser steps stays as well: a rank with fewer rows than the others, or with none, gets fillers of two tokens that no
 loss reads. Where no row of a mini-batch is left, gradients are then 0 and not missing, and the optimiser's momentum and weight
@@ -23,7 +23,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from grail_advantage.verl_ext.row_balance import spread
 from grail_advantage.verl_ext.wire import nested
 
-CUT_ENDS = "cut_neutral_ends"
+CUT_TAILS = "cut_tails"
 """Setting of a batch whose rows without an advantage are left out: whether the ends of the others go, too."""
 OF_ALL = ("input_ids", "position_ids")
 """Fields with a value for each token of prompt + response."""
@@ -41,14 +41,28 @@ def trained_lengths(advantages: Sequence[torch.Tensor], masks: Sequence[torch.Te
     return lengths
 
 
-def without_neutral_rows(engine: FSDPEngineWithLMHead, data: TensorDict) -> TensorDict:
+def lengths_in_update(trained: Sequence[int], responses: Sequence[int], *, cut_tails: bool) -> list[int]:
+    """Tokens of each response that go through the model: those up to the last that trains with ``cut_tails``, else all; none of
+    a response without an advantage.
+
+    Args:
+        trained: from :func:`trained_lengths`.
+        responses: tokens of each response.
+        cut_tails: see :class:`grail_advantage.verl_ext.zero_advantage_rules.Skipping`.
+    """
+    if cut_tails:
+        return list(trained)
+    return [whole if length else 0 for length, whole in zip(trained, responses, strict=True)]
+
+
+def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> TensorDict:
     """The rows of a mini-batch that train, for ``TrainingWorker.train_batch``.
 
     A collective of the engine's data-parallel group.
 
     Args:
         engine: verl's FSDP engine.
-        data: this rank's rows of a mini-batch, with the setting ``CUT_ENDS``.
+        data: this rank's rows of a mini-batch, with the setting ``CUT_TAILS``.
 
     Returns:
         As many rows on every rank, at least one.
@@ -56,13 +70,14 @@ def without_neutral_rows(engine: FSDPEngineWithLMHead, data: TensorDict) -> Tens
     prompts = data["prompts"].offsets().diff().tolist()
     responses = data["responses"].offsets().diff().tolist()
     trained = trained_lengths(data["advantages"].unbind(), data["response_mask"].unbind())
-    if not tu.get_non_tensor_data(data, CUT_ENDS, default=False):
-        trained = [length and whole for length, whole in zip(trained, responses, strict=True)]
-    rows = [row for row, length in enumerate(trained) if length]
+    kept_lengths = lengths_in_update(
+        trained, responses, cut_tails=tu.get_non_tensor_data(data, CUT_TAILS, default=False)
+    )
+    rows = [row for row, length in enumerate(kept_lengths) if length]
 
     group = engine.get_data_parallel_group()
     lengths: list[list[int]] = [[] for _ in range(torch.distributed.get_world_size(group))]
-    torch.distributed.all_gather_object(lengths, [prompts[row] + trained[row] for row in rows], group)
+    torch.distributed.all_gather_object(lengths, [prompts[row] + kept_lengths[row] for row in rows], group)
     count, micro_batch_rows = _count(engine, data, max(1, *map(len, lengths)))
 
     fillers = count - len(rows)
@@ -70,14 +85,14 @@ def without_neutral_rows(engine: FSDPEngineWithLMHead, data: TensorDict) -> Tens
     settings = {"global_token_num": NonTensorData(everywhere)}
     if micro_batch_rows is not None:
         settings["micro_batch_size_per_gpu"] = micro_batch_rows
-    if trained == responses and not fillers:
+    if kept_lengths == responses and not fillers:
         tu.assign_non_tensor(data, **settings)
         return data
 
     # Row 0 gives a filler its tokens; zeros take them out of the loss, in the mask too.
     kept = tu.index_select_tensor_dict(data, rows + [0] * fillers)
     of_prompt = [prompts[row] for row in rows] + [1] * fillers
-    of_response = [trained[row] for row in rows] + [FILLER_TOKENS - 1] * fillers
+    of_response = [kept_lengths[row] for row in rows] + [FILLER_TOKENS - 1] * fillers
     for name, ends in _ends(kept, of_prompt, of_response):
         values = [of_row[..., :end] for of_row, end in zip(kept[name].unbind(), ends, strict=True)]
         if name in OF_RESPONSE:

@@ -4,7 +4,7 @@
   stays the same to float rounding, ``true`` does the same and refuses a run in which it would not, ``false``, the default, runs
   every row.
 
-How rows are left out is in :mod:`grail_advantage.verl_ext.neutral_rows`.
+How rows are left out is in :mod:`grail_advantage.verl_ext.zero_advantage_update`.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ Obstacle = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class NeutralRows:
+class Skipping:
     """What a run leaves out of rows without an advantage."""
 
-    rows: bool = False
+    skip_update: bool = False
     """Their forward and backward in the update."""
-    ends: bool = False
+    cut_tails: bool = False
     """There also the ends of the other rows, after the last token with an advantage."""
-    old_log_probs: bool = False
+    skip_old_log_probs: bool = False
     """Their forward of the old log-probabilities."""
 
 
-def neutral_rows(
+def choose_skipping(
     config: DictConfig, model: Mapping[str, Any] | None = None, *, own_advantages: bool = False
-) -> tuple[NeutralRows, list[str]]:
-    """What this run leaves out, and a line for each reason against it.
+) -> tuple[Skipping, list[str]]:
+    """Choose what this run leaves out; with a line for each reason against it.
 
     Args:
         config: the run's.
@@ -68,21 +68,21 @@ def neutral_rows(
     """
     choice = auto_or_bool(config, SKIP, default=False)
     if choice is False:
-        return NeutralRows(), []
+        return Skipping(), []
     against = [*_against_rows(config), *dropout_of(model or {}), *_router_loss_of(model or {})]
     if against:
         if choice is True:
             setting, reason = against[0]
             raise ValueError(f"{SKIP}=True does not work with {setting}: {reason}; use auto")
-        return NeutralRows(), [f"no row is left out with {setting}: {reason}" for setting, reason in against]
-    of_ends = list(_against_ends(config))
+        return Skipping(), [f"no row is left out with {setting}: {reason}" for setting, reason in against]
+    of_tails = list(_against_tails(config))
     of_forward = list(_against_forward(config, own_advantages))
-    lines = [f"rows keep their ends in the update with {setting}: {reason}" for setting, reason in of_ends]
+    lines = [f"rows keep their ends in the update with {setting}: {reason}" for setting, reason in of_tails]
     lines += [
         f"all rows keep their forward of the old log-probabilities with {setting}: {reason}"
         for setting, reason in of_forward
     ]
-    return NeutralRows(rows=True, ends=not of_ends, old_log_probs=not of_forward), lines
+    return Skipping(skip_update=True, cut_tails=not of_tails, skip_old_log_probs=not of_forward), lines
 
 
 def _against_rows(config: DictConfig) -> Iterator[Obstacle]:
@@ -135,7 +135,7 @@ def _router_loss_of(model: Mapping[str, Any]) -> Iterator[Obstacle]:
         yield "output_router_logits=True of the model", "the auxiliary loss of a router is taken over every row"
 
 
-def _against_ends(config: DictConfig) -> Iterator[Obstacle]:
+def _against_tails(config: DictConfig) -> Iterator[Obstacle]:
     """Settings with which a row needs its end after the last token with an advantage."""
     loss = OmegaConf.select(config, _LOSS, default="vanilla")
     if loss in ROW_LOSSES:

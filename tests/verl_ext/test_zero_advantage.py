@@ -21,14 +21,15 @@ from verl.utils.tensordict_utils import get_tensordict
 from grail_advantage.signals.high_entropy import HighEntropyConfig
 from grail_advantage.signals.surprisal import SurprisalConfig
 from grail_advantage.verl_ext import settings
-from grail_advantage.verl_ext.neutral_rows import CUT_ENDS, spread_in_mini_batches
-from grail_advantage.verl_ext.neutral_settings import SKIP, NeutralRows, neutral_rows
 from grail_advantage.verl_ext.trainers import TokenWeightTrainer, TokenWeightTrainerSync
+from grail_advantage.verl_ext.zero_advantage_rules import SKIP, Skipping, choose_skipping
+from grail_advantage.verl_ext.zero_advantage_steps import ZeroAdvantageSteps
+from grail_advantage.verl_ext.zero_advantage_update import CUT_TAILS, spread_in_mini_batches
 from grail_advantage.view.dump.step import StepDump
 from tests.verl_ext import test_one_step
 from tests.verl_ext.test_one_step import ROWS, Step
 
-EVERYTHING = NeutralRows(rows=True, ends=True, old_log_probs=True)
+EVERYTHING = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=True)
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 AGGREGATION = "actor_rollout_ref.actor.loss_agg_mode"
 AGAINST_ROWS = {
@@ -73,54 +74,54 @@ OF_A_MODEL = {
 
 
 class TestWhere:
-    """See :mod:`grail_advantage.verl_ext.neutral_settings`."""
+    """See :mod:`grail_advantage.verl_ext.zero_advantage_rules`."""
 
     def test_everything_where_it_is_asked_for_and_nothing_is_against_it(self) -> None:
         for choice in ("auto", True):
-            assert neutral_rows(_config(choice), {"attention_dropout": 0.0, "id2label": {0: "none"}}) == (
+            assert choose_skipping(_config(choice), {"attention_dropout": 0.0, "id2label": {0: "none"}}) == (
                 EVERYTHING,
                 [],
             )
         assert settings.algorithm_sections()["token_weights"]["skip_neutral_rows"] is False
         for config in (_config(False), OmegaConf.create({"algorithm": {}})):
-            assert neutral_rows(config) == (NeutralRows(), [])
+            assert choose_skipping(config) == (Skipping(), [])
 
     @pytest.mark.parametrize("option", AGAINST_ROWS)
     def test_nothing_where_other_rows_train(self, option: str) -> None:
         value = AGAINST_ROWS[option]
-        left_out, (line,) = neutral_rows(_config(**{option: value}))
-        assert left_out == NeutralRows() and line.startswith(f"no row is left out with {option}={value}: ")
+        left_out, (line,) = choose_skipping(_config(**{option: value}))
+        assert left_out == Skipping() and line.startswith(f"no row is left out with {option}={value}: ")
         with pytest.raises(ValueError, match=rf"^{SKIP}=True does not work with {option}={value}: .*; use auto$"):
-            neutral_rows(_config(True, **{option: value}))
+            choose_skipping(_config(True, **{option: value}))
 
     def test_names_every_reason(self) -> None:
         several = dict.fromkeys(list(AGAINST_ROWS)[:3], True)
-        lines = neutral_rows(_config(**several))[1]
+        lines = choose_skipping(_config(**several))[1]
         assert [line.split("=")[0] for line in lines] == [f"no row is left out with {option}" for option in several]
 
     def test_nothing_with_dropout_or_a_loss_of_somebody_elses(self) -> None:
         cases = [(_config(), model, "dropout") for model in OF_A_MODEL.values()]
         for config, model, word in (*cases, (_config(**{LOSS: "mine"}), {}, "nothing is known of it")):
-            left_out, lines = neutral_rows(config, model)
-            assert left_out == NeutralRows() and word in lines[0]
+            left_out, lines = choose_skipping(config, model)
+            assert left_out == Skipping() and word in lines[0]
 
     def test_keeps_what_is_read(self) -> None:
         """The ends that a loss reads, and the forward that something reads."""
         for options in ({LOSS: "gspo"}, {LOSS: "sapo"}, {AGGREGATION: "seq-mean-token-mean"}):
-            left_out, (line,) = neutral_rows(_config(**options))
-            assert left_out == NeutralRows(rows=True, ends=False, old_log_probs=True)
+            left_out, (line,) = choose_skipping(_config(**options))
+            assert left_out == Skipping(skip_update=True, cut_tails=False, skip_old_log_probs=True)
             assert line.startswith("rows keep their ends in the update with ")
-        without_forward = NeutralRows(rows=True, ends=True, old_log_probs=False)
+        without_forward = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=False)
         for option, value in AGAINST_FORWARD.items():
             for choice in ("auto", True):
-                left_out, (line,) = neutral_rows(_config(choice, **{option: value}))
+                left_out, (line,) = choose_skipping(_config(choice, **{option: value}))
                 assert left_out == without_forward and option in line
-        assert neutral_rows(_config(), own_advantages=True)[0] == without_forward
+        assert choose_skipping(_config(), own_advantages=True)[0] == without_forward
 
     def test_unknown_values(self) -> None:
         for value in ("yes", None):
             with pytest.raises(ValueError, match=rf"^{SKIP}={value!r} is unknown; choose "):
-                neutral_rows(_config(value))
+                choose_skipping(_config(value))
 
 
 @settings_of_hypothesis(deadline=None)
@@ -139,12 +140,13 @@ def test_mini_batches_keep_their_rows_and_ranks_get_alike(data: st.DataObject) -
         assert max(counts) - min(counts) <= 1
 
 
-def _neutral_step(monkeypatch: pytest.MonkeyPatch, *overrides: str, cls: type = TokenWeightTrainerSync) -> Step:
+def _zero_advantage_step(monkeypatch: pytest.MonkeyPatch, *overrides: str, cls: type = TokenWeightTrainerSync) -> Step:
     """Of which the second prompt's answers are all wrong."""
     rows = [(key, prompt, response, 0.0 if key[0] == "b" else reward) for key, prompt, response, reward in ROWS]
     monkeypatch.setattr(test_one_step, "ROWS", rows)
     step = Step(monkeypatch, ["actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True", *overrides], cls)
-    step.trainer._left_out, _ = neutral_rows(step.trainer.config)
+    config = step.trainer.config
+    step.trainer._zero_advantage = ZeroAdvantageSteps(config, choose_skipping(config)[0])
     step.forwards = []
     compute = step.workers.compute_log_prob
 
@@ -167,9 +169,9 @@ class TestOldLogProbs:
     @pytest.mark.parametrize("how", [[], [ALONE]], ids=["shared", "alone"])
     def test_only_rows_with_an_advantage_get_them(self, how: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
-            whole = _neutral_step(patch, f"{SKIP}=false", *how)
+            whole = _zero_advantage_step(patch, f"{SKIP}=false", *how)
             expected = whole.run()
-        step = _neutral_step(monkeypatch, AUTO, *how)
+        step = _zero_advantage_step(monkeypatch, AUTO, *how)
         found = step.run()
         assert [sorted(keys) for keys in step.forwards] == [A]
         assert [sorted(keys) for keys in whole.forwards] == [sorted(expected)]
@@ -184,7 +186,7 @@ class TestOldLogProbs:
         fixed = ("use_dynamic_bsz=False", "micro_batch_size_per_gpu=2")
         for ranks, overrides in ((2, ()), (1, [f"actor_rollout_ref.rollout.log_prob_{option}" for option in fixed])):
             with monkeypatch.context() as patch:
-                step = _neutral_step(patch, AUTO, *overrides)
+                step = _zero_advantage_step(patch, AUTO, *overrides)
                 step.workers._dispatch_info = {"actor": list(range(ranks))}
                 step.run()
                 assert [sorted(keys) for keys in step.forwards] == [[*A, "b_0_0"]]  # the shortest
@@ -193,7 +195,7 @@ class TestOldLogProbs:
     def test_all_rows_get_them_in_a_step_that_the_dump_writes(
         self, every: int, count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        step = _neutral_step(monkeypatch, AUTO)
+        step = _zero_advantage_step(monkeypatch, AUTO)
         step.trainer.global_steps = 1
         dump = StepDump(tmp_path, step.trainer.tokenizer, every=every, rows=None, updates=1, model="", temperature=1.0)
         step.trainer._dump = SimpleNamespace(writes=dump.writes, write=lambda *_, **__: None, failed_files=0)
@@ -203,7 +205,7 @@ class TestOldLogProbs:
     def test_the_rows_that_a_method_selects_get_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for signal, count in ((SurprisalConfig(), 3), (HighEntropyConfig(), 6)):
             with monkeypatch.context() as patch:
-                step = _neutral_step(patch, AUTO)
+                step = _zero_advantage_step(patch, AUTO)
                 step.trainer.signal = signal
                 step.run()
                 assert [len(keys) for keys in step.forwards] == [count]
@@ -219,7 +221,7 @@ class TestOldLogProbs:
         class WithTokenWeights(TokenWeightTrainer, Shifted):
             pass
 
-        step = _neutral_step(monkeypatch, AUTO, cls=WithTokenWeights)
+        step = _zero_advantage_step(monkeypatch, AUTO, cls=WithTokenWeights)
         with pytest.raises(RuntimeError, match=r"^row b_0_0 had no advantage by its reward, .*own_advantages=True"):
             step.run()
 
@@ -249,7 +251,7 @@ class TestUpdate:
     @pytest.fixture
     def step(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Step]:
         def run(*overrides: str) -> Step:
-            step = _neutral_step(monkeypatch, *overrides)
+            step = _zero_advantage_step(monkeypatch, *overrides)
             step.run()
             step.workers._dispatch_info = {"actor": [0, 1]}
             return step
@@ -260,7 +262,7 @@ class TestUpdate:
         prepared = step(AUTO, f"{self.MINI_BATCH}=2")
         asked, metrics = _update(prepared)
         assert sorted(sum(key in A for key in asked.keys[start : start + 3]) for start in (0, 3)) == [1, 2]
-        assert asked.extra_info[CUT_ENDS] is True
+        assert asked.extra_info[CUT_TAILS] is True
         assert asked.extra_info["mini_batch_size"] == asked.extra_info["global_batch_size"] == 6
         left = [
             len(prompt) + len(response.removesuffix("<end>")) + 1 for key, prompt, response, _ in ROWS if key not in A
@@ -273,15 +275,15 @@ class TestUpdate:
         for mode, cut in (("token-mean", 5), ("seq-mean-token-mean", 0)):
             prepared = step(AUTO, f"{self.MINI_BATCH}=2", f"{AGGREGATION}={mode}")
             _, whole = _update(prepared)
-            prompt, response, trained = prepared.trainer._trained["a_1_0"]
-            prepared.trainer._trained["a_1_0"] = (prompt, response, trained - 5)
+            prompt, response, trained = prepared.trainer._zero_advantage._lengths["a_1_0"]
+            prepared.trainer._zero_advantage._lengths["a_1_0"] = (prompt, response, trained - 5)
             asked, metrics = _update(prepared)
             assert metrics["token_weights/skipped_tokens"] - whole["token_weights/skipped_tokens"] == cut
-            assert asked.extra_info[CUT_ENDS] is (cut > 0)
+            assert asked.extra_info[CUT_TAILS] is (cut > 0)
 
     def test_the_order_stays_where_verl_shuffles_and_without_the_option(self, step: Callable[..., Step]) -> None:
         for override in (f"{SKIP}=false", AUTO):
             shuffled = "actor_rollout_ref.actor.shuffle=True"
             asked, metrics = _update(step(override, f"{self.MINI_BATCH}=2", *([shuffled] if override == AUTO else [])))
             assert asked.keys == [key for key, *_ in ROWS]
-            assert (CUT_ENDS in asked.extra_info) == any("skipped" in name for name in metrics) == (override == AUTO)
+            assert (CUT_TAILS in asked.extra_info) == any("skipped" in name for name in metrics) == (override == AUTO)

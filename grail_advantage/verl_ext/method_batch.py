@@ -19,12 +19,12 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
 from grail_advantage.batch import EXAMPLES, TOKENS, PassRow, RolloutBatch
 from grail_advantage.signals.base import RowSelection, Signal
-from grail_advantage.verl_ext.base_advantage import base_of
+from grail_advantage.verl_ext.settings import BASE, BASES, base_of
 from grail_advantage.verl_ext.transfer import Rollouts
 
 
 @dataclass(frozen=True)
-class Selection:
+class MethodBatch:
     """A batch as the method sees it, and the rows that need scores."""
 
     batch: RolloutBatch
@@ -38,16 +38,16 @@ class Selection:
     rows: RowSelection
 
     def is_of(self, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor) -> bool:
-        """Whether the selection was made with this mask and these advantages of verl's."""
+        """Whether it was made with this mask and these advantages of verl's."""
         return torch.equal(self.batch.mask_BT, mask_BT) and torch.equal(self.base_advantages_BT, base_advantages_BT)
 
     @property
-    def selected(self) -> list[int]:
+    def scored_rows(self) -> list[int]:
         """The rows that need scores."""
         return self.rows.selected_B.nonzero().flatten().tolist()
 
 
-def select_rows(
+def build_method_batch(
     signal: Signal,
     rollouts: Rollouts,
     mask_BT: torch.Tensor,
@@ -58,7 +58,7 @@ def select_rows(
     aggregate: Callable[[torch.Tensor, torch.Tensor], float],
     step: int,
     tokenizer: PreTrainedTokenizerBase,
-) -> Selection:
+) -> MethodBatch:
     """Mask truncated rows, and have the method choose the rows that need scores (:meth:`Signal.select`).
 
     Args:
@@ -67,7 +67,7 @@ def select_rows(
         mask_BT: bool; the tokens that train.
         base_advantages_BT: verl's, finite.
         truncated_B: from :func:`truncated_rows`.
-        unjudged_B: see :class:`Selection`.
+        unjudged_B: see :class:`MethodBatch`.
         aggregate: a mean over the batch as the run's loss takes it.
         step: training step.
         tokenizer: the model's.
@@ -77,8 +77,7 @@ def select_rows(
         advantages_BT = torch.where(truncated_B.unsqueeze(1), 0.0, advantages_BT)
     batch = RolloutBatch(
         mask_BT=mask_BT,
-        # verl gives each token that trains its row's advantage, and 0 to the others.
-        advantages_B=advantages_BT.gather(1, advantages_BT.abs().argmax(dim=1, keepdim=True)).squeeze(1),
+        advantages_B=response_advantages(advantages_BT),
         spans=rollouts.spans,
         columns_BT={},
         aggregate=aggregate,
@@ -90,18 +89,24 @@ def select_rows(
         tokenizer=tokenizer,
         fields=rollouts.fields,
     )
-    return Selection(batch, base_advantages_BT, advantages_BT, truncated_B, unjudged_B, signal.select(batch))
+    return MethodBatch(batch, base_advantages_BT, advantages_BT, truncated_B, unjudged_B, signal.select(batch))
 
 
-def pass_row(rollouts: Rollouts, selection: Selection, row: int) -> PassRow:
+def response_advantages(advantages_BT: torch.Tensor) -> torch.Tensor:
+    """The advantage of each response, (B,): verl gives it to every token that trains, and 0 to the others."""
+    largest_B1 = advantages_BT.abs().argmax(dim=1, keepdim=True)
+    return advantages_BT.gather(1, largest_B1).squeeze(1)
+
+
+def pass_row(rollouts: Rollouts, seen: MethodBatch, row: int) -> PassRow:
     """One row for the pass of a signal."""
     prompt, response = rollouts.prompts[row], rollouts.responses[row]
     return PassRow(
         tokens_S=torch.cat([prompt, response]),
         response_start=len(prompt),
         response_length=len(response),
-        span=selection.batch.spans[row],
-        advantage=float(selection.batch.advantages_B[row]),
+        span=seen.batch.spans[row],
+        advantage=float(seen.batch.advantages_B[row]),
         group=rollouts.groups[row],
         place=row,
         example=rollouts.examples[row],
@@ -151,6 +156,22 @@ def reward_advantages(
     advantages_BT = data.batch["advantages"]
     known_B = advantages_BT.isfinite().all(dim=1)  # False where finite rewards overflow in the mean
     return torch.where(known_B.unsqueeze(1), advantages_BT, 0.0), ~(judged_B & known_B)
+
+
+def check_one_advantage_a_response(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, base: str) -> None:
+    """Refuse advantages that differ within a response.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if base in BASES:
+        return
+    lowest_B = torch.where(mask_BT, advantages_BT, torch.inf).amin(dim=1)
+    highest_B = torch.where(mask_BT, advantages_BT, -torch.inf).amax(dim=1)
+    if (lowest_B < highest_B).any():
+        raise ValueError(
+            f"{BASE}={base} gives the tokens of a response different advantages, and token weights multiply one"
+        )
 
 
 def mean_of_loss(config: DictConfig) -> Callable[[torch.Tensor, torch.Tensor], float]:

@@ -1,6 +1,6 @@
-"""One rank of the tests of updates without neutral rows: the same update with them and without them, from the same weights.
+"""One rank of the tests of updates without rows of advantage 0: the same update with and without them, from the same weights.
 
-Started by ``test_neutral_rows.py``, which compares the two.
+Started by ``test_zero_advantage_update.py``, which compares the two.
 """
 
 from __future__ import annotations
@@ -68,8 +68,6 @@ class Experiments:
         from verl.utils.profiler import DistProfiler
 
         together = setup[0].sequence_parallel
-        if together > self.world_size:
-            return {}
         share, place = self.mini_batch_rows * together // self.world_size, self.rank // together
         self.rows = [row for mini_batch in self.plan for row in mini_batch[place * share : (place + 1) * share]]
         engine = build_engine(setup[0], self.folder)
@@ -135,8 +133,8 @@ class Experiments:
         from verl.workers.config import FSDPActorConfig, PolicyLossConfig
         from verl.workers.utils.losses import ppo_loss
 
-        from grail_advantage.verl_ext.neutral_rows import CUT_ENDS
         from grail_advantage.verl_ext.wire import nested
+        from grail_advantage.verl_ext.zero_advantage_update import CUT_TAILS
 
         actor = FSDPActorConfig(
             strategy="fsdp2",
@@ -164,7 +162,7 @@ class Experiments:
                 of_row if (row["advantages"] * row["mask"]).any() else of_row * torch.nan for of_row, row in values
             ]
             data["old_log_probs"] = nested(known)
-            tu.assign_non_tensor(data, **{CUT_ENDS: ends})
+            tu.assign_non_tensor(data, **{CUT_TAILS: ends})
         positions = []
         embeddings = worker.engine.module.get_input_embeddings()
         handle = embeddings.register_forward_hook(lambda _module, args, _output: positions.append(args[0].numel()))

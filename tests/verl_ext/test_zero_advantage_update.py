@@ -1,4 +1,4 @@
-"""Updates without the rows that train nothing are the updates with them: losses alone, and engines on one and two ranks."""
+"""Updates without the rows that train nothing are the updates with them: losses alone, and engines on two ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
-from grail_advantage.verl_ext.neutral_rows import trained_lengths
-from grail_advantage.verl_ext.neutral_settings import OTHER_LOSSES, ROW_LOSSES, TOKEN_LOSSES
+from grail_advantage.verl_ext.zero_advantage_rules import OTHER_LOSSES, ROW_LOSSES, TOKEN_LOSSES
+from grail_advantage.verl_ext.zero_advantage_update import trained_lengths
 from tests.core.tiny_models import tiny_model
-from tests.verl_ext import neutral_rows_ranks as ranks
+from tests.verl_ext import zero_advantage_ranks as ranks
 from tests.verl_ext.rank_group import Results, of_all_ranks, start_ranks
 
 MINI_BATCHES = (
@@ -49,7 +49,7 @@ def _plan() -> list[list[dict[str, torch.Tensor]]]:
     return [[_row(generator, *row) for row in mini_batch] for mini_batch in MINI_BATCHES]
 
 
-def _start(folder: Any, world_size: int) -> list[Results]:
+def _start(folder: Any) -> list[Results]:
     from peft import LoraConfig, get_peft_model
 
     tiny_model(layers=2).save_pretrained(folder / "qwen3")
@@ -58,13 +58,13 @@ def _start(folder: Any, world_size: int) -> list[Results]:
     adapted = get_peft_model(tiny_model(layers=2), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]))
     adapted.save_pretrained(folder / "adapter")
     torch.save(_plan(), folder / "plan.pt")
-    return start_ranks("tests.verl_ext.neutral_rows_ranks", folder, world_size)
+    return start_ranks("tests.verl_ext.zero_advantage_ranks", folder, 2)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
-    """All experiments, on one rank and on two."""
-    return _start(tmp_path_factory.mktemp("neutral"), request.param)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+    """All experiments, on two ranks."""
+    return _start(tmp_path_factory.mktemp("zero_advantage"))
 
 
 def _assert_close(found: list[torch.Tensor], expected: list[torch.Tensor], rtol: float) -> None:
@@ -115,8 +115,6 @@ def test_is_the_same_update_with_every_loss_and_aggregation(setup: str, results:
 @pytest.mark.parametrize("setup", ranks.FEW_SETUPS)
 def test_is_the_same_update_in_other_engines(setup: str, results: list[Results]) -> None:
     of_ranks = of_all_ranks(results, "few_updates", setup)
-    if not of_ranks[0]:
-        pytest.skip("needs two ranks")
     _check(of_ranks, "vanilla", "token-mean", 1e-4)
 
 
