@@ -38,7 +38,8 @@ class Architecture:
     """The model's attention mask keeps rows apart that are packed into one, which begin where the position is 0. Flash
     attention reads the positions by itself."""
     states: tuple[str, ...]
-    """Types of layers, such as ``linear_attention``, that carry a state from token to token."""
+    """Types of layers, such as ``linear_attention``, that carry a state from token to token; ``convolution`` for those that the
+    configuration has no type for."""
 
 
 def architecture_of(config: PretrainedConfig, *, trust_remote_code: bool = False) -> Architecture:
@@ -51,6 +52,8 @@ def architecture_of(config: PretrainedConfig, *, trust_remote_code: bool = False
         model = AutoModelForCausalLM.from_config(with_eager_attention(config), trust_remote_code=trust_remote_code)
     layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
     states = tuple(sorted({str(layer) for layer in layers} & WITH_STATE))
+    if not states and any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        states = ("convolution",)
     return Architecture(model, _has_plain_logits(model), mask_is_told_of_rows(model), states)
 
 

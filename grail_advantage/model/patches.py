@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel, masking_utils
@@ -155,13 +156,30 @@ def mask_is_told_of_rows(model: PreTrainedModel) -> bool:
     finds, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, find
     tokens_14 = torch.zeros((1, 4), dtype=torch.int64, device=model.device)
     try:
-        model(input_ids=tokens_14, position_ids=torch.zeros_like(tokens_14), use_cache=False)
+        with NumbersOnMeta():
+            model(input_ids=tokens_14, position_ids=torch.zeros_like(tokens_14), use_cache=False)
     except _FirstBlockError:
         pass
     finally:
         masking_utils.find_packed_sequence_indices = finds
         handle.remove()
     return bool(asked)
+
+
+class NumbersOnMeta(TorchDispatchMode):
+    """Tells code that asks a tensor of the meta device for a number, which it does not have, 1 or true.
+
+    A rotary embedding asks whether the longest row is longer than the original length (``dynamic_rope_update``,
+    modeling_rope_utils.py:34), linear attention whether any token is padding. Can go when torch has a meta device whose tensors
+    have numbers.
+    """
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if operator is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return args[0].dtype == torch.bool or 1
+        return operator(*args, **(kwargs or {}))
 
 
 class _FirstBlockError(Exception):

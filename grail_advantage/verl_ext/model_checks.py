@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.methods import method
 from grail_advantage.model.activations import leaf_module
 from grail_advantage.model.architecture import Architecture, architecture_of
+from grail_advantage.model.neighbours import frequencies_by_longest, random_draws
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext.settings import SHARE_FORWARD, shares_forward
+from grail_advantage.verl_ext.zero_advantage_rules import ROUTER_LOSS, Obstacle
 
 logger = logging.getLogger(__name__)
+
+PACKED = "actor_rollout_ref.model.use_remove_padding"
+_PATH = "actor_rollout_ref.model.path"
+DRAWING = ("dropout", "pdrop", "layerdrop", "jitter")
+"""Parts of the names of options by which models draw at random in training."""
+OTHER_NEIGHBOURS = {"doge": "its attention is another one where a micro-batch needs no mask"}
+"""Types of models whose forward depends on the micro-batch in a way that is not found from their code."""
 
 
 def check_text(tokenizer: PreTrainedTokenizerBase, model: DictConfig) -> None:
@@ -119,20 +129,79 @@ def _architecture(config: DictConfig, folder: str | None) -> Architecture | None
 
 def _check_packing(config: DictConfig, architecture: Architecture, path: str) -> None:
     """Refuse packed rows that the model would not keep apart, neither here nor in verl's update."""
+    reason = _mixes_packed_rows(config, architecture)
+    if reason is not None:
+        name = type(architecture.copy).__name__
+        raise ValueError(
+            f"{PACKED}=True does not work with {path}: {name} has {reason}; set {PACKED}=false, or use a method without a pass"
+        )
+
+
+def _mixes_packed_rows(config: DictConfig, architecture: Architecture) -> str | None:
+    """What lets a packed row see the one before it; ``None`` where rows are not packed, or are kept apart."""
     model = config.actor_rollout_ref.model
     if not model.get("use_remove_padding", False):
-        return
-    option, name = "actor_rollout_ref.model.use_remove_padding", type(architecture.copy).__name__
+        return None
     attention = str(OmegaConf.select(model, "override_config.attn_implementation", default=None) or "flash_attention_2")
     if architecture.states:
-        reason = f"layers of the type {', '.join(architecture.states)}, whose state runs on into the next packed row"
-    elif "flash" not in attention and not architecture.masks_packed_rows:
-        reason = f"a mask for the attention {attention} that lets a row see the packed rows before it"
-    else:
+        return f"layers of the type {', '.join(architecture.states)}, whose state runs on into the next packed row"
+    if "flash" not in attention and not architecture.masks_packed_rows:
+        return f"a mask for the attention {attention} that lets a row see the packed rows before it"
+    return None
+
+
+def neighbour_obstacles(config: DictConfig, model: PretrainedConfig) -> Iterator[Obstacle]:
+    """What makes the gradient of a response depend on the other responses of its micro-batch.
+
+    Args:
+        config: the run's.
+        model: the configuration that verl loads the model with.
+    """
+    settings = config.actor_rollout_ref.model
+    known = model.to_dict()
+    if known.get("output_router_logits", False):
+        yield "output_router_logits=True of the model", ROUTER_LOSS
+    named = list(_draws_by_name(known))
+    yield from named
+    adapter, path = adapter_config(settings), settings.get("lora_adapter_path", None)
+    yield from _draws_by_name(adapter)
+    if path and not adapter:
+        yield f"lora_adapter_path={path}", "its configuration cannot be read here, so that it may have dropout"
+    if model.model_type in OTHER_NEIGHBOURS:
+        yield f"model_type={model.model_type}", OTHER_NEIGHBOURS[model.model_type]
+    if not type(model).__module__.startswith("transformers."):
+        yield f"{_PATH}={settings.path}", "nothing is known of a model with code of its own"
         return
-    raise ValueError(
-        f"{option}=True does not work with {path}: {name} has {reason}; set {option}=false, or use a method without a pass"
-    )
+    try:
+        architecture = architecture_of(model)
+        mixing = _mixes_packed_rows(config, architecture)
+        if mixing is not None:
+            yield f"{PACKED}=True", f"the model has {mixing}"
+        for kind in frequencies_by_longest(architecture.copy, _longest_row(config)):
+            yield f"rope_type={kind} of the model", "the longest row of a micro-batch chooses the frequencies of all"
+        draws = [] if named else random_draws(architecture.copy)
+    except Exception as error:  # whatever the model's code raises
+        reason = f"its code cannot be followed without weights ({type(error).__name__}: {error})"
+        yield f"{_PATH}={settings.path}", reason
+        return
+    if draws:
+        yield f"{_PATH}={settings.path}", f"the model draws at random in training, with torch's {', '.join(draws)}"
+
+
+def _draws_by_name(options: Mapping[str, Any]) -> Iterator[Obstacle]:
+    """Options by which a model, or its adapter, draws at random."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _draws_by_name(value)
+        elif any(part in str(name) for part in DRAWING) and isinstance(value, int | float) and value > 0:
+            yield f"{name}={value} of the model", "other rows in a micro-batch draw other random numbers"
+
+
+def _longest_row(config: DictConfig) -> int:
+    """Tokens of prompt and response, the most that there can be."""
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    return min(longest, rollout.max_model_len) if rollout.get("max_model_len", None) else longest
 
 
 def _check_leaf(config: DictConfig, signal: SaliencySignal, architecture: Architecture, path: str) -> None:

@@ -24,6 +24,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -52,7 +53,7 @@ from grail_advantage.verl_ext.method_batch import (
     reward_advantages,
     truncated_rows,
 )
-from grail_advantage.verl_ext.model_checks import adapter_config, check_model, check_text, check_tokenizer
+from grail_advantage.verl_ext.model_checks import check_model, check_text, check_tokenizer, neighbour_obstacles
 from grail_advantage.verl_ext.patches import data_parallel_size, estimator_named, set_trainer_mode
 from grail_advantage.verl_ext.row_balance import deal, spread
 from grail_advantage.verl_ext.settings import (
@@ -144,8 +145,8 @@ class TokenWeightTrainer:
         self._end_tokens = end_token_ids(self.tokenizer, model.generation_config)
         self._context_length = settings.rollout.max_model_len or get_max_position_embeddings(model.hf_config)
         self._model_shares_forward = check_model(self.config, self.signal, model.local_path)
-        described = {**model.hf_config.to_dict(), "adapter": adapter_config(settings.model)}
-        skipping, against = choose_skipping(self.config, described, own_advantages=self.own_advantages)
+        of_model = partial(neighbour_obstacles, self.config, model.hf_config)
+        skipping, against = choose_skipping(self.config, of_model, own_advantages=self.own_advantages)
         for line in against:
             logger.warning("%s: %s", SKIP, line)
         self._zero_advantage = ZeroAdvantageSteps(self.config, skipping)

@@ -9,7 +9,7 @@ How rows are left out is in :mod:`grail_advantage.verl_ext.zero_advantage_update
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,10 @@ OTHER_LOSSES = {
 }
 """Losses that change when a row without an advantage is left out, with the reason."""
 
+ROUTER_LOSS = "the auxiliary loss of a router is taken over every row"
+WEIGHTS_ALONE = "w4a16"
+"""The mode of quantisation-aware training that leaves activations as they are."""
+
 Obstacle = tuple[str, str]
 """A setting as ``option=value``, and the reason."""
 
@@ -54,13 +58,14 @@ class Skipping:
 
 
 def choose_skipping(
-    config: DictConfig, model: Mapping[str, Any] | None = None, *, own_advantages: bool = False
+    config: DictConfig, of_model: Callable[[], Iterable[Obstacle]] = list, *, own_advantages: bool = False
 ) -> tuple[Skipping, list[str]]:
     """Choose what this run leaves out; with a line for each reason against it.
 
     Args:
         config: the run's.
-        model: see :func:`dropout_of`; ``None`` where the model is not known yet.
+        of_model: gives what the model has against it (:func:`grail_advantage.verl_ext.model_checks.neighbour_obstacles`);
+            nothing where the model is not known yet.
         own_advantages: whether the trainer computes advantages of its own.
 
     Raises:
@@ -69,7 +74,7 @@ def choose_skipping(
     choice = auto_or_bool(config, SKIP, default=False)
     if choice is False:
         return Skipping(), []
-    against = [*_against_rows(config), *dropout_of(model or {}), *_router_loss_of(model or {})]
+    against = [*_against_rows(config), *of_model()]
     if against:
         if choice is True:
             setting, reason = against[0]
@@ -101,10 +106,11 @@ def _against_rows(config: DictConfig) -> Iterator[Obstacle]:
     yield from set_to(f"{_ACTOR}.calculate_entropy", "the update logs the entropy of every row")
     yield from set_to("distillation.enabled", "distillation trains every row")
     yield from set_to("actor_rollout_ref.model.mtp.enable_train", "the heads for further tokens train on every row")
-    yield from set_to(
-        "actor_rollout_ref.model.override_config.output_router_logits",
-        "the auxiliary loss of a router is taken over every row",
-    )
+    yield from set_to("actor_rollout_ref.model.override_config.output_router_logits", ROUTER_LOSS)
+    for qat in (f"{_ACTOR}.qat", f"{_ACTOR}.fsdp_config.qat"):
+        mode = OmegaConf.select(config, f"{qat}.mode", default=WEIGHTS_ALONE)
+        if OmegaConf.select(config, f"{qat}.enable", default=False) and mode != WEIGHTS_ALONE:
+            yield f"{qat}.mode={mode}", "the scale of its activations is the largest of the micro-batch"
     loss = OmegaConf.select(config, _LOSS, default="vanilla")
     if loss not in TOKEN_LOSSES and loss not in ROW_LOSSES:
         yield f"{_LOSS}={loss}", OTHER_LOSSES.get(loss, "nothing is known of it where an advantage is 0")
@@ -114,25 +120,6 @@ def _against_rows(config: DictConfig) -> Iterator[Obstacle]:
             f"{_ACTOR}.loss_scale_factor=None",
             "seq-mean-token-sum-norm then divides by the longest response of each micro-batch",
         )
-
-
-def dropout_of(model: Mapping[str, Any]) -> Iterator[Obstacle]:
-    """Dropout of a model, whose draws depend on which rows go together.
-
-    Args:
-        model: the entries of its configuration, and of its adapter's.
-    """
-    for name, value in model.items():
-        if isinstance(value, Mapping):
-            yield from dropout_of(value)
-        elif ("dropout" in str(name) or str(name).endswith("pdrop")) and isinstance(value, int | float) and value > 0:
-            yield f"{name}={value} of the model", "other rows in a micro-batch draw another dropout"
-
-
-def _router_loss_of(model: Mapping[str, Any]) -> Iterator[Obstacle]:
-    """The loss of a model's own routers, where its configuration asks for it."""
-    if model.get("output_router_logits", False):
-        yield "output_router_logits=True of the model", "the auxiliary loss of a router is taken over every row"
 
 
 def _against_tails(config: DictConfig) -> Iterator[Obstacle]:

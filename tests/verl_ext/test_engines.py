@@ -88,7 +88,7 @@ def test_rows_that_train_nothing_are_run_too(engine: str) -> None:
         ValueError, match=rf"{SKIP}=True does not work with {STRATEGY}={engine}: rows are left out inside"
     ):
         check_config(_compose(engine, "uniform", f"+{SKIP}=true"))
-    left, (line,) = choose_skipping(_compose(engine, "uniform", f"+{SKIP}=auto"), {})
+    left, (line,) = choose_skipping(_compose(engine, "uniform", f"+{SKIP}=auto"))
     assert not left.skip_update and f"{STRATEGY}={engine}" in line
 
 

@@ -16,13 +16,11 @@ from transformers import GPT2Config, Lfm2Config, OPTConfig
 
 from grail_advantage.model.architecture import architecture_of
 from grail_advantage.verl_ext.checks import check_config
-from grail_advantage.verl_ext.zero_advantage_rules import choose_skipping
 from tests.composed import compose
 from tests.core.tiny_models import char_tokenizer
 from tests.verl_ext import architectures
 from tests.verl_ext.architectures import BATCH, CASES, CLOSE, FAMILIES, SIGNALS, by_function, error, plainly
 
-EXPERTS = ("Qwen3-MoE", "GPT-OSS")
 MIXED = ("Qwen3.5, text, packed", "GPT-OSS, packed")
 """Cases in which a row's scores depend on the rows packed before it."""
 PACKED = "actor_rollout_ref.model.use_remove_padding"
@@ -123,15 +121,3 @@ def test_models_whose_mask_mixes_packed_rows_are_found() -> None:
         num_hidden_layers=2, hidden_size=32, num_attention_heads=2, layer_types=["conv", "full_attention"]
     )
     assert architecture_of(conv).states == ("conv",)
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_rows_are_not_left_out_with_a_routers_loss(name: str, tmp_path: Path) -> None:
-    """Every pass here ran with the routers' logits put out; the saliency is that of the answer's likelihood alone."""
-    config = _config(_save(name, tmp_path), "algorithm.token_weights.skip_neutral_rows=auto")
-    with_loss = FAMILIES[name].build().to_dict()
-    left, lines = choose_skipping(config, with_loss)
-    assert not left.skip_update and any(
-        "output_router_logits=True of the model: the auxiliary loss" in line for line in lines
-    )
-    assert choose_skipping(config, {**with_loss, "output_router_logits": False})[0].skip_update

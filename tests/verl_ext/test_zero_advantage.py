@@ -66,22 +66,12 @@ def _config(choice: Any = "auto", **options: Any) -> DictConfig:
     return config
 
 
-OF_A_MODEL = {
-    "attention_dropout": {"attention_dropout": 0.1},
-    "an adapter's dropout": {"adapter": {"lora_dropout": 0.05}},
-    "of a part": {"text": {"embd_pdrop": 0.1}},
-}
-
-
 class TestWhere:
     """See :mod:`grail_advantage.verl_ext.zero_advantage_rules`."""
 
     def test_everything_where_it_is_asked_for_and_nothing_is_against_it(self) -> None:
         for choice in ("auto", True):
-            assert choose_skipping(_config(choice), {"attention_dropout": 0.0, "id2label": {0: "none"}}) == (
-                EVERYTHING,
-                [],
-            )
+            assert choose_skipping(_config(choice)) == (EVERYTHING, [])
         assert settings.algorithm_sections()["token_weights"]["skip_neutral_rows"] is False
         for config in (_config(False), OmegaConf.create({"algorithm": {}})):
             assert choose_skipping(config) == (Skipping(), [])
@@ -99,11 +89,16 @@ class TestWhere:
         lines = choose_skipping(_config(**several))[1]
         assert [line.split("=")[0] for line in lines] == [f"no row is left out with {option}" for option in several]
 
-    def test_nothing_with_dropout_or_a_loss_of_somebody_elses(self) -> None:
-        cases = [(_config(), model, "dropout") for model in OF_A_MODEL.values()]
-        for config, model, word in (*cases, (_config(**{LOSS: "mine"}), {}, "nothing is known of it")):
-            left_out, lines = choose_skipping(config, model)
-            assert left_out == Skipping() and word in lines[0]
+    def test_nothing_with_what_the_model_has_against_it_or_a_loss_of_somebody_elses(self) -> None:
+        against = [("attention_dropout=0.1 of the model", "it draws")]
+        assert choose_skipping(_config(), lambda: against) == (
+            Skipping(),
+            ["no row is left out with attention_dropout=0.1 of the model: it draws"],
+        )
+        with pytest.raises(ValueError, match=r"=True does not work with attention_dropout=0.1 of the model: it draws"):
+            choose_skipping(_config(True), lambda: against)
+        left_out, (line,) = choose_skipping(_config(**{LOSS: "mine"}))
+        assert left_out == Skipping() and "nothing is known of it" in line
 
     def test_keeps_what_is_read(self) -> None:
         """The ends that a loss reads, and the forward that something reads."""

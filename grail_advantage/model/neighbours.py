@@ -1,0 +1,90 @@
+"""Whether a response's forward in training depends on the responses beside it in a micro-batch, from a model's code alone.
+
+A forward that draws random numbers draws others beside other responses: dropout, noise on a router's input, a router that
+draws its experts. A rotary embedding may choose its frequencies by the longest response (``longrope``, ``dynamic``). Both are
+found by running the code: the model on the meta device, which takes neither memory nor a checkpoint, and rotary embeddings by
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from grail_advantage.model.patches import NumbersOnMeta
+
+SHORT = 4
+"""Tokens of the response that is looked at."""
+
+
+def random_draws(model: PreTrainedModel) -> list[str]:
+    """Names of torch's operators by which a model draws at random in training, sorted.
+
+    Args:
+        model: on the meta device; nobody else runs it.
+
+    Raises:
+        Exception: whatever the model's code raises where it cannot run there.
+    """
+    with suppress(ValueError):  # of a model without experts
+        model.set_experts_implementation("batched_mm")  # in which no shape depends on a number
+    ids_BL = torch.zeros((2, SHORT), dtype=torch.int64, device="meta")
+    places_BL = torch.arange(SHORT, device="meta").expand(2, -1)
+    draws = _Draws()
+    with torch.no_grad(), draws:
+        model.train()(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL), position_ids=places_BL, use_cache=False)
+    return sorted(draws.names)
+
+
+class _Draws(NumbersOnMeta):
+    """Collects the names of operators that torch itself calls random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in operator.tags:
+            self.names.add(operator.overloadpacket.__name__)
+        return super().__torch_dispatch__(operator, types, args, kwargs)
+
+
+def frequencies_by_longest(model: nn.Module, longest: int) -> list[str]:
+    """Types of rotary embeddings, by transformers' names, that give a short response other values beside one of ``longest``
+    tokens, sorted.
+
+    Args:
+        model: whose modules are looked at; they are made anew on the CPU.
+        longest: tokens of prompt and response, the most that there can be.
+
+    Raises:
+        Exception: whatever the embedding's code raises where it cannot be made by itself.
+    """
+    kinds: dict[str, tuple[nn.Module, dict[str, str]]] = {}
+    for module in model.modules():
+        of_layers = getattr(module, "rope_type", None)
+        if isinstance(of_layers, str):
+            kinds.setdefault(of_layers, (module, {}))
+        for layer_type, kind in of_layers.items() if isinstance(of_layers, dict) else ():
+            kinds.setdefault(kind, (module, {"layer_type": layer_type}))
+    return sorted(kind for kind, (module, named) in kinds.items() if _depends(module, named, longest))
+
+
+def _depends(module: nn.Module, named: dict[str, str], longest: int) -> bool:
+    made: Callable[..., Any] = type(module)(config=module.config)
+    nothing_B1D = torch.zeros(1, SHORT + 1, 1)
+
+    def values(last: int) -> list[torch.Tensor]:
+        """Of the first tokens, with ``last`` as the last position of the micro-batch."""
+        places_BL = torch.tensor([[*range(SHORT), last]])
+        given = made(nothing_B1D, places_BL, **named)
+        return [of_one[:, :SHORT] for of_one in (given if isinstance(given, tuple) else (given,))]
+
+    return not all(map(torch.equal, values(SHORT), values(longest - 1)))
