@@ -177,8 +177,11 @@ def neighbour_obstacles(config: DictConfig, model: PretrainedConfig) -> Iterator
         mixing = _mixes_packed_rows(config, architecture)
         if mixing is not None:
             yield f"{PACKED}=True", f"the model has {mixing}"
-        for kind in frequencies_by_longest(architecture.copy, _longest_row(config)):
-            yield f"rope_type={kind} of the model", "the longest row of a micro-batch chooses the frequencies of all"
+        for kind in frequencies_by_longest(architecture.copy, _longest_response(config)):
+            yield (
+                f"rope_type={kind} of the model",
+                "the longest response of a micro-batch chooses the frequencies of all",
+            )
         draws = [] if named else random_draws(architecture.copy)
     except Exception as error:  # whatever the model's code raises
         reason = f"its code cannot be followed without weights ({type(error).__name__}: {error})"
@@ -194,10 +197,10 @@ def _draws_by_name(options: Mapping[str, Any]) -> Iterator[Obstacle]:
         if isinstance(value, Mapping):
             yield from _draws_by_name(value)
         elif any(part in str(name) for part in DRAWING) and isinstance(value, int | float) and value > 0:
-            yield f"{name}={value} of the model", "other rows in a micro-batch draw other random numbers"
+            yield f"{name}={value} of the model", "other responses in a micro-batch draw other random numbers"
 
 
-def _longest_row(config: DictConfig) -> int:
+def _longest_response(config: DictConfig) -> int:
     """Tokens of prompt and response, the most that there can be."""
     rollout = config.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length

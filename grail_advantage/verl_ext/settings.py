@@ -4,7 +4,7 @@
 - ``algorithm.token_weights.share_forward``: ``auto`` takes a saliency on the forward that recomputes the old
   log-probabilities wherever that cannot change a result, ``true`` does the same and refuses a run in which it cannot, ``false``
   always runs a pass of its own.
-- ``algorithm.token_weights.skip_neutral_rows``: see :mod:`grail_advantage.verl_ext.zero_advantage_rules`.
+- ``algorithm.token_weights.skip_zero_advantage``: see :mod:`grail_advantage.verl_ext.zero_advantage_rules`.
 - ``algorithm.token_weights.answer``: the format of answers, see :mod:`grail_advantage.answers.format`; ``missing_answers``:
   what happens where responses have none, see :mod:`grail_advantage.answers.missing`.
 - ``algorithm.token_weights.base``: the estimator of verl's registry that gives the advantage of a response, which token weights
@@ -50,7 +50,7 @@ def algorithm_sections() -> dict[str, Any]:
     sections: dict[str, Any] = {
         "token_weights": {
             "share_forward": "auto",
-            "skip_neutral_rows": False,
+            "skip_zero_advantage": False,
             "trainer_module": None,
             "answer": BOXED.name,
             "missing_answers": CHOICES[0],

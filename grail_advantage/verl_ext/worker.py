@@ -1,5 +1,5 @@
 """verl's actor worker with the passes of signals, on their own or on the forward that recomputes the old log-probabilities, and
-with updates that leave out the rows that train nothing."""
+with updates that leave out zero-advantage responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaving out rows without an advantage over a trainer's steps: which rows, in which order, and the figures.
+"""Leaving out zero-advantage responses over a trainer's steps: which rows, in which order, and the figures.
 
 Shape suffixes: B rows, T response tokens.
 """
@@ -110,7 +110,7 @@ class ZeroAdvantageSteps:
         for key, length, selected in zip(rollouts.keys, trained, seen.rows.selected_B.tolist(), strict=True):
             if key in self._no_forward and (length or selected):
                 raise RuntimeError(
-                    f"row {key} had no advantage by its reward, and so no old log-probabilities, but is trained now; set "
+                    f"response {key} had no advantage by its reward, and so no old log-probabilities, but is trained now; set "
                     f"{SKIP}=false, or own_advantages=True in the class of the trainer"
                 )
         lengths = zip(map(len, rollouts.prompts), map(len, rollouts.responses), trained, strict=True)
@@ -135,7 +135,7 @@ class ZeroAdvantageSteps:
         request.extra_info[CUT_TAILS] = self.skipping.cut_tails
         of_run = [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
         return request, {
-            "token_weights/skipped_rows": sum(not lengths[row] for row in of_run),
+            "token_weights/skipped_responses": sum(not lengths[row] for row in of_run),
             "token_weights/skipped_tokens": sum(wholes[row] - lengths[row] for row in of_run),
         }
 

@@ -1,4 +1,4 @@
-"""Engines of verl's other than FSDP: methods without a pass start, the others and ``skip_neutral_rows`` name the engine.
+"""Engines of verl's other than FSDP: methods without a pass start, the others and ``skip_zero_advantage`` name the engine.
 
 With verl's own configurations, as its stock command composes them; the engines themselves are not installed here.
 """
@@ -41,7 +41,7 @@ BUILT_IN = {
     if known.signal_class.__module__.startswith("grail_advantage.")
 }
 WITHOUT_PASS = [name for name, uses in BUILT_IN.items() if not uses]
-SKIP = "algorithm.token_weights.skip_neutral_rows"
+SKIP = "algorithm.token_weights.skip_zero_advantage"
 
 
 def _compose(engine: str, method: str, *overrides: str) -> DictConfig:
@@ -85,7 +85,7 @@ def test_methods_with_a_pass_name_the_engine_and_what_runs(engine: str) -> None:
 
 def test_rows_that_train_nothing_are_run_too(engine: str) -> None:
     with pytest.raises(
-        ValueError, match=rf"{SKIP}=True does not work with {STRATEGY}={engine}: rows are left out inside"
+        ValueError, match=rf"{SKIP}=True does not work with {STRATEGY}={engine}: responses are left out inside"
     ):
         check_config(_compose(engine, "uniform", f"+{SKIP}=true"))
     left, (line,) = choose_skipping(_compose(engine, "uniform", f"+{SKIP}=auto"))

@@ -1,4 +1,4 @@
-"""Responses beside another one in a micro-batch: the gradient of each is what it is alone, or ``skip_neutral_rows`` objects.
+"""Responses beside another one in a micro-batch: the gradient of each is what it is alone, or ``skip_zero_advantage`` objects.
 
 Models are drawn at random by architecture, two layers of width 32, and run by transformers alone, so that an architecture that
 depends on its neighbours is found here. A further one is a line in ``FAMILIES``.

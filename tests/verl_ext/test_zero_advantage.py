@@ -72,7 +72,7 @@ class TestWhere:
     def test_everything_where_it_is_asked_for_and_nothing_is_against_it(self) -> None:
         for choice in ("auto", True):
             assert choose_skipping(_config(choice)) == (EVERYTHING, [])
-        assert settings.algorithm_sections()["token_weights"]["skip_neutral_rows"] is False
+        assert settings.algorithm_sections()["token_weights"]["skip_zero_advantage"] is False
         for config in (_config(False), OmegaConf.create({"algorithm": {}})):
             assert choose_skipping(config) == (Skipping(), [])
 
@@ -80,20 +80,22 @@ class TestWhere:
     def test_nothing_where_other_rows_train(self, option: str) -> None:
         value = AGAINST_ROWS[option]
         left_out, (line,) = choose_skipping(_config(**{option: value}))
-        assert left_out == Skipping() and line.startswith(f"no row is left out with {option}={value}: ")
+        assert left_out == Skipping() and line.startswith(f"no response is left out with {option}={value}: ")
         with pytest.raises(ValueError, match=rf"^{SKIP}=True does not work with {option}={value}: .*; use auto$"):
             choose_skipping(_config(True, **{option: value}))
 
     def test_names_every_reason(self) -> None:
         several = dict.fromkeys(list(AGAINST_ROWS)[:3], True)
         lines = choose_skipping(_config(**several))[1]
-        assert [line.split("=")[0] for line in lines] == [f"no row is left out with {option}" for option in several]
+        assert [line.split("=")[0] for line in lines] == [
+            f"no response is left out with {option}" for option in several
+        ]
 
     def test_nothing_with_what_the_model_has_against_it_or_a_loss_of_somebody_elses(self) -> None:
         against = [("attention_dropout=0.1 of the model", "it draws")]
         assert choose_skipping(_config(), lambda: against) == (
             Skipping(),
-            ["no row is left out with attention_dropout=0.1 of the model: it draws"],
+            ["no response is left out with attention_dropout=0.1 of the model: it draws"],
         )
         with pytest.raises(ValueError, match=r"=True does not work with attention_dropout=0.1 of the model: it draws"):
             choose_skipping(_config(True), lambda: against)
@@ -105,7 +107,7 @@ class TestWhere:
         for options in ({LOSS: "gspo"}, {LOSS: "sapo"}, {AGGREGATION: "seq-mean-token-mean"}):
             left_out, (line,) = choose_skipping(_config(**options))
             assert left_out == Skipping(skip_update=True, cut_tails=False, skip_old_log_probs=True)
-            assert line.startswith("rows keep their ends in the update with ")
+            assert line.startswith("responses keep their tails in the update with ")
         without_forward = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=False)
         for option, value in AGAINST_FORWARD.items():
             for choice in ("auto", True):
@@ -217,7 +219,9 @@ class TestOldLogProbs:
             pass
 
         step = _zero_advantage_step(monkeypatch, AUTO, cls=WithTokenWeights)
-        with pytest.raises(RuntimeError, match=r"^row b_0_0 had no advantage by its reward, .*own_advantages=True"):
+        with pytest.raises(
+            RuntimeError, match=r"^response b_0_0 had no advantage by its reward, .*own_advantages=True"
+        ):
             step.run()
 
 
@@ -262,9 +266,9 @@ class TestUpdate:
         left = [
             len(prompt) + len(response.removesuffix("<end>")) + 1 for key, prompt, response, _ in ROWS if key not in A
         ]
-        assert metrics["token_weights/skipped_rows"] == 3
+        assert metrics["token_weights/skipped_responses"] == 3
         assert metrics["token_weights/skipped_tokens"] == sum(left)
-        assert _update(prepared, b_1_0=True)[1]["token_weights/skipped_rows"] == 2, "padding is not counted"
+        assert _update(prepared, b_1_0=True)[1]["token_weights/skipped_responses"] == 2, "padding is not counted"
 
     def test_ends_that_train_nothing_go(self, step: Callable[..., Step]) -> None:
         for mode, cut in (("token-mean", 5), ("seq-mean-token-mean", 0)):

@@ -10,7 +10,7 @@ import torch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
-from grail_advantage.verl_ext.zero_advantage_rules import OTHER_LOSSES, ROW_LOSSES, TOKEN_LOSSES
+from grail_advantage.verl_ext.zero_advantage_rules import OTHER_LOSSES, RESPONSE_LOSSES, TOKEN_LOSSES
 from grail_advantage.verl_ext.zero_advantage_update import trained_lengths
 from tests.core.tiny_models import tiny_model
 from tests.verl_ext import zero_advantage_ranks as ranks
@@ -206,15 +206,15 @@ class TestLosses:
         return torch.allclose(self._gradient(loss, aggregation, lengths), expected, rtol=1e-5, atol=1e-8)
 
     def test_every_loss_of_verls_is_judged(self) -> None:
-        assert {*TOKEN_LOSSES, *ROW_LOSSES, *OTHER_LOSSES} == set(POLICY_LOSS_REGISTRY)
-        assert set(ranks.LOSSES) == {*TOKEN_LOSSES, *ROW_LOSSES}
+        assert {*TOKEN_LOSSES, *RESPONSE_LOSSES, *OTHER_LOSSES} == set(POLICY_LOSS_REGISTRY)
+        assert set(ranks.LOSSES) == {*TOKEN_LOSSES, *RESPONSE_LOSSES}
 
     @pytest.mark.parametrize("aggregation", ranks.AGGREGATIONS)
     @pytest.mark.parametrize("loss", ranks.LOSSES)
     def test_do_without_rows_that_have_no_advantage(self, loss: str, aggregation: str) -> None:
         without = tuple(length if trained else 0 for length, trained in zip(self.LENGTHS, self.TRAINED, strict=True))
         assert self._same(loss, aggregation, without)
-        by_length = loss in ROW_LOSSES or aggregation == "seq-mean-token-mean"
+        by_length = loss in RESPONSE_LOSSES or aggregation == "seq-mean-token-mean"
         assert self._same(loss, aggregation, self.TRAINED) == (not by_length)
 
     @pytest.mark.parametrize("loss", OTHER_LOSSES)
