@@ -81,7 +81,7 @@ def check_config(config: DictConfig) -> None:
     signal = signal_of(config.algorithm)
     answer_of(config)
     parse_missing_answers(config)
-    _check_base(config)
+    check_base(config)
     check_share_forward(config, signal)
     choose_skipping(config)
     dump_options(config)
@@ -189,8 +189,12 @@ def check_names(config: DictConfig) -> None:
                 raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {known}")
 
 
-def _check_base(config: DictConfig) -> None:
-    """An estimator that gives no advantage a response, or that needs something that is not there."""
+def check_base(config: DictConfig) -> None:
+    """Refuse an estimator that gives no advantage a response, or that needs something that is not there.
+
+    Raises:
+        ValueError: naming the option and the choices.
+    """
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
     base, tested = base_of(config), ", ".join(BASES)

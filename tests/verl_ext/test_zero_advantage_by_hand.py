@@ -10,13 +10,11 @@ import torch
 from omegaconf import OmegaConf
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.base_advantage import base_of, check_base, check_one_a_response
-from grail_advantage.verl_ext.neutral_rows import CUT_ENDS as CUT_TAILS
-from grail_advantage.verl_ext.neutral_rows import spread_in_mini_batches
-from grail_advantage.verl_ext.neutral_rows import without_neutral_rows as without_zero_advantage
-from grail_advantage.verl_ext.neutral_settings import SKIP
-from grail_advantage.verl_ext.neutral_settings import neutral_rows as what_is_left_out
+from grail_advantage.verl_ext.checks import check_base
+from grail_advantage.verl_ext.method_batch import check_one_advantage_a_response
+from grail_advantage.verl_ext.settings import base_of
 from grail_advantage.verl_ext.wire import nested
+from grail_advantage.verl_ext.zero_advantage_update import CUT_TAILS, spread_in_mini_batches, without_zero_advantage
 
 PROMPTS, RESPONSES = (3, 2, 4, 1), (4, 3, 5, 2)
 GROUP = object()
@@ -134,17 +132,6 @@ def test_every_rank_gets_its_share_of_a_mini_batchs_rows() -> None:
     assert [{*order[:3]} & {0, 1, 2}, {*order[3:]} & {0, 1, 2}] in ([{0, 1}, {2}], [{2}, {0, 1}])
 
 
-def test_nothing_is_left_out_where_a_router_trains_on_every_row() -> None:
-    actor = {"loss_agg_mode": "token-mean"}
-    config = OmegaConf.create({"algorithm": {}, "actor_rollout_ref": {"actor": actor}})
-    OmegaConf.update(config, SKIP, "auto", force_add=True)
-    for model in ({}, {"output_router_logits": False}):
-        left_out, reasons = what_is_left_out(config, model)
-        assert left_out.rows and left_out.ends and left_out.old_log_probs and reasons == []
-    left_out, (reason,) = what_is_left_out(config, {"output_router_logits": True})
-    assert not left_out.rows and not left_out.ends and not left_out.old_log_probs and "output_router_logits" in reason
-
-
 def config_of(base: str | None) -> Any:
     return OmegaConf.create({"algorithm": {"token_weights": {"base": base}}})
 
@@ -166,10 +153,10 @@ def test_the_base_advantage_is_one_of_verls_a_response() -> None:
 def test_an_own_base_may_not_differ_within_a_response() -> None:
     mask_BT = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
     same_BT = torch.tensor([[-2.0, -2.0, 7.0], [0.5, 0.5, 0.5]])
-    check_one_a_response(same_BT, mask_BT, "mine")
+    check_one_advantage_a_response(same_BT, mask_BT, "mine")
     for change in (-0.1, 0.1):
         other_BT = same_BT.clone()
         other_BT[1, 2] += change
         with pytest.raises(ValueError, match="base=mine gives the tokens of a response different advantages"):
-            check_one_a_response(other_BT, mask_BT, "mine")
-    check_one_a_response(mask_BT.float().cumsum(1), mask_BT, "rloo")
+            check_one_advantage_a_response(other_BT, mask_BT, "mine")
+    check_one_advantage_a_response(mask_BT.float().cumsum(1), mask_BT, "rloo")
