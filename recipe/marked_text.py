@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from recipe.files import write_text
+from grail_advantage.view.whole_file import write_whole
 
 
 def marked(text: str, name: str) -> str:
@@ -22,7 +22,7 @@ def write_marked(path: Path, name: str, passage: str) -> None:
     """Put a passage between the markers of a file, in place of the old one; ValueError as for :func:`marked`."""
     text = path.read_text(encoding="utf-8")
     start, end = _bounds(text, name)
-    write_text(path, f"{text[:start]}\n{passage.strip()}\n{text[end:]}")
+    write_whole(path, f"{text[:start]}\n{passage.strip()}\n{text[end:]}")
 
 
 def _bounds(text: str, name: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from recipe.files import write_text
+from grail_advantage.view.whole_file import write_whole
 from recipe.marked_text import write_marked
 from study.plan import MEASUREMENTS, RUNS, StudyPlan
 from study.plan3 import THIRD
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None, plan: StudyPlan | None = None) -> N
         page = options.out or ROOT / "docs" / f"study{options.study}" / "real_model.md"
         for tables, gains in measure(model, tokenizer, options.data, study=options.study, **size):
             write_marked(page, "real model", tables)
-            write_text(page.with_suffix(".csv"), gains)
+            write_whole(page.with_suffix(".csv"), gains)
         return
     third = getattr(options, "study", 2) == 3
     plan = plan or (THIRD if third else StudyPlan())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe.files import write_text
+from grail_advantage.view.whole_file import write_whole
 
 JOB_COLUMNS = ("kind", "regime", "arm", "seed", "rate")
 """Columns that identify a job; the arm of a job that has none is ``-``, its rate 0."""
@@ -59,4 +59,4 @@ class RawFile:
                 raise ValueError(f"{self.path}: a row has the fields {sorted(row)}; wanted are {sorted(self.columns)}")
             writer.writerow(row)
         before = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
-        write_text(self.path, before + text.getvalue())
+        write_whole(self.path, before + text.getvalue())

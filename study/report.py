@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from recipe.files import write_text
+from grail_advantage.view.whole_file import write_whole
 from recipe.marked_text import table
 from study.arms import ARMS
 from study.plan import BOUND, COMPARED, CONTRASTS, RUNS, RegimePlan, StudyPlan
@@ -54,7 +54,7 @@ NAMED = 5
 def write_report(plan: StudyPlan, files: Files, folder: Path) -> list[Path]:
     """Write the report and its plot, where there is something to draw, and return their paths."""
     results = Results.read(plan, files)
-    write_text(folder / "REPORT.md", markdown(results))
+    write_whole(folder / "REPORT.md", markdown(results))
     return [folder / "REPORT.md", *plot_differences(results, folder / PLOT)]
 
 

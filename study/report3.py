@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipe.files import write_text
+from grail_advantage.view.whole_file import write_whole
 from recipe.marked_text import table
 from study.arms import ARMS
 from study.plan import RegimePlan, StudyPlan
@@ -54,7 +54,7 @@ Judged = Mapping[tuple[str, str], tuple[Contrast, float]]
 def write_third(plan: StudyPlan, files: Files, folder: Path) -> list[Path]:
     """Write the page and return its path."""
     results = Results.read(plan, files)
-    write_text(folder / "REPORT.md", page(results))
+    write_whole(folder / "REPORT.md", page(results))
     return [folder / "REPORT.md"]
 
 

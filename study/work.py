@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from recipe.files import digest
+from recipe.hashing import digest
 from recipe.tiny.model import build_model
 from recipe.tiny.sampling import prompt_ids
 from recipe.tiny.warm_up import WarmUpSettings, warm_up

@@ -58,10 +58,12 @@ def convert(spec: DatasetSpec, columns: Columns, row: dict[str, Any] | BadRow) -
         raise row
     if any(row.get(field) not in (None, value) for field, value in spec.required_values.items()):
         return None
-    problem = _read_problem(row, columns.problem)
+    for field in (columns.problem, columns.gold):
+        if field not in row:
+            raise BadRow("missing", f"the row has {', '.join(map(repr, row)) or 'no field'}", field)
+    problem, gold = _read_problem(row[columns.problem], columns.problem), read_gold(row, columns.gold, columns.reader)
     if context := spec.context_column and row.get(spec.context_column):
         problem = f"{str(context).strip()}\n{problem}"
-    gold = read_gold(row, columns.gold, columns.reader)
     for text, field in ((problem, columns.problem), (gold, columns.gold)):
         try:
             text.encode()  # JSON's escapes allow lone surrogates, which parquet has no room for
@@ -78,9 +80,8 @@ def convert(spec: DatasetSpec, columns: Columns, row: dict[str, Any] | BadRow) -
     }
 
 
-def _read_problem(row: dict[str, Any], field: str) -> str:
+def _read_problem(value: Any, field: str) -> str:
     """The problem's text: the field itself, or the content of the one user message that it holds."""
-    value = _present(row, field)
     if isinstance(value, list):
         roles = [message.get("role") if isinstance(message, dict) else message for message in value]
         if roles != ["user"] or not isinstance(value[0], dict):
@@ -98,7 +99,7 @@ def read_gold(row: dict[str, Any], field: str, reader: str) -> str:
 
     A whole float loses its fraction (``27.0`` becomes ``27``); otherwise one answer keeps the notation of its source.
     """
-    value = _present(row, field)
+    value = row[field]
     if reader != "plain":
         if not isinstance(value, str):
             raise BadRow("answer is not text", type(value).__name__, field)
@@ -115,12 +116,6 @@ def read_gold(row: dict[str, Any], field: str, reader: str) -> str:
         return gold_text(value).strip()
     except ValueError as error:
         raise BadRow("unusable answer", str(error), field) from None
-
-
-def _present(row: dict[str, Any], field: str) -> Any:
-    if field not in row:
-        raise BadRow("missing", f"the row has {', '.join(map(repr, row)) or 'no field'}", field)
-    return row[field]
 
 
 def subset_rank(row: dict[str, Any]) -> tuple[str, ...]:

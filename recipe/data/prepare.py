@@ -7,7 +7,6 @@ folder. A file that is there is complete.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import sys
 from collections import Counter
@@ -17,10 +16,10 @@ from typing import Any
 
 from datasets import Dataset, disable_progress_bars
 
+from grail_advantage.view.whole_file import whole_file, write_whole
 from recipe.data.convert import FEATURES, SUBSET_SEED, BadRow, convert, subset_rank
 from recipe.data.sources import Source, find_local_file, load_hub, read_jsonl
 from recipe.data.specs import BENCHMARKS, GOLD_READERS, SPECS, TRAINING_SETS, Columns, DatasetSpec, benchmark_names
-from recipe.files import write_bytes, write_text
 
 MAX_DROPPED = 0.05
 _SHOWN_BAD_ROWS = 10
@@ -47,7 +46,7 @@ def prepare_dataset(
     Raises:
         ValueError: the source lacks a column, has no usable row, or too many unusable ones.
     """
-    path, note_path = (output_dir / f"{spec.name}.{ending}" for ending in ("parquet", "json"))
+    path = output_dir / f"{spec.name}.parquet"
     columns = _choose_columns(spec, source, columns)
     rows: list[dict[str, Any]] = []
     dropped: list[str] = []
@@ -55,20 +54,16 @@ def prepare_dataset(
     other_task = 0
     for number, row in source.rows:
         try:
-            converted = convert(spec, columns, row)
+            if (converted := convert(spec, columns, row)) is not None:
+                rows.append(converted)
+            else:
+                other_task += 1
         except BadRow as error:
             dropped.append(f"{source.name}, {source.unit} {number}: {error}")
             reasons[error.reason] += 1
-            continue
-        if converted is None:
-            other_task += 1
-        else:
-            rows.append(converted)
 
     for message in dropped[:_SHOWN_BAD_ROWS]:
         print(f"dropped: {message}", file=sys.stderr)
-    if len(dropped) > _SHOWN_BAD_ROWS:
-        print(f"dropped: {len(dropped) - _SHOWN_BAD_ROWS} more, see {note_path}", file=sys.stderr)
     usable, of_task = len(rows), len(rows) + len(dropped)
     first = f"; the first bad one: {dropped[0]}" if dropped else ""
     if not usable:
@@ -99,17 +94,14 @@ def prepare_dataset(
         "notes": notes,
     }
     disable_progress_bars()
-    Dataset.from_list(rows, features=FEATURES).to_parquet(buffer := io.BytesIO())
-    write_bytes(path, buffer.getvalue())
-    write_text(note_path, json.dumps(note, indent=2, ensure_ascii=False) + "\n")
+    with whole_file(path) as file:
+        Dataset.from_list(rows, features=FEATURES).to_parquet(file)
+    write_whole(path.with_suffix(".json"), json.dumps(note, indent=2, ensure_ascii=False) + "\n")
 
-    parts = [f"{len(rows)} rows from {source.name}"]
-    if dropped:
-        counts = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-        parts.append(f"{len(dropped)} of {of_task + other_task} dropped: {counts}")
-    if other_task:
-        parts.append(f"{other_task} of another task left out")
-    return "; ".join([*parts, *notes])
+    counts = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+    parts = [f"{len(dropped)} of {of_task + other_task} dropped: {counts}"] if dropped else []
+    parts += [f"{other_task} of another task left out"] if other_task else []
+    return "; ".join([f"{len(rows)} rows from {source.name}", *parts, *notes])
 
 
 def _choose_columns(spec: DatasetSpec, source: Source, given: Columns | None) -> Columns:
@@ -131,8 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         names = [name for name in (options.train,) if name != "none"] + benchmark_names(options.benchmarks)
-        hub = _by_name("--hub-id", options.hub_id, _HUB_FORM)
-        given = _by_name("--columns", options.columns, _COLUMNS_FORM)
+        hub, given = _by_name("--hub-id", options.hub_id), _by_name("--columns", options.columns)
         columns = {name: _columns(name, value) for name, value in given.items()}
         if not names:
             raise ValueError("--train none and --benchmarks none leave nothing to do")
@@ -150,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spec = SPECS[name]
         try:
             if options.local_dir is not None and name not in hub:
-                source = read_jsonl(find_local_file(spec, options.local_dir))
+                source = read_jsonl(find_local_file(name, options.local_dir))
             else:
                 source = load_hub(spec, hub.get(name, spec.hub))
             summary = prepare_dataset(spec, source, options.output_dir, columns.get(name), options.max_dropped)
@@ -159,8 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed.append(f"  FAILED {error}")
 
     print(f"{len(done)} of {len(names)} datasets are in {options.output_dir}:", *done, sep="\n")
-    for message in failed:
-        print(message, file=sys.stderr)
+    print(*failed, sep="\n", end="\n" * bool(failed), file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -185,24 +175,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _by_name(option: str, texts: list[str], form: str) -> dict[str, str]:
+def _by_name(option: str, texts: list[str]) -> dict[str, str]:
     """The values of a repeated option ``NAME=VALUE``."""
-    values = {}
-    for text in texts:
-        name, _, value = text.partition("=")
+    values = dict(text.partition("=")[::2] for text in texts)
+    for name, value in values.items():
         if name not in SPECS or not value:
-            raise ValueError(f"{option} {text!r} is not {form} with NAME one of {', '.join(SPECS)}")
-        values[name] = value
+            raise ValueError(f"{option} {name}={value} is not NAME=VALUE with NAME one of {', '.join(SPECS)}")
     return values
 
 
 def _columns(name: str, value: str) -> Columns:
-    columns = Columns(*value.split(",")) if value.count(",") in (1, 2) else Columns("", "")
-    if not columns.problem or not columns.gold or columns.reader not in GOLD_READERS:
-        raise ValueError(
-            f"--columns {name}={value} is not {_COLUMNS_FORM} with READER one of {', '.join(GOLD_READERS)}"
-        )
-    return columns
+    problem, gold, reader, *more = [*value.split(","), "", ""][: max(3, value.count(",") + 1)]
+    if not problem or not gold or (reader or "plain") not in GOLD_READERS or more:
+        readers = ", ".join(GOLD_READERS)
+        raise ValueError(f"--columns {name}={value} is not {_COLUMNS_FORM} with READER one of {readers}")
+    return Columns(problem, gold, reader or "plain")
 
 
 if __name__ == "__main__":

@@ -15,14 +15,12 @@ from recipe.data.specs import DatasetSpec
 
 
 class Source(NamedTuple):
-    """A source of rows."""
+    """Rows by number (of the ``unit`` line or row), each its fields or the reason why a line is no row."""
 
     name: str
     unit: str
-    """``line`` or ``row``: the unit of row numbers in messages."""
     columns: Collection[str]
     rows: Iterable[tuple[int, dict[str, Any] | BadRow]]
-    """Number and fields of every row, or the reason why a line is no row."""
 
 
 def read_jsonl(path: Path) -> Source:
@@ -52,29 +50,23 @@ def load_hub(spec: DatasetSpec, place: str) -> Source:
         rows = datasets.load_dataset(dataset_id, config or None, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"{spec.name}: cannot load {name} ({type(error).__name__}: {error}); check the network and the id, or give another "
-            f"one with --hub-id {spec.name}=ORG/DATASET[:CONFIG[:SPLIT]], or put {spec.name}.jsonl in a folder and name that "
-            "with --local-dir"
+            f"{spec.name}: cannot load {name} ({type(error).__name__}: {error}); check the network, name another with "
+            f"--hub-id {spec.name}=ORG/DATASET[:CONFIG[:SPLIT]], or put {spec.name}.jsonl into a --local-dir"
         ) from error
     # Pictures, which some copies carry, would all be decoded.
     pictures = [column for column, feature in rows.features.items() if require_decoding(feature)]
     return Source(name, "row", rows.column_names, enumerate(rows.remove_columns(pictures), 1))
 
 
-def find_local_file(spec: DatasetSpec, folder: Path) -> Path:
+def find_local_file(name: str, folder: Path) -> Path:
     """Find ``NAME.jsonl`` or the one ``NAME_*.jsonl`` in ``folder``; ValueError where there is none, or several."""
-    name = spec.name
     if (exact := folder / f"{name}.jsonl").is_file():
         return exact
     paths = sorted(path for path in folder.glob(f"{name}_*.jsonl") if path.is_file())
-    if not paths:
-        raise ValueError(
-            f"{name}: no {name}.jsonl or {name}_*.jsonl in --local-dir {folder}; leave it out with --benchmarks and --train, "
-            f"or read it from the hub with --hub-id {name}={spec.hub}"
-        )
-    if len(paths) > 1:
+    if len(paths) == 1:
+        return paths[0]
+    if paths:
         names = ", ".join(path.name for path in paths)
-        raise ValueError(
-            f"{name}: --local-dir {folder} has several files for it: {names}; rename the one to use to {name}.jsonl"
-        )
-    return paths[0]
+        raise ValueError(f"{name}: {folder} has several files for it: {names}; rename the one to use to {name}.jsonl")
+    remedy = f"leave it out with --benchmarks and --train, or name a place on the hub with --hub-id {name}="
+    raise ValueError(f"{name}: no {name}.jsonl or {name}_*.jsonl in --local-dir {folder}; {remedy}")

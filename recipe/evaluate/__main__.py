@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from tqdm import tqdm
 
+from grail_advantage.view.whole_file import write_whole
 from recipe.chat_templates import read_chat_template
 from recipe.data.specs import BENCHMARKS, benchmark_names
-from recipe.evaluate import compare, engines, report
+from recipe.evaluate import engines, report
 from recipe.evaluate.checkpoint import fingerprint, resolve_model
 from recipe.evaluate.problems import encode_prompts, load_benchmarks, load_tokenizer, prompt_template
-from recipe.evaluate.store import Store
-from recipe.files import digest, write_text
+from recipe.evaluate.store import KEY, Store
+from recipe.hashing import digest
 
 SAMPLING = ("samples", "temperature", "top_p", "top_k", "max_tokens", "seed")
 _FILES = ("generations.jsonl", "scores.jsonl", "results.md", "results.json")
@@ -33,50 +36,39 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """
     if not (names := benchmark_names(options.benchmarks)):
         raise ValueError("--benchmarks names nothing")
-    benchmarks = load_benchmarks(names, options.data_dir)
+    problems = load_benchmarks(names, options.data_dir)
     template = None if options.chat_template is None else read_chat_template(options.chat_template)
     sampling = {name: getattr(options, name) for name in SAMPLING}
     model = resolve_model(options.model)
     tokenizer = load_tokenizer(model, template)
-    prompts = {name: encode_prompts(tokenizer, problems) for name, problems in benchmarks.items()}
+    problems["prompt_ids"] = encode_prompts(tokenizer, problems["messages"])
+    problems["prompt"] = problems["prompt_ids"].map(digest)
     # Of all problems, not of the missing ones, so that a resumed evaluation runs in the same engine.
-    longest = max(len(prompt) for encoded in prompts.values() for prompt in encoded) + sampling["max_tokens"]
-    engines.check_length(model, longest)
+    longest = max(map(len, problems["prompt_ids"])) + sampling["max_tokens"]
     settings = {"model": fingerprint(model), **sampling, "engine": engines.engine_version()}
     for name in _FILES if options.restart else ():
         (options.output_dir / name).unlink(missing_ok=True)
 
+    wanted = problems.merge(pd.DataFrame({"sample": range(sampling["samples"])}), how="cross")
     with Store(options.output_dir / "generations.jsonl", settings) as store:
-        wanted = [
-            {"benchmark": name, "index": index, "sample": number, "prompt": digest(prompt)}
-            for name, encoded in prompts.items()
-            for index, prompt in enumerate(encoded)
-            for number in range(sampling["samples"])
-        ]
-        missing = store.missing(wanted)
+        missing = store.missing(wanted.to_dict("records"))
         with tqdm(total=len(wanted), initial=len(wanted) - len(missing), desc="sampling", unit=" samples") as progress:
 
-            def done(sample: dict[str, Any], answer: engines.Answer) -> None:
-                # vLLM would load the tokenizer its own way.
-                text = tokenizer.decode(
-                    answer.pop("token_ids"), skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
-                store.append({**sample, **answer, "text": text})
+            def done(sample: dict[str, Any]) -> None:
+                store.append(sample)
                 progress.update()
 
             if missing:
-                encoded = [prompts[sample["benchmark"]][sample["index"]] for sample in missing]
                 gpus = options.tensor_parallel_size
-                count = engines.engine_count(options.workers, gpus)
-                start = partial(engines.start_engine, model, longest, count, gpus)
-                asyncio.run(engines.sample(start, encoded, missing, sampling, done))
-        samples = [store.samples[sample["benchmark"], sample["index"], sample["sample"]] for sample in wanted]
+                start = partial(engines.start_engine, model, longest, engines.engine_count(options.workers, gpus), gpus)
+                asyncio.run(engines.sample(start, missing, sampling, tokenizer, done))
+        samples = pd.DataFrame(store.samples.values()).drop(columns="prompt")
 
-    scores = report.judge(samples, benchmarks)
-    write_text(options.output_dir / "scores.jsonl", scores.to_json(orient="records", lines=True, force_ascii=False))
-    run = {"model": options.model, "model_hash": settings["model"], "template": prompt_template(tokenizer, benchmarks)}
-    results = report.summarise(run | {"sampling": sampling, "engine": settings["engine"]}, benchmarks, scores)
-    report.write_report(results, options.output_dir, "results", report.markdown(results))
+    scores = report.judge(wanted.merge(samples, on=list(KEY)))
+    write_whole(options.output_dir / "scores.jsonl", scores.to_json(orient="records", lines=True, force_ascii=False))
+    run = {"model": options.model, "model_hash": settings["model"], "template": prompt_template(tokenizer, problems)}
+    results = report.summarise(run | {"sampling": sampling, "engine": settings["engine"]}, problems, scores)
+    report.write_report(results, options.output_dir, "results", report.results_page(results))
     return results
 
 
@@ -88,15 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.compare:
             if options.model:
                 raise ValueError("--compare takes two finished output folders and no --model")
-            result = compare.compare(*map(compare.load_run, options.compare))
-            print(text := compare.markdown(result))
+            result = report.compare(*map(report.load_run, options.compare))
+            print(page := report.comparison_page(result))
             if options.output_dir is not None:
-                report.write_report(result, options.output_dir, "comparison", text)
+                report.write_report(result, options.output_dir, "comparison", page)
+        elif options.model is None or options.output_dir is None:
+            raise ValueError("--model and --output-dir are needed unless --compare names two evaluations")
         else:
-            for name, value in (("--model", options.model), ("--output-dir", options.output_dir)):
-                if value is None:
-                    raise ValueError(f"{name} is missing; it is needed unless --compare names two evaluations")
-            print(report.markdown(evaluate(options)), f"written to {options.output_dir}: {', '.join(_FILES)}", sep="\n")
+            page = report.results_page(evaluate(options))
+            print(page, f"written to {options.output_dir}: {', '.join(_FILES)}", sep="\n")
     except (ValueError, RuntimeError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 1
@@ -106,10 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _number(kind: Callable[[str], float], least: float, most: float = float("inf")) -> Callable[[str], float]:
+def _number(kind: Callable[[str], float], least: float, most: float = math.inf) -> Callable[[str], float]:
     def number(text: str) -> float:
         if not least <= (value := kind(text)) <= most:
-            raise argparse.ArgumentTypeError(f"{text} must be at least {least}{f' and at most {most}' * (most < 2)}")
+            raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most}")
         return value
 
     return number

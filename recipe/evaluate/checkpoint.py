@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-_BIN = "pytorch_model*.bin"
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 _STAMP = "merged_from.json"
 _LORA_META = "lora_train_meta.json"
@@ -39,11 +39,20 @@ def resolve_model(model: str | Path) -> Path:
     if _is_model(path):
         return path
     checkpoint = path / "actor" if (path / "actor").is_dir() else path
-    sharded, exported = _is_sharded(checkpoint), checkpoint / "huggingface"
-    if _is_model(exported) and not (checkpoint / _LORA_META).is_file():
-        return exported  # trained with actor.checkpoint.save_contents that include hf_model
-    if sharded:
+    if _is_model(checkpoint / "huggingface") and not (checkpoint / _LORA_META).is_file():
+        return checkpoint / "huggingface"  # trained with actor.checkpoint.save_contents that include hf_model
+    config = checkpoint / "fsdp_config.json"
+    if config.is_file():
+        size = json.loads(config.read_text(encoding="utf-8"))["world_size"]
+        shards = [f"model_world_size_{size}_rank_{rank}.pt" for rank in range(size)]
+        if missing := [shard for shard in shards if not (checkpoint / shard).is_file()]:
+            remedy = (
+                "nodes without a common file system keep their ranks' files to themselves: copy them into one folder"
+            )
+            raise ValueError(f"{checkpoint} lacks {', '.join(missing)}; {remedy}")
         return _merged(checkpoint)
+    if any(checkpoint.glob("model_world_size_*_rank_*.pt")):
+        raise ValueError(f"{checkpoint} has no fsdp_config.json; copy it from the machine that ran rank 0")
     if steps := sorted(path.glob("global_step_*"), key=lambda step: (len(step.name), step.name)):
         raise ValueError(f"--model {path} holds several checkpoints; name one of them, for example {steps[-1]}")
     raise ValueError(
@@ -54,7 +63,7 @@ def resolve_model(model: str | Path) -> Path:
 
 def fingerprint(folder: Path) -> str:
     """First 16 hexadecimal digits of a SHA-256 over a model folder's weights, configuration, tokenizer and template."""
-    files = sorted({path for pattern in [*_FILES, _BIN] for path in folder.glob(pattern) if path.name != _STAMP})
+    files = sorted({path for pattern in [*_FILES, *_WEIGHTS] for path in folder.glob(pattern) if path.name != _STAMP})
     digests = []
     for path in files:
         with path.open("rb") as file:
@@ -63,21 +72,20 @@ def fingerprint(folder: Path) -> str:
 
 
 def _is_model(folder: Path) -> bool:
-    weights = [path for pattern in (_FILES[0], _BIN) for path in folder.glob(pattern)]
+    weights = [path for pattern in _WEIGHTS for path in folder.glob(pattern)]
     return (folder / "config.json").is_file() and any(not path.name.startswith("adapter_") for path in weights)
 
 
 def _from_hub(model: str) -> Path:
-    """The folder of the hub's cache that holds the model; files in the cache are not fetched again."""
+    """The folder of the hub's cache that holds the model; without a connection, what the cache has."""
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     name, _, revision = model.partition("@")
-    wanted = {"revision": revision or None, "allow_patterns": _FILES}
     for cached in (False, True):
         try:  # of a commit named in full, the hub is asked even where its files are all in the cache
-            folder = Path(snapshot_download(name, **wanted, local_files_only=cached))
+            folder = snapshot_download(name, revision=revision or None, allow_patterns=_FILES, local_files_only=cached)
             break
         except (httpx.HTTPError, HFValidationError, OSError) as error:
             reason = error
@@ -86,30 +94,9 @@ def _from_hub(model: str) -> Path:
             f"--model {model} is no folder here, and the Hugging Face hub does not give it ({reason}). Check the name; "
             "without a connection, fetch it elsewhere with: hf download ORG/NAME --local-dir DIR, and name DIR"
         )
-    if not _is_model(folder):
+    if not _is_model(Path(folder)):
         raise ValueError(f"--model {model} of the Hugging Face hub has no config.json with *.safetensors")
-    return folder
-
-
-def _is_sharded(checkpoint: Path) -> bool:
-    """Whether a folder is an FSDP checkpoint, with the weights of all ranks."""
-    config = checkpoint / "fsdp_config.json"
-    if not config.is_file():
-        if any(checkpoint.glob("model_world_size_*_rank_*.pt")):
-            raise ValueError(f"{checkpoint} has no fsdp_config.json; copy it from the machine that ran rank 0")
-        return False
-    try:
-        world_size = int(json.loads(config.read_text(encoding="utf-8"))["world_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{config} does not say the world_size ({error!r}); the checkpoint is broken") from None
-    shards = [f"model_world_size_{world_size}_rank_{rank}.pt" for rank in range(world_size)]
-    missing = [shard for shard in shards if not (checkpoint / shard).is_file()]
-    if missing and len(missing) < world_size:
-        raise ValueError(
-            f"{checkpoint} lacks {', '.join(missing)}; nodes without a common file system keep their ranks' files to "
-            "themselves: copy them into one folder"
-        )
-    return not missing
+    return Path(folder)
 
 
 def _merged(checkpoint: Path) -> Path:
@@ -125,14 +112,11 @@ def _merged(checkpoint: Path) -> Path:
     command += ["--local_dir", str(checkpoint), "--target_dir", str(temporary)]
     try:
         if code := subprocess.run(command, stdout=2, check=False).returncode:
-            raise RuntimeError(
-                f"verl.model_merger ended with status {code}; its output above says why: {' '.join(command)}"
-            )
+            raise RuntimeError(f"verl.model_merger ended with status {code}; its output is above: {' '.join(command)}")
         if (temporary / "lora_adapter").is_dir():
             _add_lora(temporary)
         (temporary / _STAMP).write_text(stamp, encoding="utf-8")
-        if target.exists():
-            shutil.rmtree(target)
+        shutil.rmtree(target, ignore_errors=True)
         temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -18,13 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipe.evaluate.store import KEY
+
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
     from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
-
-
-Answer = dict[str, Any]
-"""``seed``, ``tokens`` (their number with the end token), ``finish_reason`` (``stop`` or ``length``) and ``token_ids``."""
 
 
 def sample_seed(name: str) -> int:
@@ -37,9 +36,7 @@ def engine_version() -> str:
     try:
         version = f"vllm {importlib.metadata.version('vllm')}"
     except importlib.metadata.PackageNotFoundError:
-        raise ValueError(
-            "vLLM is not installed; scripts/setup_cpu.sh installs its CPU build, requirements.txt names the one for GPUs"
-        ) from None
+        raise ValueError("vLLM is not installed; scripts/setup_cpu.sh or scripts/setup_gpu.sh installs it") from None
     return f"{version}, batch-invariant" if os.environ.get("VLLM_BATCH_INVARIANT") == "1" else version
 
 
@@ -57,26 +54,11 @@ def engine_count(workers: int | None, tensor_parallel_size: int) -> int:
     return engines
 
 
-def _text_config(model: Path) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(model).get_text_config()
-
-
-def check_length(model: Path, longest: int) -> None:
-    """Refuse a ``longest`` prompt with response that the model in a Hugging Face folder has no positions for."""
-    positions = getattr(_text_config(model), "max_position_embeddings", None)
-    if positions is not None and longest > positions:
-        raise ValueError(
-            f"{model} has {positions} positions, but the longest prompt and a response may need {longest}: lower "
-            f"--max-tokens by {longest - positions}"
-        )
-
-
 def start_engine(model: Path, longest: int, engines: int, tensor_parallel_size: int) -> AsyncLLM:
     """Load the model into vLLM: on a GPU in the precision its weights are stored in, on a CPU in float32.
 
-    Variables that vLLM reads while it starts are set, unless they are set already.
+    Variables that vLLM reads while it starts are set, unless they are set already. vLLM raises ValueError where the model has
+    fewer positions than the ``longest`` prompt with its response needs.
     """
     # Its warnings are about the choices made here, and would break the progress bar.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -95,8 +77,11 @@ def start_engine(model: Path, longest: int, engines: int, tensor_parallel_size: 
             "max_num_batched_tokens": max(longest, 4096),
         }
     else:
+        from transformers import AutoConfig
+
         # Left to itself, vLLM would convert float32 weights to 16 bits.
-        options = {"dtype": str(_text_config(model).dtype or "auto").removeprefix("torch.")}
+        dtype = AutoConfig.from_pretrained(model).get_text_config().dtype
+        options = {"dtype": str(dtype or "auto").removeprefix("torch.")}
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -114,22 +99,24 @@ def start_engine(model: Path, longest: int, engines: int, tensor_parallel_size: 
 
 
 def sampling_params(sampling: Mapping[str, Any], seed: int) -> SamplingParams:
-    """vLLM's parameters for one sample, whose text the tokenizer that encoded the prompt makes."""
+    """vLLM's parameters for one sample; ValueError where it refuses them."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     options = {name: value for name, value in sampling.items() if name not in ("samples", "seed")}
+    # vLLM would load the tokenizer its own way.
     return SamplingParams(**options, seed=seed, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
 
 
 async def sample(
     start: Callable[[], AsyncLLM],
-    prompts: Sequence[list[int]],
-    wanted: Sequence[dict[str, Any]],
+    wanted: Sequence[Mapping[str, Any]],
     sampling: Mapping[str, Any],
-    done: Callable[[dict[str, Any], Answer], object],
+    tokenizer: PreTrainedTokenizerBase,
+    done: Callable[[dict[str, Any]], object],
 ) -> None:
-    """Start the engines and draw all ``wanted`` samples in one go; ``done`` is called with each as soon as it is there.
+    """Start the engines and draw all ``wanted`` samples (key, ``prompt`` and ``prompt_ids``) in one go; ``done`` is called
+    with each, which has all of :data:`recipe.evaluate.store.FIELDS`, as soon as it is there.
 
     Raises:
         RuntimeError: an engine failed, or vLLM gave up on a sample.
@@ -138,18 +125,21 @@ async def sample(
 
     engine = start()
 
-    async def draw(prompt: list[int], each: dict[str, Any]) -> None:
-        name = f"{each['benchmark']}/{each['index']}/{each['sample']}"
+    async def draw(each: Mapping[str, Any]) -> None:
+        name = "/".join(str(each[part]) for part in KEY)
         seed = sample_seed(f"{sampling['seed']}/{name}")
-        async for output in engine.generate({"prompt_token_ids": prompt}, sampling_params(sampling, seed), name):
+        prompt = {"prompt_token_ids": each["prompt_ids"]}
+        async for output in engine.generate(prompt, sampling_params(sampling, seed), name):
             final = output.outputs[0]
         if final.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended sample {name} with {final.finish_reason!r}")
         ids = list(final.token_ids)
-        done(each, {"seed": seed, "tokens": len(ids), "finish_reason": final.finish_reason, "token_ids": ids})
+        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        named = {part: each[part] for part in (*KEY, "prompt")}
+        done(named | {"seed": seed, "tokens": len(ids), "finish_reason": final.finish_reason, "text": text})
 
     try:
-        await asyncio.gather(*map(draw, prompts, wanted))
+        await asyncio.gather(*map(draw, wanted))
     except EngineDeadError:
         raise RuntimeError("an engine ended; its output above says why. The same command resumes here") from None
     finally:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recipe.files import digest
+from recipe.hashing import digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Problem(NamedTuple):
-    """One problem: its name in its source, the chat that asks for it and its gold answer."""
-
-    id: str
-    messages: list[dict[str, str]]
-    gold: str
-
-
-Benchmarks = dict[str, list[Problem]]
-"""By name, the problems in the order of their file."""
-
-
-def load_benchmarks(names: list[str], data_dir: Path) -> Benchmarks:
+def load_benchmarks(names: list[str], data_dir: Path) -> pd.DataFrame:
     """Read ``data_dir/NAME.parquet`` for every name.
+
+    Returns:
+        A row a problem: ``benchmark``, ``index`` in its file, ``messages`` (the chat that asks for it) and ``gold`` answer.
 
     Raises:
         ValueError: files are missing (all of them are named), or one is not a file of :mod:`recipe.data.prepare`.
@@ -38,30 +31,21 @@ def load_benchmarks(names: list[str], data_dir: Path) -> Benchmarks:
             f"there is no {', no '.join(map(str, missing.values()))}; make it with: bash scripts/prepare_data.sh "
             f"--train none --benchmarks {','.join(missing)} --output-dir {data_dir}"
         )
-    benchmarks: Benchmarks = {name: [] for name in names}
+    problems = []
     for name, path in paths.items():
-        place = str(path)
         try:
-            for index, row in enumerate(pq.read_table(path).to_pylist()):
-                place = f"{path}, row {index}"
-                benchmarks[name].append(_problem(name, row))
-            if not benchmarks[name]:
-                raise ValueError("there are no rows")
+            rows = pq.read_table(path).to_pylist()
+            messages, gold = [row["prompt"] for row in rows], [row["reward_model"]["ground_truth"] for row in rows]
+            if not rows or not all(messages) or not all(gold):
+                raise ValueError("a prompt or a gold answer is missing" if rows else "there are no rows")
+            if others := {row["data_source"] for row in rows} - {name}:
+                raise ValueError(f"data_source is {others.pop()!r}, not {name!r}")
         except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{place}: not as recipe.data.prepare writes it ({type(error).__name__}: {error}); make it anew with "
-                "scripts/prepare_data.sh"
-            ) from None
-    return benchmarks
-
-
-def _problem(name: str, row: dict[str, Any]) -> Problem:
-    messages, gold = row["prompt"], row["reward_model"]["ground_truth"]
-    if not messages or not gold:
-        raise ValueError("no gold answer" if messages else "no prompt")
-    if row["data_source"] != name:
-        raise ValueError(f"data_source is {row['data_source']!r}, not {name!r}")
-    return Problem((row["extra_info"] or {}).get("id") or "", messages, gold)
+            problem = f"not as recipe.data.prepare writes it ({type(error).__name__}: {error})"
+            raise ValueError(f"{path}: {problem}; make it anew with scripts/prepare_data.sh") from None
+        places = range(len(rows))
+        problems.append(pd.DataFrame({"benchmark": name, "index": places, "messages": messages, "gold": gold}))
+    return pd.concat(problems, ignore_index=True)
 
 
 def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
@@ -76,13 +60,13 @@ def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenize
     return tokenizer
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, problems: list[Problem], **options: Any) -> list[Any]:
-    """Token ids of every problem's prompt, with thinking switched off where the chat template knows the switch."""
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, chats: Iterable[Any], **options: Any) -> list[Any]:
+    """Token ids of every chat's prompt, with thinking switched off where the chat template knows the switch."""
     options = {"add_generation_prompt": True, "enable_thinking": False, "return_dict": False} | options
-    return [tokenizer.apply_chat_template(problem.messages, **options) for problem in problems]
+    return [tokenizer.apply_chat_template(messages, **options) for messages in chats]
 
 
-def prompt_template(tokenizer: PreTrainedTokenizerBase, benchmarks: Benchmarks) -> dict[str, Any]:
+def prompt_template(tokenizer: PreTrainedTokenizerBase, problems: pd.DataFrame) -> dict[str, Any]:
     """The form of the prompts, for people and for comparisons; ``prompt`` is the text of the first problem's."""
-    [text] = encode_prompts(tokenizer, next(iter(benchmarks.values()))[:1], tokenize=False)
+    [text] = encode_prompts(tokenizer, problems["messages"][:1], tokenize=False)
     return {"chat_template": digest(tokenizer.chat_template), "enable_thinking": False, "prompt": text}

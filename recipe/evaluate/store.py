@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,13 @@ class Store(AbstractContextManager):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
         try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read(settings)
+        except BlockingIOError:
+            self._file.close()
+            raise ValueError(
+                f"{path}: another evaluation is writing to it; give this one its own --output-dir"
+            ) from None
         except BaseException:
             self._file.close()
             raise
@@ -62,40 +68,27 @@ class Store(AbstractContextManager):
         os.fsync(self._file.fileno())
 
     def _read(self, settings: dict[str, Any]) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            message = "another evaluation is writing to it; give this one its own --output-dir"
-            raise ValueError(f"{self.path}: {message}") from None
         self._file.seek(0)
         lines = self._file.read().splitlines(keepends=True)
-        if lines and not _is_whole(lines[-1]):  # the process was stopped while it wrote this line
-            self._file.truncate(sum(map(len, lines[:-1])))
-            lines.pop()
-        if not lines:
-            self._write({"settings": settings})
-            return
+        there = None
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
-                if number == 1:
+                record = json.loads(line if line.endswith(b"\n") else b"")
+                if there is None:
                     there = dict(record["settings"])
                     continue
                 sample = {name: record[name] for name in FIELDS}
                 if key_of(sample) in self.samples:
-                    raise ValueError("twice")
+                    raise KeyError("twice")
                 self.samples[key_of(sample)] = sample
             except (ValueError, KeyError, TypeError) as error:
+                if number == len(lines) and isinstance(error, ValueError):
+                    self._file.truncate(sum(map(len, lines[:-1])))  # the process was stopped while it wrote this line
+                    break
                 remedy = "remove the line" if number > 1 else "begin anew with --restart"
                 raise ValueError(f"{self.path}, line {number}: damaged ({error!r}); {remedy}") from None
-        names = [name for name in {**settings, **there} if settings.get(name) != there.get(name)]
-        if names:
+        if there is None:
+            self._write({"settings": settings})
+        elif names := [name for name in {**settings, **there} if settings.get(name) != there.get(name)]:
             differences = "; ".join(f"{name} {there.get(name)!r} there, {settings.get(name)!r} now" for name in names)
             raise ValueError(f"{self.path} was begun with other settings: {differences}; {_REMEDY}")
-
-
-def _is_whole(line: bytes) -> bool:
-    with suppress(ValueError):
-        json.loads(line)
-        return line.endswith(b"\n")
-    return False

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipe.files import write_bytes
+from grail_advantage.view.whole_file import write_whole
 
 STATE = "run_state.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -126,7 +126,7 @@ def settle_start(folder: Path, start: Checkpoint | None, *, trains: bool) -> Non
         if each.step > step and each.state is not None:
             write_json(each.path / STATE, {"run": each.run})
     if start is not None and tracked_step(folder) != step:
-        write_bytes(folder / TRACKER, str(step).encode())
+        write_whole(folder / TRACKER, str(step))
 
 
 def keep_last(folder: Path, step: int, count: int, run: str) -> None:
@@ -151,5 +151,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file with :func:`recipe.files.write_bytes`."""
-    write_bytes(path, (json.dumps(content, indent=1, sort_keys=True) + "\n").encode())
+    """Writes a JSON file with :func:`grail_advantage.view.whole_file.write_whole`."""
+    write_whole(path, json.dumps(content, indent=1, sort_keys=True) + "\n")

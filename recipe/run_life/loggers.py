@@ -23,7 +23,7 @@ from unittest.mock import patch
 from omegaconf import DictConfig
 from verl.utils import tracking
 
-from recipe.files import write_bytes
+from grail_advantage.view.whole_file import write_whole
 
 
 @contextmanager
@@ -78,4 +78,4 @@ def keep_steps(path: Path, last: int) -> None:
             if line.endswith(b"\n") and json.loads(line)["step"] <= last:
                 kept.append(line)
     if path.exists():
-        write_bytes(path, b"".join(kept))
+        write_whole(path, b"".join(kept))

@@ -217,7 +217,7 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
         (["--benchmarks", "none", "--train", "none"], "leave nothing to do"),
         (["--columns", "aime24=problem"], "--columns aime24=problem is not NAME=PROBLEM,ANSWER[,READER]"),
         (["--columns", "aime24=problem,answer,magic"], "READER one of plain, boxed, hashes"),
-        (["--columns", "aime=p,a"], "'aime=p,a' is not NAME=PROBLEM,ANSWER[,READER] with NAME one of math500"),
+        (["--columns", "aime=p,a"], "--columns aime=p,a is not NAME=VALUE with NAME one of math500"),
         (["--hub-id", "gsm8k=a/b"], "--columns or --hub-id name gsm8k, which is not asked for"),
         (["--max-dropped", "1"], "--max-dropped is a share from 0 up to 1, got 1.0"),
         (["--local-dir", "no/such/folder"], "--local-dir no/such/folder is not a folder"),
