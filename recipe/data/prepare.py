@@ -19,35 +19,27 @@ from datasets import Dataset, disable_progress_bars
 from grail_advantage.view.whole_file import whole_file, write_whole
 from recipe.data.convert import FEATURES, SUBSET_SEED, BadRow, convert, subset_rank
 from recipe.data.sources import Source, find_local_file, load_hub, read_jsonl
-from recipe.data.specs import BENCHMARKS, GOLD_READERS, SPECS, TRAINING_SETS, Columns, DatasetSpec, benchmark_names
+from recipe.data.specs import BENCHMARKS, SPECS, TRAINING_SETS, Columns, DatasetSpec, benchmark_names
 
 MAX_DROPPED = 0.05
 _SHOWN_BAD_ROWS = 10
 _HUB_FORM = "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
-_COLUMNS_FORM = "NAME=PROBLEM,ANSWER[,READER]"
 
 
-def prepare_dataset(
-    spec: DatasetSpec,
-    source: Source,
-    output_dir: Path,
-    columns: Columns | None = None,
-    max_dropped: float = MAX_DROPPED,
-) -> str:
+def prepare_dataset(spec: DatasetSpec, source: Source, output_dir: Path, max_dropped: float = MAX_DROPPED) -> str:
     """Write ``output_dir/NAME.parquet`` and ``NAME.json`` and return a summary.
 
     Args:
         spec: the dataset.
         source: its rows.
         output_dir: created if need be.
-        columns: instead of the layouts that ``spec`` lists.
         max_dropped: the largest share of unusable rows that still gives a file.
 
     Raises:
         ValueError: the source lacks a column, has no usable row, or too many unusable ones.
     """
     path = output_dir / f"{spec.name}.parquet"
-    columns = _choose_columns(spec, source, columns)
+    columns = _choose_columns(spec, source)
     rows: list[dict[str, Any]] = []
     dropped: list[str] = []
     reasons: Counter[str] = Counter()
@@ -104,16 +96,15 @@ def prepare_dataset(
     return "; ".join([f"{len(rows)} rows from {source.name}", *parts, *notes])
 
 
-def _choose_columns(spec: DatasetSpec, source: Source, given: Columns | None) -> Columns:
-    """The columns of the command line, or the first of the dataset's layouts that the source has."""
-    layouts = [given] if given else spec.layouts
-    for columns in layouts:
+def _choose_columns(spec: DatasetSpec, source: Source) -> Columns:
+    """The first of the dataset's layouts that the source has."""
+    for columns in spec.layouts:
         if not source.columns or {columns.problem, columns.gold} <= set(source.columns):
             return columns
-    known = "; ".join(f"{columns.problem!r} and {columns.gold!r}" for columns in layouts)
+    known = "; ".join(f"{columns.problem!r} and {columns.gold!r}" for columns in spec.layouts)
     raise ValueError(
         f"{spec.name}: {source.name} lacks the problem or the answer column: looked for {known}; it has "
-        f"{', '.join(map(repr, source.columns))}; name the right ones with --columns {spec.name}=PROBLEM,ANSWER"
+        f"{', '.join(map(repr, source.columns))}; rename the right ones"
     )
 
 
@@ -123,16 +114,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         names = [name for name in (options.train,) if name != "none"] + benchmark_names(options.benchmarks)
-        hub, given = _by_name("--hub-id", options.hub_id), _by_name("--columns", options.columns)
-        columns = {name: _columns(name, value) for name, value in given.items()}
+        hub = dict(text.partition("=")[::2] for text in options.hub_id)
         if not names:
             raise ValueError("--train none and --benchmarks none leave nothing to do")
         if not 0 <= options.max_dropped < 1:
             raise ValueError(f"--max-dropped is a share from 0 up to 1, got {options.max_dropped}")
         if options.local_dir is not None and not options.local_dir.is_dir():
             raise ValueError(f"--local-dir {options.local_dir} is not a folder")
-        if unused := (set(columns) | set(hub)) - set(names):
-            raise ValueError(f"--columns or --hub-id name {', '.join(sorted(unused))}, which is not asked for")
+        if unused := hub.keys() - names:
+            raise ValueError(
+                f"--hub-id names {', '.join(sorted(unused))}; it is {_HUB_FORM} with NAME one of {', '.join(names)}"
+            )
     except ValueError as error:
         parser.error(str(error))
 
@@ -144,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 source = read_jsonl(find_local_file(name, options.local_dir))
             else:
                 source = load_hub(spec, hub.get(name, spec.hub))
-            summary = prepare_dataset(spec, source, options.output_dir, columns.get(name), options.max_dropped)
+            summary = prepare_dataset(spec, source, options.output_dir, options.max_dropped)
             done.append(f"  {name}.parquet: {summary}")
         except (ValueError, OSError) as error:
             failed.append(f"  FAILED {error}")
@@ -168,28 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--local-dir", type=Path, help=f"{local}; without it the Hugging Face hub is read")
     hub = "read NAME from another place on the hub; may be repeated"
     add("--hub-id", action="append", default=[], metavar=_HUB_FORM, help=hub)
-    columns = f"the columns of NAME; READER is one of {', '.join(GOLD_READERS)} (default plain); may be repeated"
-    add("--columns", action="append", default=[], metavar=_COLUMNS_FORM, help=columns)
     share = f"largest share of unusable rows that still gives a file (default: {MAX_DROPPED})"
     add("--max-dropped", type=float, default=MAX_DROPPED, help=share)
     return parser
-
-
-def _by_name(option: str, texts: list[str]) -> dict[str, str]:
-    """The values of a repeated option ``NAME=VALUE``."""
-    values = dict(text.partition("=")[::2] for text in texts)
-    for name, value in values.items():
-        if name not in SPECS or not value:
-            raise ValueError(f"{option} {name}={value} is not NAME=VALUE with NAME one of {', '.join(SPECS)}")
-    return values
-
-
-def _columns(name: str, value: str) -> Columns:
-    problem, gold, reader, *more = [*value.split(","), "", ""][: max(3, value.count(",") + 1)]
-    if not problem or not gold or (reader or "plain") not in GOLD_READERS or more:
-        readers = ", ".join(GOLD_READERS)
-        raise ValueError(f"--columns {name}={value} is not {_COLUMNS_FORM} with READER one of {readers}")
-    return Columns(problem, gold, reader or "plain")
 
 
 if __name__ == "__main__":

@@ -14,16 +14,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-GOLD_READERS = ("plain", "boxed", "hashes")
-"""``plain``: the column's value. ``boxed``: the last complete box in its text. ``hashes``: the text after ``####``."""
-
 
 class Columns(NamedTuple):
-    """The columns of the problem (text or chat messages) and of the gold answer, and one of :data:`GOLD_READERS`."""
+    """The columns of the problem (text or chat messages) and of the gold answer."""
 
     problem: str
     gold: str
-    reader: str = "plain"
+    reader: Literal["plain", "boxed", "hashes"] = "plain"
+    """``plain``: the column's value. ``boxed``: the last complete box in its text. ``hashes``: the text after ``####``."""
 
 
 @dataclass(frozen=True)

@@ -46,15 +46,6 @@ class PrepareSettings:
     warm_up: WarmUpSettings | None = field(default_factory=WarmUpSettings)
     """None: the tiny model that was warmed up before and comes with the repository."""
 
-    def __post_init__(self) -> None:
-        if self.base_model not in BASE_MODELS:
-            raise ValueError(f"base_model={self.base_model!r} is unknown; choose one of {', '.join(BASE_MODELS)}")
-        if self.base_model != "tiny" and self.warm_up is None:
-            raise ValueError(f"base_model={self.base_model!r} comes without a warm-up; give it warm_up settings")
-        for name in ("train_size", "validation_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-
 
 def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str], None] = print) -> bool:
     """Fill ``output_dir``; returns False when an earlier call with the same settings and code had already done so."""

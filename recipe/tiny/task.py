@@ -87,8 +87,6 @@ def problems(split: Split, size: int, *, seed: int = 0) -> list[Problem]:
 
     Raises ValueError when the split has fewer problems than asked for.
     """
-    if split not in ("train", "validation"):
-        raise ValueError(f"split={split!r} is not known: use 'train' or 'validation'")
     chosen: dict[str, Problem] = {}
     draws = 100 * _VALIDATION_SHARE * size + 10_000
     for text in _chain_texts(draws, seed):

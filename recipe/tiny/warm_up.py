@@ -11,7 +11,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch.nn import functional as F
@@ -40,13 +39,6 @@ class WarmUpSettings:
     sampled_target: float = 0.25
     """... and sampling at temperature 1 on this share."""
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.error_rate < 1:
-            raise ValueError(f"error_rate={self.error_rate} must lie in [0, 1)")
-        for name in ("batch_size", "steps", "evaluate_every", "learning_rate"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
 
 
 def warm_up(
@@ -115,27 +107,18 @@ def warm_up(
 def _add_gradient(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, batch: list[tuple[Problem, str]], parts: int
 ) -> torch.Tensor:
-    """Add the gradient of :func:`solution_loss` to the parameters' own; its value."""
-    if parts == 1:
-        loss = solution_loss(model, tokenizer, batch)
-        loss.backward()
-        return loss
-    rows = sorted((_row(tokenizer, *one) for one in batch), key=lambda row: len(row[0]))
+    """Add the gradient of the mean cross-entropy over the solutions' tokens and end tokens; its value, a float32 scalar."""
+    rows = [_row(tokenizer, *one) for one in batch]
+    if parts > 1:
+        rows.sort(key=lambda row: len(row[0]))
     tokens = sum(label != _IGNORED for _, labels in rows for label in labels)
     size = math.ceil(len(rows) / parts)
     total = torch.zeros(())
     for first in range(0, len(rows), size):
-        loss = _loss(model, tokenizer, rows[first : first + size], "sum") / tokens
+        loss = _summed_loss(model, tokenizer, rows[first : first + size]) / tokens
         loss.backward()
         total += loss.detach()
     return total
-
-
-def solution_loss(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, batch: list[tuple[Problem, str]]
-) -> torch.Tensor:
-    """Mean cross-entropy over the solutions' tokens and their end tokens; scalar, float32."""
-    return _loss(model, tokenizer, [_row(tokenizer, *one) for one in batch], "mean")
 
 
 def _row(tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str) -> tuple[list[int], list[int]]:
@@ -145,23 +128,15 @@ def _row(tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str) ->
     return prompt + response, [_IGNORED] * len(prompt) + response
 
 
-def _loss(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    rows: Sequence[tuple[list[int], list[int]]],
-    reduction: Literal["mean", "sum"],
+def _summed_loss(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, rows: Sequence[tuple[list[int], list[int]]]
 ) -> torch.Tensor:
     longest = max(len(ids) for ids, _ in rows)
     ids_BL = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in rows])
     labels_BL = torch.tensor([labels + [_IGNORED] * (longest - len(labels)) for _, labels in rows])
     # Right padding needs no attention mask: a causal model's real tokens never look at it.
-    logits_BLV = model(input_ids=ids_BL).logits
-    return F.cross_entropy(
-        logits_BLV[:, :-1].flatten(0, 1).float(),
-        labels_BL[:, 1:].flatten(),
-        ignore_index=_IGNORED,
-        reduction=reduction,
-    )
+    logits_BLV = model(input_ids=ids_BL).logits[:, :-1].flatten(0, 1).float()
+    return F.cross_entropy(logits_BLV, labels_BL[:, 1:].flatten(), ignore_index=_IGNORED, reduction="sum")
 
 
 def _schedule(step: int, steps: int) -> float:

@@ -165,7 +165,7 @@ UNUSABLE_SOURCES: list[tuple[str, list[Any], str]] = [
     (
         "amc23",
         [{"text": "q", "gold": "1"}],
-        r"lacks .* looked for 'problem' and 'answer'; .* it has 'text', 'gold'; .* --columns amc23=PROBLEM,ANSWER",
+        r"lacks .* looked for 'problem' and 'answer'; .* it has 'text', 'gold'; rename",
     ),
 ]
 
@@ -206,7 +206,8 @@ def test_failing_and_missing_datasets_do_not_stop_the_others(
     )
     assert "FAILED aime24: " in printed.err
     (local_dir / "amc23.jsonl").unlink()
-    assert main([*arguments, "--columns", "aime24=text,gold"]) == 1
+    write_jsonl(local_dir / "aime24.jsonl", [{"problem": "p", "answer": "1"}])
+    assert main(arguments) == 1
     assert read_rows(tmp_path / "out/aime24.parquet")[0]["extra_info"]["problem"] == "p"
     assert "several files for it: amc23_1.jsonl, amc23_2.jsonl; rename" in capsys.readouterr().err
 
@@ -215,10 +216,7 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--benchmarks", "aime25"], "--benchmarks 'aime25' is unknown; choose from math500, aime24"),
         (["--benchmarks", "none", "--train", "none"], "leave nothing to do"),
-        (["--columns", "aime24=problem"], "--columns aime24=problem is not NAME=PROBLEM,ANSWER[,READER]"),
-        (["--columns", "aime24=problem,answer,magic"], "READER one of plain, boxed, hashes"),
-        (["--columns", "aime=p,a"], "--columns aime=p,a is not NAME=VALUE with NAME one of math500"),
-        (["--hub-id", "gsm8k=a/b"], "--columns or --hub-id name gsm8k, which is not asked for"),
+        (["--hub-id", "gsm8k=a/b"], "--hub-id names gsm8k; it is NAME=ORG/DATASET"),
         (["--max-dropped", "1"], "--max-dropped is a share from 0 up to 1, got 1.0"),
         (["--local-dir", "no/such/folder"], "--local-dir no/such/folder is not a folder"),
     ):
