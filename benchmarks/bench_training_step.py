@@ -6,8 +6,8 @@
 A step is: old log-probabilities, the method's pass and weights, epochs of the actor update, all with verl's own worker
 (:mod:`benchmarks.training_side`) and default options. A saliency is taken on the forward of the old log-probabilities, as a run
 does by default; any other pass is one of its own. GRPO runs every row and weighs none. Rows are left out as
-``skip_zero_advantage=auto`` leaves them out: of the update and of the old log-probabilities. All variants run once a repeat, one
-after the other, each stage timed.
+``skip_zero_advantage=auto`` leaves them out: of the update and of the old log-probabilities. All variants run once a repeat,
+one after the other, each stage timed.
 
 A method that makes up sequences goes row by row and needs a forward for each of many tokens, so its pass is timed on
 ``SAMPLE_ROWS`` of its rows and that time multiplied; the result records it. ``--setup cuda`` is one GPU, a model of Qwen3-4B's
