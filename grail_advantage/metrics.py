@@ -16,8 +16,6 @@ from grail_advantage.signals.base import RowSelection
 from grail_advantage.weighting import BatchWeights
 
 TOP_SHARE = 0.1
-BLOCK = 2**17
-"""Tokens that are worked on at once."""
 
 METRICS = {
     "answer_found_rate": "share of rows with a complete answer",
@@ -79,13 +77,16 @@ def weight_metrics(
         return {}
     signed_B = torch.where(advantages_B.isfinite(), advantages_B, 0.0)
     advantages_B = signed_B.double().abs().cpu().numpy()
-    factor_BT, scale_B = result.weights_BT.detach(), advantages_B
-    if result.given_BT is not None:
-        factor_BT = result.given_BT.abs()
-        scale_B = (factor_BT != 0).any(dim=1).double().cpu().numpy()
-    sum_B, square_B, scatter_B, neutral_B, mass_N = _of_rows(factor_BT, mask_BT, length_B, scale_B)
-    if result.given_BT is not None:
-        neutral_B = ((result.given_BT == signed_B.unsqueeze(1)).cpu().numpy() | ~mask_BT).all(axis=1)
+    if result.given_BT is None:
+        weight_BT, scale_B = result.weights_BT.detach().double().cpu().numpy(), advantages_B
+        neutral_BT = weight_BT == 1.0
+    else:
+        weight_BT = result.given_BT.abs().double().cpu().numpy()
+        scale_B = (weight_BT != 0).any(axis=1).astype(np.float64)
+        neutral_BT = (result.given_BT == signed_B.unsqueeze(1)).cpu().numpy()
+    neutral_B = (neutral_BT | ~mask_BT).all(axis=1)
+    sum_B = weight_BT.sum(axis=1)
+    square_B = np.einsum("bt,bt->b", weight_BT, weight_BT)
 
     def share(rows_B: torch.Tensor) -> float:
         return int((rows_B.cpu().numpy() & valid_B).sum()) / n_rows
@@ -93,11 +94,18 @@ def weight_metrics(
     from_scores = max(1, int(torch.count_nonzero(result.from_scores_BT)))
     average = sum_B.sum() / length_B.sum()
     # A row's squares about its own mean, and those of its mean about the batch's.
-    variance = (scatter_B + length_B * (sum_B / np.maximum(length_B, 1) - average) ** 2).sum() / length_B.sum()
+    mean_B = sum_B / np.maximum(length_B, 1)
+    centred_BT = (weight_BT - mean_B[:, None]) * mask_BT
+    scatter_B = np.einsum("bt,bt->b", centred_BT, centred_BT)
+    variance = (scatter_B + length_B * (mean_B - average) ** 2).sum() / length_B.sum()
     weighed_B = valid_B & (square_B > 0)
     ratio_B = sum_B[weighed_B] ** 2 / (length_B[weighed_B] * square_B[weighed_B])
     mass, unweighted = (scale_B * sum_B).sum(), (advantages_B * length_B).sum()
-    heaviest_N = _largest(mass_N, max(1, round(TOP_SHARE * len(mass_N))))
+    top = 0.0
+    if mass > 0:
+        mass_N = (weight_BT * scale_B[:, None])[mask_BT & (scale_B > 0)[:, None]]
+        count = max(1, round(TOP_SHARE * len(mass_N)))
+        top = float(np.partition(mass_N, -count)[-count:].sum() / mass)
 
     metrics = {
         "answer_found_rate": share(rows.answered_B),
@@ -109,7 +117,7 @@ def weight_metrics(
         "clipped_low_rate": int(torch.count_nonzero(result.at_lower_bound_BT)) / from_scores,
         "clipped_high_rate": int(torch.count_nonzero(result.at_upper_bound_BT)) / from_scores,
         "effective_sample_ratio": float(ratio_B.mean()) if len(ratio_B) else 0.0,
-        "top_share": float(heaviest_N.sum() / mass) if mass > 0 else 0.0,
+        "top_share": top,
         "advantage_scale": float(mass / unweighted) if unweighted > 0 else 0.0,
     }
     if result.given_BT is not None:
@@ -121,44 +129,3 @@ def weight_metrics(
         norms.partition([low, high])
         metrics["gradient_norm_p10"], metrics["gradient_norm_p90"] = float(norms[low]), float(norms[high])
     return metrics
-
-
-def _of_rows(
-    weights_BT: torch.Tensor, mask_BT: np.ndarray, length_B: np.ndarray, advantages_B: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The sums over each row that the figures need, in one pass over the batch, block by block.
-
-    A step has tens of millions of tokens, and one array of them in float64 is more than a processor's cache: each operation on
-    whole arrays would wait for the memory, and for its new pages.
-
-    Returns:
-        sums of each row's weights, of their squares, and of their squares about the row's mean; whether each is neutral; the
-        advantage masses ``|A_t|`` of all tokens whose advantage is not 0.
-    """
-    rows, columns = mask_BT.shape
-    sum_B, square_B, scatter_B = np.zeros(rows), np.zeros(rows), np.zeros(rows)
-    neutral_B = np.zeros(rows, dtype=bool)
-    mass_N, filled = np.empty(int(length_B[advantages_B > 0].sum())), 0
-    step = max(1, BLOCK // max(1, columns))
-    for first in range(0, rows, step):
-        part = slice(first, first + step)
-        mask_bT = mask_BT[part]
-        weight_bT = weights_BT[part].double().cpu().numpy()
-        sum_B[part] = weight_bT.sum(axis=1)
-        square_B[part] = np.einsum("bt,bt->b", weight_bT, weight_bT)
-        neutral_B[part] = ((weight_bT == 1.0) | ~mask_bT).all(axis=1)
-        some_b = advantages_B[part] > 0
-        mass_n = (weight_bT * advantages_B[part, None])[mask_bT & some_b[:, None]]
-        mass_N[filled : filled + len(mass_n)] = mass_n
-        filled += len(mass_n)
-        centred_bT = (weight_bT - sum_B[part, None] / np.maximum(length_B[part, None], 1)) * mask_bT
-        scatter_B[part] = np.einsum("bt,bt->b", centred_bT, centred_bT)
-    return sum_B, square_B, scatter_B, neutral_B, mass_N
-
-
-def _largest(values_N: np.ndarray, count: int) -> np.ndarray:
-    """The largest ``count`` of them, or all, in no order; ``values_N`` is put in another one."""
-    if count >= len(values_N):
-        return values_N
-    values_N.partition(len(values_N) - count)
-    return values_N[-count:]

@@ -3,9 +3,9 @@ r"""The one judge: 1 when the last ``\boxed{...}`` of a response states the gold
 ``compute_score`` is verl's custom reward function (``reward.custom_reward_function.path=pkg://grail_advantage.reward``,
 ``name=compute_score``), and evaluation calls it too, so that training, validation and evaluation agree.
 
-The reward is the one of GRAIL (arXiv 2606.04889): the last box compared with the gold answer by math-verify. Two plain
-numbers, and two texts that are the same after cleaning, are compared here; everything else goes to math-verify in a child
-process with limits (``grail_advantage.reward._verify_pool``), since the answer is untrusted text. Rules:
+The reward is the one of GRAIL (arXiv 2606.04889): the last box compared with the gold answer by math-verify. Equal numbers, a
+whole number and another one, and two texts that are the same after cleaning are compared here; everything else goes to
+math-verify in a child process with limits (``grail_advantage.reward._verify_pool``), since the answer is untrusted text. Rules:
 
 - numbers: exactly, except that a decimal against another decimal or a fraction may differ after the sixth decimal place
   (after the third significant digit for numbers below 0.001), as in math-verify;
@@ -22,7 +22,7 @@ import importlib.util
 import logging
 import math
 import re
-from fractions import Fraction
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 MAX_ANSWER_CHARS = 1000
 # Longer predictions are cut in the returned dictionary, which verl keeps and dumps for every row.
 MAX_PRED_CHARS = 128
-FLOAT_DECIMALS = 6
 
 # Not after another backslash: `\\` followed by a space is a row break of a matrix.
 _SPACING = re.compile(r"(?<!\\)\\[,;:! ]|~|\\q?quad(?![A-Za-z])")
@@ -56,14 +55,8 @@ _PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage)\.? ?\}|\bperc
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 _E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
-_DECIMAL = re.compile(
-    rf"([+-]?) ?({_UNSIGNED})"
-    r"(?: ?(?:\\times|\\cdot|\*) ?10 ?\^ ?(?:\{ ?([+-]? ?[0-9]{1,3}) ?\}|([+-]?[0-9]{1,3})))?"
-)
-_RATIO = re.compile(
-    rf"([+-]?) ?(?:\\frac ?\{{ ?(-?) ?({_UNSIGNED}) ?\}} ?\{{ ?({_UNSIGNED}) ?\}}|({_UNSIGNED}) ?/ ?({_UNSIGNED}))"
-)
-_Number = tuple[Fraction, bool]  # the value, and whether it was written with a decimal point or a power of ten
+_NUMBER = re.compile(rf"[+-]? ?{_UNSIGNED}")
+_FRACTION = re.compile(rf"[+-]? ?(?:\\frac ?\{{ ?-? ?{_UNSIGNED} ?\}} ?\{{ ?{_UNSIGNED} ?\}}|{_UNSIGNED} ?/ ?{_UNSIGNED})")
 
 
 def compute_score(
@@ -147,15 +140,15 @@ def is_equal(gold: str, answer: str) -> bool:
             raise ValueError(f"the {name} has {len(text)} characters, more than {MAX_ANSWER_CHARS}")
     gold, answer = _clean(gold), _clean(answer)
     gold_value, answer_value = _PERCENT.sub("", gold), _PERCENT.sub("", answer)
-    readings = [(gold_value, answer_value)]
+    readings: list[tuple[str, ...]] = [(gold_value, answer_value)]
     # A percentage also states its value. Plain numbers only: a list divided by 100 would read as nonsense.
     gold_is_percent, answer_is_percent = gold_value != gold, answer_value != answer
-    if gold_is_percent and not answer_is_percent and _number(gold_value) is not None:
+    if gold_is_percent and not answer_is_percent and _is_plain(gold_value):
         readings.append((_hundredth(gold_value), answer_value))
-    if answer_is_percent and not gold_is_percent and _number(answer_value) is not None:
+    if answer_is_percent and not gold_is_percent and _is_plain(answer_value):
         readings.append((gold_value, _hundredth(answer_value)))
     # `2e-1` is Euler's number in one answer and a power of ten in another; only the gold answer decides.
-    scientific = _scientific(gold_value), _scientific(answer_value)
+    scientific = tuple(_E_NOTATION.sub(r"\1 \\times 10^{\2}", value) for value in (gold_value, answer_value))
     if scientific != (gold_value, answer_value):
         readings.append(scientific)
     return any(_same(*reading) for reading in readings)
@@ -164,9 +157,11 @@ def is_equal(gold: str, answer: str) -> bool:
 def _same(gold: str, answer: str) -> bool:
     if gold == answer:
         return True
-    gold_number, answer_number = _number(gold), _number(answer)
-    if gold_number is not None and answer_number is not None:
-        return _same_number(gold_number, answer_number)
+    if _NUMBER.fullmatch(gold) and _NUMBER.fullmatch(answer):
+        numbers = [Decimal(re.sub("[, ]", "", text)) for text in (gold, answer)]
+        # Two decimals may differ by a rounding, which math-verify judges; a whole number is exact.
+        if numbers[0] == numbers[1] or "." not in gold or "." not in answer:
+            return numbers[0] == numbers[1]
     return _verify_pool.verify(gold, answer)
 
 
@@ -181,51 +176,12 @@ def _clean(text: str) -> str:
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
-def _scientific(text: str) -> str:
-    return _E_NOTATION.sub(r"\1 \\times 10^{\2}", text)
+def _is_plain(text: str) -> bool:
+    return bool(_NUMBER.fullmatch(text) or _FRACTION.fullmatch(text))
 
 
 def _hundredth(text: str) -> str:
     return f"\\frac{{{text}}}{{100}}"
-
-
-def _number(text: str) -> _Number | None:
-    """The value of a plain number or fraction of two plain numbers, None for anything else."""
-    if match := _DECIMAL.fullmatch(text):
-        sign, digits, braced_exponent, exponent = match.groups()
-        exponent = braced_exponent or exponent
-        value = Fraction(digits.replace(",", "").rstrip("."))
-        decimal = "." in digits or exponent is not None
-        if exponent is not None:
-            value *= Fraction(10) ** int(exponent.replace(" ", ""))
-    elif match := _RATIO.fullmatch(text):
-        sign, inner_sign, upper, lower, left, right = match.groups()
-        upper, lower = upper or left, lower or right
-        denominator = Fraction(lower.replace(",", "").rstrip("."))
-        if denominator == 0:
-            return None
-        value = Fraction(upper.replace(",", "").rstrip(".")) / denominator
-        value = -value if inner_sign else value
-        decimal = "." in upper or "." in lower
-    else:
-        return None
-    return (-value if sign == "-" else value), decimal
-
-
-def _same_number(gold: _Number, answer: _Number) -> bool:
-    (gold_value, gold_decimal), (answer_value, answer_decimal) = gold, answer
-    if gold_value == answer_value:
-        return True
-    gold_exact = not gold_decimal and gold_value.denominator == 1
-    answer_exact = not answer_decimal and answer_value.denominator == 1
-    if gold_exact or answer_exact or not (gold_decimal or answer_decimal):
-        return False
-    places = FLOAT_DECIMALS
-    if 0 < abs(gold_value) < 1:
-        # As in _verify_worker: without this, every number below 5e-7 would equal 0.
-        zeros = -math.floor(math.log10(abs(gold_value.numerator)) - math.log10(gold_value.denominator))
-        places += max(0, zeros - 4)
-    return round(gold_value, places) == round(answer_value, places)
 
 
 def _printable(text: str) -> str:

@@ -15,11 +15,10 @@ Shape suffixes: B rows, T response tokens, P tokens of a rebuilt prompt, S posit
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,12 +92,8 @@ class RlsdConfig(Signal):
 
     privileged_column: str = option(
         "reward_model.ground_truth",
-        "column of the data set with the privileged text, fields of fields after dots, entries of lists by their number "
-        "from 0: the gold answer, or for example extra_info.solution for a reference solution",
-    )
-
-    max_privileged_tokens: int = option(
-        1024, "most tokens of the privileged text that are used; the rest is left out", ge=1
+        "column of the data set with the privileged text, a field of a column after a dot: the ground truth, or for example "
+        "extra_info.solution for a reference solution",
     )
 
     request: str = option(
@@ -121,11 +116,6 @@ class RlsdConfig(Signal):
         super().check()
         if self.request.count(PLACE) != 1:
             raise ValueError(f"{self.section}.request={self.request!r} must hold {PLACE} exactly once")
-        if not all(self.privileged_column.split(".")):
-            raise ValueError(
-                f"{self.section}.privileged_column={self.privileged_column!r} must be names with a dot between them, such as "
-                "extra_info.solution"
-            )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not getattr(tokenizer, "chat_template", True):
@@ -135,7 +125,6 @@ class RlsdConfig(Signal):
             )
 
     def lam_at(self, step: int) -> float:
-        """``lam`` at a training step."""
         return self.lam * max(0.0, 1.0 - step / self.lam_steps) if self.lam_steps else self.lam
 
     def select(self, batch: RolloutBatch) -> RowSelection:
@@ -151,10 +140,9 @@ class RlsdConfig(Signal):
             return rows
         columns = [example.columns for example in batch.examples if example is not None]
         if columns and all(look_up(of_row, self.privileged_column) is _MISSING for of_row in columns):
-            known = sorted({name for of_row in columns for name in _names(of_row)})
             raise ValueError(
-                f"{self.section}.privileged_column={self.privileged_column!r} is in no row of the batch; of these columns "
-                f"the rows have {', '.join(known) or 'none'}"
+                f"{self.section}.privileged_column={self.privileged_column!r} is in no row of the batch, whose columns are "
+                f"{', '.join(sorted(columns[0])) or 'none'}"
             )
         privileged_B = torch.tensor(
             [self._privileged_text(example) != "" for example in batch.examples],
@@ -166,15 +154,16 @@ class RlsdConfig(Signal):
     def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
         """The same response after the prompt with the privileged text, or the row itself where there is no such text."""
         example = row.example
-        text = cut(self._privileged_text(example), self.max_privileged_tokens, tokenizer)
+        text = self._privileged_text(example)
         if example is None or not text:
             return row
-        messages, options = list(example.messages), example.template_options
-        header = _assistant_header(messages, tokenizer, options)
+        render = partial(tokenizer.apply_chat_template, **{**example.template_options, "return_dict": False})
+        asked = render(example.messages, add_generation_prompt=False, tokenize=False)
+        complete = render(example.messages, add_generation_prompt=True, tokenize=False)
+        header = complete[len(asked) :].strip() if complete.startswith(asked) else ""
         # Not only the text: together with the words around it, it may make up what neither of them does.
         request = harmless(self.request.replace(PLACE, text), tokenizer, header)
-        asked = extended(messages, f"\n\n{request}")
-        prompt = _render(asked, tokenizer, options, add_generation_prompt=True, tokenize=True)
+        prompt = render(extended(example.messages, f"\n\n{request}"), add_generation_prompt=True, tokenize=True)
         prompt_P = torch.tensor(prompt, dtype=row.tokens_S.dtype, device=row.tokens_S.device)
         return replace(
             row, tokens_S=torch.cat([prompt_P, row.tokens_S[row.response_start :]]), response_start=len(prompt)
@@ -209,43 +198,22 @@ def look_up(columns: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path; :func:`as_text` makes an empty text of one that is not there."""
     value: Any = columns
     for name in path.split("."):
-        value = _plain(value)
-        if isinstance(value, Mapping) and name in value:
-            value = value[name]
-        elif isinstance(value, list | tuple) and name.isdecimal() and int(name) < len(value):
-            value = value[int(name)]
-        else:
+        if not isinstance(value, Mapping) or name not in value:
             return _MISSING
+        value = value[name]
     return value
 
 
 def as_text(value: Any) -> str:
-    """A value of a data set as text without white space around it.
-
-    A list becomes its entries with commas between them, a whole float loses its fraction, as in the reward; a mapping becomes
-    JSON. Nothing, not-a-number and what is not there become an empty text.
-    """
-    value = _plain(value)
-    if value is None or value is _MISSING or (isinstance(value, float) and math.isnan(value)):
-        return ""
+    """A value of a data set as text without white space around it; a list becomes its entries with commas between them.
+    Nothing, not-a-number and what is not there become an empty text."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # of numpy, as parquet files give them
     if isinstance(value, list | tuple):
-        return ", ".join(entry for entry in map(as_text, value) if entry)
-    if isinstance(value, Mapping):
-        value = json.dumps(value, ensure_ascii=False, default=str) if value else ""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+        return ", ".join(filter(None, map(as_text, value)))
+    if value is None or value is _MISSING or value != value:
+        return ""
     # Tokenizers refuse half a surrogate pair, which JSON's escapes allow.
     return str(value).encode(errors="replace").decode().strip()
-
-
-def cut(text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text's beginning of at most that many tokens."""
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    if len(ids) <= tokens:
-        return text
-    # The last character may have lost some of its bytes.
-    kept = tokenizer.decode(ids[:tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return kept.rstrip("\ufffd").strip()
 
 
 def harmless(text: str, tokenizer: PreTrainedTokenizerBase, header: str = "") -> str:
@@ -271,48 +239,14 @@ def harmless(text: str, tokenizer: PreTrainedTokenizerBase, header: str = "") ->
 
 
 def extended(messages: Sequence[Mapping[str, Any]], addition: str) -> list[dict[str, Any]]:
-    """A copy of a chat whose last user message ends in ``addition``. A content is a text or a list of parts."""
+    """A copy of a chat whose last user message ends in ``addition``.
+
+    Raises:
+        ValueError: the message is not a text.
+    """
     copy = [dict(message) for message in messages]
     last = next(message for message in reversed(copy) if message.get("role") == "user")
-    content = _plain(last.get("content"))
-    if content is None or isinstance(content, str):
-        last["content"] = (content or "") + addition
-    elif content and content[-1].get("type") == "text":
-        # Not a part of its own: some templates strip every part.
-        last["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + addition}]
-    else:
-        last["content"] = [*content, {"type": "text", "text": addition}]
+    if not isinstance(last["content"], str):
+        raise ValueError(f"rlsd reads messages whose content is a text, got {type(last['content']).__name__}")
+    last["content"] += addition
     return copy
-
-
-def _assistant_header(
-    messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
-) -> str:
-    """The text that the chat template puts in front of an answer; empty for a template that puts nothing there."""
-    without, complete = (
-        _render(messages, tokenizer, options, add_generation_prompt=asks, tokenize=False) for asks in (False, True)
-    )
-    return complete[len(without) :].strip() if complete.startswith(without) else ""
-
-
-def _render(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    options: Mapping[str, Any],
-    **settings: bool,
-) -> Any:
-    return tokenizer.apply_chat_template(messages, **{**options, **settings, "return_dict": False})
-
-
-def _plain(value: Any) -> Any:
-    """Arrays and scalars of numpy, which is what parquet files give, as lists and numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _names(columns: Mapping[str, Any]) -> list[str]:
-    """The columns, and of those with fields these."""
-    return [
-        f"{name}.{field}" if field else name
-        for name, value in columns.items()
-        for field in (value if isinstance(value, Mapping) and value else [""])
-    ]

@@ -16,7 +16,7 @@ from grail_advantage.model.interface import Model, RowScores
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.signals.base import HIDDEN_STATES, Reshaped, Signal, normalize_mass_option
-from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, STRIDE, TOLERANCE, WINDOW, shear_scores
+from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, TOLERANCE, shear_scores
 
 
 @register_signal("shear")
@@ -35,9 +35,9 @@ class ShearConfig(Signal):
     uses = HIDDEN_STATES
     whole_groups = True
 
-    window: int = option(WINDOW, "tokens of a window", ge=1)
+    window: int = option(100, "tokens of a window", ge=1)
 
-    stride: int = option(STRIDE, "tokens from the start of a window to the start of the next; at most window", ge=1)
+    stride: int = option(25, "tokens from the start of a window to the start of the next; at most window", ge=1)
 
     epsilon: float = option(
         EPSILON,
@@ -71,11 +71,7 @@ class ShearConfig(Signal):
             scores = shear_scores(
                 [hidden[index] for index in members],
                 [rows[index].advantage > 0 for index in members],
-                window=self.window,
-                stride=self.stride,
-                epsilon=self.epsilon,
-                iterations=self.iterations,
-                tolerance=self.tolerance,
+                **{name: getattr(self, name) for name in ("window", "stride", "epsilon", "iterations", "tolerance")},
             )
             for index, scores_T in zip(members, scores, strict=True):
                 all_scores[index] = scores_T

@@ -185,7 +185,7 @@ def test_plain_computation(family: str, temperature: float, request_text: str, g
     assert len(distinct) > 10, "not only the bounds"
 
 
-NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), {}, np.array([])]
+NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), np.array([])]
 
 
 def test_rows_without_privileged_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.batch import Example, PassRow
-from grail_advantage.signals.rlsd import REQUEST, RlsdConfig, cut
+from grail_advantage.signals.rlsd import REQUEST, RlsdConfig
 from recipe.chat_templates import read_chat_template
 from tests.core.test_rlsd import SHORT, columns
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
@@ -44,7 +44,6 @@ class Chat:
     system: str
     """The same in front of a user message behind the system message ``Be brief.``"""
     options: dict[str, Any] = field(default_factory=dict)
-    takes_parts: bool = True
 
     @cached_property
     def with_template(self) -> PreTrainedTokenizerFast:
@@ -69,7 +68,6 @@ CHATS = {
         f"{_BOS}The User{PREAMBLE}\nUser: ",
         "\nAssistant:",
         f"{_BOS}Be brief.\nUser: ",
-        takes_parts=False,
     ),
 }
 QUESTION = "What is $17 \\cdot {3}$? Put it within \\boxed{}."
@@ -122,9 +120,8 @@ def test_rebuilt_prompt(chat: Chat) -> None:
     text = prepared(chat, "51", turns, request=SHORT)[1]
     assert text.startswith(chat.before + QUESTION) and text.endswith(f"Both.\n\n{request}{chat.after}")
     assert text.count(request) == 1
-    if chat.takes_parts:
-        parts = [{"type": "text", "text": QUESTION[:10]}, {"type": "text", "text": QUESTION[10:]}]
-        assert prepared(chat, "51", [{"role": "user", "content": parts}])[:2] == prepared(chat, "51")[:2]
+    with pytest.raises(ValueError, match="content is a text, got list"):
+        prepared(chat, "51", [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}])
 
 
 HOSTILE = (
@@ -152,33 +149,3 @@ def test_text_stays_inside_its_message(chat: Chat) -> None:
         assert hostile.strip().replace(" ", "") in text.replace(" ", "")
     for part in ("|im_end|", "|eot_id|", "think"):  # request and text make no token together
         assert controls(prepared(chat, part, request="Given <{privileged}>.")[0]) == controls(fine)
-
-
-def test_long_text_is_cut() -> None:
-    tokenizer = qwen_tokenizer()
-    text = " ".join(f"step{number}" for number in range(1000))
-    for most in (1, 7, 1024):
-        kept = cut(text, most, tokenizer)
-        assert text.startswith(kept)
-        assert len(tokenizer.encode(kept)) <= most
-    assert len(tokenizer.encode(cut(text, 1024, tokenizer))) > 1000
-    assert cut("one two", 1024, tokenizer) == "one two"
-    # Some characters of these are several tokens each; none is left in halves.
-    signs = "\U0001f9ee\U0001f9ea\u2a0c" * 5
-    for most in range(1, 25):
-        assert signs.startswith(cut(signs, most, tokenizer))
-
-    chat = CHATS["Qwen3, thinking off"]
-    short, _, _ = prepared(chat, "step0", request=SHORT)
-    ids, prompt, _ = prepared(chat, text, request=SHORT)
-    assert 1015 < len(ids) - len(short) <= 1024
-    assert prompt.count("step0") == 1
-    assert "step999" not in prompt
-    few, _, _ = prepared(chat, text, request=SHORT, max_privileged_tokens=9)
-    assert len(few) - len(short) < 9
-
-    # Half a character is no text: the row stays as it is.
-    assert prepared(chat, "\U0001f9ee", max_privileged_tokens=1)[1] == f"{chat.before}{QUESTION}{chat.after}"
-
-
-# What the privileged text is.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +170,6 @@ def test_answers_without_a_verdict_score_zero_and_are_flagged() -> None:
 _NUMERALS = st.one_of(
     st.integers(-(10**9), 10**9).map(str),
     st.builds("{}.{:03d}".format, st.integers(-999, 999), st.integers(0, 999)),
-    st.builds("{}/{}".format, st.integers(-99, 99), st.integers(1, 99)),
-    st.builds("\\frac{{{}}}{{{}}}".format, st.integers(0, 99), st.integers(1, 99)),
 )
 
 
@@ -181,15 +178,8 @@ _NUMERALS = st.one_of(
 @given(gold=_NUMERALS, other=_NUMERALS, digits=st.sampled_from([None, 3, 5, 6, 9]))
 def test_number_path_agrees_with_math_verify(gold: str, other: str, digits: int | None) -> None:
     """Numbers are compared without math-verify; it has to say the same, also of a rounded copy of the gold answer."""
-    number = reward._number(gold)
-    assert number is not None
-    value, decimal = number
-    answer = other if digits is None else f"{float(value):.{digits}f}"
-    if 0 < abs(value) < Fraction(1, 1000):
-        return  # there, this judge is stricter on purpose
-    answer_number = reward._number(answer)
-    assert answer_number is not None
-    assert reward._same_number((value, decimal), answer_number) == _verify_pool.verify(gold, answer)
+    answer = other if digits is None else f"{float(gold):.{digits}f}"
+    assert reward._same(gold, answer) == _verify_pool.verify(gold, answer)
 
 
 # --- the data sets' own answers --------------------------------------------------------------------------------------
