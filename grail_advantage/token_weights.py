@@ -33,7 +33,6 @@ from grail_advantage.batch import (
     token_mean,
 )
 from grail_advantage.metrics import weight_metrics
-from grail_advantage.model.interface import Model
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.weighting import batch_weights, put_row, scores_of
 
@@ -135,15 +134,12 @@ def compute_token_weights(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
     rollouts = _Rollouts(input_ids, attention_mask, response_mask, advantages, groups, masked, examples, fields or {})
-    rollouts.check(signal)
-    given_BL = {
-        name: values_BL
-        for name, values_BL in ((OLD_LOG_PROBS, old_log_probs), (ENTROPY, entropy))
-        if values_BL is not None
-    }
-    rollouts.check_columns(given_BL)
+    given_BL = {OLD_LOG_PROBS: old_log_probs, ENTROPY: entropy}
+    given_BL = {name: values_BL for name, values_BL in given_BL.items() if values_BL is not None}
+    rollouts.check(signal, given_BL)
     mask_BT = rollouts.mask_BT
-    spans = find_answer_spans(rollouts.responses, tokenizer, signal.span, answer)
+    responses = [ids_L[inside_L] for ids_L, inside_L in zip(input_ids, rollouts.response_BL, strict=True)]
+    spans = find_answer_spans(responses, tokenizer, signal.span, answer)
     advantages_B = advantages.to(mask_BT.device)
     if masked is not None:
         masked = masked.to(mask_BT.device).bool()
@@ -173,8 +169,13 @@ def compute_token_weights(
             columns_BT = {name: rollouts.to_responses(values_BL) for name, values_BL in given_BL.items()}
             batch = replace(batch, columns_BT=_columns(signal, host, pass_rows, mask_BT, columns_BT))
             if signal.uses:
+                signal.check_tokenizer(tokenizer)
                 selected = [row for row, wanted in zip(pass_rows, rows.selected_B.tolist(), strict=True) if wanted]
-                gradient_norms = _run_pass(signal, host, selected, tokenizer, of_pass_BT)
+                scores = signal.run([signal.prepare_row(row, tokenizer) for row in selected], host)
+                for row, of_row in zip(selected, scores, strict=True):
+                    put_row(of_pass_BT, row.place, row.response_length, of_row, signal)
+                norms = [of_row.gradient_norms.cpu() for of_row in scores if of_row.gradient_norms is not None]
+                gradient_norms = torch.cat([gradient_norms, *norms])
 
     scores_BT = scores_of(signal, batch, rows, of_pass_BT if signal.uses else None)
     result = batch_weights(scores_BT, batch, rows, signal)
@@ -213,22 +214,6 @@ def _columns(
     return columns_BT
 
 
-def _run_pass(
-    signal: Signal,
-    model: Model,
-    rows: Sequence[PassRow],
-    tokenizer: PreTrainedTokenizerBase,
-    of_pass_BT: torch.Tensor,
-) -> torch.Tensor:
-    """Put the scores of the signal's pass into ``of_pass_BT``; returns its gradient norms, 1-D float32 on the CPU."""
-    signal.check_tokenizer(tokenizer)
-    scores = signal.run([signal.prepare_row(row, tokenizer) for row in rows], model)
-    for row, of_row in zip(rows, scores, strict=True):
-        put_row(of_pass_BT, row.place, row.response_length, of_row, signal)
-    norms = [of_row.gradient_norms.cpu() for of_row in scores if of_row.gradient_norms is not None]
-    return torch.cat([torch.zeros(0), *norms])
-
-
 @dataclass(frozen=True)
 class _Rollouts:
     """The rows as the caller gives them, see :func:`compute_token_weights`."""
@@ -242,14 +227,50 @@ class _Rollouts:
     examples: Sequence[Example] | None
     fields: Mapping[str, Sequence[Any]]
 
-    def check(self, signal: Signal) -> None:
+    def check(self, signal: Signal, columns_BL: Mapping[str, torch.Tensor]) -> None:
         """Refuse parts that do not fit together, and a call without a part that the signal reads."""
         check_tensor("input_ids", self.input_ids_BL)
-        if self.input_ids_BL.ndim != 2:
-            raise ValueError(f"input_ids must be (B, L), got shape {tuple(self.input_ids_BL.shape)}")
-        self._check_width("attention_mask", self.attention_mask_BL)
-        self._check_width("response_mask", self.response_mask_BL)
-        self._check_one_a_row("advantages", self.advantages_B)
+        shape = tuple(self.input_ids_BL.shape)
+        if len(shape) != 2:
+            raise ValueError(f"input_ids must be (B, L), got shape {shape}")
+        masks_BL = {"attention_mask": self.attention_mask_BL, "response_mask": self.response_mask_BL}
+        for name, values_BL in {**masks_BL, **columns_BL}.items():
+            check_tensor(name, values_BL)
+            if values_BL.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(values_BL.shape)}, input_ids {shape}; they must agree")
+        for name, values_B in {
+            "advantages": self.advantages_B,
+            "masked": self.masked_B,
+            "groups": self.groups_B,
+        }.items():
+            if values_B is None and name != "advantages":
+                continue
+            check_tensor(name, values_B)
+            if values_B.shape != shape[:1]:
+                raise ValueError(f"{name} must be one number a row, shape ({shape[0]},); got {tuple(values_B.shape)}")
+        self._check_response()
+        known = columns_BL[OLD_LOG_PROBS][self.response_BL] if OLD_LOG_PROBS in columns_BL else torch.zeros(0)
+        if (known[known.isfinite()] > ROUNDING).any():
+            highest = float(known[known.isfinite()].max())
+            raise ValueError(
+                f"{OLD_LOG_PROBS} holds {highest}; log-probabilities are at most 0: pass log p, not p or -log p"
+            )
+        if self.groups_B is not None:
+            if self.groups_B.is_floating_point() or self.groups_B.is_complex() or self.groups_B.dtype == torch.bool:
+                raise ValueError(f"groups must hold whole numbers, got {self.groups_B.dtype}; use torch.int64")
+            if (self.groups_B < 0).any():
+                raise ValueError(
+                    f"groups holds {int(self.groups_B.min())}; numbers must be at least 0, as those of "
+                    "torch.unique(groups, return_inverse=True)[1]"
+                )
+        for name, given in ((GROUPS, self.groups_B), (EXAMPLES, self.examples)):
+            if name in signal.reads and given is None:
+                raise ValueError(f"{signal.name} reads {name}; pass {name}=")
+        for name in field_names(signal.reads):
+            if name not in self.fields:
+                raise ValueError(f"{signal.name} reads {FIELD}{name}; pass fields={{{name!r}: ...}}")
+
+    def _check_response(self) -> None:
         if (self.response_BL & ~self.valid_BL).any():
             raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
         for row, (inside_L, valid_L) in enumerate(zip(self.response_BL, self.valid_BL, strict=True)):
@@ -258,65 +279,14 @@ class _Rollouts:
                 raise ValueError(f"response_mask of row {row} has gaps; the response must be contiguous")
             if inside.numel() and inside[0] == 0:
                 raise ValueError(f"row {row} has no prompt token before its response; add at least one")
-        if self.masked_B is not None:
-            self._check_one_a_row("masked", self.masked_B)
-        if self.groups_B is not None:
-            self._check_groups(self.groups_B)
-        for name, given in ((GROUPS, self.groups_B), (EXAMPLES, self.examples)):
-            if name in signal.reads and given is None:
-                raise ValueError(f"{signal.name} reads {name}; pass {name}=")
-        for name in field_names(signal.reads):
-            if name not in self.fields:
-                raise ValueError(f"{signal.name} reads {FIELD}{name}; pass fields={{{name!r}: ...}}")
-
-    def check_columns(self, columns_BL: dict[str, torch.Tensor]) -> None:
-        """Refuse columns of another shape, and log-probabilities above 0."""
-        for name, values_BL in columns_BL.items():
-            self._check_width(name, values_BL)
-            known = values_BL[self.response_BL & values_BL.isfinite()]
-            if name == OLD_LOG_PROBS and (known > ROUNDING).any():
-                raise ValueError(
-                    f"{name} holds {float(known.max())}; log-probabilities are at most 0: pass log p, not p or -log p"
-                )
-
-    def _check_width(self, name: str, values: torch.Tensor) -> None:
-        check_tensor(name, values)
-        if values.shape != self.input_ids_BL.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(values.shape)}, input_ids {tuple(self.input_ids_BL.shape)}; they must agree"
-            )
-
-    def _check_one_a_row(self, name: str, values: torch.Tensor) -> None:
-        check_tensor(name, values)
-        if values.shape != self.input_ids_BL.shape[:1]:
-            raise ValueError(
-                f"{name} must be one number a row, shape ({len(self.input_ids_BL)},); got {tuple(values.shape)}"
-            )
-
-    def _check_groups(self, groups_B: torch.Tensor) -> None:
-        self._check_one_a_row("groups", groups_B)
-        if groups_B.is_floating_point() or groups_B.is_complex() or groups_B.dtype == torch.bool:
-            raise ValueError(f"groups must hold whole numbers, got {groups_B.dtype}; use torch.int64")
-        if (groups_B < 0).any():
-            raise ValueError(
-                f"groups holds {int(groups_B.min())}; numbers must be at least 0, as those of "
-                "torch.unique(groups, return_inverse=True)[1]"
-            )
 
     @cached_property
     def valid_BL(self) -> torch.Tensor:
-        """bool."""
         return self.attention_mask_BL.bool()
 
     @cached_property
     def response_BL(self) -> torch.Tensor:
-        """bool."""
         return self.response_mask_BL.bool()
-
-    @property
-    def responses(self) -> list[torch.Tensor]:
-        """Each row's response tokens, (T_i,)."""
-        return [ids_L[inside_L] for ids_L, inside_L in zip(self.input_ids_BL, self.response_BL, strict=True)]
 
     @cached_property
     def mask_BT(self) -> torch.Tensor:

@@ -160,11 +160,7 @@ def scores_of(
 ) -> torch.Tensor | None:
     """A signal's scores (B, T) float32, NaN outside the selected rows' tokens; ``None`` where no row is selected.
 
-    Args:
-        signal: the method.
-        batch: with the columns that it reads.
-        rows: from ``signal.select``.
-        of_pass_BT: scores of its pass; ``None`` for a signal that uses nothing of the model.
+    ``of_pass_BT`` are the scores of its pass; ``None`` for a signal that uses nothing of the model.
     """
     if not rows.selected_B.any():
         return None
@@ -177,15 +173,7 @@ def scores_of(
 
 
 def put_row(of_pass_BT: torch.Tensor, place: int, length: int, of_row: RowScores, signal: Signal) -> None:
-    """Put a pass's scores of one row in their place.
-
-    Args:
-        of_pass_BT: all scores.
-        place: the row.
-        length: number of its response tokens.
-        of_row: of the pass.
-        signal: the method, for the message.
-    """
+    """Put a pass's scores of a row with ``length`` response tokens in their place, row ``place`` of all scores."""
     count = len(of_row.scores_T)
     if count > length:
         raise ValueError(f"{signal.name}: run() gave {count} scores for a response of {length} tokens")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -53,36 +54,19 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> PreTrainedTo
     Raises:
         ValueError: text does not survive this tokenizer; the message has the fix.
     """
-    tokenizer = faithful_tokenizer(AutoTokenizer.from_pretrained(path, **options), path, **options)
+    tokenizer = AutoTokenizer.from_pretrained(path, **options)
+    if lost_text(tokenizer) is not None and "gguf_file" not in options:
+        with suppress(OSError, ValueError):  # no tokenizer.json, so nothing to go back to
+            faithful = PreTrainedTokenizerFast.from_pretrained(path, **options)
+            if lost_text(faithful) is None:
+                logger.warning(
+                    "%s under %s loses text, as transformers loads it; its tokenizer.json is taken unchanged instead",
+                    path,
+                    type(tokenizer).__name__,
+                )
+                tokenizer = faithful
     check_round_trip(tokenizer, str(path))
     return tokenizer
-
-
-def faithful_tokenizer(
-    tokenizer: PreTrainedTokenizerBase, path: str | os.PathLike[str], **options: Any
-) -> PreTrainedTokenizerBase:
-    """The given tokenizer where text survives it; else that of the checkpoint's ``tokenizer.json``, where text
-    survives that one.
-
-    Args:
-        tokenizer: as ``AutoTokenizer.from_pretrained(path, **options)`` loaded it.
-        path: see :func:`load_tokenizer`.
-        options: see :func:`load_tokenizer`.
-    """
-    if lost_text(tokenizer) is None or "gguf_file" in options:
-        return tokenizer
-    try:
-        faithful = PreTrainedTokenizerFast.from_pretrained(path, **options)
-    except (OSError, ValueError):  # no tokenizer.json, so nothing to go back to
-        return tokenizer
-    if lost_text(faithful) is not None:
-        return tokenizer
-    logger.warning(
-        "%s under %s loses text, as transformers loads it; its tokenizer.json is taken unchanged instead",
-        path,
-        type(tokenizer).__name__,
-    )
-    return faithful
 
 
 def check_round_trip(tokenizer: PreTrainedTokenizerBase, name: str, remedy: str = LOAD_FAITHFULLY) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 logger = logging.getLogger(__name__)
 
@@ -103,21 +104,24 @@ def capture_leaf(module: nn.Module) -> Iterator[list[torch.Tensor]]:
         passed_on_BSD = leaf_BSD.view_as(leaf_BSD)
         return (passed_on_BSD, *output[1:]) if isinstance(output, tuple) else passed_on_BSD
 
-    handle = module.register_forward_hook(replace_output)
-    try:
+    with _hooked(leaves_BSD, module, "leaf module", module.register_forward_hook(replace_output)):
         yield leaves_BSD
-        _check_ran(len(leaves_BSD), module, "leaf module")
+
+
+@contextmanager
+def _hooked(calls: Sequence[object], module: nn.Module, what: str, *handles: RemovableHandle) -> Iterator[None]:
+    """Remove the hooks at the end. A forward that went past them would give wrong values, or none."""
+    try:
+        yield
+        if not calls:
+            raise ValueError(
+                f"the model's forward did not call its {what} ({type(module).__name__}), so this method cannot read it; a "
+                "replaced forward (fused kernels, a patched model class) does that: switch it off, or use a method without a "
+                "pass"
+            )
     finally:
-        handle.remove()
-
-
-def _check_ran(calls: int, module: nn.Module, what: str) -> None:
-    """A forward that went past a hook would give wrong values, or none."""
-    if not calls:
-        raise ValueError(
-            f"the model's forward did not call its {what} ({type(module).__name__}), so this method cannot read it; a "
-            "replaced forward (fused kernels, a patched model class) does that: switch it off, or use a method without a pass"
-        )
+        for handle in handles:
+            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -134,9 +138,8 @@ class HeadOutput:
 def keep_logits(head: nn.Module, columns: torch.Tensor, *, with_all: bool = False) -> Iterator[list[HeadOutput]]:
     """While open, each forward of the output embeddings computes the logits of ``columns`` alone, for every row.
 
-    With ``with_all`` it also computes the logits of all columns, without a graph, and appends both to the list. That happens
-    inside the forward, where sharding wrappers hold the whole parameters. The hooks are gone afterwards, whatever happened
-    inside.
+    With ``with_all`` it also computes the logits of all columns, without a graph: inside the forward, where sharding wrappers
+    hold the whole parameters. The hooks are gone afterwards, whatever happened inside.
 
     Args:
         head: the model's output embeddings, (B, S, D) to (B, S, V), bare or wrapped (FSDP, PEFT).
@@ -146,28 +149,19 @@ def keep_logits(head: nn.Module, columns: torch.Tensor, *, with_all: bool = Fals
         ValueError: the forward does not call the module.
     """
     outputs: list[HeadOutput] = []
-    everywhere: list[torch.Tensor] = []
-    calls = 0
+    everywhere: list[torch.Tensor | None] = []
 
     def before(_module: nn.Module, args: tuple) -> tuple:
-        nonlocal calls
-        calls += 1
         hidden_BSD, *others = args
-        if with_all:
-            everywhere.append(_all_logits(head, hidden_BSD, *others))
+        everywhere.append(_all_logits(head, hidden_BSD, *others) if with_all else None)
         return (hidden_BSD[:, columns], *others)
 
     def after(_module: nn.Module, _args: tuple, logits: torch.Tensor) -> None:
-        if with_all:
-            outputs.append(HeadOutput(logits, everywhere.pop()))
+        outputs.append(HeadOutput(logits, everywhere.pop()))
 
-    handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after)]
-    try:
+    handles = head.register_forward_pre_hook(before), head.register_forward_hook(after)
+    with _hooked(outputs, head, "output embeddings", *handles):
         yield outputs
-        _check_ran(calls, head, "output embeddings")
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _all_logits(head: nn.Module, hidden_BSD: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -234,13 +228,9 @@ def sum_log_probs(
         return torch.cat([sums[-1].reshape(1, 1, 1), sums[-1].new_full((1, 1, 1), MARK)], dim=-1)
 
     # First among the hooks: those that gather parameters for the backward must see the tensors that take part in it.
-    handles = [head.register_forward_pre_hook(before), head.register_forward_hook(after, prepend=True)]
-    try:
+    handles = head.register_forward_pre_hook(before), head.register_forward_hook(after, prepend=True)
+    with _hooked(sums, head, "output embeddings", *handles):
         yield everywhere
-        _check_ran(len(sums), head, "output embeddings")
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def read_sum(logits: torch.Tensor) -> torch.Tensor:
@@ -275,12 +265,8 @@ def capture_hidden_states(head: nn.Module) -> Iterator[list[torch.Tensor]]:
         captured_BSD.append(hidden_BSD.detach())
         return (hidden_BSD[:, :1], *others)
 
-    handle = head.register_forward_pre_hook(before)
-    try:
+    with _hooked(captured_BSD, head, "output embeddings", head.register_forward_pre_hook(before)):
         yield captured_BSD
-        _check_ran(len(captured_BSD), head, "output embeddings")
-    finally:
-        handle.remove()
 
 
 @contextmanager

@@ -56,7 +56,9 @@ _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 _E_NOTATION = re.compile(rf"(?<![A-Za-z0-9_.,])({_UNSIGNED})[eE]([+-]?[0-9]{{1,3}})(?![0-9.])")
 _NUMBER = re.compile(rf"[+-]? ?{_UNSIGNED}")
-_FRACTION = re.compile(rf"[+-]? ?(?:\\frac ?\{{ ?-? ?{_UNSIGNED} ?\}} ?\{{ ?{_UNSIGNED} ?\}}|{_UNSIGNED} ?/ ?{_UNSIGNED})")
+_FRACTION = re.compile(
+    rf"[+-]? ?(?:\\frac ?\{{ ?-? ?{_UNSIGNED} ?\}} ?\{{ ?{_UNSIGNED} ?\}}|{_UNSIGNED} ?/ ?{_UNSIGNED})"
+)
 
 
 def compute_score(

@@ -47,11 +47,7 @@ def target_range(span: AnswerSpan, target: str) -> Range:
 
 @register_signal("grail")
 class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
-    """GRAIL. An option left at ``None`` takes its preset's value, so that after construction none is ``None``.
-
-    Raises:
-        ValueError: an unknown option or value; the message names the option, the value and what is allowed.
-    """
+    """GRAIL. An option left at ``None`` takes its preset's value, so that after construction none is ``None``."""
 
     formula = "clip(1 + 0.5 z, 0.5, 5), z the row's standardised log || dL/dh * h ||; answer content 5"
     source = "arXiv 2606.04889 (code)"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from grail_advantage.batch import PassRow
@@ -19,11 +18,11 @@ from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.bilevel import BilevelOptions
 from grail_advantage.reshapers.log_zscore import LogZscoreOptions
 from grail_advantage.signals.base import LOGITS, SEQUENCES, ReshapedSignal, normalize_mass_option
-from grail_advantage.signals.oar_gradient import gradient_scores, noise_seed
+from grail_advantage.signals.oar_gradient import gradient_scores
 from grail_advantage.signals.oar_perturbation import perturbation_scores, replaced_tokens
-from grail_advantage.signals.oar_probe import probe_positions
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 
@@ -34,9 +33,6 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
 
     The answer is the last complete ``\\boxed{...}``, every row with one gets weights, and tokens outside the statistics set
     weigh 1.
-
-    Raises:
-        ValueError: an unknown option or value; the message names the option, the value and what is allowed.
     """
 
     section = "oar"
@@ -96,14 +92,12 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
 
     @property
     def formula(self) -> str:  # type: ignore[override]
-        """The weight in one line."""
         gradient = self.method == "gradient"
         score = "|sum (dKL/de) e|, noisy embeddings" if gradient else "KL, token replaced by padding"
         return f"bi-level map of log(1 + {score})"
 
     @property
     def cost(self) -> str:  # type: ignore[override]
-        """Forwards on top of GRPO's step."""
         gradient = self.method == "gradient"
         return "3 on the selected rows" if gradient else "1 for every reasoning token of the selected rows"
 
@@ -124,8 +118,14 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
             )
 
     def probe_of(self, row: PassRow) -> Range:
-        """The positions that the probe reads."""
-        return probe_positions(row.answer, row.response_start, row.length, self.probe)
+        """The positions whose logits the probe reads: the row's last one, or the predictor positions of the answer's tokens."""
+        if self.probe == "last":
+            return row.length - 1, row.length
+        return row.response_start + row.answer.start - 1, row.response_start + row.answer.end - 1
+
+    def replaced(self, row: PassRow) -> torch.Tensor:
+        """OAR-P: the reasoning tokens that get a counterfactual."""
+        return replaced_tokens(row.answer.start, self.max_perturbations)
 
     def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
         """Nothing after the probe's last position matters; answer_joint also asks for the token after it."""
@@ -134,40 +134,11 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
     def row_cost(self, row: PassRow) -> int:
         """Positions to compute, roughly."""
         length = row.length if self.probe == "last" else row.response_start + row.answer.end
-        if self.method == "gradient":
-            return length
-        return length * len(replaced_tokens(row.answer.start, self.max_perturbations))
+        return length if self.method == "gradient" else length * len(self.replaced(row))
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
         if self.method == "gradient":
-            return model.micro_batches(
-                rows,
-                lambda micro: gradient_scores(
-                    micro,
-                    [self.probe_of(row) for row in micro.rows],
-                    noise_std=self.noise_std,
-                    seed_of=partial(noise_seed, self.noise_seed, model.step),
-                    probe=self.probe,
-                    variant=self.variant,
-                    statistics=self.statistics,
-                    alignment=self.alignment,
-                ),
-                gradients=True,
-            )
-        total = sum(len(replaced_tokens(row.answer.start, self.max_perturbations)) for row in rows)
-        scores = []
+            return model.micro_batches(rows, lambda micro: gradient_scores(self, micro, model.step), gradients=True)
+        total = sum(len(self.replaced(row)) for row in rows)
         with model.sequences() as forward, model.progress(total, "OAR-P") as bar:
-            for row in rows:
-                probed = self.probe_of(row)
-                scores_T = perturbation_scores(
-                    forward,
-                    row,
-                    probed,
-                    probe=self.probe,
-                    pad_token=model.pad_token,
-                    counterfactuals=model.sequences_together(probed[1]),
-                    max_perturbations=self.max_perturbations,
-                    progress=bar.update,
-                )
-                scores.append(RowScores(scores_T))
-        return scores
+            return [RowScores(perturbation_scores(self, row, model, forward, bar)) for row in rows]

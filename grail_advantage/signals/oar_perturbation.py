@@ -13,17 +13,19 @@ V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from grail_advantage.batch import PassRow
-from grail_advantage.model.interface import Forward, Range
+from grail_advantage.model.interface import Forward, Model
 from grail_advantage.signals.oar_probe import divergence, read_probe
 
 if TYPE_CHECKING:
+    from tqdm import tqdm
     from transformers import Cache
+
+    from grail_advantage.signals.oar import OarConfig
 
 
 def replaced_tokens(reasoning_length: int, max_perturbations: int | None) -> torch.Tensor:
@@ -44,33 +46,20 @@ def interpolate(scores_M: torch.Tensor, replaced_M: torch.Tensor, reasoning_leng
 
 
 @torch.no_grad()
-def perturbation_scores(
-    forward: Forward,
-    row: PassRow,
-    probed: Range,
-    *,
-    probe: str,
-    pad_token: int,
-    counterfactuals: int,
-    max_perturbations: int | None = None,
-    progress: Callable[[int], object] | None = None,
-) -> torch.Tensor:
+def perturbation_scores(signal: OarConfig, row: PassRow, model: Model, forward: Forward, bar: tqdm) -> torch.Tensor:
     """Scores of a row's reasoning tokens.
 
     Args:
-        forward: the model.
+        signal: the options.
         row: the row, whose response begins with at least one reasoning token.
-        probed: the positions that the probe reads, from :func:`grail_advantage.signals.oar_probe.probe_positions`.
-        probe: see :class:`grail_advantage.OarConfig`.
-        pad_token: the token that replaces.
-        counterfactuals: most counterfactuals in a batch, at least 1.
-        max_perturbations: most tokens replaced; the scores of the others are interpolated.
-        progress: called after each batch with its number of counterfactuals.
+        model: the host of ``forward``.
+        forward: of :meth:`grail_advantage.model.interface.Model.sequences`.
+        bar: counts counterfactuals.
 
     Returns:
         (R,) float32. With ``answer_joint`` a score is negative where the replacement makes the answer likelier.
     """
-    tokens_S, (start, length) = row.tokens_S, probed
+    tokens_S, probe, (start, length) = row.tokens_S, signal.probe, signal.probe_of(row)
     # answer_joint asks for the token after each position; after the row's last one, which only "last" reads, is none.
     next_S = tokens_S.roll(-1)
     tokens_K = next_S[start:length]
@@ -79,20 +68,21 @@ def perturbation_scores(
     clean = read_probe(logits_1KV[0], tokens_K, [len(kept_K)], probe)
     cache = cache if _can_be_shared(cache) else None
 
-    replaced_M = replaced_tokens(row.answer.start, max_perturbations).to(tokens_S.device)
+    replaced_M = signal.replaced(row).to(tokens_S.device)
     scores: list[torch.Tensor] = []
-    for replaced_N in replaced_M.split(counterfactuals):
+    for replaced_N in replaced_M.split(model.sequences_together(length)):
         count = len(replaced_N)
         # The probe's positions come after every replaced token or are the last one's own, so none is cut off here.
         shared = row.response_start + int(replaced_N[0]) if cache is not None else 0
         tokens_NS = tokens_S[shared:length].repeat(count, 1)
-        tokens_NS[torch.arange(count, device=tokens_S.device), row.response_start + replaced_N - shared] = pad_token
+        tokens_NS[torch.arange(count, device=tokens_S.device), row.response_start + replaced_N - shared] = (
+            model.pad_token
+        )
         prefix = shared_prefix(cache, shared, count) if cache is not None else None
         logits_NKV, _ = forward(tokens_NS, kept_K - shared, prefix)
         other_N = read_probe(logits_NKV.flatten(0, 1), tokens_K.repeat(count), [len(kept_K)] * count, probe)
         scores.append(divergence(clean, other_N, probe).float())
-        if progress is not None:
-            progress(count)
+        bar.update(count)
     return interpolate(torch.cat(scores), replaced_M, row.answer.start)
 
 

@@ -12,24 +12,6 @@ from collections.abc import Sequence
 
 import torch
 
-from grail_advantage.answers.span import AnswerSpan
-
-
-def probe_positions(span: AnswerSpan, response_start: int, row_length: int, probe: str) -> tuple[int, int]:
-    """Half-open range of the positions of a row whose logits the probe reads.
-
-    Nothing after the last of them matters, so the row can be cut there.
-
-    Args:
-        span: the row's answer.
-        response_start: index of the first response token in the row, at least 1.
-        row_length: prompt + response.
-        probe: ``last``: the row's last position; otherwise: the predictor positions of the answer's tokens.
-    """
-    if probe == "last":
-        return row_length - 1, row_length
-    return response_start + span.start - 1, response_start + span.end - 1
-
 
 def read_probe(logits_KV: torch.Tensor, tokens_K: torch.Tensor, counts: Sequence[int], probe: str) -> torch.Tensor:
     """The answer as the model sees it.

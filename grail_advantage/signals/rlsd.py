@@ -50,9 +50,6 @@ class RlsdConfig(Signal):
 
     The weights lie in ``[1 - lam epsilon, 1 + lam epsilon]``. Where a token's log-probability is not finite, the whole row
     weighs 1.
-
-    Raises:
-        ValueError: an unknown option or value; the message names the option, the value and what is allowed.
     """
 
     formula = (
@@ -152,18 +149,27 @@ class RlsdConfig(Signal):
         return replace(rows, selected_B=rows.selected_B & privileged_B)
 
     def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
-        """The same response after the prompt with the privileged text, or the row itself where there is no such text."""
+        """The same response after the prompt with the privileged text, or the row itself where there is no such text.
+
+        Raises:
+            ValueError: the last user message is not a text.
+        """
         example = row.example
         text = self._privileged_text(example)
         if example is None or not text:
             return row
+        messages = [dict(message) for message in example.messages]
+        question = next(message for message in reversed(messages) if message.get("role") == "user")
+        if not isinstance(question["content"], str):
+            kind = type(question["content"]).__name__
+            raise ValueError(f"{self.section} reads messages whose content is a text, got {kind}")
         render = partial(tokenizer.apply_chat_template, **{**example.template_options, "return_dict": False})
-        asked = render(example.messages, add_generation_prompt=False, tokenize=False)
-        complete = render(example.messages, add_generation_prompt=True, tokenize=False)
+        asked = render(messages, add_generation_prompt=False, tokenize=False)
+        complete = render(messages, add_generation_prompt=True, tokenize=False)
         header = complete[len(asked) :].strip() if complete.startswith(asked) else ""
         # Not only the text: together with the words around it, it may make up what neither of them does.
-        request = harmless(self.request.replace(PLACE, text), tokenizer, header)
-        prompt = render(extended(example.messages, f"\n\n{request}"), add_generation_prompt=True, tokenize=True)
+        question["content"] += f"\n\n{harmless(self.request.replace(PLACE, text), tokenizer, header)}"
+        prompt = render(messages, add_generation_prompt=True, tokenize=True)
         prompt_P = torch.tensor(prompt, dtype=row.tokens_S.dtype, device=row.tokens_S.device)
         return replace(
             row, tokens_S=torch.cat([prompt_P, row.tokens_S[row.response_start :]]), response_start=len(prompt)
@@ -236,17 +242,3 @@ def harmless(text: str, tokenizer: PreTrainedTokenizerBase, header: str = "") ->
     # Looking ahead finds those that overlap, too.
     starts = "|".join(map(re.escape, present))
     return re.sub(f"(?={starts})(.)", r"\1 ", text, flags=re.DOTALL)
-
-
-def extended(messages: Sequence[Mapping[str, Any]], addition: str) -> list[dict[str, Any]]:
-    """A copy of a chat whose last user message ends in ``addition``.
-
-    Raises:
-        ValueError: the message is not a text.
-    """
-    copy = [dict(message) for message in messages]
-    last = next(message for message in reversed(copy) if message.get("role") == "user")
-    if not isinstance(last["content"], str):
-        raise ValueError(f"rlsd reads messages whose content is a text, got {type(last['content']).__name__}")
-    last["content"] += addition
-    return copy

@@ -36,9 +36,6 @@ _NOTHING = -1e30
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Costs that are worked on at once. Some eight temporaries have this size; on a CPU they should stay in its cache."""
 
-_COST_ROWS = 512
-"""Tokens whose costs are computed in float64 at once."""
-
 
 @torch.no_grad()
 def sinkhorn_distance(
@@ -119,7 +116,7 @@ def shear_scores(
     """Scores of one group's responses: each token's distance from the other outcome, in units of the mean hidden norm.
 
     Costs are Euclidean, taken in float64, where states that are nearly the same do not cancel, and divided by the mean norm;
-    transport is in float32. Beside the chunks, two responses' costs of one token each are held at once, in float32.
+    transport is in float32. Beside the chunks, the costs of two responses' tokens are held at once.
 
     Args:
         hidden: for each response the last layer's states at its tokens' own positions, before the head: (T_i, D), any
@@ -148,9 +145,9 @@ def shear_scores(
         unit = norms.mean().clamp(min=torch.finfo(torch.float64).tiny)  # all states 0: so are the distances
     for i in (i for i in usable if positive[i]):
         for j in (j for j in usable if not positive[j]):
-            cost_TU = _euclidean(hidden[i], hidden[j], unit)
+            cost_TU = torch.cdist(hidden[i].double(), hidden[j].double(), compute_mode="use_mm_for_euclid_dist") / unit
             # The distance is symmetric: once computed, it serves both responses.
-            distance_KL = _window_distances(cost_TU, bounds[i], bounds[j], transport)
+            distance_KL = _window_distances(cost_TU.float(), bounds[i], bounds[j], transport)
             distances[i] = torch.minimum(distances[i], distance_KL.amin(dim=1))
             distances[j] = torch.minimum(distances[j], distance_KL.amin(dim=0))
 
@@ -184,16 +181,6 @@ def _windows(h_TD: torch.Tensor, width: int, stride: int) -> torch.Tensor:
     """Half-open windows ``[a, min(a + width, T))`` for ``a = 0, stride, 2 * stride, ... < T``; int64 (K, 2)."""
     start_K = torch.arange(0, len(h_TD), stride, device=h_TD.device)
     return torch.stack([start_K, (start_K + width).clamp(max=len(h_TD))], dim=1)
-
-
-def _euclidean(x_TD: torch.Tensor, y_UD: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """Distances of tokens, (T, U) float32, in the given unit."""
-    y_UD = y_UD.double()
-    rows = [
-        (torch.cdist(part_RD.double(), y_UD, compute_mode="use_mm_for_euclid_dist") / unit).float()
-        for part_RD in x_TD.split(_COST_ROWS)
-    ]
-    return torch.cat(rows)
 
 
 def _window_distances(

@@ -167,7 +167,6 @@ def test_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         return sinkhorn_distance(cost_PNM, *args, **options)
 
     monkeypatch.setattr(shear_distances, "sinkhorn_distance", counted)
-    monkeypatch.setattr(shear_distances, "_COST_ROWS", 7)
     monkeypatch.setattr(shear_distances, "_CHUNK_ELEMENTS", {"cpu": 7 * 25, "cuda": 7 * 25})
     assert_same(shear_scores(group(), POSITIVE, **SMALL), want)
     # Responses of 6 and 4 windows against those of 2, 1 and 7; windows of 5 tokens and less.
