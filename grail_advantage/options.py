@@ -12,15 +12,6 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-KINDS = {
-    "boolean": "true or false",
-    "integer": "a whole number",
-    "number": "a finite number",
-    "object": "a mapping of options",
-    "string": "a text",
-}
-"""Types of JSON schema in words."""
-
 
 def option(
     default: Any,
@@ -68,7 +59,12 @@ class Options(BaseModel):
         try:
             super().__init__(**self.completed(given))
         except ValidationError as error:
-            raise ValueError(_message(type(self), error)) from None
+            first = error.errors()[0]
+            info = type(self).model_fields[str(first["loc"][0])]
+            why = info.json_schema_extra["why"] if isinstance(info.json_schema_extra, dict) else ""
+            raise ValueError(
+                f"{self.section}.{first['loc'][0]}={first['input']!r} {first['msg'].removeprefix('Input ')}{why and '; '}{why}"
+            ) from None
         self.check()
 
     def __hash__(self) -> int:
@@ -105,25 +101,3 @@ def option_schemas(cls: type[Options]) -> dict[str, dict[str, Any]]:
     """The JSON schema of each option of a class; that of the values beside ``None`` where ``None`` is one."""
     schemas = cls.model_json_schema()["properties"]
     return {name: {**schemas[name], **schemas[name].get("anyOf", [{}])[0]} for name in option_fields(cls)}
-
-
-def _message(cls: type[Options], error: ValidationError) -> str:
-    """The first of pydantic's errors in the words of a run's configuration."""
-    first = error.errors()[0]
-    name, kind, given = str(first["loc"][0]), first["type"], first["input"]
-    rule = option_schemas(cls)[name]
-    low, high = rule.get("minimum"), rule.get("maximum")
-    value = f"{cls.section}.{name}={float(given) if rule['type'] == 'number' and type(given) is int else given!r}"
-    if kind == "literal_error":
-        return f"{value} is unknown; choose one of {', '.join(map(str, rule['enum']))}"
-    if kind == "greater_than":
-        required = f"greater than {rule['exclusiveMinimum']}"
-    elif rule["type"] == "integer" and kind != "less_than_equal":
-        return f"{value} must be a whole number{'' if low is None else f', at least {low}'}"
-    elif kind not in ("greater_than_equal", "less_than_equal"):
-        return f"{value} must be {KINDS[rule['type']]}"
-    elif low is not None and high is not None:
-        required = f"between {low} and {high}"
-    else:
-        required = f"at most {high}" if low is None else f"at least {low}"
-    return f"{value} must be {required}{rule['why'] and '; '}{rule['why']}"

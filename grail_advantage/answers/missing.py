@@ -61,17 +61,12 @@ def advice(
     example = next((row for row, span in zip(responses, spans, strict=True) if span is None), responses[0])
     known = [int(token) for token in example if int(token) >= 0]
     end = tokenizer.decode(known, skip_special_tokens=True)[-SHOWN:]
-    found = {
-        name: sum(span is not None for span in find_answer_spans(responses, tokenizer, answer=other))
-        for name, other in FORMATS.items()
-        if other != answer
-    }
-    others = ", ".join(
-        f"{option}={name} ({FORMATS[name].example}) would find one in {count} of {len(responses)}"
-        for name, count in found.items()
-        if count
-    )
-    remedy = others or (
+    others = []
+    for name, other in FORMATS.items():
+        count = sum(span is not None for span in find_answer_spans(responses, tokenizer, answer=other))
+        if other != answer and count:
+            others.append(f"{option}={name} ({other.example}) would find one in {count} of {len(responses)}")
+    remedy = ", ".join(others) or (
         f"no other format finds any: ask for {answer.example} in the prompt, set {option} to a regular expression, or, where "
         "responses are cut off, raise their limit"
     )

@@ -126,10 +126,6 @@ class OneRow(MicroBatch):
         self.row = row
         self.rows = [row]
 
-    @property
-    def embedding(self) -> nn.Module:
-        return self.model.model.get_input_embeddings()
-
     def leaf(self, name: str) -> nn.Module:
         return leaf_module(self.model.model, name)
 

@@ -52,11 +52,6 @@ class MicroBatch(ABC):
     rows: Sequence[PassRow]
     """At least one."""
 
-    @property
-    @abstractmethod
-    def embedding(self) -> nn.Module:
-        """The input embeddings."""
-
     @abstractmethod
     def leaf(self, name: str) -> nn.Module:
         """The module whose output is an activation, see :func:`grail_advantage.model.activations.leaf_module`."""

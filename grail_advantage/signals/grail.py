@@ -32,6 +32,23 @@ from grail_advantage.signals.base import (
 )
 from grail_advantage.signals.saliency import Alignment, Leaf, SaliencySignal
 
+OFFICIAL = {
+    "alignment": "predictor",
+    "span": "first",
+    "target": "span",
+    "statistics": "response",
+    "content_outside_gate": True,
+    "normalize_mass": False,
+}
+ROBUST = {
+    "alignment": "token",  # with the embeddings as the leaf
+    "span": "last",
+    "target": "content",
+    "statistics": "reasoning",
+    "content_outside_gate": False,
+    "normalize_mass": True,
+}
+
 
 def of_preset(description: str) -> Any:
     """An option whose default is the preset's."""
@@ -90,33 +107,10 @@ class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
 
     @classmethod
     def completed(cls, options: dict[str, Any]) -> dict[str, Any]:
-        preset = cls.robust if options.get("preset") == "robust" else cls.official
-        filled = preset(options.get("leaf", "embeddings")) | options
+        filled = (ROBUST if options.get("preset") == "robust" else OFFICIAL) | options
+        if "alignment" not in options and options.get("leaf", "embeddings") != "embeddings":
+            filled["alignment"] = "predictor"
         return {"content_weight": filled.get("weight_max", cls.model_fields["weight_max"].default)} | filled
-
-    @classmethod
-    def official(cls, leaf: str) -> dict[str, Any]:
-        """The published choices, the same for every leaf."""
-        return {
-            "alignment": "predictor",
-            "span": "first",
-            "target": "span",
-            "statistics": "response",
-            "content_outside_gate": True,
-            "normalize_mass": False,
-        }
-
-    @classmethod
-    def robust(cls, leaf: str) -> dict[str, Any]:
-        """The choices that the module explains."""
-        return {
-            "alignment": "token" if leaf == "embeddings" else "predictor",
-            "span": "last",
-            "target": "content",
-            "statistics": "reasoning",
-            "content_outside_gate": False,
-            "normalize_mass": True,
-        }
 
     @property
     def answer_weights(self) -> AnswerWeights:  # type: ignore[override]

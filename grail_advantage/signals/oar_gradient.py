@@ -83,9 +83,10 @@ def gradient_scores(signal: OarConfig, micro: MicroBatch, step: int) -> list[Row
 
     with torch.no_grad():
         clean = read_probe(micro.logits(probes), tokens_K, counts, signal.probe)
-    handle = micro.embedding.register_forward_hook(add_noise)
+    embedding = micro.leaf("embeddings")
+    handle = embedding.register_forward_hook(add_noise)
     try:
-        with capture_leaf(micro.embedding) as leaves:
+        with capture_leaf(embedding) as leaves:
             noisy_logits_KV = micro.logits(probes)
     finally:
         handle.remove()

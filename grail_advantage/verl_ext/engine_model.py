@@ -223,11 +223,6 @@ class EngineMicroBatch(MicroBatch):
         self._starts = self.offsets_R.tolist()
         self._model_inputs, self._output_args = engine.prepare_model_inputs(batch)
 
-    @property
-    def embedding(self) -> nn.Module:
-        """See :class:`MicroBatch`."""
-        return self.engine.module.get_input_embeddings()
-
     def leaf(self, name: str) -> nn.Module:
         """See :class:`MicroBatch`."""
         return leaf_module(self.engine.module, name)

@@ -160,7 +160,7 @@ def test_expressions_that_are_refused(expression: str, said: str) -> None:
 
 @pytest.mark.parametrize("elsewhere", [2, 0.5, "1"])
 def test_a_weight_elsewhere_is_0_or_1(elsewhere: Any) -> None:
-    with pytest.raises(ValueError, match=rf"pattern\.elsewhere={elsewhere!r} is unknown; choose one of 0, 1"):
+    with pytest.raises(ValueError, match=rf"pattern\.elsewhere={elsewhere!r} should be 0 or 1"):
         Pattern(elsewhere=elsewhere)
 
 

@@ -56,7 +56,7 @@ def _refused(overrides: tuple[str, ...], message: str) -> None:
 
 OF_METHODS = {
     ("+algorithm.grail.foo=1",): r"grail\.foo is not an option; the options are .*\bleaf\b",
-    ("algorithm.grail.preset=best",): r"grail\.preset='best' is unknown; choose one of official, robust",
+    ("algorithm.grail.preset=best",): r"grail\.preset='best' should be 'official' or 'robust'",
     ("algorithm.grail.weight_min=6",): r"weight_min=6\.0 is greater than grail\.weight_max=5\.0; swap them",
     (f"{METHOD}=grial",): r"adv_estimator='grial' is unknown; choose one of .*\bgrail\b.*\bgrpo\b",
     ("+algorithm.grail.noise_std=1",): r"noise_std is not an option; it is one of oar\. The options of grail are",

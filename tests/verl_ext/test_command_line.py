@@ -45,7 +45,7 @@ class TestCommandLine:
     def test_refused_before_ray_starts(self, tmp_path: Path) -> None:
         """In a dry run too."""
         for override, message, dry_run in (
-            ("algorithm.grail.weight_std=0", "grail.weight_std=0.0 must be greater than 0", "1"),
+            ("algorithm.grail.weight_std=0", "grail.weight_std=0 should be greater than 0", "1"),
             ("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.n=1 does not work", "0"),
         ):
             done = _main(*self.CPU, f"hydra.run.dir={tmp_path}", override, DRY_RUN=dry_run)
