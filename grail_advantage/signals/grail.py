@@ -50,11 +50,6 @@ ROBUST = {
 }
 
 
-def of_preset(description: str) -> Any:
-    """An option whose default is the preset's."""
-    return option(None, description)
-
-
 def target_range(span: AnswerSpan, target: str) -> Range:
     """Half-open response-token range whose log-likelihood is differentiated: the span, or its content where not empty."""
     if target == "content" and span.content_end > span.content_start:
@@ -80,14 +75,15 @@ class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
         "(hidden states 1, n // 2 and n - 1 of n blocks)",
     )
 
-    alignment: Alignment = of_preset(
-        "which position's saliency belongs to a token: the predictor position before it, or the token itself"
+    alignment: Alignment = option(
+        None, "which position's saliency belongs to a token: the predictor position before it, or the token itself"
     )
 
-    span: Span = of_preset("which complete \\boxed{...} of a response is its answer: the first or the last")
+    span: Span = option(None, "which complete \\boxed{...} of a response is its answer: the first or the last")
 
-    target: Literal["span", "content"] = of_preset(
-        "tokens whose log-likelihood is differentiated: the whole span, or its content (the span where that is empty)"
+    target: Literal["span", "content"] = option(
+        None,
+        "tokens whose log-likelihood is differentiated: the whole span, or its content (the span where that is empty)",
     )
 
     statistics: Statistics = statistics_option(None)
@@ -98,7 +94,7 @@ class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
 
     gate: Gate = gate_option("wrong")
 
-    content_outside_gate: bool = of_preset("whether answers of rows outside the gate still get content_weight")
+    content_outside_gate: bool = option(None, "whether answers of rows outside the gate still get content_weight")
 
     normalize_mass: bool = normalize_mass_option(None)
 
