@@ -120,8 +120,12 @@ def test_rebuilt_prompt(chat: Chat) -> None:
     text = prepared(chat, "51", turns, request=SHORT)[1]
     assert text.startswith(chat.before + QUESTION) and text.endswith(f"Both.\n\n{request}{chat.after}")
     assert text.count(request) == 1
+
+
+def test_a_message_of_parts_is_refused() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
     with pytest.raises(ValueError, match="content is a text, got list"):
-        prepared(chat, "51", [{"role": "user", "content": [{"type": "text", "text": QUESTION}]}])
+        prepared(CHATS["Qwen3, thinking off"], "51", parts)
 
 
 HOSTILE = (
