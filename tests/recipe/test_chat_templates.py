@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from transformers import PreTrainedTokenizerFast
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
@@ -40,13 +37,3 @@ def test_base_model() -> None:
     # A tokenizer without a beginning-of-text token, such as Qwen's, gets the same text without one.
     _, text = prompt_ids(qwen_tokenizer(), "qwen3")
     assert text == f"{PREAMBLE}\nUser: {ASKED}\nAssistant:"
-
-
-def test_read_chat_template(tmp_path: Path) -> None:
-    own = tmp_path / "own.jinja"
-    own.write_text("{{ messages }}", encoding="utf-8")
-    assert read_chat_template(str(own)) == "{{ messages }}"
-    with pytest.raises(ValueError, match=r"no chat template 'chatml': give one of base_math, or the path of a \.jinja"):
-        read_chat_template("chatml")
-    with pytest.raises(ValueError, match="no chat template"):
-        read_chat_template(str(tmp_path / "missing.jinja"))

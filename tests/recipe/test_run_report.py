@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from recipe.run_report import METRICS_FILE, Step, read_steps, summary
 
 RECORDS = [
@@ -33,8 +31,6 @@ def _write(folder: Path, records: list[dict], tail: str = "") -> Path:
 def test_a_line_and_a_file_are_read(tmp_path: Path) -> None:
     assert Step.parse(json.dumps(RECORDS[2])) == Step(2, accuracy=0.5, reward=0.4, seconds=5.0, selected=0.25)
     assert Step.parse(json.dumps(RECORDS[0])) == Step(0, accuracy=0.25, reward=None, seconds=None, selected=None)
-    for estimator in ("grail", "oar_g", "oar_p"):
-        assert Step.parse(json.dumps({"step": 1, "data": {f"{estimator}/selected_rate": 0.75}})).selected == 0.75
     line = json.dumps({"step": 3, "data": {"val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@4": 0.75}})
     assert Step.parse(line).accuracy == 0.625, "the mean over data sources"
     assert read_steps(tmp_path) == []
@@ -58,8 +54,3 @@ def test_summary_states_the_figures(tmp_path: Path) -> None:
     }
     assert text.startswith("a title\n") and {name: values[name] for name in wanted} == wanted
     assert str(tmp_path / "tensorboard") in text
-    data = {"critic/score/mean": 0.2, "timing_s/step": 3.0}
-    assert "token scores" not in summary(_write(tmp_path, [{"step": 1, "data": data}]), "grpo"), "a baseline has none"
-    (tmp_path / METRICS_FILE).unlink()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl holds no steps; see .*train\.log"):
-        summary(tmp_path, "nothing")

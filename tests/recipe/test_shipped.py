@@ -40,11 +40,11 @@ def test_it_answers_as_often_as_the_record_says() -> None:
 
 def test_the_example_begins_with_it_whatever_the_seed(tmp_path: Path) -> None:
     problems = []
+    kept, _ = shipped.load_shipped()
     for seed in (0, 1):
         folder = tmp_path / str(seed)
         assert prepare(folder, replace(default_settings("tiny", seed), train_size=8, validation_size=4))
         made = AutoModelForCausalLM.from_pretrained(folder / MODEL_FOLDER)
-        kept, _ = shipped.load_shipped()
         assert made.dtype == torch.float32
         for name, value in made.state_dict().items():
             assert torch.equal(value, kept.state_dict()[name])

@@ -1,9 +1,8 @@
-"""scripts/sizing.py: parameters against the real models, its arithmetic by hand, and its commands by the launch scripts."""
+"""scripts/sizing.py: parameters against the real models and its arithmetic by hand."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
 import sys
 from pathlib import Path
 
@@ -40,12 +39,3 @@ def test_memory_by_hand() -> None:
     )
     assert sizing.cached_tokens(TOY, setup) == (40e9 - 42_568 - 2e9 - 12 * 256 * 100) * 2 / (4 * 2 * 8 * 128)
     assert sizing.host_memory(TOY, setup) == pytest.approx(15 + 16 + 2 * 4 * 42_568e-9)
-
-
-def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs/gpu_sizing.md").read_text()
-    called = re.search(r"```bash\npython (scripts/sizing.py .*)\n```", page)[1]
-    too_small = "sizing.py --model qwen3-8b --gpus 1 --memory 24"
-    for words, expected in ((called, "NGPUS_PER_NODE=2 bash examples/run_qwen3_grail.sh"), (too_small, "does not fit")):
-        monkeypatch.setattr(sys, "argv", words.split())
-        assert sizing.main() == (words == too_small) and expected in capsys.readouterr().out

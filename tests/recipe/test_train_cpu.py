@@ -1,5 +1,5 @@
-"""The CPU example started again and again, with a stand-in for everything that takes time: what it keeps, what it moves away,
-what it refuses."""
+"""The CPU example started again and again, with a stand-in for everything that takes time: what it keeps and what it moves
+away."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -27,7 +25,6 @@ recipe.main_grail)
     echo "a life"
     for ((i = 1; i <= step; i++)); do echo "{\\"step\\": $i, \\"data\\": {}}"; done >"$VERL_FILE_LOGGER_PATH"
     mkdir -p out/seed0/grail/checkpoints/global_step_"$step"
-    if [[ $step == 0 ]]; then exit 3; fi
     if [[ $step == 99 ]]; then exec sleep 300; fi
     echo "already finished: a checkpoint"
     ;;
@@ -74,8 +71,6 @@ class Project:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # What a shell starts in the background, such as these tests, has Ctrl-C ignored.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
         )
 
     @property
@@ -120,37 +115,17 @@ def test_fresh_moves_the_earlier_run_away(project: Project) -> None:
         assert f"FRESH=1: the earlier run is in {project.run_dir}.{number} now" in fresh.stderr
     assert (Path(f"{project.run_dir}.1") / "mine").exists()
     assert not (project.run_dir / "mine").exists() and not (Path(f"{project.run_dir}.2") / "mine").exists()
-
-
-def test_another_model_is_refused(project: Project) -> None:
-    """Made anew by another version of the example, say; its checkpoints would be mixed with it."""
-    project.start()
+    # A model made anew, by another version of the example, say, would be mixed with the old one's checkpoints.
     (project.folder / "model.txt").write_text("another model")
     refused = project.start()
     assert refused.returncode == 1
     assert "another model and other problems" in refused.stderr and "FRESH=1" in refused.stderr
-    assert len(project.trained()) == 1
+    assert len(project.trained()) == 3
     assert project.start(FRESH="1").returncode == 0
 
 
-def test_bad_knobs_are_refused_before_anything_is_made(project: Project) -> None:
-    for knobs, message in (
-        ({"SAVE_FREQ": "0"}, "SAVE_FREQ=0 must be a whole number from 1 on, or -1 for never"),
-        ({"FRESH": "yes"}, "FRESH=yes must be 0 or 1"),
-        (
-            {"PROMPTS": "8", "ROLLOUTS": "4", "MICRO_BATCH_SIZE": "128"},
-            "MICRO_BATCH_SIZE=128 must divide PROMPTS=8 x ROL",
-        ),
-        ({"MAX_PROMPT_LENGTH": "8"}, "MAX_PROMPT_LENGTH=8 is shorter than the problems; use 21 or more"),
-    ):
-        refused = project.start(**knobs)
-        assert refused.returncode == 1 and refused.stderr.startswith(message) and refused.stderr.count("\n") == 1
-    assert not (project.folder / "out").exists() and not (project.folder / "calls.txt").exists()
-
-
-@pytest.mark.parametrize(("send", "number"), [(os.kill, signal.SIGTERM), (os.killpg, signal.SIGINT)])
-def test_the_run_ends_with_the_script(project: Project, send: Callable[[int, int], None], number: int) -> None:
-    """SIGTERM to the script alone, and Ctrl-C, which reaches all processes of a terminal and which the run ignores."""
+def test_the_run_ends_with_the_script(project: Project) -> None:
+    """By SIGTERM to the script alone, which the run does not get."""
     project.steps = 99
     running = project.begin()
 
@@ -169,8 +144,8 @@ def test_the_run_ends_with_the_script(project: Project, send: Callable[[int, int
         while not {"sleep 300"} < set(session().values()):
             assert running.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        send(running.pid, number)
-        assert running.wait(timeout=30) == -number
+        running.terminate()
+        assert running.wait(timeout=30) == -signal.SIGTERM
         while session():
             assert time.monotonic() < deadline, session()
             time.sleep(0.05)

@@ -54,12 +54,14 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def run(python: Path, project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str | Path, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VERL_PLATFORM")}
-    environment |= {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"}
-    return subprocess.run(
-        [python, *arguments], cwd=project, env=environment, capture_output=True, text=True, timeout=300, check=False
+    environment |= {"OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", **variables}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def test_content(wheel: Path) -> None:
@@ -70,8 +72,6 @@ def test_content(wheel: Path) -> None:
     assert folders == {"grail_advantage", f"grail_advantage-{grail_advantage.__version__}.dist-info"}
     assert {"grail_advantage/py.typed", "grail_advantage/reward/_verify_worker.py"} <= set(names)
     assert metadata["Version"] == grail_advantage.__version__
-    assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra")) == {"verl", "trl", "shear", "report", "cpu", "eval", "study", "dev"}
 
 
 COMPOSE = """
@@ -87,49 +87,31 @@ with initialize_config_module("verl.trainer.config", version_base=None):
 validate_config(config, False, False)
 from verl.utils.import_utils import load_extern_object
 score = load_extern_object(config.reward.custom_reward_function.path, "compute_score")("x", r"\\boxed{2}", "2")["score"]
-print(grail_advantage.__file__, config.trainer.v1.trainer_mode, score)
+from recipe.dapo import main_dapo
+print(grail_advantage.__file__, config.trainer.v1.trainer_mode, score, main_dapo.__file__)
 """
 
 
 def test_beside_their_recipe(python: Path, tmp_path: Path) -> None:
     project = tmp_path / "project"
     (project / "recipe/dapo").mkdir(parents=True)
-    (project / "recipe/dapo/main_dapo.py").write_text("NAME = 'theirs'\n")
+    (project / "recipe/dapo/main_dapo.py").touch()
     (project / "recipe/__init__.py").touch()
     (project / "recipe/dapo/__init__.py").touch()
-    done = run(python, project, "-c", COMPOSE)
-    assert done.returncode == 0, done.stderr
-    file, mode, score = done.stdout.split()[-3:]
+    file, mode, score, theirs = run(project, python, "-c", COMPOSE).split()[-4:]
     assert Path(file).is_relative_to(python.parents[1])
-    assert (mode, score) == ("grail_sync", "1.0")
-
-    theirs = "import verl; from recipe.dapo import main_dapo; print(main_dapo.NAME, main_dapo.__file__)"
-    done = run(python, project, "-c", theirs)
-    assert done.stdout.split() == ["theirs", str(project / "recipe/dapo/main_dapo.py")], done.stderr
-    done = run(python, project, "-c", "import recipe.main_grail")
-    assert "No module named 'recipe" in done.stderr
+    assert (mode, score, theirs) == ("grail_sync", "1.0", str(project / "recipe/dapo/main_dapo.py"))
 
 
 def test_the_folder_in_verls_form(python: Path, tmp_path: Path) -> None:
-    """Copied to where verl's users have such folders, with the installed wheel, or a checkout that is not installed."""
+    """Copied to where verl's users have such folders, with the installed wheel."""
     theirs = tmp_path / "verl/recipe/grail"
     shutil.copytree(ROOT / "examples/verl_recipe/grail", theirs)
     assert f"verl=={VERL_VERSION}" in (theirs / "REQUIRED_VERL.txt").read_text()
-    plain = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VERL_PLATFORM")}
-    checkout = {"PYTHONPATH": str(ROOT), "VERL_USE_EXTERNAL_PLUGINS": "none"}
-    for setting in ({"PYTHON": str(python)}, {"PYTHON": sys.executable, **checkout}):
-        done = subprocess.run(
-            ["bash", str(theirs / "run_qwen3_4b_fsdp.sh"), "trainer.n_gpus_per_node=2", "--cfg", "job", "--resolve"],
-            cwd=tmp_path,
-            env={**plain, **setting},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        config = OmegaConf.create(done.stdout)
-        assert config.trainer.n_gpus_per_node == 2
-        signal = signal_of(config.algorithm)
-        assert signal.name == "grail" and choose_skipping(config)[0].skip_update and dump_options(config).every == 10
-        check_config(config)
+    words = ("trainer.n_gpus_per_node=2", "--cfg", "job", "--resolve")
+    said = run(tmp_path, "bash", theirs / "run_qwen3_4b_fsdp.sh", *words, PYTHON=str(python))
+    config = OmegaConf.create(said)
+    assert config.trainer.n_gpus_per_node == 2
+    signal = signal_of(config.algorithm)
+    assert signal.name == "grail" and choose_skipping(config)[0].skip_update and dump_options(config).every == 10
+    check_config(config)
