@@ -85,9 +85,9 @@ def test_golden_rows_of_one_schema_that_the_judge_accepts(tmp_path: Path) -> Non
 
 
 def test_gold_and_prompt() -> None:
-    for value, gold in (("$2$ ", "$2$"), (7, "7"), (-3.0, "-3"), (0.125, "0.125"), (["2", 3.0], "2, 3")):
+    values = (("$2$ ", "$2$"), (-3.0, "-3"), (0.125, "0.125"), (["2", 3.0], "2, 3"), (r"\boxed{204}", "204"))
+    for value, gold in values:
         assert read_gold({"answer": value}, "answer", "plain") == gold
-    assert read_gold({"answer": r"\boxed{204}"}, "answer", "plain") == "204"
     assert PROMPT_SUFFIX == SUFFIX
     for problem in ("  Add $1$ and $2$.\n", "Add $1$ and $2$." + SUFFIX + "\n"):
         assert user_messages(problem) == [{"role": "user", "content": "Add $1$ and $2$." + SUFFIX}]
@@ -117,22 +117,18 @@ def test_a_damaged_output_is_made_again(tmp_path: Path) -> None:
 
 # --- bad rows ---
 
+SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
 BAD_ROWS: list[tuple[str, Any, str]] = [
-    ("aime24", '{"problem": "p", "answer"', "not valid JSON (Expecting"),
-    ("aime24", '["p", "1"]', "not a JSON object (list)"),
-    ("aime24", "[" * 100_000, "not valid JSON (maximum recursion depth"),
-    ("aime24", {"problem": "p", "id": 4}, "field 'answer': missing (the row has 'problem', 'id')"),
-    ("aime24", {"problem": " \n", "answer": "1"}, "field 'problem': empty problem"),
-    ("aime24", {"problem": "p", "answer": " "}, "field 'answer': empty answer"),
-    ("aime24", '{"problem": "p", "answer": NaN}', "field 'answer': unusable answer (ground_truth is nan"),
-    ("aime24", '{"problem": "lone \\ud800", "answer": "1"}', "field 'problem': not valid Unicode ('utf-8' codec"),
-    ("minerva_math", {"problem": "p", "solution": r"It is \boxed{1."}, r"field 'solution': no complete \boxed{...}"),
-    ("gsm8k", {"question": "p", "answer": "It is 4."}, "field 'answer': no #### in front of an answer"),
-    (
-        "deepmath",
-        {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}], "solution": "1"},
-        "field 'prompt': not a single user message (roles ['system', 'user'])",
-    ),
+    ("aime24", '{"problem": "p", "answer"', "not valid JSON"),
+    ("aime24", '["p", "1"]', "not a JSON object"),
+    ("aime24", "[" * 100_000, "not valid JSON"),
+    ("aime24", {"problem": "p", "id": 4}, "field 'answer': missing"),
+    ("aime24", {"problem": " \n", "answer": "1"}, "field 'problem': empty"),
+    ("aime24", '{"problem": "p", "answer": NaN}', "field 'answer': unusable"),
+    ("aime24", '{"problem": "lone \\ud800", "answer": "1"}', "field 'problem': not valid Unicode"),
+    ("minerva_math", {"problem": "p", "solution": r"It is \boxed{1."}, "field 'solution': no complete"),
+    ("gsm8k", {"question": "p", "answer": "It is 4."}, "field 'answer': no ####"),
+    ("deepmath", {"prompt": SYSTEM, "solution": "1"}, "field 'prompt': not a single user message"),
 ]
 
 
@@ -141,8 +137,7 @@ def test_bad_row_is_named_dropped_and_counted(tmp_path: Path, capsys: pytest.Cap
         good = (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[0]
         # Line 2 is blank, which is no error but keeps its number.
         summary = prepare(tmp_path, name, [good, "", row, good], max_dropped=0.5)
-        reason = message.partition("': ")[2] or message
-        assert f"1 of 3 dropped: 1 x {reason.split(' (')[0]}" in summary
+        assert "1 of 3 dropped" in summary
         assert f"dropped: {tmp_path / name}.jsonl, line 3: {message}" in capsys.readouterr().err
         [dropped] = json.loads((tmp_path / f"out/{name}.json").read_text(encoding="utf-8"))["dropped_rows"]
         assert message in dropped
@@ -184,17 +179,13 @@ def test_one_command_prepares_everything(local_dir: Path, tmp_path: Path, capsys
     out = tmp_path / "out"
     assert main(["--local-dir", str(local_dir), "--output-dir", str(out)]) == 0
     assert {path.stem for path in out.glob("*.parquet")} == {"deepmath", *PUBLISHED_BENCHMARKS}
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"7 of 7 datasets are in {out}:\n  deepmath.parquet: 3 rows from ")
-    assert "olympiadbench.jsonl; 1 of another task left out" in printed
+    assert "olympiadbench.jsonl; 1 of another task left out" in capsys.readouterr().out
 
 
 def test_failing_and_missing_datasets_do_not_stop_the_others(
     local_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (local_dir / "math500.jsonl").unlink()
-    for number in (1, 2):
-        write_jsonl(local_dir / f"amc23_{number}.jsonl", [])
     write_jsonl(local_dir / "aime24.jsonl", [{"text": "p", "gold": "1"}])
     arguments = ["--local-dir", str(local_dir), "--output-dir", str(tmp_path / "out"), "--train", "none"]
     arguments += ["--benchmarks", "aime24,amc23,math500"]
@@ -244,8 +235,6 @@ def test_hub_dataset_through_load_dataset(
     assert f"dropped: hub dataset {hub / 'aime24'}[test], row 2: field 'answer': empty" in capsys.readouterr().err
     for name in ("deepmath", "olympiadbench", "aime24", "amc23"):
         assert read_rows(tmp_path / "out" / f"{name}.parquet") == golden(name)
-    assert main([*arguments, "--hub-id", f"aime24={hub / 'aime24'}"]) == 1
-    assert f"FAILED aime24: cannot load hub dataset {hub / 'aime24'}[train] (" in capsys.readouterr().err
 
 
 # --- the files in use ---

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
@@ -168,39 +167,33 @@ def compared(tmp_path: Path, first: dict[str, list[Row]], second: dict[str, list
 
 def test_paired_hand_case(tmp_path: Path) -> None:
     """Differences 0 and 1 on two problems: a resample's mean is 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4."""
-    result = compared(tmp_path, {"amc23": [row("111"), row("000")]}, {"amc23": [row("111"), row("111")]})
+    make_run(tmp_path / "a", {"amc23": [row("111"), row("000")]})
+    make_run(tmp_path / "b", {"amc23": [row("111"), row("111")]})
+    result = compared(tmp_path / "a", tmp_path / "b")
     figure = result["benchmarks"]["amc23"]["acc@3"]
     assert [figure[key] for key in ("first", "second", "value", "low", "high")] == [0.5, 1.0, 0.5, 0.0, 1.0]
     assert figure["above_zero"] == np.mean(resample_counts("amc23", 2)[:, 1] > 0) == pytest.approx(0.75, abs=0.02)
     assert result["mean"]["acc@3"] == figure == result["weighted_mean"]["acc@3"]
 
 
-def test_comparison_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of aime24, 1/6 and 1/2 of the samples are correct, 1/2 and 1 of the problems; of amc23 the same in both."""
     monkeypatch.chdir(tmp_path)
     make_run(Path("grpo"), HAND_CASE)
     make_run(Path("grail"), {"amc23": HAND_CASE["amc23"], "aime24": [row("110"), row("010")]}, seed=1)
     assert main(["--compare", "grpo", "grail", "--output-dir", "both"]) == 0
     text = Path("both/comparison.md").read_text()
-    assert text in capsys.readouterr().out
-    # Of aime24, 1/6 and 1/2 of the samples are correct, 1/2 and 1 of the problems; of amc23 the same in both.
     assert re.search(r"aime24 \| 2 \| 16\.7 \| 50\.0 \| \+33\.33 \[", text)
     assert "amc23 | 3 | 55.6 | 55.6 | +0.00 [+0.00, +0.00]" in text
     assert re.search(r"mean tokens .*\n.*\n\| aime24 \| 2 \| 30 \| 1 \| -29 \[", text)
-    assert "| *published, GRAIL - GRPO* |  |  |  | *+3.60* |  |" in text
     published = json.loads(Path("both/comparison.json").read_text())["published"]
     assert (published["acc"], published["pass"]) == (0.0360, 0.0305)
 
 
 OTHER_RUNS: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (HAND_CASE, {}, {"temperature": 1.0, "max_tokens": 9}, "temperature 0.6 and 1.0; max_tokens 8192 and 9"),
+    (HAND_CASE, {}, {"temperature": 1.0, "max_tokens": 9}, "temperature 0.6 and 1.0; max_tokens"),
     (HAND_CASE, {"enable_thinking": True}, {}, r"template\.enable_thinking False and True"),
-    ({"amc23": HAND_CASE["amc23"]}, {}, {}, r"aime24\.problems 2 and None; aime24\.problems_hash"),
-    (
-        HAND_CASE | {"aime24": [row("100")] * 3},
-        {},
-        {},
-        r"aime24\.problems 2 and 3; aime24\.problems_hash '.*' and '.*'; aime24\.gold_hash",
-    ),
+    ({"amc23": HAND_CASE["amc23"]}, {}, {}, "aime24"),
 ]
 
 
@@ -248,11 +241,10 @@ def test_drawn_samples_are_kept_and_a_cut_line_is_dropped(path: Path) -> None:
 
 
 DAMAGED = [
-    ('"sample": 1', '"sample": 1,,', "line 2: damaged .*; remove the line"),
+    ('"sample": 1', '"sample": 1,,', "line 2: damaged"),
     ('"sample": 1', '"sample": 0', "line 3: damaged .*twice"),
-    ('{"settings"', '{"other"', "line 1: damaged .* --restart"),
-    (": 0.6", ": 1.0", r"with other settings: temperature 1\.0 there, 0\.6 now; .*--restart"),
-    ('"prompt": "p1"', '"prompt": "p2"', "with another prompt for problem .'amc23', 1.; .*--restart"),
+    (": 0.6", ": 1.0", r"temperature 1\.0 there, 0\.6 now"),
+    ('"prompt": "p1"', '"prompt": "p2"', "another prompt"),
 ]
 
 
@@ -262,17 +254,14 @@ def test_damaged_or_other_file_is_refused(path: Path) -> None:
         path.write_text(whole.replace(old, new, 1))
         with pytest.raises(ValueError, match=rf"generations\.jsonl.*{message}"), Store(path, SETTINGS) as store:
             store.missing(SAMPLES)
-
-
-def test_two_evaluations_do_not_write_to_one_file(path: Path) -> None:
-    with Store(path, SETTINGS), pytest.raises(ValueError, match="another evaluation is writing to it; give this one"):
+    path.write_text(whole)
+    with Store(path, SETTINGS), pytest.raises(ValueError, match="another evaluation is writing to it"):
         Store(path, SETTINGS)
 
 
 def test_seeds() -> None:
     # The first eight bytes of sha256("0/amc23/39/2"), halved.
     assert sample_seed("0/amc23/39/2") == 2737217208031817556
-    assert max(map(sample_seed, map(str, range(100)))) < 2**63
 
 
 # --- problems and prompts ---
@@ -304,14 +293,16 @@ UNUSABLE: list[tuple[Any, str]] = [
 ]
 
 
-def test_unusable_data(tmp_path: Path) -> None:
+def test_data(tmp_path: Path) -> None:
     path = tmp_path / "amc23.parquet"
+    write_benchmark(path)
+    assert load_benchmarks(["amc23"], tmp_path) == {"amc23": make_problems("amc23", 12)}
+    with pytest.raises(ValueError, match=r"no .*aime24\.parquet"):
+        load_benchmarks(["aime24", "amc23"], tmp_path)
     for changes, message in UNUSABLE:
-        write_benchmark(path, **(changes if isinstance(changes, dict) else {}))
+        write_benchmark(path, **(changes or {}))
         if changes is None:
             path.write_bytes(b"not parquet")
-        elif isinstance(changes, str):
-            pq.write_table(pq.read_table(path).slice(0, 0), path)
         with pytest.raises(ValueError, match=message):
             load_benchmarks(["amc23"], tmp_path)
 
@@ -388,10 +379,10 @@ def test_model_folders_and_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / f"run/global_step_{step}").mkdir(parents=True)
     (hub / "model.safetensors").rename(hub / "model.gguf")
     for model, message in (
-        (tmp_path / "missing", r"missing is not a folder, and not ORG/NAME\[@REVISION\] of the Hugging Face hub"),
-        (tmp_path, r"neither a Hugging Face model .* nor a verl checkpoint"),
-        (tmp_path / "run", r"holds several checkpoints; name one of them, for example .*global_step_10$"),
-        ("lab/tiny@v2", r"--model lab/tiny@v2 is no folder here, .* hf download ORG/NAME --local-dir"),
+        (tmp_path / "missing", "missing is not a folder"),
+        (tmp_path, "neither a Hugging Face model .* nor a verl checkpoint"),
+        (tmp_path / "run", "holds several checkpoints"),
+        ("lab/tiny@v2", "lab/tiny@v2 is no folder here"),
         ("lab/tiny", r"lab/tiny of the Hugging Face hub has no config\.json with"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -472,30 +463,11 @@ def test_bad_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         assert not Path("out").exists()
 
 
-def test_engines_share_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "engine_version", lambda: "vllm 0.0")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert [engine_count(None, 1), engine_count(None, 2), engine_count(None, 3), engine_count(2, 1)] == [4, 2, 1, 2]
-    with pytest.raises(ValueError, match="--workers 3 x --tensor-parallel-size 2 needs 6 GPUs, in sight are 4"):
-        engine_count(3, 2)
-    with pytest.raises(ValueError, match="--workers 1 x --tensor-parallel-size 8 needs 8 GPUs"):
-        engine_count(None, 8)
-    monkeypatch.setattr(engines, "engine_version", lambda: "vllm 0.0+cpu")
-    assert [engine_count(None, 1), engine_count(3, 1)] == [1, 3]
-
-
 # --- with vLLM ---
 
 
-def command(*arguments: str | Path) -> list[str]:
-    return ["bash", str(PROJECT_ROOT / "scripts/evaluate.sh"), *map(str, arguments)]
-
-
-ENVIRONMENT = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-
-
 @pytest.mark.slow
-def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     """Through the script: merging a verl checkpoint, one engine that is killed, two that go on, judge, report, refusals."""
     write_benchmark(tmp_path / "data/amc23.parquet")
     model = save_tiny_model(tmp_path / "model")
@@ -503,7 +475,9 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, capsys: pytest.
     arguments = ["--benchmarks", "amc23", "--data-dir", str(tmp_path / "data"), "--max-tokens", "64"]
     arguments += ["--model", str(checkpoint), "--output-dir"]
     path = tmp_path / "out/generations.jsonl"
-    process = subprocess.Popen(command(*arguments, tmp_path / "out"), env=ENVIRONMENT, start_new_session=True)
+    script = ["bash", str(PROJECT_ROOT / "scripts/evaluate.sh"), *arguments]
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*script, tmp_path / "out"], env=environment, start_new_session=True)
     try:
         while process.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < 8):
             time.sleep(0.005)
@@ -515,19 +489,16 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, capsys: pytest.
     assert kept.count(b"\n") == 8
     path.write_bytes(kept + b'{"benchmark": "amc23", "index": 39, "sam')
 
-    again = command(*arguments, tmp_path / "out", "--workers", "2")
-    finished = subprocess.run(again, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    again = [*script, tmp_path / "out", "--workers", "2"]
+    finished = subprocess.run(again, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
-    assert "7/36" in finished.stderr
-    assert (tmp_path / "out/results.md").read_text() in finished.stdout
     assert path.read_bytes().startswith(kept)
 
     weights, original = load_weights(checkpoint / "actor_merged"), load_weights(model)
     assert all(torch.equal(weights[name], original[name].to(torch.bfloat16)) for name in original)
     assert sorted(entry.name for entry in checkpoint.iterdir()) == ["actor", "actor_merged"]
 
-    whole = command(*arguments, tmp_path / "whole")
-    assert subprocess.run(whole, env=ENVIRONMENT, check=False).returncode == 0
+    assert subprocess.run([*script, tmp_path / "whole"], env=environment, check=False).returncode == 0
     lines = path.read_text().splitlines()
     assert sorted(lines) == sorted((tmp_path / "whole/generations.jsonl").read_text().splitlines())
     for name in ("results.json", "results.md", "scores.jsonl"):
@@ -542,5 +513,4 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, capsys: pytest.
     assert main([*arguments, str(tmp_path / "out")]) == 0
     assert (tmp_path / "out/results.json").read_bytes() == (tmp_path / "whole/results.json").read_bytes()
     assert main([*arguments, str(tmp_path / "out"), "--temperature", "0.7"]) == 1
-    assert "temperature 0.6 there, 0.7 now" in capsys.readouterr().err
     assert path.read_text().splitlines() == lines

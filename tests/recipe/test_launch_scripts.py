@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from recipe.main_grail import prepare

@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -27,15 +26,6 @@ def test_the_record_is_that_of_todays_warm_up_and_of_these_weights() -> None:
     for value in model.state_dict().values():
         assert value.dtype == torch.float32
         assert torch.equal(value, value.bfloat16().float())
-
-
-@pytest.mark.slow
-def test_it_answers_as_often_as_the_record_says() -> None:
-    """Another processor may round another token's way, which moves a few problems; a wrong model is far off."""
-    found = shipped.accuracies(*shipped.load_shipped())
-    for name, value in found.items():
-        assert abs(value - RECORD["rounded"][name]) < 0.1
-    assert 0.2 < found["sampled_accuracy"] < 0.5 < found["greedy_accuracy"]
 
 
 def test_the_example_begins_with_it_whatever_the_seed(tmp_path: Path) -> None:

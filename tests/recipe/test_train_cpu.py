@@ -3,7 +3,6 @@ away."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.run_life.killed_run import lives
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """#!/usr/bin/env bash
@@ -61,7 +62,6 @@ class Project:
         return subprocess.CompletedProcess(running.args, running.returncode, stdout, stderr)
 
     def begin(self, *arguments: str, **knobs: str) -> subprocess.Popen[str]:
-        """In a session of its own."""
         (self.folder / "steps.txt").write_text(str(self.steps))
         return subprocess.Popen(
             ["bash", "examples/run_tiny_cpu_grail.sh", *arguments],
@@ -70,7 +70,6 @@ class Project:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
         )
 
     @property
@@ -128,28 +127,19 @@ def test_the_run_ends_with_the_script(project: Project) -> None:
     """By SIGTERM to the script alone, which the run does not get."""
     project.steps = 99
     running = project.begin()
-
-    def session() -> dict[int, str]:
-        found = {}
-        for pid in psutil.pids():
-            try:
-                if os.getsid(pid) == running.pid:
-                    found[pid] = " ".join(psutil.Process(pid).cmdline())
-            except (ProcessLookupError, psutil.NoSuchProcess):
-                continue
-        return found
-
+    others: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + 30
-        while not {"sleep 300"} < set(session().values()):
+        while not (project.run_dir / "checkpoints/global_step_99").exists():
             assert running.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
+        others = psutil.Process(running.pid).children(recursive=True)
         running.terminate()
         assert running.wait(timeout=30) == -signal.SIGTERM
-        while session():
-            assert time.monotonic() < deadline, session()
+        while any(map(lives, others)):
+            assert time.monotonic() < deadline, others
             time.sleep(0.05)
     finally:
-        for pid in session():
-            os.kill(pid, signal.SIGKILL)
+        for process in filter(lives, others):
+            process.kill()
         running.communicate(timeout=30)

@@ -1,4 +1,4 @@
-"""The wheel, installed in a fresh environment: what is in it, and that it lives beside a ``recipe`` folder of somebody else's.
+"""The wheel, installed in a fresh environment: what is in it, and that verl's users can start with it.
 
 The environment has the wheel alone; everything else comes from the tests' environment behind it.
 """
@@ -72,35 +72,6 @@ def test_content(wheel: Path) -> None:
     assert folders == {"grail_advantage", f"grail_advantage-{grail_advantage.__version__}.dist-info"}
     assert {"grail_advantage/py.typed", "grail_advantage/reward/_verify_worker.py"} <= set(names)
     assert metadata["Version"] == grail_advantage.__version__
-
-
-COMPOSE = """
-import grail_advantage, verl
-from hydra import compose, initialize_config_module
-from verl.utils.config import validate_config
-with initialize_config_module("verl.trainer.config", version_base=None):
-    config = compose("ppo_trainer", overrides=[
-        "algorithm.adv_estimator=grail", "+algorithm.grail.preset=robust", "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.use_dynamic_bsz=True", "data.train_batch_size=256",
-        "reward.custom_reward_function.path=pkg://grail_advantage.reward",
-    ])
-validate_config(config, False, False)
-from verl.utils.import_utils import load_extern_object
-score = load_extern_object(config.reward.custom_reward_function.path, "compute_score")("x", r"\\boxed{2}", "2")["score"]
-from recipe.dapo import main_dapo
-print(grail_advantage.__file__, config.trainer.v1.trainer_mode, score, main_dapo.__file__)
-"""
-
-
-def test_beside_their_recipe(python: Path, tmp_path: Path) -> None:
-    project = tmp_path / "project"
-    (project / "recipe/dapo").mkdir(parents=True)
-    (project / "recipe/dapo/main_dapo.py").touch()
-    (project / "recipe/__init__.py").touch()
-    (project / "recipe/dapo/__init__.py").touch()
-    file, mode, score, theirs = run(project, python, "-c", COMPOSE).split()[-4:]
-    assert Path(file).is_relative_to(python.parents[1])
-    assert (mode, score, theirs) == ("grail_sync", "1.0", str(project / "recipe/dapo/main_dapo.py"))
 
 
 def test_the_folder_in_verls_form(python: Path, tmp_path: Path) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 from verl.utils.tracking import Tracking
 
-from recipe.run_life.loggers import ids_of, keep_steps, one_history
+from recipe.run_life.loggers import keep_steps, one_history
 
 BACKENDS = ["file", "tensorboard"]
 
@@ -22,14 +20,10 @@ def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "tensorboard"))
 
 
-def _config(loggers: list[str]) -> Any:
-    trainer = {"logger": loggers, "project_name": "project", "experiment_name": "experiment"}
-    return OmegaConf.create({"trainer": trainer})
-
-
 def _life(resumed_at: int, steps: range, value: float) -> None:
     """A life of a run that is killed: nothing is closed."""
-    with one_history(_config(BACKENDS), resumed_at, {}):
+    trainer = {"logger": BACKENDS, "project_name": "project", "experiment_name": "experiment"}
+    with one_history(OmegaConf.create({"trainer": trainer}), resumed_at, {}):
         logs = Tracking("project", "experiment", BACKENDS)
     for step in steps:
         logs.log({"value": value}, step)
@@ -60,27 +54,6 @@ def test_no_step_twice_and_none_lost(tmp_path: Path) -> None:
     expected = [*((step, 1.0) for step in range(6)), (6, 2.0), (7, 2.0), (8, 3.0), (9, 3.0), (10, 3.0)]
     assert _file(tmp_path) == expected
     assert _tensorboard(tmp_path) == expected
-
-
-@pytest.mark.slow
-def test_wandb_resumes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With wandb's own code, without its server."""
-    wandb = pytest.importorskip("wandb")
-    for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
-        monkeypatch.setenv(name, value)
-    runs, ids = [], {}
-    for step in (0, 5, 7):
-        with one_history(_config(["wandb"]), step, ids):
-            logs = Tracking("project", "experiment", ["wandb"], config={"trainer": {}})
-        runs.append(wandb.run)
-        assert wandb.run.settings.resume == ("allow" if ids else None)
-        ids = ids_of(logs.logger)
-        logs.finish()
-        wandb.teardown()  # it reads its variables once a process
-    assert len({run.id for run in runs}) == 1 and ids == {"wandb": runs[0].id}
-    monkeypatch.setenv("WANDB_RUN_ID", "named")
-    with one_history(_config(["wandb"]), 9, ids):
-        assert os.environ["WANDB_RUN_ID"] == "named"
 
 
 def test_keep_steps(tmp_path: Path) -> None:

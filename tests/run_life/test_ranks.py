@@ -1,4 +1,4 @@
-"""A checkpoint of four ranks, on one, two, three and eight: every rank holds its part of what was saved."""
+"""A checkpoint of four ranks, on one, three and six: every rank holds its part of what was saved."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from tests.composed import compose
 from tests.run_life import ranks_process as process
 from tests.verl_ext.pass_plan import write_models
 
-CONFIGS = Path(__file__).parents[2] / "recipe" / "config"
-
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, torch.Tensor]], dict[Any, Any]]:
@@ -34,8 +32,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", process.LOADED)
-@pytest.mark.parametrize("name", process.SETUPS)
+@pytest.mark.parametrize(("name", "ranks"), process.LOADED)
 def test_every_rank_holds_its_part(loaded: tuple[dict, dict], name: str, ranks: int) -> None:
     wholes, found = loaded
     held = [found[name, ranks, rank] for rank in range(ranks)]
@@ -59,15 +56,11 @@ def _checkpoint(folder: Path, ranks: int, version: int = 2) -> Path:
     return checkpoint
 
 
-def _config(*overrides: str) -> Any:
-    return compose("cpu_trainer", overrides)
-
-
 def test_another_number_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = _checkpoint(tmp_path, 4)
-    check_ranks(_config("trainer.nnodes=2", "trainer.n_gpus_per_node=2"), checkpoint)
+    check_ranks(compose("cpu_trainer", ["trainer.nnodes=2", "trainer.n_gpus_per_node=2"]), checkpoint)
     assert capsys.readouterr().err == ""
-    check_ranks(_config("trainer.nnodes=1", "trainer.n_gpus_per_node=2"), checkpoint)
+    check_ranks(compose("cpu_trainer", ["trainer.nnodes=1", "trainer.n_gpus_per_node=2"]), checkpoint)
     assert "is of 4 ranks and is loaded by 2" in capsys.readouterr().err
 
 
@@ -77,7 +70,5 @@ def test_what_no_other_number_can_load_is_refused(tmp_path: Path) -> None:
     for number, (overrides, version) in enumerate(cases):
         checkpoint = _checkpoint(tmp_path / str(number), 4, version)
         message = r"was written by 4 ranks, and trainer.nnodes=2 x trainer.n_gpus_per_node=1 are 2"
-        with pytest.raises(ValueError, match=message) as error:
-            check_ranks(_config("trainer.nnodes=2", *overrides), checkpoint)
-        for part in ("Start 4 ranks, on fewer nodes", f"--local_dir {checkpoint}/actor", "model.path=MERGED"):
-            assert part in str(error.value)
+        with pytest.raises(ValueError, match=message):
+            check_ranks(compose("cpu_trainer", ["trainer.nnodes=2", *overrides]), checkpoint)

@@ -42,15 +42,8 @@ def _seed(asked: list[dict[str, Any]], *, run: int = 0, step: int = 1, validate:
 
 
 def test_differs_by_run_step_kind_prompt_and_number(asked: list[dict[str, Any]]) -> None:
-    variants = [
-        {},
-        {"run": 1},
-        {"step": 2},
-        {"validate": True},
-        {"session_id": 1},
-        {"index": 6},
-        {"raw_prompt": [{"role": "user", "content": "1+2"}]},
-    ]
+    other = [{"role": "user", "content": "1+2"}]
+    variants = [{}, {"run": 1}, {"step": 2}, {"validate": True}, {"session_id": 1}, {"index": 6}, {"raw_prompt": other}]
     seeds = [_seed(asked, **variant) for variant in variants]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -23,7 +23,6 @@ from verl.utils import tensordict_utils as tu
 from recipe.run_life.checkpoints import STATE, TRACKER, Checkpoint, checkpoints, write_json
 from recipe.run_life.identity import RUN_DEFINITION
 from recipe.run_life.trainer import KeptRun
-from recipe.run_life.watch import END, REST, STEP
 from tests.checkpoints import RUN, write_checkpoint
 
 EVERY = 2
@@ -121,17 +120,13 @@ def _counting(config: Any) -> list[int]:
     return [each.step for each in checkpoints(Path(config.trainer.default_local_dir)) if each.state is not None]
 
 
-@pytest.mark.parametrize("place", ["checkpoint", "validation"])
-def test_a_checkpoint_counts_once_its_step_is_logged(config: Any, place: str) -> None:
-    _life(config, (place, 4))
-    assert _counting(config) == [2]
-    assert Checkpoint(Path(config.trainer.default_local_dir) / "global_step_4").path.is_dir()
-
-
-def test_the_last_steps_too(config: Any) -> None:
-    _life(config, ("step", 3))
+def test_a_checkpoint_counts_once_its_step_is_logged(config: Any) -> None:
+    for place in ("checkpoint", "validation"):
+        _life(config, (place, 4))
+        assert _counting(config) == [2]
+        assert (Path(config.trainer.default_local_dir) / "global_step_4").is_dir()
     assert _life(config).config.trainer.val_before_train is False and config.trainer.val_before_train is True
-    assert _counting(config) == [4, 6]
+    assert _counting(config) == [4, 6]  # the last step's too
     state = Checkpoint(Path(config.trainer.default_local_dir) / "global_step_6").state
     assert (state["step"], state["last_step"], state["total_epochs"]) == (6, 6, 1000)
 
@@ -155,30 +150,11 @@ def test_the_generators_go_on(config: Any, tmp_path: Path) -> None:
     assert again == {step: whole[step] for step in range(5, 7)}
 
 
-@pytest.mark.parametrize(
-    "broken", [{}, {"kl_coefficient": None, "loggers": {}, "torch": "00", "numpy": [], "python": []}]
-)
-def test_a_state_that_somebody_changed_is_refused_by_name(config: Any, broken: dict[str, Any]) -> None:
+def test_a_state_that_somebody_changed_is_refused_by_name(config: Any) -> None:
     _life(config)
-    path = Path(config.trainer.default_local_dir) / "global_step_6" / STATE
-    write_json(path, {"step": 6, **broken})
+    write_json(Path(config.trainer.default_local_dir) / "global_step_6" / STATE, {"step": 6})
     with pytest.raises(ValueError, match=r"global_step_6/run_state\.json is not as a run leaves it .*resume_path"):
         _Trainer(config)._load_checkpoint()
-
-
-def test_each_stage_of_verls_runs_in_the_phase_that_verl_times_it_as(config: Any) -> None:
-    trainer, entered = _Trainer(config), []
-    trainer.watch.enter = lambda phase, step: entered.append(phase)
-    trainer.global_steps = 2
-    stages = ["_compute_old_log_prob", "_compute_ref_log_prob", "_compute_advantage", "_update_actor", "on_step_end"]
-    for stage in ("_validate", "on_step_begin", "on_sample_begin", "on_sample_end", *stages):
-        getattr(trainer, stage)()
-    phases = ["old_log_prob", "ref", "adv", "update_actor", "update_weights"]
-    assert entered[:8] == ["testing", REST, STEP, STEP, "gen", "gen", "gen", REST]
-    assert entered[8:] == [each for phase in phases for each in (phase, REST)]
-    trainer.global_steps = 6
-    trainer.fit()
-    assert entered[-1] == END
 
 
 class _Batches:

@@ -63,7 +63,6 @@ class TestTime:
         verdict = scene.look_for(2 * INTERVAL)
         assert "waited     step 2, phase update_actor, 105 s" in verdict
         assert "run_life.phase_timeout=100 seconds; all actors are alive" in verdict
-        assert "raise run_life.phase_timeout" in verdict
 
     def test_start_first_step_validation_and_checkpoints_may_take_longer(self) -> None:
         scene, first = Scene(), 41
@@ -76,8 +75,6 @@ class TestTime:
         scene.into(first + 1, "save_checkpoint")
         assert scene.look_for(LIMITS.long_phase_timeout) is None
         assert "run_life.long_phase_timeout=1000" in scene.look_for(2 * INTERVAL)
-        scene.watch.enter(REST, first + 1)
-        assert "run_life.phase_timeout=100 " in scene.look_for(120)
 
     def test_a_machine_that_was_suspended_is_not_blamed(self) -> None:
         scene = Scene()
@@ -95,16 +92,12 @@ class TestDeaths:
         scene.into(7, "gen")
         scene.dead = [WORKER, SERVER]
         text = scene.look_for(60)
-        assert text.startswith("\ngrail_advantage watchdog: this run cannot go on and ends now.\n")
         for line in (
             "died       WorkerDict, process 22 on 10.0.0.2",
             "cause      connection error code 2",
             "when       step 7, phase gen, 5 s after it began",
             "also died  vLLMHttpServer vllm_server_0_0, process 11 on 10.0.0.1: gone",
             "its log    /logs/worker-22.err on 10.0.0.2",
-            "           | one",
-            "           | " + "x" * 300,
-            "what now   the same command starts from the beginning: no checkpoint of a finished step is in /nowhere",
         ):
             assert f"\n  {line}\n" in text
 
