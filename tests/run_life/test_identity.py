@@ -215,6 +215,14 @@ def test_a_mixture_that_is_asked_for_is_a_warning(begun: Path, capsys: pytest.Ca
     assert _definition(begun)["data.seed"] == 7
 
 
+def test_a_run_keeps_its_id_and_another_has_its_own(begun: Path) -> None:
+    ids = [json.loads((begun / FILE).read_text())["run"]]
+    for override in ((), ("trainer.resume_mode=disable",)):
+        _start(begun, *override)
+        ids.append(json.loads((begun / FILE).read_text())["run"])
+    assert ids[0] == ids[1] != ids[2]
+
+
 def test_one_switch_chooses_the_trainer(folder: Path) -> None:
     kept, off, stock = "recipe.run_life.trainer", "run_life.enabled=false", "algorithm.adv_estimator=grpo"
     for overrides, mode, module in (
