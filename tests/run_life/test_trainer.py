@@ -120,13 +120,17 @@ def _counting(config: Any) -> list[int]:
     return [each.step for each in checkpoints(Path(config.trainer.default_local_dir)) if each.state is not None]
 
 
-def test_a_checkpoint_counts_once_its_step_is_logged(config: Any) -> None:
-    for place in ("checkpoint", "validation"):
-        _life(config, (place, 4))
-        assert _counting(config) == [2]
-        assert (Path(config.trainer.default_local_dir) / "global_step_4").is_dir()
+@pytest.mark.parametrize("place", ["checkpoint", "validation"])
+def test_a_checkpoint_counts_once_its_step_is_logged(config: Any, place: str) -> None:
+    _life(config, (place, 4))
+    assert _counting(config) == [2]
+    assert (Path(config.trainer.default_local_dir) / "global_step_4").is_dir()
+
+
+def test_the_last_steps_too(config: Any) -> None:
+    _life(config, ("step", 3))
     assert _life(config).config.trainer.val_before_train is False and config.trainer.val_before_train is True
-    assert _counting(config) == [4, 6]  # the last step's too
+    assert _counting(config) == [4, 6]
     state = Checkpoint(Path(config.trainer.default_local_dir) / "global_step_6").state
     assert (state["step"], state["last_step"], state["total_epochs"]) == (6, 6, 1000)
 
