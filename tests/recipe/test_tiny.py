@@ -124,6 +124,8 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
     assert lines[-1].startswith("reused") and weights.stat().st_mtime_ns == modified
     assert prepare(tmp_path, replace(PREPARE, seed=1), report=lines.append)
     assert weights.read_bytes() != written
+    assert prepare(tmp_path, PREPARE, report=lines.append)
+    assert weights.read_bytes() == written
 
     def interrupt(line: str) -> None:
         if "warm-up" in line:
