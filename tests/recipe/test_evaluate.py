@@ -29,10 +29,10 @@ from datasets import Dataset
 from huggingface_hub import constants
 
 from recipe.data.convert import FEATURES, user_messages
-from recipe.evaluate import engines, report
+from recipe.evaluate import report
 from recipe.evaluate.__main__ import main
 from recipe.evaluate.checkpoint import resolve_model
-from recipe.evaluate.engines import engine_count, sample_seed
+from recipe.evaluate.engines import sample_seed
 from recipe.evaluate.problems import encode_prompts, load_benchmarks, load_tokenizer, prompt_template
 from recipe.evaluate.report import RESAMPLES, by_problem, figures, judge, resample_counts
 from recipe.evaluate.store import Store
