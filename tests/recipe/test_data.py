@@ -196,11 +196,6 @@ def test_failing_and_missing_datasets_do_not_stop_the_others(
         f"FAILED math500: no math500.jsonl or math500_*.jsonl in --local-dir {local_dir}; leave it out" in printed.err
     )
     assert "FAILED aime24: " in printed.err
-    (local_dir / "amc23.jsonl").unlink()
-    write_jsonl(local_dir / "aime24.jsonl", [{"problem": "p", "answer": "1"}])
-    assert main(arguments) == 1
-    assert read_rows(tmp_path / "out/aime24.parquet")[0]["extra_info"]["problem"] == "p"
-    assert "several files for it: amc23_1.jsonl, amc23_2.jsonl; rename" in capsys.readouterr().err
 
 
 def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
