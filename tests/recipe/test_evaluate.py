@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
@@ -291,15 +292,14 @@ UNUSABLE: list[tuple[Any, str]] = [
 ]
 
 
-def test_unusable_benchmark_is_refused(tmp_path: Path) -> None:
+def test_unusable_data(tmp_path: Path) -> None:
     path = tmp_path / "amc23.parquet"
     for changes, message in UNUSABLE:
+        write_benchmark(path, **(changes if isinstance(changes, dict) else {}))
         if changes is None:
             path.write_bytes(b"not parquet")
-        elif changes == "empty":
-            Dataset.from_list([], features=FEATURES).to_parquet(path)
-        else:
-            write_benchmark(path, **changes)
+        elif isinstance(changes, str):
+            pq.write_table(pq.read_table(path).slice(0, 0), path)
         with pytest.raises(ValueError, match=message):
             load_benchmarks(["amc23"], tmp_path)
 
