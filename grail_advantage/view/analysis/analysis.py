@@ -1,31 +1,28 @@
-"""The definition of an analysis, and whether a folder holds the same one."""
+"""The definition of an analysis: responses, methods and settings, checked before a model is loaded."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grail_advantage import __version__
 from grail_advantage.answers.format import BOXED, AnswerFormat
 from grail_advantage.batch import EXAMPLES, GROUPS, field_names
 from grail_advantage.signals.base import Signal
 from grail_advantage.view.analysis.responses import Response, example_of
-from grail_advantage.view.analysis.specs import described
-from grail_advantage.view.whole_file import UNFINISHED, write_whole
 
-DEFINITION = "definition.json"
 ADVANTAGES = ("auto", "wrong", "right")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """Responses, methods and settings. The same ones give the same folder."""
+    """Responses, methods and settings.
+
+    Raises:
+        ValueError: naming what is missing or not allowed, and the remedy.
+    """
 
     responses: Sequence[Response]
     methods: Mapping[str, Signal]
@@ -97,54 +94,3 @@ class Analysis:
             [reward - means[row.group] for row, reward in zip(self.responses, known, strict=True)],
             "the reward less its group's mean",
         )
-
-    def definition(self) -> dict[str, Any]:
-        """Everything that must be equal for an analysis to resume where it was stopped; plain JSON."""
-        return {
-            "version": __version__,
-            "model": self.model,
-            "methods": {label: described(signal) for label, signal in self.methods.items()},
-            "responses": len(self.responses),
-            "responses_sha256": _digest(self.responses),
-            "temperature": self.temperature,
-            "batch_tokens": self.batch_tokens,
-            "advantages": self.advantages,
-            "template_options": dict(self.template_options),
-            "answer": self.answer.name,
-        }
-
-
-def _digest(responses: Sequence[Response]) -> str:
-    text = json.dumps([vars(row) for row in responses], default=str, sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def check_definition(analysis: Analysis, folder: Path) -> None:
-    """Write the analysis's definition into a new folder, or compare it with the one that is there.
-
-    Raises:
-        ValueError: the folder holds something else; the message names the differences.
-    """
-    wanted = json.loads(json.dumps(analysis.definition()))
-    path = folder / DEFINITION
-    if path.exists():
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is no JSON ({error}); remove the folder or name another") from error
-        others = sorted(name for name in {*stored, *wanted} if stored.get(name) != wanted.get(name))
-        if others:
-            differences = "; ".join(
-                f"{name}: {_short(stored.get(name))}, now {_short(wanted.get(name))}" for name in others
-            )
-            raise ValueError(f"{folder} holds another analysis ({differences}); name another folder or remove this one")
-        return
-    # A definition whose writing broke off is nobody's.
-    if folder.exists() and any(not path.name.endswith(UNFINISHED) for path in folder.iterdir()):
-        raise ValueError(f"{folder} is not empty and holds no analysis; name another folder")
-    write_whole(path, json.dumps(wanted, indent=1))
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -64,8 +64,3 @@ def parse_methods(specs: Sequence[str]) -> dict[str, Signal]:
             raise ValueError(f"--method {spec} is given twice; give variants of a method other options")
         signals[spec] = parse_method(spec)
     return signals
-
-
-def described(signal: Signal) -> dict[str, Any]:
-    """A method's name and all its options, as JSON takes them."""
-    return {"method": signal.name, "options": json.loads(json.dumps(signal.as_dict(), default=str))}

@@ -4,16 +4,14 @@ Every method runs through :func:`grail_advantage.compute_token_weights`. Log-pro
 handed to all. A method that uses nothing of the model sees all responses as one batch; one that does sees the batches of
 :func:`.columns.token_batches`.
 
-A finished batch is a file of its own below ``parts``; the same analysis resumes after those that are there.
-
 Shape suffixes: B rows, L prompt + response, T response tokens.
 """
 
 from __future__ import annotations
 
-import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +21,17 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grail_advantage import __version__
-from grail_advantage.answers.format import AnswerFormat
 from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.span import AnswerSpan, find_answer_spans
 from grail_advantage.answers.text import TokenTexts, answer_text
 from grail_advantage.batch import EXAMPLES, GROUPS, field_names, outcome_of
 from grail_advantage.signals.base import Signal
-from grail_advantage.token_weights import TokenWeights, compute_token_weights
-from grail_advantage.view.analysis.analysis import Analysis, check_definition
+from grail_advantage.token_weights import compute_token_weights
+from grail_advantage.view.analysis.analysis import Analysis
 from grail_advantage.view.analysis.columns import padded, response_statistics, token_batches
 from grail_advantage.view.analysis.responses import Response, Tokens, example_of, tokenize
-from grail_advantage.view.analysis.specs import described
-from grail_advantage.view.dump.files import (
-    DumpHeader,
-    DumpRow,
-    MethodColumns,
-    read_dump,
-    step_path,
-    write_step,
-)
+from grail_advantage.view.dump.files import DumpHeader, DumpRow, MethodColumns, write_step
 from grail_advantage.view.dump.step import neutral_reasons
-
-PARTS = "parts"
 
 
 @dataclass(frozen=True)
@@ -69,45 +56,51 @@ def run_analysis(
     *,
     progress: bool = True,
 ) -> Outcome:
-    """Compute and write ``folder/step_000000.parquet``, resuming where an equal analysis was stopped.
+    """Compute and write ``folder/step_000000.parquet``.
 
     Args:
         analysis: what to compute.
         folder: where to; made where it is missing.
         tokenizer: the model's.
-        load_model: gives the model, on its device; not called where all is done.
+        load_model: gives the model, on its device.
         progress: whether to show a bar on a terminal.
 
     Raises:
-        ValueError: the folder holds another analysis; the message names the differences.
+        ValueError: the folder is not empty.
     """
-    check_definition(analysis, folder)
-    path = step_path(folder, 0)
-    if path.exists():
-        return _outcome(path, analysis, tokenizer)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty; name another folder (--out), or remove this one")
     rows = _rows(analysis, tokenizer)
-    model = load_model()
-    computed = _with_model(analysis, rows, model, tokenizer, folder / PARTS, progress)
-    computed = _without_model(analysis, rows, computed, model, tokenizer)
-    first = next(iter(analysis.methods))
-    ordered = [_with_first_method(computed[place], first) for place in range(len(rows))]
-    write_step(folder, _header(analysis, tokenizer), ordered)
-    shutil.rmtree(folder / PARTS, ignore_errors=True)
-    return _outcome(path, analysis, tokenizer)
+    _weigh(analysis, rows, load_model(), tokenizer, progress)
+    path = write_step(folder, _header(analysis, tokenizer), [_dump_row(row, analysis) for row in rows])
+    neutral = {
+        label: Counter(reason for row in rows if (reason := row.methods[label].neutral) is not None)
+        for label in analysis.methods
+    }
+    unchanged = [
+        label
+        for label, signal in analysis.methods.items()
+        if signal.gives == "weights" and all((row.methods[label].weight_T == 1).all() for row in rows)
+    ]
+    answered, few = sum(row.span is not None for row in rows), ""
+    if any(each.reads_answer for each in analysis.methods.values()) and is_low(answered, len(rows)):
+        few = f"{answered} of {len(rows)} responses have an answer in the format {analysis.answer.name}. "
+        few += advice(analysis.answer, [np.array(row.tokens.response_T) for row in rows], tokenizer, "--answer")
+    return Outcome(path, neutral, unchanged, few)
 
 
-# ------------------------------------------------------------------------------------------------------------------ rows
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Row:
-    place: int
     response: Response
     tokens: Tokens
     texts: list[str]
     span: AnswerSpan | None
     advantage: float
+    place: int
     group: int
+    log_probs_T: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    entropy_T: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    methods: dict[str, MethodColumns] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -124,7 +117,7 @@ def _rows(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> list[_Row]:
         tokens = tokenize(response, tokenizer, analysis.template_options)
         group = groups.setdefault(response.group if response.group is not None else f"row {place}", len(groups))
         (span,) = find_answer_spans([tokens.response_T], tokenizer, which, analysis.answer)
-        rows.append(_Row(place, response, tokens, texts(tokens.response_T), span, advantages[place], group))
+        rows.append(_Row(response, tokens, texts(tokens.response_T), span, advantages[place], place, group))
     return rows
 
 
@@ -135,10 +128,9 @@ def token_ranges(labels: Mapping[str, Any], texts: Sequence[str]) -> dict[str, A
         labels: half-open ranges, or lists of them, by name.
         texts: of the tokens; joined, the text that the characters are counted in.
     """
-    starts_T = np.concatenate([[0], np.cumsum([len(text) for text in texts])])[:-1] if texts else np.zeros(0, dtype=int)
+    starts_T = np.cumsum([0, *(len(text) for text in texts)])[:-1]
     # A token without text stands where the next one does, and belongs to what is before it.
-    silent_T = np.array([not text for text in texts], dtype=bool)
-    keys_T = np.where(silent_T, starts_T - 0.5, starts_T)
+    keys_T = starts_T - 0.5 * np.array([not text for text in texts], dtype=bool)
 
     def convert(ranges: Any) -> Any:
         if ranges and isinstance(ranges[0], Sequence):
@@ -148,14 +140,12 @@ def token_ranges(labels: Mapping[str, Any], texts: Sequence[str]) -> dict[str, A
     return {name: convert(ranges) for name, ranges in labels.items()}
 
 
-def _dump_row(
-    row: _Row,
-    answer: AnswerFormat,
-    log_probs_T: np.ndarray,
-    entropy_T: np.ndarray,
-    methods: Mapping[str, MethodColumns],
-) -> DumpRow:
+def _dump_row(row: _Row, analysis: Analysis) -> DumpRow:
+    """The row with the columns of its first method as its own, and the methods in their order."""
     response, length = row.response, len(row.tokens.response_T)
+    methods = {label: row.methods[label] for label in analysis.methods}
+    first = next(iter(methods.values()))
+    base_advantage_T = np.full(length, row.advantage, dtype=np.float32)
     return DumpRow(
         step=0,
         row=row.place,
@@ -167,41 +157,31 @@ def _dump_row(
         gold=None if response.gold is None else str(response.gold),
         reward=response.reward,
         outcome=outcome_of(response.reward),
-        answer=answer_text(row.texts, row.span, answer),
+        answer=answer_text(row.texts, row.span, analysis.answer),
+        neutral=first.neutral,
         span=row.span,
         prompt_ids=np.array(row.tokens.prompt_P, dtype=np.int64),
         token_ids_T=np.array(row.tokens.response_T, dtype=np.int64),
         tokens=row.texts,
         mask_T=np.ones(length, dtype=bool),
-        weight_T=np.ones(length, dtype=np.float32),
-        base_advantage_T=np.full(length, row.advantage, dtype=np.float32),
-        old_log_prob_T=log_probs_T,
-        entropy_T=entropy_T,
+        score_T=first.score_T,
+        weight_T=first.weight_T,
+        base_advantage_T=base_advantage_T,
+        advantage_T=first.weight_T * base_advantage_T,
+        old_log_prob_T=row.log_probs_T,
+        entropy_T=row.entropy_T,
         methods=methods,
         labels=token_ranges(response.labels, row.texts),
     )
 
 
-def _with_first_method(row: DumpRow, first: str) -> DumpRow:
-    """The row with the columns of its first method as its own, and the methods in their order."""
-    method = row.methods[first]
-    return replace(
-        row,
-        score_T=method.score_T,
-        weight_T=method.weight_T,
-        advantage_T=method.weight_T * row.base_advantage_T,
-        neutral=method.neutral,
-    )
-
-
 def _header(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> DumpHeader:
     signal = next(iter(analysis.methods.values()))
-    about = described(signal)
     return DumpHeader(
         step=0,
         method=signal.name,
-        options=about["options"],
-        reshaper=about["options"].get("reshaper"),
+        options=signal.as_dict(),
+        reshaper=getattr(signal, "reshaper", None),
         model=analysis.model,
         temperature=analysis.temperature,
         rows_in_step=len(analysis.responses),
@@ -211,170 +191,90 @@ def _header(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> DumpHeade
     )
 
 
-def _outcome(path: Path, analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> Outcome:
-    neutral: dict[str, dict[str, int]] = {label: {} for label in analysis.methods}
-    unchanged = {label for label, signal in analysis.methods.items() if signal.gives == "weights"}
-    dump = read_dump(path.parent)
-    responses, answered = [], 0
-    for row in dump:
-        responses.append(row.token_ids_T)
-        answered += row.span is not None
-        for label in analysis.methods:
-            method = row.methods[label]
-            if method.neutral is not None:
-                neutral[label][method.neutral] = neutral[label].get(method.neutral, 0) + 1
-            if (method.weight_T != 1).any():
-                unchanged.discard(label)
-    if dump.problems:
-        raise ValueError(f"{dump.problems[0]}; remove {path.parent} and run the analysis again")
-    few = ""
-    if any(each.reads_answer for each in analysis.methods.values()) and is_low(answered, len(responses)):
-        few = f"{answered} of {len(responses)} responses have an answer in the format {analysis.answer.name}. "
-        few += advice(analysis.answer, responses, tokenizer, "--answer")
-    return Outcome(path, neutral, [label for label in analysis.methods if label in unchanged], few)
-
-
-# ----------------------------------------------------------------------------------------------------------------- passes
-
-
-def _with_model(
+def _weigh(
     analysis: Analysis,
     rows: Sequence[_Row],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    parts: Path,
     progress: bool,
-) -> dict[int, DumpRow]:
-    """Log-probabilities, entropies, and what the methods give that use the model; by place."""
-    methods = {label: signal for label, signal in analysis.methods.items() if signal.uses}
-    together = any(GROUPS in signal.reads or signal.whole_groups for signal in methods.values())
+) -> None:
+    """Put log-probabilities, entropies and every method's columns into the rows."""
+    with_model = {label: signal for label, signal in analysis.methods.items() if signal.uses}
+    together = any(GROUPS in signal.reads or signal.whole_groups for signal in with_model.values())
     batches = token_batches(
         [row.length for row in rows], [row.group if together else row.place for row in rows], analysis.batch_tokens
     )
-    done: dict[int, DumpRow] = {}
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     total = sum(row.length for row in rows)
     with tqdm(total=total, unit=" tokens", disable=None if progress else True) as bar:
-        for number, batch in enumerate(batches):
-            part = step_path(parts, number)
-            if not part.exists():
-                computed = _batch(analysis, methods, [rows[place] for place in batch], model, tokenizer)
-                write_step(parts, DumpHeader(step=number, method=""), computed)
-            bar.update(sum(rows[place].length for place in batch))
-        if batches:
-            dump = read_dump(parts)
-            done = {row.row: replace(row, step=0) for row in dump}
-            if dump.problems or len(done) != len(rows):
-                broken = f": {dump.problems[0]}" if dump.problems else ""
-                raise ValueError(f"{parts} cannot be read{broken}; remove that folder and run the analysis again")
-    return done
+        for places in batches:
+            batch = [rows[place] for place in places]
+            tensors = padded([(row.tokens.prompt_P, row.tokens.response_T) for row in batch], pad, model.device)
+            columns = response_statistics(model, *tensors, analysis.temperature)
+            inside_BL, log_probs_BL, entropy_BL = (values.cpu() for values in (tensors[2], *columns))
+            for index, row in enumerate(batch):
+                row.log_probs_T = log_probs_BL[index, inside_BL[index]].numpy()
+                row.entropy_T = entropy_BL[index, inside_BL[index]].numpy()
+            _weigh_batch(analysis, with_model, batch, model, tokenizer, tensors, *columns)
+            bar.update(sum(row.length for row in batch))
 
-
-def _batch(
-    analysis: Analysis,
-    methods: Mapping[str, Signal],
-    rows: Sequence[_Row],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> list[DumpRow]:
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    tensors = padded([(row.tokens.prompt_P, row.tokens.response_T) for row in rows], pad, model.device)
-    log_probs_BL, entropy_BL = response_statistics(model, *tensors, analysis.temperature)
-    weights = {
-        label: _weights(analysis, signal, rows, model, tokenizer, tensors, log_probs_BL, entropy_BL)
-        for label, signal in methods.items()
-    }
-    response_BL = tensors[2].cpu()
-    log_probs_BL, entropy_BL = log_probs_BL.cpu(), entropy_BL.cpu()
-    return [
-        _dump_row(
-            row,
-            analysis.answer,
-            log_probs_BL[index, response_BL[index]].numpy(),
-            entropy_BL[index, response_BL[index]].numpy(),
-            {
-                label: _method_columns(methods[label], result, row, index, response_BL)
-                for label, result in weights.items()
-            },
-        )
-        for index, row in enumerate(rows)
-    ]
-
-
-def _without_model(
-    analysis: Analysis,
-    rows: Sequence[_Row],
-    computed: Mapping[int, DumpRow],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> dict[int, DumpRow]:
-    """The methods that use nothing of the model, over all rows at once, and all methods in their order."""
-    methods = {label: signal for label, signal in analysis.methods.items() if not signal.uses}
-    weights: dict[str, TokenWeights] = {}
-    response_BL = torch.zeros(0)
-    if methods:
+    without_model = {label: signal for label, signal in analysis.methods.items() if not signal.uses}
+    if without_model:
         # The prompt plays no part; one token of it is as good as all.
         tensors = padded([(row.tokens.prompt_P[-1:], row.tokens.response_T) for row in rows], 0, "cpu")
-        response_BL = tensors[2]
-        log_probs_BL, entropy_BL = torch.zeros(response_BL.shape), torch.zeros(response_BL.shape)
-        for place, row in enumerate(rows):
-            log_probs_BL[place, response_BL[place]] = torch.from_numpy(computed[row.place].old_log_prob_T)
-            entropy_BL[place, response_BL[place]] = torch.from_numpy(computed[row.place].entropy_T)
-        for label, signal in methods.items():
-            weights[label] = _weights(analysis, signal, rows, model, tokenizer, tensors, log_probs_BL, entropy_BL)
-    result = {}
-    for row in rows:
-        of_row = dict(computed[row.place].methods)
-        for label, of_method in weights.items():
-            of_row[label] = _method_columns(methods[label], of_method, row, row.place, response_BL)
-        result[row.place] = replace(computed[row.place], methods={label: of_row[label] for label in analysis.methods})
-    return result
+        log_probs_BL, entropy_BL = torch.zeros(2, *tensors[2].shape)
+        for index, row in enumerate(rows):
+            log_probs_BL[index, tensors[2][index]] = torch.from_numpy(row.log_probs_T)
+            entropy_BL[index, tensors[2][index]] = torch.from_numpy(row.entropy_T)
+        _weigh_batch(analysis, without_model, rows, model, tokenizer, tensors, log_probs_BL, entropy_BL)
 
 
-def _weights(
+def _weigh_batch(
     analysis: Analysis,
-    signal: Signal,
+    methods: Mapping[str, Signal],
     rows: Sequence[_Row],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     log_probs_BL: torch.Tensor,
     entropy_BL: torch.Tensor,
-) -> TokenWeights:
-    examples = None
-    if EXAMPLES in signal.reads:
-        examples = [example_of(row.response, analysis.template_options) for row in rows]
-    return compute_token_weights(
-        model,
-        tokenizer,
-        *tensors,
-        torch.tensor([row.advantage for row in rows]),
-        signal,
-        temperature=analysis.temperature,
-        old_log_probs=log_probs_BL,
-        entropy=entropy_BL,
-        groups=torch.tensor([row.group for row in rows]),
-        examples=examples,
-        fields={name: [row.response.columns.get(name) for row in rows] for name in field_names(signal.reads)},
-        answer=analysis.answer,
-    )
-
-
-def _method_columns(
-    signal: Signal, weights: TokenWeights, row: _Row, index: int, response_BL: torch.Tensor
-) -> MethodColumns:
-    inside_L, at = response_BL[index], slice(index, index + 1)
-    (neutral,) = neutral_reasons(
-        signal,
-        weights.rows.part(at),
-        valid_B=response_BL[at].any(dim=1),
-        advantages_B=torch.tensor([row.advantage]),
-        truncated_B=torch.zeros(1),
-        non_finite_B=weights.non_finite[at],
-    )
-    score_T = weights.scores[index].cpu()[inside_L].numpy()
-    return MethodColumns(
-        score_T=score_T,
-        weight_T=weights.weights[index].cpu()[inside_L].numpy(),
-        neutral=neutral,
-        advantage_T=weights.advantages[index].cpu()[inside_L].numpy() if signal.gives == "advantages" else None,
-    )
+) -> None:
+    """Put the columns of some methods into the rows of a batch."""
+    advantages_B, inside_BL = torch.tensor([row.advantage for row in rows]), tensors[2].cpu()
+    for label, signal in methods.items():
+        examples = None
+        if EXAMPLES in signal.reads:
+            examples = [example_of(row.response, analysis.template_options) for row in rows]
+        result = compute_token_weights(
+            model,
+            tokenizer,
+            *tensors,
+            advantages_B,
+            signal,
+            temperature=analysis.temperature,
+            old_log_probs=log_probs_BL,
+            entropy=entropy_BL,
+            groups=torch.tensor([row.group for row in rows]),
+            examples=examples,
+            fields={name: [row.response.columns.get(name) for row in rows] for name in field_names(signal.reads)},
+            answer=analysis.answer,
+        )
+        neutral = neutral_reasons(
+            signal,
+            result.rows,
+            valid_B=inside_BL.any(dim=1),
+            advantages_B=advantages_B,
+            truncated_B=torch.zeros(len(rows)),
+            non_finite_B=result.non_finite,
+        )
+        scores_BL, weights_BL, advantages_BL = (
+            values.cpu() for values in (result.scores, result.weights, result.advantages)
+        )
+        for index, row in enumerate(rows):
+            inside_L = inside_BL[index]
+            row.methods[label] = MethodColumns(
+                score_T=scores_BL[index, inside_L].numpy(),
+                weight_T=weights_BL[index, inside_L].numpy(),
+                neutral=neutral[index],
+                advantage_T=advantages_BL[index, inside_L].numpy() if signal.gives == "advantages" else None,
+            )

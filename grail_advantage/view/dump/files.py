@@ -5,7 +5,7 @@ as JSON in the file's metadata. docs/token_dump.md has every column. The trainer
 ``grail_advantage.analyze`` one of existing responses, and ``grail_advantage.report`` reads either.
 
 - :func:`write_step` writes one file, whole or not at all.
-- :func:`read_dump` reads a folder. A file or row that cannot be read becomes a :class:`Problem`; the rest is read.
+- :func:`read_dump` reads a folder. A file that cannot be read is named, with the reason; the others are read.
 
 Shape suffixes: T response tokens.
 """
@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -29,8 +28,6 @@ from grail_advantage.view.dump.rows import COLUMNS, DumpHeader, DumpRow, MethodC
 from grail_advantage.view.whole_file import UNFINISHED, whole_file
 
 SCHEMA_VERSION = 3
-MOST_PROBLEMS = 100
-"""A file with more rows that cannot be read is not read on."""
 MOST_BYTES = 1 << 30
 """Most bytes of a row group that is read, unpacked, by the file's metadata."""
 _ROWS = 32
@@ -38,6 +35,8 @@ _ROWS = 32
 _NAME = re.compile(r"step_(\d{1,15})(?:_update_(\d{1,9}))?\.parquet")
 _KEY = b"grail_advantage"
 """Of the header in the file's metadata."""
+_BROKEN = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""Errors that a damaged or foreign file may cause."""
 
 
 def _list(kind: pa.DataType) -> pa.DataType:
@@ -80,28 +79,6 @@ _TEXTS = [
 ]
 """The leaves that hold texts, which are written and read as a dictionary of the different ones."""
 _IDS = ["prompt_ids.list.element", "token_ids.list.element"]
-_HEADER_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("method", "model", "written_by"), (str,)),
-    **dict.fromkeys(("step", "update"), (int,)),
-    **dict.fromkeys(("options", "special_tokens"), (dict,)),
-    "reshaper": (str, NoneType),
-    "temperature": (float, NoneType),
-    "rows_in_step": (int, NoneType),
-    "answer": (str, NoneType),
-}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """An unreadable part of a dump, and its place."""
-
-    path: Path
-    line: int | None
-    """Of a text file."""
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.message}" if self.line else f"{self.path}: {self.message}"
 
 
 # ------------------------------------------------------------------------------------------------------------------ writing
@@ -164,34 +141,37 @@ def _step_files(folder: Path) -> list[tuple[tuple[int, int], Path]]:
 
 
 def _table(header: DumpHeader, rows: Sequence[DumpRow]) -> pa.Table:
-    def values(column: pa.Field, row: DumpRow) -> Any:
-        if column.name in ("step", "update"):
-            return getattr(header, column.name)
-        if column.name == "span":
-            return list(vars(row.span).values()) if row.span else None
-        if column.name == "methods":
-            return [
-                {
-                    "name": _text(name),
-                    "score": of.score_T,
-                    "advantage": of.advantage_T,
-                    "weight": of.weight_T,
-                    "neutral": _text(of.neutral),
-                }
-                for name, of in row.methods.items()
-            ]
-        if column.name == "labels":
-            return json.dumps(row.labels) if row.labels else None
-        if column.type == pa.string():
-            return _text(getattr(row, column.name))
-        if column.name == "tokens":
-            return [_text(token) for token in row.tokens]
-        array = column.name in (*COLUMNS, "token_ids", "mask")
-        return getattr(row, f"{column.name}_T" if array else column.name)
-
     record = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(header)}).encode("ascii")
-    arrays = [pa.array([values(column, row) for row in rows], column.type) for column in SCHEMA]
+    records = [_record(header, row) for row in rows]
+    arrays = [pa.array([entry[column.name] for entry in records], column.type) for column in SCHEMA]
     return pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata({_KEY: record}))
+
+
+def _record(header: DumpHeader, row: DumpRow) -> dict[str, Any]:
+    """The row's value in each column."""
+    record = {name.removesuffix("_T"): value for name, value in vars(row).items()}
+    record |= {
+        column.name: _text(record[column.name])
+        for column in SCHEMA
+        if column.type == pa.string() and column.name != "labels"
+    }
+    return record | {
+        "step": header.step,
+        "update": header.update,
+        "tokens": [_text(token) for token in row.tokens],
+        "span": list(vars(row.span).values()) if row.span else None,
+        "methods": [
+            {
+                "name": _text(name),
+                "score": method.score_T,
+                "advantage": method.advantage_T,
+                "weight": method.weight_T,
+                "neutral": _text(method.neutral),
+            }
+            for name, method in row.methods.items()
+        ],
+        "labels": json.dumps(row.labels) if row.labels else None,
+    }
 
 
 def _text(text: str | None) -> str | None:
@@ -206,44 +186,35 @@ def _text(text: str | None) -> str | None:
 
 @dataclass
 class DumpFile:
-    """One file of a folder. Its unreadable parts go to ``problems``."""
+    """One file of a folder."""
 
     path: Path
     step: int
     update: int
-    problems: list[Problem]
-    """Shared with the folder's other files."""
+    problems: list[str]
+    """Of the folder: unreadable files, each named once."""
 
     @property
     def header(self) -> DumpHeader | None:
-        """``None`` where it cannot be read. Says no problems."""
+        """``None`` where it cannot be read, which :meth:`rows` puts into ``problems``."""
         try:
-            return _read_header(_read_metadata(self.path))
-        except (OSError, ValueError):
+            return _read_header(pq.read_metadata(self.path))
+        except _BROKEN:
             return None
 
     def rows(self) -> Iterator[DumpRow]:
-        """The rows that can be read, one at a time."""
-        place = failed = 0
+        """The rows, one at a time; of a damaged file those before the damage."""
+        count = 0
         try:
             for group in _groups(self.path):
                 for index in range(group.num_rows):
-                    try:
-                        yield _read_row(group, index, self.step, self.update)
-                    except ValueError as error:
-                        failed += 1
-                        if failed > MOST_PROBLEMS:
-                            raise ValueError(f"{MOST_PROBLEMS} rows cannot be read; the file is not read on") from error
-                        self._problem(f"row {place + index} of the file: {error}")
-                place += group.num_rows
-            if not place:
-                self._problem("holds no rows")
-        except (OSError, ValueError) as error:
-            self._problem(str(error))
-
-    def _problem(self, message: str) -> None:
-        problem = Problem(self.path, None, message)
-        if problem not in self.problems:
+                    yield _read_row(group, index, self.step, self.update)
+                count += group.num_rows
+            message = "" if count else "holds no rows"
+        except _BROKEN as error:
+            message = f"is damaged or no token dump ({str(error)[:200]})"
+        problem = f"{self.path}: {message}"
+        if message and problem not in self.problems:
             self.problems.append(problem)
 
 
@@ -254,8 +225,8 @@ class TokenDump:
     folder: Path
     files: list[DumpFile]
     """By step and update."""
-    problems: list[Problem]
-    """Unreadable parts so far; grows while rows are read."""
+    problems: list[str]
+    """What could not be read so far, each with its file; grows while rows are read."""
 
     @property
     def steps(self) -> list[int]:
@@ -276,64 +247,54 @@ class TokenDump:
 def read_dump(folder: Path | str) -> TokenDump:
     """Look into a folder. Nothing is raised: what is wrong with it is in ``problems``."""
     folder = Path(folder)
-    problems: list[Problem] = []
     try:
         unfinished = [path for path in folder.iterdir() if path.name.endswith(UNFINISHED)]
     except OSError as error:
-        return TokenDump(folder, [], [Problem(folder, None, f"cannot be read: {error.strerror or error}")])
-    problems += [
-        Problem(path, None, "was being written when its run ended; nothing of it is read") for path in unfinished
-    ]
+        return TokenDump(folder, [], [f"{folder}: cannot be read: {error.strerror or error}"])
+    problems = [f"{path}: was being written when its run ended; nothing of it is read" for path in unfinished]
     files = [DumpFile(path, *place, problems) for place, path in _step_files(folder) if path.is_file()]
     if not files:
-        problems.append(Problem(folder, None, "holds no token dump (step_NUMBER.parquet)"))
+        problems.append(f"{folder}: holds no token dump (step_NUMBER.parquet)")
     return TokenDump(folder, files, problems)
 
 
-def _read_metadata(path: Path) -> pq.FileMetaData:
-    try:
-        return pq.read_metadata(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"cannot be read as Parquet ({error})") from error
-
-
 def _read_header(metadata: pq.FileMetaData) -> DumpHeader:
-    try:
-        record = json.loads((metadata.metadata or {})[_KEY])
-        version = record["schema_version"]
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise ValueError("is no token dump: its metadata has no header") from error
+    """Raises one of ``_BROKEN`` where there is none of this version."""
+    if _KEY not in (metadata.metadata or {}):
+        raise ValueError("its metadata has no header")
+    record = json.loads(metadata.metadata[_KEY])
+    version = record.pop("schema_version")
     if version != SCHEMA_VERSION:
         raise ValueError(f"schema_version is {version!r:.20}; this version reads {SCHEMA_VERSION}")
-    for name, kinds in _HEADER_TYPES.items():
-        if not isinstance(record.get(name), kinds):
-            raise ValueError(f"{name} in the header must be {' or '.join(kind.__name__ for kind in kinds)}")
-    special = {int(token): str(name) for token, name in record["special_tokens"].items() if token.isdecimal()}
-    return DumpHeader(**{**{name: record.get(name) for name in _HEADER_TYPES}, "special_tokens": special})
+    record["special_tokens"] = {int(token): str(name) for token, name in record["special_tokens"].items()}
+    header = DumpHeader(**record)
+    texts = (header.method, header.model, header.written_by, header.answer or "")
+    if not (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(header.options, dict)
+        and isinstance(header.temperature, int | float | None)
+    ):
+        raise TypeError("a value in its header has a wrong type")
+    return header
 
 
 def _groups(path: Path) -> Iterator[pa.Table]:
     """The row groups of a file, with texts as dictionaries, which keep a text once however often it occurs.
 
     Raises:
-        ValueError: no token dump, a broken one, or one whose metadata names more than a dump can have.
+        ValueError: no token dump, or one whose metadata names more than a dump can have; others of ``_BROKEN``.
     """
-    metadata = _read_metadata(path)
+    metadata = pq.read_metadata(path)
     _read_header(metadata)
-    try:
-        columns = {column.name: column for column in metadata.schema.to_arrow_schema()}
-        for column in SCHEMA:
-            if not column.equals(columns.get(column.name, pa.field("", pa.null()))):
-                raise ValueError(f"is no token dump: its column {column.name} is missing, or no {column.type}")
-        with pq.ParquetFile(path, metadata=metadata, read_dictionary=_TEXTS, page_checksum_verification=True) as file:
-            for number in range(metadata.num_row_groups):
-                if metadata.row_group(number).total_byte_size > MOST_BYTES:
-                    raise ValueError("has a row group that is larger than one of a dump can be")
-                table = file.read_row_group(number, columns=SCHEMA.names).combine_chunks()
-                table.validate(full=True)
-                yield table
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise ValueError(f"cannot be read on ({error})") from error
+    if not metadata.schema.to_arrow_schema().equals(SCHEMA):
+        raise ValueError("its columns are others")
+    with pq.ParquetFile(path, metadata=metadata, read_dictionary=_TEXTS, page_checksum_verification=True) as file:
+        for number in range(metadata.num_row_groups):
+            if metadata.row_group(number).total_byte_size > MOST_BYTES:
+                raise ValueError("a row group is larger than one of a dump can be")
+            table = file.read_row_group(number).combine_chunks()
+            table.validate(full=True)
+            yield table
 
 
 def _read_row(group: pa.Table, index: int, step: int, update: int) -> DumpRow:
@@ -341,13 +302,7 @@ def _read_row(group: pa.Table, index: int, step: int, update: int) -> DumpRow:
         return group.column(name)[index].as_py()
 
     methods = group.column("methods")[index].values
-    span = value("span")
-    if span is not None and len(span) != 4:
-        raise ValueError("span has not four values")
-    try:
-        labels = json.loads(value("labels") or "{}")
-    except RecursionError as error:
-        raise ValueError("labels is nested too deep") from error
+    span, labels = value("span"), json.loads(value("labels") or "{}")
     plain = ("row", "group", "key", "prompt", "response", "id", "gold", "outcome", "answer", "neutral", "reward")
     return DumpRow(
         step=step,

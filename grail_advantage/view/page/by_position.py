@@ -5,7 +5,7 @@ Shape suffixes: N rows of the dump, K bins of positions, S steps, T response tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,18 +24,13 @@ def reasoning(row: DumpRow) -> np.ndarray:
     return row.mask_T & (np.arange(len(row)) < row.span.start)
 
 
-def positions(count: int, bins: int) -> np.ndarray:
-    """The bin of each of ``count`` tokens, int (count,): token ``i`` is at ``(i + 1/2) / count`` of the way."""
-    return (np.arange(count) * 2 + 1) * bins // (2 * max(1, count))
-
-
 def binned(values: np.ndarray, bins: int = BINS) -> np.ndarray:
     """Means of consecutive values in bins of equal width of their positions, float64 (bins,).
 
-    NaN values count nowhere; a bin without a value is NaN.
+    Value ``i`` is at ``(i + 1/2) / count`` of the way. NaN values count nowhere; a bin without a value is NaN.
     """
     known = np.isfinite(values)
-    place = positions(len(values), bins)[known]
+    place = ((np.arange(len(values)) * 2 + 1) * bins // (2 * max(1, len(values))))[known]
     sums = np.bincount(place, weights=values[known].astype(np.float64), minlength=bins)
     counts = np.bincount(place, minlength=bins)
     return np.divide(sums, counts, out=np.full(bins, np.nan), where=counts > 0)
@@ -64,37 +59,35 @@ class RowTable:
         return replace(self, **{name: values[chosen] for name, values in vars(self).items()})
 
 
-def row_table(rows: Iterable[DumpRow], bins: int = BINS, method: str | None = None) -> RowTable:
+def row_tables(rows: Iterable[DumpRow], bins: int = BINS) -> dict[str, RowTable]:
     """Take rows in, one at a time.
 
     Args:
         rows: of a dump.
         bins: K.
-        method: of rows that several methods weighed, which one's weights; by default the row's own.
+
+    Returns:
+        A table of the rows' own weights under the empty name, and one for each of several methods that weighed them.
     """
-    steps: list[int] = []
-    numbers: list[int] = []
-    outcomes: list[str] = []
-    scored: list[bool] = []
-    profiles: list[np.ndarray] = []
+    entries: dict[str, list[tuple[int, int, str, bool, np.ndarray]]] = {"": []}
     groups: dict[tuple[int, int, int], int] = {}
     for row in rows:
-        columns = row.methods.get(method) if method is not None else None
-        if method is not None and row.methods and columns is None:
-            continue
-        source = columns or row
-        steps.append(row.step)
-        numbers.append(groups.setdefault((row.step, row.update, row.group), len(groups)))
-        outcomes.append(row.outcome or "")
-        scored.append(source.neutral is None)
-        profiles.append(binned(source.weight_T[reasoning(row)], bins))
-    return RowTable(
-        steps=np.array(steps, dtype=int),
-        groups=np.array(numbers, dtype=int),
-        outcomes=np.array(outcomes, dtype=str),
-        scored=np.array(scored, dtype=bool),
-        profiles=np.array(profiles, dtype=np.float64).reshape(len(profiles), bins),
-    )
+        group = groups.setdefault((row.step, row.update, row.group), len(groups))
+        inside_T = reasoning(row)
+        for name, source in {"": row, **row.methods}.items():
+            profile = binned(source.weight_T[inside_T], bins)
+            entry = row.step, group, row.outcome or "", source.neutral is None, profile
+            entries.setdefault(name, []).append(entry)
+    return {
+        name: RowTable(
+            steps=np.array([entry[0] for entry in of_name], dtype=int),
+            groups=np.array([entry[1] for entry in of_name], dtype=int),
+            outcomes=np.array([entry[2] for entry in of_name], dtype=str),
+            scored=np.array([entry[3] for entry in of_name], dtype=bool),
+            profiles=np.array([entry[4] for entry in of_name], dtype=np.float64).reshape(len(of_name), bins),
+        )
+        for name, of_name in entries.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -135,53 +128,27 @@ def clustered_means(values: np.ndarray, groups: np.ndarray) -> Means:
     return Means(mean, mean - width, mean + width, len(values), n_groups)
 
 
-@dataclass(frozen=True)
-class Profile:
-    """The positional profile of weights of some rows."""
-
-    outcome: str
-    """``right``, ``wrong`` or, of rows whose outcome is not known, an empty text."""
-    first_step: int
-    last_step: int
-    means: Means
-
-
-def thirds(steps: Iterable[int], parts: int = 3) -> list[list[int]]:
-    """Steps in consecutive parts of as equal number as possible; fewer parts where there are fewer steps."""
-    known = sorted(set(steps))
-    parts = min(parts, len(known))
-    return [known[len(known) * i // parts : len(known) * (i + 1) // parts] for i in range(parts)]
+def profiles(table: RowTable) -> dict[str, Means]:
+    """Means over the rows with scores by outcome, where there are any: ``right``, ``wrong``, or an empty text for rows whose
+    outcome is not known, which count only where no row has one."""
+    scored = table.where(table.scored & np.isfinite(table.profiles).any(axis=1))
+    means = {}
+    for outcome in [outcome for outcome in OUTCOMES if (scored.outcomes == outcome).any()] or [""]:
+        chosen = scored.where(scored.outcomes == outcome)
+        if len(chosen):
+            means[outcome] = clustered_means(chosen.profiles, chosen.groups)
+    return means
 
 
-def profiles(table: RowTable, parts: int = 3) -> list[Profile]:
-    """Profiles of the rows with scores, by part of the training and outcome; those without rows are left out."""
-    parted = []
-    scored = table.where(table.scored)
-    for part in thirds(table.steps.tolist(), parts):
-        for outcome in (*OUTCOMES, ""):
-            chosen = scored.where(np.isin(scored.steps, part) & (scored.outcomes == outcome))
-            if len(chosen):
-                means = clustered_means(chosen.profiles, chosen.groups)
-                parted.append(Profile(outcome, part[0], part[-1], means))
-    return parted
+def by_step(table: RowTable, outcome: str | None = None) -> tuple[list[int], np.ndarray, list[int]]:
+    """Mean weight of the reasoning by step and position, over the rows with scores, or over those with one outcome.
 
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Mean weight of the reasoning by step and position, over the rows with scores."""
-
-    steps: Sequence[int]
-    weights: np.ndarray
-    """float64 (S, K), NaN where there is no row."""
-    rows: Sequence[int]
-    """Rows with scores, of each step."""
-
-
-def heat_map(table: RowTable, outcome: str | None = None) -> HeatMap:
-    """The map of all rows with scores, or of those with one outcome; a row a step of the dump."""
+    Returns:
+        The steps of the dump; means float64 (S, K), NaN where there is no row; and rows with scores of each step.
+    """
     steps = sorted(set(table.steps.tolist()))
     chosen = table.where(table.scored & (table.outcomes == outcome) if outcome is not None else table.scored)
-    of_step = [chosen.profiles[chosen.steps == step] for step in steps]
-    weights = [clustered_means(part, np.arange(len(part))).mean for part in of_step]
+    parts = [chosen.profiles[chosen.steps == step] for step in steps]
+    means = [clustered_means(part, np.arange(len(part))).mean for part in parts]
     bins = table.profiles.shape[1]
-    return HeatMap(steps, np.array(weights, dtype=np.float64).reshape(len(steps), bins), [len(p) for p in of_step])
+    return steps, np.array(means, dtype=np.float64).reshape(len(steps), bins), [len(part) for part in parts]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grail_advantage.view.dump.files import MOST_PROBLEMS, Problem, TokenDump, read_dump
+from grail_advantage.view.dump.files import TokenDump, read_dump
 
 TOKENS = "tokens"
 """Where a run has its dump, by convention."""
@@ -33,10 +33,10 @@ class Run:
     """By step, then by verl's name."""
     dump: TokenDump | None
     """``None`` where no rollouts were written."""
-    metric_problems: Sequence[Problem]
+    metric_problems: Sequence[str]
 
     @property
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[str]:
         """Everything that could not be read so far."""
         return [*self.metric_problems, *(self.dump.problems if self.dump else [])]
 
@@ -63,7 +63,7 @@ def open_run(folder: Path | str) -> Run:
     return Run(folder, metrics, dump, problems)
 
 
-def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[Problem]]:
+def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
     """All metrics files of a run, put together.
 
     A run that resumes writes a file of its own, whose training steps replace those of the files before it.
@@ -72,7 +72,7 @@ def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[Proble
         Numbers by step and name, and what could not be read.
     """
     metrics: dict[int, dict[str, float]] = {}
-    problems: list[Problem] = []
+    problems: list[str] = []
     named = [(path, _METRICS_NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_file()]
     for path, _ in sorted(((path, int(match[1] or 0)) for path, match in named if match), key=lambda entry: entry[1]):
         steps = _read_metrics_file(path, problems)
@@ -84,35 +84,33 @@ def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[Proble
     return dict(sorted(metrics.items())), problems
 
 
-def _read_metrics_file(path: Path, problems: list[Problem]) -> dict[int, dict[str, float]]:
+def _read_metrics_file(path: Path, problems: list[str]) -> dict[int, dict[str, float]]:
     steps: dict[int, dict[str, float]] = {}
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        problems.append(Problem(path, None, f"cannot be read: {error.strerror or error}"))
+        problems.append(f"{path}: cannot be read: {error.strerror or error}")
         return steps
-    unread = 0
+    unread = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
             step, data = record["step"], record["data"]
-            if type(step) is not int or not 0 <= step <= _MOST_STEP or not isinstance(data, dict):
+            if type(step) is not int or not 0 <= step <= _MOST_STEP:
                 raise TypeError
             values = {
                 str(name): float(value) if value is not None else math.nan
                 for name, value in data.items()
                 if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
             }
-        except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
-            unread += 1
-            if unread <= MOST_PROBLEMS:
-                problems.append(Problem(path, number, "is no line of verl's file logger; left out"))
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError):
+            unread.append(number)
             continue
         steps[step] = {**steps.get(step, {}), **values}
-    if unread > MOST_PROBLEMS:
-        problems.append(Problem(path, None, f"has {unread} such lines; the first {MOST_PROBLEMS} are named"))
+    if unread:
+        problems.append(f"{path}:{unread[0]}: is no line of verl's file logger; {len(unread)} such lines are left out")
     return steps
 
 

@@ -3,8 +3,8 @@
     python -m grail_advantage.report RUN --figures FOLDER
 
 - ``curves``: what the run logged, step by step;
-- ``profile``: the mean weight of the reasoning by its normalised position, correct against incorrect responses, over parts of
-  the training, with 95 % intervals over prompts. GRAIL's paper (arXiv 2606.04889) has a U there;
+- ``profile``: the mean weight of the reasoning by its normalised position, correct against incorrect responses, with 95 %
+  intervals over prompts. GRAIL's paper (arXiv 2606.04889) has a U there;
 - ``heat_map``: the same by step and position.
 """
 
@@ -44,13 +44,13 @@ _STYLE = {
 }
 
 
-def write_figures(run: data.Run, folder: Path, table: by_position.RowTable | None = None) -> list[Path]:
+def write_figures(run: data.Run, folder: Path, bins: int = by_position.BINS) -> list[Path]:
     """Draw what a run has data for.
 
     Args:
         run: from :func:`grail_advantage.view.page.data.open_run`.
         folder: is made where it is missing.
-        table: the dump's rows where somebody has read them already.
+        bins: of the positions.
 
     Returns:
         The files.
@@ -61,18 +61,15 @@ def write_figures(run: data.Run, folder: Path, table: by_position.RowTable | Non
     import matplotlib
 
     curves = data.curves(run.metrics)
-    if table is None and run.dump is not None:
-        table = by_position.row_table(run.dump)
+    table = by_position.row_tables(run.dump or [], bins)[""]
     written: list[Path] = []
     with matplotlib.rc_context(_STYLE):
         if curves:
             size = 3.2 * min(3, len(curves)), 2.5 * math.ceil(len(curves) / 3)
             written += _write(folder, "curves", size, lambda figure: draw_curves(figure, curves))
-        if table is not None and table.scored.any():
-            profiles, heat = by_position.profiles(table), by_position.heat_map(table)
-            size = 2.4 * len({profile.first_step for profile in profiles}) + 0.8, 2.7
-            written += _write(folder, "profile", size, lambda figure: draw_profiles(figure, profiles))
-            written += _write(folder, "heat_map", (5, 3.2), lambda figure: draw_heat_map(figure, heat))
+        if table.scored.any():
+            written += _write(folder, "profile", (3.4, 2.7), lambda figure: draw_profiles(figure, table))
+            written += _write(folder, "heat_map", (5, 3.2), lambda figure: draw_heat_map(figure, table))
     if not written:
         raise ValueError(
             f"{run.folder} has nothing to draw: no metric that is known here, and no response with scores in its token dump"
@@ -124,46 +121,40 @@ def _positions(bins: int) -> np.ndarray:
     return (np.arange(bins) + 0.5) / bins
 
 
-def draw_profiles(figure: Figure, profiles: Sequence[by_position.Profile]) -> Rows:
-    """One plot a part of the training, on one scale."""
-    rows: Rows = [["first_step", "last_step", "outcome", "position", "mean", "low", "high", "rows", "prompts"]]
-    parts = sorted({(profile.first_step, profile.last_step) for profile in profiles})
-    plots = dict(zip(parts, figure.subplots(1, len(parts), sharey=True, squeeze=False)[0], strict=True))
-    for (first, last), plot in plots.items():
-        plot.axhline(1.0, color="#888888", linewidth=0.8, linestyle=":")
-        steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        plot.set(title=steps, xlabel="position in the reasoning", xlim=(0, 1))
-    for profile in profiles:
-        part, means, colour = (profile.first_step, profile.last_step), profile.means, OUTCOME_COLOURS[profile.outcome]
-        positions = _positions(len(means.mean))
-        label = f"{data.OUTCOME_WORDS[profile.outcome]} ({means.rows} responses)"
-        style = "--" if profile.outcome == "wrong" else "-"
-        plots[part].plot(positions, means.mean, style, color=colour, linewidth=1.3, label=label)
-        plots[part].fill_between(positions, means.low, means.high, color=colour, alpha=0.2, linewidth=0)
+def draw_profiles(figure: Figure, table: by_position.RowTable) -> Rows:
+    """A line for each outcome over the whole training."""
+    rows: Rows = [["outcome", "position", "mean", "low", "high", "rows", "prompts"]]
+    plot = figure.subplots()
+    plot.axhline(1.0, color="#888888", linewidth=0.8, linestyle=":")
+    positions = _positions(table.profiles.shape[1])
+    for outcome, means in by_position.profiles(table).items():
+        label, style = f"{data.OUTCOME_WORDS[outcome]} ({means.rows} responses)", "--" if outcome == "wrong" else "-"
+        plot.plot(positions, means.mean, style, color=OUTCOME_COLOURS[outcome], linewidth=1.3, label=label)
+        plot.fill_between(positions, means.low, means.high, color=OUTCOME_COLOURS[outcome], alpha=0.2, linewidth=0)
         for values in zip(positions, means.mean, means.low, means.high, strict=True):
-            rows.append([*part, profile.outcome or "unknown", *map(_number, values), means.rows, means.groups])
-    for plot in plots.values():
-        plot.legend(fontsize=7)
-    plots[parts[0]].set_ylabel("mean weight")
+            rows.append([outcome or "unknown", *map(_number, values), means.rows, means.groups])
+    plot.set(xlabel="position in the reasoning", ylabel="mean weight", xlim=(0, 1))
+    plot.legend(fontsize=7)
     return rows
 
 
-def draw_heat_map(figure: Figure, heat: by_position.HeatMap) -> Rows:
+def draw_heat_map(figure: Figure, table: by_position.RowTable) -> Rows:
     """Steps from left to right, positions upwards, colours by the weight's ratio to 1 as in the other views."""
     from matplotlib.colors import ListedColormap
 
+    steps, weights_SK, counts = by_position.by_step(table)
     plot = figure.subplots()
-    places = colours.weight_place(heat.weights)
+    places = colours.weight_place(weights_SK)
     known = np.abs(places[np.isfinite(places)])
     # Means lie near 1: the scale ends at the farthest of them.
     limit = float(known.max()) if known.size and known.max() > 0 else 1.0
     scale = ListedColormap(colours.diverging(257))
     scale.set_bad("#d9d9d9")
-    count, bins = heat.weights.shape
+    count, bins = weights_SK.shape
     edges = np.arange(count + 1), np.linspace(0, 1, bins + 1)
     shown = plot.pcolormesh(*edges, np.ma.masked_invalid(places).T, cmap=scale, vmin=-limit, vmax=limit)
     every = max(1, math.ceil(count / 8))
-    plot.set_xticks(np.arange(0, count, every) + 0.5, [str(step) for step in heat.steps[::every]])
+    plot.set_xticks(np.arange(0, count, every) + 0.5, [str(step) for step in steps[::every]])
     plot.set(xlabel="step", ylabel="position in the reasoning", title="Mean weight of the responses with scores")
     plot.grid(False)
     ticks = np.linspace(-limit, limit, 5)
@@ -171,7 +162,7 @@ def draw_heat_map(figure: Figure, heat: by_position.HeatMap) -> Rows:
     bar.ax.set_yticklabels([f"{colours.WEIGHT_LIMIT**tick:.2f}" for tick in ticks])
     bar.set_label("weight (grey: no response)")
     rows: Rows = [["step", "position", "weight", "rows"]]
-    for step, weights, of_step in zip(heat.steps, heat.weights, heat.rows, strict=True):
-        cells = zip(_positions(bins), weights, strict=True)
+    for step, weights_K, of_step in zip(steps, weights_SK, counts, strict=True):
+        cells = zip(_positions(bins), weights_K, strict=True)
         rows += [[step, _number(position), _number(weight), of_step] for position, weight in cells]
     return rows

@@ -6,7 +6,7 @@ Shape suffixes: T response tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class Selection:
 
     def read(
         self, runs: Sequence[data.Run], files: Sequence[tuple[int, DumpFile]], most: int
-    ) -> list[by_position.RowTable | None]:
+    ) -> list[dict[str, by_position.RowTable]]:
         """Read every file once, and choose rollouts evenly over the files.
 
         Args:
@@ -55,7 +55,7 @@ class Selection:
             most: rollouts to choose.
 
         Returns:
-            For each run a table of all its responses; ``None`` where it has no dump.
+            For each run the tables of all its responses, by method; of a run without a dump they are empty.
         """
         count = max(1, min(len(files), most // _GROUP))
         chosen = {round(place) for place in np.linspace(0, max(0, len(files) - 1), count)} if files else set()
@@ -74,9 +74,7 @@ class Selection:
                     self._add(run, of_file, quota, file.header)
                 yield from of_file
 
-        return [
-            by_position.row_table(rows(number)) if run.dump is not None else None for number, run in enumerate(runs)
-        ]
+        return [by_position.row_tables(rows(number)) for number in range(len(runs))]
 
     def _add(self, run: int, rows: Sequence[DumpRow], quota: int, header: DumpHeader | None) -> None:
         """The rows of one file: whole groups until there are ``quota`` rows, at least one group."""
@@ -221,13 +219,12 @@ def _limits(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def _weight_limit(weights: np.ndarray, share: float = 0.98) -> float:
-    """The least limit of a scale on which this share of the weights differs in colour."""
-    for limit in _WEIGHT_LIMITS[:-1]:
-        inside = (weights >= 1 / limit) & (weights <= limit)
-        if not weights.size or inside.mean() >= share:
-            return limit
-    return _WEIGHT_LIMITS[-1]
+def _weight_limit(weights: np.ndarray) -> float:
+    """The least limit of a scale on which 98 % of the weights differ in colour."""
+    shares = (((weights >= 1 / limit) & (weights <= limit)).mean() for limit in _WEIGHT_LIMITS)
+    return next(
+        (limit for limit, share in zip(_WEIGHT_LIMITS, shares, strict=True) if share >= 0.98), _WEIGHT_LIMITS[-1]
+    )
 
 
 def _round_up(value: float, least: float) -> float:
@@ -255,47 +252,31 @@ def _line(line: data.Line, run: int) -> dict[str, Any]:
     return {"label": line.label, "run": run, "steps": line.steps, "values": line.values}
 
 
-def positions(
-    runs: Sequence[data.Run], tables: Sequence[by_position.RowTable | None], methods: Sequence[str]
-) -> dict[str, Any]:
-    """Mean weights by place, for each method."""
-    by_method = {}
-    for method in methods:
-        of_method: Sequence[by_position.RowTable | None] = tables
-        if len(methods) > 1:
-            # The tables are of the plain columns; of several methods, each needs another reading.
-            of_method = [
-                by_position.row_table(run.dump.rows(), method=method) if run.dump is not None else None for run in runs
-            ]
-        if (position := _position(of_method)) is not None:
-            by_method[method] = position
-    return by_method
+def positions(tables: Sequence[Mapping[str, by_position.RowTable]], methods: Sequence[str]) -> dict[str, Any]:
+    """Mean weights by place, for each method; ``tables`` has those of each run."""
+    # Of one method, the rows' own weights are its weights.
+    by_method = {
+        method: _position([run.get(method if len(methods) > 1 else "") for run in tables]) for method in methods
+    }
+    return {method: position for method, position in by_method.items() if position is not None}
 
 
-def _position(tables: Iterable[by_position.RowTable | None]) -> dict[str, Any] | None:
-    known = [(run, table) for run, table in enumerate(tables) if table is not None]
+def _position(tables: Sequence[by_position.RowTable | None]) -> dict[str, Any] | None:
     lines = []
-    for run, table in known:
-        scored = table.where(table.scored)
-        outcomes = [outcome for outcome in by_position.OUTCOMES if (scored.outcomes == outcome).any()] or [""]
-        for outcome in outcomes:
-            chosen = scored.where(scored.outcomes == outcome)
-            if not np.isfinite(chosen.profiles).any():
-                continue
-            means = by_position.clustered_means(chosen.profiles, chosen.groups)
+    for run, table in enumerate(tables):
+        for outcome, means in (by_position.profiles(table) if table is not None else {}).items():
             # Without a second problem there is no interval.
             low, high = (np.where(np.isfinite(edge), edge, means.mean) for edge in (means.low, means.high))
             line = {"outcome": outcome, "run": run, "rows": means.rows, "mean": means.mean, "low": low, "high": high}
             lines.append(line)
     if not lines:
         return None
-    maps = {outcome: by_position.heat_map(known[0][1], outcome or None) for outcome in ("", *by_position.OUTCOMES)}
-    cells = maps[""].weights
+    first = next(table for table in tables if table is not None and len(table))
+    steps = {outcome: by_position.by_step(first, outcome) for outcome in by_position.OUTCOMES}
     return {
-        "steps": maps[""].steps,
-        "heat": {outcome: heat.weights for outcome, heat in maps.items()},
+        "steps": steps["right"][0],
+        "of_step": {outcome: entry[1] for outcome, entry in steps.items()},
         "all": lines,
-        "limit": _weight_limit(cells[np.isfinite(cells)], 0.95),
     }
 
 

@@ -80,7 +80,7 @@ def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: flo
         "curves": curves,
         "more": more,
         "bins": by_position.BINS,
-        "position": index.positions(runs, tables, methods),
+        "position": index.positions(tables, methods),
         "colours": {"half": _HALF, "steps": _STEPS},
         "nothing": _nothing(runs),
     }

@@ -2,7 +2,7 @@
 
 const form = $("filters");
 function setForm() {
-  for (const name of ["run", "step", "outcome", "answer", "least", "most", "sort"]) {
+  for (const name of ["run", "step", "outcome", "answer", "sort"]) {
     form.elements[name].value = state[name];
     if (form.elements[name].value !== state[name]) form.elements[name].value = state[name] = "";
   }
@@ -24,10 +24,9 @@ function refilter() {
   if (current) reveal(current);
   drawList();
   writeHash();
-  plots.forEach((p) => p.redraw(false));
 }
 form.addEventListener("change", () => {
-  for (const name of ["run", "step", "outcome", "answer", "sort", "least", "most"]) state[name] = form.elements[name].value.trim();
+  for (const name of ["run", "step", "outcome", "answer", "sort"]) state[name] = form.elements[name].value;
   refilter();
 });
 form.addEventListener("submit", (event) => event.preventDefault());

@@ -63,7 +63,7 @@ function places(data, overlay, values = column(data, overlay)) {
 }
 const className = (overlay, p) => (Number.isNaN(p) ? "none" : OVERLAYS[overlay].signed ? signedClass(p) : shareClass(p));
 
-function scaleBar(host, signed, ticks, note) {
+function scaleBar(host, signed, ticks, note = "") {
   host.textContent = "";
   const scale = make("div", "scale");
   const bar = make("div", "bar");
@@ -75,8 +75,7 @@ function scaleBar(host, signed, ticks, note) {
     tick.style.left = `${place * 100}%`;
     scale.append(tick);
   }
-  host.append(scale);
-  if (note) host.append(make("span", "", note));
+  host.append(scale, make("span", "", note));
 }
 
 // Ticks of a scale of ratios that ends at `limit`.
@@ -139,7 +138,6 @@ function drawStrip(canvas, row, data, overlay, share, values) {
   };
   if (row.span) mark([row.span[0], row.span[3]], ink("accent"));
   if (row.wrong_step) mark(row.wrong_step, ink("ink"));
-  return end;
 }
 function forgetColours() {
   palette = new Map();

@@ -29,28 +29,6 @@ function removePlot(old) {
   old.destroy();
 }
 
-// The steps that there are rollouts of, along the axis, and the one that is chosen.
-function drawSteps(u) {
-  const pen = u.ctx;
-  const dense = devicePixelRatio || 1;
-  pen.save();
-  pen.fillStyle = ink("accent");
-  if (steps.length * 4 < u.bbox.width / dense) {
-    for (const step of steps) {
-      const x = u.valToPos(step, "x", true);
-      if (x < u.bbox.left - 1 || x > u.bbox.left + u.bbox.width + 1) continue;
-      pen.beginPath();
-      pen.arc(x, u.bbox.top + u.bbox.height, 1.8 * dense, 0, 7);
-      pen.fill();
-    }
-  }
-  if (state.step !== "") {
-    pen.globalAlpha = 0.6;
-    pen.fillRect(u.valToPos(Number(state.step), "x", true) - dense / 2, u.bbox.top, dense, u.bbox.height);
-  }
-  pen.restore();
-}
-
 function addCurve(curve) {
   const figure = make("figure", "curve");
   const caption = make("figcaption");
@@ -109,7 +87,7 @@ function addCurve(curve) {
         })),
       ],
       cursor: { sync: { key: "steps" }, y: false, drag: { x: false, y: false }, points: { size: 6, stroke: () => ink("paper"), width: 1 } },
-      hooks: { setCursor: [(u) => show(u.cursor.idx ?? last(lines[0]))], draw: [drawSteps] },
+      hooks: { setCursor: [(u) => show(u.cursor.idx ?? last(lines[0]))] },
     },
     [xs, ...lines],
   );

@@ -4,16 +4,12 @@ let shown = [];
 const list = $("list");
 
 function choose() {
-  const least = state.least === "" ? 0 : Number(state.least) || 0;
-  const most = state.most === "" ? Infinity : Number(state.most) || Infinity;
   shown = rows.filter(
     (row) =>
       (state.run === "" || row.run === Number(state.run)) &&
       (state.step === "" || row.step === Number(state.step)) &&
       (state.outcome === "" || row.outcome === state.outcome) &&
-      (state.answer === "" || (row.answer !== null || row.span !== null) === (state.answer === "yes")) &&
-      row.length >= least &&
-      row.length <= most,
+      (state.answer === "" || (row.answer !== null || row.span !== null) === (state.answer === "yes")),
   );
   if (state.sort === "spread") shown.sort((a, b) => (b.spread ?? -1) - (a.spread ?? -1));
   if (state.sort === "length") shown.sort((a, b) => b.length - a.length);

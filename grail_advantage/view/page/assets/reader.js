@@ -122,34 +122,22 @@ function facts(row) {
 
 async function drawPages(mine) {
   const host = $("pages");
-  const chosen = state.view === "side" ? together(groups[rows[state.row].group]) : [rows[state.row]];
-  host.className = state.view === "side" ? "pages side" : "pages";
+  const side = state.view === "side";
+  const chosen = side ? together(groups[rows[state.row].group]) : [rows[state.row]];
+  const first = await rollout(chosen[0].i);
+  if (mine !== turn) return;
+  host.className = side ? "pages side" : "pages";
   const region = { tabindex: 0, role: "region", "aria-label": "Responses side by side" };
-  for (const [name, value] of Object.entries(region)) state.view === "side" ? host.setAttribute(name, value) : host.removeAttribute(name);
-  if (state.view === "one") {
-    const data = await rollout(chosen[0].i);
-    if (mine !== turn) return;
-    const page = makePage(chosen[0]);
-    host.replaceChildren(page.element);
-    pages = [page];
-    fillPage(page, data);
-  } else {
-    pages = chosen.map(makePage);
-    host.replaceChildren(...pages.map((page) => page.element));
-    const watcher = new IntersectionObserver(
-      (entries) => {
-        for (const entry of entries) {
-          if (!entry.isIntersecting) continue;
-          watcher.unobserve(entry.target);
-          const page = pages.find((p) => p.element === entry.target);
-          if (page) rollout(page.row.i).then((data) => pages.includes(page) && (fillPage(page, data), markPages()));
-        }
-      },
-      { rootMargin: "1500px 200px" },
-    );
-    pages.forEach((page) => watcher.observe(page.element));
-  }
+  for (const [name, value] of Object.entries(region)) side ? host.setAttribute(name, value) : host.removeAttribute(name);
+  pages = chosen.map(makePage);
+  host.replaceChildren(...pages.map((page) => page.element));
+  fillPage(pages[0], first);
   markPages();
+  for (const page of pages.slice(1)) {
+    const data = await rollout(page.row.i);
+    if (mine !== turn) return;
+    fillPage(page, data);
+  }
 }
 
 function makePage(row) {
@@ -176,14 +164,6 @@ function fillPage(page, data) {
     box.append(make("h3", "", "The same response under each method"), ...page.strips.map((s) => s.button));
     element.append(box);
     box.style.margin = "0 0 14px";
-  } else if (state.view === "one" && row.length > 200) {
-    page.map = make("canvas", "minimap", undefined, { "aria-hidden": true, title: "Click to go there" });
-    page.map.addEventListener("click", (event) => {
-      const t = clamp(Math.floor((event.offsetX / page.map.clientWidth) * data.n), 0, data.n - 1);
-      page.spans[t].scrollIntoView({ block: "center" });
-      point(page, t, false);
-    });
-    element.append(page.map);
   }
   const label = `Tokens of response ${row.row}, ${data.n} of them; arrow keys move between them`;
   const box = make("div", "tokens", "", { role: "listbox", "aria-orientation": "horizontal", "aria-label": label });
@@ -230,8 +210,6 @@ function fillPage(page, data) {
 }
 
 function drawPageStrips(page) {
-  if (!page.data) return;
-  if (page.map) drawStrip(page.map, page.row, page.data, state.overlay, 1);
   for (const { method, button, canvas } of page.strips ?? []) {
     const overlay = ["score", "advantage"].includes(state.overlay) ? state.overlay : "weight";
     drawStrip(canvas, page.row, page.data, overlay, 1, column(page.data, overlay, method) ?? new Float32Array(page.data.n).fill(NaN));

@@ -20,7 +20,7 @@ const narrow = matchMedia("(max-width: 760px)");
 const touch = matchMedia("(hover: none)");
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
-const DEFAULTS = { run: "", step: "", outcome: "", answer: "", least: "", most: "", sort: "", overlay: index.overlays[0], method: METHODS[0] ?? "", view: "one" };
+const DEFAULTS = { run: "", step: "", outcome: "", answer: "", sort: "", overlay: index.overlays[0], method: METHODS[0] ?? "", view: "one" };
 const state = { ...DEFAULTS, row: -1, token: -1 };
 function readHash() {
   const given = new URLSearchParams(location.hash.slice(1));

@@ -18,13 +18,13 @@ function paint(page) {
 // The token that keyboard and tap point at.
 function point(page, t, focus) {
   for (const other of pages) {
-    if (other.pointed === undefined || !other.spans) continue;
+    if (other.pointed === undefined) continue;
     other.spans[other.pointed].classList.remove("at");
     other.spans[other.pointed].setAttribute("aria-selected", "false");
     if (other === page) other.spans[other.pointed].tabIndex = -1;
-    if (other !== page) other.pointed = undefined;
+    else other.pointed = undefined;
   }
-  if (page.spans[0]) page.spans[0].tabIndex = -1;
+  page.spans[0].tabIndex = -1;
   page.pointed = t;
   const span = page.spans[t];
   span.tabIndex = 0;
@@ -44,49 +44,14 @@ function point(page, t, focus) {
 
 function move(page, event) {
   if (event.ctrlKey || event.metaKey || event.altKey || page.pointed === undefined) return;
-  const from = page.pointed;
   const last = page.spans.length - 1;
-  let to = null;
-  if (event.key === "ArrowRight") to = Math.min(last, from + 1);
-  else if (event.key === "ArrowLeft") to = Math.max(0, from - 1);
-  else if (event.key === "Home") to = 0;
-  else if (event.key === "End") to = last;
-  else if (event.key === "ArrowDown" || event.key === "ArrowUp") to = otherLine(page, from, event.key === "ArrowDown" ? 1 : -1);
-  else if (event.key === "Escape") {
-    event.preventDefault();
-    $("list").querySelector('[tabindex="0"]')?.focus();
-    return;
-  }
-  if (to === null) return;
+  const to = { ArrowRight: Math.min(last, page.pointed + 1), ArrowLeft: Math.max(0, page.pointed - 1), Home: 0, End: last }[event.key];
+  if (event.key === "Escape") list.querySelector('[tabindex="0"]')?.focus();
+  else if (to === undefined) return;
   event.preventDefault();
+  if (to === undefined) return;
   point(page, to, true);
-  const box = page.spans[to].getBoundingClientRect();
-  const top = $("toolbar").getBoundingClientRect().bottom;
-  const bottom = $("readout").getBoundingClientRect().top;
-  if (box.top < Math.max(0, top) + 8 || box.bottom > bottom - 8) page.spans[to].scrollIntoView({ block: "center", behavior: "instant" });
-}
-
-// The token above or below: the first line that differs, the place in it nearest to where the moves up and down began.
-function otherLine(page, from, direction) {
-  const start = page.spans[from].getClientRects()[0];
-  if (!start) return from;
-  if (page.aim?.token !== from) page.aim = { middle: start.left + start.width / 2 };
-  const middle = page.aim.middle;
-  let best = from;
-  let line = null;
-  for (let t = from + direction; t >= 0 && t < page.spans.length; t += direction) {
-    const box = page.spans[t].getClientRects()[0];
-    if (!box || Math.abs(box.top - start.top) < 6) continue;
-    line ??= { top: box.top, distance: Infinity };
-    if (Math.abs(box.top - line.top) >= 6) break;
-    const distance = Math.abs(box.left + box.width / 2 - middle);
-    if (distance < line.distance) {
-      line.distance = distance;
-      best = t;
-    }
-  }
-  page.aim.token = best;
-  return best;
+  page.spans[to].scrollIntoView({ block: "nearest", behavior: "instant" });
 }
 
 const FIELDS = [
