@@ -106,13 +106,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def weigh(
     options: argparse.Namespace, responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase, advantages: str
 ) -> Outcome:
-    """Weigh responses and say what came of it.
+    """Weigh responses, print a line a method, and return what came of it.
 
     Args:
         options: of :func:`add_options`.
         responses: to weigh.
         tokenizer: the model's.
-        advantages: see :class:`~grail_advantage.view.analysis.weigh.Analysis`.
+        advantages: see :class:`~grail_advantage.view.analysis.analysis.Analysis`.
 
     Raises:
         ValueError: naming the option and the fix.
@@ -131,7 +131,15 @@ def weigh(
     outcome = run_analysis(
         analysis, options.out, tokenizer, lambda: load_model(options.model, options.device, options.dtype)
     )
-    _say(outcome, len(responses))
+    if outcome.few_answers:
+        print(outcome.few_answers)
+    for label, reasons in outcome.neutral.items():
+        without = "".join(f"; {count} without scores ({reason})" for reason, count in reasons.items())
+        scored = len(responses) - sum(reasons.values())
+        print(f"{label}: {scored} of {len(responses)} responses have scores{without}")
+    for label in outcome.unchanged:
+        print(f"{label}: every weight is 1; rewards or --advantages may decide that, see docs/methods.md")
+    print(f"written: {outcome.path}")
     return outcome
 
 
@@ -210,19 +218,6 @@ def load_model(model: str, device: str | None, dtype: str) -> PreTrainedModel:
 
 def _first_line(error: OSError) -> str:
     return str(error).strip().splitlines()[0]
-
-
-def _say(outcome: Outcome, rows: int) -> None:
-    if outcome.few_answers:
-        print(outcome.few_answers)
-    for label, reasons in outcome.neutral.items():
-        without = "".join(f"; {count} without scores ({reason})" for reason, count in reasons.items())
-        print(f"{label}: {rows - sum(reasons.values())} of {rows} responses have scores{without}")
-    for label in outcome.unchanged:
-        print(
-            f"{label}: every weight is 1. Its page says which responses it weighs: --advantages, or rewards, may decide that"
-        )
-    print(f"written: {outcome.path}")
 
 
 if __name__ == "__main__":

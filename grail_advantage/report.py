@@ -35,10 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--row", type=int, help="of --terminal, its place in the batch; default: the first with scores")
     args = parser.parse_args(argv)
     try:
-        if args.figures is not None:
-            return _figures(args.run, args.figures)
-        if args.terminal:
-            return _terminal(args.run, args.step, args.row)
+        if args.figures is not None or args.terminal:
+            _show(args)
+            return 0
         path = write_report(
             args.run, args.output, against=args.against, rollouts=args.rollouts, megabytes=args.megabytes
         )
@@ -52,29 +51,20 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _figures(folder: Path, target: Path) -> int:
-    from grail_advantage.view.page.figures import write_figures
+def _show(args: argparse.Namespace) -> None:
+    """Write the figures, or show a rollout, and print the unreadable parts of the run."""
+    run = data.open_run(args.run)
+    if args.figures is not None:
+        from grail_advantage.view.page.figures import write_figures
 
-    run = data.open_run(folder)
-    for path in write_figures(run, target):
-        print(path.resolve())
-    _print_problems(run)
-    return 0
+        for path in write_figures(run, args.figures):
+            print(path.resolve())
+    elif run.dump is None:
+        raise ValueError(f"{args.run} has no token dump ({data.TOKENS}/, algorithm.token_dump.folder)")
+    else:
+        from grail_advantage.view.terminal import print_rollout
 
-
-def _terminal(folder: Path, step: int | None, row: int | None) -> int:
-    from grail_advantage.view.terminal import print_rollout
-
-    run = data.open_run(folder)
-    if run.dump is None:
-        raise ValueError(f"{folder} has no token dump ({data.TOKENS}/, algorithm.token_dump.folder)")
-    print_rollout(run.dump, step, row)
-    _print_problems(run)
-    return 0
-
-
-def _print_problems(run: data.Run) -> None:
-    """Print the unreadable parts of a run."""
+        print_rollout(run.dump, args.step, args.row)
     for problem in run.problems:
         print(f"report: {problem}", file=sys.stderr)
 

@@ -6,7 +6,6 @@ python -m grail_advantage.report RUN --terminal [--step N] [--row K]
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -22,6 +21,7 @@ SHOWN = 8
 """Tokens in the table of extremes, at each end."""
 _PLAIN = Style(dim=True)
 _SPAN = Style(bold=True, underline=True)
+_TABLE = colours.diverging(theme=colours.DARK)
 
 
 def find_row(dump: TokenDump, step: int | None = None, row: int | None = None) -> tuple[DumpHeader | None, DumpRow]:
@@ -58,54 +58,29 @@ def _row_of(file: DumpFile, place: int | None) -> DumpRow | None:
     return first if place is None else None
 
 
-def coloured_tokens(
-    tokens: Sequence[str],
-    places: np.ndarray,
-    table: Sequence[str],
-    text: str,
-    *,
-    special: Mapping[int, str] | None = None,
-    bold: range = range(0),
-) -> Text:
-    """Tokens on their colours.
-
-    Args:
-        tokens: texts, joined the response.
-        places: float (T,) from -1 to 1 on the scale; NaN for a token without a colour.
-        table: colours of a diverging scale.
-        text: colour of the text.
-        special: names of tokens without text, by their index here.
-        bold: indices of the answer's tokens.
-    """
-    shown = Text(no_wrap=False, overflow="fold", end="")
-    for i, (token, place) in enumerate(zip(tokens, places.tolist(), strict=True)):
-        ground = colours.pick(list(table), place)
-        style = Style(color=text, bgcolor=ground) if ground else _PLAIN
-        written = visible(token) or (special or {}).get(i, "")
-        shown.append(written, style + _SPAN if i in bold else style)
-    return shown
-
-
-def rollout_view(header: DumpHeader | None, row: DumpRow, *, dark: bool = True) -> RenderableType:
+def rollout_view(header: DumpHeader | None, row: DumpRow) -> RenderableType:
     """Everything about a rollout, to print with rich."""
-    theme = colours.DARK if dark else colours.LIGHT
-    table = colours.diverging(theme=theme)
-    names = header.special_tokens if header else {}
-    special = {i: visible(names.get(token, ""), breaks=False) for i, token in enumerate(row.token_ids_T.tolist())}
-    places = np.where(row.mask_T, colours.weight_place(row.weight_T), np.nan)
+    special = header.special_tokens if header else {}
+    names = [
+        visible(text or special.get(token, ""))
+        for token, text in zip(row.token_ids_T.tolist(), row.tokens, strict=True)
+    ]
     answer = range(row.span.content_start, row.span.content_end) if row.span else range(0)
+    response = Text(no_wrap=False, overflow="fold", end="")
+    for i, place in enumerate(np.where(row.mask_T, colours.weight_place(row.weight_T), np.nan).tolist()):
+        style = _ground(place)
+        response.append(names[i], style + _SPAN if i in answer else style)
     parts: list[RenderableType] = [_facts(header, row), Text()]
     if row.prompt:
         parts += [Text("Prompt", style="bold"), Text(visible(row.prompt), style=_PLAIN), Text()]
-    parts += [
-        Text("Response", style="bold"),
-        coloured_tokens(row.tokens, places, table, theme.text, special=special, bold=answer),
-        Text(),
-        legend(table, theme.text),
-        Text(),
-        extremes(row, special),
-    ]
+    parts += [Text("Response", style="bold"), response, Text(), _legend(), Text(), _extremes(row, names)]
     return Group(*parts)
+
+
+def _ground(place: float) -> Style:
+    """The style of a token at a place of the scale; without a colour where it is NaN."""
+    ground = colours.pick(_TABLE, place)
+    return Style(color=colours.DARK.text, bgcolor=ground) if ground else _PLAIN
 
 
 def _facts(header: DumpHeader | None, row: DumpRow) -> Text:
@@ -125,39 +100,30 @@ def _facts(header: DumpHeader | None, row: DumpRow) -> Text:
     return Text(" | ".join(visible(fact, breaks=False) for fact in facts if fact), style="bold")
 
 
-def legend(table: Sequence[str], text: str) -> Text:
-    """The scale: weights on their colours."""
+def _legend() -> Text:
     shown = Text("weight ")
     for weight in colours.WEIGHT_TICKS:
-        ground = colours.pick(list(table), float(colours.weight_place(weight)))
         edge = {colours.WEIGHT_TICKS[0]: "at most ", colours.WEIGHT_TICKS[-1]: "at least "}.get(weight, "")
-        shown.append(f" {edge}{weight:g} ", Style(color=text, bgcolor=ground))
+        shown.append(f" {edge}{weight:g} ", _ground(float(colours.weight_place(weight))))
     shown.append("  answer", _SPAN)
     shown.append("  without a colour: does not train", _PLAIN)
     return shown
 
 
-def extremes(row: DumpRow, special: Mapping[int, str]) -> RenderableType:
+def _extremes(row: DumpRow, names: list[str]) -> RenderableType:
     """The tokens of highest and lowest weight, which also a terminal without colours shows."""
-    weights = np.where(row.mask_T & np.isfinite(row.weight_T), row.weight_T, np.nan)
-    known = np.flatnonzero(np.isfinite(weights))
-    order = known[np.argsort(-weights[known], kind="stable")]
-    if not len(order) or weights[order[0]] == weights[order[-1]]:
+    known = np.flatnonzero(row.mask_T & np.isfinite(row.weight_T))
+    order = known[np.argsort(-row.weight_T[known], kind="stable")].tolist()
+    if not order or row.weight_T[order[0]] == row.weight_T[order[-1]]:
         return Text("every token has the same weight")
     count = min(SHOWN, len(order) // 2)
-    shown = Table(
-        "", "token", "index", "weight", "score", title="tokens of highest and lowest weight", title_justify="left"
-    )
+    title = "tokens of highest and lowest weight"
+    shown = Table("", "token", "index", "weight", "score", title=title, title_justify="left")
     for label, chosen in (("highest", order[:count]), ("lowest", order[::-1][:count])):
-        for i in chosen.tolist():
+        for i in chosen:
             score = row.score_T[i] if row.score_T is not None else math.nan
-            shown.add_row(
-                label,
-                Text(f'"{visible(row.tokens[i], breaks=False)}"' if row.tokens[i] else special.get(i, "")),
-                str(i),
-                f"{weights[i]:.3f}",
-                f"{score:.4g}" if math.isfinite(score) else "",
-            )
+            text = Text(f'"{names[i].replace(chr(10), "")}"')
+            shown.add_row(label, text, str(i), f"{row.weight_T[i]:.3f}", f"{score:.4g}" if math.isfinite(score) else "")
             label = ""
     return shown
 

@@ -18,7 +18,6 @@ from grail_advantage import compute_token_weights
 from grail_advantage.analyze import main, with_rewards
 from grail_advantage.batch import Example
 from grail_advantage.signals.step_values import StepValuesConfig
-from grail_advantage.view.analysis import weigh
 from grail_advantage.view.analysis.columns import token_batches
 from grail_advantage.view.analysis.responses import Response, read_responses, tokenize
 from grail_advantage.view.analysis.specs import parse_method, parse_methods
@@ -117,57 +116,9 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path):
     assert rows[1].tokens[-1] == "" and rows[1].response == rows[0].response
 
 
-def test_a_stopped_analysis_goes_on_and_gives_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run(tmp_path / "whole", batch_tokens=60)
-    parts = []
-
-    def stop_at_the_third(folder: Path, header: Any, rows: Any) -> Path:
-        if len(parts) == 2:
-            raise KeyboardInterrupt
-        parts.append(folder)
-        return write_step(folder, header, rows)
-
-    write_step = weigh.write_step
-    monkeypatch.setattr(weigh, "write_step", stop_at_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "stopped", batch_tokens=60)
-    monkeypatch.setattr(weigh, "write_step", write_step)
-
-    forwards = []
-    statistics = weigh.response_statistics
-    monkeypatch.setattr(weigh, "response_statistics", lambda *given: forwards.append(1) or statistics(*given))
-    run(tmp_path / "stopped", batch_tokens=60)
-    batches = len(token_batches([len(r.prompt) + len(r.response) for r in RESPONSES], range(5), 60))
-    assert batches > 2 and len(forwards) == batches - 2
-    name = "step_000000.parquet"
-    assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert not (tmp_path / "stopped" / "parts").exists()
-
-
-def test_a_finished_analysis_loads_no_model(tmp_path: Path):
-    run(tmp_path / "a", specs=["surprisal"])
-    analysis = Analysis(responses=RESPONSES, methods=parse_methods(["surprisal"]), model="tiny")
-    outcome = run_analysis(analysis, tmp_path / "a", char_tokenizer(), lambda: pytest.fail("loaded"), progress=False)
-    assert outcome.path.exists() and outcome.neutral == {"surprisal": {"no answer": 1}}
-
-
-def test_another_definition_is_refused(tmp_path: Path):
-    given = {"responses": RESPONSES, "methods": parse_methods(["surprisal"]), "model": "tiny"}
-    run_analysis(Analysis(**given), tmp_path / "a", char_tokenizer(), tiny_model, progress=False)
-    for change, message in (
-        ({"temperature": 0.5}, r"temperature: 1\.0, now 0\.5"),
-        ({"methods": parse_methods(["surprisal:gate=all"])}, "methods: "),
-        ({"responses": RESPONSES[:-1]}, r"responses: 5, now 4; responses_sha256: "),
-        ({"responses": [*RESPONSES[:-1], replace(RESPONSES[-1], reward=1.0)]}, "responses_sha256: "),
-        ({"model": "other"}, '"tiny", now "other"'),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run_analysis(Analysis(**given | change), tmp_path / "a", char_tokenizer(), tiny_model, progress=False)
-
-
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is not empty and holds no analysis"):
+    with pytest.raises(ValueError, match="is not empty; name another folder"):
         run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -337,8 +288,7 @@ def test_command(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     assert [row.answer for row in read_dump("hashes")] == ["42"] * 3
     assert read_dump("hashes").files[0].header.answer == "hashes"
     for arguments, message in (
-        (["--responses", "r.jsonl", "--method", "oar_g", "--out", "found"], "holds another analysis"),
-        (["--responses", "h.jsonl", "--method", "grail", "--out", "hashes"], 'answer: "hashes", now "boxed"'),
+        (["--responses", "r.jsonl", "--method", "oar_g", "--out", "found"], "found is not empty"),
         (["--responses", "h.jsonl", "--method", "grail", "--answer", "box"], "answer='box' is no format"),
         (["--responses", "r.jsonl", "--method", "none"], "'none' is no registered signal"),
         (["--responses", "missing.jsonl", "--method", "grail"], "missing.jsonl: cannot be read"),

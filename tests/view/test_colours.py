@@ -12,10 +12,5 @@ def test_places() -> None:
     assert colours.to_srgb(1.0, 0.0, 0.0) == pytest.approx((1, 1, 1), abs=1e-4)
     weights = np.array([0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 5.0, np.nan])
     assert colours.weight_place(weights) == pytest.approx([-1, -1, -0.5, 0, 0.5, 1, 1, np.nan], nan_ok=True)
-    assert colours.signed_place(np.array([-3.0, 0.0, 1.0]), 2.0).tolist() == [-1.0, 0.0, 0.5]
-    assert colours.signed_place(np.array([0.0]), 0.0).tolist() == [0.0]
-    assert colours.share_place(np.array([1.0, 2.0, 9.0]), 1.0, 3.0).tolist() == [0.0, 0.5, 1.0]
-    assert colours.share_place(np.array([2.0]), 2.0, 2.0).tolist() == [0.0]
     table = ["low", "middle", "high"]
     assert [colours.pick(table, place) for place in (-1.0, 0.0, 0.9, float("nan"))] == ["low", "middle", "high", None]
-    assert colours.pick(table, 0.0, signed=False) == "low"

@@ -56,15 +56,9 @@ def test_a_run_is_metrics_a_dump_or_both(tmp_path: Path) -> None:
 
 
 def test_bins_by_hand() -> None:
-    for (count, bins), wanted in {
-        (4, 2): [0, 0, 1, 1],
-        (3, 2): [0, 1, 1],  # 1/6, 3/6, 5/6
-        (2, 4): [1, 3],
-        (1, 20): [10],
-        (0, 4): [],
-        (1000, 10): sorted(list(range(10)) * 100),
-    }.items():
-        assert by_position.positions(count, bins).tolist() == wanted
+    counted = [by_position.binned(np.arange(count) + 1.0, bins).tolist() for count, bins in ((4, 2), (3, 2), (2, 4))]
+    assert counted[:2] == [[1.5, 3.5], [1.0, 2.5]]  # of three, the places are 1/6, 3/6, 5/6
+    assert counted[2] == pytest.approx([NAN, 1.0, NAN, 2.0], nan_ok=True)
     values = np.array([1.0, 3.0, NAN, 5.0, 7.0, 2.0])
     assert by_position.binned(values, 3).tolist() == [2.0, 5.0, 4.5]
     assert by_position.binned(values, 2) == pytest.approx([2.0, 14 / 3])
@@ -94,24 +88,22 @@ def test_intervals() -> None:
 
 def test_table_by_hand() -> None:
     row = dump_row([2.0, 4.0, 9.0, 100.0], span=(2, 2, 3, 4), mask_T=[True, True, True, False])
-    table = by_position.row_table([row], bins=2)
+    table = by_position.row_tables([row], bins=2)[""]
     assert table.profiles.tolist() == [[2.0, 4.0]]
     assert (table.steps.tolist(), table.outcomes.tolist(), table.scored.tolist()) == ([1], ["right"], [True])
     rows = [dump_row([1.0], group=0), dump_row([1.0], group=0, update=1), dump_row([1.0], group=0, step=2)]
-    assert by_position.row_table(rows).groups.tolist() == [0, 1, 2]
+    assert by_position.row_tables(rows)[""].groups.tolist() == [0, 1, 2]
     rows = [
         dump_row([1.0], methods={"a": MethodColumns(score_T=None, weight_T=np.array([3.0]), neutral="no answer")}),
         dump_row([2.0], methods={"b": MethodColumns(score_T=None, weight_T=np.array([5.0]))}),
     ]
-    table = by_position.row_table(rows, bins=1, method="a")
-    assert table.profiles.tolist() == [[3.0]] and table.scored.tolist() == [False]
-    assert by_position.row_table(rows, bins=1).profiles.tolist() == [[1.0], [2.0]]
+    tables = by_position.row_tables(rows, bins=1)
+    assert tables["a"].profiles.tolist() == [[3.0]] and tables["a"].scored.tolist() == [False]
+    assert tables[""].profiles.tolist() == [[1.0], [2.0]] and set(tables) == {"", "a", "b"}
 
 
-def test_profiles_and_heat_map_by_hand() -> None:
-    """Steps 1 to 4; per step a right and a wrong row with scores, and a row without."""
-    assert by_position.thirds([5, 1, 3, 3, 2, 4, 6, 7]) == [[1, 2], [3, 4], [5, 6, 7]]
-    assert by_position.thirds([2, 1]) == [[1], [2]] and by_position.thirds([]) == []
+def test_profiles_and_means_by_step_by_hand() -> None:
+    """Steps 1 to 4; per step a correct and an incorrect row with scores, and a row without."""
     rows = []
     for step in (1, 2, 3, 4):
         rows += [
@@ -119,17 +111,16 @@ def test_profiles_and_heat_map_by_hand() -> None:
             dump_row([2.0 * step, 0.0], step=step, row=1, group=0, outcome="wrong", truncated=True, reward=0.0),
             dump_row([1.0], step=step, row=2, group=1, outcome=None, neutral="no answer"),
         ]
-    table = by_position.row_table(rows, bins=2)
-    parts = {(p.outcome, p.first_step, p.last_step): p.means for p in by_position.profiles(table, parts=2)}
-    assert list(parts) == [("right", 1, 2), ("wrong", 1, 2), ("right", 3, 4), ("wrong", 3, 4)]
-    # Right rows of steps 1 and 2: bins (1+1)/2 and (2+1)/2 on both sides.
-    assert parts["right", 1, 2].mean.tolist() == [1.25, 1.25]
-    assert parts["wrong", 3, 4].mean.tolist() == [7.0, 0.0]
-    assert parts["wrong", 3, 4].low.tolist() == pytest.approx([7 - 1.959963984540054, 0.0])
-    heat = by_position.heat_map(table)
-    assert (heat.steps, heat.rows) == ([1, 2, 3, 4], [2, 2, 2, 2])
-    assert heat.weights.tolist() == [[1.5, 0.5], [2.75, 0.75], [4.0, 1.0], [5.25, 1.25]]
-    assert by_position.heat_map(table, "wrong").weights[:, 0].tolist() == [2.0, 4.0, 6.0, 8.0]
-    empty = by_position.heat_map(table, "right and wrong")
-    assert np.isnan(empty.weights).all() and empty.rows == [0, 0, 0, 0]
-    assert by_position.heat_map(by_position.row_table([], bins=2)).weights.shape == (0, 2)
+    table = by_position.row_tables(rows, bins=2)[""]
+    means = by_position.profiles(table)
+    # Correct rows: bins (step + 1) / 2 on both sides; one prompt a step, so that four are independent.
+    assert list(means) == ["right", "wrong"] and means["right"].mean.tolist() == [1.75, 1.75]
+    assert (means["wrong"].mean.tolist(), means["wrong"].groups) == ([5.0, 0.0], 4)
+    half = 1.959963984540054 * np.std([2.0, 4.0, 6.0, 8.0], ddof=1) / 2
+    assert means["wrong"].low.tolist() == pytest.approx([5 - half, 0.0])
+    steps, weights, counts = by_position.by_step(table)
+    assert (steps, counts) == ([1, 2, 3, 4], [2, 2, 2, 2])
+    assert weights.tolist() == [[1.5, 0.5], [2.75, 0.75], [4.0, 1.0], [5.25, 1.25]]
+    assert by_position.by_step(table, "wrong")[1][:, 0].tolist() == [2.0, 4.0, 6.0, 8.0]
+    assert np.isnan(by_position.by_step(table, "right and wrong")[1]).all()
+    assert by_position.by_step(by_position.row_tables([], bins=2)[""])[1].shape == (0, 2)

@@ -29,11 +29,6 @@ def index_of(*folders: Path, **options: Any) -> dict[str, Any]:
     return json.loads(gzip.decompress(base64.b64decode(block[1]))) | {"size": len(page)}
 
 
-def mean_profile(table: by_position.RowTable, outcome: str) -> list[float]:
-    chosen = table.where(table.scored & (table.outcomes == outcome))
-    return by_position.clustered_means(chosen.profiles, chosen.groups).mean.tolist()
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tiny" / "grail"
@@ -93,10 +88,10 @@ def test_index_of_a_run(run: Path) -> None:
     reward = next(curve for curve in index["curves"] if curve["title"] == "Training reward")["lines"][0]
     assert reward["values"] == pytest.approx([metrics[step]["critic/score/mean"] for step in reward["steps"]])
     assert {curve["title"] for curve in index["more"]} >= {"actor/grad_norm", "timing_s/step"}
-    position, table = index["position"]["grail"], by_position.row_table(rows)
-    assert position["all"][0]["mean"] == pytest.approx(mean_profile(table, "right"), rel=1e-5)
-    wrong = by_position.heat_map(table, "wrong").weights
-    assert np.allclose(np.array(position["heat"]["wrong"], dtype=float), wrong, rtol=1e-5, equal_nan=True)
+    position, table = index["position"]["grail"], by_position.row_tables(rows)[""]
+    assert position["all"][0]["mean"] == pytest.approx(by_position.profiles(table)["right"].mean.tolist(), rel=1e-5)
+    wrong = by_position.by_step(table, "wrong")[1]
+    assert np.allclose(np.array(position["of_step"]["wrong"], dtype=float), wrong, rtol=1e-5, equal_nan=True)
     assert position["steps"] == [1, 5, 10]
 
 
@@ -149,7 +144,7 @@ def test_broken_and_missing_parts(tmp_path: Path) -> None:
     index = index_of(tmp_path / "cut")
     assert set(index["rows"]["step"]) == {1} and len(index["rows"]["step"]) == 24 and not index["curves"]
     (note,) = index["notes"]
-    assert "step_000005.parquet: cannot be read as Parquet" in note
+    assert "step_000005.parquet: is damaged or no token dump" in note
 
     run = tmp_path / "metrics"
     write_metrics(run, 2)
@@ -160,7 +155,7 @@ def test_broken_and_missing_parts(tmp_path: Path) -> None:
     assert reward["steps"] == [1, 2, 3] and reward["values"][2] is None
     assert any("metrics.jsonl:" in note for note in index["notes"])
     assert not index["rows"]["step"] and not index["position"]
-    assert "wrote no token dump" in index["nothing"] and "algorithm.token_dump.folder" in index["nothing"]
+    assert "wrote no token dump" in index["nothing"]
     write_step(run / "tokens", DumpHeader(step=1, method="grail"), [])
     index = index_of(run)
     assert "no rollout that can be read" in index["nothing"] and any("holds no rows" in note for note in index["notes"])

@@ -17,9 +17,9 @@ from rich.console import Console
 from grail_advantage.report import main
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.view.notebook import row_html, token_html
-from grail_advantage.view.page import by_position, colours, data, figures
+from grail_advantage.view.page import colours, data, figures
 from grail_advantage.view.page.visible import visible
-from grail_advantage.view.terminal import coloured_tokens, find_row, rollout_view
+from grail_advantage.view.terminal import find_row, rollout_view
 from tests.dumps import HOSTILE, dump_row
 
 NAN = float("nan")
@@ -89,7 +89,7 @@ def test_each_figure_is_a_picture_a_drawing_and_a_table(
 
 
 def test_tables_by_hand(run: data.Run, tmp_path: Path) -> None:
-    figures.write_figures(run, tmp_path, by_position.row_table(run.dump, bins=2))
+    figures.write_figures(run, tmp_path, bins=2)
 
     def read(name: str, *columns: str) -> list[tuple[str, ...]]:
         with (tmp_path / f"{name}.csv").open(newline="", encoding="utf-8") as file:
@@ -110,12 +110,11 @@ def test_tables_by_hand(run: data.Run, tmp_path: Path) -> None:
     ]
     assert read("heat_map", "step", "position", "weight", "rows") == heat
     profile = [
-        (step, outcome, position, mean, "")  # one prompt has no interval
-        for step, right in (("1", "1.0"), ("2", "1.5"))
-        for outcome, mean in (("right", right), ("wrong", "0.5"))
+        (outcome, position, mean)
+        for outcome, mean in (("right", "1.25"), ("wrong", "0.5"))
         for position in ("0.25", "0.75")
     ]
-    assert read("profile", "first_step", "outcome", "position", "mean", "low") == profile
+    assert read("profile", "outcome", "position", "mean") == profile
 
 
 # ----------------------------------------------------------------------------------------------------------------- terminal
@@ -168,11 +167,6 @@ def test_a_row_in_the_terminal() -> None:
     assert "no scores: no answer" in printed and "every token has the same weight" in printed
 
     table = colours.diverging(theme=colours.DARK)
-    places = np.array([-1.0, 0.0, np.nan, 1.0])
-    shown = coloured_tokens(["a", "b", "c", ""], places, table, "#ffffff", special={3: "<end>"}, bold=range(1, 2))
-    grounds = [span.style.bgcolor.get_truecolor().hex if span.style.bgcolor else None for span in shown.spans]
-    assert (shown.plain, grounds) == ("abc<end>", [table[0], table[32], None, table[-1]])
-    assert [bool(span.style.bold) for span in shown.spans] == [False, True, False, False]
     printed = _printed(dump_row([4.0, 4.0], tokens=["heavy", "tool"], mask_T=[True, False]), colour=True)
     red, green, blue = (int(table[-1][i : i + 2], 16) for i in (1, 3, 5))
     assert re.search(rf"48;2;{red};{green};{blue}m\w*heavy", printed)
@@ -214,27 +208,20 @@ def test_tokens_in_a_notebook() -> None:
     grounds, titles, texts = zip(*_tokens(shown), strict=True)
     assert grounds == (table[0], table[32], table[-1], None) and texts == ("a", " b", "c", "d")
     assert titles == ("weight 0.25", "weight 1", "weight 9", "no weight") and shown._repr_html_() == shown
-    legend = [text for tag, attrs, text in _Reader(shown).elements if tag == "span" and "title" not in attrs]
-    assert legend == ["at most 0.25", "0.5", "1", "2", "at least 4"]
     signed = [ground for ground, *_ in _tokens(token_html(["a", "b", "c"], [-2.0, 0.0, 1.0], scale="signed"))]
     assert signed == [table[i] for i in (0, 32, 48)]
-    plain = [ground for ground, *_ in _tokens(token_html(["a", "b"], [0.0, 3.0], scale="from zero", dark=True))]
-    assert plain == [colours.sequential(theme=colours.DARK)[i] for i in (0, -1)]
     assert not _tokens(token_html([], [])) and _tokens(token_html(["a"], [0.0], scale="signed"))
 
-    row = dump_row([0.5, 2.0], tokens=["a", "b"], mask_T=[True, False], old_log_prob_T=np.float32([-1.5, -2.0]))
+    row = dump_row([0.5, 2.0], tokens=["a", "b"], mask_T=[True, False])
     assert [title for _, title, _ in _tokens(row_html(row))] == ["weight 0.5", "no weight"]
-    assert [title for _, title, _ in _tokens(row_html(row, "surprisal"))] == ["surprisal 1.5", "no surprisal"]
     assert _tokens(row_html(row, "base_advantage"))[0][1] == "base advantage 0.5"
-    with pytest.raises(ValueError, match=r"values has shape \(1,\) for 2 tokens"):
-        token_html(["a", "b"], [1.0])
-    with pytest.raises(ValueError, match="scale='log' is unknown; choose weight, signed or from zero"):
-        token_html(["a"], [1.0], scale="log")
-    for column in ("entropy", "span", "surprisal"):
-        with pytest.raises(
-            ValueError, match=f"column='{column}' is not in this row; it has weight, score, advantage, b"
-        ):
-            row_html(dump_row([1.0], entropy_T=None), column)
+    for call, message in (
+        (lambda: token_html(["a", "b"], [1.0]), r"values has shape \(1,\) for 2 tokens"),
+        (lambda: token_html(["a"], [1.0], scale="log"), "scale='log' is unknown; choose weight or signed"),
+        (lambda: row_html(dump_row([1.0]), "span"), "column='span' is not in this row"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 # ------------------------------------------------------------------------------------------------------------- hostile text

@@ -145,7 +145,7 @@ def _dump_row(row: _Row, analysis: Analysis) -> DumpRow:
     response, length = row.response, len(row.tokens.response_T)
     methods = {label: row.methods[label] for label in analysis.methods}
     first = next(iter(methods.values()))
-    base_advantage_T = np.full(length, row.advantage, dtype=np.float32)
+    base_advantage_T: np.ndarray = np.full(length, row.advantage, dtype=np.float32)
     return DumpRow(
         step=0,
         row=row.place,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from grail_advantage.view.dump.files import DumpRow
+from grail_advantage.view.dump.files import DumpRow, MethodColumns
 
 BINS = 20
 OUTCOMES = ("right", "wrong")
@@ -74,7 +74,8 @@ def row_tables(rows: Iterable[DumpRow], bins: int = BINS) -> dict[str, RowTable]
     for row in rows:
         group = groups.setdefault((row.step, row.update, row.group), len(groups))
         inside_T = reasoning(row)
-        for name, source in {"": row, **row.methods}.items():
+        sources: dict[str, DumpRow | MethodColumns] = {"": row, **row.methods}
+        for name, source in sources.items():
             profile = binned(source.weight_T[inside_T], bins)
             entry = row.step, group, row.outcome or "", source.neutral is None, profile
             entries.setdefault(name, []).append(entry)

@@ -77,21 +77,6 @@ def weight_place(weights: np.ndarray | float) -> np.ndarray:
         return np.clip(np.log(np.asarray(weights, dtype=np.float64)) / math.log(WEIGHT_LIMIT), -1.0, 1.0)
 
 
-def signed_place(values: np.ndarray | float, limit: float) -> np.ndarray:
-    """Places of signed values on a diverging scale whose ends are ``-limit`` and ``limit``."""
-    return np.clip(np.asarray(values, dtype=np.float64) / limit, -1.0, 1.0) if limit > 0 else np.zeros(np.shape(values))
-
-
-def share_place(values: np.ndarray | float, lowest: float, highest: float) -> np.ndarray:
-    """Places of values on a sequential scale, from 0 to 1."""
-    width = highest - lowest
-    values = np.asarray(values, dtype=np.float64)
-    return np.clip((values - lowest) / width, 0.0, 1.0) if width > 0 else np.zeros(np.shape(values))
-
-
-def pick(table: list[str], place: float, *, signed: bool = True) -> str | None:
-    """The colour at a place, ``None`` where there is no value."""
-    if not math.isfinite(place):
-        return None
-    share = (place + 1) / 2 if signed else place
-    return table[round(share * (len(table) - 1))]
+def pick(table: list[str], place: float) -> str | None:
+    """The colour at a place from -1 to 1, ``None`` where there is no value."""
+    return table[round((place + 1) / 2 * (len(table) - 1))] if math.isfinite(place) else None

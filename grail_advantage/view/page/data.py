@@ -139,33 +139,34 @@ class Curve:
 
 OUTCOME_WORDS = {"right": "correct", "wrong": "incorrect", "": "outcome unknown"}
 """How people read a dump's outcomes."""
-_CURVES: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("accuracy", "Held-out accuracy", "share correct", ((r"val-core/.+/acc/mean@\d+", ""),)),
+_CURVES: tuple[tuple[str, str, str, dict[str, str]], ...] = (
+    ("accuracy", "Held-out accuracy", "share correct", {r"val-core/.+/acc/mean@\d+": ""}),
     (
         "reward",
         "Training reward",
         "mean of a response",
-        (("critic/score/mean|reward", "reward"), ("eval_reward", "held out")),
+        {"critic/score/mean|reward": "reward", "eval_reward": "held out"},
     ),
     (
         "weights",
         "Token weights",
         "weight",
-        ((r"[^/]+/average_weight", "mean"), (r"[^/]+/weight_deviation", "standard deviation")),
+        {"[^/]+/average_weight": "mean", "[^/]+/weight_deviation": "standard deviation"},
     ),
     (
         "responses",
         "Responses",
         "share of responses",
-        (
-            (r"[^/]+/selected_rate", "with scores"),
-            (r"[^/]+/answer_found_rate", "with an answer"),
-            (r"[^/]+/truncated_rate", "truncated"),
-        ),
+        {
+            "[^/]+/selected_rate": "with scores",
+            "[^/]+/answer_found_rate": "with an answer",
+            "[^/]+/truncated_rate": "truncated",
+        },
     ),
-    ("length", "Response length", "tokens", (("response_length/mean|completions/mean_length", "mean"),)),
-    ("entropy", "Policy entropy", "nats", (("actor/entropy|entropy", "mean"),)),
+    ("length", "Response length", "tokens", {"response_length/mean|completions/mean_length": "mean"}),
+    ("entropy", "Policy entropy", "nats", {"actor/entropy|entropy": "mean"}),
 )
+"""Name, title and unit of each plot, and for each of its lines a pattern of the metric's name and a label."""
 
 
 def line(metrics: Mapping[int, Mapping[str, float]], name: str, label: str) -> Line:
@@ -181,7 +182,7 @@ def curves(metrics: Mapping[int, Mapping[str, float]]) -> list[Curve]:
     for curve, title, unit, patterns in _CURVES:
         lines = [
             line(metrics, name, label or name.removeprefix("val-core/").replace("/acc/", ", "))
-            for pattern, label in patterns
+            for pattern, label in patterns.items()
             for name in names
             if re.fullmatch(pattern, name)
         ]

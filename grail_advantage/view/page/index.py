@@ -104,17 +104,17 @@ class Selection:
         by_step: dict[tuple[int, int], list[int]] = {}
         for number, group in enumerate(self.groups):
             by_step.setdefault((group["run"], group["step"]), []).append(number)
-        keep = {number for groups in by_step.values() for number in groups[: max(1, math.floor(len(groups) * share))]}
+        keep = sorted(number for part in by_step.values() for number in part[: max(1, math.floor(len(part) * share))])
         if len(keep) == len(self.groups):
             # One group a step already: fewer steps.
-            keep = set(sorted(keep)[:: max(2, math.ceil(1 / share))])
+            keep = keep[:: max(2, math.ceil(1 / share))]
         if len(keep) == len(self.groups):
             return False
-        places = {number: place for place, number in enumerate(sorted(keep))}
-        self.rollouts = [rollout for rollout in self.rollouts if rollout.facts["group"] in keep]
+        places = {number: place for place, number in enumerate(keep)}
+        self.rollouts = [rollout for rollout in self.rollouts if rollout.facts["group"] in places]
         for rollout in self.rollouts:
             rollout.facts["group"] = places[rollout.facts["group"]]
-        self.groups = [self.groups[number] for number in sorted(keep)]
+        self.groups = [self.groups[number] for number in keep]
         return True
 
     def index(self) -> dict[str, Any]:

@@ -103,27 +103,14 @@ def _page(title: str, content: dict[str, Any], blocks: Sequence[str]) -> str:
     def read(name: str) -> str:
         return (assets / name).read_text(encoding="utf-8")
 
-    uplot = assets / "uplot"
-    style = _style(read("report.css")) + (uplot / "uPlot.min.css").read_text(encoding="utf-8")
-    scripts = [
-        (uplot / "uPlot.iife.min.js").read_text(encoding="utf-8"),
-        "\n".join(read(f"{name}.js") for name in _SCRIPTS),
-    ]
+    style = _style(read("report.css")) + read("uplot/uPlot.min.css")
+    scripts = [read("uplot/uPlot.iife.min.js"), "\n".join(read(f"{name}.js") for name in _SCRIPTS)]
     for text in (style, *scripts):
         if "</" in text:
             raise AssertionError("a script or style may not hold what could end it")
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            "script-src " + " ".join(map(_hash, scripts)),
-            f"style-src {_hash(style)}",
-            "connect-src 'none'",
-            "base-uri 'none'",
-            "form-action 'none'",
-        ]
-    )
     parts = {
-        "POLICY": policy,
+        "POLICY": f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; "
+        "connect-src 'none'; base-uri 'none'; form-action 'none'",
         "GENERATOR": f"grail_advantage {__version__}",
         "TITLE": html.escape(title.encode("utf-8", "replace").decode("utf-8")),
         "STYLE": style,
@@ -166,18 +153,13 @@ def _names(folders: Sequence[Path]) -> list[str]:
     if len(parts) == 1:
         # A run's folder is often named by its method alone.
         return ["/".join(parts[0][-3:]).lstrip("/")]
-    for length in range(1, max(map(len, parts)) + 1):
-        ends = ["/".join(part[-length:]) for part in parts]
-        if len(set(ends)) == len(ends):
-            return ends
-    return [f"{name} ({number})" for number, name in enumerate(ends, start=1)]
+    ends = [["/".join(part[-length:]) for part in parts] for length in range(1, max(map(len, parts)) + 1)]
+    numbered = [f"{name} ({number})" for number, name in enumerate(ends[-1], start=1)]
+    return next((names for names in ends if len(set(names)) == len(names)), numbered)
 
 
 def _subtitle(runs: Sequence[data.Run], headers: Sequence[DumpHeader | None], selection: index.Selection) -> str:
-    parts = []
-    for header in headers[:1]:
-        if header is not None:
-            parts += [header.method, Path(header.model).name]
+    parts = [headers[0].method, Path(headers[0].model).name] if headers and headers[0] is not None else []
     steps = sorted({step for run in runs for step in run.metrics} | {group["step"] for group in selection.groups})
     if len(steps) > 1:
         parts.append(f"steps {steps[0]} to {steps[-1]}")
@@ -189,9 +171,7 @@ def _subtitle(runs: Sequence[data.Run], headers: Sequence[DumpHeader | None], se
 
 def _foot(headers: Sequence[DumpHeader | None], rollouts: bool) -> list[str]:
     lines = []
-    for header in headers[:1]:
-        if header is None or not header.method:
-            continue
+    if headers and (header := headers[0]) is not None and header.method:
         options = ", ".join(f"{name} {value}" for name, value in header.options.items() if value is not None)
         temperature = "" if header.temperature is None else f" Temperature {header.temperature:g}."
         lines.append(f"Method {header.method}{': ' + options if options else ''}.{temperature}")
