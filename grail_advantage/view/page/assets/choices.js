@@ -108,15 +108,6 @@ dark.addEventListener("change", () => {
   drawStrips();
   pages.forEach(drawPageStrips);
 });
-let resizing = 0;
-addEventListener("resize", () => {
-  clearTimeout(resizing);
-  resizing = setTimeout(() => {
-    drawStrips();
-    pages.forEach(drawPageStrips);
-  }, 120);
-});
-
 head();
 const named = readHash();
 drawTraining();

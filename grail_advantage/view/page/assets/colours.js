@@ -32,13 +32,13 @@ function ink(name) {
 // Scores have no common scale: each response has its own, of the logarithm where they span a factor of 100.
 function scoreScale(values) {
   const known = Array.from(values).filter((x) => !Number.isNaN(x)).sort((a, b) => a - b);
-  if (!known.length) return { place: () => 0, low: NaN, high: NaN };
+  if (!known.length) return () => 0;
   const positive = known.find((x) => x > 0);
   const high = known[Math.floor((known.length - 1) * 0.99)];
   const log = known[0] >= 0 && positive !== undefined && high / positive > 100;
   const low = log ? Math.max(positive, high * 1e-4) : known[Math.floor((known.length - 1) * 0.01)];
   const map = log ? (x) => Math.log(Math.max(x, low) / low) / Math.log(high / low) : (x) => (x - low) / (high - low || 1);
-  return { place: (x) => clamp(map(x), 0, 1), low, high, log };
+  return (x) => clamp(map(x), 0, 1);
 }
 
 // A column by the name of its overlay; of the chosen method where several weighed the responses.
@@ -51,15 +51,15 @@ function column(data, overlay, method = state.method) {
   return weight && known.base_advantage && weight.map((w, t) => w * known.base_advantage[t]);
 }
 
-// Places of a rollout's tokens on the scale of an overlay, NaN where there is no value; and the scale.
+// Places of a rollout's tokens on the scale of an overlay, NaN where there is no value.
 function places(data, overlay, values = column(data, overlay)) {
   const how = OVERLAYS[overlay];
-  const scale = overlay === "score" && values ? scoreScale(values) : how;
+  const place = overlay === "score" && values ? scoreScale(values) : how.place;
   const out = new Float32Array(data.n).fill(NaN);
   // What does not train has a weight of 0 by definition, which is no colour.
   const shown = (t) => !Number.isNaN(values[t]) && (data.mask[t] || !how.signed);
-  if (values) for (let t = 0; t < data.n; t++) if (shown(t)) out[t] = scale.place(values[t]);
-  return { places: out, scale };
+  if (values) for (let t = 0; t < data.n; t++) if (shown(t)) out[t] = place(values[t]);
+  return out;
 }
 const className = (overlay, p) => (Number.isNaN(p) ? "none" : OVERLAYS[overlay].signed ? signedClass(p) : shareClass(p));
 
@@ -92,10 +92,7 @@ function drawLegend() {
   if (overlay === "weight") scaleBar(host, true, ratioTicks(W));
   else if (overlay === "advantage") scaleBar(host, true, [[0, number(-l.advantage, 2)], [0.5, "0"], [1, number(l.advantage, 2)]]);
   else if (overlay === "score") {
-    const page = pages.find((p) => p.row.i === state.row) ?? pages[0];
-    const { low, high, log } = page?.scale ?? {};
-    const ends = state.view === "side" || low === undefined ? ["low", "high"] : [number(low, 2), number(high, 2)];
-    scaleBar(host, false, [[0, ends[0]], [1, ends[1]]], `each response's own${log ? ", log" : ""}`);
+    scaleBar(host, false, [[0, "low"], [1, "high"]], "each response's own");
   } else scaleBar(host, false, [[0, "0"], [1, `${number(l[overlay], 2)}+`]], "nats");
   host.setAttribute("role", "img");
   host.setAttribute("aria-label", `Colours of ${OVERLAYS[overlay].name.toLowerCase()}`);
@@ -110,7 +107,7 @@ function drawStrip(canvas, row, data, overlay, share, values) {
   canvas.width = Math.round(width * dense);
   canvas.height = Math.round(height * dense);
   const pen = canvas.getContext("2d");
-  const shown = places(data, overlay, values).places;
+  const shown = places(data, overlay, values);
   const end = Math.max(2, Math.round(canvas.width * share));
   const across = Math.min(end, Math.max(1, data.n));
   const bottom = canvas.height - Math.round(3 * dense);

@@ -133,6 +133,9 @@ async function drawPages(mine) {
   host.replaceChildren(...pages.map((page) => page.element));
   fillPage(pages[0], first);
   markPages();
+  fillOthers(mine);
+}
+async function fillOthers(mine) {
   for (const page of pages.slice(1)) {
     const data = await rollout(page.row.i);
     if (mine !== turn) return;

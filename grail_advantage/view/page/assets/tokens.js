@@ -3,8 +3,7 @@
 const ofTool = (row, t) => row.tool?.some(([start, end]) => t >= start && t < end) ?? false;
 function paint(page) {
   const { row, data } = page;
-  const { places: shown, scale } = places(data, state.overlay);
-  page.scale = scale;
+  const shown = places(data, state.overlay);
   for (let t = 0; t < data.n; t++) {
     let name = `t ${className(state.overlay, shown[t])}`;
     if (!data.mask[t]) name += " off";
