@@ -1,10 +1,13 @@
-"""The methods and reshapers of this package, and how properties are tried."""
+"""The methods and reshapers of this package, how properties are tried, and what a module is called with."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
+from torch import nn
 
 from grail_advantage import registry
 from grail_advantage.methods import methods
@@ -29,3 +32,18 @@ def few(examples: int) -> settings:
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
+
+
+@contextmanager
+def watch_inputs(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
+    """Collect the shape of what each call of the module takes in."""
+    shapes: list[tuple[int, ...]] = []
+
+    def note(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+        shapes.append(tuple((args[0] if args else next(iter(kwargs.values()))).shape))
+
+    handle = module.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield shapes
+    finally:
+        handle.remove()

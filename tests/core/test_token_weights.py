@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -17,8 +15,9 @@ from transformers import Qwen3ForCausalLM
 
 from grail_advantage import GrailConfig, TokenWeights, compute_token_weights
 from grail_advantage.model import activations, hugging_face
-from tests.core.common import few
-from tests.core.reference import PlainModel, ReferenceResult, reference_weights, resolve
+from tests.core.common import few, watch_inputs
+from tests.core.plain_answers import EXPRESSION, PLAIN
+from tests.core.reference import PlainModel, reference_weights, resolve
 from tests.core.tiny_models import (
     ROLLOUTS,
     Batch,
@@ -49,18 +48,11 @@ def subject(name: str, layers: int = 4, double: bool = False) -> tuple[Any, Plai
     return (model.double() if double else model), PlainModel(model)
 
 
-def compute(model: nn.Module, batch: Batch, config: GrailConfig, temperature: float = 1.0) -> TokenWeights:
-    return compute_token_weights(model, char_tokenizer(), *batch.tensors(), config, temperature=temperature)
-
-
-def expect(plain: PlainModel, batch: Batch, preset: str, options: dict, temperature: float) -> ReferenceResult:
-    return reference_weights(
-        plain,
-        id_to_character(),
-        *(tensor.tolist() for tensor in batch.tensors()),
-        options=resolve(preset, **options),
-        temperature=temperature,
-    )
+def compute(
+    model: nn.Module, batch: Batch, config: GrailConfig, temperature: float = 1.0, answer: str = "boxed"
+) -> TokenWeights:
+    tokenizer = char_tokenizer()
+    return compute_token_weights(model, tokenizer, *batch.tensors(), config, temperature=temperature, answer=answer)
 
 
 def outside_gate(gate: str, advantage: float) -> bool:
@@ -68,7 +60,13 @@ def outside_gate(gate: str, advantage: float) -> bool:
 
 
 def assert_matches(
-    model: nn.Module, plain: PlainModel, batch: Batch, preset: str, temperature: float = 1.0, **options: Any
+    model: nn.Module,
+    plain: PlainModel,
+    batch: Batch,
+    preset: str,
+    temperature: float = 1.0,
+    answer: str = "boxed",
+    **options: Any,
 ) -> TokenWeights:
     """Weights, spans and, in the rows that need them, scores are those of the plain computation in float64.
 
@@ -77,8 +75,15 @@ def assert_matches(
     double = model.dtype == torch.float64
     atol, rtol = (3e-5, 2e-5) if double else (3e-3, 2e-3)
     config = GrailConfig(preset, **options)
-    got = compute(model, batch, config, temperature)
-    expected = expect(plain, batch, preset, options, temperature)
+    got = compute(model, batch, config, temperature, answer)
+    expected = reference_weights(
+        plain,
+        id_to_character(),
+        *(tensor.tolist() for tensor in batch.tensors()),
+        options=resolve(preset, **options),
+        temperature=temperature,
+        boxes=PLAIN[answer],
+    )
     case = f"{preset} {options} temperature {temperature}"
 
     def explain(difference: str) -> str:
@@ -121,7 +126,7 @@ OPTIONS: dict[str, list] = {
 NUMBERS = {"weight_mean": 1.25, "weight_std": 0.75, "weight_min": 0.1, "weight_max": 2.0, "content_weight": 0.3}
 
 
-@few(100)
+@few(50)
 @given(
     st.sampled_from(list(MODELS)),
     st.sampled_from([4, 1, 2, 3]),
@@ -149,22 +154,22 @@ def test_presets_on_every_kind_of_rollout_in_float32(name: str, preset: str) -> 
     assert got.stats["answer_found_rate"] == 10 / 12
 
 
+TEXTS = {
+    "hashes": ["So #### 4 or #### -5.", "#### Step 2", "It is #### 1,000"],
+    "tag": ["So <answer>4</answer> or <answer>-5</answer>.", "No <answer>4", "<answer></answer> then"],
+    EXPRESSION: ["So Answer: 4. Or Answer: -5.", "No answer: 4", "Answer: "],
+}
+
+
+@pytest.mark.parametrize("answer", TEXTS)
+def test_answers_in_every_format(answer: str) -> None:
+    rollouts = [Rollout("Two?", text, of) for text, of in zip(TEXTS[answer], (-1.0, -0.5, -0.5), strict=True)]
+    for preset in ("official", "robust"):
+        got = assert_matches(*subject("qwen3", 1, double=True), make_batch(rollouts), preset, answer=answer)
+        assert [span is None for span in got.spans] == [False, True, False]
+
+
 # ---- padding, batch composition, row selection ---------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def watch_inputs(module: nn.Module) -> Iterator[list[tuple[int, ...]]]:
-    """Collect the shape of what each call of the module takes in."""
-    shapes: list[tuple[int, ...]] = []
-
-    def note(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-        shapes.append(tuple((args[0] if args else next(iter(kwargs.values()))).shape))
-
-    handle = module.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield shapes
-    finally:
-        handle.remove()
 
 
 @pytest.mark.parametrize(("target", "first", "last"), [("span", r"\boxed", "}"), ("content", "5}", "5}")])
@@ -203,28 +208,18 @@ def test_models_that_give_all_logits_weigh_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "llama, tied"])
 def test_long_answers_in_chunks_weigh_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = subject(name, double=True)
-    batch = make_batch([Rollout("Recite.", rf"So \boxed{{{'one, two; ' * 3}}} it is.", -1.0), *ALL_ROLLOUTS])
-    whole = [compute(model, batch, GrailConfig(leaf=leaf), temperature=0.7) for leaf in LEAVES]
-    heads = _count_heads(monkeypatch, chunk=4)
-    for leaf, expected in zip(LEAVES, whole, strict=True):
-        heads.clear()
-        in_chunks = compute(model, batch, GrailConfig(leaf=leaf), temperature=0.7)
-        assert len(heads) > 7  # the long answer's chunks alone
-        torch.testing.assert_close(in_chunks.scores, expected.scores, rtol=1e-4, atol=1e-6, equal_nan=True)
-        torch.testing.assert_close(in_chunks.weights, expected.weights, rtol=1e-3, atol=1e-4)
-
-
-def _count_heads(monkeypatch: pytest.MonkeyPatch, chunk: int) -> list[int]:
-    """Let the logits of so many answer tokens be taken at a time; filled with the chunks' sizes."""
-    sizes: list[int] = []
+    chunks: list[int] = []
     whole = activations.negative_log_likelihood
 
     def counted(logits_KV: torch.Tensor, *others: Any) -> torch.Tensor:
-        sizes.append(len(logits_KV))
+        chunks.append(len(logits_KV))
         return whole(logits_KV, *others)
 
-    monkeypatch.setattr(activations, "CHUNK_POSITIONS", chunk)
-    monkeypatch.setattr(hugging_face, "CHUNK_POSITIONS", chunk)
+    monkeypatch.setattr(activations, "CHUNK_POSITIONS", 4)
+    monkeypatch.setattr(hugging_face, "CHUNK_POSITIONS", 4)
     monkeypatch.setattr(activations, "negative_log_likelihood", counted)
-    return sizes
+    batch = make_batch([Rollout("Recite.", rf"So \boxed{{{'one, two; ' * 3}}} it is.", -1.0), *FEW_ROLLOUTS])
+    for leaf in LEAVES:
+        chunks.clear()
+        assert_matches(*subject(name, double=True), batch, "official", 0.7, leaf=leaf)
+        assert len(chunks) > 7 and max(chunks) <= 4  # the long answer's chunks alone
