@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -10,114 +9,37 @@ import pytest
 from grail_advantage import GrailConfig, OarConfig
 from grail_advantage.methods import method
 from grail_advantage.registry import reshapers
-from tests.core import reference
+from tests.core import oar_reference, reference
 
-OFFICIAL = {
-    "leaf": "embeddings",
-    "alignment": "predictor",
-    "span": "first",
-    "target": "span",
-    "statistics": "response",
-    "reshaper": "log_zscore",
-    "reshaper_options": {},
-    "weight_mean": 1.0,
-    "weight_std": 0.5,
-    "weight_min": 0.5,
-    "weight_max": 5.0,
-    "quantile": 0.4,
-    "boost": 2.0,
-    "content_weight": 5.0,
-    "gate": "wrong",
-    "content_outside_gate": True,
-    "normalize_mass": False,
-    "mask_truncated": True,
-}
-ROBUST = OFFICIAL | {
-    "alignment": "token",
-    "span": "last",
-    "target": "content",
-    "statistics": "reasoning",
-    "content_outside_gate": False,
-    "normalize_mass": True,
-}
-_IN_COMMON = (
-    "weight_mean",
-    "weight_std",
-    "weight_min",
-    "weight_max",
-    "quantile",
-    "boost",
-    "reshaper_options",
-    "mask_truncated",
-)
-OAR = {name: OFFICIAL[name] for name in _IN_COMMON} | {
-    "method": "gradient",
-    "variant": "official",
-    "probe": "answer_mean",
-    "noise_std": 1e-3,
-    "noise_seed": 0,
-    "max_perturbations": None,
-    "reshaper": "bilevel",
-    "normalize_mass": True,
-}
+OF_NO_REFERENCE = {"preset", "mask_truncated", "reshaper_options", "quantile", "boost"}
 
 
-class TestGrail:
-    def test_presets_value_by_value_and_signature(self) -> None:
-        assert GrailConfig("official").as_dict() == {"preset": "official", **OFFICIAL}
-        assert GrailConfig("robust").as_dict() == {"preset": "robust", **ROBUST}
-        assert GrailConfig() == GrailConfig("official") == GrailConfig.from_dict({})
-        parameters = list(inspect.signature(GrailConfig).parameters)
-        assert parameters[0] == "preset" and set(parameters) == {"preset", *OFFICIAL}
-        with pytest.raises(TypeError):
-            GrailConfig("robust", "embeddings")  # every option but the preset goes by name
-
-    @pytest.mark.parametrize("leaf", ["embeddings", "first", "middle", "last"])
-    @pytest.mark.parametrize("preset", ["official", "robust"])
-    def test_what_follows_from_other_options(self, preset: str, leaf: str) -> None:
-        expected = "token" if preset == "robust" and leaf == "embeddings" else "predictor"
-        assert GrailConfig(preset, leaf=leaf).alignment == expected
-        for alignment in ("token", "predictor"):
-            assert GrailConfig(preset, leaf=leaf, alignment=alignment).alignment == alignment
-        assert GrailConfig(preset, weight_max=3).content_weight == 3.0
-        assert GrailConfig(preset, weight_max=3, content_weight=7).content_weight == 7.0
-        assert GrailConfig(preset, content_weight=0).content_weight == 0.0
-        # The reference of the other tests knows the same presets.
-        known = reference.resolve(preset, leaf=leaf, weight_max=4.0)
-        config = GrailConfig(preset, leaf=leaf, weight_max=4.0).as_dict()
+@pytest.mark.parametrize("leaf", ["embeddings", "first", "middle", "last"])
+@pytest.mark.parametrize("preset", ["official", "robust"])
+def test_grails_presets_and_what_follows_from_other_options(preset: str, leaf: str) -> None:
+    """As the reference of the other tests has them, value by value."""
+    for options in ({}, {"weight_max": 3.0}, {"weight_max": 3.0, "content_weight": 0.0}, {"alignment": "predictor"}):
+        known = reference.resolve(preset, leaf=leaf, **options)
+        config = GrailConfig(preset, leaf=leaf, **options).as_dict()
         assert {name: config[name] for name in known} == known
-        others = {"preset", "mask_truncated", "reshaper_options", "quantile", "boost"}
-        assert set(config) - set(known) == others
-
-    def test_none_whole_numbers_and_equal_bounds(self) -> None:
-        assert GrailConfig("robust", span=None, weight_std=None, normalize_mass=None) == GrailConfig("robust")
-        assert GrailConfig.from_dict({"preset": None, "gate": None}) == GrailConfig("official")
-        config = GrailConfig(weight_mean=1, weight_std=1, weight_min=0, weight_max=4)
-        names = ("weight_mean", "weight_std", "weight_min", "weight_max", "content_weight")
-        assert {type(getattr(config, name)) for name in names} == {float}
-        assert GrailConfig(weight_min=1.0, weight_max=1.0).weight_max == 1.0
+        assert set(config) - set(known) == OF_NO_REFERENCE
+        assert (config["quantile"], config["boost"]) == (0.4, 2.0)
+    assert GrailConfig() == GrailConfig("official") == GrailConfig.from_dict({"preset": None, "gate": None})
+    assert GrailConfig("robust", span=None, weight_std=None, normalize_mass=None) == GrailConfig("robust")
+    assert type(GrailConfig(weight_max=4).content_weight) is float
 
 
-class TestOar:
-    def test_defaults_and_signature(self) -> None:
-        assert OarConfig().as_dict() == OAR
-        assert OarConfig("perturbation").method == "perturbation"
-        parameters = list(inspect.signature(OarConfig).parameters)
-        assert parameters[0] == "method" and set(parameters) >= set(OAR)
-        with pytest.raises(TypeError):
-            OarConfig("gradient", "official")
-        for name, value in {"variant": "grail_port", "probe": "last", "noise_seed": 42, "max_perturbations": 1}.items():
-            assert OarConfig.from_dict({name: value, "method": None}).as_dict() == {**OAR, name: value}
-
-    @pytest.mark.parametrize("name", ["gradient", "perturbation"])
-    @pytest.mark.parametrize("variant", ["official", "grail_port"])
-    def test_what_follows_from_the_variant(self, name: str, variant: str) -> None:
-        config = OarConfig(name, variant=variant)
-        assert (config.span, config.gate, config.answer_weights) == ("last", "all", None)
-        whole = (name, variant) == ("gradient", "grail_port")
-        assert config.statistics == ("response" if whole else "reasoning")
-        assert config.alignment == ("predictor" if variant == "grail_port" else "token")
-        assert config.reshaping.quantile_rule == ("sorted" if variant == "grail_port" else "linear")
+@pytest.mark.parametrize("name", ["gradient", "perturbation"])
+@pytest.mark.parametrize("variant", ["official", "grail_port"])
+def test_oars_defaults_and_what_follows_from_the_variant(name: str, variant: str) -> None:
+    known = oar_reference.DEFAULTS | {"variant": variant, "method": name}
+    config = OarConfig(name, variant=variant)
+    assert config.as_dict() == known | {"reshaper_options": {}, "mask_truncated": True}
+    assert (config.span, config.gate, config.answer_weights) == ("last", "all", None)
+    whole = (name, variant) == ("gradient", "grail_port")
+    assert config.statistics == ("response" if whole else "reasoning")
+    assert config.alignment == ("predictor" if variant == "grail_port" else "token")
+    assert config.reshaping.quantile_rule == ("sorted" if variant == "grail_port" else "linear")
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -147,6 +69,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("high_entropy", {"rho": 1.01}, r"high_entropy\.rho=1\.01 .*less than or equal to 1"),
     ("shear", {"window": 10, "stride": 11}, r"shear\.stride=11 is greater than shear\.window=10"),
     ("rlsd", {"request": "{privileged} {privileged}"}, r"rlsd\.request=.* must hold \{privileged\} exactly once"),
+    ("polarity", {"right": 0, "wrong": 0}, r"polarity\.right=0 and polarity\.wrong=0: nothing would train"),
+    ("pattern", {"expression": "("}, r"pattern\.expression=.* does not compile"),
+    ("step_values", {"separator": "x*"}, r"step_values\.separator=.* matches the empty"),
+    ("pattern", {"elsewhere": 0.5}, r"pattern\.elsewhere=0\.5 is unknown; choose one of 0, 1"),
     ("top", {"count": 2}, r"top\.count is not an option; the options are k, share$"),
     ("top", {"k": 2, "share": 0.5}, r"top\.k=2 and top\.share=0\.5: give one of the two"),
 ]
