@@ -13,7 +13,6 @@ from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.methods import method
 from tests.core.tiny_models import char_tokenizer, encode
 
-READERS = ("grail", "oar_g", "oar_p", "surprisal")
 HASHES, BOX, NONE = "so #### 42", r"so \boxed{42}", "so 42"
 
 
@@ -26,18 +25,18 @@ def watch(choice: str = "stop", signal: Signal | None = None, answer: str = "box
     return AnswerWatch(signal or GrailConfig(), answer_format(answer), choice, "here.")
 
 
-def test_a_first_batch_without_answers_stops_and_names_the_format_that_has_them() -> None:
-    message = (
-        r"^0 of 32 responses .* boxed; .*'so #### 42'; here\.answer=hashes .* in 31 of 32\. here\.missing_answers=warn"
-    )
-    with pytest.raises(ValueError, match=message):
-        looked(watch(), [HASHES] * 31 + [NONE])
-    with pytest.raises(
-        ValueError, match=r"no other format finds any: ask for \\boxed\{42\} in the prompt, set here.answer"
-    ):
-        looked(watch(), [NONE] * 32)
-    with pytest.raises(ValueError, match=r"in the format tag; .*here\.answer=boxed .* in 32 of 32\. "):
-        looked(watch(answer="tag"), [BOX] * 32, "tag")
+@pytest.mark.parametrize(
+    ("texts", "answer", "said"),
+    [
+        ([HASHES] * 31 + [NONE], "boxed", r"0 of 32 .* boxed; .*'so #### 42'; here\.answer=hashes .* in 31 of 32"),
+        ([NONE] * 32, "boxed", r"no other format finds any: .*, set here.answer .*here\.missing_answers=warn"),
+        ([BOX] * 32, "tag", r"in the format tag; .*here\.answer=boxed .* in 32 of 32\. "),
+    ],
+)
+def test_a_first_batch_without_answers_stops(texts: list[str], answer: str, said: str) -> None:
+    """It names the format that has them."""
+    with pytest.raises(ValueError, match=said):
+        looked(watch(answer=answer), texts, answer)
 
 
 def test_a_small_batch_without_answers_is_bad_luck(caplog: pytest.LogCaptureFixture) -> None:
@@ -69,13 +68,9 @@ def test_a_low_share_is_warned_of_every_tenth_batch(caplog: pytest.LogCaptureFix
 
 def test_nothing_is_said_where_no_answer_is_read(caplog: pytest.LogCaptureFixture) -> None:
     looked(watch("ignore"), [NONE] * 40)
-    for name in ("uniform", "entropy", "high_entropy", "stare"):
-        looked(watch(signal=method(name).build({})), [NONE] * 40)
+    looked(watch(signal=method("uniform").build({})), [NONE] * 40)
     looked(watch(signal=method("surprisal").build({"statistics": "response"})), [NONE] * 40)
     assert not caplog.records
-    for name in READERS:
-        with pytest.raises(ValueError, match=f"{name} weighs"):
-            looked(watch(signal=method(name).build({})), [NONE] * 40)
 
 
 def test_counts_of_all_processes_decide() -> None:
