@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
 from grail_advantage.batch import outcome_of
-from grail_advantage.signals.grail import target_range
-from grail_advantage.signals.saliency import align_scores
 from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights
 from tests.core import reference
 from tests.core.common import few
@@ -62,6 +60,10 @@ def test_a_batch_whose_parts_do_not_fit_is_refused() -> None:
         ({"columns_BT": {"entropy": torch.ones(2, 4)}}, r"columns_BT\['entropy'\] .* shape \(2, 3\).* got .*\(2, 4\)"),
         ({"columns_BT": {"entropy": TWO.long()}}, r"columns_BT\['entropy'\] must be floats.* got torch.int64"),
         ({"step": -3}, "step=-3 must be at least 0"),
+        ({"tokens_BT": TWO[:, :2].long()}, r"tokens_BT must be torch\.int64 of shape \(2, 3\)"),
+        ({"groups_B": torch.ones(2)}, r"groups_B must be torch\.int64"),
+        ({"masked_B": torch.ones(2).long()}, r"masked_B must be torch\.bool"),
+        ({"fields": {"blame": [1]}}, r"fields\['blame'\] must be one a row"),
     ):
         with pytest.raises(ValueError, match=words):
             RolloutBatch(**PARTS | change)
@@ -96,36 +98,6 @@ def test_row_selection(gate: str, inside: list[bool], selected: list[bool]) -> N
         assert rows.selected_B.tolist() == selected
 
 
-def test_target_range() -> None:
-    empty = AnswerSpan(3, 5, 5, 6)
-    assert target_range(AnswerSpan(3, 4, 7, 9), "content") == (4, 7)
-    assert target_range(empty, "content") == target_range(empty, "span") == (3, 6)
-
-
-def test_alignment() -> None:
-    for length, alignment, expected in (
-        # Position 10 is the first token's predictor, so token 0 sits at position 11.
-        (5, "predictor", [10.0, 11.0, 12.0, 13.0, 0.0]),
-        (5, "token", [11.0, 12.0, 13.0, 0.0, 0.0]),
-        (3, "token", [11.0, 12.0, 13.0]),
-        (2, "predictor", [10.0, 11.0]),
-        (2, "token", [11.0, 12.0]),
-    ):
-        assert align_scores(torch.tensor([10.0, 11.0, 12.0, 13.0]), length, alignment).tolist() == expected
-
-
-def test_official_by_hand() -> None:
-    # Logs of all seven tokens: mean 0, variance 18 / 7, so z = l / 1.603567. Overrides: boundary and post 1, content 5.
-    scores = log_scores([-1, 0, 1, 2, 2, -2, -2])
-    got = weigh(scores, [SPAN], [-1.0], GrailConfig("official"))
-    close(got.weights_BT, [[1 - 0.311805, 1.0, 1 + 0.311805, 1.0, 5.0, 1.0, 1.0]])
-    assert got.from_scores_BT.tolist() == [[True, True, True, False, False, False, False]]
-    assert not got.at_lower_bound_BT.any() and not got.at_upper_bound_BT.any()
-    scores[0, 1] = NAN
-    broken = weigh(scores, [SPAN], [-1.0], GrailConfig("official"))
-    assert broken.non_finite_B.tolist() == [True] and broken.weights_BT.tolist() == [[1.0] * 7]
-
-
 @pytest.mark.parametrize("preset", ["official", "robust"])
 def test_a_token_that_does_not_train_is_compared_with_none(preset: str) -> None:
     """Such as a tool's output between two turns of the reasoning."""
@@ -144,20 +116,6 @@ def test_upper_bound_is_flagged() -> None:
     close(got.weights_BT, [[0.833333] * 9 + [2.25, 1.0, 0.75, 1.0]])
     assert got.at_upper_bound_BT.tolist() == [[False] * 9 + [True] + [False] * 3]
     assert not got.at_lower_bound_BT.any()
-
-
-@pytest.mark.parametrize(("gate", "inside", "outside"), [("wrong", -1.0, 1.0), ("correct", 1.0, -1.0)])
-def test_gate_and_content_outside_gate(gate: str, inside: float, outside: float) -> None:
-    scores = log_scores([-1, 0, 1, 2, 2, -2, -2])
-    for content_outside_gate, content in ((True, 5.0), (False, 1.0)):
-        config = GrailConfig("official", gate=gate, content_outside_gate=content_outside_gate)
-        weights = weigh(scores, [SPAN], [outside], config).weights_BT
-        assert weights.tolist() == [[1.0, 1.0, 1.0, 1.0, content, 1.0, 1.0]]
-        close(weigh(scores, [SPAN], [inside], config).weights_BT, [[0.688195, 1.0, 1.311805, 1.0, 5.0, 1.0, 1.0]])
-    # Rows outside the gate keep the boundary's weight and are not rescaled.
-    config = GrailConfig("robust", gate=gate, content_outside_gate=True, weight_mean=0.5, content_weight=3.0)
-    got = weigh(torch.full((1, 7), NAN), [SPAN], [outside], config)
-    assert got.weights_BT.tolist() == [[1.0, 1.0, 1.0, 0.5, 3.0, 0.5, 0.5]]
 
 
 def scores_of(draw: random.Random, length: int) -> list[float]:
