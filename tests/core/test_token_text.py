@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grail_advantage import AnswerSpan, find_answer_span
+from grail_advantage import find_answer_span
 from grail_advantage.answers.text import TokenTexts, answer_text, decode_pieces
-from tests.core.tiny_models import END_ID, char_tokenizer, encode
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
 
 
@@ -39,11 +38,3 @@ class TestTexts:
         assert texts.special_tokens[tokenizer.eos_token_id] == tokenizer.eos_token
         span = find_answer_span(by_byte, tokenizer)
         assert answer_text(texts(by_byte), span) == "\\text{naïve}"
-
-    def test_of_plain_tokens(self) -> None:
-        assert TokenTexts(char_tokenizer())([*encode("a{b"), END_ID]) == ["a", "{", "b", ""]
-
-    def test_answer(self) -> None:
-        assert answer_text(["so \\", "boxed{", "5", "}."], AnswerSpan(0, 2, 3, 4)) == "5"
-        assert answer_text(["\\boxed{}"], AnswerSpan(0, 0, 0, 1)) == ""
-        assert answer_text(["a"], None) is None
