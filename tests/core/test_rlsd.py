@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import TokenWeights, compute_token_weights
@@ -20,8 +18,7 @@ from grail_advantage.batch import Example, RolloutBatch
 from grail_advantage.model import hugging_face
 from grail_advantage.signals.rlsd import REQUEST, RlsdConfig
 from grail_advantage.weighting import BatchWeights, batch_weights
-from tests.core.common import few
-from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model
+from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
 
 SHORT = "Given {privileged}, tell it in your words."
 BRACKETS = """\
@@ -66,18 +63,6 @@ def test_bounds_gate_and_mass() -> None:
     torch.testing.assert_close(scaled[0], weights_BT[0] * 5 / weights_BT[0].sum())
 
 
-@few(50)
-@given(
-    st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6),
-    st.sampled_from([3.0, -0.1, 0.0]),
-    st.sampled_from([1.0, 0.6, 0.25]),
-    st.sampled_from([1.0, 0.5, 0.2, 0.05]),
-)
-def test_against_the_plain_formula(changes: list[float], advantage: float, lam: float, epsilon: float) -> None:
-    found = weigh([changes], [advantage], lam=lam, epsilon=epsilon)[0][0].tolist()
-    assert found == pytest.approx(plain_weights(changes, [0.0] * len(changes), advantage, lam, epsilon), rel=1e-6)
-
-
 def test_lam_falls_and_needs_no_pass_once_it_is_0() -> None:
     cases = [(0, 10**6, 1.1), (None, 7, 1.1), (50, 0, 1.1), (50, 25, 1.05), (50, 49, 1.002)]
     for lam_steps, step, upper in cases:
@@ -109,16 +94,8 @@ def subject(family: str = "qwen3") -> Any:
 
 
 def plain_log_probs(model: Any, prompt: str, response: str, temperature: float) -> list[float]:
-    """Of each response token, from the logits of the whole row. The tiny vocabulary has no line break."""
-    before, tokens = encode(prompt.replace("\n", "")), encode(response)
-    with torch.no_grad():
-        logits_SV = model(input_ids=torch.tensor([before + tokens])).logits[0].tolist()
-    found = []
-    for place, token in enumerate(tokens):
-        values = [value / temperature for value in logits_SV[len(before) + place - 1]]
-        highest = max(values)
-        found.append(values[token] - highest - math.log(sum(math.exp(value - highest) for value in values)))
-    return found
+    """Of each response token. The tiny vocabulary has no line break."""
+    return plain_columns(model, encode(prompt.replace("\n", "")), encode(response), temperature)[0]
 
 
 def plain_weights(teacher: list[float], old: list[float], advantage: float, lam: float, epsilon: float) -> list[float]:
@@ -151,24 +128,29 @@ def run_rows(
     **given: Any,
 ) -> tuple[TokenWeights, list[list[float]]]:
     """Every row of ``ROWS`` through the plain host; its result, and the weights of each response."""
-    batch = BATCH
     tokenizer = tokenizer if tokenizer is not None else tiny_tokenizer()
     result = compute_token_weights(
-        subject(family), tokenizer, *batch.tensors(), config, temperature=temperature, examples=examples, **given
+        subject(family), tokenizer, *BATCH.tensors(), config, temperature=temperature, examples=examples, **given
     )
-    return result, [row[mask == 1].tolist() for row, mask in zip(result.weights, batch.response_mask, strict=True)]
+    return result, BATCH.of_responses(result.weights)
 
 
 EXAMPLES = [example(asked, gold) for (asked, _, _), gold in zip(ROWS, ["5", "5", "7", "8", "9"], strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("family", "temperature", "request_text", "given_old"),
-    [("qwen3", 1.0, SHORT, None), ("llama", 0.7, REQUEST, None), ("qwen3", 0.7, SHORT, -2.0)],
+    ("family", "temperature", "request_text", "given_old", "lam", "epsilon"),
+    [
+        ("qwen3", 1.0, SHORT, None, 0.6, 0.9),
+        ("llama", 0.7, REQUEST, None, 1.0, 0.5),
+        ("qwen3", 0.7, SHORT, -2.0, 0.25, 0.95),
+    ],
 )
-def test_plain_computation(family: str, temperature: float, request_text: str, given_old: float | None) -> None:
+def test_plain_computation(
+    family: str, temperature: float, request_text: str, given_old: float | None, lam: float, epsilon: float
+) -> None:
     """Given log-probabilities are what D starts from, also where they are not the model's own."""
-    config = RlsdConfig(lam=0.6, epsilon=0.9, request=request_text)
+    config = RlsdConfig(lam=lam, epsilon=epsilon, request=request_text)
     given = {} if given_old is None else {"old_log_probs": torch.where(BATCH.response_mask == 1, given_old, 123.0)}
     _, found = run_rows(config, EXAMPLES, family=family, temperature=temperature, **given)
     distinct = set()
@@ -177,7 +159,7 @@ def test_plain_computation(family: str, temperature: float, request_text: str, g
         old = plain_log_probs(subject(family), f"[user]{asked}[assistant]", said, temperature)
         teacher = plain_log_probs(subject(family), f"[user]{asked}\n\n{request}[assistant]", said, temperature)
         old = old if given_old is None else [given_old] * len(old)
-        assert weights == pytest.approx(plain_weights(teacher, old, advantage, 0.6, 0.9), abs=1e-6)
+        assert weights == pytest.approx(plain_weights(teacher, old, advantage, lam, epsilon), abs=1e-6)
         distinct |= {round(weight, 6) for weight in weights}
     assert len(distinct) > 10, "not only the bounds"
 

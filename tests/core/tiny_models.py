@@ -6,6 +6,7 @@ position's gradient is well above the epsilon of the log scores.
 
 from __future__ import annotations
 
+import math
 import string
 from dataclasses import dataclass
 from functools import cache
@@ -97,6 +98,10 @@ class Batch:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.input_ids, self.attention_mask, self.response_mask, self.advantages
 
+    def of_responses(self, values_BL: torch.Tensor) -> list[list[float]]:
+        """Each response's values."""
+        return [row[mask == 1].tolist() for row, mask in zip(values_BL, self.response_mask, strict=True)]
+
 
 def make_batch(rollouts: list[Rollout], padding: str = "left", extra: int = 0) -> Batch:
     """Pad rows on the ``left``, on the ``right``, or on ``both`` sides: prompts left, responses right.
@@ -136,3 +141,18 @@ ROLLOUTS = {
     "right, several boxes": Rollout("Two plus two?", r"First \boxed{3}, no, \boxed{4}", 0.5),
     "no response": Rollout("Only a prompt", "", -1.0),
 }
+
+
+def plain_columns(
+    model: Any, prompt: list[int], response: list[int], temperature: float
+) -> tuple[list[float], list[float]]:
+    """Log-probabilities and entropies of a response: the row alone, all logits, the predictors' distributions in loops."""
+    with torch.no_grad():
+        logits_SV = model(input_ids=torch.tensor([prompt + response])).logits[0] / temperature
+    log_probs, entropies = [], []
+    for place, token in enumerate(response):
+        exponentials = [math.exp(value) for value in logits_SV[len(prompt) + place - 1].tolist()]
+        total = math.fsum(exponentials)
+        log_probs.append(math.log(exponentials[token] / total))
+        entropies.append(-math.fsum(value / total * math.log(value / total) for value in exponentials))
+    return log_probs, entropies
