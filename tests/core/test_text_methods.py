@@ -16,6 +16,7 @@ import torch
 
 from grail_advantage import Reshaped, RolloutBatch, Signal, compute_token_weights
 from grail_advantage.answers.text import decode_pieces
+from grail_advantage.metrics import OF_WEIGHTS
 from grail_advantage.signals.base import RowSelection
 from grail_advantage.signals.pattern import PatternConfig as Pattern
 from grail_advantage.signals.pattern import matched
@@ -238,15 +239,16 @@ def weigh(rows: Sequence[Said], signal: Signal, **given: Any) -> Any:
     rollouts = [Rollout("Two?", f"{row.text}<end>", row.advantage) for row in rows]
     batch = make_batch(rollouts, "both", extra=2)
     found = compute_token_weights(tiny_model(layers=1), char_tokenizer(), *batch.tensors(), signal, **given)
-    return found, batch.response_mask.bool()
+    return found, batch
 
 
 def test_token_ids_come_from_the_batch_and_groups_are_asked_for() -> None:
     rows = [Said(0.5, "2+3=5;5*2=10;10"), Said(0.5, "2+3=5;10"), Said(-0.5, "2+3=6;12;12"), Said(-0.5, "2+3=5;no")]
     groups = torch.zeros(4, dtype=torch.int64)
-    found, response_BL = weigh(rows, STEPS, groups=groups)
-    advantages = [row[of_row].tolist() for row, of_row in zip(found.advantages, response_BL, strict=True)]
-    close(advantages, plain_step_values(rows, 1.0))
+    found, batch = weigh(rows, STEPS, groups=groups)
+    close(batch.of_responses(found.advantages), plain_step_values(rows, 1.0))
+    response_BL = batch.response_mask.bool()
+    assert all(map(math.isfinite, found.stats.values())) and not set(OF_WEIGHTS) & set(found.stats)
     assert bool((found.advantages[~response_BL] == 0).all()) and torch.equal(found.weights, response_BL.float())
     again, _ = weigh(rows, STEPS, groups=groups, masked=torch.tensor([False, True, False, False]))
     assert not bool(again.advantages[1].any()) and not torch.equal(again.advantages[0], found.advantages[0])
