@@ -61,29 +61,50 @@ def word_tokenizer(words: Iterable[str], decoder: Any = None) -> PreTrainedToken
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
 
 
-BY_HAND = [
+BOXED = [
     # One piece at a time, the closing brace fused with what follows.
-    ("boxed", ["so ", "\\", "boxed", "{", "4", "2", "}$", "!"], "last", (1, 4, 6, 7)),
+    (["so ", "\\", "boxed", "{", "4", "2", "}$", "!"], "last", (1, 4, 6, 7)),
     # A leading space and a split inside "boxed".
-    ("boxed", [" \\", "box", "ed{", "42", "}"], "last", (0, 3, 4, 5)),
+    ([" \\", "box", "ed{", "42", "}"], "last", (0, 3, 4, 5)),
     # Tokens with boundary and content bytes are content.
-    ("boxed", ["a", "\\boxed{4", "2}."], "last", (1, 1, 3, 3)),
+    (["a", "\\boxed{4", "2}."], "last", (1, 1, 3, 3)),
+    (["\\boxed", "{\\", "frac", "{", "1", "}{", "2", "}}", "$"], "last", (0, 1, 8, 8)),
     # Empty: the content comes before the token with the closing brace.
-    ("boxed", ["\\boxed", "{", "}", "."], "last", (0, 2, 2, 3)),
-    ("boxed", ["\\boxed{", "1", "}\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
-    ("boxed", ["\\boxed{", "1", "}\\boxed{", "2", "}"], "last", (2, 3, 4, 5)),
+    (["\\boxed", "{", "}", "."], "last", (0, 2, 2, 3)),
+    # Which one.
+    (["\\boxed{", "1", "}\\boxed{", "2", "}"], "first", (0, 1, 2, 3)),
+    (["\\boxed{", "1", "}\\boxed{", "2", "}"], "last", (2, 3, 4, 5)),
+    # Unbalanced ones are skipped, whichever end one starts from.
+    (["\\boxed{", "1", "\\boxed{", "2", "}"], "first", (2, 3, 4, 5)),
+    (["\\boxed{", "1", "}", "\\boxed{", "2"], "last", (0, 1, 2, 3)),
+    # A box within a complete box is content of the outer one.
+    (["\\boxed{", "\\boxed{", "1", "}", "}"], "last", (0, 1, 4, 5)),
+    (["\\boxed{", "\\{", "1", "\\}", "}"], "last", (0, 1, 4, 5)),
     # Special tokens cover nothing: no text of theirs, no break either, and a place by position.
-    ("boxed", ["\\", "<eos>", "boxed", "{", "<eos>", "4", "<eos>", "2", "<eos>", "}", "<eos>"], "last", (0, 5, 8, 10)),
-    ("boxed", ["<eos>", "\\boxed{", "<eos>", "}", "<eos>"], "last", (1, 3, 3, 4)),
+    (["\\", "<eos>", "boxed", "{", "<eos>", "4", "<eos>", "2", "<eos>", "}", "<eos>"], "last", (0, 5, 8, 10)),
+    (["<eos>", "\\boxed{", "<eos>", "}", "<eos>"], "last", (1, 3, 3, 4)),
+    # Near misses.
+    (["\\", " ", "boxed", "{", "1", "}"], "last", None),
+    (["\\\\", "boxed", "{", "1", "}"], "last", (0, 3, 4, 5)),
+]
+OTHERS = [
     ("hashes", ["so", "\n##", "##", " ", "-4", "2", "\n"], "last", (1, 4, 6, 6)),
     # A token in between is no space; one that covers nothing is none either.
     ("hashes", ["####", "so", "42"], "last", None),
     ("hashes", ["####", "<eos>", " 4", "<eos>", "2\n"], "last", (0, 2, 5, 5)),
+    ("hashes", ["#### 1", " #### ", "2"], "first", (0, 0, 1, 1)),
+    ("hashes", ["#### 1", " #### ", "2"], "last", (1, 2, 3, 3)),
+    ("hashes", ["#### 1", "\n#### Step", " 2"], "last", (0, 0, 1, 1)),
     ("tag", ["a<", "answer", ">", "4", "2", "</", "answer>", "."], "last", (0, 3, 5, 7)),
+    ("tag", ["<answer", ">4</", "answer>"], "last", (0, 1, 2, 3)),
     ("tag", ["<answer>", "</answer>"], "last", (0, 1, 1, 2)),
+    ("tag", ["<answer>", "4", "</answer>", "<answer>", "5"], "last", (0, 1, 2, 3)),
+    ("tag", ["<|begin_of_box|>", "4", "<|end_of_box|>"], "last", (0, 1, 2, 3)),
+    (EXPRESSION, ["So", " Answer", ": ", "4", ".", "2"], "last", (1, 3, 4, 4)),
     # No content, at the very end.
     (EXPRESSION, ["So ", "Answer", ": "], "last", (1, 3, 3, 3)),
 ]
+BY_HAND = [("boxed", *case) for case in BOXED] + OTHERS
 
 
 @pytest.mark.parametrize("decoder", [None, decoders.Fuse()], ids=["no decoder", "fuse"])
@@ -191,7 +212,24 @@ def test_tokens_that_become_special_later_cover_nothing() -> None:
     assert find_answer_span(ids, tokenizer) == AnswerSpan(0, 1, 2, 4)
 
 
-def test_each_tokenizer_has_its_own_table() -> None:
+class Slotted:
+    """A tokenizer without weak references."""
+
+    __hash__ = None
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: PreTrainedTokenizerFast) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+@pytest.mark.parametrize("wrap", [lambda tokenizer: tokenizer, Slotted], ids=["plain", "slotted"])
+def test_each_tokenizer_has_its_own_table(wrap: Callable[[Any], Any]) -> None:
     """Tokenizers that die leave their ids, which later ones take over."""
     ids = real.char_tokenizer("\\boxed{1}").encode("\\boxed{1}")
     for number in range(20):  # the one before is still alive when the next is made, so that every other id is the same

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
 from grail_advantage.batch import outcome_of
+from grail_advantage.signals.grail import target_range
+from grail_advantage.signals.saliency import align_scores
 from grail_advantage.weighting import BatchWeights, apply_token_weights, batch_weights
 from tests.core import reference
 from tests.core.common import few
@@ -96,6 +98,36 @@ def test_row_selection(gate: str, inside: list[bool], selected: list[bool]) -> N
         assert rows.answered_B.tolist() == [True, True, False, False, True]
         assert rows.inside_gate_B[:4].tolist() == inside
         assert rows.selected_B.tolist() == selected
+
+
+def test_target_range() -> None:
+    empty = AnswerSpan(3, 5, 5, 6)
+    assert target_range(AnswerSpan(3, 4, 7, 9), "content") == (4, 7)
+    assert target_range(empty, "content") == target_range(empty, "span") == (3, 6)
+
+
+def test_alignment() -> None:
+    for length, alignment, expected in (
+        # Position 10 is the first token's predictor, so token 0 sits at position 11.
+        (5, "predictor", [10.0, 11.0, 12.0, 13.0, 0.0]),
+        (5, "token", [11.0, 12.0, 13.0, 0.0, 0.0]),
+        (3, "token", [11.0, 12.0, 13.0]),
+        (2, "predictor", [10.0, 11.0]),
+        (2, "token", [11.0, 12.0]),
+    ):
+        assert align_scores(torch.tensor([10.0, 11.0, 12.0, 13.0]), length, alignment).tolist() == expected
+
+
+def test_official_by_hand() -> None:
+    # Logs of all seven tokens: mean 0, variance 18 / 7, so z = l / 1.603567. Overrides: boundary and post 1, content 5.
+    scores = log_scores([-1, 0, 1, 2, 2, -2, -2])
+    got = weigh(scores, [SPAN], [-1.0], GrailConfig("official"))
+    close(got.weights_BT, [[1 - 0.311805, 1.0, 1 + 0.311805, 1.0, 5.0, 1.0, 1.0]])
+    assert got.from_scores_BT.tolist() == [[True, True, True, False, False, False, False]]
+    assert not got.at_lower_bound_BT.any() and not got.at_upper_bound_BT.any()
+    scores[0, 1] = NAN
+    broken = weigh(scores, [SPAN], [-1.0], GrailConfig("official"))
+    assert broken.non_finite_B.tolist() == [True] and broken.weights_BT.tolist() == [[1.0] * 7]
 
 
 @pytest.mark.parametrize("preset", ["official", "robust"])
