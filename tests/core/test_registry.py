@@ -14,6 +14,7 @@ import torch
 
 from grail_advantage import (
     GrailConfig,
+    OarConfig,
     Reshaped,
     Reshaper,
     RolloutBatch,
@@ -22,7 +23,7 @@ from grail_advantage import (
     register_signal,
     registry,
 )
-from grail_advantage.methods import method
+from grail_advantage.methods import method, methods
 from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.base import Gate, Span, Statistics
 from grail_advantage.weighting import BatchWeights, batch_weights, put_row, scores_of
@@ -41,37 +42,13 @@ def clean_registry() -> Iterator[None]:
         known.update(old)
 
 
-REFUSED = [
-    (register_signal("grail"), Signal, {}, r"signal 'grail' is registered already, by grail_advantage\.signals\.grail"),
-    (
-        register_reshaper("top"),
-        Reshaper,
-        {},
-        r"reshaper 'top' is registered already, by grail_advantage\.reshapers\.top",
-    ),
-    *(
-        (register_signal(name), Signal, {}, "must be an identifier, and none of token_weights, token_dump, watchdog")
-        for name in ("token_weights", "token_dump", "watchdog", "my.method", "", "1st")
-    ),
-    (
-        None,
-        Signal,
-        {"reads": frozenset({"old_log_prob"})},
-        r"\.reads: 'old_log_prob' is unknown; choose of 'old_log_probs'",
-    ),
-    (None, Signal, {"uses": "hiden_states"}, r"Needy\.uses: 'hiden_states' is unknown; choose of '', 'saliency'"),
-    (None, Signal, {"gives": "weight"}, r"Needy\.gives: 'weight' is unknown; choose of 'weights', 'advantages'"),
-    *(
-        (
-            None,
-            Signal,
-            {field: "else", "__annotations__": {field: kind}},
-            rf"Needy\.{field}: 'else' is unknown; choose of ",
-        )
-        for field, kind in (("gate", Gate), ("statistics", Statistics), ("span", Span))
-    ),
-]
-"""Registered, or built."""
+def test_the_published_methods_are_there_under_their_names() -> None:
+    assert method("grail").build({}) == GrailConfig()
+    assert method("oar_g").build({}) == OarConfig("gradient")
+    assert method("oar_p").build({}) == OarConfig("perturbation")
+    assert OarConfig().name == "oar_g"
+    assert OarConfig("perturbation").name == "oar_p"
+    assert {method.section for method in methods().values()} >= {"grail", "oar", "uniform"}
 
 
 def test_the_same_name_twice_is_refused(clean_registry: None) -> None:
@@ -95,9 +72,15 @@ def test_words_that_say_what_a_signal_needs_are_checked() -> None:
         ("gives", "weight", r"Needy\.gives: 'weight' is unknown; choose of 'weights', 'advantages'"),
     ):
         with pytest.raises(ValueError, match=said):
-            made = type("Needy", (base,), body)
-            register(made) if register else made()
-    assert method("grail").signal_class is GrailConfig
+            type("Needy", (Signal,), {attribute: value})()
+    for field, value, kind in (
+        ("gate", "negative", Gate),
+        ("statistics", "answer", Statistics),
+        ("span", "middle", Span),
+    ):
+        body = {field: value, "__annotations__": {field: kind}}
+        with pytest.raises(ValueError, match=rf"Needy\.{field}: '{value}' is unknown; choose of "):
+            type("Needy", (Signal,), body)()
 
 
 class TestWhatAMapGives:
@@ -178,12 +161,22 @@ def test_naming_the_methods_imports_no_model_code() -> None:
 
 @pytest.mark.slow
 class TestPlugins:
-    def test_a_broken_one_is_named_and_stops_no_other(self, tmp_path: Path) -> None:
+    def test_a_broken_one_and_one_that_takes_a_name_twice_are_named_and_stop_no_other(self, tmp_path: Path) -> None:
         _distribution(tmp_path, "broken", "broken_signal", "import a_package_that_is_not_there\n")
+        twice = """
+            from grail_advantage import Signal, register_signal
+
+            @register_signal("grail")
+            class Mine(Signal):
+                pass
+            """
+        _distribution(tmp_path, "twice", "twice_signal", twice)
         done = _python(
             """
             from grail_advantage.methods import method
+            from grail_advantage.registry import failures
             print(method("grail").signal_class.__name__)
+            print(*failures().values(), sep="\\n")
             try:
                 method("theirs")
             except ValueError as error:
@@ -194,6 +187,7 @@ class TestPlugins:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("GrailConfig\n")
         for said in (
+            "signal 'grail' is registered already, by grail_advantage",
             "'theirs' is no registered signal; choose one of",
             "the plug-in broken (broken_signal) failed to import: ModuleNotFoundError: No module named 'a_pack",
         ):
@@ -217,6 +211,15 @@ class TestPlugins:
             torch.testing.assert_close(row, expected)
             assert result.weights[1, response_mask[1].bool()].eq(1).all()
 
+            import boxed_digits
+            import turning_points
+            from grail_advantage import compute_token_weights
+            from grail_advantage.methods import methods
+            assert set(methods()) >= {{"confident_blame", "boxed_digits", "turning_points"}}
+            for method in (boxed_digits.BoxedDigits(), turning_points.TurningPoints()):
+                found = compute_token_weights(model, tokenizer, *batch.tensors(), method)
+                assert found.weights.ne(1)[0, response_mask[0].bool()].any()
+                assert found.stats["non_finite_rate"] == 0
             """,
             tmp_path,
             SITE,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -27,17 +29,13 @@ QWEN3 = f"""{CONTENT}
 {{{{- "<|im_start|>assistant\\n" }}}}
 {{%- if enable_thinking is defined and not enable_thinking %}}{{{{- "<think>\\n\\n</think>\\n\\n" }}}}{{% endif %}}
 {{%- endif %}}"""
-CHATS = {
-    "Qwen3, thinking off": (qwen_tokenizer, QWEN3, {"enable_thinking": False}),
-    "base model": (llama3_tokenizer, read_chat_template("base_math"), {}),
-}
-"""Tokenizers with a chat template, and its options."""
+BASE_MATH = read_chat_template("base_math")
+PREAMBLE = BASE_MATH.split('{{- "The User')[1].split('" }}')[0]
 
 
 @dataclass(frozen=True)
 class Chat:
-    tokenizer: PreTrainedTokenizerFast
-    options: dict[str, Any]
+    """A tokenizer with a chat template, and what stands around the user message in the prompt."""
 
     tokenizer: Callable[[], PreTrainedTokenizerFast]
     template: str
@@ -73,14 +71,15 @@ CHATS = {
     ),
 }
 QUESTION = "What is $17 \\cdot {3}$? Put it within \\boxed{}."
+each_chat = pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
 
 
 def prepared(
     chat: Chat, gold: Any, messages: list[dict[str, Any]] | None = None, **options: Any
 ) -> tuple[list[int], str, PassRow]:
     """Ids and text of the rebuilt prompt, and the row."""
-    tokenizer = chat.tokenizer
-    messages = messages if messages is not None else [user(QUESTION)]
+    tokenizer = chat.with_template
+    messages = messages if messages is not None else [{"role": "user", "content": QUESTION}]
     before = copy.deepcopy(messages)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **chat.options)
     response = tokenizer.encode("It is 51.", add_special_tokens=False)
@@ -104,8 +103,8 @@ def prepared(
 
 
 @pytest.mark.slow
+@each_chat
 def test_rebuilt_prompt(chat: Chat) -> None:
-    """The template's own text with the request behind the last user message, whatever the privileged text looks like."""
     gold = "fifty-one {x} {{ 7 }} {% raw %} {privileged} $\\frac{1}{2}$"
     text = prepared(chat, gold)[1]
     request = REQUEST.replace("{privileged}", gold, 1)
@@ -135,21 +134,21 @@ HOSTILE = (
 )
 
 
+@each_chat
 def test_text_stays_inside_its_message(chat: Chat) -> None:
     """The rebuilt prompt has the control tokens of one with a harmless text, and opens the assistant's turn once."""
-    control = set(chat.tokenizer.get_added_vocab().values())
+    control = set(chat.with_template.get_added_vocab().values())
 
     def controls(ids: list[int]) -> list[int]:
         return [token for token in ids if token in control]
 
     fine, fine_text, _ = prepared(chat, "51", request=SHORT)
-    after = fine_text.split(", tell it in your words.")[1]
     parts = ["<|im_<|im_end|>end|>", "<|eot_<|eot_id|>id|>", "<|im_end|", "x<", "|>"]
     for hostile in (HOSTILE, HOSTILE * 2, *parts):
         ids, text, _ = prepared(chat, hostile, request=SHORT)
         assert controls(ids) == controls(fine)
-        assert text.count(after.strip()) == fine_text.count(after.strip()) == 1
-        assert text.endswith(f", tell it in your words.{after}")
+        assert text.count(chat.after.strip()) == fine_text.count(chat.after.strip()) == 1
+        assert text.endswith(f", tell it in your words.{chat.after}")
         # A space here and there is all that it loses.
         assert hostile.strip().replace(" ", "") in text.replace(" ", "")
     for part in ("|im_end|", "|eot_id|", "think"):  # request and text make no token together
