@@ -72,7 +72,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("polarity", {"right": 0, "wrong": 0}, r"polarity\.right=0 and polarity\.wrong=0: nothing would train"),
     ("pattern", {"expression": "("}, r"pattern\.expression=.* does not compile"),
     ("step_values", {"separator": "x*"}, r"step_values\.separator=.* matches the empty"),
-    ("pattern", {"elsewhere": 0.5}, r"pattern\.elsewhere=0\.5 is unknown; choose one of 0, 1"),
+    ("pattern", {"elsewhere": 0.5}, r"pattern\.elsewhere=0\.5 should be 0 or 1"),
     ("top", {"count": 2}, r"top\.count is not an option; the options are k, share$"),
     ("top", {"k": 2, "share": 0.5}, r"top\.k=2 and top\.share=0\.5: give one of the two"),
 ]
