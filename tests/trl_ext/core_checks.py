@@ -10,15 +10,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from accelerate.utils import ParallelismConfig
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import ProcessorMixin
 from trl import GRPOTrainer
 
 from grail_advantage import GrailConfig, OarConfig, Reshaped, RolloutBatch, TokenWeights, compute_token_weights
 from grail_advantage.batch import Example
-from grail_advantage.methods import method, methods
+from grail_advantage.methods import method
 from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer, checks
 from grail_advantage.trl_ext import trainer as trainer_module
@@ -82,8 +80,6 @@ METHODS: dict[str, Signal] = {
     "high_entropy": method("high_entropy").build({}),
     "stare": method("stare").build({"variant": "C2", "threshold": 100.0}),
     "shear": method("shear").build({"window": 6, "stride": 3}),
-    "steer": method("steer").build({}),
-    "pattern": method("pattern").build({"expression": "box|so", "gate": "all"}),
     "step_values": method("step_values").build({"separator": "i"}),
     "a field": Blamed(),
 }
@@ -117,13 +113,6 @@ def test_answers_in_another_format(tmp_path: Path) -> None:
     assert sum(span is not None for span in expected.spans) == 5
     wanted = torch.cat(response_values(expected.weights * plain.advantages.unsqueeze(1), plain.response_mask))
     torch.testing.assert_close(of_responses(generation_batch(trainer)), wanted, rtol=2e-4, atol=2e-4)
-    refused = {
-        "answer": ("box", "answer='box' is no format"),
-        "missing_answers": ("no", "'no' is unknown; choose one of stop,"),
-    }
-    for name, (value, match) in refused.items():
-        with pytest.raises(ValueError, match=match):
-            build(tmp_path, weights={name: value})
 
 
 @pytest.mark.parametrize("signal", [GrailConfig(), METHODS["surprisal"].replace(statistics="reasoning")])
@@ -230,22 +219,6 @@ def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatc
     assert set(counts.values()) == {2} and len(counts) == 8
 
 
-@pytest.mark.parametrize(("by_trl", "by_signal"), [(False, False), (False, True), (True, False)])
-def test_truncated_rows(tmp_path: Path, by_trl: bool, by_signal: bool) -> None:
-    trainer = build(
-        tmp_path,
-        weights={"token_weights": GrailConfig(mask_truncated=by_signal)},
-        mask_truncated_completions=by_trl,
-    )
-    batch = generation_batch(trainer)
-    row = scripted.TRUNCATED
-    assert bool(batch["completion_mask"][row].any()) == (not by_trl)
-    assert bool(batch["advantages"][row].any()) == (not by_trl and not by_signal)
-    assert trainer._metrics["train"]["grail/truncated_rate"] == [1 / 8]
-    others = [index for index in range(8) if index != row]
-    assert batch["advantages"][others].any(dim=1).all()
-
-
 def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: Path) -> None:
     trainer = build(tmp_path, weights={"token_weights": "grail"}, max_steps=1, log_completions=True)
     trainer.train()
@@ -261,16 +234,6 @@ def test_evaluation_is_not_weighted(tmp_path: Path) -> None:
     trainer = build(tmp_path, weights={"token_weights": "grail"})
     trainer.model.eval()
     assert generation_batch(trainer)["advantages"].shape == (8,)
-
-
-def test_mean_over_the_batch_is_the_loss_types(tmp_path: Path) -> None:
-    trainer = build(tmp_path, weights={"token_weights": "stare"})
-    values_BT = torch.tensor([[1.0, 2.0, 3.0], [5.0, float("nan"), float("nan")]])
-    mask_BT = torch.tensor([[True, True, True], [True, False, False]])
-    for loss_type in checks.LOSSES:
-        trainer.loss_type = trainer.args.loss_type = loss_type
-        expected = {"grpo": 3.5, "sapo": 3.5, "dr_grpo": 11 / (2 * 64)}.get(loss_type, 11 / 4)
-        assert trainer._aggregate(values_BT, mask_BT) == pytest.approx(expected)
 
 
 def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
@@ -345,13 +308,11 @@ def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
 SETTINGS_REFUSED: dict[str, dict[str, Any]] = {
     "importance_sampling_level='sequence'.*'grail'.*use 'token'": {"importance_sampling_level": "sequence"},
     "loss_type='luspo'.*use one of grpo, bnpo": {"loss_type": "luspo"},
-    "loss_type='vespo'.*use one of grpo, bnpo": {"loss_type": "vespo"},
     "temperature=0.0.*above 0": {"temperature": 0.0},
     "fp16=True.*use bf16": {"fp16": True},
     "fsdp='full_shard'.*not tested": {"fsdp": "full_shard"},
     "deepspeed='ZeRO-3'.*use ZeRO-1 or ZeRO-2": {"deepspeed_plugin": SimpleNamespace(zero_stage=3)},
     r"parallelism_config.tp_size=2.*use 1": {"parallelism_config": SimpleNamespace(tp_size=2)},
-    r"parallelism_config.cp_size=2.*use 1": {"parallelism_config": SimpleNamespace(cp_size=2)},
 }
 
 
@@ -369,33 +330,12 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
     trainer.is_fsdp_enabled = True  # ``accelerate launch --use_fsdp`` leaves ``args.fsdp`` empty
     with pytest.raises(ValueError, match=r"fsdp=.*not tested"):
         checks.check_trainer(trainer, GrailConfig())
-    for stage in (1, 2):
-        changed = scripted.config(tmp_path)
-        changed.deepspeed_plugin, changed.parallelism_config = SimpleNamespace(zero_stage=stage), ParallelismConfig()
-        checks.check_arguments({"args": changed}, GrailConfig())
-
-
-def tool(text: str) -> str:
-    """Say it.
-
-    Args:
-        text: What to say.
-    """
-    return text
-
-
-class Processor(ProcessorMixin):
-    def __init__(self) -> None:
-        pass
 
 
 def test_arguments_that_are_refused(tmp_path: Path) -> None:
     given = {"train_dataset": scripted.prompts(), "processing_class": char_tokenizer()}
     for argument, match in (
-        ({"tools": [tool]}, "tools=.*leave it out"),
         ({"rollout_func": lambda *_: {}}, "rollout_func=.*leave it out"),
-        ({"environment_factory": object}, "environment_factory=.*leave it out"),
-        ({"processing_class": Processor()}, "text alone; give a tokenizer"),
         ({"train_dataset": Dataset.from_dict({"prompt": ["a"], "image": ["b"]})}, "text alone"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -404,8 +344,6 @@ def test_arguments_that_are_refused(tmp_path: Path) -> None:
 
 RLSD = {"token_weights": "rlsd", "token_weight_options": {"privileged_column": "solution"}}
 METHODS_REFUSED: dict[str, dict[str, Any]] = {
-    "'graill' is no registered signal; choose one of": {"weights": {"token_weights": "graill"}},
-    "grail.lief is not an option": {"weights": {"token_weights": "grail", "token_weight_options": {"lief": 1}}},
     "token_weight_options are for a method given by its name": {
         "weights": {"token_weights": GrailConfig(), "token_weight_options": {"leaf": "first"}}
     },
@@ -450,16 +388,3 @@ def test_published_settings_of_the_page_are_accepted(tmp_path: Path) -> None:
     exec(text, names)
     checks.check_arguments({"args": names["config"]}, GrailConfig())
     assert names["config"].generation_batch_size == 256 and names["config"].num_iterations == 4
-
-
-def test_every_method_is_known_by_its_name(tmp_path: Path) -> None:
-    """Every registered one that needs nothing but prompts and rewards starts with its defaults."""
-    started = 0
-    for name, known in methods().items():
-        ours = known.signal_class.__module__.startswith("grail_advantage.")
-        if not ours or name == "rlsd" or known.build({}).reads - checks.PROVIDED:
-            continue
-        trainer = build(tmp_path, weights={"token_weights": name})
-        assert trainer.signal.name == name
-        started += 1
-    assert started >= 10

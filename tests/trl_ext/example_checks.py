@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
@@ -77,40 +74,3 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     assert (folder / "out" / "adapter_model.safetensors").exists()
     assert write_report(folder / "out") == folder / "out" / "report.html"
     assert (folder / "out" / "report.html").stat().st_size > 100_000
-
-
-def test_a_run_of_all_parameters_by_another_method(folder: Path) -> None:
-    _, rows, metrics = train(folder, "--data", "train.jsonl", "--lora-rank", "0", "--method", "uniform")
-    assert metrics[2]["uniform/average_weight"] == 1.0 and rows == []
-    assert (folder / "out" / "model.safetensors").exists()
-
-
-def test_what_it_imports_is_installed_with_the_extra() -> None:
-    imports = [
-        node for node in ast.walk(ast.parse(EXAMPLE.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
-    names = {name.split(".")[0] for node in imports for name in [getattr(node, "module", None) or node.names[0].name]}
-    assert names - sys.stdlib_module_names == {"datasets", "grail_advantage", "peft", "torch", "trl"}
-
-
-@pytest.fixture
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trl_grail", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_problems_of_other_files(example: ModuleType, tmp_path: Path) -> None:
-    asked = [{"role": "user", "content": "What is 2+3?\n" + example.ASK}]
-    (tmp_path / "a.csv").write_text("question,answer\nWhat is 2+3?,It is five.\\n#### 5\n")
-    (tmp_path / "b.json").write_text(json.dumps([{"problem": "What is 2+3?", "solution": "5", "level": 1}]))
-    for name in ("a.csv", "b.json"):
-        (row,) = example.problems(str(tmp_path / name))
-        assert row == {"prompt": asked, "solution": "5"}, name
-    assert "\\boxed{}" in example.ASK
-
-
-def test_the_reward(example: ModuleType) -> None:
-    answers = [[{"role": "assistant", "content": text}] for text in (r"\boxed{1,234}", r"\boxed{5} no \boxed{6}", "5")]
-    assert example.reward(answers, ["1234", "5", "5"], prompts=None) == [1.0, 0.0, 0.0]

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from grail_advantage import TokenWeights, compute_token_weights
-from grail_advantage.trl_ext import trainer as trainer_module
 from tests.core.tiny_models import tiny_model
 from tests.trl_ext import scripted
 
@@ -36,14 +34,6 @@ def dump_folder(folder: Path, name: str, world_size: int) -> Path:
 def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     """Train; the advantages of every generation batch of this rank, the figures, and the parameters at the end."""
     seen: list[dict[str, torch.Tensor]] = []
-    selected: list[int] = []
-
-    def counting(*arguments: Any, **named: Any) -> TokenWeights:
-        result = compute_token_weights(*arguments, **named)
-        selected.append(round(result.stats["selected_rate"] * len(named["advantages"])))
-        return result
-
-    trainer_module.compute_token_weights = counting
 
     class Recording(scripted.ScriptedTokenWeights):
         def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -70,7 +60,6 @@ def run(name: str, folder: Path, world_size: int) -> dict[str, Any]:
     }
     return {
         "batches": seen,
-        "selected": selected[0],
         "figures": figures,
         "parameters": [p.detach().clone() for p in trainer.model.parameters()],
         "distributed": type(trainer.model_wrapped).__name__,

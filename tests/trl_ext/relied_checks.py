@@ -42,29 +42,18 @@ def test_the_trainer_that_is_installed_is_accepted_as_any_version() -> None:
             r"lacks .*`self._generate_and_score_completions\(` in _prepare",
         ),
         (
-            "_get_per_token_logps_and_entropies",
-            "_token_logps",
-            r"lacks _get_per_token_logps_and_entropies\(\); .*use it:",
-        ),
-        (
             "compute_entropy=",
             "with_entropy=",
             r"lacks the argument compute_entropy of _get_per_token_logps_and_entropies",
         ),
         ("if advantages.dim() == 1:", "if True:", r"lacks `if advantages.dim\(\) == 1:` in _compute_loss\(\)"),
         ('"completion_mask": ', '"loss_mask": ', r'lacks `"completion_mask":` in _generate_and_score_completions'),
-        ("_calculate_rewards", "_judge", r"lacks .*_calculate_rewards\(\).* use them: run `pip install 'trl==1"),
     ],
 )
 def test_a_trainer_without_a_part_is_refused_by_its_name(tmp_path: Path, before: str, after: str, missing: str) -> None:
     changed = changed_trainer(tmp_path, before, after)
     with pytest.raises(ValueError, match=r"trl 1.17.0 is installed, whose GRPOTrainer " + missing):
         checks.check_trl(changed, "1.17.0")
-
-
-def test_an_unrelated_change_is_accepted(tmp_path: Path) -> None:
-    changed = changed_trainer(tmp_path, "num_completions_to_print", "completions_to_print")
-    checks.check_trl(changed, "1.17.0")
 
 
 def test_an_attribute_that_is_gone_is_refused(tmp_path: Path) -> None:
