@@ -45,11 +45,3 @@ class TestWriter:
         assert writer.failed == 2 and read_dump(tmp_path).steps == [3]
         (message,) = caplog.messages
         assert "No space left on device" in message and "training goes on" in message
-
-    def test_starts_where_an_earlier_run_went_on(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        for step in (1, 2, 3):
-            write_step(tmp_path, DumpHeader(step=step, method="grail"), [])
-        DumpWriter(tmp_path).start_at(2)
-        assert read_dump(tmp_path).steps == [1]
-        assert "2 files of step 2 and later, of an earlier run, removed" in caplog.messages[0]
-        DumpWriter(tmp_path / "nowhere").start_at(1)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grail_advantage.view.dump.files import MethodColumns
 from grail_advantage.view.page import pack
 from tests.dumps import dump_row
 
@@ -64,17 +63,3 @@ def test_a_block_comes_back() -> None:
     }
     assert block == pack.pack(row, columns, {2: "<|end|>"}) and "<" not in block
     assert read_block(pack.pack(dump_row([]), pack.columns_of(dump_row([])), {}))[0]["n"] == 0
-
-
-def test_columns_that_are_packed() -> None:
-    plain = dump_row([1.0, 2.0], advantage_T=[0.0, 0.0], score_T=[np.nan, np.inf], old_log_prob_T=[-1.5, 0.0])
-    columns = pack.columns_of(plain)
-    assert list(columns) == ["base_advantage", "surprisal", "weight", "advantage"], "masked: not the product"
-    assert columns["surprisal"].tolist() == [1.5, 0.0]
-    one, other = (np.float32(values) for values in ([1.0, 3.0], [0.5, 0.5]))
-    methods = {
-        "a": MethodColumns(score_T=one, weight_T=one),
-        "b": MethodColumns(score_T=None, weight_T=other, advantage_T=np.float32([4.0, 5.0])),
-    }
-    columns = pack.columns_of(dump_row([1.0, 3.0], methods=methods))
-    assert list(columns) == ["base_advantage", "score:a", "weight:a", "weight:b", "advantage:b"]

@@ -7,14 +7,12 @@ import gzip
 import hashlib
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from grail_advantage import AnswerSpan
 from grail_advantage.view.dump.files import DumpHeader, read_dump, write_step
 from grail_advantage.view.page import by_position, data
 from grail_advantage.view.page.page import render, write_report
@@ -68,10 +66,6 @@ def test_the_file_is_written_whole_and_names_no_place(run: Path, tmp_path: Path)
     assert [entry.name for entry in path.parent.iterdir()] == ["page.html"] and text.endswith("</html>\n")
     assert text == render([data.open_run(run)]), "the same run makes the same file"
     assert str(run.parents[2]) not in json.dumps(index_of(run)) + text
-    folder = tmp_path / "<img src=x onerror=alert(1)>%SCRIPT%&amp;"
-    write_metrics(folder, 3)
-    page = render([data.open_run(folder)])
-    assert "<img" not in page and "&lt;img src=x onerror=alert(1)&gt;%SCRIPT%&amp;amp;</title>" in page
 
 
 def test_index_of_a_run(run: Path) -> None:
@@ -93,20 +87,6 @@ def test_index_of_a_run(run: Path) -> None:
     wrong = by_position.by_step(table, "wrong")[1]
     assert np.allclose(np.array(position["of_step"]["wrong"], dtype=float), wrong, rtol=1e-5, equal_nan=True)
     assert position["steps"] == [1, 5, 10]
-
-
-def test_of_a_method_that_gives_advantages_these_are_shown_first(tmp_path: Path) -> None:
-    write_dump(tmp_path / "tokens", (1,), seed=3, problems=2)
-    rows = list(read_dump(tmp_path / "tokens"))
-    rows = [replace(row, weight_T=np.ones_like(row.weight_T)) for row in rows]
-    write_step(tmp_path / "tokens", DumpHeader(step=1, method="step_values"), rows)
-    index = index_of(tmp_path)
-    assert index["overlays"] == ["advantage", "weight", "score", "surprisal", "entropy"]
-    spreads = [float(np.std(row.advantage_T[row.mask_T].astype(np.float64))) for row in rows]
-    given = [len({*row.advantage_T[row.mask_T].tolist()}) > 1 for row in rows]
-    assert index["rows"]["given"] == given and any(given)
-    expected = [spread if one else 0.0 for spread, one in zip(spreads, given, strict=True)]
-    assert index["rows"]["spread"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_prompt_in_both_runs_is_one_problem(run: Path, tmp_path: Path) -> None:
@@ -156,18 +136,7 @@ def test_broken_and_missing_parts(tmp_path: Path) -> None:
     assert any("metrics.jsonl:" in note for note in index["notes"])
     assert not index["rows"]["step"] and not index["position"]
     assert "wrote no token dump" in index["nothing"]
-    write_step(run / "tokens", DumpHeader(step=1, method="grail"), [])
-    index = index_of(run)
-    assert "no rollout that can be read" in index["nothing"] and any("holds no rows" in note for note in index["notes"])
     short = [text_row([], row=0), text_row(["x"], row=1, base_advantage_T=None, advantage_T=None, score_T=None)]
     write_step(run / "tokens", DumpHeader(step=1, method="grail"), short)
     index = index_of(run / "tokens")
     assert index["rows"]["length"] == [0, 1] and index["rows"]["spread"] == [None, 0.0]
-
-
-def test_few_answers_are_said_first(tmp_path: Path) -> None:
-    rows = [text_row(["4", "2"], row=row, span=AnswerSpan(0, 0, 1, 1) if row == 0 else None) for row in range(6)]
-    for answer, count, notes in (("hashes", 6, 1), (None, 6, 0), ("boxed", 5, 0)):  # one of five is enough
-        write_step(tmp_path, DumpHeader(step=1, method="grail", answer=answer), rows[:count])
-        given = index_of(tmp_path)["notes"]
-        assert len(given) == notes and all(note.startswith("1 of the 6 responses") for note in given)

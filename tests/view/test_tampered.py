@@ -83,20 +83,3 @@ class TestLinks:
         run = data.open_run(tmp_path)
         assert run.metrics == {}
         assert run.dump.steps == [3] and len(list(run.dump)) == 4
-
-
-def test_metrics_that_are_none(tmp_path: Path) -> None:
-    """Steps and values that no logger writes; what is right beside them is read."""
-    right = ['{"step": 1, "data": {"a": 1}}', '{"step": 4, "data": {"a": NaN, "b": Infinity, "c": 1e999}}']
-    for wrong in (
-        f'{{"step": {10**40}, "data": {{"a": 1}}}}',
-        '{"step": -5, "data": {"a": 1}}',
-        '{"step": 3, "data": ["a"]}',
-        f'{{"step": 2, "data": {{"a": 1{"0" * 400}}}}}',
-        "[" * 100_000,
-        "\0\0\0",
-    ):
-        (tmp_path / "metrics.jsonl").write_text("\n".join([right[0], wrong, right[1], wrong]))
-        metrics, (problem,) = data.read_metrics(tmp_path)
-        assert metrics[1] == {"a": 1.0} and set(metrics) == {1, 4}
-        assert "metrics.jsonl:2: " in problem and "2 such lines" in problem

@@ -23,7 +23,7 @@ from grail_advantage.view.dump.files import (
     remove_steps,
     write_step,
 )
-from tests.dumps import HOSTILE, dump_row
+from tests.dumps import dump_row
 
 NAN = math.nan
 HEADER = DumpHeader(
@@ -117,20 +117,6 @@ class TestRoundTrip:
         (read,) = read_dump(tmp_path)
         np.testing.assert_array_equal(read.weight_T.view(np.uint32), bits)
 
-    def test_hostile_texts(self, tmp_path: Path) -> None:
-        """Half a surrogate pair is no text of Parquet's; U+FFFD stands for it."""
-        for text in HOSTILE:
-            row = dump_row(
-                [1.5, NAN], tokens=[text, ""], prompt=text, gold=text, answer=text, neutral=text, id=text, step=3
-            )
-            write_step(tmp_path, replace(HEADER, model=text, special_tokens={1: text}), [row])
-            dump = read_dump(tmp_path)
-            (read,) = dump
-            whole = text.replace("\ud800", "\ufffd")
-            texts = dict.fromkeys(("prompt", "gold", "answer", "neutral", "id", "response"), whole)
-            _assert_equal(replace(row, tokens=[whole, ""], **texts), read)
-            assert dump.files[0].header.model == text and dump.problems == []
-
 
 class TestOtherReaders:
     """The file as programs see it that know nothing of this package."""
@@ -193,8 +179,8 @@ def _changed(path: Path, **columns: Any) -> None:
         if values is None:
             table = table.remove_column(place)
         else:
-            array = values if isinstance(values, pa.Array) else pa.array(values, table.schema.field(name).type)
-            table = table.set_column(place, table.schema.field(name).with_type(array.type), array)
+            array = pa.array(values, table.schema.field(name).type)
+            table = table.set_column(place, table.schema.field(name), array)
     if header is not None:
         table = table.replace_schema_metadata({b"grail_advantage": header})
     pq.write_table(table, path)
@@ -215,13 +201,9 @@ class TestBroken:
         for changes, message, rows in (
             ({"weight": [[1.0], [1.0, 2.0], [1.0]]}, "weight has 2 values for 1 tokens", [0, 7]),
             ({"span": [None, [0, 1, 2, 3], None]}, "the span is not four token indices in order, at most 1", [0, 7]),
-            ({"span": [None, [0, 1], None]}, "", [0, 7]),
             ({"labels": [None, "[" * 100_000, None]}, "recursion", [0, 7]),
             ({"weight": None}, "its columns are others", [7]),
-            ({"score": pa.array([[1.0]] * 3, pa.list_(pa.float64()))}, "its columns are others", [7]),
-            ({"header": b""}, "", [7]),
             ({"header": b"[" * 100_000}, "", [7]),
-            ({"header": b"[]"}, "", [7]),
             ({"header": b'{"schema_version": 2}'}, "schema_version is 2; this version reads 3", [7]),
             ({"header": json.dumps(header | {"method": 1}).encode()}, "wrong type", [7]),
         ):
@@ -233,22 +215,3 @@ class TestBroken:
         for content in (b"", b"PAR1", b"no parquet", b"PAR1" + bytes(100) + b"PAR1"):
             path.write_bytes(content)
             assert self._problems(path)[0] == [7] and len(self._problems(path)[1]) == 1
-
-    def test_a_weight_that_was_changed_is_not_read(self, tmp_path: Path) -> None:
-        """Bits without a pattern stand in the file as they are, so that one of them can be changed in place."""
-        bits = np.random.default_rng(0).integers(0, 1 << 32, 1000, dtype=np.uint32).view(np.float32)
-        weight_T = np.where(np.isfinite(bits), bits, np.float32(1))
-        path = write_step(tmp_path, HEADER, [dump_row(weight_T)])
-        content = bytearray(path.read_bytes())
-        place = content.find(weight_T[500:510].tobytes())
-        assert place > 0
-        content[place] ^= 1
-        path.write_bytes(content)
-        assert self._problems(path)[0] == []
-
-    def test_folders_with_nothing_in_them(self, tmp_path: Path) -> None:
-        (tmp_path / "other.jsonl").write_text("{}")
-        dump = read_dump(tmp_path)
-        assert list(dump) == [] and "holds no token dump" in str(dump.problems[0])
-        missing = read_dump(tmp_path / "nowhere")
-        assert list(missing) == [] and "cannot be read" in str(missing.problems[0])

