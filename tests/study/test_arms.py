@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from study.arms import ARMS
-from study.credit import ORACLES
-from study.exact import token_advantages
-from tests.study.test_trainer import TOKENIZER, credited, model_of, response_of, rollouts
+from tests.study.test_trainer import credited, response_of, rollouts
 
 
 def kept(name: str, row: int) -> list[tuple[str, float]]:
@@ -34,30 +32,6 @@ def test_error_place_is_the_first_wrong_token() -> None:
     assert "".join(found["tokens"][: np.flatnonzero(found["values"])[0]]) == "7+5=1"
     assert kept("error_place", 0) == kept("uniform", 0) and len(kept("uniform", 0)) == len(rollouts().responses[0])
     assert kept("mask_and_error", 0) == kept("results_mask", 0) and kept("mask_and_error", 5) == [("9", -1)]
-
-
-def test_oracle_by_step_sums_over_steps() -> None:
-    batch, model = rollouts(), model_of()
-    exact = token_advantages(model, TOKENIZER, batch.problems, batch.prompts, batch.responses)
-    values = np.array(response_of(0, credited(ARMS["oracle_by_step"], model))["values"])
-    tokens = response_of(0, credited(ARMS["oracle_by_step"], model))["tokens"]
-    text, end = "".join(tokens), tokens.index(";") + 1
-    assert text.startswith("ok 7+5=12;12-3=9;") and exact[0] is not None
-    assert values[:end] == pytest.approx(exact[0][:end].sum(), rel=1e-4)
-    second = end + tokens[end:].index(";") + 1
-    assert values[end:second] == pytest.approx(exact[0][end:second].sum(), rel=1e-4)
-    assert values[second:] == pytest.approx(exact[0][second:].sum(), rel=1e-4)
-    assert set(ORACLES) == {arm.control for arm in ARMS.values() if "oracle" in arm.name}
-
-
-def test_oracle_of_mixed_groups_leaves_the_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = credited(ARMS["oracle_mixed"]), credited(ARMS["oracle"])
-    assert both[0].equal(both[1]), "both groups have both outcomes"
-    batch = rollouts()
-    batch.rewards_B[3:] = 1.0
-    monkeypatch.setattr("tests.study.test_trainer.rollouts", lambda: batch)
-    mixed, whole = credited(ARMS["oracle_mixed"]), credited(ARMS["oracle"])
-    assert mixed[:3].equal(whole[:3]) and whole[3:].any() and not mixed[3:].any()
 
 
 def test_step_values_by_hand() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -65,45 +63,3 @@ def test_updates_are_those_of_a_plain_loop(texts: Texts) -> None:
     assert found.updates["results_mask"].equal(found.updates["right_only"]), "by construction"
     assert not found.updates["random_mask"].equal(found.updates["right_only"])
     assert set(found.updates) == {arm.name for arm in COMPARED[3]} and not found.figures
-
-
-def test_step_values_count_every_copy(texts: Texts) -> None:
-    """A step of a line: the mean advantage of the copies with its result, shrunk by one."""
-    model = build_model(TOKENIZER, 0).eval()
-    parameters = last_blocks(model, 1)
-    measured = measure_problem(model, TOKENIZER, texts, COMPARED[3], (), parameters, np.random.default_rng(3))
-    counts = draw(_chosen(model, texts).of_texts(texts).detach(), np.random.default_rng(3))
-    kept = [n for n in range(len(texts.rows)) if counts[n]]
-    whole = {n: float(n == 0) - counts[0] / DRAWS for n in kept}
-    lines = {n: TOKENIZER.decode(texts.rows[n].response, skip_special_tokens=True).split("\n") for n in kept}
-    numbers = {n: [re.findall(r"\d+", line)[-1] for line in lines[n]] for n in kept}
-    assert {len(found) for found in numbers.values()} == {3}
-
-    def value(n: int, step: int) -> float:
-        if step < 0:
-            return 0.0
-        if step == 2:
-            return whole[n]
-        through = [other for other in kept if numbers[other][step] == numbers[n][step]]
-        return sum(counts[o] * whole[o] for o in through) / (sum(counts[o] for o in through) + 1)
-
-    total = torch.zeros(())
-    for n in kept:
-        row = texts.rows[n]
-        logits = model(input_ids=torch.tensor([[*row.prompt, *row.response]])).logits[0]
-        departs = texts.places[n - 1] if n else len(row.response)
-        for place in sorted(set(texts.places)):
-            if place > departs:
-                break
-            options = [
-                texts.rows[0].response[place],
-                *(t for t, at in zip(texts.tokens, texts.places, strict=True) if at == place),
-            ]
-            step = TOKENIZER.decode(row.response[:place]).count("\n")
-            advantage = value(n, step) - value(n, step - 1)
-            log_probs = logits[len(row.prompt) + place - 1, options].log_softmax(0)
-            total = total + float(counts[n]) * advantage * log_probs[options.index(row.response[place])]
-    plain = torch.cat([part.flatten() for part in torch.autograd.grad(total, parameters)])
-    torch.testing.assert_close(
-        measured.updates["step_values"], plain, rtol=1e-3, atol=1e-6 + 1e-4 * float(plain.abs().max())
-    )

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
-import pytest
 import torch
 
 from recipe.tiny.model import build_model
 from recipe.tiny.sampling import prompt_ids
-from study import selections
 from study.arms import ARMS
 from study.credit import credit, policy_state
 from study.rollouts import Rollouts, as_rollouts
-from study.selections import KINDS, SELECTIONS, kind_of, picked
-from study.task import StudyProblem, study_problems, study_tokenizer
-from study.trainer import RunSettings
+from study.selections import kind_of, picked
+from study.task import StudyProblem, study_tokenizer
 
 TOKENIZER = study_tokenizer()
 PROBLEM = StudyProblem("7+5-3", 7, (("+", 5), ("-", 3)), (None, None))
@@ -55,24 +49,3 @@ def test_picks_are_the_single_token_that_a_wrong_row_keeps() -> None:
     assert [kind for kind, _ in picked(rollouts, last, state)] == ["error", "error"]
     # A row that keeps all of its tokens has picked none.
     assert picked(rollouts, credit(model, TOKENIZER, rollouts, ARMS["uniform"], state, numbers_BL, 1), state) == []
-
-
-def test_counts_of_a_model_that_is_right_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = [RIGHT, WRONG, WRONG, RIGHT]
-    monkeypatch.setattr(selections, "roll_out", lambda *_: batch(*written))
-    problems, settings = study_problems("misconceptions", "train", 4, 1), RunSettings(prompts=1, rollouts=4)
-    model = build_model(TOKENIZER, 0)
-    found = selections.measure(model, TOKENIZER, problems, settings, batches=2, seed=1)
-    assert (found["-", "groups"], found["-", "groups of one outcome"]) == (2, 0)
-    for arm in SELECTIONS:
-        assert found[arm, "rows"] == sum(found[arm, kind] for kind in KINDS) == 4
-    assert found["last_result", "error"] == 4
-    # Of the wrong text's tokens the filler word and the aside decide nothing, of the right text's none.
-    idle = len(TOKENIZER.encode("so ")) + len(TOKENIZER.encode("(1+1=2)"))
-    tokens = sum(len(response) for response in batch(RIGHT, WRONG).responses)
-    assert found["-", "share of tokens in filler and asides"] == idle / tokens
-    written[:] = [RIGHT] * 2 + [WRONG] * 2
-    settings = RunSettings(prompts=2, rollouts=2)
-    monkeypatch.setattr(selections, "roll_out", lambda *_: replace(batch(*written), groups_B=np.array([0, 0, 1, 1])))
-    with pytest.raises(ValueError, match="no group has both outcomes"):
-        selections.measure(model, TOKENIZER, problems, settings, batches=1, seed=1)
