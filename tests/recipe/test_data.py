@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from recipe.reward import compute_score
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-REAL_DATA = Path(os.environ.get("GRAIL_DATA_DIR") or PROJECT_ROOT.parent / "shared" / "data")
 # Spelled without any backslash, so that no escape rule can touch it.
 SUFFIX = " Please reason step by step, and put your final answer within " + chr(92) + "boxed{}."
 
@@ -106,22 +104,11 @@ def test_subset_is_the_same_for_every_row_order(tmp_path: Path) -> None:
     assert "5 rows from" in summary and "the published set has 2818 rows; all kept: no more than 200" in summary
 
 
-def test_a_damaged_output_is_made_again(tmp_path: Path) -> None:
-    prepare(tmp_path, "aime24", aime_rows(30))
-    for path in ((tmp_path / "out/aime24.parquet"), (tmp_path / "out/aime24.json")):
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-10])
-        prepare(tmp_path, "aime24", aime_rows(30))
-        assert path.read_bytes() == whole
-
-
 # --- bad rows ---
 
 SYSTEM = [{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]
 BAD_ROWS: list[tuple[str, Any, str]] = [
     ("aime24", '{"problem": "p", "answer"', "not valid JSON"),
-    ("aime24", '["p", "1"]', "not a JSON object"),
-    ("aime24", "[" * 100_000, "not valid JSON"),
     ("aime24", {"problem": "p", "id": 4}, "field 'answer': missing"),
     ("aime24", {"problem": " \n", "answer": "1"}, "field 'problem': empty"),
     ("aime24", '{"problem": "p", "answer": NaN}', "field 'answer': unusable"),
@@ -151,7 +138,6 @@ UNUSABLE_SOURCES: list[tuple[str, list[Any], str]] = [
         r"1 of 19 rows .* \(5\.3%\), more than --max-dropped 0\.05.* line 19: field 'pro.* with --max-dropped",
     ),
     ("aime24", ["{", "}"], r"aime24\.jsonl has no usable row; the first bad one: .*line 1: not valid JSON"),
-    ("aime24", [""], r"aime24\.jsonl has no usable row$"),
     (
         "olympiadbench",
         [{"question": "q", "final_answer": ["1"], "subject": "Physics"}],
@@ -182,29 +168,11 @@ def test_one_command_prepares_everything(local_dir: Path, tmp_path: Path, capsys
     assert "olympiadbench.jsonl; 1 of another task left out" in capsys.readouterr().out
 
 
-def test_failing_and_missing_datasets_do_not_stop_the_others(
-    local_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (local_dir / "math500.jsonl").unlink()
-    write_jsonl(local_dir / "aime24.jsonl", [{"text": "p", "gold": "1"}])
-    arguments = ["--local-dir", str(local_dir), "--output-dir", str(tmp_path / "out"), "--train", "none"]
-    arguments += ["--benchmarks", "aime24,amc23,math500"]
-    assert main(arguments) == 1
-    printed = capsys.readouterr()
-    assert "1 of 3 datasets" in printed.out
-    assert (
-        f"FAILED math500: no math500.jsonl or math500_*.jsonl in --local-dir {local_dir}; leave it out" in printed.err
-    )
-    assert "FAILED aime24: " in printed.err
-
-
 def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
-        (["--benchmarks", "aime25"], "--benchmarks 'aime25' is unknown; choose from math500, aime24"),
         (["--benchmarks", "none", "--train", "none"], "leave nothing to do"),
         (["--hub-id", "gsm8k=a/b"], "--hub-id names gsm8k; it is NAME=ORG/DATASET"),
         (["--max-dropped", "1"], "--max-dropped is a share from 0 up to 1, got 1.0"),
-        (["--local-dir", "no/such/folder"], "--local-dir no/such/folder is not a folder"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
@@ -256,23 +224,3 @@ def test_verl_loads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(batch["reward_model"]) == [row["reward_model"] for row in expected]
     assert list(batch["data_source"]) == [row["data_source"] for row in expected]
     assert list(batch["index"]) == [row["extra_info"]["index"] for row in expected]
-
-
-REAL_GOLD = {
-    "aime24": (30, "204 113 371 385 110 104 721 025 809 116"),
-    "amc23": (40, "27 36 45 3159 36 7 21 3 1 4"),
-    "minerva_math": (5, "1.6 4.5e33 41.8 20.39 0.006"),
-    "gsm8k": (1319, "18 3 70000 540 20"),
-}
-
-
-def test_published_rows(tmp_path: Path) -> None:
-    if not REAL_DATA.is_dir():
-        pytest.skip(f"no folder {REAL_DATA}: name the one with the benchmarks' JSONL files in GRAIL_DATA_DIR")
-    arguments = ["--local-dir", str(REAL_DATA), "--train", "none", "--benchmarks", ",".join(REAL_GOLD)]
-    assert main([*arguments, "--output-dir", str(tmp_path)]) == 0
-    for name, (count, first) in REAL_GOLD.items():
-        rows = read_rows(tmp_path / f"{name}.parquet")
-        gold = [row["reward_model"]["ground_truth"] for row in rows]
-        assert (len(rows), gold[: len(first.split())]) == (count, first.split())
-        assert all(row["prompt"][0]["content"] == row["extra_info"]["problem"] + SUFFIX for row in rows)

@@ -77,13 +77,13 @@ def make_samples(name: str, index: int, case: Row) -> list[dict[str, Any]]:
 SAMPLING = {"samples": 3, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_tokens": 8192, "seed": 0}
 
 
-def make_run(folder: Path, rows: dict[str, list[Row]], template: Any = None, **sampling: Any) -> Any:
+def make_run(folder: Path, rows: dict[str, list[Row]], **sampling: Any) -> Any:
     """Judge hand-made responses with the real judge and write what a finished evaluation writes."""
     problems = pd.concat([make_problems(name, len(cases)) for name, cases in rows.items()], ignore_index=True)
     samples = pd.DataFrame(
         each for name, cases in rows.items() for i, case in enumerate(cases) for each in make_samples(name, i, case)
     )
-    run = {"model": f"models/{folder.name}", "template": TEMPLATE | (template or {}), "engine": "vllm 0.0"}
+    run = {"model": f"models/{folder.name}", "template": TEMPLATE, "engine": "vllm 0.0"}
     results = report.summarise(
         run | {"sampling": SAMPLING | sampling}, problems, judge(samples.merge(problems, on=["benchmark", "index"]))
     )
@@ -189,23 +189,18 @@ def test_comparison_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (published["acc"], published["pass"]) == (0.0360, 0.0305)
 
 
-OTHER_RUNS: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (HAND_CASE, {}, {"temperature": 1.0, "max_tokens": 9}, "temperature 0.6 and 1.0; max_tokens"),
-    (HAND_CASE, {"enable_thinking": True}, {}, r"template\.enable_thinking False and True"),
-    ({"amc23": HAND_CASE["amc23"]}, {}, {}, "aime24"),
+OTHER_RUNS: list[tuple[Any, dict[str, Any], str]] = [
+    (HAND_CASE, {"temperature": 1.0, "max_tokens": 9}, "temperature 0.6 and 1.0; max_tokens"),
+    ({"amc23": HAND_CASE["amc23"]}, {}, "aime24"),
 ]
 
 
-def test_comparison_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_refused(tmp_path: Path) -> None:
     make_run(tmp_path / "a", HAND_CASE)
-    for rows, template, sampling, named in OTHER_RUNS:
-        make_run(tmp_path / "b", rows, template, **sampling)
+    for rows, sampling, named in OTHER_RUNS:
+        make_run(tmp_path / "b", rows, **sampling)
         with pytest.raises(ValueError, match=f"cannot be compared: {named}.*; evaluate both with the same"):
             report.compare(*(report.load_run(tmp_path / name) for name in ("a", "b")))
-    for content in ("{", '{"benchmarks": {"amc23": {"by_problem": {"acc": [1]}, "problems": 2}}}'):
-        (tmp_path / "results.json").write_text(content)
-        assert main(["--compare", str(tmp_path), str(tmp_path)]) == 1
-        assert f"{tmp_path} has no results.json that is whole" in capsys.readouterr().err
 
 
 # --- generations on the disk ---
@@ -284,10 +279,7 @@ def write_benchmark(path: Path, **changes: Any) -> None:
 
 UNUSABLE: list[tuple[Any, str]] = [
     (None, r"amc23\.parquet: not as recipe.data.prepare writes it \(Arrow"),
-    ({"data_source": "aime24"}, "data_source is 'aime24', not 'amc23'"),
     ({"reward_model": {"style": "rule", "ground_truth": ""}}, "a gold answer is missing"),
-    ({"reward_model": None}, "not as recipe.data.prepare writes it .*make it anew"),
-    ({"prompt": []}, "a prompt or a gold"),
     ("empty", "there are no rows"),
 ]
 
@@ -436,12 +428,9 @@ BASE = ["--model", "m", "--output-dir", "out", "--benchmarks", "amc23"]
 BAD_COMMAND_LINES = [
     (["--model", "m"], "--model and --output-dir are needed"),
     ([*BASE, "--benchmarks", "amc24"], "'amc24' is unknown; choose from math500"),
-    (BASE, "--model m is not a folder"),
-    ([*BASE, "--chat-template", "x"], "no chat template 'x'"),
     (["--model", "m", "--compare", "a", "b"], "--compare takes two finished output folders and no --model"),
     ([*BASE, "--model", "base"], "has no chat template; base models need --chat-template base_math"),
     ([*BASE, "--samples", "0"], "argument --samples: 0 is not between 1 and inf"),
-    ([*BASE, "--top-p", "2"], "argument --top-p: 2 is not between 1e-09 and 1"),
 ]
 
 

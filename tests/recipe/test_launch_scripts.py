@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,31 +81,6 @@ def configuration(overrides: list[str]) -> DictConfig:
 
 def container(config: Any) -> Any:
     return OmegaConf.to_container(config, resolve=True)
-
-
-def test_defaults_of_scripts_and_yaml_agree() -> None:
-    """What the scripts say about the published set-up, the YAML says too, for those who start without a script."""
-    ours = configuration(overrides("run_qwen3_grail.sh"))
-    plain = configuration([])
-    differing = set()
-
-    def compare(name: str, a: Any, b: Any) -> None:
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            for key in {*a, *b}:
-                compare(f"{name}.{key}" if name else key, a.get(key), b.get(key))
-        elif a != b:
-            differing.add(name)
-
-    compare("", container(ours), container(plain))
-    assert differing == {
-        "data.train_files", "data.val_files", "data.apply_chat_template_kwargs.enable_thinking",
-        "actor_rollout_ref.model.path", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-        "actor_rollout_ref.ref.fsdp_config.param_offload", "actor_rollout_ref.rollout.max_model_len",
-        "actor_rollout_ref.rollout.prometheus.served_model_name", "actor_rollout_ref.rollout.trace.experiment_name",
-        "algorithm.token_dump.folder", "algorithm.token_dump.every", "ray_kwargs.ray_init.runtime_env.env_vars",
-        "trainer.experiment_name", "trainer.default_local_dir",
-    }  # fmt: skip
 
 
 def test_knobs(tmp_path: Path) -> None:

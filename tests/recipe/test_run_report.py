@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from recipe.run_report import METRICS_FILE, Step, read_steps, summary
+from recipe.run_report import METRICS_FILE, summary
 
 RECORDS = [
     {"step": 0, "data": {"val-core/sums/acc/mean@1": 0.25}},
@@ -26,16 +26,6 @@ RECORDS = [
 def _write(folder: Path, records: list[dict], tail: str = "") -> Path:
     (folder / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
     return folder
-
-
-def test_a_line_and_a_file_are_read(tmp_path: Path) -> None:
-    assert Step.parse(json.dumps(RECORDS[2])) == Step(2, accuracy=0.5, reward=0.4, seconds=5.0, selected=0.25)
-    assert Step.parse(json.dumps(RECORDS[0])) == Step(0, accuracy=0.25, reward=None, seconds=None, selected=None)
-    line = json.dumps({"step": 3, "data": {"val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@4": 0.75}})
-    assert Step.parse(line).accuracy == 0.625, "the mean over data sources"
-    assert read_steps(tmp_path) == []
-    written = _write(tmp_path, RECORDS, tail='{"step": 3, "da')
-    assert [step.number for step in read_steps(written)] == [0, 1, 2], "a line that is being written waits"
 
 
 def test_summary_states_the_figures(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from recipe.tiny import prepare as prepare_module
 from recipe.tiny.model import build_tokenizer
 from recipe.tiny.prepare import PrepareSettings, prepare
-from recipe.tiny.sampling import MAX_RESPONSE_TOKENS, prompt_ids
+from recipe.tiny.sampling import prompt_ids
 from recipe.tiny.task import MAX_VALUE, Problem, StepError, boxed_answer, find_errors, problems, solve
 from recipe.tiny.warm_up import WarmUpSettings
 
@@ -82,18 +82,6 @@ def test_find_errors_by_hand() -> None:
     assert boxed_answer("\\boxed{1}\\boxed{2}\\boxed{3") == "2" and boxed_answer("\\boxed{") is None
 
 
-def test_tokenizer_gives_one_token_a_character(tokenizer: PreTrainedTokenizerFast, train: list[Problem]) -> None:
-    for problem in train:
-        text = solve(problem, 0.3, random.Random(0))
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        assert tokenizer.decode(ids) == text
-        assert len(ids) == len(text) - len("boxed") + 1 < MAX_RESPONSE_TOKENS  # "boxed" is one token
-    for text in ("Ein Satz, nicht nur Ziffern: 12 → 13!", "user assistant", "\x00 日本\n\n"):
-        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    chat = "<|im_start|>user\n7+5-3<|im_end|>\n<|im_start|>assistant\n"
-    assert tokenizer.decode(prompt_ids(tokenizer, CHAIN)) == chat
-
-
 PREPARE = PrepareSettings(
     train_size=40, validation_size=10, warm_up=WarmUpSettings(steps=1, batch_size=4, evaluate_every=21)
 )
@@ -126,13 +114,5 @@ def test_folder_has_verls_data_and_a_model_and_is_reused_until_something_changes
     assert weights.read_bytes() != written
     assert prepare(tmp_path, PREPARE, report=lines.append)
     assert weights.read_bytes() == written
-
-    def interrupt(line: str) -> None:
-        if "warm-up" in line:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(tmp_path, replace(PREPARE, seed=1), report=interrupt)
-    assert prepare(tmp_path, PREPARE, report=lines.append), "an interrupted call is not reused"
     monkeypatch.setattr(prepare_module, "_code_hash", lambda: "changed code")
     assert prepare(tmp_path, PREPARE, report=lines.append)

@@ -18,7 +18,6 @@ from recipe.run_life.checkpoints import TRACKER
 from recipe.run_life.identity import RUN_DEFINITION as FILE
 from recipe.run_life.identity import begin_run, check_run, choose, is_finished, run_definition
 from recipe.run_life.trainer import KeptRun
-from tests import forked
 from tests.checkpoints import write_checkpoint
 from tests.composed import compose
 
@@ -183,36 +182,6 @@ def test_both_entry_points_define_a_run_alike(folder: Path) -> None:
     assert len(names) > 10
     assert {name: run_definition(stock)[name] for name in names} == {name: run_definition(ours)[name] for name in names}
     assert not [name for name in run_definition(ours) if name.startswith(("algorithm.oar", "algorithm.shear"))]
-
-
-@pytest.mark.slow
-def test_the_command_of_a_finished_run_stops_before_ray(tmp_path: Path) -> None:
-    overrides = [
-        *("algorithm.adv_estimator=grail", f"{ACTOR}.use_dynamic_bsz=True", f"{ROLLOUT}.n=4", f"{ROLLOUT}.name=vllm"),
-        *(f"trainer.default_local_dir={tmp_path / 'run'}", "trainer.total_training_steps=2", "trainer.save_freq=1"),
-    ]
-    config = compose("cpu_trainer", overrides)
-    prepare(config)
-    begin_run(config)
-    _save(tmp_path / "run", 2)
-    command = ("--config-name", "cpu_trainer", *overrides, f"hydra.run.dir={tmp_path}")
-    finished = forked.run("recipe.main_grail", *command)
-    assert finished.returncode == 0, finished.stderr
-    assert "already finished" in finished.stderr and "ray init kwargs" not in finished.stdout
-
-
-def test_a_broken_definition_is_named(begun: Path) -> None:
-    for content in (b'{"definition": 3}', b"\xff\xfe"):
-        (begun / FILE).write_bytes(content)
-        with pytest.raises(ValueError, match=rf"no {FILE} that can be read"):
-            _start(begun)
-
-
-def test_a_mixture_that_is_asked_for_is_a_warning(begun: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare(_compose(begun, "data.seed=7", "run_life.enabled=false"))  # judges nobody
-    _start(begun, "data.seed=7", "run_life.strict=false")
-    assert "WARNING" in (said := capsys.readouterr().err) and "data.seed: 42 there, 7 here" in said
-    assert _definition(begun)["data.seed"] == 7
 
 
 def test_a_run_keeps_its_id_and_another_has_its_own(begun: Path) -> None:

@@ -56,14 +56,6 @@ def _checkpoint(folder: Path, ranks: int, version: int = 2) -> Path:
     return checkpoint
 
 
-def test_another_number_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = _checkpoint(tmp_path, 4)
-    check_ranks(compose("cpu_trainer", ["trainer.nnodes=2", "trainer.n_gpus_per_node=2"]), checkpoint)
-    assert capsys.readouterr().err == ""
-    check_ranks(compose("cpu_trainer", ["trainer.nnodes=1", "trainer.n_gpus_per_node=2"]), checkpoint)
-    assert "is of 4 ranks and is loaded by 2" in capsys.readouterr().err
-
-
 def test_what_no_other_number_can_load_is_refused(tmp_path: Path) -> None:
     fsdp = "actor_rollout_ref.actor.strategy=fsdp"
     cases = (((fsdp,), 1), ((), 1), ((fsdp,), 2), (("algorithm.adv_estimator=grpo",), 2), (("critic.enable=True",), 2))

@@ -11,9 +11,8 @@ from omegaconf import OmegaConf
 
 from recipe.run_life import watch
 from recipe.run_life.actors import Death
-from recipe.run_life.checkpoints import STATE, write_json
 from recipe.run_life.options import Options
-from recipe.run_life.watch import END, INTERVAL, REST, STEP, RunEnded, Watch, resumes_from
+from recipe.run_life.watch import END, INTERVAL, REST, STEP, RunEnded, Watch
 
 LIMITS = Options(phase_timeout=100, long_phase_timeout=1000)
 WORKER = Death("WorkerDict, process 22 on 10.0.0.2", "connection error code 2", 22, "10.0.0.2")
@@ -110,15 +109,6 @@ class TestDeaths:
         scene.dead = [WORKER]
         assert scene.look_for(60) is None
         assert "phase end" in scene.look_for(LIMITS.phase_timeout)
-
-
-def test_the_remedy_follows_the_checkpoints(tmp_path: Path) -> None:
-    assert "save_freq=-1 saves none" in resumes_from(_config(tmp_path, save_freq=-1))
-    for step in (10, 20):
-        write_json(tmp_path / f"global_step_{step}" / STATE, {"run": "x", **({"step": 10} if step == 10 else {})})
-    last = tmp_path / "global_step_10"
-    assert resumes_from(_config(tmp_path)) == f"the same command resumes after step 10, from {last}"
-    assert "resume_mode=disable" in resumes_from(_config(tmp_path, resume_mode="disable"))
 
 
 class TestGuard:
