@@ -25,7 +25,6 @@ from tests.core.tiny_models import Batch, char_tokenizer, make_batch, tiny_model
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build, generation_batch, response_values
 
-NO_CHANGE = method("uniform").build({"mask_truncated": False})
 CHATML = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + ' ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"

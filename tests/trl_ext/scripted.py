@@ -88,10 +88,6 @@ class ScriptedTokenWeights(Scripted, TokenWeightGRPOTrainer):
     pass
 
 
-class ScriptedStock(Scripted, GRPOTrainer):
-    pass
-
-
 def config(folder: Path, **options: Any) -> GRPOConfig:
     """Settings of a small run on the CPU."""
     settings = {

@@ -100,9 +100,6 @@ def test_token_ids_are_taken_as_they_are(tmp_path: Path):
     assert rows[1].tokens[-1] == "" and rows[1].response == rows[0].response
 
 
-# -------------------------------------------------------------------------------------------------------------- advantages
-
-
 def graded(rewards: list[float | None], groups: list[str | None]) -> list[Response]:
     return [replace(row, reward=r, group=g) for row, r, g in zip(RESPONSES, rewards, groups, strict=False)]
 
@@ -125,9 +122,6 @@ def test_gold_answers_are_judged():
     rows.append(replace(rows[0], response=encode(r"\boxed{0.5}"), gold="2"))
     rows.append(replace(rows[0], reward=0.25))
     assert [row.reward for row in with_rewards(rows, char_tokenizer())] == [1.0, 0.0, 0.0, 0.25]
-
-
-# ------------------------------------------------------------------------------------------------------------- what is needed
 
 
 def test_groups_stay_together(tmp_path: Path):
@@ -193,9 +187,6 @@ def test_characters_become_tokens():
     assert found == {"steps": [[0, 2], [2, 5], [5, 6]], "wrong_step": [2, 5], "none": []}
     # "c d" begins in front of character 3, so that it belongs to what begins there.
     assert token_ranges({"part": (3, 6)}, texts) == {"part": [3, 5]}
-
-
-# ------------------------------------------------------------------------------------------------------------ command line
 
 
 @pytest.fixture
