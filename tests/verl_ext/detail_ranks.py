@@ -94,7 +94,7 @@ class Experiments(pass_ranks.Experiments):
         return found
 
     def raising(self, setup: Setup) -> dict[str, Any]:
-        """What passes that raise leave behind and, with FSDP2, an optimiser step after each of them.
+        """What passes that raise leave behind and an optimiser step after each of them, with FSDP2.
 
         FSDP1 itself cannot go on after an exception in a forward, whoever runs it.
         """
@@ -121,8 +121,7 @@ class Experiments(pass_ranks.Experiments):
                 except Exception as error:
                     results["errors"].append((name, type(error).__name__, str(error)))
             results.setdefault("left", {})[name] = leftovers(engine, before)
-            if setup.strategy == "fsdp2":
-                results["steps"].append((self._step(engine, setup), shards(engine)))
+            results["steps"].append((self._step(engine, setup), shards(engine)))
         return results
 
     def nan(self, setup: Setup) -> dict[str, Any]:
@@ -193,7 +192,7 @@ def experiments(world_size: int) -> dict[str, dict[str, Any]]:
     return {
         "memory": MEMORY,
         "counting": COUNTED,
-        "raising": PLAIN,
+        "raising": {"fsdp2": PLAIN["fsdp2"]},
         "halved": HALVED,
         "nan": {"fsdp2": Setup("qwen3-nan")},
         "later_update": PLAIN,

@@ -34,6 +34,8 @@ class Setup:
     kernels: str | None = None
     """Backend of verl's fused kernels."""
     options: dict[str, Any] = field(default_factory=dict)
+    turn: int = 0
+    """Which pass of each kind runs, counted on."""
 
     @property
     def data_parallel(self) -> int:

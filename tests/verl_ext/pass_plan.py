@@ -81,28 +81,25 @@ SHARED: dict[str, tuple[str, float, Sizes]] = {
 
 _OFFLOADED = {"param_offload": True, "optimizer_offload": True}
 _MULTIPLE = {"pad_to_length": True, "pad_to_length_bucket": 64}
-_WHOLE = {"reshard_after_forward": False}
 _ORIGINAL = {"use_orig_params": True}
 _SHARED = {"packed": True, "attention": REFERENCE}
 SETUPS = {
-    "fsdp": Setup("qwen3", "fsdp"),
-    "fsdp, tied, no checkpointing": Setup("llama-tied", "fsdp", checkpointing=False),
+    "fsdp, tied, no checkpointing": Setup("llama-tied", "fsdp", checkpointing=False, turn=1),
     "fsdp2, packed": Setup("qwen3", packed=True),
-    "fsdp, parameters offloaded": Setup("qwen3", "fsdp", options=_OFFLOADED),
-    "fsdp, unsharded between forward and backward": Setup("qwen3", "fsdp", options=_WHOLE),
-    "fsdp2, activations offloaded": Setup("qwen3", activation_offload=True),
-    "fsdp, fused kernels": Setup("qwen3", "fsdp", kernels="torch"),
-    "fsdp2, lora": Setup("qwen3-tied", adapter="adapter"),
-    "fsdp, lora on the head": Setup("qwen3", "fsdp", adapter="adapter-head"),
-    "fsdp2, lora on the tied head": Setup("qwen3-tied", adapter="adapter-tied-head"),
-    "fsdp, lora on the embeddings": Setup("qwen3", "fsdp", adapter="adapter-embeddings", options=_ORIGINAL),
-    "fsdp, lora beside whole embeddings and head": Setup("qwen3", "fsdp", adapter="adapter-saved", options=_ORIGINAL),
-    "fsdp2, tied, 2 a sequence": Setup("llama-tied", sequence_parallel=2, **_SHARED),
-    "fsdp2, 3 ranks, parameters offloaded by FSDP2": Setup("qwen3", ranks=3, options={"offload_policy": True}),
-    "fsdp2, 4 ranks, groups of two": Setup("qwen3", ranks=4, options={"fsdp_size": 2}),
-    "fsdp2, 4 ranks, 2 a sequence": Setup("qwen3", ranks=4, sequence_parallel=2, **_SHARED),
+    "fsdp, parameters offloaded": Setup("qwen3", "fsdp", options=_OFFLOADED, turn=3),
+    "fsdp2, activations offloaded": Setup("qwen3", activation_offload=True, turn=5),
+    "fsdp, fused kernels": Setup("qwen3", "fsdp", kernels="torch", turn=6),
+    "fsdp2, lora": Setup("qwen3-tied", adapter="adapter", turn=7),
+    "fsdp, lora on the head": Setup("qwen3", "fsdp", adapter="adapter-head", turn=8),
+    "fsdp2, lora on the tied head": Setup("qwen3-tied", adapter="adapter-tied-head", turn=9),
+    "fsdp, lora on the embeddings": Setup("qwen3", "fsdp", adapter="adapter-embeddings", options=_ORIGINAL, turn=10),
+    "fsdp, lora beside whole embeddings and head": Setup(
+        "qwen3", "fsdp", adapter="adapter-saved", options=_ORIGINAL, turn=11
+    ),
+    "fsdp2, tied, 2 a sequence": Setup("llama-tied", sequence_parallel=2, **_SHARED, turn=12),
+    "fsdp2, parameters offloaded by FSDP2": Setup("qwen3", options={"offload_policy": True}, turn=13),
     "fsdp, 4 ranks, 4 a sequence, packed to a multiple of 64": Setup(
-        "qwen3", "fsdp", ranks=4, sequence_parallel=4, options=_MULTIPLE, **_SHARED
+        "qwen3", "fsdp", ranks=4, sequence_parallel=4, options=_MULTIPLE, turn=16, **_SHARED
     ),
 }
 ALL_PASSES = ("fsdp2, packed",)
@@ -111,7 +108,8 @@ ALL_PASSES = ("fsdp2, packed",)
 
 def passes_of(setup: str) -> list[str]:
     """The passes of their own that a set-up runs."""
-    how, turn = SETUPS[setup], list(SETUPS).index(setup)
+    how = SETUPS[setup]
+    turn = how.turn
     kinds = [SALIENCY]
     if how.sequence_parallel == 1:
         kinds += [INFERENCE] if how.kernels else [GRADIENT, PERTURBATION, INFERENCE]
@@ -126,7 +124,7 @@ def shared_of(setup: str) -> list[tuple[str, str]]:
     if setup in ALL_PASSES:
         spread = ("rows", "budget, middle")
         return [*((how, "uneven") for how in SHARED), *((how, share) for share in list(TARGETS)[1:] for how in spread)]
-    return [(list(SHARED)[list(SETUPS).index(setup) % len(SHARED)], "uneven")]
+    return [(list(SHARED)[SETUPS[setup].turn % len(SHARED)], "uneven")]
 
 
 def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[PassRow]]:
@@ -183,14 +181,10 @@ WITH_NAN = (
 )
 MEMORY = {
     "fsdp": Setup("qwen3", "fsdp"),
-    "fsdp, original parameters": Setup("llama", "fsdp", options=_ORIGINAL),
     "fsdp2, no checkpointing": Setup("qwen3", checkpointing=False),
 }
-HALVED = {
-    "fsdp": Setup("qwen3", "fsdp", options=HALF),
-    "fsdp2, bfloat16 parameters": Setup("qwen3", options={**HALF, "model_dtype": "bfloat16"}),
-}
-COUNTED = {"fsdp2": Setup("qwen3"), "fsdp, no checkpointing": Setup("qwen3", "fsdp", checkpointing=False)}
+HALVED = {"fsdp": Setup("qwen3", "fsdp", options=HALF)}
+COUNTED = {"fsdp2": Setup("qwen3")}
 PLAIN = {"fsdp": Setup("qwen3", "fsdp"), "fsdp2": Setup("qwen3")}
 
 _DROPOUT = {"attention_dropout": 0.5}

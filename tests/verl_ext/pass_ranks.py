@@ -98,17 +98,13 @@ class Experiments:
         """Passes under the autocast that verl trains with by default."""
         engine = self._build(setup)
         worker = training_worker(engine)
-        names = ("saliency",) if setup.packed else ("saliency", "oar_g", "oar_p", "rlsd", "shear")
+        names = ("saliency", "oar_g", "oar_p", "rlsd", "shear")
         return {
             "dtypes": sorted({str(parameter.dtype) for parameter in engine.module.parameters()}),
             "autocast": str(engine._autocast_dtype),
             "own": {name: self._own(engine, name, setup) for name in names},
             "shared": self._shared(worker, setup, "one row each", "all"),
         }
-
-    def kernels(self, setup: Setup) -> list[torch.Tensor]:
-        """Scores with verl's fused kernels."""
-        return self._own(self._build(setup), "saliency, robust", setup)["scores"]
 
 
 if __name__ == "__main__":

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
-from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
 from grail_advantage.methods import method, methods
 from grail_advantage.verl_ext.checks import OTHER_BASES, check_config
-from grail_advantage.verl_ext.method_batch import reward_advantages
 from grail_advantage.verl_ext.settings import BASES
 from tests.composed import compose
 from tests.verl_ext.one_step import make_trainer
@@ -86,22 +82,6 @@ def test_weight_one_is_the_estimator_by_hand(base: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_weight_one_is_verls_stock_trainer_bit_for_bit(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        found = _step(patch, f"{BASE}={base}").run()
-    step = Step(monkeypatch, [])
-    step.trainer = make_trainer(
-        [f"algorithm.adv_estimator={base}", "actor_rollout_ref.rollout.n=3"], method("uniform").build({}), step.workers
-    )
-    assert type(step.trainer).__name__ == "PPOTrainerSync"
-    keys = list(found)
-    batch = KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys])
-    step.trainer._compute_advantage(step.trainer._compute_old_log_prob(batch, {}), {})
-    for key, values_T in found.items():
-        assert torch.equal(values_T, step.store.rows[key]["advantages"])
-
-
-@pytest.mark.parametrize("base", BASES)
 def test_weights_multiply_it(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = BY_HAND[base](REWARDS)
     step = _step(monkeypatch, f"{BASE}={base}", name="grail")
@@ -113,23 +93,6 @@ def test_weights_multiply_it(base: str, monkeypatch: pytest.MonkeyPatch) -> None
         at = text.find("boxed{") + 6
         assert float(weights_T[-1]) == pytest.approx(1, abs=1e-3)
         assert float(weights_T[at]) == pytest.approx(5 if at > 5 else 1, rel=1e-3)
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_a_row_without_a_finite_reward_reaches_no_other(
-    base: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    bad, rest = ROWS[2][0], [row for row in ROWS if row != ROWS[2]]
-    with monkeypatch.context() as patch:
-        step = _step(patch, f"{BASE}={base}")
-        step.store.rows[bad]["rm_scores"][-1] = math.nan
-        found = step.run()
-    assert not found.pop(bad).any() and "1 of 6 rows, such as a_2_0, have no finite reward" in caplog.text
-    with monkeypatch.context() as patch:
-        patch.setattr("tests.verl_ext.test_one_step.ROWS", rest)
-        expected = _step(patch, f"{BASE}={base}").run()
-    for key, values_T in expected.items():
-        torch.testing.assert_close(found[key], values_T, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture
@@ -192,20 +155,3 @@ def test_every_estimator_of_verls_is_judged() -> None:
     """The vectorised ones and grpo_passk and gpg are one a response, and not tested."""
     untested = {"grpo_vectorized", "rloo_vectorized", "grpo_passk", "gpg"}
     assert {*BASES, *OTHER_BASES, *untested} == set(ADV_ESTIMATOR_REGISTRY) - set(methods())
-
-
-def test_batches_of_rewards_alone_have_the_same_advantages() -> None:
-    """The rows that need scores are chosen by them before the old log-probabilities are there."""
-    mask_BT = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    rewards_BT = torch.zeros(mask_BT.shape).scatter(
-        1, torch.tensor(LENGTHS)[:, None] - 1, torch.tensor(REWARDS)[:, None]
-    )
-    rollouts = SimpleNamespace(keys=[key for key, *_ in ROWS], groups=[0, 0, 0, 1, 1, 1])
-    for base in BASES[1:3]:
-        config = OmegaConf.create(
-            {"algorithm": {"token_weights": {"base": base}}, "actor_rollout_ref": {"rollout": {"n": 3}}}
-        )
-        found_BT, unjudged_B = reward_advantages(rewards_BT, rollouts, mask_BT, config)
-        expected_B = torch.tensor(BY_HAND[base](REWARDS))
-        torch.testing.assert_close(found_BT, expected_B[:, None] * mask_BT, rtol=1e-5, atol=1e-6)
-        assert not unjudged_B.any()

@@ -6,11 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import verl  # noqa: F401  its plugin registers the estimators
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.core_algos import compute_policy_loss_geo_mean
-from verl.workers.config import ActorConfig
 
 from grail_advantage import GrailConfig, OarConfig
 from grail_advantage.answers.tokenizers import save_repaired
@@ -231,17 +228,6 @@ def test_accepted(overrides: tuple[str, ...]) -> None:
     mode = config.trainer.v1.trainer_mode
     prepare(config)
     assert config.trainer.v1.trainer_mode == f"grail_{mode}"
-
-
-def test_a_loss_that_averages_advantages_sees_no_weights() -> None:
-    """Why it is refused: two distributions of the same sum over the tokens are the same to it."""
-    log_probs, mask = torch.log(torch.rand(1, 4)), torch.ones(1, 4)
-    config = ActorConfig(strategy="fsdp", rollout_n=2, use_dynamic_bsz=True)
-    losses = [
-        compute_policy_loss_geo_mean(log_probs, log_probs, torch.tensor([advantages]), mask, config=config)[0]
-        for advantages in ([-1.0, -1.0, -1.0, -1.0], [-4.0, 0.0, 0.0, 0.0])
-    ]
-    assert torch.equal(*losses)
 
 
 def test_a_loss_whose_choice_of_tokens_moves_with_the_weights_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.utils import prepare_micro_batches
 
-from grail_advantage.verl_ext.shared_forward import DeviceWatch, _for_verl
+from grail_advantage.verl_ext.shared_forward import _for_verl
 from grail_advantage.verl_ext.wire import nested
 
 
@@ -34,17 +33,3 @@ def test_fixed_micro_batches_are_as_many_as_the_rows_need_and_alike(data: st.Dat
     assert found[: len(rows)] == rows
     assert found[len(rows) :] == rows[-1:] * (len(found) - len(rows))
     assert len(found) - len(rows) < len(sizes)  # never a micro-batch of copies
-
-
-def test_seconds_of_pieces_add_up_and_leave_out_what_is_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([1.0, 3.0, 10.0, 10.5])
-    # verl names a GPU on a machine without one, unless VERL_PLATFORM says otherwise.
-    monkeypatch.setattr("grail_advantage.verl_ext.shared_forward.get_device_name", lambda: "cpu")
-    monkeypatch.setattr("grail_advantage.verl_ext.shared_forward.time.perf_counter", lambda: next(clock))
-    watch = DeviceWatch()
-    assert watch.seconds() == 0
-    with watch.running():
-        pass
-    with watch.running():
-        pass
-    assert watch.seconds() == 2.5

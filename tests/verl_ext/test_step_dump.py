@@ -12,11 +12,10 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
-from grail_advantage.methods import methods
 from grail_advantage.verl_ext.settings import DumpOptions, dump_options
 from grail_advantage.verl_ext.update_dump import UpdateDump
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
-from grail_advantage.view.dump.step import choose_rows, neutral_reasons, size_estimate
+from grail_advantage.view.dump.step import choose_rows, neutral_reasons
 from tests.core.tiny_models import END_ID, encode
 from tests.verl_ext.one_step import made_up_saliency
 from tests.verl_ext.test_one_step import ROWS, Step
@@ -102,19 +101,6 @@ class TestReasons:
             "no answer",
             "outside the gate",
         ]
-
-    def test_of_other_settings_and_methods(self) -> None:
-        """A truncated row that trains is a row as any; a method that needs no answer; and one that scores nothing."""
-        advantages_B = torch.tensor([-1.0, -1.0, 0.0, -1.0, 0.0, -1.0, 1.0])
-        assert self._reasons(GrailConfig(mask_truncated=False), advantages_B=advantages_B)[3] == "no answer"
-        assert self._reasons(methods()["surprisal"].build({"statistics": "response"}))[5] is None
-        assert self._reasons(methods()["uniform"].build({}))[0] == "not scored"
-
-
-def test_size_estimate() -> None:
-    assert size_estimate(64, 1000, 500) == (
-        "token dump: 64 rows a step with up to 1000 tokens, at most about 1.28 MB a step and 0.64 GB for 500 steps"
-    )
 
 
 KNOWN = {

@@ -7,16 +7,10 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from transfer_queue import KVBatchMeta
 
-from grail_advantage import GrailConfig
-from grail_advantage.verl_ext import transfer
-from grail_advantage.view.dump.step import _tool_label
 from tests.core import reference
-from tests.core.tiny_models import char_tokenizer, encode
-from tests.verl_ext.one_step import Store, made_up_saliency
+from tests.core.tiny_models import encode
+from tests.verl_ext.one_step import made_up_saliency
 from tests.verl_ext.test_one_step import ALONE, ROWS, Step
 
 KEY = "a_1_0"
@@ -75,32 +69,3 @@ def test_an_answer_that_a_tool_interrupts_is_none(monkeypatch: pytest.MonkeyPatc
     found_T = step.run()[KEY]
     assert KEY not in step.workers.shared and len(found_T[mask_T].unique()) == 1 and (found_T[mask_T] < 0).all()
     assert step.metrics["grail/answer_found_rate"] == 4 / 6
-
-
-@given(st.lists(st.booleans(), max_size=12))
-def test_the_label_has_every_token_that_the_model_did_not_write(wrote: list[bool]) -> None:
-    label = _tool_label(torch.where(torch.tensor(wrote, dtype=torch.bool), 5, -1))
-    inside = [any(start <= t < end for start, end in label.get("tool", ())) for t in range(len(wrote))]
-    assert inside == [not own for own in wrote]
-    assert bool(label) == (False in wrote)
-    assert all(later[0] > earlier[1] for earlier, later in itertools.pairwise(label.get("tool", ())))
-
-
-def test_no_answer_is_found_in_the_output_of_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store()
-    monkeypatch.setattr(transfer, "tq", store)
-    turns = [("I ask for", 1), (r"\boxed{3}", 0), (r"so it is \boxed{4}", 1), (r"\boxed{5}", 0)]
-    for key, row in (("a_0_0", turns), ("a_1_0", turns[1:2])):
-        response, mask = (torch.cat(parts) for parts in zip(*map(_turn, row), strict=True))
-        store.rows[key] = {"prompts": torch.tensor(encode("Two?")), "responses": response, "loss_mask": mask}
-    batch = KVBatchMeta(partition_id="train", keys=list(store.rows), tags=[{}, {}])
-    for which in ("first", "last"):
-        rollouts = transfer.fetch_rollouts(batch, GrailConfig(span=which), char_tokenizer(), {})
-        span, of_tool_alone = rollouts.spans
-        assert rollouts.responses[0][span.content_start : span.content_end].tolist() == encode("4")
-        assert of_tool_alone is None
-
-
-def _turn(turn: tuple[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = encode(turn[0])
-    return torch.tensor(ids), torch.full((len(ids),), turn[1])

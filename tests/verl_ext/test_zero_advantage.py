@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as settings_of_hypothesis
-from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
@@ -24,7 +21,7 @@ from grail_advantage.verl_ext import settings
 from grail_advantage.verl_ext.trainers import TokenWeightTrainer, TokenWeightTrainerSync
 from grail_advantage.verl_ext.zero_advantage_rules import SKIP, Skipping, choose_skipping
 from grail_advantage.verl_ext.zero_advantage_steps import ZeroAdvantageSteps
-from grail_advantage.verl_ext.zero_advantage_update import CUT_TAILS, spread_in_mini_batches
+from grail_advantage.verl_ext.zero_advantage_update import CUT_TAILS
 from grail_advantage.view.dump.step import StepDump
 from tests.verl_ext import test_one_step
 from tests.verl_ext.test_one_step import ROWS, Step
@@ -84,13 +81,6 @@ class TestWhere:
         with pytest.raises(ValueError, match=rf"^{SKIP}=True does not work with {option}={value}: .*; use auto$"):
             choose_skipping(_config(True, **{option: value}))
 
-    def test_names_every_reason(self) -> None:
-        several = dict.fromkeys(list(AGAINST_ROWS)[:3], True)
-        lines = choose_skipping(_config(**several))[1]
-        assert [line.split("=")[0] for line in lines] == [
-            f"no response is left out with {option}" for option in several
-        ]
-
     def test_nothing_with_what_the_model_has_against_it_or_a_loss_of_somebody_elses(self) -> None:
         against = [("attention_dropout=0.1 of the model", "it draws")]
         assert choose_skipping(_config(), lambda: against) == (
@@ -119,22 +109,6 @@ class TestWhere:
         for value in ("yes", None):
             with pytest.raises(ValueError, match=rf"^{SKIP}={value!r} is unknown; choose "):
                 choose_skipping(_config(value))
-
-
-@settings_of_hypothesis(deadline=None)
-@given(st.data())
-def test_mini_batches_keep_their_rows_and_ranks_get_alike(data: st.DataObject) -> None:
-    ranks, share, mini_batches = (data.draw(st.integers(1, 4)) for _ in range(3))
-    of_rank = share * mini_batches
-    count = of_rank * ranks
-    trained = data.draw(st.lists(st.integers(0, count - 1), unique=True))
-    lengths = [data.draw(st.integers(1, 50)) if row in trained else 0 for row in range(count)]
-    order = spread_in_mini_batches(lengths, trained, ranks, share * ranks)
-    for start in range(0, of_rank, share):
-        places = [[rank * of_rank + start + place for place in range(share)] for rank in range(ranks)]
-        assert {order[place] for rank in places for place in rank} == {place for rank in places for place in rank}
-        counts = [sum(order[place] in trained for place in rank) for rank in places]
-        assert max(counts) - min(counts) <= 1
 
 
 def _zero_advantage_step(monkeypatch: pytest.MonkeyPatch, *overrides: str, cls: type = TokenWeightTrainerSync) -> Step:

@@ -53,7 +53,6 @@ def _start(folder: Any) -> list[Results]:
     from peft import LoraConfig, get_peft_model
 
     tiny_model(layers=2).save_pretrained(folder / "qwen3")
-    tiny_model("llama", tied=True, layers=2).save_pretrained(folder / "llama-tied")
     torch.manual_seed(0)
     adapted = get_peft_model(tiny_model(layers=2), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]))
     adapted.save_pretrained(folder / "adapter")

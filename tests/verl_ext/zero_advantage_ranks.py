@@ -22,10 +22,10 @@ TOKEN_MEAN = "token-mean"
 AGGREGATIONS = (TOKEN_MEAN, "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 LOSSES = ("vanilla", "dppo_tv", "dppo_kl", "gpg", "cispo", "gspo", "sapo")
 SETUPS = {
-    "fsdp, padded, fixed micro-batches": (Setup("qwen3", "fsdp"), Sizes(rows=2)),
     "fsdp2, packed, a token budget": (Setup("qwen3", "fsdp2", packed=True), Sizes(budget=60)),
 }
 FEW_SETUPS = {
+    "fsdp, padded, fixed micro-batches": (Setup("qwen3", "fsdp"), Sizes(rows=2)),
     "fsdp2, lora": (Setup("qwen3", "fsdp2", adapter="adapter"), Sizes(rows=4)),
     "fsdp2, parameters offloaded": (
         Setup("qwen3", "fsdp2", options={"param_offload": True, "optimizer_offload": True}),
@@ -35,7 +35,6 @@ FEW_SETUPS = {
         Setup("qwen3", "fsdp2", packed=True, attention=REFERENCE, sequence_parallel=2),
         Sizes(budget=60),
     ),
-    "fsdp, original parameters": (Setup("llama-tied", "fsdp", options={"use_orig_params": True}), Sizes(rows=4)),
 }
 EXPERIMENTS = {"updates": SETUPS, "few_updates": FEW_SETUPS}
 
