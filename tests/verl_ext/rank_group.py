@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -32,27 +30,19 @@ def on_gpus() -> bool:
     return torch.cuda.is_available() and os.environ.get("VERL_PLATFORM") != "cpu"
 
 
-def start_ranks(module: str, folder: Path, world_size: int, *, gpus: bool = False) -> list[Results]:
+def start_ranks(module: str, folder: Path, world_size: int) -> list[Results]:
     """Run ``python -m module`` once a rank, wait, and return each rank's results by kind and name of experiment.
 
-    The ranks are joined by gloo on the CPU, or with ``gpus`` by NCCL, each on the GPU of its number.
+    The ranks are joined by gloo on the CPU.
     """
     processes = []
     for rank in range(world_size):
         arguments, log = list(map(str, (rank, world_size, folder))), folder / f"log{rank}.txt"
-        if gpus:  # verl chooses its platform while it is imported
-            variables = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
-            with log.open("w") as file:
-                command = [sys.executable, "-m", module, *arguments]
-                processes.append(
-                    subprocess.Popen(command, cwd=forked.ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT)
-                )
-        else:
-            processes.append(forked.start(module, *arguments, stdout=log))
+        processes.append(forked.start(module, *arguments, stdout=log))
     deadline = time.monotonic() + LONGEST
-    while any(_runs(process) for process in processes) and time.monotonic() < deadline:
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         time.sleep(0.1)
-    hang = any(_runs(process) for process in processes)
+    hang = any(process.is_alive() for process in processes)
     for process in processes:
         process.kill()
     files = [folder / f"result{rank}.pt" for rank in range(world_size)]
@@ -60,10 +50,6 @@ def start_ranks(module: str, folder: Path, world_size: int, *, gpus: bool = Fals
         logs = "\n".join(f"{path.name}: ...{path.read_text()[-3000:]}" for path in sorted(folder.glob("log*.txt")))
         raise AssertionError(f"the ranks {'hang' if hang else 'did not start'}\n{logs}")
     return [torch.load(file, map_location="cpu", weights_only=False) for file in files]
-
-
-def _runs(process: Any) -> bool:
-    return process.poll() is None if isinstance(process, subprocess.Popen) else process.is_alive()
 
 
 def of_all_ranks(results: list[Results], kind: str, name: str) -> list[Any]:

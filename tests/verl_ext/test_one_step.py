@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,7 +16,6 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from grail_advantage import GrailConfig, RolloutBatch, Signal
-from grail_advantage.signals.base import RowSelection
 from grail_advantage.verl_ext import trainers, transfer  # noqa: F401  trainers registers them
 from grail_advantage.verl_ext.shared_forward import SALIENCY_FIELDS
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
@@ -280,17 +278,8 @@ class Judging(Signal):
     name: ClassVar[str] = "judging"
     section: ClassVar[str] = "judging"
 
-    def select(self, batch: RolloutBatch) -> RowSelection:
-        return replace(super().select(batch), selected_B=batch.trains_B)
-
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        assert batch.tokens_BT is not None and batch.groups_B is not None
-        assert batch.groups_B.tolist() == [0, 0, 0, 1, 1, 1]
-        for (_, _, text, _), tokens_T in zip(ROWS, batch.tokens_BT, strict=True):
-            expected = encode(text)
-            assert tokens_T[: len(expected)].tolist() == expected and bool((tokens_T[len(expected) :] == -1).all())
-        blame_B = torch.tensor([value or 0.0 for value in batch.fields["blame"]])
-        return blame_B.unsqueeze(1).expand(batch.mask_BT.shape)
+        raise AssertionError("the field is missing")
 
 
 def test_a_field_that_no_row_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

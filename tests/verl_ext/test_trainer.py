@@ -18,7 +18,7 @@ from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.batch import PassRow
 from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.shear import ShearConfig
-from grail_advantage.verl_ext.method_batch import end_token_ids, reward_advantages, truncated_rows
+from grail_advantage.verl_ext.method_batch import reward_advantages, truncated_rows
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 from grail_advantage.verl_ext.transfer import Rollouts, group_numbers
@@ -26,7 +26,7 @@ from grail_advantage.verl_ext.wire import build_reply, rows_of
 from recipe.tiny.model import build_tokenizer
 from tests.broken_tokenizer import save_under_class
 from tests.composed import compose
-from tests.core.tiny_models import END_ID, PAD_ID, char_tokenizer, encode
+from tests.core.tiny_models import END_ID, char_tokenizer, encode
 
 LIMIT = 6
 
@@ -71,13 +71,6 @@ def _truncated(trainer: TokenWeightTrainerSync, rollouts: Rollouts) -> torch.Ten
 def _mask(rollouts: Rollouts) -> torch.Tensor:
     lengths = torch.tensor([[len(row)] for row in rollouts.responses])
     return torch.arange(int(lengths.max())) < lengths
-
-
-def test_end_tokens_are_the_tokenizers_and_the_generation_configs() -> None:
-    for named, expected in ((None, {END_ID}), (PAD_ID, {END_ID, PAD_ID}), ([END_ID, 3, 4], {END_ID, 3, 4})):
-        assert end_token_ids(char_tokenizer(), GenerationConfig(eos_token_id=named)) == expected
-    assert end_token_ids(char_tokenizer(), None) == {END_ID}
-    assert end_token_ids(SimpleNamespace(eos_token_id=None), None) == set()
 
 
 def test_a_tokenizer_that_loses_text_ends_the_run_at_its_start(tmp_path: Path) -> None:
