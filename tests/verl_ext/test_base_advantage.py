@@ -95,6 +95,23 @@ def test_weights_multiply_it(base: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert float(weights_T[at]) == pytest.approx(5 if at > 5 else 1, rel=1e-3)
 
 
+@pytest.mark.parametrize("base", ["opo", "reinforce_plus_plus_baseline"])
+def test_a_row_without_a_finite_reward_reaches_no_other(
+    base: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, rest = ROWS[2][0], [row for row in ROWS if row != ROWS[2]]
+    with monkeypatch.context() as patch:
+        step = _step(patch, f"{BASE}={base}")
+        step.store.rows[bad]["rm_scores"][-1] = math.nan
+        found = step.run()
+    assert not found.pop(bad).any() and "1 of 6 rows, such as a_2_0, have no finite reward" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.verl_ext.test_one_step.ROWS", rest)
+        expected = _step(patch, f"{BASE}={base}").run()
+    for key, values_T in expected.items():
+        torch.testing.assert_close(found[key], values_T, rtol=1e-5, atol=1e-6)
+
+
 @pytest.fixture
 def registered() -> Iterator[Callable[[str, Any], None]]:
     names: list[str] = []

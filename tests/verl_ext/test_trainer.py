@@ -18,7 +18,9 @@ from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.batch import PassRow
 from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.shear import ShearConfig
+from grail_advantage.verl_ext import transfer
 from grail_advantage.verl_ext.method_batch import reward_advantages, truncated_rows
+from grail_advantage.verl_ext.shared_forward import SALIENCY_FIELDS, SECONDS
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 from grail_advantage.verl_ext.transfer import Rollouts, group_numbers
@@ -27,6 +29,7 @@ from recipe.tiny.model import build_tokenizer
 from tests.broken_tokenizer import save_under_class
 from tests.composed import compose
 from tests.core.tiny_models import END_ID, char_tokenizer, encode
+from tests.verl_ext.one_step import Store
 
 LIMIT = 6
 
@@ -150,6 +153,16 @@ def test_length_of_the_context(tmp_path: Path, max_model_len: int | None, contex
     assert trainer.tokenizer.chat_template == "{{ messages }}"
 
 
+def test_advantage_of_a_row_is_that_of_its_tokens_that_train() -> None:
+    mask = [[1, 1, 1], [0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1]]
+    mask_BT = torch.tensor(mask) > 0
+    advantages_BT = torch.tensor([[0.5], [-2.0], [0.0], [1.0], [-0.25]]) * mask_BT
+    seen = _trainer()._build_method_batch(
+        _rollouts(["abc"] * 5), mask_BT, advantages_BT, torch.zeros(5, dtype=torch.bool)
+    )
+    assert seen.batch.advantages_B.tolist() == [0.5, -2.0, 0.0, 0.0, -0.25]
+
+
 @pytest.mark.parametrize("masks", [True, False])
 def test_a_truncated_row_has_no_advantage_where_these_are_masked(masks: bool) -> None:
     trainer = _trainer()
@@ -160,6 +173,15 @@ def test_a_truncated_row_has_no_advantage_where_these_are_masked(masks: bool) ->
     assert seen.truncated_B.tolist() == [True, False]
     assert seen.batch.advantages_B.tolist() == [0.0 if masks else 1.0, -1.0]
     assert seen.base_advantages_BT[0].tolist() == [1.0] * 6
+
+
+def test_the_backward_took_as_long_as_that_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    monkeypatch.setattr(transfer, "tq", store)
+    for length, seconds in ((3, 0.25), (4, 1.5), (5, 0.5)):
+        values = {name: torch.ones(length) for name in SALIENCY_FIELDS}
+        store.rows[f"a_{length}_0"] = {**values, SECONDS: torch.tensor([seconds])}
+    assert transfer.fetch_saliency(list(store.rows), "train")[1] == 1.5
 
 
 def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
