@@ -76,7 +76,8 @@ def resharding(units: Sequence[nn.Module]) -> Iterator[None]:
     (``_register_post_backward_reshard_only_hook``, fsdp/_runtime_utils.py:1501, returns where the flat parameter trains).
     FSDP2 reshards by a function on the activations' path and needs nothing.
 
-    Can go with FSDP1, or when ``test_whole_blocks_are_as_few_as_in_training`` of ``verl_ext/test_pass_details.py`` passes without it.
+    Can go with FSDP1, or when ``test_whole_blocks_are_as_few_as_in_training`` of ``verl_ext/test_pass_details.py`` passes
+    without it.
     """
     trained = [unit for unit in units if unit._handle is not None and unit._handle.flat_param.requires_grad]
     handles = [unit.register_forward_pre_hook(_reshard_after_inputs, with_kwargs=True) for unit in trained]
