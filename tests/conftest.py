@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 
 import pytest
 import torch
@@ -29,6 +30,21 @@ _GROUPS = ("two engines", "one engine", *LONGEST)
 
 def _group(item: pytest.Item) -> str:
     return WHOLE_RUNS.get(item.path.name, item.path.name)
+
+
+@pytest.fixture(autouse=True)
+def _loggers_speak(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever a test before has configured of logging: libraries set levels, and disable loggers that are there already."""
+    logging.disable(logging.NOTSET)
+    caplog.set_level(logging.WARNING)
+    for name in ("grail_advantage", "recipe"):
+        for logger in [logging.getLogger(name), *_below(name)]:
+            logger.disabled, logger.propagate = False, True
+
+
+def _below(name: str) -> list[logging.Logger]:
+    known = logging.Logger.manager.loggerDict.items()
+    return [logger for other, logger in known if other.startswith(f"{name}.") and isinstance(logger, logging.Logger)]
 
 
 @pytest.hookimpl(tryfirst=True)
