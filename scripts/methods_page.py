@@ -23,11 +23,7 @@ from grail_advantage.options import Options, option_schemas
 from grail_advantage.registry import reshapers
 from grail_advantage.reshapers.base import Reshaper, ReshaperChoice
 from grail_advantage.signals.base import HIDDEN_STATES, LOG_PROBS, LOGITS, SALIENCY, SEQUENCES, Signal
-from grail_advantage.verl_ext.settings import (
-    works_with_bypass,
-    works_with_fused_kernels,
-    works_with_sequence_parallel,
-)
+from grail_advantage.verl_ext.rules import NEEDED_WHOLE
 from recipe.marked_text import table, write_marked
 
 ROOT = Path(__file__).parents[1]
@@ -134,7 +130,8 @@ def _works_with(known: dict[str, Method]) -> list[str]:
     rows = []
     for name, method in known.items():
         signal = method.build({})
-        answers = (works_with_sequence_parallel(signal), works_with_fused_kernels(signal), works_with_bypass(signal))
+        whole = signal.uses not in NEEDED_WHOLE
+        answers = (whole, whole, ENTROPY not in signal.reads)
         reads = ", ".join(words for read, words in READS.items() if read in signal.reads) or "nothing"
         modes = ["yes" if works else "no" for works in answers]
         rows.append([f"`{name}`", reads, USES[signal.uses], *modes, _inputs(signal)])

@@ -1,97 +1,76 @@
-"""Start-up checks: settings that cannot work are refused before Ray starts, with the option's name and the remedy."""
+"""Start-up checks: rules on the settings, and what the machine, the tokenizer and the model say.
+
+Whatever can be known on this machine is checked before Ray starts; the trainer checks the rest after its download, before the
+first rollouts. Messages name the option and the remedy.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import os
 import warnings
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from grail_advantage.methods import methods
+from grail_advantage.answers.span import find_answer_spans
+from grail_advantage.answers.tokenizers import check_round_trip
+from grail_advantage.methods import method, methods
+from grail_advantage.model.activations import leaf_module
+from grail_advantage.model.architecture import Architecture, architecture_of
+from grail_advantage.model.neighbours import frequencies_by_longest, random_draws
 from grail_advantage.registry import RESERVED, NameTakenError, failure_message, failures
-from grail_advantage.signals.base import LOGITS, SALIENCY, SEQUENCES, Signal
-from grail_advantage.signals.oar import OarConfig
+from grail_advantage.signals.base import Signal
+from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_cpu import checks as cpu_checks
-from grail_advantage.verl_ext.estimators import WEIGHS_TOKENS, register_estimators
-from grail_advantage.verl_ext.model_checks import adapter_config, check_model, check_text, check_tokenizer, read_json
+from grail_advantage.verl_ext.rules import FUSED, ROUTER_LOSS, STRATEGY, Obstacle, check_rules, shares_forward
 from grail_advantage.verl_ext.settings import (
-    BASE,
-    BASES,
-    ENGINES,
-    NEEDED_WHOLE,
-    SHARE_FORWARD,
-    algorithm_sections,
-    answer_of,
-    base_of,
-    dump_options,
-    parse_missing_answers,
-    share_choice,
-    share_obstacle,
-    signal_of,
-    works_with_bypass,
-    works_with_fused_kernels,
-    works_with_sequence_parallel,
-)
-from grail_advantage.verl_ext.trainer_modes import (
+    METHOD,
+    MODEL,
+    PACKED,
+    SHARE,
     TRAINER_MODES,
     TRAINER_MODULE,
     TRAINER_PREFIX,
-    base_mode,
+    Settings,
+    algorithm_sections,
     import_trainer_module,
 )
-from grail_advantage.verl_ext.zero_advantage_rules import choose_skipping
 
 logger = logging.getLogger(__name__)
 
 VERL_VERSION = "0.9.1"
 ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 """Environment variable: 1 lets another version of verl through."""
-KERNEL_BACKENDS = ("torch", "triton")
-UNIFORM = "uniform"
-"""The method whose weights are all 1."""
-OTHER_BASES = {
-    "gdpo": "it compares parts of the reward, which verl's v1 trainer does not hand to it",
-    "gae": "its advantages differ from token to token, and need a critic",
-    "reinforce_plus_plus": "its advantages may differ from token to token; use reinforce_plus_plus_baseline",
-    "remax": "it needs a further response to each prompt, which verl's v1 trainer does not sample",
-    "optimal_token_baseline": "its advantages differ from token to token",
-    "tir_optimal_token_baseline": "its advantages differ from token to token",
-}
-"""Estimators of verl's that cannot be the base, with the reason."""
-
-_ACTOR, _MODEL, _ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
-_BYPASS = "algorithm.rollout_correction.bypass_mode"
+PATH, ADAPTER = f"{MODEL}.path", f"{MODEL}.lora_adapter_path"
+DRAWING = ("dropout", "pdrop", "layerdrop", "jitter")
+"""Parts of the names of options by which models draw at random in training."""
+OTHER_NEIGHBOURS = {"doge": "its attention is another one where a micro-batch needs no mask"}
+"""Types of models whose forward depends on the micro-batch in a way that is not found from their code."""
 
 
-def check_config(config: DictConfig) -> None:
+def check_config(config: DictConfig) -> Settings:
     """Check the resolved configuration of a run with a method of this project.
 
     Raises:
         ValueError: naming the option and the remedy.
     """
     tokenizer = check_start(config)
-    signal = signal_of(config.algorithm)
-    answer_of(config)
-    parse_missing_answers(config)
-    check_base(config)
-    check_share_forward(config, signal)
-    choose_skipping(config)
-    dump_options(config)
-    _check_reads(config, signal)
-    _check_uses(config, signal)
-    _check_loss(config)
-    _check_layout(config, signal)
+    settings = Settings.parse(config)
+    check_rules(settings)
+    _check_adapter(settings)
     if tokenizer is not None:
-        check_tokenizer(tokenizer, signal)
-    check_model(config, signal)
+        check_tokenizer(tokenizer, settings.signal)
+    check_model(settings)
+    return settings
 
 
 def check_start(config: DictConfig) -> PreTrainedTokenizerBase | None:
@@ -141,7 +120,7 @@ def check_estimator(name: str) -> None:
     """
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
-    from grail_advantage.verl_ext.patches import entry_is_wrapped
+    from grail_advantage.verl_ext.patches import MADE_HERE, entry_is_wrapped
 
     for plugin, error in failures().items():
         if isinstance(error, NameTakenError):
@@ -152,16 +131,15 @@ def check_estimator(name: str) -> None:
             "the plug-in of this package did not load with verl, so that no worker would know its methods; unset "
             "VERL_USE_EXTERNAL_PLUGINS or add grail_advantage to it, and install this project with `pip install -e .`"
         )
-    register_estimators()
-    for method in methods():
-        if not getattr(ADV_ESTIMATOR_REGISTRY[method], WEIGHS_TOKENS, False):
+    for known in methods():
+        if not getattr(ADV_ESTIMATOR_REGISTRY[known], MADE_HERE, False):
             raise ValueError(
-                f"the method {method} has the name of one of verl's own estimators, which would run in its place; register it "
+                f"the method {known} has the name of one of verl's own estimators, which would run in its place; register it "
                 "under another name"
             )
     if name not in ADV_ESTIMATOR_REGISTRY:
         known = ", ".join(sorted(ADV_ESTIMATOR_REGISTRY))
-        raise ValueError(f"algorithm.adv_estimator={name!r} is unknown; choose one of {known}{failure_message()}")
+        raise ValueError(f"{METHOD}={name!r} is unknown; choose one of {known}{failure_message()}")
 
 
 def check_names(config: DictConfig) -> None:
@@ -189,36 +167,29 @@ def check_names(config: DictConfig) -> None:
                 raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {known}")
 
 
-def check_base(config: DictConfig) -> None:
-    """Refuse an estimator that gives no advantage a response, or that needs something that is not there.
+def trainer_kind(config: DictConfig) -> str:
+    """verl's name for the kind of trainer: its own mode, or that of the class which a user registered."""
+    mode, option = config.trainer.v1.trainer_mode, "trainer.v1.trainer_mode"
+    if mode in TRAINER_MODES:
+        return mode
+    import_trainer_module(OmegaConf.select(config, TRAINER_MODULE))
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-    Raises:
-        ValueError: naming the option and the choices.
-    """
-    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+    from grail_advantage.verl_ext.patches import base_mode
 
-    base, tested = base_of(config), ", ".join(BASES)
-    if base in OTHER_BASES:
-        raise ValueError(f"{BASE}={base} does not work: {OTHER_BASES[base]}; choose one of {tested}")
-    if base in methods():
-        raise ValueError(f"{BASE}={base} is a method of token weights itself; choose one of {tested}")
-    if base not in ADV_ESTIMATOR_REGISTRY:
-        raise ValueError(
-            f"{BASE}={base!r} is no estimator of verl's; choose one of {tested}, or register yours with "
-            "verl.trainer.ppo.core_algos.register_adv_est in the module of algorithm.token_weights.trainer_module"
-        )
-
-
-def check_share_forward(config: DictConfig, signal: Signal) -> None:
-    """Refuse unknown values, and ``true`` where the forward cannot be shared.
-
-    Raises:
-        ValueError: naming the option and the remedy.
-    """
-    obstacle = share_obstacle(config, signal)
-    if share_choice(config) is True and obstacle is not None:
-        setting, reason = obstacle
-        raise ValueError(f"{SHARE_FORWARD}=True does not work with {setting}: {reason}; use auto")
+    weighted = config.algorithm.adv_estimator in methods()
+    name = f"{TRAINER_PREFIX}{mode}" if weighted else mode
+    if name in TRAINER_REGISTRY:
+        return base_mode(TRAINER_REGISTRY[name])
+    if not weighted:
+        return mode
+    remedy = (
+        f"use {mode.removeprefix(TRAINER_PREFIX)}: the start-up adds the prefix"
+        if mode.startswith(TRAINER_PREFIX)
+        else f"use {' or '.join(TRAINER_MODES)}; or, for a trainer of your own, register a class with the bases "
+        f"(TokenWeightTrainer, YourTrainer) as {name}, in a module that {TRAINER_MODULE} names (docs/own_trainer.md)"
+    )
+    raise ValueError(f"{option}={mode} does not work with {METHOD}={config.algorithm.adv_estimator}; {remedy}")
 
 
 def _local_tokenizer(model: DictConfig) -> PreTrainedTokenizerBase | None:
@@ -232,208 +203,194 @@ def _local_tokenizer(model: DictConfig) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def _refuse(config: DictConfig, option: str, remedy: str, value: Any = None) -> None:
-    value = OmegaConf.select(config, option, default=None) if value is None else value
-    estimator = config.algorithm.adv_estimator
-    raise ValueError(f"{option}={value} does not work with algorithm.adv_estimator={estimator}; {remedy}")
-
-
-def _check_layout(config: DictConfig, signal: Signal) -> None:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    if rollout.n < 2:
-        _refuse(config, f"{_ROLLOUT}.n", "a group of one has no relative advantage; use 2 or more")
-    if actor.strategy in ENGINES:
-        _check_sequence_parallel(config, signal)
-        _check_adapter(config)
-        _check_fused_kernels(config)
-    else:
-        _check_engine(config, signal)
-    for name in ("mixed_precision.param_dtype", "model_dtype"):
-        precision = f"{_ACTOR}.fsdp_config.{name}"
-        if signal.uses in (SALIENCY, LOGITS) and str(OmegaConf.select(config, precision)) in ("fp16", "float16", "16"):
-            _refuse(config, precision, "use bf16 or fp32: the answer's gradients underflow in fp16")
-    if not rollout.temperature > 0:
-        _refuse(config, f"{_ROLLOUT}.temperature", "use a temperature above 0", rollout.temperature)
-
-
-def _check_engine(config: DictConfig, signal: Signal) -> None:
-    """Another engine of verl's than FSDP, in which nothing of this project's runs."""
-    option, strategy = f"{_ACTOR}.strategy", config.actor_rollout_ref.actor.strategy
-    if signal.uses:
-        free = [name for name, known in sorted(methods().items()) if not known.build({}).uses]
-        _refuse(
-            config,
-            option,
-            f"its pass runs in {' and '.join(ENGINES)}; use one of these, or a method without a pass, which starts with every "
-            f"engine: {', '.join(free)}",
-        )
-    logger.warning(
-        "%s=%s: %s reads no more than what verl's trainer has with any engine, but has not been run with this one",
-        option,
-        strategy,
-        config.algorithm.adv_estimator,
-    )
-
-
-def _sequence_parallel_size(config: DictConfig) -> int:
-    return max(
-        OmegaConf.select(config.actor_rollout_ref.actor, name, default=None) or 1
-        for name in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
-    )
-
-
-def trainer_kind(config: DictConfig) -> str:
-    """verl's name for the kind of trainer: its own mode, or that of the class which a user registered."""
-    mode, option = config.trainer.v1.trainer_mode, "trainer.v1.trainer_mode"
-    if mode in TRAINER_MODES:
-        return mode
-    import_trainer_module(OmegaConf.select(config, TRAINER_MODULE))
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
-    weighted = config.algorithm.adv_estimator in methods()
-    name = f"{TRAINER_PREFIX}{mode}" if weighted else mode
-    if name in TRAINER_REGISTRY:
-        return base_mode(TRAINER_REGISTRY[name])
-    if weighted and mode.startswith(TRAINER_PREFIX):
-        _refuse(config, option, f"use {mode.removeprefix(TRAINER_PREFIX)}: the start-up adds the prefix")
-    if weighted:
-        _refuse(
-            config,
-            option,
-            f"use {' or '.join(TRAINER_MODES)}; or, for a trainer of your own, register a class with the bases "
-            f"(TokenWeightTrainer, YourTrainer) as {name}, in a module that {TRAINER_MODULE} names (docs/own_trainer.md)",
-        )
-    return mode
-
-
-def _check_reads(config: DictConfig, signal: Signal) -> None:
-    """Columns that a method reads must be there, and fine enough."""
-    if OmegaConf.select(config, _BYPASS, default=False) and not works_with_bypass(signal):
-        _refuse(
-            config,
-            _BYPASS,
-            "use false: the method reads the entropy, which verl computes with the old log-probabilities",
-        )
-    precision = f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype"
-    half = str(OmegaConf.select(config, precision, default="bf16")) in ("bf16", "bfloat16")
-    if isinstance(signal, OarConfig) and signal.uses == LOGITS and half:
-        logger.warning(
-            "algorithm.adv_estimator=%s compares two forwards that differ by noise of noise_std=%g, most of which bf16 rounds "
-            "away: its scores are then about as far from float32's as with another seed (docs/reference_methods.md). "
-            "%s=fp32 keeps them, "
-            "at the price of a float32 run",
-            config.algorithm.adv_estimator,
-            signal.noise_std,
-            precision,
-        )
-    actor, name = config.actor_rollout_ref.actor, "entropy_from_logits_with_chunking"
-    chunking = f"{_ACTOR}.{name}" if name in actor else f"{_ACTOR}.{actor.strategy}.{name}"
-    if signal.ranks_entropy and half and not OmegaConf.select(config, chunking, default=False):
-        # Without chunks verl takes the entropy in the logits' own precision: a few dozen distinct values.
-        _refuse(
-            config, chunking, "use true: the method ranks tokens by entropy, which is coarse in bf16 without", False
-        )
-
-
-def _check_uses(config: DictConfig, signal: Signal) -> None:
-    """Fused kernels, whose output is log-probabilities alone, and the room that made-up sequences need."""
-    actor = config.actor_rollout_ref.actor
-    fused = f"{_MODEL}.use_fused_kernels"
-    if OmegaConf.select(config, fused, default=False) and not works_with_fused_kernels(signal):
-        _refuse(config, fused, f"use false: the method reads {NEEDED_WHOLE[signal.uses]}, which they do not put out")
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if signal.uses == SEQUENCES and actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
-        _refuse(
-            config,
-            f"{_ACTOR}.ppo_max_token_len_per_gpu",
-            f"a sequence of data.max_prompt_length + data.max_response_length = {longest} tokens must fit; raise it to "
-            "at least that, or shorten the responses",
-        )
-
-
-def _check_loss(config: DictConfig) -> None:
-    """Policy losses that use the advantages for more than a factor of each token's own term."""
-    option = f"{_ACTOR}.policy_loss.loss_mode"
-    mode, estimator = OmegaConf.select(config, option, default="vanilla"), config.algorithm.adv_estimator
-    if estimator == UNIFORM:
-        return
-    if mode == "geo_mean":
-        _refuse(
-            config,
-            option,
-            f"it averages the advantages over each response, weights and all; use another loss or {UNIFORM}",
-        )
-    if mode in ("clip_cov", "kl_cov"):
-        logger.warning(
-            "%s=%s picks tokens by the covariance of advantage and log-probability: the weights of %s change which tokens it "
-            "picks, too",
-            option,
-            mode,
-            estimator,
-        )
-
-
-def _check_sequence_parallel(config: DictConfig, signal: Signal) -> None:
-    """verl's Ulysses exchange is inside its flash attention: any other attention would silently see one slice alone."""
-    size, model = _sequence_parallel_size(config), config.actor_rollout_ref.model
-    if size == 1:
-        return
-
-    def refuse(remedy: str) -> None:
-        _refuse(config, f"{_ACTOR}.ulysses_sequence_parallel_size", remedy, size)
-
-    if not works_with_sequence_parallel(signal):
-        refuse(f"use 1: the method reads {NEEDED_WHOLE[signal.uses]}, of which each rank has a slice")
-    if not signal.uses:
-        return
-    if not model.get("use_remove_padding", False):
-        refuse(f"set {_MODEL}.use_remove_padding=true, or use 1")
-    attention = OmegaConf.select(model, "override_config.attn_implementation", default=None) or "flash_attention_2"
-    if not str(attention).startswith("flash_attention"):
-        refuse(f"set {_MODEL}.override_config.attn_implementation={attention} to flash_attention_2, or use 1")
-
-
-def _check_adapter(config: DictConfig) -> None:
+def _check_adapter(settings: Settings) -> None:
     """verl shards embeddings and head of an untied model by name with FSDP2, and fails over PEFT's wrappers around them
     (``verl.utils.fsdp_utils._select_fsdp2_wrap_targets``)."""
-    model = config.actor_rollout_ref.model
-    tied = read_json(model.path, "config.json").get("tie_word_embeddings", False)
-    if _lora_rank(model) == 0 or config.actor_rollout_ref.actor.strategy != "fsdp2" or tied:
+    tied = read_json(settings[PATH], "config.json").get("tie_word_embeddings", False)
+    if settings.lora_rank == 0 or settings[STRATEGY] != "fsdp2" or tied:
         return
-    named = [model.get("target_modules", None)]
-    adapter = adapter_config(model)
-    named += [adapter.get(name) for name in ("target_modules", "modules_to_save")]
+    adapter = read_json(settings[ADAPTER], "adapter_config.json")
+    named = [
+        settings[f"{MODEL}.target_modules"],
+        *(adapter.get(name) for name in ("target_modules", "modules_to_save")),
+    ]
     adapted = {name for names in named for name in ([names] if isinstance(names, str) else names or ())}
     unsupported = sorted(name for name in ("embed_tokens", "lm_head") if any(name in other for other in adapted))
     if unsupported:
-        _refuse(
-            config,
-            f"{_ACTOR}.strategy",
-            f"with a LoRA on {' and '.join(unsupported)} verl {VERL_VERSION} shards models with tied embeddings only; use "
-            f"fsdp, or leave them out of {_MODEL}.target_modules",
+        raise ValueError(
+            f"{STRATEGY}=fsdp2 does not work with {METHOD}={settings.method}; with a LoRA on {' and '.join(unsupported)} verl "
+            f"{VERL_VERSION} shards models with tied embeddings only; use fsdp, or leave them out of {MODEL}.target_modules"
         )
 
 
-def _check_fused_kernels(config: DictConfig) -> None:
-    """verl's fused forward reads the weight of the output embeddings, not the output of the module."""
-    model = config.actor_rollout_ref.model
-    if not model.get("use_fused_kernels", False):
+def check_text(tokenizer: PreTrainedTokenizerBase, model: DictConfig) -> None:
+    """Refuse a tokenizer that text does not survive (:mod:`grail_advantage.answers.tokenizers`).
+
+    Args:
+        tokenizer: as verl loads it.
+        model: ``actor_rollout_ref.model``.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    option = "tokenizer_path" if model.get("tokenizer_path", None) else "path"
+    path = model[option]
+    check_round_trip(
+        tokenizer,
+        f"actor_rollout_ref.model.{option}={path}",
+        f"transformers loads it so; write a repaired one with `python3 -m grail_advantage.answers.tokenizers {path} FOLDER`, "
+        "then set actor_rollout_ref.model.tokenizer_path=FOLDER",
+    )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, signal: Signal) -> None:
+    """Refuse a tokenizer that the method cannot work with, or whose tokens hide the answer.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    signal.check_tokenizer(tokenizer)
+    find_answer_spans([], tokenizer, signal.span)
+
+
+def check_model(settings: Settings, folder: str | None = None) -> bool:
+    """Refuse a model that the method cannot work with.
+
+    Args:
+        settings: the run's.
+        folder: where the model is; without, only a model on this machine is looked at.
+
+    Returns:
+        Whether a forward of this model may be shared (:func:`grail_advantage.verl_ext.rules.shares_forward`).
+
+    Raises:
+        ValueError: naming the option and the remedy.
+    """
+    if not settings.signal.uses:
+        return True
+    architecture, path = _architecture(settings, folder), f"{PATH}={settings[PATH]}"
+    mixing = _mixes_packed_responses(settings, architecture) if architecture is not None else None
+    if mixing is not None:
+        raise ValueError(
+            f"{PACKED}=True does not work with {path}: {type(architecture.copy).__name__} has {mixing}; set {PACKED}=false, or "
+            "use a method without a pass"
+        )
+    if not isinstance(settings.signal, SaliencySignal):
+        return True
+    shares = shares_forward(settings)
+    if architecture is None:
+        if folder is not None and shares and settings.share_forward is True:
+            raise ValueError(
+                f"{SHARE}=True needs a model whose code can be looked at, and that of {path} cannot (see the log); use auto"
+            )
+        return folder is None
+    _check_activation(settings, architecture, path)
+    # Fused kernels put out log-probabilities by verl's own code, whatever the model does with its logits.
+    if architecture.plain_logits or settings[FUSED]:
+        return True
+    if shares:
+        message = f"{path} scales or caps its logits after the output embeddings, where a shared forward cannot follow"
+        if settings.share_forward is True:
+            raise ValueError(f"{SHARE}=True does not work with this model: {message}; use auto")
+        if folder is not None:
+            logger.warning("%s: each step runs a pass of its own (%s=auto)", message, SHARE)
+    return False
+
+
+def _architecture(settings: Settings, folder: str | None) -> Architecture | None:
+    """``None`` for a model that is not on this machine, or whose code needs more than the meta device."""
+    trusted = bool(settings[f"{MODEL}.trust_remote_code"])
+    try:
+        config = AutoConfig.from_pretrained(
+            folder or settings[PATH], trust_remote_code=trusted, local_files_only=folder is None
+        )
+        return architecture_of(config, trust_remote_code=trusted)
+    except Exception as error:  # whatever the model's code raises
+        if folder is not None:
+            logger.warning(
+                "the code of %s=%s cannot be looked at before the run (%s: %s): no forward is shared",
+                *(PATH, settings[PATH], type(error).__name__, error),
+            )
+        return None
+
+
+def _mixes_packed_responses(settings: Settings, architecture: Architecture) -> str | None:
+    """What lets a packed response see the one before it; ``None`` where they are not packed, or are kept apart."""
+    if not settings[PACKED]:
+        return None
+    if architecture.states:
+        return f"layers of the type {', '.join(architecture.states)}, whose state runs on into the next packed row"
+    if "flash" not in settings.attention and not architecture.masks_packed_rows:
+        return f"a mask for the attention {settings.attention} that lets a row see the packed rows before it"
+    return None
+
+
+def _check_activation(settings: Settings, architecture: Architecture, path: str) -> None:
+    if architecture.copy.get_output_embeddings() is None:
+        raise ValueError(
+            f"{METHOD}={settings.method} differentiates logits, and {path} ({type(architecture.copy).__name__}) has no output "
+            "embeddings; use a method without a pass (docs/reference_methods.md)"
+        )
+    try:
+        leaf_module(architecture.copy, settings.signal.leaf)
+    except ValueError as error:
+        option = f"algorithm.{method(settings.method).section}.leaf"
+        raise ValueError(f"{option}={settings.signal.leaf} does not work with {path}: {error}") from error
+
+
+def neighbour_obstacles(settings: Settings, model: PretrainedConfig) -> Iterator[Obstacle]:
+    """What makes the gradient of a response depend on the other responses of its micro-batch.
+
+    Args:
+        settings: the run's.
+        model: the configuration that verl loads the model with.
+    """
+    known = model.to_dict()
+    if known.get("output_router_logits", False):
+        yield "output_router_logits=True of the model", ROUTER_LOSS
+    named = list(_draws_by_name(known))
+    yield from named
+    adapter = read_json(settings[ADAPTER], "adapter_config.json")
+    yield from _draws_by_name(adapter)
+    if settings[ADAPTER] and not adapter:
+        yield (
+            f"lora_adapter_path={settings[ADAPTER]}",
+            "its configuration cannot be read here, so that it may have dropout",
+        )
+    if model.model_type in OTHER_NEIGHBOURS:
+        yield f"model_type={model.model_type}", OTHER_NEIGHBOURS[model.model_type]
+    path = f"{PATH}={settings[PATH]}"
+    if not type(model).__module__.startswith("transformers."):
+        yield path, "nothing is known of a model with code of its own"
         return
-    option, strategy = f"{_MODEL}.use_fused_kernels", config.actor_rollout_ref.actor.strategy
-    if strategy != "fsdp":
-        # verl shards lm_head by itself there unless it is tied (verl/utils/fsdp_utils.py, _select_fsdp2_wrap_targets), and its
-        # own fused forward then fails over the sharded weight.
-        _refuse(config, option, f"set {_ACTOR}.strategy={strategy} to fsdp, or use false")
-    if _sequence_parallel_size(config) > 1:
-        _refuse(config, option, f"set {_ACTOR}.ulysses_sequence_parallel_size to 1, or use false")
-    backend = f"{_MODEL}.fused_kernel_options.impl_backend"
-    if OmegaConf.select(config, backend, default=None) not in KERNEL_BACKENDS:
-        _refuse(config, backend, f"use {' or '.join(KERNEL_BACKENDS)}")
-    adapted = model.get("target_modules", None) or ()
-    adapted = [adapted] if isinstance(adapted, str) else adapted
-    if _lora_rank(model) > 0 and any("lm_head" in name for name in adapted):
-        _refuse(config, option, f"leave lm_head out of {_MODEL}.target_modules, or use false")
+    try:
+        architecture = architecture_of(model)
+        mixing = _mixes_packed_responses(settings, architecture)
+        if mixing is not None:
+            yield f"{PACKED}=True", f"the model has {mixing}"
+        for kind in frequencies_by_longest(architecture.copy, settings.longest):
+            yield (
+                f"rope_type={kind} of the model",
+                "the longest response of a micro-batch chooses the frequencies of all",
+            )
+        draws = [] if named else random_draws(architecture.copy)
+    except Exception as error:  # whatever the model's code raises
+        yield path, f"its code cannot be followed without weights ({type(error).__name__}: {error})"
+        return
+    if draws:
+        yield path, f"the model draws at random in training, with torch's {', '.join(draws)}"
 
 
-def _lora_rank(model: DictConfig) -> int:
-    return max(model.get("lora_rank", 0), OmegaConf.select(model, "lora.rank", default=0))
+def _draws_by_name(options: Mapping[str, Any]) -> Iterator[Obstacle]:
+    """Options by which a model, or its adapter, draws at random."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _draws_by_name(value)
+        elif any(part in str(name) for part in DRAWING) and isinstance(value, int | float) and value > 0:
+            yield f"{name}={value} of the model", "other responses in a micro-batch draw other random numbers"
+
+
+def read_json(folder: str | None, name: str) -> dict[str, Any]:
+    """A file of a local folder; empty where there is none, as with a model that is still to be downloaded."""
+    path = Path(folder or "") / name
+    return json.loads(path.read_text(encoding="utf-8")) if folder and path.is_file() else {}

@@ -45,7 +45,7 @@ from grail_advantage.model.activations import (
 from grail_advantage.model.architecture import has_plain_logits
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, Turns
 from grail_advantage.verl_ext.patches import autocast, gather_packed
-from grail_advantage.verl_ext.settings import SHARE_FORWARD
+from grail_advantage.verl_ext.settings import SHARE
 
 PROGRESS_SECONDS = 10
 """A pass that shows its progress does so when it takes longer than this, and again after each such time."""
@@ -339,6 +339,6 @@ def _check_untouched(logits: torch.Tensor, head_output: torch.Tensor) -> None:
     same = (logits == head_output) | (logits.isnan() & head_output.isnan())
     if not same.all():
         raise ValueError(
-            f"{SHARE_FORWARD} does not work with this model, which changes its logits after the output embeddings; set "
-            f"{SHARE_FORWARD}=false"
+            f"{SHARE} does not work with this model, which changes its logits after the output embeddings; set "
+            f"{SHARE}=false"
         )

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 WRAPPED = "prepares_token_weights"
 """Attribute of a function of verl's that has been wrapped here."""
+MADE_HERE = "weighs_tokens"
+"""Attribute of this package's estimators in verl's registry, which verl's own do not have."""
 
 
 def wrap_entry(prepare: Callable[[DictConfig], None], register: Callable[[], None]) -> None:
@@ -65,6 +67,15 @@ def set_trainer_mode(config: DictConfig, mode: str) -> None:
     """
     with open_dict(config):
         config.trainer.v1.trainer_mode = mode
+
+
+def base_mode(trainer_class: type) -> str:
+    """verl's own name for the kind of trainer that a class is."""
+    from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
+
+    if issubclass(trainer_class, PPOTrainerSeparateAsync):
+        return "separate_async"
+    return "colocate_async" if issubclass(trainer_class, PPOTrainerColocateAsync) else "sync"
 
 
 @contextmanager

@@ -1,21 +1,28 @@
-"""The options of a run's configuration for token weights. Needs no verl, so that they can be read before verl is imported.
+"""A run's settings, parsed once from its configuration. Needs no verl, so that they can be read before verl is imported.
+
+Nothing else of this package reads the configuration: what it says of token weights is a field of :class:`Settings`, which also
+gives every other option by its name.
 
 - ``algorithm.adv_estimator``: the method, by its registered name; its options are in a section of its own.
 - ``algorithm.token_weights.share_forward``: ``auto`` takes a saliency on the forward that recomputes the old
   log-probabilities wherever that cannot change a result, ``true`` does the same and refuses a run in which it cannot, ``false``
   always runs a pass of its own.
-- ``algorithm.token_weights.skip_zero_advantage``: see :mod:`grail_advantage.verl_ext.zero_advantage_rules`.
+- ``algorithm.token_weights.skip_zero_advantage``: ``auto`` leaves out responses whose token advantages are all 0 wherever the
+  update stays the same to float rounding, ``true`` does the same and refuses a run in which it would not, ``false``, the
+  default, runs every response.
 - ``algorithm.token_weights.answer``: the format of answers, see :mod:`grail_advantage.answers.format`; ``missing_answers``:
   what happens where responses have none, see :mod:`grail_advantage.answers.missing`.
 - ``algorithm.token_weights.base``: the estimator of verl's registry that gives the advantage of a response, which token weights
   multiply. ``grpo``, the default, is the one that counts several outputs of a session as one response.
 - ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
-- ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of ``rows`` rows a step, ``every`` so many
-  steps; see docs/token_dump.md.
+- ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of ``rows`` responses a step, ``every`` so
+  many steps; see docs/token_dump.md.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,24 +31,124 @@ from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, check_choice
-from grail_advantage.batch import ENTROPY
 from grail_advantage.methods import method, methods
 from grail_advantage.options import option_fields
-from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SEQUENCES, Signal
-from grail_advantage.signals.saliency import SaliencySignal
+from grail_advantage.registry import RESERVED
+from grail_advantage.signals.base import Signal
 
 SECTION = "algorithm.token_weights"
-SHARE_FORWARD = f"{SECTION}.share_forward"
+METHOD = "algorithm.adv_estimator"
+SHARE = f"{SECTION}.share_forward"
+SKIP = f"{SECTION}.skip_zero_advantage"
 BASE = f"{SECTION}.base"
 BASES = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Estimators of verl's that are tested as the base."""
-ENGINES = ("fsdp", "fsdp2")
-"""Values of ``actor_rollout_ref.actor.strategy``: the engines of verl's in which this project runs code of its own."""
+TRAINER_MODULE = f"{SECTION}.trainer_module"
+TRAINER_MODES = ("sync", "colocate_async", "separate_async")
+"""verl's own values of ``trainer.v1.trainer_mode``."""
+TRAINER_PREFIX = "grail_"
+"""Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
 DUMP_FOLDER = "algorithm.token_dump.folder"
 DUMP_EVERY = "algorithm.token_dump.every"
 DUMP_ROWS = "algorithm.token_dump.rows"
-NEEDED_WHOLE = {LOGITS: "logits", SEQUENCES: "logits of made-up sequences", HIDDEN_STATES: "hidden states"}
-"""Outputs of a model that neither fused kernels nor a rank of a sequence-parallel group has whole, for messages."""
+ENGINES = ("fsdp", "fsdp2")
+"""Values of ``actor_rollout_ref.actor.strategy``: the engines of verl's in which this project runs code of its own."""
+
+ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+KL_IN_REWARD = "algorithm.use_kl_in_reward"
+PACKED, ATTENTION = f"{MODEL}.use_remove_padding", f"{MODEL}.override_config.attn_implementation"
+SLICES = tuple(f"{ACTOR}.{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config."))
+"""The two places where verl has this option."""
+
+
+@dataclass(frozen=True)
+class DumpOptions:
+    """The options of ``algorithm.token_dump``."""
+
+    folder: Path
+    every: int
+    rows: int | None
+    """Responses a step; ``None`` for all."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run's configuration says, as far as this package reads it."""
+
+    method: str
+    signal: Signal
+    answer: AnswerFormat
+    missing_answers: str
+    base: str
+    """The estimator of the base advantage."""
+    share_forward: str | bool
+    skip_zero_advantage: str | bool
+    dump: DumpOptions | None
+    """``None`` without a folder."""
+    config: Mapping[str, Any]
+    """The resolved configuration as plain mappings, with this package's defaults."""
+
+    @classmethod
+    def parse(cls, config: DictConfig) -> Settings:
+        """Parse a run's configuration.
+
+        Raises:
+            ValueError: an unknown method, option or value; naming the option and the remedy.
+        """
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+        algorithm = plain["algorithm"]
+        for name in RESERVED:
+            algorithm[name] = {**algorithm_sections()[name], **(algorithm.get(name) or {})}
+        ours = algorithm["token_weights"]
+        ours["base"] = ours["base"] or BASES[0]
+        check_choice(ours["missing_answers"], f"{SECTION}.missing_answers")
+        for name in ("share_forward", "skip_zero_advantage"):
+            if ours[name] != "auto" and not isinstance(ours[name], bool):
+                raise ValueError(f"{SECTION}.{name}={ours[name]!r} is unknown; choose one of auto, true, false")
+        try:
+            answer = answer_format(ours["answer"])
+        except ValueError as error:
+            raise ValueError(f"{SECTION}.{error}") from error
+        return cls(
+            method=algorithm["adv_estimator"],
+            signal=_signal(algorithm),
+            answer=answer,
+            missing_answers=ours["missing_answers"],
+            base=ours["base"],
+            share_forward=ours["share_forward"],
+            skip_zero_advantage=ours["skip_zero_advantage"],
+            dump=_dump_options(**algorithm["token_dump"]),
+            config=plain,
+        )
+
+    def __getitem__(self, option: str) -> Any:
+        """The value of an option by its full name; ``None`` where the configuration does not have it."""
+        value: Any = self.config
+        for name in option.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and response, the most that there can be."""
+        longest = self[f"{ROLLOUT}.prompt_length"] + self[f"{ROLLOUT}.response_length"]
+        return min(longest, self[f"{ROLLOUT}.max_model_len"] or longest)
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that share a sequence."""
+        return max(self[name] or 1 for name in SLICES)
+
+    @property
+    def lora_rank(self) -> int:
+        """Of an adapter; 0 without one."""
+        return max(self[f"{MODEL}.{name}"] or 0 for name in ("lora_rank", "lora.rank"))
+
+    @property
+    def attention(self) -> str:
+        """The implementation of the attention, which verl sets where nobody does."""
+        return str(self[ATTENTION] or "flash_attention_2")
 
 
 def algorithm_sections() -> dict[str, Any]:
@@ -68,125 +175,38 @@ def algorithm_sections() -> dict[str, Any]:
     return sections
 
 
-def signal_of(algorithm: DictConfig) -> Signal:
-    """The method of ``algorithm.adv_estimator`` with the options of its section.
-
-    Raises:
-        ValueError: an unknown method, option or value.
-    """
-    chosen = method(algorithm.adv_estimator)
-    section = algorithm.get(chosen.section) or {}
-    return chosen.build(OmegaConf.to_container(OmegaConf.create(section), resolve=True))
+def _signal(algorithm: Mapping[str, Any]) -> Signal:
+    """The method with the options of its section."""
+    chosen = method(algorithm["adv_estimator"])
+    return chosen.build(algorithm.get(chosen.section) or {})
 
 
-def answer_of(config: DictConfig) -> AnswerFormat:
-    """The format of answers.
-
-    Raises:
-        ValueError: no format; naming the option and the remedy.
-    """
-    try:
-        return answer_format(OmegaConf.select(config, f"{SECTION}.answer", default=BOXED.name))
-    except ValueError as error:
-        raise ValueError(f"{SECTION}.{error}") from error
-
-
-def parse_missing_answers(config: DictConfig) -> str:
-    """Returns what happens where responses have no answer: ``stop``, ``warn`` or ``ignore``.
-
-    Raises:
-        ValueError: another value.
-    """
-    choice = OmegaConf.select(config, f"{SECTION}.missing_answers", default=CHOICES[0])
-    check_choice(choice, f"{SECTION}.missing_answers")
-    return choice
-
-
-def base_of(config: DictConfig) -> str:
-    """The name of the estimator of the base advantage."""
-    return OmegaConf.select(config, BASE, default=None) or BASES[0]
-
-
-@dataclass(frozen=True)
-class DumpOptions:
-    """The options of ``algorithm.token_dump``."""
-
-    folder: Path
-    every: int
-    rows: int | None
-    """Rows a step; ``None`` for all."""
-
-
-def dump_options(config: DictConfig) -> DumpOptions | None:
-    """Returns the options of the token dump; ``None`` where no folder is set.
-
-    Raises:
-        ValueError: a value that is not allowed.
-    """
-    section = {**algorithm_sections()["token_dump"], **(OmegaConf.select(config, "algorithm.token_dump") or {})}
-    folder, every, rows = section["folder"], section["every"], section["rows"]
-    if every is None or isinstance(every, bool) or not isinstance(every, int) or every < 1:
+def _dump_options(folder: Any, every: Any, rows: Any) -> DumpOptions | None:
+    if type(every) is not int or every < 1:
         raise ValueError(f"{DUMP_EVERY}={every!r} must be a whole number of steps, at least 1")
-    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
-        raise ValueError(f"{DUMP_ROWS}={rows!r} must be a whole number, at least 1, or null for all rows")
+    if rows is not None and (type(rows) is not int or rows < 1):
+        raise ValueError(f"{DUMP_ROWS}={rows!r} must be a whole number, at least 1, or null for all responses")
     if folder is None:
         return None
-    if not Path(str(folder)).is_absolute():
+    path = Path(str(folder))
+    if not path.is_absolute():
         # The trainer runs in another process, whose working folder may be another one.
-        absolute = Path(str(folder)).expanduser().absolute()
         raise ValueError(
-            f"{DUMP_FOLDER}={folder} must be an absolute path, on the machine of the trainer; use {absolute}"
+            f"{DUMP_FOLDER}={folder} must be an absolute path, on the machine of the trainer; use "
+            f"{path.expanduser().absolute()}"
         )
-    return DumpOptions(Path(str(folder)), every, rows)
+    return DumpOptions(path, every, rows)
 
 
-def shares_forward(config: DictConfig, signal: Signal) -> bool:
-    """Whether this run takes the signal on the forward of the old log-probabilities."""
-    return share_choice(config) is not False and share_obstacle(config, signal) is None
-
-
-def share_choice(config: DictConfig) -> str | bool:
-    """The value of ``share_forward``."""
-    return auto_or_bool(config, SHARE_FORWARD, default="auto")
-
-
-def auto_or_bool(config: DictConfig, option: str, *, default: str | bool) -> str | bool:
-    """The value of an option that is ``auto``, ``true`` or ``false``.
+def import_trainer_module(name: str | None) -> None:
+    """Import the module of ``algorithm.token_weights.trainer_module``, if there is one.
 
     Raises:
-        ValueError: another value.
+        ValueError: the module cannot be imported.
     """
-    choice = OmegaConf.select(config, option, default=default)
-    if choice != "auto" and not isinstance(choice, bool):
-        raise ValueError(f"{option}={choice!r} is unknown; choose one of auto, true, false")
-    return choice
-
-
-def share_obstacle(config: DictConfig, signal: Signal) -> tuple[str, str] | None:
-    """Returns the setting that rules a shared forward out, as ``option=value``, and the reason; ``None`` where none does."""
-    algorithm = config.algorithm
-    if not (isinstance(signal, SaliencySignal) and signal.on_any_forward):
-        return (
-            f"algorithm.adv_estimator={algorithm.adv_estimator}",
-            "its signal is no saliency, or runs in a way of its own",
-        )
-    if OmegaConf.select(algorithm, "rollout_correction.bypass_mode", default=False):
-        return "algorithm.rollout_correction.bypass_mode=True", "no old log-probabilities are computed"
-    if algorithm.get("use_kl_in_reward", False):
-        return "algorithm.use_kl_in_reward=True", "the advantages, and so the rows, depend on the old log-probabilities"
-    return None
-
-
-def works_with_sequence_parallel(signal: Signal) -> bool:
-    """Whether each rank may hold a slice of the rows."""
-    return signal.uses not in NEEDED_WHOLE
-
-
-def works_with_fused_kernels(signal: Signal) -> bool:
-    """Whether verl's fused forward is enough, whose output is log-probabilities alone."""
-    return signal.uses not in NEEDED_WHOLE
-
-
-def works_with_bypass(signal: Signal) -> bool:
-    """Whether the rollout's log-probabilities may replace the old ones, so that no forward gives an entropy."""
-    return ENTROPY not in signal.reads
+    if not name:
+        return
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        raise ValueError(f"{TRAINER_MODULE}={name} failed to import: {type(error).__name__}: {error}") from error

@@ -22,7 +22,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from grail_advantage.model.interface import saliency_step
 from grail_advantage.verl_ext.engine_model import EngineMicroBatch, gradient_mode, training_micro_batches
-from grail_advantage.verl_ext.wire import nested
+from grail_advantage.verl_ext.exchange import nested
 
 TARGET = "saliency_target"
 """Field of a batch: (R, 2) int64, each row's half-open range of target tokens in prompt + response; empty for none."""

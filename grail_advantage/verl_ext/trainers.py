@@ -19,8 +19,8 @@ from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from grail_advantage.batch import PassRow
 from grail_advantage.model.interface import RowScores
 from grail_advantage.verl_ext.patches import copy_saved_shards
+from grail_advantage.verl_ext.settings import BYPASS, TRAINER_PREFIX
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
-from grail_advantage.verl_ext.trainer_modes import TRAINER_PREFIX
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 
 STEP_POLICY = 0
@@ -60,9 +60,7 @@ class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsyn
     @contextmanager
     def _step_policy(self) -> Iterator[None]:
         """Within, the actor is the policy of the step's first update."""
-        correction = self.config.algorithm.get("rollout_correction", None)
-        bypass = bool(correction and correction.get("bypass_mode", False))
-        if self.local_trigger_step == 0 or bypass:
+        if self.local_trigger_step == 0 or self.settings[BYPASS]:
             yield
             return
         workers = self.actor_rollout_wg

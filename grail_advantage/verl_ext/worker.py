@@ -15,10 +15,10 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.engine_model import EngineModel
+from grail_advantage.verl_ext.exchange import build_reply, rows_of
 from grail_advantage.verl_ext.patches import replace_infer_batch
 from grail_advantage.verl_ext.shared_forward import infer_batch_with_saliency
-from grail_advantage.verl_ext.wire import build_reply, rows_of
-from grail_advantage.verl_ext.zero_advantage_update import CUT_TAILS, without_zero_advantage
+from grail_advantage.verl_ext.zero_advantage import CUT_TAILS, without_zero_advantage
 
 
 def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDict:
@@ -29,10 +29,10 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
 
     Args:
         engine: verl's FSDP engine, initialised.
-        request: from :func:`grail_advantage.verl_ext.wire.build_request`.
+        request: from :func:`grail_advantage.verl_ext.exchange.build_request`.
 
     Returns:
-        The rows in their order, see :func:`grail_advantage.verl_ext.wire.build_reply`.
+        The rows in their order, see :func:`grail_advantage.verl_ext.exchange.build_reply`.
     """
     settings = {
         name: tu.get_non_tensor_data(request, name, default=None) for name in ("temperature", "step", "pad_token")
@@ -53,7 +53,7 @@ class TokenWeightTrainingWorker(TrainingWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
-        """verl's, over the rows that train (:mod:`grail_advantage.verl_ext.zero_advantage_update`)."""
+        """verl's, over the rows that train (:mod:`grail_advantage.verl_ext.zero_advantage`)."""
         return super().train_batch(without_zero_advantage(self.engine, data) if CUT_TAILS in data else data)
 
 

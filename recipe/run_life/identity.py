@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage.methods import method, methods
-from grail_advantage.verl_ext.settings import DUMP_FOLDER, dump_options, signal_of
+from grail_advantage.verl_ext.settings import DUMP_FOLDER, Settings
 from grail_advantage.view.dump.files import dumped_steps
 from recipe.run_life import checkpoints
 from recipe.run_life.checkpoints import PARTS, Checkpoint, read_json, write_json
@@ -62,7 +62,7 @@ def run_definition(config: DictConfig) -> dict[str, Any]:
     values[mode] = str(values[mode]).removeprefix("grail_").removeprefix("kept_")
     if config.algorithm.adv_estimator in methods():
         # With the values that a preset stands for.
-        signal, section = signal_of(config.algorithm), method(config.algorithm.adv_estimator).section
+        signal, section = Settings.parse(config).signal, method(config.algorithm.adv_estimator).section
         values |= {f"algorithm.{section}.{name}": value for name, value in signal.as_dict().items()}
     return json.loads(json.dumps(values, default=str))
 
@@ -210,7 +210,7 @@ def _has_critic(config: DictConfig) -> bool:
 
 
 def _dump_folder(config: DictConfig) -> Path | None:
-    options = dump_options(config) if config.algorithm.adv_estimator in methods() else None
+    options = Settings.parse(config).dump if config.algorithm.adv_estimator in methods() else None
     return None if options is None else options.folder
 
 

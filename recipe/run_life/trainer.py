@@ -22,9 +22,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.patches import set_trainer_mode
+from grail_advantage.verl_ext.patches import base_mode, set_trainer_mode
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
-from grail_advantage.verl_ext.trainer_modes import base_mode
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSeparateAsync
 from recipe.run_life.actors import Actors
 from recipe.run_life.checkpoints import STATE, Checkpoint, is_checkpoint, keep_last, read_json, write_json

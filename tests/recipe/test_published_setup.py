@@ -11,7 +11,7 @@ from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-from grail_advantage.verl_ext.settings import signal_of
+from grail_advantage.verl_ext.settings import Settings
 from recipe.chat_templates import read_chat_template
 from recipe.main_grail import prepare
 from tests.recipe.test_launch_scripts import MODELS, configuration, container, overrides
@@ -37,7 +37,7 @@ def test_published_setup(script: str, estimator: str, nnodes: int) -> None:
     assert config.algorithm.adv_estimator == method
     assert config.trainer.v1.trainer_mode == ("kept_sync" if estimator == "verl_grpo" else "grail_kept_sync")
     if estimator != "verl_grpo":
-        assert signal_of(config.algorithm).mask_truncated
+        assert Settings.parse(config).signal.mask_truncated
 
     model_, actor, rollout = (config.actor_rollout_ref[name] for name in ("model", "actor", "rollout"))
     assert config.algorithm.grail.preset == "official"

@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 
 import grail_advantage
 from grail_advantage.verl_ext.checks import VERL_VERSION, check_config
-from grail_advantage.verl_ext.settings import dump_options, signal_of
-from grail_advantage.verl_ext.zero_advantage_rules import choose_skipping
+from grail_advantage.verl_ext.rules import choose_skipping
+from grail_advantage.verl_ext.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -83,6 +83,6 @@ def test_the_folder_in_verls_form(python: Path, tmp_path: Path) -> None:
     said = run(tmp_path, "bash", theirs / "run_qwen3_4b_fsdp.sh", *words, PYTHON=str(python))
     config = OmegaConf.create(said)
     assert config.trainer.n_gpus_per_node == 2
-    signal = signal_of(config.algorithm)
-    assert signal.name == "grail" and choose_skipping(config)[0].skip_update and dump_options(config).every == 10
+    settings = Settings.parse(config)
+    assert settings.signal.name == "grail" and choose_skipping(settings)[0].skip_update and settings.dump.every == 10
     check_config(config)

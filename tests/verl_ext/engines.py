@@ -174,7 +174,7 @@ def install_reference() -> None:
 
 def own_pass(engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request: Any) -> dict[str, list[torch.Tensor]]:
     """A signal's pass of its own over this rank's prepared rows, by the worker's code; one list entry a row."""
-    from grail_advantage.verl_ext.wire import build_request
+    from grail_advantage.verl_ext.exchange import build_request
     from grail_advantage.verl_ext.worker import token_scores
 
     sizes.set(engine)
@@ -199,8 +199,8 @@ def log_probs(
     where verl collects nothing."""
     from verl.utils import tensordict_utils as tu
 
+    from grail_advantage.verl_ext.exchange import nested
     from grail_advantage.verl_ext.shared_forward import LEAF, TARGET
-    from grail_advantage.verl_ext.wire import nested
 
     sizes.set(worker.engine)
     data = tu.get_tensordict(

@@ -17,7 +17,7 @@ from my_trainer import MyTrainerWithTokenWeights
 from omegaconf import open_dict
 from verl.trainer.ppo.v1 import register_trainer
 
-from grail_advantage.verl_ext.settings import signal_of
+from grail_advantage.verl_ext.settings import Settings
 from recipe.run_life.trainer import KeptRun
 from recipe.run_life.worker import KeptActorWorker
 
@@ -35,7 +35,7 @@ class EveryMethodTrainer(KeptRun, MyTrainerWithTokenWeights):
         name = names[(self.global_steps - 1) % len(names)]
         with open_dict(self.config):
             self.config.algorithm.adv_estimator = name
-        self.signal = signal_of(self.config.algorithm)
+        self.settings = Settings.parse(self.config)
         self.seen: dict[str, Any] = {"step": self.global_steps, "method": name, "passes": 0}
 
     def _run_pass(self, rows: list) -> list:

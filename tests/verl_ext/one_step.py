@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +19,10 @@ from grail_advantage.answers.missing import AnswerWatch
 from grail_advantage.methods import methods
 from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.base import Signal
-from grail_advantage.verl_ext import trainers, transfer, update_dump  # noqa: F401  registers the trainers
-from grail_advantage.verl_ext.settings import answer_of, parse_missing_answers
+from grail_advantage.verl_ext import dump, step, trainers  # noqa: F401  registers the trainers
+from grail_advantage.verl_ext.exchange import build_reply, rows_of
+from grail_advantage.verl_ext.settings import Settings
 from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
-from grail_advantage.verl_ext.wire import build_reply, rows_of
-from grail_advantage.verl_ext.zero_advantage_rules import Skipping
-from grail_advantage.verl_ext.zero_advantage_steps import ZeroAdvantageSteps
 from tests.composed import compose
 from tests.core.tiny_models import END_ID, char_tokenizer
 
@@ -71,7 +70,7 @@ class Store:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let it take TransferQueue's place."""
-        for module in (transfer, update_dump, trainer_base, padding_utils, replay_buffer):
+        for module in (step, dump, trainer_base, padding_utils, replay_buffer):
             monkeypatch.setattr(module, "tq", self)
 
 
@@ -118,9 +117,9 @@ def make_trainer(
     trainer = cls.__new__(cls)
     trainer.config = config
     trainer.trainer_mode = mode
-    trainer.signal = signal
-    trainer.answer = answer_of(config)
-    trainer._answers = AnswerWatch(signal, trainer.answer, parse_missing_answers(config), "algorithm.token_weights.")
+    if weighs:
+        settings = trainer.settings = replace(Settings.parse(config), signal=signal)
+        trainer._answers = AnswerWatch(signal, settings.answer, settings.missing_answers, "algorithm.token_weights.")
     trainer.tokenizer = char_tokenizer()
     trainer._end_tokens = {END_ID}
     trainer._context_length = 1000
@@ -129,5 +128,4 @@ def make_trainer(
     trainer.global_steps, trainer.local_trigger_step = 1, 0
     trainer.kl_ctrl_in_reward = core_algos.get_kl_controller(config.algorithm.kl_ctrl)
     trainer.actor_rollout_wg = workers
-    trainer._zero_advantage = ZeroAdvantageSteps(config, Skipping())
     return trainer

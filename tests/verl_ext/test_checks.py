@@ -14,7 +14,7 @@ from grail_advantage.answers.tokenizers import save_repaired
 from grail_advantage.options import option_fields
 from grail_advantage.verl_ext import checks
 from grail_advantage.verl_ext.checks import check_verl_version
-from grail_advantage.verl_ext.settings import signal_of
+from grail_advantage.verl_ext.settings import Settings
 from recipe.checks import check_trl
 from recipe.main_grail import prepare
 from recipe.tiny.model import build_tokenizer
@@ -245,7 +245,7 @@ def test_yaml_names_every_option_with_its_default() -> None:
     ):
         config = compose(name, [f"{METHOD}=oar_{method[0]}"])
         assert {*config.algorithm.oar} == option_fields(OarConfig).keys() - {"method"}
-        assert signal_of(config.algorithm) == OarConfig(method)
+        assert Settings.parse(config).signal == OarConfig(method)
     options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
     assert GrailConfig.from_dict(options) == GrailConfig("robust")
     assert set(options) == set(option_fields(GrailConfig))

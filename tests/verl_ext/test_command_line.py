@@ -62,12 +62,13 @@ class TestCommandLine:
 
 
 IMPORT_VERL = """
+import importlib
 import verl
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 from verl.utils import config
-from grail_advantage.verl_ext import entry as stock_entry
+from grail_advantage.verl_ext import plugin
 patched = config.validate_config
-stock_entry.install()
+importlib.reload(plugin)
 print("grail" in ADV_ESTIMATOR_REGISTRY, config.validate_config is patched, hasattr(patched.__wrapped__, "__wrapped__"))
 """
 

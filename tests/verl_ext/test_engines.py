@@ -20,8 +20,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from grail_advantage.methods import methods
 from grail_advantage.verl_ext import trainer
 from grail_advantage.verl_ext.checks import check_config
-from grail_advantage.verl_ext.entry import prepare_run
-from grail_advantage.verl_ext.zero_advantage_rules import choose_skipping
+from grail_advantage.verl_ext.plugin import prepare_run
+from grail_advantage.verl_ext.rules import choose_skipping
+from grail_advantage.verl_ext.settings import Settings
 from tests.verl_ext.one_step import Workers
 from tests.verl_ext.test_one_step import Step
 
@@ -88,7 +89,7 @@ def test_rows_that_train_nothing_are_run_too(engine: str) -> None:
         ValueError, match=rf"{SKIP}=True does not work with {STRATEGY}={engine}: responses are left out inside"
     ):
         check_config(_compose(engine, "uniform", f"+{SKIP}=true"))
-    left, (line,) = choose_skipping(_compose(engine, "uniform", f"+{SKIP}=auto"))
+    left, (line,) = choose_skipping(Settings.parse(_compose(engine, "uniform", f"+{SKIP}=auto")))
     assert not left.skip_update and f"{STRATEGY}={engine}" in line
 
 
@@ -98,7 +99,7 @@ def test_a_step_asks_nothing_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
     for strategy in ("fsdp2", "megatron"):
         with monkeypatch.context() as patch:
             step = Step(patch, [f"{STRATEGY}={strategy}", f"{SKIP}=auto", "algorithm.adv_estimator=probability"])
-            step.trainer.signal = methods()["probability"].build({})
+            step.set_signal(methods()["probability"].build({}))
             patch.delattr(Workers, "compute_token_scores")
             found.append(step.run())
     assert all(map(torch.equal, found[0].values(), found[1].values()))
@@ -116,7 +117,8 @@ def test_a_coarse_entropy_is_refused_by_the_engines_own_option() -> None:
 def test_workers_of_other_engines_are_verls_own(monkeypatch: pytest.MonkeyPatch, strategy: str, replaced: bool) -> None:
     class Verls:
         def __init__(self) -> None:
-            self.config = OmegaConf.create({"actor_rollout_ref": {"actor": {"strategy": strategy}}})
+            actor = {"actor_rollout_ref": {"actor": {"strategy": strategy}}}
+            self.settings = Settings.parse(OmegaConf.create({"algorithm": {"adv_estimator": "uniform"}, **actor}))
 
         def _init_resource_pool_mgr(self) -> None:
             self.role_worker_mapping: dict[Any, Any] = {Role.ActorRollout: ActorRolloutRefWorker}

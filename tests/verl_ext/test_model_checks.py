@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from transformers import CohereConfig, GPT2Config, LlamaConfig
 
 import recipe.main_grail  # noqa: F401  its configurations
 from grail_advantage import GrailConfig
-from grail_advantage.verl_ext.checks import check_config
-from grail_advantage.verl_ext.model_checks import check_model
+from grail_advantage.verl_ext.checks import check_config, check_model
+from grail_advantage.verl_ext.settings import Settings
 from recipe.tiny.model import build_tokenizer
 from tests.composed import compose
 from tests.verl_ext.test_trainer import _trainer
@@ -38,6 +39,10 @@ def _compose(folder: Path, *overrides: str) -> DictConfig:
     )
 
 
+def _settings(folder: Path, *overrides: str) -> Settings:
+    return Settings.parse(_compose(folder, *overrides))
+
+
 def _save(folder: Path, config: Any) -> Path:
     config.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
@@ -55,7 +60,7 @@ def test_a_leaf_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
         check_config(_compose(folder, "algorithm.grail.leaf=middle"))
     check_config(_compose(tmp_path / "not here yet", "algorithm.grail.leaf=middle"))
     with pytest.raises(ValueError, match=message):
-        check_model(_compose(folder), GrailConfig(leaf="middle"), str(folder))
+        check_model(replace(_settings(folder), signal=GrailConfig(leaf="middle")), str(folder))
 
 
 @pytest.mark.parametrize("estimator", ["grail", "uniform"])
@@ -77,22 +82,22 @@ def test_a_forward_is_not_shared_with_a_model_that_scales_its_logits(
         check_config(_compose(folder, f"{SHARE}=true"))
     check_config(_compose(folder, f"{SHARE}=false"))
     check_config(_compose(folder))
-    assert not check_model(_compose(folder, f"{SHARE}=false"), GrailConfig(), str(folder))
+    assert not check_model(_settings(folder, f"{SHARE}=false"), str(folder))
     assert "scales or caps" not in caplog.text
-    assert not check_model(_compose(folder), GrailConfig(), str(folder))
+    assert not check_model(_settings(folder), str(folder))
     (said,) = [record.getMessage() for record in caplog.records if "scales or caps" in record.getMessage()]
     assert "a pass of its own" in said
 
     plain = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=64)
     folder = _save(tmp_path / "plain", plain)
-    assert check_model(_compose(folder), GrailConfig(), str(folder))
+    assert check_model(_settings(folder), str(folder))
     check_config(_compose(folder, f"{SHARE}=true"))
 
 
 def test_code_that_cannot_be_looked_at_shares_no_forward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobody knows"}')
-    assert check_model(_compose(tmp_path), GrailConfig())  # the trainer will ask
-    assert not check_model(_compose(tmp_path), GrailConfig(), str(tmp_path))
+    assert check_model(_settings(tmp_path))  # the trainer will ask
+    assert not check_model(_settings(tmp_path), str(tmp_path))
     assert "no forward is shared" in caplog.text
 
 
@@ -112,6 +117,7 @@ def test_end_tokens_of_a_model_with_code_of_its_own(tmp_path: Path, caplog: pyte
         "override_config": {"attn_implementation": "sdpa"},
     }
     trainer.config.actor_rollout_ref.rollout.max_model_len = 64
+    trainer.settings = Settings.parse(trainer.config)
     caplog.set_level(logging.WARNING)
     trainer._init_tokenizer()
     assert {3, 5} <= trainer._end_tokens

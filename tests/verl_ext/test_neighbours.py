@@ -15,8 +15,8 @@ from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import recipe.main_grail  # noqa: F401  its configurations
-from grail_advantage.verl_ext.model_checks import neighbour_obstacles
-from grail_advantage.verl_ext.zero_advantage_rules import SKIP, choose_skipping
+from grail_advantage.verl_ext.checks import neighbour_obstacles
+from grail_advantage.verl_ext.rules import SKIP, choose_skipping
 from tests.composed import compose
 from tests.verl_ext import architectures
 from tests.verl_ext.architectures import Family

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +17,8 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
 from grail_advantage import GrailConfig, RolloutBatch, Signal
-from grail_advantage.verl_ext import trainers, transfer  # noqa: F401  trainers registers them
+from grail_advantage.verl_ext import step as steps
+from grail_advantage.verl_ext import trainers  # noqa: F401  registers them
 from grail_advantage.verl_ext.shared_forward import SALIENCY_FIELDS
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
 from tests.core.tiny_models import encode
@@ -48,7 +50,7 @@ class Step:
         self.store = Store()
         self.store.install(monkeypatch)
         self.calls: Counter[str] = Counter()
-        self._count(monkeypatch, transfer, "find_answer_spans")
+        self._count(monkeypatch, steps, "find_answer_spans")
         self._count(monkeypatch, trainer_base, "compute_advantage_for_multi_trajectories")
         monkeypatch.setattr(trainer_base, "calculate_debug_metrics", lambda data: {})
         self._count(monkeypatch, GrailConfig, "select")
@@ -75,6 +77,10 @@ class Step:
             return inner(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, counted)
+
+    def set_signal(self, signal: Signal) -> None:
+        """Another method."""
+        self.trainer.settings = replace(self.trainer.settings, signal=signal)
 
     def run(self) -> dict[str, torch.Tensor]:
         """Both stages; the advantages by key."""
@@ -257,7 +263,7 @@ class TestRewardsThatAreNotFinite:
         assert step.metrics["grail/unjudged_rate"] == pytest.approx(1 / len(ROWS))
         assert all(math.isfinite(value) for value in step.metrics.values())
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "1 of 6 rows, such as a_2_0, have no finite reward" in caplog.text
+        assert "1 of 6 responses, such as a_2_0, have no finite reward" in caplog.text
         assert step.workers.own == [] or how == "alone"
 
     def test_with_advantages_of_a_trainers_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +290,8 @@ class Judging(Signal):
 
 def test_a_field_that_no_row_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, [])
-    step.trainer.signal = Judging()
+    step.set_signal(Judging())
     for row in step.store.rows.values():
         row["extra_fields"] = {"turn_scores": [], "reward_extra_info": {"acc": 1.0}}
-    with pytest.raises(ValueError, match=r"judging reads field:blame, which no row has.* give acc, turn_scores"):
+    with pytest.raises(ValueError, match=r"judging reads field:blame, which no response has.* give acc, turn_scores"):
         step.run()

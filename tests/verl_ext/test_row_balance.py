@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grail_advantage.verl_ext.exchange import Place, deal, spread
 from grail_advantage.verl_ext.patches import data_parallel_size
-from grail_advantage.verl_ext.row_balance import Place, deal, spread
 
 
 class TestSpread:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage import GrailConfig, OarConfig
+from grail_advantage import GrailConfig, OarConfig, Signal
 from grail_advantage.methods import methods
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.verl_ext import settings
-from grail_advantage.verl_ext.checks import check_share_forward
+from grail_advantage.verl_ext.rules import AGAINST_SHARING, broken, refuse_forced, shares_forward
+from grail_advantage.verl_ext.settings import SHARE, Settings, algorithm_sections
 
 OURS = {name: of for name, of in methods().items() if of.signal_class.__module__.startswith("grail_advantage.")}
 OBSTACLES = {
@@ -32,10 +33,12 @@ def _config(share: Any = ..., **algorithm: Any) -> DictConfig:
     return OmegaConf.create({"algorithm": {**known, **algorithm}})
 
 
-def _shares(config: DictConfig) -> bool:
-    signal = settings.signal_of(config.algorithm)
-    check_share_forward(config, signal)
-    return settings.shares_forward(config, signal)
+def _shares(config: DictConfig, signal: Signal | None = None) -> bool:
+    settings = Settings.parse(config)
+    settings = replace(settings, signal=signal or settings.signal)
+    if settings.share_forward is True:
+        refuse_forced(SHARE, broken(AGAINST_SHARING, settings))
+    return shares_forward(settings)
 
 
 def test_shares_the_forward_by_default_and_not_where_it_is_switched_off() -> None:
@@ -63,21 +66,21 @@ def test_a_saliency_that_runs_in_a_way_of_its_own_shares_no_forward() -> None:
     class Plain(SaliencySignal):
         pass
 
-    assert settings.shares_forward(_config(), Plain())
-    assert not settings.shares_forward(_config(), Own())
+    assert _shares(_config(), Plain())
+    assert not _shares(_config(), Own())
     with pytest.raises(ValueError, match=r"its signal is no saliency, or runs in a way of its own; use auto"):
-        check_share_forward(_config(True), Own())
+        _shares(_config(True), Own())
 
 
 def test_options_come_from_the_methods_section() -> None:
     config = _config(grail={"preset": "robust", "gate": None}, oar={"variant": "grail_port"})
-    assert settings.signal_of(config.algorithm) == GrailConfig("robust")
+    assert Settings.parse(config).signal == GrailConfig("robust")
     config.algorithm.adv_estimator = "oar_p"
-    assert settings.signal_of(config.algorithm) == OarConfig("perturbation", variant="grail_port")
-    sections = settings.algorithm_sections()
+    assert Settings.parse(config).signal == OarConfig("perturbation", variant="grail_port")
+    sections = algorithm_sections()
     assert {method.section for method in OURS.values()} < set(sections) and "method" not in sections["oar"]
     for name, method in OURS.items():
         for given in ({}, {method.section: None}, sections):
-            assert settings.signal_of(_config(**{**given, "adv_estimator": name}).algorithm) == method.build({})
+            assert Settings.parse(_config(**{**given, "adv_estimator": name})).signal == method.build({})
     with pytest.raises(ValueError, match=r"'grial' is no registered signal; choose one of .*\bgrail\b"):
-        settings.signal_of(_config(adv_estimator="grial").algorithm)
+        Settings.parse(_config(adv_estimator="grial"))

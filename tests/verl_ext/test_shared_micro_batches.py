@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.utils import prepare_micro_batches
 
+from grail_advantage.verl_ext.exchange import nested
 from grail_advantage.verl_ext.shared_forward import _for_verl
-from grail_advantage.verl_ext.wire import nested
 
 
 def _data(count: int, **settings: object) -> tu.TensorDict:

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
-from grail_advantage.verl_ext.settings import DumpOptions, dump_options
-from grail_advantage.verl_ext.update_dump import UpdateDump
+from grail_advantage.verl_ext.dump import UpdateDump
+from grail_advantage.verl_ext.settings import DumpOptions, Settings
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.view.dump.step import choose_rows, neutral_reasons
 from tests.core.tiny_models import END_ID, encode
@@ -22,13 +22,16 @@ from tests.verl_ext.test_one_step import ROWS, Step
 
 
 def _options(**section: Any) -> DumpOptions | None:
-    return dump_options(OmegaConf.create({"algorithm": {"token_dump": section}}))
+    return _dump(token_dump=section)
+
+
+def _dump(**algorithm: Any) -> DumpOptions | None:
+    return Settings.parse(OmegaConf.create({"algorithm": {"adv_estimator": "uniform", **algorithm}})).dump
 
 
 def test_options_are_off_by_default_and_else_as_given() -> None:
     assert _options() is None and _options(every=5) is None
-    assert dump_options(OmegaConf.create({"algorithm": {}})) is None
-    assert dump_options(OmegaConf.create({"algorithm": {"token_dump": None}})) is None
+    assert _dump() is None and _dump(token_dump=None) is None
     assert _options(folder="/a/b") == DumpOptions(Path("/a/b"), 1, 64)
     assert _options(folder="/a/b", every=10, rows=None) == DumpOptions(Path("/a/b"), 10, None)
 
@@ -128,7 +131,7 @@ class Dumping(Step):
 
     def _dump(self, updates: int) -> UpdateDump:
         trainer = self.trainer
-        return UpdateDump(trainer.config, trainer.tokenizer, trainer.signal, updates=updates, steps=10)
+        return UpdateDump(trainer.settings, trainer.tokenizer, updates=updates, steps=10)
 
     def close(self, folder: Path) -> list[DumpRow]:
         self.trainer._dump.close()

@@ -18,13 +18,13 @@ from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.batch import PassRow
 from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.shear import ShearConfig
-from grail_advantage.verl_ext import transfer
-from grail_advantage.verl_ext.method_batch import reward_advantages, truncated_rows
+from grail_advantage.verl_ext import step as steps
+from grail_advantage.verl_ext.exchange import build_reply, rows_of
+from grail_advantage.verl_ext.settings import Settings
 from grail_advantage.verl_ext.shared_forward import SALIENCY_FIELDS, SECONDS
+from grail_advantage.verl_ext.step import Step, fetch_saliency, group_numbers, reward_advantages, truncated
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
-from grail_advantage.verl_ext.transfer import Rollouts, group_numbers
-from grail_advantage.verl_ext.wire import build_reply, rows_of
 from recipe.tiny.model import build_tokenizer
 from tests.broken_tokenizer import save_under_class
 from tests.composed import compose
@@ -40,40 +40,43 @@ def _trainer(**config: Any) -> TokenWeightTrainerSync:
     trainer.config = OmegaConf.create(
         {
             "actor_rollout_ref": {
-                "rollout": {"name": "vllm", "prompt_length": 3, "response_length": LIMIT, "max_model_len": None}
+                "rollout": {
+                    "name": "vllm",
+                    "prompt_length": 3,
+                    "response_length": LIMIT,
+                    "max_model_len": None,
+                    "temperature": 1.0,
+                }
             },
             "algorithm": {"adv_estimator": "grail", **config},
         }
     )
+    trainer.settings = Settings.parse(trainer.config)
     trainer._end_tokens = {END_ID}
     trainer._context_length = 100
     trainer.tokenizer = char_tokenizer()
-    trainer.signal = GrailConfig()
     trainer.global_steps = 1
     return trainer
 
 
-def _rollouts(responses: list[str]) -> Rollouts:
+def _step(trainer: TokenWeightTrainerSync, responses: list[str], prompt: int = 1, **changes: Any) -> Step:
+    """With prompts of so many tokens."""
     ids = [torch.tensor(encode(response)) for response in responses]
-    return Rollouts(
-        keys=[f"row{row}" for row in range(len(ids))],
-        prompts=[torch.tensor(encode("?")) for _ in ids],
-        responses=ids,
-        mask_BT=torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], batch_first=True) == 1,
-        spans=find_answer_spans(ids, char_tokenizer(), GrailConfig().span),
-        groups=list(range(len(ids))),
-        examples=[None] * len(ids),
-    )
-
-
-def _truncated(trainer: TokenWeightTrainerSync, rollouts: Rollouts) -> torch.Tensor:
-    rollout = trainer.config.actor_rollout_ref.rollout
-    return truncated_rows(rollouts, rollout, trainer._context_length, trainer._end_tokens)
-
-
-def _mask(rollouts: Rollouts) -> torch.Tensor:
-    lengths = torch.tensor([[len(row)] for row in rollouts.responses])
-    return torch.arange(int(lengths.max())) < lengths
+    prompts = [torch.arange(prompt) for _ in ids]
+    known: dict[str, Any] = {
+        "settings": trainer.settings,
+        "number": 1,
+        "keys": [f"row{row}" for row in range(len(ids))],
+        "partition_id": "train",
+        "tokenizer": trainer.tokenizer,
+        "prompts": prompts,
+        "responses": ids,
+        "generated_BT": torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], batch_first=True) == 1,
+        "spans": find_answer_spans(ids, char_tokenizer(), GrailConfig().span),
+        "groups": list(range(len(ids))),
+        "truncated_B": truncated(prompts, ids, trainer.settings, trainer._context_length, trainer._end_tokens),
+    }
+    return Step(**{**known, **changes})
 
 
 def test_a_tokenizer_that_loses_text_ends_the_run_at_its_start(tmp_path: Path) -> None:
@@ -89,12 +92,12 @@ def test_a_tokenizer_that_loses_text_ends_the_run_at_its_start(tmp_path: Path) -
 
 
 def test_truncated_is_a_response_at_the_limit_without_an_end_token() -> None:
-    rollouts = _rollouts(["abc<end>", "abcde<end>", "abcdef", "abcde", "abc", ""])
-    assert [len(row) for row in rollouts.responses] == [4, 6, 6, 5, 3, 0]
-    trainer = _trainer()
-    assert _truncated(trainer, rollouts).tolist() == [False, False, True, False, False, False]
+    trainer, texts = _trainer(), ["abc<end>", "abcde<end>", "abcdef", "abcde", "abc", ""]
+    step = _step(trainer, texts)
+    assert [len(row) for row in step.responses] == [4, 6, 6, 5, 3, 0]
+    assert step.truncated_B.tolist() == [False, False, True, False, False, False]
     trainer._end_tokens = {END_ID, encode("f")[0]}  # any of them ends a response
-    assert not _truncated(trainer, rollouts).any()
+    assert not _step(trainer, texts).truncated_B.any()
 
 
 ROOM = {
@@ -114,22 +117,21 @@ ROOM = {
 
 @pytest.mark.parametrize("cases", ROOM.values(), ids=ROOM)
 def test_truncated_by_the_room_that_a_long_prompt_leaves(cases: list[tuple[str, int, str, bool]]) -> None:
-    for engine, context, response, truncated in cases:
+    for engine, context, response, expected in cases:
         trainer = _trainer()
         trainer._context_length = context
         trainer.config.actor_rollout_ref.rollout.name = engine
-        rollouts = replace(_rollouts([response]), prompts=[torch.arange(5)])
-        assert _truncated(trainer, rollouts).tolist() == [truncated], (engine, context, response)
+        trainer.settings = Settings.parse(trainer.config)
+        assert _step(trainer, [response], prompt=5).truncated_B.tolist() == [expected], (engine, context, response)
 
 
 def test_truncated_in_a_later_turn() -> None:
     """Of rows in which a tool wrote "cd", the last turn had what was left; "f" ends a turn."""
-    rollouts = _rollouts(["abfcde", "abfcd<end>", "abfcf"])
     trainer = _trainer()
     trainer._end_tokens = {END_ID, encode("f")[0]}
-    assert _truncated(trainer, rollouts).tolist() == [True, False, False]
+    assert _step(trainer, ["abfcde", "abfcd<end>", "abfcf"]).truncated_B.tolist() == [True, False, False]
     trainer._context_length = 6  # the prompt has one token
-    assert _truncated(trainer, _rollouts(["abfcd", "abfc", "abfcf"])).tolist() == [True, False, False]
+    assert _step(trainer, ["abfcd", "abfc", "abfcf"]).truncated_B.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(("max_model_len", "context"), [(None, 48), (32, 32)])
@@ -147,6 +149,7 @@ def test_length_of_the_context(tmp_path: Path, max_model_len: int | None, contex
         "override_config": {"attn_implementation": "sdpa", "max_position_embeddings": 48},
     }
     OmegaConf.set_struct(trainer.config, True)  # as Hydra's are
+    trainer.settings = Settings.parse(trainer.config)
     trainer._init_tokenizer()
     assert trainer._context_length == context
     assert trainer._end_tokens == {3, 4, trainer.tokenizer.eos_token_id}
@@ -157,31 +160,29 @@ def test_advantage_of_a_row_is_that_of_its_tokens_that_train() -> None:
     mask = [[1, 1, 1], [0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1]]
     mask_BT = torch.tensor(mask) > 0
     advantages_BT = torch.tensor([[0.5], [-2.0], [0.0], [1.0], [-0.25]]) * mask_BT
-    seen = _trainer()._build_method_batch(
-        _rollouts(["abc"] * 5), mask_BT, advantages_BT, torch.zeros(5, dtype=torch.bool)
-    )
-    assert seen.batch.advantages_B.tolist() == [0.5, -2.0, 0.0, 0.0, -0.25]
+    step = _step(_trainer(), ["abc"] * 5).with_advantages(mask_BT, advantages_BT, torch.zeros(5, dtype=torch.bool))
+    assert step.batch.advantages_B.tolist() == [0.5, -2.0, 0.0, 0.0, -0.25]
 
 
 @pytest.mark.parametrize("masks", [True, False])
 def test_a_truncated_row_has_no_advantage_where_these_are_masked(masks: bool) -> None:
     trainer = _trainer()
-    trainer.signal = GrailConfig(mask_truncated=masks)
-    rollouts = _rollouts(["abcdef", "abc<end>"])
-    advantages_BT = torch.tensor([[1.0], [-1.0]]) * _mask(rollouts)
-    seen = trainer._build_method_batch(rollouts, _mask(rollouts), advantages_BT, torch.zeros(2, dtype=torch.bool))
-    assert seen.truncated_B.tolist() == [True, False]
-    assert seen.batch.advantages_B.tolist() == [0.0 if masks else 1.0, -1.0]
-    assert seen.base_advantages_BT[0].tolist() == [1.0] * 6
+    trainer.settings = replace(trainer.settings, signal=GrailConfig(mask_truncated=masks))
+    step = _step(trainer, ["abcdef", "abc<end>"])
+    advantages_BT = torch.tensor([[1.0], [-1.0]]) * step.generated_BT
+    step = step.with_advantages(step.generated_BT, advantages_BT, torch.zeros(2, dtype=torch.bool))
+    assert step.truncated_B.tolist() == [True, False]
+    assert step.batch.advantages_B.tolist() == [0.0 if masks else 1.0, -1.0]
+    assert step.base_advantages_BT[0].tolist() == [1.0] * 6
 
 
 def test_the_backward_took_as_long_as_that_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store()
-    monkeypatch.setattr(transfer, "tq", store)
+    monkeypatch.setattr(steps, "tq", store)
     for length, seconds in ((3, 0.25), (4, 1.5), (5, 0.5)):
         values = {name: torch.ones(length) for name in SALIENCY_FIELDS}
         store.rows[f"a_{length}_0"] = {**values, SECONDS: torch.tensor([seconds])}
-    assert transfer.fetch_saliency(list(store.rows), "train")[1] == 1.5
+    assert fetch_saliency(list(store.rows), "train")[1] == 1.5
 
 
 def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
@@ -192,9 +193,8 @@ def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
         return build_reply([RowScores(torch.full((row.response_length,), float(row.place))) for row in asked])
 
     trainer = SimpleNamespace(
-        signal=ShearConfig(),
         actor_rollout_wg=SimpleNamespace(_dispatch_info={"actor": [0, 1]}, compute_token_scores=compute_token_scores),
-        config=OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 1.0}}}),
+        settings=replace(_trainer().settings, signal=ShearConfig()),
         global_steps=1,
         tokenizer=char_tokenizer(),
     )
@@ -208,9 +208,11 @@ def test_every_output_of_a_session_is_unjudged_where_the_last_one_is() -> None:
     keys = ["a_0_0", "a_0_1", "a_1_0", "a_1_1", "a_2_0"]
     rewards_BT = torch.tensor([[0.0, 1.0], [0.0, torch.nan], [0.0, torch.inf], [0.0, 1.0], [0.0, 0.0]])
     mask_BT = torch.ones(5, 2).bool()
-    rollouts = Rollouts(keys, [], [], mask_BT, [], group_numbers(keys), [])
     config = compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=3"])
-    advantages_BT, unjudged_B = reward_advantages(rewards_BT, rollouts, mask_BT, config)
+    trainer = _trainer()
+    trainer.settings = Settings.parse(config)
+    step = _step(trainer, ["ab"] * 5, keys=keys, groups=group_numbers(keys))
+    advantages_BT, unjudged_B = reward_advantages(step, rewards_BT, mask_BT, config.algorithm)
     assert unjudged_B.tolist() == [True, True, False, False, False]
     assert advantages_BT[:2].tolist() == [[0.0, 0.0]] * 2
     assert (advantages_BT[2:4] > 0).all() and (advantages_BT[4] < 0).all()

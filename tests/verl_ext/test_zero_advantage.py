@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
@@ -17,11 +18,10 @@ from verl.utils.tensordict_utils import get_tensordict
 
 from grail_advantage.signals.high_entropy import HighEntropyConfig
 from grail_advantage.signals.surprisal import SurprisalConfig
-from grail_advantage.verl_ext import settings
+from grail_advantage.verl_ext.rules import Skipping, choose_skipping
+from grail_advantage.verl_ext.settings import SKIP, Settings
 from grail_advantage.verl_ext.trainers import TokenWeightTrainer, TokenWeightTrainerSync
-from grail_advantage.verl_ext.zero_advantage_rules import SKIP, Skipping, choose_skipping
-from grail_advantage.verl_ext.zero_advantage_steps import ZeroAdvantageSteps
-from grail_advantage.verl_ext.zero_advantage_update import CUT_TAILS
+from grail_advantage.verl_ext.zero_advantage import CUT_TAILS
 from grail_advantage.view.dump.step import StepDump
 from tests.verl_ext import test_one_step
 from tests.verl_ext.test_one_step import ROWS, Step
@@ -48,67 +48,67 @@ AGAINST_FORWARD = {
 }
 
 
-def _config(choice: Any = "auto", **options: Any) -> DictConfig:
+def _settings(choice: Any = "auto", **options: Any) -> Settings:
     config = OmegaConf.create(
         {
             "algorithm": {"adv_estimator": "grail", "token_dump": {"folder": "/somewhere", "every": 10}},
             "actor_rollout_ref": {
-                "actor": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64},
+                "actor": {"strategy": "fsdp2", "loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 64},
                 "model": {},
             },
         }
     )
     for name, value in {SKIP: choice, **options}.items():
         OmegaConf.update(config, name, value, force_add=True)
-    return config
+    return Settings.parse(config)
 
 
 class TestWhere:
-    """See :mod:`grail_advantage.verl_ext.zero_advantage_rules`."""
+    """See :mod:`grail_advantage.verl_ext.rules`."""
 
     def test_everything_where_it_is_asked_for_and_nothing_is_against_it(self) -> None:
         for choice in ("auto", True):
-            assert choose_skipping(_config(choice)) == (EVERYTHING, [])
-        assert settings.algorithm_sections()["token_weights"]["skip_zero_advantage"] is False
-        for config in (_config(False), OmegaConf.create({"algorithm": {}})):
-            assert choose_skipping(config) == (Skipping(), [])
+            assert choose_skipping(_settings(choice)) == (EVERYTHING, [])
+        unset = Settings.parse(OmegaConf.create({"algorithm": {"adv_estimator": "grail"}}))
+        for settings in (_settings(False), unset):
+            assert choose_skipping(settings) == (Skipping(), [])
 
     @pytest.mark.parametrize("option", AGAINST_ROWS)
     def test_nothing_where_other_rows_train(self, option: str) -> None:
         value = AGAINST_ROWS[option]
-        left_out, (line,) = choose_skipping(_config(**{option: value}))
+        left_out, (line,) = choose_skipping(_settings(**{option: value}))
         assert left_out == Skipping() and line.startswith(f"no response is left out with {option}={value}: ")
         with pytest.raises(ValueError, match=rf"^{SKIP}=True does not work with {option}={value}: .*; use auto$"):
-            choose_skipping(_config(True, **{option: value}))
+            choose_skipping(_settings(True, **{option: value}))
 
     def test_nothing_with_what_the_model_has_against_it_or_a_loss_of_somebody_elses(self) -> None:
         against = [("attention_dropout=0.1 of the model", "it draws")]
-        assert choose_skipping(_config(), lambda: against) == (
+        assert choose_skipping(_settings(), lambda: against) == (
             Skipping(),
             ["no response is left out with attention_dropout=0.1 of the model: it draws"],
         )
         with pytest.raises(ValueError, match=r"=True does not work with attention_dropout=0.1 of the model: it draws"):
-            choose_skipping(_config(True), lambda: against)
-        left_out, (line,) = choose_skipping(_config(**{LOSS: "mine"}))
+            choose_skipping(_settings(True), lambda: against)
+        left_out, (line,) = choose_skipping(_settings(**{LOSS: "mine"}))
         assert left_out == Skipping() and "nothing is known of it" in line
 
     def test_keeps_what_is_read(self) -> None:
         """The ends that a loss reads, and the forward that something reads."""
         for options in ({LOSS: "gspo"}, {LOSS: "sapo"}, {AGGREGATION: "seq-mean-token-mean"}):
-            left_out, (line,) = choose_skipping(_config(**options))
+            left_out, (line,) = choose_skipping(_settings(**options))
             assert left_out == Skipping(skip_update=True, cut_tails=False, skip_old_log_probs=True)
             assert line.startswith("responses keep their tails in the update with ")
         without_forward = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=False)
         for option, value in AGAINST_FORWARD.items():
             for choice in ("auto", True):
-                left_out, (line,) = choose_skipping(_config(choice, **{option: value}))
+                left_out, (line,) = choose_skipping(_settings(choice, **{option: value}))
                 assert left_out == without_forward and option in line
-        assert choose_skipping(_config(), own_advantages=True)[0] == without_forward
+        assert choose_skipping(_settings(), own_advantages=True)[0] == without_forward
 
     def test_unknown_values(self) -> None:
         for value in ("yes", None):
             with pytest.raises(ValueError, match=rf"^{SKIP}={value!r} is unknown; choose "):
-                choose_skipping(_config(value))
+                choose_skipping(_settings(value))
 
 
 def _zero_advantage_step(monkeypatch: pytest.MonkeyPatch, *overrides: str, cls: type = TokenWeightTrainerSync) -> Step:
@@ -116,8 +116,7 @@ def _zero_advantage_step(monkeypatch: pytest.MonkeyPatch, *overrides: str, cls: 
     rows = [(key, prompt, response, 0.0 if key[0] == "b" else reward) for key, prompt, response, reward in ROWS]
     monkeypatch.setattr(test_one_step, "ROWS", rows)
     step = Step(monkeypatch, ["actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True", *overrides], cls)
-    config = step.trainer.config
-    step.trainer._zero_advantage = ZeroAdvantageSteps(config, choose_skipping(config)[0])
+    step.trainer._skipping = choose_skipping(step.trainer.settings)[0]
     step.forwards = []
     compute = step.workers.compute_log_prob
 
@@ -177,7 +176,7 @@ class TestOldLogProbs:
         for signal, count in ((SurprisalConfig(), 3), (HighEntropyConfig(), 6)):
             with monkeypatch.context() as patch:
                 step = _zero_advantage_step(patch, AUTO)
-                step.trainer.signal = signal
+                step.set_signal(signal)
                 step.run()
                 assert [len(keys) for keys in step.forwards] == [count]
 
@@ -248,8 +247,11 @@ class TestUpdate:
         for mode, cut in (("token-mean", 5), ("seq-mean-token-mean", 0)):
             prepared = step(AUTO, f"{self.MINI_BATCH}=2", f"{AGGREGATION}={mode}")
             _, whole = _update(prepared)
-            prompt, response, trained = prepared.trainer._zero_advantage._lengths["a_1_0"]
-            prepared.trainer._zero_advantage._lengths["a_1_0"] = (prompt, response, trained - 5)
+            of_batch = prepared.trainer._step
+            trained = [
+                length - 5 * (key == "a_1_0") for key, length in zip(of_batch.keys, of_batch.trained, strict=True)
+            ]
+            prepared.trainer._step = replace(of_batch, trained=trained)
             asked, metrics = _update(prepared)
             assert metrics["token_weights/skipped_tokens"] - whole["token_weights/skipped_tokens"] == cut
             assert asked.extra_info[CUT_TAILS] is (cut > 0)

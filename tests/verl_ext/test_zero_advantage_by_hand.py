@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from omegaconf import OmegaConf
 from verl.utils import tensordict_utils as tu
 
-from grail_advantage.verl_ext.checks import check_base
-from grail_advantage.verl_ext.method_batch import check_one_advantage_a_response
-from grail_advantage.verl_ext.settings import base_of
-from grail_advantage.verl_ext.wire import nested
-from grail_advantage.verl_ext.zero_advantage_update import CUT_TAILS, spread_in_mini_batches, without_zero_advantage
+from grail_advantage.verl_ext.exchange import nested
+from grail_advantage.verl_ext.rules import REFUSALS, broken
+from grail_advantage.verl_ext.settings import BASE, Settings
+from grail_advantage.verl_ext.step import check_one_advantage_a_response
+from grail_advantage.verl_ext.zero_advantage import CUT_TAILS, spread_in_mini_batches, without_zero_advantage
 
 PROMPTS, RESPONSES = (3, 2, 4, 1), (4, 3, 5, 2)
 GROUP = object()
@@ -132,22 +133,25 @@ def test_every_rank_gets_its_share_of_a_mini_batchs_rows() -> None:
     assert [{*order[:3]} & {0, 1, 2}, {*order[3:]} & {0, 1, 2}] in ([{0, 1}, {2}], [{2}, {0, 1}])
 
 
-def config_of(base: str | None) -> Any:
-    return OmegaConf.create({"algorithm": {"token_weights": {"base": base}}})
+def refusal(base: str | None) -> str:
+    """The base in use, and what is said against it."""
+    settings = Settings.parse(
+        OmegaConf.create({"algorithm": {"adv_estimator": "uniform", "token_weights": {"base": base}}})
+    )
+    of_base = [rule for rule in REFUSALS if rule.option == BASE]
+    return next((f"{setting}: {remedy}" for setting, remedy in broken(of_base, settings)), settings.base)
 
 
 def test_the_base_advantage_is_one_of_verls_a_response() -> None:
-    assert base_of(OmegaConf.create({"algorithm": {}})) == base_of(config_of(None)) == "grpo"
+    assert refusal(None) == "grpo"
     for base in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "grpo_passk"):
-        assert base_of(config_of(base)) == base
-        check_base(config_of(base))
+        assert refusal(base) == base
     for base, message in (
-        ("gae", "token_weights.base=gae .* critic; .* grpo, rloo"),
-        ("grail", "token_weights.base=grail is a method .* grpo, rloo"),
-        ("mine", "token_weights.base='mine' is no estimator .* grpo, rloo"),
+        ("gae", "token_weights.base=gae.* critic; .* grpo, rloo"),
+        ("grail", "token_weights.base=grail.* is a method .* grpo, rloo"),
+        ("mine", "token_weights.base=mine.* is no estimator .* grpo, rloo"),
     ):
-        with pytest.raises(ValueError, match=message):
-            check_base(config_of(base))
+        assert re.search(message, refusal(base))
 
 
 def test_an_own_base_may_not_differ_within_a_response() -> None:

@@ -10,8 +10,8 @@ import torch
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 
-from grail_advantage.verl_ext.zero_advantage_rules import OTHER_LOSSES, RESPONSE_LOSSES, TOKEN_LOSSES
-from grail_advantage.verl_ext.zero_advantage_update import trained_lengths
+from grail_advantage.verl_ext.rules import OTHER_LOSSES, RESPONSE_LOSSES, TOKEN_LOSSES
+from grail_advantage.verl_ext.zero_advantage import trained_lengths
 from tests.core.tiny_models import tiny_model
 from tests.verl_ext import zero_advantage_ranks as ranks
 from tests.verl_ext.rank_group import Results, of_all_ranks, start_ranks

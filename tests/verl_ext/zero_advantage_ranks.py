@@ -95,7 +95,7 @@ class Experiments:
     def _data(self) -> Any:
         from verl.utils import tensordict_utils as tu
 
-        from grail_advantage.verl_ext.wire import nested
+        from grail_advantage.verl_ext.exchange import nested
 
         tokens = [torch.cat([row["prompt"], row["response"]]) for row in self.rows]
         return tu.get_tensordict(
@@ -116,7 +116,7 @@ class Experiments:
         """The policy's own, with noise that takes some ratios out of their bounds."""
         from verl.workers.utils.padding import response_from_nested
 
-        from grail_advantage.verl_ext.wire import nested
+        from grail_advantage.verl_ext.exchange import nested
 
         data = self._data()
         output = [worker.infer_batch(data)]
@@ -132,8 +132,8 @@ class Experiments:
         from verl.workers.config import FSDPActorConfig, PolicyLossConfig
         from verl.workers.utils.losses import ppo_loss
 
-        from grail_advantage.verl_ext.wire import nested
-        from grail_advantage.verl_ext.zero_advantage_update import CUT_TAILS
+        from grail_advantage.verl_ext.exchange import nested
+        from grail_advantage.verl_ext.zero_advantage import CUT_TAILS
 
         actor = FSDPActorConfig(
             strategy="fsdp2",

@@ -1,0 +1,175 @@
+"""The responses of an update of the actor for the token dump (:mod:`grail_advantage.view.dump.files`).
+
+verl's own rollout dump (``trainer.rollout_data_dir``, ``PPOTrainer._log_rollout_data``) names the same responses by the same
+keys, in its column ``uid``.
+
+Shape suffixes: B responses, T response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from transformers import PreTrainedTokenizerBase
+
+from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
+from grail_advantage.verl_ext.settings import DUMP_FOLDER, MODEL, ROLLOUT, Settings
+from grail_advantage.verl_ext.step import Step, objects
+from grail_advantage.view.dump.step import StepDump, StepRows, neutral_reasons, size_estimate
+from grail_advantage.weighting import BatchWeights
+
+FIELDS = ("rm_scores", "reward_model", "extra_fields", "data_source", "extra_info", OLD_LOG_PROBS, ENTROPY)
+"""Fields of TransferQueue for the written responses; it leaves out those that a run does not have."""
+CHECKPOINT_SECONDS = 60.0
+"""Seconds that a checkpoint waits for the dump of its steps."""
+
+
+class UpdateDump:
+    """Writes the responses of updates, from the trainer's process. An error in it does not stop the training.
+
+    Args:
+        settings: the run's, with a folder for the dump.
+        tokenizer: the model's.
+        updates: updates of the actor in a step.
+        steps: steps of the run.
+
+    Raises:
+        ValueError: the folder cannot be made.
+    """
+
+    def __init__(self, settings: Settings, tokenizer: PreTrainedTokenizerBase, *, updates: int, steps: int) -> None:
+        options = settings.dump
+        try:
+            options.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"{DUMP_FOLDER}={options.folder} cannot be made on the machine of the trainer: {error}; choose another folder"
+            ) from error
+        self._dump = StepDump(
+            options.folder,
+            tokenizer,
+            every=options.every,
+            rows=options.rows,
+            updates=updates,
+            model=str(settings[f"{MODEL}.path"]),
+            temperature=float(settings[f"{ROLLOUT}.temperature"]),
+            answer=settings.answer,
+        )
+        rows = settings["data.train_batch_size"] * settings[f"{ROLLOUT}.n"]
+        rows = rows if options.rows is None else min(rows, options.rows)
+        estimate = size_estimate(rows, settings["data.max_response_length"], steps // options.every)
+        print(f"{estimate}, in {options.folder}", flush=True)
+
+    @property
+    def failed_files(self) -> int:
+        """Files that could not be written."""
+        return self._dump.writer.failed
+
+    def writes(self, number: int) -> bool:
+        """Whether responses of this training step are written."""
+        return self._dump.writes(number)
+
+    def wait(self) -> None:
+        """Wait until the responses so far are written, for a checkpoint of the step."""
+        self._dump.writer.wait(CHECKPOINT_SECONDS)
+
+    def close(self) -> None:
+        """Write the remaining responses."""
+        self._dump.writer.close()
+
+    def write(
+        self,
+        step: Step,
+        batch: KVBatchMeta,
+        scores_BT: torch.Tensor | None,
+        result: BatchWeights,
+        advantages_BT: torch.Tensor,
+        *,
+        update: int,
+    ) -> None:
+        """Hand the update's responses to the writer.
+
+        Args:
+            step: the responses.
+            batch: their keys and tags.
+            scores_BT: NaN where there is no score; ``None`` for a method without scores.
+            result: the weights.
+            advantages_BT: after weighting.
+            update: number of the update in the step.
+        """
+        with self._dump.writer.attempt():
+            of_run = [not tag.get("is_padding", False) for tag in batch.tags]
+            chosen = self._dump.choose(step.number, update, step.groups, of_run)
+            if not chosen:
+                return
+            keys = [step.keys[row] for row in chosen]
+            fetched = tq.kv_batch_get(keys=keys, partition_id=step.partition_id, select_fields=list(FIELDS))
+            signal = step.settings.signal
+            rows = StepRows(
+                method=step.settings.method,
+                signal=signal,
+                keys=step.keys,
+                groups=step.groups,
+                prompts=step.prompts,
+                responses=step.responses,
+                generated=step.generated,
+                spans=step.spans,
+                truncated_B=step.truncated_B,
+                neutral=neutral_reasons(
+                    signal,
+                    step.selection,
+                    valid_B=step.batch.valid_B,
+                    advantages_B=step.batch.advantages_B,
+                    truncated_B=step.truncated_B,
+                    non_finite_B=result.non_finite_B,
+                ),
+                mask_BT=step.batch.mask_BT,
+                scores_BT=torch.full_like(advantages_BT, float("nan")) if scores_BT is None else scores_BT,
+                weights_BT=result.weights_BT,
+                base_advantages_BT=step.base_advantages_BT,
+                advantages_BT=advantages_BT,
+                rows_in_step=sum(of_run),
+            )
+            self._dump.write(step.number, update, chosen, rows.subset(chosen), lambda: _known(fetched, len(chosen)))
+
+
+def _known(fetched: TensorDict, count: int) -> list[dict[str, Any]]:
+    """Each response's values in TransferQueue, by the names of the dump's columns; ``None`` for one that is not there."""
+    names = ("reward_model", "extra_fields", "data_source", "extra_info")
+    judged, extra, sources, infos = (objects(fetched, name, count) for name in names)
+    rewards = [None if values is None else float(values.sum()) for values in _unbound(fetched, "rm_scores", count)]
+    columns = {
+        target: [None if values is None else values.detach().float().cpu().numpy().copy() for values in unbound]
+        for target, unbound in (
+            ("old_log_prob_T", _unbound(fetched, OLD_LOG_PROBS, count)),
+            ("entropy_T", _unbound(fetched, ENTROPY, count)),
+        )
+    }
+    known = []
+    for row, (reward, source) in enumerate(zip(rewards, sources, strict=True)):
+        truth, index = _entry(judged[row], "ground_truth"), _entry(infos[row], "index")
+        accuracy = _entry(_entry(extra[row], "reward_extra_info"), "acc")  # the reward function's own verdict
+        known.append(
+            {
+                "gold": None if truth is None else str(truth),
+                "reward": reward if reward is None or math.isfinite(reward) else None,
+                "outcome": outcome_of(reward if accuracy is None else float(accuracy)),
+                "id": f"{source}/{index}" if source is not None and index is not None else None,
+                **{target: values[row] for target, values in columns.items() if values[row] is not None},
+            }
+        )
+    return known
+
+
+def _unbound(fetched: TensorDict, name: str, count: int) -> list[torch.Tensor | None]:
+    return list(fetched[name].unbind()) if name in fetched.keys() else [None] * count  # noqa: SIM118
+
+
+def _entry(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else None

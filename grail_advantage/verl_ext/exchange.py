@@ -1,0 +1,173 @@
+"""Responses on their way between the trainer and the workers: their order over the ranks, the request of a pass, and its reply.
+
+Shape suffixes: R responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+from grail_advantage.answers.span import AnswerSpan
+from grail_advantage.batch import PassRow
+from grail_advantage.model.interface import RowScores
+from grail_advantage.signals.base import Signal
+
+NO_SPAN = (-1, -1, -1, -1)
+
+
+class Place(NamedTuple):
+    """A response's place in the order in which they go to the ranks, one rank's after the other's."""
+
+    row: int
+    original: bool
+    """``False``: a copy that fills up a rank, whose result nobody reads."""
+
+
+def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[Place]:
+    """Order in which rows go to the ranks. Where their number does not divide evenly, copies of the cheapest row fill up.
+
+    Args:
+        costs: relative cost of each row; at least one row.
+        ranks: number of ranks.
+        groups: for each row the number of its group, where the rows of a group must meet on one rank.
+    """
+    cheapest = min(range(len(costs)), key=lambda row: costs[row])
+    if groups is None:
+        places = [Place(row, True) for row in range(len(costs))]
+        places += [Place(cheapest, False)] * (-len(costs) % ranks)
+        return [places[index] for share in _shares([costs[place.row] for place in places], ranks) for index in share]
+
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    work = [0] * ranks
+    for rows in sorted(members.values(), key=lambda rows: -sum(costs[row] for row in rows)):
+        rank = work.index(min(work))
+        shares[rank] += rows
+        work[rank] += sum(costs[row] for row in rows)
+    most = max(map(len, shares))
+    return [
+        place
+        for share in shares
+        for place in [*(Place(row, True) for row in share), *[Place(cheapest, False)] * (most - len(share))]
+    ]
+
+
+def spread(lengths: Sequence[int], selected: Sequence[int], ranks: int, rows: Sequence[int] | None = None) -> list[int]:
+    """Order of rows in which every rank gets its share of the selected ones, and of the others.
+
+    A rank with more selected rows than the others would keep them waiting. Where the number does not divide evenly, the
+    shortest other rows fill up.
+
+    Args:
+        lengths: tokens of each row of the batch.
+        selected: rows that cost more.
+        ranks: number of ranks.
+        rows: these rows of the batch, or all; their number divides evenly.
+    """
+    chosen = set(selected)
+    rows = range(len(lengths)) if rows is None else rows
+    others = sorted((row for row in rows if row not in chosen), key=lambda row: lengths[row])
+    fill = -len(selected) % ranks
+
+    def dealt(rows: list[int]) -> list[list[int]]:
+        return [[rows[index] for index in share] for share in _shares([lengths[row] for row in rows], ranks)]
+
+    shares = zip(dealt([*selected, *others[:fill]]), dealt(others[fill:]), strict=True)
+    return [row for with_graph, without in shares for row in (*with_graph, *without)]
+
+
+def _shares(costs: list[int], ranks: int) -> list[list[int]]:
+    """As many indices for each rank, and about as much work; ``len(costs)`` divides evenly."""
+    if not costs:
+        return [[] for _ in range(ranks)]
+    return get_seqlen_balanced_partitions(costs, ranks, equal_size=True)
+
+
+def spread_in_mini_batches(
+    lengths: Sequence[int], trained: Sequence[int], ranks: int, mini_batch_rows: int
+) -> list[int]:
+    """Order of a batch in which every rank gets its share of each mini-batch's rows that train.
+
+    verl gives every rank an equal part of the batch, of which each mini-batch takes the next rows. A mini-batch keeps its rows.
+
+    Args:
+        lengths: tokens of each row; their number divides evenly.
+        trained: the rows that train.
+        ranks: number of data-parallel ranks.
+        mini_batch_rows: rows of a mini-batch on all ranks together.
+    """
+    of_rank, share, chosen = len(lengths) // ranks, mini_batch_rows // ranks, set(trained)
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for start in range(0, of_rank, share):
+        rows = [rank * of_rank + start + place for rank in range(ranks) for place in range(share)]
+        order = spread(lengths, [row for row in rows if row in chosen], ranks, rows)
+        for rank in range(ranks):
+            shares[rank] += order[rank * share : (rank + 1) * share]
+    return [row for of_one in shares for row in of_one]
+
+
+def build_request(
+    rows: Sequence[PassRow], signal: Signal, *, temperature: float, step: int = 0, pad_token: int | None = None
+) -> TensorDict:
+    """Rows for :func:`grail_advantage.verl_ext.worker.token_scores`.
+
+    Args:
+        rows: prepared rows.
+        signal: the method.
+        temperature: sampling temperature.
+        step: training step.
+        pad_token: the tokenizer's.
+
+    Returns:
+        TensorDict of batch size R with the nested ``input_ids``, a vector for each other part of a row, and the settings.
+    """
+    return tu.get_tensordict(
+        {
+            "input_ids": nested([row.tokens_S for row in rows]),
+            "response_start": torch.tensor([row.response_start for row in rows]),
+            "response_length": torch.tensor([row.response_length for row in rows]),
+            "span": torch.tensor([_bounds(row.span) for row in rows]),
+            "advantage": torch.tensor([row.advantage for row in rows], dtype=torch.float64),
+            "group": torch.tensor([row.group for row in rows]),
+            "place": torch.tensor([row.place for row in rows]),
+        },
+        non_tensor_dict={"signal": signal, "temperature": temperature, "step": step, "pad_token": pad_token},
+    )
+
+
+def rows_of(request: TensorDict) -> list[PassRow]:
+    """The rows of a request."""
+    names = ("response_start", "response_length", "span", "advantage", "group", "place")
+    columns = zip(*(request[name].tolist() for name in names), strict=True)
+    return [
+        PassRow(tokens_S, start, length, AnswerSpan(*span) if span[0] >= 0 else None, advantage, group, place)
+        for tokens_S, (start, length, span, advantage, group, place) in zip(
+            request["input_ids"].unbind(), columns, strict=True
+        )
+    ]
+
+
+def build_reply(rows: Sequence[RowScores]) -> TensorDict:
+    """TensorDict of batch size R on the CPU with the nested float32 ``scores``, and the nested ``gradient_norm`` of a pass with
+    gradients."""
+    reply = {"scores": nested([row.scores_T.float().cpu() for row in rows])}
+    if all(row.gradient_norms is not None for row in rows):
+        reply["gradient_norm"] = nested([row.gradient_norms.cpu() for row in rows])
+    return tu.get_tensordict(reply)
+
+
+def nested(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors of different lengths as one, as verl's TensorDicts hold them."""
+    return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
+
+
+def _bounds(span: AnswerSpan | None) -> tuple[int, int, int, int]:
+    return (span.start, span.content_start, span.content_end, span.end) if span is not None else NO_SPAN

@@ -1,0 +1,466 @@
+"""The responses of one update, from TransferQueue and back: fetched once into a :class:`Step`, written back once.
+
+TransferQueue holds one value a response and field, under the response's key; a step holds tensors of the whole batch.
+
+Shape suffixes: B responses, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from verl.protocol import DataProto
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import response_to_nested
+
+from grail_advantage.answers.span import AnswerSpan, find_answer_spans
+from grail_advantage.batch import (
+    ENTROPY,
+    EXAMPLES,
+    FIELD,
+    OLD_LOG_PROBS,
+    TOKENS,
+    Example,
+    PassRow,
+    RolloutBatch,
+    field_names,
+)
+from grail_advantage.signals.base import RowSelection, Signal
+from grail_advantage.verl_ext.exchange import nested
+from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, ROLLOUT, Settings
+from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
+
+
+@dataclass(frozen=True)
+class Step:
+    """The responses of an update, and what is known of them so far."""
+
+    settings: Settings
+    number: int
+    """Training step."""
+    keys: list[str]
+    partition_id: str
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[torch.Tensor]
+    responses: list[torch.Tensor]
+    generated_BT: torch.Tensor
+    """bool; the tokens that the model generated. verl's ``response_mask`` until a rollout correction drops some."""
+    spans: Sequence[AnswerSpan | None]
+    """The answers among the generated tokens."""
+    groups: list[int]
+    """Responses with the same number answer the same prompt."""
+    truncated_B: torch.Tensor
+    examples: Sequence[Example | None] | None = None
+    """Only where the method reads them."""
+    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """By name, those that the method reads."""
+
+    base_advantages_BT: torch.Tensor | None = None
+    """verl's, before truncated responses are set to 0; this and the next four are there from :meth:`with_advantages` on."""
+    advantages_BT: torch.Tensor | None = None
+    """The same, with 0 on truncated responses where these are masked."""
+    unjudged_B: torch.Tensor | None = None
+    """Responses whose reward, or verl's advantage for it, is not finite; their advantages are 0."""
+    batch: RolloutBatch | None = None
+    """The step as the method sees it."""
+    selection: RowSelection | None = None
+    """The responses that need scores."""
+
+    shared: frozenset[str] = frozenset()
+    """Keys of the responses whose saliency came with the old log-probabilities."""
+    no_forward: frozenset[str] = frozenset()
+    """Keys of the responses without a forward of the old log-probabilities."""
+    trained: Sequence[int] = ()
+    """Tokens of each response up to the last one that trains, by the final advantages."""
+
+    @property
+    def generated(self) -> list[torch.Tensor]:
+        """The responses with -1, a token without text, in place of the tokens that the model did not generate."""
+        return [
+            torch.where(mask_T[: len(tokens)], tokens, -1)
+            for mask_T, tokens in zip(self.generated_BT, self.responses, strict=True)
+        ]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of prompt and response."""
+        return [len(prompt) + len(response) for prompt, response in zip(self.prompts, self.responses, strict=True)]
+
+    @property
+    def selected(self) -> list[int]:
+        """The responses that need scores, by their places."""
+        return self.selection.selected_B.nonzero().flatten().tolist()
+
+    def has_advantages(self, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor) -> bool:
+        """Whether :meth:`with_advantages` has been called with these."""
+        return (
+            self.batch is not None
+            and torch.equal(self.batch.mask_BT, mask_BT)
+            and torch.equal(self.base_advantages_BT, base_advantages_BT)
+        )
+
+    def with_advantages(
+        self, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor, unjudged_B: torch.Tensor
+    ) -> Step:
+        """Mask truncated responses, and have the method choose the responses that need scores (:meth:`Signal.select`).
+
+        Args:
+            mask_BT: bool; the tokens that train.
+            base_advantages_BT: verl's, finite.
+            unjudged_B: see :attr:`unjudged_B`.
+        """
+        signal = self.settings.signal
+        masked_B = self.truncated_B & signal.mask_truncated
+        advantages_BT = torch.where(masked_B.unsqueeze(1), 0.0, base_advantages_BT)
+        tokens_BT = None
+        if TOKENS in signal.reads:
+            tokens_BT = torch.nn.utils.rnn.pad_sequence(self.generated, batch_first=True, padding_value=-1)
+        batch = RolloutBatch(
+            mask_BT=mask_BT,
+            advantages_B=_of_responses(advantages_BT),
+            spans=self.spans,
+            columns_BT={},
+            aggregate=_mean_of_loss(self.settings),
+            step=self.number,
+            examples=self.examples,
+            masked_B=masked_B | unjudged_B,
+            groups_B=torch.tensor(self.groups),
+            tokens_BT=tokens_BT,
+            tokenizer=self.tokenizer,
+            fields=self.fields,
+        )
+        return replace(
+            self,
+            base_advantages_BT=base_advantages_BT,
+            advantages_BT=advantages_BT,
+            unjudged_B=unjudged_B,
+            batch=batch,
+            selection=signal.select(batch),
+        )
+
+    def pass_row(self, row: int) -> PassRow:
+        """One response for the pass of a signal."""
+        prompt, response = self.prompts[row], self.responses[row]
+        return PassRow(
+            tokens_S=torch.cat([prompt, response]),
+            response_start=len(prompt),
+            response_length=len(response),
+            span=self.spans[row],
+            advantage=float(self.batch.advantages_B[row]),
+            group=self.groups[row],
+            place=row,
+            example=self.examples[row] if self.examples is not None else None,
+        )
+
+
+def _of_responses(advantages_BT: torch.Tensor) -> torch.Tensor:
+    """The advantage of each response, (B,): verl gives it to every token that trains, and 0 to the others."""
+    largest_B1 = advantages_BT.abs().argmax(dim=1, keepdim=True)
+    return advantages_BT.gather(1, largest_B1).squeeze(1)
+
+
+def _mean_of_loss(settings: Settings) -> Callable[[torch.Tensor, torch.Tensor], float]:
+    """A mean over a batch as the run's loss takes it."""
+    how = {name: settings[f"{ACTOR}.{name}"] for name in ("loss_agg_mode", "loss_scale_factor")}
+
+    def mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+        return float(agg_loss(loss_mat=values_BT, loss_mask=mask_BT.to(values_BT.dtype), **how))
+
+    return mean
+
+
+# ------------------------------------------------------------------------------------------------------------------- fetching
+
+
+def fetch_step(
+    batch: KVBatchMeta,
+    settings: Settings,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    number: int,
+    context_length: int,
+    end_tokens: set[int],
+) -> Step:
+    """Fetch prompts, responses and what the method reads of them, and find the answers.
+
+    Args:
+        batch: keys of the responses.
+        settings: the run's.
+        tokenizer: the model's.
+        number: training step.
+        context_length: positions of the model.
+        end_tokens: from :func:`end_token_ids`.
+    """
+    signal = settings.signal
+    # Rejection sampling rewrites response_mask; loss_mask still holds the generated tokens.
+    names = ["prompts", "responses", "loss_mask"]
+    names += ["raw_prompt", *signal.columns] if EXAMPLES in signal.reads else []
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+    prompts, responses = list(data["prompts"].unbind()), list(data["responses"].unbind())
+    step = Step(
+        settings=settings,
+        number=number,
+        keys=list(batch.keys),
+        partition_id=batch.partition_id,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        responses=responses,
+        generated_BT=data["loss_mask"].to_padded_tensor(0).bool(),
+        spans=(),
+        groups=group_numbers(batch.keys),
+        truncated_B=truncated(prompts, responses, settings, context_length, end_tokens),
+        examples=_examples(data, settings) if EXAMPLES in signal.reads else None,
+        fields=_fields(batch, signal),
+    )
+    # An answer that a tool interrupts, whose tokens are -1, is no answer of the model's.
+    generated = step.generated
+    spans = [
+        None if span is None or (tokens[span.start : span.end] < 0).any() else span
+        for tokens, span in zip(
+            generated, find_answer_spans(generated, tokenizer, signal.span, settings.answer), strict=True
+        )
+    ]
+    return replace(step, spans=spans)
+
+
+def _examples(data: TensorDict, settings: Settings) -> list[Example]:
+    options = settings["data.apply_chat_template_kwargs"] or {}
+    names = settings.signal.columns
+    columns = [tu.get(data, name) for name in names]
+    return [
+        Example(messages, dict(zip(names, values, strict=True)), options)
+        for messages, *values in zip(tu.get(data, "raw_prompt"), *columns, strict=True)
+    ]
+
+
+def _fields(batch: KVBatchMeta, signal: Signal) -> dict[str, list[Any]]:
+    """The fields that a method reads: what the reward function returned, what the agent loop added, or a column of the batch,
+    whichever has the name first."""
+    names = field_names(signal.reads)
+    if not names:
+        return {}
+    extra = [dict(entry) if isinstance(entry, Mapping) else {} for entry in fetch_objects(batch, "extra_fields")]
+    added = [{**entry, **(entry.get("reward_extra_info") or {})} for entry in extra]
+    fields = {}
+    for name in names:
+        fields[name] = [entry.get(name) for entry in added]
+        if all(value is None for value in fields[name]):
+            fields[name] = fetch_objects(batch, name)
+        if all(value is None for value in fields[name]):
+            known = ", ".join(sorted(set().union(*added) - {"reward_extra_info"})) or "nothing"
+            raise ValueError(
+                f"{signal.name} reads {FIELD}{name}, which no response has: compute_score must return it, the agent loop add "
+                f"it, or data.train_files have a column of that name; the first two give {known}"
+            )
+    return fields
+
+
+def group_numbers(keys: Sequence[str]) -> list[int]:
+    """Number the prompts that responses answer; verl's keys are ``{prompt}_{session}_{output}``."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(key.rsplit("_", 2)[0], len(numbers)) for key in keys]
+
+
+def truncated(
+    prompts: Sequence[torch.Tensor],
+    responses: Sequence[torch.Tensor],
+    settings: Settings,
+    context_length: int,
+    end_tokens: set[int],
+) -> torch.Tensor:
+    """Which responses reached the length limit without an end token; bool (B,).
+
+    The limit is that of verl's rollout servers (``generate`` of ``vLLMHttpServer``, ``TRTLLMHttpServer`` and, with one
+    position kept free, ``SGLangHttpServer``). Each turn of a conversation has the room that the turns before it left, so a
+    whole response has the same limit.
+    """
+    most = settings[f"{ROLLOUT}.response_length"]
+    whole = min(settings[f"{ROLLOUT}.prompt_length"] + most, context_length - (settings[f"{ROLLOUT}.name"] == "sglang"))
+    return torch.tensor(
+        [
+            len(response) >= min(most, whole - len(prompt))
+            and not (len(response) > 0 and int(response[-1]) in end_tokens)
+            for prompt, response in zip(prompts, responses, strict=True)
+        ],
+        dtype=torch.bool,
+    )
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> set[int]:
+    """Token ids that end a response: the tokenizer's, and those that the rollout engine takes from the generation config."""
+    from_model = getattr(generation_config, "eos_token_id", None)
+    from_model = from_model if isinstance(from_model, list) else [from_model]
+    return {token for token in [tokenizer.eos_token_id, *from_model] if token is not None}
+
+
+def fetch_padded(batch: KVBatchMeta, *fields: str) -> list[torch.Tensor]:
+    """Fetch columns of one value a response token, each as (B, T) with 0 after the response."""
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
+    return [data[name].to_padded_tensor(0) for name in fields]
+
+
+def fetch_objects(batch: KVBatchMeta, field: str) -> list[Any]:
+    """Fetch a column of any objects, one a response."""
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[field])
+    return objects(data, field, len(batch))
+
+
+def objects(data: TensorDict, name: str, count: int) -> list[Any]:
+    """A column of any objects that were fetched; ``None`` for each where there is no such column."""
+    values = tu.get(data, name) if name in data.keys() else None  # noqa: SIM118  # a TensorDict has no `in`
+    return [None] * count if values is None else list(values)
+
+
+def fetch_columns(batch: KVBatchMeta, signal: Signal) -> dict[str, torch.Tensor]:
+    """Fetch the columns that the method reads, each (B, T) float32."""
+    names = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in signal.reads]
+    return {
+        name: values.float() for name, values in zip(names, fetch_padded(batch, *names) if names else (), strict=True)
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- base advantage
+
+
+def reward_advantages(
+    step: Step, rewards_BT: torch.Tensor, mask_BT: torch.Tensor, algorithm: DictConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The advantages that ``PPOTrainer._compute_advantage`` makes of rewards alone, by verl's own code.
+
+    A response whose reward is not finite gets 0, and no other response is compared with it.
+
+    Args:
+        step: the responses.
+        rewards_BT: rewards of the tokens.
+        mask_BT: bool; the tokens that train.
+        algorithm: the section of the configuration, for verl's code.
+
+    Returns:
+        Advantages (B, T), all finite, and the responses that got 0 for a reward that is not finite, or too large; bool (B,).
+    """
+    judged_B = rewards_BT.sum(dim=1).isfinite()[_last_outputs(step.keys)]
+    compared_BT = mask_BT & judged_B.unsqueeze(1)  # some estimators compare whole batches
+    groups: list[Any] = [
+        group if judged else f"unjudged {place}"
+        for place, (group, judged) in enumerate(zip(step.groups, judged_B.tolist(), strict=True))
+    ]
+    data = DataProto.from_dict(
+        {
+            "token_level_rewards": torch.where(judged_B.unsqueeze(1), rewards_BT, 0.0),
+            "response_mask": compared_BT.long(),
+        },
+        non_tensors={"uid": np.array(groups, dtype=object)},
+    )
+    data = compute_advantage_for_multi_trajectories(
+        data,
+        batch_keys=step.keys,
+        adv_estimator=step.settings.base,
+        num_repeat=step.settings[f"{ROLLOUT}.n"],
+        norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
+        config=algorithm,
+    )
+    advantages_BT = data.batch["advantages"]
+    known_B = advantages_BT.isfinite().all(dim=1)  # False where finite rewards overflow in the mean
+    return torch.where(known_B.unsqueeze(1), advantages_BT, 0.0), ~(judged_B & known_B)
+
+
+def _last_outputs(keys: Sequence[str]) -> list[int]:
+    """For each response the place of the last output of its session, whose reward is the session's."""
+    last: dict[str, tuple[int, int]] = {}
+    for row, key in enumerate(keys):
+        session, output = key.rsplit("_", 1)
+        last[session] = max(last.get(session, (-1, row)), (int(output), row))
+    return [last[key.rsplit("_", 1)[0]][1] for key in keys]
+
+
+def check_one_advantage_a_response(advantages_BT: torch.Tensor, mask_BT: torch.Tensor, base: str) -> None:
+    """Refuse advantages that differ within a response.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if base in BASES:
+        return
+    lowest_B = torch.where(mask_BT, advantages_BT, torch.inf).amin(dim=1)
+    highest_B = torch.where(mask_BT, advantages_BT, -torch.inf).amax(dim=1)
+    if (lowest_B < highest_B).any():
+        raise ValueError(
+            f"{BASE}={base} gives the tokens of a response different advantages, and token weights multiply one"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------------- writing
+
+
+def request_saliency(step: Step, batch: KVBatchMeta, order: Sequence[int]) -> KVBatchMeta:
+    """Store the target of each selected response's saliency, and return the batch for a forward that keeps their graph.
+
+    Args:
+        step: the responses.
+        batch: their keys.
+        order: the responses that are returned, by their places; results are stored by key.
+    """
+    signal = step.settings.signal
+    targets_B2 = torch.full((len(batch), 2), -1)  # half-open ranges of tokens in prompt + response; -1 for none
+    for row in step.selected:
+        targets_B2[row] = torch.tensor(signal.target_positions(step.pass_row(row)))
+    fields = TensorDict({TARGET: targets_B2}, batch_size=len(batch))
+    tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
+    request = batch.select_keys([batch.keys[row] for row in order])
+    if request.fields is not None:
+        request.fields = [*request.fields, TARGET]
+    request.extra_info |= {LEAF: signal.leaf}
+    return request
+
+
+def fetch_saliency(keys: Sequence[str], partition_id: str) -> tuple[list[tuple[torch.Tensor, ...]], float]:
+    """Fetch saliency and gradient norms of prompt + response for each of these keys, and the seconds of the slowest rank."""
+    data = tq.kv_batch_get(keys=list(keys), partition_id=partition_id, select_fields=[*SALIENCY_FIELDS, SECONDS])
+    seconds = max(float(values) for values in data[SECONDS].unbind())
+    return list(zip(*(data[name].unbind() for name in SALIENCY_FIELDS), strict=True)), seconds
+
+
+def put_advantages(step: Step, batch: KVBatchMeta, advantages_BT: torch.Tensor) -> KVBatchMeta:
+    """Store token advantages in place of verl's."""
+    values = response_to_nested(advantages_BT, nested(step.responses))
+    fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
+    return without_saliency(tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields))
+
+
+def put_no_log_probs(step: Step, batch: KVBatchMeta, written: KVBatchMeta) -> KVBatchMeta:
+    """Store NaN for responses without a forward of the old log-probabilities, so that all have the same fields.
+
+    Args:
+        step: the responses, with :attr:`Step.no_forward`.
+        batch: their keys.
+        written: those that had the forward.
+    """
+    rows = [row for row, key in enumerate(step.keys) if key in step.no_forward]
+    wholes, parts = [step.lengths[row] for row in rows], [len(step.responses[row]) for row in rows]
+    lengths = {"log_probs": wholes, OLD_LOG_PROBS: parts, ENTROPY: parts}
+    known = tq.kv_batch_get(keys=written.keys[:1], partition_id=step.partition_id, select_fields=list(lengths))
+    nothing = {
+        name: nested([known[name].unbind()[0].new_full((length,), float("nan")) for length in values])
+        for name, values in lengths.items()
+    }
+    fields = TensorDict(nothing, batch_size=len(rows))
+    tq.kv_batch_put(keys=[step.keys[row] for row in rows], partition_id=step.partition_id, fields=fields)
+    return replace(batch, fields=written.fields, extra_info=written.extra_info)
+
+
+def without_saliency(batch: KVBatchMeta) -> KVBatchMeta:
+    """Drop the saliency's fields from a batch; verl's next stages fetch every field that it lists."""
+    if batch.fields is not None:
+        batch.fields = [name for name in batch.fields if name not in (TARGET, *SALIENCY_FIELDS, SECONDS)]
+    return batch
