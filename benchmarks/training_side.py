@@ -38,8 +38,7 @@ from benchmarks.setup import ROW_BY_ROW, Setup
 from grail_advantage import GrailConfig, RolloutBatch, Signal
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.verl_ext.exchange import build_request
-from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, TARGET
+from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, TARGET, build_request
 from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, token_scores
 from grail_advantage.verl_ext.zero_advantage import CUT_TAILS
 from grail_advantage.weighting import batch_weights, scores_of

@@ -22,7 +22,7 @@ _BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 
 def check_config(config: DictConfig, kind: str) -> None:
-    """Check a run's resolved configuration; :func:`grail_advantage.verl_ext.plugin.prepare_run` checks the settings of methods.
+    """Check a run's resolved configuration; :func:`grail_advantage.verl_ext.entry.prepare_run` checks the settings of methods.
 
     Args:
         config: the configuration.

@@ -34,7 +34,7 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy  # noqa: E
 from verl.utils.config import validate_config  # noqa: E402
 from verl.utils.device import auto_set_device  # noqa: E402
 
-from grail_advantage.verl_ext.plugin import prepare_run  # noqa: E402
+from grail_advantage.verl_ext.entry import prepare_run  # noqa: E402
 from grail_advantage.verl_ext.settings import TRAINER_MODES, TRAINER_MODULE, algorithm_sections  # noqa: E402
 from recipe import cpu_workers  # noqa: E402
 from recipe.checks import check_config  # noqa: E402

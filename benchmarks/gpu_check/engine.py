@@ -217,7 +217,7 @@ def seconds_of_work(outcome: Outcome, device: str, products: int = 100) -> None:
     if device != "cuda":
         outcome.not_run("seconds of the saliency are the GPU's", "needs a GPU")
         return
-    from grail_advantage.verl_ext.shared_forward import DeviceWatch
+    from grail_advantage.verl_ext.worker import DeviceWatch
 
     watch, matrix_DD = DeviceWatch(), torch.randn(4096, 4096, device="cuda")
     torch.cuda.synchronize()

@@ -19,6 +19,13 @@ from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.base import Signal
 
 NO_SPAN = (-1, -1, -1, -1)
+TARGET = "saliency_target"
+"""Field of a batch: (R, 2) int64, each row's half-open range of target tokens in prompt + response; empty for none."""
+LEAF = "saliency_leaf"
+"""Setting of a batch: see :func:`grail_advantage.model.activations.leaf_module`."""
+SALIENCY_FIELDS = ("saliency", "gradient_norm")
+SECONDS = "saliency_seconds"
+"""Field of the output: one float32 a row, the seconds that its rank's backwards took; NaN in rows without a target."""
 
 
 class Place(NamedTuple):

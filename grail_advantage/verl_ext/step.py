@@ -37,9 +37,8 @@ from grail_advantage.batch import (
     field_names,
 )
 from grail_advantage.signals.base import RowSelection, Signal
-from grail_advantage.verl_ext.exchange import nested
+from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, nested
 from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, ROLLOUT, Settings
-from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 
 
 @dataclass(frozen=True)

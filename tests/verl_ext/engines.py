@@ -199,8 +199,7 @@ def log_probs(
     where verl collects nothing."""
     from verl.utils import tensordict_utils as tu
 
-    from grail_advantage.verl_ext.exchange import nested
-    from grail_advantage.verl_ext.shared_forward import LEAF, TARGET
+    from grail_advantage.verl_ext.exchange import LEAF, TARGET, nested
 
     sizes.set(worker.engine)
     data = tu.get_tensordict(
@@ -353,8 +352,7 @@ def training_worker(engine: Any) -> Any:
     from verl.utils.device import get_device_name
 
     from grail_advantage.verl_ext.patches import replace_infer_batch
-    from grail_advantage.verl_ext.shared_forward import infer_batch_with_saliency
-    from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker
+    from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, infer_batch_with_saliency
 
     worker = TokenWeightTrainingWorker.__new__(TokenWeightTrainingWorker)
     worker.engine = engine

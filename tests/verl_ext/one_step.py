@@ -20,9 +20,8 @@ from grail_advantage.methods import methods
 from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext import dump, step, trainers  # noqa: F401  registers the trainers
-from grail_advantage.verl_ext.exchange import build_reply, rows_of
+from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, build_reply, rows_of
 from grail_advantage.verl_ext.settings import Settings
-from grail_advantage.verl_ext.shared_forward import LEAF, SALIENCY_FIELDS, SECONDS, TARGET
 from tests.composed import compose
 from tests.core.tiny_models import END_ID, char_tokenizer
 

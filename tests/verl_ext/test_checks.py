@@ -234,7 +234,7 @@ def test_a_loss_whose_choice_of_tokens_moves_with_the_weights_is_named(caplog: p
     for method, loss, named in (("grail", "clip_cov", True), ("grail", "kl_cov", True), ("uniform", "kl_cov", False)):
         caplog.clear()
         checks.check_config(_compose(f"{METHOD}={method}", f"{ACTOR}.policy_loss.loss_mode={loss}"))
-        assert (f"loss_mode={loss} picks tokens" in caplog.text) == named
+        assert (f"loss_mode={loss}: it picks tokens" in caplog.text) == named
 
 
 def test_yaml_names_every_option_with_its_default() -> None:

@@ -20,7 +20,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from grail_advantage.methods import methods
 from grail_advantage.verl_ext import trainer
 from grail_advantage.verl_ext.checks import check_config
-from grail_advantage.verl_ext.plugin import prepare_run
+from grail_advantage.verl_ext.entry import prepare_run
 from grail_advantage.verl_ext.rules import choose_skipping
 from grail_advantage.verl_ext.settings import Settings
 from tests.verl_ext.one_step import Workers

@@ -19,7 +19,7 @@ from verl.trainer.ppo.v1.utils import MetricsAggregator
 from grail_advantage import GrailConfig, RolloutBatch, Signal
 from grail_advantage.verl_ext import step as steps
 from grail_advantage.verl_ext import trainers  # noqa: F401  registers them
-from grail_advantage.verl_ext.shared_forward import SALIENCY_FIELDS
+from grail_advantage.verl_ext.exchange import SALIENCY_FIELDS
 from grail_advantage.verl_ext.trainer import TIMING, TokenWeightTrainer
 from tests.core.tiny_models import encode
 from tests.verl_ext.one_step import BACKWARD, Store, Workers, make_trainer

@@ -9,7 +9,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.utils import prepare_micro_batches
 
 from grail_advantage.verl_ext.exchange import nested
-from grail_advantage.verl_ext.shared_forward import _for_verl
+from grail_advantage.verl_ext.worker import _for_verl
 
 
 def _data(count: int, **settings: object) -> tu.TensorDict:

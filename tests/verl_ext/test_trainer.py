@@ -19,9 +19,8 @@ from grail_advantage.batch import PassRow
 from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.shear import ShearConfig
 from grail_advantage.verl_ext import step as steps
-from grail_advantage.verl_ext.exchange import build_reply, rows_of
+from grail_advantage.verl_ext.exchange import SALIENCY_FIELDS, SECONDS, build_reply, rows_of
 from grail_advantage.verl_ext.settings import Settings
-from grail_advantage.verl_ext.shared_forward import SALIENCY_FIELDS, SECONDS
 from grail_advantage.verl_ext.step import Step, fetch_saliency, group_numbers, reward_advantages, truncated
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
