@@ -7,6 +7,7 @@ Shape suffixes: B responses, T response tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +39,9 @@ from grail_advantage.batch import (
 )
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, nested
-from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, ROLLOUT, Settings
+from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, KL_IN_REWARD, ROLLOUT, Settings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,6 @@ class Step:
     def selected(self) -> list[int]:
         """The responses that need scores, by their places."""
         return self.selection.selected_B.nonzero().flatten().tolist()
-
-    def has_advantages(self, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor) -> bool:
-        """Whether :meth:`with_advantages` has been called with these."""
-        return (
-            self.batch is not None
-            and torch.equal(self.batch.mask_BT, mask_BT)
-            and torch.equal(self.base_advantages_BT, base_advantages_BT)
-        )
 
     def with_advantages(
         self, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor, unjudged_B: torch.Tensor
@@ -329,7 +324,58 @@ def fetch_columns(batch: KVBatchMeta, signal: Signal) -> dict[str, torch.Tensor]
     }
 
 
-# -------------------------------------------------------------------------------------------------------------- base advantage
+# ------------------------------------------------------------------------------------------------------------- base advantages
+
+
+def by_rewards(step: Step, batch: KVBatchMeta, algorithm: DictConfig) -> Step:
+    """The step with the advantages that the rewards alone give, over the generated tokens.
+
+    Args:
+        step: the responses.
+        batch: their keys.
+        algorithm: the section of the configuration, for verl's code.
+    """
+    (rewards_BT,) = fetch_padded(batch, "rm_scores")
+    return step.with_advantages(step.generated_BT, *reward_advantages(step, rewards_BT, step.generated_BT, algorithm))
+
+
+def by_advantages(step: Step, batch: KVBatchMeta, algorithm: DictConfig, *, own_advantages: bool) -> Step:
+    """The step with the advantages in TransferQueue, and finite ones in place of those that are not.
+
+    verl alone would make NaN of the advantages of the whole group, and then skip the update of every mini-batch with such a
+    response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
+
+    Args:
+        step: the responses.
+        batch: their keys.
+        algorithm: the section of the configuration, for verl's code.
+        own_advantages: whether the trainer computes advantages of its own. A response whose advantage is not finite then gets
+            0; otherwise verl's own code computes the advantages of its group again without it.
+
+    Raises:
+        ValueError: the base advantages differ within a response.
+    """
+    mask_BT, advantages_BT = fetch_padded(batch, "response_mask", "advantages")
+    mask_BT = mask_BT.bool()
+    check_one_advantage_a_response(advantages_BT, mask_BT, step.settings.base)
+    finite_B = torch.where(mask_BT, advantages_BT, 0.0).isfinite().all(dim=1)
+    unjudged_B = ~finite_B
+    if unjudged_B.any():
+        replaced_BT = torch.zeros_like(advantages_BT)
+        if not own_advantages:
+            (rewards_BT,) = fetch_padded(batch, "token_level_rewards" if step.settings[KL_IN_REWARD] else "rm_scores")
+            replaced_BT, unjudged_B = reward_advantages(step, rewards_BT, mask_BT, algorithm)
+        advantages_BT = torch.where(finite_B.unsqueeze(1), advantages_BT, replaced_BT)
+        logger.warning(
+            "step %d: %d of %d responses, such as %s, have no finite reward, or one that is too large. They train nothing, and "
+            "the other responses to their prompts are compared without them; verl alone would skip the whole update. Fix the "
+            "reward function",
+            *(step.number, int(unjudged_B.sum()), len(batch), step.keys[int(unjudged_B.int().argmax())]),
+        )
+    known = step.batch is not None and torch.equal(step.batch.mask_BT, mask_BT)
+    if known and torch.equal(step.base_advantages_BT, advantages_BT):
+        return step
+    return step.with_advantages(mask_BT, advantages_BT, unjudged_B)
 
 
 def reward_advantages(
@@ -437,14 +483,16 @@ def put_advantages(step: Step, batch: KVBatchMeta, advantages_BT: torch.Tensor) 
     return without_saliency(tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields))
 
 
-def put_no_log_probs(step: Step, batch: KVBatchMeta, written: KVBatchMeta) -> KVBatchMeta:
-    """Store NaN for responses without a forward of the old log-probabilities, so that all have the same fields.
+def complete_log_probs(step: Step, batch: KVBatchMeta, written: KVBatchMeta) -> KVBatchMeta:
+    """The batch after the forward of the old log-probabilities; responses without one get NaN, so that fields are the same.
 
     Args:
         step: the responses, with :attr:`Step.no_forward`.
         batch: their keys.
         written: those that had the forward.
     """
+    if not step.no_forward:
+        return without_saliency(written.select_keys(batch.keys))
     rows = [row for row, key in enumerate(step.keys) if key in step.no_forward]
     wholes, parts = [step.lengths[row] for row in rows], [len(step.responses[row]) for row in rows]
     lengths = {"log_probs": wholes, OLD_LOG_PROBS: parts, ENTROPY: parts}
@@ -455,7 +503,7 @@ def put_no_log_probs(step: Step, batch: KVBatchMeta, written: KVBatchMeta) -> KV
     }
     fields = TensorDict(nothing, batch_size=len(rows))
     tq.kv_batch_put(keys=[step.keys[row] for row in rows], partition_id=step.partition_id, fields=fields)
-    return replace(batch, fields=written.fields, extra_info=written.extra_info)
+    return without_saliency(replace(batch, fields=written.fields, extra_info=written.extra_info))
 
 
 def without_saliency(batch: KVBatchMeta) -> KVBatchMeta:

@@ -43,26 +43,23 @@ from grail_advantage.metrics import weight_metrics
 from grail_advantage.model.interface import RowScores
 from grail_advantage.verl_ext.checks import check_model, check_text, check_tokenizer, neighbour_obstacles
 from grail_advantage.verl_ext.dump import UpdateDump
-from grail_advantage.verl_ext.exchange import build_request, deal, spread
+from grail_advantage.verl_ext.exchange import build_request, deal
 from grail_advantage.verl_ext.patches import base_mode, data_parallel_size, estimator_named, set_trainer_mode
 from grail_advantage.verl_ext.rules import STRATEGY, Skipping, choose_skipping, shares_forward
-from grail_advantage.verl_ext.settings import ENGINES, KL_IN_REWARD, METHOD, MODEL, ROLLOUT, SECTION, SKIP, Settings
+from grail_advantage.verl_ext.settings import ENGINES, METHOD, MODEL, ROLLOUT, SECTION, SKIP, Settings
 from grail_advantage.verl_ext.step import (
     Step,
-    check_one_advantage_a_response,
+    by_advantages,
+    by_rewards,
+    complete_log_probs,
     end_token_ids,
     fetch_columns,
-    fetch_padded,
     fetch_saliency,
     fetch_step,
     put_advantages,
-    put_no_log_probs,
-    request_saliency,
-    reward_advantages,
-    without_saliency,
 )
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
-from grail_advantage.verl_ext.zero_advantage import correction_of_known, update_request, with_forward, with_trained
+from grail_advantage.verl_ext.zero_advantage import correction_of_known, forward_request, update_request, with_trained
 from grail_advantage.weighting import batch_weights, put_row, scores_of
 
 logger = logging.getLogger(__name__)
@@ -160,33 +157,22 @@ class TokenWeightTrainer:
         if not (shares or self._skipping.skip_old_log_probs):
             return super()._compute_old_log_prob(batch, metrics)
         with self._timed("rows"):
-            step = self._fetch(batch)
-            step = step.with_advantages(step.generated_BT, *self._reward_advantages(step, batch, step.generated_BT))
-            step, request = self._forward_request(step, batch, shares)
+            step = by_rewards(self._fetch(batch), batch, self.config.algorithm)
+            dumped = self._dump is not None and self._dump.writes(step.number)
+            skips = self._skipping.skip_old_log_probs and not dumped
+            ranks = data_parallel_size(self.actor_rollout_wg)
+            step, request = forward_request(step, batch, ranks, shares=shares, skips=skips)
         written = super()._compute_old_log_prob(request, metrics)
         self._step = step
-        written = put_no_log_probs(step, batch, written) if step.no_forward else written.select_keys(batch.keys)
-        return without_saliency(written)
+        return complete_log_probs(step, batch, written)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        settings, algorithm = self.settings, self.config.algorithm
-        no_forward = self._step.no_forward if self._step is not None else frozenset()
-        compares = settings[f"{ROLLOUT}.calculate_log_probs"]
-        with (
-            estimator_named(algorithm, settings.base),
-            correction_of_known(no_forward, algorithm, batch, metrics, compares=compares),
-        ):
+        step, algorithm = self._step, self.config.algorithm
+        with estimator_named(algorithm, self.settings.base), correction_of_known(step, algorithm, batch, metrics):
             batch = super()._compute_advantage(batch, metrics)
         with self._timed("rows"):
-            step = self._step
-            if step is None or step.keys != batch.keys:
-                step = self._fetch(batch)
-            mask_BT, advantages_BT = fetch_padded(batch, "response_mask", "advantages")
-            mask_BT = mask_BT.bool()
-            check_one_advantage_a_response(advantages_BT, mask_BT, settings.base)
-            advantages_BT, unjudged_B = self._finite_advantages(step, batch, mask_BT, advantages_BT)
-            if not step.has_advantages(mask_BT, advantages_BT):
-                step = step.with_advantages(mask_BT, advantages_BT, unjudged_B)
+            step = step if step is not None and step.keys == batch.keys else self._fetch(batch)
+            step = by_advantages(step, batch, algorithm, own_advantages=self.own_advantages)
         return self._weigh_advantages(step, batch, metrics)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
@@ -197,8 +183,6 @@ class TokenWeightTrainer:
         written = super()._update_actor(request, metrics)
         metrics.update(figures)
         return written.select_keys(batch.keys)
-
-    # ------------------------------------------------------------------------------------------------------------- responses
 
     def _fetch(self, batch: KVBatchMeta) -> Step:
         step = fetch_step(
@@ -211,53 +195,6 @@ class TokenWeightTrainer:
         )
         self._answers.look(step.spans, step.generated, self.tokenizer)
         return step
-
-    def _reward_advantages(
-        self, step: Step, batch: KVBatchMeta, mask_BT: torch.Tensor, rewards: str = "rm_scores"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :func:`grail_advantage.verl_ext.step.reward_advantages`; ``rewards`` is the field of the rewards."""
-        (rewards_BT,) = fetch_padded(batch, rewards)
-        return reward_advantages(step, rewards_BT, mask_BT, self.config.algorithm)
-
-    def _finite_advantages(
-        self, step: Step, batch: KVBatchMeta, mask_BT: torch.Tensor, advantages_BT: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The given advantages with finite ones in place of those that are not, and the responses that lost theirs, bool (B,).
-
-        verl alone would make NaN of the advantages of the whole group, and then skip the update of every mini-batch with such
-        a response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
-        """
-        finite_B = torch.where(mask_BT, advantages_BT, 0.0).isfinite().all(dim=1)
-        if finite_B.all():
-            return advantages_BT, ~finite_B
-        replaced_BT, unjudged_B = torch.zeros_like(advantages_BT), ~finite_B
-        if not self.own_advantages:
-            rewards = "token_level_rewards" if self.settings[KL_IN_REWARD] else "rm_scores"
-            replaced_BT, unjudged_B = self._reward_advantages(step, batch, mask_BT, rewards)
-        logger.warning(
-            "step %d: %d of %d responses, such as %s, have no finite reward, or one that is too large. They train nothing, and "
-            "the other responses to their prompts are compared without them; verl alone would skip the whole update. Fix "
-            "the reward function",
-            *(step.number, int(unjudged_B.sum()), len(batch), step.keys[int(unjudged_B.int().argmax())]),
-        )
-        return torch.where(finite_B.unsqueeze(1), advantages_BT, replaced_BT), unjudged_B
-
-    def _forward_request(self, step: Step, batch: KVBatchMeta, shares: bool) -> tuple[Step, KVBatchMeta]:
-        """The batch for a forward of the old log-probabilities, with the graph of the selected responses where it is shared,
-        and the step with what that forward will give."""
-        ranks, rows = data_parallel_size(self.actor_rollout_wg), list(range(len(batch)))
-        dumped = self._dump is not None and self._dump.writes(step.number)
-        if self._skipping.skip_old_log_probs and not dumped:
-            rows = with_forward(step, ranks)
-        scored = step.selected if shares else []
-        no_forward = frozenset(step.keys) - {step.keys[row] for row in rows}
-        step = replace(step, shared=frozenset(step.keys[row] for row in scored), no_forward=no_forward)
-        if not scored and len(rows) == len(batch):
-            return step, batch
-        order = spread(step.lengths, scored, ranks, rows)
-        if scored:
-            return step, request_saliency(step, batch, order)
-        return step, batch.select_keys([batch.keys[row] for row in order])
 
     # ---------------------------------------------------------------------------------------------------- scores and weights
 

@@ -28,10 +28,10 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from grail_advantage.batch import OLD_LOG_PROBS
-from grail_advantage.verl_ext.exchange import nested, spread_in_mini_batches
+from grail_advantage.verl_ext.exchange import nested, spread, spread_in_mini_batches
 from grail_advantage.verl_ext.patches import without_rollout_correction
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, SKIP
-from grail_advantage.verl_ext.step import Step, fetch_padded
+from grail_advantage.verl_ext.step import Step, fetch_padded, request_saliency
 
 CUT_TAILS = "cut_tails"
 """Setting of a batch whose zero-advantage responses are left out: whether the tails of the others go, too."""
@@ -42,14 +42,33 @@ OF_RESPONSE = ("responses", "response_mask", "old_log_probs", "advantages", "rol
 FILLER_TOKENS = 2
 
 
-def with_forward(step: Step, ranks: int) -> list[int]:
-    """The responses that get a forward of the old log-probabilities: those with an advantage, those that the method selects,
-    and the shortest others, so that ranks and micro-batches come out even.
+def forward_request(
+    step: Step, batch: KVBatchMeta, ranks: int, *, shares: bool, skips: bool
+) -> tuple[Step, KVBatchMeta]:
+    """The batch for a forward of the old log-probabilities, and the step with what that forward will give.
 
     Args:
         step: with the advantages that the rewards alone give.
+        batch: keys of all responses.
         ranks: number of data-parallel ranks.
+        shares: whether the forward keeps the graph of the selected responses.
+        skips: whether responses that nobody reads get no forward.
     """
+    rows = _with_forward(step, ranks) if skips else list(range(len(batch)))
+    scored = step.selected if shares else []
+    no_forward = frozenset(step.keys) - {step.keys[row] for row in rows}
+    step = replace(step, shared=frozenset(step.keys[row] for row in scored), no_forward=no_forward)
+    if not scored and len(rows) == len(batch):
+        return step, batch
+    order = spread(step.lengths, scored, ranks, rows)
+    return step, request_saliency(step, batch, order) if scored else batch.select_keys(
+        [batch.keys[row] for row in order]
+    )
+
+
+def _with_forward(step: Step, ranks: int) -> list[int]:
+    """Responses with an advantage, those that the method selects, and the shortest others, so that ranks and micro-batches come
+    out even."""
     needed_B = ((step.advantages_BT != 0) & step.batch.mask_BT).any(dim=1) | step.selection.selected_B
     unit = ranks
     if not step.settings[f"{ROLLOUT}.log_prob_use_dynamic_bsz"]:
@@ -61,26 +80,23 @@ def with_forward(step: Step, ranks: int) -> list[int]:
 
 
 @contextmanager
-def correction_of_known(
-    no_forward: frozenset[str], algorithm: DictConfig, batch: KVBatchMeta, metrics: dict, *, compares: bool
-) -> Iterator[None]:
+def correction_of_known(step: Step | None, algorithm: DictConfig, batch: KVBatchMeta, metrics: dict) -> Iterator[None]:
     """Within, verl takes no metrics of a rollout correction where responses have no old log-probabilities; those of the others
     are in ``metrics`` afterwards.
 
     Args:
-        no_forward: keys of the responses without.
+        step: the responses, where they are known already.
         algorithm: the section of the configuration, which verl reads.
         batch: keys of all responses.
         metrics: of the step.
-        compares: whether the rollout's log-probabilities are there.
     """
-    if not no_forward or algorithm.get("rollout_correction", None) is None:
+    if step is None or not step.no_forward or algorithm.get("rollout_correction", None) is None:
         yield
         return
     with without_rollout_correction(algorithm):
         yield
-    if compares:
-        compared = batch.select_keys([key for key in batch.keys if key not in no_forward])
+    if step.settings[f"{ROLLOUT}.calculate_log_probs"]:
+        compared = batch.select_keys([key for key in batch.keys if key not in step.no_forward])
         columns = fetch_padded(compared, OLD_LOG_PROBS, "rollout_log_probs", "response_mask")
         metrics.update(compute_rollout_corr_metrics_from_logprobs(*columns))
 

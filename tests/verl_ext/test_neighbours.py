@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import recipe.main_grail  # noqa: F401  its configurations
 from grail_advantage.verl_ext.checks import neighbour_obstacles
-from grail_advantage.verl_ext.rules import SKIP, choose_skipping
+from grail_advantage.verl_ext.rules import choose_skipping
+from grail_advantage.verl_ext.settings import SKIP, Settings
 from tests.composed import compose
 from tests.verl_ext import architectures
 from tests.verl_ext.architectures import Family
@@ -104,10 +104,11 @@ def difference(name: str, *, packed: bool) -> float:
     return float((beside - alone).abs().max() / alone.abs().max())
 
 
-def _run(packed: bool, attention: str, *overrides: str) -> DictConfig:
+def _run(packed: bool, attention: str, *overrides: str) -> Settings:
     lengths = [f"data.max_prompt_length={LENGTHS[0] // 2}", f"data.max_response_length={LENGTHS[0] // 2}"]
     settings = [f"{PACKED}={packed}", f"+actor_rollout_ref.model.override_config.attn_implementation={attention}"]
-    return compose("grail_trainer", [f"{SKIP}=auto", "actor_rollout_ref.rollout.n=4", *lengths, *settings, *overrides])
+    options = [f"{SKIP}=auto", "actor_rollout_ref.rollout.n=4", *lengths, *settings, *overrides]
+    return Settings.parse(compose("grail_trainer", options))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
