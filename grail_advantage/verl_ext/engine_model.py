@@ -4,10 +4,10 @@ Inputs, micro-batches, packing, sequence parallelism, autocast and offload are t
 ``FSDPEngineWithLMHead.forward_step``, so that a signal sees the model exactly as the training step does. Backwards go to a leaf
 activation and stop there: no parameter gets a gradient, and the next optimiser step is what it would have been without.
 
-Under Ulysses sequence parallelism each rank of the group holds a slice of the packed rows. It differentiates the targets in
-its own slice; the attention's all-to-all carries every rank's share to every slice, and the values are gathered.
+Under Ulysses sequence parallelism each rank of the group holds a slice of the packed responses. It differentiates the targets
+in its own slice; the attention's all-to-all carries every rank's share to every slice, and the values are gathered.
 
-Shape suffixes: R rows, K chosen positions, S positions, D hidden, V vocabulary, N sequences.
+Shape suffixes: R responses, K chosen positions, S positions, D hidden, V vocabulary, N sequences.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _T = TypeVar("_T")
 
 class EngineModel(Model):
     """The policy in verl's engine, which is in evaluation mode. Every method is a collective of the data-parallel group, and
-    every rank of a sequence-parallel group calls it with the same rows."""
+    every rank of a sequence-parallel group calls it with the same responses."""
 
     def __init__(
         self, engine: FSDPEngineWithLMHead, *, temperature: float, step: int = 0, pad_token: int | None = None
@@ -114,7 +114,7 @@ class EngineModel(Model):
                 run(nothing_11, nothing_11[0], None)
 
     def sequences_together(self, length: int) -> int:
-        """See :class:`Model`; the token budget of the actor update's micro-batches, or their number of rows."""
+        """See :class:`Model`; the token budget of the actor update's micro-batches, or their number of responses."""
         settings = self.engine.engine_config
         if settings.use_dynamic_bsz:
             return max(1, settings.max_token_len_per_gpu // length)
@@ -157,8 +157,8 @@ def gradient_mode(engine: FSDPEngineWithLMHead) -> AbstractContextManager[None]:
 def training_micro_batches(
     engine: FSDPEngineWithLMHead, rows: TensorDict, *, gradients: bool = True
 ) -> list[tuple[TensorDict, list[int]]]:
-    """Split by the token budget or the number of rows of the actor update's micro-batches, or without gradients of those of
-    the old log-probabilities; as many on every rank.
+    """Split by the token budget or the number of responses of the actor update's micro-batches, or without gradients of those
+    of the old log-probabilities; as many on every rank.
 
     Args:
         engine: verl's FSDP engine.
@@ -166,7 +166,7 @@ def training_micro_batches(
         gradients: see above.
 
     Returns:
-        the micro-batches, each with the indices of its rows.
+        the micro-batches, each with the indices of its responses.
     """
     settings = engine.engine_config
     budget, count = settings.max_token_len_per_gpu, settings.micro_batch_size_per_gpu
@@ -174,7 +174,7 @@ def training_micro_batches(
         budget = settings.infer_max_token_len_per_gpu or budget
         count = settings.infer_micro_batch_size_per_gpu or count
     if settings.use_dynamic_bsz:
-        # A row that a signal made longer than any rollout goes alone; the ranks must agree on what is long.
+        # A response that a signal made longer than any rollout goes alone; the ranks must agree on what is long.
         longest = rows["input_ids"].offsets().diff().max().to(get_device_name())
         torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX, group=engine.get_data_parallel_group())
         budget = max(budget, -(-int(longest) // engine.ulysses_sequence_parallel_size))
@@ -195,7 +195,7 @@ def training_micro_batches(
 
 
 class EngineMicroBatch(MicroBatch):
-    """Rows side by side, padded, or packed into one long row. Every forward is a collective of the engine's ranks."""
+    """Responses side by side, padded, or packed into one long row. Every forward is a collective of the engine's ranks."""
 
     def __init__(
         self,
@@ -208,8 +208,8 @@ class EngineMicroBatch(MicroBatch):
         """
         Args:
             engine: in evaluation mode.
-            batch: the rows for the engine, on its device.
-            rows: the rows for the signal, likewise.
+            batch: the responses for the engine, on its device.
+            rows: the responses for the signal, likewise.
             with_log_probs: let :meth:`log_likelihood` also compute the outputs of verl's own forward; see :attr:`outputs`.
         """
         self.engine = engine
@@ -217,7 +217,7 @@ class EngineMicroBatch(MicroBatch):
         self.rows = rows
         self.with_log_probs = with_log_probs
         self.outputs: dict[str, Sequence[torch.Tensor]] = {}
-        """verl's model outputs (``log_probs``, ``entropy``, ...), a tensor a row."""
+        """verl's model outputs (``log_probs``, ``entropy``, ...), a tensor a response."""
         self.packed = engine.engine_config.use_remove_padding
         self.offsets_R = batch["input_ids"].offsets()
         self._starts = self.offsets_R.tolist()
@@ -315,7 +315,7 @@ class EngineMicroBatch(MicroBatch):
         return {name: values.unbind() for name, values in outputs.items()}
 
     def _find_targets(self, tokens: Sequence[Range]) -> Targets:
-        """Those whose predictors are in this rank's slice; packed rows are one long row."""
+        """Those whose predictors are in this rank's slice; packed responses are one long row."""
         offsets = self.offsets_R
         start_R, end_R = torch.tensor(tokens, device=offsets.device).unbind(dim=1)
         counts_R = end_R - start_R
@@ -323,7 +323,7 @@ class EngineMicroBatch(MicroBatch):
         rank_K = torch.arange(len(row_K), device=offsets.device) - (counts_R.cumsum(0) - counts_R)[row_K]
         position_K = start_R[row_K] + rank_K
         tokens_K = self.batch["input_ids"].values()[offsets[row_K] + position_K]
-        # A packed micro-batch is one long row; a padded one keeps its rows apart, each starting at column 0.
+        # A packed micro-batch is one long row; a padded one keeps its responses apart, each starting at column 0.
         batch_row_K = torch.zeros_like(row_K) if self.packed else row_K
         column_K = position_K - 1 + (offsets[row_K] if self.packed else 0)
         if self.engine.use_ulysses_sp:

@@ -20,12 +20,12 @@ from grail_advantage.signals.base import Signal
 
 NO_SPAN = (-1, -1, -1, -1)
 TARGET = "saliency_target"
-"""Field of a batch: (R, 2) int64, each row's half-open range of target tokens in prompt + response; empty for none."""
+"""Field of a batch: (R, 2) int64, each response's half-open range of target tokens in prompt + response; empty for none."""
 LEAF = "saliency_leaf"
 """Setting of a batch: see :func:`grail_advantage.model.activations.leaf_module`."""
 SALIENCY_FIELDS = ("saliency", "gradient_norm")
 SECONDS = "saliency_seconds"
-"""Field of the output: one float32 a row, the seconds that its rank's backwards took; NaN in rows without a target."""
+"""Field of the output: one float32 a response, the seconds that its rank's backwards took; NaN without a target."""
 
 
 class Place(NamedTuple):
@@ -37,12 +37,12 @@ class Place(NamedTuple):
 
 
 def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[Place]:
-    """Order in which rows go to the ranks. Where their number does not divide evenly, copies of the cheapest row fill up.
+    """Order in which responses go to the ranks. Where their number does not divide evenly, copies of the cheapest one fill up.
 
     Args:
-        costs: relative cost of each row; at least one row.
+        costs: relative cost of each response; at least one response.
         ranks: number of ranks.
-        groups: for each row the number of its group, where the rows of a group must meet on one rank.
+        groups: for each response the number of its group, where the responses of a group must meet on one rank.
     """
     cheapest = min(range(len(costs)), key=lambda row: costs[row])
     if groups is None:
@@ -68,16 +68,16 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
 
 
 def spread(lengths: Sequence[int], selected: Sequence[int], ranks: int, rows: Sequence[int] | None = None) -> list[int]:
-    """Order of rows in which every rank gets its share of the selected ones, and of the others.
+    """Order of responses in which every rank gets its share of the selected ones, and of the others.
 
-    A rank with more selected rows than the others would keep them waiting. Where the number does not divide evenly, the
-    shortest other rows fill up.
+    A rank with more selected responses than the others would keep them waiting. Where the number does not divide evenly, the
+    shortest other responses fill up.
 
     Args:
-        lengths: tokens of each row of the batch.
-        selected: rows that cost more.
+        lengths: tokens of each response of the batch.
+        selected: responses that cost more.
         ranks: number of ranks.
-        rows: these rows of the batch, or all; their number divides evenly.
+        rows: these responses of the batch, or all; their number divides evenly.
     """
     chosen = set(selected)
     rows = range(len(lengths)) if rows is None else rows
@@ -101,15 +101,15 @@ def _shares(costs: list[int], ranks: int) -> list[list[int]]:
 def spread_in_mini_batches(
     lengths: Sequence[int], trained: Sequence[int], ranks: int, mini_batch_rows: int
 ) -> list[int]:
-    """Order of a batch in which every rank gets its share of each mini-batch's rows that train.
+    """Order of a batch in which every rank gets its share of each mini-batch's responses that train.
 
-    verl gives every rank an equal part of the batch, of which each mini-batch takes the next rows. A mini-batch keeps its rows.
+    verl gives every rank an equal part of the batch, of which each mini-batch takes the next responses, and keeps them.
 
     Args:
-        lengths: tokens of each row; their number divides evenly.
-        trained: the rows that train.
+        lengths: tokens of each response; their number divides evenly.
+        trained: the responses that train.
         ranks: number of data-parallel ranks.
-        mini_batch_rows: rows of a mini-batch on all ranks together.
+        mini_batch_rows: responses of a mini-batch on all ranks together.
     """
     of_rank, share, chosen = len(lengths) // ranks, mini_batch_rows // ranks, set(trained)
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -124,17 +124,17 @@ def spread_in_mini_batches(
 def build_request(
     rows: Sequence[PassRow], signal: Signal, *, temperature: float, step: int = 0, pad_token: int | None = None
 ) -> TensorDict:
-    """Rows for :func:`grail_advantage.verl_ext.worker.token_scores`.
+    """Responses for :func:`grail_advantage.verl_ext.worker.token_scores`.
 
     Args:
-        rows: prepared rows.
+        rows: prepared responses.
         signal: the method.
         temperature: sampling temperature.
         step: training step.
         pad_token: the tokenizer's.
 
     Returns:
-        TensorDict of batch size R with the nested ``input_ids``, a vector for each other part of a row, and the settings.
+        TensorDict of batch size R with the nested ``input_ids``, a vector for each other part of a response, and the settings.
     """
     return tu.get_tensordict(
         {
@@ -151,7 +151,7 @@ def build_request(
 
 
 def rows_of(request: TensorDict) -> list[PassRow]:
-    """The rows of a request."""
+    """The responses of a request."""
     names = ("response_start", "response_length", "span", "advantage", "group", "place")
     columns = zip(*(request[name].tolist() for name in names), strict=True)
     return [

@@ -100,8 +100,8 @@ def estimator_named(algorithm: DictConfig, name: str) -> Iterator[None]:
 def without_rollout_correction(algorithm: DictConfig) -> Iterator[None]:
     """Within, ``algorithm.rollout_correction`` is not there.
 
-    Works around ``PPOTrainer._compute_advantage``, which takes the metrics of a correction that is switched off over all rows,
-    also those without old log-probabilities. Can go when verl takes them over rows that it is told.
+    Works around ``PPOTrainer._compute_advantage``, which takes the metrics of a correction that is switched off over all
+    responses, also those without old log-probabilities. Can go when verl takes them over responses that it is told.
     """
     configured = algorithm.rollout_correction
     with open_dict(algorithm):
@@ -117,7 +117,7 @@ def replace_infer_batch(engine: FSDPEngineWithLMHead, serve: Callable[..., dict[
     """Ask ``serve(engine, batch, infer_batch)`` before ``engine.infer_batch``; where it returns ``None``, verl's own runs.
 
     Works around ``verl.workers.engine_workers.TrainingWorker.infer_batch``, which has no place for other code between its
-    bookkeeping and the engine. Can go when verl's engine lets a caller keep the graph of some rows of an inference batch.
+    bookkeeping and the engine. Can go when verl's engine lets a caller keep the graph of some responses of an inference batch.
     """
     infer_batch = engine.infer_batch
 
@@ -142,7 +142,7 @@ def gather_packed(engine: FSDPEngineWithLMHead, values_N: torch.Tensor, pad_size
 
 
 def data_parallel_size(workers: Any) -> int:
-    """Number of workers that get rows of their own; the ranks of a sequence-parallel group get the same rows. Can go when
+    """Number of workers that get responses of their own; the ranks of a sequence-parallel group get the same. Can go when
     ``RayWorkerGroup._dispatch_info`` has a public name."""
     return max(workers._dispatch_info["actor"]) + 1
 

@@ -34,17 +34,17 @@ from grail_advantage.verl_ext.zero_advantage import CUT_TAILS, without_zero_adva
 
 
 def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDict:
-    """Run the request's signal on this rank's rows.
+    """Run the request's signal on this rank's responses.
 
-    A collective: every rank of the data-parallel group calls it with the same number of rows, and every rank of a
-    sequence-parallel group with the same rows.
+    A collective: every rank of the data-parallel group calls it with the same number of responses, and every rank of a
+    sequence-parallel group with the same responses.
 
     Args:
         engine: verl's FSDP engine, initialised.
         request: from :func:`grail_advantage.verl_ext.exchange.build_request`.
 
     Returns:
-        The rows in their order, see :func:`grail_advantage.verl_ext.exchange.build_reply`.
+        The responses in their order, see :func:`grail_advantage.verl_ext.exchange.build_reply`.
     """
     settings = {
         name: tu.get_non_tensor_data(request, name, default=None) for name in ("temperature", "step", "pad_token")
@@ -58,20 +58,20 @@ def token_scores(engine: FSDPEngineWithLMHead, request: TensorDict) -> TensorDic
 def infer_batch_with_saliency(
     engine: FSDPEngineWithLMHead, data: TensorDict, infer_batch: Callable[..., dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Returns the output of verl's ``infer_batch``, with the saliency of the rows that have a target; ``None`` for a batch
+    """Returns the output of verl's ``infer_batch``, with the saliency of the responses that have a target; ``None`` for a batch
     without the setting ``LEAF``.
 
-    A collective of the engine's ranks. So that all run the same micro-batches, every rank keeps the graph of as many rows as
-    the one with the most targets.
+    A collective of the engine's ranks. So that all run the same micro-batches, every rank keeps the graph of as many responses
+    as the one with the most targets.
 
     Args:
         engine: verl's FSDP engine in evaluation mode.
-        data: this rank's rows with the field ``TARGET`` and the setting ``LEAF``; as many rows on every rank.
+        data: this rank's responses with the field ``TARGET`` and the setting ``LEAF``; as many responses on every rank.
         infer_batch: the engine's own.
 
     Returns:
         verl's output, whose ``model_output`` also has the nested float32 ``saliency`` and ``gradient_norm`` of all positions of
-        prompt + response, NaN in rows without a target, and ``SECONDS``.
+        prompt + response, NaN in responses without a target, and ``SECONDS``.
     """
     if LEAF not in data:
         return None
@@ -83,7 +83,7 @@ def infer_batch_with_saliency(
     lengths_R = data["input_ids"].offsets().diff()
     count = torch.tensor([int(has_target_R.sum())], device=get_device_name())
     torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX, group=engine.get_data_parallel_group())
-    # Targets first, then the shortest rows: filling up costs least with them.
+    # Targets first, then the shortest responses: filling up costs least with them.
     order = sorted(range(len(data)), key=lambda row: (not has_target_R[row], int(lengths_R[row])))
     with_graph, without_graph = order[: int(count)], order[int(count) :]
 
@@ -115,7 +115,7 @@ def infer_batch_with_saliency(
 def _with_graph(
     engine: FSDPEngineWithLMHead, data: TensorDict, watch: DeviceWatch
 ) -> Iterator[tuple[list[int], dict[str, Sequence[torch.Tensor]]]]:
-    """Yields verl's outputs and the saliency of each micro-batch, with the indices of its rows."""
+    """Yields verl's outputs and the saliency of each micro-batch, with the indices of its responses."""
     leaf = tu.get_non_tensor_data(data, LEAF, default=None)
     with gradient_mode(engine):
         for batch, indices in training_micro_batches(engine, data):
@@ -154,8 +154,8 @@ class DeviceWatch:
 
 
 def _for_verl(data: TensorDict, rows: list[int]) -> TensorDict:
-    """The rows for verl's ``infer_batch``. Its fixed micro-batches have to come out even: they become as many as the rows need,
-    of one size, and where that does not divide either the last row is repeated."""
+    """The responses for verl's ``infer_batch``. Its fixed micro-batches have to come out even: they become as many as needed, of
+    one size, and where that does not divide either the last response is repeated."""
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
         return tu.index_select_tensor_dict(data, rows)
     count = -(-len(rows) // data["micro_batch_size_per_gpu"])
@@ -166,8 +166,8 @@ def _for_verl(data: TensorDict, rows: list[int]) -> TensorDict:
 
 
 class TokenWeightTrainingWorker(TrainingWorker):
-    """``TrainingWorker`` whose ``infer_batch`` also gives saliency, and whose ``train_batch`` leaves out rows that train
-    nothing, where a batch asks for it."""
+    """``TrainingWorker`` whose ``infer_batch`` also gives saliency, and whose ``train_batch`` leaves out zero-advantage
+    responses, where a batch asks for it."""
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
         super().__init__(config)
@@ -175,7 +175,7 @@ class TokenWeightTrainingWorker(TrainingWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
-        """verl's, over the rows that train (:mod:`grail_advantage.verl_ext.zero_advantage`)."""
+        """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.zero_advantage`)."""
         return super().train_batch(without_zero_advantage(self.engine, data) if CUT_TAILS in data else data)
 
 
@@ -186,6 +186,6 @@ class TokenWeightActorWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_token_scores(self, request: TensorDict) -> TensorDict | None:
-        """Run :func:`token_scores` on this rank's share of the rows."""
+        """Run :func:`token_scores` on this rank's share of the responses."""
         output = token_scores(self.actor.engine, request)
         return output if self.actor.engine.is_mp_src_rank_with_outputs() else None

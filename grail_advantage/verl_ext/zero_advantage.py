@@ -171,16 +171,16 @@ def lengths_in_update(trained: Sequence[int], responses: Sequence[int], *, cut_t
 
 
 def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> TensorDict:
-    """The rows of a mini-batch that train, for ``TrainingWorker.train_batch``.
+    """The responses of a mini-batch that train, for ``TrainingWorker.train_batch``.
 
     A collective of the engine's data-parallel group.
 
     Args:
         engine: verl's FSDP engine.
-        data: this rank's rows of a mini-batch, with the setting ``CUT_TAILS``.
+        data: this rank's responses of a mini-batch, with the setting ``CUT_TAILS``.
 
     Returns:
-        As many rows on every rank, at least one.
+        As many responses on every rank, at least one.
     """
     prompts = data["prompts"].offsets().diff().tolist()
     responses = data["responses"].offsets().diff().tolist()
@@ -204,7 +204,7 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
         tu.assign_non_tensor(data, **settings)
         return data
 
-    # Row 0 gives a filler its tokens; zeros take them out of the loss, in the mask too.
+    # The first one gives a filler its tokens; zeros take them out of the loss, in the mask too.
     kept = tu.index_select_tensor_dict(data, rows + [0] * fillers)
     of_prompt = [prompts[row] for row in rows] + [1] * fillers
     of_response = [kept_lengths[row] for row in rows] + [FILLER_TOKENS - 1] * fillers
@@ -221,7 +221,7 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
 
 
 def _count(engine: FSDPEngineWithLMHead, data: TensorDict, rows: int) -> tuple[int, int | None]:
-    """Rows that every rank gets so that micro-batches come out even, and the rows of a micro-batch of fixed size, which are at
+    """Responses that every rank gets so that micro-batches come out even, and those of a micro-batch of fixed size, which are at
     most as many as before."""
     settings = engine.engine_config
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=settings.use_dynamic_bsz):
@@ -233,7 +233,7 @@ def _count(engine: FSDPEngineWithLMHead, data: TensorDict, rows: int) -> tuple[i
 
 
 def _ends(kept: TensorDict, of_prompt: list[int], of_response: list[int]) -> Iterator[tuple[str, list[int]]]:
-    """The fields that follow a row's tokens, each with where its values end in each row."""
+    """The fields that follow a response's tokens, each with where its values end in each response."""
     whole = [sum(parts) for parts in zip(of_prompt, of_response, strict=True)]
     for names, ends in ((("prompts",), of_prompt), (OF_RESPONSE, of_response), (OF_ALL, whole)):
         for name in names:
