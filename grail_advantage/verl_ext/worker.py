@@ -154,8 +154,8 @@ class DeviceWatch:
 
 
 def _for_verl(data: TensorDict, rows: list[int]) -> TensorDict:
-    """The responses for verl's ``infer_batch``. Its fixed micro-batches have to come out even: they become as many as needed, of
-    one size, and where that does not divide either the last response is repeated."""
+    """The responses for verl's ``infer_batch``. Its fixed micro-batches have to come out even: they become as many as needed,
+    of one size, and where that does not divide either the last response is repeated."""
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
         return tu.index_select_tensor_dict(data, rows)
     count = -(-len(rows) // data["micro_batch_size_per_gpu"])

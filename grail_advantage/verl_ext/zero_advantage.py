@@ -221,8 +221,8 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
 
 
 def _count(engine: FSDPEngineWithLMHead, data: TensorDict, rows: int) -> tuple[int, int | None]:
-    """Responses that every rank gets so that micro-batches come out even, and those of a micro-batch of fixed size, which are at
-    most as many as before."""
+    """Responses that every rank gets so that micro-batches come out even, and those of a micro-batch of fixed size, at most as
+    many as before."""
     settings = engine.engine_config
     if tu.get_non_tensor_data(data, "use_dynamic_bsz", default=settings.use_dynamic_bsz):
         return rows, None
