@@ -339,7 +339,7 @@ AGAINST_SKIPPING = (
     *(
         Rule(
             f"{qat}.mode",
-            lambda s, qat=qat: s[f"{qat}.enable"] and s[f"{qat}.mode"] not in (None, WEIGHTS_ALONE),
+            lambda s, qat=qat: s[f"{qat}.enable"] and s[f"{qat}.mode"] != WEIGHTS_ALONE,
             "the scale of its activations is the largest of the micro-batch",
         )
         for qat in (f"{ACTOR}.qat", f"{ACTOR}.fsdp_config.qat")

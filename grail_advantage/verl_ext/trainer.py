@@ -171,7 +171,10 @@ class TokenWeightTrainer:
         with estimator_named(algorithm, self.settings.base), correction_of_known(step, algorithm, batch, metrics):
             batch = super()._compute_advantage(batch, metrics)
         with self._timed("rows"):
-            step = step if step is not None and step.keys == batch.keys else self._fetch(batch)
+            if step is None:
+                step = self._fetch(batch)
+            elif step.keys != batch.keys:
+                step = replace(self._fetch(batch), shared=step.shared, no_forward=step.no_forward)
             step = by_advantages(step, batch, algorithm, own_advantages=self.own_advantages)
         return self._weigh_advantages(step, batch, metrics)
 
