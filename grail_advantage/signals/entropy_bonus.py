@@ -22,7 +22,7 @@ class EntropyBonusConfig(Signal):
     """``1 + sign(A) min(alpha H / |A|, 1 / kappa)``; 1 where the advantage is 0."""
 
     formula = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"
-    source = "arXiv 2506.14758 (reading)"
+    source = "arXiv 2506.14758 (from descriptions of it; neither the paper's text nor code was read)"
     reads = frozenset({ENTROPY})
 
     alpha: float = option(

@@ -62,7 +62,7 @@ class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
     """GRAIL. An option left at ``None`` takes its preset's value, so that after construction none is ``None``."""
 
     formula = "clip(1 + 0.5 z, 0.5, 5), z the row's standardised log || dL/dh * h ||; answer content 5"
-    source = "arXiv 2606.04889 (code)"
+    source = "arXiv 2606.04889 (declare-lab/grail, `src/train/grail_trainer.py`, `compute_grail_weights`)"
     cost = "1 on the selected rows; 2 where their forward cannot be shared"
 
     preset: Literal["official", "robust"] = option(

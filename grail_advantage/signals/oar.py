@@ -36,7 +36,10 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
     """
 
     section = "oar"
-    source = "arXiv 2601.07408 (code, and its port by the authors of GRAIL)"
+    source = (
+        "arXiv 2601.07408 (Valsure/Outcome-Grounded-Advantage-Reshaping, `OAR-main.py`; the port of OAR-G: declare-lab/grail, "
+        "`src/train/grail_trainer.py`, `compute_oar_g_weights`)"
+    )
     needs_answer = True
 
     method: Literal["gradient", "perturbation"] = option(

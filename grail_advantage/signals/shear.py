@@ -1,8 +1,8 @@
 """SHEAR: a token matters as much as its surroundings differ from every response of the other outcome.
 
-Source: SHEAR (arXiv 2604.23318), from a detailed reading, without its authors' code. The distances between stretches of hidden
-states are in :mod:`.shear_distances`. The other outcome is the other sign of the advantage: rows without an advantage, such as
-truncated ones where these are masked, are on neither side.
+Source: SHEAR (arXiv 2604.23318, section 3, Algorithm 1), from a detailed restatement of it; neither the paper's text nor code of
+its authors was read. The distances between stretches of hidden states are in :mod:`.shear_distances`. The other outcome is the
+other sign of the advantage: rows without an advantage, such as truncated ones where these are masked, are on neither side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ShearConfig(Signal):
     """
 
     formula = "greatest over windows with t of the least Sinkhorn distance to an opposing one, / mean ||h||"
-    source = "arXiv 2604.23318 (reading)"
+    source = "arXiv 2604.23318, section 3, Algorithm 1 (from a restatement of it; neither the paper's text nor code was read)"
     cost = "1 on the rows with an advantage, and the distances"
     reads = frozenset({GROUPS})
     uses = HIDDEN_STATES

@@ -34,7 +34,10 @@ class StareConfig(Signal):
         "1.1 on the 10 % of the batch's tokens with A > 0 that have the lowest p, else 1 (C2: 0.9 on those with A < 0); 1 "
         "where the batch's mean H is not below 0.3"
     )
-    source = "arXiv 2606.19236 (code); without the adaptive variant"
+    source = (
+        "arXiv 2606.19236, sections 4.1 to 4.3 (hp-luo/STARE, `verl/trainer/ppo/core_algos.py`, `compute_stare_token_weights`); "
+        "without the adaptive variant"
+    )
     reads = frozenset({OLD_LOG_PROBS, ENTROPY})
 
     variant: Literal["O1", "C2"] = option(

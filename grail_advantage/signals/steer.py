@@ -1,8 +1,8 @@
 """STEER: tokens whose update would change the entropy most weigh least.
 
-Source: arXiv 2510.10150 and its code. ``e = |A (1 - p) (log p + H)|`` estimates the change of the policy's entropy by a step on
-the token. There ``p`` and ``H`` are those of the moving policy; here those before the update, which are the same in the first
-mini-batch of a step with verl.
+Source: arXiv 2510.10150 and its code, with the linear map. ``e = |A (1 - p) (log p + H)|`` estimates the change of the policy's
+entropy by a step on the token. There ``p`` and ``H`` are those of the moving policy; here those before the update, which are the
+same in the first mini-batch of a step with verl.
 
 Shape suffixes: B rows, T response tokens.
 """
@@ -26,7 +26,7 @@ class SteerConfig(Signal):
     """
 
     formula = "from 1.2 at the batch's least e to 0.8 at its largest, linearly; e = |A (1 - p) (log p + H)|"
-    source = "arXiv 2510.10150 (code)"
+    source = "arXiv 2510.10150 (zz-haooo/STEER, `verl/trainer/ppo/core_algos.py`, `compute_token_weights`, `linear`)"
     reads = frozenset({OLD_LOG_PROBS, ENTROPY})
 
     highest: float = option(1.2, "weight of the token that changes the entropy least; at least 1", ge=1)

@@ -32,7 +32,7 @@ class SurprisalConfig(ReshapedSignal):
     """Score ``-old_log_prob``, through any reshaper."""
 
     formula = "map of s = -log p; by default 1 on the wrong row's reasoning token with the highest s, else 0"
-    source = "control; arXiv 2606.00257 through the reshaper power (code)"
+    source = "control; the reshaper power: arXiv 2606.00257 (its repository, the file is not on record)"
     reads = frozenset({OLD_LOG_PROBS})
 
     reshaper: str = option("top", "map from scores to weights, by its registered name")
