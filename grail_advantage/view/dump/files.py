@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,8 @@ _TEXTS = [
 ]
 """The leaves that hold texts, which are written and read as a dictionary of the different ones."""
 _IDS = ["prompt_ids.list.element", "token_ids.list.element"]
+_PER_TOKEN = ("token_ids", "mask", *COLUMNS)
+"""Columns with a number a token, whose fields end in ``_T``."""
 
 
 # ------------------------------------------------------------------------------------------------------------------ writing
@@ -149,36 +151,28 @@ def _table(header: DumpHeader, rows: Sequence[DumpRow]) -> pa.Table:
 
 def _record(header: DumpHeader, row: DumpRow) -> dict[str, Any]:
     """The row's value in each column."""
-    record = {name.removesuffix("_T"): value for name, value in vars(row).items()}
-    record |= {
-        column.name: _text(record[column.name])
-        for column in SCHEMA
-        if column.type == pa.string() and column.name != "labels"
-    }
-    return record | {
+    record = _columns(row) | {
         "step": header.step,
         "update": header.update,
-        "tokens": [_text(token) for token in row.tokens],
+        "tokens": list(row.tokens),
         "span": list(vars(row.span).values()) if row.span else None,
-        "methods": [
-            {
-                "name": _text(name),
-                "score": method.score_T,
-                "advantage": method.advantage_T,
-                "weight": method.weight_T,
-                "neutral": _text(method.neutral),
-            }
-            for name, method in row.methods.items()
-        ],
+        "methods": [{"name": name, **_columns(method)} for name, method in row.methods.items()],
         "labels": json.dumps(row.labels) if row.labels else None,
     }
+    return _as_utf8(record)
 
 
-def _text(text: str | None) -> str | None:
-    """The text as UTF-8 can hold it."""
-    if text is None or text.isascii():
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+def _columns(values: DumpRow | MethodColumns) -> dict[str, Any]:
+    return {name.removesuffix("_T"): value for name, value in vars(values).items()}
+
+
+def _as_utf8(value: Any) -> Any:
+    """The value with every text in it as UTF-8 can hold it."""
+    if isinstance(value, str) and not value.isascii():
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {name: _as_utf8(entry) for name, entry in value.items()}
+    return [_as_utf8(entry) for entry in value] if isinstance(value, list) else value
 
 
 # ------------------------------------------------------------------------------------------------------------------ reading
@@ -298,37 +292,34 @@ def _groups(path: Path) -> Iterator[pa.Table]:
 
 
 def _read_row(group: pa.Table, index: int, step: int, update: int) -> DumpRow:
-    def value(name: str) -> Any:
-        return group.column(name)[index].as_py()
-
-    methods = group.column("methods")[index].values
-    span, labels = value("span"), json.loads(value("labels") or "{}")
-    plain = ("row", "group", "key", "prompt", "response", "id", "gold", "outcome", "answer", "neutral", "reward")
-    return DumpRow(
-        step=step,
-        update=update,
-        **{name: value(name) for name in (*plain, "truncated")},
-        span=None if span is None else AnswerSpan(*span),
-        prompt_ids=_array(group.column("prompt_ids")[index]),
-        token_ids_T=_array(group.column("token_ids")[index]),
-        tokens=_texts(group.column("tokens")[index]),
-        mask_T=_array(group.column("mask")[index]),
-        **{f"{name}_T": _array(group.column(name)[index]) for name in COLUMNS},
-        methods={
-            methods.field("name")[place].as_py(): MethodColumns(
-                score_T=_array(methods.field("score")[place]),
-                weight_T=_array(methods.field("weight")[place]),
-                neutral=methods.field("neutral")[place].as_py(),
-                advantage_T=_array(methods.field("advantage")[place]),
-            )
-            for place in range(len(methods))
-        },
-        labels=labels if isinstance(labels, dict) else {},
-    )
+    methods = {}
+    for method in group.column("methods")[index].values:
+        columns = _fields(method)
+        name = columns.pop("name")
+        methods[name] = MethodColumns(**columns)
+    values = _fields({name: group.column(name)[index] for name in SCHEMA.names if name != "methods"})
+    labels = json.loads(values["labels"] or "{}")
+    values |= {
+        "step": step,
+        "update": update,
+        "span": None if values["span"] is None else AnswerSpan(*values["span"].tolist()),
+        "methods": methods,
+        "labels": labels if isinstance(labels, dict) else {},
+    }
+    return DumpRow(**values)
 
 
-def _array(values: pa.ListScalar) -> Any:
-    return values.values.to_numpy(zero_copy_only=False).copy() if values.is_valid else None
+def _fields(columns: Mapping[str, pa.Scalar]) -> dict[str, Any]:
+    """Values by the names of their fields; lists as arrays, except those of texts."""
+    return {f"{name}_T" if name in _PER_TOKEN else name: _value(value) for name, value in columns.items()}
+
+
+def _value(value: pa.Scalar) -> Any:
+    if not isinstance(value, pa.ListScalar) or not value.is_valid:
+        return value.as_py()
+    if pa.types.is_dictionary(value.values.type):
+        return _texts(value)
+    return value.values.to_numpy(zero_copy_only=False).copy()
 
 
 def _texts(values: pa.ListScalar) -> list[str]:
