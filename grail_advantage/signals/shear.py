@@ -1,8 +1,8 @@
 """SHEAR: a token matters as much as its surroundings differ from every response of the other outcome.
 
-Source: SHEAR (arXiv 2604.23318, section 3, Algorithm 1), from a detailed restatement of it; neither the paper's text nor code of
-its authors was read. The distances between stretches of hidden states are in :mod:`.shear_distances`. The other outcome is the
-other sign of the advantage: rows without an advantage, such as truncated ones where these are masked, are on neither side.
+Source: SHEAR (arXiv 2604.23318, section 3, Algorithm 1), from a detailed restatement of it; neither the paper's text nor its
+authors' code was read. The distances between stretches of hidden states are in :mod:`.shear_distances`. The other outcome is
+the other sign of the advantage: rows without an advantage, such as truncated ones where these are masked, are on neither side.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class StareConfig(Signal):
         "where the batch's mean H is not below 0.3"
     )
     source = (
-        "arXiv 2606.19236, sections 4.1 to 4.3 (hp-luo/STARE, `verl/trainer/ppo/core_algos.py`, `compute_stare_token_weights`); "
-        "without the adaptive variant"
+        "arXiv 2606.19236, sections 4.1 to 4.3 (hp-luo/STARE, `verl/trainer/ppo/core_algos.py`, "
+        "`compute_stare_token_weights`); without the adaptive variant"
     )
     reads = frozenset({OLD_LOG_PROBS, ENTROPY})
 

@@ -1,8 +1,8 @@
 """STEER: tokens whose update would change the entropy most weigh least.
 
-Source: arXiv 2510.10150 and its code, with the linear map. ``e = |A (1 - p) (log p + H)|`` estimates the change of the policy's
-entropy by a step on the token. There ``p`` and ``H`` are those of the moving policy; here those before the update, which are the
-same in the first mini-batch of a step with verl.
+Source: arXiv 2510.10150 and its code, with the linear map. ``e = |A (1 - p) (log p + H)|`` estimates the change of the
+policy's entropy by a step on the token. There ``p`` and ``H`` are those of the moving policy; here those before the update,
+which are the same in the first mini-batch of a step with verl.
 
 Shape suffixes: B rows, T response tokens.
 """

@@ -89,17 +89,17 @@ def test_intervals() -> None:
 def test_table_by_hand() -> None:
     row = dump_row([2.0, 4.0, 9.0, 100.0], span=(2, 2, 3, 4), mask_T=[True, True, True, False])
     table = by_position.row_tables([row], bins=2)[""]
-    assert table.profiles.tolist() == [[2.0, 4.0]]
-    assert (table.steps.tolist(), table.outcomes.tolist(), table.scored.tolist()) == ([1], ["right"], [True])
+    assert table.profile.tolist() == [[2.0, 4.0]]
+    assert (table.step.tolist(), table.outcome.tolist(), table.scored.tolist()) == ([1], ["right"], [True])
     rows = [dump_row([1.0], group=0), dump_row([1.0], group=0, update=1), dump_row([1.0], group=0, step=2)]
-    assert by_position.row_tables(rows)[""].groups.tolist() == [0, 1, 2]
+    assert by_position.row_tables(rows)[""].group.tolist() == [0, 1, 2]
     rows = [
         dump_row([1.0], methods={"a": MethodColumns(score_T=None, weight_T=np.array([3.0]), neutral="no answer")}),
         dump_row([2.0], methods={"b": MethodColumns(score_T=None, weight_T=np.array([5.0]))}),
     ]
     tables = by_position.row_tables(rows, bins=1)
-    assert tables["a"].profiles.tolist() == [[3.0]] and tables["a"].scored.tolist() == [False]
-    assert tables[""].profiles.tolist() == [[1.0], [2.0]] and set(tables) == {"", "a", "b"}
+    assert tables["a"].profile.tolist() == [[3.0]] and tables["a"].scored.tolist() == [False]
+    assert tables[""].profile.tolist() == [[1.0], [2.0]] and set(tables) == {"", "a", "b"}
 
 
 def test_profiles_and_means_by_step_by_hand() -> None:

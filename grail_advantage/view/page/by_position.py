@@ -6,7 +6,7 @@ Shape suffixes: N rows of the dump, K bins of positions, S steps, T response tok
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,27 +36,10 @@ def binned(values: np.ndarray, bins: int = BINS) -> np.ndarray:
     return np.divide(sums, counts, out=np.full(bins, np.nan), where=counts > 0)
 
 
-@dataclass(frozen=True)
-class RowTable:
-    """The values of a dump's rows that figures need, one entry a row."""
-
-    steps: np.ndarray
-    """int (N,)."""
-    groups: np.ndarray
-    """int (N,): rows with the same number answer the same prompt in the same update, unlike a dump's own numbers."""
-    outcomes: np.ndarray
-    """(N,): ``right``, ``wrong`` or an empty text."""
-    scored: np.ndarray
-    """bool (N,): the row has scores, so that its weights are the method's."""
-    profiles: np.ndarray
-    """float64 (N, K): mean weight of the reasoning by position, NaN in bins without a token."""
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def where(self, chosen: np.ndarray) -> RowTable:
-        """The rows that a bool (N,) or indices choose."""
-        return replace(self, **{name: values[chosen] for name, values in vars(self).items()})
+RowTable = np.recarray
+"""The values of a dump's rows that figures need, one entry a row: ``step``; ``group``, the same number for rows that answer the
+same prompt in the same update; ``outcome``, ``right``, ``wrong`` or another text; ``scored``, whether the weights are the
+method's; and ``profile``, float64 (K,), the mean weight of the reasoning by position, NaN in bins without a token."""
 
 
 def row_tables(rows: Iterable[DumpRow], bins: int = BINS) -> dict[str, RowTable]:
@@ -69,7 +52,8 @@ def row_tables(rows: Iterable[DumpRow], bins: int = BINS) -> dict[str, RowTable]
     Returns:
         A table of the rows' own weights under the empty name, and one for each of several methods that weighed them.
     """
-    entries: dict[str, list[tuple[int, int, str, bool, np.ndarray]]] = {"": []}
+    kinds = [("step", int), ("group", int), ("outcome", "U7"), ("scored", bool), ("profile", np.float64, (bins,))]
+    entries: dict[str, list[tuple]] = {"": []}
     groups: dict[tuple[int, int, int], int] = {}
     for row in rows:
         group = groups.setdefault((row.step, row.update, row.group), len(groups))
@@ -79,16 +63,7 @@ def row_tables(rows: Iterable[DumpRow], bins: int = BINS) -> dict[str, RowTable]
             profile = binned(source.weight_T[inside_T], bins)
             entry = row.step, group, row.outcome or "", source.neutral is None, profile
             entries.setdefault(name, []).append(entry)
-    return {
-        name: RowTable(
-            steps=np.array([entry[0] for entry in of_name], dtype=int),
-            groups=np.array([entry[1] for entry in of_name], dtype=int),
-            outcomes=np.array([entry[2] for entry in of_name], dtype=str),
-            scored=np.array([entry[3] for entry in of_name], dtype=bool),
-            profiles=np.array([entry[4] for entry in of_name], dtype=np.float64).reshape(len(of_name), bins),
-        )
-        for name, of_name in entries.items()
-    }
+    return {name: np.array(of_name, dtype=kinds).view(np.recarray) for name, of_name in entries.items()}
 
 
 @dataclass(frozen=True)
@@ -132,12 +107,12 @@ def clustered_means(values: np.ndarray, groups: np.ndarray) -> Means:
 def profiles(table: RowTable) -> dict[str, Means]:
     """Means over the rows with scores by outcome, where there are any: ``right``, ``wrong``, or an empty text for rows whose
     outcome is not known, which count only where no row has one."""
-    scored = table.where(table.scored & np.isfinite(table.profiles).any(axis=1))
+    scored = table[table.scored & np.isfinite(table.profile).any(axis=1)]
     means = {}
-    for outcome in [outcome for outcome in OUTCOMES if (scored.outcomes == outcome).any()] or [""]:
-        chosen = scored.where(scored.outcomes == outcome)
+    for outcome in [outcome for outcome in OUTCOMES if (scored.outcome == outcome).any()] or [""]:
+        chosen = scored[scored.outcome == outcome]
         if len(chosen):
-            means[outcome] = clustered_means(chosen.profiles, chosen.groups)
+            means[outcome] = clustered_means(chosen.profile, chosen.group)
     return means
 
 
@@ -147,9 +122,9 @@ def by_step(table: RowTable, outcome: str | None = None) -> tuple[list[int], np.
     Returns:
         The steps of the dump; means float64 (S, K), NaN where there is no row; and rows with scores of each step.
     """
-    steps = sorted(set(table.steps.tolist()))
-    chosen = table.where(table.scored & (table.outcomes == outcome) if outcome is not None else table.scored)
-    parts = [chosen.profiles[chosen.steps == step] for step in steps]
+    steps = np.unique(table.step).tolist()
+    chosen = table[table.scored & (table.outcome == outcome) if outcome is not None else table.scored]
+    parts = [chosen.profile[chosen.step == step] for step in steps]
     means = [clustered_means(part, np.arange(len(part))).mean for part in parts]
-    bins = table.profiles.shape[1]
+    bins = table.profile.shape[1]
     return steps, np.array(means, dtype=np.float64).reshape(len(steps), bins), [len(part) for part in parts]

@@ -126,7 +126,7 @@ def draw_profiles(figure: Figure, table: by_position.RowTable) -> Rows:
     rows: Rows = [["outcome", "position", "mean", "low", "high", "rows", "prompts"]]
     plot = figure.subplots()
     plot.axhline(1.0, color="#888888", linewidth=0.8, linestyle=":")
-    positions = _positions(table.profiles.shape[1])
+    positions = _positions(table.profile.shape[1])
     for outcome, means in by_position.profiles(table).items():
         label, style = f"{data.OUTCOME_WORDS[outcome]} ({means.rows} responses)", "--" if outcome == "wrong" else "-"
         plot.plot(positions, means.mean, style, color=OUTCOME_COLOURS[outcome], linewidth=1.3, label=label)

@@ -6,6 +6,7 @@ Shape suffixes: T response tokens.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,18 +32,29 @@ class Rollout:
     block: str
 
 
+@dataclass(eq=False)
+class Group:
+    """Rollouts of one prompt in one update."""
+
+    facts: dict[str, int]
+    """Its entries in the page's index: number of the run, step, number of the problem and place in the file."""
+    rollouts: list[Rollout]
+
+
 @dataclass
 class Selection:
     """The rollouts of a page: chosen while the dumps of all runs are read, and thinned out where they do not fit."""
 
-    rollouts: list[Rollout] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    problems: list[dict[str, Any]] = field(default_factory=list)
-    numbers: dict[Any, int] = field(default_factory=dict)
-    """Numbers of the problems by their keys."""
-    seen: int = 0
-    answered: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By run, responses with an answer and responses."""
+    groups: list[Group] = field(default_factory=list)
+    problems: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    """By name, prompt or prompt's ids, in the order of their numbers."""
+    responses: Counter[int] = field(default_factory=Counter)
+    """By run, as the two below."""
+    answered: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        return [rollout for group in self.groups for rollout in group.rollouts]
 
     def read(
         self, runs: Sequence[data.Run], files: Sequence[tuple[int, DumpFile]], most: int
@@ -66,10 +78,8 @@ class Selection:
                 if of_run != run:
                     continue
                 of_file = list(file.rows())
-                self.seen += len(of_file)
-                answered, count = self.answered.get(run, (0, 0))
-                answered += sum(row.span is not None for row in of_file)
-                self.answered[run] = answered, count + len(of_file)
+                self.responses[run] += len(of_file)
+                self.answered[run] += sum(row.span is not None for row in of_file)
                 if number in chosen:
                     self._add(run, of_file, quota, file.header)
                 yield from of_file
@@ -88,42 +98,36 @@ class Selection:
                 break
             taken += len(members)
             first = members[0]
-            problem = first.id or first.prompt or first.prompt_ids.tobytes()
-            if problem not in self.numbers:
-                self.numbers[problem] = len(self.problems)
-                self.problems.append({"prompt": first.prompt, "gold": first.gold, "id": first.id})
-            for row in members:
-                columns = pack.columns_of(row)
-                facts = {"run": run, "group": len(self.groups), **_facts(row)}
-                self.rollouts.append(Rollout(facts, columns, pack.pack(row, columns, special)))
-            number = self.numbers[problem]
-            self.groups.append({"run": run, "step": first.step, "problem": number, "place": place})
+            key = first.id or first.prompt or first.prompt_ids.tobytes()
+            problem = {"number": len(self.problems), "prompt": first.prompt, "gold": first.gold, "id": first.id}
+            number = self.problems.setdefault(key, problem)["number"]
+            facts = {"run": run, "step": first.step, "problem": number, "place": place}
+            self.groups.append(Group(facts, [_rollout(row, special) for row in members]))
 
     def thin(self, share: float) -> bool:
         """Keep a share of the groups of every step; whether any went."""
-        by_step: dict[tuple[int, int], list[int]] = {}
-        for number, group in enumerate(self.groups):
-            by_step.setdefault((group["run"], group["step"]), []).append(number)
-        keep = sorted(number for part in by_step.values() for number in part[: max(1, math.floor(len(part) * share))])
+        by_step: dict[tuple[int, int], list[Group]] = {}
+        for group in self.groups:
+            by_step.setdefault((group.facts["run"], group.facts["step"]), []).append(group)
+        keep = [group for part in by_step.values() for group in part[: max(1, math.floor(len(part) * share))]]
         if len(keep) == len(self.groups):
             # One group a step already: fewer steps.
             keep = keep[:: max(2, math.ceil(1 / share))]
-        if len(keep) == len(self.groups):
-            return False
-        places = {number: place for place, number in enumerate(keep)}
-        self.rollouts = [rollout for rollout in self.rollouts if rollout.facts["group"] in places]
-        for rollout in self.rollouts:
-            rollout.facts["group"] = places[rollout.facts["group"]]
-        self.groups = [self.groups[number] for number in keep]
-        return True
+        before, self.groups = self.groups, keep
+        return len(keep) < len(before)
 
     def index(self) -> dict[str, Any]:
         """The rollouts' entries, a list a name; their groups, problems and scales."""
-        names = self.rollouts[0].facts if self.rollouts else ("step", "length", "spread", "wrong_step", "run", "group")
+        entries = [
+            {**rollout.facts, "run": group.facts["run"], "group": number}
+            for number, group in enumerate(self.groups)
+            for rollout in group.rollouts
+        ]
+        names = entries[0] if entries else ("step", "length", "spread", "wrong_step", "run", "group")
         return {
-            "rows": {name: [rollout.facts[name] for rollout in self.rollouts] for name in names},
-            "groups": self.groups,
-            "problems": self.problems,
+            "rows": {name: [entry[name] for entry in entries] for name in names},
+            "groups": [group.facts for group in self.groups],
+            "problems": list(self.problems.values()),
             "limits": _limits(self.rollouts),
             "overlays": _overlays(self.rollouts),
         }
@@ -143,6 +147,11 @@ def gives_advantages(row: DumpRow) -> bool:
         return False
     advantages, weights = row.advantage_T[row.mask_T], row.weight_T[row.mask_T]
     return bool((weights == 1).all() and (advantages != advantages[0]).any())
+
+
+def _rollout(row: DumpRow, special_tokens: Mapping[int, str]) -> Rollout:
+    columns = pack.columns_of(row)
+    return Rollout(_facts(row), columns, pack.pack(row, columns, special_tokens))
 
 
 def _facts(row: DumpRow) -> dict[str, Any]:
@@ -191,29 +200,31 @@ def _overlays(rollouts: Sequence[Rollout]) -> list[str]:
 
 def _limits(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Where the scales of the overlays end."""
+    known: dict[str, list[np.ndarray]] = defaultdict(list)
     # Enough of them to know a percentile.
-    some = [rollout.columns for rollout in rollouts[:: max(1, len(rollouts) // 256)]]
+    for rollout in rollouts[:: max(1, len(rollouts) // 256)]:
+        columns = rollout.columns
+        for name, value_T in columns.items():
+            kind = name.split(":")[0]
+            known[kind].append(value_T)
+            if (
+                kind == "weight"
+                and name.replace("weight", "advantage", 1) not in columns
+                and "base_advantage" in columns
+            ):
+                known["advantage"].append(columns["base_advantage"] * value_T)
 
     def values(kind: str) -> np.ndarray:
-        arrays = [value_T for columns in some for name, value_T in columns.items() if name.split(":")[0] == kind]
-        joined = np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.float32)
+        joined = np.concatenate([np.zeros(0, dtype=np.float32), *known[kind]])
         return joined[np.isfinite(joined)]
 
     def high(of_values: np.ndarray, share: float, least: float) -> float:
         return _round_up(float(np.quantile(of_values, share)) if of_values.size else 0.0, least)
 
-    weights = values("weight")
-    products = [
-        columns["base_advantage"] * value_T
-        for columns in some
-        if "base_advantage" in columns
-        for name, value_T in columns.items()
-        if name.split(":")[0] == "weight" and name.replace("weight", "advantage", 1) not in columns
-    ]
-    advantages = np.abs(np.concatenate([values("advantage"), *products]))
+    weights, advantages = values("weight"), np.abs(values("advantage"))
     return {
         "weight": _weight_limit(weights) if (weights != 1).any() else colours.WEIGHT_LIMIT,
-        "advantage": high(advantages[(advantages > 0) & np.isfinite(advantages)], 0.98, 1e-6),
+        "advantage": high(advantages[advantages > 0], 0.98, 1e-6),
         "surprisal": high(values("surprisal"), 0.99, 1.0),
         "entropy": high(values("entropy"), 0.99, 0.5),
     }
@@ -221,10 +232,8 @@ def _limits(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def _weight_limit(weights: np.ndarray) -> float:
     """The least limit of a scale on which 98 % of the weights differ in colour."""
-    shares = (((weights >= 1 / limit) & (weights <= limit)).mean() for limit in _WEIGHT_LIMITS)
-    return next(
-        (limit for limit, share in zip(_WEIGHT_LIMITS, shares, strict=True) if share >= 0.98), _WEIGHT_LIMITS[-1]
-    )
+    shares = {limit: ((weights >= 1 / limit) & (weights <= limit)).mean() for limit in _WEIGHT_LIMITS}
+    return next((limit for limit, share in shares.items() if share >= 0.98), colours.WEIGHT_LIMIT)
 
 
 def _round_up(value: float, least: float) -> float:
@@ -241,15 +250,11 @@ def curves(runs: Sequence[data.Run]) -> tuple[list[dict[str, Any]], list[dict[st
     for number, run in enumerate(runs):
         for curve in data.curves(run.metrics):
             entry = known.setdefault(curve.name, {"title": curve.title, "unit": curve.unit, "lines": []})
-            entry["lines"] += [_line(line, number) for line in curve.lines]
+            entry["lines"] += [{**vars(line), "run": number} for line in curve.lines]
         for name in sorted({name for values in run.metrics.values() for name in values}):
             entry = more.setdefault(name, {"title": name, "unit": "", "lines": []})
-            entry["lines"].append(_line(data.line(run.metrics, name, name), number))
+            entry["lines"].append({**vars(data.line(run.metrics, name, name)), "run": number})
     return list(known.values()), list(more.values())
-
-
-def _line(line: data.Line, run: int) -> dict[str, Any]:
-    return {"label": line.label, "run": run, "steps": line.steps, "values": line.values}
 
 
 def positions(tables: Sequence[Mapping[str, by_position.RowTable]], methods: Sequence[str]) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _subtitle(runs: Sequence[data.Run], headers: Sequence[DumpHeader | None], selection: index.Selection) -> str:
     parts = [headers[0].method, Path(headers[0].model).name] if headers and headers[0] is not None else []
-    steps = sorted({step for run in runs for step in run.metrics} | {group["step"] for group in selection.groups})
+    steps = sorted({step for run in runs for step in run.metrics} | {group.facts["step"] for group in selection.groups})
     if len(steps) > 1:
         parts.append(f"steps {steps[0]} to {steps[-1]}")
     if selection.rollouts:
@@ -197,7 +197,7 @@ def _notes(runs: Sequence[data.Run], selection: index.Selection, asked: int) -> 
     lines = []
     for number, run in enumerate(runs):
         header = run.dump.files[0].header if run.dump is not None and run.dump.files else None
-        answered, responses = selection.answered.get(number, (0, 0))
+        answered, responses = selection.answered[number], selection.responses[number]
         if header is not None and header.answer is not None and is_low(answered, responses):
             lines.append(
                 f"{answered:,} of the {responses:,} responses have an answer in the format {header.answer}. Every token of "
@@ -205,10 +205,11 @@ def _notes(runs: Sequence[data.Run], selection: index.Selection, asked: int) -> 
                 "algorithm.token_weights.answer right?"
             )
     count = len(selection.rollouts)
-    if selection.seen > count:
+    seen = selection.responses.total()
+    if seen > count:
         option = "--rollouts" if asked == count else "--megabytes"
         lines.append(
-            f"The page holds {count:,} of the {selection.seen:,} rollouts in the dump, whole problems evenly over the steps "
+            f"The page holds {count:,} of the {seen:,} rollouts in the dump, whole problems evenly over the steps "
             f"({option} for more). Means by place and step are over all of them."
         )
     return lines + [str(problem) for run in runs for problem in dict.fromkeys(run.problems)]
