@@ -138,7 +138,7 @@ def _style(text: str) -> str:
             for place, colour in enumerate(table)
         )
         text = text.replace(f"%{name}_GROUND%", scales["s"][0])
-    return f"{text}{rules['LIGHT']}@media (prefers-color-scheme: dark){{{rules['DARK']}}}.t.none{{background:none}}"
+    return f"{text}{rules['LIGHT']}@media (prefers-color-scheme: dark){{{rules['DARK']}}}"
 
 
 # ---------------------------------------------------------------------------------------------------------------- sentences

@@ -92,38 +92,37 @@ function head() {
   for (const line of index.foot) $("foot").append(make("p", "", line));
 }
 
-addEventListener("hashchange", () => {
-  if (!hashChanged()) return;
+// Everything that the address says; returns the rollout that is open then.
+async function start() {
   const named = readHash();
+  drawPosition();
   setForm();
   choose();
   shownGroup = -1;
-  if (named >= 0) open(named, true);
-  else if (shown.length) open(telling(shown).i);
+  const first = named >= 0 ? rows[named] : shown.length ? telling(shown) : null;
+  if (first) await open(first.i, named >= 0);
+  return first;
+}
+addEventListener("hashchange", async () => {
+  if (location.hash === written) return;
+  await start();
   repaint();
 });
 dark.addEventListener("change", () => {
-  forgetColours();
+  palette.clear();
   plots.forEach((p) => p.redraw(false));
   drawStrips();
   pages.forEach(drawPageStrips);
 });
 head();
-const named = readHash();
 drawTraining();
-drawPosition();
 if (!rows.length) {
   $("nothing").textContent = index.nothing;
   $("nothing").hidden = false;
   $("bench").hidden = form.hidden = true;
 } else {
   setUp();
-  setForm();
-  choose();
-  const first = named >= 0 ? rows[named] : shown.length ? telling(shown) : null;
-  if (first) {
-    await open(first.i, named >= 0);
-    list.scrollTop = items[first.i].offsetTop - list.clientHeight / 3;
-  }
+  const first = await start();
+  if (first) list.scrollTop = items[first.i].offsetTop - list.clientHeight / 3;
 }
 document.documentElement.dataset.ready = "yes";

@@ -3,17 +3,26 @@
 const HALF = index.colours.half;
 const STEPS = index.colours.steps;
 const W = index.limits.weight;
+const RATIOS = { 4: [[0, "¼"], [0.25, "½"], [0.5, "1"], [0.75, "2"], [1, "4"]], 2: [[0, "½"], [0.5, "1"], [1, "2"]] };
+function linear(name, limit, signed = false) {
+  const end = number(limit, 2);
+  const ticks = signed ? [[0, number(-limit, 2)], [0.5, "0"], [1, end]] : [[0, "0"], [1, `${end}+`]];
+  return { name, signed, place: (x) => clamp(x / limit, signed ? -1 : 0, 1), ticks, note: signed ? "" : "nats" };
+}
+// Each has the place of a value on its scale and the ticks of its legend; scores get a scale for each response.
 const OVERLAYS = {
-  weight: { name: "Weight", signed: true, place: (x) => (x > 0 ? clamp(Math.log(x) / Math.log(W), -1, 1) : -1) },
-  score: { name: "Score" },
-  advantage: { name: "Advantage", signed: true, place: (x) => clamp(x / index.limits.advantage, -1, 1) },
-  surprisal: { name: "Surprisal", place: (x) => clamp(x / index.limits.surprisal, 0, 1) },
-  entropy: { name: "Entropy", place: (x) => clamp(x / index.limits.entropy, 0, 1) },
+  weight: {
+    name: "Weight",
+    signed: true,
+    place: (x) => (x > 0 ? clamp(Math.log(x) / Math.log(W), -1, 1) : -1),
+    ticks: RATIOS[W] ?? [[0, `1/${W}`], [0.5, "1"], [1, String(W)]],
+  },
+  score: { name: "Score", ticks: [[0, "low"], [1, "high"]], note: "each response's own" },
+  advantage: linear("Advantage", index.limits.advantage, true),
+  surprisal: linear("Surprisal", index.limits.surprisal),
+  entropy: linear("Entropy", index.limits.entropy),
 };
-// Names of the classes that the style sheet colours: d0 (low) to d(2 HALF) (high) around d(HALF), s0 to s(STEPS - 1).
-const signedClass = (p) => `d${HALF + Math.round(p * HALF)}`;
-const shareClass = (p) => `s${Math.round(p * (STEPS - 1))}`;
-let palette = new Map();
+const palette = new Map();
 function colour(name) {
   if (!palette.has(name)) {
     const probe = make("i", name);
@@ -23,11 +32,8 @@ function colour(name) {
   }
   return palette.get(name);
 }
-let css = null;
-function ink(name) {
-  css ??= getComputedStyle(document.documentElement);
-  return css.getPropertyValue(`--${name}`).trim();
-}
+const css = getComputedStyle(document.documentElement);
+const ink = (name) => css.getPropertyValue(`--${name}`).trim();
 
 // Scores have no common scale: each response has its own, of the logarithm where they span a factor of 100.
 function scoreScale(values) {
@@ -61,10 +67,14 @@ function places(data, overlay, values = column(data, overlay)) {
   if (values) for (let t = 0; t < data.n; t++) if (shown(t)) out[t] = place(values[t]);
   return out;
 }
-const className = (overlay, p) => (Number.isNaN(p) ? "none" : OVERLAYS[overlay].signed ? signedClass(p) : shareClass(p));
+// The class that the style sheet colours: d0 (low) to d(2 HALF) (high) around d(HALF), s0 to s(STEPS - 1).
+function className(overlay, p) {
+  if (Number.isNaN(p)) return "none";
+  return OVERLAYS[overlay].signed ? `d${HALF + Math.round(p * HALF)}` : `s${Math.round(p * (STEPS - 1))}`;
+}
 
-function scaleBar(host, signed, ticks, note = "") {
-  host.textContent = "";
+function drawLegend() {
+  const { name, signed, ticks, note } = OVERLAYS[state.overlay];
   const scale = make("div", "scale");
   const bar = make("div", "bar");
   const cells = signed ? 2 * HALF + 1 : STEPS;
@@ -75,27 +85,8 @@ function scaleBar(host, signed, ticks, note = "") {
     tick.style.left = `${place * 100}%`;
     scale.append(tick);
   }
-  host.append(scale, make("span", "", note));
-}
-
-// Ticks of a scale of ratios that ends at `limit`.
-function ratioTicks(limit) {
-  if (limit === 4) return [[0, "¼"], [0.25, "½"], [0.5, "1"], [0.75, "2"], [1, "4"]];
-  if (limit === 2) return [[0, "½"], [0.5, "1"], [1, "2"]];
-  return [[0, `1/${limit}`], [0.5, "1"], [1, String(limit)]];
-}
-
-function drawLegend() {
-  const overlay = state.overlay;
-  const l = index.limits;
-  const host = $("legend");
-  if (overlay === "weight") scaleBar(host, true, ratioTicks(W));
-  else if (overlay === "advantage") scaleBar(host, true, [[0, number(-l.advantage, 2)], [0.5, "0"], [1, number(l.advantage, 2)]]);
-  else if (overlay === "score") {
-    scaleBar(host, false, [[0, "low"], [1, "high"]], "each response's own");
-  } else scaleBar(host, false, [[0, "0"], [1, `${number(l[overlay], 2)}+`]], "nats");
-  host.setAttribute("role", "img");
-  host.setAttribute("aria-label", `Colours of ${OVERLAYS[overlay].name.toLowerCase()}`);
+  $("legend").replaceChildren(scale, make("span", "", note));
+  $("legend").setAttribute("aria-label", `Colours of ${name.toLowerCase()}`);
 }
 
 // One line of colour for a whole response; `share` of the width is its length beside the longest.
@@ -135,8 +126,4 @@ function drawStrip(canvas, row, data, overlay, share, values) {
   };
   if (row.span) mark([row.span[0], row.span[3]], ink("accent"));
   if (row.wrong_step) mark(row.wrong_step, ink("ink"));
-}
-function forgetColours() {
-  palette = new Map();
-  css = null;
 }

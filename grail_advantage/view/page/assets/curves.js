@@ -24,10 +24,6 @@ function plot(host, options, data) {
   observer.observe(host);
   return made;
 }
-function removePlot(old) {
-  plots.splice(plots.indexOf(old), 1);
-  old.destroy();
-}
 
 function addCurve(curve) {
   const figure = make("figure", "curve");

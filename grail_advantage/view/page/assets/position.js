@@ -4,13 +4,15 @@ const K = index.bins;
 const CENTRES = Array.from({ length: K }, (_, k) => ((k + 0.5) * 100) / K);
 let profilePlot = null;
 const position = () => index.position[state.method] ?? null;
-const numbers = (values) => values.filter((value) => value !== null);
 const outcomeInk = (outcome) => ink(outcome === "right" ? "accent" : "ink");
 const outcomeLine = (outcome, stroke, width) => ({ stroke, width, dash: outcome === "wrong" ? [6, 4] : undefined, points: { show: false } });
 
 function drawPosition() {
-  if (profilePlot) removePlot(profilePlot);
-  profilePlot = null;
+  if (profilePlot) {
+    plots.splice(plots.indexOf(profilePlot), 1);
+    profilePlot.destroy();
+    profilePlot = null;
+  }
   const shown = position();
   $("position").hidden = !shown;
   if (!shown) return;
@@ -47,7 +49,7 @@ function profileOptions(shown) {
     if (!line.run) bands.push({ series: [series.length - 1, series.length - 2], fill: tone(line, 11) });
   }
   for (const outcome of ["right", "wrong"]) series.push({ ...outcomeLine(outcome, () => outcomeInk(outcome), 2), spanGaps: true });
-  const values = numbers(shown.all.flatMap((line) => [...line.low, ...line.high, ...line.mean]));
+  const values = shown.all.flatMap((line) => [...line.low, ...line.high, ...line.mean]).filter((value) => value !== null);
   const low = Math.min(1, ...values);
   const high = Math.max(1, ...values);
   const room = Math.max(0.02, (high - low) * 0.14);

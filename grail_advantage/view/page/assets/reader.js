@@ -21,13 +21,12 @@ async function open(i, keep = false) {
   markStrips();
 }
 
-// Groups of the other run that answer the same problem, the nearest step first.
-function companions(group) {
+// The group and the other run's group of the same problem at the nearest step, by run.
+function companyOf(group) {
   const same = groups.filter((other) => other.run !== group.run && other.problem === group.problem);
-  return same.sort((a, b) => Math.abs(a.step - group.step) - Math.abs(b.step - group.step)).slice(0, 1);
+  same.sort((a, b) => Math.abs(a.step - group.step) - Math.abs(b.step - group.step));
+  return [group, ...same.slice(0, 1)].sort((a, b) => a.run - b.run);
 }
-// The group and its companion, by run.
-const companyOf = (group) => [group, ...companions(group)].sort((a, b) => a.run - b.run);
 // Correct and incorrect in turns, so that both are in sight.
 function together(group) {
   const all = companyOf(group).flatMap((g) => g.rows);
@@ -166,7 +165,6 @@ function fillPage(page, data) {
     const box = make("div", "strips methods");
     box.append(make("h3", "", "The same response under each method"), ...page.strips.map((s) => s.button));
     element.append(box);
-    box.style.margin = "0 0 14px";
   }
   const label = `Tokens of response ${row.row}, ${data.n} of them; arrow keys move between them`;
   const box = make("div", "tokens", "", { role: "listbox", "aria-orientation": "horizontal", "aria-label": label });
@@ -191,19 +189,15 @@ function fillPage(page, data) {
   paint(page);
   if (data.n) page.spans[0].tabIndex = 0;
   page.element.append(box);
-  box.addEventListener("pointerover", (event) => {
-    const t = page.places.get(event.target.closest(".t"));
-    if (t !== undefined) readOut(page, t);
-  });
-  box.addEventListener("pointerleave", () => readOut(page.pointed === undefined ? null : page, page.pointed));
-  box.addEventListener("click", (event) => {
-    const t = page.places.get(event.target.closest(".t"));
-    if (t !== undefined) point(page, t, true);
-  });
-  box.addEventListener("focusin", (event) => {
-    const t = page.places.get(event.target);
-    if (t !== undefined && page.pointed !== t) point(page, t, false);
-  });
+  const on = (name, act) =>
+    box.addEventListener(name, (event) => {
+      const t = page.places.get(event.target.closest(".t"));
+      if (t !== undefined) act(t);
+    });
+  on("pointerover", (t) => readOut(page, t));
+  on("click", (t) => point(page, t, true));
+  on("focusin", (t) => page.pointed !== t && point(page, t, false));
+  box.addEventListener("pointerleave", () => readOut(page, page.pointed));
   box.addEventListener("keydown", (event) => move(page, event));
   drawPageStrips(page);
   if (page.row.i === state.row && state.token >= 0 && state.token < data.n) {

@@ -27,7 +27,7 @@ function readHash() {
   Object.assign(state, DEFAULTS);
   for (const name of Object.keys(DEFAULTS)) if (given.has(name)) state[name] = given.get(name);
   if (!index.overlays.includes(state.overlay)) state.overlay = DEFAULTS.overlay;
-  if (!METHODS.includes(state.method)) state.method = METHODS[0] ?? "";
+  if (!METHODS.includes(state.method)) state.method = DEFAULTS.method;
   if (state.view !== "side") state.view = "one";
   state.token = given.has("token") ? Number(given.get("token")) : -1;
   const named = byName.get(given.get("rollout"));
@@ -55,4 +55,3 @@ function segments(host, name, options, value, changed) {
   }
 }
 const check = (host, value) => host.querySelectorAll("input").forEach((input) => (input.checked = input.value === value));
-const hashChanged = () => location.hash !== written;

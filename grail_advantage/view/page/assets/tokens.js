@@ -1,6 +1,8 @@
 // The tokens of an open response: their colours, the one that is pointed at, and its values.
 
-const ofTool = (row, t) => row.tool?.some(([start, end]) => t >= start && t < end) ?? false;
+const within = (t, start, end) => t >= start && t < end;
+const ofTool = (row, t) => row.tool?.some((range) => within(t, ...range)) ?? false;
+const inWrongStep = (row, t) => row.wrong_step && within(t, ...row.wrong_step);
 function paint(page) {
   const { row, data } = page;
   const shown = places(data, state.overlay);
@@ -8,8 +10,8 @@ function paint(page) {
     let name = `t ${className(state.overlay, shown[t])}`;
     if (!data.mask[t]) name += " off";
     if (ofTool(row, t)) name += " tool";
-    if (row.span && t >= row.span[0] && t < row.span[3]) name += " span";
-    if (row.wrong_step && t >= row.wrong_step[0] && t < row.wrong_step[1]) name += " wrong-step";
+    if (row.span && within(t, row.span[0], row.span[3])) name += " span";
+    if (inWrongStep(row, t)) name += " wrong-step";
     if (t === page.pointed) name += " at";
     page.spans[t].className = name;
   }
@@ -46,9 +48,8 @@ function move(page, event) {
   const last = page.spans.length - 1;
   const to = { ArrowRight: Math.min(last, page.pointed + 1), ArrowLeft: Math.max(0, page.pointed - 1), Home: 0, End: last }[event.key];
   if (event.key === "Escape") list.querySelector('[tabindex="0"]')?.focus();
-  else if (to === undefined) return;
-  event.preventDefault();
   if (to === undefined) return;
+  event.preventDefault();
   point(page, to, true);
   page.spans[to].scrollIntoView({ block: "nearest", behavior: "instant" });
 }
@@ -59,10 +60,10 @@ const FIELDS = [
 function notes(page, t) {
   const { row, data } = page;
   const lines = [];
-  if (row.span && t >= row.span[1] && t < row.span[2]) lines.push("in the answer");
-  else if (row.span && t >= row.span[0] && t < row.span[3]) lines.push("bounds the answer");
+  if (row.span && within(t, row.span[1], row.span[2])) lines.push("in the answer");
+  else if (row.span && within(t, row.span[0], row.span[3])) lines.push("bounds the answer");
   else if (row.span && t >= row.span[3]) lines.push("after the answer");
-  if (row.wrong_step && t >= row.wrong_step[0] && t < row.wrong_step[1]) lines.push("in the incorrect step");
+  if (inWrongStep(row, t)) lines.push("in the incorrect step");
   if (ofTool(row, t)) lines.push("not the model's: a tool or a user wrote it");
   else if (!data.mask[t]) lines.push("does not train");
   return lines;
@@ -75,17 +76,14 @@ function describe(page, t) {
 }
 function readOut(page, t) {
   const host = $("readout");
-  if (!page || t === undefined || !page.data) {
-    if (pages.length) {
-      host.hidden = false;
-      host.className = "readout idle";
-      host.replaceChildren(make("span", "quiet", touch.matches ? "Tap a token to read its values." : "Point at a token to read its values. Arrow keys move between tokens, Escape goes back to the list."));
-    } else host.hidden = true;
+  const idle = !page?.data || t === undefined;
+  host.hidden = idle && !pages.length;
+  host.classList.toggle("idle", idle);
+  if (idle) {
+    host.replaceChildren(make("span", "quiet", touch.matches ? "Tap a token to read its values." : "Point at a token to read its values. Arrow keys move between tokens, Escape goes back to the list."));
     return;
   }
   const { data } = page;
-  host.hidden = false;
-  host.className = "readout";
   const what = make("div", "what");
   what.append(plain(tokenText(data, t)).slice(0, 60), make("small", "", `${number(t + 1)} of ${number(data.n)} · id ${data.words.ids[data.ids[t]]}`));
   const values = make("dl");
