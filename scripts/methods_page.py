@@ -185,8 +185,7 @@ def _described(row: Sequence[str]) -> tuple[str, ...]:
 def _defaults(signal: Signal) -> str:
     """The meaning of the common words for this method as it is by default."""
     gate = {"wrong": "rows with `A <= 0`", "correct": "rows with `A > 0`", "all": "all rows"}[signal.gate]
-    needs_answer = signal.needs_answer or (signal.statistics == "reasoning" and signal.answer_weights is None)
-    answered = " that have an answer" if needs_answer else ""
+    answered = " that have an answer" if signal.skips_unanswered else ""
     parts = [f"Gate: {gate}{answered}", f"statistics set: the {signal.statistics}"]
     answer = signal.answer_weights
     if answer is not None:

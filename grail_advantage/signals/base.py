@@ -139,6 +139,8 @@ class Signal(Options):
     """Whether it ranks tokens by entropy or cuts at a quantile of it, so that coarse values would matter."""
     whole_groups: ClassVar[bool] = False
     """Whether :meth:`run` must see all selected rows of a group together."""
+    whole_batch: ClassVar[bool] = False
+    """Whether every row with a token is scored, since the signal compares the tokens of the whole batch."""
     needs_answer: ClassVar[bool] = False
     """Whether rows without an answer get no scores. They then weigh 1."""
     answer_weights: ClassVar[AnswerWeights | None] = None
@@ -169,9 +171,14 @@ class Signal(Options):
         raise ValueError(f"{type(self).__name__} is no registered signal; put @register_signal('a_name') on the class")
 
     @property
+    def skips_unanswered(self) -> bool:
+        """Whether rows without an answer weigh 1."""
+        return self.needs_answer or (self.statistics == "reasoning" and self.answer_weights is None)
+
+    @property
     def reads_answer(self) -> bool:
         """Whether a row's weights depend on its answer."""
-        return self.needs_answer or self.answer_weights is not None or self.statistics == "reasoning"
+        return self.skips_unanswered or self.answer_weights is not None
 
     def check(self) -> None:
         """See :class:`Options`; also the words by which the signal says what it needs."""
@@ -212,7 +219,7 @@ class Signal(Options):
             selected_B = selected_B & answered_B
         if self.statistics == "reasoning" and self.answer_weights is None:
             selected_B = selected_B & rows_with(span is not None and span.start > 0 for span in batch.spans)
-        return RowSelection(answered_B, inside_B | ~matters_B, selected_B)
+        return RowSelection(answered_B, inside_B | ~matters_B, batch.valid_B if self.whole_batch else selected_B)
 
     def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
         """The row as the pass needs it: cut, or with another prompt. Runs where the tokenizer is, before rows are shared

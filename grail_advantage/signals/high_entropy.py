@@ -10,7 +10,6 @@ Shape suffixes: B rows, T response tokens, N tokens of all rows.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -19,7 +18,7 @@ from grail_advantage.batch import ENTROPY, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.top import count_of_share
-from grail_advantage.signals.base import Reshaped, RowSelection, Signal, normalize_mass_option
+from grail_advantage.signals.base import Reshaped, Signal, normalize_mass_option
 from grail_advantage.signals.policy_columns import entropy
 
 
@@ -38,6 +37,7 @@ class HighEntropyConfig(Signal):
     )
     reads = frozenset({ENTROPY})
     ranks_entropy = True
+    whole_batch = True
 
     rho: float = option(0.2, "share of the batch's tokens that is kept, rounded up; in (0, 1]", gt=0, le=1)
 
@@ -48,10 +48,6 @@ class HighEntropyConfig(Signal):
     )
 
     normalize_mass: bool = normalize_mass_option(False)
-
-    def select(self, batch: RolloutBatch) -> RowSelection:
-        """Every row with a token takes part in the cut."""
-        return replace(super().select(batch), selected_B=batch.valid_B)
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         return entropy(batch)

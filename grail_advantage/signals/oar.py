@@ -95,19 +95,12 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
 
     @property
     def formula(self) -> str:  # type: ignore[override]
-        gradient = self.method == "gradient"
-        score = "|sum (dKL/de) e|, noisy embeddings" if gradient else "KL, token replaced by padding"
+        score = "|sum (dKL/de) e|, noisy embeddings" if self.method == "gradient" else "KL, token replaced by padding"
         return f"bi-level map of log(1 + {score})"
 
     @property
     def cost(self) -> str:  # type: ignore[override]
-        gradient = self.method == "gradient"
-        return "3 on the selected rows" if gradient else "1 for every reasoning token of the selected rows"
-
-    @property
-    def alignment(self) -> str:
-        """OAR-G: which position's score belongs to a token, see :func:`grail_advantage.signals.saliency.align_scores`."""
-        return "predictor" if self.variant == "grail_port" else "token"
+        return f"{'3 on' if self.method == 'gradient' else '1 for every reasoning token of'} the selected rows"
 
     def further_options(self, reshaper: str) -> dict[str, Any]:
         rule = "sorted" if self.variant == "grail_port" else "linear"

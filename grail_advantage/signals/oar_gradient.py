@@ -98,9 +98,10 @@ def gradient_scores(signal: OarConfig, micro: MicroBatch, step: int) -> list[Row
     score_BS = (gradient_BSD * embeddings_BSD).sum(dim=-1).abs()
     norm_BS = torch.linalg.vector_norm(gradient_BSD, dim=-1)
 
+    alignment = "predictor" if port else "token"
     scores = []
     for (row, _), score_S, norm_S in zip(rows, micro.per_row(score_BS), micro.per_row(norm_BS), strict=True):
         first = row.response_start - 1
         scored = row.answer.start if signal.statistics == "reasoning" else row.response_length
-        scores.append(RowScores(align_scores(score_S[first:], scored, signal.alignment), norm_S[first:]))
+        scores.append(RowScores(align_scores(score_S[first:], scored, alignment), norm_S[first:]))
     return scores

@@ -9,7 +9,6 @@ Shape suffixes: B rows, T response tokens, N tokens of all rows one after the ot
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -18,7 +17,7 @@ from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.top import count_of_share, top_tokens
-from grail_advantage.signals.base import Reshaped, RowSelection, Signal, normalize_mass_option
+from grail_advantage.signals.base import Reshaped, Signal, normalize_mass_option
 from grail_advantage.signals.policy_columns import entropy, surprisal
 
 
@@ -39,6 +38,7 @@ class StareConfig(Signal):
         "`compute_stare_token_weights`); without the adaptive variant"
     )
     reads = frozenset({OLD_LOG_PROBS, ENTROPY})
+    whole_batch = True
 
     variant: Literal["O1", "C2"] = option(
         "O1",
@@ -64,17 +64,16 @@ class StareConfig(Signal):
 
     normalize_mass: bool = normalize_mass_option(False)
 
-    def select(self, batch: RolloutBatch) -> RowSelection:
-        """Every row with a token takes part in the mean entropy."""
-        return replace(super().select(batch), selected_B=batch.valid_B)
-
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         """See :class:`grail_advantage.signals.base.Signal`. Both columns of a row must be finite."""
         return torch.where(entropy(batch).isfinite(), surprisal(batch), torch.nan)
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
         weights_BT = torch.ones_like(scores_BT, dtype=torch.float32)
-        if not self.is_on(statistics_BT, batch):
+        # Zeros elsewhere: a mean that multiplies by the mask would let NaN through.
+        known_BT = torch.where(statistics_BT, entropy(batch), 0.0)
+        is_low = batch.aggregate(known_BT, statistics_BT) < self.threshold
+        if not is_low:
             return Reshaped(weights_BT)
         changes = {1: self.strength} if self.variant == "O1" else {1: self.strength, -1: -self.strength}
         for sign, change in changes.items():
@@ -83,9 +82,3 @@ class StareConfig(Signal):
             chosen_1N = top_tokens(scores_BT.reshape(1, -1), candidates_BT.reshape(1, -1), count)
             weights_BT = torch.where(chosen_1N.reshape(scores_BT.shape), 1 + change, weights_BT)
         return Reshaped(weights_BT)
-
-    def is_on(self, statistics_BT: torch.Tensor, batch: RolloutBatch) -> bool:
-        """Whether the mean entropy of these tokens is below the threshold."""
-        # Zeros elsewhere: a mean that multiplies by the mask would let NaN through.
-        known_BT = torch.where(statistics_BT, entropy(batch), 0.0)
-        return batch.aggregate(known_BT, statistics_BT) < self.threshold

@@ -38,7 +38,6 @@ def test_oars_defaults_and_what_follows_from_the_variant(name: str, variant: str
     assert (config.span, config.gate, config.answer_weights) == ("last", "all", None)
     whole = (name, variant) == ("gradient", "grail_port")
     assert config.statistics == ("response" if whole else "reasoning")
-    assert config.alignment == ("predictor" if variant == "grail_port" else "token")
     assert config.reshaping.quantile_rule == ("sorted" if variant == "grail_port" else "linear")
 
 

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 20
 """Of a dump on the disk, measured with every column there and as good as random; see docs/token_dump.md."""
+WAITING = 4
+"""Updates that may wait to be written."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,6 @@ def neutral_reasons(
     non_finite_B: torch.Tensor,
 ) -> list[str | None]:
     """Why each row has no scores of its own; ``None`` where it has. The first reason that holds, in the order below."""
-    needs_answer = signal.needs_answer or (signal.statistics == "reasoning" and signal.answer_weights is None)
 
     def reason(row: int) -> str | None:
         if selection.selected_B[row]:
@@ -87,7 +88,7 @@ def neutral_reasons(
             return "truncated"
         if advantages_B[row] == 0:
             return "advantage 0"
-        if needs_answer and not selection.answered_B[row]:
+        if signal.skips_unanswered and not selection.answered_B[row]:
             return "no answer"
         return "not scored" if selection.inside_gate_B[row] else "outside the gate"
 
@@ -139,19 +140,14 @@ def size_estimate(rows: int, tokens: int, files: int) -> str:
 class DumpWriter:
     """Writes a folder in a thread of its own, beside the training, which it never stops.
 
-    A file that cannot be written, or comes while ``waiting`` others wait for the disk, is left out: counted in ``failed``, and
+    A file that cannot be written, or comes while ``WAITING`` others wait for the disk, is left out: counted in ``failed``, and
     logged once.
-
-    Args:
-        folder: where to.
-        waiting: how many updates may wait to be written.
     """
 
-    def __init__(self, folder: Path, waiting: int = 4) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.failed = 0
         """Updates that were to be written and were not."""
-        self._waiting = waiting
         self._futures: list[Future] = []
         self._executor: ThreadPoolExecutor | None = None
 
@@ -162,8 +158,8 @@ class DumpWriter:
             make: gives the header and the rows; called in the writer's thread, so that it must own what it reads.
         """
         self._futures = [future for future in self._futures if not future.done()]
-        if len(self._futures) >= self._waiting:
-            self._fail(f"{len(self._futures)} updates wait to be written already")
+        if len(self._futures) >= WAITING:
+            self._fail(f"{WAITING} updates wait to be written already")
             return
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token_dump")
@@ -172,14 +168,9 @@ class DumpWriter:
     def start_at(self, step: int) -> None:
         """Remove the files of an earlier run, of this step and later ones."""
         with self.attempt():
-            removed = remove_steps(self.folder, step)
-            if removed:
-                logger.warning(
-                    "token dump: %d files of step %d and later, of an earlier run, removed from %s",
-                    len(removed),
-                    step,
-                    self.folder,
-                )
+            if removed := remove_steps(self.folder, step):
+                files = f"{len(removed)} files of step {step} and later, of an earlier run"
+                logger.warning("token dump: %s, removed from %s", files, self.folder)
 
     def wait(self, seconds: float) -> None:
         """Wait until everything is written, but no longer than this: a disk that hangs stops nothing."""
