@@ -40,22 +40,13 @@ def find_row(dump: TokenDump, step: int | None = None, row: int | None = None) -
         steps = ", ".join(map(str, dump.steps)) or "none"
         raise ValueError(f"--step {step} is not in {dump.folder}; its steps are {steps}")
     for file in reversed(files) if step is None else files:
-        chosen = _row_of(file, row)
-        if chosen is not None:
-            return file.header, chosen
+        rows = [other for other in file.rows() if row is None or other.row == row]
+        if rows:
+            return file.header, min(rows, key=lambda other: other.neutral is not None)
     if row is None:
         raise ValueError(f"{dump.folder} holds no rows that can be read")
     places = ", ".join(str(other.row) for file in files[-1:] for other in file.rows())
     raise ValueError(f"--row {row} is not in step {files[-1].step} of {dump.folder}; its rows are {places}")
-
-
-def _row_of(file: DumpFile, place: int | None) -> DumpRow | None:
-    first = None
-    for row in file.rows():
-        if place == row.row or (place is None and row.neutral is None):
-            return row
-        first = row if first is None else first
-    return first if place is None else None
 
 
 def rollout_view(header: DumpHeader | None, row: DumpRow) -> RenderableType:
