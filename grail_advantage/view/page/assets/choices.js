@@ -1,14 +1,15 @@
 // The choices above the list and the text, and the first view.
 
 const form = $("filters");
-function setForm() {
-  for (const name of ["run", "step", "outcome", "answer", "sort"]) {
+const bar = $("toolbar");
+const FILTERS = ["run", "step", "outcome", "answer", "sort"];
+const SHOWN = ["overlay", "method", "view"];
+function setForms() {
+  for (const name of FILTERS) {
     form.elements[name].value = state[name];
     if (form.elements[name].value !== state[name]) form.elements[name].value = state[name] = "";
   }
-  check($("overlay"), state.overlay);
-  check($("view"), state.view);
-  $("method").value = state.method;
+  for (const name of SHOWN) bar.elements[name].value = state[name];
 }
 function chooseStep(step) {
   state.step = step;
@@ -26,10 +27,10 @@ function refilter() {
   writeHash();
 }
 form.addEventListener("change", () => {
-  for (const name of ["run", "step", "outcome", "answer", "sort"]) state[name] = form.elements[name].value;
+  for (const name of FILTERS) state[name] = form.elements[name].value;
   refilter();
 });
-form.addEventListener("submit", (event) => event.preventDefault());
+addEventListener("submit", (event) => event.preventDefault());
 
 // Of problems with correct and incorrect responses, the one with the widest weights: the first thing to look at.
 function telling(among) {
@@ -44,18 +45,23 @@ function telling(among) {
   return among.filter((row) => row.step === step).reduce((best, row) => (score(row) > score(best) ? row : best));
 }
 
-function setOverlay(overlay) {
-  state.overlay = overlay;
-  repaint();
+function reshow() {
+  const { method, view } = state;
+  for (const name of SHOWN) state[name] = bar.elements[name].value;
+  if (state.method !== method) {
+    drawPosition();
+    pages.forEach((page) => page.element.replaceChild(facts(page.row), page.element.firstChild));
+  }
+  if (state.view !== view) {
+    state.token = -1;
+    drawPages(++turn);
+  } else repaint();
   writeHash();
 }
+bar.addEventListener("change", reshow);
 function setMethod(method) {
-  state.method = method;
-  $("method").value = method;
-  drawPosition();
-  pages.forEach((page) => page.element.replaceChild(facts(page.row), page.element.firstChild));
-  repaint();
-  writeHash();
+  bar.elements.method.value = method;
+  reshow();
 }
 function repaint() {
   for (const page of pages) if (page.data) paint(page), drawPageStrips(page);
@@ -65,20 +71,24 @@ function repaint() {
   if (at) readOut(at, at.pointed);
 }
 
+function segments(name, options) {
+  for (const [value, text] of options) {
+    const label = make("label");
+    // Of one choice alone, the form would not check it.
+    const input = make("input", "", undefined, { type: "radio", name, value, checked: "" });
+    label.append(input, make("span", "", text));
+    $(name).append(label);
+  }
+}
+
 function setUp() {
   form.elements.step.append(new Option("any", ""), ...allSteps.map((step) => new Option(step, step)));
   $("pick-step").hidden = allSteps.length < 2;
   form.elements.run.append(new Option("both", ""), ...index.runs.map((run, i) => new Option(run.name, i)));
   $("pick-run").hidden = index.runs.length < 2;
-  segments($("overlay"), "overlay", index.overlays.map((name) => [name, OVERLAYS[name].name]), state.overlay, setOverlay);
-  segments($("view"), "view", [["one", "One"], ["side", "Side by side"]], state.view, (view) => {
-    state.view = view;
-    state.token = -1;
-    writeHash();
-    drawPages(++turn);
-  });
-  $("method").append(...METHODS.map((name) => new Option(name, name)));
-  $("method").addEventListener("change", () => setMethod($("method").value));
+  segments("overlay", index.overlays.map((name) => [name, OVERLAYS[name].name]));
+  segments("view", [["one", "One"], ["side", "Side by side"]]);
+  bar.elements.method.append(...METHODS.map((name) => new Option(name, name)));
   $("pick-method").hidden = METHODS.length < 2;
 }
 
@@ -96,7 +106,7 @@ function head() {
 async function start() {
   const named = readHash();
   drawPosition();
-  setForm();
+  setForms();
   choose();
   shownGroup = -1;
   const first = named >= 0 ? rows[named] : shown.length ? telling(shown) : null;

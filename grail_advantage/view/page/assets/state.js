@@ -42,16 +42,3 @@ function writeHash() {
   written = `#${out}`;
   if (location.hash !== written) history.replaceState(null, "", written);
 }
-
-function segments(host, name, options, value, changed) {
-  host.textContent = "";
-  for (const [key, text] of options) {
-    const label = make("label");
-    const input = make("input", "", undefined, { type: "radio", name, value: key });
-    input.checked = key === value;
-    input.addEventListener("change", () => changed(key));
-    label.append(input, make("span", "", text));
-    host.append(label);
-  }
-}
-const check = (host, value) => host.querySelectorAll("input").forEach((input) => (input.checked = input.value === value));
