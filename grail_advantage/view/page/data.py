@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grail_advantage.view.dump.files import TokenDump, read_dump
+from grail_advantage.view.dump.files import DumpFile, DumpHeader, TokenDump, read_dump
 
 TOKENS = "tokens"
 """Where a run has its dump, by convention."""
@@ -34,6 +34,16 @@ class Run:
     dump: TokenDump | None
     """``None`` where no rollouts were written."""
     metric_problems: Sequence[str]
+
+    @property
+    def files(self) -> Sequence[DumpFile]:
+        """Of its token dump."""
+        return self.dump.files if self.dump else []
+
+    @property
+    def header(self) -> DumpHeader | None:
+        """Of the first of them, where it can be read."""
+        return self.files[0].header if self.files else None
 
     @property
     def problems(self) -> list[str]:

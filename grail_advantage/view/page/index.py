@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from grail_advantage.view.dump.files import DumpFile, DumpHeader, DumpRow
+from grail_advantage.view.dump.files import DumpHeader, DumpRow
 from grail_advantage.view.page import by_position, colours, data, pack
 
 _GROUP = 8
@@ -56,31 +56,27 @@ class Selection:
     def rollouts(self) -> list[Rollout]:
         return [rollout for group in self.groups for rollout in group.rollouts]
 
-    def read(
-        self, runs: Sequence[data.Run], files: Sequence[tuple[int, DumpFile]], most: int
-    ) -> list[dict[str, by_position.RowTable]]:
+    def read(self, runs: Sequence[data.Run], most: int) -> list[dict[str, by_position.RowTable]]:
         """Read every file once, and choose rollouts evenly over the files.
 
         Args:
             runs: one or two.
-            files: of their dumps, each with its run's number.
             most: rollouts to choose.
 
         Returns:
             For each run the tables of all its responses, by method; of a run without a dump they are empty.
         """
+        files = [file for run in runs for file in run.files]
         count = max(1, min(len(files), most // _GROUP))
-        chosen = {round(place) for place in np.linspace(0, max(0, len(files) - 1), count)} if files else set()
+        chosen = [files[round(place)] for place in np.linspace(0, len(files) - 1, count)] if files else []
         quota = max(1, most // max(1, len(chosen)))
 
         def rows(run: int) -> Iterator[DumpRow]:
-            for number, (of_run, file) in enumerate(files):
-                if of_run != run:
-                    continue
+            for file in runs[run].files:
                 of_file = list(file.rows())
                 self.responses[run] += len(of_file)
                 self.answered[run] += sum(row.span is not None for row in of_file)
-                if number in chosen:
+                if file in chosen:
                     self._add(run, of_file, quota, file.header)
                 yield from of_file
 
@@ -132,11 +128,10 @@ class Selection:
             "overlays": _overlays(self.rollouts),
         }
 
-    def methods(self, headers: Sequence[DumpHeader | None]) -> list[str]:
+    def methods(self, header: DumpHeader | None) -> list[str]:
         """Names of the methods, in the dump's order."""
         compared = list(dict.fromkeys(name for one in self.rollouts for name in one.facts["neutrals"] or ()))
-        named = [header.method for header in headers if header is not None and header.method]
-        return compared or named[:1] or ["weights"]
+        return compared or [header.method if header is not None and header.method else "weights"]
 
 
 def gives_advantages(row: DumpRow) -> bool:

@@ -68,11 +68,10 @@ def write_report(
 def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: float = MEGABYTES) -> str:
     """The page of one run or two; see :func:`write_report`."""
     names = _names([run.folder for run in runs])
-    files = [(number, file) for number, run in enumerate(runs) if run.dump is not None for file in run.dump.files]
-    headers = [file.header for _, file in (files[:1] + [entry for entry in files if entry[0] == 1][:1])]
+    header = next((run.header for run in runs if run.header is not None), None)
     selection = index.Selection()
-    tables = selection.read(runs, files, rollouts)
-    methods = selection.methods(headers)
+    tables = selection.read(runs, rollouts)
+    methods = selection.methods(header)
     curves, more = index.curves(runs)
     content: dict[str, Any] = {
         "methods": methods,
@@ -87,9 +86,9 @@ def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: flo
     asked = len(selection.rollouts)
     while True:
         content |= selection.index()
-        content["subtitle"] = _subtitle(runs, headers, selection)
+        content["subtitle"] = _subtitle(runs, header, selection)
         content["notes"] = _notes(runs, selection, asked)
-        content["foot"] = _foot(headers, bool(selection.rollouts))
+        content["foot"] = _foot(header, bool(selection.rollouts))
         page = _page(" against ".join(names), index.plain(content), [rollout.block for rollout in selection.rollouts])
         blocks = sum(len(rollout.block) for rollout in selection.rollouts)
         over = len(page.encode()) - megabytes * 1e6
@@ -158,8 +157,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return next((names for names in ends if len(set(names)) == len(names)), numbered)
 
 
-def _subtitle(runs: Sequence[data.Run], headers: Sequence[DumpHeader | None], selection: index.Selection) -> str:
-    parts = [headers[0].method, Path(headers[0].model).name] if headers and headers[0] is not None else []
+def _subtitle(runs: Sequence[data.Run], header: DumpHeader | None, selection: index.Selection) -> str:
+    parts = [header.method, Path(header.model).name] if header is not None else []
     steps = sorted({step for run in runs for step in run.metrics} | {group.facts["step"] for group in selection.groups})
     if len(steps) > 1:
         parts.append(f"steps {steps[0]} to {steps[-1]}")
@@ -169,9 +168,9 @@ def _subtitle(runs: Sequence[data.Run], headers: Sequence[DumpHeader | None], se
     return " · ".join(part for part in parts if part)
 
 
-def _foot(headers: Sequence[DumpHeader | None], rollouts: bool) -> list[str]:
+def _foot(header: DumpHeader | None, rollouts: bool) -> list[str]:
     lines = []
-    if headers and (header := headers[0]) is not None and header.method:
+    if header is not None and header.method:
         options = ", ".join(f"{name} {value}" for name, value in header.options.items() if value is not None)
         temperature = "" if header.temperature is None else f" Temperature {header.temperature:g}."
         lines.append(f"Method {header.method}{': ' + options if options else ''}.{temperature}")
@@ -196,7 +195,7 @@ def _notes(runs: Sequence[data.Run], selection: index.Selection, asked: int) -> 
     """Responses without what the method needs, rollouts that were left out, and what could not be read."""
     lines = []
     for number, run in enumerate(runs):
-        header = run.dump.files[0].header if run.dump is not None and run.dump.files else None
+        header = run.header
         answered, responses = selection.answered[number], selection.responses[number]
         if header is not None and header.answer is not None and is_low(answered, responses):
             lines.append(
