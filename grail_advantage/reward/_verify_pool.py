@@ -70,9 +70,7 @@ class _Server:
             raise
         finally:
             self._idle.put(connection)
-        if (
-            verdict == "killed"
-        ):  # from outside, other workers perhaps too, and with them a lock of the pool's that they held
+        if verdict == "killed":  # from outside; perhaps other workers too, and with them a lock of the pool's
             self.process.kill()
             raise _Lost
         if isinstance(verdict, str):
@@ -122,16 +120,6 @@ def verify(gold: str, answer: str) -> bool:
         except _Lost:
             pass
     raise VerifyFailed("the process that compares the answers was killed twice")
-
-
-def close() -> None:
-    """End this process's server; the next ``verify`` starts a new one."""
-    global _server
-    with _lock:
-        if _server is not None:
-            _server.process.kill()
-            _server.process.wait()
-            _server = None
 
 
 def _after_fork_in_child() -> None:

@@ -23,13 +23,20 @@ from tests.recipe.hostile_answers import GOLD, hostile_responses
 from tests.recipe.test_reward import accepts, judge
 
 
+def end_server() -> None:
+    """The next comparison starts a new one, with the environment as it is then."""
+    if _verify_pool._server is not None:
+        _verify_pool._server.process.kill()
+        _verify_pool._server.process.wait()
+
+
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Half a second of processor time for each answer."""
-    _verify_pool.close()
+    end_server()
     monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "0.5")
     yield
-    _verify_pool.close()
+    end_server()
 
 
 def workers(server: int | None = None) -> list[int]:
@@ -72,11 +79,11 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(short_limit: None, 
 @pytest.mark.slow
 def test_no_verdict_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     gold, answer = r"\frac{\sqrt{5}-1}{4}", r"\sin(\frac{\pi}{10})"
-    _verify_pool.close()
+    end_server()
     monkeypatch.setenv("GRAIL_REWARD_TIMEOUT", "0.01")
     starved = judge(gold, answer)
     monkeypatch.delenv("GRAIL_REWARD_TIMEOUT")
-    _verify_pool.close()
+    end_server()
     assert (starved["score"], starved["verify_failed"]) == (0.0, 1.0)
     assert accepts(gold, answer)
 
@@ -107,7 +114,7 @@ print(json.dumps([verdict, status("VmPeak") - mapped, limits]))
 
 
 def test_the_judge_gets_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    _verify_pool.close()
+    end_server()
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert accepts("x+71", "71+x")
     environment = Path(f"/proc/{_verify_pool.server().process.pid}/environ").read_bytes()
