@@ -19,9 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import torch
+from pydantic import Field
 
 from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS, PassRow, RolloutBatch
 from grail_advantage.options import Options, option
@@ -45,6 +46,20 @@ HIDDEN_STATES = "hidden_states"
 Gate = Literal["wrong", "correct", "all"]
 Span = Literal["first", "last"]
 Statistics = Literal["response", "reasoning"]
+# The types of options that several signals have.
+GateOption = Annotated[
+    Gate, Field(description="rows that get weights: wrong (advantage <= 0), correct (advantage > 0) or all")
+]
+StatisticsOption = Annotated[
+    Statistics,
+    Field(
+        description="tokens that are scored and weighed against each other: the whole response, or the reasoning before the "
+        "answer"
+    ),
+]
+NormalizeMass = Annotated[
+    bool, Field(description="whether the weights of a row's weighed tokens are scaled to sum to their number")
+]
 USES = ("", SALIENCY, LOGITS, SEQUENCES, LOG_PROBS, HIDDEN_STATES)
 GIVES = ("weights", "advantages")
 READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS)
@@ -89,24 +104,6 @@ class Reshaped:
     """Bounds that the weights were clipped to."""
     elsewhere: float = 1.0
     """Weight of the scored rows' tokens outside the statistics set, for signals without answer weights."""
-
-
-def gate_option(default: str) -> Any:
-    """The option ``gate``, for signals that have one."""
-    return option(default, "rows that get weights: wrong (advantage <= 0), correct (advantage > 0) or all")
-
-
-def statistics_option(default: str | None) -> Any:
-    """The option ``statistics``, for signals that have one."""
-    return option(
-        default,
-        "tokens that are scored and weighed against each other: the whole response, or the reasoning before the answer",
-    )
-
-
-def normalize_mass_option(default: bool | None = False) -> Any:
-    """The option ``normalize_mass``, for signals that have one."""
-    return option(default, "whether the weights of a row's weighed tokens are scaled to sum to their number")
 
 
 class Signal(Options):

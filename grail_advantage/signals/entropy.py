@@ -12,14 +12,7 @@ import torch
 from grail_advantage.batch import ENTROPY, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
-from grail_advantage.signals.base import (
-    Gate,
-    ReshapedSignal,
-    Statistics,
-    gate_option,
-    normalize_mass_option,
-    statistics_option,
-)
+from grail_advantage.signals.base import GateOption, NormalizeMass, ReshapedSignal, StatisticsOption
 from grail_advantage.signals.policy_columns import entropy
 
 
@@ -33,11 +26,9 @@ class EntropyConfig(ReshapedSignal):
 
     reshaper: str = option("mean_ratio", "map from scores to weights, by its registered name")
 
-    gate: Gate = gate_option("all")
-
-    statistics: Statistics = statistics_option("response")
-
-    normalize_mass: bool = normalize_mass_option(False)
+    gate: GateOption = "all"
+    statistics: StatisticsOption = "response"
+    normalize_mass: NormalizeMass = False
 
     @property
     def ranks_entropy(self) -> bool:  # type: ignore[override]

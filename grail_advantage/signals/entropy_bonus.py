@@ -13,7 +13,7 @@ import torch
 from grail_advantage.batch import ENTROPY, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
-from grail_advantage.signals.base import Reshaped, Signal, normalize_mass_option
+from grail_advantage.signals.base import NormalizeMass, Reshaped, Signal
 from grail_advantage.signals.policy_columns import entropy
 
 
@@ -39,7 +39,7 @@ class EntropyBonusConfig(Signal):
         why="otherwise the bonus outweighs a negative advantage",
     )
 
-    normalize_mass: bool = normalize_mass_option(False)
+    normalize_mass: NormalizeMass = False
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         return entropy(batch)

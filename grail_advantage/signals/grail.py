@@ -21,17 +21,11 @@ from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.bilevel import BilevelOptions
 from grail_advantage.reshapers.log_zscore import LogZscoreOptions
-from grail_advantage.signals.base import (
-    AnswerWeights,
-    Gate,
-    Span,
-    Statistics,
-    gate_option,
-    normalize_mass_option,
-    statistics_option,
-)
+from grail_advantage.signals.base import AnswerWeights, GateOption, NormalizeMass, Span, StatisticsOption
 from grail_advantage.signals.saliency import Alignment, Leaf, SaliencySignal
 
+OF_PRESET: Any = None
+"""The default of an option that its preset sets."""
 OFFICIAL = {
     "alignment": "predictor",
     "span": "first",
@@ -86,17 +80,17 @@ class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
         "tokens whose log-likelihood is differentiated: the whole span, or its content (the span where that is empty)",
     )
 
-    statistics: Statistics = statistics_option(None)
+    statistics: StatisticsOption = OF_PRESET
 
     content_weight: float = option(
         None, "weight of the answer's content tokens; at least 0; weight_max by default", ge=0
     )
 
-    gate: Gate = gate_option("wrong")
+    gate: GateOption = "wrong"
 
     content_outside_gate: bool = option(None, "whether answers of rows outside the gate still get content_weight")
 
-    normalize_mass: bool = normalize_mass_option(None)
+    normalize_mass: NormalizeMass = OF_PRESET
 
     def __init__(self, preset: str | None = None, **options: Any) -> None:
         super().__init__(**options | {"preset": preset})

@@ -18,7 +18,7 @@ from grail_advantage.batch import ENTROPY, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.top import count_of_share
-from grail_advantage.signals.base import Reshaped, Signal, normalize_mass_option
+from grail_advantage.signals.base import NormalizeMass, Reshaped, Signal
 from grail_advantage.signals.policy_columns import entropy
 
 
@@ -47,7 +47,7 @@ class HighEntropyConfig(Signal):
         "1), or all",
     )
 
-    normalize_mass: bool = normalize_mass_option(False)
+    normalize_mass: NormalizeMass = False
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         return entropy(batch)

@@ -17,7 +17,7 @@ from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.bilevel import BilevelOptions
 from grail_advantage.reshapers.log_zscore import LogZscoreOptions
-from grail_advantage.signals.base import LOGITS, SEQUENCES, ReshapedSignal, normalize_mass_option
+from grail_advantage.signals.base import LOGITS, SEQUENCES, NormalizeMass, ReshapedSignal
 from grail_advantage.signals.oar_gradient import gradient_scores
 from grail_advantage.signals.oar_perturbation import perturbation_scores, replaced_tokens
 
@@ -78,7 +78,7 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
 
     reshaper: str = option("bilevel", "map from scores to weights, by its registered name")
 
-    normalize_mass: bool = normalize_mass_option(True)
+    normalize_mass: NormalizeMass = True
 
     def __init__(self, method: str | None = None, **options: Any) -> None:
         super().__init__(**options | {"method": method})

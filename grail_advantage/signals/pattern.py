@@ -21,7 +21,7 @@ from grail_advantage.answers.text import TokenTexts, starts_of
 from grail_advantage.batch import TOKENS, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
-from grail_advantage.signals.base import Reshaped, RowSelection, Signal, gate_option, normalize_mass_option
+from grail_advantage.signals.base import GateOption, NormalizeMass, Reshaped, RowSelection, Signal
 
 NUMBERS_AFTER_EQUALS = r"=\s*(?P<content>[-+]?\$?\d+(?:,\d{3})*(?:\.\d+)?)"
 
@@ -48,7 +48,7 @@ class PatternConfig(Signal):
 
     outside: float = option(0.0, "weight of the others; at least 0", ge=0)
 
-    gate: Literal["wrong", "correct", "all"] = gate_option("correct")
+    gate: GateOption = "correct"
 
     elsewhere: Literal[0, 1] = option(0, "weight of the rows outside the gate: 0 or 1")
 
@@ -57,7 +57,7 @@ class PatternConfig(Signal):
         "whether as many tokens at random places of the row count in place of those that match; drawn by its content",
     )
 
-    normalize_mass: bool = normalize_mass_option(False)
+    normalize_mass: NormalizeMass = False
 
     def check(self) -> None:
         super().check()

@@ -13,7 +13,7 @@ import torch
 from grail_advantage.batch import OLD_LOG_PROBS, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
-from grail_advantage.signals.base import Reshaped, Signal, normalize_mass_option
+from grail_advantage.signals.base import NormalizeMass, Reshaped, Signal
 from grail_advantage.signals.policy_columns import surprisal
 
 
@@ -33,7 +33,7 @@ class ProbabilityConfig(Signal):
         why="the weights lie between 1 - alpha and 1",
     )
 
-    normalize_mass: bool = normalize_mass_option(False)
+    normalize_mass: NormalizeMass = False
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         return torch.exp(-surprisal(batch))

@@ -27,7 +27,7 @@ from grail_advantage.batch import EXAMPLES, OLD_LOG_PROBS, Example, PassRow, Rol
 from grail_advantage.model.interface import Model, RowScores
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
-from grail_advantage.signals.base import LOG_PROBS, Reshaped, RowSelection, Signal, normalize_mass_option
+from grail_advantage.signals.base import LOG_PROBS, NormalizeMass, Reshaped, RowSelection, Signal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,7 +99,7 @@ class RlsdConfig(Signal):
         "tokens lose their meaning in all of it",
     )
 
-    normalize_mass: bool = normalize_mass_option()
+    normalize_mass: NormalizeMass = False
 
     @classmethod
     def completed(cls, options: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from grail_advantage.batch import GROUPS, PassRow, RolloutBatch
 from grail_advantage.model.interface import Model, RowScores
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
-from grail_advantage.signals.base import HIDDEN_STATES, Reshaped, Signal, normalize_mass_option
+from grail_advantage.signals.base import HIDDEN_STATES, NormalizeMass, Reshaped, Signal
 from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, TOLERANCE, shear_scores
 
 
@@ -49,7 +49,7 @@ class ShearConfig(Signal):
 
     tolerance: float = option(TOLERANCE, "share of the mass that may still be misplaced when a pair is done", gt=0)
 
-    normalize_mass: bool = normalize_mass_option()
+    normalize_mass: NormalizeMass = False
 
     def check(self) -> None:
         super().check()

@@ -17,7 +17,7 @@ from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.top import count_of_share, top_tokens
-from grail_advantage.signals.base import Reshaped, Signal, normalize_mass_option
+from grail_advantage.signals.base import NormalizeMass, Reshaped, Signal
 from grail_advantage.signals.policy_columns import entropy, surprisal
 
 
@@ -62,7 +62,7 @@ class StareConfig(Signal):
         why="the weights are 1 - strength, 1 and 1 + strength",
     )
 
-    normalize_mass: bool = normalize_mass_option(False)
+    normalize_mass: NormalizeMass = False
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         """See :class:`grail_advantage.signals.base.Signal`. Both columns of a row must be finite."""

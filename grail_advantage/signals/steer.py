@@ -14,7 +14,7 @@ import torch
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
-from grail_advantage.signals.base import Reshaped, Signal, normalize_mass_option
+from grail_advantage.signals.base import NormalizeMass, Reshaped, Signal
 from grail_advantage.signals.policy_columns import entropy, surprisal
 
 
@@ -33,7 +33,7 @@ class SteerConfig(Signal):
 
     lowest: float = option(0.8, "weight of the token that changes the entropy most; in [0, 1]", ge=0, le=1)
 
-    normalize_mass: bool = normalize_mass_option(False)
+    normalize_mass: NormalizeMass = False
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         surprisal_BT = surprisal(batch)

@@ -16,14 +16,7 @@ import torch
 from grail_advantage.batch import OLD_LOG_PROBS, RolloutBatch
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
-from grail_advantage.signals.base import (
-    Gate,
-    ReshapedSignal,
-    Statistics,
-    gate_option,
-    normalize_mass_option,
-    statistics_option,
-)
+from grail_advantage.signals.base import GateOption, NormalizeMass, ReshapedSignal, StatisticsOption
 from grail_advantage.signals.policy_columns import surprisal
 
 
@@ -37,11 +30,9 @@ class SurprisalConfig(ReshapedSignal):
 
     reshaper: str = option("top", "map from scores to weights, by its registered name")
 
-    gate: Gate = gate_option("wrong")
-
-    statistics: Statistics = statistics_option("reasoning")
-
-    normalize_mass: bool = normalize_mass_option(False)
+    gate: GateOption = "wrong"
+    statistics: StatisticsOption = "reasoning"
+    normalize_mass: NormalizeMass = False
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
         return surprisal(batch)
