@@ -83,11 +83,10 @@ def convert(spec: DatasetSpec, columns: Columns, row: dict[str, Any] | BadRow) -
 def _read_problem(value: Any, field: str) -> str:
     """The problem's text: the field itself, or the content of the one user message that it holds."""
     if isinstance(value, list):
-        roles = [message.get("role") if isinstance(message, dict) else message for message in value]
-        if roles != ["user"] or not isinstance(value[0], dict):
-            raise BadRow("not a single user message", f"roles {roles}", field)
+        if len(value) != 1 or not isinstance(value[0], dict) or value[0].get("role") != "user":
+            raise BadRow("not a single user message", f"{len(value)} messages", field)
         value = value[0].get("content")
-    if value is not None and not isinstance(value, str):
+    if not isinstance(value, str | None):
         raise BadRow("neither text nor chat messages", type(value).__name__, field)
     if not (problem := _without_suffix(value or "")):
         raise BadRow("empty problem", field=field)

@@ -29,29 +29,22 @@ _HUB_FORM = "NAME=ORG/DATASET[:CONFIG[:SPLIT]]"
 def prepare_dataset(spec: DatasetSpec, source: Source, output_dir: Path, max_dropped: float = MAX_DROPPED) -> str:
     """Write ``output_dir/NAME.parquet`` and ``NAME.json`` and return a summary.
 
-    Args:
-        spec: the dataset.
-        source: its rows.
-        output_dir: created if need be.
-        max_dropped: the largest share of unusable rows that still gives a file.
-
     Raises:
         ValueError: the source lacks a column, has no usable row, or too many unusable ones.
     """
-    path = output_dir / f"{spec.name}.parquet"
     columns = _choose_columns(spec, source)
     rows: list[dict[str, Any]] = []
     dropped: list[str] = []
     reasons: Counter[str] = Counter()
     other_task = 0
-    for number, row in source.rows:
+    for place, row in source.rows:
         try:
-            if (converted := convert(spec, columns, row)) is not None:
-                rows.append(converted)
-            else:
+            if (converted := convert(spec, columns, row)) is None:
                 other_task += 1
+            else:
+                rows.append(converted)
         except BadRow as error:
-            dropped.append(f"{source.name}, {source.unit} {number}: {error}")
+            dropped.append(f"{source.name}, {place}: {error}")
             reasons[error.reason] += 1
 
     for message in dropped[:_SHOWN_BAD_ROWS]:
@@ -86,6 +79,7 @@ def prepare_dataset(spec: DatasetSpec, source: Source, output_dir: Path, max_dro
         "notes": notes,
     }
     disable_progress_bars()
+    path = output_dir / f"{spec.name}.parquet"
     with whole_file(path) as file:
         Dataset.from_list(rows, features=FEATURES).to_parquet(file)
     write_whole(path.with_suffix(".json"), json.dumps(note, indent=2, ensure_ascii=False) + "\n")
@@ -109,7 +103,7 @@ def _choose_columns(spec: DatasetSpec, source: Source) -> Columns:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prepare the datasets that the command line names and print a summary; returns 0 if every one is there."""
+    """Prepare the datasets that the command line names, print a summary of each, and return 0 if every one is there."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -117,10 +111,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hub = dict(text.partition("=")[::2] for text in options.hub_id)
         if not names:
             raise ValueError("--train none and --benchmarks none leave nothing to do")
-        if not 0 <= options.max_dropped < 1:
-            raise ValueError(f"--max-dropped is a share from 0 up to 1, got {options.max_dropped}")
-        if options.local_dir is not None and not options.local_dir.is_dir():
-            raise ValueError(f"--local-dir {options.local_dir} is not a folder")
         if unused := hub.keys() - names:
             raise ValueError(
                 f"--hub-id names {', '.join(sorted(unused))}; it is {_HUB_FORM} with NAME one of {', '.join(names)}"
@@ -128,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
 
-    done, failed = [], []
+    failed = 0
     for name in names:
         spec = SPECS[name]
         try:
@@ -137,12 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 source = load_hub(spec, hub.get(name, spec.hub))
             summary = prepare_dataset(spec, source, options.output_dir, options.max_dropped)
-            done.append(f"  {name}.parquet: {summary}")
+            print(f"{options.output_dir / name}.parquet: {summary}", flush=True)
         except (ValueError, OSError) as error:
-            failed.append(f"  FAILED {error}")
-
-    print(f"{len(done)} of {len(names)} datasets are in {options.output_dir}:", *done, sep="\n")
-    print(*failed, sep="\n", end="\n" * bool(failed), file=sys.stderr)
+            print(f"FAILED {error}", file=sys.stderr)
+            failed += 1
     return 1 if failed else 0
 
 

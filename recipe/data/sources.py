@@ -15,12 +15,11 @@ from recipe.data.specs import DatasetSpec
 
 
 class Source(NamedTuple):
-    """Rows by number (of the ``unit`` line or row), each its fields or the reason why a line is no row."""
+    """Rows by place (``line 3`` or ``row 3``), each its fields or the reason why a line is no row."""
 
     name: str
-    unit: str
     columns: Collection[str]
-    rows: Iterable[tuple[int, dict[str, Any] | BadRow]]
+    rows: Iterable[tuple[str, dict[str, Any] | BadRow]]
 
 
 def read_jsonl(path: Path) -> Source:
@@ -28,9 +27,9 @@ def read_jsonl(path: Path) -> Source:
 
     ``load_dataset("json")`` refuses the whole file for one broken line, and makes dates of answers that look like them.
     """
-    rows = [(number, _row(line)) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
+    rows = [(f"line {number}", _row(line)) for number, line in enumerate(path.open("rb"), 1) if line.strip()]
     columns = dict.fromkeys(name for _, row in rows if isinstance(row, dict) for name in row)
-    return Source(str(path), "line", columns, rows)
+    return Source(str(path), columns, rows)
 
 
 def _row(line: bytes) -> dict[str, Any] | BadRow:
@@ -55,18 +54,19 @@ def load_hub(spec: DatasetSpec, place: str) -> Source:
         ) from error
     # Pictures, which some copies carry, would all be decoded.
     pictures = [column for column, feature in rows.features.items() if require_decoding(feature)]
-    return Source(name, "row", rows.column_names, enumerate(rows.remove_columns(pictures), 1))
+    return Source(
+        name, rows.column_names, ((f"row {n}", row) for n, row in enumerate(rows.remove_columns(pictures), 1))
+    )
 
 
 def find_local_file(name: str, folder: Path) -> Path:
     """Find ``NAME.jsonl`` or the one ``NAME_*.jsonl`` in ``folder``; ValueError where there is none, or several."""
-    if (exact := folder / f"{name}.jsonl").is_file():
-        return exact
-    paths = sorted(path for path in folder.glob(f"{name}_*.jsonl") if path.is_file())
-    if len(paths) == 1:
-        return paths[0]
-    if paths:
+    exact = folder / f"{name}.jsonl"
+    paths = [exact] if exact.is_file() else sorted(folder.glob(f"{name}_*.jsonl"))
+    if len(paths) > 1:
         names = ", ".join(path.name for path in paths)
         raise ValueError(f"{name}: {folder} has several files for it: {names}; rename the one to use to {name}.jsonl")
-    remedy = f"leave it out with --benchmarks and --train, or name a place on the hub with --hub-id {name}="
-    raise ValueError(f"{name}: no {name}.jsonl or {name}_*.jsonl in --local-dir {folder}; {remedy}")
+    if not paths:
+        remedy = f"leave it out with --benchmarks and --train, or name a place on the hub with --hub-id {name}="
+        raise ValueError(f"{name}: no {name}.jsonl or {name}_*.jsonl in --local-dir {folder}; {remedy}")
+    return paths[0]

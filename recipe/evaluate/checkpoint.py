@@ -63,12 +63,13 @@ def resolve_model(model: str | Path) -> Path:
 
 def fingerprint(folder: Path) -> str:
     """First 16 hexadecimal digits of a SHA-256 over a model folder's weights, configuration, tokenizer and template."""
-    files = sorted({path for pattern in [*_FILES, *_WEIGHTS] for path in folder.glob(pattern) if path.name != _STAMP})
-    digests = []
-    for path in files:
+    lines = []
+    for path in sorted(
+        {path for pattern in [*_FILES, *_WEIGHTS] for path in folder.glob(pattern) if path.name != _STAMP}
+    ):
         with path.open("rb") as file:
-            digests.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
+            lines.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _is_model(folder: Path) -> bool:

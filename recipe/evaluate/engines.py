@@ -22,7 +22,6 @@ from recipe.evaluate.store import KEY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-    from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
@@ -98,16 +97,6 @@ def start_engine(model: Path, longest: int, engines: int, tensor_parallel_size: 
     return AsyncLLM.from_engine_args(arguments)
 
 
-def sampling_params(sampling: Mapping[str, Any], seed: int) -> SamplingParams:
-    """vLLM's parameters for one sample; ValueError where it refuses them."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    options = {name: value for name, value in sampling.items() if name not in ("samples", "seed")}
-    # vLLM would load the tokenizer its own way.
-    return SamplingParams(**options, seed=seed, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
-
-
 async def sample(
     start: Callable[[], AsyncLLM],
     wanted: Sequence[Mapping[str, Any]],
@@ -116,27 +105,32 @@ async def sample(
     done: Callable[[dict[str, Any]], object],
 ) -> None:
     """Start the engines and draw all ``wanted`` samples (key, ``prompt`` and ``prompt_ids``) in one go; ``done`` is called
-    with each, which has all of :data:`recipe.evaluate.store.FIELDS`, as soon as it is there.
+    with each, as :class:`recipe.evaluate.store.Store` takes it, as soon as it is there.
 
     Raises:
         RuntimeError: an engine failed, or vLLM gave up on a sample.
     """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.exceptions import EngineDeadError
 
+    options = {name: value for name, value in sampling.items() if name not in ("samples", "seed")}
+    # vLLM would load the tokenizer its own way.
+    parameters = SamplingParams(**options, output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False)
     engine = start()
 
     async def draw(each: Mapping[str, Any]) -> None:
         name = "/".join(str(each[part]) for part in KEY)
-        seed = sample_seed(f"{sampling['seed']}/{name}")
-        prompt = {"prompt_token_ids": each["prompt_ids"]}
-        async for output in engine.generate(prompt, sampling_params(sampling, seed), name):
+        own = parameters.clone()
+        own.seed = sample_seed(f"{sampling['seed']}/{name}")
+        async for output in engine.generate({"prompt_token_ids": each["prompt_ids"]}, own, name):
             final = output.outputs[0]
         if final.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended sample {name} with {final.finish_reason!r}")
         ids = list(final.token_ids)
         text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         named = {part: each[part] for part in (*KEY, "prompt")}
-        done(named | {"seed": seed, "tokens": len(ids), "finish_reason": final.finish_reason, "text": text})
+        done(named | {"seed": own.seed, "tokens": len(ids), "finish_reason": final.finish_reason, "text": text})
 
     try:
         await asyncio.gather(*map(draw, wanted))

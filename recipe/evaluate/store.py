@@ -16,14 +16,15 @@ from typing import Any
 
 KEY = ("benchmark", "index", "sample")
 """A sample's name."""
-FIELDS = (*KEY, "prompt", "seed", "tokens", "finish_reason", "text")
-"""``prompt`` is a hash of its token ids; ``tokens`` counts the end token; ``finish_reason`` is ``stop`` or ``length``."""
 _REMEDY = "use the former, choose another --output-dir, or delete the old generations with --restart"
 key_of = itemgetter(*KEY)
 
 
 class Store(AbstractContextManager):
     """The samples of an output folder, by :data:`KEY`; holds their file open and locked.
+
+    A sample has its key and ``prompt`` (a hash of the token ids), ``seed``, ``tokens`` (with the end token),
+    ``finish_reason`` (``stop`` or ``length``) and ``text``.
 
     Raises:
         ValueError: the file was begun with other settings, is damaged other than in its last line, or is in use.
@@ -37,13 +38,11 @@ class Store(AbstractContextManager):
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._read(settings)
-        except BlockingIOError:
+        except BaseException as error:
             self._file.close()
-            raise ValueError(
-                f"{path}: another evaluation is writing to it; give this one its own --output-dir"
-            ) from None
-        except BaseException:
-            self._file.close()
+            if isinstance(error, BlockingIOError):
+                message = "another evaluation is writing to it; give this one its own --output-dir"
+                raise ValueError(f"{path}: {message}") from None
             raise
 
     def __exit__(self, *error: object) -> None:
@@ -58,7 +57,7 @@ class Store(AbstractContextManager):
         return [sample for sample in wanted if key_of(sample) not in self.samples]
 
     def append(self, sample: dict[str, Any]) -> None:
-        """Keep a sample, which has all :data:`FIELDS`; it is on the disk when this returns."""
+        """Keep a sample; it is on the disk when this returns."""
         self._write(sample)
         self.samples[key_of(sample)] = sample
 
@@ -69,26 +68,19 @@ class Store(AbstractContextManager):
 
     def _read(self, settings: dict[str, Any]) -> None:
         self._file.seek(0)
-        lines = self._file.read().splitlines(keepends=True)
-        there = None
+        lines, records = self._file.read().splitlines(keepends=True), []
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line if line.endswith(b"\n") else b"")
-                if there is None:
-                    there = dict(record["settings"])
-                    continue
-                sample = {name: record[name] for name in FIELDS}
-                if key_of(sample) in self.samples:
-                    raise KeyError("twice")
-                self.samples[key_of(sample)] = sample
-            except (ValueError, KeyError, TypeError) as error:
-                if number == len(lines) and isinstance(error, ValueError):
-                    self._file.truncate(sum(map(len, lines[:-1])))  # the process was stopped while it wrote this line
-                    break
-                remedy = "remove the line" if number > 1 else "begin anew with --restart"
-                raise ValueError(f"{self.path}, line {number}: damaged ({error!r}); {remedy}") from None
-        if there is None:
+                records.append(json.loads(line if line.endswith(b"\n") else b""))
+            except ValueError as error:
+                if number < len(lines):
+                    raise ValueError(f"{self.path}, line {number}: damaged ({error}); remove the line") from None
+                self._file.truncate(sum(map(len, lines[:-1])))  # the process was stopped while it wrote this line
+        if not records:
             self._write({"settings": settings})
-        elif names := [name for name in {**settings, **there} if settings.get(name) != there.get(name)]:
+            return
+        self.samples = {key_of(sample): sample for sample in records[1:]}
+        there = records[0]["settings"]
+        if names := [name for name in {**settings, **there} if settings.get(name) != there.get(name)]:
             differences = "; ".join(f"{name} {there.get(name)!r} there, {settings.get(name)!r} now" for name in names)
             raise ValueError(f"{self.path} was begun with other settings: {differences}; {_REMEDY}")

@@ -172,7 +172,6 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--benchmarks", "none", "--train", "none"], "leave nothing to do"),
         (["--hub-id", "gsm8k=a/b"], "--hub-id names gsm8k; it is NAME=ORG/DATASET"),
-        (["--max-dropped", "1"], "--max-dropped is a share from 0 up to 1, got 1.0"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
