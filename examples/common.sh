@@ -45,96 +45,44 @@ logger=${LOGGER:-console,file,tensorboard}
 
 # ------------------------------------- derived values and checks ---------------------------------
 
-for knob in NNODES NGPUS_PER_NODE TRAIN_BATCH_SIZE ROLLOUT_N MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH ROLLOUT_TP TOTAL_STEPS; do
-    variable=${knob,,}
-    if [[ ! ${!variable} =~ ^[1-9][0-9]*$ ]]; then
-        echo "$knob=${!variable} must be a whole number from 1 on" >&2
-        exit 1
-    fi
-done
-for knob in SAVE_FREQ TEST_FREQ; do
-    variable=${knob,,}
-    if [[ ! ${!variable} =~ ^(-1|[1-9][0-9]*)$ ]]; then
-        echo "$knob=${!variable} must be a whole number from 1 on, or -1 for off" >&2
-        exit 1
-    fi
-done
+# shellcheck source=scripts/launch.sh
+source scripts/launch.sh
+check_counts NNODES NGPUS_PER_NODE TRAIN_BATCH_SIZE ROLLOUT_N MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH ROLLOUT_TP TOTAL_STEPS
+check_knobs '-1|[1-9][0-9]*' "a whole number from 1 on, or -1 for off" SAVE_FREQ TEST_FREQ
+check_knobs '0|[1-9][0-9]*' "a whole number from 0 on" SEED LORA_RANK
+check_knobs 'fsdp2?' "fsdp or fsdp2" STRATEGY
+check_knobs 'True|False' "True or False" OFFLOAD
+check_knobs '0|1' "0 or 1" DRY_RUN FRESH
+choose_method
 
 sequence_length=$((max_prompt_length + max_response_length))
 ppo_max_token_len_per_gpu=${PPO_MAX_TOKEN_LEN_PER_GPU:-$((micro_batch_sequences * sequence_length))}
-if [[ ! $ppo_max_token_len_per_gpu =~ ^[1-9][0-9]*$ ]] || ((ppo_max_token_len_per_gpu < sequence_length)); then
-    echo "PPO_MAX_TOKEN_LEN_PER_GPU=$ppo_max_token_len_per_gpu must be a whole number that holds one sequence of" \
-        "MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = $sequence_length tokens" >&2
-    exit 1
-fi
-
-if [[ ! $lora_rank =~ ^(0|[1-9][0-9]*)$ ]]; then
-    echo "LORA_RANK=$lora_rank must be a whole number, 0 for no adapters" >&2
-    exit 1
-fi
+check_counts PPO_MAX_TOKEN_LEN_PER_GPU
+((ppo_max_token_len_per_gpu >= sequence_length)) ||
+    refuse "PPO_MAX_TOKEN_LEN_PER_GPU=$ppo_max_token_len_per_gpu must hold one sequence of MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH =" \
+        "$sequence_length tokens"
+learning_rate=${LEARNING_RATE:-1e-6}
 # Adapters start at zero and need about ten times the learning rate.
-if ((lora_rank > 0)); then
-    learning_rate=${LEARNING_RATE:-1e-5}
-else
-    learning_rate=${LEARNING_RATE:-1e-6}
-fi
-if [[ ! $learning_rate =~ ^[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?$ ]]; then
-    echo "LEARNING_RATE=$learning_rate must be a number such as 1e-6" >&2
-    exit 1
-fi
-if [[ ! $seed =~ ^(0|[1-9][0-9]*)$ ]]; then
-    echo "SEED=$seed must be a whole number from 0 on" >&2
-    exit 1
-fi
-# shellcheck source=scripts/choose_method.sh
-source scripts/choose_method.sh
-if [[ $strategy != fsdp && $strategy != fsdp2 ]]; then
-    echo "STRATEGY=$strategy is unknown; choose fsdp or fsdp2" >&2
-    exit 1
-fi
-if [[ $offload != True && $offload != False ]]; then
-    echo "OFFLOAD=$offload must be True or False" >&2
-    exit 1
-fi
-for knob in DRY_RUN FRESH; do
-    variable=${knob,,}
-    if [[ ${!variable} != 0 && ${!variable} != 1 ]]; then
-        echo "$knob=${!variable} must be 0 or 1" >&2
-        exit 1
-    fi
-done
-if ! command -v "$python" >/dev/null; then
-    echo "PYTHON=$python is not a command; name the interpreter that has requirements.txt installed" >&2
-    exit 1
-fi
+((lora_rank == 0)) || learning_rate=${LEARNING_RATE:-1e-5}
+check_knobs '[0-9]*\.?[0-9]+([eE][+-]?[0-9]+)?' "a number such as 1e-6" LEARNING_RATE
+command -v "$python" >/dev/null ||
+    refuse "PYTHON=$python is not a command; name the interpreter that has requirements.txt installed"
 if [[ -z ${PYTHON:-} ]] && ! python3 -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("verl") is None)'; then
-    if [[ $dry_run == 0 ]]; then
-        echo "python3 has no verl; run bash scripts/setup_gpu.sh, or set PYTHON to an interpreter that has it" >&2
-        exit 1
-    fi
+    [[ $dry_run == 1 ]] ||
+        refuse "python3 has no verl; run bash scripts/setup_gpu.sh, or set PYTHON to an interpreter that has it"
     # A dry run needs no GPU, so the environment for the CPU will do.
     bash scripts/setup_cpu.sh >&2
     python=.venv/bin/python
 fi
-if ((rollout_n < 2)); then
-    echo "ROLLOUT_N=$rollout_n leaves nothing to compare a response with; use 2 or more" >&2
-    exit 1
-fi
-if ((train_batch_size * rollout_n % (nnodes * ngpus_per_node) != 0)); then
-    echo "TRAIN_BATCH_SIZE=$train_batch_size x ROLLOUT_N=$rollout_n responses do not divide among NNODES=$nnodes x" \
-        "NGPUS_PER_NODE=$ngpus_per_node GPUs; change one of them" >&2
-    exit 1
-fi
-if ((ngpus_per_node % rollout_tp != 0)); then
-    echo "ROLLOUT_TP=$rollout_tp must divide NGPUS_PER_NODE=$ngpus_per_node" >&2
-    exit 1
-fi
+((rollout_n >= 2)) || refuse "ROLLOUT_N=$rollout_n leaves nothing to compare a response with; use 2 or more"
+((train_batch_size * rollout_n % (nnodes * ngpus_per_node) == 0)) ||
+    refuse "TRAIN_BATCH_SIZE=$train_batch_size x ROLLOUT_N=$rollout_n responses do not divide among NNODES=$nnodes x" \
+        "NGPUS_PER_NODE=$ngpus_per_node GPUs; change one of them"
+((ngpus_per_node % rollout_tp == 0)) || refuse "ROLLOUT_TP=$rollout_tp must divide NGPUS_PER_NODE=$ngpus_per_node"
 if [[ $dry_run == 0 && " $* " != *" data."*"_files="* ]]; then
     for dataset in deepmath amc23 aime24; do
-        if [[ ! -f $data_dir/$dataset.parquet ]]; then
-            echo "DATA_DIR=$data_dir has no $dataset.parquet; run PYTHON=$python bash scripts/prepare_data.sh first" >&2
-            exit 1
-        fi
+        [[ -f $data_dir/$dataset.parquet ]] ||
+            refuse "DATA_DIR=$data_dir has no $dataset.parquet; run PYTHON=$python bash scripts/prepare_data.sh first"
     done
 fi
 
@@ -230,14 +178,7 @@ if [[ $dry_run == 1 ]]; then
     # A dry run writes no file.
     EXTRA+=(hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=disabled hydra/hydra_logging=disabled)
 fi
-if [[ $fresh == 1 && $dry_run == 0 ]]; then
-    # shellcheck source=scripts/start_fresh.sh
-    source scripts/start_fresh.sh
-    start_fresh "$output_dir"
-fi
-
-# shellcheck source=scripts/launch.sh
-source scripts/launch.sh
+[[ $fresh == 0 || $dry_run == 1 ]] || start_fresh "$output_dir"
 
 # Trains with the arrays and further overrides. After it the summary of the whole run, all starts of it, where the file logger
 # keeps it.

@@ -42,6 +42,9 @@ from recipe.run_life import driver  # noqa: E402
 from recipe.run_life.identity import begin_run, check_run  # noqa: E402
 from recipe.run_life.options import Options, options_of  # noqa: E402
 
+SAMPLER = "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_FLASHINFER_SAMPLER"
+"""FlashInfer's sampler is compiled at run time, for which many machines have no nvcc; so the engines go without."""
+
 # The sections of all registered methods, as the configurations' defaults list names them.
 ConfigStore.instance().store(name="token_weights", node={"algorithm": algorithm_sections()}, package="_global_")
 ConfigStore.instance().store(name="run_life", node=Options, package="run_life")
@@ -58,6 +61,8 @@ def prepare(config: DictConfig) -> None:
     if kept and mode in TRAINER_MODES and OmegaConf.select(config, TRAINER_MODULE) is None:
         config.trainer.v1.trainer_mode = f"kept_{mode}"
         OmegaConf.update(config, TRAINER_MODULE, "recipe.run_life.trainer", force_add=True)
+    if OmegaConf.select(config, SAMPLER) is None:
+        OmegaConf.update(config, SAMPLER, os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"), force_add=True)
     kind = trainer_kind(config)
     prepare_run(config)
     check_config(config, kind)

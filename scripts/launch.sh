@@ -1,5 +1,55 @@
-# Sourced by the launch scripts: how they start a run that ends with them.
 # shellcheck shell=bash
+# shellcheck disable=SC2034,SC2154  # variables go to and come from the sourcing script
+#
+# Shared by examples/common.sh and scripts/train_cpu.sh: knobs, the method's name, a new run's folder, and a run that ends with its
+# script.
+
+refuse() {
+    echo "$*" >&2
+    exit 1
+}
+
+check_knobs() { # PATTERN RULE NAMES: each knob's value, in the variable of its name in lower case, must match
+    local knob variable
+    for knob in "${@:3}"; do
+        variable=${knob,,}
+        [[ ${!variable} =~ ^($1)$ ]] || refuse "$knob=${!variable} must be $2"
+    done
+}
+
+check_counts() { # NAMES
+    check_knobs '[1-9][0-9]*' "a whole number from 1 on" "$@"
+}
+
+# Turns ADV_ESTIMATOR's name, in adv_estimator, into the name that verl gets, and into method, the name of the run's folder. Fills in
+# oar_variant where it is unset.
+choose_method() {
+    if [[ -z $oar_variant ]]; then
+        # GRAIL's authors compared with their own port of OAR-G.
+        [[ $adv_estimator == oar_g ]] && oar_variant=grail_port || oar_variant=official
+    fi
+    method=$adv_estimator
+    if [[ $adv_estimator == grpo ]]; then
+        adv_estimator=uniform
+        method=uniform
+        echo "ADV_ESTIMATOR=grpo: uniform, GRPO in the trainer of the other methods (weight 1, truncated responses masked alike);" \
+            "verl's stock trainer is ADV_ESTIMATOR=verl_grpo" >&2
+    elif [[ $adv_estimator == verl_grpo ]]; then
+        adv_estimator=grpo
+        echo "ADV_ESTIMATOR=verl_grpo: verl's stock trainer, which does not mask truncated responses; the fair baseline is" \
+            "ADV_ESTIMATOR=grpo" >&2
+    fi
+}
+
+start_fresh() { # FOLDER: moves an earlier run's folder away, to FOLDER.1, FOLDER.2, ...; nothing is deleted
+    [[ -e $1 ]] || return 0
+    local number=1
+    while [[ -e $1.$number ]]; do
+        number=$((number + 1))
+    done
+    mv "$1" "$1.$number"
+    echo "FRESH=1: the earlier run is in $1.$number now" >&2
+}
 
 # Words in front of a command that gets SIGTERM when this script ends, also by SIGKILL.
 until_script_ends=()

@@ -28,33 +28,22 @@ fresh=$FRESH
 warm_up=${WARM_UP:-0}
 data_dir=$OUTPUT_DIR/seed$seed
 dry_run=${DRY_RUN:-0}
-# shellcheck source=scripts/choose_method.sh
-source scripts/choose_method.sh
+# shellcheck source=scripts/launch.sh
+source scripts/launch.sh
+choose_method
 run_dir=$data_dir/$method
 tokens_dir=$(realpath -m "$run_dir")/tokens
 title="$method, $base_model, worked arithmetic, seed $seed"
 
 # Values that verl would refuse minutes later, after the warm-up and Ray's start, are refused here.
-refuse() {
-    echo "$*" >&2
-    exit 1
-}
-for knob in PROMPTS ROLLOUTS MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH TOTAL_STEPS MICRO_BATCH_SIZE; do
-    [[ ${!knob} =~ ^[1-9][0-9]*$ || ($knob == MICRO_BATCH_SIZE && -z ${!knob}) ]] ||
-        refuse "$knob=${!knob} must be a whole number from 1 on"
-done
-for knob in TEST_FREQ SAVE_FREQ; do
-    [[ ${!knob} =~ ^(-1|[1-9][0-9]*)$ ]] || refuse "$knob=${!knob} must be a whole number from 1 on, or -1 for never"
-done
-[[ $seed =~ ^(0|[1-9][0-9]*)$ ]] || refuse "SEED=$seed must be a whole number from 0 on"
-[[ $learning_rate =~ ^([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$ ]] ||
-    refuse "LEARNING_RATE=$learning_rate must be a number such as 1e-4"
-[[ $preset == official || $preset == robust ]] || refuse "PRESET=$preset is unknown; choose official or robust"
-[[ $oar_variant == official || $oar_variant == grail_port ]] ||
-    refuse "OAR_VARIANT=$OAR_VARIANT is unknown; choose official or grail_port"
-[[ $dry_run == 0 || $dry_run == 1 ]] || refuse "DRY_RUN=$dry_run must be 0 or 1"
-[[ $fresh == 0 || $fresh == 1 ]] || refuse "FRESH=$fresh must be 0 or 1"
-[[ $warm_up == 0 || $warm_up == 1 ]] || refuse "WARM_UP=$warm_up must be 0 or 1"
+check_counts PROMPTS ROLLOUTS MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH TOTAL_STEPS
+check_knobs '|[1-9][0-9]*' "a whole number from 1 on" MICRO_BATCH_SIZE
+check_knobs '-1|[1-9][0-9]*' "a whole number from 1 on, or -1 for never" TEST_FREQ SAVE_FREQ
+check_knobs '0|[1-9][0-9]*' "a whole number from 0 on" SEED
+check_knobs '[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?' "a number such as 1e-4" LEARNING_RATE
+check_knobs 'official|robust' "official or robust" PRESET
+check_knobs 'official|grail_port' "official or grail_port" OAR_VARIANT
+check_knobs '0|1' "0 or 1" DRY_RUN FRESH WARM_UP
 ((rollouts >= 2)) || refuse "ROLLOUTS=$rollouts leaves nothing to compare a response with; use 2 or more"
 responses=$((prompts * rollouts))
 if [[ -z $micro_batch_size ]]; then
@@ -161,8 +150,6 @@ if [[ $adv_estimator != grail || $# != 0 ]]; then
     DRY_RUN=1 "${check[@]}" >/dev/null
 fi
 if [[ $fresh == 1 ]]; then
-    # shellcheck source=scripts/start_fresh.sh
-    source scripts/start_fresh.sh
     start_fresh "$run_dir"
 fi
 
@@ -180,8 +167,6 @@ if compgen -G "$run_dir/checkpoints/global_step_*" >/dev/null && ! cmp -s "$data
         "with FRESH=1, which moves the old one away"
 fi
 cp "$data_dir/warm_up.json" "$run_dir/"
-# shellcheck source=scripts/launch.sh
-source scripts/launch.sh
 "${until_script_ends[@]}" "${command[@]}" >>"$run_dir/train.log" 2>&1 &
 run_pid=$!
 trap 'kill "$run_pid" 2>/dev/null || true' EXIT

@@ -30,7 +30,6 @@ from recipe.tiny.warm_up import WarmUpSettings, warm_up
 DATA_SOURCE = "tiny_chain_sum"
 MODEL_FOLDER = "model"
 STAMP = "warm_up.json"
-BASE_MODELS = ("tiny", "smollm2")
 
 
 @dataclass(frozen=True)
@@ -82,19 +81,12 @@ def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str],
 
 
 def default_settings(base_model: str, seed: int, *, anew: bool = False) -> PrepareSettings:
-    """Settings of a model with a third of its samples right; ValueError for an unknown base model.
-
-    ``anew``: the tiny model is warmed up, too.
-    """
-    warm_up_settings: WarmUpSettings | None
+    """Settings of a model with a third of its samples right; ``anew``: the tiny model is warmed up, too."""
     if base_model == "smollm2":
         # It can write and add already, so it needs the form of the solutions more than the sums.
-        warm_up_settings = WarmUpSettings(batch_size=8, learning_rate=3e-4, steps=64, evaluate_every=16, seed=seed)
-        validation_size = 48
-    else:
-        warm_up_settings = WarmUpSettings(seed=seed) if anew else None
-        validation_size = PrepareSettings.validation_size
-    return PrepareSettings(base_model=base_model, seed=seed, validation_size=validation_size, warm_up=warm_up_settings)
+        form = WarmUpSettings(batch_size=8, learning_rate=3e-4, steps=64, evaluate_every=16, seed=seed)
+        return PrepareSettings(base_model="smollm2", seed=seed, validation_size=48, warm_up=form)
+    return PrepareSettings(seed=seed, warm_up=WarmUpSettings(seed=seed) if anew else None)
 
 
 def _base_model(settings: PrepareSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -131,10 +123,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write a tiny warmed-up model and its arithmetic data.")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, initial model and warm-up")
-    parser.add_argument("--base-model", choices=BASE_MODELS, default="tiny", help="the model to train")
-    parser.add_argument(
-        "--warm-up", action="store_true", help="warm the tiny model up anew instead of taking the one here"
-    )
+    parser.add_argument("--base-model", choices=("tiny", "smollm2"), default="tiny", help="the model to train")
+    anew = "warm the tiny model up anew instead of taking the one here"
+    parser.add_argument("--warm-up", action="store_true", help=anew)
     options = parser.parse_args(arguments)
     settings = default_settings(options.base_model, options.seed, anew=options.warm_up)
     prepare(options.output_dir, settings, report=lambda line: print(line, flush=True))

@@ -25,7 +25,7 @@ from recipe.tiny.warm_up import WarmUpSettings, warm_up
 FOLDER = Path(__file__).parent / "warmed_up"
 WEIGHTS = "model.safetensors"
 RECORD = "record.json"
-HELD_OUT = 256
+TRAIN, HELD_OUT = 4096, 256
 
 
 def load_shipped() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -38,31 +38,25 @@ def weights_digest() -> str:
     return hashlib.sha256((FOLDER / WEIGHTS).read_bytes()).hexdigest()
 
 
-def accuracies(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> dict[str, float]:
-    """Shares of held-out problems that are right by greedy decoding and by sampling at temperature 1."""
-    held_out = problems("validation", HELD_OUT, seed=seed)
-    return {
-        "greedy_accuracy": accuracy(model, tokenizer, held_out, temperature=0.0),
-        "sampled_accuracy": accuracy(model, tokenizer, held_out, seed=seed),
-    }
-
-
-def make(folder: Path = FOLDER, settings: WarmUpSettings | None = None, train_size: int = 4096) -> None:
+def make(folder: Path = FOLDER) -> None:
     """Warm a freshly initialised model up and write its weights with the record of how they were made."""
-    settings = settings or WarmUpSettings()
-    tokenizer = build_tokenizer()
+    settings, tokenizer = WarmUpSettings(), build_tokenizer()
     model = build_model(tokenizer, settings.seed)
-    train = problems("train", train_size, seed=settings.seed)
-    result = warm_up(model, tokenizer, train, problems("validation", HELD_OUT, seed=settings.seed), settings)
+    held_out = problems("validation", HELD_OUT, seed=settings.seed)
+    result = warm_up(model, tokenizer, problems("train", TRAIN, seed=settings.seed), held_out, settings)
     model.to(torch.bfloat16).save_pretrained(folder)
+    rounded = model.float().eval()
     record = {
         "command": "python -m recipe.tiny.shipped",
         "settings": asdict(settings),
-        "train_size": train_size,
+        "train_size": TRAIN,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "warm_up": result,
-        "rounded": accuracies(model.float().eval(), tokenizer, settings.seed),
+        "rounded": {
+            "greedy_accuracy": accuracy(rounded, tokenizer, held_out, temperature=0.0),
+            "sampled_accuracy": accuracy(rounded, tokenizer, held_out, seed=settings.seed),
+        },
         "sha256": hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
     }
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")

