@@ -92,9 +92,12 @@ def timed_rows(side: TrainingSide, signal: Signal) -> list[int]:
 
 def run_variant(side: TrainingSide, variant: str, clock: Clock, epochs: int) -> list[float]:
     """Seconds of a step of one of :data:`VARIANTS`: of everything before the update, and of each epoch."""
-    name = variant.removesuffix(SKIPPING)
-    signal = None if name == GRPO else method(name.lower()).build({})
-    seconds = run_step(side, signal, clock, epochs, skipping=variant.endswith(SKIPPING))
+    if variant == GRPO:
+        with side.stock():
+            seconds = run_step(side, None, clock, epochs)
+    else:
+        signal = method(variant.removesuffix(SKIPPING).lower()).build({})
+        seconds = run_step(side, signal, clock, epochs, skipping=variant.endswith(SKIPPING))
     return [sum(seconds[:3]), *seconds[3:]]
 
 
@@ -146,7 +149,9 @@ def of_methods(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
     selected = max(1, round(SELECTED * setup.rows))
     rollouts = Rollouts(setup.rows, setup.prompt, setup.response, selected, setup.shape["vocab_size"])
     side = TrainingSide(make_worker(setup, checkpointing=False), rollouts)
-    side.check()
+    agrees, found = side.agreement()
+    if not agrees:
+        raise SystemExit(f"the saliencies of the shared forward and of a pass of its own differ: {found}")
     timings: dict[str, dict[str, Any]] = {}
     ways = {}
     for name in methods():

@@ -11,6 +11,7 @@ answer, as ``answer`` (of which the part after ``####`` counts), ``solution``, o
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,15 @@ FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "cs
 
 def main() -> None:
     options = parse_options()
+    # FlashInfer's sampler is compiled at run time, for which many machines have no nvcc.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     on_gpu = torch.cuda.is_available()
     config = GRPOConfig(
         output_dir=str(options.output),
         # Batch and lengths: one update a batch of prompts x rollouts responses, micro_batch of them at a time.
         num_generations=options.rollouts,
         per_device_train_batch_size=options.micro_batch,
+        per_device_eval_batch_size=options.prompts * options.rollouts,
         gradient_accumulation_steps=max(1, options.prompts * options.rollouts // options.micro_batch),
         max_completion_length=options.max_response,
         # Learning: the loss of the published runs, with a rate for LoRA.

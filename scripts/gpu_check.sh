@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# GRAIL | checks that need a GPU, in independent parts | one NVIDIA GPU (two for sequence parallelism)
-# Knobs: PYTHON (python3; part a needs torch, transformers, numpy and pydantic alone, the others what docs/gpu.md says)
+# GRAIL | checks that need a GPU, in independent parts, each under 8 minutes | one NVIDIA GPU
+# Knobs: PYTHON (python3; part a needs torch and transformers alone, the others what docs/gpu.md says)
 #
-#   bash scripts/gpu_check.sh            # all parts, the most valuable first, each under 8 minutes
-#   bash scripts/gpu_check.sh a b        # these
-#   bash scripts/gpu_check.sh --dry      # on the CPU at toy size
+#   bash scripts/gpu_check.sh                        # all parts
+#   bash scripts/gpu_check.sh a b --results DIR      # these, into DIR (outputs/gpu_check)
+#   bash scripts/gpu_check.sh --dry                  # on the CPU at toy size
 #
 # a: token weights in bf16 against fp32, time and memory of the passes. b: training with TRL. c: the training side of the recipe
-# with verl's engine. No hub, no package index and no pytest. Results: PART.json and PART.log as each part goes, and page.md, in the folder of
-# --results DIR (outputs/gpu_check). Exit status 0 only where everything that was asked for ran and passed.
+# with verl's engine. d: a real model with TRL. No hub, no package index and no pytest. Results: PART.json, PART.md and PART.log, as
+# each part goes. Exit status 0 only where everything that was asked for ran and passed.
 
 set -euo pipefail
 
@@ -18,7 +18,26 @@ if ! command -v "${python}" >/dev/null; then
     echo "PYTHON=${python} is not a command; name an interpreter that has torch" >&2
     exit 1
 fi
+parts=() options=() results=${project_root}/outputs/gpu_check seconds=480
+while (($#)); do
+    case $1 in
+    --dry) options+=(--dry) seconds=1920 ;;
+    --results) results=$(realpath -m "$2") && shift ;;
+    *) parts+=("$1") ;;
+    esac
+    shift
+done
+((${#parts[@]})) || parts=(a b c d)
+[[ ${python} != */* ]] || python=$(realpath -s "${python}")
 
 # The project's packages from this folder, whatever is installed.
 cd "${project_root}"
-PYTHONPATH=${project_root}${PYTHONPATH:+:${PYTHONPATH}} exec "${python}" -m benchmarks.gpu_check "$@"
+export PYTHONPATH=${project_root}${PYTHONPATH:+:${PYTHONPATH}}
+mkdir -p "${results}"
+failed=0
+for part in "${parts[@]}"; do
+    timeout --kill-after=10 "${seconds}" "${python}" -m benchmarks.gpu_check "${part}" --results "${results}" "${options[@]}" 2>&1 |
+        tee "${results}/${part}.log" || failed=$?
+    ((failed != 124)) || echo "${part}: stopped after ${seconds} s; what it had is in ${results}"
+done
+exit $((failed != 0))

@@ -1,38 +1,41 @@
-"""The outcome of a part: checks that hold or do not, and figures. Each is on the disk at once, so that a part which is stopped
-leaves those before."""
+"""The results of a part: checks that hold or do not, and figures; on the disk at once, so that a part which is stopped leaves
+those before. ``PART.json`` has everything, ``PART.md`` shows it."""
 
 from __future__ import annotations
 
 import json
+import statistics
+import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from recipe.marked_text import table
+
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+UNFINISHED = "running, or stopped before its end"
 
 
 class Outcome:
-    """The result of one part.
+    """The results of one part.
 
     Args:
-        path: the JSON file that is kept up to date.
-        record: where and how the part runs; checks and figures are added.
+        folder: for its two files.
+        record: where and how the part runs; the first letter of its ``name`` is the part's.
     """
 
-    def __init__(self, path: Path, record: dict[str, Any]) -> None:
-        self.path = path
-        self.result: dict[str, Any] = {**record, "checks": [], "figures": {}}
+    def __init__(self, folder: Path, record: dict[str, Any]) -> None:
+        self.path = folder / f"{record['name'][0]}.json"
+        self.page = self.path.with_suffix(".md")
+        self.result: dict[str, Any] = {**record, "status": UNFINISHED, "checks": [], "figures": {}}
+        self._began = time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
         self._save()
 
     def check(self, name: str, holds: bool, detail: str) -> None:
-        """Something that must be so.
-
-        Args:
-            name: what must be so, in words.
-            holds: whether it is.
-            detail: the measured value, with its limit.
-        """
+        """Something that must be so: in words, whether it is, and the measured value with its limit."""
         self._add(name, PASSED if holds else FAILED, detail)
 
     def not_run(self, name: str, why: str) -> None:
@@ -40,13 +43,7 @@ class Outcome:
         self._add(name, NOT_RUN, why)
 
     def figures(self, name: str, rows: Mapping[str, Mapping[str, Any]], note: str = "") -> None:
-        """Something measured that has no limit, as a table.
-
-        Args:
-            name: its heading.
-            rows: by label, a number, a text or several numbers for each column.
-            note: what the table is of.
-        """
+        """Something measured that has no limit, as a table: by row and column a number, a text or several numbers."""
         self.result["figures"][name] = {"note": note, "rows": rows}
         self._save()
 
@@ -61,20 +58,49 @@ class Outcome:
         except torch.cuda.OutOfMemoryError:
             self.not_run(name, "the GPU's memory is too small for it")
         except Exception as error:
+            traceback.print_exc()
             self.check(name, False, f"{type(error).__name__}: {error}".splitlines()[0])
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+
+    def finish(self) -> str:
+        """The status at the end: failed where a check did, passed where one did and none failed, else not run."""
+        statuses = {check["status"] for check in self.result["checks"]}
+        self.result["status"] = next((status for status in (FAILED, PASSED) if status in statuses), NOT_RUN)
+        self._save()
+        return self.result["status"]
 
     def _add(self, name: str, status: str, detail: str) -> None:
         self.result["checks"].append({"name": name, "status": status, "said": detail})
         self._save()
 
     def _save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.result["seconds"] = round(time.monotonic() - self._began, 1)
         self.path.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+        self.page.write_text("\n".join(page(self.result)), encoding="utf-8")
 
 
-def status_of(checks: list[dict[str, str]]) -> str:
-    """Of a part: failed where a check did, passed where one did and none failed, else not run."""
-    statuses = {check["status"] for check in checks}
-    return next((status for status in (FAILED, PASSED) if status in statuses), NOT_RUN)
+def page(result: Mapping[str, Any]) -> list[str]:
+    """The results of a part in Markdown, by lines."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines = [
+        f"## {result['name']}",
+        "",
+        f"`{result['command']}`, {result['date']}. {result['hardware']}. {versions}.",
+        "",
+    ]
+    lines += [f"**{result['status']}**, {result['seconds']:.0f} s", ""]
+    rows = [[check["name"], check["status"], check["said"]] for check in result["checks"]]
+    lines += [*table(["check", "", "found"], rows), ""]
+    for name, figures in result["figures"].items():
+        rows = figures["rows"]
+        columns = list(dict.fromkeys(column for of_row in rows.values() for column in of_row))
+        cells = [[label, *(cell(of_row.get(column, "")) for column in columns)] for label, of_row in rows.items()]
+        lines += [f"{name}. {figures['note']}".strip(), "", *table(["", *columns], cells, right=1), ""]
+    return lines
+
+
+def cell(value: Any) -> str:
+    """Numbers with four figures; of several the median, with lowest and highest and how likely the true median is between."""
+    if isinstance(value, list):
+        likely = f", {1 - 0.5 ** (len(value) - 1):.0%}" if len(value) > 1 else ""
+        return f"{cell(statistics.median(value))} ({cell(min(value))} to {cell(max(value))}{likely})" if value else ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

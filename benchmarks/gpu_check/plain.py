@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from benchmarks.gpu_check.outcome import Outcome
+from benchmarks.gpu_check.outcome import Outcome, cell
 from benchmarks.measuring import Clock, peak_memory
 from benchmarks.random_model import SHAPES, byte_letters, random_model, release, wordy_tokenizer
 from grail_advantage import GrailConfig, OarConfig, Signal, TokenWeights, compute_token_weights
@@ -58,12 +58,7 @@ TOY = Size(("toy",), "toy", weighed=(2, 80), tokens=80, prompt=16, repeats=2)
 
 
 def run(outcome: Outcome, device: str = "cuda") -> None:
-    """All checks of the part.
-
-    Args:
-        outcome: what they are written to.
-        device: ``cuda``, or ``cpu`` at toy size.
-    """
+    """All checks of the part; on the CPU at toy size."""
     size = FULL if device == "cuda" else TOY
     torch.set_float32_matmul_precision("highest")  # no TF32
     with outcome.attempt("weights of the device against the CPU"):
@@ -160,9 +155,10 @@ def passes(outcome: Outcome, shape: str, device: str, size: Size) -> None:
             try:
                 peak = peak_memory(device, way)
                 seconds = [clock.seconds(way) for _ in range(size.repeats)]
+                forward = median(measured["forward"]["seconds"]) if measured else median(seconds)
                 measured[label] = {
                     "seconds": seconds,
-                    "x the forward": median(seconds) / median(measured["forward"]["seconds"]) if measured else 1.0,
+                    "x the forward": median(seconds) / forward,
                     "peak, GiB": peak / 2**30,
                     "above the parameters": (peak - base) / 2**30,
                 }
@@ -177,23 +173,16 @@ def passes(outcome: Outcome, shape: str, device: str, size: Size) -> None:
 
 def _judge_passes(outcome: Outcome, shape: str, measured: dict[str, dict[str, Any]]) -> None:
     """A saliency pass must fit wherever training fits, and checkpointing must save it memory."""
-    for smaller, larger, why in (
-        ("grail", "training", "GRAIL's pass needs less memory than training"),
-        (
-            "grail, checkpointed",
-            "training, checkpointed",
-            "GRAIL's checkpointed pass needs less memory than training",
-        ),
-        ("grail, checkpointed", "grail", "checkpointing saves memory in GRAIL's pass"),
+    for smaller, larger in (
+        ("grail", "training"),
+        ("grail, checkpointed", "training, checkpointed"),
+        ("grail, checkpointed", "grail"),
     ):
-        name = f"{shape}: {why}"
         peaks = [measured[way]["peak, GiB"] for way in (smaller, larger)]
-        if peaks[0] == OUT_OF_MEMORY:
-            outcome.check(name, peaks[1] == OUT_OF_MEMORY, f"{smaller}: {OUT_OF_MEMORY}")
-        elif peaks[1] == OUT_OF_MEMORY:
-            outcome.check(name, True, f"{larger}: {OUT_OF_MEMORY}; {smaller} fits")
-        else:
-            outcome.check(name, peaks[0] < peaks[1], f"{smaller} {peaks[0]:.2f} GiB, {larger} {peaks[1]:.2f} GiB")
+        fits = [peak != OUT_OF_MEMORY for peak in peaks]
+        less = peaks[0] < peaks[1] if all(fits) else fits[0] or not fits[1]
+        said = f"{smaller}: {cell(peaks[0])} GiB, {larger}: {cell(peaks[1])} GiB"
+        outcome.check(f"{shape}: {smaller} needs less memory than {larger}", less, said)
 
 
 def forward_pass(model: PreTrainedModel, input_ids_1L: torch.Tensor) -> None:
@@ -222,12 +211,8 @@ def weights(model: PreTrainedModel, signal: Signal, rows: tuple[torch.Tensor, ..
 
 
 def random_rows(rows: int, tokens: int, prompt: int, vocabulary: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Rows of random words that end in an answer and a few words after it, all of them wrong.
-
-    Returns:
-        ids (B, L), attention mask (B, L), response mask (B, L), advantages (B,), as
-        :func:`grail_advantage.compute_token_weights` takes them.
-    """
+    """Rows of random words that end in an answer and a few words after it, all of them wrong, as
+    :func:`grail_advantage.compute_token_weights` takes them: ids, attention mask and response mask (B, L), advantages (B,)."""
     tokenizer = wordy_tokenizer(vocabulary)
     answer = torch.tensor(tokenizer.encode(ANSWER, add_special_tokens=False))
     generator = torch.Generator().manual_seed(0)

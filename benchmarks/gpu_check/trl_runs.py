@@ -14,71 +14,98 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 
 from benchmarks.gpu_check.outcome import Outcome
-from benchmarks.gpu_check.parts import ROOT
 from recipe import run_report
 from recipe.tiny.shipped import load_shipped
 from recipe.tiny.task import Split, problems
 
+ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "outputs" / "gpu_check_runs"
-"""Model, dumps and logs of the runs."""
+"""Models, problems, dumps and logs of the runs."""
 PROBLEMS: dict[Split, int] = {"train": 640, "validation": 128}
-STEPS, DRY_STEPS = 20, 2
 METHODS = ("grail", "uniform")
 Logged = dict[int, dict[str, float]]
 
 
 def run(outcome: Outcome, device: str = "cuda") -> None:
-    """All checks of the part.
+    """All checks of the part; on the CPU fewer and smaller steps."""
+    folder, dry = RUNS / "b", device == "cpu"
+    for part in load_shipped():
+        part.save_pretrained(folder / "model")
+    files = {"train": problem_file("train"), "held-out": folder / "held_out.jsonl"}
+    held_out = problem_file("validation").read_text(encoding="utf-8").splitlines(keepends=True)
+    files["held-out"].write_text("".join(held_out[: 8 if dry else None]), encoding="utf-8")
+    sizes = {"prompts": 4 if dry else 32, "micro-batch": 32 if dry else 128, "max-response": 64, "learning-rate": 1e-4}
+    train_both(outcome, folder, files, sizes, steps=2 if dry else 20, eval_every=1 if dry else 5)
+
+
+def train_both(
+    outcome: Outcome,
+    folder: Path,
+    files: Mapping[str, Path],
+    sizes: Mapping[str, float],
+    *,
+    steps: int,
+    eval_every: int,
+    some_right: bool = True,
+) -> None:
+    """Train ``folder/model`` with each method by ``examples/trl_grail.py``: the curve as it goes, what must hold of every run,
+    and the price.
 
     Args:
         outcome: what they are written to.
-        device: ``cuda``, or ``cpu`` with fewer and smaller steps.
+        folder: of the part; gets the runs.
+        files: problems to train on, and held-out ones.
+        sizes: further options of the example.
+        steps: of each run.
+        eval_every: steps between two looks at the held-out problems.
+        some_right: whether some responses must be right.
     """
-    model, tokenizer = load_shipped()
-    for part in (model, tokenizer):
-        part.save_pretrained(RUNS / "model")
-    steps, prompts, asked = (STEPS, 32, PROBLEMS["validation"]) if device == "cuda" else (DRY_STEPS, 4, 8)
-    held_out = RUNS / "held_out.jsonl"
-    held_out.write_text("".join(problem_file("validation").read_text(encoding="utf-8").splitlines(True)[:asked]))
-    sizes = {"prompts": prompts, "micro-batch": min(128, prompts * 8), "max-response": 64, "lora-rank": 0}
-    sizes |= {"learning-rate": 1e-4, "steps": steps, "eval-every": 5 if device == "cuda" else 1}
+    price: dict[str, dict[str, float]] = {}
     for method in METHODS:
         with outcome.attempt(f"{method} in TRL"):
-            run_dir = RUNS / method
+            run_dir = folder / method
             command = [sys.executable, "examples/trl_grail.py", "--method", method, "--output", str(run_dir)]
-            command += ["--model", str(RUNS / "model"), "--data", str(problem_file("train"))]
-            command += ["--held-out", str(held_out)]
-            command += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-            judge(outcome, method, train(outcome, method, command, run_dir, steps))
+            command += [
+                "--model",
+                str(folder / "model"),
+                "--data",
+                str(files["train"]),
+                "--held-out",
+                str(files["held-out"]),
+            ]
+            options = {**sizes, "lora-rank": 0, "steps": steps, "eval-every": eval_every}
+            command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+            logged = train(outcome, method, command, run_dir, steps)
+            if some_right:
+                judge(outcome, method, logged)
+            after_first = [data for step, data in sorted(logged.items()) if step > 1 and "step_time" in data]
+            price[method] = {
+                "seconds a step": median(data["step_time"] for data in after_first),
+                "of them for the weights": median(data[f"{method}/seconds"] for data in after_first),
+            }
+            outcome.figures("Price", price, "Medians, without the first step.")
 
 
 def train(outcome: Outcome, name: str, command: list[str], run_dir: Path, steps: int) -> Logged:
-    """Run a training, check that it made all steps, and return its metrics by step.
-
-    Args:
-        outcome: gets :func:`curve` after every step.
-        name: of the run.
-        command: starts it.
-        run_dir: where its ``metrics.jsonl`` will be.
-        steps: that it should make.
-    """
+    """Run a training whose ``metrics.jsonl`` is in ``run_dir``, check that it makes its steps, and return its metrics by step;
+    ``outcome`` gets :func:`curve` every second."""
     (run_dir / run_report.METRICS_FILE).unlink(missing_ok=True)
     # TRL is in a folder of its own beside verl.
     variables = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), f"{sys.prefix}/trl"])}
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **variables}) as process:
-        while process.poll() is None:
+        while True:
+            ended = process.poll() is not None
+            logged = by_step(run_dir)
+            outcome.figures(f"Run of {name}, by step", curve(logged))
+            if ended:
+                break
             time.sleep(1)
-            outcome.figures(f"Run of {name}, by step", curve(by_step(run_dir)))
-    outcome.figures(f"Run of {name}, by step", curve(by_step(run_dir)))
-    logged = by_step(run_dir)
-    made = [step for step, figures in curve(logged).items() if "mean reward" in figures]
-    outcome.check(
-        f"{name}: the run makes its steps",
-        process.returncode == 0 and len(made) == steps,
-        f"{len(made)} of {steps}, exit status {process.returncode}",
-    )
+    made = sum("mean reward" in figures for figures in curve(logged).values())
+    said = f"{made} of {steps}, exit status {process.returncode}"
+    outcome.check(f"{name}: the run makes its steps", process.returncode == 0 and made == steps, said)
     return logged
 
 
@@ -91,19 +118,18 @@ def by_step(run_dir: Path) -> Logged:
     return steps
 
 
-def curve(logged: Mapping[int, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+def curve(logged: Logged) -> dict[str, dict[str, float]]:
     """By step: held-out accuracy, mean reward of the responses, seconds; what a step lacks is left out."""
-    steps = {}
-    for number, data in logged.items():
-        step = run_report.Step.parse(json.dumps({"step": number, "data": dict(data)}))
-        values = {"held-out accuracy": step.accuracy, "mean reward": step.reward, "seconds": step.seconds}
-        steps[str(number)] = {name: round(value, 4) for name, value in values.items() if value is not None}
-    return steps
+    names = {"eval_reward": "held-out accuracy", "reward": "mean reward", "step_time": "seconds"}
+    return {
+        str(step): {label: round(data[name], 4) for name, label in names.items() if name in data}
+        for step, data in logged.items()
+    }
 
 
 def judge(outcome: Outcome, method: str, logged: Logged) -> None:
-    """What must hold of every run: GRAIL scores rows, and every reward is a number."""
-    rewards = [figures["mean reward"] for figures in curve(logged).values() if "mean reward" in figures]
+    """What must hold of every run: every reward is a number, and GRAIL scores rows."""
+    rewards = [data["reward"] for data in logged.values() if "reward" in data]
     outcome.check(
         f"{method}: rewards are numbers, some right and some wrong",
         bool(rewards) and all(map(math.isfinite, rewards)) and any(0 < reward < 1 for reward in rewards),

@@ -27,7 +27,7 @@ def sample(
     seed: int = 0,
 ) -> list[list[int]]:
     """One response a prompt: token ids including the end token, if it was reached. Temperature 0 is greedy."""
-    batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
+    batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(model.device)
     options = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

