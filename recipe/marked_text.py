@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from grail_advantage.view.whole_file import write_whole
-
 
 def marked(text: str, name: str) -> str:
     """The text between ``<!-- NAME -->`` and ``<!-- /NAME -->``, without the line breaks around it.
@@ -20,6 +18,8 @@ def marked(text: str, name: str) -> str:
 
 def write_marked(path: Path, name: str, passage: str) -> None:
     """Put a passage between the markers of a file, in place of the old one; ValueError as for :func:`marked`."""
+    from grail_advantage.view.whole_file import write_whole  # only here: a table needs no package
+
     text = path.read_text(encoding="utf-8")
     start, end = _bounds(text, name)
     write_whole(path, f"{text[:start]}\n{passage.strip()}\n{text[end:]}")

@@ -104,8 +104,8 @@ def training_side(
     )
     attention = WITHOUT if setup.attention == ROW_BY_ROW else f"flash-attn {version('flash-attn')}"
     note = (
-        f"{attention}. Parameters in {actor.engine.model_dtype}, computing in {actor.engine.dtype}. {ROWS} responses x "
-        f"{tokens} tokens, {SELECTED} scored, {NEUTRAL} without advantage, micro-batches of {setup.micro_batch_rows * tokens} tokens."
+        f"{attention}. Parameters in {actor.engine.model_dtype}, computing in {actor.engine.dtype}. {ROWS} responses of "
+        f"{tokens} tokens, {SELECTED} scored, {NEUTRAL} without advantage, {setup.micro_batch_rows} in a micro-batch."
     )
     rollouts = Rollouts(ROWS, prompt, response, SELECTED, setup.shape["vocab_size"], NEUTRAL)
     side = TrainingSide(make_worker(setup, checkpointing, actor), rollouts, actor)

@@ -152,13 +152,17 @@ class Nobody:
         if name.partition(".")[0].startswith("pydantic"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Nobody())
+import benchmarks.gpu_check.__main__
 from benchmarks.gpu_check import without_pydantic
 without_pydantic.import_package()
+import benchmarks.gpu_check.plain
+heavy = {'verl', 'tensordict', 'omegaconf', 'hydra', 'matplotlib', 'pyarrow', 'ray', 'vllm', 'math_verify', 'pytest', 'pandas'}
+assert not heavy & set(sys.modules)
 """
 
 
 def test_options_without_pydantic_are_those_with_it() -> None:
-    """Every method's, by name."""
+    """Every method's, by name; and part a imports nothing else that is heavy."""
     with_it, without = (
         subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for program in (OPTIONS, WITHOUT + OPTIONS)
