@@ -110,7 +110,8 @@ def install(folder: Path, environment: Path) -> None:
     show = "import json, sys, sysconfig; print(json.dumps([sysconfig.get_path('purelib'), sys.path]))"
     own, there = json.loads(subprocess.run([python, "-Ic", show], stdout=subprocess.PIPE, check=True).stdout)
     seen = [folder for folder in sys.path[1:] if folder not in there]
-    Path(own, "packages_below.pth").write_text("\n".join(seen) + "\n", encoding="utf-8")
+    if seen:  # not where it was made by an earlier call
+        Path(own, "packages_below.pth").write_text("\n".join(seen) + "\n", encoding="utf-8")
     with tempfile.TemporaryDirectory() as temporary:
         for part in sorted(folder.rglob("*.part[0-9][0-9]"), key=lambda part: part.name):
             with Path(temporary, part.stem).open("ab") as file:

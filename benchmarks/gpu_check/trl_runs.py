@@ -67,7 +67,7 @@ def train_both(
     for method in METHODS:
         with outcome.attempt(f"{method} in TRL"):
             run_dir = folder / method
-            command = [sys.executable, "examples/trl_grail.py", "--method", method, "--output", str(run_dir)]
+            command = [sys.executable, "examples/trl_grail.py", "--bf16", "--method", method, "--output", str(run_dir)]
             command += [
                 "--model",
                 str(folder / "model"),
