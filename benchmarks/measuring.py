@@ -7,10 +7,10 @@ import itertools
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -126,34 +126,16 @@ def show(text: str) -> None:
 def _versions() -> dict[str, str]:
     versions = {}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return versions
 
 
 def _hardware(device: str) -> str:
+    """The GPU, or the processor, with how much of it there is."""
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        driver = said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
-        return (
-            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, driver {driver}, CUDA {torch.version.cuda}"
-        )
-    return processor()
-
-
-def said_by(*command: str) -> str:
-    """The output of a command in the project's folder; nothing where there is no such command, or it fails."""
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.strip()
-
-
-def processor() -> str:
-    """The processor's name and core count."""
+        return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

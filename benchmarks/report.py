@@ -7,7 +7,6 @@ Reads ``results/*.json`` and replaces the text between the markers of the two pa
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -144,16 +143,6 @@ def _shape(setup: Found) -> str:
     )
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder with the benchmarks' JSON files")
-    parser.add_argument("--readme", type=Path, default=README, help="file with the markers to write between")
-    parser.add_argument("--front-page", type=Path, default=FRONT_PAGE, help="file with the markers of the summary")
-    args = parser.parse_args()
-    write_marked(args.readme, MARKER, render(args.results))
-    write_marked(args.front_page, FRONT_PAGE_MARKER, summary(args.results))
-
-
 if __name__ == "__main__":
-    main()
+    write_marked(README, MARKER, render(RESULTS))
+    write_marked(FRONT_PAGE, FRONT_PAGE_MARKER, summary(RESULTS))

@@ -29,12 +29,6 @@ class Rollouts:
     neutral: int = 0
     """Number of rows without an advantage."""
 
-    def __post_init__(self) -> None:
-        if self.response <= AFTER_ANSWER + ANSWER.end:
-            raise ValueError(f"a response of {self.response} tokens has no room for an answer")
-        if not 0 < self.selected <= self.trained:
-            raise ValueError(f"{self.selected} of {self.trained} trained rows need scores")
-
     @property
     def trained(self) -> int:
         """Number of rows with an advantage."""

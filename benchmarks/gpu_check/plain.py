@@ -9,9 +9,8 @@ Shape suffixes: B rows, L prompt + response, V vocabulary, N weighed tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,18 +36,14 @@ AFTER_ANSWER = 16
 OUT_OF_MEMORY = "out of memory"
 
 
-@dataclass(frozen=True)
-class Size:
-    """How large everything is."""
+class Size(NamedTuple):
+    """Shapes, and the one that is compared with the CPU; rows and tokens where weights are compared; tokens where passes are
+    measured."""
 
     shapes: tuple[str, ...]
-    """Names of :data:`~benchmarks.random_model.SHAPES`."""
     small: str
-    """The shape that is compared with the CPU."""
     weighed: tuple[int, int]
-    """Rows and tokens of a row, where weights are compared."""
     tokens: int
-    """Of the row whose passes are measured."""
     prompt: int
     repeats: int
 
@@ -144,12 +139,11 @@ def passes(outcome: Outcome, shape: str, device: str, size: Size) -> None:
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         ways = {
+            "forward": lambda: torch.no_grad()(forward_pass)(model, rows[0]),
             "training": lambda: training_pass(model, rows[0]),
             "grail": lambda: weights(model, METHODS["grail, official"], rows),
             "oar_g": lambda: weights(model, METHODS["oar_g, official"], rows),
         }
-        if not checkpointing:
-            ways = {"forward": lambda: forward_pass(model, rows[0]), **ways}
         for name, way in ways.items():
             label = f"{name}, checkpointed" if checkpointing else name
             try:
@@ -185,21 +179,18 @@ def _judge_passes(outcome: Outcome, shape: str, measured: dict[str, dict[str, An
         outcome.check(f"{shape}: {smaller} needs less memory than {larger}", less, said)
 
 
-def forward_pass(model: PreTrainedModel, input_ids_1L: torch.Tensor) -> None:
-    """The forward of the old log-probabilities: logits everywhere, no gradients."""
-    with torch.no_grad():
-        logits_LV = model(input_ids=input_ids_1L, use_cache=False).logits[0, :-1]
-        for part_KV, tokens_K in zip(logits_LV.split(512), input_ids_1L[0, 1:].split(512), strict=True):
-            F.cross_entropy(part_KV.float(), tokens_K)
+def forward_pass(model: PreTrainedModel, input_ids_1L: torch.Tensor) -> torch.Tensor:
+    """The forward with logits everywhere, and the summed loss of all tokens."""
+    logits_LV = model(input_ids=input_ids_1L, use_cache=False).logits[0, :-1]
+    parts = zip(logits_LV.split(512), input_ids_1L[0, 1:].split(512), strict=True)
+    return sum(F.cross_entropy(part_KV.float(), tokens_K, reduction="sum") for part_KV, tokens_K in parts)
 
 
 def training_pass(model: PreTrainedModel, input_ids_1L: torch.Tensor) -> None:
-    """A forward and a backward to every parameter. The gradients stay, as they do until the optimiser has stepped."""
+    """A forward and a backward to every parameter."""
     model.train()
     try:
-        logits_LV = model(input_ids=input_ids_1L, use_cache=False).logits[0, :-1]
-        parts = zip(logits_LV.split(512), input_ids_1L[0, 1:].split(512), strict=True)
-        sum(F.cross_entropy(part_KV.float(), tokens_K, reduction="sum") for part_KV, tokens_K in parts).backward()
+        forward_pass(model, input_ids_1L).backward()
         model.zero_grad(set_to_none=True)
     finally:
         model.eval()

@@ -24,7 +24,7 @@ ASK = "Reason step by step, and put your final answer within \\boxed{}."
 
 
 class Size(NamedTuple):
-    """Problems held out, trained on, and warmed up on; and what a step takes."""
+    """Problems held out, trained on and warmed up on; ``worked``: whether the warm-up has solutions; what a step takes."""
 
     held_out: int
     trained: int
@@ -32,7 +32,6 @@ class Size(NamedTuple):
     warm_up_steps: int
     warm_up_rows: int
     worked: bool
-    """Whether the warm-up's solutions have more than the answer."""
     steps: int
     prompts: int
     response: int
@@ -54,10 +53,10 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     """All checks of the part; on the CPU with few, short responses, of which none need be right."""
     folder, size = RUNS / "d", FULL if device == "cuda" else TOY
     lines = gsm8k(size.held_out + size.trained + size.warmed_up)
-    files = {"held-out": folder / "held_out.jsonl", "train": folder / "train.jsonl"}
+    files = {"held-out": folder / "held_out.jsonl", "data": folder / "train.jsonl"}
     folder.mkdir(parents=True, exist_ok=True)
     files["held-out"].write_text("".join(lines[: size.held_out]), encoding="utf-8")
-    files["train"].write_text("".join(lines[size.held_out :][: size.trained]), encoding="utf-8")
+    files["data"].write_text("".join(lines[size.held_out :][: size.trained]), encoding="utf-8")
 
     model, tokenizer = load_smollm2()
     settings = WarmUpSettings(
@@ -79,9 +78,8 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     del model
 
     sizes = {"prompts": size.prompts, "rollouts": 8, "micro-batch": 16, "max-response": size.response}
-    sizes |= {"dump-every": size.steps // 2, "learning-rate": 1e-5}
-    times = {"steps": size.steps, "eval_every": size.steps // 2}
-    train_both(outcome, folder, files, sizes, **times, some_right=device == "cuda")
+    sizes |= {"dump-every": size.steps // 2, "eval-every": size.steps // 2, "learning-rate": 1e-5}
+    train_both(outcome, folder, files, sizes, size.steps, some_right=device == "cuda")
     with outcome.attempt("GRAIL's report"):
         report = write_report(folder / "grail", outcome.path.with_name("d_grail.html"))
         outcome.check("GRAIL's report", report.stat().st_size > 100_000, f"{report.name}: every token's weight")

@@ -34,11 +34,11 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     folder, dry = RUNS / "b", device == "cpu"
     for part in load_shipped():
         part.save_pretrained(folder / "model")
-    files = {"train": problem_file("train"), "held-out": folder / "held_out.jsonl"}
+    files = {"data": problem_file("train"), "held-out": folder / "held_out.jsonl"}
     held_out = problem_file("validation").read_text(encoding="utf-8").splitlines(keepends=True)
     files["held-out"].write_text("".join(held_out[: 8 if dry else None]), encoding="utf-8")
     sizes = {"prompts": 4 if dry else 32, "micro-batch": 32 if dry else 128, "max-response": 64, "learning-rate": 1e-4}
-    train_both(outcome, folder, files, sizes, steps=2 if dry else 20, eval_every=1 if dry else 5)
+    train_both(outcome, folder, files, {**sizes, "eval-every": 1 if dry else 5}, steps=2 if dry else 20)
 
 
 def train_both(
@@ -46,41 +46,27 @@ def train_both(
     folder: Path,
     files: Mapping[str, Path],
     sizes: Mapping[str, float],
-    *,
     steps: int,
-    eval_every: int,
+    *,
     some_right: bool = True,
 ) -> None:
-    """Train ``folder/model`` with each method by ``examples/trl_grail.py``: the curve as it goes, what must hold of every run,
-    and the price.
+    """Train ``folder/model`` with each method by ``examples/trl_grail.py``: curves as they go, what must hold, and the price.
 
     Args:
         outcome: what they are written to.
         folder: of the part; gets the runs.
-        files: problems to train on, and held-out ones.
+        files: problems to train on (``data``), and held-out ones (``held-out``).
         sizes: further options of the example.
         steps: of each run.
-        eval_every: steps between two looks at the held-out problems.
         some_right: whether some responses must be right.
     """
     price: dict[str, dict[str, float]] = {}
     for method in METHODS:
         with outcome.attempt(f"{method} in TRL"):
             run_dir = folder / method
-            command = [sys.executable, "examples/trl_grail.py", "--bf16", "--method", method, "--output", str(run_dir)]
-            command += [
-                "--model",
-                str(folder / "model"),
-                "--data",
-                str(files["train"]),
-                "--held-out",
-                str(files["held-out"]),
-            ]
-            options = {**sizes, "lora-rank": 0, "steps": steps, "eval-every": eval_every}
-            command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-            logged = train(outcome, method, command, run_dir, steps)
-            if some_right:
-                judge(outcome, method, logged)
+            options = {**files, **sizes, "lora-rank": 0, "steps": steps, "method": method, "output": run_dir}
+            logged = train(outcome, method, options | {"model": folder / "model"}, run_dir)
+            judge(outcome, method, logged, steps, some_right)
             after_first = [data for step, data in sorted(logged.items()) if step > 1 and "step_time" in data]
             price[method] = {
                 "seconds a step": median(data["step_time"] for data in after_first),
@@ -89,23 +75,20 @@ def train_both(
             outcome.figures("Price", price, "Medians, without the first step.")
 
 
-def train(outcome: Outcome, name: str, command: list[str], run_dir: Path, steps: int) -> Logged:
-    """Run a training whose ``metrics.jsonl`` is in ``run_dir``, check that it makes its steps, and return its metrics by step;
-    ``outcome`` gets :func:`curve` every second."""
+def train(outcome: Outcome, name: str, options: Mapping[str, object], run_dir: Path) -> Logged:
+    """Run the example with a GPU's precision, and return its metrics by step; ``outcome`` gets :func:`curve` every second."""
     (run_dir / run_report.METRICS_FILE).unlink(missing_ok=True)
+    command = [sys.executable, "examples/trl_grail.py", "--bf16"]
+    command += [word for option, value in options.items() for word in (f"--{option}", str(value))]
     # TRL is in a folder of its own beside verl.
     variables = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), f"{sys.prefix}/trl"])}
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **variables}) as process:
-        while True:
-            ended = process.poll() is not None
-            logged = by_step(run_dir)
-            outcome.figures(f"Run of {name}, by step", curve(logged))
-            if ended:
-                break
+        while process.poll() is None:
             time.sleep(1)
-    made = sum("mean reward" in figures for figures in curve(logged).values())
-    said = f"{made} of {steps}, exit status {process.returncode}"
-    outcome.check(f"{name}: the run makes its steps", process.returncode == 0 and made == steps, said)
+            outcome.figures(f"Run of {name}, by step", curve(by_step(run_dir)))
+    logged = by_step(run_dir)
+    outcome.figures(f"Run of {name}, by step", curve(logged))
+    outcome.check(f"{name}: the run ends well", process.returncode == 0, f"exit status {process.returncode}")
     return logged
 
 
@@ -127,15 +110,15 @@ def curve(logged: Logged) -> dict[str, dict[str, float]]:
     }
 
 
-def judge(outcome: Outcome, method: str, logged: Logged) -> None:
-    """What must hold of every run: every reward is a number, and GRAIL scores rows."""
+def judge(outcome: Outcome, method: str, logged: Logged, steps: int, some_right: bool) -> None:
+    """What must hold of every run: it makes its steps, every reward is a number, and GRAIL scores rows."""
     rewards = [data["reward"] for data in logged.values() if "reward" in data]
-    outcome.check(
-        f"{method}: rewards are numbers, some right and some wrong",
-        bool(rewards) and all(map(math.isfinite, rewards)) and any(0 < reward < 1 for reward in rewards),
-        f"{min(rewards, default=math.nan):.3f} to {max(rewards, default=math.nan):.3f}",
-    )
-    if method != "uniform":
+    made = len(rewards) == steps and all(map(math.isfinite, rewards))
+    between = f"{min(rewards, default=math.nan):.3f} to {max(rewards, default=math.nan):.3f}"
+    outcome.check(f"{method}: every step has a reward", made, f"{len(rewards)} of {steps} steps, {between}")
+    if some_right:
+        outcome.check(f"{method}: some are right and some wrong", any(0 < reward < 1 for reward in rewards), between)
+    if some_right and method != "uniform":
         rates = [data[f"{method}/selected_rate"] for data in logged.values() if f"{method}/selected_rate" in data]
         outcome.check(f"{method} scores rows", any(rates), f"{max(rates, default=0):.0%} of a batch at most")
 
