@@ -36,8 +36,10 @@ export PYTHONPATH=${project_root}${PYTHONPATH:+:${PYTHONPATH}}
 mkdir -p "${results}"
 failed=0
 for part in "${parts[@]}"; do
+    status=0
     timeout --kill-after=10 "${seconds}" "${python}" -m benchmarks.gpu_check "${part}" --results "${results}" "${options[@]}" 2>&1 |
-        tee "${results}/${part}.log" || failed=$?
-    ((failed != 124)) || echo "${part}: stopped after ${seconds} s; what it had is in ${results}"
+        tee "${results}/${part}.log" || status=$?
+    ((status != 124)) || echo "${part}: stopped after ${seconds} s; what it had is in ${results}"
+    ((status == 0)) || failed=1
 done
-exit $((failed != 0))
+exit "${failed}"
