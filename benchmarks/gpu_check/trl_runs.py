@@ -52,13 +52,7 @@ def train_both(
 ) -> None:
     """Train ``folder/model`` with each method by ``examples/trl_grail.py``: curves as they go, what must hold, and the price.
 
-    Args:
-        outcome: what they are written to.
-        folder: of the part; gets the runs.
-        files: problems to train on (``data``), and held-out ones (``held-out``).
-        sizes: further options of the example.
-        steps: of each run.
-        some_right: whether some responses must be right.
+    ``files`` has problems to train on (``data``) and held-out ones (``held-out``); ``sizes`` has further options of it.
     """
     price: dict[str, dict[str, float]] = {}
     for method in METHODS:
