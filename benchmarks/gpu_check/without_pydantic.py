@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 class FieldInfo:
     """A field's default and description."""
 
-    def __init__(self, default: Any, description: str | None = None, **_: Any) -> None:
+    def __init__(self, default: Any = None, description: str | None = None, **_: Any) -> None:
         self.default, self.description = default, description
 
 
 class BaseModel:
-    """Fields as pydantic finds them: annotated attributes of a class and of its bases."""
+    """Fields as pydantic finds them: annotated attributes of a class and of its bases. A type may bring the description."""
 
     model_fields: ClassVar[dict[str, FieldInfo]] = {}
 
@@ -28,9 +28,11 @@ class BaseModel:
         cls.model_fields = {}
         for base in reversed(cls.__mro__):
             for name, annotation in vars(base).get("__annotations__", {}).items():
-                if not annotation.startswith("ClassVar"):
-                    value = vars(base)[name]
-                    cls.model_fields[name] = value if isinstance(value, FieldInfo) else FieldInfo(value)
+                if annotation.startswith("ClassVar"):
+                    continue
+                value, kind = vars(base)[name], vars(sys.modules[base.__module__]).get(annotation)
+                (info,) = getattr(kind, "__metadata__", (FieldInfo(),))
+                cls.model_fields[name] = value if isinstance(value, FieldInfo) else FieldInfo(value, info.description)
 
     def __init__(self, **values: Any) -> None:
         for name, info in self.model_fields.items():
