@@ -224,7 +224,7 @@ def start(
     entry = ["recipe.main_grail", "--config-name=cpu_trainer"]
     if stock:
         (folder / "stock.yaml").write_text(STOCK.format(configs=ROOT / "recipe" / "config"))
-        entry = ["verl.trainer.main_ppo", f"--config-path={folder}", "--config-name=stock"]
+        entry = ["tests.verl_ext.stock_run", f"--config-path={folder}", "--config-name=stock"]
     command = [
         sys.executable,
         "-m",
