@@ -119,6 +119,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
         *(f"algorithm.{section}.{key}={QUOTED.get(value, value)}" for section, key, value in options),
         f"reward.custom_reward_function.path={Path(__file__).with_name('judging_reward.py')}",
         f"data.train_batch_size={PROMPTS}",
+        "data.val_max_samples=4",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
         "actor_rollout_ref.actor.optim.lr=1e-4",
         "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
