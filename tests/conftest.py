@@ -11,9 +11,9 @@ import torch
 # The tests' tensors are tiny. Sharing them out over threads costs more than computing them, far more on a busy machine.
 torch.set_num_threads(1)
 
-# Files of a group run one after another, in one process. A whole verl run with two engines takes up to 10 GB of memory, one with
-# a single engine 6 GB, and Ray kills workers where that runs short: at most one of each kind at a time. Files with ranks share
-# the fork server of ``tests/forked.py``, whose imports take as long as many of their tests.
+# Files of a group run one after another, in one process. A whole verl run with two engines takes up to 10 GB of memory, one
+# with a single engine 6 GB, and Ray kills workers where that runs short: at most one of each kind at a time. Files with ranks
+# share the fork server of ``tests/forked.py``, whose imports take as long as many of their tests.
 GROUPS = {
     "two engines": ("test_methods_run.py", "test_evaluate.py"),
     "one engine": ("test_only_weights.py",),
