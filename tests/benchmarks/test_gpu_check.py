@@ -52,15 +52,15 @@ def test_what_the_parts_import() -> None:
     heavy = (
         "{'verl', 'tensordict', 'omegaconf', 'hydra', 'matplotlib', 'pyarrow', 'ray', 'vllm', 'math_verify', 'pytest'}"
     )
-    modules = "benchmarks.gpu_check.__main__, benchmarks.gpu_check.plain"
-    program = f"import sys, {modules}; print({heavy} & set(sys.modules))"
+    program = f"""
+import sys, benchmarks.gpu_check.__main__, benchmarks.gpu_check.plain
+print({heavy} & set(sys.modules))
+sys.modules["reasoning_gym"] = None
+import benchmarks.gpu_check.trl_runs
+benchmarks.gpu_check.trl_runs.load_shipped()
+"""
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert found.stdout == "set()\n", found.stdout + found.stderr
-    program = (
-        "import sys; sys.modules['reasoning_gym'] = None; import benchmarks.gpu_check.trl_runs as b; b.load_shipped()"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert found.returncode == 0, found.stderr
+    assert (found.returncode, found.stdout) == (0, "set()\n"), found.stdout + found.stderr
 
 
 def test_carried_problems_are_those_of_the_task() -> None:
