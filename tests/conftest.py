@@ -11,25 +11,29 @@ import torch
 # The tests' tensors are tiny. Sharing them out over threads costs more than computing them, far more on a busy machine.
 torch.set_num_threads(1)
 
-# A whole verl run with two engines takes up to 10 GB of memory, one with a single engine 6 GB, and Ray kills workers where that
-# runs short: at most one of each kind at a time.
-WHOLE_RUNS = {
-    "test_evaluate.py": "two engines",
-    "test_methods_run.py": "two engines",
-    "test_only_weights.py": "one engine",
+# Files of a group run one after another, in one process. A whole verl run with two engines takes up to 10 GB of memory, one
+# with a single engine 6 GB, and Ray kills workers where that runs short: at most one of each kind at a time. Files with ranks
+# share the fork server of ``tests/forked.py``, whose imports take as long as many of their tests.
+GROUPS = {
+    "two engines": ("test_methods_run.py", "test_evaluate.py"),
+    "one engine": ("test_only_weights.py",),
+    "forks": (
+        *("test_passes.py", "test_pass_details.py", "test_zero_advantage_update.py", "test_models.py", "test_ranks.py"),
+        *("test_benchmarks.py", "test_command_line.py"),
+    ),
 }
 # A file of more than half a minute that begins last would leave the other cores idle.
 LONGEST = (
-    *("test_gpu_check.py", "test_passes.py", "test_driver.py", "test_trl.py", "test_benchmarks.py"),
-    *("test_pass_details.py", "test_wheel.py", "test_zero_advantage_update.py", "test_reward_processes.py"),
-    *("test_cpu_platform.py", "test_launch_scripts.py", "test_command_line.py", "test_ranks.py", "test_checks.py"),
+    *("test_gpu_check.py", "test_driver.py", "test_trl.py", "test_wheel.py", "test_reward_processes.py"),
+    *("test_cpu_platform.py", "test_launch_scripts.py", "test_checks.py"),
     *("test_published_setup.py", "test_shared_micro_batches.py", "test_layouts.py", "test_token_weights.py"),
 )
-_GROUPS = ("two engines", "one engine", *LONGEST)
+_ORDER = (*GROUPS, *LONGEST)
+_GROUP_OF = {file: group for group, files in GROUPS.items() for file in files}
 
 
 def _group(item: pytest.Item) -> str:
-    return WHOLE_RUNS.get(item.path.name, item.path.name)
+    return _GROUP_OF.get(item.path.name, item.path.name)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Name the group of each test for ``pytest --dist loadgroup``, whose tests share what they start, longest groups first."""
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))
-    items.sort(key=lambda item: _GROUPS.index(_group(item)) if _group(item) in _GROUPS else len(_GROUPS))
+    items.sort(key=lambda item: _ORDER.index(_group(item)) if _group(item) in _ORDER else len(_ORDER))
 
 
 @pytest.hookimpl(trylast=True)

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 PY_EXECUTABLE = "ray_kwargs.ray_init.runtime_env.py_executable"
+OF_THE_RECIPE = ("recipe.run_life.seeds", "recipe.run_life.trainer")
+"""Imports of the recipe's own runs."""
 _server: subprocess.Popen | None = None
 """Reads its input, which nobody writes, and ends when that does: with this process, whatever ends it."""
 
@@ -31,16 +34,20 @@ def start(config: DictConfig) -> None:
     from omegaconf import OmegaConf
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 
-    global _server
     if os.environ.get("VERL_PLATFORM") != "cpu" or OmegaConf.select(config, PY_EXECUTABLE) is not None:
         return
-    address = Path(tempfile.mkdtemp(prefix="grail-workers-"), "socket")
     own = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars", default={})
     environment = {**os.environ, **get_ppo_ray_runtime_env(config).get("env_vars", {}), **own}
+    OmegaConf.update(config, PY_EXECUTABLE, serve(environment, OF_THE_RECIPE), force_add=True)
+
+
+def serve(environment: Mapping[str, str], modules: Sequence[str] = ()) -> str:
+    """Start a server with these variables that also imports these modules; returns what Ray is to run in place of Python."""
+    global _server
+    address = Path(tempfile.mkdtemp(prefix="grail-workers-"), "socket")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(address))
         listener.listen(64)
-        command = [sys.executable, "-m", "recipe.cpu_workers.server", str(address), str(listener.fileno())]
+        command = [sys.executable, "-m", "recipe.cpu_workers.server", str(address), str(listener.fileno()), *modules]
         _server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()])
-    client = [sys.executable, "-I", "-S", str(Path(__file__).with_name("client.py")), str(address)]
-    OmegaConf.update(config, PY_EXECUTABLE, shlex.join(client), force_add=True)
+    return shlex.join([sys.executable, "-I", "-S", str(Path(__file__).with_name("client.py")), str(address)])

@@ -1,5 +1,5 @@
-"""The process that Ray's workers are forks of: ``python -m recipe.cpu_workers.server ADDRESS NUMBER``, with the number of
-the open file that listens at the address. It ends when its input does."""
+"""The process that Ray's workers are forks of: ``python -m recipe.cpu_workers.server ADDRESS NUMBER [MODULE ...]``, with the
+number of the open file that listens at the address, and further modules to import. It ends when its input does."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ WITHOUT_RAY = (
 """Imports while the run is being checked and Ray starts."""
 WITH_RAY = (
     "verl.trainer.main_ppo",
-    "recipe.run_life.seeds",
-    "recipe.run_life.trainer",
     "verl.workers.engine_workers",
     "grail_advantage.verl_cpu.vllm_server",
     "grail_advantage.verl_cpu.vllm_worker",
@@ -50,7 +48,7 @@ def preload(names: Sequence[str]) -> None:
     gc.enable()
 
 
-def serve(listener: socket.socket) -> dict[str, Any] | None:
+def serve(listener: socket.socket, modules: Sequence[str]) -> dict[str, Any] | None:
     """Answer requests by forks, until the end of the input; in the forks, this returns the request. A request from another job
     or another raylet than the first one's gets no answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -68,7 +66,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                 first = own
                 given = request["environment"].items()
                 os.environ.update({name: value for name, value in given if name.startswith("RAY_")})
-                preload(WITH_RAY)
+                preload([*WITH_RAY, *modules])
                 signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
             if own == first and os.fork() == 0:
                 for number, file in enumerate(files):
@@ -102,7 +100,7 @@ def main() -> None:
     address = Path(sys.argv[1])
     with socket.socket(fileno=int(sys.argv[2])) as listener:
         preload(WITHOUT_RAY)
-        request = serve(listener)
+        request = serve(listener, sys.argv[3:])
     if request is None:
         shutil.rmtree(address.parent)
     else:

@@ -75,6 +75,8 @@ def start_engine(model: Path, longest: int, engines: int, tensor_parallel_size: 
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(longest, 4096),
         }
+        if tensor_parallel_size == 1:  # an engine's one worker needs no process of its own
+            options["distributed_executor_backend"] = "uni"
     else:
         from transformers import AutoConfig
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -14,15 +11,7 @@ import pytest
 from benchmarks import bench_training_step, measuring, report
 from grail_advantage.methods import methods
 from grail_advantage.signals.base import SEQUENCES
-
-ROOT = Path(__file__).parents[2]
-
-
-def _run(module: str, *arguments: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+from tests import forked
 
 
 def _method(uses: str, rows: tuple[int, int], *repeats: tuple[float, ...]) -> dict:
@@ -64,9 +53,10 @@ def test_every_way_is_the_first_once() -> None:
 
 @pytest.mark.slow
 def test_every_benchmark_runs_and_is_reported(tmp_path: Path) -> None:
-    where = ["--results", str(tmp_path)]
+    options = ("--setup", "toy", "--repeats", "1", "--results", str(tmp_path))
     for what in ("methods", "neutral_rows"):
-        _run("bench_training_step", what, "--setup", "toy", "--repeats", "1", *where)
+        done = forked.run("benchmarks.bench_training_step", what, *options)
+        assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "methods-cpu.json").read_text())["methods"]
     for name, method in methods().items():
         signal = method.build({})

@@ -452,29 +452,32 @@ def test_bad_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    """Through the script: merging a verl checkpoint, one engine that is killed, two that go on, judge, report, refusals."""
+def test_resumed_from_what_is_on_the_disk_equals_uninterrupted(tmp_path: Path) -> None:
+    """Through the script: merging a verl checkpoint, one engine, two that go on from what a kill would leave, judge, report,
+    refusals."""
     write_benchmark(tmp_path / "data/amc23.parquet")
     model = save_tiny_model(tmp_path / "model")
     checkpoint = save_checkpoint(tmp_path / "run", model, load_weights(model))
     arguments = ["--benchmarks", "amc23", "--data-dir", str(tmp_path / "data"), "--max-tokens", "64"]
     arguments += ["--model", str(checkpoint), "--output-dir"]
-    path = tmp_path / "out/generations.jsonl"
+    path, whole = (tmp_path / name / "generations.jsonl" for name in ("out", "whole"))
     script = ["bash", str(PROJECT_ROOT / "scripts/evaluate.sh"), *arguments]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([*script, tmp_path / "out"], env=environment, start_new_session=True)
+    process = subprocess.Popen([*script, whole.parent], env=environment, start_new_session=True)
     try:
-        while process.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < 8):
+        while process.poll() is None and (not whole.exists() or whole.read_bytes().count(b"\n") < 8):
             time.sleep(0.005)
+        there = whole.read_bytes()
+        assert process.wait(600) == 0
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:8])
-    assert kept.count(b"\n") == 8
+    kept = b"".join(there.splitlines(keepends=True)[:8])
+    assert kept.count(b"\n") == 8 and whole.read_bytes().startswith(kept)
+    path.parent.mkdir()
     path.write_bytes(kept + b'{"benchmark": "amc23", "index": 39, "sam')
 
-    again = [*script, tmp_path / "out", "--workers", "2"]
+    again = [*script, path.parent, "--workers", "2"]
     finished = subprocess.run(again, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     assert path.read_bytes().startswith(kept)
@@ -483,9 +486,8 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], original[name].to(torch.bfloat16)) for name in original)
     assert sorted(entry.name for entry in checkpoint.iterdir()) == ["actor", "actor_merged"]
 
-    assert subprocess.run([*script, tmp_path / "whole"], env=environment, check=False).returncode == 0
     lines = path.read_text().splitlines()
-    assert sorted(lines) == sorted((tmp_path / "whole/generations.jsonl").read_text().splitlines())
+    assert sorted(lines) == sorted(whole.read_text().splitlines())
     for name in ("results.json", "results.md", "scores.jsonl"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     samples = [json.loads(line) for line in lines[1:]]

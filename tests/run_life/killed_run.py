@@ -97,7 +97,7 @@ class KilledRun:
             for process in left:
                 with contextlib.suppress(psutil.Error):
                     self.everybody |= set(process.children(recursive=True))
-            time.sleep(0.2)
+            time.sleep(1)
 
     def kill_all(self) -> None:
         """A test that failed ends the processes that it leaves."""

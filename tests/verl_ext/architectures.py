@@ -29,13 +29,13 @@ from tests.core.tiny_models import (
     END_ID,
     PAD_ID,
     ROLLOUTS,
-    Rollout,
     char_tokenizer,
     encode,
     id_to_character,
     make_batch,
 )
 from tests.verl_ext.engines import Setup, Sizes, build_engine, log_probs, own_pass, training_worker
+from tests.verl_ext.pass_plan import shared_row
 from tests.verl_ext.rank_group import of_all_ranks, run_rank, start_ranks
 
 PAGE, MARKER = Path(__file__).parents[2] / "docs" / "models.md", "models"
@@ -175,13 +175,6 @@ def pass_rows(signal: Signal) -> list[PassRow]:
         )
         rows.append(signal.prepare_row(row, char_tokenizer()))
     return rows
-
-
-def shared_row(rollout: Rollout) -> tuple[torch.Tensor, int, tuple[int, int]]:
-    """A row of a shared forward."""
-    prompt, response = encode(rollout.prompt), encode(rollout.response)
-    span = find_answer_span(response, char_tokenizer(), "first")
-    return torch.tensor(prompt + response), len(prompt), (len(prompt) + span.start, len(prompt) + span.end)
 
 
 class Engine:

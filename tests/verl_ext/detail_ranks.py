@@ -187,17 +187,14 @@ class AllRows:
         return call
 
 
-def experiments(world_size: int) -> dict[str, dict[str, Any]]:
-    """The experiments of that many ranks."""
-    return {
-        "memory": MEMORY,
-        "counting": COUNTED,
-        "raising": {"fsdp2": PLAIN["fsdp2"]},
-        "halved": HALVED,
-        "nan": {"fsdp2": Setup("qwen3-nan")},
-        "later_update": PLAIN,
-    }
-
+EXPERIMENTS = {
+    "memory": MEMORY,
+    "counting": COUNTED,
+    "raising": {"fsdp2": PLAIN["fsdp2"]},
+    "halved": HALVED,
+    "nan": {"fsdp2": Setup("qwen3-nan")},
+    "later_update": PLAIN,
+}
 
 if __name__ == "__main__":
-    run_rank(Experiments, experiments(int(sys.argv[2])), sys.argv[1:])
+    run_rank(Experiments, EXPERIMENTS, sys.argv[1:])

@@ -155,11 +155,11 @@ def shared_row(rollout: Rollout) -> SharedRow:
 
 def shared_rows(share: str, rank: int, size: int) -> list[SharedRow]:
     """The share of a data-parallel rank for a shared forward."""
-    rows = [(*shared_row(rollout)[:2], shared_row(rollout)[2]) for rollout in BATCH]
-    return [
-        (tokens, start, target if row in TARGETS[share] else NO_TARGET)
-        for row, (tokens, start, target) in list(enumerate(rows))[rank::size]
-    ]
+    rows = []
+    for row in range(len(BATCH))[rank::size]:
+        tokens, start, target = shared_row(BATCH[row])
+        rows.append((tokens, start, target if row in TARGETS[share] else NO_TARGET))
+    return rows
 
 
 def uneven_rows(rank: int) -> list[PassRow]:

@@ -187,17 +187,17 @@ def _seen(run: WholeRun, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_advantages_are_weight_times_grpos(run: WholeRun, name: str) -> None:
     """The base is recomputed from the rewards, and the product is what verl's actor was given."""
-    records = run.records(_step(name))
-    assert len(records) == PROMPTS * ROLLOUTS
-    for record, advantage in zip(records, whole_run.advantages_of_grpo(records), strict=True):
-        base = torch.tensor(record["base_advantages"])
+    rows = run.dump(_step(name))
+    assert len(rows) == PROMPTS * ROLLOUTS
+    for row, advantage in zip(rows, whole_run.advantages_of_grpo(rows), strict=True):
+        base = torch.tensor(row.base_advantage_T)
         assert torch.allclose(base, advantage.expand_as(base), atol=1e-5)
-        effective = torch.zeros_like(base) if record["truncated"] else base
-        weighted = torch.tensor(record["weights"]) * effective
-        if name in GIVE_ADVANTAGES and None not in record["scores"]:
-            weighted = torch.tensor(record["scores"])
-        torch.testing.assert_close(torch.tensor(record["advantages"]), weighted, rtol=1e-6, atol=0)
-    given = torch.cat([torch.tensor(record["advantages"]) for record in records])
+        effective = torch.zeros_like(base) if row.truncated else base
+        weighted = torch.tensor(row.weight_T) * effective
+        if name in GIVE_ADVANTAGES and not np.isnan(row.score_T).any():
+            weighted = torch.tensor(row.score_T)
+        torch.testing.assert_close(torch.tensor(row.advantage_T), weighted, rtol=1e-6, atol=0)
+    given = np.concatenate([row.advantage_T for row in rows])
     metrics = run.metrics(_step(name))
     assert metrics["critic/advantages/mean"] == pytest.approx(float(given.mean()), abs=1e-5)
     assert metrics["critic/advantages/max"] == pytest.approx(float(given.max()), rel=1e-5)
@@ -207,27 +207,26 @@ def test_advantages_are_weight_times_grpos(run: WholeRun, name: str) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_weights_are_those_of_the_plain_function(run: WholeRun, name: str) -> None:
     """Two FSDP ranks, micro-batches and TransferQueue against one row at a time in one process."""
-    tokenizer, records = whole_run.tokenizer(), run.records(_step(name))
+    tokenizer, rows = whole_run.tokenizer(), run.dump(_step(name))
     messages = [list(of) for of in pandas.read_parquet(run.folder / "train.parquet")["prompt"]]
     asked = {
         tuple(tokenizer.apply_chat_template(of, add_generation_prompt=True, return_dict=False)): of for of in messages
     }
-    uids = [record["key"].rsplit("_", 2)[0] for record in records]
+    uids = [row.key.rsplit("_", 2)[0] for row in rows]
     expected = whole_run.plain_weights(
         run,
-        records,
+        rows,
         _signal(name),
         temperature=TEMPERATURE,
         groups=torch.tensor([sorted(set(uids)).index(uid) for uid in uids]),
-        examples=[Example(asked[tuple(record["prompt_ids"])], GOLD, {}) for record in records],
+        examples=[Example(asked[tuple(row.prompt_ids)], GOLD, {}) for row in rows],
         step=_step(name),
     )
-    moved = 0
-    for record, wanted in zip(records, expected, strict=True):
-        found = torch.tensor(record[_signal(name).gives])
-        torch.testing.assert_close(found, wanted, **(NOISY if name == "oar_g" else EXACT), msg=record["key"])
-        unmoved = torch.ones_like(found)
-        moved += not torch.equal(found, unmoved if _signal(name).gives == "weights" else unmoved * found[:1])
+    moved, gives_weights = 0, _signal(name).gives == "weights"
+    for row, wanted in zip(rows, expected, strict=True):
+        found = torch.tensor(row.weight_T if gives_weights else row.advantage_T)
+        torch.testing.assert_close(found, wanted, **(NOISY if name == "oar_g" else EXACT), msg=row.key)
+        moved += not torch.equal(found, torch.ones_like(found) if gives_weights else found[:1].expand_as(found))
     assert (moved > 0) == (name != "uniform"), "nothing to compare"
 
 

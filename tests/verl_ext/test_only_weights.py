@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -103,24 +104,20 @@ def test_a_stock_runs_checkpoint_resumes(runs: tuple[Path, dict[str, dict]]) -> 
 
 @pytest.mark.slow
 def test_answers_of_gsm8k_are_found(runs: tuple[Path, dict[str, dict]]) -> None:
-    records = whole_run.WholeRun(runs[0], "").records(2)
-    spans = [PLAIN["hashes"]("".join(record["tokens"]))[:1] for record in records]
-    assert any(spans) and len(records) == 32
-    for record, boxes in zip(records, spans, strict=True):
+    rows = whole_run.WholeRun(runs[0], "").dump(2)
+    spans = [PLAIN["hashes"]("".join(row.tokens))[:1] for row in rows]
+    assert any(spans) and len(rows) == 32
+    for row, boxes in zip(rows, spans, strict=True):
         if not boxes:
-            assert record["span"] is None
+            assert row.span is None
             continue
         # Of special tokens, which have no text, none belongs to the answer.
-        starts = [0, *itertools.accumulate(len(token) for token in record["tokens"])]
+        starts = [0, *itertools.accumulate(map(len, row.tokens))]
         start, content_start, content_end, end = boxes[0]
         firsts = [bisect.bisect_right(starts, at) - 1 for at in (start, content_start)]
-        assert record["span"] == [*firsts, *(bisect.bisect_left(starts, at) for at in (content_end, end))]
-        first, last = record["span"][1:3]
-        assert (
-            record["truncated"]
-            or any(record["advantages"]) is False
-            or record["weights"][first:last] == [5.0] * (last - first)
-        )
+        assert astuple(row.span) == (*firsts, *(bisect.bisect_left(starts, at) for at in (content_end, end)))
+        content_T = row.weight_T[row.span.content_start : row.span.content_end]
+        assert row.truncated or not row.advantage_T.any() or (content_T == 5.0).all()
 
 
 @pytest.mark.slow

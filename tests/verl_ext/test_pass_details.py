@@ -19,21 +19,15 @@ pytestmark = pytest.mark.slow
 
 
 class Measured:
-    """What the ranks measured, by number of ranks, and the plain models."""
+    """What two ranks measured, and the plain models."""
 
-    def __init__(self, folder: Path, sizes: tuple[int, ...] = (2,)) -> None:
+    def __init__(self, folder: Path) -> None:
         self.plain = Plain(plan.write_models(folder))
-        self._results = {}
-        for size in sizes:
-            place = folder / f"of {size}"
-            place.mkdir()
-            for model in folder.iterdir():
-                (place / model.name).symlink_to(model)
-            self._results[size] = start_ranks("tests.verl_ext.detail_ranks", place, size)
+        self._results = start_ranks("tests.verl_ext.detail_ranks", folder, 2)
 
-    def of(self, kind: str, name: str, size: int = 2) -> list[Any]:
+    def of(self, kind: str, name: str) -> list[Any]:
         """The results of all ranks; fails with the traceback of a rank that raised."""
-        return of_all_ranks(self._results[size], kind, name)
+        return of_all_ranks(self._results, kind, name)
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +39,9 @@ LONGEST_RUN = 2400.0
 """Seconds: dozens of times what a run takes on an idle machine."""
 
 
-def tokenizer(opening: str = "\\boxed{", words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """So few tokens, among them the answer's opening and a whole answer, that a random model answers in most rows; ``words``
-    are further ones."""
-    words = (opening, ANSWER, "user", "assistant", *words)
+def tokenizer(opening: str = "\\boxed{") -> PreTrainedTokenizerFast:
+    """So few tokens, among them the answer's opening and a whole answer, that a random model answers in most rows."""
+    words = (opening, ANSWER, "user", "assistant")
     tokens = [*"01234567+=}", *words, "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"))
     backend.pre_tokenizer = pre_tokenizers.Split(
@@ -62,9 +59,9 @@ def tokenizer(opening: str = "\\boxed{", words: Sequence[str] = ()) -> PreTraine
     )
 
 
-def write_assets(folder: Path, rows: int, opening: str, words: Sequence[str] = ()) -> None:
-    """Model, tokenizer, and data of that many prompts."""
-    own = tokenizer(opening, words)
+def write_assets(folder: Path, rows: int, opening: str) -> None:
+    """Model, tokenizer, and data of that many prompts, of which four validate."""
+    own = tokenizer(opening)
     config = Qwen3Config(
         vocab_size=len(own),
         hidden_size=32,
@@ -98,6 +95,7 @@ def write_assets(folder: Path, rows: int, opening: str, words: Sequence[str] = (
         for i in range(rows)
     ]
     pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
+    pandas.DataFrame(rows[:4]).to_parquet(folder / "val.parquet")
 
 
 @dataclass(frozen=True)
@@ -107,31 +105,10 @@ class WholeRun:
     folder: Path
     output: str
 
-    def records(self, step: int) -> list[dict]:
-        """The step's dump, one record a row, in the order in which the trainer weighed them."""
-        rows = sorted(self.dump(step), key=lambda row: (row.update, row.row))
-        return [
-            {
-                "key": row.key,
-                "step": row.step,
-                "prompt_ids": row.prompt_ids.tolist(),
-                "response_ids": row.token_ids_T.tolist(),
-                "tokens": row.tokens,
-                "span": list(astuple(row.span)) if row.span else None,
-                "mask": row.mask_T.astype(int).tolist(),
-                "truncated": row.truncated,
-                "base_advantages": row.base_advantage_T.tolist(),
-                "scores": [None if math.isnan(value) else value for value in row.score_T.tolist()],
-                "weights": row.weight_T.tolist(),
-                "advantages": row.advantage_T.tolist(),
-            }
-            for row in rows
-        ]
-
     def dump(self, step: int) -> list[DumpRow]:
-        """The same rows as the dump's reader gives them."""
+        """The step's rows, in the order in which the trainer weighed them."""
         dump = read_dump(self.folder / "dump")
-        rows = list(dump.rows([step]))
+        rows = sorted(dump.rows([step]), key=lambda row: (row.update, row.row))
         assert dump.problems == []
         return rows
 
@@ -146,47 +123,41 @@ class WholeRun:
         return Qwen3ForCausalLM.from_pretrained(before if step > 1 else self.folder / "model", dtype=torch.float32)
 
 
-def advantages_of_grpo(records: list[dict]) -> list[torch.Tensor]:
+def advantages_of_grpo(rows: list[DumpRow]) -> list[torch.Tensor]:
     """GRPO's advantages of a step's rows by hand, from the rewards of ``parity_reward.py``."""
-    groups: dict[str, list[dict]] = {}
-    for record in records:
-        groups.setdefault(record["key"].rsplit("_", 2)[0], []).append(record)
+    groups: dict[str, list[DumpRow]] = {}
+    for row in rows:
+        groups.setdefault(row.key.rsplit("_", 2)[0], []).append(row)
     advantages = {}
     for group in groups.values():
-        texts = [tokenizer().decode(record["response_ids"], skip_special_tokens=True) for record in group]
+        texts = [tokenizer().decode(row.token_ids_T, skip_special_tokens=True) for row in group]
         rewards = torch.tensor([float(len(text) % 2 == 0) for text in texts])
         expected = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        advantages |= dict(zip((record["key"] for record in group), expected, strict=True))
-    return [advantages[record["key"]] for record in records]
+        advantages |= dict(zip((row.key for row in group), expected, strict=True))
+    return [advantages[row.key] for row in rows]
 
 
-def plain_weights(
-    run: WholeRun, records: list[dict], signal: Signal, words: Sequence[str] = (), **known: Any
-) -> list[torch.Tensor]:
+def plain_weights(run: WholeRun, rows: list[DumpRow], signal: Signal, **known: Any) -> list[torch.Tensor]:
     """Weights of these rows of one step, or the advantages of a signal that gives these, by the policy before the step in one
-    process, each row on its own padding; ``words`` are further tokens of its tokenizer, ``known`` goes to
-    :func:`grail_advantage.compute_token_weights`."""
-    own = tokenizer(words=words)
-    width = max(len(record["prompt_ids"]) + len(record["response_ids"]) for record in records)
-    ids_BL = torch.full((len(records), width), own.pad_token_id)
+    process, each row on its own padding; ``known`` goes to :func:`grail_advantage.compute_token_weights`."""
+    own = tokenizer()
+    width = max(len(row.prompt_ids) + len(row.token_ids_T) for row in rows)
+    ids_BL = torch.full((len(rows), width), own.pad_token_id)
     valid_BL, response_BL = torch.zeros_like(ids_BL), torch.zeros_like(ids_BL)
-    for row, record in enumerate(records):
-        start, tokens = len(record["prompt_ids"]), record["prompt_ids"] + record["response_ids"]
-        ids_BL[row, : len(tokens)] = torch.tensor(tokens)
-        valid_BL[row, : len(tokens)] = 1
-        response_BL[row, start : len(tokens)] = torch.tensor(record["mask"])
-    advantages_B = torch.tensor(
-        [0.0 if record["truncated"] else max(record["base_advantages"], key=abs) for record in records]
-    )
-    known["masked"] = torch.tensor([record["truncated"] for record in records])
+    places = []
+    for number, row in enumerate(rows):
+        start, end = len(row.prompt_ids), len(row.prompt_ids) + len(row.token_ids_T)
+        places.append(slice(start, end))
+        ids_BL[number, :end] = torch.tensor([*row.prompt_ids, *row.token_ids_T])
+        valid_BL[number, :end] = 1
+        response_BL[number, start:end] = torch.tensor(row.mask_T)
+    advantages_B = torch.tensor([0.0 if row.truncated else max(row.base_advantage_T, key=abs) for row in rows])
+    known["masked"] = torch.tensor([row.truncated for row in rows])
     result = compute_token_weights(
-        run.policy(records[0]["step"]), own, ids_BL, valid_BL, response_BL, advantages_B, signal, **known
+        run.policy(rows[0].step), own, ids_BL, valid_BL, response_BL, advantages_B, signal, **known
     )
     found = result.advantages if signal.gives == "advantages" else result.weights
-    return [
-        found[row, len(record["prompt_ids"]) : len(record["prompt_ids"]) + len(record["response_ids"])]
-        for row, record in enumerate(records)
-    ]
+    return [found[number, place] for number, place in enumerate(places)]
 
 
 def run(folder: Path, overrides: list[str], **settings: Any) -> WholeRun:
@@ -202,9 +173,7 @@ def start(
     *,
     rows: int,
     stock: bool = False,
-    wrapper: Sequence[str] = (),
     opening: str = "\\boxed{",
-    words: Sequence[str] = (),
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Train in ``folder``, and say how it ended.
@@ -215,16 +184,14 @@ def start(
         rows: prompts in the data set.
         stock: through verl's own entry point, with verl's own configuration and what a machine without an accelerator needs;
             otherwise through the recipe's.
-        wrapper: words in front of the command.
         opening: of the model's answers.
-        words: further tokens.
         environment: further variables.
     """
-    write_assets(folder, rows, opening, words)
+    write_assets(folder, rows, opening)
     entry = ["recipe.main_grail", "--config-name=cpu_trainer"]
     if stock:
         (folder / "stock.yaml").write_text(STOCK.format(configs=ROOT / "recipe" / "config"))
-        entry = ["verl.trainer.main_ppo", f"--config-path={folder}", "--config-name=stock"]
+        entry = ["tests.verl_ext.stock_run", f"--config-path={folder}", "--config-name=stock"]
     command = [
         sys.executable,
         "-m",
@@ -233,7 +200,7 @@ def start(
         f"{'+' if stock else ''}algorithm.token_dump.folder={folder / 'dump'}",
         f"{'+' if stock else ''}algorithm.token_dump.rows=null",
         f"data.train_files={folder / 'train.parquet'}",
-        f"data.val_files={folder / 'train.parquet'}",
+        f"data.val_files={folder / 'val.parquet'}",
         "data.max_prompt_length=16",
         f"data.max_response_length={LIMIT}",
         "data.dataloader_num_workers=0",
@@ -250,7 +217,6 @@ def start(
         f"trainer.default_local_dir={folder / 'checkpoints'}",
         *overrides,
     ]
-    command = [*wrapper, *command]
     variables = {
         **os.environ,
         "VERL_PLATFORM": "cpu",
