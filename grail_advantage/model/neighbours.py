@@ -1,9 +1,9 @@
-"""Whether a response's forward in training depends on the responses beside it in a micro-batch, from a model's code alone.
+"""Whether a response's forward depends on the responses beside it in a micro-batch, from a model's code alone.
 
 A forward that draws random numbers draws others beside other responses: dropout, noise on a router's input, a router that
 draws its experts. A rotary embedding may choose its frequencies by the longest response (``longrope``, ``dynamic``). Both are
 found by running the code: the model on the meta device, which takes neither memory nor a checkpoint, and rotary embeddings by
-themselves.
+themselves. In evaluation mode nothing is drawn.
 """
 
 from __future__ import annotations
@@ -16,10 +16,37 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from grail_advantage.model.activations import inner_model
 from grail_advantage.model.patches import NumbersOnMeta
 
 SHORT = 4
 """Tokens of the response that is looked at."""
+NOT_CAUSAL = ("doge",)
+"""Types of models whose tokens see those after them where no mask is needed."""
+
+
+def mixing_rows(model: nn.Module, longest: int) -> str | None:
+    """What makes a row that is padded on the right depend on the rows beside it in evaluation mode; ``None`` where nothing does.
+
+    Args:
+        model: bare or wrapped.
+        longest: tokens of the longest row.
+    """
+    inner = inner_model(model)
+    name = type(inner).__name__
+    if not type(inner).__module__.startswith("transformers."):
+        return f"nothing is known of the code of {name}"
+    if inner.config.model_type in NOT_CAUSAL:
+        return f"tokens see those after them in {name}"
+    try:
+        kinds = frequencies_by_longest(inner, longest)
+    except Exception as error:
+        return f"the rotary embedding of {name} cannot be looked at ({type(error).__name__}: {error})"
+    if kinds:
+        return (
+            f"the longest response beside it chooses the frequencies of each (rope_type={', '.join(kinds)} of {name})"
+        )
+    return None
 
 
 def random_draws(model: PreTrainedModel) -> list[str]:
