@@ -125,8 +125,8 @@ def compute_token_weights(
 
     Raises:
         ValueError: an argument of the wrong type, shape or dtype, a temperature or a budget that is not positive, a response
-            that starts the row or has gaps, log-probabilities above 0, a negative group or step, a tokenizer that the method cannot work
-            with, an unknown format of answers, groups or examples that it needs. The message names the argument.
+            that starts the row or has gaps, log-probabilities above 0, a negative group or step, a tokenizer that the method
+            cannot work with, an unknown format of answers, groups or examples that it needs. The message names the argument.
     """
     from grail_advantage.model.hugging_face import HuggingFaceModel  # not above: naming the methods would import it
 
@@ -173,8 +173,13 @@ def compute_token_weights(
         if rows.selected_B.any() or process_group is not None:
             host = HuggingFaceModel(model, tokenizer, temperature, mask_BT.device, process_group, step, tokens)
             pass_rows = rollouts.pass_rows(spans)
-            columns_BT = {name: rollouts.to_responses(values_BL) for name, values_BL in given_BL.items()}
-            batch = replace(batch, columns_BT=_columns(signal, host, pass_rows, mask_BT, columns_BT))
+            columns_BT = {
+                name: rollouts.to_responses(values_BL) for name, values_BL in given_BL.items() if name in signal.reads
+            }
+            missing = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in signal.reads and name not in columns_BT]
+            if missing:
+                columns_BT |= _statistics(host, pass_rows, mask_BT, missing)
+            batch = replace(batch, columns_BT=columns_BT)
             if signal.uses:
                 signal.check_tokenizer(tokenizer)
                 selected = [row for row, wanted in zip(pass_rows, rows.selected_B.tolist(), strict=True) if wanted]
@@ -200,25 +205,44 @@ def compute_token_weights(
     )
 
 
-def _columns(
-    signal: Signal,
-    model: HuggingFaceModel,
-    rows: Sequence[PassRow],
-    mask_BT: torch.Tensor,
-    given_BT: dict[str, torch.Tensor],
+def response_statistics(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    tokens: int = FORWARD_TOKENS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``old_log_probs`` and ``entropy`` as :func:`compute_token_weights` computes them where they are not given; the arguments
+    are the same.
+
+    Returns:
+        ``(log_probs_BL, entropy_BL)`` float32, 0 outside the response.
+    """
+    from grail_advantage.model.hugging_face import HuggingFaceModel
+
+    nothing_B = torch.zeros(len(input_ids))
+    rollouts = _Rollouts(input_ids, attention_mask, response_mask, nothing_B, None, None, None, {})
+    host = HuggingFaceModel(model, tokenizer, temperature, input_ids.device, None, 0, tokens)
+    rows = rollouts.pass_rows([None] * len(input_ids))
+    columns_BT = _statistics(host, rows, rollouts.mask_BT, (OLD_LOG_PROBS, ENTROPY))
+    return rollouts.to_full_width(columns_BT[OLD_LOG_PROBS], 0.0), rollouts.to_full_width(columns_BT[ENTROPY], 0.0)
+
+
+def _statistics(
+    model: HuggingFaceModel, rows: Sequence[PassRow], mask_BT: torch.Tensor, names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """The columns (B, T) that the signal reads: those given, the others from the model, 0 outside the mask."""
-    wanted = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in signal.reads]
-    missing = [name for name in wanted if name not in given_BT]
-    columns_BT = {name: given_BT.get(name, torch.zeros(mask_BT.shape, device=mask_BT.device)) for name in wanted}
-    if missing:
-        answered = [row for row in rows if row.response_length]
-        statistics = model.micro_batches(
-            answered, lambda micro: micro.statistics(entropy=ENTROPY in missing), gradients=False
-        )
-        for row, of_row in zip(answered, statistics, strict=True):
-            for name in missing:
-                columns_BT[name][row.place, : row.response_length] = of_row[name]
+    """Columns (B, T) from one forward over every row, 0 outside the mask."""
+    columns_BT = {name: torch.zeros(mask_BT.shape, device=mask_BT.device) for name in names}
+    answered = [row for row in rows if row.response_length]
+    statistics = model.micro_batches(
+        answered, lambda micro: micro.statistics(entropy=ENTROPY in names), gradients=False
+    )
+    for row, of_row in zip(answered, statistics, strict=True):
+        for name in names:
+            columns_BT[name][row.place, : row.response_length] = of_row[name]
     return columns_BT
 
 

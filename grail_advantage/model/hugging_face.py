@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -234,10 +234,11 @@ class PaddedRows(MicroBatch):
         else:
             values = log_probs_and_entropy(self.logits(before), targets.tokens_K, temperature, entropy=entropy)
         counts = [past - first for first, past in tokens]
-        named = {
-            name: of_all.split(counts) for name, of_all in zip((OLD_LOG_PROBS, ENTROPY), values) if of_all is not None
-        }
-        return [{name: of_rows[index] for name, of_rows in named.items()} for index in range(len(self.rows))]
+        log_probs_K, entropy_K = values
+        named = {OLD_LOG_PROBS: log_probs_K.split(counts)}
+        if entropy_K is not None:
+            named[ENTROPY] = entropy_K.split(counts)
+        return [dict(zip(named, of_row, strict=True)) for of_row in zip(*named.values(), strict=True)]
 
     def _works_in_chunks(self) -> bool:
         head = self._model.get_output_embeddings()

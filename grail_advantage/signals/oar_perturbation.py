@@ -92,7 +92,9 @@ def _can_be_shared(cache: Cache | None) -> bool:
     # Not above, see grail_advantage.model.activations.inner_model.
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    return type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
+    if cache is None or type(cache) is not DynamicCache:
+        return False
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def shared_prefix(cache: Cache, length: int, rows: int) -> Cache:

@@ -2,8 +2,8 @@
 
 ``TokenWeightGRPOTrainer`` overrides ``_generate_and_score_completions`` (grpo_trainer.py:2324): TRL's loss takes advantages of
 shape (B, T) from subclasses (line 3055), and its maintainers want them made there (huggingface/trl#4525). It can be another
-method when TRL has a public one for advantages. It also overrides ``_calculate_rewards`` (line 1579), to read its result. The
-functions below can go as each says.
+method when TRL has a public one for advantages. It also overrides ``_calculate_rewards`` (line 1579), to read its result, and
+``_compute_loss`` (line 3020), to leave responses out. The functions below can go as each says.
 
 ``RELIED_ON`` lists them, and a TRL that lacks one is refused by its name, whatever its version.
 
@@ -13,6 +13,7 @@ Shape suffixes: B rows, L prompt + response, T response tokens.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +49,20 @@ RELIED_ON = (
         "_get_per_token_logps_and_entropies",
         ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
     ),
-    # Advantages of one number a token.
-    ReliedOn("_compute_loss", source=("if advantages.dim() == 1:", "advantages.unsqueeze(1)")),
+    # Advantages of one number a token, and what a loss is divided by.
+    ReliedOn(
+        "_compute_loss",
+        ("model", "inputs"),
+        (
+            *("if advantages.dim() == 1:", "advantages.unsqueeze(1)", 'inputs["num_items_in_batch"]'),
+            *(".sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()", ".sum() / mask.sum().clamp(min=1.0)"),
+            "(per_token_loss.size(0) * self.max_completion_length)",
+        ),
+    ),
 )
 ATTRIBUTES = (
-    *("_metrics", "chat_template_kwargs", "eos_token_ids", "loss_type", "max_completion_length", "num_generations"),
-    *("reward_weights", "temperature"),
+    *("_entropy_bonus_enabled", "_metrics", "aux_loss_enabled", "chat_template_kwargs", "eos_token_ids", "loss_type"),
+    *("max_completion_length", "num_generations", "reward_weights", "temperature"),
 )
 """Attributes of a trainer that token weights read."""
 
@@ -102,6 +111,28 @@ def log_probs_and_entropies(
             compute_entropy=True,
         )
     return log_probs_BT, entropies_BT
+
+
+def rows_that_train(inputs: Mapping[str, Any], loss_type: str) -> tuple[dict[str, Any], float]:
+    """A micro-batch without the responses whose token advantages are all 0, and what its loss is to be multiplied by.
+
+    Such a response adds 0 to the sum of ``_compute_loss`` and counts in what this is divided by (lines 3151 to 3171): the number
+    of responses, or with ``bnpo`` their tokens. ``cispo`` and ``dapo`` divide by ``num_items_in_batch``, which is that of the
+    whole generation batch. One response always stays, as the processes' backwards wait for each other.
+
+    Can go when TRL leaves them out itself (huggingface/trl#3130): when
+    ``test_the_update_is_the_same_without_zero_advantage_responses`` passes without it.
+    """
+    mask_BT = inputs["completion_mask"]
+    trains_B = (inputs["advantages"] * mask_BT != 0).any(dim=1)
+    if not trains_B.any():
+        trains_B[0] = True
+    kept = {name: values[trains_B] if getattr(values, "ndim", 0) else values for name, values in inputs.items()}
+    if loss_type in ("cispo", "dapo"):
+        return kept, 1.0
+    if loss_type == "bnpo":
+        return kept, int(kept["completion_mask"].sum().clamp(min=1)) / int(mask_BT.sum().clamp(min=1))
+    return kept, int(trains_B.sum()) / len(trains_B)
 
 
 def log_in_training(trainer: GRPOTrainer, name: str, value: float) -> None:

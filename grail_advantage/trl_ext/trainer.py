@@ -28,9 +28,16 @@ from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights
-from grail_advantage.trl_ext.checks import check_arguments, check_attributes, check_prompt, check_trainer, check_trl
+from grail_advantage.trl_ext.checks import (
+    check_arguments,
+    check_attributes,
+    check_prompt,
+    check_skipping,
+    check_trainer,
+    check_trl,
+)
 from grail_advantage.trl_ext.dump import GenerationBatch, GenerationDump, dump_options
-from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies
+from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies, rows_that_train
 
 FIGURES = (*METRICS, *GRADIENT_METRICS, "truncated_rate", "seconds")
 """Figures of the name ``<method>/<figure>`` in the logs of training."""
@@ -51,6 +58,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             :mod:`grail_advantage.answers.missing`.
         token_dump: a folder for every token's score, weight and advantage, or a mapping of ``folder``, ``every`` (steps from
             one dump to the next, 1) and ``rows`` (of a step at most, 64; None: all). See docs/token_dump.md.
+        skip_zero_advantage: leave responses whose token advantages are all 0 out of the loss's forward and backward. The update
+            is the same but for rounding; TRL's figures of entropy and clipping are then those of the others.
         *arguments: as for ``GRPOTrainer``.
         **named: likewise.
 
@@ -67,6 +76,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         answer: str | AnswerFormat = BOXED,
         missing_answers: str = CHOICES[0],
         token_dump: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        skip_zero_advantage: bool = False,
         **named: Any,
     ) -> None:
         check_trl(GRPOTrainer, trl.__version__)
@@ -78,6 +88,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             )
         self.signal = token_weights
         self.answer = answer_format(answer)
+        self._skips_zero_advantage = skip_zero_advantage
         self._answers = AnswerWatch(self.signal, self.answer, missing_answers)
         dumping = None if token_dump is None else dump_options(token_dump)
         self._dump: GenerationDump | None = None
@@ -86,6 +97,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         super().__init__(*arguments, **named)
         check_attributes(self, trl.__version__)
         check_trainer(self, self.signal)
+        if skip_zero_advantage:
+            check_skipping(self)
         if dumping is not None:
             self._dump = GenerationDump(self, dumping, self.signal, self.answer)
             self.add_callback(self._dump)
@@ -103,6 +116,13 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if self.model.training:
             output["advantages"] = self._weighted_advantages(inputs, output)
         return output
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """TRL's loss; in training without the responses that train nothing, where that is asked for."""
+        if not (self._skips_zero_advantage and self.model.training):
+            return super()._compute_loss(model, inputs)
+        kept, share = rows_that_train(inputs, self.loss_type)
+        return super()._compute_loss(model, kept) * share
 
     def _weighted_advantages(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> torch.Tensor:
         """Token advantages (B, T), 0 outside the response. A collective where there are several processes."""
@@ -141,6 +161,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             step=self.state.global_step,
             aggregate=self._aggregate,
             answer=self.answer,
+            # A micro-batch of the update, which also holds the gradients of parameters and all logits.
+            tokens=self.args.per_device_train_batch_size * rows["input_ids"].shape[1],
         )
         self._look_for_answers(result.spans, rows)
         own = slice(None) if signal.uses else slice(first_row, first_row + len(inputs))
