@@ -184,8 +184,8 @@ class Targets:
 
 @contextmanager
 def keep_positions(head: nn.Module, positions: Targets) -> Iterator[None]:
-    """While open, each forward of the output embeddings computes the logits (1, K, V) of these positions alone. The hook is gone
-    afterwards, whatever happened inside.
+    """While open, each forward of the output embeddings computes the logits (1, K, V) of these positions alone. The hook is
+    gone afterwards, whatever happened inside.
 
     Args:
         head: the model's output embeddings, (B, S, D) to (B, S, V), bare or wrapped (FSDP, PEFT).

@@ -116,8 +116,8 @@ def log_probs_and_entropies(
 def rows_that_train(inputs: Mapping[str, Any], loss_type: str) -> tuple[dict[str, Any], float]:
     """A micro-batch without the responses whose token advantages are all 0, and what its loss is to be multiplied by.
 
-    Such a response adds 0 to the sum of ``_compute_loss`` and counts in what this is divided by (lines 3151 to 3171): the number
-    of responses, or with ``bnpo`` their tokens. ``cispo`` and ``dapo`` divide by ``num_items_in_batch``, which is that of the
+    Such a response adds 0 to the sum of ``_compute_loss`` and counts in what this is divided by (lines 3151 to 3171): the
+    number of responses, or with ``bnpo`` their tokens. ``cispo`` and ``dapo`` divide by ``num_items_in_batch``, that of the
     whole generation batch. One response always stays, as the processes' backwards wait for each other.
 
     Can go when TRL leaves them out itself (huggingface/trl#3130): when
