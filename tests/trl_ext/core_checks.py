@@ -271,6 +271,18 @@ def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatc
     assert set(counts.values()) == {2} and len(counts) == 8
 
 
+def test_a_pass_takes_no_more_tokens_together_than_the_updates_micro_batch(tmp_path: Path) -> None:
+    """And more responses than one."""
+    for micro_batch, most in ((2, 2), (8, 8)):
+        sizes = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 8 // micro_batch}
+        trainer = build(tmp_path, weights={"token_weights": GrailConfig(gate="all", span="last")}, **sizes)
+        with watch_inputs(trainer.model.model.embed_tokens) as shapes:
+            batch = generation_batch(trainer)
+        width = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
+        assert sum(rows for rows, _ in shapes) == 4 and max(rows for rows, _ in shapes) > 1
+        assert max(rows * length for rows, length in shapes) <= most * width
+
+
 def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: Path) -> None:
     trainer = build(tmp_path, weights={"token_weights": "grail"}, max_steps=1, log_completions=True)
     trainer.train()
