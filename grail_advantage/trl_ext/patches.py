@@ -7,7 +7,7 @@ method when TRL has a public one for advantages. It also overrides ``_calculate_
 
 ``RELIED_ON`` lists them, and a TRL that lacks one is refused by its name, whatever its version.
 
-Shape suffixes: B rows, L prompt + response, T response tokens.
+Shape suffixes: B rows, T response tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from trl import GRPOTrainer
-
-from grail_advantage.model.activations import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -45,10 +42,6 @@ RELIED_ON = (
         ),
     ),
     ReliedOn("_calculate_rewards"),
-    ReliedOn(
-        "_get_per_token_logps_and_entropies",
-        ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
-    ),
     # Advantages of one number a token, and what a loss is divided by.
     ReliedOn(
         "_compute_loss",
@@ -89,28 +82,6 @@ def missing_methods(trainer_class: type) -> list[str]:
 def missing_attributes(trainer: Any) -> list[str]:
     """What a trainer lacks of :data:`ATTRIBUTES`."""
     return [f"the attribute {name}" for name in ATTRIBUTES if not hasattr(trainer, name)]
-
-
-def log_probs_and_entropies(
-    trainer: GRPOTrainer, input_ids_BL: torch.Tensor, attention_mask_BL: torch.Tensor, response_width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies of the response tokens, (B, T) each, as TRL's loss computes them; no graph.
-
-    TRL fills ``old_per_token_logps`` in only where its loss needs it (grpo_trainer.py:2646), and entropies never; its own
-    function (line 1419) has its temperature, precision and kernels. Can go when TRL puts both into each generation batch:
-    when ``test_token_advantages_are_those_of_compute_token_weights`` passes with the columns of the batch alone.
-    """
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    with evaluation_mode(model), torch.no_grad():
-        log_probs_BT, entropies_BT, _ = trainer._get_per_token_logps_and_entropies(
-            model,
-            input_ids_BL,
-            attention_mask_BL,
-            response_width,
-            batch_size=trainer.args.per_device_train_batch_size,
-            compute_entropy=True,
-        )
-    return log_probs_BT, entropies_BT
 
 
 def rows_that_train(inputs: Mapping[str, Any], loss_type: str) -> tuple[dict[str, Any], float]:
