@@ -48,6 +48,8 @@ from grail_advantage.model.neighbours import mixing_rows
 
 logger = logging.getLogger(__name__)
 
+LEAST_LENGTH = 0.75
+"""Of the longest row beside it, since padding is computed, too."""
 PROGRESS_SECONDS = 5
 """A pass that shows its progress does so when it takes longer than this."""
 _fitting_tokens: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -98,8 +100,9 @@ class HuggingFaceModel(Model):
         alone = len(rows) > 1 and self._mixes(len(rows[waiting[0]].tokens_S))
 
         def run_next() -> Sequence[_T]:
-            count = self.sequences_together(len(rows[waiting[0]].tokens_S))
-            return work(PaddedRows(self, [rows[index] for index in waiting[: 1 if alone else count]]))
+            longest = len(rows[waiting[0]].tokens_S)
+            some = [rows[index] for index in waiting[: 1 if alone else self.sequences_together(longest)]]
+            return work(PaddedRows(self, [row for row in some if len(row.tokens_S) >= LEAST_LENGTH * longest]))
 
         bar = self.progress(len(rows), "responses")
         with evaluation_mode(self.model), torch.set_grad_enabled(gradients), bar:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedModel
 
 from grail_advantage import GrailConfig, OarConfig, Signal, TokenWeights, compute_token_weights
 from grail_advantage.methods import method
+from grail_advantage.model import hugging_face
 from grail_advantage.model.neighbours import mixing_rows
 from recipe.marked_text import table, write_marked
 from tests.core.test_rlsd import SHORT, example, tiny_tokenizer
@@ -51,18 +53,19 @@ def model_of(name: str) -> PreTrainedModel:
 
 
 def weigh(name: str, signal: str, tokens: int, padding: str) -> TokenWeights:
-    """By at most so many tokens a forward."""
+    """By at most so many tokens a forward, whatever the lengths of its rows."""
     batch = make_batch(BATCH, padding)
-    return compute_token_weights(
-        model_of(name),
-        tiny_tokenizer(),
-        *batch.tensors(),
-        SIGNALS[signal],
-        temperature=0.9,
-        groups=torch.zeros(len(BATCH), dtype=torch.int64),
-        examples=[example(rollout.prompt) for rollout in BATCH],
-        tokens=tokens,
-    )
+    with patch.object(hugging_face, "LEAST_LENGTH", 0.0):
+        return compute_token_weights(
+            model_of(name),
+            tiny_tokenizer(),
+            *batch.tensors(),
+            SIGNALS[signal],
+            temperature=0.9,
+            groups=torch.zeros(len(BATCH), dtype=torch.int64),
+            examples=[example(rollout.prompt) for rollout in BATCH],
+            tokens=tokens,
+        )
 
 
 def difference(name: str, signal: str, padding: str = "right") -> float:
