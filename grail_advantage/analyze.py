@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from grail_advantage.answers.format import BOXED, answer_format
 from grail_advantage.answers.tokenizers import load_tokenizer
+from grail_advantage.model.activations import FORWARD_TOKENS
 from grail_advantage.view.analysis.analysis import ADVANTAGES, Analysis
 from grail_advantage.view.analysis.responses import Response, read_responses
 from grail_advantage.view.analysis.specs import parse_methods, parse_options
@@ -92,10 +93,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what the chat template is called with besides, as in enable_thinking=false",
     )
     parser.add_argument(
+        "--tokens",
         "--batch-tokens",
         type=int,
-        default=4096,
-        help="most tokens in a batch, padding counted (default: %(default)s); its logits are the most memory that is taken",
+        default=FORWARD_TOKENS,
+        help="most tokens of a forward, padding counted (default: %(default)s); halved where memory runs out",
     )
     parser.add_argument("--device", help="torch's name; a GPU where there is one by default")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: that of its files)")
@@ -122,7 +124,7 @@ def weigh(
         methods=parse_methods(options.method),
         model=options.model,
         temperature=options.temperature,
-        batch_tokens=options.batch_tokens,
+        tokens=options.tokens,
         advantages=advantages,
         template_options=parse_options(options.template_option, "--template-option"),
         answer=answer_format(options.answer),

@@ -1,7 +1,7 @@
 """Token weights for any Hugging Face causal language model.
 
-The model runs one row at a time (:mod:`grail_advantage.model.hugging_face`). The verl extension does the same in packed,
-sharded micro-batches and is tested against this module.
+Several rows go through the model together, as a budget of tokens allows (:mod:`grail_advantage.model.hugging_face`). The verl
+extension does the same in packed, sharded micro-batches and is tested against this module.
 
 Shape suffixes: B rows, L prompt + response, T response tokens, S positions of one row without its padding.
 """
@@ -33,6 +33,7 @@ from grail_advantage.batch import (
     token_mean,
 )
 from grail_advantage.metrics import weight_metrics
+from grail_advantage.model.activations import FORWARD_TOKENS
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.weighting import batch_weights, put_row, scores_of
 
@@ -85,11 +86,12 @@ def compute_token_weights(
     step: int = 0,
     aggregate: Callable[[torch.Tensor, torch.Tensor], float] = token_mean,
     answer: str | AnswerFormat = BOXED,
+    tokens: int = FORWARD_TOKENS,
 ) -> TokenWeights:
     """Token weights for a batch of rollouts by any registered method.
 
-    Each row is stripped of its padding and computed alone, so its weights do not depend on its neighbours or on the side of
-    the padding, except where the method compares rows (its page says so). Rows with advantage 0 weigh 1 with every method that
+    Each row is stripped of its padding, and its weights depend on its neighbours or on the side of the padding by rounding
+    alone, except where the method compares rows (its page says so). Rows with advantage 0 weigh 1 with every method that
     does not compare rows: their token advantages are 0 in any case. The model keeps no parameter gradient, no hook and no
     changed training mode, also when this raises. Results have no graph; inputs that have one are detached.
 
@@ -117,11 +119,14 @@ def compute_token_weights(
             with a threshold; by default that of all tokens.
         answer: the format of answers: ``boxed``, ``hashes``, ``tag`` or a regular expression, see
             :func:`grail_advantage.answers.format.answer_format`.
+        tokens: most tokens of a forward, padding counted; a longer row goes through the model alone, and with 1 every row does.
+            A pass holds less than an update by a micro-batch of as many tokens. Where memory runs out the budget is halved, and
+            stays so for this model; not with a ``process_group``.
 
     Raises:
-        ValueError: an argument of the wrong type, shape or dtype, a temperature that is not positive, a response that starts
-            the row or has gaps, log-probabilities above 0, a negative group or step, a tokenizer that the method cannot work
-            with, an unknown format of answers, groups or examples that it needs. The message names the argument.
+        ValueError: an argument of the wrong type, shape or dtype, a temperature or a budget that is not positive, a response
+            that starts the row or has gaps, log-probabilities above 0, a negative group or step, a tokenizer that the method
+            cannot work with, an unknown format of answers, groups or examples that it needs. The message names the argument.
     """
     from grail_advantage.model.hugging_face import HuggingFaceModel  # not above: naming the methods would import it
 
@@ -133,6 +138,8 @@ def compute_token_weights(
     signal = config
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens} must be at least 1; 1 sends each row through the model alone")
     rollouts = _Rollouts(input_ids, attention_mask, response_mask, advantages, groups, masked, examples, fields or {})
     given_BL = {OLD_LOG_PROBS: old_log_probs, ENTROPY: entropy}
     given_BL = {name: values_BL for name, values_BL in given_BL.items() if values_BL is not None}
@@ -164,14 +171,20 @@ def compute_token_weights(
         of_pass_BT = torch.full(mask_BT.shape, float("nan"), device=mask_BT.device)
         gradient_norms = torch.zeros(0)
         if rows.selected_B.any() or process_group is not None:
-            host = HuggingFaceModel(model, tokenizer, temperature, mask_BT.device, process_group, step)
+            host = HuggingFaceModel(model, tokenizer, temperature, mask_BT.device, process_group, step, tokens)
             pass_rows = rollouts.pass_rows(spans)
-            columns_BT = {name: rollouts.to_responses(values_BL) for name, values_BL in given_BL.items()}
-            batch = replace(batch, columns_BT=_columns(signal, host, pass_rows, mask_BT, columns_BT))
+            columns_BT = {
+                name: rollouts.to_responses(values_BL) for name, values_BL in given_BL.items() if name in signal.reads
+            }
+            missing = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in signal.reads and name not in columns_BT]
+            if missing:
+                columns_BT |= _statistics(host, pass_rows, mask_BT, missing)
+            batch = replace(batch, columns_BT=columns_BT)
             if signal.uses:
                 signal.check_tokenizer(tokenizer)
                 selected = [row for row, wanted in zip(pass_rows, rows.selected_B.tolist(), strict=True) if wanted]
-                scores = signal.run([signal.prepare_row(row, tokenizer) for row in selected], host)
+                prepared = [signal.prepare_row(row, tokenizer) for row in selected]
+                scores = host.fitting(lambda: signal.run(prepared, host))
                 for row, of_row in zip(selected, scores, strict=True):
                     put_row(of_pass_BT, row.place, row.response_length, of_row, signal)
                 norms = [of_row.gradient_norms.cpu() for of_row in scores if of_row.gradient_norms is not None]
@@ -192,25 +205,44 @@ def compute_token_weights(
     )
 
 
-def _columns(
-    signal: Signal,
-    model: HuggingFaceModel,
-    rows: Sequence[PassRow],
-    mask_BT: torch.Tensor,
-    given_BT: dict[str, torch.Tensor],
+def response_statistics(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    response_mask: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    tokens: int = FORWARD_TOKENS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``old_log_probs`` and ``entropy`` as :func:`compute_token_weights` computes them where they are not given; the arguments
+    are the same.
+
+    Returns:
+        ``(log_probs_BL, entropy_BL)`` float32, 0 outside the response.
+    """
+    from grail_advantage.model.hugging_face import HuggingFaceModel
+
+    nothing_B = torch.zeros(len(input_ids))
+    rollouts = _Rollouts(input_ids, attention_mask, response_mask, nothing_B, None, None, None, {})
+    host = HuggingFaceModel(model, tokenizer, temperature, input_ids.device, None, 0, tokens)
+    rows = rollouts.pass_rows([None] * len(input_ids))
+    columns_BT = _statistics(host, rows, rollouts.mask_BT, (OLD_LOG_PROBS, ENTROPY))
+    return rollouts.to_full_width(columns_BT[OLD_LOG_PROBS], 0.0), rollouts.to_full_width(columns_BT[ENTROPY], 0.0)
+
+
+def _statistics(
+    model: HuggingFaceModel, rows: Sequence[PassRow], mask_BT: torch.Tensor, names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """The columns (B, T) that the signal reads: those given, the others from the model, 0 outside the mask."""
-    wanted = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in signal.reads]
-    missing = [name for name in wanted if name not in given_BT]
-    columns_BT = {name: given_BT.get(name, torch.zeros(mask_BT.shape, device=mask_BT.device)) for name in wanted}
-    if missing:
-        answered = [row for row in rows if row.response_length]
-        statistics = model.micro_batches(
-            answered, lambda micro: [micro.statistics(entropy=ENTROPY in missing)], gradients=False
-        )
-        for row, of_row in zip(answered, statistics, strict=True):
-            for name in missing:
-                columns_BT[name][row.place, : row.response_length] = of_row[name]
+    """Columns (B, T) from one forward over every row, 0 outside the mask."""
+    columns_BT = {name: torch.zeros(mask_BT.shape, device=mask_BT.device) for name in names}
+    answered = [row for row in rows if row.response_length]
+    statistics = model.micro_batches(
+        answered, lambda micro: micro.statistics(entropy=ENTROPY in names), gradients=False
+    )
+    for row, of_row in zip(answered, statistics, strict=True):
+        for name in names:
+            columns_BT[name][row.place, : row.response_length] = of_row[name]
     return columns_BT
 
 

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 CHUNK_POSITIONS = 512
 """Most positions whose logits are held with the tensors of their gradient, about 16 bytes for each and each entry of the
 vocabulary: 1.2 GB with 151,936 entries."""
+FORWARD_TOKENS = 4096
+"""Most tokens of a forward, padding counted, where nobody says."""
 POSITIONS_TOGETHER = 1024
 """Positions whose distribution over the vocabulary is held in float32 at a time."""
 MARK = 64.0
@@ -180,6 +182,29 @@ class Targets:
     column_K: torch.Tensor
 
 
+@contextmanager
+def keep_positions(head: nn.Module, positions: Targets) -> Iterator[None]:
+    """While open, each forward of the output embeddings computes the logits (1, K, V) of these positions alone. The hook is
+    gone afterwards, whatever happened inside.
+
+    Args:
+        head: the model's output embeddings, (B, S, D) to (B, S, V), bare or wrapped (FSDP, PEFT).
+        positions: of the model's forward.
+
+    Raises:
+        ValueError: the forward does not call the module.
+    """
+    calls: list[None] = []
+
+    def before(_module: nn.Module, args: tuple) -> tuple:
+        hidden_BSD, *others = args
+        calls.append(None)
+        return (hidden_BSD[positions.batch_row_K, positions.column_K][None], *others)
+
+    with _hooked(calls, head, "output embeddings", head.register_forward_pre_hook(before, prepend=True)):
+        yield
+
+
 def works_in_chunks(head: nn.Module) -> bool:
     """Whether ranks may call a head's forward different numbers of times: not where each call gathers parameters, as FSDP1 does
     those of units inside it (a LoRA's matrices)."""
@@ -267,6 +292,37 @@ def capture_hidden_states(head: nn.Module) -> Iterator[list[torch.Tensor]]:
 
     with _hooked(captured_BSD, head, "output embeddings", head.register_forward_pre_hook(before)):
         yield captured_BSD
+
+
+@contextmanager
+def capture_log_probs(
+    head: nn.Module, targets: Targets, temperature: float, *, entropy: bool
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor | None]]]:
+    """While open, each forward of the output embeddings appends :func:`log_probs_and_entropy` of the targets to the list, and
+    computes the logits of the first column alone. For forwards without gradients of models with
+    :func:`grail_advantage.model.architecture.has_plain_logits`; the logits of :data:`POSITIONS_TOGETHER` targets are held at a
+    time. The hook is gone afterwards, whatever happened inside.
+
+    Raises:
+        ValueError: the forward does not call the module.
+    """
+    head = unwrapped(head)
+    captured: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def before(_module: nn.Module, args: tuple) -> tuple:
+        hidden_BSD, *others = args
+        hidden_KD = hidden_BSD[targets.batch_row_K, targets.column_K]
+        chunks = zip(hidden_KD.split(POSITIONS_TOGETHER), targets.tokens_K.split(POSITIONS_TOGETHER), strict=True)
+        parts = [
+            log_probs_and_entropy(head.forward(some_KD[None], *others)[0], some_K, temperature, entropy=entropy)
+            for some_KD, some_K in chunks
+        ]
+        log_probs, entropies = zip(*parts, strict=True)
+        captured.append((torch.cat(log_probs), torch.cat(entropies) if entropy else None))
+        return (hidden_BSD[:1, :1], *others)
+
+    with _hooked(captured, head, "output embeddings", head.register_forward_pre_hook(before)):
+        yield captured
 
 
 @contextmanager

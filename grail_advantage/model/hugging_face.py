@@ -1,17 +1,26 @@
-"""A Hugging Face causal language model as a host of signals: no packing, one row a micro-batch.
+"""A Hugging Face causal language model as a host of signals: several rows a forward, sorted by length, no packing.
 
-Shape suffixes: S positions of one row, T its response tokens, K chosen positions, V vocabulary, N sequences.
+Rows are padded on the right, and the attention mask does not tell: nothing in a causal model sees what comes after it, so that
+each row computes what it does alone, with the same kernels. Where the model's code makes a row depend on its neighbours all the
+same (:func:`grail_advantage.model.neighbours.mixing_rows`), rows run one at a time.
+
+Shape suffixes: B rows of a micro-batch, S their positions, T response tokens, K chosen positions of all rows, V vocabulary,
+N sequences.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,10 +28,13 @@ from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
 from grail_advantage.model.activations import (
     CHUNK_POSITIONS,
+    FORWARD_TOKENS,
     Targets,
     accepts_logits_to_keep,
     capture_hidden_states,
+    capture_log_probs,
     evaluation_mode,
+    keep_positions,
     leaf_module,
     log_probs_and_entropy,
     negative_log_likelihood,
@@ -32,15 +44,22 @@ from grail_advantage.model.activations import (
 )
 from grail_advantage.model.architecture import has_plain_logits
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, Turns
+from grail_advantage.model.neighbours import mixing_rows
 
-SEQUENCE_TOKENS = 16384
-"""Most tokens of a signal's own sequences that go through the model together."""
+logger = logging.getLogger(__name__)
+
+LEAST_LENGTH = 0.75
+"""Of the longest row beside it, since padding is computed, too."""
+PROGRESS_SECONDS = 5
+"""A pass that shows its progress does so when it takes longer than this."""
+_fitting_tokens: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""For each model that ran out of memory the budget of tokens that is left to it."""
 
 _T = TypeVar("_T")
 
 
 class HuggingFaceModel(Model):
-    """A Hugging Face model, one row a micro-batch.
+    """A Hugging Face model.
 
     Args:
         model: bare or wrapped.
@@ -49,6 +68,8 @@ class HuggingFaceModel(Model):
         device: of the rows.
         group: ranks whose parameters are sharded together.
         step: training step.
+        tokens: most tokens of a forward, padding counted; a longer row runs alone. It is halved where memory runs out, unless
+            other ranks wait.
     """
 
     def __init__(
@@ -59,6 +80,7 @@ class HuggingFaceModel(Model):
         device: torch.device,
         group: ProcessGroup | None,
         step: int,
+        tokens: int = FORWARD_TOKENS,
     ) -> None:
         self.step = step
         self.model = model
@@ -66,17 +88,33 @@ class HuggingFaceModel(Model):
         self.pad_token = tokenizer.pad_token_id
         self.device = device
         self.turns = Turns(group, device)
+        self.tokens = min(tokens, _fitting_tokens.get(model, tokens))
+        self._together = 1
 
     def micro_batches(
-        self, rows: Sequence[PassRow], work: Callable[[OneRow], Sequence[_T]], *, gradients: bool
+        self, rows: Sequence[PassRow], work: Callable[[PaddedRows], Sequence[_T]], *, gradients: bool
     ) -> list[_T]:
-        results: list[_T] = []
-        with evaluation_mode(self.model), torch.set_grad_enabled(gradients):
-            for row in rows:
+        results: list[Any] = [None] * len(rows)
+        # The longest first: where memory does not do, it shows at once.
+        waiting = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens_S))
+        alone = len(rows) > 1 and self._mixes(len(rows[waiting[0]].tokens_S))
+
+        def run_next() -> Sequence[_T]:
+            longest = len(rows[waiting[0]].tokens_S)
+            some = [rows[index] for index in waiting[: 1 if alone else self.sequences_together(longest)]]
+            return work(PaddedRows(self, [row for row in some if len(row.tokens_S) >= LEAST_LENGTH * longest]))
+
+        bar = self.progress(len(rows), "responses")
+        with evaluation_mode(self.model), torch.set_grad_enabled(gradients), bar:
+            while waiting:
                 self.turns.take()
-                results += work(OneRow(self, row))
+                of_rows = self.fitting(run_next)
+                for index, result in zip(waiting[: len(of_rows)], of_rows, strict=True):
+                    results[index] = result
+                waiting = waiting[len(of_rows) :]
+                bar.update(len(of_rows))
             for _ in self.turns.wait():
-                work(OneRow(self, self._dummy()))
+                work(PaddedRows(self, [self._dummy()]))
         return results
 
     @contextmanager
@@ -86,31 +124,55 @@ class HuggingFaceModel(Model):
             tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
         ) -> tuple[torch.Tensor, Cache | None]:
             self.turns.take()
-            return self.logits(tokens_NS, kept_K, cache, use_cache=True)
+            return self._logits(tokens_NS, kept_K, cache)
 
         with evaluation_mode(self.model), torch.no_grad():
             self.model.eval()  # no checkpointing either: checkpointed blocks keep no keys and values
             yield forward
             nothing_11 = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
             for _ in self.turns.wait():
-                self.logits(nothing_11, nothing_11[0], None, use_cache=True)
+                self._logits(nothing_11, nothing_11[0], None)
 
     def sequences_together(self, length: int) -> int:
-        return max(1, SEQUENCE_TOKENS // length)
+        self._together = max(1, self.tokens // length)
+        return self._together
 
     def progress(self, total: int, what: str) -> tqdm:
         """See :class:`Model`; on a terminal."""
-        return tqdm(total=total, desc=what, disable=None, leave=False)
+        return tqdm(total=total, desc=what, disable=None, leave=False, delay=PROGRESS_SECONDS)
 
-    def logits(
-        self, tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None = None, **options: bool
+    def fitting(self, work: Callable[[], _T]) -> _T:
+        """What ``work`` gives, which runs again with half the budget of tokens for as long as memory runs out.
+
+        Raises:
+            RuntimeError: memory does not do for one row, or is short on one of several ranks.
+        """
+        while True:
+            try:
+                return work()
+            except RuntimeError as error:
+                if not _is_out_of_memory(error) or self._together == 1 or self.turns.group is not None:
+                    raise
+            # After the clause, with which the error's frames and their tensors go.
+            self.tokens //= 2
+            _fitting_tokens[self.model] = self.tokens
+            _warn_of_memory()
+
+    def _mixes(self, longest: int) -> bool:
+        reason = mixing_rows(self.model, longest)
+        if reason is not None:
+            _warn_of_neighbours(reason)
+        return reason is not None
+
+    def _logits(
+        self, tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
     ) -> tuple[torch.Tensor, Cache | None]:
         """Logits (N, K, V) at the columns ``kept_K``, and the cache of the forward; ``cache`` holds the tokens before."""
         cached = cache.get_seq_length() if cache is not None else 0
         attention_mask = tokens_NS.new_ones(tokens_NS.shape[0], cached + tokens_NS.shape[1])
         keep = {"logits_to_keep": kept_K} if accepts_logits_to_keep(self.model) else {}
         past = {"past_key_values": cache} if cache is not None else {}
-        output = self.model(input_ids=tokens_NS, attention_mask=attention_mask, **past, **keep, **options)
+        output = self.model(input_ids=tokens_NS, attention_mask=attention_mask, use_cache=True, **past, **keep)
         return output.logits if keep else output.logits[:, kept_K], output.get("past_key_values")
 
     def _dummy(self) -> PassRow:
@@ -118,58 +180,100 @@ class HuggingFaceModel(Model):
         return PassRow(tokens_2, 1, 1, AnswerSpan(0, 0, 1, 1), advantage=-1.0, group=-1, place=0)
 
 
-class OneRow(MicroBatch):
-    """A single row without padding. Its forwards end at the last position that a caller asks for."""
+class PaddedRows(MicroBatch):
+    """Rows padded on the right. Forwards end at the last position that a caller asks for."""
 
-    def __init__(self, model: HuggingFaceModel, row: PassRow) -> None:
-        self.model = model
-        self.row = row
-        self.rows = [row]
+    def __init__(self, model: HuggingFaceModel, rows: Sequence[PassRow]) -> None:
+        self.rows = rows
+        self._host, self._model = model, model.model
+        self._tokens_BS = pad_sequence([row.tokens_S for row in rows], batch_first=True)
+        self._lengths = [len(row.tokens_S) for row in rows]
+        """Positions of each row that the latest forward was for."""
 
     def leaf(self, name: str) -> nn.Module:
-        return leaf_module(self.model.model, name)
+        return leaf_module(self._model, name)
 
     def logits(self, positions: Sequence[Range]) -> torch.Tensor:
-        ((start, stop),) = positions
-        kept_K = torch.arange(start, stop, device=self.row.tokens_S.device)
-        logits_1KV, _ = self.model.logits(self.row.tokens_S[None, :stop], kept_K, use_cache=False)
-        return logits_1KV[0]
+        head, at = self._model.get_output_embeddings(), self._targets(positions, ahead=0)
+        if head is None:
+            return self._forward(positions).logits[at.batch_row_K, at.column_K]
+        with keep_positions(head, at):
+            return self._forward(positions).logits[0]
 
     def log_likelihood(self, tokens: Sequence[Range]) -> torch.Tensor:
-        ((first, past),) = tokens
-        tokens_K, model = self.row.tokens_S[first:past], self.model.model
-        head = model.get_output_embeddings()
-        if past - first > CHUNK_POSITIONS and works_in_chunks(head) and has_plain_logits(model):
-            column_K = torch.arange(first - 1, past - 1, device=tokens_K.device)
-            targets = Targets(tokens_K, torch.zeros_like(column_K), column_K)
-            tokens_1S = self.row.tokens_S[None, : past - 1]
-            with sum_log_probs(head, targets, self.model.temperature):
-                output = model(input_ids=tokens_1S, attention_mask=torch.ones_like(tokens_1S), use_cache=False)
-            return read_sum(output.logits)
-        logits_KV = self.logits([(first - 1, past - 1)])
-        return -negative_log_likelihood(logits_KV, tokens_K, self.model.temperature)
+        targets, before = self._targets(tokens), [(first - 1, past - 1) for first, past in tokens]
+        if len(targets.tokens_K) > CHUNK_POSITIONS and self._works_in_chunks():
+            with sum_log_probs(self._model.get_output_embeddings(), targets, self._host.temperature):
+                return read_sum(self._forward(before).logits)
+        return -negative_log_likelihood(self.logits(before), targets.tokens_K, self._host.temperature)
 
     def response_log_probs(self) -> list[torch.Tensor]:
-        return [self.statistics(entropy=False)[OLD_LOG_PROBS]]
+        return [of_row[OLD_LOG_PROBS] for of_row in self.statistics(entropy=False)]
 
     def hidden_states(self) -> list[torch.Tensor]:
-        head = self.model.model.get_output_embeddings()
-        tokens_1S = self.row.tokens_S[None]
-        with capture_hidden_states(head) as captured:
-            self.model.model(input_ids=tokens_1S, attention_mask=torch.ones_like(tokens_1S), use_cache=False)
-        return [captured[0][0, self.row.response_start :]]
+        with capture_hidden_states(self._model.get_output_embeddings()) as captured:
+            self._forward([(0, len(row.tokens_S)) for row in self.rows])
+        of_rows = zip(self.rows, self.per_row(captured[0]), strict=True)
+        return [of_row[row.response_start :].clone() for row, of_row in of_rows]  # without the rest
 
     def at(self, row: int, position: int) -> tuple[int, int]:
         return row, position
 
     def per_row(self, values_BS: torch.Tensor) -> list[torch.Tensor]:
-        return [values_BS[0]]
+        """See :class:`MicroBatch`; also with further dimensions after S."""
+        return [of_row[:length] for of_row, length in zip(values_BS, self._lengths, strict=True)]
 
-    def statistics(self, *, entropy: bool) -> dict[str, torch.Tensor]:
-        """One forward. Log-probability and, where asked for, entropy of each response token, (T,) float32."""
-        start, length = self.row.response_start, len(self.row.tokens_S)
-        logits_TV = self.logits([(start - 1, length - 1)])
-        log_probs_T, entropy_T = log_probs_and_entropy(
-            logits_TV, self.row.tokens_S[start:], self.model.temperature, entropy=entropy
-        )
-        return {OLD_LOG_PROBS: log_probs_T} if entropy_T is None else {OLD_LOG_PROBS: log_probs_T, ENTROPY: entropy_T}
+    def statistics(self, *, entropy: bool) -> list[dict[str, torch.Tensor]]:
+        """One forward, without gradients. For each row the log-probability and, where asked for, the entropy of its response
+        tokens, (T,) float32."""
+        tokens = [(row.response_start, len(row.tokens_S)) for row in self.rows]
+        targets, before = self._targets(tokens), [(first - 1, past - 1) for first, past in tokens]
+        temperature = self._host.temperature
+        if self._works_in_chunks():
+            head = self._model.get_output_embeddings()
+            with capture_log_probs(head, targets, temperature, entropy=entropy) as captured:
+                self._forward(before)
+            values = captured[0]
+        else:
+            values = log_probs_and_entropy(self.logits(before), targets.tokens_K, temperature, entropy=entropy)
+        counts = [past - first for first, past in tokens]
+        log_probs_K, entropy_K = values
+        named = {OLD_LOG_PROBS: log_probs_K.split(counts)}
+        if entropy_K is not None:
+            named[ENTROPY] = entropy_K.split(counts)
+        return [dict(zip(named, of_row, strict=True)) for of_row in zip(*named.values(), strict=True)]
+
+    def _works_in_chunks(self) -> bool:
+        head = self._model.get_output_embeddings()
+        return head is not None and works_in_chunks(head) and has_plain_logits(self._model)
+
+    def _targets(self, ranges: Sequence[Range], *, ahead: int = 1) -> Targets:
+        """The tokens of a range of each row, and the positions that are ``ahead`` of them."""
+        device = self._tokens_BS.device
+        counts = torch.tensor([past - first for first, past in ranges])
+        batch_row_K = torch.repeat_interleave(torch.arange(len(self.rows)), counts).to(device)
+        position_K = torch.cat([torch.arange(first, past) for first, past in ranges]).to(device)
+        return Targets(self._tokens_BS[batch_row_K, position_K], batch_row_K, position_K - ahead)
+
+    def _forward(self, positions: Sequence[Range]) -> Any:
+        """Up to the last of the positions of each row."""
+        self._lengths = [past for _, past in positions]
+        tokens_BS = self._tokens_BS[:, : max(1, *self._lengths)]
+        return self._model(input_ids=tokens_BS, attention_mask=torch.ones_like(tokens_BS), use_cache=False)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
+
+
+@cache
+def _warn_of_memory() -> None:
+    logger.warning(
+        "memory ran out in a pass: fewer responses go through the model together from here on; set tokens lower to spare the "
+        "attempts"
+    )
+
+
+@cache
+def _warn_of_neighbours(reason: str) -> None:
+    logger.warning("%s: responses go through the model one at a time", reason)

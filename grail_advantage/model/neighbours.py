@@ -1,9 +1,9 @@
-"""Whether a response's forward in training depends on the responses beside it in a micro-batch, from a model's code alone.
+"""Whether a response's forward depends on the responses beside it in a micro-batch, from a model's code alone.
 
 A forward that draws random numbers draws others beside other responses: dropout, noise on a router's input, a router that
 draws its experts. A rotary embedding may choose its frequencies by the longest response (``longrope``, ``dynamic``). Both are
 found by running the code: the model on the meta device, which takes neither memory nor a checkpoint, and rotary embeddings by
-themselves.
+themselves. In evaluation mode nothing is drawn.
 """
 
 from __future__ import annotations
@@ -14,12 +14,70 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
-from grail_advantage.model.patches import NumbersOnMeta
+from grail_advantage.model.activations import inner_model
+from grail_advantage.model.patches import NumbersOnMeta, with_eager_attention
 
 SHORT = 4
 """Tokens of the response that is looked at."""
+NOT_CAUSAL = ("doge",)
+"""Types of models whose tokens see those after them where no mask is needed."""
+
+
+def mixing_rows(model: nn.Module, longest: int) -> str | None:
+    """What makes a row that is padded on the right depend on those beside it in evaluation mode; ``None`` where nothing does.
+
+    Args:
+        model: bare or wrapped.
+        longest: tokens of the longest row.
+    """
+    inner = inner_model(model)
+    try:
+        kinds = frequencies_by_longest(inner, longest)
+    except Exception as error:
+        return f"the rotary embedding of {type(inner).__name__} cannot be looked at ({type(error).__name__}: {error})"
+    if kinds:
+        kind = f"rope_type={', '.join(kinds)} of {type(inner).__name__}"
+        return f"the longest response beside it chooses the frequencies of each ({kind})"
+    return _doubtful_code(inner)
+
+
+def drawing_rows(model: nn.Module) -> str | None:
+    """What makes a row depend on those beside it in training mode, padded to the same width; ``None`` where nothing does.
+
+    Args:
+        model: bare or wrapped, with an adapter or without.
+    """
+    inner = inner_model(model)
+    doubt = _doubtful_code(inner)
+    if doubt is not None:
+        return doubt
+    dropouts = [name for name, module in model.named_modules() if isinstance(module, _DropoutNd) and module.p > 0]
+    if dropouts:
+        return f"{dropouts[0]} draws at random"
+    try:
+        with torch.device("meta"):
+            copy = type(inner)(with_eager_attention(inner.config))
+        for module in copy.modules():
+            if isinstance(module, _DropoutNd):
+                module.p = 0.0  # as in the model itself
+        draws = random_draws(copy)
+    except Exception as error:
+        return (
+            f"the code of {type(inner).__name__} cannot be followed without weights ({type(error).__name__}: {error})"
+        )
+    return f"{type(inner).__name__} draws at random with torch's {', '.join(draws)}" if draws else None
+
+
+def _doubtful_code(inner: nn.Module) -> str | None:
+    name = type(inner).__name__
+    if not type(inner).__module__.startswith("transformers."):
+        return f"nothing is known of the code of {name}"
+    if inner.config.model_type in NOT_CAUSAL:
+        return f"tokens see those after them in {name}"
+    return None
 
 
 def random_draws(model: PreTrainedModel) -> list[str]:

@@ -87,10 +87,14 @@ def perturbation_scores(signal: OarConfig, row: PassRow, model: Model, forward: 
 
 
 def _can_be_shared(cache: Cache | None) -> bool:
-    """Only plain attention keeps the keys and values of every position; a sliding window or a state does not."""
-    from transformers.cache_utils import DynamicLayer  # not above, see grail_advantage.model.activations.inner_model
+    """Only plain attention keeps the keys and values of every position; a sliding window or a state does not, and a cache of
+    a model's own may hold a state beside its layers."""
+    # Not above, see grail_advantage.model.activations.inner_model.
+    from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    return cache is not None and all(type(layer) is DynamicLayer for layer in cache.layers)
+    if cache is None or type(cache) is not DynamicCache:
+        return False
+    return all(type(layer) is DynamicLayer for layer in cache.layers)
 
 
 def shared_prefix(cache: Cache, length: int, rows: int) -> Cache:

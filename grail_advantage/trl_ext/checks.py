@@ -13,6 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS, field_names
+from grail_advantage.model.neighbours import drawing_rows
 from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
 from grail_advantage.trl_ext.patches import missing_attributes, missing_methods
 
@@ -95,6 +96,25 @@ def check_trainer(trainer: GRPOTrainer, signal: Signal) -> None:
             f"per_device_train_batch_size x steps_per_generation={local_rows} a multiple of "
             f"num_generations={trainer.num_generations}"
         )
+
+
+def check_skipping(trainer: GRPOTrainer) -> None:
+    """Refuse settings with which a response without an advantage trains, or changes what the others train.
+
+    Raises:
+        ValueError: naming the argument and the fix.
+    """
+    args = trainer.args
+    drawn = drawing_rows(trainer.accelerator.unwrap_model(trainer.model))
+    for applies, what in (
+        (args.beta != 0, f"beta={args.beta}: its KL term trains them"),
+        (trainer._entropy_bonus_enabled, "entropy_coef or use_adaptive_entropy: the entropy bonus trains them"),
+        (args.top_entropy_quantile < 1, "top_entropy_quantile: their tokens count in the quantile"),
+        (trainer.aux_loss_enabled, "the router's loss, which trains them: set router_aux_loss_coef=0"),
+        (drawn is not None, f"this model, in which responses depend on those beside them: {drawn}"),
+    ):
+        if applies:
+            raise ValueError(f"skip_zero_advantage=True does not work with {what}; or leave it off")
 
 
 def _check_config(config: GRPOConfig, signal: Signal) -> None:

@@ -26,7 +26,7 @@ from grail_advantage.answers.format import AnswerFormat
 from grail_advantage.batch import outcome_of
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import TokenWeights
-from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies
+from grail_advantage.trl_ext.patches import log_in_training
 from grail_advantage.view.dump.step import StepDump, StepRows, neutral_reasons, size_estimate
 
 METRICS_FILE = "metrics.jsonl"
@@ -198,8 +198,10 @@ class GenerationDump(TrainerCallback):
         if len(known_BT) < 2:
             ids_BL = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)[mine]
             valid_BL = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)[mine]
-            computed = log_probs_and_entropies(self._trainer, ids_BL, valid_BL, width)
-            known_BT = dict(zip(("old_log_prob_T", "entropy_T"), computed, strict=True)) | known_BT
+            response_BL = torch.cat([torch.zeros_like(output["prompt_mask"]), output["completion_mask"]], dim=1)[mine]
+            computed = self._trainer.statistics(ids_BL, valid_BL, response_BL).values()
+            computed_BT = [values_BL[:, begin:] for values_BL in computed]
+            known_BT = dict(zip(("old_log_prob_T", "entropy_T"), computed_BT, strict=True)) | known_BT
         values_BT = {
             "scores": result.scores[own, begin : begin + width][mine],
             "weights": result.weights[own, begin : begin + width][mine],

@@ -2,24 +2,22 @@
 
 ``TokenWeightGRPOTrainer`` overrides ``_generate_and_score_completions`` (grpo_trainer.py:2324): TRL's loss takes advantages of
 shape (B, T) from subclasses (line 3055), and its maintainers want them made there (huggingface/trl#4525). It can be another
-method when TRL has a public one for advantages. It also overrides ``_calculate_rewards`` (line 1579), to read its result. The
-functions below can go as each says.
+method when TRL has a public one for advantages. It also overrides ``_calculate_rewards`` (line 1579), to read its result, and
+``_compute_loss`` (line 3020), to leave responses out. The functions below can go as each says.
 
 ``RELIED_ON`` lists them, and a TRL that lacks one is refused by its name, whatever its version.
 
-Shape suffixes: B rows, L prompt + response, T response tokens.
+Shape suffixes: B rows, T response tokens.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from trl import GRPOTrainer
-
-from grail_advantage.model.activations import evaluation_mode
 
 
 @dataclass(frozen=True)
@@ -44,16 +42,20 @@ RELIED_ON = (
         ),
     ),
     ReliedOn("_calculate_rewards"),
+    # Advantages of one number a token, and what a loss is divided by.
     ReliedOn(
-        "_get_per_token_logps_and_entropies",
-        ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
+        "_compute_loss",
+        ("model", "inputs"),
+        (
+            *("if advantages.dim() == 1:", "advantages.unsqueeze(1)", 'inputs["num_items_in_batch"]'),
+            *(".sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()", ".sum() / mask.sum().clamp(min=1.0)"),
+            "(per_token_loss.size(0) * self.max_completion_length)",
+        ),
     ),
-    # Advantages of one number a token.
-    ReliedOn("_compute_loss", source=("if advantages.dim() == 1:", "advantages.unsqueeze(1)")),
 )
 ATTRIBUTES = (
-    *("_metrics", "chat_template_kwargs", "eos_token_ids", "loss_type", "max_completion_length", "num_generations"),
-    *("reward_weights", "temperature"),
+    *("_entropy_bonus_enabled", "_metrics", "aux_loss_enabled", "chat_template_kwargs", "eos_token_ids", "loss_type"),
+    *("max_completion_length", "num_generations", "reward_weights", "temperature"),
 )
 """Attributes of a trainer that token weights read."""
 
@@ -82,26 +84,26 @@ def missing_attributes(trainer: Any) -> list[str]:
     return [f"the attribute {name}" for name in ATTRIBUTES if not hasattr(trainer, name)]
 
 
-def log_probs_and_entropies(
-    trainer: GRPOTrainer, input_ids_BL: torch.Tensor, attention_mask_BL: torch.Tensor, response_width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies of the response tokens, (B, T) each, as TRL's loss computes them; no graph.
+def rows_that_train(inputs: Mapping[str, Any], loss_type: str) -> tuple[dict[str, Any], float]:
+    """A micro-batch without the responses whose token advantages are all 0, and what its loss is to be multiplied by.
 
-    TRL fills ``old_per_token_logps`` in only where its loss needs it (grpo_trainer.py:2646), and entropies never; its own
-    function (line 1419) has its temperature, precision and kernels. Can go when TRL puts both into each generation batch:
-    when ``test_token_advantages_are_those_of_compute_token_weights`` passes with the columns of the batch alone.
+    Such a response adds 0 to the sum of ``_compute_loss`` and counts in what this is divided by (lines 3151 to 3171): the
+    number of responses, or with ``bnpo`` their tokens. ``cispo`` and ``dapo`` divide by ``num_items_in_batch``, that of the
+    whole generation batch. One response always stays, as the processes' backwards wait for each other.
+
+    Can go when TRL leaves them out itself (huggingface/trl#3130): when
+    ``test_the_update_is_the_same_without_zero_advantage_responses`` passes without it.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    with evaluation_mode(model), torch.no_grad():
-        log_probs_BT, entropies_BT, _ = trainer._get_per_token_logps_and_entropies(
-            model,
-            input_ids_BL,
-            attention_mask_BL,
-            response_width,
-            batch_size=trainer.args.per_device_train_batch_size,
-            compute_entropy=True,
-        )
-    return log_probs_BT, entropies_BT
+    mask_BT = inputs["completion_mask"]
+    trains_B = (inputs["advantages"] * mask_BT != 0).any(dim=1)
+    if not trains_B.any():
+        trains_B[0] = True
+    kept = {name: values[trains_B] if getattr(values, "ndim", 0) else values for name, values in inputs.items()}
+    if loss_type in ("cispo", "dapo"):
+        return kept, 1.0
+    if loss_type == "bnpo":
+        return kept, int(kept["completion_mask"].sum().clamp(min=1)) / int(mask_BT.sum().clamp(min=1))
+    return kept, int(trains_B.sum()) / len(trains_B)
 
 
 def log_in_training(trainer: GRPOTrainer, name: str, value: float) -> None:

@@ -27,10 +27,17 @@ from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, fie
 from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.signals.base import Signal
-from grail_advantage.token_weights import compute_token_weights
-from grail_advantage.trl_ext.checks import check_arguments, check_attributes, check_prompt, check_trainer, check_trl
+from grail_advantage.token_weights import compute_token_weights, response_statistics
+from grail_advantage.trl_ext.checks import (
+    check_arguments,
+    check_attributes,
+    check_prompt,
+    check_skipping,
+    check_trainer,
+    check_trl,
+)
 from grail_advantage.trl_ext.dump import GenerationBatch, GenerationDump, dump_options
-from grail_advantage.trl_ext.patches import log_in_training, log_probs_and_entropies
+from grail_advantage.trl_ext.patches import log_in_training, rows_that_train
 
 FIGURES = (*METRICS, *GRADIENT_METRICS, "truncated_rate", "seconds")
 """Figures of the name ``<method>/<figure>`` in the logs of training."""
@@ -51,6 +58,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             :mod:`grail_advantage.answers.missing`.
         token_dump: a folder for every token's score, weight and advantage, or a mapping of ``folder``, ``every`` (steps from
             one dump to the next, 1) and ``rows`` (of a step at most, 64; None: all). See docs/token_dump.md.
+        skip_zero_advantage: leave responses whose token advantages are all 0 out of the loss's forward and backward. The update
+            is the same but for rounding; TRL's figures of entropy and clipping are then those of the others.
         *arguments: as for ``GRPOTrainer``.
         **named: likewise.
 
@@ -67,6 +76,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         answer: str | AnswerFormat = BOXED,
         missing_answers: str = CHOICES[0],
         token_dump: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        skip_zero_advantage: bool = False,
         **named: Any,
     ) -> None:
         check_trl(GRPOTrainer, trl.__version__)
@@ -78,6 +88,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             )
         self.signal = token_weights
         self.answer = answer_format(answer)
+        self._skips_zero_advantage = skip_zero_advantage
         self._answers = AnswerWatch(self.signal, self.answer, missing_answers)
         dumping = None if token_dump is None else dump_options(token_dump)
         self._dump: GenerationDump | None = None
@@ -86,6 +97,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         super().__init__(*arguments, **named)
         check_attributes(self, trl.__version__)
         check_trainer(self, self.signal)
+        if skip_zero_advantage:
+            check_skipping(self)
         if dumping is not None:
             self._dump = GenerationDump(self, dumping, self.signal, self.answer)
             self.add_callback(self._dump)
@@ -103,6 +116,13 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if self.model.training:
             output["advantages"] = self._weighted_advantages(inputs, output)
         return output
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """TRL's loss; in training without the responses that train nothing, where that is asked for."""
+        if not (self._skips_zero_advantage and self.model.training):
+            return super()._compute_loss(model, inputs)
+        kept, share = rows_that_train(inputs, self.loss_type)
+        return super()._compute_loss(model, kept) * share
 
     def _weighted_advantages(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> torch.Tensor:
         """Token advantages (B, T), 0 outside the response. A collective where there are several processes."""
@@ -141,6 +161,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             step=self.state.global_step,
             aggregate=self._aggregate,
             answer=self.answer,
+            tokens=self._most_tokens(rows["input_ids"]),
         )
         self._look_for_answers(result.spans, rows)
         own = slice(None) if signal.uses else slice(first_row, first_row + len(inputs))
@@ -178,17 +199,29 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         return ~ended_B
 
     def _columns(self, rows: dict[str, torch.Tensor], output: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The old log-probabilities and entropies that the method reads, (B, L), by TRL's own code."""
-        wanted = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in self.signal.reads]
-        mask_BT, given_BT = output["completion_mask"], output.get("old_per_token_logps")
-        columns_BT = {} if given_BT is None else {OLD_LOG_PROBS: given_BT}
-        if any(name not in columns_BT for name in wanted):
-            log_probs_BT, entropies_BT = log_probs_and_entropies(
-                self, rows["input_ids"], rows["attention_mask"], mask_BT.shape[1]
-            )
-            columns_BT = {OLD_LOG_PROBS: log_probs_BT, ENTROPY: entropies_BT} | columns_BT
-        prompt_BP = torch.zeros(output["prompt_ids"].shape, device=mask_BT.device)
-        return {name: torch.cat([prompt_BP, columns_BT[name].float()], dim=1) for name in wanted}
+        """The old log-probabilities and entropies that the method reads, (B, L)."""
+        wanted, given_BT = [name for name in DUMPED if name in self.signal.reads], output.get("old_per_token_logps")
+        columns_BL = {}
+        if ENTROPY in wanted or (wanted and given_BT is None):
+            columns_BL = self.statistics(rows["input_ids"], rows["attention_mask"], rows["response_mask"])
+        if given_BT is not None:
+            outside_BP = given_BT.new_zeros(output["prompt_ids"].shape)
+            columns_BL[OLD_LOG_PROBS] = torch.cat([outside_BP, given_BT], dim=1).float()
+        return {name: columns_BL[name] for name in wanted}
+
+    def statistics(self, *rows_BL: torch.Tensor) -> dict[str, torch.Tensor]:
+        """One forward: old log-probabilities and entropies of the response tokens, (B, L) each.
+
+        Args:
+            rows_BL: token ids, attention mask and response mask of rows of this process.
+        """
+        model, tokens = self.accelerator.unwrap_model(self.model), self._most_tokens(rows_BL[0])
+        given = response_statistics(model, self.processing_class, *rows_BL, temperature=self.temperature, tokens=tokens)
+        return dict(zip(DUMPED, given, strict=True))
+
+    def _most_tokens(self, input_ids_BL: torch.Tensor) -> int:
+        """Of a forward: those of an update's micro-batch, which also holds gradients of parameters and all logits."""
+        return self.args.per_device_train_batch_size * input_ids_BL.shape[1]
 
     def _examples(self, inputs: list[dict[str, Any]]) -> list[Example]:
         """Each row's prompt and the other columns of its data set."""

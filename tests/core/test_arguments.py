@@ -12,6 +12,7 @@ import torch
 from grail_advantage import GrailConfig, compute_token_weights
 from grail_advantage.answers.format import BOXED
 from grail_advantage.batch import token_mean
+from grail_advantage.model.activations import FORWARD_TOKENS
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
 
 MODEL = cache(lambda: tiny_model(layers=1))
@@ -33,6 +34,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"response_mask": torch.ones(1, 3)}, ["response_mask", "(1, 3)", "input_ids", "must agree"]),
     ({"advantages": torch.zeros(3)}, ["advantages", "one number a row", "(2,)", "(3,)"]),
     ({"temperature": 0.0}, ["temperature=0.0", "greater than 0"]),
+    ({"tokens": 0}, ["tokens=0", "at least 1", "alone"]),
     (with_values("attention_mask", (1, -1, 0)), ["response_mask", "padding", "attention_mask"]),
     (with_values("response_mask", (1, -3, 0)), ["response_mask", "row 1", "gaps", "contiguous"]),
     (vars(make_batch([ROLLOUTS["right"], Rollout("", "a", -1.0)])), ["row 1", "no prompt token", "add at least one"]),
@@ -75,4 +77,5 @@ def test_public_signature() -> None:
     by_name = {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
     assert [each.name for each in parameters if each.name not in by_name] == ["model", "tokenizer", *GOOD]
     none = dict.fromkeys(["old_log_probs", "entropy", "groups", "examples", "masked", "fields", "process_group"])
-    assert by_name == {"temperature": 1.0, **none, "step": 0, "aggregate": token_mean, "answer": BOXED}
+    others = {"step": 0, "aggregate": token_mean, "answer": BOXED, "tokens": FORWARD_TOKENS}
+    assert by_name == {"temperature": 1.0, **none, **others}

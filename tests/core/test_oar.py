@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import GrailConfig, OarConfig, TokenWeights, compute_token_weights
-from grail_advantage.model import hugging_face
 from tests.core.common import few, watch_inputs
 from tests.core.oar_reference import PlainOar, oar_weights
 from tests.core.tiny_models import (
@@ -135,14 +134,14 @@ def test_rows_with_advantage_zero_or_without_reasoning_need_no_forward(method: s
 # ---- the counterfactuals of OAR-P ------------------------------------------------------------------------------------
 
 
-def test_counterfactuals_go_in_batches_behind_what_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counterfactuals_go_in_batches_behind_what_they_share() -> None:
     """A clean pass, then batches within the budget, each from its own first replaced token on."""
     model, plain = subject()
     rollout = ROLLOUTS["text after the box"]  # 15 prompt tokens, 19 reasoning tokens, 9 of the box
     expected = assert_matches(model, plain, [rollout], "perturbation")
-    monkeypatch.setattr(hugging_face, "SEQUENCE_TOKENS", 8 * 42 + 41)
+    batch, config = make_batch([rollout], "both"), OarConfig("perturbation")
     with watch_inputs(model.get_input_embeddings()) as shapes:
-        got = assert_matches(model, plain, [rollout], "perturbation")
+        got = compute_token_weights(model, char_tokenizer(), *batch.tensors(), config, tokens=8 * 42 + 41)
     assert (len(encode(rollout.prompt)), got.spans[0].start, got.spans[0].end) == (15, 19, 28)
     assert shapes == [(1, 42), (8, 42 - 15), (8, 42 - 23), (3, 42 - 31)]
     torch.testing.assert_close(got.scores, expected.scores, rtol=1e-5, atol=0, equal_nan=True)

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import TokenWeights, compute_token_weights
 from grail_advantage.batch import Example, RolloutBatch
-from grail_advantage.model import hugging_face
 from grail_advantage.signals.rlsd import REQUEST, RlsdConfig
 from grail_advantage.weighting import BatchWeights, batch_weights
+from tests.core.common import watch_inputs
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
 
 SHORT = "Given {privileged}, tell it in your words."
@@ -167,19 +167,18 @@ def test_plain_computation(
 NOTHING = [None, "", " \n ", [], [None, "", float("nan")], float("nan"), np.array([])]
 
 
-def test_rows_without_privileged_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_without_privileged_text() -> None:
     """Or without its column, or a user message: they train as in GRPO, exactly and without a forward, and alone."""
-    forwards = []
-    inner = hugging_face.HuggingFaceModel.logits
-    monkeypatch.setattr(hugging_face.HuggingFaceModel, "logits", lambda *a, **o: forwards.append(1) or inner(*a, **o))
-    old = torch.full(BATCH.input_ids.shape, -2.0)
-    _, every = run_rows(RlsdConfig(request=SHORT), EXAMPLES, old_log_probs=old)
+    given = {"old_log_probs": torch.full(BATCH.input_ids.shape, -2.0), "tokens": 1}
+    embeddings = subject("qwen3").get_input_embeddings()
+    with watch_inputs(embeddings) as forwards:
+        _, every = run_rows(RlsdConfig(request=SHORT), EXAMPLES, **given)
     assert len(forwards) == 3 and all(weights != [1.0] * len(weights) for weights in every[:3])
     asked, system = EXAMPLES[0].messages, [{"role": "system", "content": "Be brief."}]
     without = [Example(asked, columns(nothing), {}) for nothing in NOTHING]
     for broken in [*without, None, Example(asked, {}, {}), Example(system, columns("5"), {})]:
-        forwards.clear()
-        result, found = run_rows(RlsdConfig(request=SHORT), [broken, *EXAMPLES[1:]], old_log_probs=old)
+        with watch_inputs(embeddings) as forwards:
+            result, found = run_rows(RlsdConfig(request=SHORT), [broken, *EXAMPLES[1:]], **given)
         assert found == [[1.0] * len(found[0]), *every[1:]] and len(forwards) == 2
         assert (result.stats["non_finite_rate"], result.stats["selected_rate"]) == (0.0, 0.5)
 

@@ -21,6 +21,7 @@ from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer, checks
 from grail_advantage.trl_ext import trainer as trainer_module
 from tests import documentation
+from tests.core.common import watch_inputs
 from tests.core.tiny_models import Batch, char_tokenizer, make_batch, tiny_model
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build, generation_batch, response_values
@@ -181,6 +182,58 @@ def test_gradient_of_the_loss_is_a_hand_written_one(tmp_path: Path, loss_type: s
     assert not torch.allclose(parameters_gradient(trainer, ones)[1], expected, rtol=0.05)
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("loss_type", checks.LOSSES)
+def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path, loss_type: str, scale: str) -> None:
+    """Of two optimiser steps on micro-batches that hold some, none and only such responses; and fewer go through the model."""
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
+    options = {**sizes, "loss_type": loss_type, "scale_rewards": scale, "learning_rate": 1.0, "epsilon_high": 0.28}
+    before = torch.cat([p.detach().flatten() for p in tiny_model().parameters()])
+    trained, seen, zeros = [], [], []
+
+    class Recording(scripted.ScriptedTokenWeights):
+        def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
+            rewards = super()._calculate_rewards(*arguments, **named)
+            rewards[scripted.GENERATIONS :] = 0.0  # the second prompt's
+            return rewards
+
+        def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            zeros.append(int((inputs["advantages"] == 0).all(dim=1).sum()))
+            return super()._compute_loss(model, inputs)
+
+    for skip in (False, True):
+        weights = {"token_weights": "uniform", "skip_zero_advantage": skip}
+        trainer = build(tmp_path, Recording, weights=weights, num_iterations=2, max_steps=4, **options)
+        trainer.args.max_grad_norm = 0.0
+        with watch_inputs(trainer.model.model.layers[0]) as shapes:
+            trainer.train()
+        seen.append(sum(rows for rows, *_ in shapes))
+        trained.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]) - before)
+    scale_of_update = float(trained[0].abs().max())
+    torch.testing.assert_close(trained[1], trained[0], rtol=1e-3, atol=1e-5 * scale_of_update)
+    assert scale_of_update > 1e-3 and {0, 1, 2} <= set(zeros)
+    assert 0 < seen[1] < seen[0]
+
+
+SKIPPING_REFUSED: dict[str, dict[str, Any]] = {
+    "beta=0.1.*KL": {"beta": 0.1},
+    "entropy_coef.*bonus": {"entropy_coef": 0.01},
+    "top_entropy_quantile.*quantile": {"top_entropy_quantile": 0.5},
+    "responses depend on those beside them: .*draws at random": {"model": {"attention_dropout": 0.1}},
+}
+
+
+@pytest.mark.parametrize("match", SKIPPING_REFUSED)
+def test_leaving_out_is_refused_where_a_response_without_an_advantage_matters(tmp_path: Path, match: str) -> None:
+    settings = dict(SKIPPING_REFUSED[match])
+    model = tiny_model(**settings.pop("model", {}))
+    model.save_pretrained(tmp_path / "model")  # where TRL looks for a reference model
+    model.config._name_or_path = str(tmp_path / "model")
+    build(tmp_path, model=model, **settings)
+    with pytest.raises(ValueError, match=f"skip_zero_advantage=True does not work with .*{match}"):
+        build(tmp_path, model=model, weights={"skip_zero_advantage": True}, **settings)
+
+
 def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And go with their rows, which TRL shuffles and splits."""
     calls, seen = [], []
@@ -216,6 +269,18 @@ def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatc
             torch.testing.assert_close(found_T, expected[tuple(row.tolist())], rtol=1e-4, atol=1e-4)
             counts[tuple(row.tolist())] += 1
     assert set(counts.values()) == {2} and len(counts) == 8
+
+
+def test_a_pass_takes_no_more_tokens_together_than_the_updates_micro_batch(tmp_path: Path) -> None:
+    """And more responses than one."""
+    for micro_batch, most in ((2, 2), (8, 8)):
+        sizes = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 8 // micro_batch}
+        trainer = build(tmp_path, weights={"token_weights": GrailConfig(gate="all", span="last")}, **sizes)
+        with watch_inputs(trainer.model.model.embed_tokens) as shapes:
+            batch = generation_batch(trainer)
+        width = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
+        assert sum(rows for rows, _ in shapes) == 4 and max(rows for rows, _ in shapes) > 1
+        assert max(rows * length for rows, length in shapes) <= most * width
 
 
 def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: Path) -> None:

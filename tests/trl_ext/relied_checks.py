@@ -42,9 +42,9 @@ def test_the_trainer_that_is_installed_is_accepted_as_any_version() -> None:
             r"lacks .*`self._generate_and_score_completions\(` in _prepare",
         ),
         (
-            "compute_entropy=",
-            "with_entropy=",
-            r"lacks the argument compute_entropy of _get_per_token_logps_and_entropies",
+            "per_token_loss.size(0) * self.max_completion_length",
+            "self.loss_size",
+            r"lacks `\(per_token_loss.size\(0\) \* self.max_completion_length\)` in _compute_loss",
         ),
         ("if advantages.dim() == 1:", "if True:", r"lacks `if advantages.dim\(\) == 1:` in _compute_loss\(\)"),
         ('"completion_mask": ', '"loss_mask": ', r'lacks `"completion_mask":` in _generate_and_score_completions'),

@@ -63,10 +63,10 @@ def alone(
     return found.scores[inside_1L].numpy(), found.weights[inside_1L].numpy()
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 150])
-def test_rows_are_as_if_each_were_alone(tmp_path: Path, batch_tokens: int):
+@pytest.mark.parametrize("tokens", [1, 150])
+def test_rows_are_as_if_each_were_alone(tmp_path: Path, tokens: int):
     specs = SPECS[:-1]  # stare compares rows
-    rows = run(tmp_path / "a", specs=specs, temperature=0.7, batch_tokens=batch_tokens)
+    rows = run(tmp_path / "a", specs=specs, temperature=0.7, tokens=tokens)
     for row, response in zip(rows, RESPONSES, strict=True):
         assert list(row.methods) == specs
         for spec in specs:
@@ -85,7 +85,7 @@ def test_rows_are_as_if_each_were_alone(tmp_path: Path, batch_tokens: int):
 
 
 def test_methods_without_a_pass_see_all_rows_as_one_batch(tmp_path: Path):
-    rows = run(tmp_path / "a", specs=["high_entropy:rho=0.1"], batch_tokens=1)
+    rows = run(tmp_path / "a", specs=["high_entropy:rho=0.1"], tokens=1)
     chosen = sum(int((row.weight_T > 0).sum()) for row in rows)
     tokens = sum(len(row) for row in rows)
     assert chosen == -(-tokens // 10)
@@ -127,8 +127,8 @@ def test_gold_answers_are_judged():
 def test_groups_stay_together(tmp_path: Path):
     pytest.importorskip("ot")
     responses = graded([1, 0, 1, 0], ["a", "b", "b", "a"])
-    rows = run(tmp_path / "a", responses, ["shear:epsilon=1,window=4,stride=2"], batch_tokens=1)
-    whole = run(tmp_path / "b", responses, ["shear:epsilon=1,window=4,stride=2"], batch_tokens=10_000)
+    rows = run(tmp_path / "a", responses, ["shear:epsilon=1,window=4,stride=2"], tokens=1)
+    whole = run(tmp_path / "b", responses, ["shear:epsilon=1,window=4,stride=2"], tokens=10_000)
     for row, other in zip(rows, whole, strict=True):
         assert np.isfinite(row.score_T).all()
         np.testing.assert_allclose(row.weight_T, other.weight_T, rtol=1e-3)

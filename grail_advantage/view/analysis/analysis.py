@@ -10,6 +10,7 @@ import numpy as np
 
 from grail_advantage.answers.format import BOXED, AnswerFormat
 from grail_advantage.batch import EXAMPLES, GROUPS, field_names
+from grail_advantage.model.activations import FORWARD_TOKENS
 from grail_advantage.signals.base import Signal
 from grail_advantage.view.analysis.responses import Response, example_of
 
@@ -30,8 +31,8 @@ class Analysis:
     model: str
     """For the records: path or name of the model."""
     temperature: float = 1.0
-    batch_tokens: int = 4096
-    """Most tokens of a batch, padding counted."""
+    tokens: int = FORWARD_TOKENS
+    """Most tokens of a forward, padding counted."""
     advantages: str = "auto"
     """``auto``: from the rewards, where there are any; ``wrong`` and ``right``: every response counts as that."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -50,8 +51,8 @@ class Analysis:
             raise ValueError(
                 f"temperature={self.temperature} must be greater than 0; give the temperature of the sampling"
             )
-        if self.batch_tokens < 1:
-            raise ValueError(f"batch_tokens={self.batch_tokens} must be at least 1")
+        if self.tokens < 1:
+            raise ValueError(f"tokens={self.tokens} must be at least 1")
         for label, signal in self.methods.items():
             if GROUPS in signal.reads and any(row.group is None for row in self.responses):
                 raise ValueError(

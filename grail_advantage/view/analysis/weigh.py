@@ -2,7 +2,7 @@
 
 Every method runs through :func:`grail_advantage.compute_token_weights`. Log-probabilities and entropies are computed once and
 handed to all. A method that uses nothing of the model sees all responses as one batch; one that does sees the batches of
-:func:`.columns.token_batches`.
+:func:`.batches.token_batches`, each of some forwards.
 
 Shape suffixes: B rows, L prompt + response, T response tokens.
 """
@@ -26,12 +26,15 @@ from grail_advantage.answers.span import AnswerSpan, find_answer_spans
 from grail_advantage.answers.text import TokenTexts, answer_text
 from grail_advantage.batch import EXAMPLES, GROUPS, field_names, outcome_of
 from grail_advantage.signals.base import Signal
-from grail_advantage.token_weights import compute_token_weights
+from grail_advantage.token_weights import compute_token_weights, response_statistics
 from grail_advantage.view.analysis.analysis import Analysis
-from grail_advantage.view.analysis.columns import padded, response_statistics, token_batches
+from grail_advantage.view.analysis.batches import padded, token_batches
 from grail_advantage.view.analysis.responses import Response, Tokens, example_of, tokenize
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, MethodColumns, write_step
 from grail_advantage.view.dump.step import neutral_reasons
+
+FORWARDS = 16
+"""Forwards of a batch, about: enough rows to sort by length, and a step of the progress bar."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,7 @@ def _weigh(
     with_model = {label: signal for label, signal in analysis.methods.items() if signal.uses}
     together = any(GROUPS in signal.reads or signal.whole_groups for signal in with_model.values())
     batches = token_batches(
-        [row.length for row in rows], [row.group if together else row.place for row in rows], analysis.batch_tokens
+        [row.length for row in rows], [row.group if together else row.place for row in rows], FORWARDS * analysis.tokens
     )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     total = sum(row.length for row in rows)
@@ -210,7 +213,9 @@ def _weigh(
         for places in batches:
             batch = [rows[place] for place in places]
             tensors = padded([(row.tokens.prompt_P, row.tokens.response_T) for row in batch], pad, model.device)
-            columns = response_statistics(model, *tensors, analysis.temperature)
+            columns = response_statistics(
+                model, tokenizer, *tensors, temperature=analysis.temperature, tokens=analysis.tokens
+            )
             inside_BL, log_probs_BL, entropy_BL = (values.cpu() for values in (tensors[2], *columns))
             for index, row in enumerate(batch):
                 row.log_probs_T = log_probs_BL[index, inside_BL[index]].numpy()
@@ -258,6 +263,7 @@ def _weigh_batch(
             examples=examples,
             fields={name: [row.response.columns.get(name) for row in rows] for name in field_names(signal.reads)},
             answer=analysis.answer,
+            tokens=analysis.tokens,
         )
         neutral = neutral_reasons(
             signal,

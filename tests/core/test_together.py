@@ -1,0 +1,109 @@
+"""Several responses a pass: the scores of one at a time, within the budget, and what happens where memory runs out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3ForCausalLM
+
+from grail_advantage import GrailConfig, OarConfig, compute_token_weights
+from grail_advantage.model import hugging_face
+from grail_advantage.model.neighbours import mixing_rows
+from tests.core import together
+from tests.core.common import watch_inputs
+from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
+from tests.core.together import CLOSE, FAILS, FAMILIES, LONGEST, SIGNALS, model_of
+
+ALONE = {"Phi-3, longrope", "Llama, dynamic", "Doge"}
+"""Models whose responses depend on the longest one beside them, or on those after them."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scores_are_those_of_one_at_a_time(name: str) -> None:
+    assert (mixing_rows(model_of(name), LONGEST) is not None) == (name in ALONE)
+    for index, signal in enumerate(SIGNALS):
+        if (name, signal) not in FAILS:
+            found = together.difference(name, signal, ("left", "right", "both")[index % 3])
+            assert found <= CLOSE.get(signal, 1e-5), signal
+            assert found == 0 or name not in ALONE or signal == "oar_p", signal
+
+
+def test_a_rule_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the models above get other scores."""
+    monkeypatch.setattr(hugging_face, "mixing_rows", lambda *_: None)
+    for name in ALONE:
+        assert together.difference(name, "grail") > 1e-3
+
+
+def weigh(model: nn.Module, rollouts: list[Rollout], signal: Any = None, **options: Any) -> torch.Tensor:
+    batch = make_batch(rollouts)
+    signal = signal if signal is not None else GrailConfig("official")
+    return compute_token_weights(model, char_tokenizer(), *batch.tensors(), signal, **options).weights
+
+
+def test_forwards_keep_to_the_budget_and_hold_rows_of_like_length() -> None:
+    """Each is its prompt and ten tokens, the last of which needs no forward; 16 tokens are less than three quarters of 22."""
+    model = tiny_model()
+    rollouts = [Rollout("a" * length, r"b\boxed{1}", -1.0) for length in (5, 40, 91, 12, 41, 6, 39)]
+    with watch_inputs(model.get_input_embeddings()) as shapes:
+        weigh(model, rollouts, tokens=100)
+    assert shapes == [(1, 100), (1, 50), (2, 49), (1, 21), (2, 15)]
+
+
+class OwnCode(Qwen3ForCausalLM):
+    pass
+
+
+def test_code_of_its_own_runs_one_at_a_time_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = OwnCode(tiny_model().config).eval()
+    rollouts = [Rollout("Two?", rf"b\boxed{{{answer}}}", -1.0) for answer in range(3)]
+    for _ in range(2):
+        with watch_inputs(model.get_input_embeddings()) as shapes:
+            weigh(model, rollouts)
+        assert shapes == [(1, 13)] * 3
+    assert (
+        caplog.text.count("nothing is known of the code of OwnCode: responses go through the model one at a time") == 1
+    )
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "signal", [GrailConfig("official"), OarConfig("perturbation")], ids=["rows", "counterfactuals"]
+)
+def test_less_goes_together_where_memory_runs_out(signal: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The budget is halved until the pass fits, stays so for the model, and the warning comes once."""
+    hugging_face._warn_of_memory.cache_clear()
+    model, rollouts = tiny_model(), [ROLLOUTS["text after the box"]] * 8
+    expected = weigh(model, rollouts, signal)
+    sizes: list[int] = []
+
+    def run_out(_module: nn.Module, args: tuple, output_BSD: torch.Tensor) -> None:
+        sizes.append(args[0].numel())
+        if sizes[-1] > 100:
+            raise torch.OutOfMemoryError("out of memory on purpose")
+
+    handle = model.model.embed_tokens.register_forward_hook(run_out)
+    for _ in range(2):
+        torch.testing.assert_close(weigh(model, rollouts, signal), expected, rtol=1e-4, atol=1e-4)
+    failed = [place for place, size in enumerate(sizes) if size > 100]
+    assert 0 < len(failed) <= 6 and failed[-1] < len(sizes) / 2  # none in the second call
+    assert caplog.text.count("memory ran out in a pass") == 1
+    handle.remove()
+
+
+def test_what_no_smaller_pass_helps_is_raised() -> None:
+    model = tiny_model()
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory on purpose")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        handle = model.model.embed_tokens.register_forward_hook(fail)
+        weigh(model, [ROLLOUTS["text after the box"]] * 8)
+    handle.remove()
+    assert len(weigh(model, [ROLLOUTS["text after the box"]])) == 1
