@@ -1,7 +1,7 @@
 """What the training side of a step costs: with each method, and where some rows have no advantage.
 
     python -m benchmarks.bench_training_step methods          # what each registered method adds
-    python -m benchmarks.bench_training_step neutral_rows     # GRPO, uniform and GRAIL, leaving such rows out or not
+    python -m benchmarks.bench_training_step zero_advantage   # GRPO, uniform and GRAIL, leaving such rows out or not
 
 A step is: old log-probabilities, the method's pass and weights, epochs of the actor update, all with verl's own worker
 (:mod:`benchmarks.training_side`) and default options. A saliency is taken on the forward of the old log-probabilities, as a run
@@ -11,7 +11,7 @@ one after the other, each stage timed.
 
 A method that makes up sequences goes row by row and needs a forward for each of many tokens, so its pass is timed on
 ``SAMPLE_ROWS`` of its rows and that time multiplied; the result records it. ``--setup cuda`` is one GPU, a model of Qwen3-4B's
-shape and 8 x 4096 tokens in bf16. Writes ``results/methods-DEVICE.json`` or ``results/neutral_rows-DEVICE.json``, from which
+shape and 8 x 4096 tokens in bf16. Writes ``results/methods-DEVICE.json`` or ``results/zero_advantage-DEVICE.json``, from which
 ``python -m benchmarks.report`` makes tables.
 """
 
@@ -43,7 +43,7 @@ SAMPLE_ROWS = 2
 STAGES = ("old_log_probs", "pass", "weights", "update")
 SELECTED = 0.35
 """Share of the rows with an advantage that needs scores."""
-NEUTRAL = (0.0, 0.25, 0.5, 0.75)
+ZERO_ADVANTAGE = (0.0, 0.25, 0.5, 0.75)
 """Shares of rows without an advantage."""
 EPOCHS = (1, 4)
 
@@ -173,28 +173,28 @@ def of_methods(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
     }
 
 
-def of_neutral_rows(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
-    """The record of ``neutral_rows``."""
+def of_zero_advantage(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
+    """The record of ``zero_advantage``."""
     from benchmarks.random_model import release
     from benchmarks.training_side import Rollouts, TrainingSide, make_worker
 
     runs = []
     for checkpointing in ("off", "on"):
         worker = make_worker(setup, checkpointing == "on")
-        for share in NEUTRAL:
-            neutral = round(share * setup.rows)
-            selected = max(1, round(SELECTED * (setup.rows - neutral)))
+        for share in ZERO_ADVANTAGE:
+            zero_advantage = round(share * setup.rows)
+            selected = max(1, round(SELECTED * (setup.rows - zero_advantage)))
             vocabulary = setup.shape["vocab_size"]
-            rollouts = Rollouts(setup.rows, setup.prompt, setup.response, selected, vocabulary, neutral)
+            rollouts = Rollouts(setup.rows, setup.prompt, setup.response, selected, vocabulary, zero_advantage)
             side = TrainingSide(worker, rollouts)
             ways = {variant: partial(run_variant, side, variant, clock, max(EPOCHS)) for variant in VARIANTS}
-            run = {"checkpointing": checkpointing, "neutral_rows": neutral, "selected_rows": selected}
+            run = {"checkpointing": checkpointing, "zero_advantage_rows": zero_advantage, "selected_rows": selected}
             run["repeats"] = list(islice(in_turn(ways), repeats))
             runs.append(run)
             for variant in VARIANTS[1:]:
                 found = median(ratios(run["repeats"], variant, GRPO, 1))
                 show(
-                    f"checkpointing {checkpointing}, {neutral} rows without an advantage: {variant} {found:.3f} x GRPO"
+                    f"checkpointing {checkpointing}, {zero_advantage} zero-advantage responses: {variant} {found:.3f} x GRPO"
                 )
         del worker, side
         release()
@@ -204,7 +204,7 @@ def of_neutral_rows(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = {"methods": of_methods, "neutral_rows": of_neutral_rows}
+    kinds = {"methods": of_methods, "zero_advantage": of_zero_advantage}
     parser.add_argument("what", choices=kinds)
     parser.add_argument("--setup", choices=SETUPS, default="cpu")
     parser.add_argument("--repeats", type=int, default=3)

@@ -50,15 +50,15 @@ def of_methods(result: Found) -> list[str]:
     ]
 
 
-def of_neutral_rows(result: Found) -> list[str]:
+def of_zero_advantage(result: Found) -> list[str]:
     """The training side with rows left out."""
     rows = []
     for run in result["runs"]:
         for epochs in result["epochs"]:
-            shares = [f"{run[of] / result['setup']['rows']:.0%}" for of in ("neutral_rows", "selected_rows")]
+            shares = [f"{run[of] / result['setup']['rows']:.0%}" for of in ("zero_advantage_rows", "selected_rows")]
             cells = [spread(ratios(run["repeats"], name, GRPO, epochs)) for name in _variants(run)]
             rows.append([run["checkpointing"], *shares, epochs, *cells])
-    head = ["checkpointing", "rows without an advantage", "rows scored", "epochs"]
+    head = ["checkpointing", "zero-advantage responses", "scored", "epochs"]
     head += ["GRPO or uniform, leaving them out", "GRAIL", "GRAIL, leaving them out"]
     return [
         f"Model and batch: {_shape(result['setup'])}. Multiples of verl's GRPO, which runs every row; medians of "
@@ -75,7 +75,7 @@ def _variants(run: Found) -> list[str]:
 
 
 PASSAGES: dict[str, tuple[str, Callable[[Found], list[str]]]] = {
-    "neutral_rows": ("Rows that train nothing", of_neutral_rows),
+    "zero_advantage": ("Zero-advantage responses", of_zero_advantage),
     "methods": ("What each method adds to a step", of_methods),
 }
 """By the first part of a result's name: its heading and its table."""
@@ -98,9 +98,12 @@ def render(folder: Path) -> str:
 def summary(folder: Path) -> str:
     """For the front page: what GRAIL as published costs, against verl's GRPO, and what leaving rows out saves."""
     lines, sentences = [], []
-    for result in _results(folder, "neutral_rows"):
+    for result in _results(folder, "zero_advantage"):
         off, on = (
-            sorted((run for run in result["runs"] if run["checkpointing"] == way), key=lambda run: run["neutral_rows"])
+            sorted(
+                (run for run in result["runs"] if run["checkpointing"] == way),
+                key=lambda run: run["zero_advantage_rows"],
+            )
             for way in ("off", "on")
         )
         labels = ("`uniform`, without them", "GRAIL", "GRAIL, without them")
@@ -108,7 +111,7 @@ def summary(folder: Path) -> str:
             [label, *(spread(ratios(run["repeats"], _variants(run)[place], GRPO, 1)) for run in off)]
             for place, label in enumerate(labels)
         ]
-        shares = [f"{run['neutral_rows'] / result['setup']['rows']:.0%}" for run in off]
+        shares = [f"{run['zero_advantage_rows'] / result['setup']['rows']:.0%}" for run in off]
         lines += [
             "Training side of a step of one epoch, without gradient checkpointing, as a multiple of verl's GRPO, which runs "
             f"every row ({result['device'].upper()}, {len(off[0]['repeats'])} repeats: median, lowest to highest):",

@@ -26,13 +26,13 @@ class Rollouts:
     selected: int
     """Number of rows that need scores."""
     vocabulary: int
-    neutral: int = 0
+    zero_advantage: int = 0
     """Number of rows without an advantage."""
 
     @property
     def trained(self) -> int:
         """Number of rows with an advantage."""
-        return self.rows - self.neutral
+        return self.rows - self.zero_advantage
 
     @property
     def tokens(self) -> list[torch.Tensor]:
@@ -47,7 +47,9 @@ class Rollouts:
 
     @property
     def advantages(self) -> torch.Tensor:
-        return torch.tensor([-0.5] * self.selected + [0.5] * (self.trained - self.selected) + [0.0] * self.neutral)
+        return torch.tensor(
+            [-0.5] * self.selected + [0.5] * (self.trained - self.selected) + [0.0] * self.zero_advantage
+        )
 
     @property
     def groups(self) -> list[int]:

@@ -135,7 +135,7 @@ def weigh(
     )
     if outcome.few_answers:
         print(outcome.few_answers)
-    for label, reasons in outcome.neutral.items():
+    for label, reasons in outcome.no_scores.items():
         without = "".join(f"; {count} without scores ({reason})" for reason, count in reasons.items())
         scored = len(responses) - sum(reasons.values())
         print(f"{label}: {scored} of {len(responses)} responses have scores{without}")

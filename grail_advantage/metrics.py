@@ -20,7 +20,7 @@ TOP_SHARE = 0.1
 METRICS = {
     "answer_found_rate": "share of rows with a complete answer",
     "selected_rate": "share of rows that needed scores",
-    "neutral_rate": "share of rows whose every weight is 1",
+    "weight_one_rate": "share of responses whose every weight is 1",
     "non_finite_rate": "share of rows that fell back to weight 1 over a score that is not finite",
     "average_weight": "mean weight over valid tokens",
     "weight_deviation": "its standard deviation, of the population",
@@ -33,7 +33,7 @@ METRICS = {
     "advantage_scale": "`mean |A_t| / mean |A|` over valid tokens",
 }
 """The figures of every batch and their meanings. A method that gives token advantages has none of ``OF_WEIGHTS``; where the
-others speak of weights they mean ``|A_t|``, and a row is neutral where every ``A_t`` is its ``A``."""
+others speak of weights they mean ``|A_t|``, and a response has weight 1 where every ``A_t`` is its ``A``."""
 OF_WEIGHTS = ("average_weight", "weight_deviation", "clipped_low_rate", "clipped_high_rate")
 GRADIENT_METRICS = {
     "gradient_norm_p10": "10th percentile of the gradient norms of all positions that the pass looked at",
@@ -79,12 +79,12 @@ def weight_metrics(
     advantages_B = signed_B.double().abs().cpu().numpy()
     if result.given_BT is None:
         weight_BT, scale_B = result.weights_BT.detach().double().cpu().numpy(), advantages_B
-        neutral_BT = weight_BT == 1.0
+        weight_one_BT = weight_BT == 1.0
     else:
         weight_BT = result.given_BT.abs().double().cpu().numpy()
         scale_B = (weight_BT != 0).any(axis=1).astype(np.float64)
-        neutral_BT = (result.given_BT == signed_B.unsqueeze(1)).cpu().numpy()
-    neutral_B = (neutral_BT | ~mask_BT).all(axis=1)
+        weight_one_BT = (result.given_BT == signed_B.unsqueeze(1)).cpu().numpy()
+    weight_one_B = (weight_one_BT | ~mask_BT).all(axis=1)
     sum_B = weight_BT.sum(axis=1)
     square_B = np.einsum("bt,bt->b", weight_BT, weight_BT)
 
@@ -110,7 +110,7 @@ def weight_metrics(
     metrics = {
         "answer_found_rate": share(rows.answered_B),
         "selected_rate": share(rows.selected_B),
-        "neutral_rate": int((neutral_B & valid_B).sum()) / n_rows,
+        "weight_one_rate": int((weight_one_B & valid_B).sum()) / n_rows,
         "non_finite_rate": share(result.non_finite_B),
         "average_weight": float(average),
         "weight_deviation": math.sqrt(variance),

@@ -32,7 +32,7 @@ STEP_LIMIT = 1.25
 """Most that a step of one epoch with GRAIL may take, as a multiple of GRPO's. By multiplications it is 1.17 to 1.20 with three
 responses of eight scored: a backward to activations costs one forward of each linear layer and 2.5 of attention, and with
 checkpointing a forward more."""
-ROWS, SELECTED, NEUTRAL = 8, 3, 2
+ROWS, SELECTED, ZERO_ADVANTAGE = 8, 3, 2
 """Responses of the batch; of them those that GRAIL scores, and those whose group has no advantage."""
 REPEATS = 6
 RUNS = (("Qwen3-0.6B", True, 50), ("Qwen3-0.6B", False, 20), ("Qwen3-4B", True, 90))
@@ -105,9 +105,9 @@ def training_side(
     attention = WITHOUT if setup.attention == ROW_BY_ROW else f"flash-attn {version('flash-attn')}"
     note = (
         f"{attention}. Parameters in {actor.engine.model_dtype}, computing in {actor.engine.dtype}. {ROWS} responses of "
-        f"{tokens} tokens, {SELECTED} scored, {NEUTRAL} without advantage, {setup.micro_batch_rows} in a micro-batch."
+        f"{tokens} tokens, {SELECTED} scored, {ZERO_ADVANTAGE} without advantage, {setup.micro_batch_rows} in a micro-batch."
     )
-    rollouts = Rollouts(ROWS, prompt, response, SELECTED, setup.shape["vocab_size"], NEUTRAL)
+    rollouts = Rollouts(ROWS, prompt, response, SELECTED, setup.shape["vocab_size"], ZERO_ADVANTAGE)
     side = TrainingSide(make_worker(setup, checkpointing, actor), rollouts, actor)
     clock, repeats = Clock(device), []
     for variant in VARIANTS:  # a first step also compiles and fills caches

@@ -27,7 +27,7 @@ from grail_advantage.batch import outcome_of
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import TokenWeights
 from grail_advantage.trl_ext.patches import log_in_training
-from grail_advantage.view.dump.step import StepDump, StepRows, neutral_reasons, size_estimate
+from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
 
 METRICS_FILE = "metrics.jsonl"
 GOLD_COLUMNS = ("solution", "ground_truth", "answer", "gold")
@@ -186,7 +186,7 @@ class GenerationDump(TrainerCallback):
         output, result, own = batch.output, batch.result, batch.own
         mask_BT, prompt_mask_BP = output["completion_mask"].bool(), output["prompt_mask"].bool()
         begin, width = prompt_mask_BP.shape[1], mask_BT.shape[1]
-        neutral = neutral_reasons(
+        no_scores = reasons_without_scores(
             self._signal,
             result.rows.part(own),
             valid_B=mask_BT.any(dim=1),
@@ -217,7 +217,7 @@ class GenerationDump(TrainerCallback):
                 "response": output["completion_ids"][row][mask_BT[row]].cpu(),
                 "span": result.spans[own][row],
                 "truncated": bool(batch.truncated_B[row]),
-                "neutral": neutral[row],
+                "no_scores": no_scores[row],
                 "gold": _gold(batch.inputs[row]),
                 **{name: of_rows[place, : int(mask_BT[row].sum())] for name, of_rows in values_BT.items()},
             }
@@ -242,7 +242,7 @@ class GenerationDump(TrainerCallback):
             responses=named("response"),
             spans=named("span"),
             truncated_B=torch.tensor(named("truncated")),
-            neutral=named("neutral"),
+            no_scores=named("no_scores"),
             mask_BT=pad_sequence(
                 [torch.ones(len(ids), dtype=torch.bool) for ids in named("response")], batch_first=True
             ),

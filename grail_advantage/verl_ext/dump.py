@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, MODEL, ROLLOUT, Settings
 from grail_advantage.verl_ext.step import Step, objects
-from grail_advantage.view.dump.step import StepDump, StepRows, neutral_reasons, size_estimate
+from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
 from grail_advantage.weighting import BatchWeights
 
 FIELDS = ("rm_scores", "reward_model", "extra_fields", "data_source", "extra_info", OLD_LOG_PROBS, ENTROPY)
@@ -121,7 +121,7 @@ class UpdateDump:
                 generated=step.generated,
                 spans=step.spans,
                 truncated_B=step.truncated_B,
-                neutral=neutral_reasons(
+                no_scores=reasons_without_scores(
                     signal,
                     step.selection,
                     valid_B=step.batch.valid_B,

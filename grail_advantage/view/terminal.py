@@ -42,7 +42,7 @@ def find_row(dump: TokenDump, step: int | None = None, row: int | None = None) -
     for file in reversed(files) if step is None else files:
         rows = [other for other in file.rows() if row is None or other.row == row]
         if rows:
-            return file.header, min(rows, key=lambda other: other.neutral is not None)
+            return file.header, min(rows, key=lambda other: other.no_scores is not None)
     if row is None:
         raise ValueError(f"{dump.folder} holds no rows that can be read")
     places = ", ".join(str(other.row) for file in files[-1:] for other in file.rows())
@@ -86,7 +86,7 @@ def _facts(header: DumpHeader | None, row: DumpRow) -> Text:
         "truncated" if row.truncated else "",
         f"{len(row)} tokens",
         f"mean weight {trained.mean():.3f}" if len(trained) else "",
-        f"no scores: {row.neutral}" if row.neutral else "",
+        f"no scores: {row.no_scores}" if row.no_scores else "",
     ]
     return Text(" | ".join(visible(fact, breaks=False) for fact in facts if fact), style="bold")
 

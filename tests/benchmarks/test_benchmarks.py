@@ -54,7 +54,7 @@ def test_every_way_is_the_first_once() -> None:
 @pytest.mark.slow
 def test_every_benchmark_runs_and_is_reported(tmp_path: Path) -> None:
     options = ("--setup", "toy", "--repeats", "1", "--results", str(tmp_path))
-    for what in ("methods", "neutral_rows"):
+    for what in ("methods", "zero_advantage_rows"):
         done = forked.run("benchmarks.bench_training_step", what, *options)
         assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "methods-cpu.json").read_text())["methods"]
@@ -63,8 +63,8 @@ def test_every_benchmark_runs_and_is_reported(tmp_path: Path) -> None:
         rows = bench_training_step.SAMPLE_ROWS if signal.uses == SEQUENCES else 4
         assert found[name]["timed_rows"] == (min(found[name]["rows"], rows) if signal.uses else 0)
         assert found[name]["ratio"] > 0
-    runs = json.loads((tmp_path / "neutral_rows-cpu.json").read_text())["runs"]
-    assert [run["neutral_rows"] for run in runs] == [0, 1, 2, 3] * 2
+    runs = json.loads((tmp_path / "zero_advantage-cpu.json").read_text())["runs"]
+    assert [run["zero_advantage_rows"] for run in runs] == [0, 1, 2, 3] * 2
     assert {len(seconds) for run in runs for repeat in run["repeats"] for seconds in repeat.values()} == {5}
 
     text = report.render(tmp_path)

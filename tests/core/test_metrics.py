@@ -43,7 +43,7 @@ def plainly(
     masses = sorted((w * a for row, a in rows if a for w in row), reverse=True)
     finite = sorted(norm for norm in norms if math.isfinite(norm))
     return {
-        "neutral_rate": sum(all(w == 1 for w in row) for row, _ in rows) / len(rows),
+        "weight_one_rate": sum(all(w == 1 for w in row) for row, _ in rows) / len(rows),
         "average_weight": float(mean),
         "weight_deviation": math.sqrt(sum((w - mean) ** 2 for w in tokens) / len(tokens)),
         "effective_sample_ratio": float(sum(ratios) / len(ratios)),
@@ -79,7 +79,7 @@ def test_figures_token_by_token(level: float) -> None:
     rows = RowSelection(drawn(23), drawn(23), drawn(23))
     got = weight_metrics(result, mask.long(), advantages, rows, norms)
     expected = plainly(weights.tolist(), mask.tolist(), advantages.tolist(), norms.tolist())
-    assert 0 < expected["neutral_rate"] < 1
+    assert 0 < expected["weight_one_rate"] < 1
     counted = [row for row in range(23) if any(mask[row].tolist())]
     for name, of_row in (
         ("answer_found_rate", rows.answered_B),
@@ -103,5 +103,5 @@ def test_batches_of_nothing_and_of_equal_weights() -> None:
         assert got["top_share"] == got["advantage_scale"] == 0.0
         assert all(math.isfinite(value) for value in got.values())
     equal = of_weights(none + 1, torch.ones(2))
-    assert equal["neutral_rate"] == equal["effective_sample_ratio"] == equal["advantage_scale"] == 1.0
+    assert equal["weight_one_rate"] == equal["effective_sample_ratio"] == equal["advantage_scale"] == 1.0
     assert equal["weight_deviation"] == 0.0

@@ -116,7 +116,7 @@ def test_every_kind_of_rollout(method: str, variant: str) -> None:
     assert ("gradient_norm_p10" in got.stats) == (method == "gradient")
 
 
-# ---- mass, neutral rows, figures ------------------------------------------------------------------------------------
+# ---- mass, weight one, figures ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)

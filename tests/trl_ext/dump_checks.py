@@ -70,7 +70,7 @@ def test_rows_are_those_of_the_run(tmp_path: Path, method: str) -> None:
         assert row.span == plain.spans[place]
     if method == "grail":
         outside, none = "outside the gate", "no answer"
-        assert [row.neutral for row in rows] == [None, None, outside, none, "truncated", None, none, none]
+        assert [row.no_scores for row in rows] == [None, None, outside, none, "truncated", None, none, none]
     (file,) = read_dump(folder).files
     assert (file.header.method, file.header.temperature, file.header.rows_in_step) == (method, scripted.TEMPERATURE, 8)
     assert file.header.options == signal.as_dict()
@@ -115,7 +115,7 @@ def test_a_response_that_trl_masks_has_no_tokens(tmp_path: Path) -> None:
     build(tmp_path / "run", weights=weights, max_steps=1, mask_truncated_completions=True).train()
     rows = list(read_dump(tmp_path / "run" / "tokens"))
     assert [len(row) == 0 for row in rows] == [place == scripted.TRUNCATED for place in range(8)]
-    assert rows[scripted.TRUNCATED].neutral == "no token trains" and rows[scripted.TRUNCATED].reward == 1.0
+    assert rows[scripted.TRUNCATED].no_scores == "no token trains" and rows[scripted.TRUNCATED].reward == 1.0
     assert index_of(tmp_path / "run")["rows"]["length"] == [len(row) for row in rows]
 
 

@@ -68,7 +68,7 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     for row in rows:
         (gold,) = [solution for text, solution in solutions.items() if text in row.prompt]
         assert row.gold == gold and (row.reward == 1.0) == (row.answer == gold) == (row.outcome == "right")
-    scored = [row for row in rows if row.neutral is None]
+    scored = [row for row in rows if row.no_scores is None]
     assert scored and all(row.outcome == "wrong" and row.weight_T.std() > 0.1 for row in scored)
     assert 0 < metrics[1]["reward"] < 1 and {"eval_reward"} <= metrics[0].keys()
     assert (folder / "out" / "adapter_model.safetensors").exists()

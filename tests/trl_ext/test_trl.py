@@ -157,7 +157,7 @@ def test_figures_are_those_of_all_ranks(ranks: dict[int, list[dict[str, Any]]], 
     # Only the main process logs, so the others' logs need not exist; where they do they agree.
     assert not second or first == pytest.approx(second)
     assert first["truncated_rate"] == alone["figures"]["truncated_rate"] == 1 / 8
-    for figure in ("answer_found_rate", "selected_rate", "neutral_rate"):
+    for figure in ("answer_found_rate", "selected_rate", "weight_one_rate"):
         assert first[figure] == pytest.approx(alone["figures"][figure]), figure
 
 
@@ -178,7 +178,7 @@ def test_the_dump_has_the_rows_of_all_ranks(
             "prompt",
             "response",
             "reward",
-            "neutral",
+            "no_scores",
             "span",
             "answer",
         ):

@@ -15,7 +15,7 @@ from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
 from grail_advantage.verl_ext.dump import UpdateDump
 from grail_advantage.verl_ext.settings import DumpOptions, Settings
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
-from grail_advantage.view.dump.step import choose_rows, neutral_reasons
+from grail_advantage.view.dump.step import choose_rows, reasons_without_scores
 from tests.core.tiny_models import END_ID, encode
 from tests.verl_ext.one_step import made_up_saliency
 from tests.verl_ext.test_one_step import ROWS, Step
@@ -92,7 +92,7 @@ class TestReasons:
         known |= changes
         mask_BT = known["valid_B"].unsqueeze(1)
         batch = RolloutBatch(mask_BT, known["advantages_B"], known.pop("spans"), {})
-        return neutral_reasons(signal, signal.select(batch), **known)
+        return reasons_without_scores(signal, signal.select(batch), **known)
 
     def test_of_each_kind(self) -> None:
         assert self._reasons(GrailConfig()) == [
@@ -164,14 +164,21 @@ class TestRun:
             assert row.prompt_ids.tolist() == encode(prompt) and row.token_ids_T.tolist() == encode(response)
             assert row.reward == reward and row.base_advantage_T == pytest.approx(reward - mean[key[0]])
             assert row.advantage_T.tolist() == advantages[key].tolist()
-            assert row.advantage_T == pytest.approx(row.weight_T * row.base_advantage_T) or row.neutral == "truncated"
+            assert row.advantage_T == pytest.approx(row.weight_T * row.base_advantage_T) or row.no_scores == "truncated"
             assert row.old_log_prob_T == pytest.approx(-0.1) and len(row.entropy_T) == len(row.token_ids_T)
         of = {row.key: row for row in rows}
         assert (of["a_0_0"].gold, of["a_0_0"].outcome, of["a_0_0"].id) == ("7", "wrong", "gsm8k/4"), "acc goes first"
         assert [(row.gold, row.outcome, row.id) for row in rows[1:4]] == [
             (None, outcome, None) for outcome in ("wrong", "wrong", "right")
         ]
-        assert [row.neutral for row in rows] == ["outside the gate", None, None, "outside the gate", None, "truncated"]
+        assert [row.no_scores for row in rows] == [
+            "outside the gate",
+            None,
+            None,
+            "outside the gate",
+            None,
+            "truncated",
+        ]
         assert [row.truncated for row in rows] == [False] * 5 + [True]
         wrong, tokens = of["a_1_0"], torch.tensor(encode("Two?") + encode(ROWS[1][2]))
         assert wrong.span.start == len("Is it ")

@@ -90,9 +90,9 @@ def write_dump(
             for place, is_right in enumerate(right.tolist()):
                 values = _response(rng, numbers, is_right, int(rng.integers(0, 3 * filler + 1)))
                 advantage = is_right - right.mean()
-                if advantage == 0 and values["neutral"] is None:
-                    values |= {"neutral": "advantage 0"}
-                if values["neutral"]:
+                if advantage == 0 and values["no_scores"] is None:
+                    values |= {"no_scores": "advantage 0"}
+                if values["no_scores"]:
                     values["weight_T"][:], values["score_T"][:] = 1, np.nan
                 values["base_advantage_T"] = np.full(len(values["tokens"]), advantage, dtype=np.float32)
                 values |= {"step": step, "group": group, "row": place + group * RESPONSES, "key": f"{group}_{place}_0"}
@@ -133,7 +133,7 @@ def _response(rng: np.random.Generator, numbers: Sequence[int], right: bool, fil
         "outcome": "right" if right and not truncated else "wrong",
         "answer": None if truncated else str(total),
         "truncated": truncated,
-        "neutral": "truncated" if truncated else None,
+        "no_scores": "truncated" if truncated else None,
         "span": None if truncated else AnswerSpan(start, start + 3, count - 3, count - 2),
         "weight_T": np.clip(1 + 0.5 * rng.standard_normal(count), 0.5, 5).astype(np.float32),
         "score_T": rng.lognormal(-3, 1, count).astype(np.float32),
@@ -151,5 +151,5 @@ def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[s
         if columns:
             score_T = rng.lognormal(-3, 1, count).astype("f4")
             weight_T = np.clip(1 + 0.6 * rng.standard_normal(count), 0.4, 3).astype("f4")
-        columns[name] = MethodColumns(score_T=score_T, weight_T=weight_T, neutral=values["neutral"])
+        columns[name] = MethodColumns(score_T=score_T, weight_T=weight_T, no_scores=values["no_scores"])
     return columns

@@ -81,7 +81,7 @@ def test_rows_are_as_if_each_were_alone(tmp_path: Path, tokens: int):
         np.testing.assert_array_equal(row.advantage_T, -row.methods[specs[0]].weight_T)
         assert row.response == response.response and row.prompt == response.prompt and row.id == response.id
     assert rows[0].answer == "5" and rows[3].span is None
-    assert [row.methods["grail"].neutral for row in rows] == [None, None, None, "no answer", None]
+    assert [row.methods["grail"].no_scores for row in rows] == [None, None, None, "no answer", None]
 
 
 def test_methods_without_a_pass_see_all_rows_as_one_batch(tmp_path: Path):

@@ -86,7 +86,7 @@ def test_values_of_every_size_are_shown_to_three_digits(tmp_path: Path, opened: 
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_colours_are_those_of_the_scale(runs: Path, rows: list[DumpRow], opened: Open, dark: bool) -> None:
-    row = [row for row in rows if row.neutral is None][-1]
+    row = [row for row in rows if row.no_scores is None][-1]
     page = opened(runs / "grail" / "report.html", link(row), dark=dark)
     shown = page.locator(".t").evaluate_all("spans => spans.map((span) => getComputedStyle(span).backgroundColor)")
     table = colours.diverging(65, colours.DARK if dark else colours.LIGHT)
@@ -103,7 +103,7 @@ def test_colours_are_those_of_the_scale(runs: Path, rows: list[DumpRow], opened:
 
 
 def test_methods_over_each_other(runs: Path, opened: Open) -> None:
-    row = next(row for row in read_dump(runs / "analyze") if row.labels and not row.neutral)
+    row = next(row for row in read_dump(runs / "analyze") if row.labels and not row.no_scores)
     page = opened(runs / "analyze" / "report.html", link(row, "&token=3"))
     assert readout(page)["Weight"] == pytest.approx(float(row.weight_T[3]), rel=6e-3)
     page.locator(".methods .strip").nth(2).click()

@@ -57,7 +57,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prompt="".join(TEXTS[:12]),
         gold=TEXTS[0],
         answer=TEXTS[1] + "\u202e",
-        neutral=TEXTS[1],
+        no_scores=TEXTS[1],
         id=TEXTS[1],
         span=AnswerSpan(1, 2, 3, 4),
         token_ids_T=np.arange(len(TEXTS)),

@@ -94,7 +94,7 @@ def test_table_by_hand() -> None:
     rows = [dump_row([1.0], group=0), dump_row([1.0], group=0, update=1), dump_row([1.0], group=0, step=2)]
     assert by_position.row_tables(rows)[""].group.tolist() == [0, 1, 2]
     rows = [
-        dump_row([1.0], methods={"a": MethodColumns(score_T=None, weight_T=np.array([3.0]), neutral="no answer")}),
+        dump_row([1.0], methods={"a": MethodColumns(score_T=None, weight_T=np.array([3.0]), no_scores="no answer")}),
         dump_row([2.0], methods={"b": MethodColumns(score_T=None, weight_T=np.array([5.0]))}),
     ]
     tables = by_position.row_tables(rows, bins=1)
@@ -109,7 +109,7 @@ def test_profiles_and_means_by_step_by_hand() -> None:
         rows += [
             dump_row([step, 1.0, 1.0, step], step=step, row=0, group=0),
             dump_row([2.0 * step, 0.0], step=step, row=1, group=0, outcome="wrong", truncated=True, reward=0.0),
-            dump_row([1.0], step=step, row=2, group=1, outcome=None, neutral="no answer"),
+            dump_row([1.0], step=step, row=2, group=1, outcome=None, no_scores="no answer"),
         ]
     table = by_position.row_tables(rows, bins=2)[""]
     means = by_position.profiles(table)

@@ -70,7 +70,7 @@ def test_the_file_is_written_whole_and_names_no_place(run: Path, tmp_path: Path)
 
 def test_index_of_a_run(run: Path) -> None:
     index, rows = index_of(run), list(read_dump(run / "tokens"))
-    for name in ("outcome", "answer", "neutral", "reward", "truncated"):
+    for name in ("outcome", "answer", "no_scores", "reward", "truncated"):
         assert index["rows"][name] == [getattr(row, name) for row in rows]
     assert index["rows"]["length"] == [len(row) for row in rows]
     spreads = [float(np.std(row.weight_T[row.mask_T].astype(np.float64))) for row in rows]

@@ -62,7 +62,7 @@ def _full_row() -> DumpRow:
         outcome="wrong",
         answer="5",
         truncated=True,
-        neutral="outside the gate",
+        no_scores="outside the gate",
         span=AnswerSpan(1, 2, 3, 4),
         prompt_ids=np.array([1, 2, 3]),
         token_ids_T=np.array([9, 8, 7, 6, 5, 4, 151645]),
@@ -75,7 +75,7 @@ def _full_row() -> DumpRow:
         old_log_prob_T=column(),
         entropy_T=None,
         methods={
-            "surprisal": MethodColumns(score_T=None, weight_T=column(), neutral="no answer", advantage_T=column())
+            "surprisal": MethodColumns(score_T=None, weight_T=column(), no_scores="no answer", advantage_T=column())
         },
         labels={"steps": [[0, 2], [2, 7]], "wrong_step": [2, 7]},
     )
@@ -87,7 +87,7 @@ def _assert_equal(one: DumpRow, other: DumpRow) -> None:
         if entry.name == "methods":
             assert a.keys() == b.keys()
             for name in a:
-                assert a[name].neutral == b[name].neutral
+                assert a[name].no_scores == b[name].no_scores
                 assert a[name].weight_T.tobytes() == b[name].weight_T.tobytes()
                 assert a[name].advantage_T.tobytes() == b[name].advantage_T.tobytes()
                 assert (a[name].score_T is None) == (b[name].score_T is None)

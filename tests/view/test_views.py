@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> data.Run:
         rows = [
             dump_row([step, 1.0, 1.0, step], step=step, row=0),
             dump_row([0.5] * 4, step=step, row=1, outcome="wrong"),
-            dump_row([1.0], step=step, row=2, neutral="no answer"),
+            dump_row([1.0], step=step, row=2, no_scores="no answer"),
         ]
         write_step(folder / "tokens", DumpHeader(step=step, method="grail"), rows)
     lines = [
@@ -81,9 +81,9 @@ def test_each_figure_is_a_picture_a_drawing_and_a_table(
     (run.folder / "metrics.jsonl").unlink()
     alone = figures.write_figures(data.open_run(run.folder), tmp_path / "a")
     assert {path.stem for path in alone} == {"profile", "heat_map"}
-    write_step(tmp_path / "neutral", DumpHeader(step=1, method="uniform"), [dump_row([1.0], neutral="not scored")])
+    write_step(tmp_path / "no_scores", DumpHeader(step=1, method="uniform"), [dump_row([1.0], no_scores="not scored")])
     with pytest.raises(ValueError, match="has nothing to draw"):
-        figures.write_figures(data.open_run(tmp_path / "neutral"), tmp_path / "b")
+        figures.write_figures(data.open_run(tmp_path / "no_scores"), tmp_path / "b")
 
 
 def test_tables_by_hand(run: data.Run, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def _printed(row: DumpRow, *, colour: bool = False, header: DumpHeader | None = 
 
 def test_the_chosen_row(tmp_path: Path) -> None:
     for step in (1, 5):
-        rows = [dump_row([1.0], step=step, row=row, neutral="no answer" if row < 3 else None) for row in (2, 3, 4)]
+        rows = [dump_row([1.0], step=step, row=row, no_scores="no answer" if row < 3 else None) for row in (2, 3, 4)]
         write_step(tmp_path, DumpHeader(step=step, method="grail"), rows)
     dump = read_dump(tmp_path)
     for which, wanted in (({}, (5, 3)), ({"step": 1}, (1, 3)), ({"step": 1, "row": 4}, (1, 4)), ({"row": 2}, (5, 2))):
@@ -146,7 +146,7 @@ def test_a_row_in_the_terminal() -> None:
     assert all(fact in "".join(printed.splitlines()[:2]) for fact in facts)
     assert "What is it?" in printed and "so 5<|im_end|>" in printed
     assert re.search(r"highest .*5\W+1\W+2\.000\W+8\b", printed) and re.search(r"lowest.*0\.500\W+0\.25", printed)
-    bare = dump_row([1.0, 1.0], score_T=None, neutral="no answer", outcome=None, reward=None, prompt="")
+    bare = dump_row([1.0, 1.0], score_T=None, no_scores="no answer", outcome=None, reward=None, prompt="")
     printed = _printed(bare, header=None)
     assert "no scores: no answer" in printed and "every token has the same weight" in printed
 
@@ -209,7 +209,7 @@ def test_tokens_in_a_notebook() -> None:
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_texts_do_nothing(text: str) -> None:
     """In the terminal with and without colours, and in a notebook."""
-    row = dump_row([2.0, 0.5], tokens=[text, " b"], prompt=text, gold=text, answer=text, neutral=text)
+    row = dump_row([2.0, 0.5], tokens=[text, " b"], prompt=text, gold=text, answer=text, no_scores=text)
     header = DumpHeader(step=1, method=text, special_tokens={0: text})
     for colour in (True, False):
         rest = re.sub(r"\x1b\[[\d;]*m", "", _printed(row, colour=colour, header=header))  # rich's own colours

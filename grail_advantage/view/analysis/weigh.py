@@ -31,7 +31,7 @@ from grail_advantage.view.analysis.analysis import Analysis
 from grail_advantage.view.analysis.batches import padded, token_batches
 from grail_advantage.view.analysis.responses import Response, Tokens, example_of, tokenize
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, MethodColumns, write_step
-from grail_advantage.view.dump.step import neutral_reasons
+from grail_advantage.view.dump.step import reasons_without_scores
 
 FORWARDS = 16
 """Forwards of a batch, about: enough rows to sort by length, and a step of the progress bar."""
@@ -43,7 +43,7 @@ class Outcome:
 
     path: Path
     """The file."""
-    neutral: Mapping[str, Mapping[str, int]]
+    no_scores: Mapping[str, Mapping[str, int]]
     """For each method how many rows have no scores, by reason."""
     unchanged: Sequence[str]
     """Methods that gave every token of every row the weight 1."""
@@ -76,8 +76,8 @@ def run_analysis(
     rows = _rows(analysis, tokenizer)
     _weigh(analysis, rows, load_model(), tokenizer, progress)
     path = write_step(folder, _header(analysis, tokenizer), [_dump_row(row, analysis) for row in rows])
-    neutral = {
-        label: Counter(reason for row in rows if (reason := row.methods[label].neutral) is not None)
+    no_scores = {
+        label: Counter(reason for row in rows if (reason := row.methods[label].no_scores) is not None)
         for label in analysis.methods
     }
     unchanged = [
@@ -89,7 +89,7 @@ def run_analysis(
     if any(each.reads_answer for each in analysis.methods.values()) and is_low(answered, len(rows)):
         few = f"{answered} of {len(rows)} responses have an answer in the format {analysis.answer.name}. "
         few += advice(analysis.answer, [np.array(row.tokens.response_T) for row in rows], tokenizer, "--answer")
-    return Outcome(path, neutral, unchanged, few)
+    return Outcome(path, no_scores, unchanged, few)
 
 
 @dataclass
@@ -161,7 +161,7 @@ def _dump_row(row: _Row, analysis: Analysis) -> DumpRow:
         reward=response.reward,
         outcome=outcome_of(response.reward),
         answer=answer_text(row.texts, row.span, analysis.answer),
-        neutral=first.neutral,
+        no_scores=first.no_scores,
         span=row.span,
         prompt_ids=np.array(row.tokens.prompt_P, dtype=np.int64),
         token_ids_T=np.array(row.tokens.response_T, dtype=np.int64),
@@ -265,7 +265,7 @@ def _weigh_batch(
             answer=analysis.answer,
             tokens=analysis.tokens,
         )
-        neutral = neutral_reasons(
+        no_scores = reasons_without_scores(
             signal,
             result.rows,
             valid_B=inside_BL.any(dim=1),
@@ -281,6 +281,6 @@ def _weigh_batch(
             row.methods[label] = MethodColumns(
                 score_T=scores_BL[index, inside_L].numpy(),
                 weight_T=weights_BL[index, inside_L].numpy(),
-                neutral=neutral[index],
+                no_scores=no_scores[index],
                 advantage_T=advantages_BL[index, inside_L].numpy() if signal.gives == "advantages" else None,
             )

@@ -50,14 +50,14 @@ _METHOD = pa.struct(
         pa.field("score", _FLOATS),
         pa.field("advantage", _FLOATS),
         pa.field("weight", _FLOATS, nullable=False),
-        pa.field("neutral", pa.string()),
+        pa.field("no_scores", pa.string()),
     ]
 )
 SCHEMA = pa.schema(
     [
         *(pa.field(name, pa.int64(), nullable=False) for name in ("step", "update", "row", "group")),
         *(pa.field(name, pa.string(), nullable=False) for name in ("key", "prompt", "response")),
-        *(pa.field(name, pa.string()) for name in ("id", "gold", "outcome", "answer", "neutral")),
+        *(pa.field(name, pa.string()) for name in ("id", "gold", "outcome", "answer", "no_scores")),
         pa.field("reward", pa.float64()),
         pa.field("truncated", pa.bool_(), nullable=False),
         pa.field("span", _list(pa.int64())),
@@ -75,7 +75,7 @@ _TEXTS = [
     *(column.name for column in SCHEMA if column.type == pa.string()),
     "tokens.list.element",
     "methods.list.element.name",
-    "methods.list.element.neutral",
+    "methods.list.element.no_scores",
 ]
 """The leaves that hold texts, which are written and read as a dictionary of the different ones."""
 _IDS = ["prompt_ids.list.element", "token_ids.list.element"]

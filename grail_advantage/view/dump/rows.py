@@ -46,7 +46,7 @@ class MethodColumns:
 
     score_T: np.ndarray | None
     weight_T: np.ndarray
-    neutral: str | None = None
+    no_scores: str | None = None
     advantage_T: np.ndarray | None = None
     """Of a method that gives token advantages; else it is the weight times the base advantage."""
 
@@ -80,7 +80,7 @@ class DumpRow:
     answer: str | None = None
     """The text in the answer span."""
     truncated: bool = False
-    neutral: str | None = None
+    no_scores: str | None = None
     """Why the row has no scores, if it has none."""
     span: AnswerSpan | None = None
     prompt_ids: np.ndarray

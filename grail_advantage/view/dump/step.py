@@ -45,7 +45,7 @@ class StepRows:
     responses: Sequence[torch.Tensor]
     spans: Sequence[AnswerSpan | None]
     truncated_B: torch.Tensor
-    neutral: Sequence[str | None]
+    no_scores: Sequence[str | None]
     mask_BT: torch.Tensor
     scores_BT: torch.Tensor
     weights_BT: torch.Tensor
@@ -68,7 +68,7 @@ class StepRows:
         return replace(self, **changes)
 
 
-def neutral_reasons(
+def reasons_without_scores(
     signal: Signal,
     selection: RowSelection,
     *,
@@ -287,7 +287,7 @@ class StepDump:
             response="".join(tokens),
             answer=answer_text(tokens, span, self._answer),
             truncated=bool(batch.truncated_B[place]),
-            neutral=batch.neutral[place],
+            no_scores=batch.no_scores[place],
             span=span,
             prompt_ids=batch.prompts[place].numpy(),
             token_ids_T=response_T,

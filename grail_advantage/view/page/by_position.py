@@ -61,7 +61,7 @@ def row_tables(rows: Iterable[DumpRow], bins: int = BINS) -> dict[str, RowTable]
         sources: dict[str, DumpRow | MethodColumns] = {"": row, **row.methods}
         for name, source in sources.items():
             profile = binned(source.weight_T[inside_T], bins)
-            entry = row.step, group, row.outcome or "", source.neutral is None, profile
+            entry = row.step, group, row.outcome or "", source.no_scores is None, profile
             entries.setdefault(name, []).append(entry)
     return {name: np.array(of_name, dtype=kinds).view(np.recarray) for name, of_name in entries.items()}
 

@@ -130,7 +130,7 @@ class Selection:
 
     def methods(self, header: DumpHeader | None) -> list[str]:
         """Names of the methods, in the dump's order."""
-        compared = list(dict.fromkeys(name for one in self.rollouts for name in one.facts["neutrals"] or ()))
+        compared = list(dict.fromkeys(name for one in self.rollouts for name in one.facts["no_scores_of"] or ()))
         return compared or [header.method if header is not None and header.method else "weights"]
 
 
@@ -166,8 +166,8 @@ def _facts(row: DumpRow) -> dict[str, Any]:
         "reward": row.reward,
         "answer": row.answer,
         "truncated": row.truncated,
-        "neutral": row.neutral,
-        "neutrals": {name: method.neutral for name, method in row.methods.items()} or None,
+        "no_scores": row.no_scores,
+        "no_scores_of": {name: method.no_scores for name, method in row.methods.items()} or None,
         "span": [span.start, span.content_start, span.content_end, span.end] if span else None,
         "wrong_step": wrong if _is_range(wrong) else None,
         "tool": tool if tool and isinstance(tool, list) and all(map(_is_range, tool)) else None,

@@ -37,7 +37,7 @@ function telling(among) {
   const score = (row) => {
     const group = groups[row.group];
     const mixed = group.rows.some((row) => row.outcome === "right") && group.rows.some((row) => row.outcome === "wrong");
-    return (mixed ? 1e6 : 0) + (row.neutral ? 0 : 1e4) + (row.wrong_step ? 1e3 : 0) + (row.spread ?? 0);
+    return (mixed ? 1e6 : 0) + (row.no_scores ? 0 : 1e4) + (row.wrong_step ? 1e3 : 0) + (row.spread ?? 0);
   };
   if (state.sort !== "") return among[0];
   if (among.some((row) => !row.run)) among = among.filter((row) => !row.run);

@@ -28,7 +28,7 @@ const items = rows.map((row) => {
   const text = make("span", `text${row.answer === null ? " none" : ""}`);
   visible(text, row.answer === null ? "no answer" : row.answer.slice(0, 200), false);
   // A response without scores has no spread to show.
-  const why = row.truncated ? "truncated" : row.neutral ? "no scores" : "";
+  const why = row.truncated ? "truncated" : row.no_scores ? "no scores" : "";
   const spread = make("span", why ? "side" : "spread", why);
   if (!why) {
     const filled = make("i");

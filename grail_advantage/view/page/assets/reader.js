@@ -110,10 +110,10 @@ function facts(row) {
   if (row.reward !== null) fact("reward", number(row.reward));
   if (row.advantage !== null) fact("advantage", number(row.advantage));
   if (row.spread !== null) fact("spread of weights", number(row.spread));
-  const neutral = row.neutrals ? row.neutrals[state.method] : row.neutral;
+  const reason = row.no_scores_of ? row.no_scores_of[state.method] : row.no_scores;
   const badge = (text) => host.append(make("span", "badge", text));
   if (row.truncated) badge("truncated: cut at the length limit");
-  if (neutral) badge(`no scores: ${neutral}`);
+  if (reason) badge(`no scores: ${reason}`);
   if (row.wrong_step) badge("incorrect step: wavy line");
   if (row.tool) badge("on grey: a tool or a user wrote it");
   return host;
@@ -154,11 +154,11 @@ function fillPage(page, data) {
   page.data = data;
   if (METHODS.length > 1) {
     page.strips = METHODS.map((method) => {
-      const neutral = row.neutrals?.[method];
-      const label = `Show ${method}${neutral ? `, no scores: ${neutral}` : ""}`;
+      const reason = row.no_scores_of?.[method];
+      const label = `Show ${method}${reason ? `, no scores: ${reason}` : ""}`;
       const button = make("button", "strip", "", { type: "button", "aria-label": label });
       const canvas = make("canvas", "", undefined, { "aria-hidden": true });
-      button.append(make("span", "glyph", method), canvas, make("span", "meta", neutral ? "no scores" : ""));
+      button.append(make("span", "glyph", method), canvas, make("span", "meta", reason ? "no scores" : ""));
       button.addEventListener("click", () => setMethod(method));
       return { method, button, canvas };
     });
