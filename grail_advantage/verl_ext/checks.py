@@ -26,7 +26,7 @@ from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.methods import method, methods
 from grail_advantage.model.activations import leaf_module
 from grail_advantage.model.architecture import Architecture, architecture_of
-from grail_advantage.model.neighbours import frequencies_by_longest, random_draws
+from grail_advantage.model.neighbours import NOT_CAUSAL, frequencies_by_longest, random_draws
 from grail_advantage.registry import RESERVED, NameTakenError, failure_message, failures
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
@@ -53,8 +53,6 @@ ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 PATH, ADAPTER = f"{MODEL}.path", f"{MODEL}.lora_adapter_path"
 DRAWING = ("dropout", "pdrop", "layerdrop", "jitter")
 """Parts of the names of options by which models draw at random in training."""
-OTHER_NEIGHBOURS = {"doge": "its attention is another one where a micro-batch needs no mask"}
-"""Types of models whose forward depends on the micro-batch in a way that is not found from their code."""
 
 
 def check_config(config: DictConfig) -> Settings:
@@ -357,8 +355,8 @@ def neighbour_obstacles(settings: Settings, model: PretrainedConfig) -> Iterator
             f"lora_adapter_path={settings[ADAPTER]}",
             "its configuration cannot be read here, so that it may have dropout",
         )
-    if model.model_type in OTHER_NEIGHBOURS:
-        yield f"model_type={model.model_type}", OTHER_NEIGHBOURS[model.model_type]
+    if model.model_type in NOT_CAUSAL:
+        yield f"model_type={model.model_type}", "its tokens see those after them where a micro-batch needs no mask"
     path = f"{PATH}={settings[PATH]}"
     if not type(model).__module__.startswith("transformers."):
         yield path, "nothing is known of a model with code of its own"
