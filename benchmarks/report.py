@@ -116,7 +116,7 @@ def summary(folder: Path) -> str:
             "Training side of a step of one epoch, without gradient checkpointing, as a multiple of verl's GRPO, which runs "
             f"every row ({result['device'].upper()}, {len(off[0]['repeats'])} repeats: median, lowest to highest):",
             "",
-            *table(["rows without an advantage", *shares], [*rows[1:], rows[0]], right=1),
+            *table(["zero-advantage responses", *shares], [*rows[1:], rows[0]], right=1),
             "",
         ]
         if on:

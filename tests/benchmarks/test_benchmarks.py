@@ -54,7 +54,7 @@ def test_every_way_is_the_first_once() -> None:
 @pytest.mark.slow
 def test_every_benchmark_runs_and_is_reported(tmp_path: Path) -> None:
     options = ("--setup", "toy", "--repeats", "1", "--results", str(tmp_path))
-    for what in ("methods", "zero_advantage_rows"):
+    for what in ("methods", "zero_advantage"):
         done = forked.run("benchmarks.bench_training_step", what, *options)
         assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "methods-cpu.json").read_text())["methods"]
@@ -68,5 +68,5 @@ def test_every_benchmark_runs_and_is_reported(tmp_path: Path) -> None:
     assert {len(seconds) for run in runs for repeat in run["repeats"] for seconds in repeat.values()} == {5}
 
     text = report.render(tmp_path)
-    assert "### Rows that train nothing, cpu" in text and "### What each method adds to a step, cpu" in text
-    assert "| rows without an advantage | 0% | 25% | 50% | 75% |" in report.summary(tmp_path)
+    assert "### Zero-advantage responses, cpu" in text and "### What each method adds to a step, cpu" in text
+    assert "| zero-advantage responses | 0% | 25% | 50% | 75% |" in report.summary(tmp_path)
