@@ -1,9 +1,10 @@
 """Accuracy without sampling, its gradient, and the exact advantage of every token, under given wording.
 
 Free choices without consequence (filler, asides and when to write them) are held to a given text; the tokens that decide the
-answer (the digits of results and where they end, and words that choose an operation) are the model's own. A text goes right
-with the product of the probabilities of its right decisive tokens. Two errors that cancel each other count as wrong here, and a
-copied left side as right; :mod:`study.trainer` measures by how much this differs from sampling.
+answer (the digits of results and where they end, and words that choose an operation) are the model's own. A text is correct
+with the product of the probabilities of its correct decisive tokens. Where a word chooses an operation, filler or an aside is
+a free choice, too: the probability there is that of the correct word among the two words. Two errors that cancel each other
+count as wrong here, and a copied left side as right; :mod:`study.trainer` measures by how much this differs from sampling.
 
 Shape suffixes: B rows, L prompt + response, T response tokens, V vocabulary.
 """
@@ -82,7 +83,8 @@ def deciding_tokens(read: TokenReading) -> np.ndarray:
 def log_right(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Texts, *, temperature: float = 1.0
 ) -> list[torch.Tensor]:
-    """Log-probability of each response token, (T,) a row, with the gradient where it is enabled."""
+    """Log-probability of each response token, that of a deciding word among :data:`study.task.WORDS`; (T,) a row, with the
+    gradient where it is enabled."""
     rows = []
     for first in range(0, len(texts.prompts), ROWS_TOGETHER):
         rows += token_log_probs(
@@ -91,6 +93,7 @@ def log_right(
             texts.prompts[first : first + ROWS_TOGETHER],
             texts.responses[first : first + ROWS_TOGETHER],
             temperature,
+            decided=texts.decided[first : first + ROWS_TOGETHER],
         )
     return rows
 
@@ -101,14 +104,27 @@ def token_log_probs(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     temperature: float = 1.0,
+    *,
+    decided: Sequence[np.ndarray] | None = None,
 ) -> list[torch.Tensor]:
-    """Log-probability of each response token, (T,) a row, in the precision of the model; one forward."""
+    """Log-probability of each response token, (T,) a row, in the precision of the model; one forward.
+
+    With ``decided``, bool (T,) a row, a deciding word of :data:`study.task.WORDS` has its log-probability among these words.
+    """
     rows = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
     longest = max(len(row) for row in rows)
     ids_BL = torch.tensor([row + [tokenizer.pad_token_id] * (longest - len(row)) for row in rows])
     # Padding on the right needs no attention mask: a causal model's real tokens never look at it.
     log_probs_BLV = (model(input_ids=ids_BL).logits[:, :-1] / temperature).log_softmax(dim=-1)
     chosen_BL = log_probs_BLV.gather(-1, ids_BL[:, 1:, None])[:, :, 0]
+    if decided is not None:
+        words_W = torch.tensor(tokenizer.convert_tokens_to_ids(list(WORDS)))
+        word_BL = torch.isin(ids_BL[:, 1:], words_W)
+        for row, (prompt, decided_T) in enumerate(zip(prompts, decided, strict=True)):
+            response = slice(len(prompt) - 1, len(prompt) - 1 + len(decided_T))
+            word_BL[row, response] &= torch.from_numpy(decided_T)
+            word_BL[row, : response.start] = word_BL[row, response.stop :] = False
+        chosen_BL = chosen_BL - torch.where(word_BL, log_probs_BLV[:, :, words_W].logsumexp(dim=-1), 0.0)
     return [
         chosen_BL[row, len(prompt) - 1 : len(prompt) + len(response) - 1]
         for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True))

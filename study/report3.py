@@ -31,9 +31,10 @@ WITHDRAWN = """**Withdrawn, 2026-11-23.** A review recomputed the rows: the figu
 hold.
 
 - **The oracle on *choices* is wrong**, and with it every comparison of it there (-2.2, -3.1, +4.1, +40.2).
-  `study/exact.py` multiplies in the probability of the deciding word over the whole vocabulary, so that filler or an
-  aside at that place, a free choice, counts as failure. For a policy that is never wrong it gives an accuracy of
-  0.116, where 1 is right (on *misconceptions* it gives 1). Before training it says 7 % where sampling gives 29 %.
+  When these rows were made, `study/exact.py` took the probability of the deciding word over the whole vocabulary, so
+  that filler or an aside at that place, a free choice, counted as failure. For a policy that is never wrong it gave an
+  accuracy of 0.116, where 1 is right (on *misconceptions* it gave 1). Before training it said 7 % where sampling gives
+  29 %. It takes the probability among the two words now; the rows were not made again.
 - **The mask on *choices*** gives the words that decide no gradient: -42.4 and +40.2 are built in. So the rule on the
   oracle and the mask has one usable task, not two.
 - **"Oracle - right rows only, +6.7"** compares different data: the oracle also learns from groups with one outcome.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ from study.exact import (
     right_texts,
     token_advantages,
 )
-from study.task import StudyProblem, read, read_tokens, study_problems, study_tokenizer
+from study.task import REGIMES, WORDS, StudyProblem, read, read_tokens, study_problems, study_tokenizer
 
 TOKENIZER = study_tokenizer()
 CHAIN = StudyProblem("7+5-3", 7, (("+", 5), ("-", 3)), (None, None))
@@ -78,6 +80,65 @@ def test_accuracy_is_that_of_every_text_enumerated(temperature: float = 0.6) -> 
             right += probability
     assert 1e-12 < right < 0.5
     assert exact_accuracy(model, TOKENIZER, texts, temperature=temperature) == pytest.approx(right, rel=1e-4)
+
+
+class NeverWrong:
+    """A policy that writes the given texts and, wherever wording is free, others, but never a wrong deciding token.
+
+    At a deciding word it writes filler with probability 0.7, never the other word; elsewhere half of what decides nothing is
+    left to other tokens.
+    """
+
+    def __init__(self, texts: Texts) -> None:
+        self._texts = {
+            (*p, *r): (len(p), d) for p, r, d in zip(texts.prompts, texts.responses, texts.decided, strict=True)
+        }
+        self._words = TOKENIZER.convert_tokens_to_ids(list(WORDS))
+        self._filler = TOKENIZER.convert_tokens_to_ids("ok")
+
+    def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        probabilities = torch.full((*input_ids.shape, len(TOKENIZER)), 0.0)
+        for row, ids in enumerate(input_ids.tolist()):
+            start, decided = next(found for text, found in self._texts.items() if tuple(ids[: len(text)]) == text)
+            for place, token in enumerate(ids[1:]):
+                response = place + 1 - start
+                decides = 0 <= response < len(decided) and decided[response]
+                own = 1.0 if decides else 0.5
+                if decides and token in self._words:
+                    own = 0.3
+                probabilities[row, place, self._filler] = 1 - own
+                probabilities[row, place, token] += own
+        return SimpleNamespace(logits=probabilities.log())
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_policy_that_is_never_wrong_has_accuracy_1_and_advantages_0(regime: str) -> None:
+    problems = study_problems(regime, "train", 12, 0)
+    texts = right_texts(problems, TOKENIZER, 1, 0)
+    policy = NeverWrong(texts)
+    words = sum(
+        token in policy._words for r, d in zip(texts.responses, texts.decided, strict=True) for token in np.array(r)[d]
+    )
+    assert (words > 20) == (regime == "choices")
+    assert exact_accuracy(policy, TOKENIZER, texts) == pytest.approx(1, abs=1e-6)
+    advantages = token_advantages(policy, TOKENIZER, problems, texts.prompts, texts.responses)
+    assert np.concatenate(advantages) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_wrong_word_costs_what_the_right_one_would_have_won(model: Qwen3ForCausalLM) -> None:
+    """Over the two words the advantages have mean zero under the policy that must write one of them."""
+    problem = StudyProblem("4(+5|-3)", 4, (("+", 5),), (None,), ((("+", 5), ("-", 3)),))
+    prompt = prompt_ids(TOKENIZER, problem)
+    right, wrong = (
+        TOKENIZER.encode(f"{text};\\boxed{{{end}}}") for text, end in (("first 4+5=9", 9), ("then 4-3=1", 1))
+    )
+    right_T, wrong_T = token_advantages(model, TOKENIZER, [problem] * 2, [prompt] * 2, [right, wrong])
+    place = next(place for place, (a, b) in enumerate(zip(right, wrong, strict=True)) if a != b)
+    log_probs = plain_log_probs(model, [*prompt, *right[:place]])
+    first, then = (float(log_probs[tokens[place]].exp()) for tokens in (right, wrong))
+    assert wrong_T[place] < 0 < right_T[place]
+    assert first * right_T[place] + then * wrong_T[place] == pytest.approx(0, abs=1e-4 * first * right_T[place])
+    assert not wrong_T[place + 1 :].any()
 
 
 def test_gradient_is_that_of_finite_differences() -> None:
