@@ -4,8 +4,9 @@
 # Arguments go to `python -m recipe.data.prepare` (--help lists them); the output is data/ in the project unless
 # --output-dir names another folder.
 #
-#   bash scripts/prepare_data.sh                                   # everything from the Hugging Face hub
-#   bash scripts/prepare_data.sh --local-dir DIR --train none      # the benchmarks from DIR/NAME.jsonl
+#   bash scripts/prepare_data.sh                                          # DeepMath and the six benchmarks from the Hugging Face hub
+#   bash scripts/prepare_data.sh --train gsm8k_train --benchmarks gsm8k   # GSM8K: its training set and its test set
+#   bash scripts/prepare_data.sh --local-dir DIR --train none             # the benchmarks from DIR/NAME.jsonl
 
 set -euo pipefail
 

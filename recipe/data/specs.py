@@ -82,6 +82,14 @@ _ALL_SPECS = (
         published_rows=97_870,
         split="train",
     ),
+    DatasetSpec(
+        "gsm8k_train",
+        "openai/gsm8k:main",
+        (Columns("question", "answer", "hashes"),),
+        published_rows=7_473,
+        split="train",
+        id_columns=("idx",),
+    ),
 )
 
 SPECS: Mapping[str, DatasetSpec] = MappingProxyType({spec.name: spec for spec in _ALL_SPECS})
