@@ -96,36 +96,31 @@ def render(folder: Path) -> str:
 
 
 def summary(folder: Path) -> str:
-    """For the front page: what GRAIL as published costs, against verl's GRPO, and what leaving rows out saves."""
-    lines, sentences = [], []
+    """For the front page: the training side without zero-advantage responses, and what of it is GRAIL's own."""
+    lines: list[str] = []
     for result in _results(folder, "zero_advantage"):
-        off, on = (
-            sorted(
-                (run for run in result["runs"] if run["checkpointing"] == way),
-                key=lambda run: run["zero_advantage_rows"],
-            )
-            for way in ("off", "on")
+        runs = sorted(
+            (run for run in result["runs"] if run["checkpointing"] == "off"), key=lambda run: run["zero_advantage_rows"]
         )
-        labels = ("`uniform`, without them", "GRAIL", "GRAIL, without them")
-        rows = [
-            [label, *(spread(ratios(run["repeats"], _variants(run)[place], GRPO, 1)) for run in off)]
-            for place, label in enumerate(labels)
+        uniform, _, grail = _variants(runs[0])
+        compared = {
+            "`uniform`, which leaves them out, to GRPO": (uniform, GRPO),
+            "GRAIL, which leaves them out, to GRPO": (grail, GRPO),
+            "GRAIL to `uniform`": (grail, uniform),
+        }
+        cells = [
+            [label, *(spread(ratios(run["repeats"], *names, 1)) for run in runs)] for label, names in compared.items()
         ]
-        shares = [f"{run['zero_advantage_rows'] / result['setup']['rows']:.0%}" for run in off]
+        shares = [f"{run['zero_advantage_rows'] / result['setup']['rows']:.0%}" for run in runs]
+        scored = [f"{run['selected_rows'] / result['setup']['rows']:.0%}" for run in runs]
         lines += [
-            "Training side of a step of one epoch, without gradient checkpointing, as a multiple of verl's GRPO, which runs "
-            f"every row ({result['device'].upper()}, {len(off[0]['repeats'])} repeats: median, lowest to highest):",
+            f"Training side of a step of one epoch ({result['device'].upper()}; median of {len(runs[0]['repeats'])} repeats, "
+            "lowest to highest). GRPO is verl's, which runs every response:",
             "",
-            *table(["zero-advantage responses", *shares], [*rows[1:], rows[0]], right=1),
+            *table(["zero-advantage responses", *shares], [["scored by GRAIL", *scored], *cells], right=1),
             "",
         ]
-        if on:
-            found = [ratios(run["repeats"], "GRAIL, skipping", GRPO, 1) for run in on]
-            sentences.append(
-                f"With gradient checkpointing, GRAIL without these rows took {', '.join(f'{median(r):.2f}' for r in found)}, "
-                f"where repeats lie up to {max(max(r) - min(r) for r in found):.2f} apart."
-            )
-    return "\n".join([*lines, " ".join(sentences)]).rstrip()
+    return "\n".join(lines).rstrip()
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:

@@ -4,7 +4,7 @@
 #
 # $OUTPUT_DIR/seed$SEED gets the warmed-up model and its data; below it, a folder for each estimator gets train.log
 # (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/, tokens/ (every token's
-# weight, docs/token_dump.md), report.html and checkpoints/, from which the same command resumes (docs/resume.md).
+# weight, docs/token_dump.md), report.html and checkpoints/, from which the same command resumes (docs/fault_tolerance.md).
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

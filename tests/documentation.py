@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 _FILE = re.compile(r"<!-- file: (?P<name>\S+) -->\n```\w+\n(?P<text>.*?)```", re.DOTALL)
 _RUN = re.compile(r"<!-- run -->\n```python\n(?P<text>.*?)```", re.DOTALL)
+_BASH = re.compile(r"^```bash\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+_GENERATED = re.compile(r"<!-- (methods|patches|models|sizing) -->.*?<!-- /\1 -->", re.DOTALL)
 
 
 def files(page: str) -> dict[str, str]:
@@ -25,3 +31,55 @@ def write_files(page: str, folder: Path) -> None:
 def snippets(page: str) -> list[str]:
     """The blocks of a page that are marked to be run."""
     return [found["text"] for found in _RUN.finditer((DOCS / page).read_text(encoding="utf-8"))]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a block of bash."""
+
+    variables: dict[str, str]
+    words: tuple[str, ...]
+
+    @property
+    def program(self) -> Path | None:
+        """The file of this project that it starts; none if it starts another program, or verl."""
+        if self.words[0] in ("python", "python3", "bash"):
+            name = self.words[1]
+            if name == "-m":
+                module = ROOT / self.words[2].replace(".", "/")
+                return next((f for f in (module.with_suffix(".py"), module / "__main__.py") if f.exists()), None)
+            return ROOT / name
+        return None
+
+    def sources(self) -> list[Path]:
+        """Further files that read its options and variables."""
+        module = {"prepare_data.sh": "recipe/data/prepare.py", "evaluate.sh": "recipe/evaluate/__main__.py"}
+        scripts = ("examples/common.sh", "scripts/launch.sh", "scripts/train_cpu.sh", "scripts/find_python.sh")
+        name = self.program.name if self.program else ""
+        return [ROOT / file for file in (*scripts, *filter(None, [module.get(name)]))]
+
+    def overrides(self) -> list[str]:
+        """Its Hydra overrides."""
+        return [word for word in self.words[3:] if "=" in word]
+
+
+def commands(page: Path) -> Iterator[Command]:
+    """Every command in a page's blocks of bash."""
+    for block in _BASH.finditer(page.read_text(encoding="utf-8")):
+        for line in block["text"].replace("\\\n", " ").replace("$PWD", "/work").splitlines():
+            for part in re.split(r" && (?=cd |bash |python)", line):
+                words = shlex.split(part, comments=True)
+                if not words:
+                    continue
+                first = next(place for place, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
+                variables = dict(word.split("=", 1) for word in words[:first])
+                if words[first] != "cd":
+                    yield Command(variables, tuple(words[first:]))
+
+
+def prose(page: Path) -> str:
+    """A page without code, names in code, link targets and generated passages, line by line."""
+    text = _GENERATED.sub("", page.read_text(encoding="utf-8"))
+    text = re.sub(r"^```.*?^```$", lambda block: "\n" * block.group().count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"`[^`\n]*`", "", text)
+    return re.sub(r"\]\([^)]*\)", "]", text)

@@ -1,6 +1,6 @@
-"""The pages: links lead somewhere, blocks of code parse, and those that a reader copies to try run.
+"""The pages: links lead somewhere, commands are known to what they name, and one navigation has all pages.
 
-Other tests run or import the other blocks that are marked ``run`` or ``file`` (``tests/documentation.py``).
+Other tests run or import the blocks that are marked ``run`` or ``file`` (``tests/documentation.py``).
 """
 
 from __future__ import annotations
@@ -11,33 +11,41 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
 import torch
 
+from recipe.marked_text import marked
+from scripts import patches_page
 from tests.core.tiny_models import char_tokenizer, tiny_model
-from tests.documentation import snippets
+from tests.documentation import DOCS, Command, commands, prose, snippets
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("docs", "benchmarks", "examples", "recipe", "study")
+FOLDERS = ("docs", "benchmarks", "examples", "recipe", "bench")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
+SITE = sorted(DOCS.glob("*.md"))
+READ = [ROOT / "README.md", *SITE, *sorted((ROOT / "examples").rglob("*.md"))]
+"""What a user reads: neither changes nor the ledgers of development."""
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (?P<title>.+)$", re.MULTILINE)
+_PROGRAMS = re.compile(r"^(?:git|pip|python3? -m venv|ray|hf|docker|export|#)")
+"""Of others, which this project does not check."""
 
 
-def _prose(page: Path) -> str:
+def _text(page: Path) -> str:
     return _FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
 def _anchors(page: Path) -> set[str]:
     """The headings' anchors as GitHub makes them."""
-    titles = (heading["title"].lower() for heading in _HEADING.finditer(_prose(page)))
+    titles = (heading["title"].lower() for heading in _HEADING.finditer(_text(page)))
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
 
 
 def test_links_lead_somewhere() -> None:
     broken = []
     for page in PAGES:
-        for link in _LINK.finditer(_prose(page)):
+        for link in _LINK.finditer(_text(page)):
             target, _, anchor = link["target"].partition("#")
             if "://" in target or target.startswith("mailto:"):
                 continue
@@ -48,20 +56,182 @@ def test_links_lead_somewhere() -> None:
     assert len(PAGES) > 10 and not broken
 
 
+def test_pages_that_messages_name_are_there() -> None:
+    missing = []
+    for folder in ("grail_advantage", "recipe", "scripts", "examples", "benchmarks"):
+        for file in (ROOT / folder).rglob("*"):
+            if file.suffix in (".py", ".sh", ".yaml"):
+                named = re.findall(r"docs/[\w/]+\.md", file.read_text(encoding="utf-8"))
+                missing += [(file.name, page) for page in named if not (ROOT / page).exists()]
+    assert not missing
+
+
 def test_blocks_of_code_parse() -> None:
     blocks = [block for page in PAGES for block in _FENCE.finditer(page.read_text(encoding="utf-8"))]
-    commands = []
+    shell = []
     for block in blocks:
         if block["language"] == "python":
             ast.parse(block["text"])
         elif block["language"] == "toml":
             tomllib.loads(block["text"])
         elif block["language"] == "bash":
-            commands.append(block["text"])
-    assert len(commands) > 10
-    for text in commands:
+            shell.append(block["text"])
+        elif block["language"] == "diff":
+            for sign in "-+":
+                ast.parse("".join(line[1:] for line in block["text"].splitlines(True) if line[0] in f" {sign}"))
+    assert len(shell) > 10
+    for text in shell:
         parsed = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
         assert parsed.returncode == 0, (parsed.stderr, text)
+
+
+COMMANDS = [(page.name, command) for page in READ for command in commands(page)]
+
+
+def test_programs_of_commands_know_their_options() -> None:
+    """A program is there, and its source has every long option and every variable that a command sets."""
+    checked, unknown = 0, []
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for page, command in COMMANDS:
+        if command.program is None:
+            assert _PROGRAMS.match(" ".join(command.words)) or command.words[0] == "sbatch", (page, command)
+            named = [extra for word in command.words for extra in re.findall(r"\.\[(\w+)\]", word)]
+            assert set(named) <= set(extras), (page, command)
+            continue
+        checked += 1
+        files = [command.program, *(file for file in command.sources() if file.exists())]
+        source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        wanted = [*command.variables, *(word.split("=")[0] for word in command.words if word.startswith("--"))]
+        unknown += [(page, command.words, name) for name in wanted if name not in source]
+    assert checked > 20 and not unknown
+
+
+TRAINS = ("verl.trainer.main_ppo", "recipe.main_grail")
+GSM8K = next(command for page, command in COMMANDS if page == "README.md" and TRAINS[0] in command.words)
+
+
+@pytest.mark.parametrize(
+    ("page", "command"), [(page, command) for page, command in COMMANDS if set(TRAINS) & set(command.words)]
+)
+def test_verl_takes_the_command(page: str, command: Command) -> None:
+    """Composed by verl's own configuration and checked as at the start of a run; ``...`` is the front page's command."""
+    from hydra import compose, initialize_config_module
+    from verl.utils.config import validate_config
+
+    from grail_advantage.methods import methods
+
+    overrides = command.overrides()
+    if "..." in command.words:
+        given = {override.lstrip("+").split("=")[0] for override in overrides}
+        overrides += [other for other in GSM8K.overrides() if other.lstrip("+").split("=")[0] not in given]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides)
+    config.trainer.device = "cpu"
+    own = config.algorithm.adv_estimator not in methods() or "trainer_module" in str(overrides)
+    if not own:  # what the page brings itself is registered where its tests run it
+        validate_config(config, use_reference_policy=False, use_critic=False)
+        assert config.trainer.v1.trainer_mode.startswith("grail_")
+    assert config.algorithm.norm_adv_by_std_in_grpo is False
+    assert config.actor_rollout_ref.actor.loss_agg_mode == "seq-mean-token-sum-norm"
+    assert config.actor_rollout_ref.actor.loss_scale_factor == config.data.max_response_length
+
+
+def test_launch_scripts_take_the_commands() -> None:
+    from recipe.main_grail import prepare
+    from tests.recipe.test_launch_scripts import configuration, overrides
+
+    seen = set()
+    for _, command in COMMANDS:
+        script = command.program
+        if script is None or script.parent.name != "examples" or "cpu" in script.name or script.suffix != ".sh":
+            continue
+        given = {name: value for name, value in command.variables.items() if name not in ("RAY_ADDRESS", "DRY_RUN")}
+        arguments = (script.name, *command.words[2:], *sorted(given.items()))
+        if script.name.startswith("run_") and arguments not in seen:
+            seen.add(arguments)
+            prepare(configuration(overrides(script.name, *command.words[2:], **given)))
+    assert len(seen) >= 2
+
+
+def test_data_commands_parse() -> None:
+    from recipe.data.specs import BENCHMARKS, TRAINING_SETS
+
+    named = [
+        dict(zip(command.words[2::2], command.words[3::2], strict=True))
+        for _, command in COMMANDS
+        if command.words[-1:] and command.program == ROOT / "scripts/prepare_data.sh"
+    ]
+    assert {of.get("--train") for of in named} == {None, "gsm8k_train"}
+    for of in named:
+        assert of.get("--train") in (None, *TRAINING_SETS) and of.get("--benchmarks") in (None, *BENCHMARKS)
+
+
+WORDS = {
+    r"\brows?\b": "response",
+    r"\bneutral\b": "zero-advantage",
+    r"\b(?:right|wrong) (?:responses?|ones|answers?)\b|\b(?:all|is) (?:right|wrong)\b": "correct, incorrect",
+    r"\bweighs? (?:0|1|5)\b": "has weight 1",
+    r"\bjudged?s?\b": "reward function",
+    r"\bgold\b": "ground truth",
+    r"\bwarmed[- ]up\b": "SFT-initialised",
+    r"\bleaf\b|\bleaves\b(?! out)": "activation",
+    r"\bsittings?\b|\barms?\b": "run, variant",
+    r"\bmass\b": "sum of weights, normalised",
+    r"\blife of a run\b": "fault tolerance",
+    r"\bun?likel(?:y|iest)\b": "probable",
+    r"\bgoes on\b": "resumes",
+}
+
+
+def test_words_are_the_fields() -> None:
+    found = []
+    for page in READ:
+        for number, line in enumerate(prose(page).splitlines(), start=1):
+            found += [(page.name, number, hit.group()) for old in WORDS for hit in re.finditer(old, line, re.IGNORECASE)]
+    assert not found
+
+
+def test_glossary_is_short() -> None:
+    words = re.search(r"^## Words\n(.*?)^In formulas", (DOCS / "methods.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert words and 5 < words[1].count("\n- **") <= 15
+
+
+def _navigation() -> dict[str, list[str]]:
+    """The site's sections, each with its pages."""
+    lines = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2].splitlines()
+    sections = {}
+    for line in lines:
+        name, _, pages = line.strip(" -").partition(": ")
+        sections[name] = [page.strip() for page in pages.strip("[]").split(",")]
+    return sections
+
+
+def test_one_navigation() -> None:
+    site = _navigation()
+    assert site.pop("Pages") == ["README.md"]
+    text = (DOCS / "README.md").read_text(encoding="utf-8")
+    parts = re.split(r"^\*\*(\w+)\*\*$", text.partition("**Take part**")[0], flags=re.MULTILINE)[1:]
+    listed = {
+        name: [link["target"] for link in _LINK.finditer(part) if "/" not in link["target"]]
+        for name, part in zip(parts[::2], parts[1::2], strict=True)
+    }
+    assert listed == site
+    assert sorted(page for pages in site.values() for page in pages) == [p.name for p in SITE if p.name != "README.md"]
+
+
+def test_sizes() -> None:
+    """A front page of about 10 kB, and 100 kB of pages beside the reference."""
+    assert (ROOT / "README.md").stat().st_size < 11_500
+    read = [DOCS / page for name, pages in _navigation().items() if name != "Reference" for page in pages]
+    assert sum(page.stat().st_size for page in read) < 100_000
+
+
+def test_the_list_of_patches_is_current() -> None:
+    page = patches_page.PAGE.read_text(encoding="utf-8")
+    assert marked(page, patches_page.MARKER) == patches_page.page()
+    assert "`wrap_entry`" in page
+    files = {str(file.relative_to(ROOT)) for file in (ROOT / "grail_advantage").rglob("patches.py")}
+    assert set(patches_page.FILES) == files
 
 
 def test_the_example_of_how_it_works_runs(tmp_path: Path) -> None:

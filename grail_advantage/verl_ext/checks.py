@@ -105,7 +105,7 @@ def check_verl_version(installed: str) -> None:
     if os.environ.get(ANY_VERL) != "1":
         raise ValueError(
             f"{message}; run `pip install verl=={VERL_VERSION}`, or set {ANY_VERL}=1 to try it at your own risk "
-            "(tested versions: docs/compatibility.md)"
+            "(tested versions: docs/works_with.md)"
         )
     warnings.warn(f"{message}; {ANY_VERL}=1 lets it through, and nothing is known about it", stacklevel=2)
 

@@ -1,1 +1,1 @@
-"""The life of a run: it may be killed, resumes exactly, and says why it ended; see README.md in this folder."""
+"""Fault tolerance: a run may be killed, resumes exactly, and says why it ended; see docs/fault_tolerance.md."""

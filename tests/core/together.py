@@ -1,6 +1,6 @@
 """Responses one at a time against several together, on tiny models of many architectures drawn at random.
 
-``python -m tests.core.together`` writes the table of ``docs/models.md``; ``test_together.py`` measures the same and compares.
+``python -m tests.core.together`` writes the table of ``docs/dev/models_measured.md``; ``test_together.py`` measures the same and compares.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.core.test_rlsd import SHORT, example, tiny_tokenizer
 from tests.core.tiny_models import ROLLOUTS, make_batch
 from tests.verl_ext import test_neighbours
 
-PAGE, MARKER = Path(__file__).parents[2] / "docs" / "models.md", "together"
+PAGE, MARKER = Path(__file__).parents[2] / "docs" / "dev" / "models_measured.md", "together"
 FAMILIES = test_neighbours.FAMILIES
 BATCH = [ROLLOUTS[name] for name in ("text after the box", "box at the end", "several boxes", "right", "empty box")]
 SIGNALS: dict[str, Signal] = {

@@ -1,6 +1,6 @@
 """Tiny models of the architectures that people train, drawn at random, and what verl's engine computes with them.
 
-``python -m tests.verl_ext.architectures`` writes the table of ``docs/models.md`` from what is measured; ``test_models.py``
+``python -m tests.verl_ext.architectures`` writes the table of ``docs/works_with.md`` from what is measured; ``test_models.py``
 measures the same and compares. Started by ``rank_group.py`` with arguments, it is the one rank of verl's engine.
 """
 
@@ -38,7 +38,7 @@ from tests.verl_ext.engines import Setup, Sizes, build_engine, log_probs, own_pa
 from tests.verl_ext.pass_plan import shared_row
 from tests.verl_ext.rank_group import of_all_ranks, run_rank, start_ranks
 
-PAGE, MARKER = Path(__file__).parents[2] / "docs" / "models.md", "models"
+PAGE, MARKER = Path(__file__).parents[2] / "docs" / "works_with.md", "models"
 WINDOW = 20
 """Tokens that a sliding attention sees: fewer than a row has."""
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
@@ -258,7 +258,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
             ]
         )
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}, verl {version('verl')}"
-    head = ["model", "class of transformers", "layers", "padded rows", "packed rows", "forward of the old log-probs"]
+    head = ["model", "class of transformers", "layers", "padded", "packed", "forward of the old log-probs"]
     return "\n".join([*table(head, rows), "", f"With {versions}."])
 
 
