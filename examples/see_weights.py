@@ -1,4 +1,4 @@
-"""See token weights: a small model reads three answers to one problem, and a method weighs their tokens. No training.
+"""See token weights: a small model reads three answers to one problem, and a method weights their tokens. No training.
 
     python examples/see_weights.py                          Qwen3-0.6B from the Hugging Face hub
     python examples/see_weights.py --model FOLDER_OR_NAME   any other causal language model
@@ -40,11 +40,11 @@ PROBLEM = (
     "many rolls are left? Please reason step by step, and put your final answer within \\boxed{}."
 )
 ANSWERS = {
-    "right": "The baker makes 12 * 24 = 288 rolls.\nAfter the morning 288 - 200 = 88 rolls are left.\n"
+    "correct": "The baker makes 12 * 24 = 288 rolls.\nAfter the morning 288 - 200 = 88 rolls are left.\n"
     "In the afternoon he sells 88 / 4 = 22 rolls.\nSo 88 - 22 = 66 rolls are left.\nThe final answer is \\boxed{66}.",
     "a slip in the second step": "The baker makes 12 * 24 = 288 rolls.\nAfter the morning 288 - 200 = 68 rolls are left.\n"
     "In the afternoon he sells 68 / 4 = 17 rolls.\nSo 68 - 17 = 51 rolls are left.\nThe final answer is \\boxed{51}.",
-    "a quarter of the wrong number": "The baker makes 12 * 24 = 288 rolls.\nAfter the morning 288 - 200 = 88 rolls are left.\n"
+    "a quarter of another number": "The baker makes 12 * 24 = 288 rolls.\nAfter the morning 288 - 200 = 88 rolls are left.\n"
     "In the afternoon he sells 288 / 4 = 72 rolls.\nSo 88 - 72 = 16 rolls are left.\nThe final answer is \\boxed{16}.",
 }
 GOLD = "66"
@@ -73,7 +73,7 @@ def see(options: argparse.Namespace) -> None:
             prompt=[{"role": "user", "content": PROBLEM}] if chat else f"{PROBLEM}\n",
             response=answer,
             gold=GOLD,
-            reward=float(about == "right"),
+            reward=float(about == "correct"),
             group="rolls",
         )
         for about, answer in ANSWERS.items()

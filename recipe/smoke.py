@@ -89,11 +89,11 @@ def claims(run_dir: Path, evaluation_dir: Path) -> list[Claim]:
     checked[-1] = checked[-1]._replace(
         proved=checked[-1].proved and any(data.get("actor/grad_norm") for data in trained)
     )
-    claim("right and wrong answers in one batch", "critic/score/mean", lambda v: 0 < v < 1, once=True)
+    claim("correct and incorrect answers in one batch", "critic/score/mean", lambda v: 0 < v < 1, once=True)
     claim("engine and trainer agree on the model", "training/rollout_actor_probs_pearson_corr", lambda v: v > 0.9)
     if f"{method}/selected_rate" in (trained[0] if trained else {}):
         if method != "uniform":
-            claim(f"{method} chose rows", f"{method}/selected_rate", lambda v: v > 0, once=True)
+            claim(f"{method} chose responses", f"{method}/selected_rate", lambda v: v > 0, once=True)
             claim(f"{method}'s weights differ between tokens", f"{method}/weight_deviation", lambda v: v > 0, once=True)
         claim("every score is a number", f"{method}/non_finite_rate", lambda v: v == 0)
     checked.append(Claim("the checkpoint was written", (checkpoint / "actor").is_dir(), checkpoint.name))

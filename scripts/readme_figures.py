@@ -50,7 +50,7 @@ def draw_curve(path: Path) -> None:
     steps = {int(row["step"]) for row in rows}
     axes.set(
         xlabel="training step (rollout batch of 256 responses)",
-        ylabel="share right",
+        ylabel="share correct",
         ylim=(0, 1),
         xticks=range(0, max(steps) + 1, 2),
     )

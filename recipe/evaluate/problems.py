@@ -37,7 +37,7 @@ def load_benchmarks(names: list[str], data_dir: Path) -> pd.DataFrame:
             rows = pq.read_table(path).to_pylist()
             messages, gold = [row["prompt"] for row in rows], [row["reward_model"]["ground_truth"] for row in rows]
             if not rows or not all(messages) or not all(gold):
-                raise ValueError("a prompt or a gold answer is missing" if rows else "there are no rows")
+                raise ValueError("a prompt or a ground truth is missing" if rows else "there are no rows")
             if others := {row["data_source"] for row in rows} - {name}:
                 raise ValueError(f"data_source is {others.pop()!r}, not {name!r}")
         except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:

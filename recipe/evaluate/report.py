@@ -208,7 +208,7 @@ def results_page(result: Mapping[str, Any]) -> str:
         "alike give an interval without width; that is no certainty.",
     ]
     if failed := sum(found["no_verdict"] for found in result["benchmarks"].values()):
-        lines.append(f"- {failed} answers could not be judged within the limits and count as wrong.")
+        lines.append(f"- {failed} answers got no verdict within the limits and count as incorrect.")
     return "\n".join(lines) + "\n"
 
 

@@ -64,7 +64,7 @@ def _no_answers(folder: Path) -> None:
 BROKEN: dict[str, Callable[[Path], None]] = {
     "the loss is a number": _metric("actor/pg_loss", 0.1, float("nan")),
     "the gradients are numbers, and not all 0": _metric("actor/grad_norm", 0.0, 0.0),
-    "right and wrong answers in one batch": _metric("critic/score/mean", 0.0, 1.0),
+    "correct and incorrect answers in one batch": _metric("critic/score/mean", 0.0, 1.0),
     "grail's weights differ between tokens": _metric("grail/weight_deviation", 0.0, 0.0),
     "the checkpoint was written": lambda folder: (folder / "checkpoints/global_step_2/actor").rmdir(),
     "the checkpoint was evaluated, and answers": _no_answers,

@@ -9,8 +9,9 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # ---------------------------------------- user-adjustable ----------------------------------------
 
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen3-4B}
-TRAIN_FILES=${TRAIN_FILES:-$HOME/data/math/train.parquet}
-VAL_FILES=${VAL_FILES:-$HOME/data/math/test.parquet}
+TRAIN_FILES=${TRAIN_FILES:-$PWD/data/deepmath.parquet}  # from scripts/prepare_data.sh
+VAL_FILES=${VAL_FILES:-$PWD/data/math500.parquet}
+PPO_MAX_TOKEN_LEN_PER_GPU=${PPO_MAX_TOKEN_LEN_PER_GPU:-20480} # four responses of full length; for GPUs with 80 GB
 NNODES=${NNODES:-1}
 NGPUS_PER_NODE=${NGPUS_PER_NODE:-8}
 ADV_ESTIMATOR=${ADV_ESTIMATOR:-grail} # uniform: the baseline in the same trainer
@@ -27,8 +28,9 @@ DATA=(
     +data.apply_chat_template_kwargs.enable_thinking=False
 )
 MODEL=("actor_rollout_ref.model.path=$MODEL_PATH")
+ACTOR=("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$PPO_MAX_TOKEN_LEN_PER_GPU")
 ALGORITHM=("algorithm.adv_estimator=$ADV_ESTIMATOR")
 TRAINER=("trainer.nnodes=$NNODES" "trainer.n_gpus_per_node=$NGPUS_PER_NODE")
 
 "${PYTHON:-python3}" -m verl.trainer.main_ppo --config-path="$here/config" --config-name=grail_trainer \
-    "${DATA[@]}" "${MODEL[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" "$@"
+    "${DATA[@]}" "${MODEL[@]}" "${ACTOR[@]}" "${ALGORITHM[@]}" "${TRAINER[@]}" "$@"
