@@ -22,7 +22,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     def outside(link: re.Match[str]) -> str:
         path = (docs / page.file.src_uri).parent.joinpath(link["target"]).resolve()
-        if docs in path.parents and docs / "dev" not in (path, *path.parents) and path.suffix in (".md", ".png", ".svg"):
+        if (
+            docs in path.parents
+            and docs / "dev" not in (path, *path.parents)
+            and path.suffix in (".md", ".png", ".svg")
+        ):
             return link.group()
         kind = "tree" if path.is_dir() else "blob"
         return f"{link['before']}{repository}/{kind}/main/{path.relative_to(ROOT)}{link['anchor'] or ''})"

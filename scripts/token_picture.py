@@ -105,7 +105,9 @@ def legend(axes: Axes) -> None:
         axes.add_patch(Rectangle((6 + 6 * number, 0.15), 6, 0.7, color=colour, linewidth=0))
         words = {0.25: "≤ 0.25", 4.0: "≥ 4"}.get(weight, f"{weight:g}")
         axes.text(9 + 6 * number, 0.5, words, size=9.5, ha="center", va="center")
-    axes.text(42, 0.5, "red line: the incorrect step (288 - 200 is 88); the correct answer is 66", size=9.5, va="center")
+    axes.text(
+        42, 0.5, "red line: the incorrect step (288 - 200 is 88); the correct answer is 66", size=9.5, va="center"
+    )
 
 
 if __name__ == "__main__":

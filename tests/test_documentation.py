@@ -189,7 +189,9 @@ def test_words_are_the_fields() -> None:
     found = []
     for page in READ:
         for number, line in enumerate(prose(page).splitlines(), start=1):
-            found += [(page.name, number, hit.group()) for old in WORDS for hit in re.finditer(old, line, re.IGNORECASE)]
+            found += [
+                (page.name, number, hit.group()) for old in WORDS for hit in re.finditer(old, line, re.IGNORECASE)
+            ]
     assert not found
 
 
