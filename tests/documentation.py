@@ -55,7 +55,11 @@ class Command:
         """Further files that read its options and variables."""
         module = {"prepare_data.sh": "recipe/data/prepare.py", "evaluate.sh": "recipe/evaluate/__main__.py"}
         scripts = ("examples/common.sh", "scripts/launch.sh", "scripts/train_cpu.sh", "scripts/find_python.sh")
-        name = self.program.name if self.program else ""
+        if self.program is None:
+            return []
+        if self.program.name == "__main__.py":
+            return sorted(self.program.parent.glob("*.py"))
+        name = self.program.name
         return [ROOT / file for file in (*scripts, *filter(None, [module.get(name)]))]
 
     def overrides(self) -> list[str]:

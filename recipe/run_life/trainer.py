@@ -1,4 +1,4 @@
-"""A mixin for verl's v1 trainers whose runs may be killed anywhere and resume as if they had not been; see docs/fault_tolerance.md.
+"""A mixin for verl's v1 trainers whose runs may be killed anywhere and resume exactly; see docs/fault_tolerance.md.
 
 verl's checkpoints lack the trainer's random generators and an adaptive KL coefficient. verl's row keys are random, and its rows
 are in the order in which they arrive, so that no sum is the same twice; here keys go by step and prompt, rows by their keys.

@@ -1,6 +1,6 @@
 """Responses one at a time against several together, on tiny models of many architectures drawn at random.
 
-``python -m tests.core.together`` writes the table of ``docs/dev/models_measured.md``; ``test_together.py`` measures the same and compares.
+``python -m tests.core.together`` writes the table of ``docs/dev/models_measured.md``; ``test_together.py`` compares.
 """
 
 from __future__ import annotations

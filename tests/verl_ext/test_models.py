@@ -1,6 +1,6 @@
 """Architectures that people train: scores and weights against plain autograd, in the plain function and in verl's engine.
 
-What is drawn, and what the engine measures, is in ``architectures.py``; the table of ``docs/works_with.md`` is made of the same.
+What is drawn, and what the engine measures, is in ``architectures.py``, which also makes the table of ``docs/works_with.md``.
 """
 
 from __future__ import annotations
