@@ -13,7 +13,7 @@ DOCS = ROOT / "docs"
 _FILE = re.compile(r"<!-- file: (?P<name>\S+) -->\n```\w+\n(?P<text>.*?)```", re.DOTALL)
 _RUN = re.compile(r"<!-- run -->\n```python\n(?P<text>.*?)```", re.DOTALL)
 _BASH = re.compile(r"^```bash\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
-_GENERATED = re.compile(r"<!-- (methods|patches|models|sizing) -->.*?<!-- /\1 -->", re.DOTALL)
+_GENERATED = re.compile(r"<!-- (?P<name>\w+) -->\n.*?<!-- /(?P=name) -->", re.DOTALL)
 
 
 def files(page: str) -> dict[str, str]:
@@ -81,9 +81,18 @@ def commands(page: Path) -> Iterator[Command]:
                     yield Command(variables, tuple(words[first:]))
 
 
+def without_generated(page: Path) -> str:
+    """A page without the passages that programs write."""
+    return _GENERATED.sub(_blank, page.read_text(encoding="utf-8"))
+
+
+def _blank(passage: re.Match[str]) -> str:
+    """As many empty lines."""
+    return "\n" * passage.group().count("\n")
+
+
 def prose(page: Path) -> str:
     """A page without code, names in code, link targets and generated passages, line by line."""
-    text = _GENERATED.sub("", page.read_text(encoding="utf-8"))
-    text = re.sub(r"^```.*?^```$", lambda block: "\n" * block.group().count("\n"), text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```$", _blank, without_generated(page), flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"`[^`\n]*`|^:::.*$", "", text, flags=re.MULTILINE)
     return re.sub(r"\]\([^)]*\)", "]", text)
