@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRAIL | Qwen3-0.6B, or another Qwen3 that fits (docs/gpu_sizing.md) | FSDP training | one NVIDIA GPU, or two
+# GRAIL | Qwen3-0.6B, or another Qwen3 that fits (docs/gpu.md) | FSDP training | one NVIDIA GPU, or two
 #
 # Knobs: MODEL_PATH, MAX_RESPONSE_LENGTH here; the others are in examples/common.sh.
 # Arguments are Hydra overrides. More than one node: docs/multi_node.md.
