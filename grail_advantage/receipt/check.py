@@ -351,9 +351,10 @@ class _Namer:
                 0.0,
                 step.expected(loss, advantages=row_nT)[0],
             )
-        by_piece = torch.stack([quotient_nT[step.piece_n == p].nanmedian() for p in step.piece_n.unique()]).nan_to_num(
-            1.0
-        )
+        of_piece = [quotient_nT[step.piece_n == piece] for piece in range(int(step.piece_n.max()) + 1)]
+        by_piece = torch.stack(
+            [own.nanmedian() if len(own) else torch.tensor(1.0).double() for own in of_piece]
+        ).nan_to_num(1.0)
         for name, factors in (
             ("micro-batch", by_piece[step.piece_n].unsqueeze(1)),
             ("response", of_row.nan_to_num(1.0)),

@@ -67,7 +67,7 @@ def rollout(
     lengths = torch.randint(2, TOKENS + 1, (RESPONSES,), generator=generator)
     lengths[0] = TOKENS
     mask = torch.arange(TOKENS) < lengths.unsqueeze(1)
-    tool = (torch.rand(shape, generator=generator) < 0.2) & (torch.arange(TOKENS) > 0)
+    tool = (torch.rand(shape, generator=generator) < 0.3) & (torch.arange(TOKENS) > 0)
     mask &= ~tool
     advantages = torch.randn(RESPONSES, 1, generator=generator).expand(shape)
     if token_advantages:
