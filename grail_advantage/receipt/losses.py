@@ -120,10 +120,9 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
     aggregation, over = means.get(loss_type, (None, "update"))
     beta, norm = options.get("beta", 0.0), options.get("max_completion_length")
     unusual = options.get("use_bias_correction_kl") or options.get("off_policy_mask_threshold") is not None
-    if aggregation is None or unusual or options.get("top_entropy_quantile", 1.0) < 1:
-        account = None
+    known = aggregation is not None and not unusual and options.get("top_entropy_quantile", 1.0) == 1
     kl = "k3 unlimited" if beta else None
-    return Loss(loss_type, account, aggregation or "token-mean", over, norm, settings, kl, beta)
+    return Loss(loss_type, account if known else None, aggregation or "token-mean", over, norm, settings, kl, beta)
 
 
 VESPO = {("k", "pos"): 2.0, ("k", "neg"): 3.0, ("lambda", "pos"): 3.0, ("lambda", "neg"): 2.0}
