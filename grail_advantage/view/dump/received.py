@@ -202,7 +202,9 @@ class Receipts:
 
 
 def _read_row(group: pa.Table, index: int) -> ReceivedRow:
-    updates, received_T, clipped_T = (array_of(group.column(name)[index]) for name in ("updates", "received", "clipped"))
+    updates, received_T, clipped_T = (
+        array_of(group.column(name)[index]) for name in ("updates", "received", "clipped")
+    )
     by_update = group.column("by_update")[index].values
     values = by_update.flatten().to_numpy(zero_copy_only=False)
     lengths = by_update.value_lengths().to_numpy(zero_copy_only=False)
