@@ -1,8 +1,8 @@
-"""What each token of an update receives (:mod:`grail_advantage.receipt`), read in verl's workers and put together in the trainer.
+"""What each token of an update receives (:mod:`grail_advantage.receipt`), read in verl's workers, put together in the trainer.
 
 :class:`UpdateWatch` runs in a worker, around the loss function that verl gives it: it reads the gradient of the tensor of
 log-probabilities that goes into the loss, and changes nothing. :func:`watch_request` and :func:`receipt_of` run in the trainer.
-The pieces hold the responses that the token dump writes; the number of tokens and of responses that a mean is over come from all
+Pieces hold the responses that the token dump writes; the tokens and responses that a mean is over are counted over all
 responses of an optimiser step.
 
 Shape suffixes: R responses of a rank, B responses that are written, T response tokens, N packed tokens, U optimiser steps.

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.view.dump.parquet import BROKEN, array_of, as_utf8, groups, list_of, read_record, write_table
-from grail_advantage.view.dump.received import Receipts, received_files
+from grail_advantage.view.dump.received import Receipts, ReceivedHeader, read_header, received_files
 from grail_advantage.view.dump.rows import COLUMNS, DumpHeader, DumpRow, MethodColumns
 from grail_advantage.view.whole_file import UNFINISHED
 
@@ -209,6 +209,17 @@ class TokenDump:
 
     def __iter__(self) -> Iterator[DumpRow]:
         return self.rows()
+
+    def receipts(self) -> list[ReceivedHeader]:
+        """What the files of what arrived say of their updates, in order."""
+        headers = []
+        for _, path in received_files(self.folder):
+            try:
+                headers.append(read_header(path))
+            except ValueError as error:
+                if str(error) not in self.problems:
+                    self.problems.append(str(error))
+        return headers
 
 
 def read_dump(folder: Path | str) -> TokenDump:

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -38,8 +37,8 @@ SCHEMA = pa.schema(
     ]
 )
 """The columns of a file."""
-_TEXT = {"name": str, "where": str, "what": str, "causes": str}
-"""Texts of a finding that readers show."""
+_TEXTS = ("name", "where", "what", "causes")
+"""Of a finding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,20 +145,80 @@ def _damaged(error: Exception) -> str:
 def _read_header(metadata: pq.FileMetaData) -> ReceivedHeader:
     """Raises one of ``BROKEN`` where there is none of this version."""
     header = ReceivedHeader(**read_record(metadata, _KEY, SCHEMA_VERSION))
-    findings = [
-        isinstance(finding, dict)
-        and all(isinstance(finding.get(name), kind) for name, kind in _TEXT.items())
-        and isinstance(finding.get("mismatch"), bool)
-        for finding in header.findings
-    ]
     if not (
-        all(findings)
+        all(map(_is_finding, header.findings))
         and isinstance(header.loss, str)
         and all(type(value) is int for value in (header.step, header.update, header.updates, header.tokens))
         and isinstance(header.clipped, int | float | None)
     ):
         raise TypeError("a value in its header has a wrong type")
     return header
+
+
+def _is_finding(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(isinstance(value.get(name), str) for name in _TEXTS)
+        and isinstance(value.get("mismatch"), bool)
+        and isinstance(value.get("size"), int | float)
+        and isinstance(value.get("examples"), list)
+        and all(map(_is_example, value["examples"]))
+    )
+
+
+def _is_example(value: Any) -> bool:
+    """Response, token, intended and received effective advantage."""
+    return isinstance(value, list) and len(value) == 4 and all(isinstance(one, int | float | None) for one in value[1:])
+
+
+@dataclass(frozen=True)
+class RunFinding:
+    """A finding, over a run."""
+
+    first: Mapping[str, Any]
+    """As the first update says it that has it."""
+    step: int
+    update: int
+    """Of that update."""
+    count: int
+    """Updates that have one of its name."""
+
+
+@dataclass(frozen=True)
+class RunReceipt:
+    """The receipts of a run, put together."""
+
+    updates: int
+    """Updates that were checked."""
+    tokens: int
+    """Tokens that trained in them."""
+    clipped: float | None
+    """Mean share of clipping."""
+    losses: Sequence[str]
+    findings: Sequence[RunFinding]
+    """Mismatches first, then notes."""
+
+    @property
+    def mismatches(self) -> int:
+        return sum(finding.first["mismatch"] for finding in self.findings)
+
+
+def run_receipt(headers: Sequence[ReceivedHeader]) -> RunReceipt:
+    """The receipts of a run from the headers of its files."""
+    known: dict[tuple[bool, str], RunFinding] = {}
+    for header in headers:
+        for name, finding in {(not each["mismatch"], each["name"]): each for each in reversed(header.findings)}.items():
+            first = known.setdefault(name, RunFinding(finding, header.step, header.update, 0))
+            known[name] = replace(first, count=first.count + 1)
+    clipped = [(header.clipped, header.tokens) for header in headers if header.clipped is not None]
+    weight = sum(tokens for _, tokens in clipped)
+    return RunReceipt(
+        updates=len(headers),
+        tokens=sum(header.tokens for header in headers),
+        clipped=sum(share * tokens for share, tokens in clipped) / weight if weight else None,
+        losses=sorted({header.loss for header in headers if header.loss}),
+        findings=[known[name] for name in sorted(known)],
+    )
 
 
 class Receipts:

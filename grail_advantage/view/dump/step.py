@@ -22,8 +22,8 @@ from grail_advantage import __version__
 from grail_advantage.answers.format import BOXED, AnswerFormat
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.answers.text import TokenTexts, answer_text
-from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.receipt import Receipt
+from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, remove_steps, write_step
 from grail_advantage.view.dump.received import ReceivedHeader, received_rows, write_received
 
