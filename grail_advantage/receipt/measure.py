@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
@@ -34,41 +35,61 @@ class Piece:
 
     def padded(self, width: int) -> Piece:
         """The piece with T = ``width``, zeros after its own."""
-        raise NotImplementedError
+        own = self.log_probs_bT.shape[1]
+        log_probs_bT, gradient_bT = (pad(each, (0, width - own)) for each in (self.log_probs_bT, self.gradient_bT))
+        return replace(self, log_probs_bT=log_probs_bT, gradient_bT=gradient_bT, width=self.width or own)
+
+
+class Gradient:
+    """The gradient of one tensor of log-probabilities."""
+
+    def __init__(self, log_probs: torch.Tensor) -> None:
+        self.log_probs = log_probs.detach()
+        """What went into the loss."""
+        self.values: torch.Tensor | None = None
+        """``None`` before the backward; the sum of what several backwards gave."""
+        if log_probs.requires_grad:
+            log_probs.register_hook(self._add)
+
+    def _add(self, gradient: torch.Tensor) -> None:
+        self.values = gradient.detach().clone() if self.values is None else self.values + gradient
 
 
 def measure(log_probs: torch.Tensor) -> Gradient:
     """Put a hook on a tensor of log-probabilities, of any shape, before the loss reads it.
 
-    The tensor must require a gradient; without one, nothing is read and the gradient stays ``None``.
+    Without a gradient to come (in evaluation), nothing is read and :attr:`Gradient.values` stays ``None``.
     """
-    raise NotImplementedError
-
-
-class Gradient:
-    """The gradient of one tensor: ``values`` after the backward, ``None`` before; sums what several backwards gave."""
-
-    log_probs: torch.Tensor
-    """Detached, of the tensor."""
-    values: torch.Tensor | None
+    return Gradient(log_probs)
 
 
 class Watch:
-    """Collects the pieces of a rollout batch."""
+    """Collects the pieces of a rollout batch; see :func:`watch`."""
 
-    pieces: list[Piece]
+    def __init__(self) -> None:
+        self._read: list[tuple[Gradient, torch.Tensor, int]] = []
+        self._update = 0
 
     def read(self, log_probs_bT: torch.Tensor, rows_b: Sequence[int] | torch.Tensor) -> None:
         """Read the gradient of a micro-batch. Call it before the loss, with the tensor that goes into the loss."""
-        raise NotImplementedError
+        self._read.append((measure(log_probs_bT), torch.as_tensor(rows_b), self._update))
 
     def step(self) -> None:
         """Call it after each optimiser step."""
-        raise NotImplementedError
+        self._update += 1
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The micro-batches so far; one without a backward has gradient 0."""
+        return [
+            Piece(
+                rows_b, each.log_probs, torch.zeros_like(each.log_probs) if each.values is None else each.values, update
+            )
+            for each, rows_b, update in self._read
+        ]
 
 
 @contextmanager
 def watch() -> Iterator[Watch]:
     """A context that reads the gradients of a loop of one's own; ten lines in docs/receipt.md."""
-    raise NotImplementedError
-    yield
+    yield Watch()
