@@ -337,10 +337,10 @@ class _Namer:
         implied_nT = torch.where(unit_nT != 0, step.received_nT / unit_nT, torch.nan)
         for given_nT in (_filled(tokens), tokens.advantages):
             other_nT, chosen_n = self._other_rows(implied_nT, given_nT)
-            moved = int((chosen_n != torch.arange(len(chosen_n))).sum())
+            count = int((chosen_n != torch.arange(len(chosen_n))).sum())
             other_nT = torch.where(tokens.mask, other_nT, 0.0)
-            what = f"{moved} of {len(chosen_n)} responses have the advantages of another one"
-            yield "swapped", what, moved, step.expected(loss, advantages=other_nT)[0]
+            what = f"{count} of {len(chosen_n)} responses have the advantages of another one"
+            yield "swapped", what, count, step.expected(loss, advantages=other_nT)[0]
         uniform_n = (_filled(tokens) == _filled(tokens)[:, :1]).all(dim=1)
         if not uniform_n.all():
             row_nT = torch.where(tokens.mask, implied_nT.nanmedian(dim=1, keepdim=True).values.nan_to_num(), 0.0)
@@ -350,6 +350,14 @@ class _Namer:
                 0.0,
                 step.expected(loss, advantages=row_nT)[0],
             )
+        added = float((step.received_nT - expected_nT)[tokens.mask].median())
+        what = f"every token received {added:+.4g} beside what the advantages give"
+        yield (
+            "extra",
+            what,
+            self._share(torch.where(tokens.mask, added, 0.0)),
+            expected_nT + torch.where(tokens.mask, added, 0.0),
+        )
         of_piece = [quotient_nT[step.piece_n == piece] for piece in range(int(step.piece_n.max()) + 1)]
         by_piece = torch.stack(
             [own.nanmedian() if len(own) else torch.tensor(1.0).double() for own in of_piece]
@@ -390,7 +398,7 @@ class _Namer:
         if not left_nT.any():
             return
         difference_nT = torch.where(left_nT, step.received_nT - best_nT, 0.0)
-        share = float(difference_nT.norm() / step.received_nT.norm())
+        share = self._share(difference_nT)
         name = self._kind_of_rest(left_nT, best_nT, difference_nT)
         low, high = (
             (float(q) for q in (step.received_nT / best_nT)[left_nT & (best_nT != 0)].aminmax())
@@ -403,6 +411,10 @@ class _Namer:
             "unexplained": f"{int(left_nT.sum())} tokens received something else",
         }[name]
         self.add(name, share, what, left_nT, expected_nT)
+
+    def _share(self, part_nT: torch.Tensor) -> float:
+        """Of the gradient, by its norm."""
+        return float(part_nT.norm() / self.step.received_nT.norm())
 
     def _kind_of_rest(self, left_nT: torch.Tensor, best_nT: torch.Tensor, difference_nT: torch.Tensor) -> str:
         """Added, or multiplied: what is added does not grow with the advantage and comes without one too."""

@@ -346,7 +346,7 @@ FAULTS = (
     ),
     Fault("google/tunix#1662", "a pack of responses counts as one", "scaled by response", packed_as_one),
     Fault(
-        "NovaSky-AI/SkyRL#1507", "earlier steps get advantages at the last step's positions", "lost", last_steps_mask
+        "NovaSky-AI/SkyRL#1507", "earlier steps get advantages at the last step's positions", "swapped", last_steps_mask
     ),
     Fault(
         "verl-project/verl#7957", "advantages go back under the keys of before resampling", "swapped", resampled_rows
