@@ -156,6 +156,8 @@ class Batch:
     update_of_B: torch.Tensor | None = None
     """(B,) the update of an epoch, from 0, that a left-out response would be in; read only where ``left_out_B`` is given
     and ``updates`` > 1."""
+    totals_U2: torch.Tensor | None = None
+    """(U, 2) tokens and responses that the mean of each optimiser step is over, where the batch holds some of them only."""
     keys: list[str] | None = None
     """Names of the responses in findings; their numbers without."""
 
@@ -340,6 +342,8 @@ def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torc
         else:
             count_B, times = _rows_of_update(batch, piece.update, together), 1
         tokens, responses = lengths_B[count_B].sum().clamp(min=1), len(count_B)
+        if loss.over == "update" and batch.totals_U2 is not None:
+            tokens, responses = batch.totals_U2[piece.update].double().unbind()
         if loss.over == "batch":
             tokens = lengths_B.sum().clamp(min=1) / batch.updates
         own_b = lengths_B[rows_b].clamp(min=1)
@@ -347,9 +351,9 @@ def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torc
         each_b = {
             "token-mean": tokens.expand_as(own_b),
             "token-sum": torch.ones_like(own_b),
-            "seq-mean-token-sum": torch.full_like(own_b, responses),
+            "seq-mean-token-sum": torch.full_like(own_b, float(responses)),
             "seq-mean-token-mean": responses * own_b,
-            "seq-mean-token-sum-norm": torch.full_like(own_b, responses * width),
+            "seq-mean-token-sum-norm": torch.full_like(own_b, float(responses * width)),
         }[loss.aggregation]
         result.append((times * each_b).unsqueeze(1))
     return result
