@@ -42,8 +42,8 @@ CAUSES = {
 PRECISION = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2**-8, torch.bfloat16: 2**-5}
 """Relative error that a gradient of this type may have."""
 ROUNDED = 2**-7
-STALE = 0.02
-"""Mean distance of the first ratios from 1 from which on old log-probabilities are not the policy's own."""
+NOISE, STALE = 1e-3, 0.02
+"""Mean distances of the first ratios from 1: above the first by rounding, above the second of another policy."""
 
 
 @dataclass(frozen=True)
@@ -261,8 +261,11 @@ class _Namer:
         step, tokens = self.step, self.step.tokens
         if step.number or not self.batch.on_policy or self.batch.old_log_probs_BT is None or not tokens.mask.any():
             return
-        size, shown_nT = _distance(tokens, tokens.old), tokens.mask & ((tokens.log_probs - tokens.old).abs() > ROUNDED)
+        size, shown_nT = _distance(tokens, tokens.old), tokens.mask & ((tokens.log_probs - tokens.old).abs() > NOISE)
         if size < STALE:
+            if size > NOISE:
+                what = f"the first ratios are {size:.2g} from 1 in the mean"
+                self.add("rounded", size, what, shown_nT, tokens.advantages, note=True)
             return
         name, what = "stale", f"the first ratios are {size:.3g} from 1 in the mean"
         for by in (1, -1):
@@ -324,6 +327,10 @@ class _Namer:
             open_loss = replace(loss, options=dict(loss.options) | {"low": math.inf, "high": math.inf, "cap": None})
             if loss.account != "dppo":
                 yield "unclipped", "no token is clipped", 0.0, step.expected(open_loss)[0]
+        if loss.kl:
+            for times, what in ((-1, "has the reversed sign"), (0, "is left out"), (2, "counts twice")):
+                other = replace(loss, kl_coef=times * loss.kl_coef)
+                yield "extra" if times != -1 else "sign", f"the KL term {what}", times, step.expected(other)[0]
         unit_nT = step.expected(replace(loss, kl=None), advantages=torch.ones_like(tokens.advantages))[0]
         implied_nT = torch.where(unit_nT != 0, step.received_nT / unit_nT, torch.nan)
         other_nT, chosen_n = self._other_rows(implied_nT, _filled(tokens))
@@ -344,9 +351,10 @@ class _Namer:
                 0.0,
                 step.expected(loss, advantages=row_nT)[0],
             )
-        by_piece = torch.stack([quotient_nT[step.piece_n == p].nanmedian() for p in step.piece_n.unique()]).nan_to_num(
-            1.0
-        )
+        of_piece = [quotient_nT[step.piece_n == piece] for piece in range(int(step.piece_n.max()) + 1)]
+        by_piece = torch.stack(
+            [own.nanmedian() if len(own) else torch.tensor(1.0).double() for own in of_piece]
+        ).nan_to_num(1.0)
         for name, factors in (
             ("micro-batch", by_piece[step.piece_n].unsqueeze(1)),
             ("response", of_row.nan_to_num(1.0)),

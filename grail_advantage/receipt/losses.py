@@ -107,7 +107,7 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
         "sapo": ("sapo", sapo | {"sequence": sequence}),
         "vespo": ("vespo", vespo),
     }.get(loss_type, ("clip_sequence" if sequence else "clip", clip))
-    aggregation, over = {
+    means: dict[str, tuple[str | None, str]] = {
         "grpo": ("seq-mean-token-mean", "micro-batch"),
         "sapo": ("seq-mean-token-mean", "micro-batch"),
         "bnpo": ("token-mean", "micro-batch"),
@@ -116,13 +116,13 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
         "dapo": ("token-mean", "batch"),
         "cispo": ("token-mean", "batch"),
         "vespo": ("token-mean", "batch"),
-    }.get(loss_type, (None, "update"))
+    }
+    aggregation, over = means.get(loss_type, (None, "update"))
     beta, norm = options.get("beta", 0.0), options.get("max_completion_length")
     unusual = options.get("use_bias_correction_kl") or options.get("off_policy_mask_threshold") is not None
-    if aggregation is None or unusual or options.get("top_entropy_quantile", 1.0) < 1:
-        account = None
+    known = aggregation is not None and not unusual and options.get("top_entropy_quantile", 1.0) == 1
     kl = "k3 unlimited" if beta else None
-    return Loss(loss_type, account, aggregation or "token-mean", over, norm, settings, kl, beta)
+    return Loss(loss_type, account if known else None, aggregation or "token-mean", over, norm, settings, kl, beta)
 
 
 VESPO = {("k", "pos"): 2.0, ("k", "neg"): 3.0, ("lambda", "pos"): 3.0, ("lambda", "neg"): 2.0}
@@ -157,7 +157,8 @@ class Batch:
     """(B,) the update of an epoch, from 0, that a left-out response would be in; read only where ``left_out_B`` is given
     and ``updates`` > 1."""
     totals_U2: torch.Tensor | None = None
-    """(U, 2) tokens and responses that the mean of each optimiser step is over, where the batch holds some of them only."""
+    """(U, 2) tokens and responses that the mean of each optimiser step is over, where B are some of its responses alone; then
+    neither B nor ``left_out_B`` is counted for it."""
     keys: list[str] | None = None
     """Names of the responses in findings; their numbers without."""
 
@@ -343,7 +344,7 @@ def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torc
             count_B, times = _rows_of_update(batch, piece.update, together), 1
         tokens, responses = lengths_B[count_B].sum().clamp(min=1), len(count_B)
         if loss.over == "update" and batch.totals_U2 is not None:
-            tokens, responses = batch.totals_U2[piece.update].double().unbind()
+            tokens, responses = batch.totals_U2[piece.update].double().clamp(min=1).unbind()
         if loss.over == "batch":
             tokens = lengths_B.sum().clamp(min=1) / batch.updates
         own_b = lengths_B[rows_b].clamp(min=1)
@@ -351,9 +352,9 @@ def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torc
         each_b = {
             "token-mean": tokens.expand_as(own_b),
             "token-sum": torch.ones_like(own_b),
-            "seq-mean-token-sum": torch.full_like(own_b, float(responses)),
+            "seq-mean-token-sum": torch.ones_like(own_b) * responses,
             "seq-mean-token-mean": responses * own_b,
-            "seq-mean-token-sum-norm": torch.full_like(own_b, float(responses * width)),
+            "seq-mean-token-sum-norm": torch.ones_like(own_b) * responses * width,
         }[loss.aggregation]
         result.append((times * each_b).unsqueeze(1))
     return result
