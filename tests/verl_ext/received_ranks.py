@@ -31,9 +31,11 @@ SLICED = {
 }
 
 
-def combinations() -> list[tuple[str, str]]:
-    """Loss and aggregation."""
-    return [(loss, AGGREGATIONS[0]) for loss in LOSSES] + [("vanilla", mode) for mode in AGGREGATIONS[1:]]
+def combinations(packed: bool) -> list[tuple[str, str, bool | None]]:
+    """Loss, aggregation, and how zero-advantage responses are left out: not at all, whole, or with the tails of the others."""
+    losses = LOSSES if packed else LOSSES[:1]
+    kinds = [(loss, AGGREGATIONS[0]) for loss in losses] + [("vanilla", mode) for mode in AGGREGATIONS[1:]]
+    return [(*kind, None) for kind in kinds] + [("vanilla", AGGREGATIONS[0], tails) for tails in (False, True)]
 
 
 class Experiments:
@@ -46,17 +48,15 @@ class Experiments:
 
     def updates(self, setup: tuple[Setup, Sizes]) -> dict[Any, Any]:
         """Of every loss and every aggregation."""
-        return self._updates(setup, combinations(), skipping=(None, False))
+        return self._updates(setup, combinations(setup[0].packed))
 
     def sliced(self, setup: tuple[Setup, Sizes]) -> dict[Any, Any]:
         """Of the usual loss alone, on two ranks."""
         if self.world_size == 1:
             return {}
-        return self._updates(setup, combinations()[:1], skipping=(None, True))
+        return self._updates(setup, [combinations(True)[place] for place in (0, -1)])
 
-    def _updates(
-        self, setup: tuple[Setup, Sizes], chosen: list[tuple[str, str]], skipping: tuple[bool | None, ...]
-    ) -> dict[Any, Any]:
+    def _updates(self, setup: tuple[Setup, Sizes], chosen: list[tuple[str, str, bool | None]]) -> dict[Any, Any]:
         from verl.utils.profiler import DistProfiler
 
         together = setup[0].sequence_parallel
@@ -73,15 +73,13 @@ class Experiments:
         worker.profiler = DistProfiler(rank=0)
         first = [parameter.detach().clone() for parameter in self._parameters(engine)]
         results = {}
-        for loss, aggregation in chosen:
-            for skips in skipping:
-                for watched in (False, True):
-                    with torch.no_grad():
-                        for parameter, value in zip(self._parameters(engine), first, strict=True):
-                            parameter.copy_(value)
-                    engine.optimizer.state.clear()
-                    key = loss, aggregation, skips, watched
-                    results[key] = self._update(worker, loss, aggregation, skips, watched)
+        for loss, aggregation, skips in chosen:
+            for watched in (False, True):
+                with torch.no_grad():
+                    for parameter, value in zip(self._parameters(engine), first, strict=True):
+                        parameter.copy_(value)
+                engine.optimizer.state.clear()
+                results[loss, aggregation, skips, watched] = self._update(worker, loss, aggregation, skips, watched)
         return results
 
     def _parameters(self, engine: Any) -> list[torch.Tensor]:

@@ -1,15 +1,18 @@
-"""What an update's tokens receive, read in verl's engines: the update stays the same bit for bit, and the figures are those of a
-plain computation, over losses, aggregations, layouts, ranks, epochs and skipping."""
+"""What an update's tokens receive, read in verl's engines: the update stays the same bit for bit, and the figures are those of
+a plain computation, over losses, aggregations, layouts, ranks, epochs and skipping."""
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from omegaconf import DictConfig
 
 from grail_advantage.receipt import Receipt
 from grail_advantage.verl_ext.received import OptimiserStep, UpdateWatch, Written, receipt_of
@@ -73,6 +76,12 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return start_ranks("tests.verl_ext.received_ranks", folder, request.param)
 
 
+@cache
+def _composed() -> DictConfig:
+    actor = "actor_rollout_ref.actor"
+    return compose("cpu_trainer", [f"{actor}.ppo_epochs={ranks.EPOCHS}", f"{actor}.loss_scale_factor={ranks.SCALE}"])
+
+
 def _receipt(
     monkeypatch: pytest.MonkeyPatch,
     of_ranks: list[list[OptimiserStep]],
@@ -91,12 +100,9 @@ def _receipt(
     def padded(name: str) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True)
 
-    actor = "actor_rollout_ref.actor"
-    config = compose(
-        "cpu_trainer",
-        [f"{actor}.policy_loss.loss_mode={loss}", f"{actor}.loss_agg_mode={aggregation}", f"{actor}.ppo_epochs=2"]
-        + [f"{actor}.loss_scale_factor={ranks.SCALE}"],
-    )
+    config = copy.deepcopy(_composed())
+    config.actor_rollout_ref.actor.policy_loss.loss_mode = loss
+    config.actor_rollout_ref.actor.loss_agg_mode = aggregation
     mask_BT, advantages_BT = padded("mask").bool(), padded("advantages")
     sent = [len(row["response"]) for row in rows]
     if skips is not None:
@@ -145,7 +151,7 @@ def test_the_update_is_the_same_bit_for_bit(results: list[Results]) -> None:
                 ]
                 assert losses[0] == losses[1]
                 compared += 1
-    assert compared >= 40 * len(results)
+    assert compared >= 18 * len(results)
 
 
 @pytest.mark.slow
