@@ -115,7 +115,7 @@ def test_findings_on_top_in_words(tmp_path: Path, opened: Callable[..., Any]) ->
     page = opened(write(tmp_path / "good"))
     said = page.locator("#receipt").inner_text()
     assert said.startswith(
-        "Every token received what the loss says (vanilla), over 8 tokens of 1 update. 12.50% of them"
+        "Every token received what the loss says (vanilla), over 8 tokens of 1 update. 12.5 % of them"
     )
     assert page.locator("#receipt .wrong").count() == 0
     page = opened(write(tmp_path / "bad", SCALED, NOTE))

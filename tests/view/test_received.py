@@ -158,7 +158,7 @@ class TestWords:
             ("unknown loss", 2, 0, 1),
         ]
         texts = finding_texts(run.findings[0])
-        assert texts["where"] == "step 2: update 0: 3 tokens of 1 of 3 responses, and 1 more update"
+        assert texts["where"] == "step 2, update 0: 3 tokens of 1 of 3 responses, and 1 more update"
         assert texts["examples"] == ["response a_1_0, token 2: intended 0.5, received 0.25"]
         assert "1 thing in what arrived does not fit the loss (vanilla)" in summary(run)
 
@@ -166,7 +166,7 @@ class TestWords:
         said = summary(run_receipt([header()]))
         assert (
             said
-            == "Every token received what the loss says (vanilla), over 7 tokens of 1 update. 12.50% of them were clipped."
+            == "Every token received what the loss says (vanilla), over 7 tokens of 1 update. 12.5 % of them were clipped."
         )
         assert "clipped" not in summary(run_receipt([header(clipped=None)]))
 
