@@ -247,6 +247,12 @@ def receipt_of(
     sent_B = torch.tensor(sent)[written.places]
     # A tail that is cut has advantages of 0; it takes part in nothing but the number of tokens.
     sent_BT = torch.arange(longest) < sent_B.unsqueeze(1)
+    loss, pieces = loss_of(step.settings), list(_pieces(of_ranks, longest))
+    if loss.account == "kl_cov" and len(written.keys) < len(step.keys):
+        loss = replace(loss, account=None)  # which tokens it penalises follows from all responses of a micro-batch
+    if not pieces:
+        nothing_UBT = torch.full((updates, *written.mask_BT.shape), torch.nan)
+        return Receipt(nothing_UBT[0], nothing_UBT[0], nothing_UBT, nothing_UBT, ())
     receipt = check(
         Batch(
             advantages_BT=written.advantages_BT,
@@ -262,13 +268,8 @@ def receipt_of(
             totals_U2=torch.tensor(totals),
             keys=written.keys,
         ),
-        loss_of(step.settings),
-        [
-            _piece(micro, longest, update, rank)
-            for rank, steps in enumerate(of_ranks)
-            for update, of_step in enumerate(steps)
-            for micro in of_step.micro_batches
-        ],
+        loss,
+        pieces,
     )
     return replace(
         receipt,
@@ -278,20 +279,26 @@ def receipt_of(
     )
 
 
-def _piece(micro: MicroBatch, width: int, update: int, rank: int) -> Piece:
-    def padded(values: list[torch.Tensor]) -> torch.Tensor:
-        return pad_sequence(values, batch_first=True) if values else torch.zeros(0, width)
-
-    piece = Piece(
-        rows_b=torch.tensor(micro.rows, dtype=torch.int64),
-        log_probs_bT=padded(micro.log_probs),
-        gradient_bT=padded(micro.gradients),
-        update=update,
-        rank=rank,
-        outside_b=torch.tensor(micro.outside),
-        width=micro.width,
-    )
-    return piece.padded(width)
+def _pieces(of_ranks: Sequence[list[OptimiserStep]], width: int) -> Iterator[Piece]:
+    """The micro-batches of the optimiser steps that have a written response; also the others of these steps, which count."""
+    for update, of_step in enumerate(zip(*of_ranks, strict=True)):
+        if not any(micro.rows for step in of_step for micro in step.micro_batches):
+            continue
+        for rank, step in enumerate(of_step):
+            for micro in step.micro_batches:
+                rows = [
+                    pad_sequence(values, batch_first=True) for values in (micro.log_probs, micro.gradients) if values
+                ]
+                log_probs_bT, gradient_bT = rows or [torch.zeros(0, width)] * 2
+                yield Piece(
+                    rows_b=torch.tensor(micro.rows, dtype=torch.int64),
+                    log_probs_bT=log_probs_bT,
+                    gradient_bT=gradient_bT,
+                    update=update,
+                    rank=rank,
+                    outside_b=torch.tensor(micro.outside),
+                    width=micro.width,
+                ).padded(width)
 
 
 def _padded(data: TensorDict, name: str, width: int) -> torch.Tensor | None:

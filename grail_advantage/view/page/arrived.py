@@ -11,7 +11,7 @@ def summary(receipt: RunReceipt) -> str:
     """What arrived, in two sentences."""
     of = f"{receipt.tokens:,} tokens of {_count(receipt.updates, 'update')}"
     loss = f" ({', '.join(receipt.losses)})" if receipt.losses else ""
-    clipped = "" if receipt.clipped is None else f" {receipt.clipped:.2%} of them were clipped."
+    clipped = "" if receipt.clipped is None else f" {100 * receipt.clipped:.3g} % of them were clipped."
     count = receipt.mismatches
     if count:
         verb = "does" if count == 1 else "do"
@@ -28,7 +28,7 @@ def finding_texts(finding: RunFinding) -> dict[str, Any]:
         "mismatch": first["mismatch"],
         "name": first["name"],
         "what": first["what"],
-        "where": f"{at}: {first['where']}{more}",
+        "where": f"{at}, {first['where']}{more}",
         "examples": [_example(*example) for example in first["examples"][:3]],
         "causes": first["causes"],
     }

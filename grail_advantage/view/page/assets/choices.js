@@ -10,6 +10,7 @@ function setForms() {
     if (form.elements[name].value !== state[name]) form.elements[name].value = state[name] = "";
   }
   for (const name of SHOWN) bar.elements[name].value = state[name];
+  showEpochs();
 }
 function chooseStep(step) {
   state.step = step;
@@ -92,7 +93,6 @@ function setUp() {
   bar.elements.method.append(...METHODS.map((name) => new Option(name, name)));
   $("pick-method").hidden = METHODS.length < 2;
   bar.elements.epoch.append(new Option("mean", ""), ...Array.from({ length: epochs }, (_, k) => new Option(k + 1, k + 1)));
-  showEpochs();
 }
 function showEpochs() {
   $("pick-epoch").hidden = epochs < 2 || state.overlay !== "received";

@@ -71,7 +71,7 @@ function notes(page, t) {
   const by = row.updates > 1 ? Array.from({ length: row.updates }, (_, k) => number(data.columns[`received@${k + 1}`]?.[t])) : [];
   if (by.length) lines.push(`received by epoch ${by.join(", ")}`);
   if (clipped?.[t] > 0) lines.push(row.updates > 1 ? `clipped in ${number(100 * clipped[t])} % of them` : "clipped");
-  if (received && Number.isNaN(received[t]) && data.mask[t]) lines.push("not in the update");
+  if (data.mask[t] && (row.updates === 0 || Number.isNaN(received?.[t]))) lines.push("not in the update");
   return lines;
 }
 const tokenText = (data, t) => data.words.texts[data.ids[t]] || "part of a character";
