@@ -482,9 +482,8 @@ def _declared(batch: Batch, loss: Loss, pieces: Sequence[Piece]) -> list[Finding
     low, high = float(factors.min()), float(factors.max())
     if high / low < 1.001:
         return []
-    what = (
-        f"a token's weight is from {low:.3g} to {high:.3g} times that of the mean over an update, as `{loss.name}` says"
-    )
+    says = f"`{loss.name}`" if loss.over != "update" else f"`{loss.aggregation}` without a constant"
+    what = f"a token's weight is from {low:.3g} to {high:.3g} times that of the mean over an update, as {says} says"
     return [
         Finding("scaled by micro-batch", "all updates", high / low, what, (), CAUSES["scaled by micro-batch"], False)
     ]
