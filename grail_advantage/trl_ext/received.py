@@ -123,14 +123,14 @@ class GenerationReceipt:
         """Of this process, on the CPU; responses that were left out have gradient 0 and ratio 1."""
         pieces = []
         for gradient, rows_b, kept_b, update, scale in self._read:
-            old_BT = self._columns.get("old_log_probs_BT")
-            log_probs_bT = torch.zeros(len(rows_b), gradient.log_probs.shape[1])
-            if old_BT is not None:
-                log_probs_bT = old_BT[rows_b.cpu()].float()
-            gradient_bT, there_b = torch.zeros_like(log_probs_bT), torch.isin(rows_b, kept_b).cpu()
-            log_probs_bT[there_b] = gradient.log_probs.float().cpu()
+            there_b, log_probs = torch.isin(rows_b, kept_b).cpu(), gradient.log_probs
+            log_probs_bT = torch.zeros(len(rows_b), log_probs.shape[1], dtype=log_probs.dtype)
+            gradient_bT = torch.zeros_like(log_probs_bT)
+            if "old_log_probs_BT" in self._columns:
+                log_probs_bT.copy_(self._columns["old_log_probs_BT"][rows_b.cpu()])
+            log_probs_bT[there_b] = log_probs.cpu()
             if gradient.values is not None:
-                gradient_bT[there_b] = gradient.values.float().cpu() / scale
+                gradient_bT[there_b] = gradient.values.cpu() / scale
             pieces.append(
                 Piece(rows_b.cpu(), log_probs_bT, gradient_bT, update, self._trainer.accelerator.process_index)
             )
