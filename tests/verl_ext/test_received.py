@@ -86,6 +86,7 @@ def _receipt(
     loss: str,
     aggregation: str,
     skips: bool | None,
+    rejected: bool = False,
 ) -> tuple[Receipt, list[dict[str, Any]]]:
     """The trainer's receipt of these steps."""
     rows = [row for mini_batch in _plan() for row in mini_batch]
@@ -97,6 +98,8 @@ def _receipt(
     config.actor_rollout_ref.actor.policy_loss.loss_mode = loss
     config.actor_rollout_ref.actor.loss_agg_mode = aggregation
     mask_BT, advantages_BT = padded("mask").bool(), padded("advantages")
+    if rejected:
+        mask_BT[:, 0] = False
     sent = [len(row["response"]) for row in rows]
     if skips is not None:
         trained = trained_lengths([row["advantages"] for row in rows], [row["mask"] for row in rows])
@@ -227,6 +230,20 @@ def test_the_log_probabilities_are_the_models(results: list[Results]) -> None:
                     seen += 1
                 assert all(value == 0 for value in micro.outside)
         assert seen == 3, name
+
+
+@pytest.mark.slow
+def test_verl_divides_by_rejected_tokens_too(results: list[Results]) -> None:
+    """verl 0.9.1's ``token-mean`` divides by the sum of ``loss_mask`` (``FSDPEngine.forward_backward_batch``), while a rollout
+    correction that rejects tokens changes ``response_mask`` alone: every token receives less than a mean over the kept ones."""
+    of_all = of_all_ranks(results, "rejected", next(iter(ranks.SETUPS)))
+    of_ranks = [result["vanilla", "token-mean", None, True]["steps"] for result in of_all]
+    receipt, _ = _receipt(of_ranks, "vanilla", "token-mean", None, rejected=True)
+    (finding,) = receipt.findings
+    generated = [sum(int(row["mask"].sum()) for row in mini_batch) for mini_batch in _plan()]
+    kept = [count - len(LENGTHS[0]) for count in generated]
+    assert finding.name == "scaled" and finding.mismatch
+    assert finding.size in [pytest.approx(few / all_, rel=1e-4) for few, all_ in zip(kept, generated, strict=True)]
 
 
 class TestFaults:
