@@ -251,10 +251,11 @@ class _Namer:
         self._left(best_nT, expected_nT, clipped_nT)
 
     def _differs(self, wanted_nT: torch.Tensor) -> torch.Tensor:
-        received_nT = self.step.received_nT
-        largest_nT = torch.maximum(wanted_nT.abs(), received_nT.abs())
-        floor = 0.01 * float(wanted_nT.pow(2).mean().sqrt())
-        return (received_nT - wanted_nT).abs() > self.step.precision * (largest_nT + floor)
+        """Where more than rounding lies between them; outside the mask, where anything was received."""
+        received_nT, tokens = self.step.received_nT, self.step.tokens
+        size = tokens.advantages[tokens.advantages != 0].square().mean().sqrt().nan_to_num()
+        allowed_nT = self.step.precision * (torch.maximum(wanted_nT.abs(), received_nT.abs()) + size)
+        return (received_nT - wanted_nT).abs() > torch.where(tokens.mask, allowed_nT, 0.0)
 
     def _first_ratio(self) -> None:
         """The first update on policy has ratio 1."""
@@ -280,11 +281,12 @@ class _Namer:
         self.add(name, size, what, shown_nT, tokens.advantages)
 
     def _other_rows(self, wanted_nT: torch.Tensor, given_nT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each response the values of the one that fit ``wanted_nT`` best at 16 of its tokens, and which."""
+        """For each response the values of the one that fit ``wanted_nT`` best at some of its tokens, and which."""
         mask_nT, chosen_n = self.step.tokens.mask, torch.arange(len(given_nT))
+        most = max(16, 10**8 // len(given_nT) ** 2)
         for n in range(len(given_nT)):
             at = (mask_nT[n] & wanted_nT[n].isfinite()).nonzero().squeeze(1)
-            at = at[:: max(1, len(at) // 16)]
+            at = at[:: max(1, len(at) // most)]
             if len(at):
                 fits_n = ((given_nT[:, at] - wanted_nT[n, at]).abs() <= 1e-3 * wanted_nT[n, at].abs()).sum(dim=1)
                 chosen_n[n] = n if fits_n[n] == fits_n.max() else fits_n.argmax()
@@ -333,15 +335,12 @@ class _Namer:
                 yield "extra" if times != -1 else "sign", f"the KL term {what}", times, step.expected(other)[0]
         unit_nT = step.expected(replace(loss, kl=None), advantages=torch.ones_like(tokens.advantages))[0]
         implied_nT = torch.where(unit_nT != 0, step.received_nT / unit_nT, torch.nan)
-        other_nT, chosen_n = self._other_rows(implied_nT, _filled(tokens))
-        moved_n = chosen_n != torch.arange(len(chosen_n))
-        what = f"{int(moved_n.sum())} of {len(moved_n)} responses have the advantages of another one"
-        yield (
-            "swapped",
-            what,
-            int(moved_n.sum()),
-            step.expected(loss, advantages=torch.where(tokens.mask, other_nT, 0.0))[0],
-        )
+        for given_nT in (_filled(tokens), tokens.advantages):
+            other_nT, chosen_n = self._other_rows(implied_nT, given_nT)
+            count = int((chosen_n != torch.arange(len(chosen_n))).sum())
+            other_nT = torch.where(tokens.mask, other_nT, 0.0)
+            what = f"{count} of {len(chosen_n)} responses have the advantages of another one"
+            yield "swapped", what, count, step.expected(loss, advantages=other_nT)[0]
         uniform_n = (_filled(tokens) == _filled(tokens)[:, :1]).all(dim=1)
         if not uniform_n.all():
             row_nT = torch.where(tokens.mask, implied_nT.nanmedian(dim=1, keepdim=True).values.nan_to_num(), 0.0)
@@ -351,6 +350,14 @@ class _Namer:
                 0.0,
                 step.expected(loss, advantages=row_nT)[0],
             )
+        added = float((step.received_nT - expected_nT)[tokens.mask].median())
+        what = f"every token received {added:+.4g} beside what the advantages give"
+        yield (
+            "extra",
+            what,
+            self._share(torch.where(tokens.mask, added, 0.0)),
+            expected_nT + torch.where(tokens.mask, added, 0.0),
+        )
         of_piece = [quotient_nT[step.piece_n == piece] for piece in range(int(step.piece_n.max()) + 1)]
         by_piece = torch.stack(
             [own.nanmedian() if len(own) else torch.tensor(1.0).double() for own in of_piece]
@@ -391,7 +398,7 @@ class _Namer:
         if not left_nT.any():
             return
         difference_nT = torch.where(left_nT, step.received_nT - best_nT, 0.0)
-        share = float(difference_nT.norm() / step.received_nT.norm())
+        share = self._share(difference_nT)
         name = self._kind_of_rest(left_nT, best_nT, difference_nT)
         low, high = (
             (float(q) for q in (step.received_nT / best_nT)[left_nT & (best_nT != 0)].aminmax())
@@ -404,6 +411,10 @@ class _Namer:
             "unexplained": f"{int(left_nT.sum())} tokens received something else",
         }[name]
         self.add(name, share, what, left_nT, expected_nT)
+
+    def _share(self, part_nT: torch.Tensor) -> float:
+        """Of the gradient, by its norm."""
+        return float(part_nT.norm() / self.step.received_nT.norm())
 
     def _kind_of_rest(self, left_nT: torch.Tensor, best_nT: torch.Tensor, difference_nT: torch.Tensor) -> str:
         """Added, or multiplied: what is added does not grow with the advantage and comes without one too."""
@@ -471,9 +482,8 @@ def _declared(batch: Batch, loss: Loss, pieces: Sequence[Piece]) -> list[Finding
     low, high = float(factors.min()), float(factors.max())
     if high / low < 1.001:
         return []
-    what = (
-        f"a token's weight is from {low:.3g} to {high:.3g} times that of the mean over an update, as `{loss.name}` says"
-    )
+    says = f"`{loss.name}`" if loss.over != "update" else f"`{loss.aggregation}` without a constant"
+    what = f"a token's weight is from {low:.3g} to {high:.3g} times that of the mean over an update, as {says} says"
     return [
         Finding("scaled by micro-batch", "all updates", high / low, what, (), CAUSES["scaled by micro-batch"], False)
     ]

@@ -103,8 +103,8 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
     sapo = {"tau_pos": options.get("sapo_temperature_pos", 1.0), "tau_neg": options.get("sapo_temperature_neg", 1.05)}
     vespo = {f"{k}_{sign}": options.get(f"vespo_{k}_{sign}", VESPO[k, sign]) for k, sign in VESPO}
     account, settings = {
-        "cispo": ("cispo", {"lowest": -math.inf, "highest": high, "sequence": sequence}),
-        "sapo": ("sapo", sapo | {"sequence": sequence}),
+        "cispo": ("cispo", {"lowest": -math.inf, "highest": high}),
+        "sapo": ("sapo", sapo),
         "vespo": ("vespo", vespo),
     }.get(loss_type, ("clip_sequence" if sequence else "clip", clip))
     means: dict[str, tuple[str | None, str]] = {
@@ -119,9 +119,10 @@ def trl_loss(loss_type: str, importance_sampling_level: str = "token", **options
     }
     aggregation, over = means.get(loss_type, (None, "update"))
     beta, norm = options.get("beta", 0.0), options.get("max_completion_length")
-    unusual = options.get("use_bias_correction_kl") or options.get("off_policy_mask_threshold") is not None
-    known = aggregation is not None and not unusual and options.get("top_entropy_quantile", 1.0) == 1
-    kl = "k3 unlimited" if beta else None
+    unusual = options.get("off_policy_mask_threshold") is not None or options.get("top_entropy_quantile", 1.0) < 1
+    known = aggregation is not None and not unusual
+    kl = "k3 of trl" if beta else None
+    settings = settings | {"sequence": sequence, "corrected": options.get("use_bias_correction_kl", False)}
     return Loss(loss_type, account if known else None, aggregation or "token-mean", over, norm, settings, kl, beta)
 
 
@@ -316,20 +317,27 @@ def expect(loss: Loss, tokens: Tokens) -> Account:
     assert loss.account is not None
     value, clipped = ACCOUNTS[loss.account](tokens, loss.options)
     if loss.kl and tokens.ref is not None:
-        value = value - loss.kl_coef * kl_slope(loss.kl, tokens.log_probs - tokens.ref)
+        value = value - loss.kl_coef * _kl(loss, tokens, tokens.log_probs - tokens.ref)
     return torch.where(tokens.mask, value, 0.0), clipped & tokens.mask
 
 
-def kl_slope(estimator: str, difference: torch.Tensor) -> torch.Tensor:
-    """The derivative of a KL estimator by the log-probability; http://joschu.net/blog/kl-approx.html names them."""
-    if estimator in ("k2", "mse") or estimator.endswith("+"):
+def _kl(loss: Loss, tokens: Tokens, difference: torch.Tensor) -> torch.Tensor:
+    """The derivative of the KL term; http://joschu.net/blog/kl-approx.html names the estimators."""
+    assert loss.kl is not None
+    k3, slope = (-difference).exp() + difference - 1, 1 - (-difference).exp()
+    if loss.kl == "k3 of trl":
+        if not loss.options.get("corrected"):
+            return slope
+        if not loss.options.get("sequence"):  # the term is multiplied by the ratio, which has a gradient too
+            return (slope + k3) * tokens.log_ratio.exp()
+        return (slope + tokens.row_mean(k3)) * tokens.row_mean(tokens.log_ratio).exp()
+    if loss.kl in ("k2", "mse") or loss.kl.endswith("+"):
         return difference
-    if estimator in ("k1", "kl"):
+    if loss.kl in ("k1", "kl"):
         return torch.ones_like(difference)
-    if estimator == "abs":
+    if loss.kl == "abs":
         return difference.sign()
-    limited = (difference.abs() > 20) | ((-difference).exp() + difference - 1 > 10)
-    return torch.where(limited & (estimator != "k3 unlimited"), 0.0, 1 - (-difference).exp())
+    return torch.where((difference.abs() > 20) | (k3 > 10), 0.0, slope)
 
 
 def denominators(loss: Loss, batch: Batch, pieces: Sequence[Piece]) -> list[torch.Tensor]:

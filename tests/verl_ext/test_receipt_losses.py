@@ -21,6 +21,7 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 KNOWN = sorted(POLICY_LOSS_REGISTRY.keys() - {"bypass_mode", "clip_cov", "geo_mean"})
 """verl's losses that have a formula and keep the mean over an update."""
 SEEDS = 50
+pytestmark = pytest.mark.slow
 KL = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "k3+")
 CLIP = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "clip_ratio_c": 1.6}
 OPTIONS = {"tau_pos": 1.0, "tau_neg": 1.4, "dro_beta": 0.5, "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7}
@@ -49,7 +50,7 @@ def data_of(given: Rollout, rows: torch.Tensor, nested: bool) -> tuple[TensorDic
     """A micro-batch as verl's worker has it, the lengths of its prompts and of its responses."""
     batch = given.batch
     prompts = 1 + rows % 3
-    lengths = torch.where(batch.mask_BT, torch.arange(TOKENS) + 1, 0).amax(dim=1)[rows]
+    lengths = torch.where(batch.mask_BT, torch.arange(TOKENS) + 1, 0).amax(dim=1)[rows].clamp(min=1)
     columns = {
         "response_mask": batch.mask_BT,
         "old_log_probs": batch.old_log_probs_BT,
@@ -78,9 +79,14 @@ def data_of(given: Rollout, rows: torch.Tensor, nested: bool) -> tuple[TensorDic
     return TensorDict(fields, batch_size=[len(rows)]), prompts, lengths
 
 
-def measured(given: Rollout, config: ActorConfig, nested: bool, skipped: torch.Tensor) -> list[Piece]:
-    """The pieces by the hook on the packed log-probabilities, as verl's engine has them."""
-    pieces, mask = [], given.batch.mask_BT
+def measured(
+    given: Rollout, config: ActorConfig, nested: bool, skipped: torch.Tensor, loss_mask: torch.Tensor | None = None
+) -> list[Piece]:
+    """The pieces by the hook on the packed log-probabilities, as verl's engine has them.
+
+    The engine counts an optimiser step's tokens by ``loss_mask``, that of the responses unless it is given.
+    """
+    pieces, mask = [], given.batch.mask_BT if loss_mask is None else loss_mask
     for update, step in enumerate(given.plan):
         everything = torch.cat([rows for _, rows in step])
         for rank, rows in step:
@@ -179,3 +185,53 @@ def test_no_false_alarm(mode: str) -> None:
         seen.update((name, value) for name, value in choice.items())
     assert len(seen) >= 2 * 5 + 5 + 2, seen
     assert bool(clipped) == (mode in ("vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl")), clipped
+
+
+def of_one_update(mode: str, aggregation: str, seed: int, *, updates: int = 1, nested: bool = True) -> Receipt:
+    """Uneven micro-batches on one rank, one epoch."""
+    given = rollout(seed, updates=updates, token_advantages=False)
+    given = Rollout(Batch(**{**vars(given.batch), "ref_log_probs_BT": None}), given.policy_UBT, given.plan)
+    none = torch.zeros(len(given.batch.mask_BT), dtype=torch.bool)
+    pieces = measured(given, actor_config(mode, aggregation, None, None), nested, none)
+    return check(given.batch, verl_loss(mode, aggregation, **CLIP), pieces)
+
+
+def test_geo_mean_sums_means_of_micro_batches() -> None:
+    """verl-project/verl#7913, in verl 0.9.1: the loss is a mean over the responses of a micro-batch, and these are summed."""
+    for seed in range(3):
+        receipt = of_one_update("geo_mean", "seq-mean-token-mean", seed)
+        (finding,) = (each for each in receipt.findings if each.mismatch)
+        assert finding.name.startswith("scaled") and finding.size >= 2  # at most 4 of 8 responses are in a micro-batch
+    (finding,) = (each for each in even_micro_batches("geo_mean").findings if each.mismatch)
+    assert finding.name == "scaled" and finding.size == pytest.approx(4)
+    assert even_micro_batches("gspo").ok
+
+
+def even_micro_batches(mode: str) -> Receipt:
+    """Four of two responses."""
+    given = rollout(4, token_advantages=False, even=True)
+    given = Rollout(Batch(**{**vars(given.batch), "ref_log_probs_BT": None}), given.policy_UBT, given.plan)
+    none = torch.zeros(len(given.batch.mask_BT), dtype=torch.bool)
+    pieces = measured(given, actor_config(mode, "seq-mean-token-mean", None, None), True, none)
+    return check(given.batch, verl_loss(mode, "seq-mean-token-mean", **CLIP), pieces)
+
+
+def test_a_sum_norm_without_its_factor_depends_on_the_micro_batch() -> None:
+    """Of nested tensors each micro-batch is as wide as its own longest response, by which it divides."""
+    receipt = of_one_update("vanilla", "seq-mean-token-sum-norm", 4)
+    (note,) = receipt.findings
+    assert (note.name, note.mismatch) == ("scaled by micro-batch", False) and "seq-mean-token-sum-norm" in note.what
+    assert of_one_update("vanilla", "seq-mean-token-sum-norm", 4, nested=False).findings == ()
+
+
+def test_rejected_tokens_stay_in_verls_token_mean() -> None:
+    """Rejection sampling reduces ``response_mask``; the engine counts ``loss_mask``."""
+    given = rollout(6, token_advantages=False)
+    whole = given.batch.mask_BT
+    kept = whole & (torch.rand(whole.shape, generator=torch.Generator().manual_seed(6)) < 0.6)
+    batch = Batch(**{**vars(given.batch), "mask_BT": kept, "ref_log_probs_BT": None})
+    given = Rollout(batch, given.policy_UBT, given.plan)
+    none = torch.zeros(len(kept), dtype=torch.bool)
+    pieces = measured(given, actor_config("vanilla", "token-mean", None, None), True, none, whole)
+    (finding,) = check(batch, verl_loss("vanilla", "token-mean", **CLIP), pieces).findings
+    assert finding.name == "scaled" and finding.size == pytest.approx(float(kept.sum() / whole.sum()), rel=1e-4)
