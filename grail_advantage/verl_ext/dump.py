@@ -19,9 +19,16 @@ from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
-from grail_advantage.verl_ext.received import Written, loss_of, receipt_of, watch_request, without_watch
+from grail_advantage.verl_ext.received import (
+    Written,
+    fetch_loss_columns,
+    loss_of,
+    receipt_of,
+    watch_request,
+    without_watch,
+)
 from grail_advantage.verl_ext.rules import STRATEGY
-from grail_advantage.verl_ext.settings import DUMP_FOLDER, ENGINES, MODEL, ROLLOUT, Settings
+from grail_advantage.verl_ext.settings import ACTOR, DUMP_FOLDER, ENGINES, MODEL, ROLLOUT, Settings
 from grail_advantage.verl_ext.step import Step, objects
 from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
 from grail_advantage.weighting import BatchWeights
@@ -182,11 +189,20 @@ class UpdateDump:
                 if isinstance(reply, Exception):
                     raise reply
             of_ranks = [reply for reply in replies if reply is not None]
-            receipt = receipt_of(written, step, of_ranks, sent, on_policy=on_policy)
+            loss = loss_of(step.settings)
+            receipt = receipt_of(
+                written,
+                fetch_loss_columns(written.keys, step.partition_id, written.mask_BT.shape[1]),
+                of_ranks,
+                sent=sent,
+                tokens=step.batch.mask_BT.sum(dim=1).tolist(),
+                loss=loss,
+                epochs=step.settings[f"{ACTOR}.ppo_epochs"],
+                on_policy=on_policy,
+            )
             lengths = [len(step.responses[place]) for place in written.places]
-            loss = loss_of(step.settings).name
             header = self._dump.write_received(
-                step.number, written.update, written.keys, lengths, written.mask_BT, receipt, loss
+                step.number, written.update, written.keys, lengths, written.mask_BT, receipt, loss.name
             )
             clipped = {} if header.clipped is None else {"receipt/clipped": header.clipped}
             return {"receipt/findings": sum(finding.mismatch for finding in receipt.findings), **clipped}

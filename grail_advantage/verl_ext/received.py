@@ -10,7 +10,7 @@ Shape suffixes: R responses of a rank, B responses that are written, T response 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
@@ -222,33 +223,44 @@ class Written:
         return f"{step.number}.{self.update}"
 
 
+def fetch_loss_columns(keys: Sequence[str], partition_id: str, width: int) -> dict[str, torch.Tensor]:
+    """What the loss reads of some responses beside their advantages, as far as the run has it; each (B, ``width``)."""
+    names = [OLD_LOG_PROBS, "rollout_is_weights", "ref_log_prob"]
+    data = tq.kv_batch_get(keys=list(keys), partition_id=partition_id, select_fields=names)
+    known = {name: data[name].to_padded_tensor(0).float() for name in names if name in data.keys()}  # noqa: SIM118
+    return {name: pad(values_BT, (0, width - values_BT.shape[1])) for name, values_BT in known.items()}
+
+
 def receipt_of(
-    written: Written, step: Step, of_ranks: Sequence[list[OptimiserStep]], sent: Sequence[int], *, on_policy: bool
+    written: Written,
+    columns_BT: Mapping[str, torch.Tensor],
+    of_ranks: Sequence[list[OptimiserStep]],
+    *,
+    sent: Sequence[int],
+    tokens: Sequence[int],
+    loss: Loss,
+    epochs: int,
+    on_policy: bool,
 ) -> Receipt:
     """The receipt of an update, over the written responses.
 
     Args:
         written: these.
-        step: all responses.
+        columns_BT: from :func:`fetch_loss_columns`.
         of_ranks: the optimiser steps of each data-parallel rank.
-        sent: tokens of each response that went into the update; 0 for one that was left out.
+        sent: tokens of each response of the whole batch that went into the update; 0 for one that was left out.
+        tokens: of each response of the whole batch, those that train.
+        loss: the run's.
+        epochs: of the update.
         on_policy: whether the old log-probabilities are those of the policy before the update.
     """
-    longest = written.mask_BT.shape[1]
-    names = [OLD_LOG_PROBS, "rollout_is_weights", "ref_log_prob"]
-    data = tq.kv_batch_get(keys=written.keys, partition_id=step.partition_id, select_fields=names)
-    old_log_probs_BT, weights_BT, ref_log_probs_BT = (_padded(data, name, longest) for name in names)
-    updates, epochs = len(of_ranks[0]), step.settings[f"{ACTOR}.ppo_epochs"]
-    tokens_of_all = step.batch.mask_BT.sum(dim=1)
-    totals = []
-    for update in range(updates):
-        places = [place for steps in of_ranks for place in steps[update].places]
-        totals.append((int(tokens_of_all[places].sum()), len(places)))
+    longest, updates = written.mask_BT.shape[1], len(of_ranks[0])
+    places = [[place for steps in of_ranks for place in steps[update].places] for update in range(updates)]
     sent_B = torch.tensor(sent)[written.places]
     # A tail that is cut has advantages of 0; it takes part in nothing but the number of tokens.
     sent_BT = torch.arange(longest) < sent_B.unsqueeze(1)
-    loss, pieces = loss_of(step.settings), list(_pieces(of_ranks, longest))
-    if loss.account == "kl_cov" and len(written.keys) < len(step.keys):
+    pieces = list(_pieces(of_ranks, longest))
+    if loss.account == "kl_cov" and len(written.keys) < len(tokens):
         loss = replace(loss, account=None)  # which tokens it penalises follows from all responses of a micro-batch
     if not pieces:
         nothing_UBT = torch.full((updates, *written.mask_BT.shape), torch.nan)
@@ -257,15 +269,15 @@ def receipt_of(
         Batch(
             advantages_BT=written.advantages_BT,
             mask_BT=written.mask_BT & (sent_BT | (sent_B == 0).unsqueeze(1)),
-            old_log_probs_BT=old_log_probs_BT,
-            weights_BT=weights_BT,
-            ref_log_probs_BT=ref_log_probs_BT,
+            old_log_probs_BT=columns_BT.get(OLD_LOG_PROBS),
+            weights_BT=columns_BT.get("rollout_is_weights"),
+            ref_log_probs_BT=columns_BT.get("ref_log_prob"),
             left_out_B=sent_B == 0,
             updates=updates // epochs,
             epochs=epochs,
             ranks=len(of_ranks),
             on_policy=on_policy,
-            totals_U2=torch.tensor(totals),
+            totals_U2=torch.tensor([[sum(tokens[place] for place in of_step), len(of_step)] for of_step in places]),
             keys=written.keys,
         ),
         loss,
@@ -299,10 +311,3 @@ def _pieces(of_ranks: Sequence[list[OptimiserStep]], width: int) -> Iterator[Pie
                     outside_b=torch.tensor(micro.outside),
                     width=micro.width,
                 ).padded(width)
-
-
-def _padded(data: TensorDict, name: str, width: int) -> torch.Tensor | None:
-    if name not in data.keys():  # noqa: SIM118  # a TensorDict has no `in`
-        return None
-    values_BT = data[name].to_padded_tensor(0).float()
-    return torch.nn.functional.pad(values_BT, (0, width - values_BT.shape[1]))

@@ -56,6 +56,14 @@ class Experiments:
             return {}
         return self._updates(setup, [combinations(True)[place] for place in (0, -1)])
 
+    def rejected(self, setup: tuple[Setup, Sizes]) -> dict[Any, Any]:
+        """Of the usual loss, where a rollout correction took a token of each response out of ``response_mask``."""
+        for mini_batch in self.plan:
+            for row in mini_batch:
+                row["generated"], row["mask"] = row["mask"], row["mask"].clone()
+                row["mask"][0] = 0
+        return self._updates(setup, combinations(True)[:1])
+
     def _updates(self, setup: tuple[Setup, Sizes], chosen: list[tuple[str, str, bool | None]]) -> dict[Any, Any]:
         from verl.utils.profiler import DistProfiler
 
@@ -111,7 +119,7 @@ class Experiments:
                 "prompts": nested([row["prompt"] for row in self.rows]),
                 "responses": nested([row["response"] for row in self.rows]),
                 "response_mask": nested([row["mask"] for row in self.rows]),
-                "loss_mask": nested([row["mask"] for row in self.rows]),
+                "loss_mask": nested([row.get("generated", row["mask"]) for row in self.rows]),
                 "advantages": nested([row["advantages"] for row in self.rows]),
                 "rollout_is_weights": nested([row["weights"] for row in self.rows]),
                 "old_log_probs": nested([row["old_log_probs"] for row in self.rows]),
@@ -143,7 +151,7 @@ class Experiments:
         }
 
 
-EXPERIMENTS = {"updates": SETUPS, "sliced": SLICED}
+EXPERIMENTS = {"updates": SETUPS, "sliced": SLICED, "rejected": dict(list(SETUPS.items())[:1])}
 
 if __name__ == "__main__":
     run_rank(Experiments, EXPERIMENTS, sys.argv[1:])

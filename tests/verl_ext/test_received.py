@@ -15,13 +15,12 @@ import torch
 from omegaconf import DictConfig
 
 from grail_advantage.receipt import Receipt
-from grail_advantage.verl_ext.received import OptimiserStep, UpdateWatch, Written, receipt_of
+from grail_advantage.verl_ext.received import OptimiserStep, UpdateWatch, Written, loss_of, receipt_of
 from grail_advantage.verl_ext.settings import Settings
 from grail_advantage.verl_ext.zero_advantage import lengths_in_update, trained_lengths
 from tests.composed import compose
 from tests.core.tiny_models import tiny_model
 from tests.verl_ext import received_ranks as ranks
-from tests.verl_ext.one_step import Store
 from tests.verl_ext.rank_group import Results, of_all_ranks, start_ranks
 
 LENGTHS = (
@@ -83,19 +82,14 @@ def _composed() -> DictConfig:
 
 
 def _receipt(
-    monkeypatch: pytest.MonkeyPatch,
     of_ranks: list[list[OptimiserStep]],
     loss: str,
     aggregation: str,
     skips: bool | None,
+    rejected: bool = False,
 ) -> tuple[Receipt, list[dict[str, Any]]]:
     """The trainer's receipt of these steps."""
     rows = [row for mini_batch in _plan() for row in mini_batch]
-    store = Store()
-    monkeypatch.setattr("grail_advantage.verl_ext.received.tq", store)
-    keys = [f"r{place}" for place in range(len(rows))]
-    for key, row in zip(keys, rows, strict=True):
-        store.rows[key] = {"old_log_probs": row["old_log_probs"], "rollout_is_weights": row["weights"]}
 
     def padded(name: str) -> torch.Tensor:
         return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True)
@@ -104,16 +98,24 @@ def _receipt(
     config.actor_rollout_ref.actor.policy_loss.loss_mode = loss
     config.actor_rollout_ref.actor.loss_agg_mode = aggregation
     mask_BT, advantages_BT = padded("mask").bool(), padded("advantages")
+    if rejected:
+        mask_BT[:, 0] = False
     sent = [len(row["response"]) for row in rows]
     if skips is not None:
         trained = trained_lengths([row["advantages"] for row in rows], [row["mask"] for row in rows])
         sent = lengths_in_update(trained, sent, cut_tails=skips)
     chosen = [place for place, row in enumerate(rows) if row["written"] >= 0]
-    written = Written(0, chosen, [keys[place] for place in chosen], advantages_BT[chosen], mask_BT[chosen])
-    step: Any = SimpleNamespace(
-        settings=Settings.parse(config), batch=SimpleNamespace(mask_BT=mask_BT), keys=keys, partition_id="train"
+    written = Written(0, chosen, [f"r{place}" for place in chosen], advantages_BT[chosen], mask_BT[chosen])
+    receipt = receipt_of(
+        written,
+        {name: padded(column)[chosen] for name, column in (("old_log_probs",) * 2, ("rollout_is_weights", "weights"))},
+        of_ranks,
+        sent=sent,
+        tokens=mask_BT.sum(dim=1).tolist(),
+        loss=loss_of(Settings.parse(config)),
+        epochs=ranks.EPOCHS,
+        on_policy=False,
     )
-    receipt = receipt_of(written, step, of_ranks, sent, on_policy=False)
     return receipt, [rows[place] | {"sent": sent[place], "place": place} for place in chosen]
 
 
@@ -156,7 +158,7 @@ def test_the_update_is_the_same_bit_for_bit(results: list[Results]) -> None:
 
 @pytest.mark.slow
 def test_no_false_alarm_and_every_token_as_the_definition_says(
-    results: list[Results], monkeypatch: pytest.MonkeyPatch
+    results: list[Results],
 ) -> None:
     rows_of_step = len(LENGTHS[0])
     tokens_of_step = [sum(int(row["mask"].sum()) for row in mini_batch) for mini_batch in _plan()]
@@ -168,7 +170,7 @@ def test_no_false_alarm_and_every_token_as_the_definition_says(
             case = f"{name}, {loss}, {aggregation}, {skips}"
             of_ranks = [result[loss, aggregation, skips, True]["steps"] for result in of_all]
             of_ranks = [steps for steps in of_ranks if steps is not None]
-            receipt, rows = _receipt(monkeypatch, of_ranks, loss, aggregation, skips)
+            receipt, rows = _receipt(of_ranks, loss, aggregation, skips)
             assert not receipt.findings, (case, [str(finding) for finding in receipt.findings])
             assert len(receipt.received_UBT) == ranks.EPOCHS * len(LENGTHS)
             if loss in ("sapo", "dppo_tv", "dppo_kl"):
@@ -230,6 +232,20 @@ def test_the_log_probabilities_are_the_models(results: list[Results]) -> None:
         assert seen == 3, name
 
 
+@pytest.mark.slow
+def test_verl_divides_by_rejected_tokens_too(results: list[Results]) -> None:
+    """verl 0.9.1's ``token-mean`` divides by the sum of ``loss_mask`` (``FSDPEngine.forward_backward_batch``), while a rollout
+    correction that rejects tokens changes ``response_mask`` alone: every token receives less than a mean over the kept ones."""
+    of_all = of_all_ranks(results, "rejected", next(iter(ranks.SETUPS)))
+    of_ranks = [result["vanilla", "token-mean", None, True]["steps"] for result in of_all]
+    receipt, _ = _receipt(of_ranks, "vanilla", "token-mean", None, rejected=True)
+    (finding,) = receipt.findings
+    generated = [sum(int(row["mask"].sum()) for row in mini_batch) for mini_batch in _plan()]
+    kept = [count - len(LENGTHS[0]) for count in generated]
+    assert finding.name == "scaled" and finding.mismatch
+    assert finding.size in [pytest.approx(few / all_, rel=1e-4) for few, all_ in zip(kept, generated, strict=True)]
+
+
 class TestFaults:
     """What a fault in the engine's data would leave in the pieces is named."""
 
@@ -248,14 +264,15 @@ class TestFaults:
 
     @pytest.mark.slow
     def test_a_denominator_and_a_gradient_on_the_prompt(
-        self, results: list[Results], monkeypatch: pytest.MonkeyPatch
+        self,
+        results: list[Results],
     ) -> None:
         of_ranks = self._of_ranks(results)
         half = self._changed(of_ranks, lambda _, m: replace(m, gradients=[g / 2 for g in m.gradients]))
-        receipt, _ = _receipt(monkeypatch, half, "vanilla", "token-mean", None)
+        receipt, _ = _receipt(half, "vanilla", "token-mean", None)
         assert [(f.name, round(f.size, 4)) for f in receipt.findings] == [("scaled", 0.5)]
         outside = self._changed(of_ranks, lambda n, m: replace(m, outside=[0.1 * (n == 2)] * len(m.outside)))
-        receipt, _ = _receipt(monkeypatch, outside, "vanilla", "token-mean", None)
+        receipt, _ = _receipt(outside, "vanilla", "token-mean", None)
         assert [f.name for f in receipt.findings] == ["outside"]
 
 

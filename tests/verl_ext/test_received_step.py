@@ -14,7 +14,7 @@ from verl.utils import omega_conf_to_dataclass
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
-from grail_advantage import Signal
+from grail_advantage import RolloutBatch, Signal
 from grail_advantage.methods import method
 from grail_advantage.verl_ext import received
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
@@ -28,6 +28,16 @@ from tests.verl_ext.test_one_step import ROWS
 from tests.verl_ext.test_step_dump import Dumping
 
 ON = ("algorithm.token_dump.rows=null", "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+
+
+class Alternating(Signal):
+    """Token advantages of both signs in a response."""
+
+    gives = "advantages"
+
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+        signs_T = 1.0 - 2.0 * (torch.arange(batch.mask_BT.shape[1]) % 2)
+        return batch.advantages_B.unsqueeze(1) * signs_T
 
 
 class Updating(Workers):
@@ -105,12 +115,12 @@ def update(
 
 
 @pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("name", ["grail", "uniform", "polarity"])
+@pytest.mark.parametrize("name", ["grail", "uniform", "both signs"])
 def test_what_arrives_is_what_was_intended(
     name: str, skips: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On policy, after one update: with every kind of method, also one whose token advantages have both signs."""
-    chosen = method(name).build({})
+    chosen = Alternating() if name == "both signs" else method(name).build({})
     with monkeypatch.context() as patch:
         if skips:
             patch.setattr(TokenWeightTrainer, "_skipping", Skipping(skip_update=True))
@@ -130,7 +140,8 @@ def test_what_arrives_is_what_was_intended(
             assert row.received.updates.tolist() == [0]
             assert row.received.received_T == pytest.approx(row.advantage_T, rel=1e-4, abs=1e-6)
     assert left_out == (1 if skips else 0)
-    assert any(len(set(row.advantage_T.tolist())) > 1 for row in rows) or name == "uniform"
+    kinds = max(len(set(row.advantage_T[row.mask_T].tolist())) for row in rows)
+    assert kinds == {"grail": kinds, "uniform": 1, "both signs": 2}[name] and (kinds > 1 or name == "uniform")
     assert [header.loss for header in read_dump(tmp_path).receipts()] == ["vanilla"]
 
 
