@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 
 from grail_advantage.view.dump.files import DumpHeader, DumpRow
+from grail_advantage.view.dump.received import run_receipt
 from grail_advantage.view.page import by_position, colours, data, pack
+from grail_advantage.view.page.arrived import finding_texts, summary
 
 _GROUP = 8
 """Responses a prompt in common set-ups, for the choice of steps."""
 _WEIGHT_LIMITS = (1.25, 2.0, colours.WEIGHT_LIMIT)
-_OVERLAYS = ("weight", "score", "advantage", "surprisal", "entropy")
+_OVERLAYS = ("weight", "score", "advantage", "received", "surprisal", "entropy")
 
 
 @dataclass(eq=False)
@@ -175,6 +177,7 @@ def _facts(row: DumpRow) -> dict[str, Any]:
         "given": given,
         "spread": float(trained.std()) if len(trained) else math.nan,
         "advantage": float(base[0]) if base is not None and len(base) else None,
+        "updates": None if row.received is None else len(row.received.updates),
     }
 
 
@@ -250,6 +253,18 @@ def curves(runs: Sequence[data.Run]) -> tuple[list[dict[str, Any]], list[dict[st
             entry = more.setdefault(name, {"title": name, "unit": "", "lines": []})
             entry["lines"].append({**vars(data.line(run.metrics, name, name)), "run": number})
     return list(known.values()), list(more.values())
+
+
+def receipt(runs: Sequence[data.Run]) -> list[dict[str, Any]]:
+    """The sentences on what arrived, for each run that kept it."""
+    entries = []
+    for number, run in enumerate(runs):
+        headers = run.dump.receipts() if run.dump is not None else []
+        if headers:
+            whole = run_receipt(headers)
+            findings = [finding_texts(finding) for finding in whole.findings]
+            entries.append({"run": number, "summary": summary(whole), "findings": findings})
+    return entries
 
 
 def positions(tables: Sequence[Mapping[str, by_position.RowTable]], methods: Sequence[str]) -> dict[str, Any]:

@@ -82,6 +82,7 @@ def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: flo
         "position": index.positions(tables, methods),
         "colours": {"half": _HALF, "steps": _STEPS},
         "nothing": _nothing(runs),
+        "receipt": index.receipt(runs),
     }
     asked = len(selection.rollouts)
     while True:
