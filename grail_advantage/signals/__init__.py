@@ -15,5 +15,6 @@ from grail_advantage.signals import (  # noqa: F401
     steer,
     step_values,
     surprisal,
+    turn_rloo,
     uniform,
 )
