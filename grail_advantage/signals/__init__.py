@@ -3,8 +3,11 @@
 from grail_advantage.signals import (  # noqa: F401
     entropy,
     entropy_bonus,
+    gigpo,
     grail,
+    gtpo,
     high_entropy,
+    mt_grpo,
     oar,
     pattern,
     polarity,

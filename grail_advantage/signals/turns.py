@@ -27,6 +27,14 @@ from grail_advantage.signals.base import RowSelection, Signal
 Gamma = Annotated[
     float, Field(ge=0, le=1, description="discount from one turn to the next in the return of a turn; 0 to 1")
 ]
+Deviation = Annotated[
+    bool,
+    Field(
+        description="whether differences from a mean are divided by the deviation of what it was taken over, as in GRPO"
+    ),
+]
+_EPSILON = 1e-6
+"""Added to a deviation, as in verl's GRPO."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +78,24 @@ def find_turns(written_BT: torch.Tensor) -> torch.Tensor:
     return torch.where(written_BT, (written_BT & ~before_BT).cumsum(dim=1) - 1, -1)
 
 
-def normalize(values: np.ndarray, among: np.ndarray, *, deviation: bool = True) -> np.ndarray:
-    """Values less the mean of ``among``, divided by its deviation as verl's GRPO does it: with n - 1, plus 1e-6; a single value
-    is neither centred nor divided by anything but 1.
+def compare(values: Sequence[np.ndarray], keys: Sequence[Sequence[Any]], *, deviation: bool) -> list[np.ndarray]:
+    """Values of turns less the mean of those with the same key; 0 for a key of one turn alone.
+
+    Args:
+        values: float (K,) for each response.
+        keys: what each of these turns is compared under, such as its place.
+        deviation: whether to divide by the deviation, as verl's GRPO does it: with n - 1, plus 1e-6.
     """
-    mean, spread = (among.mean(), among.std(ddof=1)) if len(among) > 1 else (0.0, 1.0)
-    return (values - mean) / (spread + 1e-6 if deviation else 1.0)
+    alike: dict[Any, list[float]] = defaultdict(list)
+    for values_K, keys_K in zip(values, keys, strict=True):
+        for value, key in zip(values_K, keys_K, strict=True):
+            alike[key].append(value)
+    means = {key: np.mean(of) for key, of in alike.items()}
+    spreads = {key: np.std(of, ddof=1) + _EPSILON if deviation and len(of) > 1 else 1.0 for key, of in alike.items()}
+    return [
+        np.array([(value - means[key]) / spreads[key] for value, key in zip(values_K, keys_K, strict=True)])
+        for values_K, keys_K in zip(values, keys, strict=True)
+    ]
 
 
 def shuffle_turns(advantages_BT: torch.Tensor, turn_BT: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
