@@ -175,7 +175,7 @@ command=(
 if [[ $dry_run == 1 ]]; then
     exec "${command[@]}"
 fi
-if [[ $adv_estimator != grail || $# != 0 ]]; then
+if [[ ! $adv_estimator =~ ^(grail|turn_rloo)$ || $# != 0 ]]; then
     # Method, options and overrides, before the time for the warm-up is spent.
     check=("${command[@]}" hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=disabled hydra/hydra_logging=disabled)
     # The folder of the earlier run is not this one's.
