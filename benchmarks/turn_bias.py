@@ -184,17 +184,17 @@ def token_advantages(
 
 ROWS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("`turn_rloo`", "turn_rloo", {}, "constant"),
-    ("GRPO (`gigpo` with `omega=0`)", "gigpo", {"omega": 0.0}, "constant"),
+    ("GRPO (`gigpo`, `omega=0`)", "gigpo", {"omega": 0.0}, "constant"),
     ("`mt_grpo`", "mt_grpo", {}, "constant"),
-    ("`mt_grpo`, `deviation=false`", "mt_grpo", {"deviation": False}, "constant"),
+    ("`mt_grpo`, mean only", "mt_grpo", {"deviation": False}, "constant"),
     ("`gtpo`", "gtpo", {}, "constant"),
-    ("`gtpo`, `gamma=1`, `deviation=false`", "gtpo", {"gamma": 1.0, "deviation": False}, "constant"),
+    ("`gtpo`, mean only", "gtpo", {"gamma": 1.0, "deviation": False}, "constant"),
     ("`gigpo`", "gigpo", {}, "constant"),
-    ("`gigpo`, `gamma=1`, `deviation=false`", "gigpo", {"gamma": 1.0, "deviation": False}, "constant"),
-    ("`turn_rloo`, divided by the group's tokens", "turn_rloo", {}, "tokens"),
-    ("`turn_rloo`, divided by each response's tokens", "turn_rloo", {}, "response"),
+    ("`gigpo`, mean only", "gigpo", {"gamma": 1.0, "deviation": False}, "constant"),
+    ("`turn_rloo`, `token-mean`", "turn_rloo", {}, "tokens"),
+    ("`turn_rloo`, `seq-mean-token-mean`", "turn_rloo", {}, "response"),
 )
-"""Label, method, options, denominator of the loss."""
+"""Label, method, options, denominator of the loss. ``mean only`` is without discount, too."""
 
 
 def compared(found_P: torch.Tensor, exact_P: torch.Tensor) -> tuple[float, float]:
@@ -220,7 +220,7 @@ def report() -> str:
         rows.append(cells)
     known = environment(stops=True)
     truth = float(known.gradient(known.expectation(reward))[2])
-    head = ["method", "scale", "error", f"stop at once ({truth:+.3f})", "scale, 3 turns", "error, 3 turns"]
+    head = ["method", "scale", "error", f"stop ({truth:+.3f})", "scale, fixed", "error, fixed"]
     return "\n".join(table(head, rows, right=1))
 
 
