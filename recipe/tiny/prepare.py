@@ -94,7 +94,8 @@ def default_settings(base_model: str, seed: int, *, anew: bool = False) -> Prepa
     if base_model == "agent":
         if anew:
             raise ValueError(
-                "the agent's model is made anew by python -m recipe.tiny.agent_warm_up; leave out --warm-up"
+                "--warm-up (WARM_UP=1 of the launch script) is for the tiny model without a tool; leave it out, or make the "
+                "agent's model anew with python -m recipe.tiny.agent_warm_up"
             )
         return PrepareSettings(base_model="agent", seed=seed, validation_size=128, warm_up=None)
     return PrepareSettings(seed=seed, warm_up=WarmUpSettings(seed=seed) if anew else None)

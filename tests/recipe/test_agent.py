@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.tools.tool_registry import load_all_tools
@@ -20,6 +22,7 @@ from verl.workers.rollout.replica import TokenOutput
 from recipe.tiny import agent_warm_up
 from recipe.tiny.agent import MAX_TURNS, call_text, called_step, check, compute_score, demonstrate, turn_rewards
 from recipe.tiny.agent_warm_up import AgentWarmUpSettings, build_agent_tokenizer, load_agent, measure, reply_ids
+from recipe.tiny.prepare import default_settings, prepare
 from recipe.tiny.sampling import prompt_ids
 from recipe.tiny.shipped import weights_digest
 from recipe.tiny.task import Problem, problems
@@ -183,6 +186,22 @@ def test_the_longest_conversation_fits(tokenizer: PreTrainedTokenizerFast) -> No
 
 
 # ---------------------------------------------------------------------------------------------------- the SFT-initialised model
+
+
+def test_the_prepared_folder_holds_model_template_and_problems(tmp_path: Path) -> None:
+    settings = replace(default_settings("agent", 3), train_size=8, validation_size=4)
+    assert prepare(tmp_path, settings, report=lambda _: None) and not prepare(tmp_path, settings, report=lambda _: None)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.encode(FIRST) == build_agent_tokenizer().encode(FIRST)
+    assert tokenizer.decode(tokenizer.encode(FIRST), skip_special_tokens=True) == FIRST
+    messages = [{"role": "user", "content": "7+5-3"}, {"role": "tool", "content": "12"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False).endswith(
+        "<|im_start|>user\n<tool_response>12</tool_response><|im_end|>\n"
+    )
+    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    assert [row["extra_info"]["problem"] for row in rows] == [problem.text for problem in problems("train", 8, seed=3)]
+    with pytest.raises(ValueError, match=r"--warm-up.*agent_warm_up"):
+        default_settings("agent", 0, anew=True)
 
 
 def test_the_record_is_that_of_todays_settings_and_of_these_weights() -> None:
