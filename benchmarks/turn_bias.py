@@ -214,13 +214,12 @@ def report() -> str:
             exact_P = known.gradient(known.expectation(reward))
             found_P = known.expected_gradient(name, options, denominator=denominator)
             scale, rest = compared(found_P, exact_P)
-            cells += [f"{scale:.2f}", "0" if rest < 1e-10 else f"{rest:.2f}"]
-            if stops:
-                cells.append(f"{float(found_P[2]):+.3f}")
+            error = "0" if rest < 1e-10 else f"{rest:.2f}"
+            cells += [f"{scale:.2f}", error, f"{float(found_P[2]):+.3f}"] if stops else [error]
         rows.append(cells)
     known = environment(stops=True)
     truth = float(known.gradient(known.expectation(reward))[2])
-    head = ["method", "scale", "error", f"stop ({truth:+.3f})", "scale, fixed", "error, fixed"]
+    head = ["method", "scale", "error", f"stop ({truth:+.3f})", "error, fixed"]
     return "\n".join(table(head, rows, right=1))
 
 

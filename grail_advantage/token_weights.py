@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from grail_advantage.answers.format import BOXED, AnswerFormat
-from grail_advantage.answers.span import AnswerSpan, find_answer_spans
+from grail_advantage.answers.span import AnswerSpan, find_generated_spans
 from grail_advantage.batch import (
     ENTROPY,
     EXAMPLES,
@@ -151,7 +151,7 @@ def compute_token_weights(
     given_BL = {name: values_BL for name, values_BL in given_BL.items() if values_BL is not None}
     rollouts.check(signal, given_BL)
     mask_BT = rollouts.mask_BT
-    spans = find_answer_spans(rollouts.responses, tokenizer, signal.span, answer)
+    spans = find_generated_spans(rollouts.responses, tokenizer, signal.span, answer)
     advantages_B = advantages.to(mask_BT.device)
     if masked is not None:
         masked = masked.to(mask_BT.device).bool()

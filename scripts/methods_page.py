@@ -149,6 +149,7 @@ def _works_with(known: dict[str, Method]) -> list[str]:
 
 def _inputs(signal: Signal) -> str:
     needed = [f"`{read}`" for read in (GROUPS, EXAMPLES, REWARDS) if read in signal.reads]
+    needed += ["`fields`"] if signal.field_names else []
     computed = [f"`{read}`" for read in (OLD_LOG_PROBS, ENTROPY) if read in signal.reads]
     parts = [" and ".join(needed)] if needed else []
     parts += [f"{' and '.join(computed)}, or computes {'them' if len(computed) > 1 else 'it'}"] if computed else []

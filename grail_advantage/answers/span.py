@@ -57,8 +57,7 @@ def find_answer_span(
     """Find the tokens of one complete answer in a response.
 
     Args:
-        token_ids: integers of shape (T,), as generated. Special tokens and ids outside the vocabulary cover no byte. An
-            answer that ids below 0 interrupt is none: these are tokens that the model did not generate, such as a tool's.
+        token_ids: integers of shape (T,), as generated. Special tokens and ids outside the vocabulary cover no byte.
         tokenizer: a tokenizer backed by the ``tokenizers`` library with byte-level, SentencePiece-style or plain-text
             tokens. Its table of token bytes is built at the first call and kept for as long as the tokenizer lives.
         which: which complete answer counts, the ``"first"`` or the ``"last"``.
@@ -86,11 +85,21 @@ def find_answer_spans(
         token_ids_rows = token_ids_rows.detach().cpu().unbind()
     wanted = answer_format(answer)
     table = _token_table(tokenizer, wanted)
-    rows = [_as_array(row) for row in token_ids_rows]
-    spans = [_find_in_row(row, table, wanted, which) for row in rows]
+    return [_find_in_row(_as_array(row), table, wanted, which) for row in token_ids_rows]
+
+
+def find_generated_spans(
+    generated: Sequence[torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    which: str = "last",
+    answer: str | AnswerFormat = BOXED,
+) -> list[AnswerSpan | None]:
+    """:func:`find_answer_spans` for responses with -1 in place of tokens that the model did not generate, such as a tool's: an
+    answer that these interrupt is none."""
+    spans = find_answer_spans(generated, tokenizer, which, answer)
     return [
-        None if span is None or (row[span.start : span.end] < 0).any() else span
-        for row, span in zip(rows, spans, strict=True)
+        None if span is None or (tokens[span.start : span.end] < 0).any() else span
+        for tokens, span in zip(generated, spans, strict=True)
     ]
 
 

@@ -26,8 +26,8 @@ class GtpoConfig(TurnSignal):
 
     formula = "A_k = (G_k - mean) / deviation, G_k the discounted return, over the group's responses with a turn k"
     source = (
-        "arXiv 2511.14846, of which the abstract was read; the formula and gamma by a summary of arXiv 2604.02869 "
-        "(its equation 2), the comparison by place is chosen here"
+        "arXiv 2511.14846, of which the abstract was read; the formula and gamma are those of a published summary of arXiv "
+        "2604.02869 (there equation 2), the comparison by place is chosen here"
     )
 
     gamma: Gamma = 0.9

@@ -31,8 +31,8 @@ class MtGrpoConfig(TurnSignal):
     )
     source = (
         "arXiv 2505.11821: two turns by its code (SiliangZeng/Multi-Turn-RL-Agent, "
-        "`verifiers/trainers/mt_grpo_env_trainer.py`, `aae`), K turns by two readings of the paper alone, of which one is "
-        "section 3.2 of a summary of arXiv 2604.02869"
+        "`verifiers/trainers/mt_grpo_env_trainer.py`, `aae`); K turns by two published summaries, as the paper's section was "
+        "not read: one of it, one of arXiv 2604.02869 (section 3.2)"
     )
 
     alpha: float = option(1.0, "how much the part of each later turn counts for a turn; 0 to 1", ge=0, le=1)

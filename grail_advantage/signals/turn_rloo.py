@@ -19,7 +19,7 @@ from grail_advantage.signals.turns import Gamma, Turns, TurnSignal
 
 @register_signal("turn_rloo")
 class TurnRlooConfig(TurnSignal):
-    """Responses of one turn get RLOO's advantage."""
+    """Unbiased, as shown by enumeration. Responses of one turn get RLOO's advantage."""
 
     formula = "A_k = G_k - mean of G_k over the siblings with a turn k, G_k the return from turn k on"
     source = "this project; verl#7244 describes the bias that it avoids"

@@ -170,7 +170,7 @@ class TurnSignal(Signal):
 
     def _turns(self, batch: RolloutBatch, turn_BT: torch.Tensor) -> list[Turns]:
         assert batch.rewards_B is not None  # it reads them
-        messages_BT = batch.messages_BT.tolist() if batch.messages_BT is not None else None
+        messages_BT = batch.messages_BT.cpu().numpy() if batch.messages_BT is not None else None
         fields = batch.fields[self.rewards] if self.rewards else [None] * len(turn_BT)
         counts_B = turn_BT.max(dim=1).values + 1 if turn_BT.shape[1] else torch.zeros(len(turn_BT), dtype=torch.int64)
         return [
@@ -178,7 +178,7 @@ class TurnSignal(Signal):
                 place,
                 outcome,
                 self._rewards(given, count, place) if self.rewards and count else np.zeros(count),
-                said_before(messages_BT[place], turn_BT[place].tolist()) if messages_BT is not None else (),
+                said_before(messages_BT[place], turn_BT[place].numpy()) if messages_BT is not None else (),
             )
             for place, (outcome, given, count) in enumerate(
                 zip(batch.rewards_B.tolist(), fields, counts_B.tolist(), strict=True)
@@ -208,20 +208,14 @@ class TurnSignal(Signal):
         return np.pad(rewards, (0, turns - len(rewards)))
 
 
-def said_before(messages: Sequence[int], turns: Sequence[int]) -> list[tuple[int, ...]]:
+def said_before(messages_T: np.ndarray, turn_T: np.ndarray) -> list[tuple[int, ...]]:
     """What stands between each turn and the one before it; nothing before the first.
 
     Args:
-        messages: token ids of a response, whoever wrote them.
-        turns: the turn of each token, -1 for those that the model did not write.
+        messages_T: token ids of a response, whoever wrote them.
+        turn_T: the turn of each token, -1 for those that the model did not write.
     """
-    said: list[tuple[int, ...]] = []
-    between: list[int] = []
-    for token, turn in zip(messages, turns, strict=True):
-        if turn < 0:
-            between.append(token)
-            continue
-        if turn == len(said):
-            said.append(tuple(between) if said else ())
-        between = []
-    return said
+    edges = np.diff(turn_T >= 0, prepend=False, append=False).nonzero()[0]  # where turns begin and end, in turn
+    begins, ends = edges[2::2], edges[1:-1:2]
+    said = [tuple(messages_T[end:begin].tolist()) for begin, end in zip(begins, ends, strict=True)]
+    return [(), *said] if len(edges) else []

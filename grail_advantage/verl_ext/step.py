@@ -25,7 +25,7 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_to_nested
 
-from grail_advantage.answers.span import AnswerSpan, find_answer_spans
+from grail_advantage.answers.span import AnswerSpan, find_generated_spans
 from grail_advantage.batch import (
     ENTROPY,
     EXAMPLES,
@@ -227,7 +227,7 @@ def fetch_step(
         examples=_examples(data, settings) if EXAMPLES in signal.reads else None,
         fields=_fields(batch, signal),
     )
-    return replace(step, spans=find_answer_spans(step.generated, tokenizer, signal.span, settings.answer))
+    return replace(step, spans=find_generated_spans(step.generated, tokenizer, signal.span, settings.answer))
 
 
 def _examples(data: TensorDict, settings: Settings) -> list[Example]:

@@ -77,6 +77,8 @@ def test_public_signature() -> None:
     parameters = inspect.signature(compute_token_weights).parameters.values()
     by_name = {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
     assert [each.name for each in parameters if each.name not in by_name] == ["model", "tokenizer", *GOOD]
-    none = dict.fromkeys(["old_log_probs", "entropy", "groups", "examples", "masked", "fields", "process_group"])
+    none = dict.fromkeys(
+        ["old_log_probs", "entropy", "groups", "examples", "masked", "fields", "rewards", "process_group"]
+    )
     others = {"step": 0, "aggregate": token_mean, "answer": BOXED, "tokens": FORWARD_TOKENS}
     assert by_name == {"temperature": 1.0, **none, **others}

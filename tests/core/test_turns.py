@@ -242,8 +242,9 @@ def test_turns_are_runs_of_ones() -> None:
     expected = [[0, 0, -1, 1, -1, 2, 2], [-1, 0, 0, 0, -1, -1, -1], [-1] * 7, [0] * 7]
     assert find_turns(mask_BT).tolist() == expected
     assert find_turns(mask_BT[:, :0]).shape == (4, 0)
-    said = said_before(list(range(7)), expected[0])
-    assert said == [(), (2,), (4,)] and said_before(list(range(7)), expected[1]) == [()]
+    said = [said_before(np.arange(7), np.array(turns)) for turns in expected]
+    assert said == [[(), (2,), (4,)], [()], [], [()]]
+    assert said_before(np.arange(5), np.array([-1, 0, -1, -1, 1])) == [(), (2, 3)]
 
 
 GROUPS_OF_ONE_TURN = [Talk(["ab"], [], [], outcome) for outcome in (1.0, 0.0, 0.25, 0.0)]
@@ -327,6 +328,24 @@ def test_responses_that_fill_up_a_batch_or_lose_tokens(name: str) -> None:
     expected[0][0] = 0.0
     close(found[:-1], expected, 1e-5)
     assert found[-1] == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_batches_without_a_token(name: str) -> None:
+    for shape in ((0, 3), (2, 0), (0, 0), (2, 3)):
+        empty_BT = torch.full(shape, -1)
+        batch = RolloutBatch(
+            mask_BT=empty_BT >= 0,
+            advantages_B=torch.zeros(shape[0]),
+            spans=[None] * shape[0],
+            columns_BT={},
+            groups_B=torch.zeros(shape[0], dtype=torch.int64),
+            tokens_BT=empty_BT,
+            rewards_B=torch.zeros(shape[0]),
+            messages_BT=empty_BT,
+            fields={"tool_rewards": [[]] * shape[0]},
+        )
+        assert token_advantages(method(name).build({}), batch) == [[]] * shape[0]
 
 
 def test_a_response_with_advantage_0_may_have_turns_that_train() -> None:

@@ -323,7 +323,7 @@ def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> 
         ]
         assert len(names) > 50
         assert {"actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean"} <= {*names}
-        assert any(name.endswith("/weight_deviation") for name in names)
+        assert any(name.endswith("/advantage_scale") for name in names)
         assert {name: here["data"][name] for name in names} == {name: there["data"][name] for name in names}
     before, after = (pair.resumed.policy(step).lm_head.weight for step in (STEPS - 1, STEPS))
     assert not torch.equal(before, after), "nothing was learned that could have been lost"
