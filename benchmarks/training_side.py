@@ -266,6 +266,7 @@ class TrainingSide:
         return signal.select(self._batch({})).selected_B.nonzero().flatten().tolist()
 
     def _batch(self, columns: Mapping[str, torch.Tensor]) -> RolloutBatch:
+        responses_BT = torch.stack(self.tokens)[:, self.rollouts.prompt :]
         return RolloutBatch(
             self.mask_BT,
             self.rollouts.advantages,
@@ -273,8 +274,11 @@ class TrainingSide:
             columns,
             examples=self.rollouts.examples,
             groups_B=torch.tensor(self.rollouts.groups),
-            tokens_BT=torch.stack(self.tokens)[:, self.rollouts.prompt :],
+            tokens_BT=responses_BT,
+            messages_BT=responses_BT,
             tokenizer=self.tokenizer,
+            rewards_B=(self.rollouts.advantages > 0).double(),
+            fields={"tool_rewards": [[]] * len(self.tokens)},
         )
 
     def _pass_row(self, row: int) -> PassRow:

@@ -24,7 +24,7 @@ from trl import GRPOTrainer
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, AnswerWatch
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, field_names, token_mean
+from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, token_mean
 from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.signals.base import Signal
@@ -155,7 +155,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         }
         rows |= self._columns(rows, output)
         examples = self._examples(inputs) if EXAMPLES in signal.reads else None
-        fields = {name: [row.get(name) for row in inputs] for name in field_names(signal.reads)}
+        fields = {name: [row.get(name) for row in inputs] for name in signal.field_names}
         if not signal.uses:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
             rows = {name: self._gathered(values) for name, values in rows.items()}

@@ -19,6 +19,7 @@ from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
+from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.received import (
     Written,
     fetch_loss_columns,
@@ -35,6 +36,8 @@ from grail_advantage.weighting import BatchWeights
 
 FIELDS = ("rm_scores", "reward_model", "extra_fields", "data_source", "extra_info", OLD_LOG_PROBS, ENTROPY)
 """Fields of TransferQueue for the written responses; it leaves out those that a run does not have."""
+TURN_REWARDS = ("turn_rewards", "turn_scores", "tool_rewards")
+"""Fields with rewards by turn, of the reward function and of verl's agent loop."""
 CHECKPOINT_SECONDS = 60.0
 """Seconds that a checkpoint waits for the dump of its steps."""
 
@@ -148,7 +151,9 @@ class UpdateDump:
                 advantages_BT=advantages_BT,
                 rows_in_step=sum(of_run),
             )
-            self._dump.write(step.number, update, chosen, rows.subset(chosen), lambda: _known(fetched, len(chosen)))
+            self._dump.write(
+                step.number, update, chosen, rows.subset(chosen), lambda: _known(fetched, len(chosen), signal)
+            )
             if self._reads_received:
                 self._watched = Written(update, chosen, keys, advantages_BT[chosen], step.batch.mask_BT[chosen])
 
@@ -209,7 +214,7 @@ class UpdateDump:
         return {}
 
 
-def _known(fetched: TensorDict, count: int) -> list[dict[str, Any]]:
+def _known(fetched: TensorDict, count: int, signal: Signal) -> list[dict[str, Any]]:
     """Each response's values in TransferQueue, by the names of the dump's columns; ``None`` for one that is not there."""
     names = ("reward_model", "extra_fields", "data_source", "extra_info")
     judged, extra, sources, infos = (objects(fetched, name, count) for name in names)
@@ -231,10 +236,22 @@ def _known(fetched: TensorDict, count: int) -> list[dict[str, Any]]:
                 "reward": reward if reward is None or math.isfinite(reward) else None,
                 "outcome": outcome_of(reward if accuracy is None else float(accuracy)),
                 "id": f"{source}/{index}" if source is not None and index is not None else None,
+                "labels": turn_rewards_label(extra[row], signal),
                 **{target: values[row] for target, values in columns.items() if values[row] is not None},
             }
         )
     return known
+
+
+def turn_rewards_label(extra: Any, signal: Signal) -> dict[str, list[float]]:
+    """The rewards by turn as a label: those that the method reads, else the first of the usual names that has any."""
+    names = (getattr(signal, "rewards", None) or None, *TURN_REWARDS)
+    for known in (
+        _entry(values, name) for name in names if name for values in (_entry(extra, "reward_extra_info"), extra)
+    ):
+        if isinstance(known, list | tuple) and known:
+            return {"turn_rewards": [float(reward) for reward in known]}
+    return {}
 
 
 def _unbound(fetched: TensorDict, name: str, count: int) -> list[torch.Tensor | None]:

@@ -33,9 +33,9 @@ def load_shipped() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32), build_tokenizer()
 
 
-def weights_digest() -> str:
-    """SHA-256 of the file of weights."""
-    return hashlib.sha256((FOLDER / WEIGHTS).read_bytes()).hexdigest()
+def weights_digest(folder: Path = FOLDER) -> str:
+    """SHA-256 of a folder's file of weights."""
+    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
 
 
 def make(folder: Path = FOLDER) -> None:

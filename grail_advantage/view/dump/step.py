@@ -6,7 +6,7 @@ Shape suffixes: B rows, T response tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
@@ -314,7 +314,7 @@ class StepDump:
         self.writer.submit(lambda: (header, received_rows(keys, lengths, receipt)), write_received)
         return header
 
-    def _row(self, batch: StepRows, place: int, **more: Any) -> DumpRow:
+    def _row(self, batch: StepRows, place: int, *, labels: Mapping[str, Any] | None = None, **more: Any) -> DumpRow:
         response_T, span = batch.responses[place].numpy(), batch.spans[place]
         tokens = self._texts(response_T)
 
@@ -338,7 +338,7 @@ class StepDump:
             weight_T=column(batch.weights_BT.float()),
             base_advantage_T=column(batch.base_advantages_BT.float()),
             advantage_T=column(batch.advantages_BT.float()),
-            labels={} if batch.generated is None else _tool_label(batch.generated[place]),
+            labels={**({} if batch.generated is None else _tool_label(batch.generated[place])), **(labels or {})},
             **more,
         )
 

@@ -173,6 +173,7 @@ def _facts(row: DumpRow) -> dict[str, Any]:
         "span": [span.start, span.content_start, span.content_end, span.end] if span else None,
         "wrong_step": wrong if _is_range(wrong) else None,
         "tool": tool if tool and isinstance(tool, list) and all(map(_is_range, tool)) else None,
+        "turn_rewards": _numbers(row.labels.get("turn_rewards")),
         "length": len(row),
         "given": given,
         "spread": float(trained.std()) if len(trained) else math.nan,
@@ -183,6 +184,12 @@ def _facts(row: DumpRow) -> dict[str, Any]:
 
 def _is_range(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(edge) is int for edge in value)
+
+
+def _numbers(value: Any) -> list[float] | None:
+    """A list of rewards by turn; ``None`` for anything else."""
+    known = isinstance(value, list) and value and all(type(one) in (int, float) and math.isfinite(one) for one in value)
+    return value if known else None
 
 
 def _overlays(rollouts: Sequence[Rollout]) -> list[str]:

@@ -188,6 +188,7 @@ function fillPage(page, data) {
   }
   page.places = new Map(page.spans.map((span, t) => [span, t]));
   paint(page);
+  markTurns(page);
   if (data.n) page.spans[0].tabIndex = 0;
   page.element.append(box);
   const on = (name, act) =>
