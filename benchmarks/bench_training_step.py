@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_training_step methods          # what each registered method adds
     python -m benchmarks.bench_training_step zero_advantage   # GRPO, uniform and GRAIL, leaving such rows out or not
+    python -m benchmarks.bench_training_step received         # reading and checking what the tokens receive
 
 A step is: old log-probabilities, the method's pass and weights, epochs of the actor update, all with verl's own worker
 (:mod:`benchmarks.training_side`) and default options. A saliency is taken on the forward of the old log-probabilities, as a run
@@ -11,8 +12,8 @@ one after the other, each stage timed.
 
 A method that makes up sequences goes row by row and needs a forward for each of many tokens, so its pass is timed on
 ``SAMPLE_ROWS`` of its rows and that time multiplied; the result records it. ``--setup cuda`` is one GPU, a model of Qwen3-4B's
-shape and 8 x 4096 tokens in bf16. Writes ``results/methods-DEVICE.json`` or ``results/zero_advantage-DEVICE.json``, from which
-``python -m benchmarks.report`` makes tables.
+shape and 8 x 4096 tokens in bf16. Writes ``results/WHAT-DEVICE.json``; ``python -m benchmarks.report`` makes tables of the
+first two.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ EPOCHS = (1, 4)
 
 
 def run_step(
-    side: TrainingSide, signal: Signal | None, clock: Clock, epochs: int = 1, skipping: bool = False
+    side: TrainingSide,
+    signal: Signal | None,
+    clock: Clock,
+    epochs: int = 1,
+    skipping: bool = False,
+    watched: bool = False,
 ) -> list[float]:
     """Seconds of one step, by stage, each epoch of the update one; without a signal it is GRPO's.
 
@@ -80,7 +86,7 @@ def run_step(
     weigh = side.base_advantages if signal is None else partial(side.weighted_advantages, signal, output, of_pass)
     advantages_BT = timed(weigh)
     for _ in range(epochs):
-        timed(side.update, output["log_probs"], advantages_BT, skipping=skipping)
+        timed(side.update, output["log_probs"], advantages_BT, skipping=skipping, watched=watched)
     return seconds
 
 
@@ -201,10 +207,28 @@ def of_zero_advantage(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any
     return {"setup": setup.described(), "epochs": sorted(EPOCHS), "runs": runs}
 
 
+def of_received(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
+    """The record of ``received``: whole steps of uniform with and without."""
+    from benchmarks.training_side import Rollouts, TrainingSide, make_worker
+
+    selected = max(1, round(SELECTED * setup.rows))
+    rollouts = Rollouts(setup.rows, setup.prompt, setup.response, selected, setup.shape["vocab_size"])
+    side = TrainingSide(make_worker(setup, checkpointing=False), rollouts)
+    signal = method("uniform").build({})
+    ways = {
+        name: partial(run_step, side, signal, clock, watched=watched)
+        for name, watched in (("without", False), ("with", True))
+    }
+    repeated = list(islice(in_turn(ways), repeats))
+    found = [sum(of["with"]) / sum(of["without"]) for of in repeated]
+    show(f"a step that is read: {median(found):.4f} x one that is not, from {min(found):.4f} to {max(found):.4f}")
+    return {"setup": setup.described(), "ratios": found, "repeats": repeated}
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = {"methods": of_methods, "zero_advantage": of_zero_advantage}
+    kinds = {"methods": of_methods, "zero_advantage": of_zero_advantage, "received": of_received}
     parser.add_argument("what", choices=kinds)
     parser.add_argument("--setup", choices=SETUPS, default="cpu")
     parser.add_argument("--repeats", type=int, default=3)

@@ -39,8 +39,10 @@ from benchmarks.rollouts import Rollouts
 from benchmarks.setup import ROW_BY_ROW, Setup
 from grail_advantage import GrailConfig, RolloutBatch, Signal
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
+from grail_advantage.receipt import verl_loss
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, TARGET, build_request
+from grail_advantage.verl_ext.exchange import LEAF, PLACES, SALIENCY_FIELDS, TARGET, WATCHED, build_request
+from grail_advantage.verl_ext.received import Written, receipt_of
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker, token_scores
 from grail_advantage.verl_ext.zero_advantage import CUT_TAILS
 from grail_advantage.weighting import batch_weights, scores_of
@@ -180,9 +182,12 @@ class TrainingSide:
         """GRPO's: one advantage a row on all its tokens, (B, T)."""
         return self.rollouts.advantages.unsqueeze(1).expand(self.mask_BT.shape).contiguous()
 
-    def update(self, log_probs: torch.Tensor, advantages_BT: torch.Tensor, *, skipping: bool = False) -> None:
+    def update(
+        self, log_probs: torch.Tensor, advantages_BT: torch.Tensor, *, skipping: bool = False, watched: bool = False
+    ) -> None:
         """One epoch of the actor update: the whole batch as one mini-batch, one optimiser step; ``skipping``: without the rows
-        that have no advantage, whose log-probabilities may be missing."""
+        that have no advantage, whose log-probabilities may be missing; ``watched``: what its tokens receive is read and
+        checked, of all rows."""
         rows, prompt = self.rollouts.rows, self.rollouts.prompt
         data = self._model_batch()
         missing = [log_probs.values().new_zeros(len(row)) for row in self.tokens[len(log_probs.offsets()) - 1 :]]
@@ -206,7 +211,33 @@ class TrainingSide:
         )
         if skipping:
             tu.assign_non_tensor(data, **{CUT_TAILS: True})
+        if watched:
+            data[PLACES] = torch.arange(rows).unsqueeze(1).expand(-1, 2).contiguous()
+            tu.assign_non_tensor(data, **{WATCHED: "1.0"})
         self.worker.train_mini_batch(data)
+        if watched:
+            self._check(advantages_BT, data["old_log_probs"].to_padded_tensor(0))
+
+    def _check(self, advantages_BT: torch.Tensor, old_log_probs_BT: torch.Tensor) -> None:
+        rows, lengths = self.rollouts.rows, [self.rollouts.response] * self.rollouts.rows
+        receipt = receipt_of(
+            Written(0, list(range(rows)), list(map(str, range(rows))), advantages_BT, self.mask_BT),
+            {OLD_LOG_PROBS: old_log_probs_BT},
+            [self.worker.update_watch.take("1.0")],
+            sent=lengths,
+            tokens=lengths,
+            loss=verl_loss(
+                "vanilla",
+                self.actor.loss_agg_mode,
+                clip_ratio_low=self.actor.clip_ratio_low,
+                clip_ratio_high=self.actor.clip_ratio_high,
+                loss_scale_factor=self.actor.loss_scale_factor,
+            ),
+            epochs=1,
+            on_policy=False,  # a second epoch is an update of its own here
+        )
+        if not receipt.ok:
+            raise SystemExit(f"the receipt finds {', '.join(map(str, receipt.findings))}")
 
     def agreement(self) -> tuple[bool, str]:
         """Whether both ways to GRAIL's saliency agree up to the precision, with the largest difference of a row."""
@@ -235,6 +266,7 @@ class TrainingSide:
         return signal.select(self._batch({})).selected_B.nonzero().flatten().tolist()
 
     def _batch(self, columns: Mapping[str, torch.Tensor]) -> RolloutBatch:
+        responses_BT = torch.stack(self.tokens)[:, self.rollouts.prompt :]
         return RolloutBatch(
             self.mask_BT,
             self.rollouts.advantages,
@@ -242,8 +274,11 @@ class TrainingSide:
             columns,
             examples=self.rollouts.examples,
             groups_B=torch.tensor(self.rollouts.groups),
-            tokens_BT=torch.stack(self.tokens)[:, self.rollouts.prompt :],
+            tokens_BT=responses_BT,
+            messages_BT=responses_BT,
             tokenizer=self.tokenizer,
+            rewards_B=(self.rollouts.advantages > 0).double(),
+            fields={"tool_rewards": [[]] * len(self.tokens)},
         )
 
     def _pass_row(self, row: int) -> PassRow:

@@ -27,6 +27,10 @@ EXAMPLES = "examples"
 """Prompts as messages, and the columns of the data set."""
 TOKENS = "tokens"
 """The responses' token ids and the tokenizer: ``tokens_BT`` and ``tokenizer`` of the batch."""
+REWARDS = "rewards"
+"""The responses' rewards: ``rewards_B`` of the batch."""
+MESSAGES = "messages"
+"""The responses with what tools and users said in them: ``messages_BT`` of the batch."""
 FIELD = "field:"
 """Prefix: ``field:NAME`` is a value a row of any kind, ``fields[NAME]`` of the batch."""
 
@@ -101,6 +105,10 @@ class RolloutBatch:
     """int64, for signals that read ``TOKENS``: the tokens that the model generated; -1 elsewhere, as for a tool's output."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """Likewise."""
+    rewards_B: torch.Tensor | None = None
+    """float, for signals that read ``REWARDS``; the sum of each response's rewards, NaN where it could not be judged."""
+    messages_BT: torch.Tensor | None = None
+    """int64, for signals that read ``MESSAGES``: all tokens of the responses, whoever wrote them; -1 after their ends."""
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """By name, for signals that read ``field:NAME``: one value a row, ``None`` for a row that has none."""
 
@@ -138,11 +146,17 @@ class RolloutBatch:
             ("masked_B", self.masked_B, torch.bool, shape[:1]),
             ("groups_B", self.groups_B, torch.int64, shape[:1]),
             ("tokens_BT", self.tokens_BT, torch.int64, shape),
+            ("messages_BT", self.messages_BT, torch.int64, shape),
         ):
             if numbers is not None and (numbers.dtype != dtype or numbers.shape != wanted):
                 raise ValueError(
                     f"{name} must be {dtype} of shape {wanted}, got {numbers.dtype} of {tuple(numbers.shape)}"
                 )
+        if self.rewards_B is not None and (not self.rewards_B.is_floating_point() or self.rewards_B.shape != shape[:1]):
+            raise ValueError(
+                f"rewards_B must be floats of shape {shape[:1]}, got {self.rewards_B.dtype} of "
+                f"{tuple(self.rewards_B.shape)}"
+            )
         one_a_row = [("spans", self.spans), ("examples", self.examples)]
         one_a_row += [(f"fields[{name!r}]", values) for name, values in self.fields.items()]
         for name, values in one_a_row:

@@ -17,19 +17,20 @@ import torch
 from torch.distributed import ProcessGroup
 
 from grail_advantage.answers.format import BOXED, AnswerFormat
-from grail_advantage.answers.span import AnswerSpan, find_answer_spans
+from grail_advantage.answers.span import AnswerSpan, find_generated_spans
 from grail_advantage.batch import (
     ENTROPY,
     EXAMPLES,
     FIELD,
     GROUPS,
+    MESSAGES,
     OLD_LOG_PROBS,
+    REWARDS,
     TOKENS,
     Example,
     PassRow,
     RolloutBatch,
     check_tensor,
-    field_names,
     token_mean,
 )
 from grail_advantage.metrics import weight_metrics
@@ -82,6 +83,7 @@ def compute_token_weights(
     examples: Sequence[Example] | None = None,
     masked: torch.Tensor | None = None,
     fields: Mapping[str, Sequence[Any]] | None = None,
+    rewards: torch.Tensor | None = None,
     process_group: ProcessGroup | None = None,
     step: int = 0,
     aggregate: Callable[[torch.Tensor, torch.Tensor], float] = token_mean,
@@ -100,7 +102,8 @@ def compute_token_weights(
         tokenizer: the tokenizer that the token ids belong to.
         input_ids: (B, L) int64, prompt + response, padded on either side. Tokens after the response change nothing.
         attention_mask: (B, L) bool or 0/1.
-        response_mask: (B, L) bool or 0/1, the response tokens, contiguous in each row; a row without any weighs 0.
+        response_mask: (B, L) bool or 0/1, the tokens that the model wrote. Those between them, as a tool's, belong to the
+            response and train nothing; a row without any weighs 0.
         advantages: (B,) one advantage a row. A row without a finite one is treated as one with advantage 0.
         config: the method and its options, such as :class:`grail_advantage.GrailConfig`.
         temperature: sampling temperature that logits are divided by, where the method does that.
@@ -111,6 +114,7 @@ def compute_token_weights(
         examples: each row's prompt as messages and its columns, for methods that ask differently.
         masked: (B,) bool; rows that train nothing whatever their reward, such as truncated ones. Their advantages count as 0.
         fields: by name, one value a row of any kind, for methods that read ``field:NAME``.
+        rewards: (B,) float; the sum of each response's rewards, for methods that read them.
         process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have
             other rows, and another number of them: a rank that is through runs dummy passes until all are. Methods that rank
             the tokens of a batch see the rows of their own rank.
@@ -125,8 +129,8 @@ def compute_token_weights(
 
     Raises:
         ValueError: an argument of the wrong type, shape or dtype, a temperature or a budget that is not positive, a response
-            that starts the row or has gaps, log-probabilities above 0, a negative group or step, a tokenizer that the method
-            cannot work with, an unknown format of answers, groups or examples that it needs. The message names the argument.
+            that starts the row, log-probabilities above 0, a negative group or step, a tokenizer that the method cannot work
+            with, an unknown format of answers; groups, rewards or examples that it needs. The message names the argument.
     """
     from grail_advantage.model.hugging_face import HuggingFaceModel  # not above: naming the methods would import it
 
@@ -140,13 +144,14 @@ def compute_token_weights(
         raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
     if tokens < 1:
         raise ValueError(f"tokens={tokens} must be at least 1; 1 sends each row through the model alone")
-    rollouts = _Rollouts(input_ids, attention_mask, response_mask, advantages, groups, masked, examples, fields or {})
+    rollouts = _Rollouts(
+        input_ids, attention_mask, response_mask, advantages, groups, masked, examples, fields or {}, rewards
+    )
     given_BL = {OLD_LOG_PROBS: old_log_probs, ENTROPY: entropy}
     given_BL = {name: values_BL for name, values_BL in given_BL.items() if values_BL is not None}
     rollouts.check(signal, given_BL)
     mask_BT = rollouts.mask_BT
-    responses = [ids_L[inside_L] for ids_L, inside_L in zip(input_ids, rollouts.response_BL, strict=True)]
-    spans = find_answer_spans(responses, tokenizer, signal.span, answer)
+    spans = find_generated_spans(rollouts.responses, tokenizer, signal.span, answer)
     advantages_B = advantages.to(mask_BT.device)
     if masked is not None:
         masked = masked.to(mask_BT.device).bool()
@@ -164,6 +169,8 @@ def compute_token_weights(
         tokens_BT=rollouts.tokens_BT if TOKENS in signal.reads else None,
         tokenizer=tokenizer,
         fields=rollouts.fields,
+        rewards_B=rewards.to(mask_BT.device) if rewards is not None else None,
+        messages_BT=rollouts.messages_BT if MESSAGES in signal.reads else None,
     )
     rows = signal.select(batch)
 
@@ -224,7 +231,7 @@ def response_statistics(
     from grail_advantage.model.hugging_face import HuggingFaceModel
 
     nothing_B = torch.zeros(len(input_ids))
-    rollouts = _Rollouts(input_ids, attention_mask, response_mask, nothing_B, None, None, None, {})
+    rollouts = _Rollouts(input_ids, attention_mask, response_mask, nothing_B, None, None, None, {}, None)
     host = HuggingFaceModel(model, tokenizer, temperature, input_ids.device, None, 0, tokens)
     rows = rollouts.pass_rows([None] * len(input_ids))
     columns_BT = _statistics(host, rows, rollouts.mask_BT, (OLD_LOG_PROBS, ENTROPY))
@@ -243,7 +250,7 @@ def _statistics(
     for row, of_row in zip(answered, statistics, strict=True):
         for name in names:
             columns_BT[name][row.place, : row.response_length] = of_row[name]
-    return columns_BT
+    return {name: torch.where(mask_BT, values_BT, 0.0) for name, values_BT in columns_BT.items()}
 
 
 @dataclass(frozen=True)
@@ -258,6 +265,7 @@ class _Rollouts:
     masked_B: torch.Tensor | None
     examples: Sequence[Example] | None
     fields: Mapping[str, Sequence[Any]]
+    rewards_B: torch.Tensor | None
 
     def check(self, signal: Signal, columns_BL: Mapping[str, torch.Tensor]) -> None:
         """Refuse parts that do not fit together, and a call without a part that the signal reads."""
@@ -274,6 +282,7 @@ class _Rollouts:
             "advantages": self.advantages_B,
             "masked": self.masked_B,
             "groups": self.groups_B,
+            "rewards": self.rewards_B,
         }.items():
             if values_B is None and name != "advantages":
                 continue
@@ -295,10 +304,10 @@ class _Rollouts:
                     f"groups holds {int(self.groups_B.min())}; numbers must be at least 0, as those of "
                     "torch.unique(groups, return_inverse=True)[1]"
                 )
-        for name, given in ((GROUPS, self.groups_B), (EXAMPLES, self.examples)):
+        for name, given in ((GROUPS, self.groups_B), (EXAMPLES, self.examples), (REWARDS, self.rewards_B)):
             if name in signal.reads and given is None:
                 raise ValueError(f"{signal.name} reads {name}; pass {name}=")
-        for name in field_names(signal.reads):
+        for name in signal.field_names:
             if name not in self.fields:
                 raise ValueError(f"{signal.name} reads {FIELD}{name}; pass fields={{{name!r}: ...}}")
 
@@ -306,10 +315,7 @@ class _Rollouts:
         if (self.response_BL & ~self.valid_BL).any():
             raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
         for row, (inside_L, valid_L) in enumerate(zip(self.response_BL, self.valid_BL, strict=True)):
-            inside = inside_L[valid_L].nonzero().flatten()
-            if inside.numel() and inside[-1] - inside[0] + 1 != inside.numel():
-                raise ValueError(f"response_mask of row {row} has gaps; the response must be contiguous")
-            if inside.numel() and inside[0] == 0:
+            if inside_L[valid_L][:1].any():
                 raise ValueError(f"row {row} has no prompt token before its response; add at least one")
 
     @cached_property
@@ -321,24 +327,48 @@ class _Rollouts:
         return self.response_mask_BL.bool()
 
     @cached_property
-    def mask_BT(self) -> torch.Tensor:
-        """bool; the responses, padded on the right to the longest."""
-        lengths_B1 = self.response_BL.sum(dim=-1, keepdim=True)
+    def whole_BL(self) -> torch.Tensor:
+        """bool; the responses with what tools and users said in them."""
+        begun_BL = self.response_BL.cumsum(dim=-1) > 0
+        goes_on_BL = self.response_BL.flip(-1).cumsum(dim=-1).flip(-1) > 0
+        return begun_BL & goes_on_BL & self.valid_BL
+
+    @cached_property
+    def whole_BT(self) -> torch.Tensor:
+        """bool; the same, padded on the right to the longest."""
+        lengths_B1 = self.whole_BL.sum(dim=-1, keepdim=True)
         width = int(lengths_B1.max()) if len(lengths_B1) else 0
         return torch.arange(width, device=self.input_ids_BL.device) < lengths_B1
+
+    @cached_property
+    def mask_BT(self) -> torch.Tensor:
+        """bool; the tokens that the model wrote."""
+        mask_BT = torch.zeros_like(self.whole_BT)
+        mask_BT[self.whole_BT] = self.response_BL[self.whole_BL]
+        return mask_BT
+
+    @property
+    def messages_BT(self) -> torch.Tensor:
+        """int64; the responses with what tools and users said, -1 after their ends."""
+        messages_BT = torch.full(self.whole_BT.shape, -1, dtype=torch.int64, device=self.input_ids_BL.device)
+        messages_BT[self.whole_BT] = self.input_ids_BL[self.whole_BL].long()
+        return messages_BT
 
     @property
     def tokens_BT(self) -> torch.Tensor:
         """int64; the responses, -1 outside the mask."""
-        tokens_BT = torch.full(self.mask_BT.shape, -1, dtype=torch.int64, device=self.input_ids_BL.device)
-        tokens_BT[self.mask_BT] = self.input_ids_BL[self.response_BL].long()
-        return tokens_BT
+        return torch.where(self.mask_BT, self.messages_BT, -1)
+
+    @property
+    def responses(self) -> list[torch.Tensor]:
+        """int64 each; the responses, -1 in place of the tokens that the model did not write."""
+        return [tokens_T[whole_T] for tokens_T, whole_T in zip(self.tokens_BT, self.whole_BT, strict=True)]
 
     def pass_rows(self, spans: Sequence[AnswerSpan | None]) -> list[PassRow]:
         """Every row without its padding, and without the tokens after its response, on which no score depends."""
         rows = []
         for index, (ids_L, valid_L) in enumerate(zip(self.input_ids_BL, self.valid_BL, strict=True)):
-            inside_S = self.response_BL[index, valid_L]
+            inside_S = self.whole_BL[index, valid_L]
             length = int(inside_S.sum())
             start = int(inside_S.nonzero()[0]) if length else len(inside_S)
             rows.append(

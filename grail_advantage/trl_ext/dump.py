@@ -27,6 +27,7 @@ from grail_advantage.batch import outcome_of
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import TokenWeights
 from grail_advantage.trl_ext.patches import log_in_training
+from grail_advantage.trl_ext.received import GenerationReceipt
 from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
 
 METRICS_FILE = "metrics.jsonl"
@@ -45,6 +46,8 @@ class DumpOptions:
     """Steps from one dump to the next."""
     rows: int | None = 64
     """Most rows of a step; ``None`` for all."""
+    received: bool = True
+    """Whether what each token received is read in the updates, and written beside."""
 
 
 def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptions:
@@ -56,11 +59,13 @@ def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptio
     section = dict(given) if isinstance(given, Mapping) else {"folder": given}
     unknown = sorted(section.keys() - DumpOptions.__dataclass_fields__.keys())
     if unknown or not section.get("folder"):
-        raise ValueError(f"token_dump={given!r} must be a folder, or a mapping of folder, every and rows")
+        raise ValueError(f"token_dump={given!r} must be a folder, or a mapping of folder, every, rows and received")
     options = DumpOptions(**section | {"folder": Path(section["folder"]).expanduser().absolute()})
     for name, value in (("every", options.every), ("rows", options.rows)):
         if (name, value) != ("rows", None) and (type(value) is not int or value < 1):
             raise ValueError(f"token_dump's {name}={value!r} must be a whole number, at least 1")
+    if type(options.received) is not bool:
+        raise ValueError(f"token_dump's received={options.received!r} must be True or False")
     return options
 
 
@@ -70,7 +75,7 @@ class GenerationBatch:
 
     inputs: list[dict[str, Any]]
     """Rows of the data set."""
-    output: Mapping[str, torch.Tensor]
+    output: dict[str, Any]
     """TRL's batch, with the advantage that it computed for each row."""
     result: TokenWeights
     """Of these rows, or of those of all processes."""
@@ -107,6 +112,15 @@ class GenerationDump(TrainerCallback):
         self._metrics_file = Path(trainer.args.output_dir) / METRICS_FILE
         self._step, self._update = -1, 0
         self._dump = self._new_dump()
+        self.receipt = GenerationReceipt(trainer)
+        """Of the latest generation batch that is written."""
+        self._reads = options.received and self.receipt.possible
+        if options.received and not self._reads:
+            print(
+                "token dump: what tokens receive is not read, as an optimiser step does not have responses of one generation "
+                "alone; make steps_per_generation a multiple of gradient_accumulation_steps",
+                flush=True,
+            )
 
     def _new_dump(self) -> StepDump:
         trainer, args = self._trainer, self._trainer.args
@@ -151,7 +165,12 @@ class GenerationDump(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the remaining rows."""
+        self.finish_receipt()
         self._dump.writer.close()
+
+    def finish_receipt(self) -> None:
+        """Have the receipt of the latest generation batch written. A collective where there are several processes."""
+        self.receipt.finish(self._dump)
 
     # ------------------------------------------------------------------------------------------------------------------- rows
 
@@ -169,6 +188,8 @@ class GenerationDump(TrainerCallback):
         (chosen,) = broadcast_object_list(box)
         if not chosen:
             return
+        if self._reads:
+            self.receipt.begin(batch.output, batch.advantages_BT, chosen, step, self._update)
         first = accelerator.process_index * count
         mine = [place - first for place in chosen if first <= place < first + count]
         pieces: list[dict[str, Any]] = []

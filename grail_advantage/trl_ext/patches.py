@@ -3,7 +3,8 @@
 ``TokenWeightGRPOTrainer`` overrides ``_generate_and_score_completions`` (grpo_trainer.py:2324): TRL's loss takes advantages of
 shape (B, T) from subclasses (line 3055), and its maintainers want them made there (huggingface/trl#4525). It can be another
 method when TRL has a public one for advantages. It also overrides ``_calculate_rewards`` (line 1579), to read its result, and
-``_compute_loss`` (line 3020), to leave responses out. The functions below can go as each says.
+``_compute_loss`` (line 3020), to leave responses out, and ``_get_per_token_logps_and_entropies`` (line 1419), whose result it
+reads the gradient of. The functions below can go as each says.
 
 ``RELIED_ON`` lists them, and a TRL that lacks one is refused by its name, whatever its version.
 
@@ -42,6 +43,7 @@ RELIED_ON = (
         ),
     ),
     ReliedOn("_calculate_rewards"),
+    ReliedOn("_get_per_token_logps_and_entropies"),
     # Advantages of one number a token, and what a loss is divided by.
     ReliedOn(
         "_compute_loss",
@@ -50,12 +52,13 @@ RELIED_ON = (
             *("if advantages.dim() == 1:", "advantages.unsqueeze(1)", 'inputs["num_items_in_batch"]'),
             *(".sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()", ".sum() / mask.sum().clamp(min=1.0)"),
             "(per_token_loss.size(0) * self.max_completion_length)",
+            "self._get_per_token_logps_and_entropies(",
         ),
     ),
 )
 ATTRIBUTES = (
     *("_entropy_bonus_enabled", "_metrics", "aux_loss_enabled", "chat_template_kwargs", "eos_token_ids", "loss_type"),
-    *("max_completion_length", "num_generations", "reward_weights", "temperature"),
+    *("importance_sampling_level", "max_completion_length", "num_generations", "reward_weights", "temperature"),
 )
 """Attributes of a trainer that token weights read."""
 

@@ -13,6 +13,7 @@ import inspect
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from trl import GRPOTrainer
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, AnswerWatch
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, field_names, token_mean
+from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, token_mean
 from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.signals.base import Signal
@@ -57,7 +58,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         missing_answers: ``stop``, ``warn`` or ``ignore`` where responses have no answer, see
             :mod:`grail_advantage.answers.missing`.
         token_dump: a folder for every token's score, weight and advantage, or a mapping of ``folder``, ``every`` (steps from
-            one dump to the next, 1) and ``rows`` (of a step at most, 64; None: all). See docs/token_dump.md.
+            one dump to the next, 1), ``rows`` (of a step at most, 64; None: all) and ``received`` (True: also what each token
+            received in the updates, docs/receipt.md). See docs/token_dump.md.
         skip_zero_advantage: leave responses whose token advantages are all 0 out of the loss's forward and backward. The update
             is the same but for rounding; TRL's figures of entropy and clipping are then those of the others.
         *arguments: as for ``GRPOTrainer``.
@@ -112,6 +114,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's generation batch; in training with ``advantages`` (B, T)."""
+        if self._dump is not None and self.model.training:
+            self._dump.finish_receipt()
         output = super()._generate_and_score_completions(inputs)
         if self.model.training:
             output["advantages"] = self._weighted_advantages(inputs, output)
@@ -119,10 +123,18 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         """TRL's loss; in training without the responses that train nothing, where that is asked for."""
-        if not (self._skips_zero_advantage and self.model.training):
+        if not self.model.training:
             return super()._compute_loss(model, inputs)
-        kept, share = rows_that_train(inputs, self.loss_type)
-        return super()._compute_loss(model, kept) * share
+        kept, share = rows_that_train(inputs, self.loss_type) if self._skips_zero_advantage else (inputs, 1.0)
+        with self._dump.receipt.micro_batch(inputs, kept) if self._dump is not None else nullcontext():
+            return super()._compute_loss(model, kept) * share
+
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
+        """TRL's; within the loss the dump's receipt sees the log-probabilities."""
+        result = super()._get_per_token_logps_and_entropies(*arguments, **named)
+        if self._dump is not None:
+            self._dump.receipt.see(result[0])
+        return result
 
     def _weighted_advantages(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> torch.Tensor:
         """Token advantages (B, T), 0 outside the response. A collective where there are several processes."""
@@ -143,7 +155,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         }
         rows |= self._columns(rows, output)
         examples = self._examples(inputs) if EXAMPLES in signal.reads else None
-        fields = {name: [row.get(name) for row in inputs] for name in field_names(signal.reads)}
+        fields = {name: [row.get(name) for row in inputs] for name in signal.field_names}
         if not signal.uses:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
             rows = {name: self._gathered(values) for name, values in rows.items()}

@@ -15,6 +15,7 @@ from grail_advantage.methods import methods
 from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SALIENCY, SEQUENCES
 from grail_advantage.signals.oar import OarConfig
 from grail_advantage.signals.saliency import SaliencySignal
+from grail_advantage.signals.turns import TurnSignal
 from grail_advantage.verl_ext.settings import (
     ACTOR,
     ATTENTION,
@@ -265,6 +266,12 @@ WARNINGS = (
             f"it picks tokens by the covariance of advantage and log-probability: the weights of {s.method} change which "
             "tokens it picks, too"
         ),
+    ),
+    Rule(
+        AGGREGATION,
+        lambda s: isinstance(s.signal, TurnSignal) and s[AGGREGATION] in (None, "token-mean", "seq-mean-token-mean"),
+        "it divides by numbers of tokens that the policy chooses with its turns, which biases the gradient (docs/turns.md); "
+        "seq-mean-token-sum, and seq-mean-token-sum-norm with loss_scale_factor, do not",
     ),
     Rule(
         STRATEGY,

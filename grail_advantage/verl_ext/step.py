@@ -25,21 +25,22 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_to_nested
 
-from grail_advantage.answers.span import AnswerSpan, find_answer_spans
+from grail_advantage.answers.span import AnswerSpan, find_generated_spans
 from grail_advantage.batch import (
     ENTROPY,
     EXAMPLES,
     FIELD,
+    MESSAGES,
     OLD_LOG_PROBS,
+    REWARDS,
     TOKENS,
     Example,
     PassRow,
     RolloutBatch,
-    field_names,
 )
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, nested
-from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, KL_IN_REWARD, ROLLOUT, Settings
+from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, KL_IN_REWARD, METHOD, ROLLOUT, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,8 @@ class Step:
     """Only where the method reads them."""
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """By name, those that the method reads."""
+    rewards_B: torch.Tensor | None = None
+    """Only where the method reads them; NaN where a response could not be judged."""
 
     base_advantages_BT: torch.Tensor | None = None
     """verl's, before truncated responses are set to 0; this and the next four are there from :meth:`with_advantages` on."""
@@ -119,7 +122,7 @@ class Step:
         advantages_BT = torch.where(masked_B.unsqueeze(1), 0.0, base_advantages_BT)
         tokens_BT = None
         if TOKENS in signal.reads:
-            tokens_BT = torch.nn.utils.rnn.pad_sequence(self.generated, batch_first=True, padding_value=-1)
+            tokens_BT = _padded(self.generated)
         batch = RolloutBatch(
             mask_BT=mask_BT,
             advantages_B=_of_responses(advantages_BT),
@@ -133,6 +136,8 @@ class Step:
             tokens_BT=tokens_BT,
             tokenizer=self.tokenizer,
             fields=self.fields,
+            rewards_B=self.rewards_B,
+            messages_BT=_padded(self.responses) if MESSAGES in signal.reads else None,
         )
         return replace(
             self,
@@ -156,6 +161,11 @@ class Step:
             place=row,
             example=self.examples[row] if self.examples is not None else None,
         )
+
+
+def _padded(tokens: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tokens of the responses, int64 (B, T), -1 after their ends."""
+    return torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True, padding_value=-1).long()
 
 
 def _of_responses(advantages_BT: torch.Tensor) -> torch.Tensor:
@@ -217,15 +227,7 @@ def fetch_step(
         examples=_examples(data, settings) if EXAMPLES in signal.reads else None,
         fields=_fields(batch, signal),
     )
-    # An answer that a tool interrupts, whose tokens are -1, is no answer of the model's.
-    generated = step.generated
-    spans = [
-        None if span is None or (tokens[span.start : span.end] < 0).any() else span
-        for tokens, span in zip(
-            generated, find_answer_spans(generated, tokenizer, signal.span, settings.answer), strict=True
-        )
-    ]
-    return replace(step, spans=spans)
+    return replace(step, spans=find_generated_spans(step.generated, tokenizer, signal.span, settings.answer))
 
 
 def _examples(data: TensorDict, settings: Settings) -> list[Example]:
@@ -241,7 +243,7 @@ def _examples(data: TensorDict, settings: Settings) -> list[Example]:
 def _fields(batch: KVBatchMeta, signal: Signal) -> dict[str, list[Any]]:
     """The fields that a method reads: what the reward function returned, what the agent loop added, or a column of the batch,
     whichever has the name first."""
-    names = field_names(signal.reads)
+    names = signal.field_names
     if not names:
         return {}
     extra = [dict(entry) if isinstance(entry, Mapping) else {} for entry in fetch_objects(batch, "extra_fields")]
@@ -336,6 +338,7 @@ def by_rewards(step: Step, batch: KVBatchMeta, algorithm: DictConfig) -> Step:
         algorithm: the section of the configuration, for verl's code.
     """
     (rewards_BT,) = fetch_padded(batch, "rm_scores")
+    step = _with_rewards(step, rewards_BT)
     return step.with_advantages(step.generated_BT, *reward_advantages(step, rewards_BT, step.generated_BT, algorithm))
 
 
@@ -358,12 +361,14 @@ def by_advantages(step: Step, batch: KVBatchMeta, algorithm: DictConfig, *, own_
     mask_BT, advantages_BT = fetch_padded(batch, "response_mask", "advantages")
     mask_BT = mask_BT.bool()
     check_one_advantage_a_response(advantages_BT, mask_BT, step.settings.base)
+    if REWARDS in step.settings.signal.reads and step.rewards_B is None:
+        step = _with_rewards(step, *fetch_padded(batch, _column_of_rewards(step)))
     finite_B = torch.where(mask_BT, advantages_BT, 0.0).isfinite().all(dim=1)
     unjudged_B = ~finite_B
     if unjudged_B.any():
         replaced_BT = torch.zeros_like(advantages_BT)
         if not own_advantages:
-            (rewards_BT,) = fetch_padded(batch, "token_level_rewards" if step.settings[KL_IN_REWARD] else "rm_scores")
+            (rewards_BT,) = fetch_padded(batch, _column_of_rewards(step))
             replaced_BT, unjudged_B = reward_advantages(step, rewards_BT, mask_BT, algorithm)
         advantages_BT = torch.where(finite_B.unsqueeze(1), advantages_BT, replaced_BT)
         logger.warning(
@@ -376,6 +381,29 @@ def by_advantages(step: Step, batch: KVBatchMeta, algorithm: DictConfig, *, own_
     if known and torch.equal(step.base_advantages_BT, advantages_BT):
         return step
     return step.with_advantages(mask_BT, advantages_BT, unjudged_B)
+
+
+def _column_of_rewards(step: Step) -> str:
+    return "token_level_rewards" if step.settings[KL_IN_REWARD] else "rm_scores"
+
+
+def _with_rewards(step: Step, rewards_BT: torch.Tensor) -> Step:
+    """The step with the responses' rewards, for a method that reads them.
+
+    Raises:
+        ValueError: an agent loop that returns several outputs a session.
+    """
+    signal = step.settings.signal
+    if REWARDS not in signal.reads:
+        return step
+    for key, last in zip(step.keys, _last_outputs(step.keys), strict=True):
+        if step.keys[last] != key:
+            raise ValueError(
+                f"{METHOD}={signal.name} reads one reward a response, and {key} and {step.keys[last]} are outputs of one "
+                "session, which share theirs; have the agent loop return one output"
+            )
+    rewards_B = rewards_BT.double().sum(dim=1)
+    return replace(step, rewards_B=torch.where(rewards_B.isfinite(), rewards_B, torch.nan))
 
 
 def reward_advantages(

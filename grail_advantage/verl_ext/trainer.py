@@ -46,7 +46,7 @@ from grail_advantage.verl_ext.dump import UpdateDump
 from grail_advantage.verl_ext.exchange import build_request, deal
 from grail_advantage.verl_ext.patches import base_mode, data_parallel_size, estimator_named, set_trainer_mode
 from grail_advantage.verl_ext.rules import STRATEGY, Skipping, choose_skipping, shares_forward
-from grail_advantage.verl_ext.settings import ENGINES, METHOD, MODEL, ROLLOUT, SECTION, SKIP, Settings
+from grail_advantage.verl_ext.settings import BYPASS, ENGINES, METHOD, MODEL, ROLLOUT, SECTION, SKIP, Settings
 from grail_advantage.verl_ext.step import (
     Step,
     by_advantages,
@@ -59,7 +59,13 @@ from grail_advantage.verl_ext.step import (
     put_advantages,
 )
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
-from grail_advantage.verl_ext.zero_advantage import correction_of_known, forward_request, update_request, with_trained
+from grail_advantage.verl_ext.zero_advantage import (
+    correction_of_known,
+    forward_request,
+    lengths_in_update,
+    update_request,
+    with_trained,
+)
 from grail_advantage.weighting import batch_weights, put_row, scores_of
 
 logger = logging.getLogger(__name__)
@@ -179,13 +185,25 @@ class TokenWeightTrainer:
         return self._weigh_advantages(step, batch, metrics)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        if not self._skipping.skip_update:
-            return super()._update_actor(batch, metrics)
-        ranks = data_parallel_size(self.actor_rollout_wg)
-        request, figures = update_request(self._step, batch, ranks, cut_tails=self._skipping.cut_tails)
+        step, skipping = self._step, self._skipping
+        request, figures = batch, {}
+        sent = [len(response) for response in step.responses]
+        if skipping.skip_update:
+            ranks = data_parallel_size(self.actor_rollout_wg)
+            request, figures = update_request(step, batch, ranks, cut_tails=skipping.cut_tails)
+            sent = lengths_in_update(step.trained, sent, cut_tails=skipping.cut_tails)
+        watched = self._dump is not None and self._dump.watch(step, request)
         written = super()._update_actor(request, metrics)
         metrics.update(figures)
-        return written.select_keys(batch.keys)
+        if watched:
+            with marked_timer("receipt", self.timing_raw, color="purple"):
+                workers, on_policy = self.actor_rollout_wg, self._on_policy()
+                metrics.update(self._dump.receive(step, request, workers, sent, on_policy=on_policy))
+        return written if request is batch else written.select_keys(batch.keys)
+
+    def _on_policy(self) -> bool:
+        """Whether the old log-probabilities are those of the actor before the update."""
+        return not self.settings[BYPASS]
 
     def _fetch(self, batch: KVBatchMeta) -> Step:
         step = fetch_step(

@@ -57,6 +57,10 @@ class TokenWeightTrainerSeparateAsync(TokenWeightTrainer, PPOTrainerSeparateAsyn
         with self._step_policy():
             return super()._run_pass(rows)
 
+    def _on_policy(self) -> bool:
+        # The old log-probabilities of later updates are those of the step's first policy.
+        return super()._on_policy() and self.local_trigger_step == 0
+
     @contextmanager
     def _step_policy(self) -> Iterator[None]:
         """Within, the actor is the policy of the step's first update."""

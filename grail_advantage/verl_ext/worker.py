@@ -1,5 +1,5 @@
 """verl's actor worker with the passes of signals, on their own or on the forward that recomputes the old log-probabilities, and
-with updates that leave out zero-advantage responses.
+with updates that leave out zero-advantage responses and read what the others receive.
 
 On a shared forward, responses with a target keep their graph, so that a saliency costs them a backward and no second forward;
 the others go through verl's own ``infer_batch``. Log-probabilities and entropies of all come from verl's code, saliencies from
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
 from verl.workers.config import TrainingWorkerConfig
@@ -28,8 +28,19 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from grail_advantage.model.interface import saliency_step
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.engine_model import EngineMicroBatch, EngineModel, gradient_mode, training_micro_batches
-from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, build_reply, nested, rows_of
+from grail_advantage.verl_ext.exchange import (
+    LEAF,
+    PLACES,
+    SALIENCY_FIELDS,
+    SECONDS,
+    TARGET,
+    WATCHED,
+    build_reply,
+    nested,
+    rows_of,
+)
 from grail_advantage.verl_ext.patches import replace_infer_batch
+from grail_advantage.verl_ext.received import OptimiserStep, UpdateWatch
 from grail_advantage.verl_ext.zero_advantage import CUT_TAILS, without_zero_advantage
 
 
@@ -75,9 +86,7 @@ def infer_batch_with_saliency(
     """
     if LEAF not in data:
         return None
-    if data[TARGET].is_nested:  # as it comes out of TransferQueue
-        data = data.copy()
-        data[TARGET] = torch.stack(data[TARGET].unbind())
+    data = _dense(data, TARGET)
     start_R, end_R = data[TARGET].unbind(dim=1)
     has_target_R = end_R > start_R
     lengths_R = data["input_ids"].offsets().diff()
@@ -110,6 +119,14 @@ def infer_batch_with_saliency(
         nothing = torch.full((int(lengths_R[row]),), float("nan"), device=get_device_id())
         collect([row], {**{name: [nothing] for name in SALIENCY_FIELDS}, SECONDS: [nothing[:1]]})
     return {"model_output": {name: nested(of_rows) for name, of_rows in rows.items()}, "loss": losses, "metrics": {}}
+
+
+def _dense(data: TensorDict, name: str) -> TensorDict:
+    """The batch with a field of as many values of every response as one tensor; TransferQueue may give it nested."""
+    if data[name].is_nested:
+        data = data.copy()
+        data[name] = torch.stack(data[name].unbind())
+    return data
 
 
 def _with_graph(
@@ -167,16 +184,26 @@ def _for_verl(data: TensorDict, rows: list[int]) -> TensorDict:
 
 class TokenWeightTrainingWorker(TrainingWorker):
     """``TrainingWorker`` whose ``infer_batch`` also gives saliency, and whose ``train_batch`` leaves out zero-advantage
-    responses, where a batch asks for it."""
+    responses, and reads what the others receive, where a batch asks for it."""
 
     def __init__(self, config: TrainingWorkerConfig) -> None:
         super().__init__(config)
         replace_infer_batch(self.engine, infer_batch_with_saliency)
+        self.update_watch = UpdateWatch()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
         """verl's, over the responses that train (:mod:`grail_advantage.verl_ext.zero_advantage`)."""
-        return super().train_batch(without_zero_advantage(self.engine, data) if CUT_TAILS in data else data)
+        watched = WATCHED in data
+        if watched:
+            data = _dense(data, PLACES)
+            places = data[PLACES][:, 0].tolist()
+        if CUT_TAILS in data:
+            data = without_zero_advantage(self.engine, data)
+        if not watched:
+            return super().train_batch(data)
+        with self.update_watch.optimiser_step(self, data, places):
+            return super().train_batch(data)
 
 
 class TokenWeightActorWorker(ActorRolloutRefWorker):
@@ -189,3 +216,13 @@ class TokenWeightActorWorker(ActorRolloutRefWorker):
         """Run :func:`token_scores` on this rank's share of the responses."""
         output = token_scores(self.actor.engine, request)
         return output if self.actor.engine.is_mp_src_rank_with_outputs() else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_received(self, number: Any) -> list[OptimiserStep] | Exception | None:
+        """What the responses of this rank received in an update (:meth:`UpdateWatch.take`), or the error in reading it; nothing
+        from the ranks of a sequence-parallel group but the first, which all have the same responses."""
+        try:
+            steps = self.actor.update_watch.take(number)
+        except Exception as error:
+            return error
+        return steps if self.actor.engine.is_mp_src_rank_with_outputs() else None

@@ -28,7 +28,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from grail_advantage.batch import OLD_LOG_PROBS
-from grail_advantage.verl_ext.exchange import nested, spread, spread_in_mini_batches
+from grail_advantage.verl_ext.exchange import PLACES, nested, spread, spread_in_mini_batches
 from grail_advantage.verl_ext.patches import without_rollout_correction
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, SKIP
 from grail_advantage.verl_ext.step import Step, fetch_padded, request_saliency
@@ -213,6 +213,8 @@ def without_zero_advantage(engine: FSDPEngineWithLMHead, data: TensorDict) -> Te
         if name in OF_RESPONSE:
             values[len(rows) :] = map(torch.zeros_like, values[len(rows) :])
         kept[name] = nested(values)
+    if PLACES in kept.keys():  # noqa: SIM118  # a TensorDict has no `in`
+        kept[PLACES][len(rows) :] = -1
     # verl reads its sum alone.
     tokens = data["loss_mask"].sum()
     kept["loss_mask"] = torch.cat([tokens.reshape(1), tokens.new_zeros(count - 1)])

@@ -1,4 +1,4 @@
-"""Sampling that a run can repeat: each request has a seed of its own, by run, step, prompt and sample.
+"""Sampling that a run can repeat: each request has a seed of its own, by run, step, prompt, sample and turn.
 
 vLLM samples a request without a seed from a generator of the engine, which begins anew with every start of a run and whose
 numbers follow the arrival of requests; verl's ``rollout.full_determinism`` gives all samples of a prompt the same seed, and so
@@ -13,6 +13,7 @@ logits, which depends on what else is in a batch. It is verl's own option for an
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from typing import Any
@@ -27,6 +28,27 @@ def request_seed(*of: Any) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
+class SeededTurns:
+    """verl's client of the rollout servers for one response, each turn of which gets a seed of its own.
+
+    verl's agent loops ask for all turns with the same sampling parameters, and vLLM begins its numbers anew with each request:
+    the turns of a conversation would draw the same ones.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client, self._turn = client, 0
+
+    async def generate(self, *args: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        """verl's; the first turn keeps the response's seed."""
+        turn, self._turn = self._turn, self._turn + 1
+        if turn:
+            sampling_params = {**sampling_params, "seed": request_seed(sampling_params["seed"], turn)}
+        return await self._client.generate(*args, sampling_params=sampling_params, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
 class SeededAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     """verl's worker, whose requests have seeds."""
 
@@ -37,7 +59,11 @@ class SeededAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         prompt = kwargs.get("index"), kwargs["raw_prompt"], kwargs["session_id"]
         seed = request_seed(run, trajectory["step"], trajectory["validate"], *prompt)
         seeded = {**sampling_params, "seed": seed}
-        return await super()._run_agent_loop(seeded, trajectory, agent_name=agent_name, **kwargs)
+        worker = copy.copy(self)
+        worker.llm_client = SeededTurns(self.llm_client)
+        return await super(SeededAgentLoopWorker, worker)._run_agent_loop(
+            seeded, trajectory, agent_name=agent_name, **kwargs
+        )
 
 
 class SeededAgentLoopManager(AgentLoopManagerTQ):

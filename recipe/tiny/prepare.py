@@ -21,8 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from recipe.tiny.agent_warm_up import FOLDER as AGENT_FOLDER
+from recipe.tiny.agent_warm_up import load_agent
 from recipe.tiny.model import build_model, build_tokenizer
-from recipe.tiny.shipped import load_shipped, weights_digest
+from recipe.tiny.shipped import FOLDER, load_shipped, weights_digest
 from recipe.tiny.smollm2 import load_smollm2
 from recipe.tiny.task import Problem, Split, problems
 from recipe.tiny.warm_up import WarmUpSettings, warm_up
@@ -30,20 +32,22 @@ from recipe.tiny.warm_up import WarmUpSettings, warm_up
 DATA_SOURCE = "tiny_chain_sum"
 MODEL_FOLDER = "model"
 STAMP = "warm_up.json"
+SHIPPED = {"tiny": (FOLDER, load_shipped), "agent": (AGENT_FOLDER, load_agent)}
+"""Where the models are that come with the repository, and how they are loaded."""
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
     """Settings of a folder; one that was made with equal settings is used again."""
 
-    base_model: Literal["tiny", "smollm2"] = "tiny"
-    """A model of 0.65 M parameters, or SmolLM2-135M-Instruct."""
+    base_model: Literal["tiny", "smollm2", "agent"] = "tiny"
+    """A model of 0.65 M parameters, SmolLM2-135M-Instruct, or the first with a tool (:mod:`recipe.tiny.agent`)."""
     seed: int = 0
     """Seed of the problems, and of the initial model where there is a warm-up."""
     train_size: int = 4096
     validation_size: int = 256
     warm_up: WarmUpSettings | None = field(default_factory=WarmUpSettings)
-    """None: the tiny model that was warmed up before and comes with the repository."""
+    """None: the model that was warmed up before and comes with the repository."""
 
 
 def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str], None] = print) -> bool:
@@ -52,7 +56,7 @@ def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str],
     files = [output_dir / "train.parquet", output_dir / "validation.parquet", output_dir / MODEL_FOLDER / "config.json"]
     wanted = {"settings": asdict(settings), "code": _code_hash()}
     if settings.warm_up is None:
-        wanted["weights"] = weights_digest()
+        wanted["weights"] = weights_digest(SHIPPED[settings.base_model][0])
     if stamp_path.is_file() and all(path.is_file() for path in files):
         stamp = json.loads(stamp_path.read_text())
         if {key: stamp.get(key) for key in wanted} == wanted:
@@ -68,7 +72,8 @@ def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str],
     _write_parquet(output_dir / "validation.parquet", "validation", validation)
 
     if settings.warm_up is None:
-        model, tokenizer = load_shipped()
+        _, load = SHIPPED[settings.base_model]
+        model, tokenizer = load()
         result = {}
     else:
         model, tokenizer = _base_model(settings)
@@ -86,6 +91,13 @@ def default_settings(base_model: str, seed: int, *, anew: bool = False) -> Prepa
         # It can write and add already, so it needs the form of the solutions more than the sums.
         form = WarmUpSettings(batch_size=8, learning_rate=3e-4, steps=64, evaluate_every=16, seed=seed)
         return PrepareSettings(base_model="smollm2", seed=seed, validation_size=48, warm_up=form)
+    if base_model == "agent":
+        if anew:
+            raise ValueError(
+                "--warm-up (WARM_UP=1 of the launch script) is for the tiny model without a tool; leave it out, or make the "
+                "agent's model anew with python -m recipe.tiny.agent_warm_up"
+            )
+        return PrepareSettings(base_model="agent", seed=seed, validation_size=128, warm_up=None)
     return PrepareSettings(seed=seed, warm_up=WarmUpSettings(seed=seed) if anew else None)
 
 
@@ -123,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write a tiny warmed-up model and its arithmetic data.")
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0, help="seed of problems, initial model and warm-up")
-    parser.add_argument("--base-model", choices=("tiny", "smollm2"), default="tiny", help="the model to train")
+    parser.add_argument("--base-model", choices=("tiny", "smollm2", "agent"), default="tiny", help="the model to train")
     anew = "warm the tiny model up anew instead of taking the one here"
     parser.add_argument("--warm-up", action="store_true", help=anew)
     options = parser.parse_args(arguments)

@@ -39,7 +39,7 @@ def sample(
     return responses
 
 
-def accuracy(
+def judge(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     problems: list[Problem],
@@ -47,10 +47,11 @@ def accuracy(
     temperature: float = 1.0,
     max_new_tokens: int = MAX_RESPONSE_TOKENS,
     seed: int = 0,
-) -> float:
-    """Share of the problems whose sampled answer is right: the last complete box holds the exact integer."""
+) -> dict[str, float]:
+    """Shares of the problems whose sampled response has a complete box (``boxed``), and the exact integer in the last one
+    (``right``)."""
     prompts = [prompt_ids(tokenizer, problem) for problem in problems]
     responses = sample(model, tokenizer, prompts, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    right = sum(boxed_answer(text) == str(problem.answer) for text, problem in zip(texts, problems, strict=True))
-    return right / len(problems)
+    found = [boxed_answer(text) for text in tokenizer.batch_decode(responses, skip_special_tokens=True)]
+    right = sum(answer == str(problem.answer) for answer, problem in zip(found, problems, strict=True))
+    return {"boxed": 1 - found.count(None) / len(problems), "right": right / len(problems)}

@@ -18,7 +18,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from recipe.tiny.model import build_model, build_tokenizer
-from recipe.tiny.sampling import accuracy
+from recipe.tiny.sampling import judge
 from recipe.tiny.task import problems
 from recipe.tiny.warm_up import WarmUpSettings, warm_up
 
@@ -33,9 +33,9 @@ def load_shipped() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32), build_tokenizer()
 
 
-def weights_digest() -> str:
-    """SHA-256 of the file of weights."""
-    return hashlib.sha256((FOLDER / WEIGHTS).read_bytes()).hexdigest()
+def weights_digest(folder: Path = FOLDER) -> str:
+    """SHA-256 of a folder's file of weights."""
+    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
 
 
 def make(folder: Path = FOLDER) -> None:
@@ -54,8 +54,8 @@ def make(folder: Path = FOLDER) -> None:
         "transformers": transformers.__version__,
         "warm_up": result,
         "rounded": {
-            "greedy_accuracy": accuracy(rounded, tokenizer, held_out, temperature=0.0),
-            "sampled_accuracy": accuracy(rounded, tokenizer, held_out, seed=settings.seed),
+            "greedy_accuracy": judge(rounded, tokenizer, held_out, temperature=0.0)["right"],
+            "sampled_accuracy": judge(rounded, tokenizer, held_out, seed=settings.seed)["right"],
         },
         "sha256": hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
     }

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.tiny.sampling import MAX_RESPONSE_TOKENS, accuracy, prompt_ids
+from recipe.tiny.sampling import MAX_RESPONSE_TOKENS, judge, prompt_ids
 from recipe.tiny.task import Problem, solve
 
 _IGNORED = -100
@@ -77,8 +77,8 @@ def warm_up(
         line = f"warm-up step {step}/{settings.steps}  loss {loss.item():.4f}"
         if last or step % settings.evaluate_every == 0:
             model.eval()
-            greedy = accuracy(model, tokenizer, validation, temperature=0.0, max_new_tokens=max_new_tokens)
-            sampled = accuracy(model, tokenizer, validation, seed=settings.seed, max_new_tokens=max_new_tokens)
+            greedy = judge(model, tokenizer, validation, temperature=0.0, max_new_tokens=max_new_tokens)["right"]
+            sampled = judge(model, tokenizer, validation, seed=settings.seed, max_new_tokens=max_new_tokens)["right"]
             model.train()
             last |= greedy >= settings.greedy_target and sampled >= settings.sampled_target
             line += f"  greedy {greedy:.2f}  sampled {sampled:.2f}"

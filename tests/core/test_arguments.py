@@ -36,7 +36,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"temperature": 0.0}, ["temperature=0.0", "greater than 0"]),
     ({"tokens": 0}, ["tokens=0", "at least 1", "alone"]),
     (with_values("attention_mask", (1, -1, 0)), ["response_mask", "padding", "attention_mask"]),
-    (with_values("response_mask", (1, -3, 0)), ["response_mask", "row 1", "gaps", "contiguous"]),
     (vars(make_batch([ROLLOUTS["right"], Rollout("", "a", -1.0)])), ["row 1", "no prompt token", "add at least one"]),
     ({"old_log_probs": [0.0]}, ["old_log_probs must be a tensor, got list"]),
     # One is above 0, and one that nobody reads.
@@ -46,6 +45,8 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"entropy": torch.zeros(2, 3)}, ["entropy", "(2, 3)", "input_ids", "must agree"]),
     ({"examples": []}, ["examples", "one a row", "2", "0"]),
     ({"masked": torch.zeros(3)}, ["masked", "one number a row", "(2,)", "(3,)"]),
+    ({"rewards": torch.zeros(3)}, ["rewards", "one number a row", "(2,)", "(3,)"]),
+    ({"rewards": torch.zeros(2, dtype=torch.int64)}, ["rewards_B must be floats", "torch.int64"]),
     ({"step": -1}, ["step=-1", "at least 0"]),
     ({"config": "grail"}, ["config='grail'", "GrailConfig()", "grail_advantage.methods.method"]),
 ]
@@ -76,6 +77,8 @@ def test_public_signature() -> None:
     parameters = inspect.signature(compute_token_weights).parameters.values()
     by_name = {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
     assert [each.name for each in parameters if each.name not in by_name] == ["model", "tokenizer", *GOOD]
-    none = dict.fromkeys(["old_log_probs", "entropy", "groups", "examples", "masked", "fields", "process_group"])
+    none = dict.fromkeys(
+        ["old_log_probs", "entropy", "groups", "examples", "masked", "fields", "rewards", "process_group"]
+    )
     others = {"step": 0, "aggregate": token_mean, "answer": BOXED, "tokens": FORWARD_TOKENS}
     assert by_name == {"temperature": 1.0, **none, **others}

@@ -9,6 +9,8 @@ import torch
 
 from recipe.tiny import shipped
 from recipe.tiny.model import build_model
+from recipe.tiny.sampling import judge, prompt_ids, sample
+from recipe.tiny.task import problems
 from recipe.tiny.warm_up import WarmUpSettings
 
 RECORD = json.loads((shipped.FOLDER / shipped.RECORD).read_text())
@@ -23,3 +25,18 @@ def test_the_record_is_that_of_todays_warm_up_and_of_these_weights() -> None:
     for value in model.state_dict().values():
         assert value.dtype == torch.float32
         assert torch.equal(value, value.bfloat16().float())
+
+
+def test_shares_of_boxed_and_of_right_responses() -> None:
+    """Counted response by response; 30 tokens are too few for long chains."""
+    model, tokenizer = shipped.load_shipped()
+    asked = problems("validation", 32, seed=0)
+    found = judge(model.eval(), tokenizer, asked, max_new_tokens=30, seed=1)
+    prompts = [prompt_ids(tokenizer, problem) for problem in asked]
+    boxed = right = 0
+    for problem, response in zip(asked, sample(model, tokenizer, prompts, max_new_tokens=30, seed=1), strict=True):
+        _, box, rest = tokenizer.decode(response, skip_special_tokens=True).rpartition("boxed{")
+        boxed += bool(box) and "}" in rest
+        right += bool(box) and rest.partition("}")[:2] == (str(eval(problem.text)), "}")
+    assert found == {"boxed": boxed / 32, "right": right / 32}
+    assert 0 < right < boxed < 32

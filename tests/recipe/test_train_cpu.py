@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from recipe.tiny.agent import MAX_TURNS
 from tests.run_life.killed_run import lives
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +47,8 @@ class Project:
         (folder / "examples").mkdir()
         (folder / "scripts").mkdir()
         (folder / ".venv/bin").mkdir(parents=True)
-        for name in ("examples/run_tiny_cpu_grail.sh", *(f"scripts/{n}.sh" for n in self.scripts)):
+        examples = ("examples/run_tiny_cpu_grail.sh", "examples/run_tiny_cpu_agent.sh")
+        for name in (*examples, *(f"scripts/{n}.sh" for n in self.scripts)):
             (folder / name).write_text((ROOT / name).read_text())
         (folder / "scripts/setup_cpu.sh").write_text("")
         (folder / ".venv/bin/python").write_text(STAND_IN)
@@ -55,6 +57,7 @@ class Project:
         self.steps = 20
 
     scripts = ("train_cpu", "launch")
+    example = "grail"
 
     def start(self, *arguments: str, **knobs: str) -> subprocess.CompletedProcess[str]:
         running = self.begin(*arguments, **knobs)
@@ -64,7 +67,7 @@ class Project:
     def begin(self, *arguments: str, **knobs: str) -> subprocess.Popen[str]:
         (self.folder / "steps.txt").write_text(str(self.steps))
         return subprocess.Popen(
-            ["bash", "examples/run_tiny_cpu_grail.sh", *arguments],
+            ["bash", f"examples/run_tiny_cpu_{self.example}.sh", *arguments],
             cwd=self.folder,
             env={"PATH": "/usr/bin:/bin", "OUTPUT_DIR": str(self.folder / "out"), **knobs},
             stdout=subprocess.PIPE,
@@ -121,6 +124,25 @@ def test_fresh_moves_the_earlier_run_away(project: Project) -> None:
     assert "another model and other problems" in refused.stderr and "FRESH=1" in refused.stderr
     assert len(project.trained()) == 3
     assert project.start(FRESH="1").returncode == 0
+
+
+@pytest.mark.parametrize(("knob", "estimator"), [("", "turn_rloo"), ("grpo", "uniform")])
+def test_the_agent_runs_in_verls_tool_loop(project: Project, knob: str, estimator: str) -> None:
+    project.example = "agent"
+    done = project.start(**({"ADV_ESTIMATOR": knob} if knob else {}))
+    assert done.returncode == 0, done.stderr
+    options = dict(option.lstrip("+").split("=", 1) for option in project.trained()[-1].split() if "=" in option)
+    assert options["algorithm.adv_estimator"] == estimator
+    rollout = "actor_rollout_ref.rollout"
+    assert options[f"{rollout}.agent.default_agent_loop"] == "tool_agent"
+    assert options[f"{rollout}.multi_turn.max_assistant_turns"] == str(MAX_TURNS)
+    assert options[f"{rollout}.multi_turn.tool_config_path"] == f"{project.folder}/recipe/tiny/agent_tools.yaml"
+    assert options["reward.custom_reward_function.path"] == "pkg://recipe.tiny.agent"
+    # Both get the same rewards: GRPO their sum, which must not be added to the last turn's again.
+    of_turns = {name: value for name, value in options.items() if name.startswith("algorithm.turn_rloo")}
+    expected = {"rewards": "turn_rewards", "align": "turns", "outcome": "False"} if estimator == "turn_rloo" else {}
+    assert of_turns == {f"algorithm.turn_rloo.{name}": value for name, value in expected.items()}
+    assert "recipe.tiny.prepare --base-model agent" in (project.folder / "calls.txt").read_text()
 
 
 def test_the_run_ends_with_the_script(project: Project) -> None:

@@ -411,6 +411,11 @@ METHODS_REFUSED: dict[str, dict[str, Any]] = {
     "token_weight_options are for a method given by its name": {
         "weights": {"token_weights": GrailConfig(), "token_weight_options": {"leaf": "first"}}
     },
+    **{
+        f"'{name}' reads {words}, which are not to be had in TRL; use verl": {"weights": {"token_weights": name}}
+        for name, words in {"turn_rloo": "rewards", "mt_grpo": "rewards", "gtpo": "rewards"}.items()
+    },
+    "'gigpo' reads messages, rewards, which are not to be had in TRL": {"weights": {"token_weights": "gigpo"}},
     "'rlsd' reads the column solution, which train_dataset lacks; its columns are prompt": {"weights": RLSD},
     "prompt must be a list of messages": {"data": scripted.prompts(solution=["5", "9"]), "weights": RLSD},
     "remove_unused_columns=True.*takes away solution; use False": {

@@ -1,8 +1,12 @@
-"""``examples/trl_grail.py`` on a CPU with a tiny model; run by test_trl.py with TRL on the path."""
+"""``examples/trl_grail.py`` on a CPU with a tiny model; run by test_trl.py with TRL on the path.
+
+``--bf16``, with which come bfloat16 and gradient checkpointing, is what the example takes by itself on a GPU alone.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,6 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from grail_advantage.view.dump.files import DumpRow
 from grail_advantage.view.page.data import open_run
@@ -29,7 +35,7 @@ ROWS: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": chain.text}], "reward_model": {"ground_truth": str(chain.answer)}}
     for chain in CHAINS
 ]
-SMALL = ["--prompts", "8", "--rollouts", "8", "--micro-batch", "64", "--max-response", "64", "--steps", "2"]
+SMALL = ["--prompts", "8", "--rollouts", "8", "--micro-batch", "64", "--max-response", "64"]
 
 
 @pytest.fixture(scope="module")
@@ -43,25 +49,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, *options: str) -> tuple[str, list[DumpRow], dict[int, Any]]:
+def train(folder: Path, *options: str, output: str = "out") -> tuple[str, list[DumpRow], dict[int, Any]]:
     """Output, dump and figures of a run that is started in another folder, with the package on the path."""
     installed = folder / "installed"
     installed.mkdir(exist_ok=True)
     if not (installed / "grail_advantage").exists():
         (installed / "grail_advantage").symlink_to(ROOT / "grail_advantage")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(installed), os.environ["PYTHONPATH"]])}
-    command = [sys.executable, str(EXAMPLE), "--model", "model", "--output", "out", *SMALL, *options]
+    command = [sys.executable, str(EXAMPLE), "--model", "model", "--output", output, *SMALL, *options]
     done = subprocess.run(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900
     )
     assert done.returncode == 0, done.stdout[-5000:]
-    run = open_run(folder / "out")
+    run = open_run(folder / output)
     return done.stdout, list(run.dump), dict(run.metrics)
 
 
 def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
-    options = ("--data", "train.parquet", "--held-out", "train.jsonl", "--dump-every", "1", "--lora-rank", "4")
-    output, rows, metrics = train(folder, *options, "--learning-rate", "1e-3")
+    options = [
+        "--data",
+        "train.parquet",
+        "--held-out",
+        "train.jsonl",
+        "--dump-every",
+        "1",
+        "--lora-rank",
+        "4",
+        "--bf16",
+    ]
+    output, rows, metrics = train(folder, *options, "--steps", "2", "--learning-rate", "1e-3")
     assert output.rstrip().endswith("python -m grail_advantage.report out")
     assert [row.step for row in rows] == [1] * 64 + [2] * 64
     solutions = {chain.text: str(chain.answer) for chain in CHAINS}
@@ -72,5 +88,32 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     assert scored and all(row.outcome == "wrong" and row.weight_T.std() > 0.1 for row in scored)
     assert 0 < metrics[1]["reward"] < 1 and {"eval_reward"} <= metrics[0].keys()
     assert (folder / "out" / "adapter_model.safetensors").exists()
+    settings = torch.load(folder / "out" / "training_args.bin", weights_only=False)
+    assert settings.bf16 and settings.gradient_checkpointing and not settings.fp16
+    assert settings.model_init_kwargs == {"dtype": "bfloat16"}  # of what is frozen
     assert write_report(folder / "out") == folder / "out" / "report.html"
     assert (folder / "out" / "report.html").stat().st_size > 100_000
+
+
+def test_all_parameters_are_trained_in_float32(folder: Path) -> None:
+    """As on a CPU; part b of the GPU check trains all parameters with ``--bf16`` (tests/benchmarks/test_gpu_check.py)."""
+    options = [
+        "--data",
+        "train.jsonl",
+        "--dump-every",
+        "1",
+        "--lora-rank",
+        "0",
+        "--prompts",
+        "4",
+        "--micro-batch",
+        "32",
+    ]
+    _, rows, metrics = train(folder, *options, "--steps", "1", "--learning-rate", "1e-3", output="full")
+    assert any(row.no_scores is None and row.weight_T.std() > 0.1 for row in rows)
+    assert math.isfinite(metrics[1]["grad_norm"]) and metrics[1]["grad_norm"] > 0
+    before, after = (load_file(folder / run / "model.safetensors") for run in ("model", "full"))
+    assert after.keys() == before.keys()
+    assert all(
+        values.dtype == torch.float32 and not values.equal(before[name].float()) for name, values in after.items()
+    )

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from grail_advantage.view.dump.files import DumpRow, read_dump
+from grail_advantage.view.dump.received import read_header, received_files
 from tests.core.tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ NEWEST = re.findall(r"^[\w-]+==\S+$", REQUIREMENTS.read_text(), re.MULTILINE)
 """The newest TRL, the newest transformers, and what this one needs newer than verl's."""
 OLDEST = ["trl==1.15.0"]
 """The oldest TRL, with verl's transformers."""
-CHECKS = [f"tests/trl_ext/{name}_checks.py" for name in ("core", "dump", "relied")]
+CHECKS = [f"tests/trl_ext/{name}_checks.py" for name in ("core", "dump", "receipt", "relied")]
 EXAMPLE_CHECKS = "tests/trl_ext/example_checks.py"
 """Not with TRL 1.15, which computes log-probabilities on a GPU alone."""
 TIMEOUT = 1800
@@ -186,6 +187,19 @@ def test_the_dump_has_the_rows_of_all_ranks(
         for column in ("score_T", "weight_T", "base_advantage_T", "advantage_T", "old_log_prob_T", "entropy_T"):
             values, others = getattr(row, column), getattr(expected, column)
             np.testing.assert_allclose(values, others, rtol=2e-3, atol=2e-3, err_msg=column)
+        assert row.received is not None and expected.received is not None
+        np.testing.assert_allclose(row.received.received_T, expected.received.received_T, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("name", RANK_METHODS)
+def test_the_receipt_of_two_ranks_has_no_mismatch(
+    ranks: dict[int, list[dict[str, Any]]], folder: Path, name: str
+) -> None:
+    results_of(ranks, name)
+    for world_size in (1, 2):
+        files = received_files(folder / f"{name} of {world_size}")
+        findings = [each for _, path in files for each in read_header(path).findings]
+        assert len(files) == 3 and not any(each["mismatch"] for each in findings), findings
 
 
 def _rows(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:

@@ -26,6 +26,7 @@ import torch
 from grail_advantage import Example, Signal
 from grail_advantage.methods import methods
 from grail_advantage.signals.base import HIDDEN_STATES, SALIENCY
+from grail_advantage.signals.turns import TurnSignal
 from grail_advantage.view.dump.files import COLUMNS, read_dump
 from recipe.run_life.checkpoints import STATE, TRACKER, checkpoints
 from tests.documentation import write_files
@@ -62,7 +63,9 @@ QUOTED = {text: f"'{text}'" for text in ("[0-3]", "[+=]")}
 OURS = sorted(
     name for name, method in methods().items() if method.signal_class.__module__.startswith("grail_advantage.")
 )
-GIVE_ADVANTAGES = ("step_values", "judged_steps")
+GIVE_ADVANTAGES = {"judged_steps", *(name for name in OURS if methods()[name].signal_class.gives == "advantages")}
+OF_TURNS = {name for name in OURS if issubclass(methods()[name].signal_class, TurnSignal)}
+"""Methods that give every response of this run, which are of one turn, one advantage."""
 NAMES = ["uniform", *sorted({*OURS, *THEIRS} - {"uniform"})]
 STEPS = len(NAMES)
 KILLED_BEHIND = STEPS - 2
@@ -221,13 +224,16 @@ def test_weights_are_those_of_the_plain_function(run: WholeRun, name: str) -> No
         groups=torch.tensor([sorted(set(uids)).index(uid) for uid in uids]),
         examples=[Example(asked[tuple(row.prompt_ids)], GOLD, {}) for row in rows],
         step=_step(name),
+        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
+        fields={"tool_rewards": [[]] * len(rows)},
     )
     moved, gives_weights = 0, _signal(name).gives == "weights"
     for row, wanted in zip(rows, expected, strict=True):
         found = torch.tensor(row.weight_T if gives_weights else row.advantage_T)
         torch.testing.assert_close(found, wanted, **(NOISY if name == "oar_g" else EXACT), msg=row.key)
         moved += not torch.equal(found, torch.ones_like(found) if gives_weights else found[:1].expand_as(found))
-    assert (moved > 0) == (name != "uniform"), "nothing to compare"
+    assert (moved > 0) == (name not in {"uniform", *OF_TURNS}), "nothing to compare"
+    assert name not in OF_TURNS or any(map(np.any, (row.advantage_T for row in rows))), "nothing to compare"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -317,7 +323,7 @@ def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> 
         ]
         assert len(names) > 50
         assert {"actor/pg_loss", "actor/grad_norm", "actor/lr", "critic/score/mean"} <= {*names}
-        assert any(name.endswith("/weight_deviation") for name in names)
+        assert any(name.endswith("/advantage_scale") for name in names)
         assert {name: here["data"][name] for name in names} == {name: there["data"][name] for name in names}
     before, after = (pair.resumed.policy(step).lm_head.weight for step in (STEPS - 1, STEPS))
     assert not torch.equal(before, after), "nothing was learned that could have been lost"

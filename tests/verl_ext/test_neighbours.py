@@ -33,7 +33,9 @@ FAMILIES: dict[str, Family] = {
     "Phi-3, longrope": Family("Phi3Config", LONGROPE),
     "Llama, dynamic": Family("LlamaConfig", DYNAMIC),
     "LFM2": Family("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
-    "RecurrentGemma": Family("RecurrentGemmaConfig", attention="eager"),
+    "RecurrentGemma": Family(
+        "RecurrentGemmaConfig", {"num_hidden_layers": 3}, attention="eager"
+    ),  # the third has attention
     "PhiMoE": Family("PhimoeConfig", {**EXPERTS, "router_jitter_noise": 0.3}),
     "Mixtral": Family("MixtralConfig", EXPERTS),
     "Mixtral, jitter": Family("MixtralConfig", {**EXPERTS, "router_jitter_noise": 0.1}),

@@ -50,7 +50,7 @@ class Step:
         self.store = Store()
         self.store.install(monkeypatch)
         self.calls: Counter[str] = Counter()
-        self._count(monkeypatch, steps, "find_answer_spans")
+        self._count(monkeypatch, steps, "find_generated_spans")
         self._count(monkeypatch, trainer_base, "compute_advantage_for_multi_trajectories")
         monkeypatch.setattr(trainer_base, "calculate_debug_metrics", lambda data: {})
         self._count(monkeypatch, GrailConfig, "select")
@@ -119,7 +119,7 @@ def test_fetches_and_computes_everything_once(monkeypatch: pytest.MonkeyPatch) -
     # The others are read by verl too, in one or in both of its stages.
     verls = {"responses": 1, "rm_scores": 1, "response_mask": 2}
     assert {name: step.store.fetched[name] - times for name, times in verls.items()} == dict.fromkeys(verls, 1)
-    counts = {"find_answer_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 1}
+    counts = {"find_generated_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 1}
     assert step.calls == apart.calls == counts
 
 
@@ -131,7 +131,7 @@ def test_a_correction_that_drops_tokens_chooses_again(monkeypatch: pytest.Monkey
     found = step.run()
     assert (found["a_1_0"] == 0).all()
     assert (found["a_2_0"] != 0).all()
-    assert step.calls == {"find_answer_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 2}
+    assert step.calls == {"find_generated_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 2}
     assert step.metrics["grail/shared_forward_rate"] == 1
     assert step.workers.own == []
 
@@ -198,7 +198,7 @@ def test_a_trainers_own_advantages_have_the_last_word(monkeypatch: pytest.Monkey
     assert all(any(torch.equal(tokens, row) for row in right) for tokens in step.workers.own)
     assert (found["a_0_0"] < 0).all()
     assert len(found["a_0_0"].unique()) > 2
-    assert step.calls == {"find_answer_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 2}
+    assert step.calls == {"find_generated_spans": 1, "compute_advantage_for_multi_trajectories": 1, "select": 2}
 
 
 def test_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

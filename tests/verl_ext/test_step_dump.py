@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
-from grail_advantage.verl_ext.dump import UpdateDump
+from grail_advantage.signals.turn_rloo import TurnRlooConfig
+from grail_advantage.verl_ext.dump import UpdateDump, turn_rewards_label
 from grail_advantage.verl_ext.settings import DumpOptions, Settings
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.view.dump.step import choose_rows, reasons_without_scores
@@ -190,6 +191,26 @@ class TestRun:
         assert (header.rows_in_step, header.special_tokens) == (6, {END_ID: "<end>"})
         assert header.options["preset"] == "official"
         json.dumps(header.options, allow_nan=False)
+
+    def test_rewards_by_turn_are_those_that_the_method_reads_or_else_the_usual_ones(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        extra = {
+            "turn_scores": [],
+            "tool_rewards": [0.5],
+            "mine": [2],
+            "reward_extra_info": {"turn_rewards": [1, -1.0]},
+        }
+        step = Dumping(monkeypatch, tmp_path)
+        step.store.rows["a_0_0"]["extra_fields"] = extra
+        step.run()
+        rows = step.close(tmp_path)
+        assert rows[0].labels == {"turn_rewards": [1.0, -1.0]} and rows[1].labels == {}
+        del extra["reward_extra_info"]
+        assert turn_rewards_label(extra, GrailConfig()) == {"turn_rewards": [0.5]}
+        assert turn_rewards_label(extra, TurnRlooConfig(rewards="mine")) == {"turn_rewards": [2.0]}
+        assert turn_rewards_label(extra, TurnRlooConfig(rewards="")) == {"turn_rewards": [0.5]}
+        assert turn_rewards_label({}, GrailConfig()) == turn_rewards_label(None, GrailConfig()) == {}
 
     def test_what_a_run_does_not_have_is_left_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         step = Dumping(monkeypatch, tmp_path)

@@ -133,6 +133,28 @@ def test_tokens_of_a_tool_are_grey_and_named(tmp_path: Path, opened: Open) -> No
     assert "does not train" in page.locator("#readout").inner_text()
 
 
+def test_turns_with_their_rewards_and_advantages(tmp_path: Path, opened: Open) -> None:
+    """Advantages that differ within a turn are none of the turn's."""
+    mask_T = np.array([True, True, False, False, True, False, True, True])
+    advantages = [1.5, 1.5, 0.0, 0.0, -0.25, 0.0, 3.0, 2.0]
+    labels = {"tool": [[2, 4], [5, 6]], "turn_rewards": [1.0, -1.0, 0.5]}
+    row = dump_row([1.0] * 8, mask_T=mask_T, advantage_T=advantages, labels=labels)
+    write_step(tmp_path / "tokens", DumpHeader(step=1, method="turn_rloo"), [row])
+    page = opened(write_report(tmp_path), link(row))
+    assert page.locator(".turn").all_inner_texts() == [
+        "turn 1 · reward 1 · advantage 1.5",
+        "turn 2 · reward \u22121 · advantage \u22120.25",
+        "turn 3 · reward 0.5",
+    ]
+    after = page.locator(".turn").evaluate_all("marks => marks.map((mark) => mark.nextSibling)")
+    assert len(after) == 3 and page.locator(".turn + .t").count() == 3
+    spans = page.locator(".t").evaluate_all("spans => spans.map((s) => s.previousSibling?.className ?? '')")
+    assert [t for t, name in enumerate(spans) if name == "turn"] == [0, 4, 6]
+    for broken in ({"turn_rewards": "much"}, {"turn_rewards": [1.0, None]}, {}):
+        write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), [dump_row([1.0, 1.0], labels=broken)])
+        assert opened(write_report(tmp_path), link(row)).locator(".turn").count() == 0
+
+
 def test_keyboard_from_the_list_to_the_tokens_and_back(runs: Path, rows: list[DumpRow], opened: Open) -> None:
     page = opened(runs / "grail" / "report.html", "#rollout=1.0")
     page.locator('.item[aria-selected="true"]').focus()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from grail_advantage.view.dump import files as token_dump
+from grail_advantage.view.dump import parquet
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.view.page import data
 from grail_advantage.view.page.page import write_report
@@ -27,7 +27,7 @@ def written(folder: Path, rows: int = 4) -> Path:
 
 def test_a_row_group_that_says_it_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of 64 MiB packs into some kilobytes; the file's own metadata says what it unpacks to."""
-    monkeypatch.setattr(token_dump, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(parquet, "MOST_BYTES", 1 << 20)
     path = write_step(tmp_path, DumpHeader(step=3, method="grail"), [replace(row(0), prompt="x" * (64 << 20))])
     assert path.stat().st_size < 1 << 17
     tracemalloc.start()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from grail_advantage.answers.format import BOXED, AnswerFormat
-from grail_advantage.batch import EXAMPLES, GROUPS, field_names
+from grail_advantage.batch import EXAMPLES, GROUPS
 from grail_advantage.model.activations import FORWARD_TOKENS
 from grail_advantage.signals.base import Signal
 from grail_advantage.view.analysis.responses import Response, example_of
@@ -63,7 +63,7 @@ class Analysis:
                     f"{label} compares correct responses with incorrect ones; give every line a reward or gold, and leave "
                     "the advantages at auto"
                 )
-            for name in field_names(signal.reads):
+            for name in signal.field_names:
                 if all(name not in row.columns for row in self.responses):
                     raise ValueError(f"{label} reads the field {name}, which no line has; give the lines one")
             if EXAMPLES in signal.reads:

@@ -24,7 +24,7 @@ from grail_advantage import __version__
 from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.span import AnswerSpan, find_answer_spans
 from grail_advantage.answers.text import TokenTexts, answer_text
-from grail_advantage.batch import EXAMPLES, GROUPS, field_names, outcome_of
+from grail_advantage.batch import EXAMPLES, GROUPS, REWARDS, outcome_of
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights, response_statistics
 from grail_advantage.view.analysis.analysis import Analysis
@@ -250,6 +250,9 @@ def _weigh_batch(
         examples = None
         if EXAMPLES in signal.reads:
             examples = [example_of(row.response, analysis.template_options) for row in rows]
+        rewards = None
+        if REWARDS in signal.reads:
+            rewards = torch.tensor([row.response.reward for row in rows], dtype=torch.float64)
         result = compute_token_weights(
             model,
             tokenizer,
@@ -261,7 +264,8 @@ def _weigh_batch(
             entropy=entropy_BL,
             groups=torch.tensor([row.group for row in rows]),
             examples=examples,
-            fields={name: [row.response.columns.get(name) for row in rows] for name in field_names(signal.reads)},
+            fields={name: [row.response.columns.get(name) for row in rows] for name in signal.field_names},
+            rewards=rewards,
             answer=analysis.answer,
             tokens=analysis.tokens,
         )

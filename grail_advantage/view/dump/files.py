@@ -24,26 +24,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grail_advantage.answers.span import AnswerSpan
+from grail_advantage.view.dump.parquet import BROKEN, array_of, as_utf8, groups, list_of, read_record, write_table
+from grail_advantage.view.dump.received import Receipts, ReceivedHeader, read_header, received_files
 from grail_advantage.view.dump.rows import COLUMNS, DumpHeader, DumpRow, MethodColumns
-from grail_advantage.view.whole_file import UNFINISHED, whole_file
+from grail_advantage.view.whole_file import UNFINISHED
 
 SCHEMA_VERSION = 3
-MOST_BYTES = 1 << 30
-"""Most bytes of a row group that is read, unpacked, by the file's metadata."""
-_ROWS = 32
-"""Rows of a row group; the reader holds one group at a time."""
 _NAME = re.compile(r"step_(\d{1,15})(?:_update_(\d{1,9}))?\.parquet")
 _KEY = b"grail_advantage"
 """Of the header in the file's metadata."""
-_BROKEN = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""Errors that a damaged or foreign file may cause."""
-
-
-def _list(kind: pa.DataType) -> pa.DataType:
-    return pa.list_(pa.field("element", kind, nullable=False))
-
-
-_FLOATS = _list(pa.float32())
+_FLOATS = list_of(pa.float32())
 _METHOD = pa.struct(
     [
         pa.field("name", pa.string(), nullable=False),
@@ -60,13 +50,13 @@ SCHEMA = pa.schema(
         *(pa.field(name, pa.string()) for name in ("id", "gold", "outcome", "answer", "no_scores")),
         pa.field("reward", pa.float64()),
         pa.field("truncated", pa.bool_(), nullable=False),
-        pa.field("span", _list(pa.int64())),
-        pa.field("prompt_ids", _list(pa.int64()), nullable=False),
-        pa.field("token_ids", _list(pa.int64()), nullable=False),
-        pa.field("tokens", _list(pa.string()), nullable=False),
-        pa.field("mask", _list(pa.bool_()), nullable=False),
+        pa.field("span", list_of(pa.int64())),
+        pa.field("prompt_ids", list_of(pa.int64()), nullable=False),
+        pa.field("token_ids", list_of(pa.int64()), nullable=False),
+        pa.field("tokens", list_of(pa.string()), nullable=False),
+        pa.field("mask", list_of(pa.bool_()), nullable=False),
         *(pa.field(name, _FLOATS, nullable=name != "weight") for name in COLUMNS),
-        pa.field("methods", _list(_METHOD), nullable=False),
+        pa.field("methods", list_of(_METHOD), nullable=False),
         pa.field("labels", pa.string()),
     ]
 )
@@ -109,16 +99,7 @@ def write_step(folder: Path, header: DumpHeader, rows: Iterable[DumpRow]) -> Pat
         OSError: the disk's.
     """
     path = step_path(folder, header.step, header.update)
-    with whole_file(path) as file:
-        pq.write_table(
-            _table(header, list(rows)),
-            file,
-            row_group_size=_ROWS,
-            compression="zstd",
-            use_dictionary=[*_TEXTS, *_IDS],
-            write_statistics=False,
-            write_page_checksum=True,
-        )
+    write_table(path, _table(header, list(rows)), [*_TEXTS, *_IDS])
     return path
 
 
@@ -130,7 +111,7 @@ def dumped_steps(folder: Path) -> list[int]:
 def remove_steps(folder: Path, first: int) -> list[Path]:
     """Remove the files of step ``first`` and later ones, which a run that resumes there writes anew, and unfinished ones;
     returns the former."""
-    removed = [path for (step, _), path in _step_files(folder) if step >= first]
+    removed = [path for (step, _), path in [*_step_files(folder), *received_files(folder)] if step >= first]
     for path in [*removed, *Path(folder).glob(f".*{UNFINISHED}")]:
         path.unlink()
     return removed
@@ -159,20 +140,11 @@ def _record(header: DumpHeader, row: DumpRow) -> dict[str, Any]:
         "methods": [{"name": name, **_columns(method)} for name, method in row.methods.items()],
         "labels": json.dumps(row.labels) if row.labels else None,
     }
-    return _as_utf8(record)
+    return as_utf8(record)
 
 
 def _columns(values: DumpRow | MethodColumns) -> dict[str, Any]:
     return {name.removesuffix("_T"): value for name, value in vars(values).items()}
-
-
-def _as_utf8(value: Any) -> Any:
-    """The value with every text in it as UTF-8 can hold it."""
-    if isinstance(value, str) and not value.isascii():
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(value, dict):
-        return {name: _as_utf8(entry) for name, entry in value.items()}
-    return [_as_utf8(entry) for entry in value] if isinstance(value, list) else value
 
 
 # ------------------------------------------------------------------------------------------------------------------ reading
@@ -193,19 +165,20 @@ class DumpFile:
         """``None`` where it cannot be read, which :meth:`rows` puts into ``problems``."""
         try:
             return _read_header(pq.read_metadata(self.path))
-        except _BROKEN:
+        except BROKEN:
             return None
 
     def rows(self) -> Iterator[DumpRow]:
         """The rows, one at a time; of a damaged file those before the damage."""
-        count = 0
+        count, receipts = 0, Receipts(self.path.parent, self.step, self.update, self.problems)
         try:
-            for group in _groups(self.path):
+            for group in groups(self.path, SCHEMA, _read_header, _TEXTS):
                 for index in range(group.num_rows):
-                    yield _read_row(group, index, self.step, self.update)
+                    row = _read_row(group, index, self.step, self.update)
+                    yield receipts.join(row)
                 count += group.num_rows
             message = "" if count else "holds no rows"
-        except _BROKEN as error:
+        except BROKEN as error:
             message = f"is damaged or no token dump ({str(error)[:200]})"
         problem = f"{self.path}: {message}"
         if message and problem not in self.problems:
@@ -237,6 +210,17 @@ class TokenDump:
     def __iter__(self) -> Iterator[DumpRow]:
         return self.rows()
 
+    def receipts(self) -> list[ReceivedHeader]:
+        """What the files of what arrived say of their updates, in order."""
+        headers = []
+        for _, path in received_files(self.folder):
+            try:
+                headers.append(read_header(path))
+            except ValueError as error:
+                if str(error) not in self.problems:
+                    self.problems.append(str(error))
+        return headers
+
 
 def read_dump(folder: Path | str) -> TokenDump:
     """Look into a folder. Nothing is raised: what is wrong with it is in ``problems``."""
@@ -253,13 +237,8 @@ def read_dump(folder: Path | str) -> TokenDump:
 
 
 def _read_header(metadata: pq.FileMetaData) -> DumpHeader:
-    """Raises one of ``_BROKEN`` where there is none of this version."""
-    if _KEY not in (metadata.metadata or {}):
-        raise ValueError("its metadata has no header")
-    record = json.loads(metadata.metadata[_KEY])
-    version = record.pop("schema_version")
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"schema_version is {version!r:.20}; this version reads {SCHEMA_VERSION}")
+    """Raises one of ``BROKEN`` where there is none of this version."""
+    record = read_record(metadata, _KEY, SCHEMA_VERSION)
     record["special_tokens"] = {int(token): str(name) for token, name in record["special_tokens"].items()}
     header = DumpHeader(**record)
     texts = (header.method, header.model, header.written_by, header.answer or "")
@@ -270,25 +249,6 @@ def _read_header(metadata: pq.FileMetaData) -> DumpHeader:
     ):
         raise TypeError("a value in its header has a wrong type")
     return header
-
-
-def _groups(path: Path) -> Iterator[pa.Table]:
-    """The row groups of a file, with texts as dictionaries, which keep a text once however often it occurs.
-
-    Raises:
-        ValueError: no token dump, or one whose metadata names more than a dump can have; others of ``_BROKEN``.
-    """
-    metadata = pq.read_metadata(path)
-    _read_header(metadata)
-    if not metadata.schema.to_arrow_schema().equals(SCHEMA):
-        raise ValueError("its columns are others")
-    with pq.ParquetFile(path, metadata=metadata, read_dictionary=_TEXTS, page_checksum_verification=True) as file:
-        for number in range(metadata.num_row_groups):
-            if metadata.row_group(number).total_byte_size > MOST_BYTES:
-                raise ValueError("a row group is larger than one of a dump can be")
-            table = file.read_row_group(number).combine_chunks()
-            table.validate(full=True)
-            yield table
 
 
 def _read_row(group: pa.Table, index: int, step: int, update: int) -> DumpRow:
@@ -319,7 +279,7 @@ def _value(value: pa.Scalar) -> Any:
         return value.as_py()
     if pa.types.is_dictionary(value.values.type):
         return _texts(value)
-    return value.values.to_numpy(zero_copy_only=False).copy()
+    return array_of(value)
 
 
 def _texts(values: pa.ListScalar) -> list[str]:

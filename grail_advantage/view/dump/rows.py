@@ -52,6 +52,25 @@ class MethodColumns:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class ReceivedRow:
+    """What the tokens of one response received, in the K optimiser steps of the update that it was in."""
+
+    key: str
+    """As the response's."""
+    updates: np.ndarray
+    """int64 (K,): the numbers of these optimiser steps, from 0 over all epochs; none of a response that was left out."""
+    received_T: np.ndarray
+    """float32: the effective advantage that arrived, the mean over the K steps; NaN where a token was in none."""
+    clipped_T: np.ndarray
+    """float32: the share of the K steps in which the loss clipped the token; NaN where that is not known."""
+    by_update_KT: np.ndarray
+    """float32: the effective advantage of each step."""
+
+    def __len__(self) -> int:
+        return len(self.received_T)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DumpRow:
     """One response. Arrays have its length T; float ones are float32 with NaN where there is no value.
 
@@ -99,6 +118,8 @@ class DumpRow:
     """By name, where several methods weighed the row."""
     labels: Mapping[str, Any] = field(default_factory=dict)
     """Token ranges ``[start, end]``, or lists of them, by name; the report marks ``wrong_step``."""
+    received: ReceivedRow | None = None
+    """What its tokens received, where the run kept that."""
 
     def __post_init__(self) -> None:
         columns: dict[str, Any] = {"tokens": self.tokens, "mask": self.mask_T}

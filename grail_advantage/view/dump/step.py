@@ -6,7 +6,7 @@ Shape suffixes: B rows, T response tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
@@ -22,15 +22,17 @@ from grail_advantage import __version__
 from grail_advantage.answers.format import BOXED, AnswerFormat
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.answers.text import TokenTexts, answer_text
+from grail_advantage.receipt import Receipt
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, remove_steps, write_step
+from grail_advantage.view.dump.received import ReceivedHeader, received_rows, write_received
 
 logger = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 20
 """Of a dump on the disk, measured with every column there and as good as random; see docs/token_dump.md."""
-WAITING = 4
-"""Updates that may wait to be written."""
+WAITING = 8
+"""Files that may wait to be written."""
 
 
 @dataclass(frozen=True)
@@ -147,23 +149,24 @@ class DumpWriter:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.failed = 0
-        """Updates that were to be written and were not."""
+        """Files that were to be written and were not."""
         self._futures: list[Future] = []
         self._executor: ThreadPoolExecutor | None = None
 
-    def submit(self, make: Callable[[], tuple[DumpHeader, list[DumpRow]]]) -> None:
+    def submit(self, make: Callable[[], tuple[Any, Sequence[Any]]], write: Callable[..., Any] = write_step) -> None:
         """Have one file written.
 
         Args:
             make: gives the header and the rows; called in the writer's thread, so that it must own what it reads.
+            write: gets the folder, the header and the rows.
         """
         self._futures = [future for future in self._futures if not future.done()]
         if len(self._futures) >= WAITING:
-            self._fail(f"{WAITING} updates wait to be written already")
+            self._fail(f"{WAITING} files wait to be written already")
             return
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token_dump")
-        self._futures.append(self._executor.submit(self._write, make))
+        self._futures.append(self._executor.submit(self._write, make, write))
 
     def start_at(self, step: int) -> None:
         """Remove the files of an earlier run, of this step and later ones."""
@@ -182,9 +185,9 @@ class DumpWriter:
             self._executor.shutdown(wait=True)
         self._executor, self._futures = None, []
 
-    def _write(self, make: Callable[[], tuple[DumpHeader, list[DumpRow]]]) -> None:
+    def _write(self, make: Callable[[], tuple[Any, Sequence[Any]]], write: Callable[..., Any]) -> None:
         with self.attempt():
-            write_step(self.folder, *make())
+            write(self.folder, *make())
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -273,7 +276,45 @@ class StepDump:
 
         self.writer.submit(make)
 
-    def _row(self, batch: StepRows, place: int, **more: Any) -> DumpRow:
+    def write_received(
+        self,
+        step: int,
+        update: int,
+        keys: Sequence[str],
+        lengths: Sequence[int],
+        mask_BT: torch.Tensor,
+        receipt: Receipt,
+        loss: str,
+    ) -> ReceivedHeader:
+        """Have a receipt written.
+
+        Args:
+            step: training step.
+            update: which of its updates.
+            keys: of the responses that were written of it, in their order.
+            lengths: tokens of each response.
+            mask_BT: bool; the tokens that train.
+            receipt: of these responses.
+            loss: name of the loss.
+
+        Returns:
+            The file's header.
+        """
+        trained_BT = mask_BT & receipt.received_BT.isfinite()
+        clipped = receipt.clipped_BT[trained_BT]
+        header = ReceivedHeader(
+            step=step,
+            update=update,
+            loss=loss,
+            findings=[finding.to_dict() for finding in receipt.findings],
+            updates=len(receipt.received_UBT),
+            tokens=int(trained_BT.sum()),
+            clipped=float(clipped.mean()) if len(clipped) and clipped.isfinite().all() else None,
+        )
+        self.writer.submit(lambda: (header, received_rows(keys, lengths, receipt)), write_received)
+        return header
+
+    def _row(self, batch: StepRows, place: int, *, labels: Mapping[str, Any] | None = None, **more: Any) -> DumpRow:
         response_T, span = batch.responses[place].numpy(), batch.spans[place]
         tokens = self._texts(response_T)
 
@@ -297,7 +338,7 @@ class StepDump:
             weight_T=column(batch.weights_BT.float()),
             base_advantage_T=column(batch.base_advantages_BT.float()),
             advantage_T=column(batch.advantages_BT.float()),
-            labels={} if batch.generated is None else _tool_label(batch.generated[place]),
+            labels={**({} if batch.generated is None else _tool_label(batch.generated[place])), **(labels or {})},
             **more,
         )
 

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 
 from grail_advantage.view.dump.files import DumpHeader, DumpRow
+from grail_advantage.view.dump.received import run_receipt
 from grail_advantage.view.page import by_position, colours, data, pack
+from grail_advantage.view.page.arrived import finding_texts, summary
 
 _GROUP = 8
 """Responses a prompt in common set-ups, for the choice of steps."""
 _WEIGHT_LIMITS = (1.25, 2.0, colours.WEIGHT_LIMIT)
-_OVERLAYS = ("weight", "score", "advantage", "surprisal", "entropy")
+_OVERLAYS = ("weight", "score", "advantage", "received", "surprisal", "entropy")
 
 
 @dataclass(eq=False)
@@ -171,15 +173,23 @@ def _facts(row: DumpRow) -> dict[str, Any]:
         "span": [span.start, span.content_start, span.content_end, span.end] if span else None,
         "wrong_step": wrong if _is_range(wrong) else None,
         "tool": tool if tool and isinstance(tool, list) and all(map(_is_range, tool)) else None,
+        "turn_rewards": _numbers(row.labels.get("turn_rewards")),
         "length": len(row),
         "given": given,
         "spread": float(trained.std()) if len(trained) else math.nan,
         "advantage": float(base[0]) if base is not None and len(base) else None,
+        "updates": None if row.received is None else len(row.received.updates),
     }
 
 
 def _is_range(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(edge) is int for edge in value)
+
+
+def _numbers(value: Any) -> list[float] | None:
+    """A list of rewards by turn; ``None`` for anything else."""
+    known = isinstance(value, list) and value and all(type(one) in (int, float) and math.isfinite(one) for one in value)
+    return value if known else None
 
 
 def _overlays(rollouts: Sequence[Rollout]) -> list[str]:
@@ -250,6 +260,18 @@ def curves(runs: Sequence[data.Run]) -> tuple[list[dict[str, Any]], list[dict[st
             entry = more.setdefault(name, {"title": name, "unit": "", "lines": []})
             entry["lines"].append({**vars(data.line(run.metrics, name, name)), "run": number})
     return list(known.values()), list(more.values())
+
+
+def receipt(runs: Sequence[data.Run]) -> list[dict[str, Any]]:
+    """The sentences on what arrived, for each run that kept it."""
+    entries = []
+    for number, run in enumerate(runs):
+        headers = run.dump.receipts() if run.dump is not None else []
+        if headers:
+            whole = run_receipt(headers)
+            findings = [finding_texts(finding) for finding in whole.findings]
+            entries.append({"run": number, "summary": summary(whole), "findings": findings})
+    return entries
 
 
 def positions(tables: Sequence[Mapping[str, by_position.RowTable]], methods: Sequence[str]) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def columns_of(row: DumpRow) -> dict[str, np.ndarray]:
     """The float32 columns that the page shows of a row, those of several methods as ``score:NAME`` and so on.
 
     A column without a finite value is left out, and so is a token advantage that is the weight times the base advantage: the
-    page multiplies.
+    page multiplies. ``received`` and ``clipped`` are means over the optimiser steps that a response was in; of several,
+    ``received@1`` and so on are its values in each.
     """
     sources: dict[str, DumpRow | MethodColumns] = {f":{name}": method for name, method in row.methods.items()}
     columns = {
@@ -52,6 +53,11 @@ def columns_of(row: DumpRow) -> dict[str, np.ndarray]:
         "surprisal": None if row.old_log_prob_T is None else -row.old_log_prob_T,
         "entropy": row.entropy_T,
     }
+    if row.received is not None:
+        columns |= {"received": row.received.received_T, "clipped": row.received.clipped_T}
+        if len(row.received.updates) > 1:
+            by_update = enumerate(row.received.by_update_KT, start=1)
+            columns |= {f"received@{number}": values_T for number, values_T in by_update}
     for suffix, source in (sources or {"": row}).items():
         columns |= {f"score{suffix}": source.score_T, f"weight{suffix}": source.weight_T}
         if not _is_product(source.advantage_T, source.weight_T, row.base_advantage_T):

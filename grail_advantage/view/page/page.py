@@ -25,7 +25,7 @@ from grail_advantage.view.whole_file import write_whole
 REPORT = "report.html"
 ROLLOUTS = 2000
 MEGABYTES = 35.0
-_SCRIPTS = ("words", "unpack", "state", "colours", "curves", "position", "list", "reader", "tokens", "choices")
+_SCRIPTS = ("words", "unpack", "state", "colours", "curves", "position", "list", "reader", "tokens", "turns", "choices")
 """The parts of the page's script, which share one scope, in the order in which they run."""
 _HALF, _STEPS = 32, 65
 """Colours on each side of a diverging scale, and of a sequential one."""
@@ -82,6 +82,7 @@ def render(runs: Sequence[data.Run], *, rollouts: int = ROLLOUTS, megabytes: flo
         "position": index.positions(tables, methods),
         "colours": {"half": _HALF, "steps": _STEPS},
         "nothing": _nothing(runs),
+        "receipt": index.receipt(runs),
     }
     asked = len(selection.rollouts)
     while True:

@@ -3,13 +3,14 @@
 const form = $("filters");
 const bar = $("toolbar");
 const FILTERS = ["run", "step", "outcome", "answer", "sort"];
-const SHOWN = ["overlay", "method", "view"];
+const SHOWN = ["overlay", "method", "view", "epoch"];
 function setForms() {
   for (const name of FILTERS) {
     form.elements[name].value = state[name];
     if (form.elements[name].value !== state[name]) form.elements[name].value = state[name] = "";
   }
   for (const name of SHOWN) bar.elements[name].value = state[name];
+  showEpochs();
 }
 function chooseStep(step) {
   state.step = step;
@@ -64,6 +65,7 @@ function setMethod(method) {
   reshow();
 }
 function repaint() {
+  showEpochs();
   for (const page of pages) if (page.data) paint(page), drawPageStrips(page);
   drawStrips();
   drawLegend();
@@ -90,6 +92,10 @@ function setUp() {
   segments("view", [["one", "One"], ["side", "Side by side"]]);
   bar.elements.method.append(...METHODS.map((name) => new Option(name, name)));
   $("pick-method").hidden = METHODS.length < 2;
+  bar.elements.epoch.append(new Option("mean", ""), ...Array.from({ length: epochs }, (_, k) => new Option(k + 1, k + 1)));
+}
+function showEpochs() {
+  $("pick-epoch").hidden = epochs < 2 || state.overlay !== "received";
 }
 
 function head() {
@@ -100,6 +106,27 @@ function head() {
     for (const note of index.notes) visible($("notes").lastElementChild.appendChild(make("li")), note);
   }
   for (const line of index.foot) $("foot").append(make("p", "", line));
+}
+
+// What arrived, in words: a sentence for each run, and what does not fit the loss.
+function drawReceipt() {
+  for (const { run, summary, findings } of index.receipt) {
+    const name = index.runs.length > 1 ? `${index.runs[run].name}: ` : "";
+    const wrong = findings.some((finding) => finding.mismatch);
+    const box = make("div", wrong ? "receipt wrong" : "receipt");
+    visible(box.appendChild(make("p", "said")), name + summary);
+    for (const { mismatch, name, what, where, examples, causes } of findings) {
+      const one = make("details", mismatch ? "finding wrong" : "finding");
+      one.open = mismatch;
+      const head = one.appendChild(make("summary"));
+      head.append(shownText("b", name), " ", shownText("span", what));
+      const list = one.appendChild(make("ul"));
+      for (const text of [where, ...examples, ...(causes ? [`Usual causes: ${causes}`] : [])]) list.append(shownText("li", text));
+      box.append(one);
+    }
+    $("receipt").append(box);
+  }
+  $("receipt").hidden = !index.receipt.length;
 }
 
 // Everything that the address says; returns the rollout that is open then.
@@ -125,6 +152,7 @@ dark.addEventListener("change", () => {
   pages.forEach(drawPageStrips);
 });
 head();
+drawReceipt();
 drawTraining();
 if (!rows.length) {
   $("nothing").textContent = index.nothing;

@@ -19,6 +19,7 @@ const OVERLAYS = {
   },
   score: { name: "Score", ticks: [[0, "low"], [1, "high"]], note: "each response's own" },
   advantage: linear("Advantage", index.limits.advantage, true),
+  received: { ...linear("Received", index.limits.advantage, true), clipped: true },
   surprisal: linear("Surprisal", index.limits.surprisal),
   entropy: linear("Entropy", index.limits.entropy),
 };
@@ -50,6 +51,7 @@ function scoreScale(values) {
 // A column by the name of its overlay; of the chosen method where several weighed the responses.
 function column(data, overlay, method = state.method) {
   const known = data.columns;
+  if (overlay === "received" && state.epoch !== "") return known[`received@${state.epoch}`] ?? (state.epoch === "1" ? known.received : undefined);
   if (!["weight", "score", "advantage"].includes(overlay)) return known[overlay];
   const own = known[`${overlay}:${method}`] ?? (METHODS.length > 1 ? undefined : known[overlay]);
   if (own || overlay !== "advantage") return own;
@@ -57,13 +59,19 @@ function column(data, overlay, method = state.method) {
   return weight && known.base_advantage && weight.map((w, t) => w * known.base_advantage[t]);
 }
 
+// Whether the loss clipped a token in one of the shown optimiser steps.
+function isClipped(data, t) {
+  if (state.overlay !== "received" || !(data.columns.clipped?.[t] > 0)) return false;
+  return state.epoch === "" || column(data, "received")?.[t] === 0;
+}
 // Places of a rollout's tokens on the scale of an overlay, NaN where there is no value.
 function places(data, overlay, values = column(data, overlay)) {
   const how = OVERLAYS[overlay];
   const place = overlay === "score" && values ? scoreScale(values) : how.place;
   const out = new Float32Array(data.n).fill(NaN);
   // What does not train has a weight of 0 by definition, which is no colour.
-  const shown = (t) => !Number.isNaN(values[t]) && (data.mask[t] || !how.signed);
+  // What it received all the same, it shows.
+  const shown = (t) => !Number.isNaN(values[t]) && (data.mask[t] || !how.signed || (overlay === "received" && values[t] !== 0));
   if (values) for (let t = 0; t < data.n; t++) if (shown(t)) out[t] = place(values[t]);
   return out;
 }
@@ -74,7 +82,7 @@ function className(overlay, p) {
 }
 
 function drawLegend() {
-  const { name, signed, ticks, note } = OVERLAYS[state.overlay];
+  const { name, signed, ticks, note, clipped } = OVERLAYS[state.overlay];
   const scale = make("div", "scale");
   const bar = make("div", "bar");
   const cells = signed ? 2 * HALF + 1 : STEPS;
@@ -86,6 +94,11 @@ function drawLegend() {
     scale.append(tick);
   }
   $("legend").replaceChildren(scale, make("span", "", note));
+  if (clipped) {
+    const key = make("span");
+    key.append(make("i", "swatch clipped"), "clipped");
+    $("legend").append(key);
+  }
   $("legend").setAttribute("aria-label", `Colours of ${name.toLowerCase()}`);
 }
 

@@ -114,6 +114,7 @@ function facts(row) {
   const badge = (text) => host.append(make("span", "badge", text));
   if (row.truncated) badge("truncated: cut at the length limit");
   if (reason) badge(`no scores: ${reason}`);
+  if (row.updates === 0) badge("left out of the update");
   if (row.wrong_step) badge("incorrect step: wavy line");
   if (row.tool) badge("on grey: a tool or a user wrote it");
   return host;
@@ -187,6 +188,7 @@ function fillPage(page, data) {
   }
   page.places = new Map(page.spans.map((span, t) => [span, t]));
   paint(page);
+  markTurns(page);
   if (data.n) page.spans[0].tabIndex = 0;
   page.element.append(box);
   const on = (name, act) =>

@@ -16,11 +16,12 @@ const RANK = { right: 0, wrong: 1 };
 for (const group of groups) group.rows.sort((a, b) => (RANK[a.outcome] ?? 2) - (RANK[b.outcome] ?? 2) || a.row - b.row);
 const steps = [...new Set(rows.filter((row) => !row.run).map((row) => row.step))].sort((a, b) => a - b);
 const allSteps = [...new Set(rows.map((row) => row.step))].sort((a, b) => a - b);
+const epochs = rows.reduce((most, row) => Math.max(most, row.updates ?? 0), 0);
 const narrow = matchMedia("(max-width: 760px)");
 const touch = matchMedia("(hover: none)");
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
-const DEFAULTS = { run: "", step: "", outcome: "", answer: "", sort: "", overlay: index.overlays[0], method: METHODS[0] ?? "", view: "one" };
+const DEFAULTS = { run: "", step: "", outcome: "", answer: "", sort: "", overlay: index.overlays[0], method: METHODS[0] ?? "", view: "one", epoch: "" };
 const state = { ...DEFAULTS, row: -1, token: -1 };
 function readHash() {
   const given = new URLSearchParams(location.hash.slice(1));
@@ -29,6 +30,7 @@ function readHash() {
   if (!index.overlays.includes(state.overlay)) state.overlay = DEFAULTS.overlay;
   if (!METHODS.includes(state.method)) state.method = DEFAULTS.method;
   if (state.view !== "side") state.view = "one";
+  if (!(Number(state.epoch) >= 1 && Number(state.epoch) <= epochs)) state.epoch = "";
   state.token = given.has("token") ? Number(given.get("token")) : -1;
   const named = byName.get(given.get("rollout"));
   return named ? named.i : -1;

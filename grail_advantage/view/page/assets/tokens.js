@@ -12,6 +12,7 @@ function paint(page) {
     if (ofTool(row, t)) name += " tool";
     if (row.span && within(t, row.span[0], row.span[3])) name += " span";
     if (inWrongStep(row, t)) name += " wrong-step";
+    if (isClipped(data, t)) name += " clipped";
     if (t === page.pointed) name += " at";
     page.spans[t].className = name;
   }
@@ -55,7 +56,7 @@ function move(page, event) {
 }
 
 const FIELDS = [
-  ["weight", "Weight"], ["score", "Score"], ["base_advantage", "Base advantage"], ["advantage", "Advantage"], ["surprisal", "Surprisal"], ["entropy", "Entropy"],
+  ["weight", "Weight"], ["score", "Score"], ["base_advantage", "Base advantage"], ["advantage", "Advantage"], ["received", "Received"], ["surprisal", "Surprisal"], ["entropy", "Entropy"],
 ];
 function notes(page, t) {
   const { row, data } = page;
@@ -66,6 +67,11 @@ function notes(page, t) {
   if (inWrongStep(row, t)) lines.push("in the incorrect step");
   if (ofTool(row, t)) lines.push("not the model's: a tool or a user wrote it");
   else if (!data.mask[t]) lines.push("does not train");
+  const { clipped, received } = data.columns;
+  const by = row.updates > 1 ? Array.from({ length: row.updates }, (_, k) => number(data.columns[`received@${k + 1}`]?.[t])) : [];
+  if (by.length) lines.push(`received by epoch ${by.join(", ")}`);
+  if (clipped?.[t] > 0) lines.push(row.updates > 1 ? `clipped in ${number(100 * clipped[t])} % of them` : "clipped");
+  if (data.mask[t] && (row.updates === 0 || Number.isNaN(received?.[t]))) lines.push("not in the update");
   return lines;
 }
 const tokenText = (data, t) => data.words.texts[data.ids[t]] || "part of a character";

@@ -1,0 +1,232 @@
+"""Is a method's expected gradient the true one? Enumerated, in a small environment whose policy decides when to stop.
+
+    python -m benchmarks.turn_bias
+
+In a turn the policy calls tool A or B, which gives a reward and says something, or stops; a third turn chooses between two
+endings. Every group of responses is enumerated with its probability, the registered methods give its token advantages, and
+autograd the gradients of log-probabilities. So the figures have no sampling error. The fixed variant has no stop: three turns.
+
+Shape suffixes: B responses, T response tokens, P parameters of the policy, R possible responses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations_with_replacement
+from typing import Any
+
+import torch
+
+from grail_advantage.batch import RolloutBatch
+from grail_advantage.methods import method
+from recipe.marked_text import table
+
+LENGTH = 5
+"""Tokens of a response: one a turn, and one message between two."""
+STOP = "stop"
+SAID = {"": 0, "x": 1, "y": 2, "p": 3, "q": 4}
+"""What tools say, which is all that the policy sees, as token ids."""
+LOGITS = {
+    "": {"A": 0.3, "B": 0.1, STOP: 0.2},
+    "x": {"A": -0.2, "B": 0.4, STOP: 0.5},
+    "y": {"A": 0.6, "B": -0.3, STOP: 0.0},
+    "p": {"u": 0.2, "v": -0.4},
+    "q": {"u": -0.1, "v": 0.3},
+}
+SAYS = {
+    ("", "A"): {"x": 0.7, "y": 0.3},
+    ("", "B"): {"x": 0.4, "y": 0.6},
+    ("x", "A"): {"p": 1.0},
+    ("x", "B"): {"q": 1.0},
+    ("y", "A"): {"q": 1.0},
+    ("y", "B"): {"p": 1.0},
+}
+"""What the tools say to a call, with probabilities."""
+TOOL_REWARDS = {("", "A"): 0.9, ("", "B"): 0.5, ("x", "A"): 0.7, ("x", "B"): 0.3, ("y", "A"): 0.2, ("y", "B"): 0.8}
+OUTCOMES = {
+    ("", STOP): 1.0,
+    ("x", STOP): 0.8,
+    ("y", STOP): 0.3,
+    ("p", "u"): 0.9,
+    ("p", "v"): 0.1,
+    ("q", "u"): 0.2,
+    ("q", "v"): 0.7,
+}
+Step = tuple[str, str]
+"""What the policy saw, and what it did."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The possible responses of a policy."""
+
+    parameters_P: torch.Tensor
+    """float64; its logits, which have a gradient."""
+    steps: list[list[Step]]
+    """R responses."""
+    log_probs: list[torch.Tensor]
+    """Of each response's turns, (K,), as functions of the parameters."""
+    chances_R: torch.Tensor
+    """float64; the probability of what the tools said, given the turns."""
+
+    @classmethod
+    def build(cls, *, stops: bool) -> Environment:
+        """With a policy that may stop, or with three turns."""
+        logits = {saw: {did: x for did, x in known.items() if stops or did != STOP} for saw, known in LOGITS.items()}
+        places = {
+            (saw, did): place for place, (saw, did) in enumerate((s, d) for s, known in logits.items() for d in known)
+        }
+        parameters_P = torch.tensor([x for known in logits.values() for x in known.values()], dtype=torch.float64)
+        parameters_P.requires_grad_()
+        steps: list[list[Step]] = []
+        chances: list[float] = []
+
+        def go_on(before: list[Step], saw: str, chance: float) -> None:
+            for did in logits[saw]:
+                now = [*before, (saw, did)]
+                for said, share in SAYS.get((saw, did), {"": 1.0}).items():
+                    if said:
+                        go_on(now, said, chance * share)
+                    else:
+                        steps.append(now)
+                        chances.append(chance)
+
+        go_on([], "", 1.0)
+
+        def log_prob(step: Step) -> torch.Tensor:
+            of_state = parameters_P[[places[step[0], did] for did in logits[step[0]]]]
+            return parameters_P[places[step]] - of_state.logsumexp(0)
+
+        log_probs = [torch.stack([log_prob(step) for step in of]) for of in steps]
+        return cls(parameters_P, steps, log_probs, torch.tensor(chances, dtype=torch.float64))
+
+    @property
+    def probabilities_R(self) -> torch.Tensor:
+        """Of each response, as a function of the parameters."""
+        return self.chances_R * torch.stack([of.sum() for of in self.log_probs]).exp()
+
+    def gradient(self, of: torch.Tensor) -> torch.Tensor:
+        """The gradient (P,) of a number."""
+        return torch.autograd.grad(of, self.parameters_P, retain_graph=True)[0]
+
+    def expectation(self, value: Callable[[list[Step]], float]) -> torch.Tensor:
+        """The mean of a value of responses, as a function of the parameters."""
+        return (self.probabilities_R * torch.tensor([value(of) for of in self.steps], dtype=torch.float64)).sum()
+
+    def expected_gradient(
+        self, name: str, options: Mapping[str, Any], *, size: int = 3, denominator: str = "constant"
+    ) -> torch.Tensor:
+        """What a step's gradient is on average, (P,), before any clipping.
+
+        Args:
+            name: the method.
+            options: its options.
+            size: responses to a prompt.
+            denominator: what the loss divides by: ``constant``, with which the gradient of a group is the mean over its
+                responses of the sums over their tokens; ``tokens`` of the group; or ``response``, the tokens of each response.
+        """
+        groups = list(combinations_with_replacement(range(len(self.steps)), size))
+        responses = [self.steps[place] for group in groups for place in group]
+        advantages_BT = token_advantages(name, options, responses, size)
+        probabilities = self.probabilities_R.detach()
+        weights = [torch.zeros(len(of), dtype=torch.float64) for of in self.steps]
+        for number, group in enumerate(groups):
+            orders = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
+            turns = [len(self.steps[place]) for place in group]
+            weight = orders * probabilities[list(group)].prod()
+            for member, place in enumerate(group):
+                count = {"constant": size, "tokens": sum(turns), "response": size * turns[member]}[denominator]
+                of_turns_K = advantages_BT[number * size + member, ::2][: turns[member]]
+                weights[place] += weight / count * of_turns_K
+        return self.gradient(sum(weight_K @ of for weight_K, of in zip(weights, self.log_probs, strict=True)))
+
+
+@cache
+def environment(*, stops: bool) -> Environment:
+    """The one of this module."""
+    return Environment.build(stops=stops)
+
+
+def reward(steps: Sequence[Step]) -> float:
+    """All rewards of a response."""
+    return sum(TOOL_REWARDS.get(step, 0.0) for step in steps) + OUTCOMES[steps[-1]]
+
+
+def token_advantages(
+    name: str, options: Mapping[str, Any], responses: Sequence[Sequence[Step]], size: int
+) -> torch.Tensor:
+    """A method's token advantages (B, T) float64: its scores, as the hosts ask for them, of groups of ``size`` neighbours."""
+    messages_BT = torch.full((len(responses), LENGTH), -1)
+    written_BT = torch.zeros(messages_BT.shape, dtype=torch.bool)
+    for row, steps in enumerate(responses):
+        for turn, (saw, _) in enumerate(steps):
+            written_BT[row, 2 * turn] = True
+            messages_BT[row, 2 * turn] = len(SAID)
+            if turn:
+                messages_BT[row, 2 * turn - 1] = SAID[saw]
+    batch = RolloutBatch(
+        mask_BT=written_BT,
+        advantages_B=torch.ones(len(responses)),
+        spans=[None] * len(responses),
+        columns_BT={},
+        groups_B=torch.arange(len(responses)) // size,
+        tokens_BT=torch.where(written_BT, messages_BT, -1),
+        messages_BT=messages_BT,
+        rewards_B=torch.tensor([OUTCOMES[steps[-1]] for steps in responses], dtype=torch.float64),
+        fields={"tool_rewards": [[TOOL_REWARDS[step] for step in steps[:-1]] for steps in responses]},
+    )
+    return method(name).build(options).scores(batch, None)
+
+
+ROWS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    ("`turn_rloo`", "turn_rloo", {}, "constant"),
+    ("GRPO (`gigpo`, `omega=0`)", "gigpo", {"omega": 0.0}, "constant"),
+    ("`mt_grpo`", "mt_grpo", {}, "constant"),
+    ("`mt_grpo`, mean only", "mt_grpo", {"deviation": False}, "constant"),
+    ("`gtpo`", "gtpo", {}, "constant"),
+    ("`gtpo`, mean only", "gtpo", {"gamma": 1.0, "deviation": False}, "constant"),
+    ("`gigpo`", "gigpo", {}, "constant"),
+    ("`gigpo`, mean only", "gigpo", {"gamma": 1.0, "deviation": False}, "constant"),
+    ("`turn_rloo`, `token-mean`", "turn_rloo", {}, "tokens"),
+    ("`turn_rloo`, `seq-mean-token-mean`", "turn_rloo", {}, "response"),
+)
+"""Label, method, options, denominator of the loss. ``mean only`` is without discount, too."""
+
+
+def compared(found_P: torch.Tensor, exact_P: torch.Tensor) -> tuple[float, float]:
+    """The scale of an expected gradient and what no scale mends: its part along the true one, and the length of the rest, both
+    in lengths of the true one."""
+    scale = float(found_P @ exact_P / (exact_P @ exact_P))
+    return scale, float((found_P - scale * exact_P).norm() / exact_P.norm())
+
+
+def report() -> str:
+    """The table of docs/turns.md."""
+    rows = []
+    for label, name, options, denominator in ROWS:
+        cells = [label]
+        for stops in (True, False):
+            known = environment(stops=stops)
+            exact_P = known.gradient(known.expectation(reward))
+            found_P = known.expected_gradient(name, options, denominator=denominator)
+            scale, rest = compared(found_P, exact_P)
+            error = "0" if rest < 1e-10 else f"{rest:.2f}"
+            cells += [f"{scale:.2f}", error, f"{float(found_P[2]):+.3f}"] if stops else [error]
+        rows.append(cells)
+    known = environment(stops=True)
+    truth = float(known.gradient(known.expectation(reward))[2])
+    head = ["method", "scale", "error", f"stop ({truth:+.3f})", "error, fixed"]
+    return "\n".join(table(head, rows, right=1))
+
+
+def main() -> None:
+    """Command line."""
+    print(report())
+
+
+if __name__ == "__main__":
+    main()

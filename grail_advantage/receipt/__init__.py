@@ -1,0 +1,13 @@
+"""The receipt: which gradient each token received, beside the advantage that was intended for it.
+
+:mod:`measure <grail_advantage.receipt.measure>` reads dL / d log pi(token) off the tensor of log-probabilities,
+:mod:`losses <grail_advantage.receipt.losses>` says what a loss should give, :mod:`check <grail_advantage.receipt.check>`
+compares the two and names what does not fit. No trainer is imported. ``python -m grail_advantage.receipt RUN`` reads a run's
+token dump. See docs/receipt.md.
+"""
+
+from grail_advantage.receipt.check import Finding, Receipt, check
+from grail_advantage.receipt.losses import Batch, Loss, trl_loss, verl_loss
+from grail_advantage.receipt.measure import Piece, Watch, watch
+
+__all__ = ["Batch", "Finding", "Loss", "Piece", "Receipt", "Watch", "check", "trl_loss", "verl_loss", "watch"]

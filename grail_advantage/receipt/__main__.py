@@ -1,0 +1,8 @@
+"""``python -m grail_advantage.receipt RUN``: the receipt of a run, read from its token dump."""
+
+import sys
+
+from grail_advantage.view.receipt import main
+
+if __name__ == "__main__":
+    sys.exit(main())

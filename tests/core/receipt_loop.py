@@ -1,0 +1,129 @@
+"""A plain loop for the receipt's tests: log-probabilities are the parameters, so gradients are those of the loss alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from grail_advantage.receipt import Batch, Piece
+
+RESPONSES, TOKENS = 8, 12
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a loss gets, (b, T)."""
+
+    rows: torch.Tensor
+    log_probs: torch.Tensor
+    old: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    weights: torch.Tensor
+    ref: torch.Tensor
+    update_rows: torch.Tensor
+    """All rows of the optimiser step."""
+    count: int
+    """Micro-batches of the step on this rank."""
+
+
+@dataclass
+class Rollout:
+    """A rollout batch, the policy's log-probabilities at each update, and which rank's micro-batches take what."""
+
+    batch: Batch
+    policy_UBT: torch.Tensor
+    plan: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
+    """Of each update: rank and rows."""
+
+
+def rollout(
+    seed: int,
+    *,
+    ranks: int = 1,
+    updates: int = 1,
+    epochs: int = 1,
+    token_advantages: bool = True,
+    weights: bool = False,
+    even: bool = False,
+    drift: float = 0.3,
+) -> Rollout:
+    """Responses of 2 to 12 tokens with tool tokens between them, some without an advantage.
+
+    Args:
+        seed: of everything.
+        ranks: each has its share of each update.
+        updates: of an epoch.
+        epochs: over the same batch; the policy moves after the first update.
+        token_advantages: signed advantages of each token; otherwise one a response.
+        weights: with importance weights.
+        even: micro-batches of two responses; otherwise of one to four.
+        drift: standard deviation of log-ratios after the first update.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (RESPONSES, TOKENS)
+    lengths = torch.randint(2, TOKENS + 1, (RESPONSES,), generator=generator)
+    lengths[0] = TOKENS
+    mask = torch.arange(TOKENS) < lengths.unsqueeze(1)
+    tool = (torch.rand(shape, generator=generator) < 0.3) & (torch.arange(TOKENS) > 0)
+    mask &= ~tool
+    advantages = torch.randn(RESPONSES, 1, generator=generator).expand(shape)
+    if token_advantages:
+        advantages = advantages * torch.rand(shape, generator=generator).mul(2)
+    advantages = torch.where(mask, advantages, 0.0)
+    advantages[RESPONSES // 2] = 0.0
+    old = -3 * torch.rand(shape, generator=generator) - 0.01
+    policy = (old + drift * torch.randn(updates * epochs, *shape, generator=generator)).clamp(max=-0.01)
+    policy[0] = old
+    plan: list[list[tuple[int, torch.Tensor]]] = []
+    for _ in range(epochs):
+        for rows in torch.randperm(RESPONSES, generator=generator).chunk(updates):
+            step: list[tuple[int, torch.Tensor]] = []
+            for rank, share in enumerate(rows.chunk(ranks)):
+                sizes = [2] * (len(share) // 2) if even else _sizes(len(share), generator)
+                step += [(rank, piece) for piece in share.split(sizes)]
+            plan.append(step)
+    batch = Batch(
+        advantages,
+        mask,
+        old,
+        weights_BT=torch.rand(shape, generator=generator) + 0.5 if weights else None,
+        ref_log_probs_BT=old + 0.2 * torch.randn(shape, generator=generator),
+        updates=updates,
+        epochs=epochs,
+        ranks=ranks,
+    )
+    return Rollout(batch, policy, plan)
+
+
+def _sizes(count: int, generator: torch.Generator) -> list[int]:
+    sizes = []
+    while sum(sizes) < count:
+        sizes.append(min(int(torch.randint(1, 5, (), generator=generator)), count - sum(sizes)))
+    return sizes
+
+
+def train(given: Rollout, loss: Callable[[MicroBatch], torch.Tensor]) -> list[Piece]:
+    """The pieces of an independent measurement: log-probabilities are leaves, whose ``grad`` is read."""
+    batch, pieces = given.batch, []
+    weights = torch.ones_like(batch.advantages_BT) if batch.weights_BT is None else batch.weights_BT
+    for update, step in enumerate(given.plan):
+        rows_of_step = torch.cat([rows for _, rows in step])
+        for rank, rows in step:
+            log_probs = given.policy_UBT[update, rows].clone().requires_grad_()
+            columns = (batch.old_log_probs_BT, batch.advantages_BT, batch.mask_BT, weights, batch.ref_log_probs_BT)
+            own = [column[rows] for column in columns if column is not None]
+            count = sum(other == rank for other, _ in step)
+            value = loss(MicroBatch(rows, log_probs, *own, rows_of_step, count))
+            if value.requires_grad:
+                value.backward()
+            gradient = torch.zeros_like(log_probs) if log_probs.grad is None else log_probs.grad
+            pieces.append(Piece(rows, log_probs.detach(), gradient, update, rank))
+    return pieces
+
+
+def names(findings: Sequence[object]) -> list[str]:
+    """Of the mismatches."""
+    return [finding.name for finding in findings if finding.mismatch]  # type: ignore[attr-defined]

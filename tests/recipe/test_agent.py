@@ -1,0 +1,217 @@
+"""The agent task: its tool and rewards by hand, verl's own tool agent loop with the tiny tokenizer, and the model for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.tools.tool_registry import load_all_tools
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.workers.rollout.replica import TokenOutput
+
+from recipe.tiny import agent_warm_up
+from recipe.tiny.agent import MAX_TURNS, call_text, called_step, check, compute_score, demonstrate, turn_rewards
+from recipe.tiny.agent_warm_up import AgentWarmUpSettings, build_agent_tokenizer, load_agent, measure, reply_ids
+from recipe.tiny.prepare import default_settings, prepare
+from recipe.tiny.sampling import prompt_ids
+from recipe.tiny.shipped import weights_digest
+from recipe.tiny.task import Problem, problems
+from tests.composed import compose
+
+CHAIN = Problem.parse("7+5-3")
+FIRST, SECOND, BOX = call_text("7+5=12"), call_text("12-3=9"), "\\boxed{9}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_agent_tokenizer()
+
+
+CHECKED_BY_HAND = [
+    (0, "7+5=12", ("12", 1.0)),
+    (0, "7+5=11", ("12", -1.0)),
+    (0, "12-3=9", ("12", -1.0)),  # a step too early takes up the first one all the same
+    (1, "12-3=9", ("9", 1.0)),
+    (1, "11-3=8", ("9", -1.0)),  # does not start from the tool's reply
+    (1, "12-3=09", ("9", -1.0)),
+    (2, "9+1=10", ("end", -1.0)),
+    (0, "", ("12", -1.0)),
+]
+
+
+@pytest.mark.parametrize(("taken", "step", "expected"), CHECKED_BY_HAND)
+def test_the_tool_by_hand(taken: int, step: str, expected: tuple[str, float]) -> None:
+    assert check(CHAIN, taken, step) == expected
+
+
+def test_rewards_by_hand() -> None:
+    assert turn_rewards([1.0, -1.0], 3, True) == [1.0, -1.0, 1.0]
+    assert turn_rewards([1.0, -1.0], 3, False) == [1.0, -1.0, 0.0]
+    assert turn_rewards([], 1, True) == [1.0]
+    assert turn_rewards([1.0, 1.0], 2, False) == [1.0, 1.0]  # the call that reached the longest length
+
+    def score(text: str, calls: list[float]) -> tuple[float, float, list[float]]:
+        extra = {"problem": CHAIN.text, "tool_rewards": calls, "num_turns": 2 * (len(calls) + 1)}
+        result = compute_score("", text, "9", extra)
+        return result["score"], result["acc"], result["turn_rewards"]
+
+    assert score(FIRST + SECOND + BOX, [1.0, 1.0]) == (3.0, 1.0, [1.0, 1.0, 1.0])
+    assert score(FIRST + SECOND + BOX, [1.0, -1.0]) == (1.0, 0.0, [1.0, -1.0, 1.0])
+    assert score(FIRST + SECOND + "\\boxed{8}", [1.0, 1.0]) == (2.0, 0.0, [1.0, 1.0, 0.0])
+    assert score(BOX, []) == (1.0, 0.0, [1.0])  # guessed
+    assert score(FIRST + SECOND + SECOND + BOX, [1.0, 1.0, -1.0]) == (2.0, 0.0, [1.0, 1.0, -1.0, 1.0])
+
+
+def test_called_step() -> None:
+    assert called_step(FIRST) == "7+5=12" and called_step(BOX) is None
+    assert called_step("<tool_call>{not json}</tool_call>") is None
+    assert called_step('<tool_call>{"name": "check"}</tool_call>') is None
+    assert called_step("<tool_call>7</tool_call>") is None
+
+
+@pytest.mark.parametrize("problem", problems("train", 3, seed=5))
+def test_demonstrations(problem: Problem) -> None:
+    def show(error: float, stop: float, extra: float) -> tuple[list[float], list[tuple[str, str | None]]]:
+        turns = demonstrate(problem, random.Random(1), error_rate=error, stop_rate=stop, extra_rate=extra)
+        pairs = [check(problem, taken, called_step(text) or "") for taken, (text, _) in enumerate(turns[:-1])]
+        assert [reply for _, reply in turns[:-1]] == [reply for reply, _ in pairs]
+        return [reward for _, reward in pairs], turns
+
+    steps = len(problem.steps)
+    rewards, turns = show(0, 0, 0)
+    assert rewards == [1.0] * steps and turns[-1] == (f"\\boxed{{{problem.answer}}}", None)
+    rewards, turns = show(1, 0, 1)
+    assert rewards == [-1.0] * (steps + 1) and turns[-1][0] == f"\\boxed{{{problem.answer}}}"
+    assert show(0, 1, 0)[1] == [(f"\\boxed{{{problem.first}}}", None)]
+
+
+# ------------------------------------------------------------------------------------------------------------- verl's own loop
+
+
+class Writer:
+    """A rollout server's client that writes given turns."""
+
+    def __init__(self, turns: list[list[int]]) -> None:
+        self.turns = iter(turns)
+        self.asked: list[list[int]] = []
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
+        self.asked.append(list(prompt_ids))
+        return TokenOutput(token_ids=next(self.turns))
+
+
+def run_loop(tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int = 184) -> tuple[Any, Writer]:
+    """What verl's loop makes of a model that writes these turns, each with an end token."""
+    rollout = "actor_rollout_ref.rollout"
+    overrides = [
+        f"{rollout}.multi_turn.format=hermes",
+        f"{rollout}.multi_turn.max_assistant_turns={MAX_TURNS}",
+        "data.max_prompt_length=32",
+        f"data.max_response_length={length}",
+    ]
+    config = compose("cpu_trainer", overrides)
+    tools = load_all_tools(str(agent_warm_up.FOLDER.parent / "agent_tools.yaml"), None)
+    writer = Writer([[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts])
+
+    async def run() -> Any:
+        loop = ToolAgentLoop(
+            trainer_config=DictConfigWrap(config),
+            server_manager=writer,
+            tokenizer=tokenizer,
+            processor=None,
+            dataset_cls=RLHFDataset,
+            data_config=DictConfigWrap(config.data),
+            tools=ToolListWrap(tools),
+            hf_model_type="qwen3",
+        )
+        return await loop.run({}, raw_prompt=[{"role": "user", "content": CHAIN.text}])
+
+    return asyncio.run(run()), writer
+
+
+WRONG = call_text("12-3=8")
+CONVERSATIONS = {
+    "perfect": ([FIRST, SECOND, BOX], ["12", "9"], [1.0, 1.0, 1.0], 1.0),
+    "a wrong step": ([FIRST, WRONG, BOX], ["12", "9"], [1.0, -1.0, 1.0], 0.0),
+    "stops early": ([FIRST, "\\boxed{12}"], ["12"], [1.0, 0.0], 0.0),
+    "a guess": ([BOX], [], [1.0], 0.0),
+    "a call too many": ([FIRST, SECOND, SECOND, BOX], ["12", "9", "end"], [1.0, 1.0, -1.0, 1.0], 0.0),
+    "no JSON": ([FIRST, "<tool_call>{12-3}</tool_call>"], ["12"], [1.0, 0.0], 0.0),
+    "never stops": ([FIRST, SECOND, *[SECOND] * 6], ["12", "9", *["end"] * 5], [1.0, 1.0, *[-1.0] * 5, 0.0], 0.0),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_verls_loop_plays_the_task(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    texts, replies, rewards, perfect = CONVERSATIONS[name]
+    output, writer = run_loop(tokenizer, texts)
+    ids: list[int] = []
+    mask: list[int] = []
+    for turn, text in enumerate(texts):
+        assert writer.asked[turn] == prompt_ids(tokenizer, CHAIN) + ids  # as the demonstrations have it
+        own = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        tools = reply_ids(tokenizer, replies[turn]) if turn < len(replies) else []
+        ids, mask = ids + own + tools, mask + [1] * len(own) + [0] * len(tools)
+    assert output.prompt_ids == prompt_ids(tokenizer, CHAIN)
+    assert (output.response_ids, output.response_mask) == (ids, mask)
+
+    extra = {"problem": CHAIN.text, "num_turns": output.num_turns, **output.extra_fields}
+    score = compute_score("", tokenizer.decode(output.response_ids, skip_special_tokens=True), "9", extra)
+    assert score == {"score": sum(rewards), "acc": perfect, "turn_rewards": rewards}
+
+
+def test_a_reply_that_does_not_fit_ends_the_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
+    output, _ = run_loop(tokenizer, [FIRST], length=len(tokenizer.encode(FIRST)) + 3)
+    assert all(output.response_mask) and output.extra_fields["tool_rewards"] == [1.0]
+    extra = {"problem": CHAIN.text, "num_turns": output.num_turns, **output.extra_fields}
+    assert compute_score("", FIRST, "9", extra)["turn_rewards"] == [1.0]
+
+
+def test_the_longest_conversation_fits(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Six steps, a call too many and the answer, with two digits everywhere; the model's positions hold it with its prompt."""
+    texts = [call_text("10+9=19")] * (MAX_TURNS - 1) + ["\\boxed{19}"]
+    tokens = sum(len(tokenizer.encode(text, add_special_tokens=False)) + 1 for text in texts)
+    tokens += sum(len(reply_ids(tokenizer, reply)) for reply in ["19"] * 6 + ["end"])
+    assert tokens <= 184 and tokenizer.model_max_length >= 184 + 32
+
+
+# ---------------------------------------------------------------------------------------------------- the SFT-initialised model
+
+
+def test_the_prepared_folder_holds_model_template_and_problems(tmp_path: Path) -> None:
+    settings = replace(default_settings("agent", 3), train_size=8, validation_size=4)
+    assert prepare(tmp_path, settings, report=lambda _: None) and not prepare(tmp_path, settings, report=lambda _: None)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.encode(FIRST) == build_agent_tokenizer().encode(FIRST)
+    assert tokenizer.decode(tokenizer.encode(FIRST), skip_special_tokens=True) == FIRST
+    messages = [{"role": "user", "content": "7+5-3"}, {"role": "tool", "content": "12"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False).endswith(
+        "<|im_start|>user\n<tool_response>12</tool_response><|im_end|>\n"
+    )
+    rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    assert [row["extra_info"]["problem"] for row in rows] == [problem.text for problem in problems("train", 8, seed=3)]
+    with pytest.raises(ValueError, match=r"--warm-up.*agent_warm_up"):
+        default_settings("agent", 0, anew=True)
+
+
+def test_the_record_is_that_of_todays_settings_and_of_these_weights() -> None:
+    record = json.loads((agent_warm_up.FOLDER / "record.json").read_text())
+    assert record["settings"] == asdict(AgentWarmUpSettings())
+    assert record["sha256"] == weights_digest(agent_warm_up.FOLDER)
+    model, tokenizer = load_agent()
+    assert model.config.vocab_size == len(tokenizer)
+    for value in model.state_dict().values():
+        assert torch.equal(value, value.bfloat16().float())
+    chosen = problems("validation", 64, seed=0)
+    greedy, sampled = measure(model, tokenizer, chosen, temperature=0.0), measure(model, tokenizer, chosen)
+    assert greedy["perfect"] > 0.5 and sampled["perfect"] < 0.2, "it can, and seldom does"

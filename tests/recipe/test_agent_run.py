@@ -1,0 +1,95 @@
+"""One step of the agent example by verl's own loop and engine: turns, their rewards and their advantages by hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from grail_advantage.view.dump.files import DumpRow
+from grail_advantage.view.page.page import write_report
+from recipe.tiny.agent import called_step, check
+from recipe.tiny.agent_warm_up import build_agent_tokenizer, reply_ids
+from recipe.tiny.prepare import default_settings, prepare
+from recipe.tiny.task import Problem, boxed_answer
+from tests.verl_ext import whole_run
+
+ROOT = Path(__file__).parents[2]
+PROMPTS, RESPONSES = 4, 4
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> whole_run.WholeRun:
+    folder = tmp_path_factory.mktemp("agent")
+    prepare(folder / "agent", default_settings("agent", 0), report=lambda _: None)
+    rollout = "actor_rollout_ref.rollout"
+    overrides = [
+        "algorithm.adv_estimator=turn_rloo",
+        "algorithm.turn_rloo.rewards=turn_rewards",
+        "algorithm.turn_rloo.align=turns",
+        "algorithm.turn_rloo.outcome=False",
+        f"data.train_files={folder / 'agent' / 'train.parquet'}",
+        f"data.val_files={folder / 'agent' / 'validation.parquet'}",
+        f"data.train_batch_size={PROMPTS}",
+        "data.max_prompt_length=32",
+        "data.max_response_length=184",
+        f"actor_rollout_ref.model.path={folder / 'agent' / 'model'}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
+        f"{rollout}.n={RESPONSES}",
+        f"{rollout}.log_prob_max_token_len_per_gpu=1024",
+        f"+{rollout}.agent.agent_loop_manager_class=recipe.run_life.seeds.SeededAgentLoopManager",
+        f"{rollout}.agent.default_agent_loop=tool_agent",
+        f"{rollout}.multi_turn.enable=True",
+        f"{rollout}.multi_turn.format=hermes",
+        f"{rollout}.multi_turn.tool_config_path={ROOT / 'recipe' / 'tiny' / 'agent_tools.yaml'}",
+        f"{rollout}.multi_turn.max_assistant_turns=8",
+        "reward.custom_reward_function.path=pkg://recipe.tiny.agent",
+        "trainer.total_training_steps=1",
+    ]
+    return whole_run.run(folder, overrides, rows=4)
+
+
+def played_again(row: DumpRow) -> tuple[list[int], list[float]]:
+    """The turn of each token, -1 for the tool's, and the turns' rewards, from the tokens alone."""
+    tokenizer = build_agent_tokenizer()
+    problem = Problem.parse(re.search(r"[\d+-]{3,}", row.prompt)[0])
+    ids, at = row.token_ids_T.tolist(), 0
+    turns: list[int] = []
+    rewards: list[float] = []
+    while True:
+        end = ids.index(tokenizer.eos_token_id, at) + 1
+        turns += [len(rewards)] * (end - at)
+        text = tokenizer.decode(ids[at:end])
+        step = called_step(text)
+        if step is None or end == len(ids):
+            assert end == len(ids)
+            return turns, [*rewards, float(boxed_answer(text) == str(problem.answer))]
+        reply, reward = check(problem, len(rewards), step)
+        between = reply_ids(tokenizer, reply)
+        at = end + len(between)
+        assert ids[end:at] == between
+        turns += [-1] * len(between)
+        rewards.append(reward)
+
+
+@pytest.mark.slow
+def test_turns_rewards_and_advantages(run: whole_run.WholeRun) -> None:
+    rows = run.dump(1)
+    assert len(rows) == PROMPTS * RESPONSES and len({row.group for row in rows}) == PROMPTS
+    played = [played_again(row) for row in rows]
+    assert len({len(rewards) for _, rewards in played}) > 1, "conversations of different lengths"
+    for row, (turns, rewards) in zip(rows, played, strict=True):
+        assert row.labels["turn_rewards"] == rewards and row.reward == sum(rewards)
+        assert row.mask_T.tolist() == [turn >= 0 for turn in turns]
+        siblings = [
+            of for other, (_, of) in zip(rows, played, strict=True) if other.group == row.group and other is not row
+        ]
+        expected = []
+        for turn in range(len(rewards)):
+            there = [sum(of[turn:]) for of in siblings if len(of) > turn] or [sum(of) for of in siblings]
+            expected.append(sum(rewards[turn:]) - sum(there) / len(there))
+        assert row.advantage_T == pytest.approx([expected[turn] if turn >= 0 else 0.0 for turn in turns], abs=1e-5)
+    assert run.metrics(1)["critic/score/mean"] == pytest.approx(sum(row.reward for row in rows) / len(rows))
+    assert write_report(run.folder / "dump").stat().st_size > 0

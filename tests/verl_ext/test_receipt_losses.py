@@ -1,0 +1,237 @@
+"""The receipt raises no false alarm over verl's own losses: each one's gradient is what its account says."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from tensordict import TensorDict
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import ActorConfig
+from verl.workers.config.actor import PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
+
+from grail_advantage.receipt import Batch, Piece, Receipt, check, verl_loss
+from grail_advantage.receipt.measure import measure
+from tests.core.receipt_loop import TOKENS, Rollout, names, rollout
+
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+KNOWN = sorted(POLICY_LOSS_REGISTRY.keys() - {"bypass_mode", "clip_cov", "geo_mean"})
+"""verl's losses that have a formula and keep the mean over an update."""
+SEEDS = 50
+pytestmark = pytest.mark.slow
+KL = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "k3+")
+CLIP = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "clip_ratio_c": 1.6}
+OPTIONS = {"tau_pos": 1.0, "tau_neg": 1.4, "dro_beta": 0.5, "kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7}
+
+
+def actor_config(mode: str, aggregation: str, kl: str | None, factor: int | None) -> ActorConfig:
+    """verl's own, with the settings above."""
+    policy = PolicyLossConfig(loss_mode=mode, dro_beta=0.5, kl_cov_ratio=0.2, ppo_kl_coef=0.7)
+    return ActorConfig(
+        strategy="fsdp",
+        rollout_n=4,
+        ppo_micro_batch_size_per_gpu=2,
+        policy_loss=policy,
+        loss_agg_mode=aggregation,
+        loss_scale_factor=factor,
+        tau_pos=1.0,
+        tau_neg=1.4,
+        use_kl_loss=kl is not None,
+        kl_loss_type=kl or "k3",
+        kl_loss_coef=0.3,
+        **CLIP,
+    )
+
+
+def data_of(given: Rollout, rows: torch.Tensor, nested: bool) -> tuple[TensorDict, torch.Tensor, torch.Tensor]:
+    """A micro-batch as verl's worker has it, the lengths of its prompts and of its responses."""
+    batch = given.batch
+    prompts = 1 + rows % 3
+    lengths = torch.where(batch.mask_BT, torch.arange(TOKENS) + 1, 0).amax(dim=1)[rows].clamp(min=1)
+    columns = {
+        "response_mask": batch.mask_BT,
+        "old_log_probs": batch.old_log_probs_BT,
+        "advantages": batch.advantages_BT,
+    }
+    columns |= {"rollout_is_weights": batch.weights_BT, "ref_log_prob": batch.ref_log_probs_BT}
+    columns["responses"] = torch.zeros(batch.mask_BT.shape, dtype=torch.long)
+    kept = {name: values[rows] for name, values in columns.items() if values is not None}
+    if nested:
+        fields = {
+            name: torch.nested.as_nested_tensor(
+                [row[:length] for row, length in zip(values, lengths, strict=True)], layout=torch.jagged
+            )
+            for name, values in kept.items()
+        }
+        ones = [torch.zeros(int(length), dtype=torch.long) for length in prompts]
+        fields["prompts"] = torch.nested.as_nested_tensor(ones, layout=torch.jagged)
+    else:
+        width = int(prompts.max())
+        left = torch.arange(width) >= (width - prompts).unsqueeze(1)
+        right = torch.arange(TOKENS) < lengths.unsqueeze(1)
+        fields = kept | {
+            "prompts": torch.zeros_like(left, dtype=torch.long),
+            "attention_mask": torch.cat([left, right], 1),
+        }
+    return TensorDict(fields, batch_size=[len(rows)]), prompts, lengths
+
+
+def measured(
+    given: Rollout, config: ActorConfig, nested: bool, skipped: torch.Tensor, loss_mask: torch.Tensor | None = None
+) -> list[Piece]:
+    """The pieces by the hook on the packed log-probabilities, as verl's engine has them.
+
+    The engine counts an optimiser step's tokens by ``loss_mask``, that of the responses unless it is given.
+    """
+    pieces, mask = [], given.batch.mask_BT if loss_mask is None else loss_mask
+    for update, step in enumerate(given.plan):
+        everything = torch.cat([rows for _, rows in step])
+        for rank, rows in step:
+            rows = rows[~skipped[rows]]
+            if not len(rows):
+                continue
+            data, prompts, lengths = data_of(given, rows, nested)
+            tu.assign_non_tensor(
+                data,
+                dp_size=given.batch.ranks,
+                batch_num_tokens=int(mask[everything].sum()),
+                global_batch_size=len(everything),
+            )
+            flat = []
+            for place, (prompt, length) in enumerate(zip(prompts.tolist(), lengths.tolist(), strict=True)):
+                own = given.policy_UBT[update, rows[place], :length]
+                flat.append(torch.cat([torch.full((prompt - 1,), -1.0), own, torch.full((1,), -1.0)]))
+            packed = torch.cat(flat).requires_grad_()
+            offsets = torch.cat([torch.zeros(1, dtype=torch.long), (prompts + lengths).cumsum(0)])
+            log_probs = packed * 1.0
+            gradient = measure(log_probs)
+            nested_output = torch.nested.nested_tensor_from_jagged(log_probs, offsets)
+            value, _ = ppo_loss(config, {"log_probs": nested_output}, data)
+            value.backward()
+            assert gradient.values is not None
+            cut = [(int(end - length - 1), int(length)) for end, length in zip(offsets[1:], lengths, strict=True)]
+            outside = gradient.values.clone()
+            for start, length in cut:
+                outside[start : start + length] = 0
+            pieces.append(
+                Piece(
+                    rows,
+                    torch.nn.utils.rnn.pad_sequence([gradient.log_probs[s : s + n] for s, n in cut], True),
+                    torch.nn.utils.rnn.pad_sequence([gradient.values[s : s + n] for s, n in cut], True),
+                    update,
+                    rank,
+                    torch.stack([each.abs().max() for each in outside.split((prompts + lengths).tolist())]),
+                    int(lengths.max()) if nested else TOKENS,
+                ).padded(TOKENS)
+            )
+    return pieces
+
+
+def case(mode: str, seed: int) -> tuple[Receipt, dict[str, object]]:
+    """One of all combinations."""
+    draw = torch.Generator().manual_seed(1000 * seed + len(mode))
+
+    def one_of(*values: object) -> object:
+        return values[int(torch.randint(len(values), (), generator=draw))]
+
+    aggregation = str(one_of(*AGGREGATIONS))
+    kl = one_of(None, *KL)
+    if mode == "sapo" and aggregation != "seq-mean-token-mean":
+        kl = None
+    factor = one_of(None, 12)
+    choice = {"ranks": one_of(1, 2), "updates": one_of(1, 2), "epochs": one_of(1, 4), "nested": one_of(True, False)}
+    choice |= {"skipping": one_of(True, False), "aggregation": aggregation, "kl": kl, "factor": factor}
+    given = rollout(
+        seed,
+        ranks=choice["ranks"],
+        updates=choice["updates"],
+        epochs=choice["epochs"],
+        token_advantages=bool(one_of(True, False)),
+        weights=bool(one_of(True, False)) and mode != "dro",
+    )
+    batch = given.batch
+    if kl is None:
+        batch = Batch(**{**vars(batch), "ref_log_probs_BT": None})
+    trains = ((batch.advantages_BT != 0) & batch.mask_BT).any(dim=1)
+    skipped = (
+        ~trains if choice["skipping"] and kl is None and mode not in ("dro", "kl_cov") else torch.zeros_like(trains)
+    )
+    places = torch.zeros(batch.epochs, len(trains), dtype=torch.long)
+    for update, step in enumerate(given.plan):
+        places[update // batch.updates, torch.cat([rows for _, rows in step])] = update % batch.updates
+    batch = Batch(**{**vars(batch), "left_out_B": skipped, "update_of_B": places})
+    given = Rollout(batch, given.policy_UBT, given.plan)
+    config = actor_config(mode, aggregation, kl, factor)
+    pieces = measured(given, config, bool(choice["nested"]), skipped)
+    loss = verl_loss(mode, aggregation, loss_scale_factor=factor, kl=kl, kl_coef=0.3, **CLIP, **OPTIONS)
+    assert loss.account is not None
+    return check(batch, loss, pieces), choice
+
+
+@pytest.mark.parametrize("mode", KNOWN)
+def test_no_false_alarm(mode: str) -> None:
+    seen, clipped = Counter(), 0.0
+    for seed in range(SEEDS):
+        receipt, choice = case(mode, seed)
+        assert receipt.ok, (seed, choice, *map(str, receipt.findings))
+        assert names(receipt.findings) == []
+        both = ~receipt.received_UBT.isnan()
+        torch.testing.assert_close(receipt.received_UBT[both], receipt.expected_UBT[both], rtol=1e-3, atol=1e-4)
+        assert receipt.received_UBT[both].abs().max() > 0.1
+        clipped += float(receipt.clipped_BT.nansum())
+        seen.update((name, value) for name, value in choice.items())
+    assert len(seen) >= 2 * 5 + 5 + 2, seen
+    assert bool(clipped) == (mode in ("vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl")), clipped
+
+
+def of_one_update(mode: str, aggregation: str, seed: int, *, updates: int = 1, nested: bool = True) -> Receipt:
+    """Uneven micro-batches on one rank, one epoch."""
+    given = rollout(seed, updates=updates, token_advantages=False)
+    given = Rollout(Batch(**{**vars(given.batch), "ref_log_probs_BT": None}), given.policy_UBT, given.plan)
+    none = torch.zeros(len(given.batch.mask_BT), dtype=torch.bool)
+    pieces = measured(given, actor_config(mode, aggregation, None, None), nested, none)
+    return check(given.batch, verl_loss(mode, aggregation, **CLIP), pieces)
+
+
+def test_geo_mean_sums_means_of_micro_batches() -> None:
+    """verl-project/verl#7913, in verl 0.9.1: the loss is a mean over the responses of a micro-batch, and these are summed."""
+    for seed in range(3):
+        receipt = of_one_update("geo_mean", "seq-mean-token-mean", seed)
+        (finding,) = (each for each in receipt.findings if each.mismatch)
+        assert finding.name.startswith("scaled") and finding.size >= 2  # at most 4 of 8 responses are in a micro-batch
+    (finding,) = (each for each in even_micro_batches("geo_mean").findings if each.mismatch)
+    assert finding.name == "scaled" and finding.size == pytest.approx(4)
+    assert even_micro_batches("gspo").ok
+
+
+def even_micro_batches(mode: str) -> Receipt:
+    """Four of two responses."""
+    given = rollout(4, token_advantages=False, even=True)
+    given = Rollout(Batch(**{**vars(given.batch), "ref_log_probs_BT": None}), given.policy_UBT, given.plan)
+    none = torch.zeros(len(given.batch.mask_BT), dtype=torch.bool)
+    pieces = measured(given, actor_config(mode, "seq-mean-token-mean", None, None), True, none)
+    return check(given.batch, verl_loss(mode, "seq-mean-token-mean", **CLIP), pieces)
+
+
+def test_a_sum_norm_without_its_factor_depends_on_the_micro_batch() -> None:
+    """Of nested tensors each micro-batch is as wide as its own longest response, by which it divides."""
+    receipt = of_one_update("vanilla", "seq-mean-token-sum-norm", 4)
+    (note,) = receipt.findings
+    assert (note.name, note.mismatch) == ("scaled by micro-batch", False) and "seq-mean-token-sum-norm" in note.what
+    assert of_one_update("vanilla", "seq-mean-token-sum-norm", 4, nested=False).findings == ()
+
+
+def test_rejected_tokens_stay_in_verls_token_mean() -> None:
+    """Rejection sampling reduces ``response_mask``; the engine counts ``loss_mask``."""
+    given = rollout(6, token_advantages=False)
+    whole = given.batch.mask_BT
+    kept = whole & (torch.rand(whole.shape, generator=torch.Generator().manual_seed(6)) < 0.6)
+    batch = Batch(**{**vars(given.batch), "mask_BT": kept, "ref_log_probs_BT": None})
+    given = Rollout(batch, given.policy_UBT, given.plan)
+    none = torch.zeros(len(kept), dtype=torch.bool)
+    pieces = measured(given, actor_config("vanilla", "token-mean", None, None), True, none, whole)
+    (finding,) = check(batch, verl_loss("vanilla", "token-mean", **CLIP), pieces).findings
+    assert finding.name == "scaled" and finding.size == pytest.approx(float(kept.sum() / whole.sum()), rel=1e-4)

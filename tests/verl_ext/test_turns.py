@@ -1,0 +1,184 @@
+"""Credit by turn in a step of verl's trainer: rewards as the agent loop and the reward function give them, and verl's own
+advantages for responses of one turn."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
+from verl.experimental.agent_loop import tool_agent_loop
+from verl.trainer.ppo import core_algos
+
+from grail_advantage.methods import method
+from grail_advantage.verl_ext import rules
+from grail_advantage.verl_ext.rules import AGGREGATION, Skipping, broken
+from grail_advantage.verl_ext.settings import ROLLOUT, SKIP, Settings
+from tests.core.test_turns import Talk, plain
+from tests.core.tiny_models import encode
+from tests.verl_ext.test_one_step import ROWS, Step
+
+METHODS = ("turn_rloo", "mt_grpo", "gtpo", "gigpo")
+TALKS = {
+    "a_0_0": Talk(["ask", "so 2<end>"], ["two"], [0.5], 1.0),
+    "a_1_0": Talk(["ask", "again", "3<end>"], ["two", "no"], [0.5, -0.25], 0.0),
+    "a_2_0": Talk(["guess<end>"], [], [], 0.0),
+    "b_0_0": Talk(["5<end>"], [], [], 1.0, group=1),
+    "b_1_0": Talk(["six?", "5<end>"], ["no"], [0.25], 1.0, group=1),
+    "b_2_0": Talk(["six?", "six!<end>"], ["no"], [0.0], 1.0, group=1),
+}
+"""The second prompt's responses have one outcome: GRPO gives them nothing."""
+
+
+def _set_talks(step: Step) -> None:
+    for key, talk in TALKS.items():
+        pieces = [encode(text) for pair in zip(talk.turns, [*talk.said, ""], strict=True) for text in pair]
+        mask_T = torch.tensor([wrote for wrote, piece in zip([1, 0] * 9, pieces, strict=False) for _ in piece])
+        response_T = torch.tensor([token for piece in pieces for token in piece])
+        step.store.rows[key] |= {
+            "responses": response_T,
+            "response_mask": mask_T,
+            "loss_mask": mask_T,
+            "rollout_log_probs": torch.full((len(response_T),), -0.1),
+            "rm_scores": torch.zeros(len(response_T)).index_fill(0, torch.tensor([len(response_T) - 1]), talk.outcome),
+            "extra_fields": {"turn_scores": [], "tool_rewards": list(talk.rewards)},
+        }
+
+
+def _step(monkeypatch: pytest.MonkeyPatch, name: str, *overrides: str, **options: Any) -> Step:
+    step = Step(monkeypatch, [f"algorithm.adv_estimator={name}", *overrides])
+    step.set_signal(method(name).build(options))
+    _set_talks(step)
+    return step
+
+
+def _of_tokens(name: str, **options: Any) -> dict[str, list[float]]:
+    """By plain loops; the end token is a token of the last turn, which the loops do not count."""
+    found = plain(name, list(TALKS.values()), **options)
+    by_key = {}
+    for (key, talk), of_text in zip(TALKS.items(), found, strict=True):
+        last = of_text[-1]
+        short = len(talk.turns[-1]) - len(encode(talk.turns[-1]))
+        by_key[key] = [*of_text[: len(of_text) - short - 1], last]
+    return by_key
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_stock_tool_rewards_are_read(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    step = _step(monkeypatch, name)
+    found, expected = step.run(), _of_tokens(name)
+    for key, advantages_T in found.items():
+        mask_T = step.store.rows[key]["loss_mask"].bool()
+        np.testing.assert_allclose(advantages_T[mask_T].numpy(), expected[key], rtol=1e-5, atol=1e-6)
+        assert not advantages_T[~mask_T].any()
+    assert any(bool(found[key].any()) for key in found if key.startswith("b")), "one outcome, and turns that differ"
+    assert step.store.fetched["rm_scores"] >= 1
+
+
+def test_rewards_of_the_reward_function_and_of_ones_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that compute_score returns stands before the agent loop's; a field of any name, one reward a turn."""
+    with monkeypatch.context() as patch:
+        expected = _step(patch, "turn_rloo").run()
+    with monkeypatch.context() as patch:
+        step = _step(patch, "turn_rloo")
+        for row in step.store.rows.values():
+            judged = row["extra_fields"]["tool_rewards"]
+            row["extra_fields"] |= {"tool_rewards": [9.0], "reward_extra_info": {"tool_rewards": judged, "acc": 1.0}}
+        assert all(torch.equal(of, expected[key]) for key, of in step.run().items())
+    step = _step(monkeypatch, "turn_rloo", rewards="turn_scores", align="turns", outcome=False)
+    for key, row in step.store.rows.items():
+        row["extra_fields"]["turn_scores"] = [*TALKS[key].rewards, TALKS[key].outcome]
+    assert all(torch.equal(of, expected[key]) for key, of in step.run().items())
+
+
+def test_lengths_that_do_not_fit_stop_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = _step(monkeypatch, "turn_rloo")
+    step.store.rows["a_1_0"]["extra_fields"]["tool_rewards"] = [0.5]
+    with pytest.raises(
+        ValueError, match=r"turn_rloo\.rewards=tool_rewards: response 1 of .* 3 turns and 1 rewards, .*align"
+    ):
+        step.run()
+
+
+def test_several_outputs_of_a_session_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = _step(monkeypatch, "turn_rloo")
+    step.store.rows["a_0_1"] = step.store.rows["a_0_0"]
+    keys = ["a_0_1", *(key for key, *_ in ROWS)]
+    batch = step.trainer._compute_old_log_prob(
+        KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys]), {}
+    )
+    with pytest.raises(
+        ValueError, match="turn_rloo reads one reward a response, and a_0_0 and a_0_1 are outputs of one"
+    ):
+        step.trainer._compute_advantage(batch, {})
+
+
+@pytest.mark.parametrize("base", ["grpo", "rloo"])
+def test_one_turn_gives_verls_own_advantage(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
+    """With the rows of the other tests of a step, which are of one turn."""
+    rewards_BT = torch.zeros(len(ROWS), 2)
+    rewards_BT[:, 1] = torch.tensor([reward for *_, reward in ROWS])
+    estimator = {"grpo": core_algos.compute_grpo_outcome_advantage, "rloo": core_algos.compute_rloo_outcome_advantage}
+    index = np.array([key.split("_")[0] for key, *_ in ROWS], dtype=object)
+    verls_BT, _ = estimator[base](rewards_BT, torch.ones(len(ROWS), 2), index)
+    for name, scale in {"grpo": {"mt_grpo": 1, "gtpo": 1, "gigpo": 2}, "rloo": {"turn_rloo": 1}}[base].items():
+        with monkeypatch.context() as patch:
+            step = Step(patch, [f"algorithm.adv_estimator={name}"])
+            step.set_signal(method(name).build({}))
+            for row in step.store.rows.values():
+                row["extra_fields"] = {"turn_scores": [], "tool_rewards": []}
+            for number, advantages_T in enumerate(step.run().values()):
+                wanted = scale * verls_BT[number, 0]
+                torch.testing.assert_close(advantages_T, wanted.expand_as(advantages_T), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("choice", ["false", "auto"])
+def test_zero_advantage_responses_are_those_without_a_turn_that_trains(
+    monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    """Not those in whose group GRPO finds one outcome."""
+    step = _step(monkeypatch, "turn_rloo", f"{SKIP}={choice}", f"{ROLLOUT}.log_prob_use_dynamic_bsz=true")
+    if choice == "auto":
+        step.trainer._skipping = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=True)
+    of_b = [key for key in TALKS if key.startswith("b")]
+    for key in of_b[1:]:
+        step.store.rows[key]["extra_fields"]["tool_rewards"] = [0.0]
+    step.store.rows["b_2_0"]["rm_scores"][-1] = 1.0
+    found = step.run()
+    assert not any(bool(found[key].any()) for key in of_b) and all(
+        bool(found[key].any()) for key in TALKS if key[0] == "a"
+    )
+    trained = dict(zip(step.trainer._step.keys, step.trainer._step.trained, strict=True))
+    assert all((trained[key] > 0) == (key[0] == "a") for key in TALKS)
+    assert set(step.trainer._step.no_forward) <= set(of_b)
+
+
+def test_a_response_with_grpo_advantage_0_keeps_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = _step(monkeypatch, "turn_rloo", f"{SKIP}=auto", f"{ROLLOUT}.log_prob_use_dynamic_bsz=true")
+    step.trainer._skipping = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=True)
+    found = step.run()
+    assert not step.trainer._step.no_forward
+    assert bool((step.trainer._step.base_advantages_BT[3:] == 0).all()) and bool(found["b_1_0"].any())
+
+
+def test_denominators_that_the_policy_chooses_are_warned_of() -> None:
+    def said(mode: str | None, name: str = "turn_rloo") -> list[str]:
+        settings = Settings.parse(
+            OmegaConf.create({"algorithm": {"adv_estimator": name}, AGGREGATION.split(".")[0]: {}})
+        )
+        settings.config["actor_rollout_ref"]["actor"] = {"loss_agg_mode": mode, "strategy": "fsdp"}  # type: ignore[index]
+        return [reason for setting, reason in broken(rules.WARNINGS, settings) if setting.startswith(AGGREGATION)]
+
+    assert all("biases the gradient (docs/turns.md)" in said(mode)[0] for mode in ("token-mean", "seq-mean-token-mean"))
+    assert not any(map(said, ("seq-mean-token-sum", "seq-mean-token-sum-norm"))) and not said("token-mean", "grail")
+
+
+def test_what_unchanged_verl_calls_the_rewards() -> None:
+    """One number for each call that gave one, beside a list that nothing fills."""
+    source = inspect.getsource(tool_agent_loop)
+    assert '{"turn_scores": agent_data.turn_scores, "tool_rewards": agent_data.tool_rewards}' in source
+    assert "agent_data.tool_rewards.append(tool_reward)" in source and "turn_scores.append" not in source

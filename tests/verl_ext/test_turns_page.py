@@ -1,0 +1,118 @@
+"""The agent loop, the reward function and the command of docs/turns.md, as a reader copies them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+import shlex
+from importlib.resources import files
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import hydra
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigWrap
+from verl.workers.rollout.replica import TokenOutput
+
+from grail_advantage import RolloutBatch
+from grail_advantage.signals.turns import find_turns
+from grail_advantage.verl_ext.checks import check_config
+from recipe.tiny.model import build_tokenizer
+from tests.documentation import DOCS, write_files
+
+SAID = [
+    (["1+1="], [0.0]),
+    (["####3", "####2", "####2"], [0.0, 1.0, 0.0]),
+    (["####2", "####3"], [1.0, -1.0]),
+    (["####2"], [1.0]),
+]
+"""What the model says at most, and what its turns are worth where 2 is right."""
+
+
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Server:
+    """Gives what a model says, turn by turn."""
+
+    def __init__(self, tokenizer: Any, turns: list[str]) -> None:
+        self.tokenizer, self.turns = tokenizer, list(turns)
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict) -> TokenOutput:
+        text = self.turns.pop(0) if self.turns else "yes"
+        ids = [*self.tokenizer.encode(text), self.tokenizer.eos_token_id]
+        return TokenOutput(token_ids=ids, log_probs=[-0.5] * len(ids), extra_fields={"max_global_steps": 1})
+
+
+def _run(folder: Path, turns: list[str], limit: int = 400) -> tuple[AgentLoopOutput, dict[str, Any]]:
+    """The response to a prompt, and what the reward function says of it."""
+    tokenizer = build_tokenizer()
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": limit, "prompt_length": 50}}})
+    (entry,) = yaml.safe_load((folder / "my_loop.yaml").read_text())
+
+    async def respond() -> AgentLoopOutput:
+        assert entry.pop("_target_") == "my_loop.CheckAgain" and entry.pop("name") == "check_again" and not entry
+        loop = _module(folder / "my_loop.py").CheckAgain(
+            trainer_config=DictConfigWrap(config),
+            server_manager=Server(tokenizer, turns),
+            tokenizer=tokenizer,
+            processor=None,
+            dataset_cls=None,
+            data_config=DictConfigWrap(OmegaConf.create({})),
+        )
+        return await loop.run({}, raw_prompt=[{"role": "user", "content": "1+1"}])
+
+    output = asyncio.run(respond())
+    judged = _module(folder / "my_reward.py").compute_score("", "", "2", dict(output.extra_fields), num_turns=2)
+    return output, judged
+
+
+@pytest.mark.parametrize(("turns", "worth"), SAID)
+def test_the_loop_and_its_rewards_have_the_same_turns(tmp_path: Path, turns: list[str], worth: list[float]) -> None:
+    write_files("turns.md", tmp_path)
+    output, judged = _run(tmp_path, turns)
+    mask_BT = torch.tensor([output.response_mask]).bool()
+    assert len(output.response_ids) == len(output.response_mask) == len(output.response_logprobs or ())
+    assert int(find_turns(mask_BT).max()) + 1 == len(judged["turn_rewards"]) == output.num_turns / 2
+    assert sum(judged["turn_rewards"]) == judged["score"] and output.extra_fields["max_global_steps"] == 1
+    known = judged["turn_rewards"]
+    assert known[: len(worth)] == worth and not any(known[len(worth) :])
+    config = _check_command(tmp_path)
+    batch = RolloutBatch(
+        mask_BT=mask_BT,
+        advantages_B=torch.ones(1),
+        spans=[None],
+        columns_BT={},
+        groups_B=torch.zeros(1, dtype=torch.int64),
+        tokens_BT=torch.where(mask_BT, torch.tensor([output.response_ids]), -1),
+        rewards_B=torch.tensor([judged["score"]]),
+        fields={"turn_rewards": [known]},
+    )
+    of_turns = config.signal.scores(batch, None)[mask_BT].unique_consecutive()
+    assert set(of_turns.tolist()) == {sum(known[turn:]) for turn in range(len(known))}
+
+
+def test_the_loop_ends_where_the_response_is_full(tmp_path: Path) -> None:
+    write_files("turns.md", tmp_path)
+    output, judged = _run(tmp_path, ["####3", "####2"], limit=40)
+    assert len(output.response_ids) == 40
+    assert int(find_turns(torch.tensor([output.response_mask]).bool()).max()) + 1 == len(judged["turn_rewards"]) == 1
+
+
+def _check_command(folder: Path) -> Any:
+    found = re.search(r"<!-- command -->\n```bash\n(.*?)```", (DOCS / "turns.md").read_text(), re.DOTALL)
+    assert found is not None
+    words = shlex.split(found[1].replace("\\\n", " "))
+    assert words[:4] == ["PYTHONPATH=.", "python3", "-m", "verl.trainer.main_ppo"]
+    with hydra.initialize_config_dir(str(files("verl.trainer") / "config"), version_base=None):
+        return check_config(hydra.compose("ppo_trainer", overrides=words[4:]))

@@ -1,0 +1,218 @@
+"""What tokens received, in its file beside the dump's: written, read along, damaged, in words, and as a command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from grail_advantage.receipt import Finding, Receipt
+from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, remove_steps, write_step
+from grail_advantage.view.dump.received import (
+    ReceivedHeader,
+    read_header,
+    received_path,
+    received_rows,
+    run_receipt,
+    write_received,
+)
+from grail_advantage.view.page.arrived import finding_texts, summary
+from grail_advantage.view.receipt import NOTHING, main
+from tests.dumps import dump_row
+
+KEYS = ("a_0_0", "a_1_0", "b_0_0")
+LENGTHS = (3, 4, 2)
+NAN = float("nan")
+SCALED = Finding(
+    "scaled",
+    "update 0: 3 tokens of 1 of 3 responses",
+    0.5,
+    "every token received 0.5 times what it should",
+    (("a_1_0", 2, 0.5, 0.25),),
+    "the denominator",
+)
+NOTE = Finding("unknown loss", "all updates", 0.0, "no formula", (), "", False)
+
+
+def receipt(*findings: Finding) -> Receipt:
+    """Of three responses in four optimiser steps, of which the last response was in none; the first one's in two."""
+    received_UBT = torch.full((4, 3, 4), NAN)
+    received_UBT[0, 0, :3], received_UBT[2, 0, :3] = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([0.25, 0.0, 2.0])
+    received_UBT[1, 1] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    received_BT = received_UBT.nanmean(dim=0)
+    clipped_BT = torch.where(received_BT.isfinite(), 0.0, torch.nan)
+    clipped_BT[0, 1] = 0.5
+    return Receipt(received_BT, clipped_BT, received_UBT, received_UBT, findings)
+
+
+def header(step: int = 3, update: int = 0, *findings: Finding, **values: Any) -> ReceivedHeader:
+    given: dict[str, Any] = {"loss": "vanilla", "updates": 4, "tokens": 7, "clipped": 0.125} | values
+    return ReceivedHeader(step=step, update=update, findings=[each.to_dict() for each in findings], **given)
+
+
+def written(folder: Path, step: int = 3, *findings: Finding, update: int = 0) -> Path:
+    rows = [
+        dump_row([1.0] * length, step=step, row=place, key=key, update=update)
+        for place, (key, length) in enumerate(zip(KEYS, LENGTHS, strict=True))
+    ]
+    write_step(folder, DumpHeader(step=step, update=update, method="grail"), rows)
+    return write_received(folder, header(step, update, *findings), received_rows(KEYS, LENGTHS, receipt()))
+
+
+def _values(row: DumpRow) -> Any:
+    got = row.received
+    return None if got is None else [getattr(got, name).tolist() for name in ("updates", "received_T", "by_update_KT")]
+
+
+def test_is_read_beside_the_responses(tmp_path: Path) -> None:
+    path = written(tmp_path, update=1)
+    assert path.name == "received_000003_update_1.parquet"
+    dump = read_dump(tmp_path)
+    first, second, third = dump
+    assert dump.problems == [] and dump.steps == [3]
+    assert first.received is not None and first.received.updates.tolist() == [0, 2]
+    assert first.received.received_T.tolist() == [0.375, -0.5, 2.0]
+    assert first.received.by_update_KT.tolist() == [[0.5, -1.0, 2.0], [0.25, 0.0, 2.0]]
+    assert first.received.clipped_T.tolist() == [0.0, 0.5, 0.0]
+    assert second.received is not None and second.received.received_T.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert third.received is not None and third.received.updates.tolist() == [] and len(third.received) == 2
+    assert np.isnan(third.received.received_T).all() and third.received.by_update_KT.shape == (0, 2)
+    assert pq.read_table(path).to_pylist()[0]["by_update"] == [[0.5, -1.0, 2.0], [0.25, 0.0, 2.0]]
+
+
+def test_a_dump_without_it_reads_as_before(tmp_path: Path) -> None:
+    written(tmp_path).unlink()
+    dump = read_dump(tmp_path)
+    assert [row.received for row in dump] == [None] * 3 and dump.problems == [] and dump.receipts() == []
+
+
+def test_a_file_of_other_responses_is_named_and_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    whole = received_rows(KEYS, LENGTHS, receipt())
+    for others in (whole[::-1], [replace(whole[0], key="c"), *whole[1:]], received_rows(KEYS, (4, 4, 2), receipt())):
+        write_received(tmp_path, header(), others)
+        dump = read_dump(tmp_path)
+        assert [row.key for row in dump] == list(KEYS) and all(row.received is None for row in dump)
+        assert dump.problems == [f"{path}: is of other responses than the file of its step"]
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["a bit flipped", "an end missing"])
+def test_damage_anywhere_costs_no_response(tmp_path: Path, cut: bool) -> None:
+    path = written(tmp_path, 3, SCALED)
+    whole, content = [_values(row) for row in read_dump(tmp_path)], path.read_bytes()
+    for place in range(0, len(content), 97):
+        flipped = bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
+        path.write_bytes(content[:place] + (b"" if cut else flipped))
+        dump = read_dump(tmp_path)
+        rows = list(dump)
+        assert [row.key for row in rows] == list(KEYS)
+        values = [_values(row) for row in rows]
+        assert str(values) == str(whole) or dump.problems
+        assert all(str(path) in problem for problem in dump.problems)
+        dump.receipts()
+
+
+def test_headers_of_another_shape_are_refused(tmp_path: Path) -> None:
+    good = SCALED.to_dict()
+    for findings in (
+        [1],
+        [good | {"what": 3}],
+        [good | {"mismatch": "yes"}],
+        [good | {"examples": [["a", 1]]}],
+        [good | {"examples": [["a", "x", 1.0, 1.0]]}],
+        [{"name": "scaled"}],
+    ):
+        path = write_received(tmp_path, replace(header(), findings=findings), [])
+        with pytest.raises(ValueError, match=r"received_000003\.parquet: is damaged or no receipt"):
+            read_header(path)
+    path = write_received(tmp_path, header(3, 0, SCALED), [])
+    assert Finding.from_dict(dict(read_header(path).findings[0])) == SCALED
+
+
+def test_a_resumed_run_removes_it(tmp_path: Path) -> None:
+    for step in (3, 4, 5):
+        written(tmp_path, step)
+    assert len(remove_steps(tmp_path, 4)) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["received_000003.parquet", "step_000003.parquet"]
+
+
+class TestWords:
+    def test_findings_of_a_run_are_put_together(self) -> None:
+        run = run_receipt(
+            [
+                header(1, clipped=0.0, tokens=30),
+                header(2, 0, NOTE, SCALED, clipped=0.2, tokens=10),
+                header(2, 1, SCALED),
+            ]
+        )
+        assert (run.updates, run.tokens, run.mismatches, list(run.losses)) == (3, 47, 1, ["vanilla"])
+        assert run.clipped == pytest.approx((0.2 * 10 + 0.125 * 7) / 47)
+        assert [(each.first["name"], each.step, each.update, each.count) for each in run.findings] == [
+            ("scaled", 2, 0, 2),
+            ("unknown loss", 2, 0, 1),
+        ]
+        texts = finding_texts(run.findings[0])
+        assert texts["where"] == "step 2, update 0: 3 tokens of 1 of 3 responses, and 1 more update"
+        assert texts["examples"] == ["response a_1_0, token 2: intended 0.5, received 0.25"]
+        assert "1 thing in what arrived does not fit the loss (vanilla)" in summary(run)
+
+    def test_nothing_to_find(self) -> None:
+        said = summary(run_receipt([header()]))
+        assert (
+            said
+            == "Every token received what the loss says (vanilla), over 7 tokens of 1 update. 12.5 % of them were clipped."
+        )
+        assert "clipped" not in summary(run_receipt([header(clipped=None)]))
+
+
+class TestCommand:
+    def test_exit_status_says_whether_something_does_not_fit(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        written(tmp_path / "tokens", 1, NOTE)
+        assert main([str(tmp_path)]) == 0
+        said = capsys.readouterr().out
+        assert "Every token received what the loss says" in said and "note: unknown loss. no formula" in said
+        written(tmp_path / "tokens", 2, SCALED)
+        assert main([str(tmp_path)]) == main([str(tmp_path / "tokens")]) == 1
+        said = capsys.readouterr().out
+        assert "MISMATCH: scaled. every token received 0.5 times what it should" in said
+        assert (
+            "such as response a_1_0, token 2: intended 0.5, received 0.25" in said and "usual causes: the denom" in said
+        )
+
+    def test_nothing_to_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([str(tmp_path)]) == NOTHING
+        assert "holds no receipt" in capsys.readouterr().err
+        written(tmp_path).write_bytes(b"PAR1 broken")
+        assert main([str(tmp_path)]) == NOTHING
+        assert "is damaged or no receipt" in capsys.readouterr().err
+
+    def test_a_long_run_has_one_page(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for step in range(1, 60):
+            write_received(tmp_path, header(step), [])
+        assert main([str(tmp_path)]) == 0
+        assert len(capsys.readouterr().out.splitlines()) < 20
+
+    def test_texts_of_a_file_cannot_act_on_the_terminal(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        evil = "\x1b[31mred\x07\u202e"
+        finding = replace(SCALED, name=evil, what=evil, where=evil, causes=evil, examples=((evil, 1, 0.5, 0.2),))
+        write_received(tmp_path, header(1, 0, finding), [])
+        assert main([str(tmp_path)]) == 1
+        said = capsys.readouterr().out
+        assert "\x1b" not in said and "\x07" not in said and "\u202e" not in said and "red" in said
+
+
+def test_the_header_is_json_in_the_metadata(tmp_path: Path) -> None:
+    path = write_received(tmp_path, header(3, 0, SCALED), received_rows(KEYS, LENGTHS, receipt()))
+    assert path == received_path(tmp_path, 3)
+    record = json.loads(pq.read_schema(path).metadata[b"grail_advantage_received"])
+    assert record["schema_version"] == 1 and record["findings"][0]["name"] == "scaled"
