@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from grail_advantage.view.dump import step as dump_module
 from grail_advantage.view.dump.files import DumpHeader, read_dump, write_step
 from grail_advantage.view.dump.step import DumpWriter
 from tests.dumps import dump_row
 
 
 class TestWriter:
-    def _submit(self, writer: DumpWriter, step: int, *, then=lambda: None) -> None:
-        writer.submit(lambda: (then(), (DumpHeader(step=step, method="grail"), [dump_row([1.0], step=step)]))[1])
+    def _submit(self, writer: DumpWriter, step: int, *, then=lambda: None, write=write_step) -> None:
+        rows = [dump_row([1.0], step=step)]
+        writer.submit(lambda: (then(), (DumpHeader(step=step, method="grail"), rows))[1], write)
 
     def test_writes_beside_and_close_waits(self, tmp_path: Path) -> None:
         writer, gate = DumpWriter(tmp_path), threading.Event()
@@ -29,18 +29,15 @@ class TestWriter:
         writer.close()
         assert read_dump(tmp_path).steps == [1, 2, 3]
 
-    def test_a_failing_disk_is_counted_and_said_once(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_failing_disk_is_counted_and_said_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         def full(folder: Path, header: DumpHeader, rows: list) -> Path:
             if header.step < 3:
                 raise OSError(28, "No space left on device")
             return write_step(folder, header, rows)
 
-        monkeypatch.setattr(dump_module, "write_step", full)
         writer = DumpWriter(tmp_path)
         for step in (1, 2, 3):
-            self._submit(writer, step)
+            self._submit(writer, step, write=full)
         writer.close()
         assert writer.failed == 2 and read_dump(tmp_path).steps == [3]
         (message,) = caplog.messages
