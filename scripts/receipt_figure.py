@@ -41,7 +41,7 @@ def measure(rows: list[DumpRow]) -> dict[tuple[int, str], dict[str, np.ndarray]]
     each epoch ``received``, the same of what arrived, and ``clipped``, the share of the tokens."""
     sums: dict[tuple[int, str], list[np.ndarray]] = defaultdict(list)
     for row in rows:
-        if row.received is None or not len(row.received.updates) or row.span is None or row.no_scores is not None:
+        if row.received is None or not len(row.received.updates) or row.span is None:
             continue
         assert row.advantage_T is not None and row.base_advantage_T is not None
         for kind, at_T in kinds(row).items():
@@ -78,7 +78,7 @@ def draw(measured: dict[tuple[int, str], dict[str, np.ndarray]], path: Path) -> 
                 f"{kind}: intended", (epochs[0], of["intended"]), (0, 3), textcoords="offset points", fontsize=7
             )
     left.set(xlabel="epoch", ylabel="tokens clipped, %", xticks=epochs, ylim=(0, None))
-    right.set(xlabel="epoch", ylabel="mean weight of a token", xticks=epochs, ylim=(0, None))
+    right.set(xlabel="epoch", ylabel="mean weight of a token", xticks=epochs, ylim=(0, 5.6))
     left.legend(frameon=False, fontsize=7)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -96,7 +96,7 @@ def main() -> None:
     run = data.open_run(arguments.run)
     measured = measure(list(run.dump or ()))
     if not measured:
-        raise SystemExit(f"{arguments.run} has no responses with scores and a receipt")
+        raise SystemExit(f"{arguments.run} has no responses with an answer and a receipt")
     for (update, kind), of in sorted(measured.items()):
         received = ", ".join(f"{value:.2f}" for value in of["received"])
         clipped = ", ".join(f"{100 * value:.1f} %" for value in of["clipped"])

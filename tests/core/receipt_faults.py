@@ -340,54 +340,46 @@ FAULTS = (
     ),
     Fault(
         "AI-Hypercomputer/maxtext#4025",
-        "mean over responses where the recipe has one over tokens",
+        "mean over responses, not tokens",
         "scaled by response",
         other_aggregation,
     ),
     Fault("google/tunix#1662", "a pack of responses counts as one", "scaled by response", packed_as_one),
-    Fault(
-        "NovaSky-AI/SkyRL#1507", "earlier steps get advantages at the last step's positions", "swapped", last_steps_mask
-    ),
-    Fault(
-        "verl-project/verl#7957", "advantages go back under the keys of before resampling", "swapped", resampled_rows
-    ),
+    Fault("NovaSky-AI/SkyRL#1507", "all steps get the last step's token advantages", "swapped", last_steps_mask),
+    Fault("verl-project/verl#7957", "advantages go back under keys of before resampling", "swapped", resampled_rows),
     Fault(
         "nishide-dev/unturtle#40",
-        "old log-probabilities are cut along another dimension",
+        "old log-probabilities cut along another dimension",
         "swapped",
         buffered_log_probs,
     ),
     Fault(
         "PrimeIntellect-ai/prime-rl#1525",
-        "log-probabilities of the next token beside unshifted ones",
+        "the next token's log-probabilities, the rest unshifted",
         "shifted",
         labels_one_on,
     ),
     Fault("lucidrains/PaLM-rlhf-pytorch#31", "action log-probabilities one position off", "shifted", actions_one_on),
     Fault("bingreeky/MemGen#33", "filling after the end counts as response", "outside", filled_with_end_tokens),
     Fault("THUDM/slime#1563", "user and tool turns are in the loss mask", "outside", every_turn_trains),
-    Fault("rllm-org/rllm#81", "the clipped objective is computed and not used", "unclipped", clip_unused),
+    Fault("rllm-org/rllm#81", "the clipped objective is not used", "unclipped", clip_unused),
     Fault("meta-pytorch/torchforge#571", "the ratio is that of the policy to itself", "stale", ratio_of_itself),
     Fault(
         "huggingface/trl#4159",
-        "the engine's log-probabilities lack the temperature",
+        "engine's log-probabilities without temperature",
         "stale",
         engine_without_temperature,
     ),
-    Fault(
-        "PrimeIntellect-ai/prime-rl#697", "log-probabilities are divided by the temperature", "stale", scaled_log_probs
-    ),
+    Fault("PrimeIntellect-ai/prime-rl#697", "log-probabilities divided by the temperature", "stale", scaled_log_probs),
     Fault(
         "NVIDIA-NeMo/RL#316",
-        "the trainer's log-probabilities lack the temperature",
+        "trainer's log-probabilities without temperature",
         "stale",
         trainer_without_temperature,
     ),
     Fault("OpenRLHF/OpenRLHF#1240", "NaN at a masked token", "not finite", masked_nan),
     Fault("qiancheng0/ToolRL#52", "the KL term is maximised", "sign", kl_maximised),
-    Fault(
-        "verl-project/verl#3245", "importance weights are missing in all losses but one", "weights", weights_left_out
-    ),
+    Fault("verl-project/verl#3245", "importance weights missing in most losses", "weights", weights_left_out),
     Fault("verl-project/verl#6280", "bf16 ratios differ from 1 with the micro-batch size", "rounded", engine_rounding),
     Fault("verl-project/verl-omni#602", "a batch is filled with copies of its rows", "repeated", padded_with_copies),
     Fault("huggingface/trl#4531", "samples come several times or never", "missing", uneven_sampler),

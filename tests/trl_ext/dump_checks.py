@@ -122,7 +122,7 @@ def test_a_response_that_trl_masks_has_no_tokens(tmp_path: Path) -> None:
 def test_options_that_are_refused() -> None:
     assert dump_options("tokens").folder == Path("tokens").absolute()
     for given, match in (
-        ({"every": 2}, "must be a folder, or a mapping of folder, every and rows"),
+        ({"every": 2}, "must be a folder, or a mapping of folder, every, rows and received"),
         ({"folder": "a", "every": 0}, "every=0 must be a whole number, at least 1"),
     ):
         with pytest.raises(ValueError, match=match):
