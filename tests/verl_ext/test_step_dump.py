@@ -34,7 +34,8 @@ def test_options_are_off_by_default_and_else_as_given() -> None:
     assert _options() is None and _options(every=5) is None
     assert _dump() is None and _dump(token_dump=None) is None
     assert _options(folder="/a/b") == DumpOptions(Path("/a/b"), 1, 64)
-    assert _options(folder="/a/b", every=10, rows=None) == DumpOptions(Path("/a/b"), 10, None)
+    assert _options(folder="/a/b", every=10, rows=None) == DumpOptions(Path("/a/b"), 10, None, received=True)
+    assert _options(folder="/a/b", received=False) == DumpOptions(Path("/a/b"), 1, 64, received=False)
 
 
 def test_options_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,6 +47,7 @@ def test_options_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"folder": "~/a"}, "; use /home/me/a$"),
         *(({"folder": "/a", "every": value}, every.format(value)) for value in (0, None, True)),
         *(({"folder": "/a", "rows": value}, rows.format(value)) for value in (0, 1.5)),
+        ({"folder": "/a", "received": "no"}, "token_dump.received='no' must be true or false"),
     ):
         with pytest.raises(ValueError, match=message):
             _options(**section)

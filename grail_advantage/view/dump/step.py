@@ -153,12 +153,12 @@ class DumpWriter:
         self._futures: list[Future] = []
         self._executor: ThreadPoolExecutor | None = None
 
-    def submit(self, make: Callable[[], tuple[Any, Sequence[Any]]], write: Callable[..., Any] = write_step) -> None:
+    def submit(self, make: Callable[[], tuple[Any, Sequence[Any]]], write: Callable[..., Any] | None = None) -> None:
         """Have one file written.
 
         Args:
             make: gives the header and the rows; called in the writer's thread, so that it must own what it reads.
-            write: gets the folder, the header and the rows.
+            write: gets the folder, the header and the rows; :func:`write_step` by default.
         """
         self._futures = [future for future in self._futures if not future.done()]
         if len(self._futures) >= WAITING:
@@ -185,9 +185,9 @@ class DumpWriter:
             self._executor.shutdown(wait=True)
         self._executor, self._futures = None, []
 
-    def _write(self, make: Callable[[], tuple[Any, Sequence[Any]]], write: Callable[..., Any]) -> None:
+    def _write(self, make: Callable[[], tuple[Any, Sequence[Any]]], write: Callable[..., Any] | None) -> None:
         with self.attempt():
-            write(self.folder, *make())
+            (write or write_step)(self.folder, *make())
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
