@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.policy import Batch
 from bench.task import RESULT, WORD
 from grail_advantage import compute_token_weights
-from grail_advantage.batch import FIELD, RolloutBatch
+from grail_advantage.batch import FIELD, RolloutBatch, field_names
 from grail_advantage.methods import method, methods
 from grail_advantage.signals.base import Gate, Reshaped, RowSelection, Signal
 from grail_advantage.signals.rlsd import PLACE
@@ -66,10 +66,10 @@ class _Reference(Signal):
 
 
 class Place(_Reference):
-    """A token's weight grows with its place; 1 on average."""
+    """A token weighs more the earlier it is, since first errors come early; 1 on average."""
 
     def score(self, length: int, known: Any) -> np.ndarray:
-        return 2 * np.arange(1, length + 1) / (length + 1)
+        return 2 * np.arange(length, 0, -1) / (length + 1)
 
 
 class Kind(_Reference):
@@ -152,11 +152,10 @@ def credit(
     Raises:
         NeedsMoreError: it reads something that the batch does not have, as turns.
     """
-    missing = [word for word in signal.reads if word.startswith(FIELD) and word.removeprefix(FIELD) not in batch.fields]
-    if "turns" in signal.reads or any("turn" in word for word in missing):
+    if "TurnSignal" in [base.__name__ for base in type(signal).__mro__]:
         raise NeedsMoreError("needs turns")
-    if missing:
-        raise NeedsMoreError(f"needs {', '.join(sorted(missing))}")
+    if missing := set(field_names(signal.reads)).difference(batch.fields):
+        raise NeedsMoreError(f"needs the field {', '.join(sorted(missing))}")
     return compute_token_weights(
         model,
         tokenizer,

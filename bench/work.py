@@ -57,7 +57,7 @@ class Settings:
     """Solutions of GSM8K."""
 
 
-QUICK = Settings(sft_steps=400, problems=64, yardstick=1024, update_shuffles=3, edits=24)
+QUICK = Settings(sft_steps=400, problems=64, yardstick=1024, update_shuffles=2, edits=24)
 
 
 @dataclass(frozen=True)
