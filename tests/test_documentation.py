@@ -17,7 +17,7 @@ from tests.core.tiny_models import char_tokenizer, tiny_model
 from tests.documentation import snippets
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("docs", "benchmarks", "examples", "recipe", "study")
+FOLDERS = ("docs", "benchmarks", "examples", "recipe", "bench")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))])
 _FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")

@@ -1,4 +1,4 @@
-"""Methods whose answer is known: a perfect one reaches the ceiling, a useless one is its own control, a wrong yardstick is caught."""
+"""Known answers: a perfect method reaches the ceiling, a useless one is its own control, a wrong yardstick is caught."""
 
 from __future__ import annotations
 
