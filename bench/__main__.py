@@ -42,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         if options.train:
-            rows = train.run(options)
-            paths = page.write_training(rows, options.out)
+            paths = train.run(options)
         else:
             settings = work.QUICK if options.quick else work.Settings()
             rows = work.run(

@@ -50,11 +50,7 @@ class Yardstick:
         problems: Sequence[BenchProblem],
         seed: int,
     ) -> Yardstick:
-        """Compute it.
-
-        Raises:
-            ValueError: a problem of the update is among the yardstick's.
-        """
+        """Compute it; ValueError where a problem of the update is among the yardstick's."""
         same = {problem.text for problem in update_problems} & {problem.text for problem in problems}
         if same:
             raise ValueError(

@@ -20,19 +20,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from bench.task import (
-    BOX,
-    END,
-    RESULT,
-    WORD,
-    WORDS,
-    BenchProblem,
-    Errors,
-    TokenReading,
-    apply,
-    read_tokens,
-    solve,
-)
+from bench.task import BOX, END, RESULT, WORD, WORDS, BenchProblem, Errors, TokenReading, apply, read_tokens, solve
 from recipe.tiny.sampling import prompt_ids
 
 TOGETHER = 64
@@ -178,13 +166,11 @@ def token_advantages(
     corrections: Sequence[list[int] | None],
     problems: Sequence[BenchProblem],
 ) -> list[np.ndarray | None]:
-    """By how much each token of a response raised or lowered the probability of the right answer, in the response's wording.
+    """By how much each token of a response raised or lowered the probability of the right answer, in the response's wording:
+    float64 (T,) a response, ``None`` where there is no correction.
 
     Before a token this is the product of the probabilities of all correct deciding tokens from there on, in the corrected
     response; after the first wrong token it is 0.
-
-    Returns:
-        float64 (T,) a response; ``None`` where there is no correction.
     """
     advantages: list[np.ndarray | None] = [None] * len(responses)
     known = [row for row, right in enumerate(corrections) if right is not None]

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import ast
 import json
-import operator
 import random
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from operator import add, mul, sub, truediv
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,12 +36,7 @@ COMMON = frozenset(map(Fraction, (0, 1, 2, 4, 5, 7, 10, 12, 20, 24, 30, 50, 52, 
 _ANNOTATION = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 _NUMBER = re.compile(r"(?<![\d.,])(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d)|(?<![\d.,])\.\d+")
 _UNMARKED = re.compile(r"=\s*[$€£]?\s*\d(?![^<]*>>)")
-_OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+_OPERATIONS: dict[type, Callable] = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: truediv}
 
 
 class CannotEditError(ValueError):
@@ -68,11 +63,7 @@ class _Calculation(NamedTuple):
 
 
 def edit(question: str, solution: str, seed: str) -> Edit:
-    """Change one result of a GSM8K solution and all that depends on it; the seed draws which, and to what.
-
-    Raises:
-        CannotEditError: nothing can be changed with certainty.
-    """
+    """Change one result of a solution and all that depends on it, drawn by the seed; CannotEditError where none is certain."""
     *lines, final = [line.strip() for line in solution.strip().splitlines() if line.strip()]
     answer = final.removeprefix("####").strip()
     if not final.startswith("####") or not _NUMBER.fullmatch(answer) or len(lines) < 2:
@@ -176,11 +167,7 @@ def _values(text: str) -> list[Fraction]:
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of a calculation of numbers, ``+ - * /`` and parentheses.
-
-    Raises:
-        CannotEditError: anything else.
-    """
+    """The exact value of numbers, ``+ - * /`` and parentheses; CannotEditError for anything else."""
     text = expression.replace(",", "").strip()
 
     def value(node: ast.expr) -> Fraction:
@@ -199,11 +186,8 @@ def evaluate(expression: str) -> Fraction:
 
 
 def prepare(path: Path, count: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Batch, int]:
-    """SmolLM2 and a batch of ``count`` changed solutions, drawn at random, each beside its original; and their number.
-
-    Raises:
-        ValueError: SmolLM2 is not installed, or the file has no such solution.
-    """
+    """SmolLM2, a batch of ``count`` changed solutions, drawn at random, each beside its original, and their number; ValueError
+    where SmolLM2 is not installed, or the file has no such solution."""
     model, tokenizer = load_smollm2()
     prompts, responses, examples, labels = [], [], [], []
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]

@@ -211,11 +211,3 @@ def html_page(title: str, pages: Sequence[Table]) -> str:
             f"</thead><tbody>{body}</tbody></table></div>"
         )
     return "".join([*parts, "</main></body></html>\n"])
-
-
-def write_training(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write ``training.html`` of a training run; its CSV file is there already."""
-    from bench.train import comparisons  # train imports what it shares with this module's callers
-
-    write_whole(folder / "training.html", html_page("Does the method train better?", comparisons(rows)))
-    return [folder / "training.html", folder / "training.csv"]

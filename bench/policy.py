@@ -111,22 +111,10 @@ def sample(
     temperature: float = 1.0,
 ) -> list[list[int]]:
     """One response a prompt: token ids including the end token, if it was reached. A response depends on its prompt, the model
-    and its own random numbers alone.
-
-    Args:
-        model: the policy.
-        tokenizer: for the padding and end tokens.
-        prompts: token ids.
-        uniform_BT: float64 in [0, 1); number t of a response draws its token t, and T is the length limit.
-        temperature: logits are divided by it.
-    """
+    and its own random numbers alone: ``uniform_BT``, in [0, 1), one a token up to the length limit T."""
     if len(prompts) > TOGETHER:
-        halves = slice(0, TOGETHER), slice(TOGETHER, None)
-        return [
-            response
-            for half in halves
-            for response in sample(model, tokenizer, prompts[half], uniform_BT[half], temperature)
-        ]
+        first = sample(model, tokenizer, prompts[:TOGETHER], uniform_BT[:TOGETHER], temperature)
+        return first + sample(model, tokenizer, prompts[TOGETHER:], uniform_BT[TOGETHER:], temperature)
     longest = max(map(len, prompts))
     tokens_BL = torch.tensor([[tokenizer.pad_token_id] * (longest - len(ids)) + list(ids) for ids in prompts])
     starts_B1 = torch.tensor([[longest - len(ids)] for ids in prompts])
@@ -168,7 +156,7 @@ def is_correct(tokenizer: PreTrainedTokenizerFast, problem: BenchProblem, respon
 def roll_out(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    problems: Sequence[BenchProblem],
+    asked: Sequence[BenchProblem],
     seed: int,
     step: int,
     rollouts: int = ROLLOUTS,
@@ -177,24 +165,10 @@ def roll_out(
 ) -> Batch:
     """Sample responses to each problem at temperature 1, judge them and label their errors; without ``exact`` there is no exact
     credit, which takes another forward."""
-    asked = [problem for problem in problems for _ in range(rollouts)]
-    prompts = [prompt_ids(tokenizer, problem) for problem in asked]
-    drawn_BT = numbers(seed, TRAINING, step, (len(asked), MAX_RESPONSE_TOKENS))
+    problems = [problem for problem in asked for _ in range(rollouts)]
+    prompts = [prompt_ids(tokenizer, problem) for problem in problems]
+    drawn_BT = numbers(seed, TRAINING, step, (len(problems), MAX_RESPONSE_TOKENS))
     responses = sample(model, tokenizer, prompts, drawn_BT)
-    return make_batch(model, tokenizer, asked, prompts, responses, rollouts, exact=exact)
-
-
-def make_batch(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    problems: Sequence[BenchProblem],
-    prompts: list[list[int]],
-    responses: list[list[int]],
-    rollouts: int,
-    *,
-    exact: bool = True,
-) -> Batch:
-    """The batch of these responses, of which ``rollouts`` in a row are a group."""
     rewards = [float(is_correct(tokenizer, *one)) for one in zip(problems, responses, strict=True)]
     reads = [read_tokens(*one, tokenizer) for one in zip(problems, responses, strict=True)]
     rights = [corrected(*one, tokenizer) for one in zip(problems, responses, reads, strict=True)]

@@ -61,9 +61,8 @@ def auroc(values_N: np.ndarray, true_N: np.ndarray) -> float:
     """Probability that a true token has a higher value than another one, ties counting half; nan where either is missing."""
     if true_N.all() or not true_N.any():
         return math.nan
-    ranks_N = stats.rankdata(values_N)
-    count = int(true_N.sum())
-    return float((ranks_N[true_N].sum() - count * (count + 1) / 2) / (count * (len(values_N) - count)))
+    true, others = values_N[true_N][:, None], values_N[~true_N][None]
+    return float(((true > others) + 0.5 * (true == others)).mean())
 
 
 def largest_is(values_N: np.ndarray, true_N: np.ndarray) -> float:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import random
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -240,11 +239,6 @@ def read_tokens(problem: BenchProblem, response_ids: Sequence[int], tokenizer: P
     if reading.box is not None:
         kinds[reading.box_start :] = BOX
     return TokenReading(text, offsets, reading, kinds[np.array(offsets[:-1], dtype=np.int64)])
-
-
-def token_range(offsets: Sequence[int], start: int, end: int) -> slice:
-    """The tokens of the characters ``start`` to ``end``."""
-    return slice(bisect_right(offsets, start) - 1, bisect_left(offsets, end))
 
 
 @lru_cache(maxsize=4)

@@ -31,36 +31,26 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from bench import page
+from bench import page, policy
 from bench.methods import BASELINE, credit, shuffled, signal_of, source_digest
-from bench.policy import (
-    CONTROL,
-    EVALUATION,
-    HELD_OUT_SIZE,
-    TRAIN_SIZE,
-    Batch,
-    initial_model,
-    is_correct,
-    numbers,
-    roll_out,
-    sample,
-)
+from bench.policy import Batch, numbers
 from bench.statistics import holm, mean_of, pass_at
 from bench.task import MAX_RESPONSE_TOKENS, TASKS, BenchProblem, task_problems, task_tokenizer
 from bench.work import PACKAGES, Row, read_rows, write_rows
+from grail_advantage.view.whole_file import write_whole
 from recipe.hashing import digest
 from recipe.tiny.sampling import prompt_ids
 
 SHUFFLED = " shuffled"
 TUNING_SEED = 2001
 EXTENSIONS = 2
-"""Most learning rates that are added at an end of the grid."""
+"""Most learning rates that are added to a grid."""
 MICRO_BATCH = 32
 COLUMNS = (
     "task", "seed", "run", "rate", "use", "pass@1", "pass@8", "last pass@1", "entropy", "processor seconds", "tokens generated",
     "correct", "settings", "source", "versions", "date",
 )  # fmt: skip
-"""``pass@1``, ``pass@8``: means over the evaluations; ``correct``: correct samples of each problem, a digit each, evaluation by
+"""``pass@1``, ``pass@8``: the outcome; ``correct``: correct samples of each problem, a digit each, evaluation by
 evaluation."""
 
 
@@ -80,13 +70,11 @@ class TrainSettings:
     clip_high: float = 0.28
     gradient_norm: float = 1.0
     evaluate_at: tuple[int, ...] = (8, 12)
-    """Batches after which held-out accuracy is measured; the outcome is the mean over them."""
+    """Batches after which held-out accuracy is measured; the outcome is the mean over the last two."""
     temperature: float = 0.6
     """Of the evaluation."""
     samples: int = 8
     """Of each held-out problem."""
-    train_size: int = TRAIN_SIZE
-    held_out_size: int = HELD_OUT_SIZE
 
 
 @dataclass(frozen=True)
@@ -107,11 +95,7 @@ class Run:
 
     @cached_property
     def own_settings(self) -> TrainSettings:
-        """The settings with the changes that its name says.
-
-        Raises:
-            ValueError: another change than of rollouts or epochs.
-        """
+        """The settings with the changes that its name says; ValueError for another one than of rollouts or epochs."""
         _, _, changes = self.name.removesuffix(SHUFFLED).partition("@")
         pairs = [change.partition("=") for change in changes.split(",") if change]
         if any(key not in ("rollouts", "epochs") or not value.isdigit() for key, _, value in pairs):
@@ -130,10 +114,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument("--train", action="store_true", help="train instead; --seeds is the number of main seeds")
     group.add_argument("--batches", type=int, default=12, help="rollout batches of a run")
-    group.add_argument("--evaluate-at", type=int, nargs="+", help="batches of the outcome; default: 2/3 and the last")
-    group.add_argument(
-        "--rates", type=float, nargs="+", default=[5e-5, 1e-4, 2e-4], help="learning rates that are tried"
-    )
+    group.add_argument("--evaluate-at", type=int, nargs="+", help="batches; the outcome is the mean over the last two")
+    group.add_argument("--first-seed", type=int, default=1, help="of the main seeds")
+    group.add_argument("--rates", type=float, nargs="+", default=[5e-5, 1e-4, 2e-4], help="learning rates to try")
     group.add_argument("--tuning-seeds", type=int, default=2)
     group.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     group.add_argument(
@@ -142,12 +125,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def run(options: argparse.Namespace) -> list[Row]:
-    """Tune and train all runs that the contrasts name; their rows, which are also in ``training.csv``.
-
-    Raises:
-        ValueError: no method, an unknown one, evaluations outside the run.
-    """
+def run(options: argparse.Namespace) -> list[Path]:
+    """Tune and train all runs that the contrasts name; the paths of the page and of the rows. ValueError for what the command
+    line has wrong."""
     if not options.methods and not options.contrast:
         raise ValueError("--train needs a method: python -m bench my_method --train")
     batches = options.batches
@@ -160,33 +140,24 @@ def run(options: argparse.Namespace) -> list[Row]:
     tuning = range(TUNING_SEED, TUNING_SEED + options.tuning_seeds)
     grids = {(task, name): sorted(options.rates) for task in options.tasks for name in names}
     for task, name in grids:  # refuse what cannot run before anything is computed
-        signal_of(Run(name, task, 0, 0.0, settings, options.out).spec)
+        first = Run(name, task, 0, 0.0, settings, options.out)
+        _ = first.own_settings, signal_of(first.spec)
     for _ in range(EXTENSIONS + 1):
-        runs = [
-            Run(name, task, seed, rate, settings, options.out)
-            for (task, name), rates in grids.items()
-            for rate in rates
-            for seed in tuning
-        ]
+        tries = [(task, name, rate) for (task, name), rates in grids.items() for rate in rates]
+        runs = [Run(name, task, seed, rate, settings, options.out) for task, name, rate in tries for seed in tuning]
         rows = complete(runs, options.processes, "tune")
         best = {key: best_rate(rows, *key) for key in grids}
         longer = {key: extended(rates, best[key]) for key, rates in grids.items()}
         if longer == grids:
             break
         grids = {key: longer[key] for key in grids}
-    rows += complete(
-        [
-            Run(name, task, seed, best[task, name], settings, options.out)
-            for seed in range(1, options.seeds + 1)
-            for task, name in grids
-        ],
-        options.processes,
-        "main",
-    )
-    for row in rows:
-        row["contrasts"] = contrasts
-    write_rows(options.out / "training.csv", [{name: row[name] for name in COLUMNS} for row in rows], COLUMNS)
-    return rows
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
+    runs = [Run(name, task, seed, best[task, name], settings, options.out) for seed in seeds for task, name in grids]
+    rows += complete(runs, options.processes, "main")
+    paths = [options.out / "training.html", options.out / "training.csv"]
+    write_whole(paths[0], page.html_page("Does the method train better?", comparisons(rows, contrasts)))
+    write_rows(paths[1], rows, COLUMNS)
+    return paths
 
 
 def default_contrasts(methods: Iterable[str]) -> list[tuple[str, str]]:
@@ -196,8 +167,7 @@ def default_contrasts(methods: Iterable[str]) -> list[tuple[str, str]]:
 
 def extended(rates: Sequence[float], best: float) -> list[float]:
     """The grid with another learning rate where one of its ends is the best one."""
-    lower = [rates[0] / 2] if best == rates[0] else []
-    return [*lower, *rates, *([rates[-1] * 2] if best == rates[-1] else [])]
+    return sorted({*rates, best / 2, best * 2}) if best in (rates[0], rates[-1]) else list(rates)
 
 
 def best_rate(rows: Iterable[Row], task: str, name: str) -> float:
@@ -230,11 +200,9 @@ def do(one: Run) -> Row:
     """One run in this process, on one thread; its row, which is kept."""
     torch.set_num_threads(1)
     settings = one.own_settings
-    model = initial_model(one.task, one.seed, settings.sft_steps, one.folder / "models")
-    training, held_out = (
-        task_problems(one.task, split, size, one.seed)
-        for split, size in (("train", settings.train_size), ("validation", settings.held_out_size))
-    )
+    model = policy.initial_model(one.task, one.seed, settings.sft_steps, one.folder / "models")
+    training = task_problems(one.task, "train", policy.TRAIN_SIZE, one.seed)
+    held_out = task_problems(one.task, "validation", policy.HELD_OUT_SIZE, one.seed)
     figures = train(model, task_tokenizer(), training, held_out, one)
     row = {
         **{"task": one.task, "seed": one.seed, "run": one.name, "rate": one.rate, "use": ""},
@@ -264,10 +232,10 @@ def train(
     for step in range(1, settings.batches + 1):
         started = time.process_time()
         problems = order.sample(training, settings.prompts)
-        batch = roll_out(model, tokenizer, problems, one.seed, step, settings.rollouts, exact=False)
+        batch = policy.roll_out(model, tokenizer, problems, one.seed, step, settings.rollouts, exact=False)
         advantages_BL = credit(model, tokenizer, batch, signal, step)
         if control:
-            drawn_BL = numbers(one.seed, CONTROL, step, tuple(batch.input_ids_BL.shape))
+            drawn_BL = numbers(one.seed, policy.CONTROL, step, tuple(batch.input_ids_BL.shape))
             advantages_BL = shuffled(advantages_BL, batch.response_mask_BL, drawn_BL)
         for _ in range(settings.epochs):
             add_gradient(model, batch, advantages_BL, settings)
@@ -279,10 +247,10 @@ def train(
         entropy = float(batch.entropy_BL.sum() / batch.response_mask_BL.sum())
         if step in settings.evaluate_at:
             evaluated.append(correct_samples(model, tokenizer, held_out, settings, one.seed, step))
-    single = [sum(correct) / (settings.samples * len(correct)) for correct in evaluated]
+    single = [sum(correct) / (settings.samples * len(correct)) for correct in evaluated[-2:]]
     return {
         "pass@1": fmean(single),
-        "pass@8": fmean(pass_at(correct, settings.samples, settings.samples) for correct in evaluated),
+        "pass@8": fmean(pass_at(correct, settings.samples, settings.samples) for correct in evaluated[-2:]),
         "last pass@1": single[-1],
         "entropy": entropy,
         "processor seconds": round(seconds, 1),
@@ -323,13 +291,13 @@ def correct_samples(
     """Correct samples of each held-out problem."""
     asked = [problem for problem in problems for _ in range(settings.samples)]
     prompts = [prompt_ids(tokenizer, problem) for problem in asked]
-    drawn_BT = numbers(seed, EVALUATION, step, (len(asked), MAX_RESPONSE_TOKENS))
-    responses = sample(model, tokenizer, prompts, drawn_BT, settings.temperature)
-    correct_B = np.array([is_correct(tokenizer, *pair) for pair in zip(asked, responses, strict=True)])
+    drawn_BT = numbers(seed, policy.EVALUATION, step, (len(asked), MAX_RESPONSE_TOKENS))
+    responses = policy.sample(model, tokenizer, prompts, drawn_BT, settings.temperature)
+    correct_B = np.array([policy.is_correct(tokenizer, *pair) for pair in zip(asked, responses, strict=True)])
     return correct_B.reshape(-1, settings.samples).sum(axis=1).tolist()
 
 
-def comparisons(rows: Sequence[Row]) -> list[page.Table]:
+def comparisons(rows: Sequence[Row], contrasts: Sequence[tuple[str, ...]]) -> list[page.Table]:
     """Of each task the outcomes of all runs, and the contrasts with Holm's correction."""
     tables = []
     for task in dict.fromkeys(row["task"] for row in rows):
@@ -345,11 +313,11 @@ def comparisons(rows: Sequence[Row]) -> list[page.Table]:
             outcomes.append([name, str(len(seeds)), f"{rate:g}", *cells, *(f"{mean:.3g}" for mean in means[3:])])
         head = ["run", "seeds", "learning rate", "pass@1, %", "pass@8, %", "last pass@1, %", *COLUMNS[8:11]]
         tables.append(page.Table(f"Outcomes: {task}", "Means over seeds, on held-out problems.", head, outcomes))
-        tables.append(_contrasts(task, main, rows[0]["contrasts"]))
+        tables.append(_contrasts(task, main, contrasts))
     return tables
 
 
-def _contrasts(task: str, main: dict[str, dict[int, Row]], contrasts: Sequence[tuple[str, str]]) -> page.Table:
+def _contrasts(task: str, main: dict[str, dict[int, Row]], contrasts: Sequence[tuple[str, ...]]) -> page.Table:
     estimates = []
     for name, reference in contrasts:
         seeds = sorted(main[name].keys() & main[reference].keys())

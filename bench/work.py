@@ -57,7 +57,7 @@ class Settings:
     """Solutions of GSM8K."""
 
 
-QUICK = Settings(sft_steps=400, problems=64, yardstick=1024, update_shuffles=2, edits=24)
+QUICK = Settings(sft_steps=400, problems=48, yardstick=1024, update_shuffles=1, edits=24)
 
 
 @dataclass(frozen=True)
@@ -85,27 +85,16 @@ class Job:
 def run(
     names: Sequence[str], folder: Path, settings: Settings, *, seeds: int, processes: int, gsm8k: Path | None = None
 ) -> list[Row]:
-    """Measure what is missing and return all rows of these methods and settings.
-
-    Args:
-        names: methods; all registered ones if empty.
-        folder: of the rows and models.
-        settings: the sizes.
-        seeds: models of each task.
-        processes: tasks at a time, each on one thread.
-        gsm8k: GSM8K's test set as JSON lines, for the part that needs SmolLM2.
-
-    Raises:
-        ValueError: an unknown method or option.
+    """Measure what is missing and return all rows of these methods (all registered ones if empty) and settings, in ``folder``;
+    ``seeds`` models of each task, ``processes`` tasks at a time. ValueError for an unknown method or option.
     """
     specs = tuple(method_specs(names))
     jobs = [Job(task, seed, specs, settings, folder) for seed in range(1, seeds + 1) for task in TASKS]
     if gsm8k is not None:
         jobs.append(Job(GSM8K, 0, specs, settings, folder, gsm8k))
     missing = [job for job in jobs if job.missing]
-    if processes == 1 or len(missing) == 1:
-        for job in missing:
-            do(job)
+    if processes == 1:
+        list(map(do, missing))
     elif missing:
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             list(pool.map(do, missing))
@@ -141,10 +130,8 @@ def do(job: Job) -> None:
         )
 
 
-def prepare(
-    job: Job,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Batch, agreement.Yardstick, dict[str, Estimate]]:
-    """A task's model, its responses, the yardstick, and figures of these."""
+def prepare(job: Job) -> tuple[Any, ...]:
+    """A task's model, its tokenizer and responses, the yardstick, and figures of these."""
     tokenizer, settings = task_tokenizer(), job.settings
     model = initial_model(job.task, job.seed, settings.sft_steps, job.folder / "models")
     problems = task_problems(job.task, "train", settings.problems + settings.yardstick, job.seed)
@@ -153,20 +140,14 @@ def prepare(
     yardstick = agreement.Yardstick.of(model, tokenizer, of_update, others, job.seed)
     mixed = int((batch.advantages_B != 0).view(len(of_update), -1).any(dim=1).sum())
     labelled = sum(label is not None for label in batch.labels)
-    return (
-        model,
-        tokenizer,
-        batch,
-        yardstick,
-        {
-            "ceiling": yardstick.ceiling,
-            "halves": Estimate(yardstick.halves, math.nan, len(others)),
-            "accuracy": Estimate(float(batch.rewards_B.mean()), math.nan, len(of_update)),
-            "responses": Estimate(len(batch.rewards_B), math.nan, len(of_update)),
-            "mixed groups": Estimate(mixed, math.nan, len(of_update)),
-            "known first errors": Estimate(labelled, math.nan, len(of_update)),
-        },
-    )
+    figures = {
+        "ceiling": yardstick.ceiling,
+        "halves": Estimate(yardstick.halves, math.nan, len(others)),
+        "accuracy": Estimate(float(batch.rewards_B.mean()), math.nan, len(of_update)),
+        "mixed groups": Estimate(mixed, math.nan, len(of_update)),
+        "known first errors": Estimate(labelled, math.nan, len(of_update)),
+    }
+    return model, tokenizer, batch, yardstick, figures
 
 
 def measure(
@@ -177,11 +158,7 @@ def measure(
     spec: str,
     job: Job,
 ) -> dict[str, Estimate]:
-    """All figures of a method.
-
-    Raises:
-        NeedsMoreError: it needs what the batch does not have.
-    """
+    """All figures of a method; NeedsMoreError where it needs what the batch does not have."""
     started = time.process_time()
     response_statistics(model, tokenizer, batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL)
     forward = time.process_time() - started
