@@ -21,7 +21,7 @@ def test_a_changed_result_is_carried_on() -> None:
         changed = edit(QUESTION, SOLUTION, str(seed))
         assert changed.original_lines[1] == "So 24+48=72 in all." and changed.original_answer == "216"
         assert changed.lines[: changed.line] == changed.original_lines[: changed.line]
-        numbers = [line.split("=")[1].split()[0] for line in changed.lines]
+        numbers = [line.split("=")[1].split()[0].rstrip(".") for line in changed.lines]
         # Each line after the changed one follows from the one before.
         for place in range(changed.line + 1, 3):
             left = changed.lines[place].split("=")[0].split()[-1]

