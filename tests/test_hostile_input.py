@@ -122,7 +122,7 @@ def test_visible_text_acts_no_more(text: str) -> None:
 def test_no_source_asks_for_pickles_or_a_models_own_code() -> None:
     """ruff's rules S, in pyproject.toml, find the other ways to run a text."""
     root = Path(__file__).parents[1]
-    for folder in ("grail_advantage", "recipe", "scripts", "study", "benchmarks", "examples"):
+    for folder in ("grail_advantage", "recipe", "scripts", "bench", "benchmarks", "examples"):
         for path in (root / folder).rglob("*.py"):
             source = path.read_text(encoding="utf-8")
             assert not re.search(r"weights_only=(?!True)|allow_pickle=(?!False)|trust_remote_code=True", source), path

@@ -1,7 +1,7 @@
 """GRAIL: a token matters as much as the model's own answer depends on its activation.
 
 Source: GRAIL (arXiv 2606.04889). The preset ``official`` is the published behaviour; ``robust`` chooses otherwise in these
-places, each an option of its own. It was not shown to train better, and trained worse under slips (docs/which_method.md).
+places, each an option of its own. It was not shown to train better, and trained worse under slips (docs/evidence.md).
 
 - tokens after the answer have exactly no gradient, and drag the statistics of the whole response down: ``statistics``;
 - the embedding at the predictor position is the *previous* token's: ``alignment``;

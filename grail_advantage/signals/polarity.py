@@ -1,8 +1,8 @@
 """Polarity: the responses of one sign weigh more, or less, than those of the other.
 
 Source: arXiv 2506.01347 and its code. Its names in these options: PSR is ``wrong=0``, NSR is ``right=0``, W-REINFORCE is
-``right=0.1``. The paper finds at pass@k that NSR is the better half; the second study of this project found at toy scale that
-leaving wrong responses out helped accuracy. So try both.
+``right=0.1``. The paper finds at pass@k that NSR is the better half; this project found at toy scale that leaving wrong
+responses out helped accuracy (docs/evidence.md). So try both.
 
 Shape suffixes: B rows, T response tokens.
 """

@@ -31,7 +31,7 @@ def defaults() -> dict[str, str]:
         # before the first token and paid again by every server.
         "TORCH_COMPILE_DISABLE": "1",
         # oneDNN keeps what it prepared for each shape of a product, 1024 of them by default, and the engine's shapes go by the
-        # number of tokens in a batch: its memory grew by hundreds of MiB (docs/soak/README.md, The memory).
+        # number of tokens in a batch: its memory grew by hundreds of MiB (docs/evidence.md, The soak).
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         # Lets the engine keep its one worker in its own process (distributed_executor_backend=uni in cpu.yaml), which
         # saves starting another process and importing vLLM once more.

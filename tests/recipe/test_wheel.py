@@ -31,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, because setuptools leaves its build folder next to the source."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    for name in ("grail_advantage", "recipe", "study"):
+    for name in ("grail_advantage", "recipe", "bench"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)

@@ -1,0 +1,151 @@
+"""Agreement with exact credit: token by token within a group, and of the update with the gradient of exact accuracy.
+
+- ``credit``: cosine of a method's token advantages with the exact ones over all tokens of a group, mean over the groups with
+  both outcomes.
+- ``update``: cosine of the update, the gradient of ``sum A_t log p_t`` over all groups, with the yardstick, the gradient of
+  exact accuracy on other problems. A yardstick of the same problems would be near any update that learns them by heart.
+- ``ceiling``: the same cosine of the exact gradient on the update's own problems: what an update without the noise of sampling
+  would have. ``halves``: the cosine of the two halves of the yardstick.
+
+Each is beside its shuffled control. The error of an update's cosine is that of two jackknives, over groups and over parts of
+the yardstick, added.
+
+Shape suffixes: B responses, L prompt + response, G groups, N parameters, C parts of the yardstick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from bench.exact import accuracy_gradients, correct_texts
+from bench.methods import SHUFFLES, all_shuffled
+from bench.policy import Batch
+from bench.statistics import Estimate, cosine, mean_of
+from bench.task import BenchProblem
+
+PART = 64
+"""Problems of a part of the yardstick."""
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """The gradient of exact accuracy on problems that no update comes from."""
+
+    parts_CN: torch.Tensor
+    """Of every ``PART`` problems alone."""
+    own_GN: torch.Tensor
+    """The same of each of the update's own problems: only for the ceiling."""
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        update_problems: Sequence[BenchProblem],
+        problems: Sequence[BenchProblem],
+        seed: int,
+    ) -> Yardstick:
+        """Compute it; ValueError where a problem of the update is among the yardstick's."""
+        same = {problem.text for problem in update_problems} & {problem.text for problem in problems}
+        if same:
+            raise ValueError(
+                f"{len(same)} of the yardstick's {len(problems)} problems are the update's own, as {min(same)}: an update "
+                "agrees with the gradient of the problems that it comes from whatever it learns; take other problems"
+            )
+        parts_CN = accuracy_gradients(model, tokenizer, correct_texts(problems, tokenizer, seed), PART)
+        return cls(parts_CN, accuracy_gradients(model, tokenizer, correct_texts(update_problems, tokenizer, seed), 1))
+
+    @property
+    def ceiling(self) -> Estimate:
+        """See the module."""
+        return _estimate(*self.cosines(self.own_GN))
+
+    @property
+    def halves(self) -> float:
+        """Cosine of the gradients of the two halves of its problems."""
+        return cosine(self.parts_CN[::2].mean(dim=0).numpy(), self.parts_CN[1::2].mean(dim=0).numpy())
+
+    def cosines(self, update_GN: torch.Tensor) -> tuple[float, np.ndarray, np.ndarray]:
+        """Cosine of the summed update with the yardstick, and with each group, and each part, left out."""
+        dots_GC = (update_GN @ self.parts_CN.T).double().numpy()
+        groups_GG = (update_GN @ update_GN.T).double().numpy()
+        parts_CC = (self.parts_CN @ self.parts_CN.T).double().numpy()
+
+        def of(kept_G: np.ndarray, kept_C: np.ndarray) -> float:
+            squares = (kept_G @ groups_GG @ kept_G) * (kept_C @ parts_CC @ kept_C)
+            return float(kept_G @ dots_GC @ kept_C / np.sqrt(squares)) if squares > 0 else 0.0
+
+        all_G, all_C = np.ones(len(dots_GC)), np.ones(dots_GC.shape[1])
+        without_G = np.array([of(all_G - one_G, all_C) for one_G in np.eye(len(all_G))])
+        return of(all_G, all_C), without_G, np.array([of(all_G, all_C - one_C) for one_C in np.eye(len(all_C))])
+
+
+def _estimate(value: float, without_G: np.ndarray, without_C: np.ndarray) -> Estimate:
+    """Both jackknives' variances together."""
+    variance = sum((len(left) - 1) * float(left.var()) for left in (without_G, without_C))
+    return Estimate(value, float(np.sqrt(variance)), min(len(without_G), len(without_C)))
+
+
+def updates(model: PreTrainedModel, batch: Batch, credits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of several token advantages (B, L) the gradient of ``sum A_t log p_t`` of each group with both outcomes, (G, N) each."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found: list[list[torch.Tensor]] = [[] for _ in credits]
+    for group in batch.groups_B.unique():
+        rows = ((batch.groups_B == group) & (batch.advantages_B != 0)).nonzero().flatten()
+        if not len(rows):
+            continue
+        ids_BL = batch.input_ids_BL[rows, : int(batch.attention_mask_BL[rows].sum(dim=1).max())]
+        log_probs_BLV = model(input_ids=ids_BL).logits[:, :-1].log_softmax(dim=-1)
+        log_probs_BL = log_probs_BLV.gather(-1, ids_BL[:, 1:, None])[:, :, 0]
+        for index, advantages_BL in enumerate(credits):
+            total = (advantages_BL[rows, 1 : ids_BL.shape[1]] * log_probs_BL).sum()
+            gradients = torch.autograd.grad(total, parameters, retain_graph=index + 1 < len(credits))
+            found[index].append(torch.cat([part.flatten() for part in gradients]))
+    return [torch.stack(groups) for groups in found]
+
+
+def token_cosines(batch: Batch, advantages_BL: torch.Tensor) -> list[float]:
+    """Cosine with the exact token advantages of each group with both outcomes, over its responses whose credit is known."""
+    cosines = []
+    for group in batch.groups_B.unique():
+        rows = ((batch.groups_B == group) & (batch.advantages_B != 0)).nonzero().flatten().tolist()
+        known = [(row, exact) for row in rows if (exact := batch.exact[row]) is not None]
+        if known:
+            own = np.concatenate([batch.response(row, advantages_BL) for row, _ in known])
+            cosines.append(cosine(own, np.concatenate([exact for _, exact in known])))
+    return cosines
+
+
+def measure(
+    model: PreTrainedModel,
+    batch: Batch,
+    advantages_BL: torch.Tensor,
+    yardstick: Yardstick,
+    seed: int,
+    *,
+    shuffles: int = SHUFFLES,
+    update_shuffles: int,
+) -> dict[str, Estimate]:
+    """Both cosines of a method's token advantages, those of its shuffled control, and the differences."""
+    own = token_cosines(batch, advantages_BL)
+    controls = list(all_shuffled(batch, advantages_BL, shuffles, seed))
+    control = np.mean([token_cosines(batch, control_BL) for control_BL in controls], axis=0)
+    result = {"credit": mean_of(own), "credit_shuffled": mean_of(list(control))}
+    result["credit_gain"] = mean_of(list(np.array(own) - control))
+    update_GN, *of_controls = updates(model, batch, [advantages_BL, *controls[:update_shuffles]])
+    # A method that moves nothing between tokens, as one of equal weights, has the update of its control to the last bit.
+    value, *left_out = yardstick.cosines(update_GN)
+    shuffles_of = [yardstick.cosines(control_GN) for control_GN in of_controls]
+    mean_value = float(np.mean([one[0] for one in shuffles_of]))
+    mean_left_out = [np.mean([one[place] for one in shuffles_of], axis=0) for place in (1, 2)]
+    result["update"] = _estimate(value, *left_out)
+    result["update_shuffled"] = _estimate(mean_value, *mean_left_out)
+    result["update_gain"] = _estimate(
+        value - mean_value, *(own_left - other for own_left, other in zip(left_out, mean_left_out, strict=True))
+    )
+    return result

@@ -1,0 +1,72 @@
+"""Places: is |A_t| large at the first wrong token and its step? Within each incorrect response whose first error is known.
+
+The figures, of |A_t| over the tokens of the response, ties counting half:
+
+- ``token``: AUROC of the first wrong token against all others.
+- ``alike``: the same against the tokens of its kind alone (result digits against result digits), so that a method that tells
+  results from filler gains nothing.
+- ``step``: AUROC of the tokens of the first wrong step against the other tokens.
+- ``hit``: how often the largest is the first wrong token; ``hit_step``: how often it is in the first wrong step.
+
+Each is beside its control (``_shuffled``), the mean over shuffles of the method's own values within the response, with the
+difference (``_gain``), and beside place alone (``_place``), the same figure of "the earlier the larger".
+
+Shape suffixes: T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from bench.methods import SHUFFLES, all_shuffled
+from bench.policy import Batch, Label
+from bench.statistics import Estimate, auroc, largest_is, mean_of
+
+FIGURES = {
+    "token": "AUROC, first wrong token",
+    "alike": "AUROC, among its kind",
+    "step": "AUROC, first wrong step",
+    "hit": "largest is the first wrong token",
+    "hit_step": "largest is in the first wrong step",
+}
+
+
+def of_response(values_T: np.ndarray, label: Label) -> dict[str, float]:
+    """The figures of one response; nan where one has no tokens to compare."""
+    first_T = np.arange(len(values_T)) == label.token
+    return {
+        "token": auroc(values_T, first_T),
+        "alike": auroc(values_T[label.alike_T], first_T[label.alike_T]),
+        "step": auroc(values_T, label.step_T),
+        "hit": largest_is(values_T, first_T),
+        "hit_step": largest_is(values_T, label.step_T),
+    }
+
+
+def measure(batch: Batch, advantages_BL: torch.Tensor, seed: int, shuffles: int = SHUFFLES) -> dict[str, Estimate]:
+    """The figures of a method's token advantages with their controls, means over the problems' means."""
+    known = [
+        (row, label)
+        for row, (label, advantage) in enumerate(zip(batch.labels, batch.advantages_B.tolist(), strict=True))
+        if label is not None and advantage != 0
+    ]
+    own: dict[str, list[float]] = defaultdict(list)
+    for row, label in known:
+        values_T = np.abs(batch.response(row, advantages_BL))
+        for name, value in of_response(values_T, label).items():
+            own[name].append(value)
+        for name, value in of_response(-np.arange(len(values_T)), label).items():
+            own[f"{name}_place"].append(value)
+    control: dict[str, list[list[float]]] = {name: [[] for _ in known] for name in FIGURES}
+    for shuffled_BL in all_shuffled(batch, advantages_BL, shuffles, seed):
+        for index, (row, label) in enumerate(known):
+            for name, value in of_response(np.abs(batch.response(row, shuffled_BL)), label).items():
+                control[name][index].append(value)
+    for name in FIGURES:
+        own[f"{name}_shuffled"] = [float(np.mean(values)) for values in control[name]]
+        own[f"{name}_gain"] = [a - b for a, b in zip(own[name], own[f"{name}_shuffled"], strict=True)]
+    clusters = [int(batch.groups_B[row]) for row, _ in known]
+    return {name: mean_of(values, clusters) for name, values in own.items()}

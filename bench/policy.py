@@ -1,0 +1,238 @@
+"""The bench's policies and what they write: SFT-initialised models, sampled batches, their known first errors and exact credit.
+
+Shape suffixes: B responses, L prompt + response, T response tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from bench.exact import corrected, first_wrong, token_advantages
+from bench.task import MAX_RESPONSE_TOKENS, BenchProblem, read_tokens, solve, task_errors, task_problems, task_tokenizer
+from grail_advantage.batch import Example
+from grail_advantage.token_weights import response_statistics
+from recipe.tiny.model import build_model
+from recipe.tiny.sampling import prompt_ids
+from recipe.tiny.task import boxed_answer
+from recipe.tiny.warm_up import WarmUpSettings, warm_up
+
+TRAIN_SIZE, HELD_OUT_SIZE = 2048, 256
+ROLLOUTS = 8
+"""Responses a problem."""
+TOGETHER = 512
+"""Responses that are sampled together."""
+TRAINING, EVALUATION, CONTROL = 1, 2, 3
+"""Independent streams of random numbers of a seed."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """The first error of an incorrect response; masks are bool (T,)."""
+
+    token: int
+    """The first wrong token."""
+    step_T: np.ndarray
+    """The tokens of its step."""
+    alike_T: np.ndarray
+    """The tokens of its kind, itself among them."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Responses with all that methods read, padded on the right."""
+
+    input_ids_BL: torch.Tensor
+    attention_mask_BL: torch.Tensor
+    response_mask_BL: torch.Tensor
+    rewards_B: torch.Tensor
+    advantages_B: torch.Tensor
+    """Reward minus the group's mean, not divided by a deviation; 0 for a truncated response."""
+    truncated_B: torch.Tensor
+    groups_B: torch.Tensor
+    examples: Sequence[Example]
+    old_log_probs_BL: torch.Tensor
+    entropy_BL: torch.Tensor
+    labels: list[Label | None]
+    """``None``: the response is correct, or where it goes wrong is not known."""
+    exact: list[np.ndarray | None]
+    """Exact token advantages, float64 (T,)."""
+    fields: dict[str, list[Any]] = field(default_factory=dict)
+    """What methods may read beside; the reference methods of :mod:`bench.methods` read their answers here."""
+
+    def response(self, row: int, values_BL: torch.Tensor) -> np.ndarray:
+        """The values of one response's tokens, float64 (T,)."""
+        return values_BL[row, self.response_mask_BL[row].bool()].double().numpy()
+
+
+def numbers(seed: int, stream: int, step: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Random numbers in [0, 1) of one stream of a seed."""
+    return np.random.default_rng([seed, stream, step]).random(shape)
+
+
+def initial_model(task: str, seed: int, steps: int, folder: Path) -> PreTrainedModel:
+    """A seed's SFT-initialised model, from its folder where it was made before."""
+    disable_progress_bar()
+    place = folder / f"{task}-seed{seed}-{steps}"
+    if not place.is_dir():
+        tokenizer, errors = task_tokenizer(), task_errors(task, seed)
+        model = build_model(tokenizer, seed)
+        warm_up(
+            model,
+            tokenizer,
+            task_problems(task, "train", TRAIN_SIZE, seed),
+            task_problems(task, "validation", 1, seed),  # its own accuracy is not read here
+            WarmUpSettings(steps=steps, evaluate_every=steps, sampled_target=0.0, seed=seed),
+            report=lambda line: None,
+            solve=lambda problem, _, rng: solve(problem, errors, rng),
+            max_new_tokens=MAX_RESPONSE_TOKENS,
+            micro_batches=4,
+        )
+        beside = place.with_name(f"{place.name}.{os.getpid()}.tmp")
+        model.save_pretrained(beside)
+        beside.rename(place)
+    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def sample(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[list[int]],
+    uniform_BT: np.ndarray,
+    temperature: float = 1.0,
+) -> list[list[int]]:
+    """One response a prompt: token ids including the end token, if it was reached. A response depends on its prompt, the model
+    and its own random numbers alone: ``uniform_BT``, in [0, 1), one a token up to the length limit T."""
+    if len(prompts) > TOGETHER:
+        first = sample(model, tokenizer, prompts[:TOGETHER], uniform_BT[:TOGETHER], temperature)
+        return first + sample(model, tokenizer, prompts[TOGETHER:], uniform_BT[TOGETHER:], temperature)
+    longest = max(map(len, prompts))
+    tokens_BL = torch.tensor([[tokenizer.pad_token_id] * (longest - len(ids)) + list(ids) for ids in prompts])
+    starts_B1 = torch.tensor([[longest - len(ids)] for ids in prompts])
+    mask_BL = (torch.arange(longest) >= starts_B1).long()
+    positions_BL = (torch.arange(longest) - starts_B1).clamp(min=0)
+    responses: list[list[int]] = [[] for _ in prompts]
+    alive_B, cache = torch.arange(len(prompts)), DynamicCache()
+    for token in range(uniform_BT.shape[1]):
+        logits_BV = model(
+            input_ids=tokens_BL,
+            attention_mask=mask_BL,
+            position_ids=positions_BL,
+            past_key_values=cache,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        running_BV = (logits_BV.double() / temperature).softmax(dim=-1).cumsum(dim=-1)
+        # The sum may end below 1 by rounding; scaled, a token of probability 0 is never drawn at the end.
+        drawn_B1 = torch.from_numpy(uniform_BT[alive_B.numpy(), token])[:, None] * running_BV[:, -1:]
+        next_B = torch.searchsorted(running_BV, drawn_B1, right=True)[:, 0]
+        for row, chosen in zip(alive_B.tolist(), next_B.tolist(), strict=True):
+            responses[row].append(chosen)
+        going = (next_B != tokenizer.eos_token_id).nonzero().flatten()
+        if not len(going):
+            break
+        if len(going) < len(alive_B):
+            alive_B = alive_B[going]
+            cache.batch_select_indices(going)
+        tokens_BL = next_B[going, None]
+        mask_BL = torch.cat([mask_BL[going], torch.ones_like(tokens_BL)], dim=1)
+        positions_BL = positions_BL[going, -1:] + 1
+    return responses
+
+
+def is_correct(tokenizer: PreTrainedTokenizerFast, problem: BenchProblem, response: Sequence[int]) -> bool:
+    """Whether the last complete box holds the exact integer."""
+    return boxed_answer(tokenizer.decode(response, skip_special_tokens=True)) == str(problem.answer)
+
+
+def roll_out(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    asked: Sequence[BenchProblem],
+    seed: int,
+    step: int,
+    rollouts: int = ROLLOUTS,
+    *,
+    exact: bool = True,
+) -> Batch:
+    """Sample responses to each problem at temperature 1, judge them and label their errors; without ``exact`` there is no exact
+    credit, which takes another forward."""
+    problems = [problem for problem in asked for _ in range(rollouts)]
+    prompts = [prompt_ids(tokenizer, problem) for problem in problems]
+    drawn_BT = numbers(seed, TRAINING, step, (len(problems), MAX_RESPONSE_TOKENS))
+    responses = sample(model, tokenizer, prompts, drawn_BT)
+    rewards = [float(is_correct(tokenizer, *one)) for one in zip(problems, responses, strict=True)]
+    reads = [read_tokens(*one, tokenizer) for one in zip(problems, responses, strict=True)]
+    rights = [corrected(*one, tokenizer) for one in zip(problems, responses, reads, strict=True)]
+    labels: list[Label | None] = []
+    for response, right, read, reward in zip(responses, rights, reads, rewards, strict=True):
+        wrong = None if reward else first_wrong(response, right)
+        step_T, kind_T = read.step_T, read.kind_T
+        labels.append(None if wrong is None else Label(wrong, step_T == step_T[wrong], kind_T == kind_T[wrong]))
+    credit: list[np.ndarray | None] = [None] * len(responses)
+    if exact:
+        credit = token_advantages(model, tokenizer, prompts, responses, rights, problems)
+    examples = [
+        Example(
+            messages=[{"role": "user", "content": problem.text}],
+            columns={"reward_model": {"ground_truth": str(problem.answer)}},
+            template_options={},
+        )
+        for problem in problems
+    ]
+    fields = {
+        "bench_exact": credit,
+        "bench_first_wrong": [label and label.token for label in labels],
+        "bench_kinds": [read.kind_T for read in reads],
+    }
+    return assemble(model, tokenizer, prompts, responses, rewards, rollouts, examples, labels, credit, fields)
+
+
+def assemble(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    rewards: list[float],
+    rollouts: int,
+    examples: Sequence[Example],
+    labels: list[Label | None],
+    exact: list[np.ndarray | None],
+    fields: dict[str, list[Any]],
+) -> Batch:
+    """Pad the responses, and give each its advantage, log-probabilities and entropies; ``rollouts`` in a row are a group."""
+    longest = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True))
+    ids_BL = torch.full((len(prompts), longest), tokenizer.pad_token_id)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        ids_BL[row, : len(prompt) + len(response)] = torch.tensor(prompt + response)
+    starts_B1 = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
+    ends_B1 = starts_B1 + torch.tensor([len(response) for response in responses]).unsqueeze(1)
+    position_L = torch.arange(longest)
+    attention_BL, response_BL = position_L < ends_B1, (position_L >= starts_B1) & (position_L < ends_B1)
+    rewards_B = torch.tensor(rewards)
+    truncated_B = torch.tensor([response[-1] != tokenizer.eos_token_id for response in responses])
+    advantages_B = rewards_B - rewards_B.view(-1, rollouts).mean(dim=1).repeat_interleave(rollouts)
+    old_log_probs_BL, entropy_BL = response_statistics(model, tokenizer, ids_BL, attention_BL, response_BL)
+    return Batch(
+        input_ids_BL=ids_BL,
+        attention_mask_BL=attention_BL.long(),
+        response_mask_BL=response_BL.long(),
+        rewards_B=rewards_B,
+        advantages_B=torch.where(truncated_B, 0.0, advantages_B),
+        truncated_B=truncated_B,
+        groups_B=torch.arange(len(prompts)) // rollouts,
+        examples=examples,
+        old_log_probs_BL=old_log_probs_BL,
+        entropy_BL=entropy_BL,
+        labels=labels,
+        exact=exact,
+        fields=fields,
+    )
