@@ -18,7 +18,7 @@ from bench.policy import Batch
 from bench.task import RESULT, WORD
 from grail_advantage import compute_token_weights
 from grail_advantage.batch import FIELD, RolloutBatch, field_names
-from grail_advantage.methods import method, methods
+from grail_advantage.methods import methods
 from grail_advantage.signals.base import Gate, Reshaped, RowSelection, Signal
 from grail_advantage.signals.rlsd import PLACE
 from grail_advantage.view.analysis.specs import parse_method
@@ -137,11 +137,6 @@ def source_digest(spec: str) -> str:
     """Of the file that the method is in and of its options, so that another version is measured anew."""
     signal = signal_of(spec)
     return digest([Path(inspect.getfile(type(signal))).read_text(encoding="utf-8"), repr(signal)])
-
-
-def declared_cost(spec: str) -> str:
-    """The cost that a method declares, in forward passes."""
-    return "" if spec in REFERENCES else method(spec.partition(":")[0]).signal_class.cost
 
 
 def credit(

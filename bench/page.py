@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.methods import REFERENCES, declared_cost
+from bench.methods import REFERENCES, signal_of
 from bench.places import FIGURES
 from bench.statistics import Estimate, pooled
 from bench.work import COLUMNS, GSM8K, SETTING, Row, Settings, write_rows
@@ -130,9 +130,9 @@ def _agreement(
 
 
 def _cost(tasks: Mapping[str, Figures]) -> Table:
-    head = ["method", "declared, forward passes"]
+    head = ["method", "forward passes, declared"]
     methods = dict.fromkeys(method for figures in tasks.values() for method, name in figures if name == "passes")
-    rows = {method: [method, declared_cost(method)] for method in methods if method not in REFERENCES}
+    rows = {method: [method, signal_of(method).cost] for method in methods if method not in REFERENCES}
     for task, figures in tasks.items():
         head += [f"{task}: tokens through the model, x", "time, forwards", "s"]
         for method, cells in rows.items():

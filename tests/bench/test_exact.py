@@ -68,6 +68,14 @@ def test_a_policy_that_is_never_wrong_has_accuracy_1_and_advantages_0(task: str)
     assert np.concatenate(advantages) == pytest.approx(0, abs=1e-6)
 
 
+def test_the_deciding_tokens_by_hand() -> None:
+    """The word, the result and its end, and the box's content and its end; no filler, no aside, no left side."""
+    written = "ok first 4+5=9;(2+6=8)now \\boxed{9}"
+    (deciding_T,) = texts_of(CHOICE, written).deciding
+    tokens = zip(TOKENIZER.encode(written), deciding_T, strict=True)
+    assert "".join(TOKENIZER.decode(token) for token, decides in tokens if decides) == "first9;9}"
+
+
 def test_accuracy_is_that_of_every_text_enumerated(temperature: float = 0.6) -> None:
     """All texts that differ from the given one in deciding tokens, each judged by reading it; of six tokens, others are ruled
     out."""
