@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from functools import wraps
 
+import ray
 import torch
 from torch.distributed.fsdp import _init_utils
 from torch.nn import functional
 from verl.utils import distributed, torch_functional
+from verl.workers.rollout import base
 
 CHUNK = 2**22
 """Logits that :func:`log_probabilities_in_few_calls` reduces in one call; its temporary results are as large."""
@@ -22,6 +24,7 @@ def patch() -> None:
     fsdp1_synchronises_cpu_states()
     pinned_memory_is_plain_memory()
     log_probabilities_in_few_calls()
+    one_socket_a_cluster()
 
 
 def process_group_without_a_second_cpu() -> None:
@@ -85,3 +88,23 @@ def log_probabilities_in_few_calls() -> None:
         return torch.cat(of_labels).view(labels.shape)
 
     torch_functional.logprobs_from_logits_v2 = logprobs_from_logits_v2
+
+
+def one_socket_a_cluster() -> None:
+    """Send weights to vLLM through a socket that no other Ray cluster of the machine uses.
+
+    Works around ``verl.workers.rollout.vllm_rollout.vllm_rollout.ServerAdapter`` (verl 0.9.1), which names the socket by Ray's
+    job id. The first job of every cluster is 01000000, so that of two runs on one machine one may wait for ever or receive the
+    other's weights. The server's half is in ``vllm_server``. Can go when verl's name tells clusters apart.
+    """
+    base._ROLLOUT_REGISTRY["vllm", "async"] = "grail_advantage.verl_cpu.vllm_adapter.CpuServerAdapter"
+
+
+def ray_job_id() -> str:
+    """As verl puts it into the socket's name."""
+    return ray.get_runtime_context().get_job_id()
+
+
+def cluster_job_id() -> str:
+    """The job id with the port of the cluster's control service, which only one cluster of a machine can have."""
+    return f"{ray_job_id()}-{ray.get_runtime_context().gcs_address.rpartition(':')[2]}"

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from grail_advantage.verl_cpu.patches import cluster_job_id
+
 
 class CpuVLLMHttpServer(vLLMHttpServer):
-    """verl's vLLM server with the worker extension that vLLM-CPU can reload weights with."""
+    """verl's vLLM server with the worker extension that vLLM-CPU can reload weights with, and the socket of this cluster."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        os.environ["VERL_RAY_JOB_ID"] = cluster_job_id()  # read by vLLM's worker, a child of this process
 
     def _get_worker_extension_cls(self) -> str:
         return "grail_advantage.verl_cpu.vllm_worker.CpuWorkerExtension"
