@@ -91,8 +91,8 @@ def problems(source: str) -> Dataset:
     if file.suffix in FORMATS:
         rows = load_dataset(FORMATS[file.suffix], data_files=str(file), split="train")
     else:
-        name, _, part = source.partition(":")
-        rows = load_dataset(name, part or None, split="train")
+        name, part, split = (*source.split(":"), "", "")[:3]
+        rows = load_dataset(name, part or None, split=split or "train")
     return rows.map(problem, remove_columns=rows.column_names)
 
 
