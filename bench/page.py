@@ -121,7 +121,7 @@ def _agreement(
     accuracy, mixed = figures[SETTING, "accuracy"], figures[SETTING, "mixed groups"]
     note = (
         f"Ceiling of an update's cosine {_cell(ceiling)}; halves of the yardstick {halves.value:.2f} ({settings.yardstick} "
-        f"problems, none of the update's {settings.problems}). The model is right on {100 * accuracy.value:.0f} % of its "
+        f"problems, none of the update's {settings.problems}). The model is correct on {100 * accuracy.value:.0f} % of its "
         f"samples; {mixed.value:g} of {mixed.count} groups have both outcomes and give the updates. Shuffled in brackets."
     )
     head = ["method", "cosine with exact credit", "above shuffled", "cosine of the update", "above shuffled"]

@@ -1,6 +1,6 @@
 """Turns of a response, their rewards, and the base of the methods that give every turn an advantage of its own.
 
-A *turn* is a maximal run of tokens that the model wrote. What a tool or a user said stands between two turns and trains
+A *turn* is a maximal run of tokens that the model wrote. What a tool or a user said is between two turns and trains
 nothing. Turns are found among all tokens that the model wrote, also those that a rollout correction drops from training.
 
 A method derives from :class:`TurnSignal` and has one function, :meth:`TurnSignal.turn_advantages`: the advantages of the turns
@@ -209,7 +209,7 @@ class TurnSignal(Signal):
 
 
 def said_before(messages_T: np.ndarray, turn_T: np.ndarray) -> list[tuple[int, ...]]:
-    """What stands between each turn and the one before it; nothing before the first.
+    """The messages between each turn and the one before it; nothing before the first.
 
     Args:
         messages_T: token ids of a response, whoever wrote them.

@@ -1,7 +1,7 @@
 """Token weights of the methods that read old log-probabilities and entropies, the plain way, to compare the package with.
 
-Nothing here is shared with the package but the span's four numbers: rows are lists of floats, and everything is a loop. A
-weight list has one entry for each token of its row.
+Nothing here is shared with the package but the span's four numbers: responses are lists of floats, and everything is a loop. A
+weight list has one entry for each token of its response.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grail_advantage.weighting import BatchWeights, batch_weights
 from tests.core.plain_maps import MAPS, chosen, part, to_mass
 
 NAN = math.nan
-SPAN = AnswerSpan(3, 4, 5, 6)  # three reasoning tokens, opening, one content token, closing; the rest is behind it
+SPAN = AnswerSpan(3, 4, 5, 6)  # three reasoning tokens, opening, one content token, closing; the rest is after it
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Row:
 
 
 def random_rows(seed: int, count: int = 12) -> list[Row]:
-    """Rows of 0 to 14 tokens. Every second draw has few different values, so that ties abound."""
+    """Responses of 0 to 14 tokens. Every second draw has few different values, so that ties abound."""
     draw = random.Random(seed)
     step = 64 if seed % 2 else 2
     rows = []
@@ -79,7 +79,7 @@ def random_rows(seed: int, count: int = 12) -> list[Row]:
 def batch_of(
     rows: Sequence[Row], *, extra: int = 0, junk: float = NAN, aggregate: Callable | None = None
 ) -> RolloutBatch:
-    """The rows side by side, padded on the right, with ``junk`` wherever no token trains."""
+    """The responses side by side, padded on the right, with ``junk`` wherever no token trains."""
     width = max((len(row.trained) for row in rows), default=0) + extra
 
     def padded(values: Sequence[float], row: Row) -> list[float]:
@@ -108,7 +108,7 @@ def result_of(signal: Signal, batch: RolloutBatch) -> BatchWeights:
 
 
 def weights_of(signal: Signal, rows: Sequence[Row], **options: Any) -> list[list[float]]:
-    """The package's weights of each row's tokens; checks dtype, range and the padding on the way."""
+    """The package's weights of each response's tokens; checks dtype, range and the padding on the way."""
     batch = batch_of(rows, **options)
     weights_BT = result_of(signal, batch).weights_BT
     assert weights_BT.dtype == torch.float32
@@ -119,7 +119,7 @@ def weights_of(signal: Signal, rows: Sequence[Row], **options: Any) -> list[list
 
 
 def close(got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], tolerance: float = 1e-6) -> None:
-    """Row by row, so that a failure names the row."""
+    """Row by row, so that a failure names the response."""
     assert len(got) == len(expected)
     for index, (of_row, wanted) in enumerate(zip(got, expected, strict=True)):
         torch.testing.assert_close(
@@ -128,13 +128,13 @@ def close(got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], t
             rtol=tolerance,
             atol=tolerance,
             msg=lambda text, index=index, of_row=of_row, wanted=wanted: (
-                f"row {index}: {of_row} is not {wanted}\n{text}"
+                f"response {index}: {of_row} is not {wanted}\n{text}"
             ),
         )
 
 
 def inside(row: Row, gate: str) -> bool:
-    """Whether the gate lets the row through."""
+    """Whether the gate lets the response through."""
     return {"wrong": row.advantage <= 0, "correct": row.advantage > 0, "all": True}[gate]
 
 
@@ -196,7 +196,7 @@ def each_token(
     normalize_mass: bool = False,
     taking_part: Callable[[Row], bool] = lambda row: row.advantage != 0,
 ) -> list[list[float]]:
-    """A weight of its own for every token of the rows that take part and whose column is finite."""
+    """A weight of its own for every token of the responses that take part and whose column is finite."""
     found = []
     for row in rows:
         weights = row.ones()
@@ -212,7 +212,7 @@ def each_token(
 def high_entropy(
     rows: Sequence[Row], rho: float = 0.2, denominator: str = "selected", normalize_mass: bool = False
 ) -> list[list[float]]:
-    """The tokens at or above the entropy that the share ends with, over all rows."""
+    """The tokens at or above the entropy that the share ends with, over all responses."""
     everything = [row.entropies[index] for row in rows if sound(row, row.entropies) for index in row.tokens]
     if not everything:
         return [row.ones() for row in rows]
@@ -255,7 +255,7 @@ def stare(
     strength: float = 0.1,
     normalize_mass: bool = False,
 ) -> list[list[float]]:
-    """The least likely tokens of either sign, while the mean entropy is below the threshold."""
+    """The least probable tokens of either sign, while the mean entropy is below the threshold."""
     taking_part = [sound(row, row.entropies, row.log_probs) for row in rows]
     both = list(zip(rows, taking_part, strict=True))
     everything = [row.entropies[index] for row, part_ in both if part_ for index in row.tokens]
@@ -280,7 +280,7 @@ def stare(
 def polarity(
     rows: Sequence[Row], right: float = 1.0, wrong: float = 1.0, spread: bool = False, spread_over: str = "both"
 ) -> list[list[float]]:
-    """A weight for each sign, for each token or shared by the row's tokens."""
+    """A weight for each sign, for each token or shared by the response's tokens."""
 
     def of_token(row: Row, index: int) -> float:
         sign = "right" if row.advantage > 0 else "wrong"

@@ -275,11 +275,11 @@ def test_a_ratio_on_the_bound_of_the_clip_is_no_finding() -> None:
 
 def test_findings_survive_json_and_print() -> None:
     given = rollout(42)
-    receipt = receipt_of(given, lambda micro: ppo(micro, 1), keys=[f"row {row}" for row in range(8)])
+    receipt = receipt_of(given, lambda micro: ppo(micro, 1), keys=[f"response {row}" for row in range(8)])
     (finding,) = receipt.findings
     assert Finding.from_dict(json.loads(json.dumps(finding.to_dict()))) == finding
     lines = str(finding).splitlines()
-    assert len(lines) == 4 and lines[0].startswith("scaled: every token received") and "row " in lines[2]
+    assert len(lines) == 4 and lines[0].startswith("scaled: every token received") and "response " in lines[2]
 
 
 # ---------------------------------------------------------------------------------------------------------------- measurement

@@ -84,7 +84,7 @@ def test_words_that_say_what_a_signal_needs_are_checked() -> None:
 
 
 class TestWhatAMapGives:
-    """A method of somebody's own that makes a mistake is told so, and no row trains on it."""
+    """A method of somebody's own that makes a mistake is told so, and no response trains on it."""
 
     def _weights(self, weights: Callable[[torch.Tensor], torch.Tensor]) -> BatchWeights:
         class Mistaken(Signal):

@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def weigh(name: str, scores: list[list[float]], mask: list[list[bool]] | None = None, **options: Any) -> list:
-    """Weights of rows of equal length, all of whose tokens are in the statistics set unless a mask says which."""
+    """Weights of responses of equal length, all of whose tokens are in the statistics set unless a mask says which."""
     scores_BT = torch.tensor(scores, dtype=torch.float64)
     mask_BT = torch.tensor(mask) if mask is not None else torch.ones_like(scores_BT, dtype=torch.bool)
     found = reshapers()[name](**options).weights(scores_BT, mask_BT, torch.ones(len(scores)))
@@ -60,7 +60,7 @@ class TestEveryMap:
     @few(80)
     @given(data=st.data(), rows=st.lists(st.lists(SCORES, max_size=14), min_size=1, max_size=4))
     def test_against_the_plain_computation(self, name: str, data: st.DataObject, rows: list[list[float]]) -> None:
-        """Statistics are of the mask: what stands beside it, in a row or behind its end, may be anything."""
+        """Statistics are of the mask: what is beside it, in a response or after its end, may be anything."""
         options = data.draw(OPTIONS[name])
         shuffled = random.Random(len(rows))
         width = max(map(len, rows)) + 3

@@ -41,7 +41,7 @@ def example(question: Any, gold: Any = "5", **options: Any) -> Example:
 def weigh(
     changes: list[list[float]], advantages: list[float], step: int = 0, **options: Any
 ) -> tuple[torch.Tensor, BatchWeights]:
-    """Weights of rows without padding, from what the response's log-probabilities change by."""
+    """Weights of responses without padding, from what the response's log-probabilities change by."""
     config = RlsdConfig(**options)
     scores_BT = torch.tensor(changes)
     batch = RolloutBatch(
@@ -54,7 +54,7 @@ def weigh(
 def test_bounds_gate_and_mass() -> None:
     changes = [math.log(1.1), math.log(0.9), math.log(2.0), math.log(0.5), 0.0]
     weights_BT, result = weigh([changes, changes, changes], [2.0, -0.5, 0.0])
-    # The ratio of a wrong row becomes its inverse before the clip.
+    # The ratio of an incorrect response becomes its inverse before the clip.
     assert result.at_upper_bound_BT.nonzero().tolist() == [[0, 2], [1, 3]]
     assert result.at_lower_bound_BT.nonzero().tolist() == [[0, 3], [1, 2]]
     only, _ = weigh([changes, changes, changes], [2.0, -0.5, 0.0], negative_only=True)
@@ -127,7 +127,7 @@ def run_rows(
     tokenizer: PreTrainedTokenizerFast | None = None,
     **given: Any,
 ) -> tuple[TokenWeights, list[list[float]]]:
-    """Every row of ``ROWS`` through the plain host; its result, and the weights of each response."""
+    """Every response of ``ROWS`` through the plain host; its result, and the weights of each response."""
     tokenizer = tokenizer if tokenizer is not None else tiny_tokenizer()
     result = compute_token_weights(
         subject(family), tokenizer, *BATCH.tensors(), config, temperature=temperature, examples=examples, **given

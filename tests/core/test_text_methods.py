@@ -114,8 +114,8 @@ def test_the_control_takes_as_many_tokens_at_random_places_of_the_row() -> None:
     assert torch.equal(real.sum(dim=1), control.sum(dim=1)) and set(control.unique().tolist()) == {0.0, 1.0}
     assert not bool(control[~batch.mask_BT].any())
     places = control.nonzero()[:, 1].tolist()
-    assert len(set(places)) > 15, "anywhere in the row"
-    # The same tokens are drawn alike wherever they stand in a batch.
+    assert len(set(places)) > 15, "anywhere in the response"
+    # The same tokens are drawn alike wherever they are in a batch.
     alone = result_of(Pattern(control=True), batch_of(rows[4:5], trained=kept[4:5])).weights_BT
     assert torch.equal(alone[0], control[4, : alone.shape[1]])
 
@@ -144,7 +144,7 @@ STEPS = StepValues(separator=";+")  # the tokenizer has no line feed
 
 
 def plain_step_values(rows: Sequence[Said], shrink: float) -> list[list[float]]:
-    """Over characters, with sums over all pairs of rows."""
+    """Over characters, with sums over all pairs of responses."""
     lines = [re.findall(r"[^;]*;+|[^;]+$", row.text) or [""] for row in rows]
     out_of_it = [row.masked or not math.isfinite(row.advantage) for row in rows]
 
@@ -178,7 +178,7 @@ def plain_step_values(rows: Sequence[Said], shrink: float) -> list[list[float]]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_step_values_against_loops(seed: int) -> None:
-    """Masked rows, and those whose advantage is not finite, count in no state and train nothing; those with 0 do both."""
+    """Masked responses, and those whose advantage is not finite, count in no state and train nothing; those with 0 do both."""
     draw = random.Random(seed)
     rows = []
     for group in [*range(3)] * 8:
@@ -260,7 +260,7 @@ def test_token_ids_come_from_the_batch_and_groups_are_asked_for() -> None:
 
 
 class Judged(Signal):
-    """A number for each row, which is a field of the batch."""
+    """A number for each response, which is a field of the batch."""
 
     name: ClassVar[str] = "judged"
     reads = frozenset({"field:blame"})
@@ -278,7 +278,7 @@ def test_a_field_of_the_batch() -> None:
     assert found.weights.sum(dim=1).tolist() == [0.25, 3.0]
     for given, said in (
         ({}, r"judged reads field:blame; pass fields=\{'blame': \.\.\.\}"),
-        ({"fields": {"blame": [1.0]}}, r"fields\['blame'\] must be one a row, 2 of them; got 1"),
+        ({"fields": {"blame": [1.0]}}, r"fields\['blame'\] must be one a response, 2 of them; got 1"),
     ):
         with pytest.raises(ValueError, match=said):
             weigh(rows, Judged(), **given)

@@ -319,7 +319,7 @@ def test_what_is_not_finite_is_compared_with_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_responses_that_fill_up_a_batch_or_lose_tokens(name: str) -> None:
-    """A filler has no turn, whatever stands in its fields; a token that a correction drops keeps its turn, untrained."""
+    """A filler has no turn, whatever is in its fields; a token that a correction drops keeps its turn, untrained."""
     talks = [talk for talk in talks_of(5) if not talk.masked]
     expected = plain(name, talks)
     batch = batch_of([*talks, Talk([], ["filler"], [1.0, 2.0], 0.0, group=7)])
