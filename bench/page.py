@@ -72,13 +72,13 @@ def tables(rows: Sequence[Row], settings: Settings) -> list[Table]:
 
 def figures_of(rows: Iterable[Row]) -> dict[str, dict[tuple[str, str], Estimate]]:
     """Every figure by task, method and name; of several seeds their mean."""
-    found: dict[tuple[str, str, str], list[Estimate]] = defaultdict(list)
+    estimates: dict[tuple[str, str, str], list[Estimate]] = defaultdict(list)
     for row in rows:
         if row["figure"]:
             one = Estimate(float(row["value"]), float(row["error"]), int(row["count"]))
-            found[row["task"], row["method"], row["figure"]].append(one)
+            estimates[row["task"], row["method"], row["figure"]].append(one)
     by_task: dict[str, dict[tuple[str, str], Estimate]] = defaultdict(dict)
-    for (task, method, figure), seeds in found.items():
+    for (task, method, figure), seeds in estimates.items():
         by_task[task][method, figure] = pooled(seeds) if len(seeds) > 1 else seeds[0]
     return by_task
 

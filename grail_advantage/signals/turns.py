@@ -217,5 +217,5 @@ def said_before(messages_T: np.ndarray, turn_T: np.ndarray) -> list[tuple[int, .
     """
     edges = np.diff(turn_T >= 0, prepend=False, append=False).nonzero()[0]  # where turns begin and end, in turn
     begins, ends = edges[2::2], edges[1:-1:2]
-    said = [tuple(messages_T[end:begin].tolist()) for begin, end in zip(begins, ends, strict=True)]
-    return [(), *said] if len(edges) else []
+    messages = [tuple(messages_T[end:begin].tolist()) for begin, end in zip(begins, ends, strict=True)]
+    return [(), *messages] if len(edges) else []

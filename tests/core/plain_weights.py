@@ -149,7 +149,7 @@ def through_map(
     **options: Any,
 ) -> list[list[float]]:
     """A score for each token, one of the maps above, a gate and a statistics set."""
-    found = []
+    all_weights = []
     for row in rows:
         weights = row.ones()
         places = row.reasoning() if statistics == "reasoning" else row.tokens
@@ -162,8 +162,8 @@ def through_map(
                 weights[index] = weight
             if normalize_mass:
                 weights = to_mass(weights, row.tokens if reshaper == "top" else places)
-        found.append(weights)
-    return found
+        all_weights.append(weights)
+    return all_weights
 
 
 def surprisals(row: Row) -> list[float]:
@@ -197,7 +197,7 @@ def each_token(
     taking_part: Callable[[Row], bool] = lambda row: row.advantage != 0,
 ) -> list[list[float]]:
     """A weight of its own for every token of the responses that take part and whose column is finite."""
-    found = []
+    all_weights = []
     for row in rows:
         weights = row.ones()
         if taking_part(row) and sound(row, getattr(row, column)):
@@ -205,8 +205,8 @@ def each_token(
                 weights[index] = weight(row, index)
             if normalize_mass:
                 weights = to_mass(weights, row.tokens)
-        found.append(weights)
-    return found
+        all_weights.append(weights)
+    return all_weights
 
 
 def high_entropy(
@@ -259,9 +259,9 @@ def stare(
     taking_part = [sound(row, row.entropies, row.log_probs) for row in rows]
     both = list(zip(rows, taking_part, strict=True))
     everything = [row.entropies[index] for row, part_ in both if part_ for index in row.tokens]
-    found = [row.ones() for row in rows]
+    all_weights = [row.ones() for row in rows]
     if not math.fsum(everything) / max(1, len(everything)) < threshold:
-        return found
+        return all_weights
     for sign, weight in ((1, 1 + strength), (-1, 1 - strength))[: 1 if variant == "O1" else 2]:
         places = [
             (number, index)
@@ -271,10 +271,10 @@ def stare(
         ]
         scores = [surprisals(rows[number])[index] for number, index in places]
         for number, index in chosen(scores, places, min(len(places), part(share, len(places)))):
-            found[number][index] = weight
+            all_weights[number][index] = weight
     if not normalize_mass:
-        return found
-    return [to_mass(w, row.tokens) if part_ else w for w, (row, part_) in zip(found, both, strict=True)]
+        return all_weights
+    return [to_mass(w, row.tokens) if part_ else w for w, (row, part_) in zip(all_weights, both, strict=True)]
 
 
 def polarity(
@@ -300,16 +300,16 @@ def steer(
             for index in row.tokens:
                 log_p, entropy_ = min(0.0, row.log_probs[index]), max(0.0, row.entropies[index])
                 changes[number, index] = abs(row.advantage * (1 - math.exp(log_p)) * (log_p + entropy_))
-    found = [row.ones() for row in rows]
+    all_weights = [row.ones() for row in rows]
     if not changes or min(changes.values()) == max(changes.values()):
-        return found
+        return all_weights
     least, most = min(changes.values()), max(changes.values())
     for (number, index), change in changes.items():
-        found[number][index] = highest + (lowest - highest) * (change - least) / (most - least)
+        all_weights[number][index] = highest + (lowest - highest) * (change - least) / (most - least)
     if not normalize_mass:
-        return found
+        return all_weights
     compared = {number for number, _ in changes}
-    return [to_mass(w, rows[n].tokens) if n in compared else w for n, w in enumerate(found)]
+    return [to_mass(w, rows[n].tokens) if n in compared else w for n, w in enumerate(all_weights)]
 
 
 METHODS: dict[str, Callable] = {

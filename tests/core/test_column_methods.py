@@ -82,10 +82,10 @@ def test_bounds_of_the_entropy_bonus_are_flagged() -> None:
     entropies = (0.0, 0.5, 1.0, 2.0)
     rows = [Row(advantage, (), entropies) for advantage in (1.0, -1.0, 0.0)]
     for kappa in (2.0, 3.0, 7.0):  # 1 / 3 and 1 / 7 are exact in no float
-        found = result_of(EntropyBonus(kappa=kappa, alpha=0.4), batch_of(rows))
+        result = result_of(EntropyBonus(kappa=kappa, alpha=0.4), batch_of(rows))
         bound = [0.4 * entropy >= 1 / kappa for entropy in entropies]
-        assert found.at_upper_bound_BT.tolist() == [bound, [False] * 4, [False] * 4]
-        assert found.at_lower_bound_BT.tolist() == [[False] * 4, bound, [False] * 4]
+        assert result.at_upper_bound_BT.tolist() == [bound, [False] * 4, [False] * 4]
+        assert result.at_lower_bound_BT.tolist() == [[False] * 4, bound, [False] * 4]
 
 
 def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
@@ -97,8 +97,8 @@ def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
     rows = [Row(1.0, [-1.0], [LOW]), Row(-1.0, [-1.0] * 7, [0.225] * 7)]
     for threshold, by_tokens, by_rows in ((0.15, 1.0, 1.0), (0.2, 1.0, 1.1), (0.25, 1.1, 1.1)):
         close(weights_of(Stare(threshold=threshold), rows), [[by_tokens], [1] * 7])
-        found = weights_of(Stare(threshold=threshold), rows, aggregate=mean_of_row_means, extra=2)
-        close(found, [[by_rows], [1] * 7])
+        weights = weights_of(Stare(threshold=threshold), rows, aggregate=mean_of_row_means, extra=2)
+        close(weights, [[by_rows], [1] * 7])
 
 
 MAP = st.one_of(
@@ -166,12 +166,12 @@ ROWS = [*ROLLOUTS.values(), Rollout("And?", r"So \boxed{1}", 0.0), Rollout("One 
 @cache
 def columns_by_hand(temperature: float) -> list[Row]:
     """Through a float64 copy of the model."""
-    model, found = tiny_model("qwen3").double(), []
+    model, rows = tiny_model("qwen3").double(), []
     for rollout in ROWS:
         log_probs, entropies = plain_columns(model, encode(rollout.prompt), encode(rollout.response), temperature)
         spans = reference.boxed_spans(rollout.response.removesuffix(END))
-        found.append(Row(rollout.advantage, log_probs, entropies, AnswerSpan(*spans[-1]) if spans else None))
-    return found
+        rows.append(Row(rollout.advantage, log_probs, entropies, AnswerSpan(*spans[-1]) if spans else None))
+    return rows
 
 
 def full_width(batch: Batch, rows: list[Row], name: str) -> torch.Tensor:

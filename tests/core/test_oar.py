@@ -62,8 +62,10 @@ def assert_matches(
     got = compute(model, batch, config)
     rows = [(encode(rollout.prompt), encode(rollout.response), rollout.advantage) for rollout in rollouts]
     expected = oar_weights(plain, method, rows, id_to_character(), options)
-    found = zip(batch.of_responses(got.weights), batch.of_responses(got.scores), strict=True)
-    for index, ((weights, scores), (expected_weights, expected_scores)) in enumerate(zip(found, expected, strict=True)):
+    computed = zip(batch.of_responses(got.weights), batch.of_responses(got.scores), strict=True)
+    for index, ((weights, scores), (expected_weights, expected_scores)) in enumerate(
+        zip(computed, expected, strict=True)
+    ):
         assert weights == pytest.approx(expected_weights, rel=20 * tolerance, abs=20 * tolerance), index
         span = got.spans[index]
         scored = span is not None and rollouts[index].advantage != 0

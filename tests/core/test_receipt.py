@@ -168,8 +168,8 @@ def test_left_out_responses_count_in_denominators() -> None:
     assert names(check(given.batch, TOKEN_MEAN, without).findings) == ["missing"]
     assert check(replace(given.batch, left_out_B=zero), TOKEN_MEAN, without).findings == ()
     trains = torch.arange(8) == 1
-    found = check(replace(given.batch, left_out_B=zero | trains), TOKEN_MEAN, without).findings
-    assert names(found) == ["lost"] and "1 of 8 responses are left out with an advantage" in found[0].what
+    findings = check(replace(given.batch, left_out_B=zero | trains), TOKEN_MEAN, without).findings
+    assert names(findings) == ["lost"] and "1 of 8 responses are left out with an advantage" in findings[0].what
 
 
 # ------------------------------------------------------------------------------------------------------------------- findings

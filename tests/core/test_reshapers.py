@@ -43,9 +43,9 @@ def weigh(name: str, scores: list[list[float]], mask: list[list[bool]] | None = 
     """Weights of responses of equal length, all of whose tokens are in the statistics set unless a mask says which."""
     scores_BT = torch.tensor(scores, dtype=torch.float64)
     mask_BT = torch.tensor(mask) if mask is not None else torch.ones_like(scores_BT, dtype=torch.bool)
-    found = reshapers()[name](**options).weights(scores_BT, mask_BT, torch.ones(len(scores)))
-    assert found.dtype == torch.float32
-    return found.tolist()
+    weights = reshapers()[name](**options).weights(scores_BT, mask_BT, torch.ones(len(scores)))
+    assert weights.dtype == torch.float32
+    return weights.tolist()
 
 
 def one(name: str, *scores: float, **options: Any) -> list[float]:
@@ -86,8 +86,8 @@ class TestEveryMap:
                 weights = one(name, *[score] * length)
                 assert name == "top" or weights == pytest.approx([1.0] * length, abs=1e-6)
         for shape in ((0, 4), (3, 0), (0, 0)):
-            found = chosen.weights(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape[0]))
-            assert found.shape == shape
+            weights = chosen.weights(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape[0]))
+            assert weights.shape == shape
 
 
 class TestTop:

@@ -152,9 +152,9 @@ def test_plain_computation(
     """Given log-probabilities are what D starts from, also where they are not the model's own."""
     config = RlsdConfig(lam=lam, epsilon=epsilon, request=request_text)
     given = {} if given_old is None else {"old_log_probs": torch.where(BATCH.response_mask == 1, given_old, 123.0)}
-    _, found = run_rows(config, EXAMPLES, family=family, temperature=temperature, **given)
+    _, weights_of_rows = run_rows(config, EXAMPLES, family=family, temperature=temperature, **given)
     distinct = set()
-    for (asked, said, advantage), of_row, weights in zip(ROWS, EXAMPLES, found, strict=True):
+    for (asked, said, advantage), of_row, weights in zip(ROWS, EXAMPLES, weights_of_rows, strict=True):
         request = request_text.replace("{privileged}", of_row.columns["reward_model"]["ground_truth"])
         old = plain_log_probs(subject(family), f"[user]{asked}[assistant]", said, temperature)
         teacher = plain_log_probs(subject(family), f"[user]{asked}\n\n{request}[assistant]", said, temperature)
@@ -178,8 +178,8 @@ def test_rows_without_privileged_text() -> None:
     without = [Example(asked, columns(nothing), {}) for nothing in NOTHING]
     for broken in [*without, None, Example(asked, {}, {}), Example(system, columns("5"), {})]:
         with watch_inputs(embeddings) as forwards:
-            result, found = run_rows(RlsdConfig(request=SHORT), [broken, *EXAMPLES[1:]], **given)
-        assert found == [[1.0] * len(found[0]), *every[1:]] and len(forwards) == 2
+            result, weights_of_rows = run_rows(RlsdConfig(request=SHORT), [broken, *EXAMPLES[1:]], **given)
+        assert weights_of_rows == [[1.0] * len(weights_of_rows[0]), *every[1:]] and len(forwards) == 2
         assert (result.stats["non_finite_rate"], result.stats["selected_rate"]) == (0.0, 0.5)
 
 

@@ -93,13 +93,13 @@ def prepared(
         place=0,
         example=Example(messages, columns(gold), chat.options),
     )
-    found = RlsdConfig(**options).prepare_row(row, tokenizer)
+    prepared = RlsdConfig(**options).prepare_row(row, tokenizer)
     assert messages == before
-    assert found.response_length == row.response_length
-    assert found.tokens_S.dtype == torch.int64
-    ids = found.tokens_S.tolist()
-    assert ids[found.response_start :] == response
-    return ids[: found.response_start], tokenizer.decode(ids[: found.response_start]), found
+    assert prepared.response_length == row.response_length
+    assert prepared.tokens_S.dtype == torch.int64
+    ids = prepared.tokens_S.tolist()
+    assert ids[prepared.response_start :] == response
+    return ids[: prepared.response_start], tokenizer.decode(ids[: prepared.response_start]), prepared
 
 
 @pytest.mark.slow

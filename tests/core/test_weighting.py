@@ -135,8 +135,8 @@ def test_a_token_that_does_not_train_is_compared_with_none(preset: str) -> None:
     """Such as a tool's output between two turns of the reasoning."""
     plain = weigh(torch.tensor([[9.0, 2, 4, 8, 7, 6]]), [AnswerSpan(3, 4, 5, 6)], [-1.0], GrailConfig(preset))
     scores, mask = torch.tensor([[9.0, 5, 2, 4, 8, 7, 6]]), [[1, 0, 1, 1, 1, 1, 1]]
-    found = weigh(scores, [AnswerSpan(4, 5, 6, 7)], [-1.0], GrailConfig(preset), mask).weights_BT[0]
-    assert found[1] == 0 and torch.equal(found[[0, 2, 3, 4, 5, 6]], plain.weights_BT[0])
+    weights = weigh(scores, [AnswerSpan(4, 5, 6, 7)], [-1.0], GrailConfig(preset), mask).weights_BT[0]
+    assert weights[1] == 0 and torch.equal(weights[[0, 2, 3, 4, 5, 6]], plain.weights_BT[0])
 
 
 def test_upper_bound_is_flagged() -> None:
