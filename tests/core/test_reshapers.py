@@ -86,8 +86,8 @@ class TestEveryMap:
                 weights = one(name, *[score] * length)
                 assert name == "top" or weights == pytest.approx([1.0] * length, abs=1e-6)
         for shape in ((0, 4), (3, 0), (0, 0)):
-            weights = chosen.weights(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape[0]))
-            assert weights.shape == shape
+            weights_BT = chosen.weights(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape[0]))
+            assert weights_BT.shape == shape
 
 
 class TestTop:
