@@ -94,7 +94,7 @@ def _estimate(value: float, without_G: np.ndarray, without_C: np.ndarray) -> Est
 def updates(model: PreTrainedModel, batch: Batch, credits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of several token advantages (B, L) the gradient of ``sum A_t log p_t`` of each group with both outcomes, (G, N) each."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found: list[list[torch.Tensor]] = [[] for _ in credits]
+    gradients_of_credits: list[list[torch.Tensor]] = [[] for _ in credits]
     for group in batch.groups_B.unique():
         rows = ((batch.groups_B == group) & (batch.advantages_B != 0)).nonzero().flatten()
         if not len(rows):
@@ -105,8 +105,8 @@ def updates(model: PreTrainedModel, batch: Batch, credits: Sequence[torch.Tensor
         for index, advantages_BL in enumerate(credits):
             total = (advantages_BL[rows, 1 : ids_BL.shape[1]] * log_probs_BL).sum()
             gradients = torch.autograd.grad(total, parameters, retain_graph=index + 1 < len(credits))
-            found[index].append(torch.cat([part.flatten() for part in gradients]))
-    return [torch.stack(groups) for groups in found]
+            gradients_of_credits[index].append(torch.cat([part.flatten() for part in gradients]))
+    return [torch.stack(groups) for groups in gradients_of_credits]
 
 
 def token_cosines(batch: Batch, advantages_BL: torch.Tensor) -> list[float]:

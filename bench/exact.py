@@ -88,7 +88,7 @@ def log_probabilities(
 def correct_probabilities(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Texts, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Probability that each text goes right under its wording, (B,)."""
+    """Probability that each text is correct under its wording, (B,)."""
     log_probs = log_probabilities(model, tokenizer, texts, temperature)
     pairs = zip(log_probs, texts.deciding, strict=True)
     return torch.stack([log_probs_T[torch.from_numpy(deciding_T)].sum().exp() for log_probs_T, deciding_T in pairs])
@@ -98,7 +98,7 @@ def correct_probabilities(
 def exact_accuracy(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, texts: Texts, temperature: float = 1.0
 ) -> float:
-    """Mean probability of going right."""
+    """Mean probability of a correct response."""
     parts = [
         correct_probabilities(model, tokenizer, texts.part(slice(first, first + TOGETHER)), temperature)
         for first in range(0, len(texts.prompts), TOGETHER)
@@ -144,7 +144,7 @@ def corrected(
         parts += [text[at : step.start], f"{left}={value}"]
         at = step.end
     right = "".join([*parts, text[at : reading.box[0]], str(value), text[reading.box[1] :]])
-    # Generated ids need not be the ones that the tokenizer would choose: what is right so far stays as it was generated.
+    # Generated ids need not be the ones that the tokenizer would choose: what is correct so far stays as it was generated.
     same = next(place for place, (a, b) in enumerate(zip(right + "\0", text + "\1", strict=False)) if a != b)
     kept = bisect_right(read.offsets, same) - 1
     ids = [*response_ids[:kept], *tokenizer.encode(right[read.offsets[kept] :], add_special_tokens=False)]
@@ -166,7 +166,7 @@ def token_advantages(
     corrections: Sequence[list[int] | None],
     problems: Sequence[BenchProblem],
 ) -> list[np.ndarray | None]:
-    """By how much each token of a response raised or lowered the probability of the right answer, in the response's wording:
+    """By how much each token of a response raised or lowered the probability of the correct answer, in the response's wording:
     float64 (T,) a response, ``None`` where there is no correction.
 
     Before a token this is the product of the probabilities of all correct deciding tokens from there on, in the corrected

@@ -72,13 +72,13 @@ def tables(rows: Sequence[Row], settings: Settings) -> list[Table]:
 
 def figures_of(rows: Iterable[Row]) -> dict[str, dict[tuple[str, str], Estimate]]:
     """Every figure by task, method and name; of several seeds their mean."""
-    found: dict[tuple[str, str, str], list[Estimate]] = defaultdict(list)
+    estimates: dict[tuple[str, str, str], list[Estimate]] = defaultdict(list)
     for row in rows:
         if row["figure"]:
             one = Estimate(float(row["value"]), float(row["error"]), int(row["count"]))
-            found[row["task"], row["method"], row["figure"]].append(one)
+            estimates[row["task"], row["method"], row["figure"]].append(one)
     by_task: dict[str, dict[tuple[str, str], Estimate]] = defaultdict(dict)
-    for (task, method, figure), seeds in found.items():
+    for (task, method, figure), seeds in estimates.items():
         by_task[task][method, figure] = pooled(seeds) if len(seeds) > 1 else seeds[0]
     return by_task
 
@@ -121,7 +121,7 @@ def _agreement(
     accuracy, mixed = figures[SETTING, "accuracy"], figures[SETTING, "mixed groups"]
     note = (
         f"Ceiling of an update's cosine {_cell(ceiling)}; halves of the yardstick {halves.value:.2f} ({settings.yardstick} "
-        f"problems, none of the update's {settings.problems}). The model is right on {100 * accuracy.value:.0f} % of its "
+        f"problems, none of the update's {settings.problems}). The model is correct on {100 * accuracy.value:.0f} % of its "
         f"samples; {mixed.value:g} of {mixed.count} groups have both outcomes and give the updates. Shuffled in brackets."
     )
     head = ["method", "cosine with exact credit", "above shuffled", "cosine of the update", "above shuffled"]

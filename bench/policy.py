@@ -163,7 +163,7 @@ def roll_out(
     *,
     exact: bool = True,
 ) -> Batch:
-    """Sample responses to each problem at temperature 1, judge them and label their errors; without ``exact`` there is no exact
+    """Sample responses to each problem at temperature 1, score them and label their errors; without ``exact`` there is no exact
     credit, which takes another forward."""
     problems = [problem for problem in asked for _ in range(rollouts)]
     prompts = [prompt_ids(tokenizer, problem) for problem in problems]

@@ -189,8 +189,8 @@ def complete(runs: Sequence[Run], processes: int, use: str) -> list[Row]:
             row, one = future.result(), futures[future]
             left = (time.monotonic() - started) / number * (len(missing) - number) / 60
             print(
-                f"{use}: {one.name}, {one.task}, seed {one.seed}, rate {one.rate:g}: {100 * float(row['pass@1']):.1f} %; "
-                f"{number} of {len(missing)}, about {left:.0f} min left",
+                f"{use}: {one.name}, {one.task}, seed {one.seed}, learning rate {one.rate:g}: "
+                f"{100 * float(row['pass@1']):.1f} %; {number} of {len(missing)}, about {left:.0f} min left",
                 flush=True,
             )
     return [row | {"use": use} for one in runs for row in read_rows(one.file)]

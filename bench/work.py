@@ -104,8 +104,8 @@ def run(
 def do(job: Job) -> None:
     """All of a job that is missing, in this process."""
     torch.set_num_threads(1)
-    said = f"{job.task}, seed {job.seed}:"
-    print(f"{said} {len(job.missing)} to measure; first the model and its responses", flush=True)
+    heading = f"{job.task}, seed {job.seed}:"
+    print(f"{heading} {len(job.missing)} to measure; first the model and its responses", flush=True)
     if job.gsm8k is not None:
         model, tokenizer, batch, count = gsm8k.prepare(job.gsm8k, job.settings.edits)
         yardstick, own = None, {"solutions": Estimate(count, math.nan, count)}
@@ -125,7 +125,7 @@ def do(job: Job) -> None:
         seconds.append(time.monotonic() - started)
         left = fmean(seconds) * (len(missing) - number) / 60
         print(
-            f"{said} {spec}{note}, {seconds[-1]:.0f} s; {number} of {len(missing)}, about {left:.0f} min left",
+            f"{heading} {spec}{note}, {seconds[-1]:.0f} s; {number} of {len(missing)}, about {left:.0f} min left",
             flush=True,
         )
 

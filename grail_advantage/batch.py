@@ -1,6 +1,6 @@
 """A batch of responses as signals see it. A host, which is a trainer or a plain function, fills it in.
 
-Shape suffixes: B rows, T response tokens, S positions of one row's prompt + response.
+Shape suffixes: B responses, T response tokens, S positions of one prompt + response.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OLD_LOG_PROBS = "old_log_probs"
 ENTROPY = "entropy"
 """Column: the policy's entropy in nats at every response token's predictor position, at the sampling temperature."""
 GROUPS = "groups"
-"""Which rows answer the same prompt: ``groups_B`` of the batch, ``group`` of a row of a pass."""
+"""Which responses answer the same prompt: ``groups_B`` of the batch, ``group`` of a row of a pass."""
 EXAMPLES = "examples"
 """Prompts as messages, and the columns of the data set."""
 TOKENS = "tokens"
@@ -32,7 +32,7 @@ REWARDS = "rewards"
 MESSAGES = "messages"
 """The responses with what tools and users said in them: ``messages_BT`` of the batch."""
 FIELD = "field:"
-"""Prefix: ``field:NAME`` is a value a row of any kind, ``fields[NAME]`` of the batch."""
+"""Prefix: ``field:NAME`` is a value a response of any kind, ``fields[NAME]`` of the batch."""
 
 
 def field_names(reads: Iterable[str]) -> list[str]:
@@ -64,12 +64,12 @@ def check_tensor(name: str, values: object) -> None:
 
 @dataclass(frozen=True)
 class Example:
-    """A row's prompt and data, for signals that ask differently."""
+    """A response's prompt and data, for signals that ask differently."""
 
     messages: Sequence[Mapping[str, Any]]
     """The prompt as a chat, before the chat template."""
     columns: Mapping[str, Any]
-    """The other columns of the row's data set; ``reward_model.ground_truth`` is the gold answer in verl's layout."""
+    """The other columns of the response's data set; ``reward_model.ground_truth`` is the ground truth in verl's layout."""
     template_options: Mapping[str, Any]
     """Further arguments of the chat template, such as ``enable_thinking``."""
 
@@ -85,10 +85,11 @@ class RolloutBatch:
     mask_BT: torch.Tensor
     """bool; the tokens that train."""
     advantages_B: torch.Tensor
-    """One advantage a row, before weighting; 0 for truncated rows where these are masked. It is detached from any graph. One
-    that is not finite becomes 0 and its row masked, so that no other row is compared with it."""
+    """One advantage a response, before weighting; 0 for truncated responses where these are masked. It is detached from
+    any graph. One that is not finite becomes 0 and its response masked, so that no other response is compared with
+    it."""
     spans: Sequence[AnswerSpan | None]
-    """The rows' answers, in response-token indices."""
+    """The responses' answers, in response-token indices."""
     columns_BT: Mapping[str, torch.Tensor]
     """Float columns that the signal asked for: ``OLD_LOG_PROBS``, ``ENTROPY``."""
     aggregate: Callable[[torch.Tensor, torch.Tensor], float] = token_mean
@@ -96,21 +97,22 @@ class RolloutBatch:
     step: int = 0
     """Training step, for signals that change over a run; 0 where there is none."""
     examples: Sequence[Example | None] | None = None
-    """The rows' prompts and data, for signals that read ``EXAMPLES``; ``None`` for a row that only fills up the batch."""
+    """The responses' prompts and data, for signals that read ``EXAMPLES``; ``None`` for a response that only fills up
+    the batch."""
     masked_B: torch.Tensor | None = None
-    """bool; rows that train nothing whatever their reward, as truncated ones where these are masked."""
+    """bool; responses that train nothing whatever their reward, as truncated ones where these are masked."""
     groups_B: torch.Tensor | None = None
-    """int64, for signals that read ``GROUPS``; rows with the same number answer the same prompt."""
+    """int64, for signals that read ``GROUPS``; responses with the same number answer the same prompt."""
     tokens_BT: torch.Tensor | None = None
     """int64, for signals that read ``TOKENS``: the tokens that the model generated; -1 elsewhere, as for a tool's output."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """Likewise."""
     rewards_B: torch.Tensor | None = None
-    """float, for signals that read ``REWARDS``; the sum of each response's rewards, NaN where it could not be judged."""
+    """float, for signals that read ``REWARDS``; the sum of each response's rewards, NaN where it could not be scored."""
     messages_BT: torch.Tensor | None = None
     """int64, for signals that read ``MESSAGES``: all tokens of the responses, whoever wrote them; -1 after their ends."""
     fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """By name, for signals that read ``field:NAME``: one value a row, ``None`` for a row that has none."""
+    """By name, for signals that read ``field:NAME``: one value a response, ``None`` for a response that has none."""
 
     def __post_init__(self) -> None:
         self._check()
@@ -161,18 +163,18 @@ class RolloutBatch:
         one_a_row += [(f"fields[{name!r}]", values) for name, values in self.fields.items()]
         for name, values in one_a_row:
             if values is not None and len(values) != shape[0]:
-                raise ValueError(f"{name} must be one a row, {shape[0]} of them; got {len(values)}")
+                raise ValueError(f"{name} must be one a response, {shape[0]} of them; got {len(values)}")
         if self.step < 0:
             raise ValueError(f"step={self.step} must be at least 0, the number of training steps done")
 
     @property
     def trains_B(self) -> torch.Tensor:
-        """bool (B,); rows with a token that trains, and not masked."""
+        """bool (B,); responses with a token that trains, and not masked."""
         return self.valid_B if self.masked_B is None else self.valid_B & ~self.masked_B
 
     @property
     def valid_B(self) -> torch.Tensor:
-        """bool (B,); rows with a token that trains."""
+        """bool (B,); responses with a token that trains."""
         return self.mask_BT.any(dim=-1)
 
 
@@ -203,11 +205,11 @@ class PassRow:
 
     @property
     def answer(self) -> AnswerSpan:
-        """The span of a row that has one, as every row of a signal with ``needs_answer``.
+        """The span of a response that has one, as every response of a signal with ``needs_answer``.
 
         Raises:
-            ValueError: the row has none.
+            ValueError: the response has none.
         """
         if self.span is None:
-            raise ValueError(f"row {self.place} has no answer span; set needs_answer for a signal that reads it")
+            raise ValueError(f"response {self.place} has no answer span; set needs_answer for a signal that reads it")
         return self.span

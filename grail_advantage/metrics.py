@@ -2,7 +2,7 @@
 
 verl reduces a metric by words in its name (``max``, ``min``, ``sum``, ``total``), so the names avoid them.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from grail_advantage.weighting import BatchWeights
 TOP_SHARE = 0.1
 
 METRICS = {
-    "answer_found_rate": "share of rows with a complete answer",
-    "selected_rate": "share of rows that needed scores",
+    "answer_found_rate": "share of responses with a complete answer",
+    "selected_rate": "share of responses that needed scores",
     "weight_one_rate": "share of responses whose every weight is 1",
-    "non_finite_rate": "share of rows that fell back to weight 1 over a score that is not finite",
+    "non_finite_rate": "share of responses that fell back to weight 1 over a score that is not finite",
     "average_weight": "mean weight over valid tokens",
     "weight_deviation": "its standard deviation, of the population",
-    "clipped_low_rate": "share of the weights from scores that met the map's lower bound, before the row's mass was restored; "
+    "clipped_low_rate": "share of the weights from scores that met the map's lower bound, before their sum was restored; "
     "0 for a map without one",
     "clipped_high_rate": "likewise the upper bound",
-    "effective_sample_ratio": "`(sum w)^2 / (T sum w^2)`, averaged over rows: 1 where all of a row's weights are equal",
-    "top_share": "mass at the top: share of the batch's advantage mass `sum |A_t|` on its heaviest tenth of tokens with "
-    "`A != 0`",
+    "effective_sample_ratio": "`(sum w)^2 / (T sum w^2)`, averaged over responses: 1 where a response's weights are equal",
+    "top_share": "share of the batch's sum of `|A_t|` on its heaviest tenth of tokens with `A != 0`",
     "advantage_scale": "`mean |A_t| / mean |A|` over valid tokens",
 }
 """The figures of every batch and their meanings. A method that gives token advantages has none of ``OF_WEIGHTS``; where the
@@ -41,9 +40,9 @@ GRADIENT_METRICS = {
 }
 """Figures of a pass with gradients."""
 TRAINER_METRICS = {
-    "truncated_rate": "share of rows that hit the length limit without an end token",
-    "unjudged_rate": "share of rows that train nothing because their reward, or what verl made of it, is not finite",
-    "shared_forward_rate": "share of the scored rows whose saliency was taken on the forward of the old log-probabilities",
+    "truncated_rate": "share of responses that hit the length limit without an end token",
+    "unjudged_rate": "share of responses that train nothing because their reward, or what verl made of it, is not finite",
+    "shared_forward_rate": "share of the scored responses whose saliency was taken on the forward of the old log-probabilities",
 }
 """Figures that the trainer adds."""
 
@@ -59,8 +58,8 @@ def weight_metrics(
 
     Args:
         result: the batch's weights.
-        response_mask_BT: bool or 0/1. Rows without a valid token, such as synthetic padding, count nowhere.
-        advantages_B: one advantage a row, before weighting. One that is not finite counts as 0.
+        response_mask_BT: bool or 0/1. Responses without a valid token, such as synthetic padding, count nowhere.
+        advantages_B: one advantage a response, before weighting. One that is not finite counts as 0.
         rows: the selection that the weights were made with.
         gradient_norms: 1-D float32; the gradient norms of all positions that the pass looked at; empty for a signal without
             gradients.
@@ -93,7 +92,7 @@ def weight_metrics(
 
     from_scores = max(1, int(torch.count_nonzero(result.from_scores_BT)))
     average = sum_B.sum() / length_B.sum()
-    # A row's squares about its own mean, and those of its mean about the batch's.
+    # A response's squares about its own mean, and those of its mean about the batch's.
     mean_B = sum_B / np.maximum(length_B, 1)
     centred_BT = (weight_BT - mean_B[:, None]) * mask_BT
     scatter_B = np.einsum("bt,bt->b", centred_BT, centred_BT)

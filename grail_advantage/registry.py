@@ -37,7 +37,7 @@ def register_signal(name: str, **fixed: Any) -> Callable[[_Class], _Class]:
     """Register a class below :class:`grail_advantage.signals.base.Signal`.
 
     Args:
-        name: what ``algorithm.adv_estimator`` calls it. Its options stand in ``algorithm.<name>``, or in
+        name: what ``algorithm.adv_estimator`` calls it. Its options are in ``algorithm.<name>``, or in
             ``algorithm.<section>`` where the class itself sets ``section``.
         fixed: options that the name sets, for a class that is registered under several names.
 

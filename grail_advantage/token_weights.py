@@ -1,9 +1,10 @@
 """Token weights for any Hugging Face causal language model.
 
-Several rows go through the model together, as a budget of tokens allows (:mod:`grail_advantage.model.hugging_face`). The verl
-extension does the same in packed, sharded micro-batches and is tested against this module.
+Several responses go through the model together, as a budget of tokens allows
+(:mod:`grail_advantage.model.hugging_face`). The verl extension does the same in packed, sharded micro-batches and is
+tested against this module.
 
-Shape suffixes: B rows, L prompt + response, T response tokens, S positions of one row without its padding.
+Shape suffixes: B responses, L prompt + response, T response tokens, S positions of one response without its padding.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class TokenWeights:
     advantages: torch.Tensor
     """(B, L) float32; the token advantages ``A_t``, 0 outside the response."""
     rows: RowSelection
-    """Which rows the method scored."""
+    """Which responses the method scored."""
     non_finite: torch.Tensor
-    """(B,) bool; scored rows that weigh 1 because a score of theirs is not finite."""
+    """(B,) bool; scored responses that have weight 1 because a score of theirs is not finite."""
 
 
 def compute_token_weights(
@@ -92,10 +93,11 @@ def compute_token_weights(
 ) -> TokenWeights:
     """Token weights for a batch of rollouts by any registered method.
 
-    Each row is stripped of its padding, and its weights depend on its neighbours or on the side of the padding by rounding
-    alone, except where the method compares rows (its page says so). Rows with advantage 0 weigh 1 with every method that
-    does not compare rows: their token advantages are 0 in any case. The model keeps no parameter gradient, no hook and no
-    changed training mode, also when this raises. Results have no graph; inputs that have one are detached.
+    Each response is stripped of its padding, and its weights depend on its neighbours or on the side of the padding by rounding
+    alone, except where the method compares responses (its page says so). Responses with advantage 0 have weight 1 with
+    every method that does not compare responses: their token advantages are 0 in any case. The model keeps no parameter
+    gradient, no hook and no changed training mode, also when this raises. Results have no graph; inputs that have one
+    are detached.
 
     Args:
         model: a causal language model.
@@ -103,34 +105,36 @@ def compute_token_weights(
         input_ids: (B, L) int64, prompt + response, padded on either side. Tokens after the response change nothing.
         attention_mask: (B, L) bool or 0/1.
         response_mask: (B, L) bool or 0/1, the tokens that the model wrote. Those between them, as a tool's, belong to the
-            response and train nothing; a row without any weighs 0.
-        advantages: (B,) one advantage a row. A row without a finite one is treated as one with advantage 0.
+            response and train nothing; a response without any has weight 0.
+        advantages: (B,) one advantage a response. A response without a finite one is treated as one with advantage 0.
         config: the method and its options, such as :class:`grail_advantage.GrailConfig`.
         temperature: sampling temperature that logits are divided by, where the method does that.
         old_log_probs: (B, L) float; log-probability of each response token at this temperature under the policy before the
             update. Computed with ``model`` where a method reads them and they are not given.
         entropy: (B, L) float; the policy's entropy at each response token's predictor position, likewise.
-        groups: (B,) int64, at least 0; rows with the same number answer the same prompt; for methods that compare them.
-        examples: each row's prompt as messages and its columns, for methods that ask differently.
-        masked: (B,) bool; rows that train nothing whatever their reward, such as truncated ones. Their advantages count as 0.
-        fields: by name, one value a row of any kind, for methods that read ``field:NAME``.
+        groups: (B,) int64, at least 0; responses with the same number answer the same prompt; for methods that compare them.
+        examples: each response's prompt as messages and its columns, for methods that ask differently.
+        masked: (B,) bool; responses that train nothing whatever their reward, such as truncated ones. Their advantages
+            count as 0.
+        fields: by name, one value a response of any kind, for methods that read ``field:NAME``.
         rewards: (B,) float; the sum of each response's rewards, for methods that read them.
         process_group: with a model that is sharded over ranks (FSDP, ZeRO-3), the group of these ranks. Each may then have
-            other rows, and another number of them: a rank that is through runs dummy passes until all are. Methods that rank
-            the tokens of a batch see the rows of their own rank.
+            other responses, and another number of them: a rank that is through runs dummy passes until all are. Methods
+            that rank the tokens of a batch see the responses of their own rank.
         step: training step, at least 0, for methods that change over a run.
         aggregate: a batch's mean of (B, T) values under a (B, T) mask as the run's loss takes it, for methods that compare it
             with a threshold; by default that of all tokens.
         answer: the format of answers: ``boxed``, ``hashes``, ``tag`` or a regular expression, see
             :func:`grail_advantage.answers.format.answer_format`.
-        tokens: most tokens of a forward, padding counted; a longer row goes through the model alone, and with 1 every row does.
-            A pass holds less than an update by a micro-batch of as many tokens. Where memory runs out the budget is halved, and
-            stays so for this model; not with a ``process_group``.
+        tokens: most tokens of a forward, padding counted; a longer response goes through the model alone, and with 1
+            every response does. A pass holds less than an update by a micro-batch of as many tokens. Where memory runs
+            out the budget is halved, and stays so for this model; not with a ``process_group``.
 
     Raises:
         ValueError: an argument of the wrong type, shape or dtype, a temperature or a budget that is not positive, a response
-            that starts the row, log-probabilities above 0, a negative group or step, a tokenizer that the method cannot work
-            with, an unknown format of answers; groups, rewards or examples that it needs. The message names the argument.
+            that starts its row, log-probabilities above 0, a negative group or step, a tokenizer that the method
+            cannot work with, an unknown format of answers; groups, rewards or examples that it needs. The message names
+            the argument.
     """
     from grail_advantage.model.hugging_face import HuggingFaceModel  # not above: naming the methods would import it
 
@@ -143,7 +147,7 @@ def compute_token_weights(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be greater than 0; pass the temperature of the sampling")
     if tokens < 1:
-        raise ValueError(f"tokens={tokens} must be at least 1; 1 sends each row through the model alone")
+        raise ValueError(f"tokens={tokens} must be at least 1; 1 sends each response through the model alone")
     rollouts = _Rollouts(
         input_ids, attention_mask, response_mask, advantages, groups, masked, examples, fields or {}, rewards
     )
@@ -241,7 +245,7 @@ def response_statistics(
 def _statistics(
     model: HuggingFaceModel, rows: Sequence[PassRow], mask_BT: torch.Tensor, names: Sequence[str]
 ) -> dict[str, torch.Tensor]:
-    """Columns (B, T) from one forward over every row, 0 outside the mask."""
+    """Columns (B, T) from one forward over every response, 0 outside the mask."""
     columns_BT = {name: torch.zeros(mask_BT.shape, device=mask_BT.device) for name in names}
     answered = [row for row in rows if row.response_length]
     statistics = model.micro_batches(
@@ -255,7 +259,7 @@ def _statistics(
 
 @dataclass(frozen=True)
 class _Rollouts:
-    """The rows as the caller gives them, see :func:`compute_token_weights`."""
+    """The responses as the caller gives them, see :func:`compute_token_weights`."""
 
     input_ids_BL: torch.Tensor
     attention_mask_BL: torch.Tensor
@@ -288,7 +292,9 @@ class _Rollouts:
                 continue
             check_tensor(name, values_B)
             if values_B.shape != shape[:1]:
-                raise ValueError(f"{name} must be one number a row, shape ({shape[0]},); got {tuple(values_B.shape)}")
+                raise ValueError(
+                    f"{name} must be one number a response, shape ({shape[0]},); got {tuple(values_B.shape)}"
+                )
         self._check_response()
         known = columns_BL[OLD_LOG_PROBS][self.response_BL] if OLD_LOG_PROBS in columns_BL else torch.zeros(0)
         if (known[known.isfinite()] > ROUNDING).any():
@@ -316,7 +322,7 @@ class _Rollouts:
             raise ValueError("response_mask marks a padding token; it must lie inside attention_mask")
         for row, (inside_L, valid_L) in enumerate(zip(self.response_BL, self.valid_BL, strict=True)):
             if inside_L[valid_L][:1].any():
-                raise ValueError(f"row {row} has no prompt token before its response; add at least one")
+                raise ValueError(f"response {row} has no prompt token before it; add at least one")
 
     @cached_property
     def valid_BL(self) -> torch.Tensor:
@@ -365,7 +371,7 @@ class _Rollouts:
         return [tokens_T[whole_T] for tokens_T, whole_T in zip(self.tokens_BT, self.whole_BT, strict=True)]
 
     def pass_rows(self, spans: Sequence[AnswerSpan | None]) -> list[PassRow]:
-        """Every row without its padding, and without the tokens after its response, on which no score depends."""
+        """Each prompt and response without padding, and without the tokens after the response, on which no score depends."""
         rows = []
         for index, (ids_L, valid_L) in enumerate(zip(self.input_ids_BL, self.valid_BL, strict=True)):
             inside_S = self.whole_BL[index, valid_L]

@@ -1,9 +1,9 @@
 """From token scores to token weights to token advantages.
 
 Pure tensor functions, shared by :func:`grail_advantage.compute_token_weights` and the trainers, so that all give the same
-weights. They name no method: a signal says which rows and tokens its scores weigh, and how.
+weights. They name no method: a signal says which responses and tokens its scores weigh, and how.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BatchWeights:
     weights_BT: torch.Tensor
     """float32; 0 outside the response mask. 1 inside for a signal that gives advantages."""
     non_finite_B: torch.Tensor
-    """bool (B,); the row had a non-finite score and fell back to weight 1."""
+    """bool (B,); the response had a non-finite score and fell back to weight 1."""
     from_scores_BT: torch.Tensor
     """The weight comes from the token's score, not from an override."""
     at_lower_bound_BT: torch.Tensor
@@ -45,14 +45,16 @@ class BatchWeights:
 def batch_weights(
     scores_BT: torch.Tensor | None, batch: RolloutBatch, rows: RowSelection, signal: Signal
 ) -> BatchWeights:
-    """A batch's token weights: scores through the signal's map, then its own answer weights, then the row's mass.
+    """A batch's token weights: scores through the signal's map, then its own answer weights, then the sum of each
+    response's weights.
 
-    Rows that are not selected weigh 1 on every token, except that ``answer_weights.outside_gate`` extends the answer weights to
-    rows outside the gate. A selected row with a non-finite score or weight weighs 1 on every token.
+    Responses that are not selected have weight 1 on every token, except that ``answer_weights.outside_gate`` extends
+    the answer weights to responses outside the gate. A selected response with a non-finite score or weight has weight 1
+    on every token.
 
     Args:
-        scores_BT: scores aligned to tokens; read only in selected rows, and there only in the statistics set where the signal
-            has no answer weights. ``None`` where no row is selected.
+        scores_BT: scores aligned to tokens; read only in selected responses, and there only in the statistics set where
+            the signal has no answer weights. ``None`` where no response is selected.
         batch: the batch.
         rows: from ``signal.select(batch)``.
         signal: the method.
@@ -77,11 +79,11 @@ def batch_weights(
     scored_B1 = scored_B.unsqueeze(-1)
     from_scores_BT = scored_B1 & tokens.by_score_BT
     weights_BT = torch.where(from_scores_BT, reshaped.weights_BT, 1.0)
-    sharing_BT = tokens.read_BT  # the tokens of a scored row that share its mass
+    sharing_BT = tokens.read_BT  # the tokens of a scored response that share the sum of its weights
     if signal.answer_weights is not None:
         weights_BT = _with_answers(weights_BT, signal.answer_weights, scored_B, rows, tokens)
     elif reshaped.elsewhere != 1.0:
-        # A row whose statistics set holds no token that trains has nothing to weigh the others against.
+        # A response whose statistics set holds no token that trains has nothing to weigh the others against.
         comparable_B1 = scored_B1 & tokens.statistics_BT.any(dim=-1, keepdim=True)
         weights_BT = torch.where(comparable_B1 & ~tokens.statistics_BT, reshaped.elsewhere, weights_BT)
         sharing_BT = batch.mask_BT
@@ -98,7 +100,7 @@ def batch_weights(
 
 
 def _given_advantages(scores_BT: torch.Tensor | None, batch: RolloutBatch, rows: RowSelection) -> BatchWeights:
-    """The scores themselves in the selected rows, the row's advantage in the others."""
+    """The scores themselves in the selected responses, the response's advantage in the others."""
     scored_B = torch.zeros_like(rows.selected_B)
     given_BT = batch.advantages_B.float().unsqueeze(1).expand(batch.mask_BT.shape)
     if scores_BT is not None:
@@ -117,7 +119,7 @@ def _given_advantages(scores_BT: torch.Tensor | None, batch: RolloutBatch, rows:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Which tokens are which, whatever happens to their rows; bool (B, T)."""
+    """Which tokens are which, whatever happens to their responses; bool (B, T)."""
 
     reasoning_BT: torch.Tensor
     """Before the answer."""
@@ -126,7 +128,7 @@ class _Tokens:
     statistics_BT: torch.Tensor
     """The map compares their scores."""
     by_score_BT: torch.Tensor
-    """Their weights come from their scores, in scored rows."""
+    """Their weights come from their scores, in scored responses."""
     read_BT: torch.Tensor
     """Their scores must be finite."""
 
@@ -141,7 +143,7 @@ def _tokens_of(batch: RolloutBatch, signal: Signal) -> _Tokens:
 
 
 def _finite_rows(values_BT: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """bool (B,); rows whose values of these tokens are all finite."""
+    """bool (B,); responses whose values of these tokens are all finite."""
     return (torch.isfinite(values_BT) | ~tokens_BT).all(dim=-1)
 
 
@@ -158,7 +160,7 @@ def _with_answers(
 def scores_of(
     signal: Signal, batch: RolloutBatch, rows: RowSelection, of_pass_BT: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """A signal's scores (B, T) float32, NaN outside the selected rows' tokens; ``None`` where no row is selected.
+    """A signal's scores (B, T) float32, NaN outside the selected responses' tokens; ``None`` where no response is selected.
 
     ``of_pass_BT`` are the scores of its pass; ``None`` for a signal that uses nothing of the model.
     """
@@ -173,7 +175,7 @@ def scores_of(
 
 
 def put_row(of_pass_BT: torch.Tensor, place: int, length: int, of_row: RowScores, signal: Signal) -> None:
-    """Put a pass's scores of a row with ``length`` response tokens in their place, row ``place`` of all scores."""
+    """Put a pass's scores of a response with ``length`` response tokens in their place, row ``place`` of all scores."""
     count = len(of_row.scores_T)
     if count > length:
         raise ValueError(f"{signal.name}: run() gave {count} scores for a response of {length} tokens")
@@ -191,7 +193,7 @@ def _check_weights(reshaped: Reshaped, used_BT: torch.Tensor, signal: Signal) ->
 
 
 def _answer_parts(spans: Sequence[AnswerSpan | None], like_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reasoning and content tokens, bool (B, T); none in a row without a span."""
+    """Reasoning and content tokens, bool (B, T); none in a response without a span."""
     bounds_B3 = torch.tensor(
         [(s.start, s.content_start, s.content_end) if s is not None else (0, 0, 0) for s in spans],
         dtype=torch.long,
@@ -203,8 +205,8 @@ def _answer_parts(spans: Sequence[AnswerSpan | None], like_BT: torch.Tensor) -> 
 
 
 def _restore_mass(weights_BT: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:
-    """Scale the weights of each row's given tokens so that they sum to the number of these tokens."""
-    # In float64, so that the padding on a row's right, which sets the order of the sum, does not show in its weights.
+    """Scale the weights of each response's given tokens so that they sum to the number of these tokens."""
+    # In float64, so that the padding to a response's right, which sets the order of the sum, does not show in its weights.
     total_B1 = torch.where(tokens_BT, weights_BT.double(), 0.0).sum(dim=-1, keepdim=True)
     scale_B1 = torch.where(total_B1 > 0, tokens_BT.sum(dim=-1, keepdim=True) / total_B1, 1.0)
     return torch.where(tokens_BT, weights_BT * scale_B1, weights_BT.double()).float()

@@ -78,7 +78,7 @@ def find_answer_spans(
     which: str = "last",
     answer: str | AnswerFormat = BOXED,
 ) -> list[AnswerSpan | None]:
-    """:func:`find_answer_span` for many responses: rows of any lengths, or one (B, T) or jagged tensor."""
+    """:func:`find_answer_span` for many responses: of any lengths, or one (B, T) or jagged tensor."""
     if which not in ("first", "last"):
         raise ValueError(f"which: {which!r} is not a choice; use 'first' or 'last'")
     if isinstance(token_ids_rows, torch.Tensor):
@@ -109,8 +109,8 @@ def _as_array(token_ids: TokenIds) -> np.ndarray:
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(
-            f"token_ids: got shape {ids.shape} and dtype {ids.dtype}; pass one row of integers to find_answer_span "
-            "and a list of rows to find_answer_spans"
+            f"token_ids: got shape {ids.shape} and dtype {ids.dtype}; pass one response of integers to find_answer_span "
+            "and a list of responses to find_answer_spans"
         )
     return ids.astype(np.int64, copy=False)
 

@@ -53,7 +53,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def leaf_module(model: nn.Module, leaf: str) -> nn.Module:
-    """The module whose output is the leaf activation.
+    """The module whose output is the activation.
 
     Args:
         model: a Hugging Face causal language model, bare or wrapped (FSDP, PEFT) as a whole and in its blocks.

@@ -71,7 +71,7 @@ def resharding(units: Sequence[nn.Module]) -> Iterator[None]:
     there. For backwards to activations alone: in one that also reaches parameters, FSDP1 reshards by itself.
 
     FSDP1 reshards a unit from a hook on its flat parameter's gradient, which a backward to an activation never computes, so
-    each unit that this backward reaches would stay unsharded until its end: with the first activation as the leaf, the whole
+    each unit that this backward reaches would stay unsharded until its end: with the first activation, the whole
     model. The hook on the inputs' gradients is FSDP1's own for frozen units, and there is no public way to ask for it
     (``_register_post_backward_reshard_only_hook``, fsdp/_runtime_utils.py:1501, returns where the flat parameter trains).
     FSDP2 reshards by a function on the activations' path and needs nothing.

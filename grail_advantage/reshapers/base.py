@@ -1,6 +1,6 @@
 """Reshapers: maps from token scores to token weights, with their options.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Reshaper(Options):
     highest: ClassVar[float] = math.inf
     """Bounds that the weights are clipped to, for the metrics; a property where an option sets them."""
     elsewhere: ClassVar[float] = 1.0
-    """Weight of a scored row's tokens outside the statistics set. They belong to the row's mass unless this is 1."""
+    """Weight of a scored response's tokens outside the statistics set. They count in the sum of its weights unless this
+    is 1."""
     ranks: ClassVar[bool] = False
     """Whether it ranks scores or cuts at a quantile of them, so that coarse scores would matter."""
 
@@ -33,8 +34,8 @@ class Reshaper(Options):
 
         Args:
             scores_BT: scores, any floating dtype; finite where the mask is true.
-            statistics_BT: bool; the tokens that are weighed. Rows without scores have none.
-            advantages_B: one advantage a row, before weighting.
+            statistics_BT: bool; the tokens that are weighed. Responses without scores have none.
+            advantages_B: one advantage a response, before weighting.
 
         Returns:
             float32 (B, T), at least 0; read only where ``statistics_BT`` is true.

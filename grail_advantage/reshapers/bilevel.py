@@ -1,8 +1,8 @@
-"""Bi-level reshaping: scores below a quantile of their row are damped, those above it boosted.
+"""Bi-level reshaping: scores below a quantile of their response are damped, those above it boosted.
 
 Source: OAR (arXiv 2601.07408).
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grail_advantage.registry import register_reshaper
 from grail_advantage.reshapers.base import Reshaper
 
 FLOOR = 0.1
-"""Least weight, before the row's mass is restored."""
+"""Least weight, before the sum of the response's weights is restored."""
 
 LOWEST_SCORE = -1 + 1e-8
 """Lower scores count as this one. Scores are divergences, at least 0, except that the drop of a likelihood can be a rise."""
@@ -38,8 +38,8 @@ class BilevelOptions(Options):
 @register_reshaper("bilevel")
 class Bilevel(BilevelOptions, Reshaper):
     """``max(h / tau, 0.1)`` where ``h < tau``, else ``1 + boost (h - tau) / (1 - tau)``: ``h`` is ``log(1 + score)`` scaled to
-    [0, 1] over the row's statistics set, and ``tau`` its quantile there. Equal scores all weigh 1; with ``tau = 1`` the highest
-    do."""
+    [0, 1] over the response's statistics set, and ``tau`` its quantile there. Equal scores all have weight 1; with
+    ``tau = 1`` the highest do."""
 
     lowest = FLOOR
     ranks = True
@@ -51,7 +51,7 @@ class Bilevel(BilevelOptions, Reshaper):
 
     def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
         """See :class:`Reshaper`. In float64."""
-        if not statistics_BT.any():  # also where there is no row or no token, of which no extremum could be taken
+        if not statistics_BT.any():  # also where there is no response or no token, of which no extremum could be taken
             return torch.ones(scores_BT.shape, device=scores_BT.device)
         level_BT = torch.log1p(scores_BT.double().clamp(min=LOWEST_SCORE))
         low_B1 = torch.where(statistics_BT, level_BT, torch.inf).amin(dim=-1, keepdim=True)
@@ -67,8 +67,9 @@ class Bilevel(BilevelOptions, Reshaper):
 
 
 def _row_quantile(values_BT: torch.Tensor, mask_BT: torch.Tensor, quantile: float, rule: str) -> torch.Tensor:
-    """Each row's quantile over its masked values, (B, 1); 0 for a row without any. ``linear`` interpolates between the two
-    sorted values next to it; ``sorted`` takes the one at index ``floor(quantile * T)`` of T, the last one at most."""
+    """Each response's quantile over its masked values, (B, 1); 0 for a response without any. ``linear`` interpolates
+    between the two sorted values next to it; ``sorted`` takes the one at index ``floor(quantile * T)`` of T, the last
+    one at most."""
     count_B1 = mask_BT.sum(dim=-1, keepdim=True)
     last_B1 = (count_B1 - 1).clamp(min=0)
     sorted_BT = torch.where(mask_BT, values_BT, torch.inf).sort(dim=-1).values

@@ -2,7 +2,7 @@
 
 Source: GRAIL (arXiv 2606.04889).
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LogZscoreOptions(Options):
 
 @register_reshaper("log_zscore")
 class LogZscore(LogZscoreOptions, Reshaper):
-    """``clip(weight_mean + weight_std z, weight_min, weight_max)``: ``z`` is the log score, standardised over the row's
+    """``clip(weight_mean + weight_std z, weight_min, weight_max)``: ``z`` is the log score, standardised over the response's
     statistics set."""
 
     @property
@@ -69,17 +69,17 @@ class LogZscore(LogZscoreOptions, Reshaper):
 
 
 def log_zscore(scores_BT: torch.Tensor, statistics_mask_BT: torch.Tensor) -> torch.Tensor:
-    """Standardise log scores row by row over the tokens of a statistics set.
+    """Standardise log scores over the tokens of each response's statistics set.
 
     ``l = log(score + 1e-8)``, ``z = (l - mean) / sqrt(variance + 1e-8)`` with the population variance. In float64: where the
-    scores of a row are nearly equal, the division blows up what float32 rounds off the mean.
+    scores of a response are nearly equal, the division blows up what float32 rounds off the mean.
 
     Args:
         scores_BT: scores, at least 0, any floating dtype; finite where the mask is true.
         statistics_mask_BT: bool; tokens that count for mean and variance.
 
     Returns:
-        ``z_BT`` float32 for every token; 0 in a row whose statistics set is empty.
+        ``z_BT`` float32 for every token; 0 in a response whose statistics set is empty.
     """
     log_scores_BT = torch.log(scores_BT.double() + EPSILON)
     count_B1 = statistics_mask_BT.sum(dim=-1, keepdim=True)

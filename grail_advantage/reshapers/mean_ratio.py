@@ -1,8 +1,8 @@
-"""Mean-ratio map: a token's weight follows its score's distance from the row's mean score, in parts of that mean.
+"""Mean-ratio map: a token's weight follows its score's distance from the response's mean score, in parts of that mean.
 
-For scores of at least 0 and a strength of at most 1 a row's mean weight is 1, whatever their distribution.
+For scores of at least 0 and a strength of at most 1 a response's mean weight is 1, whatever their distribution.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from grail_advantage.reshapers.base import Reshaper
 
 @register_reshaper("mean_ratio")
 class MeanRatio(Reshaper):
-    """``max(0, 1 + beta (x / mean x - 1))``, the mean over the row's statistics set."""
+    """``max(0, 1 + beta (x / mean x - 1))``, the mean over the response's statistics set."""
 
     lowest = 0.0
 
     beta: float = option(
         0.1,
-        "weight added where the score exceeds the row's mean by as much as that mean is; greater than 0",
+        "weight added where the score exceeds the response's mean by as much as that mean is; greater than 0",
         gt=0,
         why="for equal weights train with adv_estimator=uniform",
     )

@@ -1,8 +1,8 @@
-"""Power map: a token weighs in proportion to a power of its score, with mean 1 in each row.
+"""Power map: a token weighs in proportion to a power of its score, with mean 1 in each response.
 
 Source: the repository of arXiv 2606.00257, exponent 2 on surprisal.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from grail_advantage.registry import register_reshaper
 from grail_advantage.reshapers.base import Reshaper
 
 LEAST_SUM = 1e-8
-"""A row whose powers sum to less is weighed evenly."""
+"""A response whose powers sum to less is weighed evenly."""
 
 
 @register_reshaper("power")
 class Power(Reshaper):
-    """``n s^g / sum s^g`` over the n tokens of the row's statistics set. Negative scores count as 0."""
+    """``n s^g / sum s^g`` over the n tokens of the response's statistics set. Negative scores count as 0."""
 
     exponent: float = option(
         2.0,
@@ -31,7 +31,7 @@ class Power(Reshaper):
     def weights(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, advantages_B: torch.Tensor) -> torch.Tensor:
         """See :class:`Reshaper`. All 1 where the sum is below 1e-8; in float64."""
         known_BT = torch.where(statistics_BT, scores_BT.double().clamp(min=0), 0.0)
-        # Relative to the row's mean, so that no power that matters overflows or underflows.
+        # Relative to the response's mean, so that no power that matters overflows or underflows.
         count_B1 = statistics_BT.sum(dim=-1, keepdim=True)
         mean_B1 = known_BT.sum(dim=-1, keepdim=True) / count_B1.clamp(min=1)
         powers_BT = torch.where(mean_B1 > 0, known_BT / mean_B1, 0.0).pow(self.exponent)

@@ -1,6 +1,6 @@
-"""Hard selection: the highest-scored tokens of a row carry its whole advantage, the others none.
+"""Hard selection: the highest-scored tokens of a response carry its whole advantage, the others none.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ def count_of_share(share: float, count: torch.Tensor) -> torch.Tensor:
 
 
 def top_tokens(scores_BT: torch.Tensor, mask_BT: torch.Tensor, count_B1: torch.Tensor | int) -> torch.Tensor:
-    """Each row's highest-scored tokens, exactly as many as asked for where there are that many; of equal scores the earlier.
+    """Each response's highest-scored tokens, exactly as many as asked for where there are that many; of equal scores
+    the earlier.
 
     Args:
         scores_BT: scores, any floating dtype; finite where the mask is true.
         mask_BT: bool; the tokens to choose from.
-        count_B1: how many of each row.
+        count_B1: how many of each response.
 
     Returns:
         bool (B, T).
@@ -41,17 +42,18 @@ def top_tokens(scores_BT: torch.Tensor, mask_BT: torch.Tensor, count_B1: torch.T
 
 @register_reshaper("top")
 class Top(Reshaper):
-    """1 on the row's highest-scored tokens of the statistics set, 0 on all its other tokens. Of equal scores the earlier ones
-    are chosen, so that exactly as many tokens weigh 1 as asked for, or all where the set has fewer."""
+    """1 on the response's highest-scored tokens of the statistics set, 0 on all its other tokens. Of equal scores the
+    earlier ones are chosen, so that exactly as many tokens have weight 1 as asked for, or all where the set has
+    fewer."""
 
     elsewhere = 0.0
     ranks = True
 
-    k: int = option(1, "number of tokens of a row that weigh 1; at least 1", ge=1)
+    k: int = option(1, "number of tokens of a response that have weight 1; at least 1", ge=1)
 
     share: float | None = option(
         None,
-        "share of the row's scored tokens that weigh 1, rounded up, in place of k; in (0, 1]",
+        "share of the response's scored tokens that have weight 1, rounded up, in place of k; in (0, 1]",
         gt=0,
         le=1,
     )

@@ -1,9 +1,9 @@
-r"""The one judge: 1 when the last ``\boxed{...}`` of a response states the gold answer, else 0.
+r"""The one reward function: 1 when the last ``\boxed{...}`` of a response states the ground truth, else 0.
 
 ``compute_score`` is verl's custom reward function (``reward.custom_reward_function.path=pkg://grail_advantage.reward``,
 ``name=compute_score``), and evaluation calls it too, so that training, validation and evaluation agree.
 
-The reward is the one of GRAIL (arXiv 2606.04889): the last box compared with the gold answer by math-verify. Equal numbers, a
+The reward is the one of GRAIL (arXiv 2606.04889): the last box compared with the ground truth by math-verify. Equal numbers, a
 whole number and another one, and two texts that are the same after cleaning are compared here; everything else goes to
 math-verify in a child process with limits (``grail_advantage.reward._verify_pool``), since the answer is untrusted text. Rules:
 
@@ -13,7 +13,7 @@ math-verify in a child process with limits (``grail_advantage.reward._verify_poo
   they differ;
 - a percent sign on one side only: ``50\%`` states both 50 and 0.5; ``2e-1`` states both 0.2 and twice Euler's number less 1;
 - sets and lists without order, tuples and intervals with; ``x=5`` states 5;
-- a list of several gold answers: the box must hold all of them, in any order, as in ``\boxed{2, 3}``.
+- a list of several ground-truth answers: the box must hold all of them, in any order, as in ``\boxed{2, 3}``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _verify_pool.settings()  # a bad environment variable is reported now, not by a 
 
 logger = logging.getLogger(__name__)
 
-# Longer answers count as wrong without being parsed: math-verify takes seconds for them.
+# Longer answers count as incorrect without being parsed: math-verify takes seconds for them.
 MAX_ANSWER_CHARS = 1000
-# Longer predictions are cut in the returned dictionary, which verl keeps and dumps for every row.
+# Longer predictions are cut in the returned dictionary, which verl keeps and dumps for every response.
 MAX_PRED_CHARS = 128
 
 # Not after another backslash: `\\` followed by a space is a row break of a matrix.
@@ -67,9 +67,9 @@ def compute_score(
     r"""Judge one response. Never raises; may be called from any number of threads.
 
     Args:
-        data_source: name of the data set; all are judged alike.
+        data_source: name of the data set; all are scored alike.
         solution_str: the response's text.
-        ground_truth: the gold answer: LaTeX or text with or without ``$`` and ``\boxed``, a number, or a list of these.
+        ground_truth: the ground truth: LaTeX or text with or without ``$`` and ``\boxed``, a number, or a list of these.
         extra_info: not used.
 
     Returns:
@@ -107,7 +107,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def gold_text(ground_truth: Any) -> str:
-    """The gold answer as text; several answers become one comma-separated list. Raises ValueError if there is none."""
+    """The ground truth as text; several answers become one comma-separated list. Raises ValueError if there is none."""
     if hasattr(ground_truth, "tolist"):  # numpy scalars and arrays, as parquet files give them
         ground_truth = ground_truth.tolist()
     if isinstance(ground_truth, list | tuple):
@@ -137,7 +137,7 @@ def is_equal(gold: str, answer: str) -> bool:
     """
     if not answer.strip():
         return False
-    for name, text in (("gold answer", gold), ("answer", answer)):
+    for name, text in (("ground truth", gold), ("answer", answer)):
         if len(text) > MAX_ANSWER_CHARS:
             raise ValueError(f"the {name} has {len(text)} characters, more than {MAX_ANSWER_CHARS}")
     gold, answer = _clean(gold), _clean(answer)
@@ -149,7 +149,7 @@ def is_equal(gold: str, answer: str) -> bool:
         readings.append((_hundredth(gold_value), answer_value))
     if answer_is_percent and not gold_is_percent and _is_plain(answer_value):
         readings.append((gold_value, _hundredth(answer_value)))
-    # `2e-1` is Euler's number in one answer and a power of ten in another; only the gold answer decides.
+    # `2e-1` is Euler's number in one answer and a power of ten in another; only the ground truth decides.
     scientific = tuple(_E_NOTATION.sub(r"\1 \\times 10^{\2}", value) for value in (gold_value, answer_value))
     if scientific != (gold_value, answer_value):
         readings.append(scientific)
@@ -161,7 +161,7 @@ def _same(gold: str, answer: str) -> bool:
         return True
     if _NUMBER.fullmatch(gold) and _NUMBER.fullmatch(answer):
         numbers = [Decimal(re.sub("[, ]", "", text)) for text in (gold, answer)]
-        # Two decimals may differ by a rounding, which math-verify judges; a whole number is exact.
+        # Two decimals may differ by a rounding, which math-verify decides on; a whole number is exact.
         if numbers[0] == numbers[1] or "." not in gold or "." not in answer:
             return numbers[0] == numbers[1]
     return _verify_pool.verify(gold, answer)

@@ -43,7 +43,7 @@ class _Server:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=descriptors,
-            # The order of sympy's terms follows hashes of strings, and a judge should not depend on it.
+            # The order of sympy's terms follows hashes of strings, and a verdict should not depend on it.
             env={name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
             | {"PYTHONHASHSEED": "0"},
         )

@@ -42,7 +42,7 @@ _EXTRACTION = {
     True: (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()),
     False: (LatexExtractionConfig(boxed_match_priority=0, normalization_config=_UNITS_OFF), ExprExtractionConfig()),
 }
-# math-verify takes a last letter for a unit, so that `3t` becomes 3. In a gold answer it is a variable.
+# math-verify takes a last letter for a unit, so that `3t` becomes 3. In a ground truth it is a variable.
 _ENDS_IN_VARIABLE = re.compile(r"(?<![A-Za-z\\])(?:[A-Za-z]|ab|bc)\s*$")
 
 
@@ -53,7 +53,7 @@ def _parse(latex: str, units: bool) -> list[Any]:
 
 @lru_cache(maxsize=256)
 def _leading_zeros(gold: str, units: bool) -> int:
-    """Decimal places up to the first digit of a gold answer that is a number below 1; 0 for everything else."""
+    """Decimal places up to the first digit of a ground truth that is a number below 1; 0 for everything else."""
     try:
         size = abs(complex(_parse(gold, units)[0].evalf(3)))
     except (AttributeError, TypeError, ValueError, OverflowError):
@@ -62,11 +62,11 @@ def _leading_zeros(gold: str, units: bool) -> int:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether ``answer`` states ``gold``. Raises ValueError for a gold answer that math-verify cannot read."""
+    """Whether ``answer`` states ``gold``. Raises ValueError for a ground truth that math-verify cannot read."""
     units = _ENDS_IN_VARIABLE.search(gold) is None
     if not _parse(gold, units):
-        raise ValueError("math-verify cannot read the gold answer")
-    # math-verify counts decimals from the point, so that 1.6e-19 would equal 9.1e-31 and 0.0. Small golds get more of
+        raise ValueError("math-verify cannot read the ground truth")
+    # math-verify counts decimals from the point, so that 1.6e-19 would equal 9.1e-31 and 0.0. Small ground truths get more of
     # them: at least three significant digits for floats, and the usual 15 for expressions.
     zeros = _leading_zeros(gold, units)
     return verify(

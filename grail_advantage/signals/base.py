@@ -1,17 +1,17 @@
-"""Signals: a method's options, the rows that it needs, and its token scores.
+"""Signals: a method's options, the responses that it needs, and its token scores.
 
 ``A_t = w_t * A``: a signal gives a score to each response token and turns scores into weights, through a reshaper or by a map
 of its own. It knows no trainer. Whoever runs it
 
-1. makes a :class:`~grail_advantage.batch.RolloutBatch` and asks :meth:`Signal.select` which rows need scores,
+1. makes a :class:`~grail_advantage.batch.RolloutBatch` and asks :meth:`Signal.select` which responses need scores,
 2. fills in the columns that :attr:`Signal.reads` names,
-3. where :attr:`Signal.uses` names something of the model, hands these rows, each through :meth:`Signal.prepare_row`, to
+3. where :attr:`Signal.uses` names something of the model, hands these responses, each through :meth:`Signal.prepare_row`, to
    :meth:`Signal.run` with the door to a model (:mod:`grail_advantage.model.interface`),
 4. asks :meth:`Signal.scores` and, in :func:`grail_advantage.weighting.batch_weights`, :meth:`Signal.reshape`.
 
 A signal keeps nothing between batches.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Span = Literal["first", "last"]
 Statistics = Literal["response", "reasoning"]
 # The types of options that several signals have.
 GateOption = Annotated[
-    Gate, Field(description="rows that get weights: wrong (advantage <= 0), correct (advantage > 0) or all")
+    Gate, Field(description="responses that get weights: wrong (advantage <= 0), correct (advantage > 0) or all")
 ]
 StatisticsOption = Annotated[
     Statistics,
@@ -70,7 +70,7 @@ StatisticsOption = Annotated[
     ),
 ]
 NormalizeMass = Annotated[
-    bool, Field(description="whether the weights of a row's weighed tokens are scaled to sum to their number")
+    bool, Field(description="whether the weights of a response's weighed tokens are scaled to sum to their number")
 ]
 USES = ("", SALIENCY, LOGITS, SEQUENCES, LOG_PROBS, HIDDEN_STATES)
 GIVES = ("weights", "advantages")
@@ -79,17 +79,18 @@ READS = (OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS, REWARDS, MESSAGES)
 
 @dataclass(frozen=True)
 class RowSelection:
-    """Which rows are which; every field is a bool tensor of shape (B,)."""
+    """Which responses are which; every field is a bool tensor of shape (B,)."""
 
     answered_B: torch.Tensor
     """The response has a complete answer span."""
     inside_gate_B: torch.Tensor
-    """The gate lets the row's advantage through. Rows with advantage 0 count as inside: no weight of theirs matters."""
+    """The gate lets the response's advantage through. Responses with advantage 0 count as inside: no weight of theirs
+    matters."""
     selected_B: torch.Tensor
-    """The row needs scores."""
+    """The response needs scores."""
 
     def part(self, rows: slice) -> RowSelection:
-        """These rows alone."""
+        """These responses alone."""
         return RowSelection(self.answered_B[rows], self.inside_gate_B[rows], self.selected_B[rows])
 
 
@@ -102,7 +103,7 @@ class AnswerWeights:
     others: float
     """Of its boundary tokens and of everything after it."""
     outside_gate: bool
-    """Whether the answers of rows outside the gate get them too."""
+    """Whether the answers of responses outside the gate get them too."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,12 @@ class Reshaped:
     """The result of :meth:`Signal.reshape`."""
 
     weights_BT: torch.Tensor
-    """float32; read only in scored rows, and there only on the tokens that the signal weighs by score."""
+    """float32; read only in scored responses, and there only on the tokens that the signal weighs by score."""
     lowest: float = -math.inf
     highest: float = math.inf
     """Bounds that the weights were clipped to."""
     elsewhere: float = 1.0
-    """Weight of the scored rows' tokens outside the statistics set, for signals without answer weights."""
+    """Weight of the scored responses' tokens outside the statistics set, for signals without answer weights."""
 
 
 class Signal(Options):
@@ -143,15 +144,15 @@ class Signal(Options):
     """The part of the model that it uses: one of the words above, or nothing."""
     gives: ClassVar[str] = "weights"
     """``advantages``: :meth:`scores` are token advantages of either sign, which take the place of ``w_t * A`` in the selected
-    rows; :meth:`reshape` is not called. Such a signal may select rows whose advantage is 0."""
+    responses; :meth:`reshape` is not called. Such a signal may select responses whose advantage is 0."""
     ranks_entropy: ClassVar[bool] = False
     """Whether it ranks tokens by entropy or cuts at a quantile of it, so that coarse values would matter."""
     whole_groups: ClassVar[bool] = False
-    """Whether :meth:`run` must see all selected rows of a group together."""
+    """Whether :meth:`run` must see all selected responses of a group together."""
     whole_batch: ClassVar[bool] = False
-    """Whether every row with a token is scored, since the signal compares the tokens of the whole batch."""
+    """Whether every response with a token is scored, since the signal compares the tokens of the whole batch."""
     needs_answer: ClassVar[bool] = False
-    """Whether rows without an answer get no scores. They then weigh 1."""
+    """Whether responses without an answer get no scores. They then have weight 1."""
     answer_weights: ClassVar[AnswerWeights | None] = None
     """``None``: the tokens outside the statistics set weigh :attr:`Reshaped.elsewhere`."""
 
@@ -186,12 +187,12 @@ class Signal(Options):
 
     @property
     def skips_unanswered(self) -> bool:
-        """Whether rows without an answer weigh 1."""
+        """Whether responses without an answer have weight 1."""
         return self.needs_answer or (self.statistics == "reasoning" and self.answer_weights is None)
 
     @property
     def reads_answer(self) -> bool:
-        """Whether a row's weights depend on its answer."""
+        """Whether a response's weights depend on its answer."""
         return self.skips_unanswered or self.answer_weights is not None
 
     def check(self) -> None:
@@ -217,7 +218,7 @@ class Signal(Options):
         """
 
     def select(self, batch: RolloutBatch) -> RowSelection:
-        """Find the rows that need scores: inside the gate, with an answer where one is needed, a token that trains, and an
+        """Find the responses that need scores: inside the gate, with an answer where one is needed, a token that trains, and an
         advantage that is not 0. Leaving the others out is exact, as their token advantages do not depend on scores."""
         device = batch.advantages_B.device
 
@@ -253,14 +254,14 @@ class Signal(Options):
         raise NotImplementedError(f"{type(self).__name__} names uses={self.uses!r} and has no run()")
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        """Scores of the batch, float (B, T), read in selected rows only; a pass gives its own by default.
+        """Scores of the batch, float (B, T), read in selected responses only; a pass gives its own by default.
 
         Args:
             batch: with the columns that the signal reads.
             of_pass_BT: what :meth:`run` gave, NaN elsewhere; ``None`` for a signal that uses nothing of the model.
 
         Returns:
-            (B, T); a row weighs 1 where any token of its statistics set has no finite score.
+            (B, T); a response has weight 1 where any token of its statistics set has no finite score.
         """
         if of_pass_BT is None:
             raise NotImplementedError(f"{type(self).__name__} uses nothing of the model and has no scores()")
@@ -270,8 +271,8 @@ class Signal(Options):
         """Turn scores into weights.
 
         Args:
-            scores_BT: finite where ``statistics_BT`` is true, and in the scored rows of a signal with answer weights.
-            statistics_BT: bool; the statistics sets of the scored rows.
+            scores_BT: finite where ``statistics_BT`` is true, and in the scored responses of a signal with answer weights.
+            statistics_BT: bool; the statistics sets of the scored responses.
             batch: the batch.
         """
         raise NotImplementedError(

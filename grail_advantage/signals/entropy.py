@@ -2,7 +2,7 @@
 
 Source: a control of this project, for methods that weigh by what a token does to the answer.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from grail_advantage.signals.policy_columns import entropy
 
 @register_signal("entropy")
 class EntropyConfig(ReshapedSignal):
-    """Score ``H``, through any reshaper. The default one keeps each row's mean weight at 1 and ranks nothing."""
+    """Score ``H``, through any reshaper. The default one keeps each response's mean weight at 1 and ranks nothing."""
 
-    formula = "map of H; by default 1 + 0.1 (H / row mean - 1)"
+    formula = "map of H; by default 1 + 0.1 (H / response mean - 1)"
     source = "control"
     reads = frozenset({ENTROPY})
 

@@ -1,9 +1,9 @@
 """Entropy bonus: the advantage grows with the entropy at each token, by at most a part of itself.
 
 Source: arXiv 2506.14758, ``A_t = A + min(alpha H, |A| / kappa)``, written as a weight. The bonus is added whatever the sign of
-the advantage, so that a wrong row's undecided tokens are pushed down less.
+the advantage, so that an incorrect response's undecided tokens are pushed down less.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``A_k = A^E + omega A_k^S``. ``A^E`` compares the sum of a response's rewards with the other responses to the prompt, as GRPO
 does; ``A_k^S`` compares the discounted return of turn k with those of all turns of the group before which a tool or a user said
-the same, wherever they stand. First turns follow the same prompt. A turn whose observation no other one shares has ``A_k^S``
+the same, wherever they are. First turns follow the same prompt. A turn whose observation no other one shares has ``A_k^S``
 0. Observations are the same where their token ids are; the code's grouping of similar texts is not built.
 """
 

@@ -5,9 +5,9 @@ places, each an option of its own. It was not shown to train better, and trained
 
 - tokens after the answer have exactly no gradient, and drag the statistics of the whole response down: ``statistics``;
 - the embedding at the predictor position is the *previous* token's: ``alignment``;
-- the reward judges the last box: ``span``; and not the letters of ``\\boxed``: ``target``;
-- content weights hit rows that the gate excludes: ``content_outside_gate``;
-- the clip is not symmetric and the answer weighs 5, so that the row's mass grows: ``normalize_mass``.
+- the reward function reads the last box: ``span``; and not the letters of ``\\boxed``: ``target``;
+- content weights hit responses that the gate excludes: ``content_outside_gate``;
+- the clip is not symmetric and the answer has weight 5, so that the sum of the response's weights grows: ``normalize_mass``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OFFICIAL = {
     "normalize_mass": False,
 }
 ROBUST = {
-    "alignment": "token",  # with the embeddings as the leaf
+    "alignment": "token",  # with the embeddings as the activation
     "span": "last",
     "target": "content",
     "statistics": "reasoning",
@@ -55,9 +55,9 @@ def target_range(span: AnswerSpan, target: str) -> Range:
 class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
     """GRAIL. An option left at ``None`` takes its preset's value, so that after construction none is ``None``."""
 
-    formula = "clip(1 + 0.5 z, 0.5, 5), z the row's standardised log || dL/dh * h ||; answer content 5"
+    formula = "clip(1 + 0.5 z, 0.5, 5), z the response's standardised log || dL/dh * h ||; answer content 5"
     source = "arXiv 2606.04889 (declare-lab/grail, `src/train/grail_trainer.py`, `compute_grail_weights`)"
-    cost = "1 on the selected rows; 2 where their forward cannot be shared"
+    cost = "1 on the selected responses; 2 where their forward cannot be shared"
 
     preset: Literal["official", "robust"] = option(
         "official", "official reproduces the published behaviour, robust chooses otherwise in several places"
@@ -88,7 +88,7 @@ class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
 
     gate: GateOption = "wrong"
 
-    content_outside_gate: bool = option(None, "whether answers of rows outside the gate still get content_weight")
+    content_outside_gate: bool = option(None, "whether answers of responses outside the gate still get content_weight")
 
     normalize_mass: NormalizeMass = OF_PRESET
 

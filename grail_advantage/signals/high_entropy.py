@@ -5,7 +5,7 @@ of the tokens kept; the option ``denominator`` says which, and the code's way is
 each micro-batch of the update, with the policy as it then is, and of equal entropies keeps as many as fit; here one cut is made
 for the whole batch, with the policy before the update, and all equal ones are kept, as in the equation.
 
-Shape suffixes: B rows, T response tokens, N tokens of all rows.
+Shape suffixes: B responses, T response tokens, N tokens of all responses.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from grail_advantage.signals.policy_columns import entropy
 class HighEntropyConfig(Signal):
     """1, or N / k, on the tokens of highest entropy in the batch, 0 on the others.
 
-    All rows are compared, those with advantage 0 as well. Tokens that tie at the cut are all kept. With ``normalize_mass`` a
-    row without any token kept stays at 0.
+    All responses are compared, those with advantage 0 as well. Tokens that tie at the cut are all kept. With
+    ``normalize_mass`` a response without any token kept stays at 0.
     """
 
     formula = "N / k on the k of the batch's N tokens with the highest H, else 0; rho = k / N = 0.2"

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
     """OAR-G and OAR-P.
 
-    The answer is the last complete ``\\boxed{...}``, every row with one gets weights, and tokens outside the statistics set
-    weigh 1.
+    The answer is the last complete ``\\boxed{...}``, every response with one gets weights, and tokens outside the
+    statistics set have weight 1.
     """
 
     section = "oar"
@@ -57,7 +57,7 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
 
     probe: Literal["answer_mean", "last", "answer_joint"] = option(
         "answer_mean",
-        "reading of the answer: answer_mean, the mean logits of the answer's tokens; last, the logits of the row's last "
+        "reading of the answer: answer_mean, the mean logits of the answer's tokens; last, the logits of the response's last "
         "position; answer_joint, the mean log-likelihood of the answer's tokens",
     )
 
@@ -68,11 +68,11 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
         why="without noise every score is 0",
     )
 
-    noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the row's tokens; at least 0", ge=0)
+    noise_seed: int = option(0, "OAR-G: seed of the noise, with the step and the response's tokens; at least 0", ge=0)
 
     max_perturbations: int | None = option(
         None,
-        "OAR-P: most tokens replaced in a row, evenly spaced, the scores between them interpolated; all by default",
+        "OAR-P: most tokens replaced in a response, evenly spaced, the scores between them interpolated; all by default",
         ge=1,
     )
 
@@ -100,7 +100,7 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
 
     @property
     def cost(self) -> str:  # type: ignore[override]
-        return f"{'3 on' if self.method == 'gradient' else '1 for every reasoning token of'} the selected rows"
+        return f"{'3 on' if self.method == 'gradient' else '1 for every reasoning token of'} the selected responses"
 
     def further_options(self, reshaper: str) -> dict[str, Any]:
         rule = "sorted" if self.variant == "grail_port" else "linear"
@@ -114,7 +114,8 @@ class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
             )
 
     def probe_of(self, row: PassRow) -> Range:
-        """The positions whose logits the probe reads: the row's last one, or the predictor positions of the answer's tokens."""
+        """The positions whose logits the probe reads: the response's last one, or the predictor positions of the
+        answer's tokens."""
         if self.probe == "last":
             return row.length - 1, row.length
         return row.response_start + row.answer.start - 1, row.response_start + row.answer.end - 1

@@ -3,7 +3,7 @@
 Source: OAR (arXiv 2601.07408). With Gaussian noise on the embeddings and ``J`` the divergence of the answer from what it is
 without noise (see :mod:`grail_advantage.signals.oar_probe`), a position's score is ``| sum over dims of (dJ/de) * e |``.
 
-Shape suffixes: B rows, S positions, D hidden, K positions that the probes read.
+Shape suffixes: B responses, S positions, D hidden, K positions that the probes read.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def noise_seed(seed: int, step: int, tokens: Sequence[int]) -> int:
-    """Seed of one row's noise: the first eight bytes of the SHA-256 of ``"seed/step/token,token,..."``, little-endian.
+    """Seed of one response's noise: the first eight bytes of the SHA-256 of ``"seed/step/token,token,..."``, little-endian.
 
-    It depends on nothing else, so that a row's noise is the same on any rank, in any micro-batch, in any order of the rows and
+    It depends on nothing else, so that a response's noise is the same on any rank, in any micro-batch, in any order and
     with any padding. Rows that say the same share it, as they share everything else that their scores depend on.
 
     Args:

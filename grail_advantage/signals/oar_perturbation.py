@@ -57,7 +57,7 @@ def perturbation_scores(signal: OarConfig, row: PassRow, model: Model, forward: 
         bar: counts counterfactuals.
 
     Returns:
-        (R,) float32. With ``answer_joint`` a score is negative where the replacement makes the answer likelier.
+        (R,) float32. With ``answer_joint`` a score is negative where the replacement makes the answer more probable.
     """
     tokens_S, probe, (start, length) = row.tokens_S, signal.probe, signal.probe_of(row)
     # answer_joint asks for the token after each position; after the row's last one, which only "last" reads, is none.

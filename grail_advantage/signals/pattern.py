@@ -1,9 +1,9 @@
 """Pattern: tokens by what they say, such as the numbers that follow an equals sign.
 
 A control of this project, which knows neither the model nor the error. Put it beside ``control=true``, which weighs as many
-tokens of the same rows at random places.
+tokens of the same responses at random places.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ NUMBERS_AFTER_EQUALS = r"=\s*(?P<content>[-+]?\$?\d+(?:,\d{3})*(?:\.\d+)?)"
 
 @register_signal("pattern")
 class PatternConfig(Signal):
-    """One weight on the tokens that an expression matches, another on the others, in the rows of the gate; one weight for all
-    other rows. By default only the numbers after an equals sign of right rows train.
+    """One weight on the tokens that an expression matches, another on the others, in the responses of the gate; one
+    weight for all other responses. By default only the numbers after an equals sign of correct responses train.
 
     The expression is matched in the decoded response. A token is inside where it has a byte of what matches. A token's score
-    is 1 inside and 0 outside. A row on which the expression takes more than a second weighs 1.
+    is 1 inside and 0 outside. A response on which the expression takes more than a second has weight 1.
     """
 
-    formula = "inside (1) on the tokens that match, outside (0) on the others; elsewhere (0) in rows outside the gate"
+    formula = (
+        "inside (1) on the tokens that match, outside (0) on the others; elsewhere (0) in responses outside the gate"
+    )
     source = "control"
     reads = frozenset({TOKENS})
 
@@ -50,11 +52,11 @@ class PatternConfig(Signal):
 
     gate: GateOption = "correct"
 
-    elsewhere: Literal[0, 1] = option(0, "weight of the rows outside the gate: 0 or 1")
+    elsewhere: Literal[0, 1] = option(0, "weight of the responses outside the gate: 0 or 1")
 
     control: bool = option(
         False,
-        "whether as many tokens at random places of the row count in place of those that match; drawn by its content",
+        "whether as many tokens at random places of the response count in place of those that match; drawn by its content",
     )
 
     normalize_mass: NormalizeMass = False
@@ -67,7 +69,7 @@ class PatternConfig(Signal):
         return compile_expression(self.expression, f"{self.section}.expression")
 
     def select(self, batch: RolloutBatch) -> RowSelection:
-        """The rows outside the gate too, which get a weight of their own."""
+        """The responses outside the gate too, which get a weight of their own."""
         rows = super().select(batch)
         selected_B = (batch.advantages_B != 0) & batch.valid_B
         return RowSelection(rows.answered_B, rows.inside_gate_B, selected_B)

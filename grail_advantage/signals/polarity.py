@@ -4,7 +4,7 @@ Source: arXiv 2506.01347 and its code. Its names in these options: PSR is ``wron
 ``right=0.1``. The paper finds at pass@k that NSR is the better half; this project found at toy scale that leaving wrong
 responses out helped accuracy (docs/evidence.md). So try both.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from grail_advantage.signals.base import Reshaped, Signal
 
 @register_signal("polarity")
 class PolarityConfig(Signal):
-    """One weight for rows with a positive advantage, one for rows with a negative one. With the defaults every weight is 1, as
-    with ``uniform``.
+    """One weight for responses with a positive advantage, one for responses with a negative one. With the defaults
+    every weight is 1, as with ``uniform``.
 
-    A token's score is the advantage of its row.
+    A token's score is the advantage of its response.
     """
 
-    formula = "right where A > 0, wrong where A < 0 (both 1); with spread divided by the row's number of tokens"
+    formula = "right where A > 0, wrong where A < 0 (both 1); with spread divided by the response's number of tokens"
     source = (
         "PSR, NSR and W-REINFORCE, arXiv 2506.01347 (TianHongZXY/RLVR-Decomposed, `verl/trainer/ppo/core_algos.py`, "
         "`compute_psr_nsr_outcome_advantage`)"
     )
 
-    right: float = option(1.0, "weight of rows with a positive advantage; at least 0", ge=0)
+    right: float = option(1.0, "weight of responses with a positive advantage; at least 0", ge=0)
 
-    wrong: float = option(1.0, "weight of rows with a negative advantage; at least 0", ge=0)
+    wrong: float = option(1.0, "weight of responses with a negative advantage; at least 0", ge=0)
 
     spread: bool = option(
         False,
-        "whether a row's weights are divided by its number of tokens, so that long rows get no more weight than short ones",
+        "whether a response's weights are divided by its number of tokens, so that long ones weigh no more than short ones",
     )
 
-    spread_over: Literal["both", "right", "wrong"] = option("both", "the rows in which spread=true divides")
+    spread_over: Literal["both", "right", "wrong"] = option("both", "the responses in which spread=true divides")
 
     def check(self) -> None:
         if self.right == self.wrong == 0:

@@ -1,9 +1,9 @@
 """Columns that signals read of the policy before the update: surprisal and entropy of the response tokens.
 
 Both come from the forward that gives the old log-probabilities, and cost nothing. A value that is not finite is of a
-broken forward and becomes NaN, so that its row weighs 1 whatever is made of it.
+broken forward and becomes NaN, so that its response has weight 1 whatever is made of it.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Advantage reweighting: likely tokens weigh more, so that the large gradients of unlikely ones do not drown theirs.
+"""Advantage reweighting: probable tokens weigh more, so that the large gradients of improbable ones do not drown theirs.
 
 Source: "Do not let low-probability tokens over-dominate", arXiv 2505.12929, and its code; not its second method, which updates
-unlikely and likely tokens in turn.
+improbable and probable tokens in turn.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ProbabilityConfig(Signal):
 
     alpha: float = option(
         0.2,
-        "how much less an impossible token weighs than a certain one, which weighs 1; in (0, 1]",
+        "how much less an impossible token weighs than a certain one, which has weight 1; in (0, 1]",
         gt=0,
         le=1,
         why="the weights lie between 1 - alpha and 1",

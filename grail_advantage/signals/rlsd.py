@@ -1,16 +1,16 @@
 """RLSD: a token matters as much as its probability moves once the model knows the answer.
 
-Source: RLSD (arXiv 2604.03128). The prompt is asked again with privileged text in its last user message, the gold answer or a
+Source: RLSD (arXiv 2604.03128). The prompt is asked again with privileged text in its last user message, the ground truth or a
 reference solution, and the response that was sampled without it follows, token for token. The current policy is its own
-teacher. With D_t the log-probability of token t there minus the one it was sampled with, and A the row's advantage,
+teacher. With D_t the log-probability of token t there minus the one it was sampled with, and A the response's advantage,
 
     u_t = clip(exp(sign(A) D_t), 1 - epsilon, 1 + epsilon),    w_t = (1 - lam) + lam u_t.
 
-Every token of a row without privileged text weighs 1, as in GRPO.
+Every token of a response without privileged text has weight 1, as in GRPO.
 
 The text comes from a data set and may hold anything. In the prompt it stays inside its message, see :func:`harmless`.
 
-Shape suffixes: B rows, T response tokens, P tokens of a rebuilt prompt, S positions of one row's prompt + response.
+Shape suffixes: B responses, T response tokens, P tokens of a rebuilt prompt, S positions of one prompt + response.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _MISSING = object()
 class RlsdConfig(Signal):
     """RLSD with the current policy as the teacher.
 
-    The weights lie in ``[1 - lam epsilon, 1 + lam epsilon]``. Where a token's log-probability is not finite, the whole row
-    weighs 1.
+    The weights lie in ``[1 - lam epsilon, 1 + lam epsilon]``. Where a token's log-probability is not finite, the whole response
+    has weight 1.
     """
 
     formula = (
         "1 - lam + lam clip(exp(sign(A) (log p' - log p)), 1 - epsilon, 1 + epsilon), p' with the answer in the prompt"
     )
     source = "arXiv 2604.03128 (coldsakrua/RLSD, `rlsd_sign_fallback_strict_split_trainer.py`; two ports)"
-    cost = "1 on the rows with A != 0"
+    cost = "1 on the responses with A != 0"
     reads = frozenset({OLD_LOG_PROBS, EXAMPLES})
     uses = LOG_PROBS
 
@@ -84,7 +84,7 @@ class RlsdConfig(Signal):
     )
 
     negative_only: bool = option(
-        False, "whether only rows with a negative advantage get weights; the others then weigh 1"
+        False, "whether only responses with a negative advantage get weights; the others then have weight 1"
     )
 
     privileged_column: str = option(
@@ -125,10 +125,10 @@ class RlsdConfig(Signal):
         return self.lam * max(0.0, 1.0 - step / self.lam_steps) if self.lam_steps else self.lam
 
     def select(self, batch: RolloutBatch) -> RowSelection:
-        """Rows without privileged text need no pass, and none does where ``lam`` has fallen to 0.
+        """Responses without privileged text need no pass, and none does where ``lam`` has fallen to 0.
 
         Raises:
-            ValueError: no row of the batch has the column, so that its name must be wrong.
+            ValueError: no response of the batch has the column, so that its name must be incorrect.
         """
         rows = super().select(batch)
         if self.lam_at(batch.step) == 0.0:
@@ -138,8 +138,8 @@ class RlsdConfig(Signal):
         columns = [example.columns for example in batch.examples if example is not None]
         if columns and all(look_up(of_row, self.privileged_column) is _MISSING for of_row in columns):
             raise ValueError(
-                f"{self.section}.privileged_column={self.privileged_column!r} is in no row of the batch, whose columns are "
-                f"{', '.join(sorted(columns[0])) or 'none'}"
+                f"{self.section}.privileged_column={self.privileged_column!r} is in no response of the batch, whose columns "
+                f"are {', '.join(sorted(columns[0])) or 'none'}"
             )
         privileged_B = torch.tensor(
             [self._privileged_text(example) != "" for example in batch.examples],
@@ -149,7 +149,7 @@ class RlsdConfig(Signal):
         return replace(rows, selected_B=rows.selected_B & privileged_B)
 
     def prepare_row(self, row: PassRow, tokenizer: PreTrainedTokenizerBase) -> PassRow:
-        """The same response after the prompt with the privileged text, or the row itself where there is no such text.
+        """The same response after the prompt with the privileged text, or the response itself where there is no such text.
 
         Raises:
             ValueError: the last user message is not a text.

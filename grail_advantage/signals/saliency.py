@@ -73,7 +73,7 @@ class SaliencySignal(ReshapedSignal):
         return replace(row, tokens_S=row.tokens_S[: self.target_positions(row)[1]])
 
     def row_scores(self, row: PassRow, saliency_P: torch.Tensor, norm_P: torch.Tensor) -> RowScores:
-        """A row's scores from the saliency of its positions, the first being the one before the response."""
+        """A response's scores from the saliency of its positions, the first being the one before the response."""
         return RowScores(align_scores(saliency_P, row.response_length, self.alignment), norm_P)
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:

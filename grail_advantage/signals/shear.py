@@ -2,7 +2,8 @@
 
 Source: SHEAR (arXiv 2604.23318, section 3, Algorithm 1), from a detailed restatement of it; neither the paper's text nor its
 authors' code was read. The distances between stretches of hidden states are in :mod:`.shear_distances`. The other outcome is
-the other sign of the advantage: rows without an advantage, such as truncated ones where these are masked, are on neither side.
+the other sign of the advantage: responses without an advantage, such as truncated ones where these are masked, are on
+neither side.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, TOLERAN
 
 @register_signal("shear")
 class ShearConfig(Signal):
-    """A token's weight: the greatest distance of a window that holds it to the nearest window of the group's rows of the other
-    outcome, relative to the group's mean norm of hidden states. Rows without an opposite weigh 1.
+    """A token's weight: the greatest distance of a window that holds it to the nearest window of the group's responses
+    of the other outcome, relative to the group's mean norm of hidden states. Responses without an opposite have weight
+    1.
 
-    The hidden states of a rank's selected rows are held together on its device, in the model's precision: 32 rows of 4096
-    tokens at 2560 dimensions are 0.7 GB in bf16.
+    The hidden states of a rank's selected responses are held together on its device, in the model's precision: 32
+    responses of 4096 tokens at 2560 dimensions are 0.7 GB in bf16.
     """
 
     formula = "greatest over windows with t of the least Sinkhorn distance to an opposing one, / mean ||h||"
     source = "arXiv 2604.23318, section 3, Algorithm 1 (from a restatement of it; neither the paper's text nor code was read)"
-    cost = "1 on the rows with an advantage, and the distances"
+    cost = "1 on the responses with an advantage, and the distances"
     reads = frozenset({GROUPS})
     uses = HIDDEN_STATES
     whole_groups = True

@@ -2,7 +2,7 @@
 
 Source: SHEAR (arXiv 2604.23318). A response is cut into overlapping windows, each a cloud of hidden states. A window's
 distance is that to the nearest window of any response of the group with the other outcome, and a token's score is the
-greatest distance of the windows that hold it, in units of the group's mean hidden norm. Correct and wrong responses are
+greatest distance of the windows that hold it, in units of the group's mean hidden norm. Correct and incorrect responses are
 treated alike. The source names the Sinkhorn distance but neither its regularisation nor its iterations: see
 :func:`sinkhorn_distance`, which leaves the iterations to POT.
 

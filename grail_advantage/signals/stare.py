@@ -1,10 +1,11 @@
-"""STARE: while the policy's entropy is low, the least likely tokens of right rows weigh a little more.
+"""STARE: while the policy's entropy is low, the least probable tokens of correct responses weigh a little more.
 
-Source: arXiv 2606.19236 and its code. The variants have the code's names: ``O1`` raises the weight of right rows' tokens alone,
-``C2`` also lowers that of wrong rows' tokens. The code chooses tokens in each mini-batch of the update, with the policy as it
-then is, and moves the weights in an adaptive variant; here they are chosen once for the whole batch and the weights are fixed.
+Source: arXiv 2606.19236 and its code. The variants have the code's names: ``O1`` raises the weight of correct
+responses' tokens alone, ``C2`` also lowers that of incorrect responses' tokens. The code chooses tokens in each
+mini-batch of the update, with the policy as it then is, and moves the weights in an adaptive variant; here they are
+chosen once for the whole batch and the weights are fixed.
 
-Shape suffixes: B rows, T response tokens, N tokens of all rows one after the other.
+Shape suffixes: B responses, T response tokens, N tokens of all responses one after the other.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from grail_advantage.signals.policy_columns import entropy, surprisal
 
 @register_signal("stare")
 class StareConfig(Signal):
-    """1.1 on the least likely tenth of all tokens with a positive advantage, while the batch's mean entropy is below 0.3.
+    """1.1 on the least probable tenth of all tokens with a positive advantage, while the batch's mean entropy is below 0.3.
 
-    The mean is that of all rows, also those with advantage 0, taken as the run's loss takes it. Of equally likely tokens those
-    of earlier rows, and in a row the earlier ones, are chosen, exactly as many as a tenth is, rounded up.
+    The mean is that of all responses, also those with advantage 0, taken as the run's loss takes it. Of equally
+    probable tokens those of earlier responses, and in a response the earlier ones, are chosen, exactly as many as a
+    tenth is, rounded up.
     """
 
     formula = (
@@ -47,7 +49,7 @@ class StareConfig(Signal):
 
     threshold: float = option(
         0.3,
-        "mean entropy in nats from which on every token weighs 1; greater than 0",
+        "mean entropy in nats from which on every token has weight 1; greater than 0",
         gt=0,
         why="no entropy is below it, and every weight would be 1; train with adv_estimator=uniform",
     )
@@ -65,7 +67,7 @@ class StareConfig(Signal):
     normalize_mass: NormalizeMass = False
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`grail_advantage.signals.base.Signal`. Both columns of a row must be finite."""
+        """See :class:`grail_advantage.signals.base.Signal`. Both columns of a response must be finite."""
         return torch.where(entropy(batch).isfinite(), surprisal(batch), torch.nan)
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:

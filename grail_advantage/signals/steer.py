@@ -4,7 +4,7 @@ Source: arXiv 2510.10150 and its code, with the linear map. ``e = |A (1 - p) (lo
 policy's entropy by a step on the token. There ``p`` and ``H`` are those of the moving policy; here those before the update,
 which are the same in the first mini-batch of a step with verl.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from grail_advantage.signals.policy_columns import entropy, surprisal
 class SteerConfig(Signal):
     """Weights fall linearly from 1.2 at the batch's least ``e`` to 0.8 at its largest.
 
-    The tokens of rows with advantage 0 are not compared. Where all are equal, every token weighs 1.
+    The tokens of responses with advantage 0 are not compared. Where all are equal, every token has weight 1.
     """
 
     formula = "from 1.2 at the batch's least e to 0.8 at its largest, linearly; e = |A (1 - p) (log p + H)|"

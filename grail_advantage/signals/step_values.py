@@ -1,17 +1,17 @@
 """Step values: a step's advantage is by how much it changes the mean reward of the siblings that pass through the same state.
 
 A method of this project. A response is cut into steps. The state after a step is the step's place and its result: its last
-number, or its text where it has none. ``V(state)`` is the mean reward of the group's rows that pass through it, shrunk towards
-the group's mean; a step's tokens get ``A_t = V(after) - V(before)``. At the start ``V`` is the group's mean, at the end the
-row's reward, so that the values of a row's steps sum to its ``A``.
+number, or its text where it has none. ``V(state)`` is the mean reward of the group's responses that pass through it,
+shrunk towards the group's mean; a step's tokens get ``A_t = V(after) - V(before)``. At the start ``V`` is the group's
+mean, at the end the response's reward, so that the values of a response's steps sum to its ``A``.
 
 A response's last step ends in its reward and counts in no state. A response whose advantage is not finite counts in none and
 trains nothing itself.
 
-Everything is computed from the rows' advantages, which are the rewards less the group's mean with Dr. GRPO, and the same
+Everything is computed from the responses' advantages, which are the rewards less the group's mean with Dr. GRPO, and the same
 divided by the group's deviation with GRPO.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _NUMBER = regex.compile(r"(?:(?<![\w)\]}])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)
 
 @register_signal("step_values")
 class StepValuesConfig(Signal):
-    """Token advantages of either sign, from how often the group's rows through the same intermediate results were right.
+    """Token advantages of either sign, from how often the group's responses through the same intermediate results were correct.
 
-    Rows whose group has one outcome only get 0. Truncated rows count in no state's mean where they are masked. It needs
-    prompts whose responses write one step a line, and several responses a prompt.
+    Responses whose group has one outcome only get 0. Truncated responses count in no state's mean where they are
+    masked. It needs prompts whose responses write one step a line, and several responses a prompt.
     """
 
-    formula = "A_t = V(after) - V(before), V the mean A of the group's rows with the same result at the same step"
+    formula = "A_t = V(after) - V(before), V the mean A of the group's responses with the same result at the same step"
     source = "this project"
     reads = frozenset({GROUPS, TOKENS})
     gives = "advantages"
@@ -54,7 +54,7 @@ class StepValuesConfig(Signal):
 
     shrink: float = option(
         1.0,
-        "rows of the group's mean that are added to each state's mean; at least 0, where 0 trusts single rows",
+        "responses of the group's mean that are added to each state's mean; at least 0, where 0 trusts single responses",
         ge=0,
     )
 
@@ -66,7 +66,7 @@ class StepValuesConfig(Signal):
         return compile_expression(self.separator, f"{self.section}.separator")
 
     def select(self, batch: RolloutBatch) -> RowSelection:
-        """All rows that train of groups in which any advantage differs from 0."""
+        """All responses that train of groups in which any advantage differs from 0."""
         rows = super().select(batch)
         _, groups_B = torch.unique(batch.groups_B, return_inverse=True)
         matters_G = torch.zeros(len(groups_B), device=groups_B.device)

@@ -1,12 +1,12 @@
-"""Surprisal: how unlikely each drawn token was under the policy.
+"""Surprisal: how improbable each drawn token was under the policy.
 
-By default the gate and the map make a hard selection: of a wrong response only the least likely reasoning token is held
-responsible, and right responses stay as they are.
+By default the gate and the map make a hard selection: of an incorrect response only the least probable reasoning token is held
+responsible, and correct responses stay as they are.
 
 Source: a control of this project; the repository of arXiv 2606.00257 weighs by the square of the surprisal (reshaper
 ``power``).
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grail_advantage.signals.policy_columns import surprisal
 class SurprisalConfig(ReshapedSignal):
     """Score ``-old_log_prob``, through any reshaper."""
 
-    formula = "map of s = -log p; by default 1 on the wrong row's reasoning token with the highest s, else 0"
+    formula = "map of s = -log p; by default 1 on the incorrect response's reasoning token with the highest s, else 0"
     source = "control; the reshaper power: arXiv 2606.00257 (its repository, the file is not on record)"
     reads = frozenset({OLD_LOG_PROBS})
 

@@ -1,6 +1,6 @@
 """Turns of a response, their rewards, and the base of the methods that give every turn an advantage of its own.
 
-A *turn* is a maximal run of tokens that the model wrote. What a tool or a user said stands between two turns and trains
+A *turn* is a maximal run of tokens that the model wrote. What a tool or a user said is between two turns and trains
 nothing. Turns are found among all tokens that the model wrote, also those that a rollout correction drops from training.
 
 A method derives from :class:`TurnSignal` and has one function, :meth:`TurnSignal.turn_advantages`: the advantages of the turns
@@ -209,7 +209,7 @@ class TurnSignal(Signal):
 
 
 def said_before(messages_T: np.ndarray, turn_T: np.ndarray) -> list[tuple[int, ...]]:
-    """What stands between each turn and the one before it; nothing before the first.
+    """The messages between each turn and the one before it; nothing before the first.
 
     Args:
         messages_T: token ids of a response, whoever wrote them.
@@ -217,5 +217,5 @@ def said_before(messages_T: np.ndarray, turn_T: np.ndarray) -> list[tuple[int, .
     """
     edges = np.diff(turn_T >= 0, prepend=False, append=False).nonzero()[0]  # where turns begin and end, in turn
     begins, ends = edges[2::2], edges[1:-1:2]
-    said = [tuple(messages_T[end:begin].tolist()) for begin, end in zip(begins, ends, strict=True)]
-    return [(), *said] if len(edges) else []
+    messages = [tuple(messages_T[end:begin].tolist()) for begin, end in zip(begins, ends, strict=True)]
+    return [(), *messages] if len(edges) else []

@@ -1,4 +1,4 @@
-"""Every token weighs 1: GRPO in this trainer, so that a method differs from its baseline in the weights alone."""
+"""Every token has weight 1: GRPO in this trainer, so that a method differs from its baseline in the weights alone."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ class UniformConfig(Signal):
     source = "the baseline"
 
     def select(self, batch: RolloutBatch) -> RowSelection:
-        """No row needs scores."""
+        """No response needs scores."""
         rows = super().select(batch)
         return replace(rows, selected_B=torch.zeros_like(rows.selected_B))

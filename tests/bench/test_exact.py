@@ -77,7 +77,7 @@ def test_the_deciding_tokens_by_hand() -> None:
 
 
 def test_accuracy_is_that_of_every_text_enumerated(temperature: float = 0.6) -> None:
-    """All texts that differ from the given one in deciding tokens, each judged by reading it; of six tokens, others are ruled
+    """All texts that differ from the given one in deciding tokens, each scored by reading it; of six tokens, others are ruled
     out."""
     problem = BenchProblem("4+5", 4, (("+", 5),))
     prompt = prompt_ids(TOKENIZER, problem)

@@ -43,28 +43,30 @@ def made() -> Small:
 
 def figures(made: Small, signal: Signal) -> dict[str, Estimate]:
     advantages_BL = credit(made.model, TOKENIZER, made.batch, signal)
-    found = agreement.measure(made.model, made.batch, advantages_BL, made.yardstick, 0, shuffles=5, update_shuffles=2)
-    return found | places.measure(made.batch, advantages_BL, 0)
+    measured = agreement.measure(
+        made.model, made.batch, advantages_BL, made.yardstick, 0, shuffles=5, update_shuffles=2
+    )
+    return measured | places.measure(made.batch, advantages_BL, 0)
 
 
 def test_a_perfect_method_reaches_the_ceiling(made: Small) -> None:
-    found, ceiling = figures(made, signal_of("exact credit")), made.yardstick.ceiling.value
-    assert found["credit"].value == pytest.approx(1, abs=1e-5)
-    assert found["credit_shuffled"].value < 0.3
-    assert found["token"].value == found["alike"].value == found["hit"].value == 1
+    measured, ceiling = figures(made, signal_of("exact credit")), made.yardstick.ceiling.value
+    assert measured["credit"].value == pytest.approx(1, abs=1e-5)
+    assert measured["credit_shuffled"].value < 0.3
+    assert measured["token"].value == measured["alike"].value == measured["hit"].value == 1
     # 64 responses a problem are nearly free of the noise of sampling.
-    assert ceiling > 0.2 and found["update"].value == pytest.approx(ceiling, abs=0.35 * ceiling)
-    assert found["update_gain"].value > 0.5 * found["update"].value
+    assert ceiling > 0.2 and measured["update"].value == pytest.approx(ceiling, abs=0.35 * ceiling)
+    assert measured["update_gain"].value > 0.5 * measured["update"].value
     first = figures(made, signal_of("first error"))
     assert first["token"].value == first["hit"].value == 1 and first["token_gain"].value > 0.4
 
 
 def test_a_useless_method_is_its_control(made: Small) -> None:
-    found = figures(made, Noise())
+    measured = figures(made, Noise())
     for name in ("token", "step"):
-        assert found[name].value == pytest.approx(0.5, abs=0.08)
+        assert measured[name].value == pytest.approx(0.5, abs=0.08)
     for name in ("token_gain", "step_gain", "hit_gain", "credit_gain"):
-        assert abs(found[name].value) < 4 * found[name].error + 0.01, name
+        assert abs(measured[name].value) < 4 * measured[name].error + 0.01, name
     same = figures(made, signal_of("uniform"))
     for name in ("token", "step", "hit", "credit", "update"):
         assert same[f"{name}_gain"].value == pytest.approx(0, abs=1e-6), name
@@ -131,8 +133,8 @@ def test_shuffling_moves_values_within_their_response_alone(made: Small) -> None
 
 def test_figures_of_a_response_by_hand() -> None:
     label = Label(2, np.array([0, 1, 1, 0], dtype=bool), np.array([1, 0, 1, 0], dtype=bool))
-    found = of_response(np.array([3.0, 1.0, 3.0, 2.0]), label)
-    assert found == {"token": 2.5 / 3, "alike": 0.5, "step": 1.5 / 4, "hit": 0.5, "hit_step": 0.5}
+    figures_of_response = of_response(np.array([3.0, 1.0, 3.0, 2.0]), label)
+    assert figures_of_response == {"token": 2.5 / 3, "alike": 0.5, "step": 1.5 / 4, "hit": 0.5, "hit_step": 0.5}
 
 
 def test_labels_are_the_first_wrong_token_of_incorrect_responses(made: Small) -> None:

@@ -92,11 +92,11 @@ def test_a_method_of_another_package_is_measured_once(foreign: Path, made: Small
         return work.run(names, folder, SETTINGS, seeds=1, processes=1)
 
     rows = run()
-    found = {(row["method"], row["figure"]): float(row["value"]) for row in rows if row["figure"]}
-    assert {method for method, _ in found} == {"all", "exact credit", "uniform", "foreign_results"}
+    values = {(row["method"], row["figure"]): float(row["value"]) for row in rows if row["figure"]}
+    assert {method for method, _ in values} == {"all", "exact credit", "uniform", "foreign_results"}
     # The small model's first wrong token is nearly always the result; the aim is certain, the credit is not.
-    assert found["foreign_results", "hit"] > 0.8 > 0.2 > found["foreign_results", "hit_shuffled"]
-    assert found["foreign_results", "passes"] == 0 and found["exact credit", "credit"] == pytest.approx(1)
+    assert values["foreign_results", "hit"] > 0.8 > 0.2 > values["foreign_results", "hit_shuffled"]
+    assert values["foreign_results", "passes"] == 0 and values["exact credit", "credit"] == pytest.approx(1)
     assert [row["note"] for row in rows if row["method"] == "foreign_turns"] == ["needs the field tool_rewards"]
 
     real, measured = work.measure, []

@@ -1,4 +1,4 @@
-"""Training: the loss is verl's, a control of equal weights is the method itself, and rates and contrasts are as planned."""
+"""Training: the loss is verl's, a control of equal weights is the method itself; learning rates and contrasts as planned."""
 
 from __future__ import annotations
 

@@ -19,15 +19,15 @@ def part(share: float, count: int) -> int:
 def chosen(scores: Sequence[float], places: Sequence[Any], count: int) -> list[Any]:
     """Places of the highest scores, one at a time, of equal ones the first."""
     left = list(range(len(places)))
-    found = []
-    while left and len(found) < count:
+    chosen = []
+    while left and len(chosen) < count:
         best = left[0]
         for index in left:
             if scores[index] > scores[best]:
                 best = index
-        found.append(places[best])
+        chosen.append(places[best])
         left.remove(best)
-    return found
+    return chosen
 
 
 def top(scores: Sequence[float], k: int = 1, share: float | None = None) -> list[float]:

@@ -1,7 +1,7 @@
 """Token weights of the methods that read old log-probabilities and entropies, the plain way, to compare the package with.
 
-Nothing here is shared with the package but the span's four numbers: rows are lists of floats, and everything is a loop. A
-weight list has one entry for each token of its row.
+Nothing here is shared with the package but the span's four numbers: responses are lists of floats, and everything is a loop. A
+weight list has one entry for each token of its response.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grail_advantage.weighting import BatchWeights, batch_weights
 from tests.core.plain_maps import MAPS, chosen, part, to_mass
 
 NAN = math.nan
-SPAN = AnswerSpan(3, 4, 5, 6)  # three reasoning tokens, opening, one content token, closing; the rest is behind it
+SPAN = AnswerSpan(3, 4, 5, 6)  # three reasoning tokens, opening, one content token, closing; the rest is after it
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Row:
 
 
 def random_rows(seed: int, count: int = 12) -> list[Row]:
-    """Rows of 0 to 14 tokens. Every second draw has few different values, so that ties abound."""
+    """Responses of 0 to 14 tokens. Every second draw has few different values, so that ties abound."""
     draw = random.Random(seed)
     step = 64 if seed % 2 else 2
     rows = []
@@ -79,7 +79,7 @@ def random_rows(seed: int, count: int = 12) -> list[Row]:
 def batch_of(
     rows: Sequence[Row], *, extra: int = 0, junk: float = NAN, aggregate: Callable | None = None
 ) -> RolloutBatch:
-    """The rows side by side, padded on the right, with ``junk`` wherever no token trains."""
+    """The responses side by side, padded on the right, with ``junk`` wherever no token trains."""
     width = max((len(row.trained) for row in rows), default=0) + extra
 
     def padded(values: Sequence[float], row: Row) -> list[float]:
@@ -108,7 +108,7 @@ def result_of(signal: Signal, batch: RolloutBatch) -> BatchWeights:
 
 
 def weights_of(signal: Signal, rows: Sequence[Row], **options: Any) -> list[list[float]]:
-    """The package's weights of each row's tokens; checks dtype, range and the padding on the way."""
+    """The package's weights of each response's tokens; checks dtype, range and the padding on the way."""
     batch = batch_of(rows, **options)
     weights_BT = result_of(signal, batch).weights_BT
     assert weights_BT.dtype == torch.float32
@@ -119,7 +119,7 @@ def weights_of(signal: Signal, rows: Sequence[Row], **options: Any) -> list[list
 
 
 def close(got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], tolerance: float = 1e-6) -> None:
-    """Row by row, so that a failure names the row."""
+    """Row by row, so that a failure names the response."""
     assert len(got) == len(expected)
     for index, (of_row, wanted) in enumerate(zip(got, expected, strict=True)):
         torch.testing.assert_close(
@@ -128,13 +128,13 @@ def close(got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], t
             rtol=tolerance,
             atol=tolerance,
             msg=lambda text, index=index, of_row=of_row, wanted=wanted: (
-                f"row {index}: {of_row} is not {wanted}\n{text}"
+                f"response {index}: {of_row} is not {wanted}\n{text}"
             ),
         )
 
 
 def inside(row: Row, gate: str) -> bool:
-    """Whether the gate lets the row through."""
+    """Whether the gate lets the response through."""
     return {"wrong": row.advantage <= 0, "correct": row.advantage > 0, "all": True}[gate]
 
 
@@ -149,7 +149,7 @@ def through_map(
     **options: Any,
 ) -> list[list[float]]:
     """A score for each token, one of the maps above, a gate and a statistics set."""
-    found = []
+    all_weights = []
     for row in rows:
         weights = row.ones()
         places = row.reasoning() if statistics == "reasoning" else row.tokens
@@ -162,8 +162,8 @@ def through_map(
                 weights[index] = weight
             if normalize_mass:
                 weights = to_mass(weights, row.tokens if reshaper == "top" else places)
-        found.append(weights)
-    return found
+        all_weights.append(weights)
+    return all_weights
 
 
 def surprisals(row: Row) -> list[float]:
@@ -196,8 +196,8 @@ def each_token(
     normalize_mass: bool = False,
     taking_part: Callable[[Row], bool] = lambda row: row.advantage != 0,
 ) -> list[list[float]]:
-    """A weight of its own for every token of the rows that take part and whose column is finite."""
-    found = []
+    """A weight of its own for every token of the responses that take part and whose column is finite."""
+    all_weights = []
     for row in rows:
         weights = row.ones()
         if taking_part(row) and sound(row, getattr(row, column)):
@@ -205,14 +205,14 @@ def each_token(
                 weights[index] = weight(row, index)
             if normalize_mass:
                 weights = to_mass(weights, row.tokens)
-        found.append(weights)
-    return found
+        all_weights.append(weights)
+    return all_weights
 
 
 def high_entropy(
     rows: Sequence[Row], rho: float = 0.2, denominator: str = "selected", normalize_mass: bool = False
 ) -> list[list[float]]:
-    """The tokens at or above the entropy that the share ends with, over all rows."""
+    """The tokens at or above the entropy that the share ends with, over all responses."""
     everything = [row.entropies[index] for row in rows if sound(row, row.entropies) for index in row.tokens]
     if not everything:
         return [row.ones() for row in rows]
@@ -255,13 +255,13 @@ def stare(
     strength: float = 0.1,
     normalize_mass: bool = False,
 ) -> list[list[float]]:
-    """The least likely tokens of either sign, while the mean entropy is below the threshold."""
+    """The least probable tokens of either sign, while the mean entropy is below the threshold."""
     taking_part = [sound(row, row.entropies, row.log_probs) for row in rows]
     both = list(zip(rows, taking_part, strict=True))
     everything = [row.entropies[index] for row, part_ in both if part_ for index in row.tokens]
-    found = [row.ones() for row in rows]
+    all_weights = [row.ones() for row in rows]
     if not math.fsum(everything) / max(1, len(everything)) < threshold:
-        return found
+        return all_weights
     for sign, weight in ((1, 1 + strength), (-1, 1 - strength))[: 1 if variant == "O1" else 2]:
         places = [
             (number, index)
@@ -271,16 +271,16 @@ def stare(
         ]
         scores = [surprisals(rows[number])[index] for number, index in places]
         for number, index in chosen(scores, places, min(len(places), part(share, len(places)))):
-            found[number][index] = weight
+            all_weights[number][index] = weight
     if not normalize_mass:
-        return found
-    return [to_mass(w, row.tokens) if part_ else w for w, (row, part_) in zip(found, both, strict=True)]
+        return all_weights
+    return [to_mass(w, row.tokens) if part_ else w for w, (row, part_) in zip(all_weights, both, strict=True)]
 
 
 def polarity(
     rows: Sequence[Row], right: float = 1.0, wrong: float = 1.0, spread: bool = False, spread_over: str = "both"
 ) -> list[list[float]]:
-    """A weight for each sign, for each token or shared by the row's tokens."""
+    """A weight for each sign, for each token or shared by the response's tokens."""
 
     def of_token(row: Row, index: int) -> float:
         sign = "right" if row.advantage > 0 else "wrong"
@@ -300,16 +300,16 @@ def steer(
             for index in row.tokens:
                 log_p, entropy_ = min(0.0, row.log_probs[index]), max(0.0, row.entropies[index])
                 changes[number, index] = abs(row.advantage * (1 - math.exp(log_p)) * (log_p + entropy_))
-    found = [row.ones() for row in rows]
+    all_weights = [row.ones() for row in rows]
     if not changes or min(changes.values()) == max(changes.values()):
-        return found
+        return all_weights
     least, most = min(changes.values()), max(changes.values())
     for (number, index), change in changes.items():
-        found[number][index] = highest + (lowest - highest) * (change - least) / (most - least)
+        all_weights[number][index] = highest + (lowest - highest) * (change - least) / (most - least)
     if not normalize_mass:
-        return found
+        return all_weights
     compared = {number for number, _ in changes}
-    return [to_mass(w, rows[n].tokens) if n in compared else w for n, w in enumerate(found)]
+    return [to_mass(w, rows[n].tokens) if n in compared else w for n, w in enumerate(all_weights)]
 
 
 METHODS: dict[str, Callable] = {

@@ -397,8 +397,8 @@ def table() -> str:
     """For docs/receipt.md."""
     lines = ["| thread | the fault | the receipt says |", "|---|---|---|"]
     for fault in FAULTS:
-        found = ", ".join(dict.fromkeys(named(fault, 1)))
-        lines.append(f"| {fault.thread} | {fault.what} | {found} |")
+        findings = ", ".join(dict.fromkeys(named(fault, 1)))
+        lines.append(f"| {fault.thread} | {fault.what} | {findings} |")
     return "\n".join(lines)
 
 

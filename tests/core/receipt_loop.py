@@ -24,7 +24,7 @@ class MicroBatch:
     weights: torch.Tensor
     ref: torch.Tensor
     update_rows: torch.Tensor
-    """All rows of the optimiser step."""
+    """All responses of the optimiser step."""
     count: int
     """Micro-batches of the step on this rank."""
 
@@ -36,7 +36,7 @@ class Rollout:
     batch: Batch
     policy_UBT: torch.Tensor
     plan: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
-    """Of each update: rank and rows."""
+    """Of each update: rank and responses."""
 
 
 def rollout(

@@ -53,7 +53,7 @@ def test_logits_of_half_precision_are_divided_in_float32() -> None:
 
 @pytest.mark.parametrize("together", [1, 1024])
 def test_log_probs_and_entropy_by_hand(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A word that is ruled out adds nothing to the entropy, and a broken row stays broken."""
+    """A word that is ruled out adds nothing to the entropy, and a broken response stays broken."""
     monkeypatch.setattr(activations, "POSITIONS_TOGETHER", together)
     logits = torch.tensor([[0.0, math.log(3), -math.inf], [0.0, 0.0, 0.0], [math.nan, 0.0, 0.0]])
     tokens = torch.tensor([1, 2, 0])

@@ -170,8 +170,8 @@ REFUSED = [
 
 
 def test_what_is_refused() -> None:
-    for ids, given, said in REFUSED:
-        with pytest.raises(ValueError, match=said):
+    for ids, given, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
             find_answer_span(ids, **{"tokenizer": real.char_tokenizer(), **given})
     with pytest.raises(ValueError, match="which: "):
         find_answer_spans([], real.char_tokenizer(), "both")

@@ -1,4 +1,4 @@
-"""The methods that read old log-probabilities and entropies: by hand, against loops over random rows, and from a model."""
+"""The methods that read old log-probabilities and entropies: by hand, against loops over random responses, and from a model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BY_HAND: dict[str, tuple[Signal, list[Row], list]] = {
         [Row(1.0, (), [2, 1, 1]), Row(-1.0, (), [1, 0, 0, 0, 0, 0, 0])],
         [[2.5] * 3, [2.5, 0, 0, 0, 0, 0, 0]],
     ),
-    "a broken row counts nowhere": (
+    "a broken response counts nowhere": (
         HighEntropy(),
         [Row(1.0, (), [NAN, 50, 60, 70, 80]), Row(-1.0, (), [4, 1, 2, 3, 0])],
         [[1] * 5, [5, 0, 0, 0, 0]],
@@ -57,7 +57,7 @@ BY_HAND: dict[str, tuple[Signal, list[Row], list]] = {
     "an entropy that was rounded below 0": (EntropyBonus(), [Row(1.0, (), [-0.25, 0.5])], [[1, 1.2]]),
     "a log-probability that was rounded above 0": (Probability(), [Row(1.0, [0.25, HALF])], [[1, 0.9]]),
     "at the threshold": (Stare(threshold=0.5), [Row(1.0, [-1.0], [0.5])], [[1.0]]),
-    "stare, a broken row": (
+    "stare, a broken response": (
         Stare(),
         [Row(1.0, [-9.0] * 20, [5.0] * 19 + [math.inf]), Row(1.0, [-1.0, -2.0], [LOW, LOW])],
         [[1] * 20, [1, 1.1]],
@@ -69,7 +69,7 @@ BY_HAND: dict[str, tuple[Signal, list[Row], list]] = {
         [[1.2, 0.8, 1.2], [1.0], [1]],
     ),
 }
-"""What the random rows below have not."""
+"""What the random responses below have not."""
 
 
 @pytest.mark.parametrize("case", BY_HAND)
@@ -82,10 +82,10 @@ def test_bounds_of_the_entropy_bonus_are_flagged() -> None:
     entropies = (0.0, 0.5, 1.0, 2.0)
     rows = [Row(advantage, (), entropies) for advantage in (1.0, -1.0, 0.0)]
     for kappa in (2.0, 3.0, 7.0):  # 1 / 3 and 1 / 7 are exact in no float
-        found = result_of(EntropyBonus(kappa=kappa, alpha=0.4), batch_of(rows))
+        result = result_of(EntropyBonus(kappa=kappa, alpha=0.4), batch_of(rows))
         bound = [0.4 * entropy >= 1 / kappa for entropy in entropies]
-        assert found.at_upper_bound_BT.tolist() == [bound, [False] * 4, [False] * 4]
-        assert found.at_lower_bound_BT.tolist() == [[False] * 4, bound, [False] * 4]
+        assert result.at_upper_bound_BT.tolist() == [bound, [False] * 4, [False] * 4]
+        assert result.at_lower_bound_BT.tolist() == [[False] * 4, bound, [False] * 4]
 
 
 def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
@@ -93,12 +93,12 @@ def test_stare_takes_the_mean_entropy_as_the_loss_takes_it() -> None:
         assert mask_BT.sum() == 8 and bool(values_BT.isfinite().all())
         return float(((values_BT * mask_BT).sum(dim=-1) / mask_BT.sum(dim=-1)).mean())
 
-    # By tokens 0.2125, by rows 0.1625.
+    # By tokens 0.2125, by responses 0.1625.
     rows = [Row(1.0, [-1.0], [LOW]), Row(-1.0, [-1.0] * 7, [0.225] * 7)]
     for threshold, by_tokens, by_rows in ((0.15, 1.0, 1.0), (0.2, 1.0, 1.1), (0.25, 1.1, 1.1)):
         close(weights_of(Stare(threshold=threshold), rows), [[by_tokens], [1] * 7])
-        found = weights_of(Stare(threshold=threshold), rows, aggregate=mean_of_row_means, extra=2)
-        close(found, [[by_rows], [1] * 7])
+        weights = weights_of(Stare(threshold=threshold), rows, aggregate=mean_of_row_means, extra=2)
+        close(weights, [[by_rows], [1] * 7])
 
 
 MAP = st.one_of(
@@ -136,7 +136,7 @@ KEEPS_MASS_AS_IT_IS = {"polarity"}
 @few(40)
 @given(data=st.data(), seed=st.integers(0, 10_000), extra=st.integers(0, 2), normalize_mass=st.booleans())
 def test_against_loops(name: str, data: st.DataObject, seed: int, extra: int, normalize_mass: bool) -> None:
-    """Rows of 0 to 14 tokens with and without answers, some with gaps, every other draw full of ties."""
+    """Responses of 0 to 14 tokens with and without answers, some with gaps, every other draw full of ties."""
     rows = random_rows(seed)
     options = data.draw(st.fixed_dictionaries({key: st.sampled_from(values) for key, values in OPTIONS[name].items()}))
     if name not in KEEPS_MASS_AS_IT_IS:
@@ -150,7 +150,7 @@ def test_against_loops(name: str, data: st.DataObject, seed: int, extra: int, no
     got = weights_of(signal, rows, extra=extra)
     close(got, plain_weights.METHODS[name](rows, **options, **of_map))
     if name not in COMPARES_ROWS:
-        assert got == [weights_of(signal, [row])[0] for row in rows], "a row weighs the same alone"
+        assert got == [weights_of(signal, [row])[0] for row in rows], "a response weighs the same alone"
 
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
@@ -166,12 +166,12 @@ ROWS = [*ROLLOUTS.values(), Rollout("And?", r"So \boxed{1}", 0.0), Rollout("One 
 @cache
 def columns_by_hand(temperature: float) -> list[Row]:
     """Through a float64 copy of the model."""
-    model, found = tiny_model("qwen3").double(), []
+    model, rows = tiny_model("qwen3").double(), []
     for rollout in ROWS:
         log_probs, entropies = plain_columns(model, encode(rollout.prompt), encode(rollout.response), temperature)
         spans = reference.boxed_spans(rollout.response.removesuffix(END))
-        found.append(Row(rollout.advantage, log_probs, entropies, AnswerSpan(*spans[-1]) if spans else None))
-    return found
+        rows.append(Row(rollout.advantage, log_probs, entropies, AnswerSpan(*spans[-1]) if spans else None))
+    return rows
 
 
 def full_width(batch: Batch, rows: list[Row], name: str) -> torch.Tensor:

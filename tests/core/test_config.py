@@ -78,8 +78,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 """Each kind of refusal."""
 
 
-@pytest.mark.parametrize(("name", "options", "said"), REFUSED)
-def test_what_is_refused_and_how(name: str, options: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED)
+def test_what_is_refused_and_how(name: str, options: dict[str, Any], message: str) -> None:
     build = reshapers()[name].from_dict if name in reshapers() else method(name).build
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         build(options)

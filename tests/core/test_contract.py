@@ -1,7 +1,7 @@
 """The contract of every registered method of this package, whatever its formula.
 
-A row that cannot be scored weighs 1 and no other row notices, the batch's figures are finite, and no number makes a weight that
-is not finite or below 0. A new method is tested here as soon as it is registered.
+A response that cannot be scored has weight 1 and no other response notices, the batch's figures are finite, and no
+number makes a weight that is not finite or below 0. A new method is tested here as soon as it is registered.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ TOKENS = 9
 SPAN = AnswerSpan(4, 5, 7, 8)
 ADVANTAGES = (-1.0, 0.5, -0.25, 0.5, -1.5, 0.0)
 OPTIONS = {"stare": {"variant": "C2"}, "polarity": {"wrong": 0.5}, "pattern": {"gate": "wrong", "elsewhere": 1}}
-"""So that the method does something with every row below, whose entropies are low."""
+"""So that the method does something with every response below, whose entropies are low."""
 COMPARES_ROWS = {"high_entropy", "stare"}
-"""Methods that need values of rows whose advantage is 0."""
+"""Methods that need values of responses whose advantage is 0."""
 COMPARES_TRAINED_ROWS = {"steer"}
-"""Methods that compare the rows with an advantage."""
+"""Methods that compare the responses with an advantage."""
 READS_NO_NUMBERS = {"uniform": 1.0, "polarity": 0.5, "pattern": 0.0}
-"""Methods without a score that could break, and what they make of a wrong row without an equals sign."""
+"""Methods without a score that could break, and what they make of an incorrect response without an equals sign."""
 SAID = "4=12 so 7= 3 or "
 HARD = {"surprisal", "entropy_bonus", "steer", "pattern"}
-"""Methods that choose a token among equal ones, or whose scores are multiplied with something else of the row."""
+"""Methods that choose a token among equal ones, or whose scores are multiplied with something else of the response."""
 
 WEIGH = [name for name in METHODS if method(name).signal_class.gives == "weights"]
 """The others are in ``test_text_methods.py``."""
@@ -64,13 +64,13 @@ class Case:
         """Weights and figures; what every batch must fulfil is checked."""
         signal = signal_of(name)
         columns = {source: values for source, values in self.values.items() if source in signal.reads}
-        said = (SAID * (self.mask_BT.shape[1] // len(SAID) + 1))[: self.mask_BT.shape[1]]
+        text = (SAID * (self.mask_BT.shape[1] // len(SAID) + 1))[: self.mask_BT.shape[1]]
         batch = RolloutBatch(
             self.mask_BT,
             self.advantages_B,
             self.spans,
             columns,
-            tokens_BT=torch.tensor(encode(said), dtype=torch.int64).expand(self.mask_BT.shape),
+            tokens_BT=torch.tensor(encode(text), dtype=torch.int64).expand(self.mask_BT.shape),
             tokenizer=char_tokenizer(),
         )
         rows = signal.select(batch)
@@ -89,13 +89,13 @@ class Case:
         return replace(self, values=values)
 
     def without(self, *rows: int) -> Case:
-        """The same batch in which no token of these rows trains."""
+        """The same batch in which no token of these responses trains."""
         mask_BT = self.mask_BT.clone()
         mask_BT[list(rows)] = False
         return replace(self, mask_BT=mask_BT)
 
     def part(self, rows: list[int], tokens: int) -> Case:
-        """Some rows, and their first tokens."""
+        """Some responses, and their first tokens."""
         values = {source: values[rows, :tokens] for source, values in self.values.items()}
         return Case(self.advantages_B[rows], self.mask_BT[rows, :tokens], values, [self.spans[row] for row in rows])
 
@@ -123,7 +123,7 @@ def sources(name: str) -> list[str]:
 
 
 def scored_row(name: str) -> int:
-    """A row that the method gives scores."""
+    """A response that the method gives scores."""
     plain = case()
     batch = RolloutBatch(plain.mask_BT, plain.advantages_B, plain.spans, {})
     return int(signal_of(name).select(batch).selected_B.int().argmax())
@@ -151,11 +151,11 @@ def test_a_row_with_a_number_that_is_not_finite_weighs_one_and_no_other_notices(
     assert sources(name) or name in READS_NO_NUMBERS
     for source in sources(name):
         for value in NOT_FINITE:
-            found, figures = plain.with_value(source, bad, 1, value).run(name)
-            assert found.weights_BT[bad].tolist() == [1.0] * TOKENS
-            assert found.non_finite_B.tolist() == [row == bad for row in range(len(ADVANTAGES))]
+            result, figures = plain.with_value(source, bad, 1, value).run(name)
+            assert result.weights_BT[bad].tolist() == [1.0] * TOKENS
+            assert result.non_finite_B.tolist() == [row == bad for row in range(len(ADVANTAGES))]
             assert figures["non_finite_rate"] == pytest.approx(1 / len(ADVANTAGES))
-            assert torch.equal(found.weights_BT[others], expected.weights_BT[others])
+            assert torch.equal(result.weights_BT[others], expected.weights_BT[others])
 
 
 def test_an_advantage_that_is_not_finite_counts_as_none(name: str) -> None:
@@ -166,26 +166,28 @@ def test_an_advantage_that_is_not_finite_counts_as_none(name: str) -> None:
     expected, expected_figures = replace(plain, advantages_B=advantages_B.clone()).run(name)
     for value in NOT_FINITE:
         advantages_B[bad] = value
-        found, figures = replace(plain, advantages_B=advantages_B).run(name)
-        assert torch.equal(found.weights_BT, expected.weights_BT)
+        result, figures = replace(plain, advantages_B=advantages_B).run(name)
+        assert torch.equal(result.weights_BT, expected.weights_BT)
         assert figures == expected_figures
         if name not in COMPARES_ROWS:
-            assert found.weights_BT[bad].tolist() == [1.0] * TOKENS
-        weighted_BT = apply_token_weights(advantages_B.unsqueeze(1).expand(-1, TOKENS), found.weights_BT, plain.mask_BT)
+            assert result.weights_BT[bad].tolist() == [1.0] * TOKENS
+        weighted_BT = apply_token_weights(
+            advantages_B.unsqueeze(1).expand(-1, TOKENS), result.weights_BT, plain.mask_BT
+        )
         assert bool(weighted_BT[others].isfinite().all())
 
 
 def test_batches_without_a_token_and_empty_responses_among_others(name: str) -> None:
-    """Rows that fill up a batch, or that a rejection emptied."""
+    """Responses that fill up a batch, or that a rejection emptied."""
     for shape in ((0, TOKENS), (3, 0), (0, 0)):
         nothing = case(*shape)
         nothing.spans = [None] * shape[0]
         assert nothing.run(name)[1] == {}
     kept = [1, 2, 4, 5]
-    found, figures = case().without(0, 3).run(name)
-    assert bool((found.weights_BT[[0, 3]] == 0).all())
+    result, figures = case().without(0, 3).run(name)
+    assert bool((result.weights_BT[[0, 3]] == 0).all())
     expected, expected_figures = case().part(kept, TOKENS).run(name)
-    assert torch.equal(found.weights_BT[kept], expected.weights_BT)
+    assert torch.equal(result.weights_BT[kept], expected.weights_BT)
     assert figures == pytest.approx(expected_figures)
 
 
@@ -208,11 +210,11 @@ def test_numbers_that_under_and_overflow(name: str) -> None:
     for extreme, change in EXTREMES.items():
         values = {source: change(values) for source, values in plain.values.items() if source != OLD_LOG_PROBS}
         values[OLD_LOG_PROBS] = -change(-plain.values[OLD_LOG_PROBS])
-        found, figures = replace(plain, values=values).run(name)
+        result, figures = replace(plain, values=values).run(name)
         assert figures["non_finite_rate"] == 0 or "huge" in extreme, extreme
         if extreme in ("all underflowed to 0", "equal") and name not in COMPARES_ROWS | HARD:
-            # Scores that say nothing: no token of a row counts more than another one because of them.
-            for row, mask in zip(found.weights_BT, found.from_scores_BT, strict=True):
+            # Scores that say nothing: no token of a response counts more than another one because of them.
+            for row, mask in zip(result.weights_BT, result.from_scores_BT, strict=True):
                 assert row[mask].unique().numel() <= 1, extreme
 
 
@@ -224,12 +226,12 @@ PLAIN: dict[str, Callable] = {
 
 
 def test_rows_of_32768_tokens(name: str) -> None:
-    """Sums over so many tokens stay exact: with a plain computation where there is one, else with the row by itself."""
-    long = case(3, LONG, seed=5)  # two rows as long as the longest responses, and a short one
+    """Sums over so many tokens stay exact: with a plain computation where there is one, else with the response by itself."""
+    long = case(3, LONG, seed=5)  # two responses as long as the longest responses, and a short one
     long.spans = [AnswerSpan(LONG - 30, LONG - 20, LONG - 5, LONG - 1), None, SPAN]
     long.advantages_B = torch.tensor([-1.0, 0.5, -0.5])
     long.mask_BT[2, TOKENS:] = False
-    found, _ = long.run(name)
+    result, _ = long.run(name)
     expected: list[list[float]] = []
     if name in PLAIN:
         lengths = zip(long.advantages_B.tolist(), (LONG, LONG, TOKENS), long.spans, strict=True)
@@ -244,11 +246,11 @@ def test_rows_of_32768_tokens(name: str) -> None:
         span, options = (LONG - 30, LONG - 20, LONG - 5, LONG - 1), reference.resolve("official")
         expected = [reference.row_weights(long.values[PASS][0].tolist(), span, -1.0, options)]
     for row, weights in enumerate(expected):
-        got_T = found.weights_BT[row, : len(weights)]
-        torch.testing.assert_close(got_T, torch.tensor(weights), rtol=1e-5, atol=1e-6, msg=f"row {row}")
+        got_T = result.weights_BT[row, : len(weights)]
+        torch.testing.assert_close(got_T, torch.tensor(weights), rtol=1e-5, atol=1e-6, msg=f"response {row}")
     if name not in COMPARES_ROWS | COMPARES_TRAINED_ROWS:
         alone, _ = long.part([2], TOKENS).run(name)
-        assert torch.equal(found.weights_BT[2, :TOKENS], alone.weights_BT[0])
+        assert torch.equal(result.weights_BT[2, :TOKENS], alone.weights_BT[0])
 
 
 # --- through a model -------------------------------------------------------------------------------------------------
@@ -282,22 +284,22 @@ def weigh(
         tokenizer = with_template()
         asked = [{"role": "user", "content": "How many?"}]
         given["examples"] = [Example(asked, {"reward_model": {"ground_truth": "4"}}, {})] * count
-    found = compute_token_weights(model, tokenizer, *batch.tensors(), signal, **given, **options)
-    assert bool(found.weights.isfinite().all()) and found.weights.dtype == found.scores.dtype == torch.float32
-    assert all(math.isfinite(value) for value in found.stats.values()), found.stats
-    return [row[mask.bool()] for row, mask in zip(found.weights, batch.response_mask, strict=True)], found.stats
+    result = compute_token_weights(model, tokenizer, *batch.tensors(), signal, **given, **options)
+    assert bool(result.weights.isfinite().all()) and result.weights.dtype == result.scores.dtype == torch.float32
+    assert all(math.isfinite(value) for value in result.stats.values()), result.stats
+    return [row[mask.bool()] for row, mask in zip(result.weights, batch.response_mask, strict=True)], result.stats
 
 
 def test_nan_logits_in_one_row(name: str) -> None:
-    """Of a prompt with two more rows, so that a method that compares the rows of a prompt has others to compare."""
-    model = tiny_model(layers=2)  # untied, so that one broken embedding touches only the rows that read it
+    """Of a prompt with two more responses, so that a method that compares the responses of a prompt has others to compare."""
+    model = tiny_model(layers=2)  # untied, so that one broken embedding touches only the responses that read it
     with torch.no_grad():
         model.model.embed_tokens.weight[CHARACTERS.index("~")] = NAN
     broken = Rollout("Four?", r"~y \boxed{6} is", -0.5)
-    found, figures = weigh(name, model, [broken, *WHOLE])
-    assert bool((found[0] == READS_NO_NUMBERS.get(name, 1.0)).all())
+    weights, figures = weigh(name, model, [broken, *WHOLE])
+    assert bool((weights[0] == READS_NO_NUMBERS.get(name, 1.0)).all())
     # Without its tokens in the batch.
     alone, _ = weigh(name, model, [replace(broken, response="", advantage=0.0), *WHOLE])
-    for of_row, expected in zip(found[1:], alone[1:], strict=True):
+    for of_row, expected in zip(weights[1:], alone[1:], strict=True):
         torch.testing.assert_close(of_row, expected, rtol=1e-6, atol=1e-6)
     assert figures["non_finite_rate"] == (pytest.approx(1 / 5) if sources(name) else 0.0)

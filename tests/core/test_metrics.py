@@ -56,7 +56,7 @@ def plainly(
 
 @pytest.mark.parametrize("level", [1.0, 300.0])
 def test_figures_token_by_token(level: float) -> None:
-    """Rows of all lengths, with gaps and without a token, to 12 digits."""
+    """Responses of all lengths, with gaps and without a token, to 12 digits."""
     generator = torch.Generator().manual_seed(7)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_figures_token_by_token(level: float) -> None:
 def test_batches_of_nothing_and_of_equal_weights() -> None:
     none = torch.zeros(2, 3)
     assert of_weights(none, torch.zeros(2), none) == {}
-    # Valid tokens, but every advantage is 0: no mass to share out. Or every weight.
+    # Valid tokens, but every advantage is 0: no sum to share out. Or every weight.
     for got in (of_weights(none + 1, torch.zeros(2)), of_weights(none, torch.ones(2))):
         assert got["top_share"] == got["advantage_scale"] == 0.0
         assert all(math.isfinite(value) for value in got.values())

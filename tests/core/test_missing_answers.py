@@ -26,16 +26,16 @@ def watch(choice: str = "stop", signal: Signal | None = None, answer: str = "box
 
 
 @pytest.mark.parametrize(
-    ("texts", "answer", "said"),
+    ("texts", "answer", "message"),
     [
         ([HASHES] * 31 + [NONE], "boxed", r"0 of 32 .* boxed; .*'so #### 42'; here\.answer=hashes .* in 31 of 32"),
         ([NONE] * 32, "boxed", r"no other format finds any: .*, set here.answer .*here\.missing_answers=warn"),
         ([BOX] * 32, "tag", r"in the format tag; .*here\.answer=boxed .* in 32 of 32\. "),
     ],
 )
-def test_a_first_batch_without_answers_stops(texts: list[str], answer: str, said: str) -> None:
+def test_a_first_batch_without_answers_stops(texts: list[str], answer: str, message: str) -> None:
     """It names the format that has them."""
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         looked(watch(answer=answer), texts, answer)
 
 
@@ -81,5 +81,5 @@ def test_counts_of_all_processes_decide() -> None:
 
 
 def test_a_long_response_is_shown_by_its_end_without_the_output_of_tools() -> None:
-    said = advice(answer_format("boxed"), [[*encode("a" * 500), -1, *encode("the end")]], char_tokenizer())
-    assert said.startswith("One of them ends with '" + "a" * 153 + "the end'")
+    message = advice(answer_format("boxed"), [[*encode("a" * 500), -1, *encode("the end")]], char_tokenizer())
+    assert message.startswith("One of them ends with '" + "a" * 153 + "the end'")

@@ -1,4 +1,4 @@
-"""A pass leaves no hook, gradient, mode or value of the model behind, also when it breaks or runs inside ``no_grad``."""
+"""A pass leaves no hook, gradient, mode or value in the model, also when it breaks or runs inside ``no_grad``."""
 
 from __future__ import annotations
 

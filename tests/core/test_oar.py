@@ -51,7 +51,7 @@ def compute(model: nn.Module, batch: Batch, config: OarConfig | GrailConfig) -> 
 def assert_matches(
     model: nn.Module, plain: PlainOar, rollouts: list[Rollout], method: str, padding: str = "both", **options: Any
 ) -> TokenWeights:
-    """Weights, and in the rows that need them scores, are those of the plain computation.
+    """Weights, and in the responses that need them scores, are those of the plain computation.
 
     RMSNorm and RoPE compute in float32 in any model. The noise moves the reading by a thousandth of that, so that of the seven
     digits the gradient keeps three.
@@ -62,8 +62,10 @@ def assert_matches(
     got = compute(model, batch, config)
     rows = [(encode(rollout.prompt), encode(rollout.response), rollout.advantage) for rollout in rollouts]
     expected = oar_weights(plain, method, rows, id_to_character(), options)
-    found = zip(batch.of_responses(got.weights), batch.of_responses(got.scores), strict=True)
-    for index, ((weights, scores), (expected_weights, expected_scores)) in enumerate(zip(found, expected, strict=True)):
+    computed = zip(batch.of_responses(got.weights), batch.of_responses(got.scores), strict=True)
+    for index, ((weights, scores), (expected_weights, expected_scores)) in enumerate(
+        zip(computed, expected, strict=True)
+    ):
         assert weights == pytest.approx(expected_weights, rel=20 * tolerance, abs=20 * tolerance), index
         span = got.spans[index]
         scored = span is not None and rollouts[index].advantage != 0
@@ -98,7 +100,7 @@ FEW_ROLLOUTS = [ROLLOUTS[name] for name in ("right, several boxes", "box at the 
     st.data(), st.sampled_from(["qwen3", "llama"]), st.sampled_from(["both", "left", "right"]), st.sampled_from(MAPS)
 )
 def test_any_options(method: str, data: st.DataObject, family: str, padding: str, of_map: dict) -> None:
-    """Rows of either sign get weights; the keys and values that fell out of an attention window are not shared."""
+    """Responses of either sign get weights; the keys and values that fell out of an attention window are not shared."""
     windowed = family == "qwen3" and method == "perturbation" and data.draw(st.booleans())
     of_both = {name: st.sampled_from(values) for name, values in (BOTH | OF_METHOD[method]).items()}
     options = {**data.draw(st.fixed_dictionaries({}, optional=of_both)), **of_map}
@@ -112,11 +114,12 @@ def test_every_kind_of_rollout(method: str, variant: str) -> None:
     got = assert_matches(*subject(), ALL_ROLLOUTS, method, variant=variant)
     whole = (method, variant) == ("gradient", "grail_port")
     assert got.stats["answer_found_rate"] == 10 / 12
-    assert got.stats["selected_rate"] == (10 if whole else 9) / 12  # one box stands at the start
+    assert got.stats["selected_rate"] == (10 if whole else 9) / 12  # one box is at the start
     assert ("gradient_norm_p10" in got.stats) == (method == "gradient")
 
 
-# ---- mass, weight one, figures ----------------------------------------------------------------------------------------
+# ---- sums of weights, weight one, figures
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)

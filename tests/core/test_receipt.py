@@ -168,8 +168,8 @@ def test_left_out_responses_count_in_denominators() -> None:
     assert names(check(given.batch, TOKEN_MEAN, without).findings) == ["missing"]
     assert check(replace(given.batch, left_out_B=zero), TOKEN_MEAN, without).findings == ()
     trains = torch.arange(8) == 1
-    found = check(replace(given.batch, left_out_B=zero | trains), TOKEN_MEAN, without).findings
-    assert names(found) == ["lost"] and "1 of 8 responses are left out with an advantage" in found[0].what
+    findings = check(replace(given.batch, left_out_B=zero | trains), TOKEN_MEAN, without).findings
+    assert names(findings) == ["lost"] and "1 of 8 responses are left out with an advantage" in findings[0].what
 
 
 # ------------------------------------------------------------------------------------------------------------------- findings
@@ -275,11 +275,11 @@ def test_a_ratio_on_the_bound_of_the_clip_is_no_finding() -> None:
 
 def test_findings_survive_json_and_print() -> None:
     given = rollout(42)
-    receipt = receipt_of(given, lambda micro: ppo(micro, 1), keys=[f"row {row}" for row in range(8)])
+    receipt = receipt_of(given, lambda micro: ppo(micro, 1), keys=[f"response {row}" for row in range(8)])
     (finding,) = receipt.findings
     assert Finding.from_dict(json.loads(json.dumps(finding.to_dict()))) == finding
     lines = str(finding).splitlines()
-    assert len(lines) == 4 and lines[0].startswith("scaled: every token received") and "row " in lines[2]
+    assert len(lines) == 4 and lines[0].startswith("scaled: every token received") and "response " in lines[2]
 
 
 # ---------------------------------------------------------------------------------------------------------------- measurement

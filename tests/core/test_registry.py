@@ -66,12 +66,12 @@ def test_a_name_that_cannot_be_a_section_is_refused(clean_registry: None) -> Non
 
 
 def test_words_that_say_what_a_signal_needs_are_checked() -> None:
-    for attribute, value, said in (
+    for attribute, value, message in (
         ("reads", frozenset({"old_log_prob"}), r"Needy\.reads: 'old_log_prob' is unknown; choose of 'old_log_probs'"),
         ("uses", "hiden_states", r"Needy\.uses: 'hiden_states' is unknown; choose of '', 'saliency'"),
         ("gives", "weight", r"Needy\.gives: 'weight' is unknown; choose of 'weights', 'advantages'"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             type("Needy", (Signal,), {attribute: value})()
     for field, value, kind in (
         ("gate", "negative", Gate),
@@ -84,7 +84,7 @@ def test_words_that_say_what_a_signal_needs_are_checked() -> None:
 
 
 class TestWhatAMapGives:
-    """A method of somebody's own that makes a mistake is told so, and no row trains on it."""
+    """A method of somebody's own that makes a mistake is told so, and no response trains on it."""
 
     def _weights(self, weights: Callable[[torch.Tensor], torch.Tensor]) -> BatchWeights:
         class Mistaken(Signal):

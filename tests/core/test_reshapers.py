@@ -40,12 +40,12 @@ OPTIONS: dict[str, Any] = {
 
 
 def weigh(name: str, scores: list[list[float]], mask: list[list[bool]] | None = None, **options: Any) -> list:
-    """Weights of rows of equal length, all of whose tokens are in the statistics set unless a mask says which."""
+    """Weights of responses of equal length, all of whose tokens are in the statistics set unless a mask says which."""
     scores_BT = torch.tensor(scores, dtype=torch.float64)
     mask_BT = torch.tensor(mask) if mask is not None else torch.ones_like(scores_BT, dtype=torch.bool)
-    found = reshapers()[name](**options).weights(scores_BT, mask_BT, torch.ones(len(scores)))
-    assert found.dtype == torch.float32
-    return found.tolist()
+    weights = reshapers()[name](**options).weights(scores_BT, mask_BT, torch.ones(len(scores)))
+    assert weights.dtype == torch.float32
+    return weights.tolist()
 
 
 def one(name: str, *scores: float, **options: Any) -> list[float]:
@@ -60,7 +60,7 @@ class TestEveryMap:
     @few(80)
     @given(data=st.data(), rows=st.lists(st.lists(SCORES, max_size=14), min_size=1, max_size=4))
     def test_against_the_plain_computation(self, name: str, data: st.DataObject, rows: list[list[float]]) -> None:
-        """Statistics are of the mask: what stands beside it, in a row or behind its end, may be anything."""
+        """Statistics are of the mask: what is beside it, in a response or after its end, may be anything."""
         options = data.draw(OPTIONS[name])
         shuffled = random.Random(len(rows))
         width = max(map(len, rows)) + 3
@@ -86,8 +86,8 @@ class TestEveryMap:
                 weights = one(name, *[score] * length)
                 assert name == "top" or weights == pytest.approx([1.0] * length, abs=1e-6)
         for shape in ((0, 4), (3, 0), (0, 0)):
-            found = chosen.weights(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape[0]))
-            assert found.shape == shape
+            weights_BT = chosen.weights(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape[0]))
+            assert weights_BT.shape == shape
 
 
 class TestTop:

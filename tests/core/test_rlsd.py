@@ -41,7 +41,7 @@ def example(question: Any, gold: Any = "5", **options: Any) -> Example:
 def weigh(
     changes: list[list[float]], advantages: list[float], step: int = 0, **options: Any
 ) -> tuple[torch.Tensor, BatchWeights]:
-    """Weights of rows without padding, from what the response's log-probabilities change by."""
+    """Weights of responses without padding, from what the response's log-probabilities change by."""
     config = RlsdConfig(**options)
     scores_BT = torch.tensor(changes)
     batch = RolloutBatch(
@@ -54,7 +54,7 @@ def weigh(
 def test_bounds_gate_and_mass() -> None:
     changes = [math.log(1.1), math.log(0.9), math.log(2.0), math.log(0.5), 0.0]
     weights_BT, result = weigh([changes, changes, changes], [2.0, -0.5, 0.0])
-    # The ratio of a wrong row becomes its inverse before the clip.
+    # The ratio of an incorrect response becomes its inverse before the clip.
     assert result.at_upper_bound_BT.nonzero().tolist() == [[0, 2], [1, 3]]
     assert result.at_lower_bound_BT.nonzero().tolist() == [[0, 3], [1, 2]]
     only, _ = weigh([changes, changes, changes], [2.0, -0.5, 0.0], negative_only=True)
@@ -127,7 +127,7 @@ def run_rows(
     tokenizer: PreTrainedTokenizerFast | None = None,
     **given: Any,
 ) -> tuple[TokenWeights, list[list[float]]]:
-    """Every row of ``ROWS`` through the plain host; its result, and the weights of each response."""
+    """Every response of ``ROWS`` through the plain host; its result, and the weights of each response."""
     tokenizer = tokenizer if tokenizer is not None else tiny_tokenizer()
     result = compute_token_weights(
         subject(family), tokenizer, *BATCH.tensors(), config, temperature=temperature, examples=examples, **given
@@ -152,9 +152,9 @@ def test_plain_computation(
     """Given log-probabilities are what D starts from, also where they are not the model's own."""
     config = RlsdConfig(lam=lam, epsilon=epsilon, request=request_text)
     given = {} if given_old is None else {"old_log_probs": torch.where(BATCH.response_mask == 1, given_old, 123.0)}
-    _, found = run_rows(config, EXAMPLES, family=family, temperature=temperature, **given)
+    _, weights_of_rows = run_rows(config, EXAMPLES, family=family, temperature=temperature, **given)
     distinct = set()
-    for (asked, said, advantage), of_row, weights in zip(ROWS, EXAMPLES, found, strict=True):
+    for (asked, said, advantage), of_row, weights in zip(ROWS, EXAMPLES, weights_of_rows, strict=True):
         request = request_text.replace("{privileged}", of_row.columns["reward_model"]["ground_truth"])
         old = plain_log_probs(subject(family), f"[user]{asked}[assistant]", said, temperature)
         teacher = plain_log_probs(subject(family), f"[user]{asked}\n\n{request}[assistant]", said, temperature)
@@ -178,8 +178,8 @@ def test_rows_without_privileged_text() -> None:
     without = [Example(asked, columns(nothing), {}) for nothing in NOTHING]
     for broken in [*without, None, Example(asked, {}, {}), Example(system, columns("5"), {})]:
         with watch_inputs(embeddings) as forwards:
-            result, found = run_rows(RlsdConfig(request=SHORT), [broken, *EXAMPLES[1:]], **given)
-        assert found == [[1.0] * len(found[0]), *every[1:]] and len(forwards) == 2
+            result, weights_of_rows = run_rows(RlsdConfig(request=SHORT), [broken, *EXAMPLES[1:]], **given)
+        assert weights_of_rows == [[1.0] * len(weights_of_rows[0]), *every[1:]] and len(forwards) == 2
         assert (result.stats["non_finite_rate"], result.stats["selected_rate"]) == (0.0, 0.5)
 
 

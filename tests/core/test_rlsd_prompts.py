@@ -35,14 +35,14 @@ PREAMBLE = BASE_MATH.split('{{- "The User')[1].split('" }}')[0]
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenizer with a chat template, and what stands around the user message in the prompt."""
+    """A tokenizer with a chat template, and what is around the user message in the prompt."""
 
     tokenizer: Callable[[], PreTrainedTokenizerFast]
     template: str
     before: str
     after: str
     system: str
-    """The same in front of a user message behind the system message ``Be brief.``"""
+    """The same in front of a user message after the system message ``Be brief.``"""
     options: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -77,7 +77,7 @@ each_chat = pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
 def prepared(
     chat: Chat, gold: Any, messages: list[dict[str, Any]] | None = None, **options: Any
 ) -> tuple[list[int], str, PassRow]:
-    """Ids and text of the rebuilt prompt, and the row."""
+    """Ids and text of the rebuilt prompt, and the response."""
     tokenizer = chat.with_template
     messages = messages if messages is not None else [{"role": "user", "content": QUESTION}]
     before = copy.deepcopy(messages)
@@ -93,13 +93,13 @@ def prepared(
         place=0,
         example=Example(messages, columns(gold), chat.options),
     )
-    found = RlsdConfig(**options).prepare_row(row, tokenizer)
+    prepared = RlsdConfig(**options).prepare_row(row, tokenizer)
     assert messages == before
-    assert found.response_length == row.response_length
-    assert found.tokens_S.dtype == torch.int64
-    ids = found.tokens_S.tolist()
-    assert ids[found.response_start :] == response
-    return ids[: found.response_start], tokenizer.decode(ids[: found.response_start]), found
+    assert prepared.response_length == row.response_length
+    assert prepared.tokens_S.dtype == torch.int64
+    ids = prepared.tokens_S.tolist()
+    assert ids[prepared.response_start :] == response
+    return ids[: prepared.response_start], tokenizer.decode(ids[: prepared.response_start]), prepared
 
 
 @pytest.mark.slow

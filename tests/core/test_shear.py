@@ -109,7 +109,7 @@ def test_by_hand() -> None:
         distance_P, error_P = sinkhorn_distance(torch.tensor([[[0.0, cost], [cost, 0.0]]]), epsilon=epsilon)
         assert distance_P.tolist() == pytest.approx([cost * ratio / (1 + ratio)], rel=1e-5)
         assert error_P.item() == pytest.approx(0, abs=1e-6)
-    # On a line, with all of one window behind all of the other, every plan costs the difference of the means.
+    # On a line, with all of one window after all of the other, every plan costs the difference of the means.
     x_N, y_M = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([10.0, 11.0])
     for epsilon in (0.01, 0.05, 1.0):
         distance_P, _ = sinkhorn_distance((y_M[None, :] - x_N[:, None])[None], epsilon=epsilon, tolerance=1e-6)
@@ -152,7 +152,7 @@ def test_greatest_window_counts() -> None:
 def test_against_the_plain_loop(window: int, stride: int) -> None:
     hidden = group(2)
     got = shear_scores(hidden, POSITIVE, window=window, stride=stride, epsilon=0.2, iterations=25, tolerance=0.0)
-    # The loop, too, must have correct rows first.
+    # The loop, too, must have correct responses first.
     order = sorted(range(len(hidden)), key=lambda i: not POSITIVE[i])
     want = plain_scores([hidden[i] for i in order], tuple(POSITIVE[i] for i in order), window, stride, 0.2, 25)
     assert_same([got[i] for i in order], want, rtol=1e-3)
@@ -233,5 +233,5 @@ def test_scores_are_those_of_the_groups_hidden_states() -> None:
             torch.testing.assert_close(got.scores[row, inside], scores_T, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(got.weights[row, inside], scores_T, rtol=1e-4, atol=1e-6)
             assert (got.weights[row, inside] != 1).any()
-    # The row without an advantage is on neither side: it weighs 1, and nobody is compared with it.
+    # The response without an advantage is on neither side: it has weight 1, and nobody is compared with it.
     assert (got.weights[4, batch.response_mask[4].bool()] == 1).all()

@@ -97,13 +97,13 @@ PICTURES: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("options", "pictures"), PICTURES)
 def test_what_matches_is_inside(options: dict[str, Any], pictures: list[str]) -> None:
     batch, values = batch_of(SUMS), {"#": options.get("inside", 1.0), ".": options.get("outside", 0.0), "1": 1.0}
-    found = of_rows(result_of(Pattern(**options), batch).weights_BT, batch)
-    close(found, [[values[sign] for sign in picture] for picture in pictures])
+    weights = of_rows(result_of(Pattern(**options), batch).weights_BT, batch)
+    close(weights, [[values[sign] for sign in picture] for picture in pictures])
 
 
 def test_mass_of_what_matches() -> None:
-    found = result_of(Pattern(normalize_mass=True), batch_of(SUMS)).weights_BT[0]
-    assert float(found.sum()) == pytest.approx(23) and float(found[4]) == pytest.approx(23 / 10)
+    weights = result_of(Pattern(normalize_mass=True), batch_of(SUMS)).weights_BT[0]
+    assert float(weights.sum()) == pytest.approx(23) and float(weights[4]) == pytest.approx(23 / 10)
 
 
 def test_the_control_takes_as_many_tokens_at_random_places_of_the_row() -> None:
@@ -114,17 +114,17 @@ def test_the_control_takes_as_many_tokens_at_random_places_of_the_row() -> None:
     assert torch.equal(real.sum(dim=1), control.sum(dim=1)) and set(control.unique().tolist()) == {0.0, 1.0}
     assert not bool(control[~batch.mask_BT].any())
     places = control.nonzero()[:, 1].tolist()
-    assert len(set(places)) > 15, "anywhere in the row"
-    # The same tokens are drawn alike wherever they stand in a batch.
+    assert len(set(places)) > 15, "anywhere in the response"
+    # The same tokens are drawn alike wherever they are in a batch.
     alone = result_of(Pattern(control=True), batch_of(rows[4:5], trained=kept[4:5])).weights_BT
     assert torch.equal(alone[0], control[4, : alone.shape[1]])
 
 
 def test_an_expression_that_takes_too_long_leaves_the_row_as_it_is() -> None:
     rows = [Said(1.0, "a" * 60 + "b"), Said(1.0, "baa")]
-    found = result_of(Pattern(expression="(a|aa)+$"), batch_of(rows))
-    assert found.non_finite_B.tolist() == [True, False]
-    assert found.weights_BT[0].tolist() == [1.0] * 62 and found.weights_BT[1, :4].tolist() == [0.0, 1.0, 1.0, 0.0]
+    result = result_of(Pattern(expression="(a|aa)+$"), batch_of(rows))
+    assert result.non_finite_B.tolist() == [True, False]
+    assert result.weights_BT[0].tolist() == [1.0] * 62 and result.weights_BT[1, :4].tolist() == [0.0, 1.0, 1.0, 0.0]
 
 
 def test_a_token_with_the_first_bytes_of_a_character_that_matches_is_inside() -> None:
@@ -132,8 +132,8 @@ def test_a_token_with_the_first_bytes_of_a_character_that_matches_is_inside() ->
     euro = "€".encode()
     texts = decode_pieces([b"a", b";", euro[:1], euro[1:2], euro[2:] + b"b", b"", b"c"])
     have_bytes_T = np.array([True] * 5 + [False, True])
-    found = matched(texts, have_bytes_T, regex.compile("€"))
-    assert found.tolist() == [False, False, True, True, True, False, False]
+    inside = matched(texts, have_bytes_T, regex.compile("€"))
+    assert inside.tolist() == [False, False, True, True, True, False, False]
     step_T, states = cut(texts, have_bytes_T, regex.compile(";"))
     assert step_T.tolist() == [0, 0, 1, 1, 1, 1, 1] and states == [(0, "a;"), (1, "€bc")]
 
@@ -144,7 +144,7 @@ STEPS = StepValues(separator=";+")  # the tokenizer has no line feed
 
 
 def plain_step_values(rows: Sequence[Said], shrink: float) -> list[list[float]]:
-    """Over characters, with sums over all pairs of rows."""
+    """Over characters, with sums over all pairs of responses."""
     lines = [re.findall(r"[^;]*;+|[^;]+$", row.text) or [""] for row in rows]
     out_of_it = [row.masked or not math.isfinite(row.advantage) for row in rows]
 
@@ -152,10 +152,10 @@ def plain_step_values(rows: Sequence[Said], shrink: float) -> list[list[float]]:
         numbers = re.findall(r"-?[0-9]+", line)
         return int(numbers[-1]) if numbers else " ".join(line.split())
 
-    found = []
+    advantages = []
     for row, steps, nothing in zip(rows, lines, out_of_it, strict=True):
         if nothing:
-            found.append([0.0] * (len(row.text) + 1))
+            advantages.append([0.0] * (len(row.text) + 1))
             continue
         out, before = [], 0.0
         for place, step in enumerate(steps):
@@ -172,13 +172,13 @@ def plain_step_values(rows: Sequence[Said], shrink: float) -> list[list[float]]:
                 after = math.fsum(alike) / (len(alike) + shrink)
             out += [after - before] * len(step)
             before = after
-        found.append([*out, out[-1] if out else row.advantage])
-    return found
+        advantages.append([*out, out[-1] if out else row.advantage])
+    return advantages
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_step_values_against_loops(seed: int) -> None:
-    """Masked rows, and those whose advantage is not finite, count in no state and train nothing; those with 0 do both."""
+    """Masked responses, and those whose advantage is not finite, count in no state and train nothing; those with 0 do both."""
     draw = random.Random(seed)
     rows = []
     for group in [*range(3)] * 8:
@@ -187,8 +187,8 @@ def test_step_values_against_loops(seed: int) -> None:
         advantage = draw.choice([0.0, 0.5, 1.25, -0.75, *([math.nan, -math.inf] if seed % 2 else [])])
         rows.append(Said(advantage, text, group, masked=draw.random() < 0.15))
     for shrink in (1.0, 0.0, 2.5):
-        found = token_advantages(StepValues(separator=";+", shrink=shrink), batch_of(rows))
-        close(found, plain_step_values(rows, shrink), 1e-5)
+        advantages = token_advantages(StepValues(separator=";+", shrink=shrink), batch_of(rows))
+        close(advantages, plain_step_values(rows, shrink), 1e-5)
 
 
 def test_a_token_without_text_belongs_to_the_step_before_it() -> None:
@@ -208,8 +208,8 @@ def test_no_signal_trains_a_masked_row() -> None:
         def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
             return torch.ones(batch.mask_BT.shape)
 
-    found = token_advantages(Careless(), batch_of([Said(0.5, "a"), Said(-0.5, "b", masked=True)]))
-    assert found == [[1.0, 1.0], [0.0, 0.0]]
+    advantages = token_advantages(Careless(), batch_of([Said(0.5, "a"), Said(-0.5, "b", masked=True)]))
+    assert advantages == [[1.0, 1.0], [0.0, 0.0]]
 
 
 RESULTS = {
@@ -238,20 +238,20 @@ def test_results() -> None:
 def weigh(rows: Sequence[Said], signal: Signal, **given: Any) -> Any:
     rollouts = [Rollout("Two?", f"{row.text}<end>", row.advantage) for row in rows]
     batch = make_batch(rollouts, "both", extra=2)
-    found = compute_token_weights(tiny_model(layers=1), char_tokenizer(), *batch.tensors(), signal, **given)
-    return found, batch
+    result = compute_token_weights(tiny_model(layers=1), char_tokenizer(), *batch.tensors(), signal, **given)
+    return result, batch
 
 
 def test_token_ids_come_from_the_batch_and_groups_are_asked_for() -> None:
     rows = [Said(0.5, "2+3=5;5*2=10;10"), Said(0.5, "2+3=5;10"), Said(-0.5, "2+3=6;12;12"), Said(-0.5, "2+3=5;no")]
     groups = torch.zeros(4, dtype=torch.int64)
-    found, batch = weigh(rows, STEPS, groups=groups)
-    close(batch.of_responses(found.advantages), plain_step_values(rows, 1.0))
+    result, batch = weigh(rows, STEPS, groups=groups)
+    close(batch.of_responses(result.advantages), plain_step_values(rows, 1.0))
     response_BL = batch.response_mask.bool()
-    assert all(map(math.isfinite, found.stats.values())) and not set(OF_WEIGHTS) & set(found.stats)
-    assert bool((found.advantages[~response_BL] == 0).all()) and torch.equal(found.weights, response_BL.float())
+    assert all(map(math.isfinite, result.stats.values())) and not set(OF_WEIGHTS) & set(result.stats)
+    assert bool((result.advantages[~response_BL] == 0).all()) and torch.equal(result.weights, response_BL.float())
     again, _ = weigh(rows, STEPS, groups=groups, masked=torch.tensor([False, True, False, False]))
-    assert not bool(again.advantages[1].any()) and not torch.equal(again.advantages[0], found.advantages[0])
+    assert not bool(again.advantages[1].any()) and not torch.equal(again.advantages[0], result.advantages[0])
     weighted, _ = weigh(rows, Pattern())
     base_BL = torch.tensor([row.advantage for row in rows]).unsqueeze(1)
     torch.testing.assert_close(weighted.advantages, weighted.weights * base_BL)
@@ -260,7 +260,7 @@ def test_token_ids_come_from_the_batch_and_groups_are_asked_for() -> None:
 
 
 class Judged(Signal):
-    """A number for each row, which is a field of the batch."""
+    """A number for each response, which is a field of the batch."""
 
     name: ClassVar[str] = "judged"
     reads = frozenset({"field:blame"})
@@ -274,11 +274,11 @@ class Judged(Signal):
 
 def test_a_field_of_the_batch() -> None:
     rows = [Said(1.0, ""), Said(-1.0, "")]
-    found, _ = weigh(rows, Judged(), fields={"blame": [0.25, 3.0]})
-    assert found.weights.sum(dim=1).tolist() == [0.25, 3.0]
-    for given, said in (
+    result, _ = weigh(rows, Judged(), fields={"blame": [0.25, 3.0]})
+    assert result.weights.sum(dim=1).tolist() == [0.25, 3.0]
+    for given, message in (
         ({}, r"judged reads field:blame; pass fields=\{'blame': \.\.\.\}"),
-        ({"fields": {"blame": [1.0]}}, r"fields\['blame'\] must be one a row, 2 of them; got 1"),
+        ({"fields": {"blame": [1.0]}}, r"fields\['blame'\] must be one a response, 2 of them; got 1"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             weigh(rows, Judged(), **given)

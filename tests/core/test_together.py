@@ -26,9 +26,9 @@ def test_scores_are_those_of_one_at_a_time(name: str) -> None:
     assert (mixing_rows(model_of(name), LONGEST) is not None) == (name in ALONE)
     for index, signal in enumerate(SIGNALS):
         if (name, signal) not in FAILS:
-            found = together.difference(name, signal, ("left", "right", "both")[index % 3])
-            assert found <= CLOSE.get(signal, 1e-5), signal
-            assert found == 0 or name not in ALONE or signal == "oar_p", signal
+            difference = together.difference(name, signal, ("left", "right", "both")[index % 3])
+            assert difference <= CLOSE.get(signal, 1e-5), signal
+            assert difference == 0 or name not in ALONE or signal == "oar_p", signal
 
 
 def test_a_rule_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

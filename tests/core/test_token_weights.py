@@ -68,7 +68,7 @@ def assert_matches(
     answer: str = "boxed",
     **options: Any,
 ) -> TokenWeights:
-    """Weights, spans and, in the rows that need them, scores are those of the plain computation in float64.
+    """Weights, spans and, in the responses that need them, scores are those of the plain computation in float64.
 
     A model in float32 keeps four digits of its gradients and more, of which the logarithms' spread may take another one.
     """
@@ -149,7 +149,7 @@ def test_presets_on_every_kind_of_rollout_in_float32(name: str, preset: str) -> 
     temperature = {"official": 0.6, "robust": 1.7}[preset]
     for leaf in LEAVES:
         got = assert_matches(*subject(name), make_batch(ALL_ROLLOUTS, "both"), preset, temperature, leaf=leaf)
-    # These rows got scores; in those with a box, the tokens after it had none to get.
+    # These responses got scores; in those with a box, the tokens after it had none to get.
     assert got.stats["selected_rate"] == 8 / 12
     assert got.stats["answer_found_rate"] == 10 / 12
 
@@ -169,12 +169,12 @@ def test_answers_in_every_format(answer: str) -> None:
         assert [span is None for span in got.spans] == [False, True, False]
 
 
-# ---- padding, batch composition, row selection ---------------------------------------------------------------------
+# ---- padding, batch composition, response selection ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("target", "first", "last"), [("span", r"\boxed", "}"), ("content", "5}", "5}")])
 def test_only_what_can_matter_is_computed(target: str, first: str, last: str) -> None:
-    """One forward a selected row, up to the last target's predictor; logits at the targets' predictors alone."""
+    """One forward a selected response, up to the last target's predictor; logits at the targets' predictors alone."""
     model = tiny_model()
     rollout = ROLLOUTS["text after the box"]
     others = [ROLLOUTS[name] for name in ("no box", "right", "no response")]

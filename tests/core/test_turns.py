@@ -103,12 +103,12 @@ def _compared(value: float, others: list[float], deviation: bool) -> float:
 
 def plain_turn_rloo(talk: Talk, group: list[Talk], gamma: float = 1.0) -> list[float]:
     siblings = [other for other in group if other is not talk]
-    found = []
+    values = []
     for turn in range(len(talk.turns)):
         with_turn = [_return(other, turn, gamma) for other in siblings if len(other.turns) > turn]
         instead = [_return(other, 0, gamma) for other in siblings] or [0.0]
-        found.append(_return(talk, turn, gamma) - statistics.fmean(with_turn or instead))
-    return found
+        values.append(_return(talk, turn, gamma) - statistics.fmean(with_turn or instead))
+    return values
 
 
 def plain_mt_grpo(talk: Talk, group: list[Talk], alpha: float = 1.0, deviation: bool = True) -> list[float]:
@@ -138,7 +138,7 @@ def plain_gigpo(
     talk: Talk, group: list[Talk], gamma: float = 0.95, omega: float = 1.0, deviation: bool = True
 ) -> list[float]:
     whole = _compared(_return(talk, 0, 1.0), [_return(other, 0, 1.0) for other in group], deviation)
-    found = []
+    values = []
     for turn in range(len(talk.turns)):
         heard = ["", *talk.said][turn]
         alike = [
@@ -147,8 +147,8 @@ def plain_gigpo(
             for place, said in enumerate(["", *other.said])
             if said == heard
         ]
-        found.append(whole + omega * _compared(_return(talk, turn, gamma), alike, deviation))
-    return found
+        values.append(whole + omega * _compared(_return(talk, turn, gamma), alike, deviation))
+    return values
 
 
 PLAIN: dict[str, Callable[..., list[float]]] = {
@@ -167,13 +167,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 
 def plain(name: str, talks: list[Talk], **options: Any) -> list[list[float]]:
     """Token advantages of the tokens that the model wrote."""
-    found = []
+    advantages = []
     for talk in talks:
         group = [other for other in talks if other.group == talk.group]
         of_turns = PLAIN[name](talk, group, **options)
         of_tokens = [value for turn, value in zip(talk.turns, of_turns, strict=True) for _ in turn]
-        found.append([0.0] * len(of_tokens) if talk.masked else of_tokens)
-    return found
+        advantages.append([0.0] * len(of_tokens) if talk.masked else of_tokens)
+    return advantages
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -182,8 +182,8 @@ def test_methods_against_loops(name: str, seed: int) -> None:
     """Masked responses train nothing and count for the others, as in GRPO."""
     talks = talks_of(seed)
     for options in OPTIONS[name]:
-        found = token_advantages(method(name).build(options), batch_of(talks))
-        close(found, plain(name, talks, **options), 1e-5)
+        advantages = token_advantages(method(name).build(options), batch_of(talks))
+        close(advantages, plain(name, talks, **options), 1e-5)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -201,11 +201,13 @@ def test_through_the_plain_host(name: str) -> None:
     }
     inputs = (batch.input_ids, batch.attention_mask, mask_BL, batch.advantages)
     signal, model = method(name).build({}), tiny_model(layers=1)
-    found = compute_token_weights(model, char_tokenizer(), *inputs, signal, **known)
+    result = compute_token_weights(model, char_tokenizer(), *inputs, signal, **known)
     close(
-        [row[mask == 1].tolist() for row, mask in zip(found.advantages, mask_BL, strict=True)], plain(name, talks), 1e-5
+        [row[mask == 1].tolist() for row, mask in zip(result.advantages, mask_BL, strict=True)],
+        plain(name, talks),
+        1e-5,
     )
-    assert not found.advantages[mask_BL == 0].any() and all(map(math.isfinite, found.stats.values()))
+    assert not result.advantages[mask_BL == 0].any() and all(map(math.isfinite, result.stats.values()))
     with pytest.raises(ValueError, match=f"{name} reads rewards; pass rewards="):
         compute_token_weights(model, char_tokenizer(), *inputs, signal, **known | {"rewards": None})
     with pytest.raises(ValueError, match=rf"{name} reads field:tool_rewards; pass fields=\{{'tool_rewards'"):
@@ -218,7 +220,7 @@ def test_every_method_takes_responses_with_gaps() -> None:
     gap = make_batch([Rollout("Two?", "abTOOL cd", 1.0), Rollout("Two?", "ab", -1.0)], "right")
     gap.response_mask[0, 6:10] = 0
     log_probs = torch.tensor([-0.5, -0.1, -2.0, -0.3, -0.2, -0.7, -0.4])
-    found = []
+    weights = []
     for batch in (whole, gap):
         old_BL = torch.zeros(batch.input_ids.shape)
         old_BL[batch.response_mask.bool()] = log_probs
@@ -226,10 +228,10 @@ def test_every_method_takes_responses_with_gaps() -> None:
         result = compute_token_weights(
             tiny_model(layers=1), char_tokenizer(), *batch.tensors(), signal, old_log_probs=old_BL
         )
-        found.append(torch.cat([torch.tensor(of) for of in batch.of_responses(result.weights)]))
+        weights.append(torch.cat([torch.tensor(of) for of in batch.of_responses(result.weights)]))
         assert not result.weights[batch.response_mask == 0].any()
-    torch.testing.assert_close(found[0], found[1])
-    assert len(found[0].unique()) > 3
+    torch.testing.assert_close(weights[0], weights[1])
+    assert len(weights[0].unique()) > 3
     computed = compute_token_weights(
         tiny_model(layers=1), char_tokenizer(), *gap.tensors(), method("surprisal").build({})
     )
@@ -242,8 +244,8 @@ def test_turns_are_runs_of_ones() -> None:
     expected = [[0, 0, -1, 1, -1, 2, 2], [-1, 0, 0, 0, -1, -1, -1], [-1] * 7, [0] * 7]
     assert find_turns(mask_BT).tolist() == expected
     assert find_turns(mask_BT[:, :0]).shape == (4, 0)
-    said = [said_before(np.arange(7), np.array(turns)) for turns in expected]
-    assert said == [[(), (2,), (4,)], [()], [], [()]]
+    messages = [said_before(np.arange(7), np.array(turns)) for turns in expected]
+    assert messages == [[(), (2,), (4,)], [()], [], [()]]
     assert said_before(np.arange(5), np.array([-1, 0, -1, -1, 1])) == [(), (2, 3)]
 
 
@@ -255,8 +257,8 @@ def test_one_turn_gives_grpos_or_rloos_advantage() -> None:
     grpo = (outcomes - outcomes.mean()) / (outcomes.std() + 1e-6)
     rloo = outcomes * 4 / 3 - outcomes.mean() * 4 / 3
     for name, expected in (("turn_rloo", rloo), ("mt_grpo", grpo), ("gtpo", grpo), ("gigpo", 2 * grpo)):
-        found = token_advantages(method(name).build({}), batch_of(GROUPS_OF_ONE_TURN))
-        close(found, [[float(value)] * 2 for value in expected], 1e-6)
+        advantages = token_advantages(method(name).build({}), batch_of(GROUPS_OF_ONE_TURN))
+        close(advantages, [[float(value)] * 2 for value in expected], 1e-6)
 
 
 def test_how_rewards_by_turn_are_aligned() -> None:
@@ -290,10 +292,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("rewards", "options", "said"), REFUSED.values(), ids=REFUSED)
-def test_rewards_that_do_not_fit_name_the_response(rewards: Any, options: dict, said: str) -> None:
+@pytest.mark.parametrize(("rewards", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_rewards_that_do_not_fit_name_the_response(rewards: Any, options: dict, message: str) -> None:
     talks = [Talk(["a"], [], [0.0] * ("align" in options), 0.0), Talk(["a", "b", "c"], ["x", "y"], rewards, 1.0)]
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         token_advantages(method("turn_rloo").build(options), batch_of(talks))
 
 
@@ -306,28 +308,28 @@ def test_what_is_not_finite_is_compared_with_nothing(name: str) -> None:
     expected = plain(name, others)
     signal = method(name).build({})
     batch.fields["tool_rewards"][many] = [NAN] * len(talks[many].rewards)
-    found = token_advantages(signal, batch)
-    assert set(found.pop(many)) == {0.5}, "its response's own advantage, as after any score that is not finite"
-    close(found, expected, 1e-5)
+    advantages = token_advantages(signal, batch)
+    assert set(advantages.pop(many)) == {0.5}, "its response's own advantage, as after any score that is not finite"
+    close(advantages, expected, 1e-5)
     batch.fields["tool_rewards"][many] = [0.0] * len(talks[many].rewards)
     batch.rewards_B[many] = NAN  # the host masks such a response
     batch.masked_B[many], batch.advantages_B[many] = True, 0.0
-    found = token_advantages(signal, batch)
-    assert set(found.pop(many)) == {0.0}
-    close(found, expected, 1e-5)
+    advantages = token_advantages(signal, batch)
+    assert set(advantages.pop(many)) == {0.0}
+    close(advantages, expected, 1e-5)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_responses_that_fill_up_a_batch_or_lose_tokens(name: str) -> None:
-    """A filler has no turn, whatever stands in its fields; a token that a correction drops keeps its turn, untrained."""
+    """A filler has no turn, whatever is in its fields; a token that a correction drops keeps its turn, untrained."""
     talks = [talk for talk in talks_of(5) if not talk.masked]
     expected = plain(name, talks)
     batch = batch_of([*talks, Talk([], ["filler"], [1.0, 2.0], 0.0, group=7)])
     batch.mask_BT[0, 0] = False
-    found = token_advantages(method(name).build({}), batch)
+    advantages = token_advantages(method(name).build({}), batch)
     expected[0][0] = 0.0
-    close(found[:-1], expected, 1e-5)
-    assert found[-1] == []
+    close(advantages[:-1], expected, 1e-5)
+    assert advantages[-1] == []
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -1,4 +1,4 @@
-"""Row selection, alignment and GRAIL's weights from given scores, by hand and against the plain computation."""
+"""Response selection, alignment and GRAIL's weights from given scores, by hand and against the plain computation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.core import reference
 from tests.core.common import few
 
 NAN = math.nan
-SPAN = AnswerSpan(3, 4, 5, 6)  # three reasoning tokens, opening, one content token, closing; the rest is behind it
+SPAN = AnswerSpan(3, 4, 5, 6)  # three reasoning tokens, opening, one content token, closing; the rest is after it
 
 
 def log_scores(*rows: list[float]) -> torch.Tensor:
@@ -57,15 +57,15 @@ def test_a_batch_whose_parts_do_not_fit_is_refused() -> None:
         ({"mask_BT": TWO}, r"mask_BT must be bool of shape \(B, T\), got torch.float32 of shape \(2, 3\)"),
         ({"mask_BT": [[True] * 3] * 2}, "mask_BT must be a tensor, got list"),
         ({"advantages_B": TWO}, r"advantages_B must have shape \(2,\) as mask_BT's rows, got \(2, 3\)"),
-        ({"spans": [None]}, "spans must be one a row, 2 of them; got 1"),
-        ({"examples": [None] * 3}, "examples must be one a row, 2 of them; got 3"),
+        ({"spans": [None]}, "spans must be one a response, 2 of them; got 1"),
+        ({"examples": [None] * 3}, "examples must be one a response, 2 of them; got 3"),
         ({"columns_BT": {"entropy": torch.ones(2, 4)}}, r"columns_BT\['entropy'\] .* shape \(2, 3\).* got .*\(2, 4\)"),
         ({"columns_BT": {"entropy": TWO.long()}}, r"columns_BT\['entropy'\] must be floats.* got torch.int64"),
         ({"step": -3}, "step=-3 must be at least 0"),
         ({"tokens_BT": TWO[:, :2].long()}, r"tokens_BT must be torch\.int64 of shape \(2, 3\)"),
         ({"groups_B": torch.ones(2)}, r"groups_B must be torch\.int64"),
         ({"masked_B": torch.ones(2).long()}, r"masked_B must be torch\.bool"),
-        ({"fields": {"blame": [1]}}, r"fields\['blame'\] must be one a row"),
+        ({"fields": {"blame": [1]}}, r"fields\['blame'\] must be one a response"),
     ):
         with pytest.raises(ValueError, match=words):
             RolloutBatch(**PARTS | change)
@@ -135,8 +135,8 @@ def test_a_token_that_does_not_train_is_compared_with_none(preset: str) -> None:
     """Such as a tool's output between two turns of the reasoning."""
     plain = weigh(torch.tensor([[9.0, 2, 4, 8, 7, 6]]), [AnswerSpan(3, 4, 5, 6)], [-1.0], GrailConfig(preset))
     scores, mask = torch.tensor([[9.0, 5, 2, 4, 8, 7, 6]]), [[1, 0, 1, 1, 1, 1, 1]]
-    found = weigh(scores, [AnswerSpan(4, 5, 6, 7)], [-1.0], GrailConfig(preset), mask).weights_BT[0]
-    assert found[1] == 0 and torch.equal(found[[0, 2, 3, 4, 5, 6]], plain.weights_BT[0])
+    weights = weigh(scores, [AnswerSpan(4, 5, 6, 7)], [-1.0], GrailConfig(preset), mask).weights_BT[0]
+    assert weights[1] == 0 and torch.equal(weights[[0, 2, 3, 4, 5, 6]], plain.weights_BT[0])
 
 
 def test_upper_bound_is_flagged() -> None:
@@ -177,7 +177,7 @@ def scores_of(draw: random.Random, length: int) -> list[float]:
     ),
 )
 def test_random_batches_agree_with_the_plain_computation(seed: int, preset: str, options: dict) -> None:
-    """Rows of any span and length side by side; each weighs the same to the bit alone, in any width."""
+    """Responses of any span and length side by side; each weighs the same to the bit alone, in any width."""
     draw = random.Random(seed)
     rows = []
     for _ in range(6):

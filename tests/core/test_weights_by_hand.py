@@ -64,7 +64,7 @@ SCORES = torch.tensor([[1.0, 3.0, NAN, NAN], [NAN] * 4, [2.0, INF, 5.0, 5.0], [7
 
 
 def test_weights_before_the_answer_and_elsewhere() -> None:
-    """Row 1 has no token before its answer, row 2 a score that is not finite, row 3 needs no scores."""
+    """Response 1 has no token before its answer, response 2 a score that is not finite, response 3 needs no scores."""
     got = batch_weights(SCORES, BATCH, ROWS, Doubled())
     assert got.weights_BT.tolist() == [[2.0, 6.0, 0.5, 0.5], [1.0] * 4, [1.0, 1.0, 1.0, 0.0], [1.0] * 4]
     assert got.non_finite_B.tolist() == [False, False, True, False]
@@ -122,7 +122,7 @@ def test_weights_that_are_not_finite_fall_back_to_1(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Doubled, "reshape", lambda *_: Reshaped(broken))
     got = batch_weights(torch.ones(4, 4), BATCH, ROWS, Doubled())
     assert torch.equal(got.weights_BT, BATCH.mask_BT.float())
-    assert got.non_finite_B.tolist() == [True, False, False, False], "row 1 reads none of them"
+    assert got.non_finite_B.tolist() == [True, False, False, False], "response 1 reads none of them"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_map_may_give_0_and_anything_where_it_is_not_read(monkeypatch: pytest.
 
 
 def test_given_advantages() -> None:
-    """Row 1 has a score that is not finite, row 2 is not selected, row 3 does not train."""
+    """Response 1 has a score that is not finite, response 2 is not selected, response 3 does not train."""
     batch = batch_of([3, 3, 2, 3], [None] * 4, [1.0, 2.0, 3.0, 4.0])
     batch = RolloutBatch(batch.mask_BT, batch.advantages_B, batch.spans, {}, masked_B=torch.tensor([0, 0, 0, 1]).bool())
     scores = torch.tensor([[-5.0, 0.0, 6.0], [1.0, NAN, 1.0], [9.0] * 3, [8.0] * 3])

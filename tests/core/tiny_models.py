@@ -79,7 +79,7 @@ def tiny_model(family: str = "qwen3", *, tied: bool = False, layers: int = 4, se
 
 @dataclass(frozen=True)
 class Rollout:
-    """One row: prompt, response (may be empty, may end in ``<end>``) and advantage."""
+    """One response: prompt, response (may be empty, may end in ``<end>``) and advantage."""
 
     prompt: str
     response: str
@@ -146,7 +146,7 @@ ROLLOUTS = {
 def plain_columns(
     model: Any, prompt: list[int], response: list[int], temperature: float
 ) -> tuple[list[float], list[float]]:
-    """Log-probabilities and entropies of a response: the row alone, all logits, the predictors' distributions in loops."""
+    """Log-probabilities and entropies of a response: the response alone, all logits, the predictors' distributions in loops."""
     with torch.no_grad():
         logits_SV = model(input_ids=torch.tensor([prompt + response])).logits[0] / temperature
     log_probs, entropies = [], []
