@@ -44,8 +44,8 @@ class DumpOptions:
     folder: Path
     every: int = 1
     """Steps from one dump to the next."""
-    rows: int | None = 64
-    """Most rows of a step; ``None`` for all."""
+    responses: int | None = 64
+    """Most responses of a step; ``None`` for all."""
     received: bool = True
     """Whether what each token received is read in the updates, and written beside."""
 
@@ -59,10 +59,10 @@ def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptio
     section = dict(given) if isinstance(given, Mapping) else {"folder": given}
     unknown = sorted(section.keys() - DumpOptions.__dataclass_fields__.keys())
     if unknown or not section.get("folder"):
-        raise ValueError(f"token_dump={given!r} must be a folder, or a mapping of folder, every, rows and received")
+        raise ValueError(f"token_dump={given!r} must be a folder, or a mapping of folder, every, responses and received")
     options = DumpOptions(**section | {"folder": Path(section["folder"]).expanduser().absolute()})
-    for name, value in (("every", options.every), ("rows", options.rows)):
-        if (name, value) != ("rows", None) and (type(value) is not int or value < 1):
+    for name, value in (("every", options.every), ("responses", options.responses)):
+        if (name, value) != ("responses", None) and (type(value) is not int or value < 1):
             raise ValueError(f"token_dump's {name}={value!r} must be a whole number, at least 1")
     if type(options.received) is not bool:
         raise ValueError(f"token_dump's received={options.received!r} must be True or False")
@@ -128,7 +128,7 @@ class GenerationDump(TrainerCallback):
             self._options.folder,
             trainer.processing_class,
             every=self._options.every,
-            rows=self._options.rows,
+            rows=self._options.responses,
             updates=math.ceil(args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)),
             model=trainer.accelerator.unwrap_model(trainer.model).config.name_or_path,
             temperature=trainer.temperature,
@@ -148,8 +148,8 @@ class GenerationDump(TrainerCallback):
             kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
         self._metrics_file.parent.mkdir(parents=True, exist_ok=True)
         self._metrics_file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        rows = min(args.generation_batch_size, self._options.rows or args.generation_batch_size)
-        estimate = size_estimate(rows, self._trainer.max_completion_length, state.max_steps // self._options.every)
+        responses = min(args.generation_batch_size, self._options.responses or args.generation_batch_size)
+        estimate = size_estimate(responses, self._trainer.max_completion_length, state.max_steps // self._options.every)
         print(f"{estimate}, in {self._options.folder}", flush=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:

@@ -58,7 +58,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         missing_answers: ``stop``, ``warn`` or ``ignore`` where responses have no answer, see
             :mod:`grail_advantage.answers.missing`.
         token_dump: a folder for every token's score, weight and advantage, or a mapping of ``folder``, ``every`` (steps from
-            one dump to the next, 1), ``rows`` (of a step at most, 64; None: all) and ``received`` (True: also what each token
+            one dump to the next, 1), ``responses`` (of a step at most, 64; None: all) and ``received`` (True: also what each token
             received in the updates, docs/receipt.md). See docs/token_dump.md.
         skip_zero_advantage: leave responses whose token advantages are all 0 out of the loss's forward and backward. The update
             is the same but for rounding; TRL's figures of entropy and clipping are then those of the others.

@@ -278,7 +278,7 @@ def write_benchmark(path: Path, **changes: Any) -> None:
 
 UNUSABLE: list[tuple[Any, str]] = [
     (None, r"amc23\.parquet: not as recipe.data.prepare writes it \(Arrow"),
-    ({"reward_model": {"style": "rule", "ground_truth": ""}}, "a gold answer is missing"),
+    ({"reward_model": {"style": "rule", "ground_truth": ""}}, "a ground truth is missing"),
     ("empty", "there are no rows"),
 ]
 

@@ -37,7 +37,7 @@ def policy_columns(rows: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 @pytest.mark.parametrize("method", ["grail", "surprisal", "uniform"])
 def test_rows_are_those_of_the_run(tmp_path: Path, method: str) -> None:
     folder = tmp_path / "run" / "tokens"
-    weights = {"token_weights": method, "token_dump": {"folder": folder, "rows": None}}
+    weights = {"token_weights": method, "token_dump": {"folder": folder, "responses": None}}
     trainer = build(tmp_path / "run", data=scripted.prompts(solution=GOLD), weights=weights, max_steps=1)
     signal = trainer.signal
     trainer.train()
@@ -79,7 +79,7 @@ def test_rows_are_those_of_the_run(tmp_path: Path, method: str) -> None:
 def test_steps_rows_and_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whole groups of every other step; a run that resumes writes its own steps and figures in place of the old ones."""
     run = tmp_path / "run"
-    weights = {"token_weights": "grail", "token_dump": {"folder": run / "tokens", "every": 2, "rows": 4}}
+    weights = {"token_weights": "grail", "token_dump": {"folder": run / "tokens", "every": 2, "responses": 4}}
     saving = {"save_strategy": "steps", "save_steps": 3, "weights": weights}
     build(run, max_steps=6, **saving).train()
     assert "token dump: 4 rows a step with up to 64 tokens" in capsys.readouterr().out
@@ -122,7 +122,8 @@ def test_a_response_that_trl_masks_has_no_tokens(tmp_path: Path) -> None:
 def test_options_that_are_refused() -> None:
     assert dump_options("tokens").folder == Path("tokens").absolute()
     for given, match in (
-        ({"every": 2}, "must be a folder, or a mapping of folder, every, rows and received"),
+        ({"every": 2}, "must be a folder, or a mapping of folder, every, responses and received"),
+        ({"folder": "a", "rows": 4}, "a mapping of folder, every, responses and received"),
         ({"folder": "a", "every": 0}, "every=0 must be a whole number, at least 1"),
     ):
         with pytest.raises(ValueError, match=match):

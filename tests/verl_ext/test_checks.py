@@ -64,6 +64,7 @@ OF_METHODS = {
     ): r"does not compile .*; use boxed, hashes, tag, or a regular",
     ("algorithm.token_weights.missing_answers=raise",): r"='raise' is unknown; choose one of stop, warn, ignore",
     ("+algorithm.token_weights.share_forwrd=false",): r"share_forwrd is not an option; the options are share_forward",
+    ("+algorithm.token_dump.rows=4",): r"token_dump\.rows is not an option; the options are folder, every, responses, received",
     ("algorithm.token_weights.share_forward=true", "algorithm.use_kl_in_reward=True"): r"share_forward=True.*use auto",
     ("+algorithm.surprisal.share=0.1", f"{METHOD}=surprisal"): r"share is not .* set it in surprisal\.reshaper_options",
     (f"{METHOD}=oar_g", "+algorithm.oar.gate=all"): r"oar\.gate is not .*one of .*\bgrail\b.*of oar are .*\bvariant\b",

@@ -198,7 +198,7 @@ def start(
         *entry,
         f"hydra.run.dir={folder / 'hydra'}",
         f"{'+' if stock else ''}algorithm.token_dump.folder={folder / 'dump'}",
-        f"{'+' if stock else ''}algorithm.token_dump.rows=null",
+        f"{'+' if stock else ''}algorithm.token_dump.responses=null",
         f"data.train_files={folder / 'train.parquet'}",
         f"data.val_files={folder / 'val.parquet'}",
         "data.max_prompt_length=16",
