@@ -15,7 +15,7 @@ gives every other option by its name.
 - ``algorithm.token_weights.base``: the estimator of verl's registry that gives the advantage of a response, which token weights
   multiply. ``grpo``, the default, is the one that counts several outputs of a session as one response.
 - ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
-- ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of ``responses`` responses a step, ``every`` so
+- ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of so many ``responses`` a step, ``every`` so
   many steps, and with ``received`` what each token received in the update; see docs/token_dump.md.
 """
 
@@ -188,7 +188,9 @@ def _dump_options(folder: Any, every: Any, responses: Any, received: Any) -> Dum
     if type(every) is not int or every < 1:
         raise ValueError(f"{DUMP_EVERY}={every!r} must be a whole number of steps, at least 1")
     if responses is not None and (type(responses) is not int or responses < 1):
-        raise ValueError(f"{DUMP_RESPONSES}={responses!r} must be a whole number, at least 1, or null for all responses")
+        raise ValueError(
+            f"{DUMP_RESPONSES}={responses!r} must be a whole number, at least 1, or null for all responses"
+        )
     if not isinstance(received, bool):
         raise ValueError(f"{DUMP_RECEIVED}={received!r} must be true or false")
     if folder is None:

@@ -23,7 +23,7 @@ GOLD = ["5", "9"]
 
 
 def policy_columns(rows: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Log-probabilities and entropies of each row's response, from the model's logits alone."""
+    """Log-probabilities and entropies of each response, from the model's logits alone."""
     model, log_probs, entropies = tiny_model(), [], []
     for ids_L, valid_L, inside_L in zip(rows.input_ids, rows.attention_mask, rows.response_mask, strict=True):
         ids_S, where_T = ids_L[valid_L.bool()], inside_L[valid_L.bool()].nonzero().flatten()
@@ -82,7 +82,7 @@ def test_steps_rows_and_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[s
     weights = {"token_weights": "grail", "token_dump": {"folder": run / "tokens", "every": 2, "responses": 4}}
     saving = {"save_strategy": "steps", "save_steps": 3, "weights": weights}
     build(run, max_steps=6, **saving).train()
-    assert "token dump: 4 rows a step with up to 64 tokens" in capsys.readouterr().out
+    assert "token dump: 4 responses a step with up to 64 tokens" in capsys.readouterr().out
     rows = list(read_dump(run / "tokens"))
     assert [row.step for row in rows] == [2] * 4 + [4] * 4 + [6] * 4
     assert all(len({row.group for row in rows[at : at + 4]}) == 1 for at in (0, 4, 8))

@@ -196,7 +196,7 @@ class Truncating(scripted.ScriptedTokenWeights):
 
 
 class Shuffling(scripted.ScriptedTokenWeights):
-    """verl-project/verl#7956: the advantages are other rows'."""
+    """verl-project/verl#7956: the advantages are other responses'."""
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"].flip(0)})

@@ -94,7 +94,7 @@ class Updating(Workers):
 def update(
     monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str, signal: Signal | None = None, **workers: Any
 ) -> tuple[Dumping, list[DumpRow]]:
-    """A step with its update; the rows as they read back."""
+    """A step with its update; the responses as they read back."""
     step = Dumping(monkeypatch, folder, *ON, *overrides)
     monkeypatch.setattr(received, "tq", step.store)
     if signal is not None:
