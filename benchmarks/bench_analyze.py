@@ -4,8 +4,9 @@
     python -m benchmarks.bench_analyze small
 
 Four methods give weights to written solutions, all of which count as incorrect: with ``smollm2`` (SmolLM2-135M, float32)
-GSM8K's in the file's order, with ``small`` (the SFT-initialised model of the CPU example) those of its own task. Every block of solutions is
-analysed both ways, one after the other, by the command itself, whose start counts. ``start`` is one solution's call.
+GSM8K's in the file's order, with ``small`` (the SFT-initialised model of the CPU example) those of its own task.
+Every block of solutions is analysed both ways, one after the other, by the command itself, whose start counts.
+``start`` is one solution's call.
 """
 
 from __future__ import annotations

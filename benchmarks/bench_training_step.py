@@ -12,8 +12,8 @@ one after the other, each stage timed.
 
 A method that makes up sequences goes response by response and needs a forward for each of many tokens, so its pass is timed on
 ``SAMPLE_ROWS`` of its responses and that time multiplied; the result records it. ``--setup cuda`` is one GPU, a model of
-Qwen3-4B's shape and 8 x 4096 tokens in bf16. Writes ``results/WHAT-DEVICE.json``; ``python -m benchmarks.report`` makes tables of the
-first two.
+Qwen3-4B's shape and 8 x 4096 tokens in bf16. Writes ``results/WHAT-DEVICE.json``; ``python -m benchmarks.report`` makes tables
+of the first two.
 """
 
 from __future__ import annotations

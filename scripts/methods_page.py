@@ -124,7 +124,8 @@ def _overview(by_class: dict[type[Signal], list[Method]], figures: dict[str, Any
         f"Measured: a step's training side with 1 epoch, summed from its stages, against that of `{baseline}`, "
         f"default options, {figures['device']}, "
         f"{figures['date']}; {setup['layers']} layers of width {setup['hidden']}, {setup['rows']} responses x "
-        f"{setup['tokens']} tokens, {setup['wrong_rows']} of them incorrect. How, and the scatter: [benchmarks](../benchmarks/README.md).",
+        f"{setup['tokens']} tokens, {setup['wrong_rows']} of them incorrect. "
+        "How, and the scatter: [benchmarks](../benchmarks/README.md).",
     ]
 
 

@@ -15,8 +15,8 @@ gives every other option by its name.
 - ``algorithm.token_weights.base``: the estimator of verl's registry that gives the advantage of a response, which token weights
   multiply. ``grpo``, the default, is the one that counts several outputs of a session as one response.
 - ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
-- ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of so many ``responses`` a step, ``every`` so
-  many steps, and with ``received`` what each token received in the update; see docs/token_dump.md.
+- ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of so many ``responses`` a step,
+  ``every`` so many steps, and with ``received`` what each token received in the update; see docs/token_dump.md.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Experiments(pass_ranks.Experiments):
         return pass_rows("saliency", self.rank, self.world_size)[1]
 
     def counting(self, setup: Setup) -> dict[str, Any]:
-        """Forwards of the blocks in one micro-batch by activation, in shared forwards, and where responses differ between ranks."""
+        """Forwards of the blocks in one micro-batch by activation, in shared forwards, and where ranks differ."""
         engine = self._build(setup)
         worker, found = training_worker(engine), {}
 
