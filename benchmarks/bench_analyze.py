@@ -3,9 +3,10 @@
     python -m benchmarks.bench_analyze smollm2 --data gsm8k_test.jsonl
     python -m benchmarks.bench_analyze small
 
-Four methods weigh written solutions, all of which count as incorrect: with ``smollm2`` (SmolLM2-135M, float32) GSM8K's in the
-file's order, with ``small`` (the warmed-up model of the CPU example) those of its own task. Every block of solutions is
-analysed both ways, one after the other, by the command itself, whose start counts. ``start`` is one solution's call.
+Four methods give weights to written solutions, all of which count as incorrect: with ``smollm2`` (SmolLM2-135M, float32)
+GSM8K's in the file's order, with ``small`` (the SFT-initialised model of the CPU example) those of its own task.
+Every block of solutions is analysed both ways, one after the other, by the command itself, whose start counts.
+``start`` is one solution's call.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""What the training side of a step costs: with each method, and where some rows have no advantage.
+"""What the training side of a step costs: with each method, and where some responses have no advantage.
 
     python -m benchmarks.bench_training_step methods          # what each registered method adds
-    python -m benchmarks.bench_training_step zero_advantage   # GRPO, uniform and GRAIL, leaving such rows out or not
+    python -m benchmarks.bench_training_step zero_advantage   # GRPO, uniform and GRAIL, leaving such responses out or not
     python -m benchmarks.bench_training_step received         # reading and checking what the tokens receive
 
 A step is: old log-probabilities, the method's pass and weights, epochs of the actor update, all with verl's own worker
 (:mod:`benchmarks.training_side`) and default options. A saliency is taken on the forward of the old log-probabilities, as a run
-does by default; any other pass is one of its own. GRPO runs every row and weighs none. Rows are left out as
+does by default; any other pass is one of its own. GRPO runs every response and has no weights. Responses are left out as
 ``skip_zero_advantage=auto`` leaves them out: of the update and of the old log-probabilities. All variants run once a repeat,
 one after the other, each stage timed.
 
-A method that makes up sequences goes row by row and needs a forward for each of many tokens, so its pass is timed on
-``SAMPLE_ROWS`` of its rows and that time multiplied; the result records it. ``--setup cuda`` is one GPU, a model of Qwen3-4B's
-shape and 8 x 4096 tokens in bf16. Writes ``results/WHAT-DEVICE.json``; ``python -m benchmarks.report`` makes tables of the
-first two.
+A method that makes up sequences goes response by response and needs a forward for each of many tokens, so its pass is timed on
+``SAMPLE_ROWS`` of its responses and that time multiplied; the result records it. ``--setup cuda`` is one GPU, a model of
+Qwen3-4B's shape and 8 x 4096 tokens in bf16. Writes ``results/WHAT-DEVICE.json``; ``python -m benchmarks.report`` makes tables
+of the first two.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 BASELINE, GRPO, SKIPPING = "uniform", "GRPO", ", skipping"
 VARIANTS = (GRPO, "uniform", f"uniform{SKIPPING}", "GRAIL", f"GRAIL{SKIPPING}")
-"""``uniform`` weighs every token 1: GRPO with what every method shares."""
+"""``uniform`` gives every token weight 1: GRPO with what every method shares."""
 SAMPLE_ROWS = 2
 STAGES = ("old_log_probs", "pass", "weights", "update")
 SELECTED = 0.35
-"""Share of the rows with an advantage that needs scores."""
+"""Share of the responses with an advantage that needs scores."""
 ZERO_ADVANTAGE = (0.0, 0.25, 0.5, 0.75)
-"""Shares of rows without an advantage."""
+"""Shares of responses without an advantage."""
 EPOCHS = (1, 4)
 
 
@@ -91,7 +91,7 @@ def run_step(
 
 
 def timed_rows(side: TrainingSide, signal: Signal) -> list[int]:
-    """The selected rows that the pass is timed on."""
+    """The selected responses that the pass is timed on."""
     rows = side.selected(signal)
     return rows[:SAMPLE_ROWS] if signal.uses == SEQUENCES else rows
 

@@ -5,10 +5,10 @@ TRL has an environment of its own (requirements-trl.txt):
     PYTHONPATH=.venv/trl:. .venv/bin/python -m benchmarks.bench_trl small
     PYTHONPATH=.venv/trl:. .venv/bin/python -m benchmarks.bench_trl smollm2 --model FOLDER --data gsm8k_test.jsonl
 
-Every way generates with the same seed. ``small`` is the warmed-up model of the CPU example, and trains on what it generates;
-with ``smollm2`` the solutions of GSM8K take the place of what is generated, since this model rarely boxes an answer. Rewards
-are given by plan, so that each way has the named share of responses with a score; SGD with a learning rate of 0 updates. FOLDER
-holds what :func:`recipe.tiny.smollm2.load_smollm2` gives in the other environment.
+Every way generates with the same seed. ``small`` is the SFT-initialised model of the CPU example, and trains on what it
+generates; with ``smollm2`` the solutions of GSM8K take the place of what is generated, since this model rarely boxes an
+answer. Rewards are given by plan, so that each way has the named share of responses with a score; SGD with a
+learning rate of 0 updates. FOLDER holds what :func:`recipe.tiny.smollm2.load_smollm2` gives in the other environment.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Way:
     """How a step is run."""
 
     wrong: float = 0.5
-    """Share of the responses to a prompt; the others are right."""
+    """Share of the responses to a prompt; the others are correct."""
     gate: str | None = "wrong"
     """GRAIL's; ``None``: the stock trainer."""
     agreed: bool = False
-    """Every other prompt has right responses alone, which have no advantage."""
+    """Every other prompt has correct responses alone, which have no advantage."""
     skip: bool = False
 
 

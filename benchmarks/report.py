@@ -32,26 +32,27 @@ def of_methods(result: Found) -> list[str]:
         if name not in registered():  # it was when this was recorded
             continue
         sampled = 0 < of["timed_rows"] < of["rows"]
-        note = f"pass timed on {of['timed_rows']} rows, x {of['rows'] / of['timed_rows']:g}" if sampled else ""
+        note = f"pass timed on {of['timed_rows']} responses, x {of['rows'] / of['timed_rows']:g}" if sampled else ""
         cells = f"{of['forwards']:.2f}", f"{of['ratio']:.3f}", spread(of["ratios"], 3)
         rows.append([f"`{name}`", of["rows"], *cells, note])
     head = [
         "method",
-        "rows scored",
-        "adds, F",
+        "responses scored",
+        "adds, forward passes",
         f"x {baseline}, by stages",
         f"x {baseline}, whole steps (lowest to highest)",
     ]
     return [
-        f"Model and batch: {_shape(setup)}; {setup['wrong_rows']} of {setup['rows']} rows wrong, {setup['prompts']} prompts; "
-        f"gradient checkpointing {result['checkpointing']}. 1 epoch, {len(methods[baseline]['repeats'])} repeats.",
+        f"Model and batch: {_shape(setup)}; {setup['wrong_rows']} of {setup['rows']} responses incorrect, "
+        f"{setup['prompts']} prompts; gradient checkpointing {result['checkpointing']}. 1 epoch, "
+        f"{len(methods[baseline]['repeats'])} repeats.",
         "",
         *table([*head, ""], rows, right=1),
     ]
 
 
 def of_zero_advantage(result: Found) -> list[str]:
-    """The training side with rows left out."""
+    """The training side with responses left out."""
     rows = []
     for run in result["runs"]:
         for epochs in result["epochs"]:
@@ -61,7 +62,7 @@ def of_zero_advantage(result: Found) -> list[str]:
     head = ["checkpointing", "zero-advantage responses", "scored", "epochs"]
     head += ["GRPO or uniform, leaving them out", "GRAIL", "GRAIL, leaving them out"]
     return [
-        f"Model and batch: {_shape(result['setup'])}. Multiples of verl's GRPO, which runs every row; medians of "
+        f"Model and batch: {_shape(result['setup'])}. Multiples of verl's GRPO, which runs every response; medians of "
         f"{len(result['runs'][0]['repeats'])} repeats, lowest to highest.",
         "",
         *table(head, rows, right=1),
@@ -69,7 +70,7 @@ def of_zero_advantage(result: Found) -> list[str]:
 
 
 def _variants(run: Found) -> list[str]:
-    """Without weights and leaving rows out (``uniform``, or in earlier results GRPO's own advantages), GRAIL, and both."""
+    """Without weights and leaving responses out (``uniform``, or in earlier results GRPO's own advantages), GRAIL, and both."""
     unweighted = next(name for name in ("uniform, skipping", "GRPO, skipping") if name in run["repeats"][0])
     return [unweighted, "GRAIL", "GRAIL, skipping"]
 
@@ -136,8 +137,8 @@ def _results(folder: Path, name: str) -> list[Found]:
 def _shape(setup: Found) -> str:
     return (
         f"{setup['layers']} layers, width {setup['hidden']}, vocabulary {setup['vocabulary']}, computing in "
-        f"{setup['compute_dtype']} on {setup['parameter_dtype']} parameters; {setup['rows']} rows x {setup['tokens']} tokens, "
-        f"micro-batches of {setup['micro_batch_rows']} rows, {setup['layout']}, {setup['attention']}"
+        f"{setup['compute_dtype']} on {setup['parameter_dtype']} parameters; {setup['rows']} responses x {setup['tokens']} "
+        f"tokens, micro-batches of {setup['micro_batch_rows']} responses, {setup['layout']}, {setup['attention']}"
     )
 
 

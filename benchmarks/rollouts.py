@@ -1,4 +1,4 @@
-"""The batch that benchmarks of the training side work on: rows of random tokens with an answer near their end."""
+"""The batch that benchmarks of the training side work on: responses of random tokens with an answer near their end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from grail_advantage import AnswerSpan, Example
 
 GROUP_ROWS = 8
-"""Rows that answer one prompt, as near as the batch allows."""
+"""Responses that answer one prompt, as near as the batch allows."""
 AFTER_ANSWER = 16
 ANSWER = AnswerSpan(start=0, content_start=3, content_end=7, end=8)
 """Relative to where the answer starts: three tokens of ``\\boxed{``, four of content, one ``}``."""
@@ -17,21 +17,21 @@ ANSWER = AnswerSpan(start=0, content_start=3, content_end=7, end=8)
 
 @dataclass(frozen=True)
 class Rollouts:
-    """A batch of rows of random tokens: first those that are wrong and so need scores, then right ones, then those whose group
-    is all of a kind, so that they have no advantage."""
+    """A batch of responses of random tokens: first those that are incorrect and so need scores, then correct ones, then those
+    whose group is all of a kind, so that they have no advantage."""
 
     rows: int
     prompt: int
     response: int
     selected: int
-    """Number of rows that need scores."""
+    """Number of responses that need scores."""
     vocabulary: int
     zero_advantage: int = 0
-    """Number of rows without an advantage."""
+    """Number of responses without an advantage."""
 
     @property
     def trained(self) -> int:
-        """Number of rows with an advantage."""
+        """Number of responses with an advantage."""
         return self.rows - self.zero_advantage
 
     @property
@@ -53,12 +53,12 @@ class Rollouts:
 
     @property
     def groups(self) -> list[int]:
-        """Which prompt each row answers; wrong and right rows are dealt out to all prompts alike."""
+        """Which prompt each response answers; incorrect and correct responses are dealt out to all prompts alike."""
         prompts = max(1, round(self.rows / GROUP_ROWS))
         return [row % prompts for row in range(self.rows)]
 
     @property
     def examples(self) -> list[Example]:
-        """The question of each row, of as many letters as the prompt has tokens, and a gold answer."""
+        """The question of each response, of as many letters as the prompt has tokens, and a ground truth."""
         messages = [{"role": "user", "content": "x" * self.prompt}]
         return [Example(messages, {"reward_model": {"ground_truth": "42"}}, {})] * self.rows

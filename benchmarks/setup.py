@@ -26,10 +26,10 @@ class Setup:
     rows: int = 20
     """Responses in the batch."""
     tokens: int = 256
-    """Of a row, prompt and response."""
+    """Of a prompt and its response together."""
     prompt: int = 32
     micro_batch_rows: int = 5
-    """Full rows that a micro-batch's token budget holds."""
+    """Full responses that a micro-batch's token budget holds."""
     parameter_dtype: str = "fp32"
     """Of parameters and optimiser state."""
     compute_dtype: str = "fp32"

@@ -3,9 +3,9 @@
 Stages: the forward that recomputes the old log-probabilities (verl's ``TrainingWorker.infer_batch``), a method's pass (its own,
 or of a saliency the backward on that forward), the weights, and the actor update (``train_mini_batch`` with verl's PPO loss).
 
-Not part of it: generation, the reward, the way of the data between processes, and finding the answers. All rows have the
-same number of tokens, so that no layout computes padding, and their answers end close to the row's end, where cutting a row
-after its answer saves next to nothing.
+Not part of it: generation, the reward, the way of the data between processes, and finding the answers. All responses have the
+same number of tokens, so that no layout computes padding, and their answers end close to the response's end, where cutting a
+response after its answer saves next to nothing.
 
 Imports verl, so :func:`benchmarks.setup.prepare_process` goes first.
 """
@@ -124,11 +124,11 @@ class TrainingSide:
     # ------------------------------------------------------------------------------------------------------------- stages
 
     def old_log_probs(self, rows: int | None = None) -> dict[str, torch.Tensor]:
-        """The forward that every method runs: log-probabilities and entropies of all rows, or of the first ones."""
+        """The forward that every method runs: log-probabilities and entropies of all responses, or of the first ones."""
         return self._inferred(self._inference_batch(rows))
 
     def fused_log_probs(self, signal: SaliencySignal, rows: int | None = None) -> dict[str, torch.Tensor]:
-        """The same with the saliency backward on the forward of the selected rows."""
+        """The same with the saliency backward on the forward of the selected responses."""
         data = self._inference_batch(rows)
         targets_B2 = torch.full((len(data), 2), -1)
         for row in self.selected(signal):
@@ -138,7 +138,7 @@ class TrainingSide:
         return self._inferred(data)
 
     def separate_pass(self, signal: Signal, rows: Sequence[int] | None = None) -> dict[int, torch.Tensor]:
-        """The method's own pass over the selected rows, or over the given ones: scores by row."""
+        """The method's own pass over the selected responses, or over the given ones: scores by response."""
         rows = self.selected(signal) if rows is None else rows
         prepared = [signal.prepare_row(self._pass_row(row), self.tokenizer) for row in rows]
         request = build_request(prepared, signal, temperature=1.0, pad_token=self.tokenizer.pad_token_id)
@@ -152,7 +152,7 @@ class TrainingSide:
         Args:
             signal: the method.
             output: from :meth:`old_log_probs` or :meth:`fused_log_probs`.
-            of_pass: scores by row, for a method that uses something of the model.
+            of_pass: scores by response, for a method that uses something of the model.
         """
         of_pass_BT = torch.full(self.mask_BT.shape, float("nan"))
         for row, scores_T in of_pass.items():
@@ -169,7 +169,7 @@ class TrainingSide:
         return batch_weights(scores_BT, batch, rows, signal).advantages(self.base_advantages(), self.mask_BT)
 
     def fused_scores(self, signal: SaliencySignal, output: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """By row, as :meth:`separate_pass` gives them."""
+        """By response, as :meth:`separate_pass` gives them."""
         of_rows = [output[name].unbind() for name in SALIENCY_FIELDS]
         scores = {}
         for row in self.selected(signal):
@@ -179,15 +179,15 @@ class TrainingSide:
         return scores
 
     def base_advantages(self) -> torch.Tensor:
-        """GRPO's: one advantage a row on all its tokens, (B, T)."""
+        """GRPO's: one advantage a response on all its tokens, (B, T)."""
         return self.rollouts.advantages.unsqueeze(1).expand(self.mask_BT.shape).contiguous()
 
     def update(
         self, log_probs: torch.Tensor, advantages_BT: torch.Tensor, *, skipping: bool = False, watched: bool = False
     ) -> None:
-        """One epoch of the actor update: the whole batch as one mini-batch, one optimiser step; ``skipping``: without the rows
-        that have no advantage, whose log-probabilities may be missing; ``watched``: what its tokens receive is read and
-        checked, of all rows."""
+        """One epoch of the actor update: the whole batch as one mini-batch, one optimiser step; ``skipping``: without the
+        responses that have no advantage, whose log-probabilities may be missing; ``watched``: what its tokens receive is read
+        and checked, of all responses."""
         rows, prompt = self.rollouts.rows, self.rollouts.prompt
         data = self._model_batch()
         missing = [log_probs.values().new_zeros(len(row)) for row in self.tokens[len(log_probs.offsets()) - 1 :]]
@@ -240,7 +240,7 @@ class TrainingSide:
             raise SystemExit(f"the receipt finds {', '.join(map(str, receipt.findings))}")
 
     def agreement(self) -> tuple[bool, str]:
-        """Whether both ways to GRAIL's saliency agree up to the precision, with the largest difference of a row."""
+        """Whether both ways to GRAIL's saliency agree up to the precision, with the largest difference of a response."""
         allowed = 1e-3 if self.engine._autocast_dtype == torch.float32 else 0.1
         signal, largest = GrailConfig("official"), 0.0
         fused = self.fused_scores(signal, self.fused_log_probs(signal))
@@ -262,7 +262,7 @@ class TrainingSide:
     # -------------------------------------------------------------------------------------------------------------- inputs
 
     def selected(self, signal: Signal) -> list[int]:
-        """The rows that the method needs scores for."""
+        """The responses that the method needs scores for."""
         return signal.select(self._batch({})).selected_B.nonzero().flatten().tolist()
 
     def _batch(self, columns: Mapping[str, torch.Tensor]) -> RolloutBatch:

@@ -103,7 +103,7 @@ def _check_rollout_log_probs(config: DictConfig) -> None:
 
 
 def _check_separate_async(config: DictConfig) -> None:
-    """Settings over which verl would fail after Ray has started, or go wrong silently."""
+    """Settings over which verl would fail after Ray has started, or train something else silently."""
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
     steps = config.trainer.v1.separate_async.parameter_sync_step
 

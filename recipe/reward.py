@@ -1,4 +1,4 @@
-"""The judge under the name that configurations of earlier versions have; it lives in :mod:`grail_advantage.reward`."""
+"""The reward function under the name in configurations of earlier versions; it lives in :mod:`grail_advantage.reward`."""
 
 from grail_advantage.reward import compute_score, gold_text, last_boxed
 

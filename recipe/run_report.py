@@ -80,7 +80,7 @@ def _is_running(pid: int) -> bool:
 def _new_steps(run_dir: Path, pid: int) -> Iterator[Step | None]:
     """Steps as they are logged; ``None`` whenever nothing new came for a second.
 
-    Lines of an earlier life of the run are not new. A run that resumes from an earlier step removes the later ones from the
+    Lines from before the run resumed are not new. A run that resumes from an earlier step removes the later ones from the
     file before it logs again.
     """
     seen = read_lines(run_dir)

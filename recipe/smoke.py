@@ -3,8 +3,8 @@
     python -m recipe.smoke data DIR                            problems for training, validation and evaluation; no network
     python -m recipe.smoke report RUN_DIR EVALUATION_DIR       the claims, one line each; status 1 where one is not proved
 
-The problems are products of two numbers and a sum: easy enough that a small model gets some right, hard enough that it gets
-some wrong, so that groups of responses differ and the method has rows to weigh.
+The problems are products of two numbers and a sum: easy enough that a small model answers some correctly, hard enough that it
+answers some incorrectly, so that groups of responses differ and the method has responses to weight.
 """
 
 from __future__ import annotations

@@ -112,19 +112,20 @@ def _overview(by_class: dict[type[Signal], list[Method]], figures: dict[str, Any
         ratio = "not measured"
         if of_method is not None:
             timed, all_rows = of_method["timed_rows"], of_method["rows"]
-            sampled = f" (extrapolated from {timed} of {all_rows} rows)" if 0 < timed < all_rows else ""
+            sampled = f" (extrapolated from {timed} of {all_rows} responses)" if 0 < timed < all_rows else ""
             ratio = f"{of_method['ratio']:.2f}{sampled}"
         link = _link(method.name, _heading(by_class[method.signal_class]), REFERENCE.name)
         rows.append([link, signal.formula, signal.cost, ratio, _papers(signal.source)])
     baseline, setup = figures["baseline"], figures["setup"]
-    head = ["`algorithm.adv_estimator`", "weight", "cost, F", f"measured, x `{baseline}`", "source"]
+    head = ["`algorithm.adv_estimator`", "weight", "cost, forward passes", f"measured, x `{baseline}`", "source"]
     return [
         *table(head, rows),
         "",
         f"Measured: a step's training side with 1 epoch, summed from its stages, against that of `{baseline}`, "
         f"default options, {figures['device']}, "
-        f"{figures['date']}; {setup['layers']} layers of width {setup['hidden']}, {setup['rows']} rows x {setup['tokens']} "
-        f"tokens, {setup['wrong_rows']} rows wrong. How, and the scatter: [benchmarks](../benchmarks/README.md).",
+        f"{figures['date']}; {setup['layers']} layers of width {setup['hidden']}, {setup['rows']} responses x "
+        f"{setup['tokens']} tokens, {setup['wrong_rows']} of them incorrect. "
+        "How, and the scatter: [benchmarks](../benchmarks/README.md).",
     ]
 
 
@@ -187,7 +188,9 @@ def _described(row: Sequence[str]) -> tuple[str, ...]:
 
 def _defaults(signal: Signal) -> str:
     """The meaning of the common words for this method as it is by default."""
-    gate = {"wrong": "rows with `A <= 0`", "correct": "rows with `A > 0`", "all": "all rows"}[signal.gate]
+    gate = {"wrong": "responses with `A <= 0`", "correct": "responses with `A > 0`", "all": "all responses"}[
+        signal.gate
+    ]
     answered = " that have an answer" if signal.skips_unanswered else ""
     parts = [f"Gate: {gate}{answered}", f"statistics set: the {signal.statistics}"]
     answer = signal.answer_weights
@@ -196,7 +199,7 @@ def _defaults(signal: Signal) -> str:
         parts.append(f"answer: content {answer.content:g}, the rest and what follows {answer.others:g}{outside}")
     if isinstance(signal, ReshaperChoice):
         parts.append(f"reshaper: {_link(signal.reshaper, f'`{signal.reshaper}`')}")
-    parts.append(f"a row's mass is {'restored' if signal.normalize_mass else 'not restored'}")
+    parts.append(f"a response's sum of weights is {'restored' if signal.normalize_mass else 'not restored'}")
     if signal.columns:
         parts.append(f"columns of the data set: {', '.join(f'`{name}`' for name in signal.columns)}")
     if signal.ranks_entropy:

@@ -1,4 +1,4 @@
-"""Draw ``docs/images/receipt_clipped.png``: what a run's answer tokens were to weigh, what they received after clipping, and
+"""Draw ``docs/images/receipt_clipped.png``: the weight of a run's answer tokens, what they received after clipping, and
 how many were clipped, epoch by epoch.
 
     python scripts/receipt_figure.py RUN [--output FILE]

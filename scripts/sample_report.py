@@ -2,7 +2,7 @@
 
     python scripts/sample_report.py
 
-The page also marks the first wrong step of each response, which the task's own rules find. Takes a minute on a CPU.
+The page also marks the first incorrect step of each response, which the task's own rules find. Takes a minute on a CPU.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 #        none; build: compiled; none: left out, docs/gpu.md), FLASH_ATTN_INDEX (where verl publishes its wheels), MAX_JOBS (compilers at once; otherwise
 #        flash-attn decides by memory and cores), FLASH_ATTN_CUDA_ARCHS (targets to compile for, as in "80;90"; otherwise the GPUs
 #        that are there),
-#        ANY_MACHINE (1: install although something is wrong with the machine, such as no GPU while an image is built)
+#        ANY_MACHINE (1: install although the machine lacks something, such as no GPU while an image is built)
 #
 #   bash scripts/setup_gpu.sh                        # requirements.txt, flash-attn and this project in editable form
 #   bash scripts/setup_gpu.sh --requirements-only    # requirements.txt and flash-attn

@@ -37,7 +37,7 @@ training=(
     bash "examples/$script"
     trainer.val_before_train=False
     actor_rollout_ref.rollout.val_kwargs.n=1
-    # every row of every step, for python -m grail_advantage.report
+    # every response of every step, for python -m grail_advantage.report
     algorithm.token_dump.every=1
     "$@"
 )

@@ -2,7 +2,7 @@
 # Prepare, train and report on a machine without a GPU. Not called by hand: examples/run_*_cpu_grail.sh name the model, and defaults of
 # their own. Arguments are Hydra overrides.
 #
-# $OUTPUT_DIR/seed$SEED gets the warmed-up model and its data; below it, a folder for each estimator gets train.log
+# $OUTPUT_DIR/seed$SEED gets the SFT-initialised model and its data; below it, a folder for each estimator gets train.log
 # (everything that verl, Ray and vLLM print), metrics.jsonl, tensorboard/, tokens/ (every token's
 # weight, docs/token_dump.md), report.html and checkpoints/, from which the same command resumes (docs/fault_tolerance.md).
 
@@ -27,7 +27,7 @@ preset=${PRESET:-official}
 oar_variant=${OAR_VARIANT:-}
 learning_rate=${LEARNING_RATE:-2e-4}
 seed=${SEED:-0}
-warm_up=${WARM_UP:-0}                              # 1: a tiny model of this seed, warmed up anew (2 to 4 minutes)
+warm_up=${WARM_UP:-0}                              # 1: a tiny model of this seed, made anew by SFT (2 to 4 minutes)
 
 # schedule
 total_steps=${TOTAL_STEPS:-12}

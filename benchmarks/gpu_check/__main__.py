@@ -15,7 +15,7 @@ from benchmarks.gpu_check.outcome import PASSED, Outcome
 
 ROOT = Path(__file__).parents[2]
 PROJECT = "grail-advantage"
-"""Stands for this project being installed, without which verl does not find its plug-in."""
+"""Takes the place of an installation of this project, without which verl does not find its plug-in."""
 
 
 class Part(NamedTuple):

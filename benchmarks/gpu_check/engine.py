@@ -44,7 +44,7 @@ UPDATE, GRAIL_PASS = "actor update", "with GRAIL's backward"
 
 
 def run(outcome: Outcome, device: str = "cuda") -> None:
-    """All checks of the part; on the CPU a toy shape, short rows and one repeat."""
+    """All checks of the part; on the CPU a toy shape, short responses and one repeat."""
     prepare_process(device)
     config = recipe()
     for shape, checkpointing, seconds in RUNS if device == "cuda" else DRY_RUNS:

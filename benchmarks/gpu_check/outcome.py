@@ -99,7 +99,7 @@ def page(result: Mapping[str, Any]) -> list[str]:
 
 
 def cell(value: Any) -> str:
-    """Numbers with four figures; of several the median, with lowest and highest and how likely the true median is between."""
+    """Numbers with four figures; of several the median, lowest and highest, and how probably the true median is between."""
     if isinstance(value, list):
         likely = f", {1 - 0.5 ** (len(value) - 1):.0%}" if len(value) > 1 else ""
         return f"{cell(statistics.median(value))} ({cell(min(value))} to {cell(max(value))}{likely})" if value else ""

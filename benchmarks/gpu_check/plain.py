@@ -4,7 +4,7 @@ Models of published shapes with random weights, built here: nothing is downloade
 of trained ones; of precision they show how rounding goes through that many layers of that width, not how it acts on a trained
 model.
 
-Shape suffixes: B rows, L prompt + response, V vocabulary, N weighed tokens.
+Shape suffixes: B responses, L prompt + response, V vocabulary, N tokens with a weight.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ METHODS: dict[str, Signal] = {
     "oar_g, grail_port": OarConfig("gradient", variant="grail_port"),
 }
 JUDGED = ("grail, official", "grail, robust")
-"""Methods whose weights bfloat16 must keep. OAR-G's noise is near bfloat16's rounding: what is left is measured, not judged."""
+"""Methods whose weights bfloat16 must keep. OAR-G's noise is near bfloat16's rounding, so it has no limit."""
 MEAN_ERROR, RANK_CORRELATION = 0.01, 0.995
-"""Limits for the judged methods: mean absolute difference of the weights, and rank correlation of the scores."""
+"""Limits for these methods: mean absolute difference of the weights, and rank correlation of the scores."""
 ANSWER = r"\boxed{42}"
 AFTER_ANSWER = 16
 OUT_OF_MEMORY = "out of memory"
 
 
 class Size(NamedTuple):
-    """Shapes, and the one that is compared with the CPU; rows and tokens where weights are compared; tokens where passes are
-    measured."""
+    """Shapes, and the one that is compared with the CPU; responses and tokens where weights are compared; tokens where passes
+    are measured."""
 
     shapes: tuple[str, ...]
     small: str
@@ -129,7 +129,7 @@ def rank_correlation(a_N: torch.Tensor, b_N: torch.Tensor) -> float:
 
 
 def passes(outcome: Outcome, shape: str, device: str, size: Size) -> None:
-    """Seconds and peak memory of every pass over one row, with gradient checkpointing off and on."""
+    """Seconds and peak memory of every pass over one response, with gradient checkpointing off and on."""
     model = random_model(SHAPES[shape], device, torch.bfloat16 if device == "cuda" else torch.float32)
     rows = random_rows(1, size.tokens, size.prompt, SHAPES[shape]["vocab_size"], device)
     base = peak_memory(device, lambda: None)
@@ -160,7 +160,7 @@ def passes(outcome: Outcome, shape: str, device: str, size: Size) -> None:
                 measured[label] = {"peak, GiB": OUT_OF_MEMORY}
             model.zero_grad(set_to_none=True)
             release()
-            note = f"Shape of {shape}, one row of {size.tokens} tokens; {base / 2**30:.2f} GiB are parameters."
+            note = f"Shape of {shape}, one response of {size.tokens} tokens; {base / 2**30:.2f} GiB are parameters."
             outcome.figures(f"Passes, {shape}", measured, note)
     _judge_passes(outcome, shape, measured)
 
@@ -197,12 +197,12 @@ def training_pass(model: PreTrainedModel, input_ids_1L: torch.Tensor) -> None:
 
 
 def weights(model: PreTrainedModel, signal: Signal, rows: tuple[torch.Tensor, ...]) -> TokenWeights:
-    """Token weights of rows from :func:`random_rows`."""
+    """Token weights of responses from :func:`random_rows`."""
     return compute_token_weights(model, wordy_tokenizer(model.config.vocab_size), *rows, signal)
 
 
 def random_rows(rows: int, tokens: int, prompt: int, vocabulary: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Rows of random words that end in an answer and a few words after it, all of them wrong, as
+    """Responses of random words that end in an answer and a few words after it, all of them incorrect, as
     :func:`grail_advantage.compute_token_weights` takes them: ids, attention mask and response mask (B, L), advantages (B,)."""
     tokenizer = wordy_tokenizer(vocabulary)
     answer = torch.tensor(tokenizer.encode(ANSWER, add_special_tokens=False))

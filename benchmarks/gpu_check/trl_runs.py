@@ -105,16 +105,18 @@ def curve(logged: Logged) -> dict[str, dict[str, float]]:
 
 
 def judge(outcome: Outcome, method: str, logged: Logged, steps: int, some_right: bool) -> None:
-    """What must hold of every run: it makes its steps, every reward is a number, and GRAIL scores rows."""
+    """What must hold of every run: it makes its steps, every reward is a number, and GRAIL scores responses."""
     rewards = [data["reward"] for data in logged.values() if "reward" in data]
     made = len(rewards) == steps and all(map(math.isfinite, rewards))
     between = f"{min(rewards, default=math.nan):.3f} to {max(rewards, default=math.nan):.3f}"
     outcome.check(f"{method}: every step has a reward", made, f"{len(rewards)} of {steps} steps, {between}")
     if some_right:
-        outcome.check(f"{method}: some are right and some wrong", any(0 < reward < 1 for reward in rewards), between)
+        outcome.check(
+            f"{method}: some are correct and some incorrect", any(0 < reward < 1 for reward in rewards), between
+        )
     if some_right and method != "uniform":
         rates = [data[f"{method}/selected_rate"] for data in logged.values() if f"{method}/selected_rate" in data]
-        outcome.check(f"{method} scores rows", any(rates), f"{max(rates, default=0):.0%} of a batch at most")
+        outcome.check(f"{method} scores responses", any(rates), f"{max(rates, default=0):.0%} of a batch at most")
 
 
 def problem_file(split: Split) -> Path:

@@ -1,9 +1,9 @@
-"""The token dump of a TRL run (:mod:`grail_advantage.view.dump.files`): each generation batch's rows, beside the training.
+"""The token dump of a TRL run (:mod:`grail_advantage.view.dump.files`): each generation batch's responses, beside the training.
 
 TRL's figures go into ``metrics.jsonl`` of the run's ``output_dir`` meanwhile, so that ``python -m grail_advantage.report``
-shows both. Step S is TRL's ``global_step`` after the update that the rows were made for, as in its logs.
+shows both. Step S is TRL's ``global_step`` after the update that the responses were made for, as in its logs.
 
-Shape suffixes: B rows of this process, T response tokens.
+Shape suffixes: B responses of this process, T response tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_s
 
 METRICS_FILE = "metrics.jsonl"
 GOLD_COLUMNS = ("solution", "ground_truth", "answer", "gold")
-"""Columns of a data set that usually hold the right answer; the first that a row has is shown."""
+"""Columns of a data set that usually hold the correct answer; the first that a row has is shown."""
 SAVE_SECONDS = 60.0
 """Seconds that a checkpoint waits for the dump of its steps."""
 
@@ -44,8 +44,8 @@ class DumpOptions:
     folder: Path
     every: int = 1
     """Steps from one dump to the next."""
-    rows: int | None = 64
-    """Most rows of a step; ``None`` for all."""
+    responses: int | None = 64
+    """Most responses of a step; ``None`` for all."""
     received: bool = True
     """Whether what each token received is read in the updates, and written beside."""
 
@@ -59,10 +59,12 @@ def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptio
     section = dict(given) if isinstance(given, Mapping) else {"folder": given}
     unknown = sorted(section.keys() - DumpOptions.__dataclass_fields__.keys())
     if unknown or not section.get("folder"):
-        raise ValueError(f"token_dump={given!r} must be a folder, or a mapping of folder, every, rows and received")
+        raise ValueError(
+            f"token_dump={given!r} must be a folder, or a mapping of folder, every, responses and received"
+        )
     options = DumpOptions(**section | {"folder": Path(section["folder"]).expanduser().absolute()})
-    for name, value in (("every", options.every), ("rows", options.rows)):
-        if (name, value) != ("rows", None) and (type(value) is not int or value < 1):
+    for name, value in (("every", options.every), ("responses", options.responses)):
+        if (name, value) != ("responses", None) and (type(value) is not int or value < 1):
             raise ValueError(f"token_dump's {name}={value!r} must be a whole number, at least 1")
     if type(options.received) is not bool:
         raise ValueError(f"token_dump's received={options.received!r} must be True or False")
@@ -71,16 +73,16 @@ def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptio
 
 @dataclass(frozen=True)
 class GenerationBatch:
-    """The rows of this process in a generation batch, weighed."""
+    """The responses of this process in a generation batch, with their token weights."""
 
     inputs: list[dict[str, Any]]
     """Rows of the data set."""
     output: dict[str, Any]
-    """TRL's batch, with the advantage that it computed for each row."""
+    """TRL's batch, with the advantage that it computed for each response."""
     result: TokenWeights
-    """Of these rows, or of those of all processes."""
+    """Of these responses, or of those of all processes."""
     own: slice
-    """Which of the result's rows are these."""
+    """Which of the result's responses are these."""
     columns_BT: Mapping[str, torch.Tensor]
     """Old log-probabilities and entropies as far as the run has them, by the names of a dump's row."""
     truncated_B: torch.Tensor
@@ -89,7 +91,7 @@ class GenerationBatch:
 
 
 class GenerationDump(TrainerCallback):
-    """Writes rows of generation batches from the main process. An error in it does not stop the training.
+    """Writes responses of generation batches from the main process. An error in it does not stop the training.
 
     Args:
         trainer: whose batches are written; ready.
@@ -107,7 +109,7 @@ class GenerationDump(TrainerCallback):
         except OSError as error:
             raise ValueError(f"token_dump's folder={options.folder} cannot be made: {error}; choose another") from error
         self.rewards = torch.zeros(0, 0)
-        """Of all rows of all processes and all reward functions, as TRL judged the latest generation batch."""
+        """Of all responses of all processes and all reward functions, as TRL scored the latest generation batch."""
         self._trainer, self._options, self._signal, self._answer = trainer, options, signal, answer
         self._metrics_file = Path(trainer.args.output_dir) / METRICS_FILE
         self._step, self._update = -1, 0
@@ -128,7 +130,7 @@ class GenerationDump(TrainerCallback):
             self._options.folder,
             trainer.processing_class,
             every=self._options.every,
-            rows=self._options.rows,
+            rows=self._options.responses,
             updates=math.ceil(args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)),
             model=trainer.accelerator.unwrap_model(trainer.model).config.name_or_path,
             temperature=trainer.temperature,
@@ -148,8 +150,8 @@ class GenerationDump(TrainerCallback):
             kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
         self._metrics_file.parent.mkdir(parents=True, exist_ok=True)
         self._metrics_file.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        rows = min(args.generation_batch_size, self._options.rows or args.generation_batch_size)
-        estimate = size_estimate(rows, self._trainer.max_completion_length, state.max_steps // self._options.every)
+        responses = min(args.generation_batch_size, self._options.responses or args.generation_batch_size)
+        estimate = size_estimate(responses, self._trainer.max_completion_length, state.max_steps // self._options.every)
         print(f"{estimate}, in {self._options.folder}", flush=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any) -> None:
@@ -160,11 +162,11 @@ class GenerationDump(TrainerCallback):
                 file.write(json.dumps({"step": state.global_step, "data": figures}) + "\n")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Let a checkpoint wait for the rows of its steps."""
+        """Let a checkpoint wait for the responses of its steps."""
         self._dump.writer.wait(SAVE_SECONDS)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write the remaining rows."""
+        """Write the remaining responses."""
         self.finish_receipt()
         self._dump.writer.close()
 
@@ -175,7 +177,7 @@ class GenerationDump(TrainerCallback):
     # ------------------------------------------------------------------------------------------------------------------- rows
 
     def write(self, batch: GenerationBatch) -> None:
-        """Hand rows of a generation batch to the writer. A collective where there are several processes."""
+        """Hand responses of a generation batch to the writer. A collective where there are several processes."""
         trainer, accelerator = self._trainer, self._trainer.accelerator
         step, count = trainer.state.global_step + 1, len(batch.inputs)
         self._update = self._update + 1 if step == self._step else 0
@@ -203,7 +205,7 @@ class GenerationDump(TrainerCallback):
             log_in_training(trainer, "token_dump/failed_files", float(self._dump.writer.failed))
 
     def _pieces(self, mine: list[int], first: int, batch: GenerationBatch) -> list[dict[str, Any]]:
-        """Everything of the chosen rows of this process, on the CPU."""
+        """Everything of the chosen responses of this process, on the CPU."""
         output, result, own = batch.output, batch.result, batch.own
         mask_BT, prompt_mask_BP = output["completion_mask"].bool(), output["prompt_mask"].bool()
         begin, width = prompt_mask_BP.shape[1], mask_BT.shape[1]
@@ -286,7 +288,7 @@ class GenerationDump(TrainerCallback):
         self._dump.write(step, update, named("place"), rows, lambda: known)
 
     def _rewards_of(self, places: list[int]) -> list[float | None]:
-        """The weighted sum of the reward functions, as TRL takes it; ``None`` for rows that none of them judged."""
+        """The weighted sum of the reward functions, as TRL takes it; ``None`` for responses that none of them scored."""
         rewards = self.rewards[places].float()
         sums = (rewards * self._trainer.reward_weights.to(rewards.device)).nansum(dim=1)
         return [
@@ -296,7 +298,7 @@ class GenerationDump(TrainerCallback):
 
 
 def _gold(row: Mapping[str, Any]) -> str | None:
-    """The right answer, where the data set says it under a usual name."""
+    """The correct answer, where the data set has it under a usual name."""
     values = [row.get(name) for name in GOLD_COLUMNS]
     if isinstance(row.get("reward_model"), Mapping):
         values.append(row["reward_model"].get("ground_truth"))

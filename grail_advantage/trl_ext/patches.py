@@ -8,7 +8,7 @@ reads the gradient of. The functions below can go as each says.
 
 ``RELIED_ON`` lists them, and a TRL that lacks one is refused by its name, whatever its version.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations

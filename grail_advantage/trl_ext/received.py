@@ -1,9 +1,10 @@
 """What each token received in TRL's updates (:mod:`grail_advantage.receipt`), for the steps that the token dump writes.
 
 The gradient is read at the per-token log-probabilities that TRL's loss takes. A generation batch's receipt is made when the
-next batch is generated, or at the end of training, and written beside the batch's rows.
+next batch is generated, or at the end of training, and written beside the batch's responses.
 
-Shape suffixes: B rows of this process, or of all in :meth:`GenerationReceipt.finish`, b of a micro-batch, T response tokens.
+Shape suffixes: B responses of this process, or of all in :meth:`GenerationReceipt.finish`, b of a micro-batch, T response
+tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from grail_advantage.receipt.measure import Gradient, measure
 from grail_advantage.view.dump.step import StepDump
 
 ROWS = "receipt_rows"
-"""Name of a micro-batch's rows in a generation batch, which TRL shuffles and splits along with it."""
+"""Name of a micro-batch's responses in a generation batch, which TRL shuffles and splits along with it."""
 COLUMNS = {
     "advantages_BT": "advantages",
     "mask_BT": "completion_mask",
@@ -80,9 +81,9 @@ class GenerationReceipt:
         """A generation batch whose updates are to be read.
 
         Args:
-            output: TRL's batch; gets the rows' numbers.
+            output: TRL's batch; gets the responses' numbers.
             advantages_BT: after weighting.
-            chosen: places of the rows that the dump writes, over all processes.
+            chosen: places of the responses that the dump writes, over all processes.
             step: of the dump's file.
             update: likewise.
         """

@@ -1,10 +1,10 @@
-"""TRL's GRPO trainer with token weights: ``A_t = w_t A`` with A the advantage that TRL computed for the row.
+"""TRL's GRPO trainer with token weights: ``A_t = w_t A`` with A the advantage that TRL computed for the response.
 
 TRL calls ``_generate_and_score_completions`` once a generation batch (see :mod:`grail_advantage.trl_ext.patches`); then it
 shuffles the batch, splits it over ``steps_per_generation`` and uses it ``num_iterations`` times. So the weights are those of
 the policy that wrote the responses.
 
-Shape suffixes: B rows of this process, T response tokens, L prompt + response.
+Shape suffixes: B responses of this process, T response tokens, L prompt + response.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DUMPED = {OLD_LOG_PROBS: "old_log_prob_T", ENTROPY: "entropy_T"}
 
 
 class TokenWeightGRPOTrainer(GRPOTrainer):
-    """``GRPOTrainer`` whose advantages are a method's token weights times the row's advantage.
+    """``GRPOTrainer`` whose advantages are a method's token weights times the response's advantage.
 
     Only training is weighted; in evaluation the advantages are TRL's.
 
@@ -58,8 +58,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         missing_answers: ``stop``, ``warn`` or ``ignore`` where responses have no answer, see
             :mod:`grail_advantage.answers.missing`.
         token_dump: a folder for every token's score, weight and advantage, or a mapping of ``folder``, ``every`` (steps from
-            one dump to the next, 1), ``rows`` (of a step at most, 64; None: all) and ``received`` (True: also what each token
-            received in the updates, docs/receipt.md). See docs/token_dump.md.
+            one dump to the next, 1), ``responses`` (of a step at most, 64; None: all) and ``received`` (True: also what each
+            token received in the updates, docs/receipt.md). See docs/token_dump.md.
         skip_zero_advantage: leave responses whose token advantages are all 0 out of the loss's forward and backward. The update
             is the same but for rounding; TRL's figures of entropy and clipping are then those of the others.
         *arguments: as for ``GRPOTrainer``.
@@ -122,7 +122,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         return output
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        """TRL's loss; in training without the responses that train nothing, where that is asked for."""
+        """TRL's loss; in training without the zero-advantage responses, where that is asked for."""
         if not self.model.training:
             return super()._compute_loss(model, inputs)
         kept, share = rows_that_train(inputs, self.loss_type) if self._skips_zero_advantage else (inputs, 1.0)
@@ -195,7 +195,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _look_for_answers(self, spans: Sequence[AnswerSpan | None], rows: dict[str, torch.Tensor]) -> None:
         answered, count = sum(span is not None for span in spans), len(spans)
-        if self.signal.uses:  # otherwise the rows are those of all processes already
+        if self.signal.uses:  # otherwise the responses are those of all processes already
             counts = torch.tensor([answered, count], device=self.accelerator.device)
             answered, count = self.accelerator.reduce(counts, "sum").tolist()
         responses = [
@@ -204,7 +204,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         self._answers.look(spans, responses, self.processing_class, (answered, count))
 
     def _truncated(self, completions_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-        """Rows that ended without an end token, as TRL judges it. Those that TRL masks for it do not begin with one either."""
+        """Responses that ended without an end token, by TRL's test. Those that it masks do not begin with one either."""
         ends = torch.tensor([*self.eos_token_ids, self.processing_class.pad_token_id], device=mask_BT.device)
         last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
         ended_B = torch.isin(completions_BT.gather(1, last_B1).squeeze(1), ends)
@@ -236,7 +236,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         return self.args.per_device_train_batch_size * input_ids_BL.shape[1]
 
     def _examples(self, inputs: list[dict[str, Any]]) -> list[Example]:
-        """Each row's prompt and the other columns of its data set."""
+        """Each response's prompt and the other columns of its data set."""
         for row in inputs:
             check_prompt(row["prompt"], self.signal)
         return [
@@ -245,7 +245,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         ]
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """The rows of all processes, process by process; those with fewer positions end in zeros."""
+        """The responses of all processes, process by process; those with fewer positions end in zeros."""
         if values.ndim > 1:
             values = self.accelerator.pad_across_processes(values, dim=1)
         return self.accelerator.gather(values)

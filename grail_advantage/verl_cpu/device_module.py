@@ -49,7 +49,7 @@ manual_seed_all = torch.manual_seed
 class _CpuDevice(str):
     """The string ``"cpu"`` where a device is wanted and ``0`` inside a device string.
 
-    verl passes the current device to ``.to()``, where an index would mean an accelerator, and also puts it behind a
+    verl passes the current device to ``.to()``, where an index would mean an accelerator, and also puts it after a
     colon: ``torch.device(f"{get_device_name()}:{get_device_id()}")`` (verl/utils/fsdp_utils.py,
     ``load_fsdp_model_to_gpu``, verl 0.9.1).
     """

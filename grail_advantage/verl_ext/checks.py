@@ -114,7 +114,7 @@ def check_estimator(name: str) -> None:
     """Refuse an unknown estimator, plug-ins that take a name in use, and methods with the name of an estimator of verl's.
 
     Raises:
-        ValueError: naming what is wrong, and the plug-ins that failed to import.
+        ValueError: naming the fault, and the plug-ins that failed to import.
     """
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
@@ -144,7 +144,7 @@ def check_names(config: DictConfig) -> None:
     """Refuse names close to an option of this project that nothing reads: a ``+`` accepts any name.
 
     Raises:
-        ValueError: naming the right one.
+        ValueError: naming the one that exists.
     """
     sections = algorithm_sections()
     verls = OmegaConf.load(Path(find_spec("verl").origin).parent / "trainer" / "config" / "ppo_trainer.yaml").algorithm

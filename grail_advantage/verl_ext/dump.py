@@ -69,15 +69,15 @@ class UpdateDump:
             options.folder,
             tokenizer,
             every=options.every,
-            rows=options.rows,
+            rows=options.responses,
             updates=updates,
             model=str(settings[f"{MODEL}.path"]),
             temperature=float(settings[f"{ROLLOUT}.temperature"]),
             answer=settings.answer,
         )
-        rows = settings["data.train_batch_size"] * settings[f"{ROLLOUT}.n"]
-        rows = rows if options.rows is None else min(rows, options.rows)
-        estimate = size_estimate(rows, settings["data.max_response_length"], steps // options.every)
+        responses = settings["data.train_batch_size"] * settings[f"{ROLLOUT}.n"]
+        responses = responses if options.responses is None else min(responses, options.responses)
+        estimate = size_estimate(responses, settings["data.max_response_length"], steps // options.every)
         print(f"{estimate}, in {options.folder}", flush=True)
 
     @property

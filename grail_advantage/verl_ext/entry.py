@@ -27,8 +27,8 @@ MODULE_VARIABLE = "GRAIL_ADVANTAGE_TRAINER_MODULE"
 def register_estimators() -> None:
     """Register an estimator with verl for every method; also for methods that were registered since the last call.
 
-    The trainer multiplies the advantages that verl's own estimator gives, since verl treats several outputs of a session right
-    only under that name. So these run in a trainer without token weights alone, and say so.
+    The trainer multiplies the advantages that verl's own estimator gives, since verl treats several outputs of a session
+    correctly only under that name. So these run in a trainer without token weights alone, and say so.
     """
     for name in methods():
         if name not in ADV_ESTIMATOR_REGISTRY:  # checks.check_estimator refuses a name that verl has itself

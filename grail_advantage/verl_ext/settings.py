@@ -15,8 +15,8 @@ gives every other option by its name.
 - ``algorithm.token_weights.base``: the estimator of verl's registry that gives the advantage of a response, which token weights
   multiply. ``grpo``, the default, is the one that counts several outputs of a session as one response.
 - ``algorithm.token_weights.trainer_module``: a module that registers trainers of one's own, see docs/own_trainer.md.
-- ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of ``rows`` responses a step, ``every`` so
-  many steps, and with ``received`` what each token received in the update; see docs/token_dump.md.
+- ``algorithm.token_dump``: ``folder`` for every token's score, weight and advantage, of so many ``responses`` a step,
+  ``every`` so many steps, and with ``received`` what each token received in the update; see docs/token_dump.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TRAINER_PREFIX = "grail_"
 """Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
 DUMP_FOLDER = "algorithm.token_dump.folder"
 DUMP_EVERY = "algorithm.token_dump.every"
-DUMP_ROWS = "algorithm.token_dump.rows"
+DUMP_RESPONSES = "algorithm.token_dump.responses"
 DUMP_RECEIVED = "algorithm.token_dump.received"
 ENGINES = ("fsdp", "fsdp2")
 """Values of ``actor_rollout_ref.actor.strategy``: the engines of verl's in which this project runs code of its own."""
@@ -69,8 +69,8 @@ class DumpOptions:
 
     folder: Path
     every: int
-    rows: int | None
-    """Responses a step; ``None`` for all."""
+    responses: int | None
+    """How many a step; ``None`` for all."""
     received: bool = True
     """Whether what their tokens received is written as well."""
 
@@ -166,7 +166,7 @@ def algorithm_sections() -> dict[str, Any]:
             "missing_answers": CHOICES[0],
             "base": BASES[0],
         },
-        "token_dump": {"folder": None, "every": 1, "rows": 64, "received": True},
+        "token_dump": {"folder": None, "every": 1, "responses": 64, "received": True},
     }
     for each in methods().values():
         sections[each.section] = {
@@ -184,11 +184,13 @@ def _signal(algorithm: Mapping[str, Any]) -> Signal:
     return chosen.build(algorithm.get(chosen.section) or {})
 
 
-def _dump_options(folder: Any, every: Any, rows: Any, received: Any) -> DumpOptions | None:
+def _dump_options(folder: Any, every: Any, responses: Any, received: Any) -> DumpOptions | None:
     if type(every) is not int or every < 1:
         raise ValueError(f"{DUMP_EVERY}={every!r} must be a whole number of steps, at least 1")
-    if rows is not None and (type(rows) is not int or rows < 1):
-        raise ValueError(f"{DUMP_ROWS}={rows!r} must be a whole number, at least 1, or null for all responses")
+    if responses is not None and (type(responses) is not int or responses < 1):
+        raise ValueError(
+            f"{DUMP_RESPONSES}={responses!r} must be a whole number, at least 1, or null for all responses"
+        )
     if not isinstance(received, bool):
         raise ValueError(f"{DUMP_RECEIVED}={received!r} must be true or false")
     if folder is None:
@@ -200,7 +202,7 @@ def _dump_options(folder: Any, every: Any, rows: Any, received: Any) -> DumpOpti
             f"{DUMP_FOLDER}={folder} must be an absolute path, on the machine of the trainer; use "
             f"{path.expanduser().absolute()}"
         )
-    return DumpOptions(path, every, rows, received)
+    return DumpOptions(path, every, responses, received)
 
 
 def import_trainer_module(name: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Stands for a forked process: ``client.py SOCKET SCRIPT [ARGUMENT ...]``, with the standard library alone."""
+"""Takes the place of a forked process: ``client.py SOCKET SCRIPT [ARGUMENT ...]``, with the standard library alone."""
 
 import json
 import os

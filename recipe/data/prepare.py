@@ -98,7 +98,7 @@ def _choose_columns(spec: DatasetSpec, source: Source) -> Columns:
     known = "; ".join(f"{columns.problem!r} and {columns.gold!r}" for columns in spec.layouts)
     raise ValueError(
         f"{spec.name}: {source.name} lacks the problem or the answer column: looked for {known}; it has "
-        f"{', '.join(map(repr, source.columns))}; rename the right ones"
+        f"{', '.join(map(repr, source.columns))}; rename those that hold them"
     )
 
 

@@ -1,4 +1,4 @@
-"""The datasets: the place of each, its columns of problem and gold answer, and its size.
+"""The datasets: the place of each, its columns of problem and ground truth, and its size.
 
 A dataset lists every column layout that its known copies use; the first one that the source has is taken.
 
@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 
 class Columns(NamedTuple):
-    """The columns of the problem (text or chat messages) and of the gold answer."""
+    """The columns of the problem (text or chat messages) and of the ground truth."""
 
     problem: str
     gold: str

@@ -28,7 +28,7 @@ _FILES = ("generations.jsonl", "scores.jsonl", "results.md", "results.json")
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Sample what ``options.output_dir`` lacks, judge all responses, write and return the report.
+    """Sample what ``options.output_dir`` lacks, score all responses, write and return the report.
 
     Raises:
         ValueError: the model cannot be used, or the folder holds generations made with other settings.

@@ -1,7 +1,7 @@
 """Sampling with vLLM: one engine for each GPU or group of GPUs, by vLLM's own data parallelism.
 
 Every sample is a request of its own whose seed follows from the evaluation's seed, the benchmark, the problem and the
-sample's number alone. So it matters neither in which order and by which engine problems are sampled, nor in how many sittings.
+sample's number alone. So it matters neither in which order and by which engine problems are sampled, nor in how many runs.
 
 The last bits of the logits may depend on the rest of the batch. Measured with vLLM 0.28 on a CPU, float32 gave the same tokens
 alone and in a batch, bfloat16 did not. So a CPU always computes in float32. On GPUs of compute capability 9.0 and above

@@ -20,7 +20,8 @@ def load_benchmarks(names: list[str], data_dir: Path) -> pd.DataFrame:
     """Read ``data_dir/NAME.parquet`` for every name.
 
     Returns:
-        A row a problem: ``benchmark``, ``index`` in its file, ``messages`` (the chat that asks for it) and ``gold`` answer.
+        A row a problem: ``benchmark``, ``index`` in its file, ``messages`` (the chat that asks for it) and ``gold`` (the
+        ground truth).
 
     Raises:
         ValueError: files are missing (all of them are named), or one is not a file of :mod:`recipe.data.prepare`.

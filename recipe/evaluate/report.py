@@ -1,4 +1,4 @@
-"""Judged samples, figures over problems with their 95 % intervals, the comparison of two runs, and their pages.
+"""Scored samples, figures over problems with their 95 % intervals, the comparison of two runs, and their pages.
 
 Intervals are a percentile bootstrap over problems: a resample draws as many problems as a benchmark has, with replacement; the
 samples of a problem stay together, since they depend on each other. Each benchmark has a random generator of its own, so that
@@ -39,12 +39,12 @@ _ROUNDING = 1e-9
 
 
 def judge(samples: pd.DataFrame) -> pd.DataFrame:
-    """Judge samples by :func:`recipe.reward.compute_score`, as in training; a row a sample.
+    """Score samples by :func:`recipe.reward.compute_score`, as in training; a row a sample.
 
-    ``answered``: there is a complete box; ``answer`` is its text, shortened, for people. ``no_verdict``: the judge could not
-    judge it within its limits; it counts as wrong.
+    ``answered``: there is a complete box; ``answer`` is its text, shortened, for people. ``no_verdict``: the verifier came to
+    no verdict within its limits; the sample counts as incorrect.
     """
-    with ThreadPoolExecutor(8) as executor:  # the judge's own processes do the work
+    with ThreadPoolExecutor(8) as executor:  # the verifier's own processes do the work
         columns = (samples[name] for name in ("benchmark", "text", "gold"))
         verdicts = pd.DataFrame(executor.map(compute_score, *columns), index=samples.index)
     return samples[[*KEY, "tokens", "gold"]].assign(
@@ -140,7 +140,7 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     """Return the figures of both runs and ``second - first`` with intervals, for each benchmark and both means.
 
     Raises:
-        ValueError: the runs' benchmarks, problems, gold answers, prompt template or sampling differ; the message names every
+        ValueError: the runs' benchmarks, problems, ground truths, prompt template or sampling differ; the message names every
             difference.
     """
     a, b = _conditions(first), _conditions(second)
@@ -202,7 +202,7 @@ def results_page(result: Mapping[str, Any]) -> str:
     lines = [
         *(f"# Evaluation of `{result['run']['model']}`", "", *table(head, rows, right=1), ""),
         f"- {_describe(result['run'])}",
-        f"- {acc}: mean over samples; {passed}: any sample right; tokens with the end token; unanswered: no complete "
+        f"- {acc}: mean over samples; {passed}: any sample correct; tokens with the end token; unanswered: no complete "
         "`\\boxed{}`; truncated: stopped by the limit on tokens.",
         f"- In brackets: {LEVEL:.0%} intervals, {result['interval']['method']}, {RESAMPLES} resamples. Problems that all fare "
         "alike give an interval without width; that is no certainty.",

@@ -61,7 +61,7 @@ def run_definition(config: DictConfig) -> dict[str, Any]:
     mode = "trainer.v1.trainer_mode"
     values[mode] = str(values[mode]).removeprefix("grail_").removeprefix("kept_")
     if config.algorithm.adv_estimator in methods():
-        # With the values that a preset stands for.
+        # With the values that a preset sets.
         signal, section = Settings.parse(config).signal, method(config.algorithm.adv_estimator).section
         values |= {f"algorithm.{section}.{name}": value for name, value in signal.as_dict().items()}
     return json.loads(json.dumps(values, default=str))

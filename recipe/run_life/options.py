@@ -12,7 +12,7 @@ class Options:
     """Options and their defaults."""
 
     enabled: bool = True
-    """False gives verl's own life of a run."""
+    """False gives verl's own behaviour."""
     phase_timeout: float = 7200.0
     """Seconds for a phase of a step."""
     long_phase_timeout: float = 14400.0

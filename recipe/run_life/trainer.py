@@ -1,7 +1,8 @@
 """A mixin for verl's v1 trainers whose runs may be killed anywhere and resume exactly; see docs/fault_tolerance.md.
 
-verl's checkpoints lack the trainer's random generators and an adaptive KL coefficient. verl's row keys are random, and its rows
-are in the order in which they arrive, so that no sum is the same twice; here keys go by step and prompt, rows by their keys.
+verl's checkpoints lack the trainer's random generators and an adaptive KL coefficient. verl's keys of responses are random, and
+its responses are in the order in which they arrive, so that no sum is the same twice; here keys go by step and prompt,
+responses by their keys.
 """
 
 from __future__ import annotations

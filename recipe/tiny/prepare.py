@@ -3,8 +3,8 @@
     python -m recipe.tiny.prepare --output-dir DIR --seed 0
     python -m recipe.tiny.prepare --output-dir DIR --seed 0 --warm-up
 
-The first takes the warmed-up model that comes with the repository, the second warms a new one up. A second call with the same
-settings and the same code finds ``DIR/warm_up.json`` and returns at once.
+The first takes the SFT-initialised model that comes with the repository, the second trains a new one. A second call with the
+same settings and the same code finds ``DIR/warm_up.json`` and returns at once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PrepareSettings:
     train_size: int = 4096
     validation_size: int = 256
     warm_up: WarmUpSettings | None = field(default_factory=WarmUpSettings)
-    """None: the model that was warmed up before and comes with the repository."""
+    """None: the SFT-initialised model that comes with the repository."""
 
 
 def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str], None] = print) -> bool:
@@ -86,7 +86,7 @@ def prepare(output_dir: Path, settings: PrepareSettings, report: Callable[[str],
 
 
 def default_settings(base_model: str, seed: int, *, anew: bool = False) -> PrepareSettings:
-    """Settings of a model with a third of its samples right; ``anew``: the tiny model is warmed up, too."""
+    """Settings of a model with a third of its samples correct; ``anew``: the tiny model is SFT-initialised anew, too."""
     if base_model == "smollm2":
         # It can write and add already, so it needs the form of the solutions more than the sums.
         form = WarmUpSettings(batch_size=8, learning_rate=3e-4, steps=64, evaluate_every=16, seed=seed)
@@ -132,11 +132,11 @@ def _code_hash() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write a tiny warmed-up model and its arithmetic data.")
+    parser = argparse.ArgumentParser(description="Write a tiny SFT-initialised model and its arithmetic data.")
     parser.add_argument("--output-dir", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=0, help="seed of problems, initial model and warm-up")
+    parser.add_argument("--seed", type=int, default=0, help="seed of problems, initial model and SFT")
     parser.add_argument("--base-model", choices=("tiny", "smollm2", "agent"), default="tiny", help="the model to train")
-    anew = "warm the tiny model up anew instead of taking the one here"
+    anew = "make the tiny model anew by SFT instead of taking the one here"
     parser.add_argument("--warm-up", action="store_true", help=anew)
     options = parser.parse_args(arguments)
     settings = default_settings(options.base_model, options.seed, anew=options.warm_up)

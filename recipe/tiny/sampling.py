@@ -1,4 +1,4 @@
-"""Sampling with transformers' ``generate``, enough to judge a tiny model without an inference engine."""
+"""Sampling with transformers' ``generate``, enough to measure a tiny model without an inference engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warmed-up tiny model that comes with the repository, in bfloat16, so that the example need not make it first.
+"""The SFT-initialised tiny model that comes with the repository, in bfloat16, so that the example need not make it first.
 
     python -m recipe.tiny.shipped
 

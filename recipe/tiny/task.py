@@ -1,12 +1,12 @@
-"""Chains of one-digit additions and subtractions, their worked solutions, and a checker that finds every wrong step.
+"""Chains of one-digit additions and subtractions, their worked solutions, and a checker that finds every incorrect step.
 
 The problems are the ``chain_sum`` task of ``reasoning-gym``. A worked solution writes every step out:
 
     problem    7+5-3
     solution   7+5=12;12-3=9;\\boxed{9}
 
-Solutions are written with wrong steps at a known rate, and the next step starts from the wrong result. A model trained on
-them knows the sums but slips when it samples, and reinforcement learning can then correct that. Because every step can be
+Solutions are written with incorrect steps at a known rate, and the next step starts from the incorrect result. A model trained
+on them knows the sums but slips when it samples, and reinforcement learning can then correct that. Because every step can be
 recomputed, ``find_errors`` locates every error of a response: the ground truth for token-level credit assignment.
 """
 
@@ -123,10 +123,10 @@ def _chain_texts(draws: int, seed: int) -> Iterator[str]:
 
 
 def solve(problem: Problem, error_rate: float, rng: random.Random) -> str:
-    """A worked solution in which each step is wrong with probability ``error_rate``; the next starts from its result.
+    """A worked solution in which each step is incorrect with probability ``error_rate``; the next starts from its result.
 
-    A wrong result is any other number from 0 to ``MAX_VALUE``, all equally likely. Such slips are independent of the sum,
-    so that learning to avoid one of them helps against all.
+    An incorrect result is any other number from 0 to ``MAX_VALUE``, all equally probable. Such slips are independent of the
+    sum, so that learning to avoid one of them helps against all.
     """
     value = problem.first
     parts = []
@@ -148,8 +148,8 @@ def boxed_answer(response: str) -> str | None:
 def find_errors(problem: Problem, response: str) -> list[StepError]:
     """Recompute every written step of ``response`` and return the errors in the order of the text.
 
-    Errors are not inherited: a step that correctly continues from a wrong result is right. Text that is not a step is
-    passed over, so any string is accepted. A response with a complete box and no error has the right answer.
+    Errors are not inherited: a step that correctly continues from an incorrect result is correct. Text that is not a step is
+    passed over, so any string is accepted. A response with a complete box and no error has the correct answer.
     """
     boxes = list(_BOXED.finditer(response))
     reasoning_end = boxes[-1].start() if boxes else len(response)

@@ -1,6 +1,6 @@
-"""Supervised warm-up on worked solutions, so that reinforcement learning starts from a model that is right now and then.
+"""SFT on worked solutions, so that reinforcement learning starts from a model that is sometimes correct.
 
-It ends when the model knows the task (greedy decoding is right on most held-out problems) but still slips when it
+It ends when the model knows the task (greedy decoding is correct on most held-out problems) but still slips when it
 samples, because the solutions it was shown slip at a known rate. Reinforcement learning can then teach it to slip less.
 """
 
@@ -28,14 +28,14 @@ class WarmUpSettings:
     """Supervised training of the tiny model; the defaults take one to two minutes on two cores."""
 
     error_rate: float = 0.22
-    """Probability that a step of a training solution is wrong."""
+    """Probability that a step of a training solution is incorrect."""
     batch_size: int = 32
     learning_rate: float = 3e-3
     steps: int = 800
     """At most so many, however long they take; the learning rate falls to a tenth along a cosine over them."""
     evaluate_every: int = 100
     greedy_target: float = 0.9
-    """Training ends once greedy decoding is right on this share of held-out problems ..."""
+    """Training ends once greedy decoding is correct on this share of held-out problems ..."""
     sampled_target: float = 0.25
     """... and sampling at temperature 1 on this share."""
     seed: int = 0

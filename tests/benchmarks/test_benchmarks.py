@@ -1,4 +1,4 @@
-"""The benchmarks: what they measure with, what the report makes of it, and that each runs at toy size. No time is judged."""
+"""The benchmarks: what they measure with, what the report makes of it, and that each runs at toy size. No time is checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _method(uses: str, rows: tuple[int, int], *repeats: tuple[float, ...]) -> di
 
 
 def test_steps_by_hand() -> None:
-    """F is 2 s and an update 6 s; the backward on the shared forward takes 0.7 s."""
+    """A forward pass is 2 s and an update 6 s; the backward on the shared forward takes 0.7 s."""
     found = {
         "uniform": _method("", (0, 0), (2.0, 0.0, 0.0, 6.0)),
         "shared": _method("saliency", (7, 7), (2.7, 0.0, 0.1, 6.0)),

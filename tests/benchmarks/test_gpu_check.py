@@ -84,7 +84,7 @@ def test_differences_by_hand() -> None:
 
 
 def test_weights_that_differ_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every other call gets the weights of another method, as a wrong kernel might give other ones."""
+    """Every other call gets the weights of another method, as a faulty kernel might give other ones."""
     calls = iter(range(100))
     other = GrailConfig("robust", statistics="response", gate="correct")
 

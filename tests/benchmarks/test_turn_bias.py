@@ -104,7 +104,7 @@ def _own_share(chance: float, size: int) -> float:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_bias_of_mt_grpo(size: int) -> None:
-    """What going on is worth is missing: only rewards given that one went on are left."""
+    """The worth of another turn is missing: only rewards given that there was one are left."""
     known = environment(stops=True)
     expected_P = (1 - 1 / size) * known.gradient(known.expectation(lambda steps: OUTCOMES[steps[-1]]))
     for turn in (0, 1):
@@ -122,7 +122,7 @@ def test_the_bias_of_mt_grpo(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_bias_of_gtpo(size: int) -> None:
-    """Each turn's part is right in direction, and shrunk the more the fewer responses have the turn."""
+    """Each turn's part has the right direction, and shrunk the more the fewer responses have the turn."""
     known = environment(stops=True)
     parts = _of_turns(known, lambda steps, turn: reward(steps) - sum(TOOL_REWARDS[step] for step in steps[:turn]))
     chances = [float(known.expectation(lambda steps, turn=turn: float(len(steps) > turn))) for turn in range(3)]

@@ -1,4 +1,4 @@
-r"""Responses made to hang, crash, blow up or trick a judge of ``\boxed{...}`` answers; none states ``GOLD``."""
+r"""Responses made to hang, crash, blow up or trick a verifier of ``\boxed{...}`` answers; none states ``GOLD``."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_base_model() -> None:
     ids, text = prompt_ids(tokenizer, "llama")
     assert text == f"<|begin_of_text|>{PREAMBLE}\nUser: {ASKED}\nAssistant:"
     assert ids.count(tokenizer.bos_token_id) == 1
-    # No space behind the colon: the answer's first token brings its own, as in the model's training text.
+    # No space after the colon: the answer's first token brings its own, as in the model's training text.
     assert tokenizer.convert_ids_to_tokens(ids)[-2:] == ["Assistant", ":"]
     # A tokenizer without a beginning-of-text token, such as Qwen's, gets the same text without one.
     _, text = prompt_ids(qwen_tokenizer(), "qwen3")

@@ -1,6 +1,6 @@
 r"""Evaluation: figures and intervals against hand calculation, what is kept on disk, messages, merging, and real runs.
 
-The hand case, three samples a problem (right or not; tokens):
+The hand case, three samples a problem (correct or not; tokens):
 
     aime24  1 0 0; 10 20 30     0 0 0; 40 40 40, one of them without a box and truncated
     amc23   1 1 1;  5  5  5     0 1 1;  3  6  9     0 0 0; 100 each, two without a box, all truncated
@@ -41,7 +41,7 @@ from recipe.tiny.model import build_model, build_tokenizer
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 Row = tuple[str, list[int], list[int], list[int]]
-"""Right (1) or wrong (0) and tokens of each sample; the samples without an answer, and those that are truncated."""
+"""Correct (1) or incorrect (0) and tokens of each sample; the samples without an answer, and those that are truncated."""
 HAND_CASE: dict[str, list[Row]] = {
     "aime24": [("100", [10, 20, 30], [], []), ("000", [40, 40, 40], [1], [1])],
     "amc23": [("111", [5, 5, 5], [], []), ("011", [3, 6, 9], [], []), ("000", [100] * 3, [0, 2], [0, 1, 2])],
@@ -50,7 +50,7 @@ TEMPLATE = {"chat_template": "1" * 16, "enable_thinking": False, "prompt": "Q: {
 
 
 def make_problems(name: str, size: int) -> pd.DataFrame:
-    """Problem ``i`` asks for i + 1 and has the gold answer 10 * (i + 1)."""
+    """Problem ``i`` asks for i + 1 and has the ground truth 10 * (i + 1)."""
     numbers = range(size)
     messages = [user_messages(f"What is {i + 1}?") for i in numbers]
     gold = [str(10 * (i + 1)) for i in numbers]
@@ -62,7 +62,7 @@ def row(right: str) -> Row:
 
 
 def make_samples(name: str, index: int, case: Row) -> list[dict[str, Any]]:
-    """Responses that state the gold answer or one more, or have no complete box."""
+    """Responses that state the ground truth or one more, or have no complete box."""
     right, tokens, unanswered, truncated = case
     samples = []
     for number, (mark, length) in enumerate(zip(right, tokens, strict=True)):
@@ -78,7 +78,7 @@ SAMPLING = {"samples": 3, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_t
 
 
 def make_run(folder: Path, rows: dict[str, list[Row]], **sampling: Any) -> Any:
-    """Judge hand-made responses with the real judge and write what a finished evaluation writes."""
+    """Score hand-made responses with the real verifier and write what a finished evaluation writes."""
     problems = pd.concat([make_problems(name, len(cases)) for name, cases in rows.items()], ignore_index=True)
     samples = pd.DataFrame(
         each for name, cases in rows.items() for i, case in enumerate(cases) for each in make_samples(name, i, case)
@@ -453,8 +453,8 @@ def test_bad_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 @pytest.mark.slow
 def test_resumed_from_what_is_on_the_disk_equals_uninterrupted(tmp_path: Path) -> None:
-    """Through the script: merging a verl checkpoint, one engine, two that go on from what a kill would leave, judge, report,
-    refusals."""
+    """Through the script: merging a verl checkpoint, one engine, two that resume from what a kill would leave, verifier,
+    report, refusals."""
     write_benchmark(tmp_path / "data/amc23.parquet")
     model = save_tiny_model(tmp_path / "model")
     checkpoint = save_checkpoint(tmp_path / "run", model, load_weights(model))

@@ -170,7 +170,7 @@ BAD_KNOBS = [
     ("LEARNING_RATE", {"LEARNING_RATE": "small"}),
     ("ROLLOUT_N", {"ROLLOUT_N": "1"}),
     ("TRAIN_BATCH_SIZE", {"NNODES": "3"}),  # does not divide among the GPUs
-    ("PPO_MAX_TOKEN_LEN_PER_GPU", {"PPO_MAX_TOKEN_LEN_PER_GPU": "5119"}),  # one token less than a row
+    ("PPO_MAX_TOKEN_LEN_PER_GPU", {"PPO_MAX_TOKEN_LEN_PER_GPU": "5119"}),  # one token less than prompt and response
     ("DATA_DIR", {"DATA_DIR": "/no/such/folder", "DRY_RUN": "0"}),
 ]
 

@@ -75,7 +75,7 @@ def test_published_setup(script: str, estimator: str, nnodes: int) -> None:
 
 
 def test_loss_is_the_published_one() -> None:
-    """Clipped surrogate summed over tokens / (rows x longest response), over 16 ranks of 2 micro-batches each.
+    """Clipped surrogate summed over tokens / (responses x longest response), over 16 ranks of 2 micro-batches each.
 
     FSDP averages gradients over the ranks, so the mean over them of verl's loss must be the loss of the whole batch.
     """

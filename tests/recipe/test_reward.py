@@ -1,4 +1,4 @@
-"""The judge: what it accepts, what it refuses, and that no answer can stop, crash or trick it."""
+"""The verifier: what it accepts, what it refuses, and that no answer can stop, crash or trick it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ EQUAL: list[tuple[Any, list[str]]] = [
     ("3t", [r"t \cdot 3"]),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", [r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}"]),
     (r"\frac{\pi}{10^{20}}", [r"\frac{2\pi}{2 \cdot 10^{20}}"]),
-    # gold answers that are not strings
+    # ground truths that are not strings
     (5, ["5"]),
     (0.5, [r"\frac{1}{2}"]),
     (1e-07, ["10^{-7}"]),
@@ -177,7 +177,7 @@ _NUMERALS = st.one_of(
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(gold=_NUMERALS, other=_NUMERALS, digits=st.sampled_from([None, 3, 5, 6, 9]))
 def test_number_path_agrees_with_math_verify(gold: str, other: str, digits: int | None) -> None:
-    """Numbers are compared without math-verify; it has to say the same, also of a rounded copy of the gold answer."""
+    """Numbers are compared without math-verify; it has to say the same, also of a rounded copy of the ground truth."""
     answer = other if digits is None else f"{float(gold):.{digits}f}"
     assert reward._same(gold, answer) == _verify_pool.verify(gold, answer)
 

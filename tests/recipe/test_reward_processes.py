@@ -1,4 +1,4 @@
-"""The judge's processes: no answer can stop, crash or trick them, none is run, and none outlives its program."""
+"""The verifier's processes: no answer can stop, crash or trick them, none is run, and none outlives its program."""
 
 from __future__ import annotations
 

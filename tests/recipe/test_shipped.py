@@ -1,4 +1,4 @@
-"""The warmed-up model of the example is the one that its record describes."""
+"""The SFT-initialised model of the example is the one that its record describes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_record_is_that_of_todays_warm_up_and_of_these_weights() -> None:
         assert torch.equal(value, value.bfloat16().float())
 
 
-def test_shares_of_boxed_and_of_right_responses() -> None:
+def test_shares_of_boxed_and_of_correct_responses() -> None:
     """Counted response by response; 30 tokens are too few for long chains."""
     model, tokenizer = shipped.load_shipped()
     asked = problems("validation", 32, seed=0)

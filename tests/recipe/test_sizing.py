@@ -59,7 +59,7 @@ def test_operations_are_those_of_a_model() -> None:
     model = Qwen3ForCausalLM._from_config(config, attn_implementation="eager")
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model(input_ids=torch.zeros((3, length), dtype=torch.int64), use_cache=False)
-    square = 3 * 2 * 8 * 2 * 2 * 128 * length**2  # rows, layers, heads, products, operations
+    square = 3 * 2 * 8 * 2 * 2 * 128 * length**2  # responses, layers, heads, products, operations
     assert sizing.forward_operations(toy, 3, 100) == pytest.approx(counted.get_total_flops() - square / 2, rel=1e-3)
 
 

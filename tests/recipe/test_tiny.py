@@ -54,19 +54,19 @@ CHAIN = Problem.parse("7+5-3")
 
 FOUND_BY_HAND: list[tuple[str, list[StepError]]] = [
     ("7+5=12;12-3=9;\\boxed{9}", []),
-    # Two slips that cancel give the right answer and are two errors all the same.
+    # Two slips that cancel give the correct answer and are two errors all the same.
     ("7+5=13;13-3=9;\\boxed{9}", [StepError(0, 4, 6, "result", "13", "12"), StepError(1, 12, 13, "result", "9", "10")]),
     # The result of step one is not carried on.
     ("7+5=12;13-3=10;\\boxed{10}", [StepError(1, 7, 11, "copy", "13-3", "12-3")]),
     # A step too many.
     ("7+5=12;12-3=9;9+1=10;\\boxed{10}", [StepError(2, 14, 17, "copy", "9+1", "")]),
     ("7+5=12;12-3=9;\\boxed{8}", [StepError(2, 21, 22, "answer", "8", "9")]),
-    # Steps left out: the answer stands for them.
+    # Steps left out: the answer takes their place.
     ("7+5=12;\\boxed{12}", [StepError(1, 14, 16, "answer", "12", "9")]),
     ("\\boxed{9}", []),
     # The last complete box counts, and steps after it do not.
     ("\\boxed{1}7+5=12;12-3=9;\\boxed{9}1+1=3;", []),
-    # Cut off: only what is written is judged.
+    # Cut off: only what is written is checked.
     ("", []),
     ("7+5=11;11-3=8;\\boxed{8", [StepError(0, 4, 6, "result", "11", "12")]),
     # Negative values after a slip, and other ways of writing a number.

@@ -1,6 +1,6 @@
 """The wheel, installed in a fresh environment: what is in it, and that verl's users can start with it.
 
-The environment has the wheel alone; everything else comes from the tests' environment behind it.
+The environment has the wheel alone; everything else comes from the tests' environment after it.
 """
 
 from __future__ import annotations

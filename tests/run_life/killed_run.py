@@ -23,7 +23,7 @@ class KilledRun:
     """A run of a tiny model in a folder of its own.
 
     Args:
-        folder: an empty one, or that of a run that is to go on.
+        folder: an empty one, or that of a run that is to resume.
         overrides: further options.
         environment: further variables.
         rows: prompts in the data set.

@@ -2,7 +2,7 @@
 
     python -m tests.run_life.ranks_process FOLDER      # writes FOLDER/found.pt
 
-A rank here stands for one of many: its collectives go nowhere, which building, saving and loading shards does not notice. What
+A rank here is one of many: its collectives go nowhere, which building, saving and loading shards does not notice. What
 a rank holds of each tensor is compared by the test with the whole tensors.
 """
 

@@ -21,7 +21,7 @@ def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _life(resumed_at: int, steps: range, value: float) -> None:
-    """A life of a run that is killed: nothing is closed."""
+    """A run that is killed: nothing is closed."""
     trainer = {"logger": BACKENDS, "project_name": "project", "experiment_name": "experiment"}
     with one_history(OmegaConf.create({"trainer": trainer}), resumed_at, {}):
         logs = Tracking("project", "experiment", BACKENDS)
@@ -45,7 +45,7 @@ def _tensorboard(tmp_path: Path) -> list[tuple[int, float]]:
 
 
 def test_no_step_twice_and_none_lost(tmp_path: Path) -> None:
-    """Killed behind step 7 with a checkpoint of step 5, then behind step 8 with that of step 7."""
+    """Killed after step 7 with a checkpoint of step 5, then after step 8 with that of step 7."""
     _life(0, range(0, 8), 1.0)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 8, "data": {"va')

@@ -1,4 +1,4 @@
-"""A trainer whose runs may be killed: which checkpoint counts when, what it hands on, and the order of its rows.
+"""A trainer whose runs may be killed: which checkpoint counts when, what it hands on, and the order of its responses.
 
 ``_Trainer`` stands in for verl's loop: it calls what verl's calls, in its order.
 """
@@ -107,7 +107,7 @@ def config(tmp_path: Path) -> Any:
 
 
 def _life(config: Any, killed_at: tuple[str, int] | None = None) -> _Trainer:
-    """A life of the run, until it is killed or done."""
+    """The run, until it is killed or done."""
     trainer = _Trainer(OmegaConf.create(OmegaConf.to_container(config)))
     trainer.killed_at = killed_at
     trainer._load_checkpoint()

@@ -39,14 +39,14 @@ def chat_tokenizer() -> Any:
 
 
 def plain_weights(signal: Signal, *, mask_truncated: bool = True, **known: Any) -> tuple[Batch, TokenWeights]:
-    """The script's rows by :func:`compute_token_weights`, on other padding than TRL's."""
+    """The script's responses by :func:`compute_token_weights`, on other padding than TRL's."""
     batch = make_batch(scripted.rollouts(mask_truncated=mask_truncated), "right")
     settings = {"temperature": scripted.TEMPERATURE, **known}
     return batch, compute_token_weights(tiny_model(), char_tokenizer(), *batch.tensors(), signal, **settings)
 
 
 def of_responses(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """All token advantages of a batch of TRL's, one row after the other."""
+    """All token advantages of a batch of TRL's, one response after the other."""
     return torch.cat(response_values(batch["advantages"], batch["completion_mask"]))
 
 
@@ -130,7 +130,7 @@ def test_a_run_without_answers_stops(
 def hand_written_loss(
     kind: str, ratio_T: torch.Tensor, log_probs_T: torch.Tensor, advantages_T: torch.Tensor, args: Any
 ) -> torch.Tensor:
-    """Sum over a row's tokens."""
+    """Sum over a response's tokens."""
     if kind == "cispo":
         return -(ratio_T.clamp(max=args.epsilon_high).detach() * advantages_T * log_probs_T).sum()
     if kind == "sapo":
@@ -235,7 +235,7 @@ def test_leaving_out_is_refused_where_a_response_without_an_advantage_matters(tm
 
 
 def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And go with their rows, which TRL shuffles and splits."""
+    """And go with their responses, which TRL shuffles and splits."""
     calls, seen = [], []
 
     def counted(*arguments: Any, **named: Any) -> Any:
@@ -251,7 +251,7 @@ def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatc
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
     trainer = build(tmp_path, Recording, weights={"token_weights": "grail"}, num_iterations=2, max_steps=8, **sizes)
     trainer.train()
-    # 4 micro-batches of 2 rows make a generation batch, which is used twice; 2 micro-batches make an optimiser step.
+    # 4 micro-batches of 2 responses make a generation batch, which is used twice; 2 micro-batches make an optimiser step.
     assert calls == [0, 4] and len(seen) == 16
 
     plain, weighted = plain_weights(GrailConfig())

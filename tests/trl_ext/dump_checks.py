@@ -23,7 +23,7 @@ GOLD = ["5", "9"]
 
 
 def policy_columns(rows: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Log-probabilities and entropies of each row's response, from the model's logits alone."""
+    """Log-probabilities and entropies of each response, from the model's logits alone."""
     model, log_probs, entropies = tiny_model(), [], []
     for ids_L, valid_L, inside_L in zip(rows.input_ids, rows.attention_mask, rows.response_mask, strict=True):
         ids_S, where_T = ids_L[valid_L.bool()], inside_L[valid_L.bool()].nonzero().flatten()
@@ -37,7 +37,7 @@ def policy_columns(rows: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 @pytest.mark.parametrize("method", ["grail", "surprisal", "uniform"])
 def test_rows_are_those_of_the_run(tmp_path: Path, method: str) -> None:
     folder = tmp_path / "run" / "tokens"
-    weights = {"token_weights": method, "token_dump": {"folder": folder, "rows": None}}
+    weights = {"token_weights": method, "token_dump": {"folder": folder, "responses": None}}
     trainer = build(tmp_path / "run", data=scripted.prompts(solution=GOLD), weights=weights, max_steps=1)
     signal = trainer.signal
     trainer.train()
@@ -79,10 +79,10 @@ def test_rows_are_those_of_the_run(tmp_path: Path, method: str) -> None:
 def test_steps_rows_and_resuming(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whole groups of every other step; a run that resumes writes its own steps and figures in place of the old ones."""
     run = tmp_path / "run"
-    weights = {"token_weights": "grail", "token_dump": {"folder": run / "tokens", "every": 2, "rows": 4}}
+    weights = {"token_weights": "grail", "token_dump": {"folder": run / "tokens", "every": 2, "responses": 4}}
     saving = {"save_strategy": "steps", "save_steps": 3, "weights": weights}
     build(run, max_steps=6, **saving).train()
-    assert "token dump: 4 rows a step with up to 64 tokens" in capsys.readouterr().out
+    assert "token dump: 4 responses a step with up to 64 tokens" in capsys.readouterr().out
     rows = list(read_dump(run / "tokens"))
     assert [row.step for row in rows] == [2] * 4 + [4] * 4 + [6] * 4
     assert all(len({row.group for row in rows[at : at + 4]}) == 1 for at in (0, 4, 8))
@@ -122,7 +122,8 @@ def test_a_response_that_trl_masks_has_no_tokens(tmp_path: Path) -> None:
 def test_options_that_are_refused() -> None:
     assert dump_options("tokens").folder == Path("tokens").absolute()
     for given, match in (
-        ({"every": 2}, "must be a folder, or a mapping of folder, every, rows and received"),
+        ({"every": 2}, "must be a folder, or a mapping of folder, every, responses and received"),
+        ({"folder": "a", "rows": 4}, "a mapping of folder, every, responses and received"),
         ({"folder": "a", "every": 0}, "every=0 must be a whole number, at least 1"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -1,4 +1,4 @@
-"""Two ranks joined by gloo through accelerate, and one that is alone; see test_trl.py. Nothing is judged here."""
+"""Two ranks joined by gloo through accelerate, and one that is alone; see test_trl.py. Nothing is checked here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.trl_ext import scripted
 
 WEIGHTS: dict[str, dict[str, Any]] = {
     "grail": {"token_weights": "grail"},
-    "grail, right rows": {"token_weights": "grail", "token_weight_options": {"gate": "correct"}},
+    "grail, correct responses": {"token_weights": "grail", "token_weight_options": {"gate": "correct"}},
     "stare": {"token_weights": "stare", "token_weight_options": {"threshold": 100.0}},
     "shear": {"token_weights": "shear", "token_weight_options": {"window": 6, "stride": 3}},
 }

@@ -148,7 +148,7 @@ def parameters(trainer: GRPOTrainer) -> torch.Tensor:
 def trained(
     folder: Path, dump: dict[str, Any], trainer_class: type = scripted.ScriptedTokenWeights, **options: Any
 ) -> Any:
-    weights = {"token_weights": "grail", "token_dump": {"folder": folder / "tokens", "rows": None, **dump}}
+    weights = {"token_weights": "grail", "token_dump": {"folder": folder / "tokens", "responses": None, **dump}}
     skip = {"skip_zero_advantage": True} if options.pop("skip", False) else {}
     trainer = build(
         folder, trainer_class, weights={**weights, **skip}, max_steps=8, num_iterations=2, **SIZES, **options
@@ -196,7 +196,7 @@ class Truncating(scripted.ScriptedTokenWeights):
 
 
 class Shuffling(scripted.ScriptedTokenWeights):
-    """verl-project/verl#7956: the advantages are other rows'."""
+    """verl-project/verl#7956: the advantages are other responses'."""
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"].flip(0)})

@@ -30,10 +30,10 @@ GROUPS = {
         ("So it is 10, I say<end>", 0.0),
     ],
 }
-"""Responses and rewards by prompt. Wrong ones with a box: two, one. Right ones with a box and an end: one, none."""
+"""Responses and rewards by prompt. Incorrect ones with a box: two, one. Correct ones with a box and an end: one, none."""
 REWARDS = {(prompt, text.removesuffix(END)): reward for prompt, answers in GROUPS.items() for text, reward in answers}
 TRUNCATED = 4
-"""Row without an end token."""
+"""Response without an end token."""
 
 
 class PlainLogProbs:
@@ -61,7 +61,7 @@ def _text(prompt: Any) -> str:
 
 
 def rollouts(*, mask_truncated: bool = True) -> list[Rollout]:
-    """The same rows with their advantages worked out by hand: reward minus the group's mean."""
+    """The same responses with their advantages worked out by hand: reward minus the group's mean."""
     rows = []
     for prompt, answers in GROUPS.items():
         mean = sum(reward for _, reward in answers) / len(answers)
@@ -116,7 +116,7 @@ def config(folder: Path, **options: Any) -> GRPOConfig:
 
 
 def prompts(**columns: list[Any]) -> Dataset:
-    """One row a group."""
+    """One response a group."""
     return Dataset.from_dict({"prompt": list(GROUPS), **columns})
 
 
@@ -145,11 +145,11 @@ def build(
 
 
 def generation_batch(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    """The trainer's batch of all rows."""
+    """The trainer's batch of all responses."""
     rows = [row for row in trainer.train_dataset for _ in range(GENERATIONS)]
     return trainer._generate_and_score_completions(rows)
 
 
 def response_values(values_BL: torch.Tensor, mask_BL: torch.Tensor) -> list[torch.Tensor]:
-    """The response tokens' values of each row."""
+    """The response tokens' values of each response."""
     return [values_L[mask_L.bool()] for values_L, mask_L in zip(values_BL, mask_BL, strict=True)]

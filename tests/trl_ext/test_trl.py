@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dumps(folder: Path) -> Callable[[str, int], list[DumpRow]]:
-    """Gives the rows that a method's run wrote, by its number of ranks."""
+    """Gives the responses that a method's run wrote, by its number of ranks."""
     return lambda name, world_size: list(read_dump(folder / f"{name} of {world_size}"))
 
 
@@ -120,7 +120,7 @@ def ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return {world_size: [torch.load(file) for file in of_size] for world_size, of_size in files.items()}
 
 
-RANK_METHODS = ("grail", "grail, right rows", "stare", "shear")
+RANK_METHODS = ("grail", "grail, correct responses", "stare", "shear")
 
 
 def results_of(ranks: dict[int, list[dict[str, Any]]], name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

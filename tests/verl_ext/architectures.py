@@ -40,7 +40,7 @@ from tests.verl_ext.rank_group import of_all_ranks, run_rank, start_ranks
 
 PAGE, MARKER = Path(__file__).parents[2] / "docs" / "works_with.md", "models"
 WINDOW = 20
-"""Tokens that a sliding attention sees: fewer than a row has."""
+"""Tokens that a sliding attention sees: fewer than a sequence has."""
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 _MOE = {"num_experts_per_tok": 2, "output_router_logits": True}
 
@@ -114,7 +114,7 @@ SIGNALS: dict[str, Signal] = {
     "oar_g": OarConfig("gradient", noise_std=NOISE),
 }
 CLOSE = {"grail": 1e-4, "grail, middle": 1e-4, "oar_g": 5e-3}
-"""Of the largest score of a row, and of a weight: the gradient of a divergence as small as OAR-G's has fewer digits."""
+"""Of the largest score of a response, and of a weight: the gradient of a divergence as small as OAR-G's has fewer digits."""
 
 
 @cache
@@ -134,7 +134,7 @@ def folder_of(name: str) -> str:
 
 @cache
 def plainly(name: str, signal: str) -> list[tuple[list[float], list[float]]]:
-    """Scores and weights of each row's response by autograd alone in float64, a row at a time and without padding."""
+    """Scores and weights of each response by autograd alone in float64, one at a time and without padding."""
     rows = []
     for rollout in BATCH:
         prompt, response = encode(rollout.prompt), encode(rollout.response)
@@ -214,8 +214,8 @@ def measure(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def error(found: Sequence[torch.Tensor], expected: Sequence[Sequence[float]]) -> float:
-    """Largest difference, as a part of the largest expected value of its row. Values after the last of ``found`` must be 0, or
-    NaN as there are none."""
+    """Largest difference, as a part of the largest expected value of its response. Values after the last of ``found`` must
+    be 0, or NaN as there are none."""
     errors = [0.0]
     for of_row, values in zip(found, expected, strict=True):
         expected_T = torch.tensor(values)

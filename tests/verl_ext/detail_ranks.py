@@ -1,4 +1,4 @@
-"""One rank of the tests of what a pass costs, holds and leaves behind; started by ``test_pass_details.py``."""
+"""One rank of the tests of what a pass costs, holds and leaves; started by ``test_pass_details.py``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Experiments(pass_ranks.Experiments):
         return pass_rows("saliency", self.rank, self.world_size)[1]
 
     def counting(self, setup: Setup) -> dict[str, Any]:
-        """Forwards of the blocks in one micro-batch by leaf, in shared forwards, and with rows that differ between ranks."""
+        """Forwards of the blocks in one micro-batch by activation, in shared forwards, and where ranks differ."""
         engine = self._build(setup)
         worker, found = training_worker(engine), {}
 
@@ -94,9 +94,9 @@ class Experiments(pass_ranks.Experiments):
         return found
 
     def raising(self, setup: Setup) -> dict[str, Any]:
-        """What passes that raise leave behind and an optimiser step after each of them, with FSDP2.
+        """What passes that raise leave, and an optimiser step after each of them, with FSDP2.
 
-        FSDP1 itself cannot go on after an exception in a forward, whoever runs it.
+        FSDP1 itself cannot continue after an exception in a forward, whoever runs it.
         """
         results: dict[str, Any] = {"errors": [], "steps": []}
         rows, targets = self._prepared(), self._rows(setup, "all")
@@ -125,7 +125,7 @@ class Experiments(pass_ranks.Experiments):
         return results
 
     def nan(self, setup: Setup) -> dict[str, Any]:
-        """Rows of which some have a token whose embedding is NaN; in two rows a micro-batch."""
+        """Responses of which some have a token whose embedding is NaN; in two responses a micro-batch."""
         worker = training_worker(self._build(setup))
         rows = [shared_row(Rollout("Is", text, -1.0)) for text in WITH_NAN[self.rank]]
         clean = [(tokens.clone().apply_(lambda t: NAN_TO.get(t, t)), *rest) for tokens, *rest in rows]
@@ -167,7 +167,7 @@ class Experiments(pass_ranks.Experiments):
 
 
 class AllRows:
-    """A worker group whose every rank has all rows."""
+    """A worker group whose every rank has all responses."""
 
     def __init__(self, engine: Any, strategy: str) -> None:
         from grail_advantage.verl_ext.trainers import TokenWeightDetachActorWorker

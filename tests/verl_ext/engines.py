@@ -1,4 +1,4 @@
-"""verl's FSDP engines on the ranks of tests: how they are built, what runs on them, and what must not be left behind."""
+"""verl's FSDP engines on the ranks of tests: how they are built, what runs on them, and what must not be left over."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows of a micro-batch, or its most tokens; of inference where those are others."""
+    """Responses of a micro-batch, or its most tokens; of inference where those are others."""
 
     rows: int | None = None
     budget: int | None = None
@@ -173,7 +173,7 @@ def install_reference() -> None:
 
 
 def own_pass(engine: Any, rows: list[Any], signal: Any, sizes: Sizes, **request: Any) -> dict[str, list[torch.Tensor]]:
-    """A signal's pass of its own over this rank's prepared rows, by the worker's code; one list entry a row."""
+    """A signal's pass of its own over this rank's prepared responses, by the worker's code; one list entry a response."""
     from grail_advantage.verl_ext.exchange import build_request
     from grail_advantage.verl_ext.worker import token_scores
 
@@ -195,8 +195,8 @@ def log_probs(
     leaf: str | None = None,
     temperature: float = 1.0,
 ) -> dict[str, list[torch.Tensor]]:
-    """What ``compute_log_prob`` gives for this rank's rows, with ``leaf`` also their saliency; one list entry a row, nothing
-    where verl collects nothing."""
+    """What ``compute_log_prob`` gives for this rank's responses, with ``leaf`` also their saliency; one list entry a response,
+    nothing where verl collects nothing."""
     from verl.utils import tensordict_utils as tu
 
     from grail_advantage.verl_ext.exchange import LEAF, TARGET, nested
@@ -222,7 +222,7 @@ def log_probs(
 
 @contextmanager
 def exploding(engine: Any, where: str) -> Iterator[None]:
-    """A block that fails on all ranks, or a model that changes its logits behind its head."""
+    """A block that fails on all ranks, or a model that changes its logits after its head."""
 
     def explode(*_: Any) -> None:
         raise ZeroDivisionError
@@ -280,7 +280,7 @@ def sharding(engine: Any) -> dict[str, list[str]]:
 
 
 def leftovers(engine: Any, hooks_before: Counter) -> dict[str, Any]:
-    """What a pass must not leave behind."""
+    """What a pass must not leave over."""
     return {
         **sharding(engine),
         "gradients": [name for name, p in engine.module.named_parameters() if p.grad is not None],
@@ -292,7 +292,7 @@ def leftovers(engine: Any, hooks_before: Counter) -> dict[str, Any]:
 
 
 def train_step(engine: Any, rows: list[tuple]) -> float | None:
-    """One optimiser step of verl's engine on this rank's rows, in two micro-batches.
+    """One optimiser step of verl's engine on this rank's responses, in two micro-batches.
 
     Returns the gradient norm where verl gives it out: on the first rank of a sequence-parallel group.
     """

@@ -1,5 +1,5 @@
-"""The trainer of docs/own_trainer.md, which weighs tokens by another method in each step, as a run that may be killed and
-resumed; for ``test_methods_run.py``.
+"""The trainer of docs/own_trainer.md, which takes another method in each step, as a run that may be killed and resumed;
+for ``test_methods_run.py``.
 
 It takes the methods of the variable ``EVERY_METHOD_NAMES``. What it sees of each step goes to ``steps.jsonl`` in the folder
 ``EVERY_METHOD_FOLDER``.

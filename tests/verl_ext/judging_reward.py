@@ -1,4 +1,4 @@
-"""The reward of ``parity_reward.py`` with a reward for each line, as a judge of steps would give them."""
+"""The reward of ``parity_reward.py`` with a reward for each line, as a process reward model would give them."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What the ranks of ``test_passes.py`` and ``test_pass_details.py`` run: rows, passes, and how engines are built."""
+"""What the ranks of ``test_passes.py`` and ``test_pass_details.py`` run: responses, passes, and how engines are built."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ BATCH = [
     Rollout("Recite.", rf"So \boxed{{{'one, two, ' * 4}}} it is.", -0.5),
     Rollout("?", r"\boxed{1}", -0.5),
 ]
-"""Twelve rows, which one to four ranks share; the longest is many times the shortest."""
+"""Twelve responses, which one to four ranks share; the longest is many times the shortest."""
 SHORT = [rollout for rollout in BATCH[:8] if not rollout.response.startswith("\\boxed{7}")]
-"""Rows with reasoning, whose tokens are so few that each can have a counterfactual."""
+"""Responses with reasoning, whose tokens are so few that each can have a counterfactual."""
 GROUPS = (
     [*(ROLLOUTS[name] for name in ("right", "text after the box", "no box")), Rollout("How long?", LONG, 1.0)],
     [*(ROLLOUTS[name] for name in ("several boxes", "right, several boxes")), *(ROLLOUTS["empty box"],) * 2],
 )
-"""Whole groups of odd and of even ranks; the last row of the second fills it up, and has no group."""
+"""Whole groups of odd and of even ranks; the last response of the second fills it up, and has no group."""
 TARGETS = {
     "uneven": {0, 2, 4, 6, 8, 3, 9},
     "none on one rank": {0, 4, 8},
@@ -42,7 +42,7 @@ TARGETS = {
     "all": set(range(len(BATCH))),
     "none": set(),
 }
-"""Rows of the batch with a target in a shared forward."""
+"""Responses of the batch with a target in a shared forward."""
 CHUNK = 8
 """Far fewer positions than a micro-batch has targets."""
 
@@ -70,11 +70,11 @@ INFERENCE: dict[str, tuple[Signal, float, Sizes]] = {
     "rlsd, budget": (method("rlsd").build({}), 0.7, Sizes(budget=100)),
     "shear, budget": (method("shear").build({"window": 12, "stride": 5}), 0.7, Sizes(budget=100)),
 }
-"""A budget of fewer tokens than the longest row has."""
+"""A budget of fewer tokens than the longest response has."""
 KINDS = (SALIENCY, GRADIENT, PERTURBATION, INFERENCE)
 OWN = {name: how for kind in KINDS for name, how in kind.items()}
 SHARED: dict[str, tuple[str, float, Sizes]] = {
-    "one row each": ("embeddings", 1.0, Sizes(rows=1)),
+    "one response each": ("embeddings", 1.0, Sizes(rows=1)),
     "rows": ("embeddings", 0.7, Sizes(rows=2, inference_rows=3)),
     "budget, middle": ("middle", 1.3, Sizes(budget=260, inference_budget=400)),
 }
@@ -120,7 +120,7 @@ def passes_of(setup: str) -> list[str]:
 
 
 def shared_of(setup: str) -> list[tuple[str, str]]:
-    """The shared forwards that a set-up runs: micro-batches, and rows with a target."""
+    """The shared forwards that a set-up runs: micro-batches, and responses with a target."""
     if setup in ALL_PASSES:
         spread = ("rows", "budget, middle")
         return [*((how, "uneven") for how in SHARED), *((how, share) for share in list(TARGETS)[1:] for how in spread)]
@@ -128,7 +128,7 @@ def shared_of(setup: str) -> list[tuple[str, str]]:
 
 
 def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[PassRow]]:
-    """The share of a data-parallel rank for a pass of its own: rollouts, and prepared rows."""
+    """The share of a data-parallel rank for a pass of its own: rollouts, and prepared responses."""
     signal, _, _ = OWN[name]
     inference = name in INFERENCE
     rollouts = list(GROUPS[rank % 2]) if inference else (BATCH if name in SALIENCY else SHORT)[rank::size]
@@ -147,7 +147,7 @@ def pass_rows(name: str, rank: int, size: int) -> tuple[list[Rollout], list[Pass
 
 
 def shared_row(rollout: Rollout) -> SharedRow:
-    """A row with the first box as its target."""
+    """A response with the first box as its target."""
     prompt, response = encode(rollout.prompt), encode(rollout.response)
     span = find_answer_span(response, char_tokenizer(), "first")
     return torch.tensor(prompt + response), len(prompt), (len(prompt) + span.start, len(prompt) + span.end)
@@ -163,7 +163,7 @@ def shared_rows(share: str, rank: int, size: int) -> list[SharedRow]:
 
 
 def uneven_rows(rank: int) -> list[PassRow]:
-    """Long rows on the first rank, short ones on the other."""
+    """Long responses on the first rank, short ones on the other."""
     texts = [LONG[:90] + r"\boxed{3}", r"=\boxed{6}"]
     rows = []
     for place in range(2):

@@ -1,4 +1,4 @@
-"""One rank of the tests of the passes inside verl's engine; started by ``test_passes.py``, which judges what it measures."""
+"""One rank of the tests of the passes inside verl's engine; started by ``test_passes.py``, which checks what it measures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Experiments:
         return train_step(engine, [(tokens, start, start) for tokens, start, _ in self._rows(setup)])
 
     def passes(self, name: str) -> dict[str, Any]:
-        """All passes on one engine, with an optimiser step behind them and one between two; the same steps of a fresh one."""
+        """All passes on one engine, with an optimiser step after them and one between two; the same steps of a fresh one."""
         setup = SETUPS[name]
         results: dict[str, Any] = {"own": {}, "shared": {}, "merged": []}
         steps = []
@@ -103,7 +103,7 @@ class Experiments:
             "dtypes": sorted({str(parameter.dtype) for parameter in engine.module.parameters()}),
             "autocast": str(engine._autocast_dtype),
             "own": {name: self._own(engine, name, setup) for name in names},
-            "shared": self._shared(worker, setup, "one row each", "all"),
+            "shared": self._shared(worker, setup, "one response each", "all"),
         }
 
 

@@ -1,4 +1,4 @@
-"""What a plain model says of the rows of ``pass_plan.py``, and how far verl's engine may be from it."""
+"""What a plain model says of the responses of ``pass_plan.py``, and how far verl's engine may be from it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, rtol: float = RTOL) -> No
 
 
 class Plain:
-    """What a model says in one process, one row at a time and without sharding."""
+    """What a model says in one process, one response at a time and without sharding."""
 
     def __init__(self, models: dict[str, PreTrainedModel]) -> None:
         self.models = models
@@ -33,7 +33,7 @@ class Plain:
         self.inference = cache(self._inference)
 
     def _scores(self, model: str, name: str, step: int = 0) -> dict[Rollout, torch.Tensor]:
-        """Scores of each row's response tokens."""
+        """Scores of each response's tokens."""
         signal, temperature, _ = OWN[name]
         rollouts = BATCH if name in plan.SALIENCY else plan.SHORT
         batch = make_batch(rollouts, padding="right")

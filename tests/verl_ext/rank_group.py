@@ -1,6 +1,6 @@
 """Ranks as processes of their own: how a test starts them, and how a rank runs its experiments.
 
-A ranks module names its experiments and ends with ``run_rank``; nothing is judged there, only measured. Every experiment's
+A ranks module names its experiments and ends with ``run_rank``; nothing is checked there, only measured. Every experiment's
 result is saved, or its traceback.
 """
 

@@ -1,6 +1,6 @@
 """One rank of the tests of what an update's tokens receive: the same update with and without the watch, and what it read.
 
-Started by ``test_received.py``, which judges.
+Started by ``test_received.py``, which checks.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 Found are: every name that is imported from these packages, every attribute of an imported module of theirs that is used, and
 every method of theirs that a class of this project overrides. A function's entry is its signature and a digest of its source,
-since what is overridden or patched can go wrong without any change of signature. The tests see attributes that are read.
+since what is overridden or patched can break without any change of signature. The tests see attributes that are read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HOUSES = {"grail_advantage": ("grail_advantage.verl_ext", "grail_advantage.verl_
 OTHER_ENVIRONMENT = ROOT / "grail_advantage" / "trl_ext"
 """TRL and verl exclude each other."""
 JOINED = {"CpuWorkerExtension": ("vllm.v1.worker.cpu_worker", "CPUWorker")}
-"""Classes that are mixed into one of theirs while a run goes on."""
+"""Classes that are mixed into one of theirs while a run lasts."""
 
 
 def is_foreign(module: str | None) -> bool:

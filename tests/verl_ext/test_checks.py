@@ -64,6 +64,9 @@ OF_METHODS = {
     ): r"does not compile .*; use boxed, hashes, tag, or a regular",
     ("algorithm.token_weights.missing_answers=raise",): r"='raise' is unknown; choose one of stop, warn, ignore",
     ("+algorithm.token_weights.share_forwrd=false",): r"share_forwrd is not an option; the options are share_forward",
+    (
+        "+algorithm.token_dump.rows=4",
+    ): r"token_dump\.rows is not an option; the options are folder, every, responses, received",
     ("algorithm.token_weights.share_forward=true", "algorithm.use_kl_in_reward=True"): r"share_forward=True.*use auto",
     ("+algorithm.surprisal.share=0.1", f"{METHOD}=surprisal"): r"share is not .* set it in surprisal\.reshaper_options",
     (f"{METHOD}=oar_g", "+algorithm.oar.gate=all"): r"oar\.gate is not .*one of .*\bgrail\b.*of oar are .*\bvariant\b",
@@ -207,8 +210,8 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
         *("algorithm.grail.weight_min=0", "algorithm.grail.normalize_mass=false"),
     ),
     "padded, lora": (f"{MODEL}.use_remove_padding=False", f"{MODEL}.lora_rank=8", f"{MODEL}.lora.merge=True"),
-    "exactly the longest row": (f"{METHOD}=oar_p", f"{BUDGET}=5120", "algorithm.oar.max_perturbations=64"),
-    "a fixed number of rows": (
+    "exactly the longest response": (f"{METHOD}=oar_p", f"{BUDGET}=5120", "algorithm.oar.max_perturbations=64"),
+    "a fixed number of responses": (
         *(f"{METHOD}=oar_p", f"{ACTOR}.use_dynamic_bsz=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"),
         *(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1", f"{BUDGET}=100"),
     ),

@@ -38,7 +38,7 @@ class TestCommandLine:
         assert printed["trainer"]["total_epochs"] == 7
         # The mode as it is written in an override, not as the entry point rewrites it.
         assert printed["trainer"]["v1"]["trainer_mode"] == "sync"
-        # Interpolations are resolved, so that the printed configuration stands for itself.
+        # Interpolations are resolved, so that the printed configuration is complete.
         assert "${" not in done.stdout
         assert "local Ray instance" not in done.stdout + done.stderr
 

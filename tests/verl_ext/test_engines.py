@@ -94,7 +94,7 @@ def test_rows_that_train_nothing_are_run_too(engine: str) -> None:
 
 
 def test_a_step_asks_nothing_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With workers that give old log-probabilities and nothing else, and in which no row is left out."""
+    """With workers that give old log-probabilities and nothing else, and in which no response is left out."""
     found = []
     for strategy in ("fsdp2", "megatron"):
         with monkeypatch.context() as patch:

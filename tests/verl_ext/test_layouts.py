@@ -22,7 +22,7 @@ FIELDS = ("advantages", "returns", "response_mask", "loss_mask", "rollout_is_wei
 
 @dataclass(frozen=True)
 class Output:
-    """One row: its key is ``{uid}_{session}_{index}``."""
+    """One response: its key is ``{uid}_{session}_{index}``."""
 
     uid: str
     session: int
@@ -144,7 +144,7 @@ def put_rollouts(store: Store, outputs: list[Output], multiple: int = 5) -> Any:
 
 
 def _get(store: Store, keys: list[str]) -> Rows:
-    """Every row's fields that an advantage computation reads or writes, by key."""
+    """Every response's fields that an advantage computation reads or writes, by key."""
     return {key: {name: store.rows[key][name] for name in FIELDS if name in store.rows[key]} for key in keys}
 
 
@@ -173,7 +173,7 @@ def results_of(name: str) -> dict[str, Any]:
 
 
 def _expected_weights(output: Output, mask_T: torch.Tensor, trains: bool) -> np.ndarray:
-    """Preset ``robust``, in numpy: statistics over the reasoning tokens that train, content at 5, the mass restored."""
+    """Preset ``robust``, in numpy: statistics over the reasoning tokens that train, content at 5, sum of weights restored."""
     mask = mask_T.numpy().astype(bool)
     prompt, response = torch.tensor(encode(output.prompt)), torch.tensor(encode(output.response))
     span = find_answer_span(response, char_tokenizer(), "last")
@@ -192,7 +192,7 @@ def _expected_weights(output: Output, mask_T: torch.Tensor, trains: bool) -> np.
 
 
 def _assert_weighted(outputs: list[Output], base: Rows, weighted: Rows) -> int:
-    """Advantages are weight times verl's; returns the number of rows whose weights are not all 1."""
+    """Advantages are weight times verl's; returns the number of responses whose weights are not all 1."""
     moved = 0
     for output in outputs:
         advantages = base[output.key]["advantages"].double().numpy()
@@ -218,14 +218,14 @@ class TestEveryScenario:
             for column in verls.keys() - {"advantages", "returns"}:
                 assert torch.equal(verls[column], ours[column]), (key, column)
         assert {metric: weighted["metrics"][metric] for metric in verl["metrics"]} == verl["metrics"]
-        # Rows that fill up get no advantage.
+        # Responses that fill up get no advantage.
         assert len(weighted["padding"]) == -len(outputs) % 5 > 0
         assert all(weighted["rows"][key]["advantages"].tolist() == [0.0] for key in weighted["padding"])
         assert all(np.isfinite(value) for value in weighted["metrics"].values())
 
 
 class TestOptionsTakeEffect:
-    """What the tests above stand on: each option changed something."""
+    """What the tests above rest on: each option changed something."""
 
     def _rows(self, name: str, kind: str = "verl") -> Rows:
         rows = results_of(name)[kind]["rows"]

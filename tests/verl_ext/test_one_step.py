@@ -34,7 +34,7 @@ ROWS = [
     ("b_2_0", "And five?", r"Never heard of it.<end>", 0.0),
 ]
 WRONG = {"a_1_0", "a_2_0", "b_1_0"}
-"""Rows with an answer that is."""
+"""Responses with an answer that is."""
 
 
 class Step:
@@ -124,7 +124,7 @@ def test_fetches_and_computes_everything_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_correction_that_drops_tokens_chooses_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rejected: the whole of one wrong row."""
+    """Rejected: the whole of one incorrect response."""
     step = Step(monkeypatch, [f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold='0.5_2.0'"])
     for key, row in step.store.rows.items():
         row["rollout_log_probs"] = torch.full((len(row["responses"]),), -3.0 if key == "a_1_0" else -0.1)
@@ -188,7 +188,7 @@ def test_a_trainers_own_advantages_have_the_last_word(monkeypatch: pytest.Monkey
     step = Step(monkeypatch, [], OtherAdvantagesWithTokenWeights)
     found = step.run()
     assert set(step.workers.shared) == WRONG
-    # The right rows are those with a negative advantage now, and their scores come from a pass of their own.
+    # The correct responses are those with a negative advantage now, and their scores come from a pass of their own.
     right = [
         torch.tensor(encode(prompt + response.partition("}")[0] + "}"))
         for _, prompt, response, reward in ROWS
@@ -234,7 +234,7 @@ class TestRewardsThatAreNotFinite:
         step.store.rows[self.BAD]["rm_scores"][-1] = value
 
     def _without(self, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, torch.Tensor]:
-        """The same step over the other rows alone."""
+        """The same step over the other responses alone."""
         kept = [row for row in ROWS if row[0] != self.BAD]
         with monkeypatch.context() as patch:
             patch.setattr("tests.verl_ext.test_one_step.ROWS", kept)
@@ -267,7 +267,7 @@ class TestRewardsThatAreNotFinite:
         assert step.workers.own == [] or how == "alone"
 
     def test_with_advantages_of_a_trainers_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """There only the rows that have none lose theirs."""
+        """There only the responses that have none lose theirs."""
         with monkeypatch.context() as patch:
             expected = Step(patch, [], OtherAdvantagesWithTokenWeights).run()
         _, found = self._run(monkeypatch, float("nan"), cls=OtherAdvantagesWithTokenWeights)

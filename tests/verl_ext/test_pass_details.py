@@ -1,4 +1,4 @@
-"""What passes cost, hold and leave behind on two ranks; rows and their way back; errors; half precision."""
+"""What passes cost, hold and leave on two ranks; responses and their way back; errors; half precision."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ ERRORS = {
 
 
 def test_errors_leave_no_hook_no_mode_and_the_next_optimiser_step(measured: Measured) -> None:
-    """An unknown leaf, a token outside the vocabulary, a block that fails on all ranks, logits that the model changes."""
+    """An unknown activation, a token outside the vocabulary, a block that fails on all ranks, logits that the model changes."""
     for result in measured.of("raising", "fsdp2"):
         assert {name: kind for name, kind, _ in result["errors"]} == ERRORS
         assert "set algorithm.token_weights.share_forward=false" in result["errors"][-1][2]
@@ -151,6 +151,6 @@ def test_a_later_update_of_a_step_weighs_by_the_steps_first_policy(measured: Mea
 
 
 def test_cost_of_a_row_for_sharing_out() -> None:
-    # "text after the box": 15 prompt tokens, 19 reasoning tokens, 9 of the box, 17 behind
+    # "text after the box": 15 prompt tokens, 19 reasoning tokens, 9 of the box, 17 after it
     costs = {"oar_g": 43, "oar_g, port, last": 60, "oar_p": 43 * 19, "oar_p, few, joint": 43 * 7}
     assert {name: OWN[name][0].row_cost(plan.pass_rows(name, 0, 1)[1][0]) for name in costs} == costs

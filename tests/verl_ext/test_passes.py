@@ -1,6 +1,6 @@
 """Every pass inside verl's FSDP engine, on two and four ranks, against one process and a plain model.
 
-The layouts are named in ``pass_plan.SETUPS``. Sequence parallelism has a reference attention behind verl's own wrapper and its
+The layouts are named in ``pass_plan.SETUPS``. Sequence parallelism has a reference attention under verl's own wrapper and its
 all-to-all, as flash attention has no CPU build; that kernel itself is tested where GPUs are.
 """
 
@@ -80,7 +80,7 @@ def _check_own(plain: Plain, setup: str, name: str, rank: int, found: dict[str, 
         expected_T = plain.scores(_model(setup), name)[rollout]
         close(scores_T, expected_T[: len(scores_T)], tolerance(signal))
         rest_T = expected_T[len(scores_T) :]
-        # Nothing behind the target has a saliency; with OAR it has no score.
+        # Nothing after the target has a saliency; with OAR it has no score.
         assert (rest_T == 0).all() if isinstance(signal, SaliencySignal) else rest_T.isnan().all()
         assert len(scores_T) > 0 or rows[at].span.start == 0
         if "gradient_norm" in found:
@@ -102,7 +102,7 @@ def _check_shared(plain: Plain, setup: str, key: tuple[str, str], rank: int, fou
     assert set(found["verl"]) == {"log_probs", "entropy"}
     for at, row in enumerate(rows):
         expected_S, log_probs_S = plain.shared(_model(setup), row, leaf, temperature)
-        # The last position predicts whatever row verl put next to this one; nobody reads it.
+        # The last position predicts whatever response verl put next to this one; nobody reads it.
         torch.testing.assert_close(found["fused"]["log_probs"][at][:-1], log_probs_S, rtol=RTOL, atol=RTOL)
         for column in ("log_probs", "entropy"):
             of_both = [found[kind][column][at][:-1] for kind in ("fused", "verl")]
@@ -120,7 +120,7 @@ def _check_shared(plain: Plain, setup: str, key: tuple[str, str], rank: int, fou
 
 
 def _check_clean(name: str, left: dict[str, Any]) -> None:
-    """Behind passes without a backward FSDP frees at the next forward what it holds; nothing else may stay."""
+    """After passes without a backward FSDP frees at the next forward what it holds; nothing else may stay."""
     left = dict(left)
     if name not in plan.SALIENCY and name not in plan.GRADIENT:
         left["whole"] = []
@@ -173,7 +173,7 @@ class TestEverySetup:
 def test_one_row_a_micro_batch_gives_verls_log_probs_bit_by_bit(measured: Any, setup: str) -> None:
     """The same kernels then run on the same shapes."""
     for result in measured(setup):
-        found = result["shared"]["one row each", "uneven"]
+        found = result["shared"]["one response each", "uneven"]
         for name in ("log_probs", "entropy"):
             assert all(map(torch.equal, found["fused"][name], found["verl"][name]))
 

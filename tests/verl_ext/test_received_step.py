@@ -27,7 +27,7 @@ from tests.verl_ext.one_step import Workers
 from tests.verl_ext.test_one_step import ROWS
 from tests.verl_ext.test_step_dump import Dumping
 
-ON = ("algorithm.token_dump.rows=null", "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
+ON = ("algorithm.token_dump.responses=null", "data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
 
 
 class Alternating(Signal):
@@ -94,7 +94,7 @@ class Updating(Workers):
 def update(
     monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str, signal: Signal | None = None, **workers: Any
 ) -> tuple[Dumping, list[DumpRow]]:
-    """A step with its update; the rows as they read back."""
+    """A step with its update; the responses as they read back."""
     step = Dumping(monkeypatch, folder, *ON, *overrides)
     monkeypatch.setattr(received, "tq", step.store)
     if signal is not None:
@@ -195,7 +195,7 @@ def test_an_error_costs_the_file_alone(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_part_of_the_responses_are_written_and_all_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, rows = update(monkeypatch, tmp_path, "algorithm.token_dump.rows=3")
+    step, rows = update(monkeypatch, tmp_path, "algorithm.token_dump.responses=3")
     assert len(rows) == 3 and step.metrics["receipt/findings"] == 0
     for row in rows:
         assert row.received is not None

@@ -1,4 +1,4 @@
-"""How rows are shared out to the data-parallel ranks."""
+"""How responses are shared out to the data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _of_rank(order: list[Place], ranks: int) -> list[list[Place]]:
 
 
 class TestDeal:
-    """The order in which rows that go through a pass of their own reach the ranks."""
+    """The order in which responses that go through a pass of their own reach the ranks."""
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(st.integers(1, 4000), min_size=1, max_size=20), st.integers(1, 5))
@@ -68,7 +68,7 @@ class TestDeal:
         for group in set(groups):
             here = [share for share in shares if any(place.original and groups[place.row] == group for place in share)]
             assert len(here) == 1
-        # No rank gets copies only so that another gets fewer rows: the longest share has none.
+        # No rank gets copies only so that another gets fewer responses: the longest share has none.
         assert any(all(place.original for place in share) for share in shares)
 
     def test_groups_are_balanced_by_their_work(self) -> None:

@@ -13,7 +13,7 @@ from grail_advantage.verl_ext.worker import _for_verl
 
 
 def _data(count: int, **settings: object) -> tu.TensorDict:
-    """Rows of one token, which is the row's number, and one more."""
+    """Responses of one token, which is the response's number, and one more."""
     return tu.get_tensordict(
         {"input_ids": nested([torch.tensor([row, 0]) for row in range(count)])}, non_tensor_dict=settings
     )

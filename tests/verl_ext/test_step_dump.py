@@ -1,4 +1,4 @@
-"""What the trainer puts into the token dump, and which rows, without Ray or a model."""
+"""What the trainer puts into the token dump, and which responses, without Ray or a model."""
 
 from __future__ import annotations
 
@@ -34,19 +34,22 @@ def test_options_are_off_by_default_and_else_as_given() -> None:
     assert _options() is None and _options(every=5) is None
     assert _dump() is None and _dump(token_dump=None) is None
     assert _options(folder="/a/b") == DumpOptions(Path("/a/b"), 1, 64)
-    assert _options(folder="/a/b", every=10, rows=None) == DumpOptions(Path("/a/b"), 10, None, received=True)
+    assert _options(folder="/a/b", every=10, responses=None) == DumpOptions(Path("/a/b"), 10, None, received=True)
     assert _options(folder="/a/b", received=False) == DumpOptions(Path("/a/b"), 1, 64, received=False)
 
 
 def test_options_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
-    every, rows = "every={} must be a whole number of steps, at", "rows={} must be a whole number, at least 1, or null"
+    every, responses = (
+        "every={} must be a whole number of steps, at",
+        "responses={} must be a whole number, at least 1, or null",
+    )
     for section, message in (
         ({"folder": "runs/a"}, f"folder=runs/a must be an absolute path.*; use {tmp_path}/runs/a$"),
         ({"folder": "~/a"}, "; use /home/me/a$"),
         *(({"folder": "/a", "every": value}, every.format(value)) for value in (0, None, True)),
-        *(({"folder": "/a", "rows": value}, rows.format(value)) for value in (0, 1.5)),
+        *(({"folder": "/a", "responses": value}, responses.format(value)) for value in (0, 1.5)),
         ({"folder": "/a", "received": "no"}, "token_dump.received='no' must be true or false"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -83,7 +86,7 @@ class TestChoice:
 
 class TestReasons:
     def _reasons(self, signal: Any, **changes: Any) -> list[str | None]:
-        """Rows: scored, non-finite, rejected, truncated, advantage 0, without an answer, outside the gate."""
+        """Responses: scored, non-finite, rejected, truncated, advantage 0, without an answer, outside the gate."""
         span = AnswerSpan(1, 2, 3, 4)
         known: dict[str, Any] = {
             "valid_B": torch.tensor([1, 1, 0, 1, 1, 1, 1]) > 0,
@@ -115,11 +118,11 @@ KNOWN = {
     "data_source": "gsm8k",
     "extra_info": {"index": 4},
 }
-"""What the first row's data set and judge say; they know nothing of the others."""
+"""What the first response's data set and reward function say; they know nothing of the others."""
 
 
 class Dumping(Step):
-    """A step whose rows are written; the last one is cut off."""
+    """A step whose responses are written; the last one is cut off."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> None:
         dump = (f"algorithm.token_dump.folder={folder}", "algorithm.norm_adv_by_std_in_grpo=false")
@@ -148,8 +151,8 @@ class TestRun:
     def test_rows_are_the_runs_with_all_that_is_known_of_them(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        step = Dumping(monkeypatch, tmp_path, "algorithm.token_dump.rows=null", "data.train_batch_size=2")
-        said = "token dump: 6 rows a step with up to 64 tokens, at most about 0.00768 MB a step"
+        step = Dumping(monkeypatch, tmp_path, "algorithm.token_dump.responses=null", "data.train_batch_size=2")
+        said = "token dump: 6 responses a step with up to 64 tokens, at most about 0.00768 MB a step"
         assert capsys.readouterr().out.startswith(said)
         advantages = {key: values.clone() for key, values in step.run().items()}
         assert step.metrics["token_dump/failed_files"] == 0
@@ -225,10 +228,10 @@ class TestRun:
     def test_every_so_many_steps_and_rows_of_every_update(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Updates share the rows of a step. A resumed run replaces its steps, those too that it does not write."""
+        """Updates share the responses of a step. A resumed run replaces its steps, those too that it does not write."""
         for number in (2, 3, 9):
             write_step(tmp_path, DumpHeader(step=number, method="grail"), [])
-        step = Dumping(monkeypatch, tmp_path, "algorithm.token_dump.every=2", "algorithm.token_dump.rows=6")
+        step = Dumping(monkeypatch, tmp_path, "algorithm.token_dump.every=2", "algorithm.token_dump.responses=6")
         step.trainer._dump = step._dump(updates=2)
         for step.trainer.global_steps in (3, 4, 5, 6):
             for step.trainer.local_trigger_step in (0, 1):

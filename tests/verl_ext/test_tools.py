@@ -1,5 +1,5 @@
-"""Rows in which a tool wrote between the model's turns, in a step of the trainer: weights, advantages, answers and the dump's
-label."""
+"""Responses in which a tool wrote between the model's turns, in a step of the trainer: weights, advantages, answers and the
+dump's label."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.verl_ext.one_step import made_up_saliency
 from tests.verl_ext.test_one_step import ALONE, ROWS, Step
 
 KEY = "a_1_0"
-"""A wrong row."""
+"""An incorrect response."""
 TURNS = [
     ("I ask for it;", True),
     (r"=\boxed{9}!", False),
@@ -26,7 +26,7 @@ INTERRUPTED = [(r"I say \boxed{3", True), ("tool", False), ("} or so<end>", True
 
 
 def _step(monkeypatch: pytest.MonkeyPatch, turns: list[tuple[str, bool]], *overrides: str) -> tuple[Step, torch.Tensor]:
-    """A step whose row ``KEY`` has these turns, and the mask of the tokens that the model wrote."""
+    """A step whose response ``KEY`` has these turns, and the mask of the tokens that the model wrote."""
     step = Step(monkeypatch, overrides)
     ids = [encode(text) for text, _ in turns]
     mask_T = torch.tensor([wrote for (_, wrote), of_turn in zip(turns, ids, strict=True) for _ in of_turn])

@@ -125,7 +125,7 @@ def test_truncated_by_the_room_that_a_long_prompt_leaves(cases: list[tuple[str, 
 
 
 def test_truncated_in_a_later_turn() -> None:
-    """Of rows in which a tool wrote "cd", the last turn had what was left; "f" ends a turn."""
+    """Of responses in which a tool wrote "cd", the last turn had what was left; "f" ends a turn."""
     trainer = _trainer()
     trainer._end_tokens = {END_ID, encode("f")[0]}
     assert _step(trainer, ["abfcde", "abfcd<end>", "abfcf"]).truncated_B.tolist() == [True, False, False]

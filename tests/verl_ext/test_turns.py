@@ -80,7 +80,7 @@ def test_stock_tool_rewards_are_read(monkeypatch: pytest.MonkeyPatch, name: str)
 
 
 def test_rewards_of_the_reward_function_and_of_ones_own_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list that compute_score returns stands before the agent loop's; a field of any name, one reward a turn."""
+    """A list that compute_score returns goes before the agent loop's; a field of any name, one reward a turn."""
     with monkeypatch.context() as patch:
         expected = _step(patch, "turn_rloo").run()
     with monkeypatch.context() as patch:
@@ -119,7 +119,7 @@ def test_several_outputs_of_a_session_are_refused(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("base", ["grpo", "rloo"])
 def test_one_turn_gives_verls_own_advantage(monkeypatch: pytest.MonkeyPatch, base: str) -> None:
-    """With the rows of the other tests of a step, which are of one turn."""
+    """With the responses of the other tests of a step, which are of one turn."""
     rewards_BT = torch.zeros(len(ROWS), 2)
     rewards_BT[:, 1] = torch.tensor([reward for *_, reward in ROWS])
     estimator = {"grpo": core_algos.compute_grpo_outcome_advantage, "rloo": core_algos.compute_rloo_outcome_advantage}

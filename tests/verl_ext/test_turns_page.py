@@ -31,7 +31,7 @@ SAID = [
     (["####2", "####3"], [1.0, -1.0]),
     (["####2"], [1.0]),
 ]
-"""What the model says at most, and what its turns are worth where 2 is right."""
+"""What the model says at most, and what its turns are worth where 2 is correct."""
 
 
 def _module(path: Path) -> ModuleType:

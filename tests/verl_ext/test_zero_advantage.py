@@ -1,4 +1,4 @@
-"""The trainer's part in leaving out rows that train nothing: where it does, which rows get what, and what is said about it."""
+"""The trainer's part in leaving out zero-advantage responses: where it does, which get what, and what is said about it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class TestWhere:
 
 
 def _zero_advantage_step(monkeypatch: pytest.MonkeyPatch, *overrides: str, cls: type = TokenWeightTrainerSync) -> Step:
-    """Of which the second prompt's answers are all wrong."""
+    """Of which the second prompt's answers are all incorrect."""
     rows = [(key, prompt, response, 0.0 if key[0] == "b" else reward) for key, prompt, response, reward in ROWS]
     monkeypatch.setattr(test_one_step, "ROWS", rows)
     step = Step(monkeypatch, ["actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True", *overrides], cls)
@@ -134,7 +134,7 @@ A = ["a_0_0", "a_1_0", "a_2_0"]
 
 
 class TestOldLogProbs:
-    """Of rows whose reward says that they have no advantage."""
+    """Of responses whose reward says that they have no advantage."""
 
     @pytest.mark.parametrize("how", [[], [ALONE]], ids=["shared", "alone"])
     def test_only_rows_with_an_advantage_get_them(self, how: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def _update(step: Step, **tags: Any) -> tuple[KVBatchMeta, dict[str, float]]:
 
 
 class TestUpdate:
-    """The order of its rows, and its figures."""
+    """The order of its responses, and its figures."""
 
     MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 

@@ -1,4 +1,4 @@
-"""Zero-advantage responses leave a mini-batch: the rows, lengths and settings that are left, on two ranks, by hand."""
+"""Zero-advantage responses leave a mini-batch: the responses, lengths and settings that are left, on two ranks, by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GROUP = object()
 
 
 def mini_batch(advantages: list[list[float]], **settings: Any) -> Any:
-    """Rows with tokens 100, 101, ... and 200, 201, ...; the last token of the last row is a tool's."""
+    """Responses with tokens 100, 101, ... and 200, 201, ...; the last token of the last response is a tool's."""
     masks = [torch.ones(length, dtype=torch.int64) for length in RESPONSES]
     masks[3][1] = 0
 
@@ -46,7 +46,7 @@ def mini_batch(advantages: list[list[float]], **settings: Any) -> Any:
 def leave_out(
     monkeypatch: pytest.MonkeyPatch, data: Any, other_rank: list[int], *, dynamic: bool = False, rows: int = 4
 ) -> tuple[Any, list[int]]:
-    """The rows that are left on this rank, of two; and the lengths that it tells the other one."""
+    """The responses that are left on this rank, of two; and the lengths that it tells the other one."""
     told: list[int] = []
 
     def all_gather_object(found: list, own: list[int], group: object) -> None:
@@ -73,7 +73,7 @@ ADVANTAGES = [[0.0, -1.0, 0.0, 0.0], [0.0] * 3, [0.0, 0.0, 0.0, 0.0, 2.0], [0.0,
 
 
 def test_rows_tails_and_fillers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows 0 and 2 train. The other rank has five rows: micro-batches of at most four become two of three, so four fillers."""
+    """Responses 0 and 2 train. The other rank has five: micro-batches of at most four become two of three, so four fillers."""
     kept, told = leave_out(monkeypatch, mini_batch(ADVANTAGES, **{CUT_TAILS: True}), [10, 11, 12, 13, 14])
     assert told == [3 + 2, 4 + 5]
     assert setting(kept, "global_token_num") == [5, 9, 2, 2, 2, 2, 10, 11, 12, 13, 14, 2]
@@ -124,11 +124,11 @@ def test_a_mini_batch_whose_every_token_trains_stays(monkeypatch: pytest.MonkeyP
 
 
 def test_every_rank_gets_its_share_of_a_mini_batchs_rows() -> None:
-    # Mini-batches of four rows on two ranks: rows 0, 1 and 4, 5; then 2, 3 and 6, 7. In the first, 0 and 1 train.
+    # Mini-batches of four responses on two ranks: responses 0, 1 and 4, 5; then 2, 3 and 6, 7. In the first, 0 and 1 train.
     order = spread_in_mini_batches([10, 20, 30, 40, 0, 0, 0, 0], [0, 1, 3], 2, 4)
     assert {*order[:2]} & {0, 1} and {*order[4:6]} & {0, 1} and {*order[:2], *order[4:6]} == {0, 1, 4, 5}
     assert {*order[2:4], *order[6:]} == {2, 3, 6, 7}
-    # Rows 0, 1 and 2 train: 30 tokens a rank, where the shortest other row fills up.
+    # Responses 0, 1 and 2 train: 30 tokens a rank, where the shortest other response fills up.
     order = spread_in_mini_batches([10, 20, 30, 0, 0, 0], [0, 1, 2], 2, 6)
     assert [{*order[:3]} & {0, 1, 2}, {*order[3:]} & {0, 1, 2}] in ([{0, 1}, {2}], [{2}, {0, 1}])
 

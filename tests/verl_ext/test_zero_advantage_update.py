@@ -1,4 +1,4 @@
-"""Updates without the rows that train nothing are the updates with them: losses alone, and engines on two ranks."""
+"""Updates without the zero-advantage responses are the updates with them: losses alone, and engines on two ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.verl_ext import zero_advantage_ranks as ranks
 from tests.verl_ext.rank_group import Results, of_all_ranks, start_ranks
 
 MINI_BATCHES = (
-    # On two ranks: only the first has rows that train. Of them one keeps a token of ten, one nothing but a masked token.
+    # On two ranks: only the first has responses that train. Of them one keeps a token of ten, one nothing but a masked token.
     [(5, 9, 9), (3, 12, 0), (6, 14, 3), (4, 8, 0), (3, 15, 0), (7, 6, 0), (2, 11, 0), (5, 5, 0)],
     [(4, 10, 0), (6, 7, 0), (3, 12, 0), (8, 4, 0), (5, 8, 0), (2, 13, 0), (6, 6, 0), (4, 9, 0)],
     [(3, 7, 0), (6, 11, 6), (4, 13, 0), (5, 5, 0), (4, 12, 12), (7, 9, 2), (3, 16, 16), (2, 8, 1)],
 )
-"""Each row's tokens of prompt and response, and those up to the last one with an advantage."""
+"""Each response's tokens of prompt and response, and those up to the last one with an advantage."""
 
 
 def _row(generator: torch.Generator, prompt: int, response: int, trained: int) -> dict[str, torch.Tensor]:
@@ -84,17 +84,17 @@ def _check(of_ranks: list[dict], loss: str, aggregation: str, rtol: float) -> No
         assert skipped["positions"] < 0.7 * verl["positions"]
         found, expected = skipped["metrics"], verl["metrics"]
         assert found.keys() == expected.keys()
-        if not found:  # verl collects them from one rank of those with the same rows
+        if not found:  # verl collects them from one rank of those with the same responses
             continue
         assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=rtol)
         assert found["loss"] == pytest.approx(expected["loss"], rel=rtol, abs=rtol)
         assert [norm > 0 for norm in expected["grad_norm"]] == [True, False, True]
-        assert found.get("actor/ppo_kl", [0, 0, 0])[1] == 0  # of no row
+        assert found.get("actor/ppo_kl", [0, 0, 0])[1] == 0  # of no response
     assert any(result[loss, aggregation, "verl"]["metrics"] for result in of_ranks)
 
 
 def _check_memory(of_ranks: list[dict]) -> None:
-    """The most that a rank needs. Micro-batches have verl's bound, which fewer rows may come closer to."""
+    """The most that a rank needs. Micro-batches have verl's bound, which fewer responses may come closer to."""
     peaks = {
         name: max(result["vanilla", "token-mean", name]["peak"] for result in of_ranks) for name in ("verl", "skipped")
     }
@@ -147,7 +147,7 @@ def _plain_gradient(loss: str, plan: list[dict[str, torch.Tensor]]) -> list[torc
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["gspo", "cispo"])
 def test_a_token_trains_with_its_own_advantage(loss: str, results: list[Results]) -> None:
-    """In losses whose ratio is the row's, or takes no part in the gradient, a token's weight is a factor of its gradient."""
+    """In losses whose ratio is the response's, or takes no part in the gradient, a token's weight multiplies its gradient."""
     of_ranks = of_all_ranks(results, "updates", PACKED)
     assert len({round(float(value), 6) for row in _plan()[0] for value in row["advantages"] if value}) > 10
     expected = _plain_gradient(loss, _plan()[0])
@@ -161,10 +161,10 @@ class TestLosses:
 
     LENGTHS = (9, 12, 8, 10, 14)
     TRAINED = (9, 0, 4, 0, 7)
-    """Tokens with an advantage; rows 1 and 3 have none."""
+    """Tokens with an advantage; responses 1 and 3 have none."""
 
     def _gradient(self, loss: str, aggregation: str, lengths: tuple[int, ...]) -> torch.Tensor:
-        """Of a batch with so many of the first tokens of each row, and without rows of 0; it is divided by the whole batch."""
+        """With so many of the first tokens of each response, without those of 0; it is divided by the whole batch."""
         generator, longest = torch.Generator().manual_seed(0), max(self.LENGTHS)
         columns = torch.randn(4, len(self.LENGTHS), longest, generator=generator)
         rows = [row for row, length in enumerate(lengths) if length]

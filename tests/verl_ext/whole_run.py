@@ -40,7 +40,7 @@ LONGEST_RUN = 2400.0
 
 
 def tokenizer(opening: str = "\\boxed{") -> PreTrainedTokenizerFast:
-    """So few tokens, among them the answer's opening and a whole answer, that a random model answers in most rows."""
+    """So few tokens, among them the answer's opening and a whole answer, that a random model answers in most responses."""
     words = (opening, ANSWER, "user", "assistant")
     tokens = [*"01234567+=}", *words, "\n", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<|endoftext|>"))
@@ -106,7 +106,7 @@ class WholeRun:
     output: str
 
     def dump(self, step: int) -> list[DumpRow]:
-        """The step's rows, in the order in which the trainer weighed them."""
+        """The step's responses, in the order in which the trainer gave them weights."""
         dump = read_dump(self.folder / "dump")
         rows = sorted(dump.rows([step]), key=lambda row: (row.update, row.row))
         assert dump.problems == []
@@ -124,7 +124,7 @@ class WholeRun:
 
 
 def advantages_of_grpo(rows: list[DumpRow]) -> list[torch.Tensor]:
-    """GRPO's advantages of a step's rows by hand, from the rewards of ``parity_reward.py``."""
+    """GRPO's advantages of a step's responses by hand, from the rewards of ``parity_reward.py``."""
     groups: dict[str, list[DumpRow]] = {}
     for row in rows:
         groups.setdefault(row.key.rsplit("_", 2)[0], []).append(row)
@@ -138,8 +138,8 @@ def advantages_of_grpo(rows: list[DumpRow]) -> list[torch.Tensor]:
 
 
 def plain_weights(run: WholeRun, rows: list[DumpRow], signal: Signal, **known: Any) -> list[torch.Tensor]:
-    """Weights of these rows of one step, or the advantages of a signal that gives these, by the policy before the step in one
-    process, each row on its own padding; ``known`` goes to :func:`grail_advantage.compute_token_weights`."""
+    """Weights of these responses of one step, or the advantages of a signal that gives these, by the policy before the step in
+    one process, each response on its own padding; ``known`` goes to :func:`grail_advantage.compute_token_weights`."""
     own = tokenizer()
     width = max(len(row.prompt_ids) + len(row.token_ids_T) for row in rows)
     ids_BL = torch.full((len(rows), width), own.pad_token_id)
@@ -198,7 +198,7 @@ def start(
         *entry,
         f"hydra.run.dir={folder / 'hydra'}",
         f"{'+' if stock else ''}algorithm.token_dump.folder={folder / 'dump'}",
-        f"{'+' if stock else ''}algorithm.token_dump.rows=null",
+        f"{'+' if stock else ''}algorithm.token_dump.responses=null",
         f"data.train_files={folder / 'train.parquet'}",
         f"data.val_files={folder / 'val.parquet'}",
         "data.max_prompt_length=16",

@@ -1,4 +1,4 @@
-"""One rank of the tests of updates without rows of advantage 0: the same update with and without them, from the same weights.
+"""One rank of the tests of leaving out zero-advantage responses: the same update with and without them, from the same weights.
 
 Started by ``test_zero_advantage_update.py``, which compares the two.
 """
@@ -40,7 +40,7 @@ EXPERIMENTS = {"updates": SETUPS, "few_updates": FEW_SETUPS}
 
 
 def combinations() -> list[tuple[str, str, bool]]:
-    """Loss, aggregation, and whether rows lose their ends."""
+    """Loss, aggregation, and whether responses lose their ends."""
     chosen = [(loss, TOKEN_MEAN) for loss in LOSSES] + [("vanilla", mode) for mode in AGGREGATIONS[1:]]
     whole = ("gspo", "sapo", "seq-mean-token-mean")
     return [(loss, mode, not {loss, mode} & set(whole)) for loss, mode in chosen]
@@ -155,7 +155,7 @@ class Experiments:
             dataloader_kwargs={"shuffle": False},
         )
         if ends is not None:
-            # As of rows without a forward of the old log-probabilities.
+            # As of responses without a forward of the old log-probabilities.
             values = zip(self.old_log_probs.unbind(), self.rows, strict=True)
             known = [
                 of_row if (row["advantages"] * row["mask"]).any() else of_row * torch.nan for of_row, row in values

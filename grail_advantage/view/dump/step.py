@@ -134,7 +134,7 @@ def size_estimate(rows: int, tokens: int, files: int) -> str:
     """
     step = rows * tokens * BYTES_PER_TOKEN
     return (
-        f"token dump: {rows} rows a step with up to {tokens} tokens, at most about {step / 1e6:.3g} MB a step and "
+        f"token dump: {rows} responses a step with up to {tokens} tokens, at most about {step / 1e6:.3g} MB a step and "
         f"{files * step / 1e9:.3g} GB for {files} steps"
     )
 
