@@ -48,7 +48,12 @@ def gsm8k_rows(path: Path, count: int) -> list[dict[str, Any]]:
 
 def row(question: str, response: str, answer: str) -> dict[str, Any]:
     """One line; the reward says incorrect, so that every method scores it."""
-    return {"prompt": [{"role": "user", "content": question}], "response": response, "gold": answer, "reward": 0.0}
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "response": response,
+        "ground_truth": answer,
+        "reward": 0.0,
+    }
 
 
 def analyse(model: Path, rows: Sequence[dict[str, Any]], tokens: str) -> dict[str, float]:

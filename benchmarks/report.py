@@ -115,8 +115,8 @@ def summary(folder: Path) -> str:
         shares = [f"{run['zero_advantage_rows'] / result['setup']['rows']:.0%}" for run in runs]
         scored = [f"{run['selected_rows'] / result['setup']['rows']:.0%}" for run in runs]
         lines += [
-            f"Training side of a step of one epoch ({result['device'].upper()}; median of {len(runs[0]['repeats'])} repeats, "
-            "lowest to highest). GRPO is verl's, which runs every response:",
+            f"Training side of a step of one epoch, without gradient checkpointing ({result['device'].upper()}; median of "
+            f"{len(runs[0]['repeats'])} repeats, lowest to highest). GRPO is verl's, which runs every response:",
             "",
             *table(["zero-advantage responses", *shares], [["scored by GRAIL", *scored], *cells], right=1),
             "",

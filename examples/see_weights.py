@@ -72,7 +72,7 @@ def see(options: argparse.Namespace) -> None:
             id=about,
             prompt=[{"role": "user", "content": PROBLEM}] if chat else f"{PROBLEM}\n",
             response=answer,
-            gold=GOLD,
+            ground_truth=GOLD,
             reward=float(about == "correct"),
             group="rolls",
         )

@@ -126,10 +126,16 @@ def parse_options() -> argparse.Namespace:
     """The command line; its defaults are for 24 GB."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen/Qwen3-1.7B", help="hub name or folder (default: %(default)s)")
-    parser.add_argument("--data", default="openai/gsm8k:main", help="file, or hub name[:part] (default: %(default)s)")
-    parser.add_argument("--held-out", help="problems for evaluation, likewise (default: none)")
-    parser.add_argument("--method", default="grail", choices=sorted(methods()), metavar="NAME", help="uniform is GRPO")
-    parser.add_argument("--output", type=Path, default=Path("outputs/trl_grail"), help="default: %(default)s")
+    parser.add_argument(
+        "--data", default="openai/gsm8k:main", help="file, or hub name[:part[:split]] (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--held-out", help="problems for evaluation, likewise, such as openai/gsm8k:main:test (default: none)"
+    )
+    parser.add_argument(
+        "--method", default="grail", choices=sorted(methods()), metavar="NAME", help="uniform: every weight is 1"
+    )
+    parser.add_argument("--output", type=Path, help="default: outputs/trl_METHOD")
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM on the same GPU")
     bf16 = {"action": argparse.BooleanOptionalAction, "default": torch.cuda.is_available()}
     parser.add_argument("--bf16", **bf16, help="with gradient checkpointing (default: on a GPU)")
@@ -138,7 +144,9 @@ def parse_options() -> argparse.Namespace:
     for name, value in numbers.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=1e-5, help="default: %(default)s")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.output = options.output or Path("outputs", f"trl_{options.method}")
+    return options
 
 
 if __name__ == "__main__":

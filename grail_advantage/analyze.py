@@ -52,21 +52,22 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE.jsonl",
         required=True,
-        help="lines with prompt (text or messages) and response (text or token ids); optional gold, reward, group, id",
+        help="lines with prompt (text or messages) and response (text or token ids); optional ground_truth, reward, "
+        "group, id",
     )
     parser.add_argument(
         "--advantages",
         choices=ADVANTAGES,
         default="auto",
-        help="auto: from reward or gold, else every response counts as incorrect; wrong: every response counts as incorrect; "
-        "right: as correct",
+        help="auto: from reward or ground_truth, else every response counts as incorrect; wrong: every response counts "
+        "as incorrect; right: as correct",
     )
     add_options(parser)
     return parser
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that say how responses are weighed, whatever file they come from; for :func:`weigh`."""
+    """The options that say how the weights of responses are computed, whatever file they come from; for :func:`weigh`."""
     parser.add_argument("--model", required=True, help="folder or name of a Hugging Face causal language model")
     parser.add_argument(
         "--method",
@@ -97,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--batch-tokens",
         type=int,
         default=FORWARD_TOKENS,
-        help="most tokens of a forward, padding counted (default: %(default)s); halved where memory runs out",
+        help="most tokens of a forward pass, padding counted (default: %(default)s); halved where memory runs out",
     )
     parser.add_argument("--device", help="torch's name; a GPU where there is one by default")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: that of its files)")
@@ -108,11 +109,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def weigh(
     options: argparse.Namespace, responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase, advantages: str
 ) -> Outcome:
-    """Weigh responses, print a line a method, and return what came of it.
+    """Compute the weights of responses, print a line for each method, and return the result.
 
     Args:
         options: of :func:`add_options`.
-        responses: to weigh.
+        responses: those to compute weights for.
         tokenizer: the model's.
         advantages: see :class:`~grail_advantage.view.analysis.analysis.Analysis`.
 
@@ -146,7 +147,7 @@ def weigh(
 
 
 def _chosen(responses: list[Response], options: argparse.Namespace) -> list[Response]:
-    """Whole groups, so that what compares them finds them whole."""
+    """Whole groups, so that a method that compares responses has all of each group."""
     if options.limit is not None and options.limit < 1:
         raise ValueError(f"--limit={options.limit} must be at least 1")
     if options.limit is None or options.limit >= len(responses):
@@ -165,21 +166,21 @@ def _chosen(responses: list[Response], options: argparse.Namespace) -> list[Resp
 
 def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> list[Response]:
     """The responses, those with a ground truth and no reward scored by :mod:`grail_advantage.reward`."""
-    if not any(row.reward is None and row.gold is not None for row in responses):
+    if not any(row.reward is None and row.ground_truth is not None for row in responses):
         return list(responses)
     try:
         from grail_advantage.reward import compute_score
     except ImportError as error:
         raise ValueError(
-            f"a ground truth (gold) without a reward needs the reward function, and {error}; or give each line a reward"
+            f"a ground_truth without a reward needs the reward function, and {error}; or give each line a reward"
         ) from error
     scored = []
     for row in responses:
-        if row.reward is None and row.gold is not None:
+        if row.reward is None and row.ground_truth is not None:
             text = row.response
             if not isinstance(text, str):
                 text = tokenizer.decode(list(text), skip_special_tokens=True)
-            row = replace(row, reward=compute_score("", text, row.gold)["score"])
+            row = replace(row, reward=compute_score("", text, row.ground_truth)["score"])
         scored.append(row)
     return scored
 

@@ -39,7 +39,7 @@ def responses(count: int = PROBLEMS) -> list[Response]:
                 id=str(place),
                 prompt=[{"role": "user", "content": problem.text}],
                 response=token_ids,
-                gold=str(problem.answer),
+                ground_truth=str(problem.answer),
                 reward=float(boxed_answer(text) == str(problem.answer)),
                 group=problem.text,
                 labels={"wrong_step": (errors[0].start, errors[0].end)} if errors else {},

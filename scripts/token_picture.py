@@ -42,7 +42,7 @@ def weigh() -> tuple[list[str], dict[str, list[float]]]:
     model, tokenizer = load_smollm2()
     (answer,) = (text for text in ANSWERS.values() if SLIP in text)
     messages = [{"role": "user", "content": PROBLEM}]
-    response = Response(id="slip", prompt=messages, response=answer, gold=GOLD, reward=0.0)
+    response = Response(id="slip", prompt=messages, response=answer, ground_truth=GOLD, reward=0.0)
     with tempfile.TemporaryDirectory() as folder:
         methods = parse_methods(list(TITLES))
         analysis = Analysis(responses=[response], methods=methods, model="SmolLM2-135M-Instruct")

@@ -46,7 +46,7 @@ def _jsonl(rows: list, broken: bytes = b"") -> bytes:
 def _row(text: str) -> DumpRow:
     """A row that has this text wherever a row has one."""
     one_T = np.ones(2, dtype=np.float32)
-    words = dict.fromkeys(("key", "id", "prompt", "response", "gold", "outcome", "answer", "no_scores"), text)
+    words = dict.fromkeys(("key", "id", "prompt", "response", "ground_truth", "outcome", "answer", "no_scores"), text)
     columns = {f"{name}_T": one_T for name in COLUMNS}
     ids = np.array([3, 4])
     methods = {text: MethodColumns(score_T=None, weight_T=one_T, no_scores=text)}

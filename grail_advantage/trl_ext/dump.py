@@ -31,7 +31,7 @@ from grail_advantage.trl_ext.received import GenerationReceipt
 from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
 
 METRICS_FILE = "metrics.jsonl"
-GOLD_COLUMNS = ("solution", "ground_truth", "answer", "gold")
+GROUND_TRUTH_COLUMNS = ("solution", "ground_truth", "answer", "gold")
 """Columns of a data set that usually hold the correct answer; the first that a row has is shown."""
 SAVE_SECONDS = 60.0
 """Seconds that a checkpoint waits for the dump of its steps."""
@@ -241,7 +241,7 @@ class GenerationDump(TrainerCallback):
                 "span": result.spans[own][row],
                 "truncated": bool(batch.truncated_B[row]),
                 "no_scores": no_scores[row],
-                "gold": _gold(batch.inputs[row]),
+                "ground_truth": _ground_truth(batch.inputs[row]),
                 **{name: of_rows[place, : int(mask_BT[row].sum())] for name, of_rows in values_BT.items()},
             }
             for place, row in enumerate(mine)
@@ -278,7 +278,7 @@ class GenerationDump(TrainerCallback):
         rewards = self._rewards_of(named("place"))
         known = [
             {
-                "gold": piece["gold"],
+                "ground_truth": piece["ground_truth"],
                 "reward": reward,
                 "outcome": outcome_of(reward),
                 **{name: piece[name].numpy() for name in ("old_log_prob_T", "entropy_T")},
@@ -297,9 +297,9 @@ class GenerationDump(TrainerCallback):
         ]
 
 
-def _gold(row: Mapping[str, Any]) -> str | None:
+def _ground_truth(row: Mapping[str, Any]) -> str | None:
     """The correct answer, where the data set has it under a usual name."""
-    values = [row.get(name) for name in GOLD_COLUMNS]
+    values = [row.get(name) for name in GROUND_TRUTH_COLUMNS]
     if isinstance(row.get("reward_model"), Mapping):
         values.append(row["reward_model"].get("ground_truth"))
     return next((str(value) for value in values if isinstance(value, str | int | float)), None)

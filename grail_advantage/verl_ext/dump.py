@@ -232,7 +232,7 @@ def _known(fetched: TensorDict, count: int, signal: Signal) -> list[dict[str, An
         accuracy = _entry(_entry(extra[row], "reward_extra_info"), "acc")  # the reward function's own verdict
         known.append(
             {
-                "gold": None if truth is None else str(truth),
+                "ground_truth": None if truth is None else str(truth),
                 "reward": reward if reward is None or math.isfinite(reward) else None,
                 "outcome": outcome_of(reward if accuracy is None else float(accuracy)),
                 "id": f"{source}/{index}" if source is not None and index is not None else None,

@@ -81,7 +81,7 @@ def _facts(header: DumpHeader | None, row: DumpRow) -> Text:
         f"method {header.method}" if header and header.method else "",
         data.OUTCOME_WORDS.get(row.outcome or "unknown", ""),
         "" if row.reward is None else f"reward {row.reward:g}",
-        f"ground truth {row.gold}" if row.gold is not None else "",
+        f"ground truth {row.ground_truth}" if row.ground_truth is not None else "",
         f"answer {row.answer}" if row.answer is not None else "no answer",
         "truncated" if row.truncated else "",
         f"{len(row)} tokens",

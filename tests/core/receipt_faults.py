@@ -381,7 +381,9 @@ FAULTS = (
     Fault("qiancheng0/ToolRL#52", "the KL term is maximised", "sign", kl_maximised),
     Fault("verl-project/verl#3245", "importance weights missing in most losses", "weights", weights_left_out),
     Fault("verl-project/verl#6280", "bf16 ratios differ from 1 with the micro-batch size", "rounded", engine_rounding),
-    Fault("verl-project/verl-omni#602", "a batch is filled with copies of its responses", "repeated", padded_with_copies),
+    Fault(
+        "verl-project/verl-omni#602", "a batch is filled with copies of its responses", "repeated", padded_with_copies
+    ),
     Fault("huggingface/trl#4531", "samples come several times or never", "missing", uneven_sampler),
 )
 """Each thread was read; the injections follow its description, not its code."""

@@ -59,7 +59,9 @@ def test_rows_are_those_of_the_run(tmp_path: Path, method: str) -> None:
         assert (row.prompt, row.response) == (prompt, response.removesuffix("<end>"))
         assert (row.prompt_ids.tolist(), row.token_ids_T.tolist()) == (encode(prompt), encode(response))
         assert (row.reward, row.outcome) == (reward, "right" if reward else "wrong")
-        assert row.gold == GOLD[row.group] and row.truncated == (place == scripted.TRUNCATED) and row.mask_T.all()
+        assert (
+            row.ground_truth == GOLD[row.group] and row.truncated == (place == scripted.TRUNCATED) and row.mask_T.all()
+        )
         assert row.base_advantage_T == pytest.approx(advantages[place])
         trains = 0.0 if place == scripted.TRUNCATED else advantages[place]
         assert row.advantage_T == pytest.approx(row.weight_T * trains, abs=1e-6)

@@ -83,7 +83,7 @@ def test_a_run_with_lora_its_dump_and_its_report(folder: Path) -> None:
     solutions = {chain.text: str(chain.answer) for chain in CHAINS}
     for row in rows:
         (gold,) = [solution for text, solution in solutions.items() if text in row.prompt]
-        assert row.gold == gold and (row.reward == 1.0) == (row.answer == gold) == (row.outcome == "right")
+        assert row.ground_truth == gold and (row.reward == 1.0) == (row.answer == gold) == (row.outcome == "right")
     scored = [row for row in rows if row.no_scores is None]
     assert scored and all(row.outcome == "wrong" and row.weight_T.std() > 0.1 for row in scored)
     assert 0 < metrics[1]["reward"] < 1 and {"eval_reward"} <= metrics[0].keys()

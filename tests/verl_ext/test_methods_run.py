@@ -269,7 +269,7 @@ def test_dump_joins_verls_own_rollout_dump(run: WholeRun) -> None:
     for key, row in rows.items():
         assert tokenizer.decode(row.token_ids_T, skip_special_tokens=True) == verls[key]["output"]
         assert tokenizer.decode(row.prompt_ids, skip_special_tokens=True) == verls[key]["input"]
-        assert (row.gold, row.reward, row.step) == (verls[key]["gts"], verls[key]["score"], 2)
+        assert (row.ground_truth, row.reward, row.step) == (verls[key]["gts"], verls[key]["score"], 2)
         assert row.outcome == ("right" if row.reward else "wrong")
         assert row.prompt == tokenizer.decode(row.prompt_ids) and row.id.startswith("parity/")
         assert "".join(row.tokens) == row.response and len(row.tokens) == len(row.token_ids_T)

@@ -173,8 +173,10 @@ class TestRun:
             assert row.advantage_T == pytest.approx(row.weight_T * row.base_advantage_T) or row.no_scores == "truncated"
             assert row.old_log_prob_T == pytest.approx(-0.1) and len(row.entropy_T) == len(row.token_ids_T)
         of = {row.key: row for row in rows}
-        assert (of["a_0_0"].gold, of["a_0_0"].outcome, of["a_0_0"].id) == ("7", "wrong", "gsm8k/4"), "acc goes first"
-        assert [(row.gold, row.outcome, row.id) for row in rows[1:4]] == [
+        assert (of["a_0_0"].ground_truth, of["a_0_0"].outcome, of["a_0_0"].id) == ("7", "wrong", "gsm8k/4"), (
+            "acc goes first"
+        )
+        assert [(row.ground_truth, row.outcome, row.id) for row in rows[1:4]] == [
             (None, outcome, None) for outcome in ("wrong", "wrong", "right")
         ]
         assert [row.no_scores for row in rows] == [
@@ -223,7 +225,7 @@ class TestRun:
             [row.pop(name) for name in KNOWN]
         step.run()
         first = step.close(tmp_path)[0]
-        assert (first.gold, first.outcome, first.id) == (None, "right", None)
+        assert (first.ground_truth, first.outcome, first.id) == (None, "right", None)
 
     def test_every_so_many_steps_and_rows_of_every_update(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

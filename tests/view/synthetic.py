@@ -55,7 +55,7 @@ def text_row(tokens: Sequence[str], **values: Any) -> DumpRow:
     count = len(tokens)
     rng = np.random.default_rng(abs(hash("".join(tokens).encode("utf-8", "surrogatepass"))) % 2**32)
     given: dict[str, Any] = {
-        "gold": "2",
+        "ground_truth": "2",
         "answer": "2",
         "token_ids_T": np.array([sum(map(ord, token)) % 50_000 for token in tokens], dtype=np.int64),
         "score_T": rng.lognormal(-3, 1, count).astype(np.float32),
@@ -127,7 +127,7 @@ def _response(rng: np.random.Generator, numbers: Sequence[int], right: bool, fil
     return {
         "tokens": tokens,
         "prompt": f"How much is {a} + {b} + {c}? \\boxed{{}}.",
-        "gold": str(a + b + c),
+        "ground_truth": str(a + b + c),
         "token_ids_T": np.array([sum(map(ord, token)) % 49_000 + 3 if token else 2 for token in tokens]),
         "reward": float(right and not truncated),
         "outcome": "right" if right and not truncated else "wrong",

@@ -117,9 +117,9 @@ def test_advantages():
         assert analysis.row_advantages()[0] == expected
 
 
-def test_gold_answers_are_judged():
-    rows = [Response(id="1", prompt="?", response=text, gold="1/2") for text in (r"\boxed{0.5}", r"\boxed{2}")]
-    rows.append(replace(rows[0], response=encode(r"\boxed{0.5}"), gold="2"))
+def test_ground_truths_give_rewards():
+    rows = [Response(id="1", prompt="?", response=text, ground_truth="1/2") for text in (r"\boxed{0.5}", r"\boxed{2}")]
+    rows.append(replace(rows[0], response=encode(r"\boxed{0.5}"), ground_truth="2"))
     rows.append(replace(rows[0], reward=0.25))
     assert [row.reward for row in with_rewards(rows, char_tokenizer())] == [1.0, 0.0, 0.0, 0.25]
 
@@ -138,10 +138,10 @@ def test_methods_that_ask_again(tmp_path: Path):
     tokenizer = char_tokenizer()
     chat = [{"role": "user", "content": "Two and three?"}]
     answer = r"It is \boxed{6}"
-    row = Response(id="1", prompt=chat, response=answer, gold="5")
+    row = Response(id="1", prompt=chat, response=answer, ground_truth="5")
     for broken, message in (
         (replace(row, prompt="Two?"), "its prompt is a text, and the method asks it again"),
-        (replace(row, gold=None), "rlsd tells the model the answer; give the lines gold"),
+        (replace(row, ground_truth=None), "rlsd tells the model the answer; give the lines a ground_truth"),
     ):
         with pytest.raises(ValueError, match=message):
             Analysis(responses=[broken], methods=parse_methods(["rlsd"]), model="m")
@@ -199,8 +199,8 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]
 
 def test_command(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     lines = [
-        {"prompt": "Two and three?", "response": r"So \boxed{6}", "gold": "5", "group": 1},
-        {"prompt": "Two and three?", "response": r"So \boxed{5}", "gold": "5", "group": 1},
+        {"prompt": "Two and three?", "response": r"So \boxed{6}", "ground_truth": "5", "group": 1},
+        {"prompt": "Two and three?", "response": r"So \boxed{5}", "ground_truth": "5", "group": 1},
     ]
     Path("r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     call("--responses", "r.jsonl", "--method", "grail", "--method", "stare", "--out", "found")

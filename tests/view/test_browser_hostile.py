@@ -55,7 +55,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     row = text_row(
         TEXTS,
         prompt="".join(TEXTS[:12]),
-        gold=TEXTS[0],
+        ground_truth=TEXTS[0],
         answer=TEXTS[1] + "\u202e",
         no_scores=TEXTS[1],
         id=TEXTS[1],

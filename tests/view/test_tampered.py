@@ -18,7 +18,9 @@ from tests.dumps import dump_row
 
 
 def row(place: int, name: str = "key_0_0") -> DumpRow:
-    return dump_row([1.0], tokens=[name], step=3, row=place, key=name, id=name, gold=name, prompt=name, score_T=[0.5])
+    return dump_row(
+        [1.0], tokens=[name], step=3, row=place, key=name, id=name, ground_truth=name, prompt=name, score_T=[0.5]
+    )
 
 
 def written(folder: Path, rows: int = 4) -> Path:

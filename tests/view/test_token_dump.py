@@ -57,7 +57,7 @@ def _full_row() -> DumpRow:
         id="gsm8k/7",
         prompt="<|im_start|>user\nWhat?",
         response="The 5",
-        gold="5",
+        ground_truth="5",
         reward=0.25,
         outcome="wrong",
         answer="5",
@@ -197,14 +197,14 @@ class TestBroken:
     def test_a_file_that_is_none_of_a_dump_is_named_with_the_reason(self, tmp_path: Path) -> None:
         """One error a file: rows before the damage are read, and so is every other file."""
         write_step(tmp_path, replace(HEADER, step=4), [dump_row([1.0], row=7)])
-        header = {"schema_version": 3, "step": 3, "method": "grail", "special_tokens": {}}
+        header = {"schema_version": 4, "step": 3, "method": "grail", "special_tokens": {}}
         for changes, message, rows in (
             ({"weight": [[1.0], [1.0, 2.0], [1.0]]}, "weight has 2 values for 1 tokens", [0, 7]),
             ({"span": [None, [0, 1, 2, 3], None]}, "the span is not four token indices in order, at most 1", [0, 7]),
             ({"labels": [None, "[" * 100_000, None]}, "recursion", [0, 7]),
             ({"weight": None}, "its columns are others", [7]),
             ({"header": b"[" * 100_000}, "", [7]),
-            ({"header": b'{"schema_version": 2}'}, "schema_version is 2; this version reads 3", [7]),
+            ({"header": b'{"schema_version": 2}'}, "schema_version is 2; this version reads 4", [7]),
             ({"header": json.dumps(header | {"method": 1}).encode()}, "wrong type", [7]),
         ):
             path = write_step(tmp_path, HEADER, [dump_row([1.0], row=row) for row in range(3)])

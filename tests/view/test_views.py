@@ -139,8 +139,8 @@ def test_the_chosen_row(tmp_path: Path) -> None:
 
 
 def test_a_row_in_the_terminal() -> None:
-    row = dump_row([0.5, 2.0, 1.0], tokens=["so ", "5", ""], token_ids_T=[1, 2, 7], gold="4", answer="5", span=(1, 1, 2, 2),
-                   outcome="wrong", reward=0.0, truncated=True, score_T=[0.25, 8.0, np.nan])  # fmt: skip
+    row = dump_row([0.5, 2.0, 1.0], tokens=["so ", "5", ""], token_ids_T=[1, 2, 7], ground_truth="4", answer="5",
+                   span=(1, 1, 2, 2), outcome="wrong", reward=0.0, truncated=True, score_T=[0.25, 8.0, np.nan])  # fmt: skip
     printed = _printed(row)
     facts = ("step 1, row 0", "grail", "incorrect", "reward 0", "ground truth 4", "answer 5", "truncated", "3 tokens")
     assert all(fact in "".join(printed.splitlines()[:2]) for fact in facts)
@@ -209,7 +209,7 @@ def test_tokens_in_a_notebook() -> None:
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_texts_do_nothing(text: str) -> None:
     """In the terminal with and without colours, and in a notebook."""
-    row = dump_row([2.0, 0.5], tokens=[text, " b"], prompt=text, gold=text, answer=text, no_scores=text)
+    row = dump_row([2.0, 0.5], tokens=[text, " b"], prompt=text, ground_truth=text, answer=text, no_scores=text)
     header = DumpHeader(step=1, method=text, special_tokens={0: text})
     for colour in (True, False):
         rest = re.sub(r"\x1b\[[\d;]*m", "", _printed(row, colour=colour, header=header))  # rich's own colours

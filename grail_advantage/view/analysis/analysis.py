@@ -32,7 +32,7 @@ class Analysis:
     """For the records: path or name of the model."""
     temperature: float = 1.0
     tokens: int = FORWARD_TOKENS
-    """Most tokens of a forward, padding counted."""
+    """Most tokens of a forward pass, padding counted."""
     advantages: str = "auto"
     """``auto``: from the rewards, where there are any; ``wrong`` and ``right``: every response counts as that."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -56,12 +56,13 @@ class Analysis:
         for label, signal in self.methods.items():
             if GROUPS in signal.reads and any(row.group is None for row in self.responses):
                 raise ValueError(
-                    f"{label} compares the responses of one prompt; give every line a group, and a reward or gold"
+                    f"{label} compares the responses of one prompt; give every line a group, and a reward or a "
+                    "ground_truth"
                 )
             if GROUPS in signal.reads and (self.advantages != "auto" or any(r.reward is None for r in self.responses)):
                 raise ValueError(
-                    f"{label} compares correct responses with incorrect ones; give every line a reward or gold, and leave "
-                    "the advantages at auto"
+                    f"{label} compares correct responses with incorrect ones; give every line a reward or a "
+                    "ground_truth, and leave the advantages at auto"
                 )
             for name in signal.field_names:
                 if all(name not in row.columns for row in self.responses):
@@ -69,18 +70,19 @@ class Analysis:
             if EXAMPLES in signal.reads:
                 for row in self.responses:
                     example_of(row, self.template_options)
-                if all(row.gold is None and not row.columns for row in self.responses):
+                if all(row.ground_truth is None and not row.columns for row in self.responses):
                     raise ValueError(
-                        f"{label} tells the model the answer; give the lines gold, or the column that its options name"
+                        f"{label} tells the model the answer; give the lines a ground_truth, or the column that its options "
+                        "name"
                     )
 
     def row_advantages(self) -> tuple[list[float], str]:
-        """One advantage a row, and in words where they come from."""
+        """One advantage a response, and where they come from, in words."""
         rewards = [row.reward for row in self.responses]
         if self.advantages != "auto" or any(reward is None for reward in rewards):
-            right = self.advantages == "right"
+            correct = self.advantages == "right"
             why = "" if self.advantages != "auto" else ", as there is neither a reward nor a ground truth"
-            value, word = (1.0, "correct (1)") if right else (-1.0, "incorrect (-1)")
+            value, word = (1.0, "correct (1)") if correct else (-1.0, "incorrect (-1)")
             return [value] * len(rewards), f"every response counts as {word}{why}"
         known = [float(reward) for reward in rewards if reward is not None]
         if any(row.group is None for row in self.responses):

@@ -1,7 +1,8 @@
 """Responses to analyse: JSON lines, and the tokens that a model reads.
 
 A line has ``prompt`` (a text as the model saw it, or a list of messages for the chat template) and ``response`` (a text, or the
-generated token ids), and may have ``gold``, ``reward``, ``group`` and ``id``. Other keys are columns that a method may ask for.
+generated token ids), and may have ``ground_truth``, ``reward``, ``group`` and ``id``. Other keys are columns that a
+method may ask for.
 
 Shape suffixes: P tokens of a prompt, T response tokens.
 """
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = Sequence[Mapping[str, Any]]
-KEYS = ("prompt", "response", "gold", "reward", "group", "id")
+KEYS = ("prompt", "response", "ground_truth", "reward", "group", "id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Response:
     id: str
     prompt: str | Messages
     response: str | Sequence[int]
-    gold: Any = None
+    ground_truth: Any = None
     reward: float | None = None
     group: str | None = None
     """Responses with the same one answer the same prompt."""
@@ -85,10 +86,10 @@ def read_responses(path: Path) -> list[Response]:
         given = sum(getattr(row, name) is not None for row in responses)
         if 0 < given < len(responses):
             raise ValueError(f"{path}: {given} of {len(responses)} lines have a {name}; give all of them one, or none")
-    judged = sum(row.reward is not None or row.gold is not None for row in responses)
-    if 0 < judged < len(responses):
+    scored = sum(row.reward is not None or row.ground_truth is not None for row in responses)
+    if 0 < scored < len(responses):
         raise ValueError(
-            f"{path}: {judged} of {len(responses)} lines have gold, the ground truth; give all of them one, or a reward"
+            f"{path}: {scored} of {len(responses)} lines have a ground_truth or a reward; give all of them one"
         )
     return responses
 
@@ -117,7 +118,7 @@ def _response(record: Mapping[str, Any], number: int, where: str) -> Response:
         id=str(record.get("id", number)),
         prompt=prompt,
         response=response,
-        gold=record.get("gold"),
+        ground_truth=record.get("ground_truth"),
         reward=None if reward is None else float(reward),
         group=None if group is None else str(group),
         columns={name: value for name, value in record.items() if name not in KEYS},
@@ -162,7 +163,7 @@ def tokenize(row: Response, tokenizer: PreTrainedTokenizerBase, template_options
 
 
 def example_of(row: Response, template_options: Mapping[str, Any]) -> Example:
-    """The row as methods see it that ask the prompt again; the ground truth is where verl's data sets have it.
+    """The response as methods see it that ask the prompt again; the ground truth is where verl's data sets have it.
 
     Raises:
         ValueError: the prompt is a text.
@@ -172,6 +173,6 @@ def example_of(row: Response, template_options: Mapping[str, Any]) -> Example:
             f"{row.id}: its prompt is a text, and the method asks it again with more in it; give the prompt as messages"
         )
     columns = {**row.columns}
-    if row.gold is not None:
-        columns["reward_model"] = {"ground_truth": row.gold}
+    if row.ground_truth is not None:
+        columns["reward_model"] = {"ground_truth": row.ground_truth}
     return Example(row.prompt, columns, dict(template_options))

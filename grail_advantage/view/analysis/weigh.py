@@ -157,7 +157,7 @@ def _dump_row(row: _Row, analysis: Analysis) -> DumpRow:
         id=response.id,
         prompt=row.tokens.prompt,
         response="".join(row.texts),
-        gold=None if response.gold is None else str(response.gold),
+        ground_truth=None if response.ground_truth is None else str(response.ground_truth),
         reward=response.reward,
         outcome=outcome_of(response.reward),
         answer=answer_text(row.texts, row.span, analysis.answer),

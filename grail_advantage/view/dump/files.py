@@ -29,7 +29,7 @@ from grail_advantage.view.dump.received import Receipts, ReceivedHeader, read_he
 from grail_advantage.view.dump.rows import COLUMNS, DumpHeader, DumpRow, MethodColumns
 from grail_advantage.view.whole_file import UNFINISHED
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _NAME = re.compile(r"step_(\d{1,15})(?:_update_(\d{1,9}))?\.parquet")
 _KEY = b"grail_advantage"
 """Of the header in the file's metadata."""
@@ -47,7 +47,7 @@ SCHEMA = pa.schema(
     [
         *(pa.field(name, pa.int64(), nullable=False) for name in ("step", "update", "row", "group")),
         *(pa.field(name, pa.string(), nullable=False) for name in ("key", "prompt", "response")),
-        *(pa.field(name, pa.string()) for name in ("id", "gold", "outcome", "answer", "no_scores")),
+        *(pa.field(name, pa.string()) for name in ("id", "ground_truth", "outcome", "answer", "no_scores")),
         pa.field("reward", pa.float64()),
         pa.field("truncated", pa.bool_(), nullable=False),
         pa.field("span", list_of(pa.int64())),

@@ -92,7 +92,7 @@ class DumpRow:
     """The text that the model saw."""
     response: str = ""
     """``"".join(tokens)``."""
-    gold: str | None = None
+    ground_truth: str | None = None
     reward: float | None = None
     outcome: str | None = None
     """``right``, ``wrong`` or unknown."""

@@ -97,8 +97,8 @@ class Selection:
             taken += len(members)
             first = members[0]
             key = first.id or first.prompt or first.prompt_ids.tobytes()
-            problem = {"number": len(self.problems), "prompt": first.prompt, "gold": first.gold, "id": first.id}
-            number = self.problems.setdefault(key, problem)["number"]
+            names = {"prompt": first.prompt, "ground_truth": first.ground_truth, "id": first.id}
+            number = self.problems.setdefault(key, {"number": len(self.problems), **names})["number"]
             facts = {"run": run, "step": first.step, "problem": number, "place": place}
             self.groups.append(Group(facts, [_rollout(row, special) for row in members]))
 

@@ -44,9 +44,9 @@ function drawProblem(group) {
   const prompt = make("div", "prompt", "", { tabindex: 0, role: "region", "aria-label": "Prompt" });
   visible(prompt, problem.prompt.trim() || "(no prompt in the dump)", false);
   host.append(prompt);
-  if (problem.gold !== null) {
+  if (problem.ground_truth !== null) {
     const truth = make("p", "truth", "Ground truth ");
-    truth.append(shownText("b", problem.gold));
+    truth.append(shownText("b", problem.ground_truth));
     if (problem.id !== null) truth.append(" · ", shownText("span", problem.id));
     host.append(truth);
   }
