@@ -75,7 +75,7 @@ class Step:
     """verl's, before truncated responses are set to 0; this and the next four are there from :meth:`with_advantages` on."""
     advantages_BT: torch.Tensor | None = None
     """The same, with 0 on truncated responses where these are masked."""
-    unscored_B: torch.Tensor | None = None
+    unjudged_B: torch.Tensor | None = None
     """Responses whose reward, or verl's advantage for it, is not finite; their advantages are 0."""
     batch: RolloutBatch | None = None
     """The step as the method sees it."""
@@ -108,14 +108,14 @@ class Step:
         return self.selection.selected_B.nonzero().flatten().tolist()
 
     def with_advantages(
-        self, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor, unscored_B: torch.Tensor
+        self, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor, unjudged_B: torch.Tensor
     ) -> Step:
         """Mask truncated responses, and have the method choose the responses that need scores (:meth:`Signal.select`).
 
         Args:
             mask_BT: bool; the tokens that train.
             base_advantages_BT: verl's, finite.
-            unscored_B: see :attr:`unscored_B`.
+            unjudged_B: see :attr:`unjudged_B`.
         """
         signal = self.settings.signal
         masked_B = self.truncated_B & signal.mask_truncated
@@ -131,7 +131,7 @@ class Step:
             aggregate=_mean_of_loss(self.settings),
             step=self.number,
             examples=self.examples,
-            masked_B=masked_B | unscored_B,
+            masked_B=masked_B | unjudged_B,
             groups_B=torch.tensor(self.groups),
             tokens_BT=tokens_BT,
             tokenizer=self.tokenizer,
@@ -143,7 +143,7 @@ class Step:
             self,
             base_advantages_BT=base_advantages_BT,
             advantages_BT=advantages_BT,
-            unscored_B=unscored_B,
+            unjudged_B=unjudged_B,
             batch=batch,
             selection=signal.select(batch),
         )
@@ -364,23 +364,23 @@ def by_advantages(step: Step, batch: KVBatchMeta, algorithm: DictConfig, *, own_
     if REWARDS in step.settings.signal.reads and step.rewards_B is None:
         step = _with_rewards(step, *fetch_padded(batch, _column_of_rewards(step)))
     finite_B = torch.where(mask_BT, advantages_BT, 0.0).isfinite().all(dim=1)
-    unscored_B = ~finite_B
-    if unscored_B.any():
+    unjudged_B = ~finite_B
+    if unjudged_B.any():
         replaced_BT = torch.zeros_like(advantages_BT)
         if not own_advantages:
             (rewards_BT,) = fetch_padded(batch, _column_of_rewards(step))
-            replaced_BT, unscored_B = reward_advantages(step, rewards_BT, mask_BT, algorithm)
+            replaced_BT, unjudged_B = reward_advantages(step, rewards_BT, mask_BT, algorithm)
         advantages_BT = torch.where(finite_B.unsqueeze(1), advantages_BT, replaced_BT)
         logger.warning(
             "step %d: %d of %d responses, such as %s, have no finite reward, or one that is too large. They train nothing, and "
             "the other responses to their prompts are compared without them; verl alone would skip the whole update. Fix the "
             "reward function",
-            *(step.number, int(unscored_B.sum()), len(batch), step.keys[int(unscored_B.int().argmax())]),
+            *(step.number, int(unjudged_B.sum()), len(batch), step.keys[int(unjudged_B.int().argmax())]),
         )
     known = step.batch is not None and torch.equal(step.batch.mask_BT, mask_BT)
     if known and torch.equal(step.base_advantages_BT, advantages_BT):
         return step
-    return step.with_advantages(mask_BT, advantages_BT, unscored_B)
+    return step.with_advantages(mask_BT, advantages_BT, unjudged_B)
 
 
 def _column_of_rewards(step: Step) -> str:
@@ -422,15 +422,15 @@ def reward_advantages(
     Returns:
         Advantages (B, T), all finite, and the responses that got 0 for a reward that is not finite, or too large; bool (B,).
     """
-    scored_B = rewards_BT.sum(dim=1).isfinite()[_last_outputs(step.keys)]
-    compared_BT = mask_BT & scored_B.unsqueeze(1)  # some estimators compare whole batches
+    judged_B = rewards_BT.sum(dim=1).isfinite()[_last_outputs(step.keys)]
+    compared_BT = mask_BT & judged_B.unsqueeze(1)  # some estimators compare whole batches
     groups: list[Any] = [
-        group if scored else f"unscored {place}"
-        for place, (group, scored) in enumerate(zip(step.groups, scored_B.tolist(), strict=True))
+        group if judged else f"unjudged {place}"
+        for place, (group, judged) in enumerate(zip(step.groups, judged_B.tolist(), strict=True))
     ]
     data = DataProto.from_dict(
         {
-            "token_level_rewards": torch.where(scored_B.unsqueeze(1), rewards_BT, 0.0),
+            "token_level_rewards": torch.where(judged_B.unsqueeze(1), rewards_BT, 0.0),
             "response_mask": compared_BT.long(),
         },
         non_tensors={"uid": np.array(groups, dtype=object)},
@@ -445,7 +445,7 @@ def reward_advantages(
     )
     advantages_BT = data.batch["advantages"]
     known_B = advantages_BT.isfinite().all(dim=1)  # False where finite rewards overflow in the mean
-    return torch.where(known_B.unsqueeze(1), advantages_BT, 0.0), ~(scored_B & known_B)
+    return torch.where(known_B.unsqueeze(1), advantages_BT, 0.0), ~(judged_B & known_B)
 
 
 def _last_outputs(keys: Sequence[str]) -> list[int]:
