@@ -108,6 +108,7 @@ def check(batch: Batch, loss: Loss, pieces: Sequence[Piece]) -> Receipt:
     Raises:
         ValueError: no pieces, or one whose shape does not fit the batch.
     """
+    batch, pieces = _on_cpu(batch), [_on_cpu(piece) for piece in pieces]
     B, T = batch.mask_BT.shape
     for piece in pieces:
         if piece.log_probs_bT.shape != (len(piece.rows_b), T) or piece.gradient_bT.shape != piece.log_probs_bT.shape:
@@ -137,6 +138,12 @@ def check(batch: Batch, loss: Loss, pieces: Sequence[Piece]) -> Receipt:
     return Receipt(
         received_UBT.nanmean(dim=0), clipped_UBT.nanmean(dim=0), received_UBT, expected_UBT, tuple(_merged(findings))
     )
+
+
+def _on_cpu(values: Any) -> Any:
+    """The batch or piece with its tensors in the host's memory."""
+    moved = {name: value.cpu() for name, value in vars(values).items() if isinstance(value, torch.Tensor)}
+    return replace(values, **moved)
 
 
 @dataclass(frozen=True)
@@ -275,8 +282,8 @@ class _Namer:
         received_nT, tokens = self.step.received_nT, self.step.tokens
         size = tokens.advantages[tokens.advantages != 0].square().mean().sqrt().nan_to_num()
         allowed_nT = self.step.precision * (torch.maximum(wanted_nT.abs(), received_nT.abs()) + size)
-        differs_nT = (received_nT - wanted_nT).abs() > torch.where(tokens.mask, allowed_nT, 0.0)
-        return differs_nT & ~self._borderline_nT
+        fits_nT = (received_nT - wanted_nT).abs() <= torch.where(tokens.mask, allowed_nT, 0.0)
+        return ~fits_nT & ~self._borderline_nT
 
     def _first_ratio(self) -> None:
         """The first update on policy has ratio 1."""
@@ -320,8 +327,12 @@ class _Namer:
             (expected_nT != 0) & (step.received_nT != 0), step.received_nT / expected_nT, torch.nan
         )
         yield "", "", 0.0, expected_nT
+        if not step.received_nT.any():
+            return
         factor = float(quotient_nT.nanmedian())
-        if factor > 0:
+        if math.isnan(factor):
+            pass  # no token received what it should at all
+        elif factor > 0:
             yield "scaled", f"every token received {factor:.4g} times what it should", factor, factor * expected_nT
         else:
             size = "" if math.isclose(factor, -1, rel_tol=1e-3) else f", times {-factor:.4g}"
@@ -435,7 +446,7 @@ class _Namer:
 
     def _share(self, part_nT: torch.Tensor) -> float:
         """Of the gradient, by its norm."""
-        return float(part_nT.norm() / self.step.received_nT.norm())
+        return float((part_nT.norm() / self.step.received_nT.norm()).nan_to_num())
 
     def _kind_of_rest(self, left_nT: torch.Tensor, best_nT: torch.Tensor, difference_nT: torch.Tensor) -> str:
         """Added, or multiplied: what is added does not grow with the advantage and comes without one too."""

@@ -249,7 +249,7 @@ def turn_rewards_label(extra: Any, signal: Signal) -> dict[str, list[float]]:
     for known in (
         _entry(values, name) for name in names if name for values in (_entry(extra, "reward_extra_info"), extra)
     ):
-        if isinstance(known, list | tuple) and known:
+        if isinstance(known, list | tuple) and known and all(isinstance(reward, int | float) for reward in known):
             return {"turn_rewards": [float(reward) for reward in known]}
     return {}
 

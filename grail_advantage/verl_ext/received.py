@@ -87,10 +87,12 @@ class UpdateWatch:
             data: its responses, with the field ``PLACES`` and the setting ``WATCHED``.
             places: of all responses of the optimiser step.
         """
-        number = tu.get_non_tensor_data(data, WATCHED, default=None)
-        if number != self._number:
-            self._number, self._steps, self._error = number, [], None
-        loss_fn, scale = worker.loss_fn, _loss_scale(worker.engine)
+        scale, loss_fn = 1.0, worker.loss_fn
+        with self._attempt():
+            number = tu.get_non_tensor_data(data, WATCHED, default=None)
+            if number != self._number:
+                self._number, self._steps, self._error = number, [], None
+            scale = _loss_scale(worker.engine)
         worker.loss_fn = self._reading(loss_fn)
         try:
             yield

@@ -72,6 +72,7 @@ WEIGHTS_ALONE = "w4a16"
 """The mode of quantisation-aware training that leaves activations as they are."""
 
 STRATEGY, FUSED = f"{ACTOR}.strategy", f"{MODEL}.use_fused_kernels"
+PARALLEL_CALLS = f"{ROLLOUT}.multi_turn.max_parallel_calls"
 LOSS, AGGREGATION = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
 PRECISIONS = (f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{ACTOR}.fsdp_config.model_dtype")
 
@@ -245,9 +246,23 @@ REFUSALS = (
         )
         for precision in PRECISIONS
     ),
+    Rule(
+        PARALLEL_CALLS,
+        lambda s: isinstance(s.signal, TurnSignal) and s.signal.align == "calls" and (s[PARALLEL_CALLS] or 1) > 1,
+        "set it to 1: rewards of several calls of a turn cannot be told apart; or give one reward a turn with align=turns",
+    ),
     Rule(f"{ROLLOUT}.temperature", lambda s: not s[f"{ROLLOUT}.temperature"] > 0, "use a temperature above 0"),
 )
 """Settings of verl's with which a method does not work, with the remedy."""
+
+
+def _constant_denominator(s: Settings) -> bool:
+    """Whether the loss divides by no number of tokens."""
+    if s[LOSS] == "sapo":
+        return False
+    norm = s[AGGREGATION] == "seq-mean-token-sum-norm" and s[f"{ACTOR}.loss_scale_factor"] is not None
+    return norm or s[AGGREGATION] == "seq-mean-token-sum"
+
 
 WARNINGS = (
     Rule(
@@ -269,9 +284,9 @@ WARNINGS = (
     ),
     Rule(
         AGGREGATION,
-        lambda s: isinstance(s.signal, TurnSignal) and s[AGGREGATION] in (None, "token-mean", "seq-mean-token-mean"),
+        lambda s: isinstance(s.signal, TurnSignal) and not _constant_denominator(s),
         "it divides by numbers of tokens that the policy chooses with its turns, which biases the gradient (docs/turns.md); "
-        "seq-mean-token-sum, and seq-mean-token-sum-norm with loss_scale_factor, do not",
+        "seq-mean-token-sum, and seq-mean-token-sum-norm with loss_scale_factor, do not, except with the loss mode sapo",
     ),
     Rule(
         STRATEGY,

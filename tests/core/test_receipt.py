@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -320,3 +321,13 @@ def test_narrow_pieces_are_refused_until_they_are_padded() -> None:
     assert narrow[0].padded(12).gradient_bT.shape[1] == 12 and narrow[0].padded(12).width == 9
     with pytest.raises(ValueError, match="no piece was read"):
         check(given.batch, TOKEN_MEAN, [])
+
+
+def test_an_update_in_which_nothing_arrives_is_lost() -> None:
+    given = rollout(46, epochs=2)
+    pieces = train(given, lambda micro: ppo(micro, tokens_of(given, micro)))
+    for gone, kept in ((0.0, {"lost"}), (math.nan, {"not finite", "lost"})):
+        broken = [replace(p, gradient_bT=gone * p.gradient_bT if p.update == 1 else p.gradient_bT) for p in pieces]
+        receipt = check(given.batch, TOKEN_MEAN, broken)
+        assert {finding.name for finding in receipt.findings} == kept
+        assert all(math.isfinite(finding.size) for finding in receipt.findings)

@@ -166,15 +166,29 @@ def test_a_response_with_grpo_advantage_0_keeps_its_forward(monkeypatch: pytest.
 
 
 def test_denominators_that_the_policy_chooses_are_warned_of() -> None:
-    def said(mode: str | None, name: str = "turn_rloo") -> list[str]:
+    def said(mode: str | None, name: str = "turn_rloo", **actor: Any) -> list[str]:
         settings = Settings.parse(
             OmegaConf.create({"algorithm": {"adv_estimator": name}, AGGREGATION.split(".")[0]: {}})
         )
-        settings.config["actor_rollout_ref"]["actor"] = {"loss_agg_mode": mode, "strategy": "fsdp"}  # type: ignore[index]
+        settings.config["actor_rollout_ref"]["actor"] = {"loss_agg_mode": mode, "strategy": "fsdp", **actor}  # type: ignore[index]
         return [reason for setting, reason in broken(rules.WARNINGS, settings) if setting.startswith(AGGREGATION)]
 
     assert all("biases the gradient (docs/turns.md)" in said(mode)[0] for mode in ("token-mean", "seq-mean-token-mean"))
-    assert not any(map(said, ("seq-mean-token-sum", "seq-mean-token-sum-norm"))) and not said("token-mean", "grail")
+    assert said("seq-mean-token-sum-norm"), "it divides by the longest response of the micro-batch"
+    assert said("seq-mean-token-sum", policy_loss={"loss_mode": "sapo"}), "it averages over each response's tokens"
+    assert not said("seq-mean-token-sum") and not said("seq-mean-token-sum-norm", loss_scale_factor=512)
+    assert not said("token-mean", "grail")
+
+
+def test_several_calls_of_a_turn_are_refused_where_rewards_follow_calls() -> None:
+    def refused(calls: int, **options: Any) -> bool:
+        config = {"algorithm": {"adv_estimator": "turn_rloo", "turn_rloo": options}}
+        config |= {"actor_rollout_ref": {"rollout": {"multi_turn": {"max_parallel_calls": calls}}}}
+        settings = Settings.parse(OmegaConf.create(config))
+        rule = next(rule for rule in rules.REFUSALS if rule.option == rules.PARALLEL_CALLS)
+        return rule.obstacle(settings) is not None
+
+    assert refused(2) and not refused(1) and not refused(2, align="turns")
 
 
 def test_what_unchanged_verl_calls_the_rewards() -> None:
