@@ -59,6 +59,6 @@ class Rollouts:
 
     @property
     def examples(self) -> list[Example]:
-        """The question of each row, of as many letters as the prompt has tokens, and a ground truth."""
+        """The question of each row, of as many letters as the prompt has tokens, and a gold answer."""
         messages = [{"role": "user", "content": "x" * self.prompt}]
         return [Example(messages, {"reward_model": {"ground_truth": "42"}}, {})] * self.rows

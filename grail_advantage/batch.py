@@ -69,7 +69,7 @@ class Example:
     messages: Sequence[Mapping[str, Any]]
     """The prompt as a chat, before the chat template."""
     columns: Mapping[str, Any]
-    """The other columns of the row's data set; ``reward_model.ground_truth`` is the ground truth in verl's layout."""
+    """The other columns of the row's data set; ``reward_model.ground_truth`` is the gold answer in verl's layout."""
     template_options: Mapping[str, Any]
     """Further arguments of the chat template, such as ``enable_thinking``."""
 

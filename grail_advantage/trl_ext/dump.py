@@ -296,7 +296,7 @@ class GenerationDump(TrainerCallback):
 
 
 def _ground_truth(row: Mapping[str, Any]) -> str | None:
-    """The ground truth, where the data set gives it under a usual name."""
+    """The correct answer, where the data set has it under a usual name."""
     values = [row.get(name) for name in GROUND_TRUTH_COLUMNS]
     if isinstance(row.get("reward_model"), Mapping):
         values.append(row["reward_model"].get("ground_truth"))
