@@ -126,15 +126,15 @@ def check(batch: Batch, loss: Loss, pieces: Sequence[Piece]) -> Receipt:
     for number, step in sorted(steps.items()):
         received_UBT[number, step.rows_n] = 0.0
         received_UBT[number].index_add_(0, step.rows_n, step.received_nT.float())
-        found = _Namer(batch, step)
+        namer = _Namer(batch, step)
         if loss.account is None:
-            found.structure()
+            namer.structure()
         else:
             expected_nT, clipped_nT = step.expected(loss)
             expected_UBT[number, step.rows_n] = expected_nT.float()
             clipped_UBT[number, step.rows_n] = clipped_nT.float()
-            found.compare(loss, expected_nT, clipped_nT)
-        findings += found.findings
+            namer.compare(loss, expected_nT, clipped_nT)
+        findings += namer.findings
     return Receipt(
         received_UBT.nanmean(dim=0), clipped_UBT.nanmean(dim=0), received_UBT, expected_UBT, tuple(_merged(findings))
     )

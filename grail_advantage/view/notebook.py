@@ -1,4 +1,4 @@
-"""One row of tokens in a notebook, on colours by weight or by another value.
+"""The tokens of a response in a notebook, on colours by weight or by another value.
 
 from grail_advantage.view.notebook import token_html
 token_html(tokens, weights)
@@ -74,18 +74,18 @@ def token_html(
 
 
 def row_html(row: DumpRow, column: Literal["weight", "advantage", "base_advantage"] = "weight") -> TokenHtml:
-    """A dump's row by one of its columns. Tokens that do not train get no colour.
+    """A dump's response by one of its columns. Tokens that do not train get no colour.
 
     Args:
         row: from :func:`grail_advantage.view.dump.files.read_dump`.
         column: ``weight``, ``advantage`` or ``base_advantage``.
 
     Raises:
-        ValueError: a column that the row does not have.
+        ValueError: a column that the response does not have.
     """
     values_T = getattr(row, f"{column}_T", None) if column in ("weight", "advantage", "base_advantage") else None
     if values_T is None:
-        raise ValueError(f"column={column!r} is not in this row; choose weight, advantage or base_advantage")
+        raise ValueError(f"column={column!r} is not in this response; choose weight, advantage or base_advantage")
     shown_T = np.where(row.mask_T, values_T, np.nan)
     return token_html(
         row.tokens, shown_T, scale="weight" if column == "weight" else "signed", name=column.replace("_", " ")

@@ -1,7 +1,7 @@
 """``python -m grail_advantage.receipt RUN``: the receipt of a run in the terminal, read from its token dump.
 
 A receipt says what each token received in an update, beside what was intended for it (docs/receipt.md). The trainer checks each
-update that the token dump writes; this prints what it found.
+update that the token dump writes; this prints the findings.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _read(folder: Path, problems: list[str]) -> Iterator[ReceivedHeader]:
-    files, said = received_files(folder), time.monotonic()
+    files, printed = received_files(folder), time.monotonic()
     for number, (_, path) in enumerate(files):
-        if time.monotonic() - said > _SECONDS:
-            said = time.monotonic()
+        if time.monotonic() - printed > _SECONDS:
+            printed = time.monotonic()
             print(f"receipt: {number} of {len(files)} files", file=sys.stderr)
         try:
             yield read_header(path)

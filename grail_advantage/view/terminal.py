@@ -25,12 +25,12 @@ _TABLE = colours.diverging(theme=colours.DARK)
 
 
 def find_row(dump: TokenDump, step: int | None = None, row: int | None = None) -> tuple[DumpHeader | None, DumpRow]:
-    """A row of a dump and the header of its file.
+    """A response of a dump and the header of its file.
 
     Args:
         dump: the dump.
-        step: by default the last with a row.
-        row: its place in the step's batch; by default the first row with scores, else the first.
+        step: by default the last with a response.
+        row: its place in the step's batch; by default the first response with scores, else the first.
 
     Raises:
         ValueError: there is none; the message says which there are.
@@ -44,9 +44,9 @@ def find_row(dump: TokenDump, step: int | None = None, row: int | None = None) -
         if rows:
             return file.header, min(rows, key=lambda other: other.no_scores is not None)
     if row is None:
-        raise ValueError(f"{dump.folder} holds no rows that can be read")
+        raise ValueError(f"{dump.folder} holds no responses that can be read")
     places = ", ".join(str(other.row) for file in files[-1:] for other in file.rows())
-    raise ValueError(f"--row {row} is not in step {files[-1].step} of {dump.folder}; its rows are {places}")
+    raise ValueError(f"--row {row} is not in step {files[-1].step} of {dump.folder}; its responses are {places}")
 
 
 def rollout_view(header: DumpHeader | None, row: DumpRow) -> RenderableType:
@@ -77,7 +77,7 @@ def _ground(place: float) -> Style:
 def _facts(header: DumpHeader | None, row: DumpRow) -> Text:
     trained = row.weight_T[row.mask_T]
     facts = [
-        f"step {row.step}, row {row.row}, prompt {row.group}" + (f", update {row.update}" if row.update else ""),
+        f"step {row.step}, response {row.row}, prompt {row.group}" + (f", update {row.update}" if row.update else ""),
         f"method {header.method}" if header and header.method else "",
         data.OUTCOME_WORDS.get(row.outcome or "unknown", ""),
         "" if row.reward is None else f"reward {row.reward:g}",

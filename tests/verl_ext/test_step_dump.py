@@ -143,7 +143,7 @@ class Dumping(Step):
         self.trainer._dump.close()
         dump = read_dump(folder)
         rows = list(dump)
-        assert all(problem.endswith(": holds no rows") for problem in dump.problems)  # those of other runs
+        assert all(problem.endswith(": holds no responses") for problem in dump.problems)  # those of other runs
         return rows
 
 

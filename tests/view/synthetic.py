@@ -51,7 +51,7 @@ def split(text: str) -> list[str]:
 
 
 def text_row(tokens: Sequence[str], **values: Any) -> DumpRow:
-    """A row around these texts; columns that are not given are made up from them."""
+    """A response around these texts; columns that are not given are made up from them."""
     count = len(tokens)
     rng = np.random.default_rng(abs(hash("".join(tokens).encode("utf-8", "surrogatepass"))) % 2**32)
     given: dict[str, Any] = {
@@ -80,16 +80,16 @@ def write_dump(
     methods: Sequence[str] = (),
     seed: int = 0,
 ) -> None:
-    """A token dump of sums: more right responses over training, and a step that is labelled as wrong in each wrong one."""
+    """A token dump of sums: more correct responses over training, and a labelled incorrect step in each incorrect one."""
     for number, step in enumerate(steps):
         rng = np.random.default_rng([seed, step])
         rows = []
         for group in range(problems):
             numbers = np.random.default_rng([group, number % 2]).integers(3, 60, size=3).tolist()
-            right = rng.random(RESPONSES) < 0.3 + 0.55 * number / max(1, len(steps) - 1)
-            for place, is_right in enumerate(right.tolist()):
-                values = _response(rng, numbers, is_right, int(rng.integers(0, 3 * filler + 1)))
-                advantage = is_right - right.mean()
+            correct = rng.random(RESPONSES) < 0.3 + 0.55 * number / max(1, len(steps) - 1)
+            for place, is_correct in enumerate(correct.tolist()):
+                values = _response(rng, numbers, is_correct, int(rng.integers(0, 3 * filler + 1)))
+                advantage = is_correct - correct.mean()
                 if advantage == 0 and values["no_scores"] is None:
                     values |= {"no_scores": "advantage 0"}
                 if values["no_scores"]:
@@ -110,10 +110,10 @@ def write_dump(
         write_step(folder, header, rows)
 
 
-def _response(rng: np.random.Generator, numbers: Sequence[int], right: bool, filler: int) -> dict[str, Any]:
-    """The values of one response, which may be truncated; a wrong one errs in its second step."""
+def _response(rng: np.random.Generator, numbers: Sequence[int], correct: bool, filler: int) -> dict[str, Any]:
+    """The values of one response, which may be truncated; an incorrect one errs in its second step."""
     a, b, c = numbers
-    total = a + b + c + (0 if right else 10)
+    total = a + b + c + (0 if correct else 10)
     parts = [
         split(f"{filler * _FILLER}First, {a} and {b} make {a + b}.\n"),
         split(f"Together that is {a + b} + {c} = {total}.\n"),
@@ -129,8 +129,8 @@ def _response(rng: np.random.Generator, numbers: Sequence[int], right: bool, fil
         "prompt": f"How much is {a} + {b} + {c}? \\boxed{{}}.",
         "ground_truth": str(a + b + c),
         "token_ids_T": np.array([sum(map(ord, token)) % 49_000 + 3 if token else 2 for token in tokens]),
-        "reward": float(right and not truncated),
-        "outcome": "right" if right and not truncated else "wrong",
+        "reward": float(correct and not truncated),
+        "outcome": "right" if correct and not truncated else "wrong",
         "answer": None if truncated else str(total),
         "truncated": truncated,
         "no_scores": "truncated" if truncated else None,
@@ -139,12 +139,12 @@ def _response(rng: np.random.Generator, numbers: Sequence[int], right: bool, fil
         "score_T": rng.lognormal(-3, 1, count).astype(np.float32),
         "old_log_prob_T": -surprisal_T.astype(np.float32),
         "entropy_T": (surprisal_T * rng.uniform(0.5, 1.5, count)).astype(np.float32),
-        "labels": {} if right or truncated else {"wrong_step": [len(parts[0]), len(parts[0]) + len(parts[1])]},
+        "labels": {} if correct or truncated else {"wrong_step": [len(parts[0]), len(parts[0]) + len(parts[1])]},
     }
 
 
 def _methods(rng: np.random.Generator, values: dict[str, Any], names: Sequence[str]) -> dict[str, MethodColumns]:
-    """Columns of several methods: the first has the row's own, the others are made up."""
+    """Columns of several methods: the first has the response's own, the others are made up."""
     columns = {}
     for name in names:
         score_T, weight_T, count = values["score_T"], values["weight_T"], len(values["tokens"])

@@ -1,4 +1,4 @@
-"""The analysis of existing responses, against calls of compute_token_weights one row at a time."""
+"""The analysis of existing responses, against calls of compute_token_weights one response at a time."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def run(folder: Path, responses: list[Response] = RESPONSES, specs: list[str] = 
 def alone(
     response: Response, spec: str, temperature: float, tokenizer: Any = None, **given: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scores and weights of one row, as compute_token_weights gives them without any column."""
+    """Scores and weights of one response, as compute_token_weights gives them without any column."""
     batch = make_batch([Rollout(response.prompt, response.response, -1.0)])
-    found = compute_token_weights(
+    result = compute_token_weights(
         tiny_model(),
         tokenizer or char_tokenizer(),
         *batch.tensors(),
@@ -60,12 +60,12 @@ def alone(
         **given,
     )
     inside_1L = batch.response_mask.bool()
-    return found.scores[inside_1L].numpy(), found.weights[inside_1L].numpy()
+    return result.scores[inside_1L].numpy(), result.weights[inside_1L].numpy()
 
 
 @pytest.mark.parametrize("tokens", [1, 150])
 def test_rows_are_as_if_each_were_alone(tmp_path: Path, tokens: int):
-    specs = SPECS[:-1]  # stare compares rows
+    specs = SPECS[:-1]  # stare compares responses
     rows = run(tmp_path / "a", specs=specs, temperature=0.7, tokens=tokens)
     for row, response in zip(rows, RESPONSES, strict=True):
         assert list(row.methods) == specs
@@ -151,11 +151,11 @@ def test_methods_that_ask_again(tmp_path: Path):
     with_template.chat_template = TEMPLATE
     analysis = Analysis(responses=[row], methods=parse_methods(["rlsd"]), model="m")
     run_analysis(analysis, tmp_path / "a", with_template, tiny_model, progress=False)
-    (found,) = read_dump(tmp_path / "a")
-    assert found.prompt == "user: Two and three?; reply: "
+    (dumped,) = read_dump(tmp_path / "a")
+    assert dumped.prompt == "user: Two and three?; reply: "
     given = {"examples": [Example(chat, {"reward_model": {"ground_truth": "5"}}, {})], "tokenizer": with_template}
-    _, weight_T = alone(replace(row, prompt=found.prompt), "rlsd", 1.0, **given)
-    np.testing.assert_allclose(found.weight_T, weight_T, rtol=1e-3)
+    _, weight_T = alone(replace(row, prompt=dumped.prompt), "rlsd", 1.0, **given)
+    np.testing.assert_allclose(dumped.weight_T, weight_T, rtol=1e-3)
 
 
 def test_wrong_lines_are_named(tmp_path: Path):
@@ -183,8 +183,8 @@ def test_methods_on_the_command_line():
 
 def test_characters_become_tokens():
     texts = ["ab", "", "c d", "", "é", "f"]  # silent tokens belong to what is before them
-    found = token_ranges({"steps": [(0, 2), (2, 6), (6, 7)], "wrong_step": (2, 6), "none": []}, texts)
-    assert found == {"steps": [[0, 2], [2, 5], [5, 6]], "wrong_step": [2, 5], "none": []}
+    ranges = token_ranges({"steps": [(0, 2), (2, 6), (6, 7)], "wrong_step": (2, 6), "none": []}, texts)
+    assert ranges == {"steps": [[0, 2], [2, 5], [5, 6]], "wrong_step": [2, 5], "none": []}
     # "c d" begins in front of character 3, so that it belongs to what begins there.
     assert token_ranges({"part": (3, 6)}, texts) == {"part": [3, 5]}
 
@@ -204,8 +204,8 @@ def test_command(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     ]
     Path("r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     call("--responses", "r.jsonl", "--method", "grail", "--method", "stare", "--out", "found")
-    said = capsys.readouterr()
-    assert "grail: 1 of 2 responses have scores; 1 without scores (outside the gate)" in said.out
+    printed = capsys.readouterr()
+    assert "grail: 1 of 2 responses have scores; 1 without scores (outside the gate)" in printed.out
     rows = list(read_dump("found"))
     assert [(row.reward, row.outcome, row.answer) for row in rows] == [(0.0, "wrong", "6"), (1.0, "right", "5")]
     Path("h.jsonl").write_text(
@@ -233,6 +233,6 @@ def test_a_random_choice_keeps_groups_whole(call: Callable[..., None]):
         call(
             "--responses", "r.jsonl", "--method", "surprisal:gate=all", "--limit", str(limit), "--out", f"found{limit}"
         )
-        found = list(read_dump(f"found{limit}"))
-        assert len(found) == rows
-        assert all([row.group for row in found].count(group) == 2 for group in {row.group for row in found})
+        dumped = list(read_dump(f"found{limit}"))
+        assert len(dumped) == rows
+        assert all([row.group for row in dumped].count(group) == 2 for group in {row.group for row in dumped})

@@ -83,8 +83,8 @@ def test_intended_and_received_beside_each_other(tmp_path: Path, opened: Callabl
     page.locator(".t").nth(2).hover()
     shown = readout(page)
     assert (shown["Advantage"], shown["Received"]) == pytest.approx((2.5, 1.25), rel=6e-3)
-    said = page.locator("#readout").inner_text()
-    assert "received by epoch 2.5, 0" in said and "clipped in 50 % of them" in said
+    text = page.locator("#readout").inner_text()
+    assert "received by epoch 2.5, 0" in text and "clipped in 50 % of them" in text
     assert "clipped" in page.locator("#legend").inner_text()
 
 
@@ -113,15 +113,15 @@ def test_left_out_and_outside_the_mask(tmp_path: Path, opened: Callable[..., Any
 
 def test_findings_on_top_in_words(tmp_path: Path, opened: Callable[..., Any]) -> None:
     page = opened(write(tmp_path / "good"))
-    said = page.locator("#receipt").inner_text()
-    assert said.startswith(
+    text = page.locator("#receipt").inner_text()
+    assert text.startswith(
         "Every token received what the loss says (vanilla), over 8 tokens of 1 update. 12.5 % of them"
     )
     assert page.locator("#receipt .wrong").count() == 0
     page = opened(write(tmp_path / "bad", SCALED, NOTE))
-    said = page.locator("#receipt").inner_text()
-    assert "1 thing in what arrived does not fit the loss" in said and "scaled every token received half" in said
-    assert "response a_0_0, token 2: intended 2.5, received 1.25" in said and "Usual causes: the denominator" in said
+    text = page.locator("#receipt").inner_text()
+    assert "1 thing in what arrived does not fit the loss" in text and "scaled every token received half" in text
+    assert "response a_0_0, token 2: intended 2.5, received 1.25" in text and "Usual causes: the denominator" in text
     assert page.locator("#receipt .finding[open]").count() == 1, "a note is folded"
 
 

@@ -103,7 +103,7 @@ def test_table_by_hand() -> None:
 
 
 def test_profiles_and_means_by_step_by_hand() -> None:
-    """Steps 1 to 4; per step a correct and an incorrect row with scores, and a row without."""
+    """Steps 1 to 4; per step a correct and an incorrect response with scores, and one without."""
     rows = []
     for step in (1, 2, 3, 4):
         rows += [
@@ -113,7 +113,7 @@ def test_profiles_and_means_by_step_by_hand() -> None:
         ]
     table = by_position.row_tables(rows, bins=2)[""]
     means = by_position.profiles(table)
-    # Correct rows: bins (step + 1) / 2 on both sides; one prompt a step, so that four are independent.
+    # Correct responses: bins (step + 1) / 2 on both sides; one prompt a step, so that four are independent.
     assert list(means) == ["right", "wrong"] and means["right"].mean.tolist() == [1.75, 1.75]
     assert (means["wrong"].mean.tolist(), means["wrong"].groups) == ([5.0, 0.0], 4)
     half = 1.959963984540054 * np.std([2.0, 4.0, 6.0, 8.0], ddof=1) / 2

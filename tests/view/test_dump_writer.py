@@ -41,4 +41,4 @@ class TestWriter:
         writer.close()
         assert writer.failed == 2 and read_dump(tmp_path).steps == [3]
         (message,) = caplog.messages
-        assert "No space left on device" in message and "training goes on" in message
+        assert "No space left on device" in message and "training continues" in message

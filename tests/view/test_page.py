@@ -103,7 +103,7 @@ def test_whole_problems_of_every_step_are_chosen(run: Path) -> None:
     assert len(index["rows"]["step"]) == 24 and [group["step"] for group in index["groups"]] == [1, 5, 10]
     assert all(index["rows"]["group"].count(number) == 8 for number in range(3))
     assert "24 of the 72 rollouts" in index["notes"][0] and "--rollouts" in index["notes"][0]
-    assert index["position"] == index_of(run)["position"], "rows that are not on the page count in the means"
+    assert index["position"] == index_of(run)["position"], "responses that are not on the page count in the means"
     assert [group["step"] for group in index_of(run, rollouts=16)["groups"]] == [1, 10]
 
 

@@ -163,9 +163,9 @@ class TestWords:
         assert "1 thing in what arrived does not fit the loss (vanilla)" in summary(run)
 
     def test_nothing_to_find(self) -> None:
-        said = summary(run_receipt([header()]))
+        text = summary(run_receipt([header()]))
         assert (
-            said
+            text
             == "Every token received what the loss says (vanilla), over 7 tokens of 1 update. 12.5 % of them were clipped."
         )
         assert "clipped" not in summary(run_receipt([header(clipped=None)]))
@@ -177,14 +177,15 @@ class TestCommand:
     ) -> None:
         written(tmp_path / "tokens", 1, NOTE)
         assert main([str(tmp_path)]) == 0
-        said = capsys.readouterr().out
-        assert "Every token received what the loss says" in said and "note: unknown loss. no formula" in said
+        printed = capsys.readouterr().out
+        assert "Every token received what the loss says" in printed and "note: unknown loss. no formula" in printed
         written(tmp_path / "tokens", 2, SCALED)
         assert main([str(tmp_path)]) == main([str(tmp_path / "tokens")]) == 1
-        said = capsys.readouterr().out
-        assert "MISMATCH: scaled. every token received 0.5 times what it should" in said
+        printed = capsys.readouterr().out
+        assert "MISMATCH: scaled. every token received 0.5 times what it should" in printed
         assert (
-            "such as response a_1_0, token 2: intended 0.5, received 0.25" in said and "usual causes: the denom" in said
+            "such as response a_1_0, token 2: intended 0.5, received 0.25" in printed
+            and "usual causes: the denom" in printed
         )
 
     def test_nothing_to_read(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,8 +208,8 @@ class TestCommand:
         finding = replace(SCALED, name=evil, what=evil, where=evil, causes=evil, examples=((evil, 1, 0.5, 0.2),))
         write_received(tmp_path, header(1, 0, finding), [])
         assert main([str(tmp_path)]) == 1
-        said = capsys.readouterr().out
-        assert "\x1b" not in said and "\x07" not in said and "\u202e" not in said and "red" in said
+        printed = capsys.readouterr().out
+        assert "\x1b" not in printed and "\x07" not in printed and "\u202e" not in printed and "red" in printed
 
 
 def test_the_header_is_json_in_the_metadata(tmp_path: Path) -> None:

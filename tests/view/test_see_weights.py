@@ -24,11 +24,11 @@ def test_three_answers_are_drawn(example: dict[str, Any], tmp_path: Path, capsys
     tiny_model(max_position_embeddings=1024).save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     example["main"](["--model", str(folder), "--device", "cpu", "--out", str(out)])
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     rows = list(read_dump(out))
     assert [row.outcome for row in rows] == ["right", "wrong", "wrong"]
     assert [row.answer for row in rows] == ["66", "51", "16"]
-    assert set(rows[0].weight_T) == {1.0, 5.0}, "of a right response only the answer's content weighs more"
+    assert set(rows[0].weight_T) == {1.0, 5.0}, "of a correct response only the answer's content has more weight"
     assert all(row.weight_T.std() > 0.1 for row in rows[1:])
-    assert said.count("In the afternoon he sells") == 3 and said.count("A baker makes 12 trays") == 1
-    assert said.splitlines()[-1] == f"the same as a page: python -m grail_advantage.report {out}"
+    assert printed.count("In the afternoon he sells") == 3 and printed.count("A baker makes 12 trays") == 1
+    assert printed.splitlines()[-1] == f"the same as a page: python -m grail_advantage.report {out}"

@@ -43,7 +43,7 @@ def test_a_row_group_that_says_it_is_too_large(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("cut", [False, True], ids=["a bit flipped", "an end missing"])
 def test_damage_anywhere(tmp_path: Path, cut: bool) -> None:
-    """At every 97th byte: a file is named, or its rows are as they were; nothing is raised."""
+    """At every 97th byte: a file is named, or its responses are as they were; nothing is raised."""
     path = written(tmp_path)
     whole, content = [_values(each) for each in read_dump(tmp_path)], path.read_bytes()
     for place in range(0, len(content), 97):

@@ -1,4 +1,4 @@
-"""The token dump: rows read back bit for bit, by this reader and by others; what is broken is named and left out."""
+"""The token dump: responses read back bit for bit, by this reader and by others; what is broken is named and left out."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class TestBroken:
         return rows, dump.problems
 
     def test_a_file_that_is_none_of_a_dump_is_named_with_the_reason(self, tmp_path: Path) -> None:
-        """One error a file: rows before the damage are read, and so is every other file."""
+        """One error a file: responses before the damage are read, and so is every other file."""
         write_step(tmp_path, replace(HEADER, step=4), [dump_row([1.0], row=7)])
         header = {"schema_version": 4, "step": 3, "method": "grail", "special_tokens": {}}
         for changes, message, rows in (

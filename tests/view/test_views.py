@@ -1,4 +1,4 @@
-"""Rollouts and runs outside the page: figures as files, a row in the terminal, tokens in a notebook, hostile text in each."""
+"""Rollouts and runs outside the page: figures in files, a response in the terminal, a notebook, and hostile text in each."""
 
 from __future__ import annotations
 
@@ -138,11 +138,20 @@ def test_the_chosen_row(tmp_path: Path) -> None:
             find_row(dump, **which)
 
 
-def test_a_row_in_the_terminal() -> None:
+def test_a_response_in_the_terminal() -> None:
     row = dump_row([0.5, 2.0, 1.0], tokens=["so ", "5", ""], token_ids_T=[1, 2, 7], ground_truth="4", answer="5",
                    span=(1, 1, 2, 2), outcome="wrong", reward=0.0, truncated=True, score_T=[0.25, 8.0, np.nan])  # fmt: skip
     printed = _printed(row)
-    facts = ("step 1, row 0", "grail", "incorrect", "reward 0", "ground truth 4", "answer 5", "truncated", "3 tokens")
+    facts = (
+        "step 1, response 0",
+        "grail",
+        "incorrect",
+        "reward 0",
+        "ground truth 4",
+        "answer 5",
+        "truncated",
+        "3 tokens",
+    )
     assert all(fact in "".join(printed.splitlines()[:2]) for fact in facts)
     assert "What is it?" in printed and "so 5<|im_end|>" in printed
     assert re.search(r"highest .*5\W+1\W+2\.000\W+8\b", printed) and re.search(r"lowest.*0\.500\W+0\.25", printed)

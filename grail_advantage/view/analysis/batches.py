@@ -1,6 +1,6 @@
 """Responses of an analysis as batches of tensors.
 
-Shape suffixes: B rows, L prompt + response.
+Shape suffixes: B responses, L prompt + response.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import torch
 
 
 def token_batches(lengths: Sequence[int], groups: Sequence[object], tokens: int) -> list[list[int]]:
-    """Rows that are weighed in one call, longest first.
+    """Responses whose weights are computed in one call, longest first.
 
     Args:
-        lengths: tokens of each row.
-        groups: rows with the same one stay together; give each its own where they need not.
+        lengths: tokens of each response.
+        groups: responses with the same one stay together; give each its own where they need not.
         tokens: most tokens of a batch, padding counted; a group longer than that is a batch by itself.
 
     Returns:
-        Indices of rows; each is in exactly one batch.
+        Indices of responses; each is in exactly one batch.
     """
     members: dict[object, list[int]] = {}
     for row, group in enumerate(groups):

@@ -2,9 +2,9 @@
 
 Every method runs through :func:`grail_advantage.compute_token_weights`. Log-probabilities and entropies are computed once and
 handed to all. A method that uses nothing of the model sees all responses as one batch; one that does sees the batches of
-:func:`.batches.token_batches`, each of some forwards.
+:func:`.batches.token_batches`, each of some forward passes.
 
-Shape suffixes: B rows, L prompt + response, T response tokens.
+Shape suffixes: B responses, L prompt + response, T response tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from grail_advantage.view.dump.files import DumpHeader, DumpRow, MethodColumns, 
 from grail_advantage.view.dump.step import reasons_without_scores
 
 FORWARDS = 16
-"""Forwards of a batch, about: enough rows to sort by length, and a step of the progress bar."""
+"""Forward passes of a batch, approximately: enough responses to sort by length, and one step of the progress bar."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Outcome:
     path: Path
     """The file."""
     no_scores: Mapping[str, Mapping[str, int]]
-    """For each method how many rows have no scores, by reason."""
+    """For each method how many responses have no scores, by reason."""
     unchanged: Sequence[str]
-    """Methods that gave every token of every row the weight 1."""
+    """Methods that gave every token of every response the weight 1."""
     few_answers: str
-    """A sentence where so few rows have an answer that something is wrong, with the remedy; empty elsewhere."""
+    """A sentence where so few responses have an answer that something is amiss, with the remedy; empty elsewhere."""
 
 
 def run_analysis(
@@ -132,7 +132,7 @@ def token_ranges(labels: Mapping[str, Any], texts: Sequence[str]) -> dict[str, A
         texts: of the tokens; joined, the text that the characters are counted in.
     """
     starts_T = np.cumsum([0, *(len(text) for text in texts)])[:-1]
-    # A token without text stands where the next one does, and belongs to what is before it.
+    # A token without text is where the next one is, and belongs to what is before it.
     keys_T = starts_T - 0.5 * np.array([not text for text in texts], dtype=bool)
 
     def convert(ranges: Any) -> Any:
@@ -144,7 +144,7 @@ def token_ranges(labels: Mapping[str, Any], texts: Sequence[str]) -> dict[str, A
 
 
 def _dump_row(row: _Row, analysis: Analysis) -> DumpRow:
-    """The row with the columns of its first method as its own, and the methods in their order."""
+    """The response with the columns of its first method as its own, and the methods in their order."""
     response, length = row.response, len(row.tokens.response_T)
     methods = {label: row.methods[label] for label in analysis.methods}
     first = next(iter(methods.values()))
@@ -201,7 +201,7 @@ def _weigh(
     tokenizer: PreTrainedTokenizerBase,
     progress: bool,
 ) -> None:
-    """Put log-probabilities, entropies and every method's columns into the rows."""
+    """Put log-probabilities, entropies and every method's columns into the responses."""
     with_model = {label: signal for label, signal in analysis.methods.items() if signal.uses}
     together = any(GROUPS in signal.reads or signal.whole_groups for signal in with_model.values())
     batches = token_batches(
@@ -244,7 +244,7 @@ def _weigh_batch(
     log_probs_BL: torch.Tensor,
     entropy_BL: torch.Tensor,
 ) -> None:
-    """Put the columns of some methods into the rows of a batch."""
+    """Put the columns of some methods into the responses of a batch."""
     advantages_B, inside_BL = torch.tensor([row.advantage for row in rows]), tensors[2].cpu()
     for label, signal in methods.items():
         examples = None

@@ -90,7 +90,7 @@ def write_step(folder: Path, header: DumpHeader, rows: Iterable[DumpRow]) -> Pat
     Args:
         folder: is made where it is missing.
         header: of the file.
-        rows: of this step. Half a surrogate pair in a text becomes U+FFFD; everything else reads back bit for bit.
+        rows: responses of this step. Half a surrogate pair in a text becomes U+FFFD; everything else reads back bit for bit.
 
     Returns:
         The file.
@@ -131,7 +131,7 @@ def _table(header: DumpHeader, rows: Sequence[DumpRow]) -> pa.Table:
 
 
 def _record(header: DumpHeader, row: DumpRow) -> dict[str, Any]:
-    """The row's value in each column."""
+    """The response's value in each column."""
     record = _columns(row) | {
         "step": header.step,
         "update": header.update,
@@ -169,7 +169,7 @@ class DumpFile:
             return None
 
     def rows(self) -> Iterator[DumpRow]:
-        """The rows, one at a time; of a damaged file those before the damage."""
+        """The responses, one at a time; of a damaged file those before the damage."""
         count, receipts = 0, Receipts(self.path.parent, self.step, self.update, self.problems)
         try:
             for group in groups(self.path, SCHEMA, _read_header, _TEXTS):
@@ -177,7 +177,7 @@ class DumpFile:
                     row = _read_row(group, index, self.step, self.update)
                     yield receipts.join(row)
                 count += group.num_rows
-            message = "" if count else "holds no rows"
+            message = "" if count else "holds no responses"
         except BROKEN as error:
             message = f"is damaged or no token dump ({str(error)[:200]})"
         problem = f"{self.path}: {message}"
@@ -193,7 +193,7 @@ class TokenDump:
     files: list[DumpFile]
     """By step and update."""
     problems: list[str]
-    """What could not be read so far, each with its file; grows while rows are read."""
+    """What could not be read so far, each with its file; grows while responses are read."""
 
     @property
     def steps(self) -> list[int]:
@@ -201,7 +201,7 @@ class TokenDump:
         return sorted({file.step for file in self.files})
 
     def rows(self, steps: Iterable[int] | None = None) -> Iterator[DumpRow]:
-        """The rows of some steps, of all by default, one at a time."""
+        """The responses of some steps, of all by default, one at a time."""
         wanted = None if steps is None else set(steps)
         for file in self.files:
             if wanted is None or file.step in wanted:
@@ -283,7 +283,7 @@ def _value(value: pa.Scalar) -> Any:
 
 
 def _texts(values: pa.ListScalar) -> list[str]:
-    # Equal tokens share a text; only those of this row are made.
+    # Equal tokens share a text; only those of this response are made.
     numbers, place = np.unique(values.values.indices.to_numpy(), return_inverse=True)
     texts = values.values.dictionary.take(pa.array(numbers)).to_pylist()
     return [texts[i] for i in place.tolist()]

@@ -63,9 +63,9 @@ def read_record(metadata: pq.FileMetaData, key: bytes, version: int) -> dict[str
     if key not in (metadata.metadata or {}):
         raise ValueError("its metadata has no header")
     record = json.loads(metadata.metadata[key])
-    found = record.pop("schema_version")
-    if found != version:
-        raise ValueError(f"schema_version is {found!r:.20}; this version reads {version}")
+    written = record.pop("schema_version")
+    if written != version:
+        raise ValueError(f"schema_version is {written!r:.20}; this version reads {version}")
     return record
 
 

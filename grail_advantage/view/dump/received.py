@@ -43,7 +43,7 @@ _TEXTS = ("name", "where", "what", "causes")
 
 @dataclass(frozen=True, kw_only=True)
 class ReceivedHeader:
-    """Properties that all rows of a file share."""
+    """Properties that all responses of a file share."""
 
     step: int
     update: int = 0
@@ -176,7 +176,7 @@ class RunFinding:
     """A finding, over a run."""
 
     first: Mapping[str, Any]
-    """As the first update says it that has it."""
+    """As in the first update that has it."""
     step: int
     update: int
     """Of that update."""
@@ -236,7 +236,7 @@ class Receipts:
         self._rows = self._read() if self._path.is_file() else iter(())
 
     def join(self, row: DumpRow) -> DumpRow:
-        """The next row with what it received; as it is where the file does not say, or is of other responses."""
+        """The next response with what it received; as it is where the file does not have that, or is of other responses."""
         received = next(self._rows, None)
         if received is None:
             return row

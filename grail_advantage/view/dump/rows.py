@@ -19,7 +19,7 @@ COLUMNS = ("score", "weight", "base_advantage", "advantage", "old_log_prob", "en
 
 @dataclass(frozen=True, kw_only=True)
 class DumpHeader:
-    """Properties that all rows of a file share."""
+    """Properties that all responses of a file share."""
 
     step: int
     method: str
@@ -32,7 +32,7 @@ class DumpHeader:
     model: str = ""
     temperature: float | None = None
     rows_in_step: int | None = None
-    """Rows of the update's batch, without those that only fill it up."""
+    """Responses of the update's batch, without those that only fill it up."""
     special_tokens: Mapping[int, str] = field(default_factory=dict)
     """Names of the special tokens, which put nothing into the text, by id."""
     written_by: str = ""
@@ -82,9 +82,9 @@ class DumpRow:
     row: int
     """Its place in the update's batch."""
     key: str
-    """verl's key of the row, ``{prompt}_{session}_{output}``, which verl's own rollout dump calls ``uid``."""
+    """verl's key of the response, ``{prompt}_{session}_{output}``, which verl's own rollout dump calls ``uid``."""
     group: int
-    """Rows of one update with the same number answer the same prompt."""
+    """Responses of one update with the same number answer the same prompt."""
     update: int = 0
     id: str | None = None
     """The problem's name, where it has one."""
@@ -95,12 +95,12 @@ class DumpRow:
     ground_truth: str | None = None
     reward: float | None = None
     outcome: str | None = None
-    """``right``, ``wrong`` or unknown."""
+    """``right`` (correct), ``wrong`` (incorrect), or ``None`` where it is not known."""
     answer: str | None = None
     """The text in the answer span."""
     truncated: bool = False
     no_scores: str | None = None
-    """Why the row has no scores, if it has none."""
+    """Why the response has no scores, if it has none."""
     span: AnswerSpan | None = None
     prompt_ids: np.ndarray
     token_ids_T: np.ndarray
@@ -115,7 +115,7 @@ class DumpRow:
     old_log_prob_T: np.ndarray | None = None
     entropy_T: np.ndarray | None = None
     methods: Mapping[str, MethodColumns] = field(default_factory=dict)
-    """By name, where several methods weighed the row."""
+    """By name, where several methods gave the response weights."""
     labels: Mapping[str, Any] = field(default_factory=dict)
     """Token ranges ``[start, end]``, or lists of them, by name; the report marks ``wrong_step``."""
     received: ReceivedRow | None = None
@@ -129,10 +129,10 @@ class DumpRow:
             columns[f"{name}'s advantage"] = method.advantage_T
         for name, values in columns.items():
             if values is not None and len(values) != len(self):
-                raise ValueError(f"row {self.row}: {name} has {len(values)} values for {len(self)} tokens")
+                raise ValueError(f"response {self.row}: {name} has {len(values)} values for {len(self)} tokens")
         span = self.span
         if span and not 0 <= span.start <= span.content_start <= span.content_end <= span.end <= len(self):
-            raise ValueError(f"row {self.row}: the span is not four token indices in order, at most {len(self)}")
+            raise ValueError(f"response {self.row}: the span is not four token indices in order, at most {len(self)}")
 
     def __len__(self) -> int:
         return len(self.token_ids_T)

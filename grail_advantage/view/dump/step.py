@@ -1,6 +1,6 @@
-"""The rows of each update's batch that go into the token dump (:mod:`grail_advantage.view.dump.files`), beside the training.
+"""The responses of each update's batch that the token dump has (:mod:`grail_advantage.view.dump.files`), beside the training.
 
-Shape suffixes: B rows, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAITING = 8
 
 @dataclass(frozen=True)
 class StepRows:
-    """A batch as far as a dump reads it. Tensors and lists have one entry a row of the batch."""
+    """A batch as far as a dump reads it. Tensors and lists have one entry a response of the batch."""
 
     method: str
     signal: Signal
@@ -59,7 +59,7 @@ class StepRows:
     """The responses with -1 in place of the tokens that the model did not write; ``None`` where it wrote all."""
 
     def subset(self, chosen: Sequence[int]) -> StepRows:
-        """The chosen rows alone, their tensors copied."""
+        """The chosen responses alone, their tensors copied."""
         changes: dict[str, Any] = {}
         for entry in fields(self):
             values = getattr(self, entry.name)
@@ -79,7 +79,7 @@ def reasons_without_scores(
     truncated_B: torch.Tensor,
     non_finite_B: torch.Tensor,
 ) -> list[str | None]:
-    """Why each row has no scores of its own; ``None`` where it has. The first reason that holds, in the order below."""
+    """Why each response has no scores of its own; ``None`` where it has. The first reason that holds, in the order below."""
 
     def reason(row: int) -> str | None:
         if selection.selected_B[row]:
@@ -98,16 +98,16 @@ def reasons_without_scores(
 
 
 def choose_rows(groups: Sequence[int], valid: Sequence[bool], limit: int | None, seed: Sequence[int]) -> list[int]:
-    """Which rows of a batch are written: whole groups in an order that the seed gives, as many as fit.
+    """Which responses of a batch are written: whole groups in an order that the seed gives, as many as fit.
 
     Args:
-        groups: of each row.
-        valid: whether a row is one of the run's, and no filling.
-        limit: most rows; ``None`` for all. Of a first group that is larger, the first rows.
+        groups: of each response.
+        valid: whether a response is one of the run's, and no filling.
+        limit: most responses; ``None`` for all. Of a first group that is larger, the first responses.
         seed: step and update; the same choice for the same numbers and groups.
 
     Returns:
-        Rows of the batch, ordered by group and place.
+        Responses of the batch, ordered by group and place.
     """
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
@@ -157,8 +157,8 @@ class DumpWriter:
         """Have one file written.
 
         Args:
-            make: gives the header and the rows; called in the writer's thread, so that it must own what it reads.
-            write: gets the folder, the header and the rows; :func:`write_step` by default.
+            make: gives the header and the responses; called in the writer's thread, so that it must own what it reads.
+            write: gets the folder, the header and the responses; :func:`write_step` by default.
         """
         self._futures = [future for future in self._futures if not future.done()]
         if len(self._futures) >= WAITING:
@@ -199,18 +199,18 @@ class DumpWriter:
 
     def _fail(self, why: str) -> None:
         if not self.failed:
-            logger.warning("token dump: a file was not written to %s (%s); training goes on", self.folder, why)
+            logger.warning("token dump: a file was not written to %s (%s); training continues", self.folder, why)
         self.failed += 1
 
 
 class StepDump:
-    """Chooses rows, makes rows of a dump of them, and hands them to the writer.
+    """Chooses responses, makes rows of a dump of them, and hands them to the writer.
 
     Args:
         folder: destination, which exists.
         tokenizer: the run's.
         every: steps from one dump to the next.
-        rows: most rows of a step, shared by its updates; ``None`` for all.
+        rows: most responses of a step, shared by its updates; ``None`` for all.
         updates: updates of the actor in a step.
         model: path of the model.
         temperature: of the rollouts.
@@ -236,11 +236,11 @@ class StepDump:
         self._begun = False
 
     def writes(self, step: int) -> bool:
-        """Whether rows of this training step are written."""
+        """Whether responses of this training step are written."""
         return step % self._every == 0
 
     def choose(self, step: int, update: int, groups: Sequence[int], valid: Sequence[bool]) -> list[int]:
-        """The rows to write of this update; none in most steps. The first call of a run clears the way for its steps."""
+        """The responses to write of this update; none in most steps. The first call of a run clears the way for its steps."""
         if not self._begun:
             self._begun = True
             self.writer.start_at(step)
@@ -256,15 +256,15 @@ class StepDump:
         batch: StepRows,
         more_fields: Callable[[], list[dict[str, Any]]],
     ) -> None:
-        """Have rows written.
+        """Have responses written.
 
         Args:
             step: training step.
             update: which of its updates.
-            chosen: rows of the batch.
-            batch: the chosen rows alone; their tensors are read in the writer's thread, so the run must not change them.
-            more_fields: gives further fields of :class:`grail_advantage.view.dump.files.DumpRow` for each chosen row; called
-                in the writer's thread.
+            chosen: responses of the batch.
+            batch: the chosen responses alone; their tensors are read in the writer's thread, so the run must not change them.
+            more_fields: gives further fields of :class:`grail_advantage.view.dump.files.DumpRow` for each chosen response;
+                called in the writer's thread.
         """
 
         def make() -> tuple[DumpHeader, list[DumpRow]]:

@@ -1,6 +1,6 @@
 """Mean weights by position in the reasoning, over the rollouts of a token dump. Nothing here draws.
 
-Shape suffixes: N rows of the dump, K bins of positions, S steps, T response tokens.
+Shape suffixes: N responses of the dump, K bins of positions, S steps, T response tokens.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ def binned(values: np.ndarray, bins: int = BINS) -> np.ndarray:
 
 
 RowTable = np.recarray
-"""The values of a dump's rows that figures need, one entry a row: ``step``; ``group``, the same number for rows that answer the
-same prompt in the same update; ``outcome``, ``right``, ``wrong`` or another text; ``scored``, whether the weights are the
-method's; and ``profile``, float64 (K,), the mean weight of the reasoning by position, NaN in bins without a token."""
+"""The values of a dump's responses that figures need, one entry a response: ``step``; ``group``, the same number for responses
+to the same prompt in the same update; ``outcome``, ``right``, ``wrong`` or another text; ``scored``, whether the weights are
+the method's; and ``profile``, float64 (K,), the mean weight of the reasoning by position, NaN in bins without a token."""
 
 
 def row_tables(rows: Iterable[DumpRow], bins: int = BINS) -> dict[str, RowTable]:
-    """Take rows in, one at a time.
+    """Take responses in, one at a time.
 
     Args:
         rows: of a dump.
         bins: K.
 
     Returns:
-        A table of the rows' own weights under the empty name, and one for each of several methods that weighed them.
+        A table of the responses' own weights under the empty name, and one for each of several methods that gave them weights.
     """
     kinds = [("step", int), ("group", int), ("outcome", "U7"), ("scored", bool), ("profile", np.float64, (bins,))]
     entries: dict[str, list[tuple]] = {"": []}
@@ -68,22 +68,22 @@ def row_tables(rows: Iterable[DumpRow], bins: int = BINS) -> dict[str, RowTable]
 
 @dataclass(frozen=True)
 class Means:
-    """Means over rows with 95 % intervals, each float64 (K,); NaN where there is nothing."""
+    """Means over responses with 95 % intervals, each float64 (K,); NaN where there is nothing."""
 
     mean: np.ndarray
     low: np.ndarray
     high: np.ndarray
     rows: int
     groups: int
-    """Prompts that the rows answer."""
+    """Prompts that the responses answer."""
 
 
 def clustered_means(values: np.ndarray, groups: np.ndarray) -> Means:
-    """Means over rows, whose rows of one prompt are not independent of each other.
+    """Means over responses, of which those to one prompt are not independent of each other.
 
     The interval is the normal one with the cluster-robust variance of a mean,
     ``G / (G - 1) * sum_g (sum_(i in g) (x_i - mean))^2 / n^2`` (Cameron and Miller 2015, "A practitioner's guide to
-    cluster-robust inference", section II), over the n rows and G prompts that have a value.
+    cluster-robust inference", section II), over the n responses and G prompts that have a value.
 
     Args:
         values: float (N, K), NaN where there is none.
@@ -105,8 +105,8 @@ def clustered_means(values: np.ndarray, groups: np.ndarray) -> Means:
 
 
 def profiles(table: RowTable) -> dict[str, Means]:
-    """Means over the rows with scores by outcome, where there are any: ``right``, ``wrong``, or an empty text for rows whose
-    outcome is not known, which count only where no row has one."""
+    """Means over the responses with scores by outcome, where there are any: ``right``, ``wrong``, or an empty text for
+    responses whose outcome is not known, which count only where no response has one."""
     scored = table[table.scored & np.isfinite(table.profile).any(axis=1)]
     means = {}
     for outcome in [outcome for outcome in OUTCOMES if (scored.outcome == outcome).any()] or [""]:
@@ -117,10 +117,11 @@ def profiles(table: RowTable) -> dict[str, Means]:
 
 
 def by_step(table: RowTable, outcome: str | None = None) -> tuple[list[int], np.ndarray, list[int]]:
-    """Mean weight of the reasoning by step and position, over the rows with scores, or over those with one outcome.
+    """Mean weight of the reasoning by step and position, over the responses with scores, or over those with one outcome.
 
     Returns:
-        The steps of the dump; means float64 (S, K), NaN where there is no row; and rows with scores of each step.
+        The steps of the dump; means float64 (S, K), NaN where there is no response; and how many responses of
+        each step have scores.
     """
     steps = np.unique(table.step).tolist()
     chosen = table[table.scored & (table.outcome == outcome) if outcome is not None else table.scored]

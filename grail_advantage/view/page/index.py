@@ -85,7 +85,7 @@ class Selection:
         return [by_position.row_tables(rows(number)) for number in range(len(runs))]
 
     def _add(self, run: int, rows: Sequence[DumpRow], quota: int, header: DumpHeader | None) -> None:
-        """The rows of one file: whole groups until there are ``quota`` rows, at least one group."""
+        """The responses of one file: whole groups until there are ``quota`` responses, at least one group."""
         special = header.special_tokens if header is not None else {}
         groups: dict[int, list[DumpRow]] = {}
         for row in rows:
@@ -137,7 +137,7 @@ class Selection:
 
 
 def gives_advantages(row: DumpRow) -> bool:
-    """Whether the row's token advantages differ while its weights do not: a method gave the advantages themselves."""
+    """Whether the response's token advantages differ while its weights do not: a method gave the advantages themselves."""
     if row.methods:
         return next(iter(row.methods.values())).advantage_T is not None
     if row.advantage_T is None or not row.mask_T.any():
@@ -276,7 +276,7 @@ def receipt(runs: Sequence[data.Run]) -> list[dict[str, Any]]:
 
 def positions(tables: Sequence[Mapping[str, by_position.RowTable]], methods: Sequence[str]) -> dict[str, Any]:
     """Mean weights by place, for each method; ``tables`` has those of each run."""
-    # Of one method, the rows' own weights are its weights.
+    # Of one method, the responses' own weights are its weights.
     by_method = {
         method: _position([run.get(method if len(methods) > 1 else "") for run in tables]) for method in methods
     }

@@ -41,7 +41,7 @@ def _json(value: Any) -> bytes:
 
 
 def columns_of(row: DumpRow) -> dict[str, np.ndarray]:
-    """The float32 columns that the page shows of a row, those of several methods as ``score:NAME`` and so on.
+    """The float32 columns that the page shows of a response, those of several methods as ``score:NAME`` and so on.
 
     A column without a finite value is left out, and so is a token advantage that is the weight times the base advantage: the
     page multiplies. ``received`` and ``clipped`` are means over the optimiser steps that a response was in; of several,

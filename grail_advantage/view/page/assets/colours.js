@@ -48,7 +48,7 @@ function scoreScale(values) {
   return (x) => clamp(map(x), 0, 1);
 }
 
-// A column by the name of its overlay; of the chosen method where several weighed the responses.
+// A column by the name of its overlay; of the chosen method where several gave the responses weights.
 function column(data, overlay, method = state.method) {
   const known = data.columns;
   if (overlay === "received" && state.epoch !== "") return known[`received@${state.epoch}`] ?? (state.epoch === "1" ? known.received : undefined);

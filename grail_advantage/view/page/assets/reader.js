@@ -30,10 +30,10 @@ function companyOf(group) {
 // Correct and incorrect in turns, so that both are in sight.
 function together(group) {
   const all = companyOf(group).flatMap((g) => g.rows);
-  const right = all.filter((row) => row.outcome === "right");
+  const correct = all.filter((row) => row.outcome === "right");
   const others = all.filter((row) => row.outcome !== "right");
   const out = [];
-  for (let i = 0; i < Math.max(right.length, others.length); i++) out.push(...right.slice(i, i + 1), ...others.slice(i, i + 1));
+  for (let i = 0; i < Math.max(correct.length, others.length); i++) out.push(...correct.slice(i, i + 1), ...others.slice(i, i + 1));
   return out;
 }
 

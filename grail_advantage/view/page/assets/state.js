@@ -11,7 +11,7 @@ const byName = new Map(rows.map((row) => [row.name, row]));
 const groups = index.groups;
 for (const group of groups) group.rows = [];
 for (const row of rows) groups[row.group].rows.push(row);
-// Correct ones first, then incorrect ones, then those that were not judged.
+// Correct ones first, then incorrect ones, then those that were not scored.
 const RANK = { right: 0, wrong: 1 };
 for (const group of groups) group.rows.sort((a, b) => (RANK[a.outcome] ?? 2) - (RANK[b.outcome] ?? 2) || a.row - b.row);
 const steps = [...new Set(rows.filter((row) => !row.run).map((row) => row.step))].sort((a, b) => a - b);

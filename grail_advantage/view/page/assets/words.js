@@ -73,7 +73,7 @@ function spoken(text) {
 }
 
 const OUTCOME = { right: ["✓", "correct"], wrong: ["✕", "incorrect"] };
-const outcomeWord = (outcome) => OUTCOME[outcome]?.[1] ?? "not judged";
+const outcomeWord = (outcome) => OUTCOME[outcome]?.[1] ?? "outcome unknown";
 function glyph(outcome) {
   const element = make("span", `glyph ${outcome ?? ""}`);
   element.append(make("span", "", OUTCOME[outcome]?.[0] ?? "·", { "aria-hidden": true }), make("span", "unseen", outcomeWord(outcome)));
