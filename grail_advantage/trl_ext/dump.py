@@ -114,7 +114,7 @@ class GenerationDump(TrainerCallback):
         self._metrics_file = Path(trainer.args.output_dir) / METRICS_FILE
         self._step, self._update = -1, 0
         self._dump = self._new_dump()
-        self.receipt = GenerationReceipt(trainer)
+        self.receipt = GenerationReceipt(trainer, self._dump)
         """Of the latest generation batch that is written."""
         self._reads = options.received and self.receipt.possible
         if options.received and not self._reads:
@@ -140,8 +140,10 @@ class GenerationDump(TrainerCallback):
     # -------------------------------------------------------------------------------------------- what the trainer calls back
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Keep of the figures those that a resumed run does not take again."""
+        """Start anew; keep of the figures those that a resumed run does not take again."""
+        self._step, self._update = -1, 0
         self._dump = self._new_dump()
+        self.receipt = GenerationReceipt(self._trainer, self._dump)
         if not state.is_world_process_zero:
             return
         kept = []
@@ -172,7 +174,7 @@ class GenerationDump(TrainerCallback):
 
     def finish_receipt(self) -> None:
         """Have the receipt of the latest generation batch written. A collective where there are several processes."""
-        self.receipt.finish(self._dump)
+        self.receipt.finish()
 
     # ------------------------------------------------------------------------------------------------------------------- rows
 

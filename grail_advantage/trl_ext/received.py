@@ -56,15 +56,18 @@ def loss_of(trainer: GRPOTrainer) -> Loss:
 
 
 class GenerationReceipt:
-    """Reads the micro-batches of one generation batch after the other.
+    """Reads the micro-batches of one generation batch after the other. An error in it does not stop the training.
 
     Args:
         trainer: whose updates are read.
+        dump: which writes the receipts.
     """
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: GRPOTrainer, dump: StepDump) -> None:
+        self._trainer, self._dump = trainer, dump
+        self._begun = False
         self._columns: dict[str, torch.Tensor] = {}
+        """Empty where reading failed on this process, which then has no part in the receipt."""
         self._read: list[tuple[Gradient, torch.Tensor, torch.Tensor, int, float]] = []
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
         self._chosen: list[int] = []
@@ -87,15 +90,18 @@ class GenerationReceipt:
             step: of the dump's file.
             update: likewise.
         """
-        mask_BT = output["completion_mask"]
-        given = {**output, "advantages": advantages_BT}
-        self._columns = {
-            name: given[key].detach().expand(mask_BT.shape).to("cpu", copy=True)
-            for name, key in COLUMNS.items()
-            if given.get(key) is not None
-        }
-        output[ROWS] = torch.arange(len(mask_BT), device=mask_BT.device)
+        self._begun = True
         self._chosen, self._step, self._update = list(chosen), step, update
+        with self._dump.writer.attempt():
+            mask_BT = output["completion_mask"]
+            given = {**output, "advantages": advantages_BT}
+            columns = {
+                name: given[key].detach().expand(mask_BT.shape).to("cpu", copy=True)
+                for name, key in COLUMNS.items()
+                if given.get(key) is not None
+            }
+            output[ROWS] = torch.arange(len(mask_BT), device=mask_BT.device)
+            self._columns = columns
 
     @contextmanager
     def micro_batch(self, inputs: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[None]:
@@ -115,10 +121,13 @@ class GenerationReceipt:
         """The log-probabilities that go into the loss."""
         if self._rows is None or not log_probs_bT.requires_grad:
             return
-        scaler = self._trainer.accelerator.scaler
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        update = self._trainer.state.global_step + 1 - self._step
-        self._read.append((measure(log_probs_bT), *self._rows, update, scale))
+        with self._dump.writer.attempt():
+            scaler = self._trainer.accelerator.scaler
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            update = self._trainer.state.global_step + 1 - self._step
+            self._read.append((measure(log_probs_bT), *self._rows, update, scale))
+            return
+        self._columns = {}
 
     def _pieces(self) -> list[Piece]:
         """Of this process, on the CPU; responses that were left out have gradient 0 and ratio 1."""
@@ -137,20 +146,26 @@ class GenerationReceipt:
             )
         return pieces
 
-    def finish(self, dump: StepDump) -> None:
-        """Check what was read, and have it written from the main process. A collective where there are several processes."""
-        if not self._columns:
-            return
-        own: list[Any] = []
-        with dump.writer.attempt():
-            own = [(self._columns, self._pieces())]
-        self._columns, self._read = {}, []
-        parts = gather_object(own)
-        if self._trainer.accelerator.is_main_process:
-            with dump.writer.attempt():
-                self._write(dump, parts)
+    def finish(self) -> None:
+        """Check what was read, and have it written from the main process. A collective where there are several processes.
 
-    def _write(self, dump: StepDump, parts: Sequence[tuple[dict[str, torch.Tensor], list[Piece]]]) -> None:
+        Nothing is written where a process failed: the others' responses alone would look like a fault of the trainer.
+        """
+        if not self._begun:
+            return
+        own: list[Any] = [None]
+        if self._columns:
+            with self._dump.writer.attempt():
+                own = [(self._columns, self._pieces())]
+        self._begun, self._columns, self._read = False, {}, []
+        parts, accelerator = gather_object(own), self._trainer.accelerator
+        if accelerator.is_main_process and own[0] is not None:
+            with self._dump.writer.attempt():
+                if len(parts) != accelerator.num_processes or any(part is None for part in parts):
+                    raise RuntimeError("another process has not read what its tokens received")
+                self._write(parts)
+
+    def _write(self, parts: Sequence[tuple[dict[str, torch.Tensor], list[Piece]]]) -> None:
         args = self._trainer.args
         width = max(columns["mask_BT"].shape[1] for columns, _ in parts)
         columns = {
@@ -187,4 +202,4 @@ class GenerationReceipt:
             receipt.findings,
         )
         keys, lengths = [f"{self._step}_{place}" for place in chosen], mask_BT[chosen].sum(dim=1).tolist()
-        dump.write_received(self._step, self._update, keys, lengths, mask_BT[chosen], written, loss.name)
+        self._dump.write_received(self._step, self._update, keys, lengths, mask_BT[chosen], written, loss.name)

@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType
 from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.receipt import Finding, check, trl_loss
+from grail_advantage.trl_ext import received
 from grail_advantage.trl_ext.dump import dump_options
 from grail_advantage.trl_ext.received import SETTINGS
 from grail_advantage.view.dump.files import read_dump
@@ -232,3 +233,69 @@ def test_updates_over_several_generations_are_not_read(tmp_path: Path, capsys: p
     build(tmp_path, weights=weights, max_steps=1, **sizes).train()
     assert "make steps_per_generation a multiple of gradient_accumulation_steps" in capsys.readouterr().out
     assert not received_files(tmp_path / "tokens")
+
+
+def test_nothing_is_written_where_a_process_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second process whose part is missing, as :func:`gather_object` would give it."""
+    for name, others in (("whole", []), ("failed", [None])):
+        monkeypatch.setattr(received, "gather_object", lambda own, others=others: own + others)
+        trainer = trained(tmp_path / name, {})
+        assert len(received_files(tmp_path / name / "tokens")) == (0 if others else 2)
+        assert trainer._dump._dump.writer.failed == (2 if others else 0)
+    assert len(list(read_dump(tmp_path / "failed" / "tokens"))) == 16
+
+
+@pytest.mark.parametrize("method", ["begin", "see", "_pieces"])
+def test_an_error_in_the_receipt_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Of two generation batches the first has no receipt; this process takes part in both gathers."""
+    gathered = []
+    monkeypatch.setattr(received, "gather_object", lambda own: gathered.append(own[0]) or own)
+    used = {"begin": "COLUMNS", "see": "measure", "_pieces": "Piece"}[method]
+    right = getattr(received, used)
+
+    class FailsOnce:
+        failed = False
+
+        def __getattr__(self, name: str) -> Any:
+            self.fail()
+            return getattr(right, name)
+
+        def __call__(self, *given: Any) -> Any:
+            self.fail()
+            return right(*given)
+
+        def fail(self) -> None:
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError("broken")
+
+    monkeypatch.setattr(received, used, FailsOnce())
+    trainer = trained(tmp_path, {})
+    assert [part is None for part in gathered] == [True, False]
+    assert trainer._dump._dump.writer.failed == 1
+    assert [place for place, _ in received_files(tmp_path / "tokens")] == [(5, 0)]
+    assert names(findings_of(tmp_path)) == []
+    assert len(list(read_dump(tmp_path / "tokens"))) == 16
+
+
+def test_a_training_starts_anew(tmp_path: Path) -> None:
+    """After one that broke off within a generation batch."""
+
+    class Broken(scripted.ScriptedTokenWeights):
+        broken = True
+
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+            loss = super()._compute_loss(model, inputs)
+            if self.broken:
+                raise KeyboardInterrupt
+            return loss
+
+    weights = {"token_weights": "uniform", "token_dump": tmp_path / "tokens"}
+    trainer = build(tmp_path, Broken, weights=weights, max_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.broken, trainer._step = False, 0
+    trainer.train()
+    assert [place for place, _ in received_files(tmp_path / "tokens")] == [(1, 0)]
+    assert [row.update for row in read_dump(tmp_path / "tokens")] == [0] * 8
+    assert names(findings_of(tmp_path)) == []
