@@ -45,14 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             paths = train.run(options)
         else:
             settings = work.QUICK if options.quick else work.Settings()
-            rows = work.run(
-                options.methods,
-                options.out,
-                settings,
-                seeds=options.seeds,
-                processes=options.processes,
-                gsm8k=options.gsm8k,
-            )
+            sizes = {"seeds": options.seeds, "processes": options.processes}
+            rows = work.run(options.methods, options.out, settings, gsm8k=options.gsm8k, **sizes)
             paths = page.write(rows, options.out, settings, options.write)
     except ValueError as error:
         raise SystemExit(f"bench: {error}") from error

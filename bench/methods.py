@@ -6,7 +6,7 @@ Shape suffixes: B responses, L prompt + response, T response tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,10 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bench.policy import Batch
 from bench.task import RESULT, WORD
 from grail_advantage import compute_token_weights
-from grail_advantage.batch import FIELD, RolloutBatch, field_names
+from grail_advantage.batch import FIELD, RolloutBatch
 from grail_advantage.methods import methods
 from grail_advantage.signals.base import Gate, Reshaped, RowSelection, Signal
 from grail_advantage.signals.rlsd import PLACE
+from grail_advantage.signals.turns import TurnSignal
 from grail_advantage.view.analysis.specs import parse_method
 from recipe.hashing import digest
 
@@ -139,6 +140,14 @@ def source_digest(spec: str) -> str:
     return digest([Path(inspect.getfile(type(signal))).read_text(encoding="utf-8"), repr(signal)])
 
 
+def check_needs(signal: Signal, fields: Collection[str]) -> None:
+    """NeedsMoreError for a method of turns, or of other fields than these."""
+    if isinstance(signal, TurnSignal):
+        raise NeedsMoreError("needs turns")
+    if missing := set(signal.field_names).difference(fields):
+        raise NeedsMoreError(f"needs the field {', '.join(sorted(missing))}")
+
+
 def credit(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Batch, signal: Signal, step: int = 0
 ) -> torch.Tensor:
@@ -147,10 +156,7 @@ def credit(
     Raises:
         NeedsMoreError: it reads something that the batch does not have, as turns.
     """
-    if "TurnSignal" in [base.__name__ for base in type(signal).__mro__]:
-        raise NeedsMoreError("needs turns")
-    if missing := set(field_names(signal.reads)).difference(batch.fields):
-        raise NeedsMoreError(f"needs the field {', '.join(sorted(missing))}")
+    check_needs(signal, batch.fields)
     return compute_token_weights(
         model,
         tokenizer,
@@ -162,6 +168,7 @@ def credit(
         old_log_probs=batch.old_log_probs_BL,
         entropy=batch.entropy_BL,
         groups=batch.groups_B,
+        rewards=batch.rewards_B,
         examples=batch.examples,
         masked=batch.truncated_B,
         fields=batch.fields,

@@ -157,11 +157,7 @@ def _cell(own: Estimate, control: Estimate | None = None, scale: float = 1, *, s
 
 
 def draw(
-    title: str,
-    points: Sequence[tuple[str, Estimate, Estimate]],
-    low: float,
-    high: float,
-    line: float | None = None,
+    title: str, points: Sequence[tuple[str, Estimate, Estimate]], low: float, high: float, line: float | None = None
 ) -> str:
     """A picture (SVG): of each method a dot with its interval and a hollow dot for its control; ``line`` is the ceiling."""
     left, width, step = 190, 460, 22

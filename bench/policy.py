@@ -6,6 +6,7 @@ Shape suffixes: B responses, L prompt + response, T response tokens, V vocabular
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,7 @@ def numbers(seed: int, stream: int, step: int, shape: tuple[int, ...]) -> np.nda
 
 
 def initial_model(task: str, seed: int, steps: int, folder: Path) -> PreTrainedModel:
-    """A seed's SFT-initialised model, from its folder where it was made before."""
+    """A seed's SFT-initialised model, from its folder where it was made before, or by another process in the meantime."""
     disable_progress_bar()
     place = folder / f"{task}-seed{seed}-{steps}"
     if not place.is_dir():
@@ -98,7 +99,12 @@ def initial_model(task: str, seed: int, steps: int, folder: Path) -> PreTrainedM
         )
         beside = place.with_name(f"{place.name}.{os.getpid()}.tmp")
         model.save_pretrained(beside)
-        beside.rename(place)
+        try:
+            beside.rename(place)
+        except OSError:
+            if not place.is_dir():
+                raise
+            shutil.rmtree(beside)  # another process has finished the same model
     return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
 
 
@@ -124,11 +130,7 @@ def sample(
     alive_B, cache = torch.arange(len(prompts)), DynamicCache()
     for token in range(uniform_BT.shape[1]):
         logits_BV = model(
-            input_ids=tokens_BL,
-            attention_mask=mask_BL,
-            position_ids=positions_BL,
-            past_key_values=cache,
-            logits_to_keep=1,
+            tokens_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache, logits_to_keep=1
         ).logits[:, -1]
         running_BV = (logits_BV.double() / temperature).softmax(dim=-1).cumsum(dim=-1)
         # The sum may end below 1 by rounding; scaled, a token of probability 0 is never drawn at the end.
@@ -181,12 +183,8 @@ def roll_out(
     if exact:
         credit = token_advantages(model, tokenizer, prompts, responses, rights, problems)
     examples = [
-        Example(
-            messages=[{"role": "user", "content": problem.text}],
-            columns={"reward_model": {"ground_truth": str(problem.answer)}},
-            template_options={},
-        )
-        for problem in problems
+        Example([{"role": "user", "content": one.text}], {"reward_model": {"ground_truth": str(one.answer)}}, {})
+        for one in problems
     ]
     fields = {
         "bench_exact": credit,

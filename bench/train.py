@@ -32,7 +32,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench import page, policy
-from bench.methods import BASELINE, credit, shuffled, signal_of, source_digest
+from bench.methods import BASELINE, NeedsMoreError, check_needs, credit, shuffled, signal_of, source_digest
 from bench.policy import Batch, numbers
 from bench.statistics import holm, mean_of, pass_at
 from bench.task import MAX_RESPONSE_TOKENS, TASKS, BenchProblem, task_problems, task_tokenizer
@@ -45,6 +45,7 @@ SHUFFLED = " shuffled"
 TUNING_SEED = 2001
 EXTENSIONS = 2
 """Most learning rates that are added to a grid."""
+FIELDS = ("bench_first_wrong", "bench_kinds")  # what methods may read beside; training computes no exact credit
 MICRO_BATCH = 32
 COLUMNS = (
     "task", "seed", "run", "rate", "use", "pass@1", "pass@8", "last pass@1", "entropy", "processor seconds", "tokens generated",
@@ -134,6 +135,8 @@ def run(options: argparse.Namespace) -> list[Path]:
     evaluate_at = tuple(options.evaluate_at or sorted({max(1, 2 * batches // 3), batches}))
     if max(evaluate_at) != batches or min(evaluate_at) < 1:
         raise ValueError(f"--evaluate-at {evaluate_at} must lie in 1 to --batches {batches} and end with it")
+    if min(options.tuning_seeds, options.seeds) < 1:
+        raise ValueError("--tuning-seeds and --seeds must be at least 1")
     settings = TrainSettings(batches=batches, evaluate_at=evaluate_at)
     contrasts = [tuple(pair) for pair in options.contrast or default_contrasts(options.methods)]
     names = list(dict.fromkeys(name for pair in contrasts for name in pair))
@@ -141,7 +144,10 @@ def run(options: argparse.Namespace) -> list[Path]:
     grids = {(task, name): sorted(options.rates) for task in options.tasks for name in names}
     for task, name in grids:  # refuse what cannot run before anything is computed
         first = Run(name, task, 0, 0.0, settings, options.out)
-        _ = first.own_settings, signal_of(first.spec)
+        try:
+            _ = first.own_settings, check_needs(signal_of(first.spec), FIELDS)
+        except NeedsMoreError as reason:
+            raise ValueError(f"{name} {reason}, which training on these tasks does not have; leave it out") from reason
     for _ in range(EXTENSIONS + 1):
         tries = [(task, name, rate) for (task, name), rates in grids.items() for rate in rates]
         runs = [Run(name, task, seed, rate, settings, options.out) for task, name, rate in tries for seed in tuning]
@@ -182,8 +188,9 @@ def best_rate(rows: Iterable[Row], task: str, name: str) -> float:
 def complete(runs: Sequence[Run], processes: int, use: str) -> list[Row]:
     """Train what is missing, and the rows of all."""
     missing = [one for one in runs if not one.file.exists()]
-    started = time.monotonic()
-    with ProcessPoolExecutor(max(1, processes), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(max(1, processes), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        list(pool.map(make_model, {(one.task, one.seed): one for one in missing}.values()))
+        started = time.monotonic()
         futures = {pool.submit(do, one): one for one in missing}
         for number, future in enumerate(as_completed(futures), 1):
             row, one = future.result(), futures[future]
@@ -196,9 +203,13 @@ def complete(runs: Sequence[Run], processes: int, use: str) -> list[Row]:
     return [row | {"use": use} for one in runs for row in read_rows(one.file)]
 
 
+def make_model(one: Run) -> None:
+    """A run's first model, in its folder before runs that share it begin."""
+    policy.initial_model(one.task, one.seed, one.settings.sft_steps, one.folder / "models")
+
+
 def do(one: Run) -> Row:
-    """One run in this process, on one thread; its row, which is kept."""
-    torch.set_num_threads(1)
+    """One run in this process; its row, which is kept."""
     settings = one.own_settings
     model = policy.initial_model(one.task, one.seed, settings.sft_steps, one.folder / "models")
     training = task_problems(one.task, "train", policy.TRAIN_SIZE, one.seed)
@@ -332,7 +343,5 @@ def _contrasts(task: str, main: dict[str, dict[int, Row]], contrasts: Sequence[t
         cells = [f"{100 * figure.value:+.1f} ± {100 * figure.half:.1f}" for figure in one.values()]
         lines.append([title, str(one["pass@1"].count), *cells, f"{one['pass@1'].p:.3f}", f"{p:.3f}"])
     head = ["points", "seeds", "pass@1", "pass@8", "p", "p, Holm"]
-    note = (
-        "Differences within seeds ± half of the 95 % interval by Student's distribution; p of pass@1, paired t-tests."
-    )
+    note = "Differences within seeds ± half of the 95 % interval by Student's distribution; p: paired t-test, pass@1."
     return page.Table(f"Comparisons: {task}", note, head, lines)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -71,10 +72,15 @@ class Job:
     folder: Path
     gsm8k: Path | None = None
 
+    @cached_property
+    def solutions(self) -> list[str]:
+        """GSM8K's file by its digest, so that another file is measured anew."""
+        return [] if self.gsm8k is None else [digest(self.gsm8k.read_text(encoding="utf-8"))]
+
     def file(self, spec: str) -> Path:
         """Where a method's rows are."""
-        source = "" if spec == SETTING else source_digest(spec)
-        return self.folder / "rows" / f"{self.task}-{self.seed}-{digest([spec, asdict(self.settings), source])}.csv"
+        own = [spec, asdict(self.settings), "" if spec == SETTING else source_digest(spec), *self.solutions]
+        return self.folder / "rows" / f"{self.task}-{self.seed}-{digest(own)}.csv"
 
     @property
     def missing(self) -> list[str]:
@@ -86,8 +92,7 @@ def run(
     names: Sequence[str], folder: Path, settings: Settings, *, seeds: int, processes: int, gsm8k: Path | None = None
 ) -> list[Row]:
     """Measure what is missing and return all rows of these methods (all registered ones if empty) and settings, in ``folder``;
-    ``seeds`` models of each task, ``processes`` tasks at a time. ValueError for an unknown method or option.
-    """
+    ``seeds`` models of each task, ``processes`` tasks at a time. ValueError for an unknown method or option."""
     specs = tuple(method_specs(names))
     jobs = [Job(task, seed, specs, settings, folder) for seed in range(1, seeds + 1) for task in TASKS]
     if gsm8k is not None:

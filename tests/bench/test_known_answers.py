@@ -16,6 +16,7 @@ from bench.policy import Label
 from bench.statistics import Estimate
 from grail_advantage import Reshaped, Signal
 from grail_advantage.batch import RolloutBatch
+from grail_advantage.signals.turns import TurnSignal
 from tests.bench.never_wrong import TOKENIZER
 from tests.bench.small import OF_UPDATE, OTHERS, Small, small, yardstick_of
 
@@ -28,6 +29,16 @@ class Noise(Signal):
 
     def reshape(self, scores_BT: torch.Tensor, statistics_BT: torch.Tensor, batch: RolloutBatch) -> Reshaped:
         return Reshaped(scores_BT)
+
+
+class Rewarded(Noise):
+    """A response's reward is the weight of all its tokens."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"rewards"})
+
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+        assert batch.rewards_B is not None
+        return batch.rewards_B[:, None].expand(batch.mask_BT.shape)
 
 
 class Turned(Signal):
@@ -155,9 +166,22 @@ def test_labels_are_the_first_wrong_token_of_incorrect_responses(made: Small) ->
 def test_methods_that_need_more_say_so(made: Small) -> None:
     with pytest.raises(NeedsMoreError, match="needs the field tool_rewards"):
         credit(made.model, TOKENIZER, made.batch, Turned())
-    turn_signal = type("TurnSignal", (Signal,), {})
     with pytest.raises(NeedsMoreError, match="needs turns"):
-        credit(made.model, TOKENIZER, made.batch, type("Mine", (turn_signal,), {})())
+        credit(made.model, TOKENIZER, made.batch, type("Mine", (TurnSignal,), {})())
+    with pytest.raises(NeedsMoreError, match="needs the field mine"):
+        credit(
+            made.model,
+            TOKENIZER,
+            made.batch,
+            type("Named", (Noise,), {"field_names": property(lambda self: ["mine"])})(),
+        )
+
+
+def test_a_method_may_read_rewards_and_is_of_turns_by_its_base_alone(made: Small) -> None:
+    advantages_BL = credit(made.model, TOKENIZER, made.batch, type("TurnSignal", (Rewarded,), {})())
+    expected_B1 = (made.batch.rewards_B * made.batch.advantages_B)[:, None]
+    torch.testing.assert_close(advantages_BL, expected_B1 * made.batch.response_mask_BL)
+    assert advantages_BL.any()
 
 
 def test_the_small_model_knows_its_sums(made: Small) -> None:

@@ -120,6 +120,15 @@ def test_a_method_of_another_package_is_measured_once(foreign: Path, made: Small
     assert "http" not in paths[0].read_text().replace("http://www.w3.org/2000/svg", ""), "nothing is loaded"
 
 
+def test_another_file_of_solutions_is_measured_anew(tmp_path: Path) -> None:
+    paths, files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "same_as_a.jsonl"], []
+    for path, text in zip(paths, ("one", "two", "one"), strict=True):
+        path.write_text(text)
+        job = work.Job(work.GSM8K, 0, ("uniform",), SETTINGS, tmp_path, path)
+        files.append([job.file(spec) for spec in (work.SETTING, "uniform")])
+    assert files[0] == files[2] and set(files[0]).isdisjoint(files[1])
+
+
 def test_what_the_user_can_fix_is_one_line() -> None:
     for arguments, message in (
         (["nosuch"], "'nosuch' is no registered signal"),
@@ -127,6 +136,10 @@ def test_what_the_user_can_fix_is_one_line() -> None:
         (["--train"], "--train needs a method"),
         (["grail", "--train", "--batches", "4", "--evaluate-at", "8"], "must lie in 1 to --batches 4"),
         (["uniform@steps=1", "--train"], "write NAME@rollouts=12"),
+        (["grail", "--train", "--tuning-seeds", "0"], "--tuning-seeds and --seeds must be at least 1"),
+        (["grail", "--train", "--seeds", "0"], "--tuning-seeds and --seeds must be at least 1"),
+        (["grail", "mt_grpo", "--train"], "mt_grpo needs turns, which training"),
+        (["exact credit", "--train"], "exact credit needs the field bench_exact, which training"),
     ):
         with pytest.raises(SystemExit, match=message):
             main(arguments)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from bench import train
+from bench import policy, train
 from bench.__main__ import main
 from bench.methods import credit, signal_of
 from bench.statistics import auroc, holm, mean_of, pass_at
+from bench.task import TASKS
 from bench.train import Run, TrainSettings
 from recipe.tiny.model import build_model
 from tests.bench.never_wrong import TOKENIZER
@@ -101,6 +103,38 @@ def test_rates_are_extended_and_tuned_for_every_run(tmp_path: Path, monkeypatch:
     assert asked[3][1] == [(name, seed, rate) for seed in (101, 102, 103) for name, rate in chosen]
     written = (tmp_path / "training.html").read_text()
     assert "grail - uniform" in written and "+10.0" in written
+
+
+def test_models_are_made_once_and_before_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads stand in for processes, and what is made for its name."""
+    asked, row = [], dict.fromkeys(train.COLUMNS, "0")
+
+    def do(run: Run) -> dict:
+        asked.append("run")
+        train.write_rows(run.file, [row], train.COLUMNS)
+        return row
+
+    monkeypatch.setattr(train, "ProcessPoolExecutor", lambda processes, *_: ThreadPoolExecutor(processes))
+    monkeypatch.setattr(train.policy, "initial_model", lambda task, seed, steps, folder: asked.append((task, seed)))
+    monkeypatch.setattr(train, "do", do)
+    names = ("uniform", "grail@epochs=1")
+    runs = [Run(name, task, seed, 1e-4, SETTINGS, tmp_path) for name in names for task in TASKS for seed in (1, 2)]
+    train.complete(runs, 4, "tune")
+    assert sorted(asked[:4]) == sorted((task, seed) for task in TASKS for seed in (1, 2))
+    assert asked[4:] == ["run"] * 8
+
+
+def test_a_model_that_another_process_finishes_first_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = build_model(TOKENIZER, 99)
+    place = tmp_path / "choices-seed1-5"
+    monkeypatch.setattr(policy, "warm_up", lambda *_, **__: other.save_pretrained(place))
+    model = policy.initial_model("choices", 1, 5, tmp_path)
+    for own, parameter in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(own, parameter)
+    assert list(tmp_path.iterdir()) == [place]
+    monkeypatch.setattr(policy, "warm_up", lambda *_, **__: (tmp_path / "choices-seed2-5").write_text("no folder"))
+    with pytest.raises(OSError, match="choices-seed2-5"):
+        policy.initial_model("choices", 2, 5, tmp_path)
 
 
 def test_names_of_runs() -> None:
