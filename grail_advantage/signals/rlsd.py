@@ -1,6 +1,6 @@
 """RLSD: a token matters as much as its probability moves once the model knows the answer.
 
-Source: RLSD (arXiv 2604.03128). The prompt is asked again with privileged text in its last user message, the gold answer or a
+Source: RLSD (arXiv 2604.03128). The prompt is asked again with privileged text in its last user message, the ground truth or a
 reference solution, and the response that was sampled without it follows, token for token. The current policy is its own
 teacher. With D_t the log-probability of token t there minus the one it was sampled with, and A the response's advantage,
 
