@@ -330,11 +330,9 @@ class _Namer:
         if not step.received_nT.any():
             return
         factor = float(quotient_nT.nanmedian())
-        if math.isnan(factor):
-            pass  # no token received what it should at all
-        elif factor > 0:
+        if factor > 0:
             yield "scaled", f"every token received {factor:.4g} times what it should", factor, factor * expected_nT
-        else:
+        elif factor <= 0:  # NaN: no token received any of what it should
             size = "" if math.isclose(factor, -1, rel_tol=1e-3) else f", times {-factor:.4g}"
             yield "sign", f"the sign is reversed{size}", factor, factor * expected_nT
         coarse_nT = tokens.advantages.bfloat16().double()
