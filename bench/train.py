@@ -119,11 +119,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--first-seed", type=int, default=1, help="of the main seeds")
     group.add_argument("--rates", type=float, nargs="+", default=[5e-5, 1e-4, 2e-4], help="learning rates to try")
     group.add_argument("--tuning-seeds", type=int, default=2)
+    group.add_argument("--tuning-batches", type=int, help="rollout batches of a tuning run; default: --batches")
     group.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    group.add_argument(
-        "--contrast", nargs=2, action="append", metavar=("RUN", "REFERENCE"),
-        help="a planned comparison, corrected together by Holm; default: each method against uniform and its control",
-    )  # fmt: skip
+    contrast = "a planned comparison, corrected with the others; default: with uniform and the own control"
+    group.add_argument("--contrast", nargs=2, action="append", metavar=("RUN", "REFERENCE"), help=contrast)
 
 
 def run(options: argparse.Namespace) -> list[Path]:
@@ -135,9 +134,11 @@ def run(options: argparse.Namespace) -> list[Path]:
     evaluate_at = tuple(options.evaluate_at or sorted({max(1, 2 * batches // 3), batches}))
     if max(evaluate_at) != batches or min(evaluate_at) < 1:
         raise ValueError(f"--evaluate-at {evaluate_at} must lie in 1 to --batches {batches} and end with it")
-    if min(options.tuning_seeds, options.seeds) < 1:
-        raise ValueError("--tuning-seeds and --seeds must be at least 1")
+    shorter = options.tuning_batches or batches
+    if min(options.tuning_seeds, options.seeds, shorter) < 1:
+        raise ValueError("--tuning-seeds, --tuning-batches and --seeds must be at least 1")
     settings = TrainSettings(batches=batches, evaluate_at=evaluate_at)
+    of_tuning = settings if shorter == batches else replace(settings, batches=shorter, evaluate_at=(shorter,))
     contrasts = [tuple(pair) for pair in options.contrast or default_contrasts(options.methods)]
     names = list(dict.fromkeys(name for pair in contrasts for name in pair))
     tuning = range(TUNING_SEED, TUNING_SEED + options.tuning_seeds)
@@ -149,14 +150,13 @@ def run(options: argparse.Namespace) -> list[Path]:
         except NeedsMoreError as reason:
             raise ValueError(f"{name} {reason}, which training on these tasks does not have; leave it out") from reason
     for _ in range(EXTENSIONS + 1):
-        tries = [(task, name, rate) for (task, name), rates in grids.items() for rate in rates]
-        runs = [Run(name, task, seed, rate, settings, options.out) for task, name, rate in tries for seed in tuning]
+        tries = [(*key, seed, rate) for key, rates in grids.items() for rate in rates for seed in tuning]
+        runs = [Run(name, task, seed, rate, of_tuning, options.out) for task, name, seed, rate in tries]
         rows = complete(runs, options.processes, "tune")
         best = {key: best_rate(rows, *key) for key in grids}
-        longer = {key: extended(rates, best[key]) for key, rates in grids.items()}
-        if longer == grids:
+        before, grids = grids, {key: extended(rates, best[key]) for key, rates in grids.items()}
+        if grids == before:
             break
-        grids = {key: longer[key] for key in grids}
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     runs = [Run(name, task, seed, best[task, name], settings, options.out) for seed in seeds for task, name in grids]
     rows += complete(runs, options.processes, "main")

@@ -77,10 +77,11 @@ def test_the_control_of_equal_weights_is_the_method_itself(tmp_path: Path) -> No
 
 def test_rates_are_extended_and_tuned_for_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The outcome is made up: it is best at 4e-4 for one run, and at 1e-4 for the other."""
-    asked = []
+    asked, lengths = [], set()
 
     def complete(runs: list[Run], processes: int, use: str) -> list[dict]:
         asked.append((use, [(run.name, run.seed, run.rate) for run in runs]))
+        lengths.update((use, run.settings.batches, run.settings.evaluate_at) for run in runs)
         best, outcome = {"grail": 4e-4, "uniform": 1e-4}, {"grail": 0.6, "uniform": 0.5}
         return [
             dict.fromkeys(train.COLUMNS, "0")
@@ -94,6 +95,7 @@ def test_rates_are_extended_and_tuned_for_every_run(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(train, "complete", complete)
     seeds = ["--seeds", "3", "--first-seed", "101"]
     main(["--train", "--tasks", "choices", *seeds, "--out", str(tmp_path), "--contrast", "grail", "uniform"])
+    assert lengths == {("tune", 12, (8, 12)), ("main", 12, (8, 12))}
     assert [use for use, _ in asked] == ["tune", "tune", "tune", "main"]
     assert {seed for _, seed, _ in asked[0][1]} == {2001, 2002}
     assert {rate for name, _, rate in asked[0][1] if name == "grail"} == {5e-5, 1e-4, 2e-4}
@@ -103,6 +105,9 @@ def test_rates_are_extended_and_tuned_for_every_run(tmp_path: Path, monkeypatch:
     assert asked[3][1] == [(name, seed, rate) for seed in (101, 102, 103) for name, rate in chosen]
     written = (tmp_path / "training.html").read_text()
     assert "grail - uniform" in written and "+10.0" in written
+    lengths.clear()
+    main(["grail", "--train", "--tuning-batches", "6", "--out", str(tmp_path), "--contrast", "grail", "uniform"])
+    assert lengths == {("tune", 6, (6,)), ("main", 12, (8, 12))}
 
 
 def test_models_are_made_once_and_before_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
