@@ -81,13 +81,8 @@ class Outcome:
 def page(result: Mapping[str, Any]) -> list[str]:
     """The results of a part in Markdown, by lines."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines = [
-        f"## {result['name']}",
-        "",
-        f"`{result['command']}`, {result['date']}. {result['hardware']}. {versions}.",
-        "",
-    ]
-    lines += [f"**{result['status']}**, {result['seconds']:.0f} s", ""]
+    made = f"`{result['command']}`, {result['date']}. {result['hardware']}. {versions}."
+    lines = [f"## {result['name']}", "", made, "", f"**{result['status']}**, {result['seconds']:.0f} s", ""]
     rows = [[check["name"], check["status"], check["said"]] for check in result["checks"]]
     lines += [*table(["check", "", "found"], rows), ""]
     for name, figures in result["figures"].items():

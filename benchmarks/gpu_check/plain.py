@@ -9,6 +9,8 @@ Shape suffixes: B responses, L prompt + response, V vocabulary, N tokens with a 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -60,7 +62,9 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
         against_cpu(outcome, device, size)
     for shape in size.shapes:
         with outcome.attempt(f"{shape}: weights in bfloat16 against float32"):
-            precision(outcome, shape, device, size)
+            model = random_model(SHAPES[shape], device, torch.float32)
+            rows = random_rows(*size.weighed, size.prompt, SHAPES[shape]["vocab_size"], device)
+            precision(outcome, f"{shape}, random", model, partial(weights, model, rows=rows), list(METHODS))
         release()
         with outcome.attempt(f"{shape}: time and memory of the passes"):
             passes(outcome, shape, device, size)
@@ -81,27 +85,26 @@ def against_cpu(outcome: Outcome, device: str, size: Size) -> None:
         )
 
 
-def precision(outcome: Outcome, shape: str, device: str, size: Size) -> None:
-    """Weights of one model in float32 and with its parameters rounded to bfloat16."""
-    model = random_model(SHAPES[shape], device, torch.float32)
-    rows = random_rows(*size.weighed, size.prompt, SHAPES[shape]["vocab_size"], device)
-    exact = {name: weights(model, signal, rows) for name, signal in METHODS.items()}
+def precision(
+    outcome: Outcome, name: str, model: PreTrainedModel, weigh: Callable[[Signal], TokenWeights], methods: Sequence[str]
+) -> None:
+    """Weights of one model in float32 and with its parameters rounded to bfloat16, which they are afterwards."""
+    exact = {method: weigh(METHODS[method]) for method in methods}
     for parameter in model.parameters():
         # Not the buffers: rotary frequencies stay in float32, as they do where a checkpoint is loaded in bfloat16.
         parameter.data = parameter.data.to(torch.bfloat16)
     table = {}
-    for name, signal in METHODS.items():
-        figures = compared(weights(model, signal, rows), exact[name])
-        table[name] = figures
-        if name in JUDGED:
+    for method in methods:
+        figures = table[method] = compared(weigh(METHODS[method]), exact[method])
+        error, rank = figures["mean"], figures["rank correlation of the scores"]
+        if method in JUDGED:
+            found = f"weights off by {error:.4f} on average (at most {MEAN_ERROR}), scores' rank correlation {rank:.4f}"
+            holds = error <= MEAN_ERROR and rank >= RANK_CORRELATION
             outcome.check(
-                f"{shape}, {name}: bfloat16 keeps the weights",
-                figures["mean"] <= MEAN_ERROR and figures["rank correlation of the scores"] >= RANK_CORRELATION,
-                f"weights off by {figures['mean']:.4f} on average (at most {MEAN_ERROR}), scores' rank correlation "
-                f"{figures['rank correlation of the scores']:.4f} (at least {RANK_CORRELATION})",
+                f"{name}, {method}: bfloat16 keeps the weights", holds, f"{found} (at least {RANK_CORRELATION})"
             )
-    note = "Random weights: token weights in bfloat16 less those in float32, over the scored tokens."
-    outcome.figures(f"Precision, shape of {shape}", table, note)
+    note = "Token weights in bfloat16 less those in float32, over the scored tokens."
+    outcome.figures(f"Precision, {name}", table, note)
 
 
 def compared(actual: TokenWeights, exact: TokenWeights) -> dict[str, float]:

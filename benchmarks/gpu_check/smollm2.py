@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from benchmarks.gpu_check.outcome import Outcome
+from benchmarks.gpu_check.plain import JUDGED, precision
 from benchmarks.gpu_check.trl_runs import RUNS, train_both
+from grail_advantage import compute_token_weights
 from grail_advantage.view.page.page import write_report
-from recipe.tiny.sampling import judge
+from recipe.tiny.sampling import judge, prompt_ids
 from recipe.tiny.smollm2 import load_smollm2
 from recipe.tiny.warm_up import WarmUpSettings, warm_up
 
@@ -25,9 +30,10 @@ ASK = "Reason step by step, and put your final answer within \\boxed{}."
 
 
 class Size(NamedTuple):
-    """Problems held out, trained on and for SFT; ``worked``: whether the SFT has solutions; what a step takes."""
+    """Problems held out, weighed of these, trained on and for SFT; ``worked``: SFT on whole solutions; what a step takes."""
 
     held_out: int
+    weighed: int
     trained: int
     warmed_up: int
     warm_up_steps: int
@@ -38,8 +44,8 @@ class Size(NamedTuple):
     response: int
 
 
-FULL = Size(64, 240, 1000, warm_up_steps=60, warm_up_rows=32, worked=True, steps=30, prompts=8, response=128)
-TOY = Size(2, 4, 4, warm_up_steps=8, warm_up_rows=4, worked=False, steps=2, prompts=2, response=16)
+FULL = Size(64, 32, 240, 1000, warm_up_steps=60, warm_up_rows=32, worked=True, steps=30, prompts=8, response=128)
+TOY = Size(2, 1, 4, 4, warm_up_steps=8, warm_up_rows=4, worked=False, steps=2, prompts=2, response=16)
 
 
 class Problem(NamedTuple):
@@ -69,6 +75,10 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
         outcome.check("SFT teaches boxes", after > max(0.5, before), f"{before:.0%}, then {after:.0%}")
     for part in (model, tokenizer):
         part.save_pretrained(folder / "model")
+    with outcome.attempt("SmolLM2: weights in bfloat16 against float32"):
+        rows = solved_rows(tokenizer, lines[: size.weighed], device)
+        weigh = partial(compute_token_weights, model, tokenizer, *rows)
+        precision(outcome, "SmolLM2-135M on worked solutions", model, weigh, JUDGED)
     sizes = {"prompts": size.prompts, "rollouts": 8, "micro-batch": 16, "max-response": size.response}
     sizes |= {"dump-every": size.steps // 2, "eval-every": size.steps // 2, "learning-rate": 1e-5}
     train_both(outcome, folder, files, sizes, size.steps, some_right=device == "cuda")
@@ -83,6 +93,19 @@ def teach(model: Any, tokenizer: Any, train: list[Problem], held_out: list[Probl
     options = {"solve": lambda asked, *_: asked.solution, "max_new_tokens": size.response, "micro_batches": 4}
     found = warm_up(model, tokenizer, train, held_out, settings, **options)
     return judge(model, tokenizer, held_out, max_new_tokens=size.response) | found
+
+
+def solved_rows(tokenizer: Any, lines: list[str], device: str) -> tuple[torch.Tensor, ...]:
+    """Worked solutions, as :func:`grail_advantage.compute_token_weights` takes responses: ids, attention and response mask
+    (B, L), advantages (B,) of incorrect ones."""
+    asked = [problem(line, worked=True) for line in lines]
+    prompts = [prompt_ids(tokenizer, one) for one in asked]
+    solutions = [tokenizer.encode(one.solution, add_special_tokens=False) for one in asked]
+    both = [{"input_ids": prompt + solution} for prompt, solution in zip(prompts, solutions, strict=True)]
+    padded = tokenizer.pad(both, return_tensors="pt").to(device)  # on the left
+    from_end_L = torch.arange(padded["input_ids"].shape[1], 0, -1, device=device)
+    response_BL = from_end_L <= torch.tensor([[len(solution)] for solution in solutions], device=device)
+    return padded["input_ids"], padded["attention_mask"], response_BL.long(), -torch.ones(len(asked), device=device)
 
 
 def gsm8k(count: int) -> list[str]:

@@ -1,8 +1,4 @@
-"""Part b: TRL alone. The tiny model that the repository ships, trained with GRAIL and with ``uniform``.
-
-Its problems lie beside this file, so that no machine has to make them; ``python -m benchmarks.gpu_check.trl_runs`` writes them
-anew.
-"""
+"""Part b: TRL alone. The shipped tiny model with GRAIL and with ``uniform``, on problems that lie beside this file."""
 
 from __future__ import annotations
 
@@ -19,12 +15,11 @@ from statistics import median
 from benchmarks.gpu_check.outcome import Outcome
 from recipe import run_report
 from recipe.tiny.shipped import load_shipped
-from recipe.tiny.task import Split, problems
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "outputs" / "gpu_check_runs"
 """Models, problems, dumps and logs of the runs."""
-PROBLEMS: dict[Split, int] = {"train": 640, "validation": 128}
+PROBLEMS = Path(__file__).parent
 METHODS = ("grail", "uniform")
 Logged = dict[int, dict[str, float]]
 
@@ -34,8 +29,8 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     folder, dry = RUNS / "b", device == "cpu"
     for part in load_shipped():
         part.save_pretrained(folder / "model")
-    files = {"data": problem_file("train"), "held-out": folder / "held_out.jsonl"}
-    held_out = problem_file("validation").read_text(encoding="utf-8").splitlines(keepends=True)
+    files = {"data": PROBLEMS / "train.jsonl", "held-out": folder / "held_out.jsonl"}
+    held_out = (PROBLEMS / "validation.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     files["held-out"].write_text("".join(held_out[: 8 if dry else None]), encoding="utf-8")
     sizes = {"prompts": 4 if dry else 32, "micro-batch": 32 if dry else 128, "max-response": 64, "learning-rate": 1e-4}
     train_both(outcome, folder, files, {**sizes, "eval-every": 1 if dry else 5}, steps=2 if dry else 20)
@@ -117,22 +112,3 @@ def judge(outcome: Outcome, method: str, logged: Logged, steps: int, some_right:
     if some_right and method != "uniform":
         rates = [data[f"{method}/selected_rate"] for data in logged.values() if f"{method}/selected_rate" in data]
         outcome.check(f"{method} scores responses", any(rates), f"{max(rates, default=0):.0%} of a batch at most")
-
-
-def problem_file(split: Split) -> Path:
-    """Where the problems of a split lie."""
-    return Path(__file__).parent / f"{split}.jsonl"
-
-
-def problem_lines(split: Split) -> str:
-    """The problems as ``examples/trl_grail.py`` reads them; makes them with reasoning-gym."""
-    rows = (
-        {"prompt": [{"role": "user", "content": problem.text}], "answer": str(problem.answer)}
-        for problem in problems(split, PROBLEMS[split], seed=0)
-    )
-    return "".join(f"{json.dumps(row)}\n" for row in rows)
-
-
-if __name__ == "__main__":
-    for split in PROBLEMS:
-        problem_file(split).write_text(problem_lines(split), encoding="utf-8")

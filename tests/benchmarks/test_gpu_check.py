@@ -19,6 +19,7 @@ from benchmarks.gpu_check import plain, trl_runs
 from benchmarks.gpu_check.__main__ import PARTS, ROOT, Part
 from benchmarks.gpu_check.outcome import FAILED, PASSED, Outcome
 from grail_advantage import GrailConfig
+from recipe.tiny.task import problems
 
 RECORD = {"name": "a: part", "versions": {}, "command": "", "date": "", "hardware": ""}
 
@@ -49,7 +50,7 @@ def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
     result = run_part(letter, tmp_path)
     tables = {name: of["rows"] for name, of in result["figures"].items()}
     if letter == "a":
-        assert set(tables["Precision, shape of toy"]) == set(plain.METHODS)
+        assert set(tables["Precision, toy, random"]) == set(plain.METHODS)
         assert all(row["above the parameters"] > 0 for row in tables["Passes, toy"].values())
     elif letter == "c":
         peaks = tables["Peak memory, toy, checkpointing on"]
@@ -60,11 +61,17 @@ def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
     else:
         assert [set(tables[f"Run of {method}, by step"]) for method in trl_runs.METHODS] == [{"0", "1", "2"}] * 2
         assert tables["Price"]["grail"]["of them for the weights"] > 0
+        assert letter == "b" or set(tables["Precision, SmolLM2-135M on worked solutions"]) == set(plain.JUDGED)
 
 
 def test_carried_problems_are_those_of_the_task() -> None:
-    for split in trl_runs.PROBLEMS:
-        assert trl_runs.problem_file(split).read_text() == trl_runs.problem_lines(split)
+    for split, size in (("train", 640), ("validation", 128)):
+        rows = (
+            {"prompt": [{"role": "user", "content": problem.text}], "answer": str(problem.answer)}
+            for problem in problems(split, size, seed=0)
+        )
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        assert (trl_runs.PROBLEMS / f"{split}.jsonl").read_text() == lines
 
 
 def test_differences_by_hand() -> None:
