@@ -1,4 +1,4 @@
-"""Write docs/sample_report.html: the report of responses that the model of this repository samples, under four methods.
+"""Write outputs/sample_report.html: the report of responses that the model of this repository samples, under four methods.
 
     python scripts/sample_report.py
 
@@ -20,7 +20,7 @@ from recipe.tiny.sampling import prompt_ids, sample
 from recipe.tiny.shipped import load_shipped
 from recipe.tiny.task import boxed_answer, find_errors, problems
 
-OUTPUT = Path(__file__).parents[1] / "docs" / "sample_report.html"
+OUTPUT = Path(__file__).parents[1] / "outputs" / "sample_report.html"
 METHODS = ("grail", "surprisal", "oar_g", "step_values:separator=;")
 PROBLEMS, ROLLOUTS, SEED = 16, 8, 0
 

@@ -45,7 +45,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(64, 32, 240, 1000, warm_up_steps=60, warm_up_rows=32, worked=True, steps=30, prompts=8, response=128)
-TOY = Size(2, 1, 4, 4, warm_up_steps=8, warm_up_rows=4, worked=False, steps=2, prompts=2, response=16)
+TOY = Size(2, 1, 4, 4, warm_up_steps=4, warm_up_rows=4, worked=False, steps=2, prompts=1, response=8)
 
 
 class Problem(NamedTuple):
@@ -79,7 +79,7 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
         rows = solved_rows(tokenizer, lines[: size.weighed], device)
         weigh = partial(compute_token_weights, model, tokenizer, *rows)
         precision(outcome, "SmolLM2-135M on worked solutions", model, weigh, JUDGED)
-    sizes = {"prompts": size.prompts, "rollouts": 8, "micro-batch": 16, "max-response": size.response}
+    sizes = {"prompts": size.prompts, "rollouts": 8, "micro-batch": 8, "max-response": size.response}
     sizes |= {"dump-every": size.steps // 2, "eval-every": size.steps // 2, "learning-rate": 1e-5}
     train_both(outcome, folder, files, sizes, size.steps, some_right=device == "cuda")
     with outcome.attempt("GRAIL's report"):
