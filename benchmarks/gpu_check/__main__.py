@@ -49,11 +49,7 @@ def is_there(name: str) -> bool:
     if name != PROJECT:
         # TRL is in a folder of its own beside verl, which cannot start where it can import it.
         return importlib.util.find_spec(name) is not None or Path(sys.prefix, name, name).is_dir()
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(importlib.metadata.distributions(name=name))
 
 
 def why_not(part: Part, device: str) -> str | None:

@@ -25,6 +25,8 @@ from recipe.tiny.smollm2 import load_smollm2
 from recipe.tiny.warm_up import WarmUpSettings, warm_up
 
 CARRIED = Path(sys.prefix, "gsm8k.jsonl")
+LIMITS = 0.02, 0.99
+"""As part a's, for a model whose weights are not random."""
 ASK = "Reason step by step, and put your final answer within \\boxed{}."
 """As ``examples/trl_grail.py`` asks."""
 
@@ -78,7 +80,7 @@ def run(outcome: Outcome, device: str = "cuda") -> None:
     with outcome.attempt("SmolLM2: weights in bfloat16 against float32"):
         rows = solved_rows(tokenizer, lines[: size.weighed], device)
         weigh = partial(compute_token_weights, model, tokenizer, *rows)
-        precision(outcome, "SmolLM2-135M on worked solutions", model, weigh, JUDGED)
+        precision(outcome, "SmolLM2-135M on worked solutions", model, weigh, JUDGED, LIMITS if size.worked else None)
     sizes = {"prompts": size.prompts, "rollouts": 8, "micro-batch": 8, "max-response": size.response}
     sizes |= {"dump-every": size.steps // 2, "eval-every": size.steps // 2, "learning-rate": 1e-5}
     train_both(outcome, folder, files, sizes, size.steps, some_right=device == "cuda")
