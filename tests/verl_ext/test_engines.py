@@ -5,6 +5,8 @@ With verl's own configurations, as its stock command composes them; the engines 
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import hydra
 import pytest
 import torch
 import verl  # noqa: F401  its plugin registers the estimators
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
@@ -45,16 +47,22 @@ WITHOUT_PASS = [name for name, uses in BUILT_IN.items() if not uses]
 SKIP = "algorithm.token_weights.skip_zero_advantage"
 
 
-def _compose(engine: str, method: str, *overrides: str) -> DictConfig:
+@cache
+def _composed(engine: str) -> DictConfig:
     required = [
-        *COMPOSED[engine],
-        f"algorithm.adv_estimator={method}",
         f"{ACTOR}.use_dynamic_bsz=True",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.model.path=nowhere",
     ]
     with hydra.initialize_config_dir(str(files("verl.trainer") / "config"), version_base=None):
-        return hydra.compose("ppo_trainer", overrides=[*required, *overrides])
+        return hydra.compose("ppo_trainer", overrides=[*COMPOSED[engine], *required])
+
+
+def _compose(engine: str, method: str, *options: str) -> DictConfig:
+    config = copy.deepcopy(_composed(engine))
+    with open_dict(config):
+        config.merge_with_dotlist([f"algorithm.adv_estimator={method}", *options])
+    return config
 
 
 @pytest.fixture(scope="module", params=COMPOSED)
@@ -88,8 +96,8 @@ def test_rows_that_train_nothing_are_run_too(engine: str) -> None:
     with pytest.raises(
         ValueError, match=rf"{SKIP}=True does not work with {STRATEGY}={engine}: responses are left out inside"
     ):
-        check_config(_compose(engine, "uniform", f"+{SKIP}=true"))
-    left, (line,) = choose_skipping(Settings.parse(_compose(engine, "uniform", f"+{SKIP}=auto")))
+        check_config(_compose(engine, "uniform", f"{SKIP}=true"))
+    left, (line,) = choose_skipping(Settings.parse(_compose(engine, "uniform", f"{SKIP}=auto")))
     assert not left.skip_update and f"{STRATEGY}={engine}" in line
 
 
