@@ -43,3 +43,10 @@ def compose(name: str, overrides: Sequence[str] = ()) -> DictConfig:
         ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
     assert OmegaConf.is_struct(config)
     return config
+
+
+def with_model(folder: Path, *overrides: str) -> DictConfig:
+    """A run of the recipe whose model is in this folder."""
+    actor, rollout, model = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+    required = [f"{actor}.use_dynamic_bsz=True", f"{rollout}.n=4", f"{model}.path={folder}"]
+    return compose("grail_trainer", [*required, *overrides])
