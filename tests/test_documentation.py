@@ -118,17 +118,16 @@ GSM8K = next(command for page, command in COMMANDS if page == "README.md" and TR
 )
 def test_verl_takes_the_command(page: str, command: Command) -> None:
     """Composed by verl's own configuration and checked as at the start of a run; ``...`` is the front page's command."""
-    from hydra import compose, initialize_config_module
     from verl.utils.config import validate_config
 
     from grail_advantage.methods import methods
+    from tests.composed import VERL, compose
 
     overrides = command.overrides()
     if "..." in command.words:
         given = {override.lstrip("+").split("=")[0] for override in overrides}
         overrides += [other for other in GSM8K.overrides() if other.lstrip("+").split("=")[0] not in given]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides)
+    config = compose("ppo_trainer", overrides, VERL)
     config.trainer.device = "cpu"
     own = config.algorithm.adv_estimator not in methods() or "trainer_module" in str(overrides)
     if not own:  # what the page brings itself is registered where its tests run it

@@ -5,13 +5,9 @@ With verl's own configurations, as its stock command composes them; the engines 
 
 from __future__ import annotations
 
-import copy
-from functools import cache
-from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
-import hydra
 import pytest
 import torch
 import verl  # noqa: F401  its plugin registers the estimators
@@ -25,6 +21,7 @@ from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.entry import prepare_run
 from grail_advantage.verl_ext.rules import choose_skipping
 from grail_advantage.verl_ext.settings import Settings
+from tests.composed import VERL, compose
 from tests.verl_ext.one_step import Workers
 from tests.verl_ext.test_one_step import Step
 
@@ -47,19 +44,13 @@ WITHOUT_PASS = [name for name, uses in BUILT_IN.items() if not uses]
 SKIP = "algorithm.token_weights.skip_zero_advantage"
 
 
-@cache
-def _composed(engine: str) -> DictConfig:
+def _compose(engine: str, method: str, *options: str) -> DictConfig:
     required = [
         f"{ACTOR}.use_dynamic_bsz=True",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.model.path=nowhere",
     ]
-    with hydra.initialize_config_dir(str(files("verl.trainer") / "config"), version_base=None):
-        return hydra.compose("ppo_trainer", overrides=[*COMPOSED[engine], *required])
-
-
-def _compose(engine: str, method: str, *options: str) -> DictConfig:
-    config = copy.deepcopy(_composed(engine))
+    config = compose("ppo_trainer", [*COMPOSED[engine], *required], VERL)
     with open_dict(config):
         config.merge_with_dotlist([f"algorithm.adv_estimator={method}", *options])
     return config
