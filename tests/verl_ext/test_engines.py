@@ -22,6 +22,7 @@ from grail_advantage.verl_ext.entry import prepare_run
 from grail_advantage.verl_ext.rules import choose_skipping
 from grail_advantage.verl_ext.settings import Settings
 from tests.composed import VERL, compose
+from tests.core.common import METHODS
 from tests.verl_ext.one_step import Workers
 from tests.verl_ext.test_one_step import Step
 
@@ -35,11 +36,7 @@ COMPOSED = {
     "automodel": [f"{STRATEGY}=automodel", f"{ACTOR}.{CHUNKING}=True"],
     "fsdp_turbo": [f"{STRATEGY}=fsdp_turbo", f"{ACTOR}.{CHUNKING}=True"],
 }
-BUILT_IN = {
-    name: known.build({}).uses
-    for name, known in methods().items()
-    if known.signal_class.__module__.startswith("grail_advantage.")
-}
+BUILT_IN = {name: methods()[name].build({}).uses for name in METHODS}
 WITHOUT_PASS = [name for name, uses in BUILT_IN.items() if not uses]
 SKIP = "algorithm.token_weights.skip_zero_advantage"
 
