@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
 import hydra
@@ -19,16 +20,17 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 import recipe.main_grail  # noqa: F401  stores the methods' sections for hydra
 
 FOLDER = Path(__file__).parents[1] / "recipe" / "config"
+VERL = Path(str(files("verl.trainer"))) / "config"
 
 
 @cache
-def _composed(name: str, *overrides: str) -> DictConfig:
-    with hydra.initialize_config_dir(str(FOLDER), version_base=None):
+def _composed(folder: Path, name: str, *overrides: str) -> DictConfig:
+    with hydra.initialize_config_dir(str(folder), version_base=None):
         return hydra.compose(name, overrides=list(overrides))
 
 
-def compose(name: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """The configuration ``recipe/config/<name>.yaml`` with these overrides; the caller's own.
+def compose(name: str, overrides: Sequence[str] = (), folder: Path = FOLDER) -> DictConfig:
+    """The configuration ``<name>.yaml`` of the recipe, or of another folder, with these overrides; the caller's own.
 
     Raises:
         hydra.errors.HydraException: as for the same command line.
@@ -36,10 +38,17 @@ def compose(name: str, overrides: Sequence[str] = ()) -> DictConfig:
     # An option has a section in front of it; what has none is a choice of files, or a section as a whole.
     values = all("." in override.split("=")[0] for override in overrides)
     if not values:
-        return copy.deepcopy(_composed(name, *overrides))
-    config = copy.deepcopy(_composed(name))
+        return copy.deepcopy(_composed(folder, name, *overrides))
+    config = copy.deepcopy(_composed(folder, name))
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     with flag_override(config, "struct", True):
         ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
     assert OmegaConf.is_struct(config)
     return config
+
+
+def with_model(folder: Path, *overrides: str) -> DictConfig:
+    """A run of the recipe whose model is in this folder."""
+    actor, rollout, model = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+    required = [f"{actor}.use_dynamic_bsz=True", f"{rollout}.n=4", f"{model}.path={folder}"]
+    return compose("grail_trainer", [*required, *overrides])

@@ -21,6 +21,9 @@ GROUPS = {
         *("test_passes.py", "test_pass_details.py", "test_zero_advantage_update.py", "test_models.py", "test_ranks.py"),
         *("test_benchmarks.py", "test_command_line.py"),
     ),
+    # A process fine-tunes the bench's small model once, and writes the reports for the browser once.
+    "bench": ("test_known_answers.py", "test_train.py", "test_run.py"),
+    "pages": ("test_browser.py", "test_browser_hostile.py", "test_browser_received.py"),
 }
 # A file of more than half a minute that begins last would leave the other cores idle.
 LONGEST = (

@@ -89,10 +89,3 @@ def without_generated(page: Path) -> str:
 def _blank(passage: re.Match[str]) -> str:
     """As many empty lines."""
     return "\n" * passage.group().count("\n")
-
-
-def prose(page: Path) -> str:
-    """A page without code, names in code, link targets and generated passages, line by line."""
-    text = re.sub(r"^```.*?^```$", _blank, without_generated(page), flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"`[^`\n]*`|^:::.*$", "", text, flags=re.MULTILINE)
-    return re.sub(r"\]\([^)]*\)", "]", text)

@@ -17,7 +17,7 @@ import torch
 from recipe.marked_text import marked
 from scripts import patches_page
 from tests.core.tiny_models import char_tokenizer, tiny_model
-from tests.documentation import DOCS, Command, commands, prose, snippets, without_generated
+from tests.documentation import DOCS, Command, commands, snippets, without_generated
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("docs", "benchmarks", "examples", "recipe", "bench")
@@ -118,17 +118,16 @@ GSM8K = next(command for page, command in COMMANDS if page == "README.md" and TR
 )
 def test_verl_takes_the_command(page: str, command: Command) -> None:
     """Composed by verl's own configuration and checked as at the start of a run; ``...`` is the front page's command."""
-    from hydra import compose, initialize_config_module
     from verl.utils.config import validate_config
 
     from grail_advantage.methods import methods
+    from tests.composed import VERL, compose
 
     overrides = command.overrides()
     if "..." in command.words:
         given = {override.lstrip("+").split("=")[0] for override in overrides}
         overrides += [other for other in GSM8K.overrides() if other.lstrip("+").split("=")[0] not in given]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides)
+    config = compose("ppo_trainer", overrides, VERL)
     config.trainer.device = "cpu"
     own = config.algorithm.adv_estimator not in methods() or "trainer_module" in str(overrides)
     if not own:  # what the page brings itself is registered where its tests run it
@@ -168,38 +167,6 @@ def test_data_commands_parse() -> None:
     assert {of.get("--train") for of in named} == {None, "gsm8k_train"}
     for of in named:
         assert of.get("--train") in (None, *TRAINING_SETS) and of.get("--benchmarks") in (None, *BENCHMARKS)
-
-
-WORDS = {
-    r"\brows?\b": "response",
-    r"\bneutral\b": "zero-advantage",
-    r"\b(?:right|wrong) (?:responses?|ones|answers?)\b|\b(?:all|is) (?:right|wrong)\b": "correct, incorrect",
-    r"\bweighs? (?:0|1|5)\b": "has weight 1",
-    r"\bjudged?s?\b": "reward function",
-    r"\bgold\b": "ground truth",
-    r"\bwarmed[- ]up\b": "SFT-initialised",
-    r"\bleaf\b": "activation",
-    r"\bsittings?\b|\barms?\b": "run, variant",
-    r"\bmass\b": "sum of weights, normalised",
-    r"\blife of a run\b": "fault tolerance",
-    r"\bun?likel(?:y|iest)\b": "probable",
-    r"\bgoes on\b": "resumes",
-}
-
-
-def test_words_are_the_fields() -> None:
-    found = []
-    for page in READ:
-        for number, line in enumerate(prose(page).splitlines(), start=1):
-            found += [
-                (page.name, number, hit.group()) for old in WORDS for hit in re.finditer(old, line, re.IGNORECASE)
-            ]
-    assert not found
-
-
-def test_glossary_is_short() -> None:
-    words = re.search(r"^## Words\n(.*?)^In formulas", (DOCS / "methods.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert words and 5 < words[1].count("\n- **") <= 15
 
 
 def _navigation() -> dict[str, list[str]]:

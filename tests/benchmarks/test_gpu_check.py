@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import benchmarks.gpu_check.__main__ as command
 from benchmarks.gpu_check import outcome as outcomes
@@ -62,6 +63,10 @@ def test_a_part_at_toy_size(tmp_path: Path, letter: str) -> None:
         assert [set(tables[f"Run of {method}, by step"]) for method in trl_runs.METHODS] == [{"0", "1", "2"}] * 2
         assert tables["Price"]["grail"]["of them for the weights"] > 0
         assert letter == "b" or set(tables["Precision, SmolLM2-135M on worked solutions"]) == set(plain.JUDGED)
+    if letter == "b":
+        before, after = (load_file(trl_runs.RUNS / "b" / run / "model.safetensors") for run in ("model", "grail"))
+        assert after.keys() == before.keys() and {value.dtype for value in after.values()} == {torch.float32}
+        assert not any(value.equal(before[name].float()) for name, value in after.items()), "all parameters are trained"
 
 
 def test_carried_problems_are_those_of_the_task() -> None:

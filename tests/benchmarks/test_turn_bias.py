@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from benchmarks.turn_bias import OUTCOMES, ROWS, TOOL_REWARDS, Environment, Step, compared, environment, report, reward
-from recipe.marked_text import marked
-from tests.documentation import DOCS
+from benchmarks.turn_bias import OUTCOMES, TOOL_REWARDS, Environment, Step, compared, environment, reward
 
 SIZES = (2, 3)
 """Responses to a prompt."""
@@ -166,10 +164,3 @@ def test_denominators_that_the_policy_chooses() -> None:
             known = environment(stops=stops)
             _, rest = compared(known.expected_gradient("turn_rloo", {}, denominator=denominator), _truth(known))
             assert rest > 0.02 if stops else rest < EXACT
-
-
-@pytest.mark.slow
-def test_the_pages_table_is_what_the_command_prints() -> None:
-    text = report()
-    assert marked((DOCS / "turns.md").read_text(encoding="utf-8"), "turn_bias") == text
-    assert text.count("\n") == len(ROWS) + 1

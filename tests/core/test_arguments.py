@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import cache
 from typing import Any
 
@@ -10,9 +9,6 @@ import pytest
 import torch
 
 from grail_advantage import GrailConfig, compute_token_weights
-from grail_advantage.answers.format import BOXED
-from grail_advantage.batch import token_mean
-from grail_advantage.model.activations import FORWARD_TOKENS
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
 
 MODEL = cache(lambda: tiny_model(layers=1))
@@ -74,14 +70,3 @@ def test_batches_without_any_response_or_row() -> None:
     got = compute_token_weights(MODEL(), char_tokenizer(), none, none, none, torch.zeros(0), GrailConfig())
     assert got.weights.shape == got.scores.shape == (0, 5)
     assert (got.spans, got.stats) == ([], {})
-
-
-def test_public_signature() -> None:
-    parameters = inspect.signature(compute_token_weights).parameters.values()
-    by_name = {each.name: each.default for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert [each.name for each in parameters if each.name not in by_name] == ["model", "tokenizer", *GOOD]
-    none = dict.fromkeys(
-        ["old_log_probs", "entropy", "groups", "examples", "masked", "fields", "rewards", "process_group"]
-    )
-    others = {"step": 0, "aggregate": token_mean, "answer": BOXED, "tokens": FORWARD_TOKENS}
-    assert by_name == {"temperature": 1.0, **none, **others}

@@ -5,28 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-import torch
 
 from grail_advantage import (
     GrailConfig,
-    OarConfig,
-    Reshaped,
     Reshaper,
-    RolloutBatch,
     Signal,
     register_reshaper,
     register_signal,
     registry,
 )
-from grail_advantage.methods import method, methods
-from grail_advantage.model.interface import RowScores
+from grail_advantage.methods import method
 from grail_advantage.signals.base import Gate, Span, Statistics
-from grail_advantage.weighting import BatchWeights, batch_weights, put_row, scores_of
 from tests.documentation import snippets, write_files
 
 SITE = Path(__file__).parents[2]
@@ -40,15 +33,6 @@ def clean_registry() -> Iterator[None]:
     for known, old in zip((registry._signals, registry._reshapers, registry._failures), before, strict=True):
         known.clear()
         known.update(old)
-
-
-def test_the_published_methods_are_there_under_their_names() -> None:
-    assert method("grail").build({}) == GrailConfig()
-    assert method("oar_g").build({}) == OarConfig("gradient")
-    assert method("oar_p").build({}) == OarConfig("perturbation")
-    assert OarConfig().name == "oar_g"
-    assert OarConfig("perturbation").name == "oar_p"
-    assert {method.section for method in methods().values()} >= {"grail", "oar", "uniform"}
 
 
 def test_the_same_name_twice_is_refused(clean_registry: None) -> None:
@@ -81,46 +65,6 @@ def test_words_that_say_what_a_signal_needs_are_checked() -> None:
         body = {field: value, "__annotations__": {field: kind}}
         with pytest.raises(ValueError, match=rf"Needy\.{field}: '{value}' is unknown; choose of "):
             type("Needy", (Signal,), body)()
-
-
-class TestWhatAMapGives:
-    """A method of somebody's own that makes a mistake is told so, and no response trains on it."""
-
-    def _weights(self, weights: Callable[[torch.Tensor], torch.Tensor]) -> BatchWeights:
-        class Mistaken(Signal):
-            name: ClassVar[str] = "mistaken"
-
-            def reshape(self, scores_BT, statistics_BT, batch) -> Reshaped:
-                return Reshaped(weights(scores_BT))
-
-        batch = RolloutBatch(torch.ones(2, 3).bool(), torch.tensor([1.0, -1.0]), [None, None], {})
-        return batch_weights(torch.ones(2, 3), batch, Mistaken().select(batch), Mistaken())
-
-    def test_negative_weights_and_another_shape_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="mistaken: a weight below 0 would flip the advantage"):
-            self._weights(lambda _: torch.tensor([[1.0, -0.5, 1.0], [1.0, 1.0, 1.0]]))
-        with pytest.raises(ValueError, match=r"mistaken: reshape\(\) gave shape \(2, 2\) for a batch of \(2, 3\)"):
-            self._weights(lambda scores_BT: scores_BT[:, :2])
-
-    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-    def test_a_row_with_a_weight_that_is_not_finite_weighs_one_and_is_counted(self, bad: float) -> None:
-        got = self._weights(lambda _: torch.tensor([[0.5, bad, 0.5], [0.25, 0.25, 0.25]]))
-        assert got.weights_BT.tolist() == [[1.0, 1.0, 1.0], [0.25, 0.25, 0.25]]
-        assert got.non_finite_B.tolist() == [True, False]
-
-
-def test_scores_that_do_not_fit_are_refused_with_the_methods_name() -> None:
-    class Long(Signal):
-        name: ClassVar[str] = "long"
-
-        def scores(self, batch, of_pass_BT):
-            return torch.ones(2, 5)
-
-    batch = RolloutBatch(torch.ones(2, 3).bool(), torch.tensor([1.0, -1.0]), [None, None], {})
-    with pytest.raises(ValueError, match=r"long: scores\(\) gave shape \(2, 5\) for a batch of \(2, 3\)"):
-        scores_of(Long(), batch, Long().select(batch), None)
-    with pytest.raises(ValueError, match=r"long: run\(\) gave 4 scores for a response of 3 tokens"):
-        put_row(torch.zeros(2, 5), 0, 3, RowScores(torch.ones(4)), Long())
 
 
 def _python(code: str, *paths: Path) -> subprocess.CompletedProcess:

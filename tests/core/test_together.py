@@ -21,11 +21,12 @@ ALONE = {"Phi-3, longrope", "Llama, dynamic", "Doge"}
 """Models whose responses depend on the longest one beside them, or on those after them."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_scores_are_those_of_one_at_a_time(name: str) -> None:
+@pytest.mark.parametrize(("place", "name"), enumerate(FAMILIES))
+def test_scores_are_those_of_one_at_a_time(place: int, name: str) -> None:
+    """GRAIL's on every architecture, and those of two more passes in turn; ``together.page`` measures them all."""
     assert (mixing_rows(model_of(name), LONGEST) is not None) == (name in ALONE)
     for index, signal in enumerate(SIGNALS):
-        if (name, signal) not in FAILS:
+        if (name, signal) not in FAILS and (index == 0 or index % 4 == place % 4):
             difference = together.difference(name, signal, ("left", "right", "both")[index % 3])
             assert difference <= CLOSE.get(signal, 1e-5), signal
             assert difference == 0 or name not in ALONE or signal == "oar_p", signal

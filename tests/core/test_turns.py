@@ -15,7 +15,7 @@ import torch
 
 from grail_advantage import RolloutBatch, compute_token_weights
 from grail_advantage.methods import method
-from grail_advantage.signals.turns import Turns, TurnSignal, find_turns, said_before, shuffle_turns
+from grail_advantage.signals.turns import find_turns, said_before, shuffle_turns
 from tests.core.plain_weights import close
 from tests.core.test_text_methods import token_advantages
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model
@@ -249,18 +249,6 @@ def test_turns_are_runs_of_ones() -> None:
     assert said_before(np.arange(5), np.array([-1, 0, -1, -1, 1])) == [(), (2, 3)]
 
 
-GROUPS_OF_ONE_TURN = [Talk(["ab"], [], [], outcome) for outcome in (1.0, 0.0, 0.25, 0.0)]
-
-
-def test_one_turn_gives_grpos_or_rloos_advantage() -> None:
-    outcomes = torch.tensor([talk.outcome for talk in GROUPS_OF_ONE_TURN], dtype=torch.float64)
-    grpo = (outcomes - outcomes.mean()) / (outcomes.std() + 1e-6)
-    rloo = outcomes * 4 / 3 - outcomes.mean() * 4 / 3
-    for name, expected in (("turn_rloo", rloo), ("mt_grpo", grpo), ("gtpo", grpo), ("gigpo", 2 * grpo)):
-        advantages = token_advantages(method(name).build({}), batch_of(GROUPS_OF_ONE_TURN))
-        close(advantages, [[float(value)] * 2 for value in expected], 1e-6)
-
-
 def test_how_rewards_by_turn_are_aligned() -> None:
     talk = Talk(["a", "b", "c"], ["x", "y"], [1.0, 2.0, 4.0], 8.0)
     alone = Talk(["a"], [], [], 0.0)
@@ -372,15 +360,3 @@ def test_the_control_permutes_the_turns_of_a_response() -> None:
         assert torch.equal(shuffled_BT[1], advantages_BT[1]) and not shuffled_BT[turn_BT < 0].any()
         seen.add(str(of_turns))
     assert len(seen) == 6
-
-
-class Longest(TurnSignal):
-    """A method of somebody else's: the last turn gets the outcome, the others nothing."""
-
-    def turn_advantages(self, responses: Sequence[Turns]) -> list[np.ndarray]:
-        return [np.eye(len(response.rewards_K))[-1] * response.outcome for response in responses]
-
-
-def test_a_method_of_ones_own_has_one_function() -> None:
-    talks = [Talk(["a", "bb"], ["x"], [5.0], 3.0), Talk(["a"], [], [], 0.0)]
-    assert token_advantages(Longest(), batch_of(talks)) == [[0.0, 3.0, 3.0], [0.0]]

@@ -1,4 +1,4 @@
-"""The CPU platform: what ``import verl`` registers with and without VERL_PLATFORM=cpu, and a weight reload into vLLM."""
+"""The CPU platform: ``import verl`` registers nothing of it without VERL_PLATFORM=cpu, and a weight reload into vLLM."""
 
 from __future__ import annotations
 
@@ -45,13 +45,8 @@ def run_python(*arguments: str, **environment: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_import_verl_registers_everything_on_cpu_and_nothing_elsewhere() -> None:
-    assert run_python("-c", PROBE, VERL_PLATFORM="cpu") == {
-        "platforms": ["amd", "cpu", "huawei", "nvidia"],
-        "rollout": "grail_advantage.verl_cpu.rollout",
-        "process_group": "verl.utils.distributed:patches.py",
-        "vllm_imported": False,
-    }
+def test_import_verl_registers_nothing_on_other_platforms() -> None:
+    """What it registers on the CPU, every whole run of the tests needs."""
     assert run_python("-c", PROBE) == {
         "platforms": ["amd", "huawei", "nvidia"],
         "rollout": "verl.workers.rollout.replica",

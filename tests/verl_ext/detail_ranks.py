@@ -18,6 +18,7 @@ from tests.verl_ext import pass_ranks
 from tests.verl_ext.engines import (
     Setup,
     Sizes,
+    build_engine,
     counted_forwards,
     exploding,
     hooks,
@@ -52,7 +53,7 @@ class Experiments(pass_ranks.Experiments):
 
     def memory(self, setup: Setup) -> dict[str, Any]:
         """Whole blocks during the backward of a training step, of passes, and of a shared forward."""
-        engine = self._build(setup)
+        engine = build_engine(setup, self.folder)
         worker, rows = training_worker(engine), self._rows(setup, "all")
         runs = {
             "embeddings": lambda: own_pass(engine, self._prepared(), GrailConfig(), Sizes(rows=6)),
@@ -71,7 +72,7 @@ class Experiments(pass_ranks.Experiments):
 
     def counting(self, setup: Setup) -> dict[str, Any]:
         """Forwards of the blocks in one micro-batch by activation, in shared forwards, and where ranks differ."""
-        engine = self._build(setup)
+        engine = build_engine(setup, self.folder)
         worker, found = training_worker(engine), {}
 
         def count(name: Any, run: Any) -> None:
@@ -112,7 +113,7 @@ class Experiments(pass_ranks.Experiments):
             "logits": lambda engine: log_probs(training_worker(engine), targets, Sizes(rows=1), leaf="embeddings"),
         }
         for name, run in runs.items():
-            engine = self._build(setup)
+            engine = build_engine(setup, self.folder)
             before = hooks(engine.module)
             where = name.split()[-1]
             with exploding(engine, where) if where in ("block", "logits") else contextlib.nullcontext():
@@ -126,7 +127,7 @@ class Experiments(pass_ranks.Experiments):
 
     def nan(self, setup: Setup) -> dict[str, Any]:
         """Responses of which some have a token whose embedding is NaN; in two responses a micro-batch."""
-        worker = training_worker(self._build(setup))
+        worker = training_worker(build_engine(setup, self.folder))
         rows = [shared_row(Rollout("Is", text, -1.0)) for text in WITH_NAN[self.rank]]
         clean = [(tokens.clone().apply_(lambda t: NAN_TO.get(t, t)), *rest) for tokens, *rest in rows]
         sizes = Sizes(rows=2)
@@ -134,7 +135,7 @@ class Experiments(pass_ranks.Experiments):
 
     def later_update(self, setup: Setup) -> dict[str, Any]:
         """The separate trainer at a later update of a step, whose policy has moved on from the step's first."""
-        engine = self._build(setup)
+        engine = build_engine(setup, self.folder)
         workers = AllRows(engine, setup.strategy)
         results: dict[str, Any] = {"back": []}
         with pytest.MonkeyPatch.context() as monkeypatch:

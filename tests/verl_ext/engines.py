@@ -122,9 +122,6 @@ def pageable_parameters() -> Iterator[None]:
     from torch.distributed.fsdp import CPUOffloadPolicy
     from verl.workers.engine.fsdp import transformer_impl
 
-    if torch.accelerator.is_available():
-        yield
-        return
     with patch.object(transformer_impl, "CPUOffloadPolicy", lambda pin_memory: CPUOffloadPolicy(pin_memory=False)):
         yield
 
@@ -134,9 +131,8 @@ def pageable_activations() -> None:
     """Without an accelerator there is no pinned memory, which verl offloads activations to."""
     from verl.utils.activation_offload import SynchronizedGroupOffloadHandler as Handler
 
-    if not torch.accelerator.is_available():
-        pinning = Handler.offload
-        Handler.offload = staticmethod(lambda tensor, pin_memory=True: pinning(tensor, pin_memory=False))
+    pinning = Handler.offload
+    Handler.offload = staticmethod(lambda tensor, pin_memory=True: pinning(tensor, pin_memory=False))
 
 
 def attend(

@@ -1,10 +1,9 @@
-"""What a pass holds in memory: whole blocks, saved tensors, logits of long targets."""
+"""What a pass holds in memory: whole blocks, logits of long targets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
 
@@ -54,14 +53,3 @@ def counted_whole_blocks(engine: Any) -> Iterator[list[int]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def peak_bytes() -> Iterator[list[int]]:
-    """The most bytes of tensors on the CPU that were held at any time beyond those from before."""
-    peak: list[int] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        yield peak
-    events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
-    changes = [change for _, change in sorted((event.start_ns(), event.nbytes()) for event in events)]
-    peak.append(max(accumulate(changes), default=0))

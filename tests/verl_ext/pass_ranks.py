@@ -11,7 +11,6 @@ import torch
 
 from tests.core.tiny_models import PAD_ID
 from tests.verl_ext.engines import (
-    REFERENCE,
     Setup,
     SharedRow,
     build_engine,
@@ -25,7 +24,7 @@ from tests.verl_ext.engines import (
 )
 from tests.verl_ext.held_memory import chunks_of
 from tests.verl_ext.pass_plan import CHUNK, OWN, SETUPS, SHARED, pass_rows, passes_of, shared_of, shared_rows
-from tests.verl_ext.rank_group import on_gpus, run_rank
+from tests.verl_ext.rank_group import run_rank
 
 
 class Experiments:
@@ -33,11 +32,6 @@ class Experiments:
 
     def __init__(self, rank: int, world_size: int, folder: Path) -> None:
         self.rank, self.world_size, self.folder = rank, world_size, folder
-
-    def _build(self, setup: Setup) -> Any:
-        if on_gpus() and setup.attention == REFERENCE:
-            setup = replace(setup, attention="flash_attention_2")
-        return build_engine(setup, self.folder)
 
     def _own(self, engine: Any, name: str, setup: Setup, **request: Any) -> dict[str, list[torch.Tensor]]:
         signal, temperature, sizes = OWN[name]
@@ -58,7 +52,7 @@ class Experiments:
         results: dict[str, Any] = {"own": {}, "shared": {}, "merged": []}
         steps = []
         for after_passes in (False, True):
-            engine = self._build(setup)
+            engine = build_engine(setup, self.folder)
             worker, before = training_worker(engine), hooks(engine.module)
             if after_passes:
                 for own in passes_of(name):
@@ -96,7 +90,7 @@ class Experiments:
 
     def halved(self, setup: Setup) -> dict[str, Any]:
         """Passes under the autocast that verl trains with by default."""
-        engine = self._build(setup)
+        engine = build_engine(setup, self.folder)
         worker = training_worker(engine)
         names = ("saliency", "oar_g", "oar_p", "rlsd", "shear")
         return {

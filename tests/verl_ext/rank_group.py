@@ -25,11 +25,6 @@ LONGEST = 1800.0
 Results = dict[str, dict[str, Any]]
 
 
-def on_gpus() -> bool:
-    """Whether this rank's verl works on a GPU."""
-    return torch.cuda.is_available() and os.environ.get("VERL_PLATFORM") != "cpu"
-
-
 def start_ranks(module: str, folder: Path, world_size: int) -> list[Results]:
     """Run ``python -m module`` once a rank, wait, and return each rank's results by kind and name of experiment.
 
@@ -69,29 +64,20 @@ def run_rank(
     Args:
         make: called with rank, world size and folder; its methods are the kinds of experiment.
         experiments: by kind and name, the argument of the method of that kind.
-        arguments: rank, world size, folder, and optionally a part of the name of the experiments to run alone.
+        arguments: rank, world size, folder.
     """
     import verl  # noqa: F401  loads the plugin that makes the CPU verl's device
 
     rank, world_size, folder = int(arguments[0]), int(arguments[1]), Path(arguments[2])
-    only = arguments[3] if len(arguments) > 3 else ""
     torch.set_num_threads(1)
-    if on_gpus():
-        torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpus() else "cpu:gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=TIMEOUT,
+        "cpu:gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
     )
     made = make(rank, world_size, folder)
     results: Results = {}
     for kind, setups in experiments.items():
         results[kind] = {}
         for name, setup in setups.items():
-            if only not in f"{kind}: {name}":
-                continue
             print(f"{kind}: {name}, after {time.process_time():.1f} CPU seconds", flush=True)
             try:
                 results[kind][name] = getattr(made, kind)(setup)

@@ -51,9 +51,7 @@ class Experiments:
         return self._updates(setup, combinations(setup[0].packed))
 
     def sliced(self, setup: tuple[Setup, Sizes]) -> dict[Any, Any]:
-        """Of the usual loss alone, on two ranks."""
-        if self.world_size == 1:
-            return {}
+        """Of the usual loss alone."""
         return self._updates(setup, [combinations(True)[place] for place in (0, -1)])
 
     def rejected(self, setup: tuple[Setup, Sizes]) -> dict[Any, Any]:

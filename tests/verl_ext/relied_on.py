@@ -19,6 +19,7 @@ import json
 import pkgutil
 import sys
 import textwrap
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -155,6 +156,12 @@ def differences(now: dict[str, dict[str, Any]], known: dict[str, dict[str, Any]]
     return lines
 
 
+@cache
+def _parsed(file: Path) -> tuple[str, Any]:
+    text = file.read_text(encoding="utf-8")
+    return text, ast.parse(text)
+
+
 def source_in(folder: Path, place: str) -> str | None:
     """The source of a function in a source tree, as ``inspect`` gives it; ``""`` for anything else that is there."""
     parts = [part for part in place.split(".") if part != "<locals>"]
@@ -165,8 +172,7 @@ def source_in(folder: Path, place: str) -> str | None:
             break
     else:
         return None
-    text = file.read_text(encoding="utf-8")
-    node: Any = ast.parse(text)
+    text, node = _parsed(file)
     for part in parts[cut:]:
         node = next((entry for entry in reversed(node.body) if getattr(entry, "name", None) == part), None)
         if node is None:

@@ -11,10 +11,8 @@ import torch
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
 from grail_advantage.methods import method, methods
-from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.rules import OTHER_BASES
 from grail_advantage.verl_ext.settings import BASES
-from tests.composed import compose
 from tests.verl_ext.one_step import make_trainer
 from tests.verl_ext.test_one_step import ROWS, Step
 
@@ -141,32 +139,6 @@ def test_an_estimator_of_ones_own(registered: Callable, monkeypatch: pytest.Monk
     assert [values_T.unique().tolist() for values_T in found.values()] == [[2 * reward] for reward in REWARDS]
     with pytest.raises(ValueError, match="base=by_token gives the tokens of a response different advantages"):
         _step(monkeypatch, f"{BASE}=by_token").run()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            (f"{BASE}=rlo",),
-            r"base=rlo does not .* is no estimator of verl's; choose one of grpo, rloo, opo, rein.*register_adv",
-        ),
-        (
-            (f"{BASE}=optimal_token_baseline",),
-            r"base=optimal_token_baseline does not work .*token to token; choose one of",
-        ),
-        ((f"{BASE}=gae",), r"base=gae does not work .* need a critic; choose one of"),
-        ((f"{BASE}=uniform",), r"base=uniform does not .* is a method of token weights itself; choose one of"),
-        ((f"{BASE}=gdpo",), r"base=gdpo does not work .*; choose one of"),
-    ],
-)
-def test_what_is_refused(overrides: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_config(compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=4", *overrides]))
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_what_is_accepted(base: str) -> None:
-    check_config(compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=4", f"{BASE}={base}"]))
 
 
 def test_every_estimator_of_verls_is_judged() -> None:

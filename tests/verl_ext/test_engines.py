@@ -5,15 +5,13 @@ With verl's own configurations, as its stock command composes them; the engines 
 
 from __future__ import annotations
 
-from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
-import hydra
 import pytest
 import torch
 import verl  # noqa: F401  its plugin registers the estimators
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
@@ -23,6 +21,8 @@ from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.entry import prepare_run
 from grail_advantage.verl_ext.rules import choose_skipping
 from grail_advantage.verl_ext.settings import Settings
+from tests.composed import VERL, compose
+from tests.core.common import METHODS
 from tests.verl_ext.one_step import Workers
 from tests.verl_ext.test_one_step import Step
 
@@ -36,25 +36,21 @@ COMPOSED = {
     "automodel": [f"{STRATEGY}=automodel", f"{ACTOR}.{CHUNKING}=True"],
     "fsdp_turbo": [f"{STRATEGY}=fsdp_turbo", f"{ACTOR}.{CHUNKING}=True"],
 }
-BUILT_IN = {
-    name: known.build({}).uses
-    for name, known in methods().items()
-    if known.signal_class.__module__.startswith("grail_advantage.")
-}
+BUILT_IN = {name: methods()[name].build({}).uses for name in METHODS}
 WITHOUT_PASS = [name for name, uses in BUILT_IN.items() if not uses]
 SKIP = "algorithm.token_weights.skip_zero_advantage"
 
 
-def _compose(engine: str, method: str, *overrides: str) -> DictConfig:
+def _compose(engine: str, method: str, *options: str) -> DictConfig:
     required = [
-        *COMPOSED[engine],
-        f"algorithm.adv_estimator={method}",
         f"{ACTOR}.use_dynamic_bsz=True",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.model.path=nowhere",
     ]
-    with hydra.initialize_config_dir(str(files("verl.trainer") / "config"), version_base=None):
-        return hydra.compose("ppo_trainer", overrides=[*required, *overrides])
+    config = compose("ppo_trainer", [*COMPOSED[engine], *required], VERL)
+    with open_dict(config):
+        config.merge_with_dotlist([f"algorithm.adv_estimator={method}", *options])
+    return config
 
 
 @pytest.fixture(scope="module", params=COMPOSED)
@@ -88,8 +84,8 @@ def test_rows_that_train_nothing_are_run_too(engine: str) -> None:
     with pytest.raises(
         ValueError, match=rf"{SKIP}=True does not work with {STRATEGY}={engine}: responses are left out inside"
     ):
-        check_config(_compose(engine, "uniform", f"+{SKIP}=true"))
-    left, (line,) = choose_skipping(Settings.parse(_compose(engine, "uniform", f"+{SKIP}=auto")))
+        check_config(_compose(engine, "uniform", f"{SKIP}=true"))
+    left, (line,) = choose_skipping(Settings.parse(_compose(engine, "uniform", f"{SKIP}=auto")))
     assert not left.skip_update and f"{STRATEGY}={engine}" in line
 
 

@@ -245,15 +245,6 @@ class TestOptionsTakeEffect:
         assert not any(row.any() for row in self._rejected("bypass"))
         assert all("rollout_is_weights" not in row for row in self._rows("bypass").values())
 
-    def test_a_session_has_one_advantage_whatever_its_outputs(self) -> None:
-        """Each session counts once in its group, and all its outputs share its advantage before the weights."""
-        rows = self._rows("several outputs")
-        assert len(SEVERAL_OUTPUTS) > len(SCENARIOS["plain"].outputs)
-        for output in SEVERAL_OUTPUTS:
-            advantages = rows[output.key]["advantages"]
-            expected = _grpo(output.uid)[output.session]
-            assert torch.allclose(advantages, expected.expand_as(advantages), atol=1e-5)
-
 
 def _grpo(uid: str) -> torch.Tensor:
     """The group's advantages by hand."""

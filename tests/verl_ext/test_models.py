@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import verl  # noqa: F401  its plugin registers the estimators
-from omegaconf import DictConfig
 from transformers import GPT2Config, Lfm2Config, OPTConfig
 
 from grail_advantage.model.architecture import architecture_of
 from grail_advantage.verl_ext.checks import check_config
-from tests.composed import compose
+from tests.composed import with_model
 from tests.core.tiny_models import char_tokenizer
 from tests.verl_ext import architectures
 from tests.verl_ext.architectures import BATCH, CASES, CLOSE, FAMILIES, SIGNALS, by_function, error, plainly
@@ -37,14 +36,13 @@ def measured(folder: Path) -> dict[str, dict[str, Any]]:
     return architectures.measure(folder)
 
 
-@pytest.mark.parametrize("signal", SIGNALS)
+@pytest.mark.parametrize(("signal", "padding"), zip(SIGNALS, ("left", "right", "both"), strict=True))
 @pytest.mark.parametrize("name", FAMILIES)
-def test_scores_and_weights_are_those_of_plain_autograd(name: str, signal: str) -> None:
+def test_scores_and_weights_are_those_of_plain_autograd(name: str, signal: str, padding: str) -> None:
     expected = plainly(name, signal)
-    for padding in ("left", "right"):
-        scores, weights = zip(*by_function(name, signal, padding), strict=True)
-        assert error(scores, [of_row for of_row, _ in expected]) < CLOSE[signal], padding
-        assert error(weights, [of_row for _, of_row in expected]) < CLOSE[signal], padding
+    scores, weights = zip(*by_function(name, signal, padding), strict=True)
+    assert error(scores, [of_row for of_row, _ in expected]) < CLOSE[signal]
+    assert error(weights, [of_row for _, of_row in expected]) < CLOSE[signal]
     assert any(len(set(of_row)) > 3 for _, of_row in expected), "no weights to compare"
 
 
@@ -76,18 +74,6 @@ def test_a_shared_forward_gives_the_plain_scores_and_log_probs(measured: dict[st
         torch.testing.assert_close(log_probs_S[:-1], expected_S, rtol=1e-4, atol=1e-4)
 
 
-def _config(folder: Path, *overrides: str) -> DictConfig:
-    return compose(
-        "grail_trainer",
-        overrides=[
-            "actor_rollout_ref.actor.use_dynamic_bsz=True",
-            "actor_rollout_ref.rollout.n=4",
-            f"actor_rollout_ref.model.path={folder}",
-            *overrides,
-        ],
-    )
-
-
 def _save(name: str, folder: Path) -> Path:
     FAMILIES[name].build().save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
@@ -98,16 +84,19 @@ def _save(name: str, folder: Path) -> Path:
 def test_packed_rows_that_would_mix_are_refused(name: str, tmp_path: Path) -> None:
     place = _save(name, tmp_path)
     attention = f"+{ATTENTION}={FAMILIES[name].attention}"
-    for estimator in ("grail", "oar_g", "uniform"):
+    mixed = f"{name}, packed" in MIXED
+    for estimator in ("grail", "oar_g", "uniform") if mixed else ("grail",):
         method = f"algorithm.adv_estimator={estimator}"
-        if estimator == "uniform" or f"{name}, packed" not in MIXED:
-            check_config(_config(place, method, f"{PACKED}=True", attention))
+        if estimator == "uniform" or not mixed:
+            check_config(with_model(place, method, f"{PACKED}=True", attention))
             continue
         with pytest.raises(ValueError, match=rf"{PACKED}=True does not work with .*; set {PACKED}=false, or use a"):
-            check_config(_config(place, method, f"{PACKED}=True", attention))
-        check_config(_config(place, method, f"{PACKED}=False", attention))
+            check_config(with_model(place, method, f"{PACKED}=True", attention))
+        check_config(with_model(place, method, f"{PACKED}=False", attention))
         if name == "GPT-OSS":
-            check_config(_config(place, method, f"{PACKED}=True", f"+{ATTENTION}=kernels-community/vllm-flash-attn3"))
+            check_config(
+                with_model(place, method, f"{PACKED}=True", f"+{ATTENTION}=kernels-community/vllm-flash-attn3")
+            )
 
 
 def test_models_whose_mask_mixes_packed_rows_are_found() -> None:

@@ -101,8 +101,9 @@ def gradient(model: PreTrainedModel, rows: list[torch.Tensor], *, packed: bool) 
 
 def difference(name: str, *, packed: bool) -> float:
     """Largest difference of the gradient beside a longer neighbour from that alone, as a part of its largest value."""
-    alone = gradient(build(name), [RESPONSE], packed=packed)
-    beside = gradient(build(name), [NEIGHBOUR, RESPONSE], packed=packed)
+    model = build(name)
+    alone = gradient(model, [RESPONSE], packed=packed)
+    beside = gradient(model, [NEIGHBOUR, RESPONSE], packed=packed)
     return float((beside - alone).abs().max() / alone.abs().max())
 
 

@@ -7,7 +7,6 @@ tells what to do then.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -37,13 +36,14 @@ def test_a_source_tree_is_compared_without_an_import(known: dict[str, dict], tmp
     for house in relied_on.HOUSES:
         assert relied_on.differences_in_source(installed, known[house]) == []
     changed = tmp_path / "verl/trainer/ppo/v1/trainer_base.py"
-    shutil.copytree(installed / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("*.pyc"))
-    text = changed.read_text()
+    changed.parent.mkdir(parents=True)
+    text = (installed / changed.relative_to(tmp_path)).read_text()
     text = text.replace("def _save_checkpoint(self", "def _write_checkpoint(self").replace(
         "def fit(self, agent_loop_manager: AgentLoopManager):", "def fit(self, agent_loop_manager):"
     )
     changed.write_text(text)
-    lines = relied_on.differences_in_source(tmp_path, known["grail_advantage"])
+    of_trainer = {name: entry for name, entry in known["grail_advantage"].items() if name.startswith(TRAINER)}
+    lines = relied_on.differences_in_source(tmp_path, of_trainer)
     assert lines == [
         f"{TRAINER}._save_checkpoint: gone from {TRAINER}._save_checkpoint",
         f"{TRAINER}.fit: its source differs",

@@ -13,8 +13,9 @@ from grail_advantage.methods import methods
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext.rules import AGAINST_SHARING, broken, refuse_forced, shares_forward
 from grail_advantage.verl_ext.settings import SHARE, Settings, algorithm_sections
+from tests.core.common import METHODS
 
-OURS = {name: of for name, of in methods().items() if of.signal_class.__module__.startswith("grail_advantage.")}
+OURS = {name: methods()[name] for name in METHODS}
 OBSTACLES = {
     "another signal": ({"adv_estimator": "oar_g"}, "algorithm.adv_estimator=oar_g"),
     "bypass": ({"rollout_correction": {"bypass_mode": True}}, "algorithm.rollout_correction.bypass_mode=True"),

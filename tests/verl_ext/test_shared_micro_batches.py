@@ -19,7 +19,7 @@ def _data(count: int, **settings: object) -> tu.TensorDict:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_fixed_micro_batches_are_as_many_as_the_rows_need_and_alike(data: st.DataObject) -> None:
     count, size = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 8))

@@ -6,12 +6,10 @@ import asyncio
 import importlib.util
 import re
 import shlex
-from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import hydra
 import pytest
 import torch
 import yaml
@@ -23,6 +21,7 @@ from grail_advantage import RolloutBatch
 from grail_advantage.signals.turns import find_turns
 from grail_advantage.verl_ext.checks import check_config
 from recipe.tiny.model import build_tokenizer
+from tests.composed import VERL, compose
 from tests.documentation import DOCS, write_files
 
 SAID = [
@@ -87,7 +86,7 @@ def test_the_loop_and_its_rewards_have_the_same_turns(tmp_path: Path, turns: lis
     assert sum(judged["turn_rewards"]) == judged["score"] and output.extra_fields["max_global_steps"] == 1
     known = judged["turn_rewards"]
     assert known[: len(worth)] == worth and not any(known[len(worth) :])
-    config = _check_command(tmp_path)
+    config = _check_command()
     batch = RolloutBatch(
         mask_BT=mask_BT,
         advantages_B=torch.ones(1),
@@ -109,10 +108,9 @@ def test_the_loop_ends_where_the_response_is_full(tmp_path: Path) -> None:
     assert int(find_turns(torch.tensor([output.response_mask]).bool()).max()) + 1 == len(judged["turn_rewards"]) == 1
 
 
-def _check_command(folder: Path) -> Any:
+def _check_command() -> Any:
     found = re.search(r"<!-- command -->\n```bash\n(.*?)```", (DOCS / "turns.md").read_text(), re.DOTALL)
     assert found is not None
     words = shlex.split(found[1].replace("\\\n", " "))
     assert words[:4] == ["PYTHONPATH=.", "python3", "-m", "verl.trainer.main_ppo"]
-    with hydra.initialize_config_dir(str(files("verl.trainer") / "config"), version_base=None):
-        return check_config(hydra.compose("ppo_trainer", overrides=words[4:]))
+    return check_config(compose("ppo_trainer", words[4:], VERL))

@@ -149,7 +149,9 @@ def test_the_base_advantage_is_one_of_verls_a_response() -> None:
     for base, message in (
         ("gae", "token_weights.base=gae.* critic; .* grpo, rloo"),
         ("grail", "token_weights.base=grail.* is a method .* grpo, rloo"),
-        ("mine", "token_weights.base=mine.* is no estimator .* grpo, rloo"),
+        ("mine", "token_weights.base=mine.* is no estimator .* grpo, rloo.*register_adv"),
+        ("optimal_token_baseline", "base=optimal_token_baseline.*token to token; choose one of"),
+        ("gdpo", "base=gdpo.*; choose one of"),
     ):
         assert re.search(message, refusal(base))
 

@@ -6,7 +6,6 @@ Started by ``test_zero_advantage_update.py``, which compares the two.
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from unittest.mock import patch
 import torch
 
 from tests.verl_ext.engines import REFERENCE, Setup, Sizes, build_engine, install_reference, training_worker
-from tests.verl_ext.held_memory import peak_bytes
 from tests.verl_ext.rank_group import run_rank
 
 TOKEN_MEAN = "token-mean"
@@ -174,11 +172,7 @@ class Experiments:
             gradients.append([g.clone() for g in known])
             return type(worker.engine).optimizer_step(worker.engine)
 
-        measured = (loss, aggregation) == combinations()[0][:2]
-        with (
-            patch.object(worker.engine, "optimizer_step", step),
-            peak_bytes() if measured else nullcontext([0]) as peak,
-        ):
+        with patch.object(worker.engine, "optimizer_step", step):
             output = worker.train_mini_batch(data)
         metrics = {} if output is None else tu.get(output, "metrics")
         handle.remove()
@@ -187,7 +181,6 @@ class Experiments:
             "moved": moved,
             "gradients": gradients,
             "positions": sum(positions),
-            "peak": peak[0],
             "metrics": {name: list(map(float, values)) for name, values in metrics.items()},
         }
 

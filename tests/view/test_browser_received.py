@@ -111,20 +111,6 @@ def test_left_out_and_outside_the_mask(tmp_path: Path, opened: Callable[..., Any
     assert grounds[3] != clear and grounds[4] == clear, "a token outside the mask that received something is seen"
 
 
-def test_findings_on_top_in_words(tmp_path: Path, opened: Callable[..., Any]) -> None:
-    page = opened(write(tmp_path / "good"))
-    text = page.locator("#receipt").inner_text()
-    assert text.startswith(
-        "Every token received what the loss says (vanilla), over 8 tokens of 1 update. 12.5 % of them"
-    )
-    assert page.locator("#receipt .wrong").count() == 0
-    page = opened(write(tmp_path / "bad", SCALED, NOTE))
-    text = page.locator("#receipt").inner_text()
-    assert "1 thing in what arrived does not fit the loss" in text and "scaled every token received half" in text
-    assert "response a_0_0, token 2: intended 2.5, received 1.25" in text and "Usual causes: the denominator" in text
-    assert page.locator("#receipt .finding[open]").count() == 1, "a note is folded"
-
-
 def test_a_run_without_receipts_says_nothing_of_them(runs: Path, opened: Callable[..., Any]) -> None:
     page = opened(runs / "grail" / "report.html")
     assert not page.locator("#receipt").is_visible()

@@ -162,14 +162,6 @@ class TestWords:
         assert texts["examples"] == ["response a_1_0, token 2: intended 0.5, received 0.25"]
         assert "1 thing in what arrived does not fit the loss (vanilla)" in summary(run)
 
-    def test_nothing_to_find(self) -> None:
-        text = summary(run_receipt([header()]))
-        assert (
-            text
-            == "Every token received what the loss says (vanilla), over 7 tokens of 1 update. 12.5 % of them were clipped."
-        )
-        assert "clipped" not in summary(run_receipt([header(clipped=None)]))
-
 
 class TestCommand:
     def test_exit_status_says_whether_something_does_not_fit(
