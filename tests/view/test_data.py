@@ -20,21 +20,6 @@ def _log(path: Path, steps: dict[int, dict]) -> None:
     path.write_text("".join(json.dumps({"step": step, "data": values}) + "\n" for step, values in steps.items()))
 
 
-def _trained(step: int, **values: float) -> dict:
-    return {"training/global_step": step, **values}
-
-
-def test_a_resumed_run_replaces_the_steps_it_takes_again(tmp_path: Path) -> None:
-    """Its validation before the first step adds to the step that it resumed at."""
-    _log(tmp_path / "metrics.jsonl", {0: {"v": 0.0}, **{s: _trained(s, a=1.0, b=1.0) for s in (1, 2, 3, 4)}})
-    _log(tmp_path / "metrics-2.jsonl", {2: {"v": 0.5}, **{s: _trained(s, a=2.0) for s in (3, 4)}})
-    _log(tmp_path / "metrics-10.jsonl", {4: _trained(4, a=3.0)})
-    metrics, problems = data.read_metrics(tmp_path)
-    assert {step: values.get("a") for step, values in metrics.items()} == {0: None, 1: 1.0, 2: 1.0, 3: 2.0, 4: 3.0}
-    assert [step for step, values in metrics.items() if "b" in values] == [1, 2], "nothing is left of the others"
-    assert metrics[2]["v"] == 0.5 and problems == []
-
-
 def test_a_run_is_metrics_a_dump_or_both(tmp_path: Path) -> None:
     for folder in (tmp_path / "nothing", tmp_path / "empty_dump"):
         (folder / "tokens" if folder.name == "empty_dump" else folder).mkdir(parents=True)
@@ -44,7 +29,7 @@ def test_a_run_is_metrics_a_dump_or_both(tmp_path: Path) -> None:
         data.open_run(tmp_path / "nowhere")
     run = tmp_path / "run"
     write_step(run / "tokens", DumpHeader(step=1, method="grail"), [dump_row([1.0])])
-    _log(run / "metrics.jsonl", {1: _trained(1)})
+    _log(run / "metrics.jsonl", {1: {"training/global_step": 1}})
     both = data.open_run(run)
     assert (list(both.metrics), both.dump.steps, both.problems) == ([1], [1], [])
     assert data.open_run(run / "tokens").dump.steps == [1]
