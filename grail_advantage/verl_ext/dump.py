@@ -29,7 +29,7 @@ from grail_advantage.verl_ext.received import (
     without_watch,
 )
 from grail_advantage.verl_ext.rules import STRATEGY
-from grail_advantage.verl_ext.settings import ACTOR, DUMP_FOLDER, ENGINES, MODEL, ROLLOUT, Settings
+from grail_advantage.verl_ext.settings import ACTOR, DUMP, ENGINES, MODEL, ROLLOUT, Settings
 from grail_advantage.verl_ext.step import Step, objects
 from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
 from grail_advantage.weighting import BatchWeights
@@ -59,12 +59,7 @@ class UpdateDump:
         options = settings.dump
         self._reads_received = options.received and settings[STRATEGY] in ENGINES
         self._watched: Written | None = None
-        try:
-            options.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"{DUMP_FOLDER}={options.folder} cannot be made on the machine of the trainer: {error}; choose another folder"
-            ) from error
+        options.make_folder(DUMP)
         self._dump = StepDump(
             options.folder,
             tokenizer,

@@ -223,7 +223,7 @@ def test_a_fault_in_the_trainer_is_named(tmp_path: Path, trainer_class: type, na
 
 def test_options() -> None:
     assert dump_options({"folder": "x", "received": False}).received is False and dump_options("x").received
-    with pytest.raises(ValueError, match="received='no' must be True or False"):
+    with pytest.raises(ValueError, match="received='no' must be true or false"):
         dump_options({"folder": "x", "received": "no"})
 
 
