@@ -98,25 +98,6 @@ def compare(values: Sequence[np.ndarray], keys: Sequence[Sequence[Any]], *, devi
     ]
 
 
-def shuffle_turns(advantages_BT: torch.Tensor, turn_BT: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The control for every method here: each response's turn advantages, permuted at random among its turns.
-
-    Args:
-        advantages_BT: float; the same on all tokens of a turn.
-        turn_BT: int64, from :func:`find_turns`.
-        generator: on the CPU; draws the permutations.
-
-    Returns:
-        Like ``advantages_BT``, 0 outside the turns.
-    """
-    shuffled_BT = torch.zeros_like(advantages_BT)
-    for row, turn_T in enumerate(turn_BT):
-        turns = turn_T[turn_T >= 0].unique().tolist()
-        for turn, place in zip(turns, torch.randperm(len(turns), generator=generator).tolist(), strict=True):
-            shuffled_BT[row, turn_T == turn] = advantages_BT[row, turn_T == turns[place]][0]
-    return shuffled_BT
-
-
 class TurnSignal(Signal):
     """Base of the methods that give every turn an advantage of its own: token advantages of either sign."""
 

@@ -15,7 +15,7 @@ import torch
 
 from grail_advantage import RolloutBatch, compute_token_weights
 from grail_advantage.methods import method
-from grail_advantage.signals.turns import Turns, TurnSignal, find_turns, said_before, shuffle_turns
+from grail_advantage.signals.turns import Turns, TurnSignal, find_turns, said_before
 from tests.core.plain_weights import close
 from tests.core.test_text_methods import token_advantages
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model
@@ -357,21 +357,6 @@ def test_a_response_with_advantage_0_may_have_turns_that_train() -> None:
     assert token_advantages(signal, batch) == [[1.0, 0.0], [-1.0, 0.0]]
     talks[0].rewards = [0.0]
     assert signal.select(batch_of(talks)).selected_B.tolist() == [False, False]
-
-
-def test_the_control_permutes_the_turns_of_a_response() -> None:
-    talks = [Talk(["a", "bb", "ccc"], ["x", "y"], [1.0, 2.0], 4.0), Talk(["a"], [], [], 0.0)]
-    batch = batch_of(talks)
-    turn_BT = find_turns(batch.tokens_BT >= 0)
-    advantages_BT = method("turn_rloo").build({}).scores(batch, None)
-    seen = set()
-    for seed in range(30):
-        shuffled_BT = shuffle_turns(advantages_BT, turn_BT, torch.Generator().manual_seed(seed))
-        of_turns = [shuffled_BT[0, turn_BT[0] == turn].unique().tolist() for turn in range(3)]
-        assert all(len(of) == 1 for of in of_turns) and sorted(of_turns) == [[4.0], [6.0], [7.0]]
-        assert torch.equal(shuffled_BT[1], advantages_BT[1]) and not shuffled_BT[turn_BT < 0].any()
-        seen.add(str(of_turns))
-    assert len(seen) == 6
 
 
 class Longest(TurnSignal):

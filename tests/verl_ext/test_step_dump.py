@@ -138,7 +138,7 @@ class Dumping(Step):
         return UpdateDump(trainer.settings, trainer.tokenizer, updates=updates, steps=10)
 
     def close(self, folder: Path) -> list[DumpRow]:
-        self.trainer._dump.close()
+        self.trainer._dump.steps.writer.close()
         dump = read_dump(folder)
         rows = list(dump)
         assert all(problem.endswith(": holds no responses") for problem in dump.problems)  # those of other runs
@@ -246,8 +246,8 @@ class TestRun:
         folder.rmdir()
         folder.write_text("no folder")
         step.run()
-        step.trainer._dump.close()
-        assert step.trainer._dump.failed_files >= 1
+        step.trainer._dump.steps.writer.close()
+        assert step.trainer._dump.steps.writer.failed >= 1
         with pytest.raises(ValueError, match=r"token_dump\.folder=.*/folder/below cannot be made .*choose another"):
             Dumping(monkeypatch, folder / "below")
 
