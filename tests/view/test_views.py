@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -53,12 +52,6 @@ def run(tmp_path: Path) -> data.Run:
             dump_row([1.0], step=step, row=2, no_scores="no answer"),
         ]
         write_step(folder / "tokens", DumpHeader(step=step, method="grail"), rows)
-    lines = [
-        {"step": 0, "data": {"val-core/a $x_1$/acc/mean@1": 0.25}},
-        {"step": 1, "data": {"training/global_step": 1, "critic/score/mean": 0.1, "grail/average_weight": NAN}},
-        {"step": 2, "data": {"training/global_step": 2, "critic/score/mean": 0.3, "val-core/a $x_1$/acc/mean@1": 0.5}},
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return data.open_run(folder)
 
 
@@ -68,7 +61,7 @@ def test_each_figure_is_a_picture_a_drawing_and_a_table(
     assert main([str(run.folder), "--figures", str(tmp_path / "new/f")]) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert [path.name for path in written] == [
-        f"{name}.{kind}" for name in ("curves", "profile", "heat_map") for kind in ("csv", "png", "svg")
+        f"{name}.{kind}" for name in ("profile", "heat_map") for kind in ("csv", "png", "svg")
     ]
     for path, again in zip(written, figures.write_figures(run, tmp_path / "again"), strict=True):
         assert path.read_bytes() == again.read_bytes(), path.name
@@ -78,9 +71,6 @@ def test_each_figure_is_a_picture_a_drawing_and_a_table(
         if path.suffix == ".svg":
             ElementTree.parse(path)
             assert "<script" not in path.read_text()
-    (run.folder / "metrics.jsonl").unlink()
-    alone = figures.write_figures(data.open_run(run.folder), tmp_path / "a")
-    assert {path.stem for path in alone} == {"profile", "heat_map"}
     write_step(tmp_path / "no_scores", DumpHeader(step=1, method="uniform"), [dump_row([1.0], no_scores="not scored")])
     with pytest.raises(ValueError, match="has nothing to draw"):
         figures.write_figures(data.open_run(tmp_path / "no_scores"), tmp_path / "b")
@@ -93,13 +83,6 @@ def test_tables_by_hand(run: data.Run, tmp_path: Path) -> None:
         with (tmp_path / f"{name}.csv").open(newline="", encoding="utf-8") as file:
             return [tuple(row[column] for column in columns) for row in csv.DictReader(file)]
 
-    assert read("curves", "figure", "line", "step", "value") == [
-        ("accuracy", "a $x_1$, mean@1", "0", "0.25"),
-        ("accuracy", "a $x_1$, mean@1", "2", "0.5"),
-        ("reward", "reward", "1", "0.1"),
-        ("reward", "reward", "2", "0.3"),
-        ("weights", "mean", "1", ""),
-    ]
     heat = [
         ("1", "0.25", "0.75", "2"),
         ("1", "0.75", "0.75", "2"),

@@ -2,7 +2,6 @@
 
     python -m grail_advantage.report RUN --figures FOLDER
 
-- ``curves``: what the run logged, step by step;
 - ``profile``: the mean weight of the reasoning by its normalised position, correct against incorrect responses, with 95 %
   intervals over prompts. GRAIL's paper (arXiv 2606.04889) has a U there;
 - ``heat_map``: the same by step and position.
@@ -12,14 +11,13 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from grail_advantage.view.page import by_position, colours, data
-from grail_advantage.view.page.visible import visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,20 +58,14 @@ def write_figures(run: data.Run, folder: Path, bins: int = by_position.BINS) -> 
     """
     import matplotlib
 
-    curves = data.curves(run.metrics)
     table = by_position.row_tables(run.dump or [], bins)[""]
     written: list[Path] = []
     with matplotlib.rc_context(_STYLE):
-        if curves:
-            size = 3.2 * min(3, len(curves)), 2.5 * math.ceil(len(curves) / 3)
-            written += _write(folder, "curves", size, lambda figure: draw_curves(figure, curves))
         if table.scored.any():
             written += _write(folder, "profile", (3.4, 2.7), lambda figure: draw_profiles(figure, table))
             written += _write(folder, "heat_map", (5, 3.2), lambda figure: draw_heat_map(figure, table))
     if not written:
-        raise ValueError(
-            f"{run.folder} has nothing to draw: no metric that is known here, and no response with scores in its token dump"
-        )
+        raise ValueError(f"{run.folder} has nothing to draw: no response with scores in a token dump")
     return written
 
 
@@ -94,26 +86,6 @@ def _write(folder: Path, name: str, size: tuple[float, float], draw: Callable[[F
 def _number(value: float) -> str:
     """For a CSV: empty where there is none; as short as a float64 allows."""
     return repr(float(value)) if math.isfinite(value) else ""
-
-
-def draw_curves(figure: Figure, curves: Sequence[data.Curve]) -> Rows:
-    """One plot a curve, three in a row."""
-    rows: Rows = [["figure", "line", "step", "value"]]
-    columns = min(3, len(curves))
-    grid = figure.subplots(math.ceil(len(curves) / columns), columns, squeeze=False).ravel()
-    for plot, curve in zip(grid, curves, strict=False):
-        for line in curve.lines:
-            label = visible(line.label, breaks=False)
-            marker = "o" if len(line.steps) <= 30 else None
-            plot.plot(line.steps, line.values, marker=marker, markersize=3, linewidth=1.2, label=label)
-            points = zip(line.steps, line.values, strict=True)
-            rows += [[curve.name, label, step, _number(value)] for step, value in points]
-        plot.set(title=curve.title, xlabel="step", ylabel=curve.unit)
-        if len(curve.lines) > 1:
-            plot.legend(fontsize=7)
-    for plot in grid[len(curves) :]:
-        plot.remove()
-    return rows
 
 
 def _positions(bins: int) -> np.ndarray:
