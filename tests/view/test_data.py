@@ -56,7 +56,7 @@ def test_bins_by_hand() -> None:
 def test_intervals() -> None:
     """By hand: two prompts of two rows: mean 4, residuals by prompt -4 and 4, variance 2/1 * 32 / 16 = 4."""
     means = by_position.clustered_means(np.array([[1.0], [3.0], [5.0], [7.0]]), np.array([7, 7, 9, 9]))
-    assert means.mean.tolist() == [4.0] and (means.rows, means.groups) == (4, 2)
+    assert means.mean.tolist() == [4.0] and means.rows == 4
     assert means.high - means.mean == pytest.approx([1.959963984540054 * 2])
     values = np.random.default_rng(0).normal(size=(50, 3))
     means = by_position.clustered_means(values, np.arange(50))
@@ -68,7 +68,7 @@ def test_intervals() -> None:
     assert means.mean.tolist() == [3.0, 2.0] and means.low[0] == alone.low[0]
     assert np.isnan(means.low[1]), "one prompt says nothing of others"
     nothing = by_position.clustered_means(np.zeros((0, 2)), np.zeros(0, dtype=int))
-    assert np.isnan(nothing.mean).all() and (nothing.rows, nothing.groups) == (0, 0)
+    assert np.isnan(nothing.mean).all() and nothing.rows == 0
 
 
 def test_table_by_hand() -> None:
@@ -100,12 +100,12 @@ def test_profiles_and_means_by_step_by_hand() -> None:
     means = by_position.profiles(table)
     # Correct responses: bins (step + 1) / 2 on both sides; one prompt a step, so that four are independent.
     assert list(means) == ["right", "wrong"] and means["right"].mean.tolist() == [1.75, 1.75]
-    assert (means["wrong"].mean.tolist(), means["wrong"].groups) == ([5.0, 0.0], 4)
+    assert means["wrong"].mean.tolist() == [5.0, 0.0]
     half = 1.959963984540054 * np.std([2.0, 4.0, 6.0, 8.0], ddof=1) / 2
     assert means["wrong"].low.tolist() == pytest.approx([5 - half, 0.0])
-    steps, weights, counts = by_position.by_step(table)
-    assert (steps, counts) == ([1, 2, 3, 4], [2, 2, 2, 2])
-    assert weights.tolist() == [[1.5, 0.5], [2.75, 0.75], [4.0, 1.0], [5.25, 1.25]]
+    steps, weights = by_position.by_step(table, "right")
+    assert steps == [1, 2, 3, 4]
+    assert weights.tolist() == [[1.0, 1.0], [1.5, 1.5], [2.0, 2.0], [2.5, 2.5]]
     assert by_position.by_step(table, "wrong")[1][:, 0].tolist() == [2.0, 4.0, 6.0, 8.0]
     assert np.isnan(by_position.by_step(table, "right and wrong")[1]).all()
-    assert by_position.by_step(by_position.row_tables([], bins=2)[""])[1].shape == (0, 2)
+    assert by_position.by_step(by_position.row_tables([], bins=2)[""], "right")[1].shape == (0, 2)
