@@ -47,7 +47,7 @@ KNOBS = {
     "DATA_DIR", "LEARNING_RATE", "TOTAL_STEPS", "SAVE_FREQ", "TEST_FREQ", "PROJECT_NAME", "EXPERIMENT_NAME", "LOGGER",
     "PYTHON", "DRY_RUN", "SEED", "FRESH",
 }  # fmt: skip
-CPU_KNOBS = {"PROMPTS", "ROLLOUTS", "MICRO_BATCH_SIZE", "OUTPUT_DIR"}
+CPU_KNOBS = {"PROMPTS", "ROLLOUTS", "OUTPUT_DIR"}
 
 
 def run_script(script: str, *arguments: str, **knobs: str) -> subprocess.CompletedProcess[str]:
