@@ -127,7 +127,6 @@ def test_tokens_in_a_notebook() -> None:
 
     row = dump_row([0.5, 2.0], tokens=["a", "b"], mask_T=[True, False])
     assert [title for _, title, _ in _tokens(row_html(row))] == ["weight 0.5", "no weight"]
-    assert _tokens(row_html(row, "base_advantage"))[0][1] == "base advantage 0.5"
     with pytest.raises(ValueError, match=r"values has shape \(1,\) for 2 tokens"):
         token_html(["a", "b"], [1.0])
 
