@@ -34,7 +34,7 @@ from grail_advantage.view.dump.parquet import (
     read_record,
     write_table,
 )
-from grail_advantage.view.dump.received import Receipts, ReceivedHeader, read_header, received_files
+from grail_advantage.view.dump.received import Receipts, ReceivedHeader, read_headers, received_files
 from grail_advantage.view.dump.rows import COLUMNS, DumpHeader, DumpRow, MethodColumns
 from grail_advantage.view.whole_file import UNFINISHED
 
@@ -209,14 +209,7 @@ class TokenDump:
 
     def receipts(self) -> list[ReceivedHeader]:
         """What the files of what arrived say of their updates, in order."""
-        headers = []
-        for _, path in received_files(self.folder):
-            try:
-                headers.append(read_header(path))
-            except ValueError as error:
-                if str(error) not in self.problems:
-                    self.problems.append(str(error))
-        return headers
+        return read_headers(self.folder, self.problems)
 
 
 def read_dump(folder: Path | str) -> TokenDump:

@@ -141,6 +141,18 @@ def read_header(path: Path) -> ReceivedHeader:
         raise ValueError(f"{path}: {_damaged(error)}") from error
 
 
+def read_headers(folder: Path, problems: list[str]) -> list[ReceivedHeader]:
+    """The headers of a dump's files, in order; what cannot be read is added to ``problems``, once."""
+    headers = []
+    for _, path in received_files(folder):
+        try:
+            headers.append(read_header(path))
+        except ValueError as error:
+            if str(error) not in problems:
+                problems.append(str(error))
+    return headers
+
+
 def _damaged(error: Exception) -> str:
     return f"is damaged or no receipt ({str(error)[:200]})"
 
