@@ -11,7 +11,6 @@
 python=${PYTHON:-python3}
 nnodes=${NNODES:-1}
 ngpus_per_node=${NGPUS_PER_NODE:-8}
-strategy=${STRATEGY:-fsdp2}                       # fsdp | fsdp2
 offload=${OFFLOAD:-False}                         # True: parameters and optimiser state wait in host memory
 data_dir=${DATA_DIR:-$PWD/data}                   # from scripts/prepare_data.sh
 dry_run=${DRY_RUN:-0}                             # 1: check everything, print the resolved configuration, start nothing
@@ -50,7 +49,6 @@ source scripts/launch.sh
 check_counts NNODES NGPUS_PER_NODE TRAIN_BATCH_SIZE ROLLOUT_N MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH ROLLOUT_TP TOTAL_STEPS
 check_knobs '-1|[1-9][0-9]*' "a whole number from 1 on, or -1 for off" SAVE_FREQ TEST_FREQ
 check_knobs '0|[1-9][0-9]*' "a whole number from 0 on" SEED LORA_RANK
-check_knobs 'fsdp2?' "fsdp or fsdp2" STRATEGY
 check_knobs 'True|False' "True or False" OFFLOAD
 check_knobs '0|1' "0 or 1" DRY_RUN FRESH
 choose_method
@@ -124,7 +122,6 @@ MODEL=(
     actor_rollout_ref.model.path="$model_path"
 )
 ACTOR=(
-    actor_rollout_ref.actor.strategy="$strategy"
     actor_rollout_ref.actor.optim.lr="$learning_rate"
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$ppo_max_token_len_per_gpu"
     actor_rollout_ref.actor.fsdp_config.param_offload="$offload"

@@ -7,7 +7,7 @@
 # the environment, except NNODES and NGPUS_PER_NODE, which Slurm gives. See docs/multi_node.md.
 #
 # Knobs: VENV (the virtual environment on every node; otherwise ray and python3 on PATH), CONTAINER (words in front of every command,
-#        such as "apptainer exec --nv --bind /fsx grail.sif"), WAIT_SECONDS (for the nodes to come together), RAY_PORT.
+#        such as "apptainer exec --nv --bind /fsx grail.sif"), WAIT_SECONDS (for the nodes to come together).
 #
 #SBATCH --job-name=grail
 #SBATCH --nodes=2
@@ -43,7 +43,6 @@ shift
 venv=${VENV:-}
 container=${CONTAINER:-}
 wait_seconds=${WAIT_SECONDS:-600}
-ray_port=${RAY_PORT:-6379}
 
 # --------------------------------------------------------------------------------------------------
 
@@ -84,7 +83,7 @@ if ((nodes > 1)); then
 else
     head=127.0.0.1
 fi
-export RAY_ADDRESS=$head:$ray_port
+export RAY_ADDRESS=$head:6379
 # By itself Ray's head asks for a token where its user has one (~/.ray/auth_token), and the others bring none.
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 if [[ $RAY_AUTH_MODE == token && -z ${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-} ]]; then
@@ -98,7 +97,7 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 # --num-cpus and --num-gpus: Slurm's share of a machine, which Ray cannot see by itself.
 say "head of the cluster: ${names[0]}, $RAY_ADDRESS; $nodes nodes with $gpus GPUs and $cpus cores"
 srun --nodes=1 --ntasks=1 --overlap --nodelist="${names[0]}" "${run[@]}" \
-    ray start --head --node-ip-address="$head" --port="$ray_port" --num-cpus="$cpus" --num-gpus="$gpus" --block &
+    ray start --head --node-ip-address="$head" --port=6379 --num-cpus="$cpus" --num-gpus="$gpus" --block &
 for name in "${names[@]:1}"; do
     address=$(address_towards "$head" "$name")
     # The head may not be there yet. Once it has joined, --block stays until the cluster ends.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import random
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from grail_advantage.model.activations import FORWARD_TOKENS
 from grail_advantage.view.analysis.analysis import ADVANTAGES, Analysis
 from grail_advantage.view.analysis.responses import Response, read_responses
 from grail_advantage.view.analysis.specs import parse_methods, parse_options
-from grail_advantage.view.analysis.weigh import Outcome, run_analysis
+from grail_advantage.view.analysis.weigh import run_analysis
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         tokenizer = tokenizer_of(options.model)
-        responses = with_rewards(_chosen(read_responses(options.responses), options), tokenizer)
-        weigh(options, responses, tokenizer, options.advantages)
+        _weigh(options, with_rewards(read_responses(options.responses), tokenizer), tokenizer)
     except ValueError as error:
         raise SystemExit(f"analyze: {error}") from error
     print(f"see it: python -m grail_advantage.report {options.out}")
@@ -62,12 +59,6 @@ def _parser() -> argparse.ArgumentParser:
         help="auto: from reward or ground_truth, else every response counts as incorrect; wrong: every response counts "
         "as incorrect; right: as correct",
     )
-    add_options(parser)
-    return parser
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that say how the weights of responses are computed, whatever file they come from; for :func:`weigh`."""
     parser.add_argument("--model", required=True, help="folder or name of a Hugging Face causal language model")
     parser.add_argument(
         "--method",
@@ -95,38 +86,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        "--batch-tokens",
         type=int,
         default=FORWARD_TOKENS,
         help="most tokens of a forward pass, padding counted (default: %(default)s); halved where memory runs out",
     )
     parser.add_argument("--device", help="torch's name; a GPU where there is one by default")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model (default: that of its files)")
-    parser.add_argument("--limit", type=int, help="analyse a random choice of that many")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
+    return parser
 
 
-def weigh(
-    options: argparse.Namespace, responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase, advantages: str
-) -> Outcome:
-    """Compute the weights of responses, print a line for each method, and return the result.
-
-    Args:
-        options: of :func:`add_options`.
-        responses: those to compute weights for.
-        tokenizer: the model's.
-        advantages: see :class:`~grail_advantage.view.analysis.analysis.Analysis`.
-
-    Raises:
-        ValueError: naming the option and the fix.
-    """
+def _weigh(options: argparse.Namespace, responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Compute the weights of the responses and print a line for each method."""
     analysis = Analysis(
         responses=responses,
         methods=parse_methods(options.method),
         model=options.model,
         temperature=options.temperature,
         tokens=options.tokens,
-        advantages=advantages,
+        advantages=options.advantages,
         template_options=parse_options(options.template_option, "--template-option"),
         answer=answer_format(options.answer),
     )
@@ -143,25 +120,6 @@ def weigh(
     for label in outcome.unchanged:
         print(f"{label}: every weight is 1; rewards or --advantages may decide that, see docs/methods.md")
     print(f"written: {outcome.path}")
-    return outcome
-
-
-def _chosen(responses: list[Response], options: argparse.Namespace) -> list[Response]:
-    """Whole groups, so that a method that compares responses has all of each group."""
-    if options.limit is not None and options.limit < 1:
-        raise ValueError(f"--limit={options.limit} must be at least 1")
-    if options.limit is None or options.limit >= len(responses):
-        return responses
-    groups = [row.group if row.group is not None else f"row {place}" for place, row in enumerate(responses)]
-    sizes = Counter(groups)
-    kept: set[str] = set()
-    count = 0
-    for group in random.Random(options.seed).sample(sorted(sizes), len(sizes)):
-        if kept and count + sizes[group] > options.limit:
-            break
-        kept.add(group)
-        count += sizes[group]
-    return [row for row, group in zip(responses, groups, strict=True) if group in kept]
 
 
 def with_rewards(responses: Sequence[Response], tokenizer: PreTrainedTokenizerBase) -> list[Response]:

@@ -131,39 +131,28 @@ class RolloutBatch:
                 f"mask_BT must be bool of shape (B, T), got {self.mask_BT.dtype} of shape {tuple(self.mask_BT.shape)}"
             )
         shape = tuple(self.mask_BT.shape)
-        check_tensor("advantages_B", self.advantages_B)
-        if self.advantages_B.shape != shape[:1]:
-            raise ValueError(
-                f"advantages_B must have shape ({shape[0]},) as mask_BT's rows, got {tuple(self.advantages_B.shape)}"
-            )
-        for name, column_BT in self.columns_BT.items():
-            name = f"columns_BT[{name!r}]"
-            check_tensor(name, column_BT)
-            if not column_BT.is_floating_point() or column_BT.shape != shape:
-                raise ValueError(
-                    f"{name} must be floats of shape {shape} as mask_BT, got {column_BT.dtype} of shape "
-                    f"{tuple(column_BT.shape)}"
-                )
-        for name, numbers, dtype, wanted in (
-            ("masked_B", self.masked_B, torch.bool, shape[:1]),
-            ("groups_B", self.groups_B, torch.int64, shape[:1]),
-            ("tokens_BT", self.tokens_BT, torch.int64, shape),
-            ("messages_BT", self.messages_BT, torch.int64, shape),
+        for name, values, kind, dims in (
+            ("advantages_B", self.advantages_B, "numbers", 1),
+            ("masked_B", self.masked_B, torch.bool, 1),
+            ("groups_B", self.groups_B, torch.int64, 1),
+            ("tokens_BT", self.tokens_BT, torch.int64, 2),
+            ("messages_BT", self.messages_BT, torch.int64, 2),
+            ("rewards_B", self.rewards_B, "floats", 1),
+            *((f"columns_BT[{name!r}]", values, "floats", 2) for name, values in self.columns_BT.items()),
         ):
-            if numbers is not None and (numbers.dtype != dtype or numbers.shape != wanted):
+            if values is None:
+                continue
+            check_tensor(name, values)
+            known = kind in ("numbers", values.dtype) or (kind == "floats" and values.is_floating_point())
+            if not known or values.shape != shape[:dims]:
                 raise ValueError(
-                    f"{name} must be {dtype} of shape {wanted}, got {numbers.dtype} of {tuple(numbers.shape)}"
+                    f"{name} must be {kind} of shape {shape[:dims]}, got {values.dtype} of shape {tuple(values.shape)}"
                 )
-        if self.rewards_B is not None and (not self.rewards_B.is_floating_point() or self.rewards_B.shape != shape[:1]):
-            raise ValueError(
-                f"rewards_B must be floats of shape {shape[:1]}, got {self.rewards_B.dtype} of "
-                f"{tuple(self.rewards_B.shape)}"
-            )
         one_a_row = [("spans", self.spans), ("examples", self.examples)]
-        one_a_row += [(f"fields[{name!r}]", values) for name, values in self.fields.items()]
-        for name, values in one_a_row:
-            if values is not None and len(values) != shape[0]:
-                raise ValueError(f"{name} must be one a response, {shape[0]} of them; got {len(values)}")
+        one_a_row += [(f"fields[{name!r}]", of_field) for name, of_field in self.fields.items()]
+        for name, entries in one_a_row:
+            if entries is not None and len(entries) != shape[0]:
+                raise ValueError(f"{name} must be one a response, {shape[0]} of them; got {len(entries)}")
         if self.step < 0:
             raise ValueError(f"step={self.step} must be at least 0, the number of training steps done")
 

@@ -39,12 +39,6 @@ GRADIENT_METRICS = {
     "gradient_norm_p90": "90th percentile of them",
 }
 """Figures of a pass with gradients."""
-TRAINER_METRICS = {
-    "truncated_rate": "share of responses that hit the length limit without an end token",
-    "unjudged_rate": "share of responses that train nothing because their reward, or what verl made of it, is not finite",
-    "shared_forward_rate": "share of the scored responses whose saliency was taken on the forward of the old log-probabilities",
-}
-"""Figures that the trainer adds."""
 
 
 def weight_metrics(

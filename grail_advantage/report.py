@@ -1,6 +1,6 @@
 """``python -m grail_advantage.report RUN``: a run's report, one HTML file that needs no network. docs/report.md reads it.
 
-``--figures FOLDER`` writes its figures as PNG, SVG and CSV instead, ``--terminal`` shows one rollout here.
+``--terminal`` shows one rollout here instead.
 """
 
 from __future__ import annotations
@@ -28,14 +28,12 @@ def main(argv: list[str] | None = None) -> int:
         default=MEGABYTES,
         help="size of the file at most; larger ones get fewer rollouts; default: %(default)g",
     )
-    instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--figures", type=Path, metavar="FOLDER", help="write the figures there, and no report")
-    instead.add_argument("--terminal", action="store_true", help="show one rollout here, and write nothing")
+    parser.add_argument("--terminal", action="store_true", help="show one rollout here, and write nothing")
     parser.add_argument("--step", type=int, help="of --terminal; default: the last")
     parser.add_argument("--row", type=int, help="of --terminal, its place in the batch; default: the first with scores")
     args = parser.parse_args(argv)
     try:
-        if args.figures is not None or args.terminal:
+        if args.terminal:
             _show(args)
             return 0
         path = write_report(
@@ -52,19 +50,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show(args: argparse.Namespace) -> None:
-    """Write the figures, or show a rollout, and print the unreadable parts of the run."""
+    """Show a rollout, and print the unreadable parts of the run."""
+    from grail_advantage.view.terminal import print_rollout
+
     run = data.open_run(args.run)
-    if args.figures is not None:
-        from grail_advantage.view.page.figures import write_figures
-
-        for path in write_figures(run, args.figures):
-            print(path.resolve())
-    elif run.dump is None:
+    if run.dump is None:
         raise ValueError(f"{args.run} has no token dump ({data.TOKENS}/, algorithm.token_dump.folder)")
-    else:
-        from grail_advantage.view.terminal import print_rollout
-
-        print_rollout(run.dump, args.step, args.row)
+    print_rollout(run.dump, args.step, args.row)
     for problem in run.problems:
         print(f"report: {problem}", file=sys.stderr)
 

@@ -1,7 +1,7 @@
 """Start-up checks of the recipe for settings of verl's own, which have nothing to do with token weights.
 
-verl would start with them, and fail after Ray has started or train something else than the settings say. Runs through verl's
-own command are left to verl.
+verl would start with them and train something else than the settings say, or say of its workers' failure no word that names
+the cause. Runs through verl's own command are left to verl.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ from omegaconf import DictConfig, OmegaConf
 from grail_advantage.methods import methods
 from grail_advantage.verl_ext import checks
 
-WITHOUT_INPUT = ("optimal_token_baseline", "tir_optimal_token_baseline")
-"""verl's estimators that its v1 trainer does not give what they need."""
-
-_ROLLOUT = "actor_rollout_ref.rollout"
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 
@@ -33,22 +29,10 @@ def check_config(config: DictConfig, kind: str) -> None:
     """
     check_trl()
     if config.algorithm.adv_estimator not in methods():
-        _check_stock(config)
+        checks.check_start(config)
     if kind == "separate_async":
-        _check_separate_async(config)
+        _check_offload(config)
     _check_rollout_log_probs(config)
-
-
-def _check_stock(config: DictConfig) -> None:
-    """Checks of a run with an estimator of verl's."""
-    checks.check_start(config)
-    estimator = config.algorithm.adv_estimator
-    if estimator in WITHOUT_INPUT:
-        # PPOTrainer._compute_advantage fetches fixed fields, and this one is not among them.
-        raise ValueError(
-            f"algorithm.adv_estimator={estimator} needs sum_pi_squared, which the v1 trainer of verl {checks.VERL_VERSION} "
-            "does not hand to it, so that the run would fail after its first rollouts; use grpo"
-        )
 
 
 def check_trl() -> None:
@@ -102,32 +86,13 @@ def _check_rollout_log_probs(config: DictConfig) -> None:
         refuse("top_p", f"{remedy}1.0")
 
 
-def _check_separate_async(config: DictConfig) -> None:
-    """Settings over which verl would fail after Ray has started, or train something else silently."""
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    steps = config.trainer.v1.separate_async.parameter_sync_step
-
-    def refuse(option: str, remedy: str) -> None:
-        value = OmegaConf.select(config, option, default=None)
-        raise ValueError(f"{option}={value} does not work with trainer.v1.trainer_mode=separate_async; {remedy}")
-
-    if not config.actor_rollout_ref.get("hybrid_engine", True):
-        # verl 0.9.1 fails over a line of its own log (trainer_separate_async.py, PPOTrainerSeparateAsync._setup).
-        refuse("actor_rollout_ref.hybrid_engine", "use true: verl 0.9.1 does not start without")
-    for name in ("nnodes", "n_gpus_per_node"):
-        if not rollout.get(name) or rollout[name] < 1:
-            refuse(f"{_ROLLOUT}.{name}", "set the number of devices that the rollout gets of its own")
-    if rollout.checkpoint_engine.backend == "naive":
-        refuse(f"{_ROLLOUT}.checkpoint_engine.backend", "use nccl or another engine of verl's")
-    if config.data.train_batch_size != steps * actor.ppo_mini_batch_size:
-        refuse(
-            "data.train_batch_size",
-            f"use trainer.v1.separate_async.parameter_sync_step ({steps}) times "
-            f"actor_rollout_ref.actor.ppo_mini_batch_size ({actor.ppo_mini_batch_size})",
-        )
-    offload = "actor_rollout_ref.actor.fsdp_config.param_offload"
+def _check_offload(config: DictConfig) -> None:
+    """verl's ``DetachActorWorker`` keeps and puts back the parameters where they are, which with offload may not be where the
+    next forward takes them from."""
+    option, step = "actor_rollout_ref.actor.fsdp_config.param_offload", "trainer.v1.separate_async.parameter_sync_step"
     bypass = OmegaConf.select(config, _BYPASS, default=False)
-    if OmegaConf.select(config, offload, default=False) and steps > 1 and not bypass:
-        # verl's DetachActorWorker keeps and puts back the parameters where they are, which with offload may not be where the
-        # next forward takes them from.
-        refuse(offload, f"set it false, or trainer.v1.separate_async.parameter_sync_step=1, or {_BYPASS}=true")
+    if OmegaConf.select(config, option, default=False) and OmegaConf.select(config, step) > 1 and not bypass:
+        raise ValueError(
+            f"{option}=True does not work with trainer.v1.trainer_mode=separate_async; set it false, or {step}=1, or "
+            f"{_BYPASS}=true"
+        )

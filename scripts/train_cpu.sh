@@ -16,8 +16,6 @@ base_model=$BASE_MODEL # tiny | smollm2 | agent
 # batch and lengths: prompts a step, responses a prompt
 prompts=${PROMPTS:-32}
 rollouts=${ROLLOUTS:-8}
-micro_batch_size=${MICRO_BATCH_SIZE:-}             # responses; otherwise the most up to 128 (SmolLM2: 16) that divide them
-max_prompt_length=${MAX_PROMPT_LENGTH:-32}
 max_response_length=${MAX_RESPONSE_LENGTH:-64}
 
 # learning: any registered method (docs/methods.md); grpo: uniform, which is GRPO in the same trainer, verl_grpo: verl's stock
@@ -49,8 +47,7 @@ tokens_dir=$(realpath -m "$run_dir")/tokens
 title="$method, $base_model, worked arithmetic, seed $seed"
 
 # Values that verl would refuse minutes later, after the warm-up and Ray's start, are refused here.
-check_counts PROMPTS ROLLOUTS MAX_PROMPT_LENGTH MAX_RESPONSE_LENGTH TOTAL_STEPS
-check_knobs '|[1-9][0-9]*' "a whole number from 1 on" MICRO_BATCH_SIZE
+check_counts PROMPTS ROLLOUTS MAX_RESPONSE_LENGTH TOTAL_STEPS
 check_knobs '-1|[1-9][0-9]*' "a whole number from 1 on, or -1 for never" TEST_FREQ SAVE_FREQ
 check_knobs '0|[1-9][0-9]*' "a whole number from 0 on" SEED
 check_knobs '[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?' "a number such as 1e-4" LEARNING_RATE
@@ -58,17 +55,12 @@ check_knobs 'official|robust' "official or robust" PRESET
 check_knobs 'official|grail_port' "official or grail_port" OAR_VARIANT
 check_knobs '0|1' "0 or 1" DRY_RUN FRESH WARM_UP
 ((rollouts >= 2)) || refuse "ROLLOUTS=$rollouts leaves nothing to compare a response with; use 2 or more"
-responses=$((prompts * rollouts))
-if [[ -z $micro_batch_size ]]; then
-    micro_batch_size=128
-    [[ $base_model != smollm2 ]] || micro_batch_size=16
-    while ((responses % micro_batch_size != 0)); do
-        micro_batch_size=$((micro_batch_size - 1))
-    done
-fi
-((responses % micro_batch_size == 0)) ||
-    refuse "MICRO_BATCH_SIZE=$micro_batch_size must divide PROMPTS=$prompts x ROLLOUTS=$rollouts = $responses responses"
-((max_prompt_length >= 21)) || refuse "MAX_PROMPT_LENGTH=$max_prompt_length is shorter than the problems; use 21 or more"
+# The most responses up to 128 (SmolLM2: 16) that divide those of a step.
+micro_batch_size=128
+[[ $base_model != smollm2 ]] || micro_batch_size=16
+while ((prompts * rollouts % micro_batch_size != 0)); do
+    micro_batch_size=$((micro_batch_size - 1))
+done
 
 # Threads that spin while they wait cost a multiple of the time as soon as anything else runs on the cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
@@ -93,7 +85,7 @@ DATA=(
     data.train_files="$data_dir/train.parquet"
     data.val_files="$data_dir/validation.parquet"
     data.train_batch_size="$prompts"
-    data.max_prompt_length="$max_prompt_length"
+    data.max_prompt_length=32
     data.max_response_length="$max_response_length"
     data.dataloader_num_workers=0
     data.seed="$seed"

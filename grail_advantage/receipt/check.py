@@ -116,7 +116,7 @@ def check(batch: Batch, loss: Loss, pieces: Sequence[Piece]) -> Receipt:
                 f"a piece of shape {tuple(piece.log_probs_bT.shape)} for {len(piece.rows_b)} x {T}: use padded()"
             )
     if not pieces:
-        raise ValueError("no piece was read: call read() or measure() before each micro-batch's loss")
+        raise ValueError("no piece was read: call Watch.read() before each micro-batch's loss")
     if loss.kl and batch.ref_log_probs_BT is None:
         loss = replace(loss, account=None)
     steps = _steps(batch, loss, pieces)

@@ -41,26 +41,18 @@ class Piece:
 
 
 class Gradient:
-    """The gradient of one tensor of log-probabilities."""
+    """The gradient of one tensor of log-probabilities, of any shape, by a hook that is put on it before the loss reads it."""
 
     def __init__(self, log_probs: torch.Tensor) -> None:
         self.log_probs = log_probs.detach()
         """What went into the loss."""
         self.values: torch.Tensor | None = None
-        """``None`` before the backward; the sum of what several backwards gave."""
+        """``None`` before the backward, and without one (in evaluation); the sum of what several backwards gave."""
         if log_probs.requires_grad:
             log_probs.register_hook(self._add)
 
     def _add(self, gradient: torch.Tensor) -> None:
         self.values = gradient.detach().clone() if self.values is None else self.values + gradient
-
-
-def measure(log_probs: torch.Tensor) -> Gradient:
-    """Put a hook on a tensor of log-probabilities, of any shape, before the loss reads it.
-
-    Without a gradient to come (in evaluation), nothing is read and :attr:`Gradient.values` stays ``None``.
-    """
-    return Gradient(log_probs)
 
 
 class Watch:
@@ -72,7 +64,7 @@ class Watch:
 
     def read(self, log_probs_bT: torch.Tensor, rows_b: Sequence[int] | torch.Tensor) -> None:
         """Read the gradient of a micro-batch. Call it before the loss, with the tensor that goes into the loss."""
-        self._read.append((measure(log_probs_bT), torch.as_tensor(rows_b), self._update))
+        self._read.append((Gradient(log_probs_bT), torch.as_tensor(rows_b), self._update))
 
     def step(self) -> None:
         """Call it after each optimiser step."""

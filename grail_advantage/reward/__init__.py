@@ -32,7 +32,7 @@ from grail_advantage.reward import _verify_pool
 for _package in ("math_verify", "pebble"):
     if importlib.util.find_spec(_package) is None:
         raise ImportError(f"grail_advantage.reward needs {_package}: pip install math-verify==0.9.0 pebble==5.2.3")
-_verify_pool.settings()  # a bad environment variable is reported now, not by a reward of 0
+_verify_pool.cpu_seconds()  # a bad environment variable is reported now, not by a reward of 0
 
 logger = logging.getLogger(__name__)
 

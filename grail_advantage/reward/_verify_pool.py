@@ -19,6 +19,8 @@ from queue import SimpleQueue
 _SCRIPT = Path(__file__).with_name("_verify_worker.py")
 # The child gets of the environment, which may hold keys, only the variables that find its libraries and set up sympy.
 _ENVIRONMENT = ("HOME", "PYTHON", "LD_", "LC_", "LANG", "SYMPY_", "MPMATH_")
+_SECONDS_VARIABLE = "GRAIL_REWARD_TIMEOUT"
+_WORKERS = 2
 # For a reply, far beyond the limits of a comparison: a process that is busy or still loads sympy is waited for.
 _PATIENCE_SECONDS = 120.0
 
@@ -82,19 +84,17 @@ _server: _Server | None = None
 _lock = threading.Lock()
 
 
-def settings() -> tuple[int, float]:
-    """Number of workers, and seconds of processor time for one answer. Raises ValueError for no positive number."""
-    return int(_setting("GRAIL_REWARD_WORKERS", 2)), _setting("GRAIL_REWARD_TIMEOUT", 3.0)
-
-
-def _setting(name: str, default: float) -> float:
-    text = os.environ.get(name, str(default))
+def cpu_seconds() -> float:
+    """Seconds of processor time for one answer. Raises ValueError for no positive number."""
+    text = os.environ.get(_SECONDS_VARIABLE, "3.0")
     try:
-        value = type(default)(text)
+        value = float(text)
     except ValueError:
-        value = 0
+        value = 0.0
     if not 0 < value < 1000:
-        raise ValueError(f"environment variable {name}={text!r}: set it to a positive number, or unset it ({default})")
+        raise ValueError(
+            f"environment variable {_SECONDS_VARIABLE}={text!r}: set it to a positive number, or unset it (3.0)"
+        )
     return value
 
 
@@ -103,7 +103,7 @@ def server() -> _Server:
     global _server
     with _lock:
         if _server is None or _server.process.poll() is not None:
-            _server = _Server(*settings())
+            _server = _Server(_WORKERS, cpu_seconds())
         return _server
 
 

@@ -15,7 +15,7 @@ from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS
 from grail_advantage.model.neighbours import drawing_rows
 from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
-from grail_advantage.trl_ext.patches import missing_attributes, missing_methods
+from grail_advantage.trl_ext.patches import missing_methods
 
 TESTED_TRL = "1.16.0"
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
@@ -31,19 +31,7 @@ def check_trl(trainer_class: type, version: str) -> None:
     Raises:
         ValueError: naming the version and each part that is missing.
     """
-    _refuse_trl(missing_methods(trainer_class), version)
-
-
-def check_attributes(trainer: GRPOTrainer, version: str) -> None:
-    """The same for what TRL's constructor makes.
-
-    Raises:
-        ValueError: naming the version and each attribute that is missing.
-    """
-    _refuse_trl(missing_attributes(trainer), version)
-
-
-def _refuse_trl(missing: list[str], version: str) -> None:
+    missing = missing_methods(trainer_class)
     if missing:
         raise ValueError(
             f"trl {version} is installed, whose GRPOTrainer lacks {', '.join(missing)}; token weights use "

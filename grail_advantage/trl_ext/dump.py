@@ -28,26 +28,16 @@ from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import TokenWeights
 from grail_advantage.trl_ext.patches import log_in_training
 from grail_advantage.trl_ext.received import GenerationReceipt
+from grail_advantage.view.dump.options import DumpOptions
 from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
 
 METRICS_FILE = "metrics.jsonl"
+WHERE = "token_dump's "
+"""In front of an option's name in messages."""
 GROUND_TRUTH_COLUMNS = ("solution", "ground_truth", "answer", "gold")
 """Columns of a data set that usually hold the correct answer; the first that a row has is shown."""
 SAVE_SECONDS = 60.0
 """Seconds that a checkpoint waits for the dump of its steps."""
-
-
-@dataclass(frozen=True)
-class DumpOptions:
-    """The options of ``token_dump``, named as verl's ``algorithm.token_dump``."""
-
-    folder: Path
-    every: int = 1
-    """Steps from one dump to the next."""
-    responses: int | None = 64
-    """Most responses of a step; ``None`` for all."""
-    received: bool = True
-    """Whether what each token received is read in the updates, and written beside."""
 
 
 def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptions:
@@ -63,11 +53,7 @@ def dump_options(given: str | os.PathLike[str] | Mapping[str, Any]) -> DumpOptio
             f"token_dump={given!r} must be a folder, or a mapping of folder, every, responses and received"
         )
     options = DumpOptions(**section | {"folder": Path(section["folder"]).expanduser().absolute()})
-    for name, value in (("every", options.every), ("responses", options.responses)):
-        if (name, value) != ("responses", None) and (type(value) is not int or value < 1):
-            raise ValueError(f"token_dump's {name}={value!r} must be a whole number, at least 1")
-    if type(options.received) is not bool:
-        raise ValueError(f"token_dump's received={options.received!r} must be True or False")
+    options.check(WHERE)
     return options
 
 
@@ -104,10 +90,7 @@ class GenerationDump(TrainerCallback):
     """
 
     def __init__(self, trainer: GRPOTrainer, options: DumpOptions, signal: Signal, answer: AnswerFormat) -> None:
-        try:
-            options.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"token_dump's folder={options.folder} cannot be made: {error}; choose another") from error
+        options.make_folder(WHERE)
         self.rewards = torch.zeros(0, 0)
         """Of all responses of all processes and all reward functions, as TRL scored the latest generation batch."""
         self._trainer, self._options, self._signal, self._answer = trainer, options, signal, answer

@@ -56,11 +56,6 @@ RELIED_ON = (
         ),
     ),
 )
-ATTRIBUTES = (
-    *("_entropy_bonus_enabled", "_metrics", "aux_loss_enabled", "chat_template_kwargs", "eos_token_ids", "loss_type"),
-    *("importance_sampling_level", "max_completion_length", "num_generations", "reward_weights", "temperature"),
-)
-"""Attributes of a trainer that token weights read."""
 
 
 def missing_methods(trainer_class: type) -> list[str]:
@@ -80,11 +75,6 @@ def missing_methods(trainer_class: type) -> list[str]:
                 source = ""
             missing += [f"`{text.strip()}` in {needed.name}()" for text in needed.source if text not in source]
     return missing
-
-
-def missing_attributes(trainer: Any) -> list[str]:
-    """What a trainer lacks of :data:`ATTRIBUTES`."""
-    return [f"the attribute {name}" for name in ATTRIBUTES if not hasattr(trainer, name)]
 
 
 def rows_that_train(inputs: Mapping[str, Any], loss_type: str) -> tuple[dict[str, Any], float]:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from trl import GRPOTrainer
 
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, trl_loss
-from grail_advantage.receipt.measure import Gradient, measure
+from grail_advantage.receipt.measure import Gradient
 from grail_advantage.view.dump.step import StepDump
 
 ROWS = "receipt_rows"
@@ -125,7 +125,7 @@ class GenerationReceipt:
             scaler = self._trainer.accelerator.scaler
             scale = 1.0 if scaler is None else scaler.get_scale()
             update = self._trainer.state.global_step + 1 - self._step
-            self._read.append((measure(log_probs_bT), *self._rows, update, scale))
+            self._read.append((Gradient(log_probs_bT), *self._rows, update, scale))
             return
         self._columns = {}
 

@@ -31,7 +31,6 @@ from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights, response_statistics
 from grail_advantage.trl_ext.checks import (
     check_arguments,
-    check_attributes,
     check_prompt,
     check_skipping,
     check_trainer,
@@ -97,7 +96,6 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *arguments, **named).arguments
         check_arguments(given, self.signal)
         super().__init__(*arguments, **named)
-        check_attributes(self, trl.__version__)
         check_trainer(self, self.signal)
         if skip_zero_advantage:
             check_skipping(self)

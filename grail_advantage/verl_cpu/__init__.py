@@ -19,22 +19,15 @@ imports verl, so Ray workers need nothing else.
 
 from __future__ import annotations
 
-_installed = False
-
 
 def install() -> None:
-    """Register the CPU platform, its rollout replica and its patches with verl; calling it again changes nothing.
+    """Register the CPU platform, its rollout replica and its patches with verl.
 
     Runs while ``import verl`` is finishing, in every process, so it imports neither vLLM nor FSDP.
     """
-    global _installed
-    if _installed:
-        return
-
     from grail_advantage.verl_cpu import environment, patches, platform, rollout
 
     environment.apply_defaults()
     platform.register()
     patches.patch()
     rollout.register()
-    _installed = True

@@ -11,34 +11,7 @@ from types import SimpleNamespace
 
 import psutil
 import torch
-from torch.cpu import Stream, current_stream, is_available, set_device, stream, synchronize
-
-__all__ = [
-    "Stream",
-    "current_device",
-    "current_stream",
-    "device_count",
-    "empty_cache",
-    "get_device_name",
-    "get_device_properties",
-    "get_rng_state",
-    "ipc_collect",
-    "is_available",
-    "manual_seed",
-    "manual_seed_all",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "mem_get_info",
-    "memory_allocated",
-    "memory_reserved",
-    "reset_accumulated_memory_stats",
-    "reset_peak_memory_stats",
-    "set_device",
-    "set_per_process_memory_fraction",
-    "set_rng_state",
-    "stream",
-    "synchronize",
-]
+from torch.cpu import Stream, current_stream, is_available, set_device, stream, synchronize  # noqa: F401  for verl
 
 get_rng_state = torch.get_rng_state
 set_rng_state = torch.set_rng_state

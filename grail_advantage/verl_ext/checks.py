@@ -31,7 +31,7 @@ from grail_advantage.registry import RESERVED, NameTakenError, failure_message, 
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_cpu import checks as cpu_checks
-from grail_advantage.verl_ext.rules import FUSED, ROUTER_LOSS, STRATEGY, Obstacle, check_rules, shares_forward
+from grail_advantage.verl_ext.rules import FUSED, ROUTER_LOSS, Obstacle, check_rules, shares_forward
 from grail_advantage.verl_ext.settings import (
     METHOD,
     MODEL,
@@ -64,7 +64,6 @@ def check_config(config: DictConfig) -> Settings:
     tokenizer = check_start(config)
     settings = Settings.parse(config)
     check_rules(settings)
-    _check_adapter(settings)
     if tokenizer is not None:
         check_tokenizer(tokenizer, settings.signal)
     check_model(settings)
@@ -199,26 +198,6 @@ def _local_tokenizer(model: DictConfig) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
     except (OSError, ValueError):  # not in the cache, a broken download, or a file system that verl copies from
         return None
-
-
-def _check_adapter(settings: Settings) -> None:
-    """verl shards embeddings and head of an untied model by name with FSDP2, and fails over PEFT's wrappers around them
-    (``verl.utils.fsdp_utils._select_fsdp2_wrap_targets``)."""
-    tied = read_json(settings[PATH], "config.json").get("tie_word_embeddings", False)
-    if settings.lora_rank == 0 or settings[STRATEGY] != "fsdp2" or tied:
-        return
-    adapter = read_json(settings[ADAPTER], "adapter_config.json")
-    named = [
-        settings[f"{MODEL}.target_modules"],
-        *(adapter.get(name) for name in ("target_modules", "modules_to_save")),
-    ]
-    adapted = {name for names in named for name in ([names] if isinstance(names, str) else names or ())}
-    unsupported = sorted(name for name in ("embed_tokens", "lm_head") if any(name in other for other in adapted))
-    if unsupported:
-        raise ValueError(
-            f"{STRATEGY}=fsdp2 does not work with {METHOD}={settings.method}; with a LoRA on {' and '.join(unsupported)} verl "
-            f"{VERL_VERSION} shards models with tied embeddings only; use fsdp, or leave them out of {MODEL}.target_modules"
-        )
 
 
 def check_text(tokenizer: PreTrainedTokenizerBase, model: DictConfig) -> None:

@@ -29,7 +29,7 @@ from grail_advantage.verl_ext.received import (
     without_watch,
 )
 from grail_advantage.verl_ext.rules import STRATEGY
-from grail_advantage.verl_ext.settings import ACTOR, DUMP_FOLDER, ENGINES, MODEL, ROLLOUT, Settings
+from grail_advantage.verl_ext.settings import ACTOR, DUMP, ENGINES, MODEL, ROLLOUT, Settings
 from grail_advantage.verl_ext.step import Step, objects
 from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
 from grail_advantage.weighting import BatchWeights
@@ -59,13 +59,8 @@ class UpdateDump:
         options = settings.dump
         self._reads_received = options.received and settings[STRATEGY] in ENGINES
         self._watched: Written | None = None
-        try:
-            options.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"{DUMP_FOLDER}={options.folder} cannot be made on the machine of the trainer: {error}; choose another folder"
-            ) from error
-        self._dump = StepDump(
+        options.make_folder(DUMP)
+        self.steps = StepDump(
             options.folder,
             tokenizer,
             every=options.every,
@@ -75,27 +70,11 @@ class UpdateDump:
             temperature=float(settings[f"{ROLLOUT}.temperature"]),
             answer=settings.answer,
         )
+        """Chooses the responses, and writes their files."""
         responses = settings["data.train_batch_size"] * settings[f"{ROLLOUT}.n"]
         responses = responses if options.responses is None else min(responses, options.responses)
         estimate = size_estimate(responses, settings["data.max_response_length"], steps // options.every)
         print(f"{estimate}, in {options.folder}", flush=True)
-
-    @property
-    def failed_files(self) -> int:
-        """Files that could not be written."""
-        return self._dump.writer.failed
-
-    def writes(self, number: int) -> bool:
-        """Whether responses of this training step are written."""
-        return self._dump.writes(number)
-
-    def wait(self) -> None:
-        """Wait until the responses so far are written, for a checkpoint of the step."""
-        self._dump.writer.wait(CHECKPOINT_SECONDS)
-
-    def close(self) -> None:
-        """Write the remaining responses."""
-        self._dump.writer.close()
 
     def write(
         self,
@@ -118,9 +97,9 @@ class UpdateDump:
             update: number of the update in the step.
         """
         self._watched = None
-        with self._dump.writer.attempt():
+        with self.steps.writer.attempt():
             of_run = [not tag.get("is_padding", False) for tag in batch.tags]
-            chosen = self._dump.choose(step.number, update, step.groups, of_run)
+            chosen = self.steps.choose(step.number, update, step.groups, of_run)
             if not chosen:
                 return
             keys = [step.keys[row] for row in chosen]
@@ -151,7 +130,7 @@ class UpdateDump:
                 advantages_BT=advantages_BT,
                 rows_in_step=sum(of_run),
             )
-            self._dump.write(
+            self.steps.write(
                 step.number, update, chosen, rows.subset(chosen), lambda: _known(fetched, len(chosen), signal)
             )
             if self._reads_received:
@@ -166,7 +145,7 @@ class UpdateDump:
         """
         if self._watched is None:
             return False
-        with self._dump.writer.attempt():
+        with self.steps.writer.attempt():
             watch_request(batch, step.keys, self._watched.places, self._watched.number(step))
             return True
         return False
@@ -188,7 +167,7 @@ class UpdateDump:
         """
         written, self._watched = self._watched, None
         without_watch(batch)
-        with self._dump.writer.attempt():
+        with self.steps.writer.attempt():
             replies = workers.take_received(written.number(step))
             for reply in replies:
                 if isinstance(reply, Exception):
@@ -206,7 +185,7 @@ class UpdateDump:
                 on_policy=on_policy,
             )
             lengths = [len(step.responses[place]) for place in written.places]
-            header = self._dump.write_received(
+            header = self.steps.write_received(
                 step.number, written.update, written.keys, lengths, written.mask_BT, receipt, loss.name
             )
             clipped = {} if header.clipped is None else {"receipt/clipped": header.clipped}

@@ -26,7 +26,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from grail_advantage.batch import OLD_LOG_PROBS
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_loss
-from grail_advantage.receipt.measure import Gradient, measure
+from grail_advantage.receipt.measure import Gradient
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.settings import ACTOR, Settings
 from grail_advantage.verl_ext.step import Step
@@ -106,7 +106,7 @@ class UpdateWatch:
         def read(model_output: Any, data: TensorDict, dp_group: Any = None) -> Any:
             with self._attempt():
                 of_rows = (data[name].offsets().diff() for name in ("prompts", "responses"))
-                self._readings.append(_Reading(measure(model_output["log_probs"]), data[PLACES], *of_rows))
+                self._readings.append(_Reading(Gradient(model_output["log_probs"]), data[PLACES], *of_rows))
             return loss_fn(model_output=model_output, data=data, dp_group=dp_group)
 
         return read

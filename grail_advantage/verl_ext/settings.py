@@ -35,6 +35,7 @@ from grail_advantage.methods import method, methods
 from grail_advantage.options import option_fields
 from grail_advantage.registry import RESERVED
 from grail_advantage.signals.base import Signal
+from grail_advantage.view.dump.options import DumpOptions
 
 SECTION = "algorithm.token_weights"
 METHOD = "algorithm.adv_estimator"
@@ -48,10 +49,8 @@ TRAINER_MODES = ("sync", "colocate_async", "separate_async")
 """verl's own values of ``trainer.v1.trainer_mode``."""
 TRAINER_PREFIX = "grail_"
 """Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
-DUMP_FOLDER = "algorithm.token_dump.folder"
-DUMP_EVERY = "algorithm.token_dump.every"
-DUMP_RESPONSES = "algorithm.token_dump.responses"
-DUMP_RECEIVED = "algorithm.token_dump.received"
+DUMP = "algorithm.token_dump."
+DUMP_FOLDER, DUMP_EVERY = f"{DUMP}folder", f"{DUMP}every"
 ENGINES = ("fsdp", "fsdp2")
 """Values of ``actor_rollout_ref.actor.strategy``: the engines of verl's in which this project runs code of its own."""
 
@@ -61,18 +60,6 @@ KL_IN_REWARD = "algorithm.use_kl_in_reward"
 PACKED, ATTENTION = f"{MODEL}.use_remove_padding", f"{MODEL}.override_config.attn_implementation"
 SLICES = tuple(f"{ACTOR}.{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config."))
 """The two places where verl has this option."""
-
-
-@dataclass(frozen=True)
-class DumpOptions:
-    """The options of ``algorithm.token_dump``."""
-
-    folder: Path
-    every: int
-    responses: int | None
-    """How many a step; ``None`` for all."""
-    received: bool = True
-    """Whether what their tokens received is written as well."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +108,7 @@ class Settings:
             base=ours["base"],
             share_forward=ours["share_forward"],
             skip_zero_advantage=ours["skip_zero_advantage"],
-            dump=_dump_options(**algorithm["token_dump"]),
+            dump=_dump_options(algorithm["token_dump"]),
             config=plain,
         )
 
@@ -184,25 +171,19 @@ def _signal(algorithm: Mapping[str, Any]) -> Signal:
     return chosen.build(algorithm.get(chosen.section) or {})
 
 
-def _dump_options(folder: Any, every: Any, responses: Any, received: Any) -> DumpOptions | None:
-    if type(every) is not int or every < 1:
-        raise ValueError(f"{DUMP_EVERY}={every!r} must be a whole number of steps, at least 1")
-    if responses is not None and (type(responses) is not int or responses < 1):
-        raise ValueError(
-            f"{DUMP_RESPONSES}={responses!r} must be a whole number, at least 1, or null for all responses"
-        )
-    if not isinstance(received, bool):
-        raise ValueError(f"{DUMP_RECEIVED}={received!r} must be true or false")
+def _dump_options(section: Mapping[str, Any]) -> DumpOptions | None:
+    folder = section["folder"]
+    options = DumpOptions(**{**section, "folder": Path(str(folder))})
+    options.check(DUMP)
     if folder is None:
         return None
-    path = Path(str(folder))
-    if not path.is_absolute():
+    if not options.folder.is_absolute():
         # The trainer runs in another process, whose working folder may be another one.
         raise ValueError(
             f"{DUMP_FOLDER}={folder} must be an absolute path, on the machine of the trainer; use "
-            f"{path.expanduser().absolute()}"
+            f"{options.folder.expanduser().absolute()}"
         )
-    return DumpOptions(path, every, responses, received)
+    return options
 
 
 def import_trainer_module(name: str | None) -> None:

@@ -42,7 +42,7 @@ from grail_advantage.batch import PassRow
 from grail_advantage.metrics import weight_metrics
 from grail_advantage.model.interface import RowScores
 from grail_advantage.verl_ext.checks import check_model, check_text, check_tokenizer, neighbour_obstacles
-from grail_advantage.verl_ext.dump import UpdateDump
+from grail_advantage.verl_ext.dump import CHECKPOINT_SECONDS, UpdateDump
 from grail_advantage.verl_ext.exchange import build_request, deal
 from grail_advantage.verl_ext.patches import base_mode, data_parallel_size, estimator_named, set_trainer_mode
 from grail_advantage.verl_ext.rules import STRATEGY, Skipping, choose_skipping, shares_forward
@@ -150,11 +150,11 @@ class TokenWeightTrainer:
             return super().fit(*args, **kwargs)
         finally:
             if self._dump is not None:
-                self._dump.close()
+                self._dump.steps.writer.close()
 
     def _save_checkpoint(self) -> None:
         if self._dump is not None:
-            self._dump.wait()
+            self._dump.steps.writer.wait(CHECKPOINT_SECONDS)
         super()._save_checkpoint()
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
@@ -164,7 +164,7 @@ class TokenWeightTrainer:
             return super()._compute_old_log_prob(batch, metrics)
         with self._timed("rows"):
             step = by_rewards(self._fetch(batch), batch, self.config.algorithm)
-            dumped = self._dump is not None and self._dump.writes(step.number)
+            dumped = self._dump is not None and self._dump.steps.writes(step.number)
             skips = self._skipping.skip_old_log_probs and not dumped
             ranks = data_parallel_size(self.actor_rollout_wg)
             step, request = forward_request(step, batch, ranks, shares=shares, skips=skips)
@@ -254,7 +254,7 @@ class TokenWeightTrainer:
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
                 self._dump.write(step, batch, scores_BT, result, weighted_BT, update=self.local_trigger_step)
-            metrics["token_dump/failed_files"] = self._dump.failed_files
+            metrics["token_dump/failed_files"] = self._dump.steps.writer.failed
         with self._timed("weighting"):
             written = put_advantages(step, batch, weighted_BT)
         self.timing_raw[TIMING] = sum(

@@ -73,20 +73,10 @@ def token_html(
     )
 
 
-def row_html(row: DumpRow, column: Literal["weight", "advantage", "base_advantage"] = "weight") -> TokenHtml:
-    """A dump's response by one of its columns. Tokens that do not train get no colour.
+def row_html(row: DumpRow) -> TokenHtml:
+    """A dump's response by its weights. Tokens that do not train get no colour.
 
     Args:
         row: from :func:`grail_advantage.view.dump.files.read_dump`.
-        column: ``weight``, ``advantage`` or ``base_advantage``.
-
-    Raises:
-        ValueError: a column that the response does not have.
     """
-    values_T = getattr(row, f"{column}_T", None) if column in ("weight", "advantage", "base_advantage") else None
-    if values_T is None:
-        raise ValueError(f"column={column!r} is not in this response; choose weight, advantage or base_advantage")
-    shown_T = np.where(row.mask_T, values_T, np.nan)
-    return token_html(
-        row.tokens, shown_T, scale="weight" if column == "weight" else "signed", name=column.replace("_", " ")
-    )
+    return token_html(row.tokens, np.where(row.mask_T, row.weight_T, np.nan))

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.view.dump.received import ReceivedHeader, RunReceipt, read_header, received_files, run_receipt
+from grail_advantage.view.dump.received import ReceivedHeader, RunReceipt, read_headers, run_receipt
 from grail_advantage.view.page.arrived import finding_texts, summary
 from grail_advantage.view.page.visible import visible
 
@@ -22,8 +21,6 @@ NOTHING = 2
 """Exit status where there is nothing to read."""
 _TOKENS = "tokens"
 """Where a run has its dump, by convention."""
-_SECONDS = 1.0
-"""From one line of progress to the next."""
 _STEPS = 12
 """Lines of the table at most."""
 
@@ -42,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = parser.parse_args(argv).run
     folder = folder / _TOKENS if (folder / _TOKENS).is_dir() else folder
     problems: list[str] = []
-    headers = list(_read(folder, problems))
+    headers = read_headers(folder, problems)
     for problem in problems:
         print(f"receipt: {visible(problem, breaks=False)}", file=sys.stderr)
     if not headers:
@@ -55,18 +52,6 @@ def main(argv: list[str] | None = None) -> int:
     receipt = run_receipt(headers)
     print("\n".join(_page(folder, headers, receipt)))
     return 1 if receipt.mismatches else NOTHING if problems else 0
-
-
-def _read(folder: Path, problems: list[str]) -> Iterator[ReceivedHeader]:
-    files, printed = received_files(folder), time.monotonic()
-    for number, (_, path) in enumerate(files):
-        if time.monotonic() - printed > _SECONDS:
-            printed = time.monotonic()
-            print(f"receipt: {number} of {len(files)} files", file=sys.stderr)
-        try:
-            yield read_header(path)
-        except ValueError as error:
-            problems.append(str(error))
 
 
 def _page(folder: Path, headers: Sequence[ReceivedHeader], receipt: RunReceipt) -> Iterator[str]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grail_advantage.receipt import Batch, Finding, Loss, Piece, Receipt, check, trl_loss, verl_loss, watch
-from grail_advantage.receipt.measure import measure
+from grail_advantage.receipt.measure import Gradient
 from tests.core.receipt_faults import FAULTS, TOKEN_MEAN, Fault, named, ppo, receipt_of, table, tokens_of
 from tests.core.receipt_loop import MicroBatch, Rollout, names, rollout, train
 
@@ -302,7 +302,7 @@ def test_the_hook_reads_what_autograd_gives_and_changes_nothing() -> None:
     for piece, other in zip(watched.pieces, expected, strict=True):
         assert torch.equal(piece.gradient_bT, other.gradient_bT) and piece.update == 0
     with torch.no_grad():
-        assert measure(leaf * 1.0).values is None
+        assert Gradient(leaf * 1.0).values is None
 
 
 def micro_of(given: Rollout, rows: torch.Tensor, log_probs: torch.Tensor) -> MicroBatch:

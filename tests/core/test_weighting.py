@@ -56,7 +56,7 @@ def test_a_batch_whose_parts_do_not_fit_is_refused() -> None:
     for change, words in (
         ({"mask_BT": TWO}, r"mask_BT must be bool of shape \(B, T\), got torch.float32 of shape \(2, 3\)"),
         ({"mask_BT": [[True] * 3] * 2}, "mask_BT must be a tensor, got list"),
-        ({"advantages_B": TWO}, r"advantages_B must have shape \(2,\) as mask_BT's rows, got \(2, 3\)"),
+        ({"advantages_B": TWO}, r"advantages_B must be numbers of shape \(2,\), got .* of shape \(2, 3\)"),
         ({"spans": [None]}, "spans must be one a response, 2 of them; got 1"),
         ({"examples": [None] * 3}, "examples must be one a response, 2 of them; got 3"),
         ({"columns_BT": {"entropy": torch.ones(2, 4)}}, r"columns_BT\['entropy'\] .* shape \(2, 3\).* got .*\(2, 4\)"),

@@ -43,11 +43,11 @@ MODELS = {
 }
 KNOBS = {
     "ADV_ESTIMATOR", "PRESET", "OAR_VARIANT", "NNODES", "NGPUS_PER_NODE", "TRAIN_BATCH_SIZE", "ROLLOUT_N", "MAX_PROMPT_LENGTH",
-    "MAX_RESPONSE_LENGTH", "PPO_MAX_TOKEN_LEN_PER_GPU", "ROLLOUT_TP", "LORA_RANK", "STRATEGY", "OFFLOAD", "MODEL_PATH",
+    "MAX_RESPONSE_LENGTH", "PPO_MAX_TOKEN_LEN_PER_GPU", "ROLLOUT_TP", "LORA_RANK", "OFFLOAD", "MODEL_PATH",
     "DATA_DIR", "LEARNING_RATE", "TOTAL_STEPS", "SAVE_FREQ", "TEST_FREQ", "PROJECT_NAME", "EXPERIMENT_NAME", "LOGGER",
     "PYTHON", "DRY_RUN", "SEED", "FRESH",
 }  # fmt: skip
-CPU_KNOBS = {"PROMPTS", "ROLLOUTS", "MICRO_BATCH_SIZE", "OUTPUT_DIR"}
+CPU_KNOBS = {"PROMPTS", "ROLLOUTS", "OUTPUT_DIR"}
 
 
 def run_script(script: str, *arguments: str, **knobs: str) -> subprocess.CompletedProcess[str]:
@@ -90,7 +90,7 @@ def test_knobs(tmp_path: Path) -> None:
     knobs = {
         "ADV_ESTIMATOR": "grail", "PRESET": "robust", "OAR_VARIANT": "grail_port", "NNODES": "3", "NGPUS_PER_NODE": "4",
         "TRAIN_BATCH_SIZE": "48", "ROLLOUT_N": "16", "MAX_PROMPT_LENGTH": "512", "MAX_RESPONSE_LENGTH": "2048",
-        "PPO_MAX_TOKEN_LEN_PER_GPU": "9999", "ROLLOUT_TP": "2", "STRATEGY": "fsdp", "OFFLOAD": "True",
+        "PPO_MAX_TOKEN_LEN_PER_GPU": "9999", "ROLLOUT_TP": "2", "OFFLOAD": "True",
         "MODEL_PATH": "/models/octo thinker", "DATA_DIR": str(tmp_path), "LEARNING_RATE": "5e-7", "TOTAL_STEPS": "7",
         "SAVE_FREQ": "-1", "TEST_FREQ": "3", "PROJECT_NAME": "project", "EXPERIMENT_NAME": "experiment",
         "LOGGER": "console,wandb", "LORA_RANK": "32", "SEED": "7",
@@ -108,7 +108,7 @@ def test_knobs(tmp_path: Path) -> None:
         "algorithm.grail.preset": "robust", "algorithm.oar.variant": "grail_port", "trainer.nnodes": 3,
         "trainer.n_gpus_per_node": 4, "data.train_batch_size": 48, f"{actor}.ppo_mini_batch_size": 48, f"{rollout}.n": 16,
         f"{rollout}.prompt_length": 512, f"{rollout}.response_length": 2048, f"{rollout}.max_model_len": 2560,
-        f"{actor}.loss_scale_factor": 2048, f"{actor}.ppo_max_token_len_per_gpu": 9999, f"{actor}.strategy": "fsdp",
+        f"{actor}.loss_scale_factor": 2048, f"{actor}.ppo_max_token_len_per_gpu": 9999,
         f"{rollout}.tensor_model_parallel_size": 2, f"{actor}.fsdp_config.param_offload": True,
         f"{actor}.fsdp_config.optimizer_offload": True, "actor_rollout_ref.model.path": "/models/octo thinker",
         "data.train_files": str(tmp_path / "deepmath.parquet"),

@@ -11,7 +11,6 @@ import pytest
 from trl import GRPOTrainer
 
 from grail_advantage.trl_ext import checks
-from tests.trl_ext.scripted import build
 
 
 def changed_trainer(folder: Path, before: str, after: str) -> type:
@@ -54,12 +53,3 @@ def test_a_trainer_without_a_part_is_refused_by_its_name(tmp_path: Path, before:
     changed = changed_trainer(tmp_path, before, after)
     with pytest.raises(ValueError, match=r"trl 1.17.0 is installed, whose GRPOTrainer " + missing):
         checks.check_trl(changed, "1.17.0")
-
-
-def test_an_attribute_that_is_gone_is_refused(tmp_path: Path) -> None:
-    trainer = build(tmp_path)
-    del trainer.loss_type, trainer._metrics
-    with pytest.raises(
-        ValueError, match="lacks the attribute _metrics, the attribute loss_type; token weights use them"
-    ):
-        checks.check_attributes(trainer, "1.17.0")

@@ -14,7 +14,7 @@ from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from grail_advantage.receipt import Batch, Piece, Receipt, check, verl_loss
-from grail_advantage.receipt.measure import measure
+from grail_advantage.receipt.measure import Gradient
 from tests.core.receipt_loop import TOKENS, Rollout, names, rollout
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -107,7 +107,7 @@ def measured(
             packed = torch.cat(flat).requires_grad_()
             offsets = torch.cat([torch.zeros(1, dtype=torch.long), (prompts + lengths).cumsum(0)])
             log_probs = packed * 1.0
-            gradient = measure(log_probs)
+            gradient = Gradient(log_probs)
             nested_output = torch.nested.nested_tensor_from_jagged(log_probs, offsets)
             value, _ = ppo_loss(config, {"log_probs": nested_output}, data)
             value.backward()

@@ -190,7 +190,7 @@ def test_an_error_costs_the_file_alone(tmp_path: Path, monkeypatch: pytest.Monke
         return [ZeroDivisionError("in a worker")]
 
     step, rows = update(monkeypatch, tmp_path, take_received=fail)
-    assert step.trainer._dump.failed_files == 1 and not any(name.startswith("receipt/") for name in step.metrics)
+    assert step.trainer._dump.steps.writer.failed == 1 and not any(name.startswith("receipt/") for name in step.metrics)
     assert [row.received for row in rows] == [None] * len(ROWS)
 
 

@@ -14,8 +14,9 @@ from verl.trainer.ppo.v1 import PPOTrainerSync
 from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
 from grail_advantage.signals.turn_rloo import TurnRlooConfig
 from grail_advantage.verl_ext.dump import UpdateDump, turn_rewards_label
-from grail_advantage.verl_ext.settings import DumpOptions, Settings
+from grail_advantage.verl_ext.settings import Settings
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.view.dump.options import DumpOptions
 from grail_advantage.view.dump.step import choose_rows, reasons_without_scores
 from tests.core.tiny_models import END_ID, encode
 from tests.verl_ext.one_step import made_up_saliency
@@ -41,15 +42,12 @@ def test_options_are_off_by_default_and_else_as_given() -> None:
 def test_options_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
-    every, responses = (
-        "every={} must be a whole number of steps, at",
-        "responses={} must be a whole number, at least 1, or null",
-    )
+    wrong = "{}={} must be a whole number, at least 1"
     for section, message in (
         ({"folder": "runs/a"}, f"folder=runs/a must be an absolute path.*; use {tmp_path}/runs/a$"),
         ({"folder": "~/a"}, "; use /home/me/a$"),
-        *(({"folder": "/a", "every": value}, every.format(value)) for value in (0, None, True)),
-        *(({"folder": "/a", "responses": value}, responses.format(value)) for value in (0, 1.5)),
+        *(({"folder": "/a", "every": value}, wrong.format("every", value)) for value in (0, None, True)),
+        *(({"folder": "/a", "responses": value}, wrong.format("responses", value)) for value in (0, 1.5)),
         ({"folder": "/a", "received": "no"}, "token_dump.received='no' must be true or false"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -140,7 +138,7 @@ class Dumping(Step):
         return UpdateDump(trainer.settings, trainer.tokenizer, updates=updates, steps=10)
 
     def close(self, folder: Path) -> list[DumpRow]:
-        self.trainer._dump.close()
+        self.trainer._dump.steps.writer.close()
         dump = read_dump(folder)
         rows = list(dump)
         assert all(problem.endswith(": holds no responses") for problem in dump.problems)  # those of other runs
@@ -248,8 +246,8 @@ class TestRun:
         folder.rmdir()
         folder.write_text("no folder")
         step.run()
-        step.trainer._dump.close()
-        assert step.trainer._dump.failed_files >= 1
+        step.trainer._dump.steps.writer.close()
+        assert step.trainer._dump.steps.writer.failed >= 1
         with pytest.raises(ValueError, match=r"token_dump\.folder=.*/folder/below cannot be made .*choose another"):
             Dumping(monkeypatch, folder / "below")
 

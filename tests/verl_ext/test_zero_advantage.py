@@ -168,7 +168,7 @@ class TestOldLogProbs:
         step = _zero_advantage_step(monkeypatch, AUTO)
         step.trainer.global_steps = 1
         dump = StepDump(tmp_path, step.trainer.tokenizer, every=every, rows=None, updates=1, model="", temperature=1.0)
-        step.trainer._dump = SimpleNamespace(writes=dump.writes, write=lambda *_, **__: None, failed_files=0)
+        step.trainer._dump = SimpleNamespace(steps=dump, write=lambda *_, **__: None)
         step.run()
         assert [len(keys) for keys in step.forwards] == [count]
 

@@ -39,7 +39,7 @@ SPECS = [
 
 def run(folder: Path, responses: list[Response] = RESPONSES, specs: list[str] = SPECS, **options: Any) -> list[DumpRow]:
     analysis = Analysis(responses=responses, methods=parse_methods(specs), model="tiny", **options)
-    run_analysis(analysis, folder, char_tokenizer(), tiny_model, progress=False)
+    run_analysis(analysis, folder, char_tokenizer(), tiny_model)
     dump = read_dump(folder)
     rows = list(dump)
     assert not dump.problems and [row.row for row in rows] == list(range(len(responses)))
@@ -149,7 +149,7 @@ def test_methods_that_ask_again(tmp_path: Path):
     with_template = char_tokenizer.__wrapped__()
     with_template.chat_template = TEMPLATE
     analysis = Analysis(responses=[row], methods=parse_methods(["rlsd"]), model="m")
-    run_analysis(analysis, tmp_path / "a", with_template, tiny_model, progress=False)
+    run_analysis(analysis, tmp_path / "a", with_template, tiny_model)
     (dumped,) = read_dump(tmp_path / "a")
     assert dumped.prompt == "user: Two and three?; reply: "
     given = {"examples": [Example(chat, {"reward_model": {"ground_truth": "5"}}, {})], "tokenizer": with_template}
@@ -219,19 +219,6 @@ def test_command(call: Callable[..., None], capsys: pytest.CaptureFixture[str]):
     for arguments, message in (
         (["--responses", "r.jsonl", "--method", "oar_g", "--out", "found"], "found is not empty"),
         (["--responses", "missing.jsonl", "--method", "grail"], "missing.jsonl: cannot be read"),
-        (["--responses", "r.jsonl", "--method", "grail", "--limit", "0"], "--limit=0 must be at least 1"),
     ):
         with pytest.raises(SystemExit, match=message):
             call(*arguments)
-
-
-def test_a_random_choice_keeps_groups_whole(call: Callable[..., None]):
-    lines = [{"prompt": "Two?", "response": f"\\boxed{{{n}}}", "reward": n % 2, "group": n // 2} for n in range(8)]
-    Path("r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for limit, rows in ((1, 2), (4, 4), (5, 4), (8, 8)):
-        call(
-            "--responses", "r.jsonl", "--method", "surprisal:gate=all", "--limit", str(limit), "--out", f"found{limit}"
-        )
-        dumped = list(read_dump(f"found{limit}"))
-        assert len(dumped) == rows
-        assert all([row.group for row in dumped].count(group) == 2 for group in {row.group for row in dumped})

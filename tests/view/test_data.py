@@ -20,21 +20,6 @@ def _log(path: Path, steps: dict[int, dict]) -> None:
     path.write_text("".join(json.dumps({"step": step, "data": values}) + "\n" for step, values in steps.items()))
 
 
-def _trained(step: int, **values: float) -> dict:
-    return {"training/global_step": step, **values}
-
-
-def test_a_resumed_run_replaces_the_steps_it_takes_again(tmp_path: Path) -> None:
-    """Its validation before the first step adds to the step that it resumed at."""
-    _log(tmp_path / "metrics.jsonl", {0: {"v": 0.0}, **{s: _trained(s, a=1.0, b=1.0) for s in (1, 2, 3, 4)}})
-    _log(tmp_path / "metrics-2.jsonl", {2: {"v": 0.5}, **{s: _trained(s, a=2.0) for s in (3, 4)}})
-    _log(tmp_path / "metrics-10.jsonl", {4: _trained(4, a=3.0)})
-    metrics, problems = data.read_metrics(tmp_path)
-    assert {step: values.get("a") for step, values in metrics.items()} == {0: None, 1: 1.0, 2: 1.0, 3: 2.0, 4: 3.0}
-    assert [step for step, values in metrics.items() if "b" in values] == [1, 2], "nothing is left of the others"
-    assert metrics[2]["v"] == 0.5 and problems == []
-
-
 def test_a_run_is_metrics_a_dump_or_both(tmp_path: Path) -> None:
     for folder in (tmp_path / "nothing", tmp_path / "empty_dump"):
         (folder / "tokens" if folder.name == "empty_dump" else folder).mkdir(parents=True)
@@ -44,7 +29,7 @@ def test_a_run_is_metrics_a_dump_or_both(tmp_path: Path) -> None:
         data.open_run(tmp_path / "nowhere")
     run = tmp_path / "run"
     write_step(run / "tokens", DumpHeader(step=1, method="grail"), [dump_row([1.0])])
-    _log(run / "metrics.jsonl", {1: _trained(1)})
+    _log(run / "metrics.jsonl", {1: {"training/global_step": 1}})
     both = data.open_run(run)
     assert (list(both.metrics), both.dump.steps, both.problems) == ([1], [1], [])
     assert data.open_run(run / "tokens").dump.steps == [1]
@@ -71,7 +56,7 @@ def test_bins_by_hand() -> None:
 def test_intervals() -> None:
     """By hand: two prompts of two rows: mean 4, residuals by prompt -4 and 4, variance 2/1 * 32 / 16 = 4."""
     means = by_position.clustered_means(np.array([[1.0], [3.0], [5.0], [7.0]]), np.array([7, 7, 9, 9]))
-    assert means.mean.tolist() == [4.0] and (means.rows, means.groups) == (4, 2)
+    assert means.mean.tolist() == [4.0] and means.rows == 4
     assert means.high - means.mean == pytest.approx([1.959963984540054 * 2])
     values = np.random.default_rng(0).normal(size=(50, 3))
     means = by_position.clustered_means(values, np.arange(50))
@@ -83,7 +68,7 @@ def test_intervals() -> None:
     assert means.mean.tolist() == [3.0, 2.0] and means.low[0] == alone.low[0]
     assert np.isnan(means.low[1]), "one prompt says nothing of others"
     nothing = by_position.clustered_means(np.zeros((0, 2)), np.zeros(0, dtype=int))
-    assert np.isnan(nothing.mean).all() and (nothing.rows, nothing.groups) == (0, 0)
+    assert np.isnan(nothing.mean).all() and nothing.rows == 0
 
 
 def test_table_by_hand() -> None:
@@ -115,12 +100,12 @@ def test_profiles_and_means_by_step_by_hand() -> None:
     means = by_position.profiles(table)
     # Correct responses: bins (step + 1) / 2 on both sides; one prompt a step, so that four are independent.
     assert list(means) == ["right", "wrong"] and means["right"].mean.tolist() == [1.75, 1.75]
-    assert (means["wrong"].mean.tolist(), means["wrong"].groups) == ([5.0, 0.0], 4)
+    assert means["wrong"].mean.tolist() == [5.0, 0.0]
     half = 1.959963984540054 * np.std([2.0, 4.0, 6.0, 8.0], ddof=1) / 2
     assert means["wrong"].low.tolist() == pytest.approx([5 - half, 0.0])
-    steps, weights, counts = by_position.by_step(table)
-    assert (steps, counts) == ([1, 2, 3, 4], [2, 2, 2, 2])
-    assert weights.tolist() == [[1.5, 0.5], [2.75, 0.75], [4.0, 1.0], [5.25, 1.25]]
+    steps, weights = by_position.by_step(table, "right")
+    assert steps == [1, 2, 3, 4]
+    assert weights.tolist() == [[1.0, 1.0], [1.5, 1.5], [2.0, 2.0], [2.5, 2.5]]
     assert by_position.by_step(table, "wrong")[1][:, 0].tolist() == [2.0, 4.0, 6.0, 8.0]
     assert np.isnan(by_position.by_step(table, "right and wrong")[1]).all()
-    assert by_position.by_step(by_position.row_tables([], bins=2)[""])[1].shape == (0, 2)
+    assert by_position.by_step(by_position.row_tables([], bins=2)[""], "right")[1].shape == (0, 2)

@@ -17,7 +17,6 @@ from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, remo
 from grail_advantage.view.dump.received import (
     ReceivedHeader,
     read_header,
-    received_path,
     received_rows,
     run_receipt,
     write_received,
@@ -206,6 +205,6 @@ class TestCommand:
 
 def test_the_header_is_json_in_the_metadata(tmp_path: Path) -> None:
     path = write_received(tmp_path, header(3, 0, SCALED), received_rows(KEYS, LENGTHS, receipt()))
-    assert path == received_path(tmp_path, 3)
+    assert path == tmp_path / "received_000003.parquet"
     record = json.loads(pq.read_schema(path).metadata[b"grail_advantage_received"])
     assert record["schema_version"] == 1 and record["findings"][0]["name"] == "scaled"

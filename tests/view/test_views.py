@@ -1,23 +1,18 @@
-"""Rollouts and runs outside the page: figures in files, a response in the terminal, a notebook, and hostile text in each."""
+"""Rollouts outside the page: a response in the terminal, a notebook, and hostile text in each."""
 
 from __future__ import annotations
 
-import csv
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from PIL import Image
 from rich.console import Console
 
-from grail_advantage.report import main
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.view.notebook import row_html, token_html
-from grail_advantage.view.page import colours, data, figures
+from grail_advantage.view.page import colours
 from grail_advantage.view.page.visible import visible
 from grail_advantage.view.terminal import find_row, rollout_view
 from tests.dumps import HOSTILE, dump_row
@@ -38,81 +33,6 @@ HEADER = DumpHeader(step=1, method="grail", special_tokens={7: "<|im_end|>"})
 )
 def test_characters_that_hide_are_spelt_out(text: str, shown: str) -> None:
     assert visible(text) == shown and visible("a\n\nb", breaks=False) == "a↵↵b"
-
-
-# ------------------------------------------------------------------------------------------------------------------ figures
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> data.Run:
-    folder = tmp_path / "a $x_1$ <run>"
-    for step in (1, 2):
-        rows = [
-            dump_row([step, 1.0, 1.0, step], step=step, row=0),
-            dump_row([0.5] * 4, step=step, row=1, outcome="wrong"),
-            dump_row([1.0], step=step, row=2, no_scores="no answer"),
-        ]
-        write_step(folder / "tokens", DumpHeader(step=step, method="grail"), rows)
-    lines = [
-        {"step": 0, "data": {"val-core/a $x_1$/acc/mean@1": 0.25}},
-        {"step": 1, "data": {"training/global_step": 1, "critic/score/mean": 0.1, "grail/average_weight": NAN}},
-        {"step": 2, "data": {"training/global_step": 2, "critic/score/mean": 0.3, "val-core/a $x_1$/acc/mean@1": 0.5}},
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return data.open_run(folder)
-
-
-def test_each_figure_is_a_picture_a_drawing_and_a_table(
-    run: data.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(run.folder), "--figures", str(tmp_path / "new/f")]) == 0
-    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert [path.name for path in written] == [
-        f"{name}.{kind}" for name in ("curves", "profile", "heat_map") for kind in ("csv", "png", "svg")
-    ]
-    for path, again in zip(written, figures.write_figures(run, tmp_path / "again"), strict=True):
-        assert path.read_bytes() == again.read_bytes(), path.name
-        if path.suffix == ".png":
-            with Image.open(path) as image:
-                assert min(image.size) > 300 and len(set(image.convert("L").getdata())) > 20
-        if path.suffix == ".svg":
-            ElementTree.parse(path)
-            assert "<script" not in path.read_text()
-    (run.folder / "metrics.jsonl").unlink()
-    alone = figures.write_figures(data.open_run(run.folder), tmp_path / "a")
-    assert {path.stem for path in alone} == {"profile", "heat_map"}
-    write_step(tmp_path / "no_scores", DumpHeader(step=1, method="uniform"), [dump_row([1.0], no_scores="not scored")])
-    with pytest.raises(ValueError, match="has nothing to draw"):
-        figures.write_figures(data.open_run(tmp_path / "no_scores"), tmp_path / "b")
-
-
-def test_tables_by_hand(run: data.Run, tmp_path: Path) -> None:
-    figures.write_figures(run, tmp_path, bins=2)
-
-    def read(name: str, *columns: str) -> list[tuple[str, ...]]:
-        with (tmp_path / f"{name}.csv").open(newline="", encoding="utf-8") as file:
-            return [tuple(row[column] for column in columns) for row in csv.DictReader(file)]
-
-    assert read("curves", "figure", "line", "step", "value") == [
-        ("accuracy", "a $x_1$, mean@1", "0", "0.25"),
-        ("accuracy", "a $x_1$, mean@1", "2", "0.5"),
-        ("reward", "reward", "1", "0.1"),
-        ("reward", "reward", "2", "0.3"),
-        ("weights", "mean", "1", ""),
-    ]
-    heat = [
-        ("1", "0.25", "0.75", "2"),
-        ("1", "0.75", "0.75", "2"),
-        ("2", "0.25", "1.0", "2"),
-        ("2", "0.75", "1.0", "2"),
-    ]
-    assert read("heat_map", "step", "position", "weight", "rows") == heat
-    profile = [
-        (outcome, position, mean)
-        for outcome, mean in (("right", "1.25"), ("wrong", "0.5"))
-        for position in ("0.25", "0.75")
-    ]
-    assert read("profile", "outcome", "position", "mean") == profile
 
 
 # ----------------------------------------------------------------------------------------------------------------- terminal
@@ -207,7 +127,6 @@ def test_tokens_in_a_notebook() -> None:
 
     row = dump_row([0.5, 2.0], tokens=["a", "b"], mask_T=[True, False])
     assert [title for _, title, _ in _tokens(row_html(row))] == ["weight 0.5", "no weight"]
-    assert _tokens(row_html(row, "base_advantage"))[0][1] == "base advantage 0.5"
     with pytest.raises(ValueError, match=r"values has shape \(1,\) for 2 tokens"):
         token_html(["a", "b"], [1.0])
 

@@ -56,8 +56,6 @@ def run_analysis(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     load_model: Callable[[], PreTrainedModel],
-    *,
-    progress: bool = True,
 ) -> Outcome:
     """Compute and write ``folder/step_000000.parquet``.
 
@@ -66,7 +64,6 @@ def run_analysis(
         folder: where to; made where it is missing.
         tokenizer: the model's.
         load_model: gives the model, on its device.
-        progress: whether to show a bar on a terminal.
 
     Raises:
         ValueError: the folder is not empty.
@@ -74,7 +71,7 @@ def run_analysis(
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty; name another folder (--out), or remove this one")
     rows = _rows(analysis, tokenizer)
-    _weigh(analysis, rows, load_model(), tokenizer, progress)
+    _weigh(analysis, rows, load_model(), tokenizer)
     path = write_step(folder, _header(analysis, tokenizer), [_dump_row(row, analysis) for row in rows])
     no_scores = {
         label: Counter(reason for row in rows if (reason := row.methods[label].no_scores) is not None)
@@ -199,7 +196,6 @@ def _weigh(
     rows: Sequence[_Row],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    progress: bool,
 ) -> None:
     """Put log-probabilities, entropies and every method's columns into the responses."""
     with_model = {label: signal for label, signal in analysis.methods.items() if signal.uses}
@@ -209,7 +205,7 @@ def _weigh(
     )
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     total = sum(row.length for row in rows)
-    with tqdm(total=total, unit=" tokens", disable=None if progress else True) as bar:
+    with tqdm(total=total, unit=" tokens", disable=None) as bar:
         for places in batches:
             batch = [rows[place] for place in places]
             tensors = padded([(row.tokens.prompt_P, row.tokens.response_T) for row in batch], pad, model.device)

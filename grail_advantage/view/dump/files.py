@@ -13,7 +13,6 @@ Shape suffixes: T response tokens.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +23,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.view.dump.parquet import BROKEN, array_of, as_utf8, groups, list_of, read_record, write_table
-from grail_advantage.view.dump.received import Receipts, ReceivedHeader, read_header, received_files
+from grail_advantage.view.dump.parquet import (
+    BROKEN,
+    array_of,
+    as_utf8,
+    groups,
+    list_of,
+    numbered_files,
+    numbered_path,
+    read_record,
+    write_table,
+)
+from grail_advantage.view.dump.received import Receipts, ReceivedHeader, read_headers, received_files
 from grail_advantage.view.dump.rows import COLUMNS, DumpHeader, DumpRow, MethodColumns
 from grail_advantage.view.whole_file import UNFINISHED
 
 SCHEMA_VERSION = 4
-_NAME = re.compile(r"step_(\d{1,15})(?:_update_(\d{1,9}))?\.parquet")
+_KIND = "step"
 _KEY = b"grail_advantage"
 """Of the header in the file's metadata."""
 _FLOATS = list_of(pa.float32())
@@ -76,12 +85,6 @@ _PER_TOKEN = ("token_ids", "mask", *COLUMNS)
 # ------------------------------------------------------------------------------------------------------------------ writing
 
 
-def step_path(folder: Path, step: int, update: int = 0) -> Path:
-    """The file of a step, or of one of its later updates."""
-    suffix = f"_update_{update}" if update else ""
-    return Path(folder) / f"step_{step:06d}{suffix}.parquet"
-
-
 def write_step(folder: Path, header: DumpHeader, rows: Iterable[DumpRow]) -> Path:
     """Write one file, in place of one of the same step and update.
 
@@ -98,29 +101,23 @@ def write_step(folder: Path, header: DumpHeader, rows: Iterable[DumpRow]) -> Pat
     Raises:
         OSError: the disk's.
     """
-    path = step_path(folder, header.step, header.update)
+    path = numbered_path(folder, _KIND, header.step, header.update)
     write_table(path, _table(header, list(rows)), [*_TEXTS, *_IDS])
     return path
 
 
 def dumped_steps(folder: Path) -> list[int]:
     """The steps of which a folder has files, in order; none where there is no folder."""
-    return sorted({step for (step, _), _ in _step_files(folder)})
+    return sorted({step for (step, _), _ in numbered_files(folder, _KIND)})
 
 
 def remove_steps(folder: Path, first: int) -> list[Path]:
     """Remove the files of step ``first`` and later ones, which a run that resumes there writes anew, and unfinished ones;
     returns the former."""
-    removed = [path for (step, _), path in [*_step_files(folder), *received_files(folder)] if step >= first]
+    removed = [path for (step, _), path in [*numbered_files(folder, _KIND), *received_files(folder)] if step >= first]
     for path in [*removed, *Path(folder).glob(f".*{UNFINISHED}")]:
         path.unlink()
     return removed
-
-
-def _step_files(folder: Path) -> list[tuple[tuple[int, int], Path]]:
-    """Step and update of each file that is named as one of a dump, in order."""
-    names = ((path, _NAME.fullmatch(path.name)) for path in Path(folder).glob("step_*"))
-    return sorted(((int(name[1]), int(name[2] or 0)), path) for path, name in names if name)
 
 
 def _table(header: DumpHeader, rows: Sequence[DumpRow]) -> pa.Table:
@@ -212,14 +209,7 @@ class TokenDump:
 
     def receipts(self) -> list[ReceivedHeader]:
         """What the files of what arrived say of their updates, in order."""
-        headers = []
-        for _, path in received_files(self.folder):
-            try:
-                headers.append(read_header(path))
-            except ValueError as error:
-                if str(error) not in self.problems:
-                    self.problems.append(str(error))
-        return headers
+        return read_headers(self.folder, self.problems)
 
 
 def read_dump(folder: Path | str) -> TokenDump:
@@ -230,7 +220,7 @@ def read_dump(folder: Path | str) -> TokenDump:
     except OSError as error:
         return TokenDump(folder, [], [f"{folder}: cannot be read: {error.strerror or error}"])
     problems = [f"{path}: was being written when its run ended; nothing of it is read" for path in unfinished]
-    files = [DumpFile(path, *place, problems) for place, path in _step_files(folder) if path.is_file()]
+    files = [DumpFile(path, *place, problems) for place, path in numbered_files(folder, _KIND) if path.is_file()]
     if not files:
         problems.append(f"{folder}: holds no token dump (step_NUMBER.parquet)")
     return TokenDump(folder, files, problems)

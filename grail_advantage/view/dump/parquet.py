@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,19 @@ _ROWS = 32
 """Rows of a row group; the reader holds one group at a time."""
 BROKEN = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """Errors that a damaged or foreign file may cause."""
+
+
+def numbered_path(folder: Path, kind: str, step: int, update: int = 0) -> Path:
+    """The file of a step, or of one of its later updates."""
+    suffix = f"_update_{update}" if update else ""
+    return Path(folder) / f"{kind}_{step:06d}{suffix}.parquet"
+
+
+def numbered_files(folder: Path, kind: str) -> list[tuple[tuple[int, int], Path]]:
+    """Step and update of each file that is named as one of this kind, in order."""
+    name = re.compile(rf"{kind}_(\d{{1,15}})(?:_update_(\d{{1,9}}))?\.parquet")
+    names = ((path, name.fullmatch(path.name)) for path in Path(folder).glob(f"{kind}_*"))
+    return sorted(((int(match[1]), int(match[2] or 0)), path) for path, match in names if match)
 
 
 def list_of(kind: pa.DataType) -> pa.DataType:

@@ -9,7 +9,6 @@ Shape suffixes: T response tokens, K optimiser steps that a response was in, U o
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,11 +18,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grail_advantage.receipt import Receipt
-from grail_advantage.view.dump.parquet import BROKEN, array_of, as_utf8, groups, list_of, read_record, write_table
+from grail_advantage.view.dump.parquet import (
+    BROKEN,
+    array_of,
+    as_utf8,
+    groups,
+    list_of,
+    numbered_files,
+    numbered_path,
+    read_record,
+    write_table,
+)
 from grail_advantage.view.dump.rows import DumpRow, ReceivedRow
 
 SCHEMA_VERSION = 1
-_NAME = re.compile(r"received_(\d{1,15})(?:_update_(\d{1,9}))?\.parquet")
+_KIND = "received"
+"""Of files, by their names."""
 _KEY = b"grail_advantage_received"
 """Of the header in the file's metadata."""
 _FLOATS = list_of(pa.float32())
@@ -60,12 +70,6 @@ class ReceivedHeader:
 
 
 # ------------------------------------------------------------------------------------------------------------------ writing
-
-
-def received_path(folder: Path, step: int, update: int = 0) -> Path:
-    """The file of a step, or of one of its later updates."""
-    suffix = f"_update_{update}" if update else ""
-    return Path(folder) / f"received_{step:06d}{suffix}.parquet"
 
 
 def received_rows(keys: Sequence[str], lengths: Sequence[int], receipt: Receipt) -> list[ReceivedRow]:
@@ -112,7 +116,7 @@ def write_received(folder: Path, header: ReceivedHeader, rows: Sequence[Received
         "by_update": [list(row.by_update_KT) for row in rows],
     }
     arrays = [pa.array(columns[column.name], column.type) for column in SCHEMA]
-    path = received_path(folder, header.step, header.update)
+    path = numbered_path(folder, _KIND, header.step, header.update)
     write_table(path, pa.Table.from_arrays(arrays, schema=SCHEMA.with_metadata({_KEY: record})), ["key"])
     return path
 
@@ -121,9 +125,8 @@ def write_received(folder: Path, header: ReceivedHeader, rows: Sequence[Received
 
 
 def received_files(folder: Path) -> list[tuple[tuple[int, int], Path]]:
-    """Step and update of each file that is named as one of these, in order."""
-    names = ((path, _NAME.fullmatch(path.name)) for path in Path(folder).glob("received_*"))
-    return sorted(((int(name[1]), int(name[2] or 0)), path) for path, name in names if name)
+    """Step and update of each of these files of a dump, in order."""
+    return numbered_files(folder, _KIND)
 
 
 def read_header(path: Path) -> ReceivedHeader:
@@ -136,6 +139,18 @@ def read_header(path: Path) -> ReceivedHeader:
         return _read_header(pq.read_metadata(path))
     except BROKEN as error:
         raise ValueError(f"{path}: {_damaged(error)}") from error
+
+
+def read_headers(folder: Path, problems: list[str]) -> list[ReceivedHeader]:
+    """The headers of a dump's files, in order; what cannot be read is added to ``problems``, once."""
+    headers = []
+    for _, path in received_files(folder):
+        try:
+            headers.append(read_header(path))
+        except ValueError as error:
+            if str(error) not in problems:
+                problems.append(str(error))
+    return headers
 
 
 def _damaged(error: Exception) -> str:
@@ -232,7 +247,7 @@ class Receipts:
     """
 
     def __init__(self, folder: Path, step: int, update: int, problems: list[str]) -> None:
-        self._path, self._problems = received_path(folder, step, update), problems
+        self._path, self._problems = numbered_path(folder, _KIND, step, update), problems
         self._rows = self._read() if self._path.is_file() else iter(())
 
     def join(self, row: DumpRow) -> DumpRow:

@@ -1,4 +1,4 @@
-"""See what a method makes of tokens: a page, figures, a terminal, a notebook, from token dumps.
+"""See what a method makes of tokens: a page, a terminal, a notebook, from token dumps.
 
 The dumps are :mod:`grail_advantage.view.dump.files`'s.
 """

@@ -37,7 +37,7 @@ def binned(values: np.ndarray, bins: int = BINS) -> np.ndarray:
 
 
 RowTable = np.recarray
-"""The values of a dump's responses that figures need, one entry a response: ``step``; ``group``, the same number for responses
+"""The values of a dump's responses that means need, one entry a response: ``step``; ``group``, the same number for responses
 to the same prompt in the same update; ``outcome``, ``right``, ``wrong`` or another text; ``scored``, whether the weights are
 the method's; and ``profile``, float64 (K,), the mean weight of the reasoning by position, NaN in bins without a token."""
 
@@ -74,8 +74,6 @@ class Means:
     low: np.ndarray
     high: np.ndarray
     rows: int
-    groups: int
-    """Prompts that the responses answer."""
 
 
 def clustered_means(values: np.ndarray, groups: np.ndarray) -> Means:
@@ -101,7 +99,7 @@ def clustered_means(values: np.ndarray, groups: np.ndarray) -> Means:
     clusters = present.sum(axis=0)
     scale = np.divide(clusters, clusters - 1.0, out=np.full(len(mean), np.nan), where=clusters > 1)
     width = _NORMAL_95 * np.sqrt(scale * np.square(residuals).sum(axis=0)) / np.maximum(count, 1)
-    return Means(mean, mean - width, mean + width, len(values), n_groups)
+    return Means(mean, mean - width, mean + width, len(values))
 
 
 def profiles(table: RowTable) -> dict[str, Means]:
@@ -116,16 +114,14 @@ def profiles(table: RowTable) -> dict[str, Means]:
     return means
 
 
-def by_step(table: RowTable, outcome: str | None = None) -> tuple[list[int], np.ndarray, list[int]]:
-    """Mean weight of the reasoning by step and position, over the responses with scores, or over those with one outcome.
+def by_step(table: RowTable, outcome: str) -> tuple[list[int], np.ndarray]:
+    """Mean weight of the reasoning by step and position, over the responses with scores and one outcome.
 
     Returns:
-        The steps of the dump; means float64 (S, K), NaN where there is no response; and how many responses of
-        each step have scores.
+        The steps of the dump, and means float64 (S, K), NaN where there is no response.
     """
     steps = np.unique(table.step).tolist()
-    chosen = table[table.scored & (table.outcome == outcome) if outcome is not None else table.scored]
+    chosen = table[table.scored & (table.outcome == outcome)]
     parts = [chosen.profile[chosen.step == step] for step in steps]
     means = [clustered_means(part, np.arange(len(part))).mean for part in parts]
-    bins = table.profile.shape[1]
-    return steps, np.array(means, dtype=np.float64).reshape(len(steps), bins), [len(part) for part in parts]
+    return steps, np.array(means, dtype=np.float64).reshape(len(steps), table.profile.shape[1])

@@ -1,7 +1,7 @@
 """A run on the disk: its metrics and its token dump.
 
-A run is a folder with ``metrics.jsonl`` (verl's ``file`` logger, after resumes also ``metrics-2.jsonl``, ...; or TRL's figures)
-and ``tokens/``, the token dump; or a token dump alone.
+A run is a folder with ``metrics.jsonl`` (of verl's ``file`` logger, or TRL's figures) and ``tokens/``, the token dump; or a
+token dump alone.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from grail_advantage.view.dump.files import DumpFile, DumpHeader, TokenDump, rea
 
 TOKENS = "tokens"
 """Where a run has its dump, by convention."""
-_METRICS_NAME = re.compile(r"metrics(?:-(\d+))?\.jsonl")
+_METRICS_FILE = "metrics.jsonl"
 _MOST_STEP = 10**15
 """As in the names of a token dump's files."""
-_TRAINED = "training/global_step"
-"""verl logs it with every training step, and not with a validation before the first."""
 
 
 @dataclass(frozen=True)
@@ -74,33 +72,19 @@ def open_run(folder: Path | str) -> Run:
 
 
 def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """All metrics files of a run, put together.
-
-    A run that resumes writes a file of its own, whose training steps replace those of the files before it.
+    """A run's metrics file.
 
     Returns:
         Numbers by step and name, and what could not be read.
     """
-    metrics: dict[int, dict[str, float]] = {}
-    problems: list[str] = []
-    named = [(path, _METRICS_NAME.fullmatch(path.name)) for path in folder.iterdir() if path.is_file()]
-    for path, _ in sorted(((path, int(match[1] or 0)) for path, match in named if match), key=lambda entry: entry[1]):
-        steps = _read_metrics_file(path, problems)
-        first = min((step for step, values in steps.items() if _TRAINED in values), default=None)
-        if first is not None:
-            metrics = {step: values for step, values in metrics.items() if step < first}
-        for step, values in steps.items():
-            metrics[step] = {**metrics.get(step, {}), **values}
-    return dict(sorted(metrics.items())), problems
-
-
-def _read_metrics_file(path: Path, problems: list[str]) -> dict[int, dict[str, float]]:
+    path = folder / _METRICS_FILE
     steps: dict[int, dict[str, float]] = {}
+    if not path.is_file():
+        return steps, []
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        problems.append(f"{path}: cannot be read: {error.strerror or error}")
-        return steps
+        return steps, [f"{path}: cannot be read: {error.strerror or error}"]
     unread = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -119,9 +103,10 @@ def _read_metrics_file(path: Path, problems: list[str]) -> dict[int, dict[str, f
             unread.append(number)
             continue
         steps[step] = {**steps.get(step, {}), **values}
+    problems = []
     if unread:
         problems.append(f"{path}:{unread[0]}: is no line of verl's file logger; {len(unread)} such lines are left out")
-    return steps
+    return dict(sorted(steps.items())), problems
 
 
 # ------------------------------------------------------------------------------------------------------------------- curves
