@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from recipe.tiny.agent_model import FOLDER as AGENT_FOLDER
-from recipe.tiny.agent_model import load_agent
+from recipe.tiny.agent_warm_up import FOLDER as AGENT_FOLDER
+from recipe.tiny.agent_warm_up import load_agent
 from recipe.tiny.model import build_model, build_tokenizer
 from recipe.tiny.shipped import FOLDER, load_shipped, weights_digest
 from recipe.tiny.smollm2 import load_smollm2
@@ -94,7 +94,8 @@ def default_settings(base_model: str, seed: int, *, anew: bool = False) -> Prepa
     if base_model == "agent":
         if anew:
             raise ValueError(
-                "--warm-up (WARM_UP=1 of the launch script) is for the tiny model without a tool; leave it out"
+                "--warm-up (WARM_UP=1 of the launch script) is for the tiny model without a tool; leave it out, or make the "
+                "agent's model anew with python -m recipe.tiny.agent_warm_up"
             )
         return PrepareSettings(base_model="agent", seed=seed, validation_size=128, warm_up=None)
     return PrepareSettings(seed=seed, warm_up=WarmUpSettings(seed=seed) if anew else None)

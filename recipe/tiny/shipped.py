@@ -57,7 +57,7 @@ def make(folder: Path = FOLDER) -> None:
             "greedy_accuracy": judge(rounded, tokenizer, held_out, temperature=0.0)["right"],
             "sampled_accuracy": judge(rounded, tokenizer, held_out, seed=settings.seed)["right"],
         },
-        "sha256": weights_digest(folder),
+        "sha256": hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest(),
     }
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 

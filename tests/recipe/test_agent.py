@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+import random
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.tools.tool_registry import load_all_tools
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.workers.rollout.replica import TokenOutput
 
-from recipe.tiny import agent_model
-from recipe.tiny.agent import MAX_TURNS, call_text, called_step, check, compute_score, turn_rewards
-from recipe.tiny.agent_model import REPLY_END, REPLY_START, build_agent_tokenizer, load_agent
-from recipe.tiny.model import TURN_END, TURN_START
+from recipe.tiny import agent_warm_up
+from recipe.tiny.agent import MAX_TURNS, call_text, called_step, check, compute_score, demonstrate, turn_rewards
+from recipe.tiny.agent_warm_up import AgentWarmUpSettings, build_agent_tokenizer, load_agent, measure, reply_ids
 from recipe.tiny.prepare import default_settings, prepare
-from recipe.tiny.sampling import prompt_ids, sample
+from recipe.tiny.sampling import prompt_ids
 from recipe.tiny.shipped import weights_digest
-from recipe.tiny.task import Problem, boxed_answer, problems
+from recipe.tiny.task import Problem, problems
 from tests.composed import compose
 
 CHAIN = Problem.parse("7+5-3")
 FIRST, SECOND, BOX = call_text("7+5=12"), call_text("12-3=9"), "\\boxed{9}"
-
-
-def reply_ids(tokenizer: PreTrainedTokenizerFast, reply: str) -> list[int]:
-    """The tokens between two turns of the model, as verl writes them after a turn's end token."""
-    text = f"\n{TURN_START}user\n{REPLY_START}{reply}{REPLY_END}{TURN_END}\n{TURN_START}assistant\n"
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +79,22 @@ def test_called_step() -> None:
     assert called_step("<tool_call>7</tool_call>") is None
 
 
+@pytest.mark.parametrize("problem", problems("train", 3, seed=5))
+def test_demonstrations(problem: Problem) -> None:
+    def show(error: float, stop: float, extra: float) -> tuple[list[float], list[tuple[str, str | None]]]:
+        turns = demonstrate(problem, random.Random(1), error_rate=error, stop_rate=stop, extra_rate=extra)
+        pairs = [check(problem, taken, called_step(text) or "") for taken, (text, _) in enumerate(turns[:-1])]
+        assert [reply for _, reply in turns[:-1]] == [reply for reply, _ in pairs]
+        return [reward for _, reward in pairs], turns
+
+    steps = len(problem.steps)
+    rewards, turns = show(0, 0, 0)
+    assert rewards == [1.0] * steps and turns[-1] == (f"\\boxed{{{problem.answer}}}", None)
+    rewards, turns = show(1, 0, 1)
+    assert rewards == [-1.0] * (steps + 1) and turns[-1][0] == f"\\boxed{{{problem.answer}}}"
+    assert show(0, 1, 0)[1] == [(f"\\boxed{{{problem.first}}}", None)]
+
+
 # ------------------------------------------------------------------------------------------------------------- verl's own loop
 
 
@@ -110,7 +120,7 @@ def run_loop(tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int =
         f"data.max_response_length={length}",
     ]
     config = compose("cpu_trainer", overrides)
-    tools = load_all_tools(str(agent_model.FOLDER.parent / "agent_tools.yaml"), None)
+    tools = load_all_tools(str(agent_warm_up.FOLDER.parent / "agent_tools.yaml"), None)
     writer = Writer([[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts])
 
     async def run() -> Any:
@@ -190,58 +200,18 @@ def test_the_prepared_folder_holds_model_template_and_problems(tmp_path: Path) -
     )
     rows = pq.read_table(tmp_path / "train.parquet").to_pylist()
     assert [row["extra_info"]["problem"] for row in rows] == [problem.text for problem in problems("train", 8, seed=3)]
-    with pytest.raises(ValueError, match=r"--warm-up.*leave it out"):
+    with pytest.raises(ValueError, match=r"--warm-up.*agent_warm_up"):
         default_settings("agent", 0, anew=True)
 
 
-def play(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    chosen: list[Problem],
-    *,
-    temperature: float = 1.0,
-    seed: int = 0,
-) -> list[list[float]]:
-    """Each problem's rewards by turn, from conversations with transformers' ``generate``. Temperature 0 is greedy."""
-    contexts = [prompt_ids(tokenizer, problem) for problem in chosen]
-    rewards: list[list[float]] = [[] for _ in chosen]
-    active = list(range(len(chosen)))
-    for turn in range(MAX_TURNS):
-        prompts = [contexts[row] for row in active]
-        options = {"temperature": temperature, "max_new_tokens": 16, "seed": seed + turn}
-        responses = sample(model, tokenizer, prompts, **options)
-        going_on = []
-        for row, ids in zip(active, responses, strict=True):
-            problem, text = chosen[row], tokenizer.decode(ids)
-            step = called_step(text)
-            if step is None or turn == MAX_TURNS - 1:
-                rewards[row] = turn_rewards(rewards[row], turn + 1, boxed_answer(text) == str(problem.answer))
-                continue
-            reply, reward = check(problem, turn, step)
-            rewards[row].append(reward)
-            contexts[row] += ids + reply_ids(tokenizer, reply)
-            going_on.append(row)
-        active = going_on
-        if not active:
-            break
-    return rewards
-
-
-def perfect(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, chosen: list[Problem], **options: float
-) -> float:
-    """Share of conversations without a mistake."""
-    rewards = play(model, tokenizer, chosen, **options)
-    return sum(row == [1.0] * (len(each.steps) + 1) for row, each in zip(rewards, chosen, strict=True)) / len(chosen)
-
-
-def test_the_record_is_that_of_these_weights() -> None:
-    record = json.loads((agent_model.FOLDER / "record.json").read_text())
-    assert record["sha256"] == weights_digest(agent_model.FOLDER)
+def test_the_record_is_that_of_todays_settings_and_of_these_weights() -> None:
+    record = json.loads((agent_warm_up.FOLDER / "record.json").read_text())
+    assert record["settings"] == asdict(AgentWarmUpSettings())
+    assert record["sha256"] == weights_digest(agent_warm_up.FOLDER)
     model, tokenizer = load_agent()
     assert model.config.vocab_size == len(tokenizer)
     for value in model.state_dict().values():
         assert torch.equal(value, value.bfloat16().float())
     chosen = problems("validation", 64, seed=0)
-    greedy, sampled = perfect(model, tokenizer, chosen, temperature=0.0), perfect(model, tokenizer, chosen)
-    assert greedy > 0.5 and sampled < 0.2, "it can, and seldom does"
+    greedy, sampled = measure(model, tokenizer, chosen, temperature=0.0), measure(model, tokenizer, chosen)
+    assert greedy["perfect"] > 0.5 and sampled["perfect"] < 0.2, "it can, and seldom does"

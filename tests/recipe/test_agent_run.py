@@ -10,10 +10,9 @@ import pytest
 from grail_advantage.view.dump.files import DumpRow
 from grail_advantage.view.page.page import write_report
 from recipe.tiny.agent import called_step, check
-from recipe.tiny.agent_model import build_agent_tokenizer
+from recipe.tiny.agent_warm_up import build_agent_tokenizer, reply_ids
 from recipe.tiny.prepare import default_settings, prepare
 from recipe.tiny.task import Problem, boxed_answer
-from tests.recipe.test_agent import reply_ids
 from tests.verl_ext import whole_run
 
 ROOT = Path(__file__).parents[2]
