@@ -396,7 +396,7 @@ def named(fault: Fault, seed: int) -> list[str]:
 
 
 def table() -> str:
-    """For docs/receipt.md."""
+    """For docs/dev/receipt_faults.md."""
     lines = ["| thread | the fault | the receipt says |", "|---|---|---|"]
     for fault in FAULTS:
         findings = ", ".join(dict.fromkeys(named(fault, 1)))

@@ -16,7 +16,7 @@ from grail_advantage.receipt.measure import Gradient
 from tests.core.receipt_faults import FAULTS, TOKEN_MEAN, Fault, named, ppo, receipt_of, table, tokens_of
 from tests.core.receipt_loop import MicroBatch, Rollout, names, rollout, train
 
-PAGE = Path(__file__).parents[2] / "docs" / "receipt.md"
+DOCS = Path(__file__).parents[2] / "docs"
 SEEDS = 5
 
 
@@ -27,14 +27,13 @@ def test_a_fault_of_history_is_named(fault: Fault) -> None:
 
 
 def test_the_page_has_the_table_of_faults() -> None:
-    assert table() in PAGE.read_text(encoding="utf-8")
+    assert table() in (DOCS / "dev" / "receipt_faults.md").read_text(encoding="utf-8")
 
 
 def test_the_loop_of_the_page_runs() -> None:
     """With a model in place of the reader's own: nothing to say; and with its loss divided twice, scaled."""
-    (source,) = [
-        code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S) if "watch" in code
-    ]
+    page = (DOCS / "receipt.md").read_text(encoding="utf-8")
+    (source,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "watch" in code]
     assert len(source.strip().splitlines()) <= 13
     for divided in (1.0, 2.0):
         given = rollout(5, token_advantages=False)
