@@ -136,8 +136,12 @@ def test_what_the_user_can_fix_is_one_line() -> None:
         (["--train"], "--train needs a method"),
         (["grail", "--train", "--batches", "4", "--evaluate-at", "8"], "must lie in 1 to --batches 4"),
         (["uniform@steps=1", "--train"], "write NAME@rollouts=12"),
-        (["grail", "--train", "--tuning-seeds", "0"], "--tuning-seeds and --seeds must be at least 1"),
-        (["grail", "--train", "--seeds", "0"], "--tuning-seeds and --seeds must be at least 1"),
+        (
+            ["grail", "--train", "--tuning-seeds", "0"],
+            "--tuning-seeds, --tuning-batches and --seeds must be at least 1",
+        ),
+        (["grail", "--train", "--tuning-batches", "-1"], "--tuning-batches and --seeds must be at least 1"),
+        (["grail", "--train", "--seeds", "0"], "--tuning-seeds, --tuning-batches and --seeds must be at least 1"),
         (["grail", "mt_grpo", "--train"], "mt_grpo needs turns, which training"),
         (["exact credit", "--train"], "exact credit needs the field bench_exact, which training"),
     ):

@@ -127,7 +127,7 @@ def test_options_that_are_refused() -> None:
         ({"every": 2}, "must be a folder, or a mapping of folder, every, responses and received"),
         ({"folder": "a", "rows": 4}, "a mapping of folder, every, responses and received"),
         ({"folder": "a", "every": 0}, "every=0 must be a whole number, at least 1"),
-        ({"folder": "a", "received": "no"}, "received='no' must be True or False"),
+        ({"folder": "a", "received": "no"}, "received='no' must be true or false"),
     ):
         with pytest.raises(ValueError, match=match):
             dump_options(given)

@@ -243,7 +243,7 @@ def test_an_error_in_the_receipt_stops_nothing(tmp_path: Path, monkeypatch: pyte
     """Of two generation batches the first has no receipt; this process takes part in both gathers."""
     gathered = []
     monkeypatch.setattr(received, "gather_object", lambda own: gathered.append(own[0]) or own)
-    used = {"begin": "COLUMNS", "see": "measure", "_pieces": "Piece"}[method]
+    used = {"begin": "COLUMNS", "see": "Gradient", "_pieces": "Piece"}[method]
     right = getattr(received, used)
 
     class FailsOnce:
