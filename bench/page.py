@@ -125,7 +125,7 @@ def _agreement(
         f"samples; {mixed.value:g} of {mixed.count} groups have both outcomes and give the updates. Shuffled in brackets."
     )
     head = ["method", "cosine with exact credit", "above shuffled", "cosine of the update", "above shuffled"]
-    picture = draw("Cosine of the update with the yardstick; hollow: shuffled", points, -0.2, 1.0, ceiling.value)
+    picture = draw("Cosine of the update with the yardstick; hollow: shuffled", points, -1.0, 1.0, ceiling.value)
     return Table(f"Agreement: {task}", note, head, rows, picture)
 
 
@@ -177,7 +177,7 @@ def draw(
         parts.append(f'<text x="{x(tick):.1f}" y="{height - 6}" text-anchor="middle">{tick:g}</text>')
     if line is not None:
         parts.append(f'<path d="M{x(line):.1f} 28V{height - 20}" stroke="#a33" stroke-dasharray="4 3"/>')
-        parts.append(f'<text x="{x(line) + 4:.1f}" y="{height - 24}" fill="#a33">ceiling</text>')
+        parts.append(f'<text x="{x(line) + 4:.1f}" y="38" fill="#a33">ceiling</text>')
     for number, (name, own, control) in enumerate(points):
         y = 42 + step * number
         parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{html.escape(name[:30])}</text>')
