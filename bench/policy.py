@@ -21,6 +21,7 @@ from bench.exact import corrected, first_wrong, token_advantages
 from bench.task import MAX_RESPONSE_TOKENS, BenchProblem, read_tokens, solve, task_errors, task_problems, task_tokenizer
 from grail_advantage.batch import Example
 from grail_advantage.token_weights import response_statistics
+from grail_advantage.view.analysis.batches import padded
 from recipe.tiny.model import build_model
 from recipe.tiny.sampling import prompt_ids
 from recipe.tiny.task import boxed_answer
@@ -207,14 +208,8 @@ def assemble(
     fields: dict[str, list[Any]],
 ) -> Batch:
     """Pad the responses, and give each its advantage, log-probabilities and entropies; ``rollouts`` in a row are a group."""
-    longest = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True))
-    ids_BL = torch.full((len(prompts), longest), tokenizer.pad_token_id)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        ids_BL[row, : len(prompt) + len(response)] = torch.tensor(prompt + response)
-    starts_B1 = torch.tensor([len(prompt) for prompt in prompts]).unsqueeze(1)
-    ends_B1 = starts_B1 + torch.tensor([len(response) for response in responses]).unsqueeze(1)
-    position_L = torch.arange(longest)
-    attention_BL, response_BL = position_L < ends_B1, (position_L >= starts_B1) & (position_L < ends_B1)
+    rows = list(zip(prompts, responses, strict=True))
+    ids_BL, attention_BL, response_BL = padded(rows, tokenizer.pad_token_id, "cpu")
     rewards_B = torch.tensor(rewards)
     truncated_B = torch.tensor([response[-1] != tokenizer.eos_token_id for response in responses])
     advantages_B = rewards_B - rewards_B.view(-1, rollouts).mean(dim=1).repeat_interleave(rollouts)

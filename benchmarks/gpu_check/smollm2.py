@@ -19,6 +19,7 @@ from benchmarks.gpu_check.outcome import Outcome
 from benchmarks.gpu_check.plain import JUDGED, precision
 from benchmarks.gpu_check.trl_runs import RUNS, train_both
 from grail_advantage import compute_token_weights
+from grail_advantage.view.analysis.batches import padded
 from grail_advantage.view.page.page import write_report
 from recipe.tiny.sampling import judge, prompt_ids
 from recipe.tiny.smollm2 import load_smollm2
@@ -101,13 +102,8 @@ def solved_rows(tokenizer: Any, lines: list[str], device: str) -> tuple[torch.Te
     """Worked solutions, as :func:`grail_advantage.compute_token_weights` takes responses: ids, attention and response mask
     (B, L), advantages (B,) of incorrect ones."""
     asked = [problem(line, worked=True) for line in lines]
-    prompts = [prompt_ids(tokenizer, one) for one in asked]
-    solutions = [tokenizer.encode(one.solution, add_special_tokens=False) for one in asked]
-    both = [{"input_ids": prompt + solution} for prompt, solution in zip(prompts, solutions, strict=True)]
-    padded = tokenizer.pad(both, return_tensors="pt").to(device)  # on the left
-    from_end_L = torch.arange(padded["input_ids"].shape[1], 0, -1, device=device)
-    response_BL = from_end_L <= torch.tensor([[len(solution)] for solution in solutions], device=device)
-    return padded["input_ids"], padded["attention_mask"], response_BL.long(), -torch.ones(len(asked), device=device)
+    rows = [(prompt_ids(tokenizer, one), tokenizer.encode(one.solution, add_special_tokens=False)) for one in asked]
+    return *padded(rows, tokenizer.pad_token_id, device), -torch.ones(len(rows), device=device)
 
 
 def gsm8k(count: int) -> list[str]:

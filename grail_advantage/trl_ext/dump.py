@@ -30,8 +30,8 @@ from grail_advantage.trl_ext.patches import log_in_training
 from grail_advantage.trl_ext.received import GenerationReceipt
 from grail_advantage.view.dump.options import DumpOptions
 from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
+from grail_advantage.view.page.data import METRICS_FILE
 
-METRICS_FILE = "metrics.jsonl"
 WHERE = "token_dump's "
 """In front of an option's name in messages."""
 GROUND_TRUTH_COLUMNS = ("solution", "ground_truth", "answer", "gold")

@@ -15,12 +15,11 @@ from typing import Any
 
 from grail_advantage.view.dump.received import ReceivedHeader, RunReceipt, read_headers, run_receipt
 from grail_advantage.view.page.arrived import finding_texts, summary
+from grail_advantage.view.page.data import TOKENS
 from grail_advantage.view.page.visible import visible
 
 NOTHING = 2
 """Exit status where there is nothing to read."""
-_TOKENS = "tokens"
-"""Where a run has its dump, by convention."""
 _STEPS = 12
 """Lines of the table at most."""
 
@@ -37,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="a run's folder (with tokens/), or a token dump's")
     folder = parser.parse_args(argv).run
-    folder = folder / _TOKENS if (folder / _TOKENS).is_dir() else folder
+    folder = folder / TOKENS if (folder / TOKENS).is_dir() else folder
     problems: list[str] = []
     headers = read_headers(folder, problems)
     for problem in problems:

@@ -17,7 +17,7 @@ from grail_advantage.view.dump.files import DumpFile, DumpHeader, TokenDump, rea
 
 TOKENS = "tokens"
 """Where a run has its dump, by convention."""
-_METRICS_FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 _MOST_STEP = 10**15
 """As in the names of a token dump's files."""
 
@@ -77,7 +77,7 @@ def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
     Returns:
         Numbers by step and name, and what could not be read.
     """
-    path = folder / _METRICS_FILE
+    path = folder / METRICS_FILE
     steps: dict[int, dict[str, float]] = {}
     if not path.is_file():
         return steps, []
@@ -103,10 +103,10 @@ def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
             unread.append(number)
             continue
         steps[step] = {**steps.get(step, {}), **values}
-    problems = []
-    if unread:
-        problems.append(f"{path}:{unread[0]}: is no line of verl's file logger; {len(unread)} such lines are left out")
-    return dict(sorted(steps.items())), problems
+    said = [
+        f"{path}:{line}: is no line of verl's file logger; {len(unread)} such lines are left out" for line in unread[:1]
+    ]
+    return dict(sorted(steps.items())), said
 
 
 # ------------------------------------------------------------------------------------------------------------------- curves
