@@ -19,6 +19,7 @@ from benchmarks.gpu_check import outcome as outcomes
 from benchmarks.gpu_check import plain, trl_runs
 from benchmarks.gpu_check.__main__ import PARTS, ROOT, Part
 from benchmarks.gpu_check.outcome import FAILED, PASSED, Outcome
+from benchmarks.random_model import SHAPES, random_model
 from grail_advantage import GrailConfig
 from recipe.tiny.task import problems
 
@@ -107,6 +108,23 @@ def test_weights_that_differ_are_found(tmp_path: Path, monkeypatch: pytest.Monke
     found = outcome(tmp_path)
     plain.against_cpu(found, "cpu", plain.TOY)
     assert set(statuses(found)) == {FAILED}
+
+
+def test_weights_that_bfloat16_does_not_keep_are_found(tmp_path: Path) -> None:
+    """Other weights once the parameters are bfloat16, as a faulty kernel might give them; the model's own pass."""
+    size = plain.TOY
+    rows = plain.random_rows(*size.weighed, size.prompt, SHAPES["toy"]["vocab_size"], "cpu")
+    for faulty in (False, True):
+        found, model = outcome(tmp_path), random_model(SHAPES["toy"], "cpu", torch.float32)
+
+        def weigh(signal: Any, model: Any = model, faulty: bool = faulty) -> Any:
+            wrong = faulty and next(model.parameters()).dtype == torch.bfloat16
+            return plain.weights(model, plain.METHODS["oar_g, official"] if wrong else signal, rows)
+
+        plain.precision(found, "toy", model, weigh, plain.JUDGED, (0.05, 0.98))
+        assert set(statuses(found)) == {FAILED if faulty else PASSED}
+    plain.precision(found, "toy", model, weigh, plain.JUDGED, None)
+    assert len(statuses(found)) == len(plain.JUDGED), "without limits nothing is judged"
 
 
 def test_failures_stop_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
