@@ -103,10 +103,10 @@ def read_metrics(folder: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
             unread.append(number)
             continue
         steps[step] = {**steps.get(step, {}), **values}
-    said = [
-        f"{path}:{line}: is no line of verl's file logger; {len(unread)} such lines are left out" for line in unread[:1]
-    ]
-    return dict(sorted(steps.items())), said
+    problems = []
+    if unread:
+        problems.append(f"{path}:{unread[0]}: is no line of verl's file logger; {len(unread)} such lines are left out")
+    return dict(sorted(steps.items())), problems
 
 
 # ------------------------------------------------------------------------------------------------------------------- curves
