@@ -66,8 +66,7 @@ def tables(rows: Sequence[Row], settings: Settings) -> list[Table]:
         pages.append(_places(task, methods, figures, notes))
         if (SETTING, "ceiling") in figures:
             pages.append(_agreement(task, methods, figures, notes, settings))
-    tasks = {task: figures for task, figures in by_task.items() if task != GSM8K}
-    return [*pages, _cost(tasks)] if tasks else pages
+    return [*pages, _cost(by_task)]
 
 
 def figures_of(rows: Iterable[Row]) -> dict[str, dict[tuple[str, str], Estimate]]:
@@ -140,8 +139,8 @@ def _cost(tasks: Mapping[str, Figures]) -> Table:
             cells += [f"{passes:.2f}", f"{forwards:.1f}", f"{seconds:.2f}"]
     note = (
         "Old log-probabilities and entropies are given. Tokens through the first layer, padding counted, over the batch's; "
-        "processor seconds on one thread, also in plain forwards over the batch (a backward counts only there). On models this "
-        "small, fixed costs weigh more than on real ones."
+        "processor seconds on one thread, also in plain forwards over the batch (a backward counts only there). On small "
+        "models, fixed costs weigh more than on real ones."
     )
     return Table("Cost", note, head, list(rows.values()))
 

@@ -117,12 +117,15 @@ def do(job: Job) -> None:
     else:
         model, tokenizer, batch, yardstick, own = prepare(job)
     _keep(job, SETTING, own)
+    started = time.process_time()
+    response_statistics(model, tokenizer, batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL)
+    forward = time.process_time() - started
     seconds: list[float] = []
     missing = job.missing
     for number, spec in enumerate(missing, 1):
         started = time.monotonic()
         try:
-            _keep(job, spec, measure(model, tokenizer, batch, yardstick, spec, job))
+            _keep(job, spec, measure(model, tokenizer, batch, yardstick, spec, job, forward))
             note = ""
         except NeedsMoreError as reason:
             _keep(job, spec, {}, note=str(reason))
@@ -162,11 +165,10 @@ def measure(
     yardstick: agreement.Yardstick | None,
     spec: str,
     job: Job,
+    forward: float,
 ) -> dict[str, Estimate]:
-    """All figures of a method; NeedsMoreError where it needs what the batch does not have."""
-    started = time.process_time()
-    response_statistics(model, tokenizer, batch.input_ids_BL, batch.attention_mask_BL, batch.response_mask_BL)
-    forward = time.process_time() - started
+    """All figures of a method, ``forward`` being the seconds of a plain forward over the batch; NeedsMoreError where it needs
+    what the batch does not have."""
     positions = 0
 
     def count(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
