@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=2, help="jobs at a time, each on one thread")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "bench", help="folder of rows, models and pages")
     parser.add_argument("--gsm8k", type=Path, help="GSM8K's test set as JSON lines of question and answer")
-    parser.add_argument("--write", type=Path, help="also write the tables between the markers of this page")
+    parser.add_argument("--write", type=Path, help="a page whose markers take the tables; with --gsm8k that one alone")
     train.add_options(parser)
     options = parser.parse_args(arguments)
     try:

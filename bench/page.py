@@ -38,20 +38,22 @@ class Table(NamedTuple):
 
 
 def write(rows: Sequence[Row], folder: Path, settings: Settings, markdown: Path | None) -> list[Path]:
-    """Write ``index.html`` and ``bench.csv``, and the tables between the markers ``bench`` of a Markdown page, its pictures
-    beside it in ``images``; their paths."""
+    """Write ``index.html`` and ``bench.csv``, and the tables between the markers ``bench`` of a Markdown page, of a run with
+    GSM8K only its table between the markers ``gsm8k``; pictures beside the page in ``images``. The paths."""
     pages, paths = tables(rows, settings), [folder / "index.html", folder / "bench.csv"]
     write_rows(paths[1], rows, COLUMNS)
     write_whole(paths[0], html_page("Does the method find anything?", pages))
     if markdown is not None:
-        lines = []
+        lines, marker = [], GSM8K if any(row["task"] == GSM8K for row in rows) else "bench"
         for number, page in enumerate(pages, 1):
+            if marker == GSM8K and TITLES[GSM8K] not in page.title:
+                continue
             lines += [f"### {page.title}", "", page.note, "", *table(page.head, page.rows, right=1), ""]
             if page.picture:
                 picture = markdown.parent / "images" / f"{markdown.stem}_{number}.svg"
                 write_whole(picture, page.picture)
                 lines += [f"![{page.title}](images/{picture.name})", ""]
-        write_marked(markdown, "bench", "\n".join(lines))
+        write_marked(markdown, marker, "\n".join(lines))
         paths.append(markdown)
     return paths
 

@@ -119,6 +119,11 @@ def test_a_method_of_another_package_is_measured_once(foreign: Path, made: Small
     parser.feed(paths[0].read_text())
     assert "http" not in paths[0].read_text().replace("http://www.w3.org/2000/svg", ""), "nothing is loaded"
 
+    markdown.write_text(text + "\n<!-- gsm8k -->\n<!-- /gsm8k -->\n")
+    page.write([*rows, *({**row, "task": work.GSM8K} for row in rows)], folder, SETTINGS, markdown)
+    longer = markdown.read_text()
+    assert longer.startswith(text) and longer.count("| foreign_results |") == 4, "GSM8K's table alone is added"
+
 
 def test_another_file_of_solutions_is_measured_anew(tmp_path: Path) -> None:
     paths, files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "same_as_a.jsonl"], []
