@@ -102,7 +102,9 @@ def _places(task: str, methods: Sequence[str], figures: Figures, notes: Mapping[
         f"{setting.value:g} incorrect responses have a known first error; those of groups with both outcomes count."
     )
     head = ["method", *(title + (", %" if name.startswith("hit") else "") for name, title in FIGURES.items())]
-    picture = draw("AUROC of the first wrong token among its kind; hollow: shuffled", points, 0.0, 1.0)
+    place = figures["place alone", "alike"].value
+    line = (max(place, 1 - place), "place alone" if place >= 0.5 else "the later the larger")
+    picture = draw(f"{task}: AUROC of the first wrong token among its kind; hollow: shuffled", points, 0.0, 1.0, line)
     return Table(f"Places: {TITLES.get(task, task)}", note, head, rows, picture)
 
 
@@ -126,7 +128,8 @@ def _agreement(
         f"samples; {mixed.value:g} of {mixed.count} groups have both outcomes and give the updates. Shuffled in brackets."
     )
     head = ["method", "cosine with exact credit", "above shuffled", "cosine of the update", "above shuffled"]
-    picture = draw("Cosine of the update with the yardstick; hollow: shuffled", points, -1.0, 1.0, ceiling.value)
+    title = f"{task}: cosine of the update with the yardstick; hollow: shuffled"
+    picture = draw(title, points, -1.0, 1.0, (ceiling.value, "ceiling"))
     return Table(f"Agreement: {task}", note, head, rows, picture)
 
 
@@ -158,11 +161,11 @@ def _cell(own: Estimate, control: Estimate | None = None, scale: float = 1, *, s
 
 
 def draw(
-    title: str, points: Sequence[tuple[str, Estimate, Estimate]], low: float, high: float, line: float | None = None
+    title: str, points: Sequence[tuple[str, Estimate, Estimate]], low: float, high: float, line: tuple[float, str]
 ) -> str:
-    """A picture (SVG): of each method a dot with its interval and a hollow dot for its control; ``line`` is the ceiling."""
+    """A picture (SVG): of each method a dot with its interval and a hollow dot for its control; a dashed line with its name."""
     left, width, step = 190, 460, 22
-    height = 50 + step * len(points)
+    height = 60 + step * len(points)
 
     def x(value: float) -> float:
         return left + width * (min(max(value, low), high) - low) / (high - low)
@@ -176,11 +179,10 @@ def draw(
     for tick in ticks:
         parts.append(f'<path d="M{x(tick):.1f} 28V{height - 20}" stroke="#ddd"/>')
         parts.append(f'<text x="{x(tick):.1f}" y="{height - 6}" text-anchor="middle">{tick:g}</text>')
-    if line is not None:
-        parts.append(f'<path d="M{x(line):.1f} 28V{height - 20}" stroke="#a33" stroke-dasharray="4 3"/>')
-        parts.append(f'<text x="{x(line) + 4:.1f}" y="38" fill="#a33">ceiling</text>')
+    parts.append(f'<path d="M{x(line[0]):.1f} 28V{height - 20}" stroke="#a33" stroke-dasharray="4 3"/>')
+    parts.append(f'<text x="{x(line[0]) - 4:.1f}" y="38" text-anchor="end" fill="#a33">{line[1]}</text>')
     for number, (name, own, control) in enumerate(points):
-        y = 42 + step * number
+        y = 54 + step * number
         parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{html.escape(name[:30])}</text>')
         if math.isnan(own.value):
             continue

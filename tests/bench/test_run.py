@@ -79,8 +79,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Small:
     }
     monkeypatch.setattr(work, "TASKS", ("misconceptions",))
     monkeypatch.setattr(work, "prepare", lambda job: (one.model, TOKENIZER, batch, one.yardstick, own))
-    monkeypatch.setattr(methods, "REFERENCES", {"exact credit": methods.ExactCredit})
-    monkeypatch.setattr(page, "REFERENCES", {"exact credit": methods.ExactCredit})
+    references = {name: methods.REFERENCES[name] for name in ("place alone", "exact credit")}
+    monkeypatch.setattr(methods, "REFERENCES", references)
+    monkeypatch.setattr(page, "REFERENCES", references)
     return one
 
 
@@ -93,7 +94,7 @@ def test_a_method_of_another_package_is_measured_once(foreign: Path, made: Small
 
     rows = run()
     values = {(row["method"], row["figure"]): float(row["value"]) for row in rows if row["figure"]}
-    assert {method for method, _ in values} == {"all", "exact credit", "uniform", "foreign_results"}
+    assert {method for method, _ in values} == {"all", *methods.REFERENCES, "uniform", "foreign_results"}
     # The small model's first wrong token is nearly always the result; the aim is certain, the credit is not.
     assert values["foreign_results", "hit"] > 0.8 > 0.2 > values["foreign_results", "hit_shuffled"]
     assert values["foreign_results", "passes"] == 0 and values["exact credit", "credit"] == pytest.approx(1)
