@@ -175,12 +175,12 @@ def draw(
         f'aria-label="{html.escape(title)}" font-family="sans-serif" font-size="12">',
         f'<rect width="100%" height="100%" fill="#fff"/><text x="10" y="18" font-weight="bold">{html.escape(title)}</text>',
     ]
-    ticks = [low + (high - low) * index / 4 for index in range(5)]
-    for tick in ticks:
+    for tick in (low + (high - low) * index / 4 for index in range(5)):
         parts.append(f'<path d="M{x(tick):.1f} 28V{height - 20}" stroke="#ddd"/>')
         parts.append(f'<text x="{x(tick):.1f}" y="{height - 6}" text-anchor="middle">{tick:g}</text>')
-    parts.append(f'<path d="M{x(line[0]):.1f} 28V{height - 20}" stroke="#a33" stroke-dasharray="4 3"/>')
-    parts.append(f'<text x="{x(line[0]) - 4:.1f}" y="38" text-anchor="end" fill="#a33">{line[1]}</text>')
+    at, label = x(line[0]), line[1]
+    parts.append(f'<path d="M{at:.1f} 28V{height - 20}" stroke="#a33" stroke-dasharray="4 3"/>')
+    parts.append(f'<text x="{at - 4:.1f}" y="38" text-anchor="end" fill="#a33">{label}</text>')
     for number, (name, own, control) in enumerate(points):
         y = 54 + step * number
         parts.append(f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{html.escape(name[:30])}</text>')
