@@ -9,7 +9,7 @@ The figures, of |A_t| over the tokens of the response, ties counting half:
 - ``hit``: how often the largest is the first wrong token; ``hit_step``: how often it is in the first wrong step.
 
 Each is beside its control (``_shuffled``), the mean over shuffles of the method's own values within the response, with the
-difference (``_gain``), and beside place alone (``_place``), the same figure of "the earlier the larger".
+difference (``_gain``).
 
 Shape suffixes: T response tokens.
 """
@@ -58,8 +58,6 @@ def measure(batch: Batch, advantages_BL: torch.Tensor, seed: int, shuffles: int 
         values_T = np.abs(batch.response(row, advantages_BL))
         for name, value in of_response(values_T, label).items():
             own[name].append(value)
-        for name, value in of_response(-np.arange(len(values_T)), label).items():
-            own[f"{name}_place"].append(value)
     control: dict[str, list[list[float]]] = {name: [[] for _ in known] for name in FIGURES}
     for shuffled_BL in all_shuffled(batch, advantages_BL, shuffles, seed):
         for index, (row, label) in enumerate(known):
