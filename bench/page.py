@@ -65,14 +65,15 @@ def tables(rows: Sequence[Row], settings: Settings) -> list[Table]:
     pages = []
     for task, figures in by_task.items():
         methods = [method for method in dict.fromkeys(row["method"] for row in rows) if method != SETTING]
-        pages.append(_places(task, methods, figures, notes))
+        models = len({row["seed"] for row in rows if row["task"] == task})
+        pages.append(_places(task, methods, figures, notes, models))
         if (SETTING, "ceiling") in figures:
             pages.append(_agreement(task, methods, figures, notes, settings))
     return [*pages, _cost(by_task)]
 
 
 def figures_of(rows: Iterable[Row]) -> dict[str, dict[tuple[str, str], Estimate]]:
-    """Every figure by task, method and name; of several seeds their mean."""
+    """Every figure by task, method and name; of several models their mean."""
     estimates: dict[tuple[str, str, str], list[Estimate]] = defaultdict(list)
     for row in rows:
         if row["figure"]:
@@ -84,7 +85,9 @@ def figures_of(rows: Iterable[Row]) -> dict[str, dict[tuple[str, str], Estimate]
     return by_task
 
 
-def _places(task: str, methods: Sequence[str], figures: Figures, notes: Mapping[tuple[str, str], str]) -> Table:
+def _places(
+    task: str, methods: Sequence[str], figures: Figures, notes: Mapping[tuple[str, str], str], models: int
+) -> Table:
     rows, points = [], []
     for method in methods:
         if (method, "token") not in figures:
@@ -97,9 +100,11 @@ def _places(task: str, methods: Sequence[str], figures: Figures, notes: Mapping[
         points.append((method, figures[method, "alike"], figures[method, "alike_shuffled"]))
     setting = figures.get((SETTING, "known first errors")) or figures[SETTING, "solutions"]
     count = max((one.count for (_, name), one in figures.items() if name == "token"), default=0)
+    parts = "problems" if models == 1 else "models"
     note = (
-        f"Value ± half of its 95 % interval over {count} problems (its shuffled control); the last two columns in %. "
-        f"{setting.value:g} incorrect responses have a known first error; those of groups with both outcomes count."
+        f"Of the blame `-A_t`: value ± half of its 95 % interval over {count} {parts} (its shuffled control); the last two "
+        f"columns in %. {setting.value:g} incorrect responses{' a model' * (models > 1)} have a known first error; those of "
+        "groups with both outcomes count."
     )
     head = ["method", *(title + (", %" if name.startswith("hit") else "") for name, title in FIGURES.items())]
     place = figures["place alone", "alike"].value
@@ -125,7 +130,7 @@ def _agreement(
     note = (
         f"Ceiling of an update's cosine {_cell(ceiling)}; halves of the yardstick {halves.value:.2f} ({settings.yardstick} "
         f"problems, none of the update's {settings.problems}). The model is correct on {100 * accuracy.value:.0f} % of its "
-        f"samples; {mixed.value:g} of {mixed.count} groups have both outcomes and give the updates. Shuffled in brackets."
+        f"samples; {mixed.value:g} of {settings.problems} groups have both outcomes and give the updates. Shuffled in brackets."
     )
     head = ["method", "cosine with exact credit", "above shuffled", "cosine of the update", "above shuffled"]
     title = f"{task}: cosine of the update with the yardstick; hollow: shuffled"

@@ -1,12 +1,13 @@
-"""Places: is |A_t| large at the first wrong token and its step? Within each incorrect response whose first error is known.
+"""Places: is the first wrong token blamed, and its step? Within each incorrect response whose first error is known.
 
-The figures, of |A_t| over the tokens of the response, ties counting half:
+A token's blame is ``-A_t``: a method that gives the first error a large *positive* advantage finds nothing. The figures, of the
+blame over the tokens of the response, ties counting half:
 
 - ``token``: AUROC of the first wrong token against all others.
 - ``alike``: the same against the tokens of its kind alone (result digits against result digits), so that a method that tells
   results from filler gains nothing.
 - ``step``: AUROC of the tokens of the first wrong step against the other tokens.
-- ``hit``: how often the largest is the first wrong token; ``hit_step``: how often it is in the first wrong step.
+- ``hit``: how often the most blamed token is the first wrong one; ``hit_step``: how often it is in the first wrong step.
 
 Each is beside its control (``_shuffled``), the mean over shuffles of the method's own values within the response, with the
 difference (``_gain``).
@@ -29,13 +30,13 @@ FIGURES = {
     "token": "AUROC, first wrong token",
     "alike": "AUROC, among its kind",
     "step": "AUROC, first wrong step",
-    "hit": "largest is the first wrong token",
-    "hit_step": "largest is in the first wrong step",
+    "hit": "most blamed is the first wrong token",
+    "hit_step": "most blamed is in the first wrong step",
 }
 
 
 def of_response(values_T: np.ndarray, label: Label) -> dict[str, float]:
-    """The figures of one response; nan where one has no tokens to compare."""
+    """The figures of one response's blame (T,); nan where one has no tokens to compare."""
     first_T = np.arange(len(values_T)) == label.token
     return {
         "token": auroc(values_T, first_T),
@@ -55,13 +56,13 @@ def measure(batch: Batch, advantages_BL: torch.Tensor, seed: int, shuffles: int 
     ]
     own: dict[str, list[float]] = defaultdict(list)
     for row, label in known:
-        values_T = np.abs(batch.response(row, advantages_BL))
+        values_T = -batch.response(row, advantages_BL)
         for name, value in of_response(values_T, label).items():
             own[name].append(value)
     control: dict[str, list[list[float]]] = {name: [[] for _ in known] for name in FIGURES}
     for shuffled_BL in all_shuffled(batch, advantages_BL, shuffles, seed):
         for index, (row, label) in enumerate(known):
-            for name, value in of_response(np.abs(batch.response(row, shuffled_BL)), label).items():
+            for name, value in of_response(-batch.response(row, shuffled_BL), label).items():
                 control[name][index].append(value)
     for name in FIGURES:
         own[f"{name}_shuffled"] = [float(np.mean(values)) for values in control[name]]

@@ -20,7 +20,7 @@ class Estimate(NamedTuple):
     error: float
     """nan where it is not known."""
     count: int
-    """Independent parts: problems, groups or seeds."""
+    """Independent parts: problems, groups or models."""
 
     @property
     def half(self) -> float:
@@ -49,12 +49,9 @@ def mean_of(values: Sequence[float], clusters: Sequence[Hashable] | None = None)
 
 
 def pooled(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of several seeds' figures; the error is that over problems, within the seeds."""
-    known = [one for one in estimates if math.isfinite(one.value)]
-    if not known:
-        return Estimate(math.nan, math.nan, 0)
-    error = math.sqrt(sum(one.error**2 for one in known)) / len(known)
-    return Estimate(float(np.mean([one.value for one in known])), error, sum(one.count for one in known))
+    """The mean over several models' figures; the models are the independent parts, so that the error holds what differs between
+    them and what differs between the problems of each."""
+    return mean_of([one.value for one in estimates])
 
 
 def auroc(values_N: np.ndarray, true_N: np.ndarray) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -79,13 +79,21 @@ class Job:
 
     def file(self, spec: str) -> Path:
         """Where a method's rows are."""
-        own = [spec, asdict(self.settings), "" if spec == SETTING else source_digest(spec), *self.solutions]
+        source = "" if spec == SETTING else source_digest(spec)
+        own = [spec, asdict(self.settings), source, measures_digest(), *self.solutions]
         return self.folder / "rows" / f"{self.task}-{self.seed}-{digest(own)}.csv"
 
     @property
     def missing(self) -> list[str]:
         """Methods whose rows are not there."""
         return [spec for spec in (SETTING, *self.specs) if not self.file(spec).exists()]
+
+
+@cache
+def measures_digest() -> str:
+    """Of the bench's files that make figures, so that no figure of an earlier version is taken for one of this."""
+    names = ("agreement", "exact", "gsm8k", "methods", "places", "policy", "statistics", "task")
+    return digest([Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in names])
 
 
 def run(

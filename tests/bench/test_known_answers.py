@@ -13,7 +13,7 @@ from bench.agreement import Yardstick
 from bench.methods import NeedsMoreError, all_shuffled, credit, shuffled, signal_of
 from bench.places import of_response
 from bench.policy import Label
-from bench.statistics import Estimate
+from bench.statistics import Estimate, pooled
 from grail_advantage import Reshaped, Signal
 from grail_advantage.batch import RolloutBatch
 from grail_advantage.signals.turns import TurnSignal
@@ -45,6 +45,19 @@ class Turned(Signal):
     """Reads rewards of turns."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"field:tool_rewards"})
+
+
+class Praise(Signal):
+    """Gives the first error of an incorrect response a large positive advantage, and all other tokens a small negative one."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"field:bench_first_wrong"})
+    gives: ClassVar[str] = "advantages"
+
+    def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
+        scores_BT = torch.full(batch.mask_BT.shape, -0.1)
+        for row, token in enumerate(batch.fields["bench_first_wrong"]):
+            scores_BT[row, [] if token is None else token] = 5.0
+        return scores_BT
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +94,25 @@ def test_a_useless_method_is_its_control(made: Small) -> None:
     same = figures(made, signal_of("uniform"))
     for name in ("token", "step", "hit", "credit", "update"):
         assert same[f"{name}_gain"].value == pytest.approx(0, abs=1e-6), name
+
+
+def test_a_method_that_praises_the_error_finds_nothing(made: Small) -> None:
+    measured = figures(made, Praise())
+    assert [measured[name].value for name in ("token", "alike", "hit")] == [0, 0, 0] and measured["step"].value < 0.5
+
+
+def test_several_models_carry_the_differences_between_them() -> None:
+    two = pooled([Estimate(0.75, 0.02, 80), Estimate(0.35, 0.02, 80)])
+    assert (two.value, two.count) == (0.55, 2) and two.half == pytest.approx(12.706 * 0.2, rel=1e-3)
+    # 95 % of the intervals hold the truth, wherever the spread comes from: models, problems or both.
+    generator = np.random.default_rng(0)
+    for of_models, of_problems in ((0.1, 0.02), (0.0, 0.05), (0.05, 0.05)):
+        covered = []
+        for _ in range(2000):
+            values = generator.normal(0.5, of_models, 4) + generator.normal(0, of_problems, 4)
+            mean = pooled([Estimate(value, of_problems, 80) for value in values])
+            covered.append(abs(mean.value - 0.5) <= mean.half)
+        assert 0.935 < np.mean(covered) < 0.965
 
 
 def test_a_yardstick_of_the_same_problems_is_caught(made: Small) -> None:
