@@ -31,6 +31,9 @@ REWARDS = "rewards"
 """The responses' rewards: ``rewards_B`` of the batch."""
 MESSAGES = "messages"
 """The responses with what tools and users said in them: ``messages_BT`` of the batch."""
+LARGEST = 1e18
+"""A response whose reward or advantage is larger trains nothing, like one that is not finite: a weight and a gradient's norm,
+which is squared, would take it out of float32."""
 FIELD = "field:"
 """Prefix: ``field:NAME`` is a value a response of any kind, ``fields[NAME]`` of the batch."""
 
@@ -43,6 +46,11 @@ def field_names(reads: Iterable[str]) -> list[str]:
 def token_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
     """Mean over the valid tokens of a batch; 0 without any."""
     return float(torch.where(mask_BT, values_BT, 0.0).double().sum() / mask_BT.sum().clamp(min=1))
+
+
+def within_range(values: torch.Tensor) -> torch.Tensor:
+    """Which rewards or advantages can train: bool, false for NaN, an infinity, and more than ``LARGEST``."""
+    return values.abs() <= LARGEST
 
 
 def outcome_of(reward: float | None) -> str | None:
@@ -86,8 +94,8 @@ class RolloutBatch:
     """bool; the tokens that train."""
     advantages_B: torch.Tensor
     """One advantage a response, before weighting; 0 for truncated responses where these are masked. It is detached from
-    any graph. One that is not finite becomes 0 and its response masked, so that no other response is compared with
-    it."""
+    any graph. One that is not finite or beyond ``LARGEST`` becomes 0 and its response masked, so that no other response is
+    compared with it."""
     spans: Sequence[AnswerSpan | None]
     """The responses' answers, in response-token indices."""
     columns_BT: Mapping[str, torch.Tensor]
@@ -117,11 +125,11 @@ class RolloutBatch:
     def __post_init__(self) -> None:
         self._check()
         advantages_B = self.advantages_B.detach()
-        finite_B = advantages_B.isfinite()
-        if not finite_B.all():
-            masked_B = ~finite_B if self.masked_B is None else self.masked_B | ~finite_B
+        can_train_B = within_range(advantages_B)
+        if not can_train_B.all():
+            masked_B = ~can_train_B if self.masked_B is None else self.masked_B | ~can_train_B
             object.__setattr__(self, "masked_B", masked_B)
-        object.__setattr__(self, "advantages_B", torch.where(finite_B, advantages_B, 0.0))
+        object.__setattr__(self, "advantages_B", torch.where(can_train_B, advantages_B, 0.0))
 
     def _check(self) -> None:
         """Refuse parts that do not fit together."""

@@ -10,6 +10,7 @@ Shape suffixes: B responses of this process, T response tokens, L prompt + respo
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from trl import GRPOTrainer
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, AnswerWatch
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, token_mean
+from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, token_mean, within_range
 from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
 from grail_advantage.signals.base import Signal
@@ -39,7 +40,9 @@ from grail_advantage.trl_ext.checks import (
 from grail_advantage.trl_ext.dump import GenerationBatch, GenerationDump, dump_options
 from grail_advantage.trl_ext.patches import log_in_training, rows_that_train
 
-FIGURES = (*METRICS, *GRADIENT_METRICS, "truncated_rate", "seconds")
+logger = logging.getLogger(__name__)
+
+FIGURES = (*METRICS, *GRADIENT_METRICS, "truncated_rate", "unjudged_rate", "seconds")
 """Figures of the name ``<method>/<figure>`` in the logs of training."""
 DUMPED = {OLD_LOG_PROBS: "old_log_prob_T", ENTROPY: "entropy_T"}
 """Columns of a batch, by their names in a dump's row."""
@@ -104,11 +107,29 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             self.add_callback(self._dump)
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
-        """TRL's rewards of all processes, kept for the dump."""
+        """TRL's rewards of all processes, kept for the dump.
+
+        In training a reward that is not finite or too large becomes NaN with every reward function: so TRL compares no other
+        response with it and gives its own the advantage 0, where it would make numbers near float32's end of the infinities.
+        """
         rewards = super()._calculate_rewards(*arguments, **named)
         if self._dump is not None:
             self._dump.rewards = rewards
-        return rewards
+        if not self.model.training:
+            return rewards
+        sums_B = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        usable_B = (within_range(rewards) | rewards.isnan()).all(dim=1) & within_range(sums_B)
+        self._unjudged_B = ~usable_B | rewards.isnan().all(dim=1)
+        if self._unjudged_B.any():
+            logger.warning(
+                "step %d: %d of %d responses, such as response %d, have no finite reward, or one that is too large. They train "
+                "nothing, and the other responses to their prompts are compared without them. Fix the reward functions",
+                self.state.global_step,
+                int(self._unjudged_B.sum()),
+                len(rewards),
+                int(self._unjudged_B.int().argmax()),
+            )
+        return torch.where(usable_B.unsqueeze(1), rewards, torch.nan)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's generation batch; in training with ``advantages`` (B, T)."""
@@ -143,11 +164,12 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         masked_B = truncated_B & signal.mask_truncated
         first_row = self.accelerator.process_index * len(inputs)
         places_B = torch.arange(first_row, first_row + len(inputs), device=advantages_B.device)
+        unjudged_B = self._unjudged_B.to(advantages_B.device)
         rows = {
             "input_ids": torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
             "attention_mask": torch.cat([output["prompt_mask"], mask_BT], dim=1),
             "response_mask": torch.cat([torch.zeros_like(output["prompt_mask"]), mask_BT], dim=1),
-            "advantages": advantages_B,
+            "advantages": torch.where(unjudged_B[places_B], torch.nan, advantages_B),
             "masked": masked_B,
             "groups": places_B // self.num_generations,
         }
@@ -180,6 +202,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             {
                 **result.stats,
                 "truncated_rate": float(truncated_B.double().mean()),
+                "unjudged_rate": float(unjudged_B.double().mean()),
                 "seconds": time.perf_counter() - started,
             }
         )

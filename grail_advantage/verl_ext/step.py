@@ -37,6 +37,7 @@ from grail_advantage.batch import (
     Example,
     PassRow,
     RolloutBatch,
+    within_range,
 )
 from grail_advantage.signals.base import RowSelection, Signal
 from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, nested
@@ -363,14 +364,14 @@ def by_advantages(step: Step, batch: KVBatchMeta, algorithm: DictConfig, *, own_
     check_one_advantage_a_response(advantages_BT, mask_BT, step.settings.base)
     if REWARDS in step.settings.signal.reads and step.rewards_B is None:
         step = _with_rewards(step, *fetch_padded(batch, _column_of_rewards(step)))
-    finite_B = torch.where(mask_BT, advantages_BT, 0.0).isfinite().all(dim=1)
-    unjudged_B = ~finite_B
+    can_train_B = within_range(torch.where(mask_BT, advantages_BT, 0.0)).all(dim=1)
+    unjudged_B = ~can_train_B
     if unjudged_B.any():
         replaced_BT = torch.zeros_like(advantages_BT)
         if not own_advantages:
             (rewards_BT,) = fetch_padded(batch, _column_of_rewards(step))
             replaced_BT, unjudged_B = reward_advantages(step, rewards_BT, mask_BT, algorithm)
-        advantages_BT = torch.where(finite_B.unsqueeze(1), advantages_BT, replaced_BT)
+        advantages_BT = torch.where(can_train_B.unsqueeze(1), advantages_BT, replaced_BT)
         logger.warning(
             "step %d: %d of %d responses, such as %s, have no finite reward, or one that is too large. They train nothing, and "
             "the other responses to their prompts are compared without them; verl alone would skip the whole update. Fix the "
@@ -422,7 +423,7 @@ def reward_advantages(
     Returns:
         Advantages (B, T), all finite, and the responses that got 0 for a reward that is not finite, or too large; bool (B,).
     """
-    judged_B = rewards_BT.sum(dim=1).isfinite()[_last_outputs(step.keys)]
+    judged_B = within_range(rewards_BT.sum(dim=1))[_last_outputs(step.keys)]
     compared_BT = mask_BT & judged_B.unsqueeze(1)  # some estimators compare whole batches
     groups: list[Any] = [
         group if judged else f"unjudged {place}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -15,11 +16,12 @@ from peft import LoraConfig
 from trl import GRPOTrainer
 
 from grail_advantage import GrailConfig, OarConfig, Reshaped, RolloutBatch, TokenWeights, compute_token_weights
-from grail_advantage.batch import Example
+from grail_advantage.batch import LARGEST, Example
 from grail_advantage.methods import method
 from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer, checks
 from grail_advantage.trl_ext import trainer as trainer_module
+from grail_advantage.view.dump.files import read_dump
 from tests import documentation
 from tests.core.common import watch_inputs
 from tests.core.tiny_models import Batch, char_tokenizer, make_batch, tiny_model
@@ -104,6 +106,41 @@ def test_token_advantages_are_those_of_compute_token_weights(tmp_path: Path, nam
     torch.testing.assert_close(of_responses(batch), wanted, rtol=2e-4, atol=2e-4)
     assert not batch["advantages"][~batch["completion_mask"].bool()].any()
     assert bool(batch["advantages"][scripted.TRUNCATED].any()) == (not signal.mask_truncated)
+
+
+UNUSABLE = [
+    *((value, "grail", {}) for value in (float("inf"), float("-inf"), float("nan"), 3e38, -3e38, 1e20, None)),
+    *((float("inf"), "grail", {"scale_rewards": scale}) for scale in ("group", "batch")),
+    *((value, "grail", {"multi_objective_aggregation": "normalize_then_sum"}) for value in (float("-inf"), 3e38)),
+    *((float("inf"), "grail", {"loss_type": loss}) for loss in ("grpo", "dapo", "bnpo")),
+    *((float("inf"), name, {}) for name in ("uniform", "step_values")),
+]
+SCORED = ("Nine?", r"=\boxed{6}")
+"""An incorrect response with an answer."""
+
+
+@pytest.mark.parametrize(("value", "method_name", "options"), UNUSABLE)
+def test_a_reward_that_cannot_be_used_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float | None, method_name: str, options: dict[str, Any]
+) -> None:
+    """The update is that of a response which no reward function scores, TRL's ``None``."""
+
+    def trained(reward_of_response: float | None) -> tuple[GRPOTrainer, torch.Tensor]:
+        monkeypatch.setitem(scripted.REWARDS, SCORED, reward_of_response)
+        settings = {"token_weights": method_name, "token_dump": tmp_path / f"{reward_of_response}"}
+        trainer = build(tmp_path, weights=settings, max_steps=1, **options)
+        trainer.train()
+        return trainer, torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+    trainer, parameters = trained(value)
+    _, expected = trained(None)
+    assert parameters.isfinite().all() and torch.equal(parameters, expected)
+    start = torch.cat([parameter.detach().flatten() for parameter in tiny_model().parameters()])
+    assert not torch.equal(parameters, start), "the other responses train"
+    (figures,) = [entry for entry in trainer.state.log_history if f"{method_name}/unjudged_rate" in entry]
+    assert figures[f"{method_name}/unjudged_rate"] == pytest.approx(1 / 8)
+    (row,) = [row for row in read_dump(tmp_path / f"{value}") if "=" in row.response]
+    assert (row.outcome is None or abs(row.reward) > LARGEST) and not np.any(row.advantage_T)
 
 
 def test_answers_in_another_format(tmp_path: Path) -> None:
