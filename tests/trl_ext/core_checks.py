@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import get_scheduler
 from trl import GRPOTrainer
 
 from grail_advantage import GrailConfig, OarConfig, Reshaped, RolloutBatch, TokenWeights, compute_token_weights
@@ -494,4 +495,8 @@ def test_published_settings_of_the_page_are_accepted(tmp_path: Path) -> None:
     names: dict[str, Any] = {"GRPOConfig": lambda _, **settings: scripted.config(tmp_path, **settings)}
     exec(text, names)
     checks.check_arguments({"args": names["config"]}, GrailConfig())
-    assert names["config"].generation_batch_size == 256 and names["config"].num_iterations == 4
+    config = names["config"]
+    assert config.generation_batch_size == 256 and config.num_iterations == 4
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    schedule = get_scheduler(config.lr_scheduler_type, optimizer, config.get_warmup_steps(config.max_steps), 200)
+    assert schedule.get_last_lr() == [1e-6], "the full rate from the first step"
