@@ -64,7 +64,7 @@ def prepare_dataset(spec: DatasetSpec, source: Source, output_dir: Path, max_dro
     notes = [f"the published set has {spec.published_rows} rows"] if of_task != spec.published_rows else []
     if spec.subset is not None:
         rows = sorted(rows, key=subset_rank)[: spec.subset]
-        chosen = f"{spec.subset} of {usable} chosen by hash, seed {SUBSET_SEED} (the published choice is not known)"
+        chosen = f"{spec.subset} of {usable} chosen by hash, seed {SUBSET_SEED}; the published evaluation has others"
         notes.append(chosen if usable > spec.subset else f"all kept: no more than {spec.subset}")
     for index, row in enumerate(rows):
         row["extra_info"]["index"] = index

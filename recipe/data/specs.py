@@ -2,9 +2,10 @@
 
 A dataset lists every column layout that its known copies use; the first one that the source has is taken.
 
-The published evaluation uses 200 problems of College-Math and of OlympiadBench but does not say which. This project takes
-the 200 with the smallest SHA-256 of seed and problem text, so the choice depends neither on row order nor on a library's
-random generator.
+The published evaluation uses 200 problems of College-Math and 200 of OlympiadBench, which lie in its authors' repository
+(declare-lab/grail, ``src/eval/eval_data``). This project does not select these yet, so that its accuracies on the two sets are
+not those of the published problems. It takes the 200 with the smallest SHA-256 of seed and problem text, so the choice depends
+neither on row order nor on a library's random generator.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_subset_is_the_same_for_every_row_order(tmp_path: Path) -> None:
     prepare(tmp_path / "b", "college_math", random.Random(0).sample(rows, len(rows)))
     path = tmp_path / "a/out/college_math.parquet"
     assert path.read_bytes() == (tmp_path / "b/out/college_math.parquet").read_bytes()
-    assert "200 of 250 chosen by hash, seed 42 (the published choice is not known)" in first
+    assert "200 of 250 chosen by hash, seed 42; the published evaluation has others" in first
     by_hash = sorted(rows, key=lambda row: hashlib.sha256(b"42\n" + row["question"].encode()).digest())
     assert [row["extra_info"]["problem"] for row in read_rows(path)] == [row["question"] for row in by_hash[:200]]
     summary = prepare(tmp_path / "c", "college_math", rows[:5])
