@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from grail_advantage import compute_token_weights
 from grail_advantage.analyze import main, with_rewards
@@ -81,6 +82,30 @@ def test_rows_are_as_if_each_were_alone(tmp_path: Path):
         assert row.response == response.response and row.prompt == response.prompt and row.id == response.id
     assert rows[0].answer == "5" and rows[3].span is None
     assert [row.methods["grail"].no_scores for row in rows] == [None, None, None, "no answer", None]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["step_values:separator= ", "turn_rloo:rewards=,outcome=true", "gtpo:rewards=", "mt_grpo:rewards=", "polarity"],
+)
+def test_the_advantage_is_the_first_method_s(tmp_path: Path, spec: str):
+    """Also where the method gives advantages, which are no product of its weights."""
+    rows = run(tmp_path / "a", graded([1, 0, 0, 1, 0], ["a", "a", "a", "b", "b"]), [spec, "grail"])
+    batch = make_batch([Rollout("p", row.response, float(row.base_advantage_T[0])) for row in rows])
+    expected = compute_token_weights(
+        tiny_model(),
+        char_tokenizer(),
+        *batch.tensors(),
+        parse_method(spec),
+        groups=torch.tensor([row.group for row in rows]),
+        rewards=torch.tensor([row.reward for row in rows], dtype=torch.float64),
+    )
+    differs = 0
+    for index, row in enumerate(rows):
+        wanted_T = expected.advantages[index, batch.response_mask[index].bool()].numpy()
+        np.testing.assert_allclose(row.advantage_T, wanted_T, rtol=1e-6, atol=1e-7)
+        differs += int((row.advantage_T != row.base_advantage_T).sum())
+    assert differs or spec == "polarity"
 
 
 def test_methods_without_a_pass_see_all_rows_as_one_batch(tmp_path: Path):

@@ -167,7 +167,7 @@ def _dump_row(row: _Row, analysis: Analysis) -> DumpRow:
         score_T=first.score_T,
         weight_T=first.weight_T,
         base_advantage_T=base_advantage_T,
-        advantage_T=first.weight_T * base_advantage_T,
+        advantage_T=first.weight_T * base_advantage_T if first.advantage_T is None else first.advantage_T,
         old_log_prob_T=row.log_probs_T,
         entropy_T=row.entropy_T,
         methods=methods,
