@@ -1,4 +1,9 @@
-"""MT-GRPO: a turn's advantage is the sum of its own reward and the rewards after it, each normalised on its own.
+"""A reading of MT-GRPO for K turns: a turn's advantage sums its own reward and those after it, each normalised on its own.
+
+It is not the method of MT-GRPO's authors. Where responses differ in their number of turns, their code
+(``verifiers/trainers/mt_grpo_env_trainer.py``) gives other advantages: it normalises the turn's reward over *all* responses to
+the prompt, with 0 for a response without a call, gives such a response the normalised sum of turn reward and outcome, weighs
+the turn's part by ``alpha``, and adds 1e-4 to a deviation. The bias below is that of this reading alone.
 
 ``A_k = A_k^I + alpha A_(k+1)^I + ... + alpha^(K-k) A^O``. ``A_l^I`` is the reward of turn l less the mean over the responses to
 the prompt for which turn l is not the last one, divided by the deviation; ``A^O`` is the same for what the last turn got, the
@@ -24,15 +29,16 @@ from grail_advantage.signals.turns import Deviation, Turns, TurnSignal, compare
 
 @register_signal("mt_grpo")
 class MtGrpoConfig(TurnSignal):
-    """Biased where the policy decides when to stop, as shown by enumeration. Responses of one turn get GRPO's advantage."""
+    """A K-turn reading, not the authors' method. It is biased where the policy decides when to stop, as shown by enumeration.
+    Responses of one turn get GRPO's advantage."""
 
     formula = (
         "A_k = sum over l >= k of alpha^(l-k) A_l, A_l the normalised reward of turn l, the last one's the outcome"
     )
     source = (
-        "arXiv 2505.11821: two turns by its code (SiliangZeng/Multi-Turn-RL-Agent, "
-        "`verifiers/trainers/mt_grpo_env_trainer.py`, `aae`); K turns by two published summaries, as the paper's section was "
-        "not read: one of it, one of arXiv 2604.02869 (section 3.2)"
+        "K turns by two published summaries, of arXiv 2505.11821 and of arXiv 2604.02869 (section 3.2). Not the authors' code "
+        "(SiliangZeng/Multi-Turn-RL-Agent, `verifiers/trainers/mt_grpo_env_trainer.py`), which differs where the numbers of "
+        "turns do"
     )
 
     alpha: float = option(1.0, "how much the part of each later turn counts for a turn; 0 to 1", ge=0, le=1)

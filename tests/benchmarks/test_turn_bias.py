@@ -102,7 +102,7 @@ def _own_share(chance: float, size: int) -> float:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_bias_of_mt_grpo(size: int) -> None:
-    """The worth of another turn is missing: only rewards given that there was one are left."""
+    """Of the K-turn reading: the worth of another turn is missing, only rewards given that there was one are left."""
     known = environment(stops=True)
     expected_P = (1 - 1 / size) * known.gradient(known.expectation(lambda steps: OUTCOMES[steps[-1]]))
     for turn in (0, 1):
