@@ -21,7 +21,8 @@ METRICS = {
     "answer_found_rate": "share of responses with a complete answer",
     "selected_rate": "share of responses that needed scores",
     "weight_one_rate": "share of responses whose every weight is 1",
-    "non_finite_rate": "share of responses that fell back to weight 1 over a score that is not finite",
+    "non_finite_rate": "share of responses that fell back to weight 1 over a score that is not finite; with methods of turns, "
+    "that train nothing for it",
     "average_weight": "mean weight over valid tokens",
     "weight_deviation": "its standard deviation, of the population",
     "clipped_low_rate": "share of the weights from scores that met the map's lower bound, before their sum was restored; "

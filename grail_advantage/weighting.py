@@ -63,7 +63,7 @@ def batch_weights(
         ValueError: a map of the wrong shape or with a negative weight.
     """
     if signal.gives == "advantages":
-        return _given_advantages(scores_BT, batch, rows)
+        return _given_advantages(scores_BT, batch, rows, signal)
     tokens = _tokens_of(batch, signal)
     if scores_BT is None:
         scores_BT = torch.ones(batch.mask_BT.shape, device=batch.mask_BT.device)
@@ -99,13 +99,18 @@ def batch_weights(
     )
 
 
-def _given_advantages(scores_BT: torch.Tensor | None, batch: RolloutBatch, rows: RowSelection) -> BatchWeights:
-    """The scores themselves in the selected responses, the response's advantage in the others."""
+def _given_advantages(
+    scores_BT: torch.Tensor | None, batch: RolloutBatch, rows: RowSelection, signal: Signal
+) -> BatchWeights:
+    """The scores themselves in the selected responses, ``signal.without_scores`` where they are not finite; the response's
+    advantage in the others."""
     scored_B = torch.zeros_like(rows.selected_B)
     given_BT = batch.advantages_B.float().unsqueeze(1).expand(batch.mask_BT.shape)
     if scores_BT is not None:
         scored_B = rows.selected_B & batch.trains_B & _finite_rows(scores_BT, batch.mask_BT)
         given_BT = torch.where(scored_B.unsqueeze(1), scores_BT.float(), given_BT)
+    if signal.without_scores == "nothing":
+        given_BT = torch.where((rows.selected_B & ~scored_B).unsqueeze(1), 0.0, given_BT)
     nothing_BT = torch.zeros_like(batch.mask_BT)
     return BatchWeights(
         weights_BT=batch.mask_BT.float(),

@@ -37,7 +37,7 @@ from grail_advantage.batch import (
     RolloutBatch,
     field_names,
 )
-from grail_advantage.options import Options, option
+from grail_advantage.options import Options
 from grail_advantage.reshapers.base import ReshaperChoice
 
 if TYPE_CHECKING:
@@ -71,6 +71,13 @@ StatisticsOption = Annotated[
 ]
 NormalizeMass = Annotated[
     bool, Field(description="whether the weights of a response's weighed tokens are scaled to sum to their number")
+]
+MaskTruncated = Annotated[
+    bool,
+    Field(
+        description="whether a response that hit the length limit without an end token gets advantage 0; applied by the "
+        "trainer, which knows the limit"
+    ),
 ]
 USES = ("", SALIENCY, LOGITS, SEQUENCES, LOG_PROBS, HIDDEN_STATES)
 GIVES = ("weights", "advantages")
@@ -145,6 +152,9 @@ class Signal(Options):
     gives: ClassVar[str] = "weights"
     """``advantages``: :meth:`scores` are token advantages of either sign, which take the place of ``w_t * A`` in the selected
     responses; :meth:`reshape` is not called. Such a signal may select responses whose advantage is 0."""
+    without_scores: ClassVar[Literal["base", "nothing"]] = "base"
+    """For a signal that gives advantages: a selected response with a score that is not finite gets its own advantage
+    (``base``), or 0 on every token (``nothing``)."""
     ranks_entropy: ClassVar[bool] = False
     """Whether it ranks tokens by entropy or cuts at a quantile of it, so that coarse values would matter."""
     whole_groups: ClassVar[bool] = False
@@ -162,11 +172,7 @@ class Signal(Options):
     statistics: Statistics = "response"
     normalize_mass: bool = False
 
-    mask_truncated: bool = option(
-        True,
-        "whether a response that hit the length limit without an end token gets advantage 0; applied by the trainer, which "
-        "knows the limit",
-    )
+    mask_truncated: MaskTruncated = True
 
     @property
     def name(self) -> str:

@@ -11,18 +11,20 @@ Shape suffixes: B responses, T response tokens, K turns of one response.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 
-from grail_advantage.batch import GROUPS, REWARDS, TOKENS, RolloutBatch
+from grail_advantage.batch import GROUPS, LARGEST, REWARDS, TOKENS, RolloutBatch
 from grail_advantage.options import option
-from grail_advantage.signals.base import RowSelection, Signal
+from grail_advantage.signals.base import MaskTruncated, RowSelection, Signal
 
 Gamma = Annotated[
     float, Field(ge=0, le=1, description="discount from one turn to the next in the return of a turn; 0 to 1")
@@ -33,6 +35,7 @@ Deviation = Annotated[
         description="whether differences from a mean are divided by the deviation of what it was taken over, as in GRPO"
     ),
 ]
+logger = logging.getLogger(__name__)
 _EPSILON = 1e-6
 """Added to a deviation, as in verl's GRPO."""
 
@@ -122,6 +125,7 @@ class TurnSignal(Signal):
 
     reads = frozenset({GROUPS, TOKENS, REWARDS})
     gives = "advantages"
+    without_scores: ClassVar[Literal["base", "nothing"]] = "nothing"
 
     rewards: str = option(
         "tool_rewards",
@@ -132,8 +136,11 @@ class TurnSignal(Signal):
     align: Literal["calls", "turns"] = option(
         "calls",
         "what the list of a response with K turns holds: with turns K rewards, one a turn; with calls one for each turn that "
-        "called a tool, K - 1, or K where the last one's call was not answered any more",
+        "called a tool, K - 1; K rewards are ambiguous (two calls in a turn, or a last call without an answer), so that such a "
+        "response trains nothing, but for a response of one turn",
     )
+
+    mask_truncated: MaskTruncated = False  # it biases the gradient where the policy decides when to stop
 
     outcome: bool = option(True, "whether the response's own reward counts, with its last turn")
 
@@ -151,13 +158,14 @@ class TurnSignal(Signal):
         return replace(super().select(batch), selected_B=batch.trains_B & matters_B)
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:
-        """The token advantages; NaN in a response with a reward that is not finite, which is compared with no other one."""
+        """The token advantages; NaN in a response with an infinite reward, or one of no certain turn: it is compared with no
+        other response, and trains nothing."""
         assert batch.tokens_BT is not None and batch.groups_B is not None  # it reads them
         turn_BT = find_turns(batch.tokens_BT >= 0).cpu()
         scores_BT = torch.zeros(turn_BT.shape, dtype=torch.float64)
         of_groups: dict[int, list[Turns]] = defaultdict(list)
         for response, group in zip(self._turns(batch, turn_BT), batch.groups_B.tolist(), strict=True):
-            if len(response.rewards_K) and np.isfinite([response.outcome, *response.rewards_K]).all():
+            if len(response.rewards_K) and (np.abs([response.outcome, *response.rewards_K]) <= LARGEST).all():
                 of_groups[group].append(response)
             elif len(response.rewards_K):
                 scores_BT[response.place] = torch.nan
@@ -186,7 +194,8 @@ class TurnSignal(Signal):
         ]
 
     def _rewards(self, given: Any, turns: int, place: int) -> np.ndarray:
-        """A response's rewards by turn, float64 (K,).
+        """A response's rewards by turn, float64 (K,): 0 for a turn that was not scored (``None`` or NaN); NaN for all turns
+        where it is not certain which turn a reward belongs to.
 
         Raises:
             ValueError: something else than a list of numbers, or as many as do not fit; naming the response.
@@ -198,6 +207,7 @@ class TurnSignal(Signal):
             rewards = np.zeros(())
         if rewards.ndim != 1:
             raise ValueError(f"{where} has {given!r}; give it a list of numbers, one a turn")
+        rewards = np.where(np.isnan(rewards), 0.0, rewards)
         fits = (turns,) if self.align == "turns" else (turns - 1, turns)
         if len(rewards) not in fits:
             raise ValueError(
@@ -205,7 +215,21 @@ class TurnSignal(Signal):
                 f"{' or '.join(map(str, fits))}; with turns it is one a turn, with calls one for each turn that a tool "
                 "answered, and with rewards='' the outcome counts alone"
             )
+        if self.align == "calls" and len(rewards) == turns > 1:
+            _warn_of_ambiguous_rewards(self.section)
+            return np.full(turns, np.nan)
         return np.pad(rewards, (0, turns - len(rewards)))
+
+
+@cache  # once for each method
+def _warn_of_ambiguous_rewards(section: str) -> None:
+    logger.warning(
+        "%s.align=calls: a response of K turns has K rewards, by two calls in one turn or a last call without an answer, so "
+        "that it is not certain which turn each belongs to. Such responses train nothing; non_finite_rate counts them. Where "
+        "the list has one reward a turn, use %s.align=turns",
+        section,
+        section,
+    )
 
 
 def said_before(messages_T: np.ndarray, turn_T: np.ndarray) -> list[tuple[int, ...]]:

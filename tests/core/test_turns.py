@@ -15,7 +15,9 @@ import torch
 
 from grail_advantage import RolloutBatch, compute_token_weights
 from grail_advantage.methods import method
-from grail_advantage.signals.turns import find_turns, said_before, shuffle_turns
+from grail_advantage.metrics import weight_metrics
+from grail_advantage.signals.turns import _warn_of_ambiguous_rewards, find_turns, said_before, shuffle_turns
+from grail_advantage.weighting import batch_weights, scores_of
 from tests.core.plain_weights import close
 from tests.core.test_text_methods import token_advantages
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, tiny_model
@@ -256,7 +258,7 @@ def test_how_rewards_by_turn_are_aligned() -> None:
     def advantages(talk: Talk, **options: Any) -> list[float]:
         return token_advantages(method("turn_rloo").build(options), batch_of([talk, alone]))[0]
 
-    assert advantages(talk) == [15.0, 14.0, 12.0]  # the last call was not answered any more
+    assert advantages(talk) == [0.0, 0.0, 0.0]  # the last call was not answered, or a turn made two
     talk.rewards = [1.0, 2.0]
     assert advantages(talk) == [11.0, 10.0, 8.0]
     assert advantages(talk, outcome=False) == [3.0, 2.0, 0.0]
@@ -264,6 +266,36 @@ def test_how_rewards_by_turn_are_aligned() -> None:
     assert advantages(talk, gamma=0.5) == [4.0, 6.0, 8.0]
     talk.rewards, alone.rewards = [1.0, 2.0, 4.0], [0.5]
     assert advantages(talk, align="turns") == [14.5, 13.5, 11.5]
+    talk.rewards = [1.0, 2.0]
+    assert advantages(talk) == [10.5, 9.5, 7.5]  # the only turn's only call is certain
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_unscored_turn_counts_0_and_ambiguous_rewards_train_nothing(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _warn_of_ambiguous_rewards.cache_clear()
+    signal, talks = method(name).build({}), [talk for talk in talks_of(3) if not talk.masked]
+    many = next(row for row, talk in enumerate(talks) if len(talk.turns) > 2)
+    given = talks[many].rewards
+    for unscored in (None, NAN):
+        batch = batch_of(talks)
+        batch.fields["tool_rewards"][many] = [unscored, *given[1:]]
+        talks[many].rewards = [0.0, *given[1:]]
+        close(token_advantages(signal, batch), plain(name, talks), 1e-5)
+    expected = plain(name, [talk for row, talk in enumerate(talks) if row != many])
+    for ambiguous in ([*given, 1.0], [*given, None], [math.inf, *given[1:]], [1e30, *given[1:]]):
+        batch = batch_of(talks)
+        batch.fields["tool_rewards"][many] = ambiguous
+        selection = signal.select(batch)
+        result = batch_weights(scores_of(signal, batch, selection, None), batch, selection, signal)
+        figures = weight_metrics(result, batch.mask_BT, batch.advantages_B, selection, torch.zeros(0))
+        assert figures["non_finite_rate"] == pytest.approx(1 / len(talks))
+        advantages = token_advantages(signal, batch)
+        assert set(advantages.pop(many)) == {0.0}
+        close(advantages, expected, 1e-5)
+    assert caplog.text.count(f"use {name}.align=turns") == 1
+    assert not signal.mask_truncated, "it would bias the gradient"
 
 
 REFUSED = {
@@ -295,11 +327,6 @@ def test_what_is_not_finite_is_compared_with_nothing(name: str) -> None:
     others = [talk for row, talk in enumerate(talks) if row != many]
     expected = plain(name, others)
     signal = method(name).build({})
-    batch.fields["tool_rewards"][many] = [NAN] * len(talks[many].rewards)
-    advantages = token_advantages(signal, batch)
-    assert set(advantages.pop(many)) == {0.5}, "its response's own advantage, as after any score that is not finite"
-    close(advantages, expected, 1e-5)
-    batch.fields["tool_rewards"][many] = [0.0] * len(talks[many].rewards)
     batch.rewards_B[many] = NAN  # the host masks such a response
     batch.masked_B[many], batch.advantages_B[many] = True, 0.0
     advantages = token_advantages(signal, batch)
@@ -360,3 +387,22 @@ def test_the_control_permutes_the_turns_of_a_response() -> None:
         assert torch.equal(shuffled_BT[1], advantages_BT[1]) and not shuffled_BT[turn_BT < 0].any()
         seen.add(str(of_turns))
     assert len(seen) == 6
+
+
+def test_mt_grpo_is_its_authors_method_only_where_every_response_makes_one_call() -> None:
+    """Their code (``mt_grpo_env_trainer.py``) normalises the reward of the call over all responses, 0 for one without a call."""
+
+    def theirs(talks: list[Talk]) -> list[float]:
+        calls = [talk.rewards[0] if talk.rewards else 0.0 for talk in talks]
+        outcomes = [talk.outcome for talk in talks]
+        return [
+            _compared(call, calls, True) + _compared(outcome, outcomes, True)
+            for call, outcome in zip(calls, outcomes, strict=True)
+        ]
+
+    one_call = [Talk(["a", "b"], ["x"], [reward], outcome) for reward, outcome in ((1.0, 0.0), (0.0, 1.0), (0.5, 0.0))]
+    ours = token_advantages(method("mt_grpo").build({}), batch_of(one_call))
+    close([row[:1] for row in ours], [[value] for value in theirs(one_call)], 1e-5)
+    no_call = [Talk(["a", "b"], ["x"], [1.0], 0.0), Talk(["a"], [], [], 0.0)]
+    ours = token_advantages(method("mt_grpo").build({}), batch_of(no_call))
+    assert ours[0][0] == 0 and theirs(no_call)[0] == pytest.approx(0.5**0.5, abs=1e-5)
