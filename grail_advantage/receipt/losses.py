@@ -63,7 +63,7 @@ def verl_loss(
         loss_scale_factor: likewise; where it is unset, the width of the padded micro-batch, which pieces give.
         kl: ``actor.kl_loss_type`` where ``actor.use_kl_loss`` is set.
         kl_coef: ``actor.kl_loss_coef``.
-        **options: ``tau_pos``, ``tau_neg`` (sapo), ``dro_beta``.
+        **options: ``tau_pos``, ``tau_neg`` (sapo), ``dro_beta``, ``kl_cov_ratio``, ``ppo_kl_coef``.
     """
     low = clip_ratio if clip_ratio_low is None else clip_ratio_low
     high = clip_ratio if clip_ratio_high is None else clip_ratio_high

@@ -390,7 +390,7 @@ def test_the_control_permutes_the_turns_of_a_response() -> None:
 
 
 def test_mt_grpo_is_its_authors_method_only_where_every_response_makes_one_call() -> None:
-    """Their code (``mt_grpo_env_trainer.py``) normalises the reward of the call over all responses, 0 for one without a call."""
+    """Their code (``mt_grpo_env_trainer.py``) normalises a call's reward over all responses, with 0 where none was made."""
 
     def theirs(talks: list[Talk]) -> list[float]:
         calls = [talk.rewards[0] if talk.rewards else 0.0 for talk in talks]

@@ -9,12 +9,16 @@ import torch
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
 from verl.workers.config.actor import PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
 from grail_advantage.receipt import Batch, Piece, Receipt, check, verl_loss
 from grail_advantage.receipt.measure import Gradient
+from grail_advantage.verl_ext.received import loss_of
+from grail_advantage.verl_ext.settings import ACTOR, Settings
+from tests.composed import VERL, compose
 from tests.core.receipt_loop import TOKENS, Rollout, names, rollout
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -185,6 +189,27 @@ def test_no_false_alarm(mode: str) -> None:
         seen.update((name, value) for name, value in choice.items())
     assert len(seen) >= 2 * 5 + 5 + 2, seen
     assert bool(clipped) == (mode in ("vanilla", "gspo", "cispo", "dppo_tv", "dppo_kl")), clipped
+
+
+@pytest.mark.parametrize(
+    "changed", [{"dro_beta": 0.02}, {"kl_cov_ratio": 0.3, "ppo_kl_coef": 0.4, "dro_beta": 0.5}], ids=["defaults", "set"]
+)
+@pytest.mark.parametrize("mode", KNOWN)
+def test_no_false_alarm_with_the_settings_of_a_run(mode: str, changed: dict[str, float]) -> None:
+    """The loss as the trainer takes it from the configuration, and verl's own with the same configuration."""
+    options = {"policy_loss.loss_mode": mode, "use_dynamic_bsz": True, "loss_scale_factor": 12}
+    options |= {f"policy_loss.{name}": value for name, value in changed.items()}
+    overrides = [f"{ACTOR}.{name}={value}" for name, value in options.items()]
+    config = compose("ppo_trainer", [*overrides, "algorithm.adv_estimator=uniform"], VERL)
+    loss = loss_of(Settings.parse(config))
+    config.actor_rollout_ref.actor.rollout_n = 4
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    for seed in range(3):
+        given = rollout(seed, epochs=4, token_advantages=True)
+        given = Rollout(Batch(**{**vars(given.batch), "ref_log_probs_BT": None}), given.policy_UBT, given.plan)
+        none = torch.zeros(len(given.batch.mask_BT), dtype=torch.bool)
+        receipt = check(given.batch, loss, measured(given, actor, True, none))
+        assert receipt.ok and loss.account is not None, (seed, *map(str, receipt.findings))
 
 
 def of_one_update(mode: str, aggregation: str, seed: int, *, even: bool = False, nested: bool = True) -> Receipt:
