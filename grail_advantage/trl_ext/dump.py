@@ -26,7 +26,7 @@ from grail_advantage.answers.format import AnswerFormat
 from grail_advantage.batch import outcome_of
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import TokenWeights
-from grail_advantage.trl_ext.patches import log_in_training
+from grail_advantage.trl_ext.patches import log_in_training, written_lengths
 from grail_advantage.trl_ext.received import GenerationReceipt
 from grail_advantage.view.dump.options import DumpOptions
 from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
@@ -194,6 +194,9 @@ class GenerationDump(TrainerCallback):
         output, result, own = batch.output, batch.result, batch.own
         mask_BT, prompt_mask_BP = output["completion_mask"].bool(), output["prompt_mask"].bool()
         begin, width = prompt_mask_BP.shape[1], mask_BT.shape[1]
+        lengths_B = written_lengths(output["completion_ids"], mask_BT, self._trainer.processing_class.pad_token_id)
+        written_BT = torch.arange(width, device=mask_BT.device) < lengths_B.unsqueeze(1)
+        lengths = lengths_B.tolist()
         no_scores = reasons_without_scores(
             self._signal,
             result.rows.part(own),
@@ -205,8 +208,8 @@ class GenerationDump(TrainerCallback):
         known_BT = {name: values_BT[mine] for name, values_BT in batch.columns_BT.items()}
         if len(known_BT) < 2:
             ids_BL = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)[mine]
-            valid_BL = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)[mine]
-            response_BL = torch.cat([torch.zeros_like(output["prompt_mask"]), output["completion_mask"]], dim=1)[mine]
+            valid_BL = torch.cat([prompt_mask_BP, written_BT], dim=1)[mine]
+            response_BL = torch.cat([torch.zeros_like(prompt_mask_BP), written_BT], dim=1)[mine]
             computed = self._trainer.statistics(ids_BL, valid_BL, response_BL).values()
             computed_BT = [values_BL[:, begin:] for values_BL in computed]
             known_BT = dict(zip(("old_log_prob_T", "entropy_T"), computed_BT, strict=True)) | known_BT
@@ -222,12 +225,13 @@ class GenerationDump(TrainerCallback):
             {
                 "place": first + row,
                 "prompt": output["prompt_ids"][row][prompt_mask_BP[row]].cpu(),
-                "response": output["completion_ids"][row][mask_BT[row]].cpu(),
+                "response": output["completion_ids"][row, : lengths[row]].cpu(),
+                "mask": mask_BT[row, : lengths[row]].cpu(),
                 "span": result.spans[own][row],
                 "truncated": bool(batch.truncated_B[row]),
                 "no_scores": no_scores[row],
                 "ground_truth": _ground_truth(batch.inputs[row]),
-                **{name: of_rows[place, : int(mask_BT[row].sum())] for name, of_rows in values_BT.items()},
+                **{name: of_rows[place, : lengths[row]] for name, of_rows in values_BT.items()},
             }
             for place, row in enumerate(mine)
         ]
@@ -251,9 +255,7 @@ class GenerationDump(TrainerCallback):
             spans=named("span"),
             truncated_B=torch.tensor(named("truncated")),
             no_scores=named("no_scores"),
-            mask_BT=pad_sequence(
-                [torch.ones(len(ids), dtype=torch.bool) for ids in named("response")], batch_first=True
-            ),
+            mask_BT=padded("mask"),
             scores_BT=padded("scores"),
             weights_BT=padded("weights"),
             base_advantages_BT=padded("base_advantages"),

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from trl import GRPOTrainer
 
 
@@ -97,6 +98,21 @@ def rows_that_train(inputs: Mapping[str, Any], loss_type: str) -> tuple[dict[str
     if loss_type == "bnpo":
         return kept, int(kept["completion_mask"].sum().clamp(min=1)) / int(mask_BT.sum().clamp(min=1))
     return kept, int(trains_B.sum()) / len(trains_B)
+
+
+def written_lengths(completion_ids_BT: torch.Tensor, mask_BT: torch.Tensor, pad_token_id: int) -> torch.Tensor:
+    """Tokens of each response, int64 (B,), also of one that TRL's ``mask_truncated_completions`` masks as a whole.
+
+    Such a response ends in no padding token, or TRL would not call it truncated; so it has all tokens up to the padding.
+
+    Args:
+        completion_ids_BT: padded on the right.
+        mask_BT: bool; TRL's ``completion_mask``.
+        pad_token_id: of the padding.
+    """
+    places_T = torch.arange(1, mask_BT.shape[1] + 1, device=mask_BT.device)
+    unmasked_BT = torch.where(mask_BT.any(dim=1, keepdim=True), mask_BT, completion_ids_BT != pad_token_id)
+    return torch.where(unmasked_BT, places_T, 0).amax(dim=1)
 
 
 def log_in_training(trainer: GRPOTrainer, name: str, value: float) -> None:

@@ -21,8 +21,11 @@ from trl import GRPOTrainer
 
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
+from grail_advantage.trl_ext.patches import written_lengths
 from grail_advantage.view.dump.step import StepDump
 
+LENGTHS = "lengths_B"
+"""Beside the columns, the tokens of each response."""
 ROWS = "receipt_rows"
 """Name of a micro-batch's responses in a generation batch, which TRL shuffles and splits along with it."""
 COLUMNS = {
@@ -100,6 +103,8 @@ class GenerationReceipt:
                 for name, key in COLUMNS.items()
                 if given.get(key) is not None
             }
+            pad_token_id = self._trainer.processing_class.pad_token_id
+            columns[LENGTHS] = written_lengths(output["completion_ids"], mask_BT.bool(), pad_token_id).cpu()
             output[ROWS] = torch.arange(len(mask_BT), device=mask_BT.device)
             self._columns = columns
 
@@ -168,6 +173,7 @@ class GenerationReceipt:
     def _write(self, parts: Sequence[tuple[dict[str, torch.Tensor], list[Piece]]]) -> None:
         args = self._trainer.args
         width = max(columns["mask_BT"].shape[1] for columns, _ in parts)
+        lengths_B = torch.cat([own.pop(LENGTHS) for own, _ in parts])
         columns = {
             name: torch.cat([pad(own[name], (0, width - own[name].shape[1])) for own, _ in parts])
             for name in parts[0][0]
@@ -201,5 +207,5 @@ class GenerationReceipt:
             receipt.expected_UBT[:, chosen],
             receipt.findings,
         )
-        keys, lengths = [f"{self._step}_{place}" for place in chosen], mask_BT[chosen].sum(dim=1).tolist()
+        keys, lengths = [f"{self._step}_{place}" for place in chosen], lengths_B[chosen].tolist()
         self._dump.write_received(self._step, self._update, keys, lengths, mask_BT[chosen], written, loss.name)

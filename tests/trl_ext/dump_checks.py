@@ -12,7 +12,7 @@ import torch
 
 from grail_advantage import compute_token_weights
 from grail_advantage.trl_ext.dump import dump_options
-from grail_advantage.view.dump.files import read_dump
+from grail_advantage.view.dump.files import DumpRow, read_dump
 from tests.core.tiny_models import Batch, char_tokenizer, encode, make_batch, tiny_model
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build, response_values
@@ -112,13 +112,26 @@ def test_reward_functions_are_summed_by_their_weights(tmp_path: Path) -> None:
     assert [row.reward for row in rows] == pytest.approx(expected)
 
 
-def test_a_response_that_trl_masks_has_no_tokens(tmp_path: Path) -> None:
-    weights = {"token_weights": "grail", "token_dump": tmp_path / "run" / "tokens"}
-    build(tmp_path / "run", weights=weights, max_steps=1, mask_truncated_completions=True).train()
-    rows = list(read_dump(tmp_path / "run" / "tokens"))
-    assert [len(row) == 0 for row in rows] == [place == scripted.TRUNCATED for place in range(8)]
-    assert rows[scripted.TRUNCATED].no_scores == "no token trains" and rows[scripted.TRUNCATED].reward == 1.0
-    assert index_of(tmp_path / "run")["rows"]["length"] == [len(row) for row in rows]
+def test_a_response_that_trl_masks_keeps_its_tokens(tmp_path: Path) -> None:
+    """As verl's: with a mask of false. All other responses are as without the option."""
+
+    def dumped(name: str, **options: Any) -> list[DumpRow]:
+        folder = tmp_path / name / "tokens"
+        build(tmp_path / name, weights={"token_weights": "grail", "token_dump": folder}, max_steps=1, **options).train()
+        return list(read_dump(folder))
+
+    masked, plain = dumped("masked", mask_truncated_completions=True), dumped("plain")
+    for place, (row, other) in enumerate(zip(masked, plain, strict=True)):
+        assert (row.response, row.reward, row.truncated) == (other.response, other.reward, other.truncated)
+        assert row.token_ids_T.tolist() == other.token_ids_T.tolist() and len(row) > 0
+        assert other.mask_T.all() and row.mask_T.all() == (place != scripted.TRUNCATED)
+        np.testing.assert_allclose(row.old_log_prob_T, other.old_log_prob_T, atol=1e-5)
+        np.testing.assert_allclose(row.entropy_T, other.entropy_T, atol=1e-5)
+        assert len(row.received.received_T) == len(row)
+    row = masked[scripted.TRUNCATED]
+    assert row.no_scores == "no token trains" and row.reward == 1.0 and not row.mask_T.any()
+    assert not row.weight_T.any() and not row.advantage_T.any() and not np.nan_to_num(row.received.received_T).any()
+    assert index_of(tmp_path / "masked")["rows"]["length"] == [len(row) for row in masked]
 
 
 def test_options_that_are_refused() -> None:
