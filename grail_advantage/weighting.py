@@ -8,6 +8,7 @@ Shape suffixes: B responses, T response tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.batch import RolloutBatch
 from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.base import AnswerWeights, Reshaped, RowSelection, Signal
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,8 @@ class BatchWeights:
 def batch_weights(
     scores_BT: torch.Tensor | None, batch: RolloutBatch, rows: RowSelection, signal: Signal
 ) -> BatchWeights:
-    """A batch's token weights: scores through the signal's map, then its own answer weights, then the sum of each
-    response's weights.
+    """A batch's token weights: scores through the signal's map, then its own answer weights, then the sum of each response's
+    weights. Scores that are not finite are warned of.
 
     Responses that are not selected have weight 1 on every token, except that ``answer_weights.outside_gate`` extends
     the answer weights to responses outside the gate. A selected response with a non-finite score or weight has weight 1
@@ -62,8 +65,21 @@ def batch_weights(
     Raises:
         ValueError: a map of the wrong shape or with a negative weight.
     """
-    if signal.gives == "advantages":
-        return _given_advantages(scores_BT, batch, rows, signal)
+    of_batch = _given_advantages if signal.gives == "advantages" else _weights
+    result = of_batch(scores_BT, batch, rows, signal)
+    if result.non_finite_B.any():
+        logger.warning(
+            "%s, step %d: %d of %d selected responses have a score that is not finite, and %s",
+            signal.section,
+            batch.step,
+            int(result.non_finite_B.sum()),
+            int(rows.selected_B.sum()),
+            "have weight 1" if signal.without_scores == "base" else "train nothing",
+        )
+    return result
+
+
+def _weights(scores_BT: torch.Tensor | None, batch: RolloutBatch, rows: RowSelection, signal: Signal) -> BatchWeights:
     tokens = _tokens_of(batch, signal)
     if scores_BT is None:
         scores_BT = torch.ones(batch.mask_BT.shape, device=batch.mask_BT.device)

@@ -240,11 +240,6 @@ class TokenWeightTrainer:
             figures = weight_metrics(result, known.mask_BT, known.advantages_B, step.selection, torch.cat(norms))
 
         selected = int(selected_B.sum())
-        if result.non_finite_B.any():
-            logger.warning(
-                "step %d: %d of %d responses have non-finite scores and keep weight 1",
-                *(step.number, int(result.non_finite_B.sum()), selected),
-            )
         valid_B = known.valid_B
         for name, those_B in (("truncated", step.truncated_B), ("unjudged", step.unjudged_B)):
             figures[f"{name}_rate"] = int((those_B & valid_B).sum()) / max(1, int(valid_B.sum()))

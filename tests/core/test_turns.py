@@ -295,6 +295,10 @@ def test_an_unscored_turn_counts_0_and_ambiguous_rewards_train_nothing(
         assert set(advantages.pop(many)) == {0.0}
         close(advantages, expected, 1e-5)
     assert caplog.text.count(f"use {name}.align=turns") == 1
+    assert (
+        f"{name}, step 0: 1 of {len(talks)} selected responses have a score that is not finite, and train nothing"
+        in caplog.text
+    )
     assert not signal.mask_truncated, "it would bias the gradient"
 
 
