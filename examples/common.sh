@@ -51,6 +51,7 @@ check_knobs '-1|[1-9][0-9]*' "a whole number from 1 on, or -1 for off" SAVE_FREQ
 check_knobs '0|[1-9][0-9]*' "a whole number from 0 on" SEED LORA_RANK
 check_knobs 'True|False' "True or False" OFFLOAD
 check_knobs '0|1' "0 or 1" DRY_RUN FRESH
+refuse_references "DATA_DIR=$data_dir" "MODEL_PATH=$model_path" "PROJECT_NAME=$project_name" "EXPERIMENT_NAME=${EXPERIMENT_NAME:-}"
 choose_method
 
 sequence_length=$((max_prompt_length + max_response_length))
@@ -111,15 +112,15 @@ output_dir=$PWD/outputs/$project_name/$experiment_name
 # ------------------------------------------------ parameters --------------------------------------
 
 DATA=(
-    data.train_files="$data_dir/deepmath.parquet"
-    data.val_files="[$data_dir/amc23.parquet,$data_dir/aime24.parquet]"
+    data.train_files="$(quoted "$data_dir/deepmath.parquet")"
+    data.val_files="[$(quoted "$data_dir/amc23.parquet"),$(quoted "$data_dir/aime24.parquet")]"
     data.train_batch_size="$train_batch_size"
     data.max_prompt_length="$max_prompt_length"
     data.max_response_length="$max_response_length"
     data.seed="$seed"
 )
 MODEL=(
-    actor_rollout_ref.model.path="$model_path"
+    actor_rollout_ref.model.path="$(quoted "$model_path")"
 )
 ACTOR=(
     actor_rollout_ref.actor.optim.lr="$learning_rate"
@@ -142,7 +143,7 @@ ALGORITHM=(
     algorithm.grail.preset="$preset"
     algorithm.oar.variant="$oar_variant"
     # scores and weight of every token, for python -m grail_advantage.report; see docs/token_dump.md
-    algorithm.token_dump.folder="$output_dir/tokens"
+    algorithm.token_dump.folder="$(quoted "$output_dir/tokens")"
     algorithm.token_dump.every=10
 )
 TRAINER=(
@@ -152,15 +153,15 @@ TRAINER=(
     trainer.save_freq="$save_freq"
     trainer.test_freq="$test_freq"
     trainer.logger="[$logger]"
-    trainer.project_name="$project_name"
-    trainer.experiment_name="$experiment_name"
-    trainer.default_local_dir="$output_dir/checkpoints"
+    trainer.project_name="$(quoted "$project_name")"
+    trainer.experiment_name="$(quoted "$experiment_name")"
+    trainer.default_local_dir="$(quoted "$output_dir/checkpoints")"
 )
 # The process that writes the logs runs somewhere in the Ray cluster, without this shell's environment.
 EXTRA=(
-    +ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR="$output_dir/tensorboard"
-    +ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="$output_dir/metrics.jsonl"
-    hydra.run.dir="$output_dir/hydra"
+    +ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR="$(quoted "$output_dir/tensorboard")"
+    +ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="$(quoted "$output_dir/metrics.jsonl")"
+    hydra.run.dir="$(quoted "$output_dir/hydra")"
 )
 if ((lora_rank > 0)); then
     MODEL+=(

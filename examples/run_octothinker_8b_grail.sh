@@ -18,7 +18,7 @@ source examples/common.sh
 # A base model without a chat template of its own.
 chat_template=$(<recipe/chat_templates/base_math.jinja)
 MODEL+=(
-    actor_rollout_ref.model.custom_chat_template="'$chat_template'"
+    actor_rollout_ref.model.custom_chat_template="$(quoted "$chat_template")"
 )
 
 run_training "$@"

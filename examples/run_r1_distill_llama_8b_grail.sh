@@ -22,9 +22,10 @@ micro_batch_sequences=2
 source examples/common.sh
 
 tokenizer_path=${TOKENIZER_PATH:-$PWD/outputs/tokenizers/$model_name}
+refuse_references "TOKENIZER_PATH=$tokenizer_path"
 if [[ $dry_run == 0 && ! -f $tokenizer_path/tokenizer_config.json ]]; then
     "$python" -m grail_advantage.answers.tokenizers "$model_path" "$tokenizer_path"
 fi
-MODEL+=(actor_rollout_ref.model.tokenizer_path="$tokenizer_path")
+MODEL+=(actor_rollout_ref.model.tokenizer_path="$(quoted "$tokenizer_path")")
 
 run_training "$@"

@@ -6,6 +6,9 @@ the cause. Runs through verl's own command are left to verl.
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from grail_advantage.methods import methods
 from grail_advantage.verl_ext import checks
 
+FILES = ("data.train_files", "data.val_files")
 _BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 
@@ -28,11 +32,55 @@ def check_config(config: DictConfig, kind: str) -> None:
         ValueError: naming the option and the remedy.
     """
     check_trl()
+    check_interpreter()
+    for option in FILES if read_by_datasets(config) else ():
+        for file in files_of(config, option):
+            check_file(option, file)
     if config.algorithm.adv_estimator not in methods():
         checks.check_start(config)
     if kind == "separate_async":
         _check_offload(config)
     _check_rollout_log_probs(config)
+
+
+def check_interpreter() -> None:
+    """Refuse an environment below a folder from which Ray's server does not start, as it splits its workers' commands there.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    for path in (sys.executable, getattr(find_spec("ray"), "origin", None) or ""):
+        if re.search(r"['\\]", path):
+            raise ValueError(
+                f"Ray does not start from {path}, because of the quote or backslash in it; make the environment (for the "
+                "scripts without a GPU: have the project) below a folder without them"
+            )
+
+
+def files_of(config: DictConfig, option: str) -> list[str]:
+    """The files of data that an option names."""
+    files = OmegaConf.select(config, option)
+    return [files] if isinstance(files, str) else list(files or ())
+
+
+def read_by_datasets(config: DictConfig) -> bool:
+    """Whether verl's own data set reads the files where they lie: ``datasets.load_dataset(data_files=FILE)``."""
+    return not config.data.get("use_shm") and OmegaConf.select(config, "data.custom_cls.path") is None
+
+
+def check_file(option: str, file: str) -> None:
+    """Refuse a file of data in whose path ``datasets`` puts a variable's value, or which it takes for a chain of URLs.
+
+    Raises:
+        ValueError: naming the option and the remedy.
+    """
+    whole = Path(file).expanduser().absolute()
+    for path in (whole, *whole.parents) if "://" not in file else ():
+        if ("::" in path.name or os.path.expandvars(path.name) != path.name) and path.exists():
+            raise ValueError(
+                f"{option}={file} cannot be read: datasets takes {path.name} for a variable or a URL; use a folder without :: "
+                "and $ (DATA_DIR of the launch scripts, OUTPUT_DIR of those without a GPU, or the project's)"
+            )
 
 
 def check_trl() -> None:

@@ -17,9 +17,12 @@ YAML on stdout and starts nothing.
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import shlex
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 from grail_advantage.verl_ext.checks import check_verl_version, trainer_kind
 
@@ -37,7 +40,7 @@ from verl.utils.device import auto_set_device  # noqa: E402
 from grail_advantage.verl_ext.entry import prepare_run  # noqa: E402
 from grail_advantage.verl_ext.settings import TRAINER_MODES, TRAINER_MODULE, algorithm_sections  # noqa: E402
 from recipe import cpu_workers  # noqa: E402
-from recipe.checks import check_config  # noqa: E402
+from recipe.checks import FILES, check_config, files_of, read_by_datasets  # noqa: E402
 from recipe.run_life import driver  # noqa: E402
 from recipe.run_life.identity import begin_run, check_run  # noqa: E402
 from recipe.run_life.options import Options, options_of  # noqa: E402
@@ -76,6 +79,22 @@ def prepare(config: DictConfig) -> None:
     )
 
 
+def spell_paths(config: DictConfig) -> None:
+    """Spell paths as those that read them need it: Ray hands the interpreter's to a shell, so that below ``Grail (1)`` no
+    worker would start; ``datasets`` reads a file's as a pattern, so that it would not find ``run[1]/train.parquet``, and for
+    ``run?/train.parquet`` take ``run1/train.parquet``, too. A pattern that is no file stays one."""
+    executable = shlex.quote(sys.executable)
+    if executable != sys.executable and OmegaConf.select(config, cpu_workers.PY_EXECUTABLE) is None:
+        OmegaConf.update(config, cpu_workers.PY_EXECUTABLE, executable, force_add=True)
+    for option in FILES if read_by_datasets(config) else ():
+        files = files_of(config, option)
+        paths = [Path(file).expanduser().absolute() for file in files]
+        escaped = [glob.escape(str(path)) for path in paths]
+        if escaped != [str(path) for path in paths]:
+            spelt = [name if path.exists() else file for file, path, name in zip(files, paths, escaped, strict=True)]
+            OmegaConf.update(config, option, spelt)
+
+
 @hydra.main(config_path="config", config_name="grail_trainer", version_base=None)
 def main(config: DictConfig) -> None:
     """Hydra entry point."""
@@ -87,9 +106,11 @@ def main(config: DictConfig) -> None:
         print(resolved)
         return
     if not options_of(config).enabled:
+        spell_paths(config)
         run_ppo(config, task_runner_class=TaskRunnerV1)
     elif begin_run(config):
         cpu_workers.start(config)
+        spell_paths(config)
         driver.run(config)
 
 

@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -158,8 +159,8 @@ def summary(run_dir: Path, title: str) -> str:
             rows.append(("responses with token scores, mean", f"{statistics.fmean(selected):.1%}"))
     width = max(len(name) for name, _ in rows)
     table = "\n".join(f"  {name:<{width}}  {value:>8}" for name, value in rows)
-    curves = f"  tensorboard --logdir {run_dir / 'tensorboard'}\n  python -m grail_advantage.report {run_dir}"
-    return f"{title}\n{table}\n{curves}"
+    curves, run = shlex.quote(str(run_dir / "tensorboard")), shlex.quote(str(run_dir))
+    return f"{title}\n{table}\n  tensorboard --logdir {curves}\n  python -m grail_advantage.report {run}"
 
 
 def main() -> None:

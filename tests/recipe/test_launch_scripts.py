@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer import main_ppo
 
@@ -127,7 +128,7 @@ def test_knobs(tmp_path: Path) -> None:
 
 def experiment(*arguments: str, script: str = "run_qwen3_grail.sh", **knobs: str) -> str:
     given = dict(part.split("=", 1) for part in overrides(script, *arguments, **knobs) if "=" in part)
-    return given["trainer.experiment_name"]
+    return given["trainer.experiment_name"].strip("'")
 
 
 def test_runs_that_must_not_mix_have_different_names() -> None:
@@ -165,6 +166,48 @@ def test_no_engine_compiles_a_sampler_unless_told(choice: str | None, monkeypatc
     assert given["runtime_env"]["env_vars"][name] == (choice or "0")
 
 
+ODD_NAMES = [
+    "jürgen", "Grail (1)", "a=b", "a,b", "a, b", "a[1]", "a{1}", "it's", "it\\'s", 'say "x"', "a#b", "~", "~a", "a&b",
+    "a$b", "$", "100%", "a*?", "ends \\", "a\\\\", "a\\b", " a ", "a;b|c<d>", "!a", "a@b:c", "`a`", "日本", "null", "1e3",
+    "true", "a\nb", "",
+]  # fmt: skip
+"""Names of folders; the last one is none."""
+
+
+def test_any_folder_and_any_name_arrive_as_they_are(tmp_path: Path) -> None:
+    """Those of the project, the data, the model, the project and the experiment, with each script in turn."""
+    scripts, parser = ["run_one_gpu_grail.sh", *MODELS], OverridesParser.create()
+    for number, name in enumerate(ODD_NAMES):
+        script, project, data = scripts[number % len(scripts)], tmp_path / name / "project", tmp_path / "data" / name
+        project.parent.mkdir(exist_ok=True)
+        project.symlink_to(ROOT)
+        run = f"{project}/outputs/{name or 'grail'}/{name or 'x'}"
+        knobs = {
+            "MODEL_PATH": f"{data}/model",
+            "PROJECT_NAME": name,
+            "EXPERIMENT_NAME": name or "x",
+            "TOKENIZER_PATH": name or "x",
+        }
+        told = overrides(str(project / "examples" / script), **knobs, **({"DATA_DIR": str(data)} if number % 2 else {}))
+        given = {each.key_or_group: each.value() for each in parser.parse_overrides(told[::-1])}
+        ray = "ray_kwargs.ray_init.runtime_env.env_vars"
+        folder = data if number % 2 else project / "data"
+        wanted = {
+            "data.train_files": f"{folder}/deepmath.parquet",
+            "data.val_files": [f"{folder}/amc23.parquet", f"{folder}/aime24.parquet"],
+            "actor_rollout_ref.model.path": f"{data}/model",
+            "actor_rollout_ref.model.tokenizer_path": (name or "x") if "r1" in script else None,
+            "algorithm.token_dump.folder": f"{run}/tokens",
+            "trainer.project_name": name or "grail",
+            "trainer.experiment_name": name or "x",
+            "trainer.default_local_dir": f"{run}/checkpoints",
+            f"{ray}.TENSORBOARD_DIR": f"{run}/tensorboard",
+            f"{ray}.VERL_FILE_LOGGER_PATH": f"{run}/metrics.jsonl",
+            "hydra.run.dir": f"{run}/hydra",
+        }
+        assert {key: given.get(key) for key in wanted} == wanted, (script, name)
+
+
 BAD_KNOBS = [
     ("SAVE_FREQ", {"SAVE_FREQ": "0"}),
     ("LEARNING_RATE", {"LEARNING_RATE": "small"}),
@@ -172,6 +215,7 @@ BAD_KNOBS = [
     ("TRAIN_BATCH_SIZE", {"NNODES": "3"}),  # does not divide among the GPUs
     ("PPO_MAX_TOKEN_LEN_PER_GPU", {"PPO_MAX_TOKEN_LEN_PER_GPU": "5119"}),  # one token less than prompt and response
     ("DATA_DIR", {"DATA_DIR": "/no/such/folder", "DRY_RUN": "0"}),
+    ("PROJECT_NAME", {"PROJECT_NAME": "a${b}"}),  # OmegaConf's reference to an option
 ]
 
 

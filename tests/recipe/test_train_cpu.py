@@ -10,8 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from recipe.tiny.agent import MAX_TURNS
+from tests.recipe.test_launch_scripts import ODD_NAMES, PRINTS
 from tests.run_life.killed_run import lives
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +96,7 @@ def test_a_second_start_keeps_everything_and_says_that_the_run_is_finished(proje
     (call,) = project.trained()
     options = call.split()
     assert "trainer.save_freq=4" in options and "trainer.max_actor_ckpt_to_keep=2" in options
-    assert f"trainer.default_local_dir={project.run_dir}/checkpoints" in options
+    assert f"trainer.default_local_dir='{project.run_dir}/checkpoints'" in options
     assert not [option for option in options if option.startswith(("trainer.resume_mode", "trainer.del_"))]
     kept = [project.run_dir / name / "of the first" for name in ("tensorboard", "tokens")]
     for path in kept:
@@ -105,6 +107,32 @@ def test_a_second_start_keeps_everything_and_says_that_the_run_is_finished(proje
     assert "already finished: a checkpoint\n" in again.stdout and "the summary\n" in again.stdout
     assert all(path.exists() for path in kept)
     assert (project.run_dir / "train.log").read_text().count("a life") == 2
+
+
+def test_any_folder_arrives_as_it_is(tmp_path: Path) -> None:
+    """The project's, with and without an output folder of the same name."""
+    parser = OverridesParser.create()
+    for number, name in enumerate(filter(None, ODD_NAMES)):
+        (tmp_path / name).mkdir()
+        project = Project(tmp_path / name)
+        project.example = ("grail", "agent")[number % 2]
+        (project.folder / ".venv/bin/python").write_text(Path(PRINTS).read_text())
+        done = project.start(DRY_RUN="1", OUTPUT_DIR=f"out/{name}")
+        assert done.returncode == 0, done.stderr
+        told = done.stdout.removesuffix("\0").split("\0")[5:]
+        given = {each.key_or_group: each.value() for each in parser.parse_overrides(told)}
+        data, method = f"out/{name}/seed0", ("grail", "turn_rloo")[number % 2]
+        tools = f"{project.folder}/recipe/tiny/agent_tools.yaml" if number % 2 else None
+        wanted = {
+            "data.train_files": f"{data}/train.parquet",
+            "data.val_files": f"{data}/validation.parquet",
+            "actor_rollout_ref.model.path": f"{data}/model",
+            "actor_rollout_ref.rollout.multi_turn.tool_config_path": tools,
+            "algorithm.token_dump.folder": f"{project.folder}/{data}/{method}/tokens",
+            "trainer.default_local_dir": f"{data}/{method}/checkpoints",
+            "hydra.run.dir": f"{data}/{method}/hydra",
+        }
+        assert {key: given.get(key) for key in wanted} == wanted, name
 
 
 def test_fresh_moves_the_earlier_run_away(project: Project) -> None:
@@ -136,7 +164,7 @@ def test_the_agent_runs_in_verls_tool_loop(project: Project, knob: str, estimato
     rollout = "actor_rollout_ref.rollout"
     assert options[f"{rollout}.agent.default_agent_loop"] == "tool_agent"
     assert options[f"{rollout}.multi_turn.max_assistant_turns"] == str(MAX_TURNS)
-    assert options[f"{rollout}.multi_turn.tool_config_path"] == f"{project.folder}/recipe/tiny/agent_tools.yaml"
+    assert options[f"{rollout}.multi_turn.tool_config_path"] == f"'{project.folder}/recipe/tiny/agent_tools.yaml'"
     assert options["reward.custom_reward_function.path"] == "pkg://recipe.tiny.agent"
     # Both get the same rewards: GRPO their sum, which must not be added to the last turn's again.
     of_turns = {name: value for name, value in options.items() if name.startswith("algorithm.turn_rloo")}

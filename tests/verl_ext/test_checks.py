@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from pathlib import Path
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import verl  # noqa: F401  its plugin registers the estimators
 from omegaconf import DictConfig, OmegaConf
@@ -15,8 +20,9 @@ from grail_advantage.options import option_fields
 from grail_advantage.verl_ext import checks
 from grail_advantage.verl_ext.checks import check_verl_version
 from grail_advantage.verl_ext.settings import Settings
-from recipe.checks import check_trl
-from recipe.main_grail import prepare
+from recipe.checks import check_trl, files_of
+from recipe.cpu_workers import PY_EXECUTABLE
+from recipe.main_grail import prepare, spell_paths
 from recipe.tiny.model import build_tokenizer
 from tests.broken_tokenizer import save_under_class
 from tests.composed import compose
@@ -253,6 +259,59 @@ def test_a_trl_that_verls_workers_fail_over_is_refused(tmp_path: Path, monkeypat
         (package / place).write_text("from .modeling import AutoModelForCausalLMWithValueHead\n")
         check_trl()
         (package / place).write_text("")
+
+
+def test_data_is_found_in_any_folder_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As verl loads it. A pattern that is no file stays one."""
+    names = [
+        "Grail (1)",
+        "jürgen",
+        "a=b,c#d&e",
+        "{a}",
+        "~",
+        "it's",
+        "a[1",
+        "100%",
+        "abc",
+        "$other",
+        "a?c",
+        "a[1]",
+        "[!a]",
+        "a*",
+    ]
+    monkeypatch.setenv("HERE", "there")
+    for number, name in enumerate([*names, "b::c", "$HERE"]):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"name": [name]}), tmp_path / name / "train.parquet")
+        monkeypatch.chdir(tmp_path / name)
+        config, pattern = _compose(), str(tmp_path / "ab?" / "*.parquet")
+        config.data.train_files = str(tmp_path / name / "train.parquet") if number % 2 else "train.parquet"
+        config.data.val_files = [config.data.train_files, pattern]
+        if name in names:
+            prepare(config)
+            spell_paths(config)
+            (file,), (same, other) = files_of(config, "data.train_files"), config.data.val_files
+            for spelt in (file, same):
+                table = datasets.load_dataset("parquet", data_files=spelt, cache_dir=str(tmp_path / "cache"))["train"]
+                assert list(table["name"]) == [name] and other == pattern
+        else:
+            with pytest.raises(ValueError, match=r"data\.train_files=.* cannot be read: .*DATA_DIR"):
+                prepare(config)
+
+
+def test_the_interpreter_is_one_that_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell gets its path; the server of Ray splits it at a quote."""
+    for folder, told in (("venv", False), ("jürgen", True), ("Grail (1)", True), ("a&b", True)):
+        monkeypatch.setattr(sys, "executable", f"/{folder}/bin/python")
+        config = _compose()
+        prepare(config)
+        spell_paths(config)
+        given = OmegaConf.select(config, PY_EXECUTABLE)
+        assert (None if given is None else shlex.split(given)) == ([f"/{folder}/bin/python"] if told else None)
+    for folder in ("it's", "a\\b"):
+        monkeypatch.setattr(sys, "executable", f"/{folder}/bin/python")
+        with pytest.raises(ValueError, match="make the environment"):
+            prepare(_compose())
 
 
 def test_another_verl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
