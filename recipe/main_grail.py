@@ -9,9 +9,9 @@ token weights with ``algorithm.adv_estimator=grail``, and options after a ``+``.
 one of verl's estimators (``grpo``, ...) it starts verl's stock trainer, which does not mask truncated responses; killed runs
 resume there too (:mod:`recipe.run_life.trainer`).
 
-A run that is finished already says so and exits with status 0; checkpoints of a run with other settings are refused
-(:mod:`recipe.run_life.identity`). ``DRY_RUN=1`` runs all start-up checks, prints the resolved configuration as
-YAML on stdout and starts nothing.
+A run that is finished already says so and exits with status 0; checkpoints of a run with other settings are refused, and so
+are the folders of a run that lives (:mod:`recipe.run_life.identity`). ``DRY_RUN=1`` runs all start-up checks, prints the
+resolved configuration as YAML on stdout and starts nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from grail_advantage.verl_ext.settings import TRAINER_MODES, TRAINER_MODULE, alg
 from recipe import cpu_workers  # noqa: E402
 from recipe.checks import FILES, check_config, files_of, read_by_datasets  # noqa: E402
 from recipe.run_life import driver  # noqa: E402
-from recipe.run_life.identity import begin_run, check_run  # noqa: E402
+from recipe.run_life.identity import begin_run, check_run, hold  # noqa: E402
 from recipe.run_life.options import Options, options_of  # noqa: E402
 
 SAMPLER = "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_FLASHINFER_SAMPLER"
@@ -53,8 +53,12 @@ ConfigStore.instance().store(name="token_weights", node={"algorithm": algorithm_
 ConfigStore.instance().store(name="run_life", node=Options, package="run_life")
 
 
-def prepare(config: DictConfig) -> None:
+def prepare(config: DictConfig, *, starts: bool = False) -> None:
     """Check the configuration and choose the trainer.
+
+    Args:
+        config: the configuration.
+        starts: the run begins here, and its folders are locked.
 
     Raises:
         ValueError: what cannot work, naming the option and the remedy.
@@ -69,6 +73,8 @@ def prepare(config: DictConfig) -> None:
     kind = trainer_kind(config)
     prepare_run(config)
     check_config(config, kind)
+    if kept and starts:
+        hold(config)
     if kept:
         check_run(config)
     # verl's own: the function in its place would prepare the run again.
@@ -101,7 +107,7 @@ def main(config: DictConfig) -> None:
     dry_run = os.environ.get("DRY_RUN") == "1"
     resolved = OmegaConf.to_yaml(config, resolve=True)
     with contextlib.redirect_stdout(sys.stderr):
-        prepare(config)
+        prepare(config, starts=not dry_run)
     if dry_run:
         print(resolved)
         return

@@ -53,8 +53,19 @@ choose_method() {
     fi
 }
 
+refuse_living() { # FOLDER of a run: recipe/run_life/identity.py locks a file in each folder that it writes to
+    local lock
+    for lock in "$1"/.run.lock "$1"/*/.run.lock; do
+        [[ -f $lock ]] || continue
+        flock --nonblock --conflict-exit-code 75 "$lock" true 2>/dev/null || (($? != 75)) ||
+            refuse "$1 belongs to a run that lives ($(<"$lock")); wait for it or end it, or choose another EXPERIMENT_NAME" \
+                "(OUTPUT_DIR of the scripts without a GPU)"
+    done
+}
+
 start_fresh() { # FOLDER: moves an earlier run's folder away, to FOLDER.1, FOLDER.2, ...; nothing is deleted
     [[ -e $1 ]] || return 0
+    refuse_living "$1"
     local number=1
     while [[ -e $1.$number ]]; do
         number=$((number + 1))

@@ -175,6 +175,7 @@ if [[ ! $adv_estimator =~ ^(grail|turn_rloo)$ || $# != 0 ]]; then
     [[ $fresh == 0 ]] || check+=(trainer.save_freq=-1 trainer.resume_mode=disable algorithm.token_dump.folder=null)
     DRY_RUN=1 "${check[@]}" >/dev/null
 fi
+refuse_living "$run_dir"
 if [[ $fresh == 1 ]]; then
     start_fresh "$run_dir"
 fi

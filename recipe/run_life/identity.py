@@ -6,7 +6,10 @@ trains a mixture, and past the last step it trains nothing and says nothing. The
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import socket
 import sys
 import uuid
 from contextlib import suppress
@@ -23,6 +26,9 @@ from recipe.run_life.checkpoints import PARTS, Checkpoint, read_json, write_json
 from recipe.run_life.options import options_of
 
 RUN_DEFINITION = "run_definition.json"
+LOCK = ".run.lock"
+"""A file in each folder that belongs to a run, which the run's driver has locked (``flock``) as long as it lives;
+``refuse_living`` of ``scripts/launch.sh`` looks at it, too."""
 DEFINES = {
     "": "algorithm distillation trainer.critic_warmup trainer.v1.trainer_mode trainer.v1.separate_async.parameter_sync_step",
     "data": "train_files train_max_samples train_batch_size gen_batch_size prompt_key reward_fn_key max_prompt_length "
@@ -39,6 +45,8 @@ DEFINES = {
     "critic": "model.path optim ppo_mini_batch_size ppo_epochs cliprange_value loss_agg_mode",
 }
 """Options and sections that move the gradient, by the section that they are in."""
+_held: list[int] = []
+"""The descriptors of this process's locks."""
 _REMEDY = (
     "choose another trainer.experiment_name or trainer.default_local_dir (EXPERIMENT_NAME of the launch scripts, OUTPUT_DIR of "
     "those without a GPU), put the settings back, or start a new run with FRESH=1 of the launch scripts, which moves the old "
@@ -95,6 +103,43 @@ def check_run(config: DictConfig) -> None:
         raise ValueError("\n".join([*mixed, _REMEDY]))
     if mixed:
         _say("\n".join(["WARNING: two runs are mixed", *mixed]))
+
+
+def _let_go() -> None:
+    while _held:
+        os.close(_held.pop())  # which does not unlock: the parent has it open
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def hold(config: DictConfig) -> None:
+    """Locks the run's folders, of its checkpoints and of its token dump, until this process ends, in whatever way. No child
+    inherits the locks, so that those that a killed driver leaves do not keep the run from resuming. Where a folder cannot be
+    locked, a warning says so.
+
+    Raises:
+        ValueError: a run that lives has one of them, naming the option and the remedy.
+    """
+    folders = {"trainer.default_local_dir": Path(config.trainer.default_local_dir), DUMP_FOLDER: _dump_folder(config)}
+    for folder, option in {path.resolve(): name for name, path in folders.items() if path is not None}.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # closed by exec; NFS wants it writable
+            _held.append(lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        except BlockingIOError:
+            holder = (folder / LOCK).read_text(errors="replace").strip()
+            raise ValueError(
+                f"{option}={folder} belongs to a run that lives ({holder}), and a second one would write into it; wait for it "
+                "or end it, and the same command resumes it, or choose another trainer.experiment_name or "
+                f"trainer.default_local_dir and {DUMP_FOLDER} (EXPERIMENT_NAME of the launch scripts, OUTPUT_DIR of those "
+                "without a GPU)"
+            ) from None
+        except OSError as error:
+            _say(f"WARNING: {option}={folder} cannot be locked ({error}); a second start into it would not be refused")
 
 
 def _differing(config: DictConfig, option: str, folder: Path, *, unknown: bool) -> list[str]:

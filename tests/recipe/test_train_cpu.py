@@ -3,6 +3,7 @@ away."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import time
@@ -29,7 +30,7 @@ recipe.main_grail)
     echo "a life"
     for ((i = 1; i <= step; i++)); do echo "{\\"step\\": $i, \\"data\\": {}}"; done >"$VERL_FILE_LOGGER_PATH"
     mkdir -p out/seed0/grail/checkpoints/global_step_"$step"
-    if [[ $step == 99 ]]; then exec sleep 300; fi
+    if [[ $step == 99 ]]; then exec flock --no-fork out/seed0/grail/checkpoints/.run.lock sleep 300; fi
     echo "already finished: a checkpoint"
     ;;
 recipe.run_report)
@@ -171,6 +172,41 @@ def test_the_agent_runs_in_verls_tool_loop(project: Project, knob: str, estimato
     expected = {"rewards": "turn_rewards", "align": "turns", "outcome": "False"} if estimator == "turn_rloo" else {}
     assert of_turns == {f"algorithm.turn_rloo.{name}": value for name, value in expected.items()}
     assert "recipe.tiny.prepare --base-model agent" in (project.folder / "calls.txt").read_text()
+
+
+def test_a_run_that_lives_keeps_its_folder(project: Project) -> None:
+    project.steps = 99
+    running = project.begin()
+    others: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 30
+        while not (project.run_dir / "checkpoints/.run.lock").exists():
+            assert running.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        others = psutil.Process(running.pid).children(recursive=True)
+        project.steps = 20
+        log = (project.run_dir / "train.log").read_text()
+        for fresh in ("0", "1"):
+            second = project.start(FRESH=fresh)
+            assert (
+                second.returncode == 1
+                and "belongs to a run that lives" in second.stderr
+                and "OUTPUT_DIR" in second.stderr
+            )
+        assert len(project.trained()) == 1 and (project.run_dir / "train.log").read_text() == log
+        assert project.start(DRY_RUN="1").returncode == 0
+        running.kill()
+        for process in others:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        running.communicate(timeout=30)
+        assert project.start().returncode == 0 and project.start(FRESH="1").returncode == 0
+        assert Path(f"{project.run_dir}.1").exists() and not Path(f"{project.run_dir}.2").exists()
+    finally:
+        for process in filter(lives, others):
+            process.kill()
+        running.kill()
+        running.communicate(timeout=30)
 
 
 def test_the_run_ends_with_the_script(project: Project) -> None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import hydra
+import psutil
 import pytest
 import verl  # noqa: F401  its plugin registers the estimators
 from hydra import initialize_config_module
@@ -16,10 +22,12 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 from recipe.main_grail import prepare
 from recipe.run_life.checkpoints import TRACKER
 from recipe.run_life.identity import RUN_DEFINITION as FILE
-from recipe.run_life.identity import begin_run, check_run, choose, is_finished, run_definition
+from recipe.run_life.identity import begin_run, check_run, choose, hold, is_finished, run_definition
 from recipe.run_life.trainer import KeptRun
+from tests import forked
 from tests.checkpoints import write_checkpoint
 from tests.composed import compose
+from tests.run_life.killed_run import lives
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model.path"
 
@@ -205,3 +213,47 @@ def test_one_switch_chooses_the_trainer(folder: Path) -> None:
         prepare(config)
         assert config.trainer.v1.trainer_mode == mode and config.algorithm.token_weights.trainer_module == module
         assert module != kept or issubclass(get_trainer_cls(mode), KeptRun)
+
+
+def _run_with_children(folder: Path, dump: str, told: Connection) -> None:
+    hold(_compose(folder, dump))
+    child = subprocess.Popen(["sleep", "300"], close_fds=False).pid
+    fork = os.fork()
+    if fork == 0 and os.fork() == 0:
+        told.send(os.getpid())  # a child's child
+    elif fork:
+        told.send((child, fork))
+    time.sleep(300)
+
+
+@pytest.mark.slow
+def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """A process that is killed leaves no lock, whatever becomes of its children; a dry run takes and minds none."""
+    dump = f"algorithm.token_dump.folder={tmp_path / 'tokens'}"
+    told, telling = forked.FORKS.Pipe(duplex=False)
+    run = forked.FORKS.Process(target=_run_with_children, args=(folder, dump, telling), daemon=True)
+    run.start()
+    said = (told.recv(), told.recv())
+    children = [psutil.Process(pid) for each in said for pid in (each if isinstance(each, tuple) else (each,))]
+    try:
+        again = [f"trainer.default_local_dir={folder}", f"hydra.run.dir={tmp_path}"]
+        second = forked.run("recipe.main_grail", *again)
+        words = rf"trainer.default_local_dir={folder} belongs to a run that lives (process {run.pid} on "
+        assert second.returncode == 1 and words in second.stderr and "Ray" not in second.stderr
+        assert "EXPERIMENT_NAME" in second.stderr and "OUTPUT_DIR" in second.stderr
+        dry = forked.run("recipe.main_grail", *again, DRY_RUN="1")
+        assert dry.returncode == 0, dry.stderr
+        with pytest.raises(ValueError, match=r"algorithm\.token_dump\.folder=.* belongs to a run that lives"):
+            prepare(_compose(tmp_path / "another", dump, "trainer.save_freq=-1"), starts=True)
+        os.kill(run.pid, signal.SIGKILL)
+        run.join()
+        assert len(children) == 3 and all(map(lives, children))
+        prepare(_compose(folder, dump), starts=True)
+        (tmp_path / "file").write_text("")
+        capfd.readouterr()
+        prepare(_compose(tmp_path / "file" / "checkpoints"), starts=True)
+        assert "WARNING: trainer.default_local_dir=" in capfd.readouterr().err
+    finally:
+        for process in filter(lives, children):
+            process.kill()
+        run.kill()
