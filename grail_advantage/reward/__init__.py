@@ -9,8 +9,11 @@ math-verify in a child process with limits (``grail_advantage.reward._verify_poo
 
 - numbers: exactly, except that a decimal against another decimal or a fraction may differ after the sixth decimal place
   (after the third significant digit for numbers below 0.001), as in math-verify;
-- thousands separators (``1,234``, ``1{,}234``, ``1\,234``), ``$``, ``\$``, degrees and units are ignored, units also when
-  they differ;
+- thousands separators (``1,234``, ``1{,}234``, ``1\,234``, ``1,\!234``), ``$``, ``\$``, degrees and units are ignored, units
+  also when they differ; ``\!`` is nothing, so that ``10,\!080`` states 10080 and no list;
+- words: letters alone are words if one side has two or more of them in a wrapper (``\text{no}``), or three or more without one.
+  Words are the same letters in the same order, in either case and however they are spaced: ``\text{Evelyn}`` states ``evelyn``,
+  ``\text{east}`` not ``\text{seat}``. Other letters are variables, of which ``xy`` and ``yx`` are one product;
 - a percent sign on one side only: ``50\%`` states both 50 and 0.5; ``2e-1`` states both 0.2 and twice Euler's number less 1;
 - sets and lists without order, tuples and intervals with; ``x=5`` states 5;
 - a list of several ground-truth answers: the box must hold all of them, in any order, as in ``\boxed{2, 3}``.
@@ -42,14 +45,20 @@ MAX_ANSWER_CHARS = 1000
 MAX_PRED_CHARS = 128
 
 # Not after another backslash: `\\` followed by a space is a row break of a matrix.
-_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|~|\\q?quad(?![A-Za-z])")
-_GAP = r"(?:\\[,;:! ]|\{,\}|[ ~\u00a0\u202f])"
-_GAPPED_THOUSANDS = re.compile(rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}})+(?![0-9])")
+_SPACING = re.compile(r"(?<!\\)\\(?:[,;: ]|thinspace(?![A-Za-z]))|~|\\q?quad(?![A-Za-z])")
+# A negative thin space with the blanks around it, which TeX ignores; a blank after a backslash is a command.
+_TIGHT = re.compile(r"(?:(?<!\\) )?(?<!\\)\\(?:!|negthinspace(?![A-Za-z])) ?")
+_TIGHT_LETTERS = re.compile(r"(?<=[A-Za-z])(?:\\!)+(?=[A-Za-z])")
+_GAP = r"(?:(?:\\!)*,(?:\\!)+|(?:\\!)+,|(?:\\[,;: !]|\\thinspace|\{,\}|[ ~])+)"
+_GAPPED_THOUSANDS = re.compile(
+    rf"(?<![0-9.,])[0-9]{{1,3}}(?:{_GAP}[0-9]{{3}})+(?![0-9])|(?<=[^\\]\{{)[0-9]{{1,3}}(?:,[0-9]{{3}})+(?=\}})"
+)
 _UNICODE = str.maketrans(
     {"\u2212": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "\u00b0": "^\\circ ", "\u221e": "\\infty "}
 )
 _FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _WHOLE_TEXT = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
+_BETWEEN_WORDS = re.compile(r"[,;]|\b(?:and|or)\b")
 _PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?(?:percent|percentage)\.? ?\}|\bpercent\b)")
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
@@ -140,7 +149,11 @@ def is_equal(gold: str, answer: str) -> bool:
     for name, text in (("ground truth", gold), ("answer", answer)):
         if len(text) > MAX_ANSWER_CHARS:
             raise ValueError(f"the {name} has {len(text)} characters, more than {MAX_ANSWER_CHARS}")
-    gold, answer = _clean(gold), _clean(answer)
+    gold, answer = _tidy(gold), _tidy(answer)
+    gold_words, answer_words = _words(gold), _words(answer)
+    if gold_words and answer_words and (gold_words[1] or answer_words[1]):
+        return gold_words[0] == answer_words[0]
+    gold, answer = _unwrap(gold), _unwrap(answer)
     gold_value, answer_value = _PERCENT.sub("", gold), _PERCENT.sub("", answer)
     readings: list[tuple[str, ...]] = [(gold_value, answer_value)]
     # A percentage also states its value. Plain numbers only: a list divided by 100 would read as nonsense.
@@ -167,14 +180,35 @@ def _same(gold: str, answer: str) -> bool:
     return _verify_pool.verify(gold, answer)
 
 
+def _words(text: str) -> tuple[set[str], bool] | None:
+    """The words of a text of letters alone, and whether it is words by itself; None for every other text."""
+    whole = _WHOLE_TEXT.fullmatch(text)
+    entries = _BETWEEN_WORDS.split(whole[1] if whole else text)
+    words = {re.sub("[ .'-]" if whole else " ", "", entry).casefold() for entry in entries} - {""}
+    if not words or not all(word.isalpha() for word in words):
+        return None
+    return words, max(map(len, words)) >= (2 if whole else 3)
+
+
 def _clean(text: str) -> str:
     """Drop what never changes an answer (dollar signs, spacing, a full stop) and unify ways to write one number."""
-    text = text.replace("\\$", "").replace("$", "").translate(_UNICODE)
-    text = _GAPPED_THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
+    return _unwrap(_tidy(text))
+
+
+def _tidy(text: str) -> str:
+    text = " ".join(text.replace("\\$", "").replace("$", "").translate(_UNICODE).split())
+    text = _GAPPED_THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), _TIGHT.sub(r"\\!", text))
+    text = _TIGHT.sub("", _TIGHT_LETTERS.sub(" ", text))
     text = _FRACTION_COMMAND.sub(r"\\frac", _SPACING.sub(" ", text))
-    text = " ".join(text.split())
+    return _without_stop(" ".join(text.split()))
+
+
+def _unwrap(text: str) -> str:
     whole = _WHOLE_TEXT.fullmatch(text)
-    text = whole[1].strip() if whole else text
+    return _without_stop(whole[1].strip()) if whole else text
+
+
+def _without_stop(text: str) -> str:
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
