@@ -15,7 +15,11 @@ math-verify in a child process with limits (``grail_advantage.reward._verify_poo
   Words are the same letters in the same order, in either case and however they are spaced: ``\text{Evelyn}`` states ``evelyn``,
   ``\text{east}`` not ``\text{seat}``. Other letters are variables, of which ``xy`` and ``yx`` are one product;
 - a percent sign on one side only: ``50\%`` states both 50 and 0.5; ``2e-1`` states both 0.2 and twice Euler's number less 1;
-- sets and lists without order, tuples and intervals with; ``x=5`` states 5;
+- fonts and sizes (``\large 13``, ``{\bf 13}``) are ignored, and so are signs before an answer (``\approx``, ``=``, currencies);
+- sets and lists without order, tuples and intervals with; ``\langle 1,2\rangle`` is a tuple; ``x=5`` states 5;
+- a text is read whole or not at all. If math-verify cannot read one of the two, or finds that an answer equates two numbers
+  (``x=1=5``), there is no verdict: 0, counted by ``verify_failed``. This holds for ``1 \mid 5``, ``cases``, systems of
+  equations and congruences. They are equal only as the same text, spaces aside;
 - a list of several ground-truth answers: the box must hold all of them, in any order, as in ``\boxed{2, 3}``.
 """
 
@@ -55,6 +59,18 @@ _GAPPED_THOUSANDS = re.compile(
 )
 _UNICODE = str.maketrans(
     {"\u2212": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "\u00b0": "^\\circ ", "\u221e": "\\infty "}
+    | {"\u27e8": "\\langle ", "\u27e9": "\\rangle "}
+)
+# What changes the look of an answer alone, and what may stand before one without being part of it.
+_LOOK = re.compile(
+    r"(?<!\\)\\(?:[\[\]()]|(?:tiny|small|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm)(?![A-Za-z])"
+    r"|color\{[A-Za-z]*\}|(?:left|right) ?\.|math(?:bf|it|rm)(?= ?[0-9]))"
+)
+_SWITCHED = re.compile(r"\{ ?\\(?:bf|it|rm)(?![A-Za-z]) ?")
+_LEAD = re.compile(r"(?:(?:\\(?:approx|simeq|sim|therefore|implies|Rightarrow|to)(?![A-Za-z])|[=#£€¥≈∴⇒→]) ?)+")
+# A vector, read as a tuple.
+_VECTOR = re.compile(
+    r"(?:\\left ?)?\\langle(?![A-Za-z])((?:(?!\\[lr]angle)[^|,])*,(?:(?!\\[lr]angle)[^|])*?)(?:\\right ?)?\\rangle(?![A-Za-z])"
 )
 _FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _WHOLE_TEXT = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
@@ -83,8 +99,8 @@ def compute_score(
 
     Returns:
         ``score`` and ``acc``: 1.0 or 0.0 (the same; verl's validation reports ``acc``); ``answer_found``: 1.0 if there is a
-        complete box; ``verify_failed``: 1.0 if there is one but no verdict (out of time or memory, answer too long, gold
-        answer unreadable), which scores 0; ``pred``: the box's content, cleaned, at most 128 characters, "" if none.
+        complete box; ``verify_failed``: 1.0 if there is one but no verdict (out of time or memory, answer too long, answer
+        or ground truth unreadable), which scores 0; ``pred``: the box's content, cleaned, at most 128 characters, "" if none.
     """
     answer, equal, failed = None, False, False
     try:
@@ -199,8 +215,10 @@ def _tidy(text: str) -> str:
     text = " ".join(text.replace("\\$", "").replace("$", "").translate(_UNICODE).split())
     text = _GAPPED_THOUSANDS.sub(lambda match: re.sub("[^0-9]", "", match[0]), _TIGHT.sub(r"\\!", text))
     text = _TIGHT.sub("", _TIGHT_LETTERS.sub(" ", text))
+    text = _LOOK.sub(" ", _SWITCHED.sub(r"\\text{", text))
     text = _FRACTION_COMMAND.sub(r"\\frac", _SPACING.sub(" ", text))
-    return _without_stop(" ".join(text.split()))
+    text = " ".join(text.split())
+    return _without_stop(_VECTOR.sub(r"(\1)", text[lead.end() :] if (lead := _LEAD.match(text)) else text))
 
 
 def _unwrap(text: str) -> str:

@@ -41,8 +41,8 @@ _ROUNDING = 1e-9
 def judge(samples: pd.DataFrame) -> pd.DataFrame:
     """Score samples by :func:`recipe.reward.compute_score`, as in training; a row a sample.
 
-    ``answered``: there is a complete box; ``answer`` is its text, shortened, for people. ``no_verdict``: the verifier came to
-    no verdict within its limits; the sample counts as incorrect.
+    ``answered``: there is a complete box; ``answer`` is its text, shortened, for people. ``no_verdict``: the verifier cannot
+    read the answer, or not within its limits; the sample counts as incorrect.
     """
     with ThreadPoolExecutor(8) as executor:  # the verifier's own processes do the work
         columns = (samples[name] for name in ("benchmark", "text", "gold"))
@@ -208,7 +208,7 @@ def results_page(result: Mapping[str, Any]) -> str:
         "alike give an interval without width; that is no certainty.",
     ]
     if failed := sum(found["no_verdict"] for found in result["benchmarks"].values()):
-        lines.append(f"- {failed} answers got no verdict within the limits and count as incorrect.")
+        lines.append(f"- {failed} answers could not be read, or not within the limits, and count as incorrect.")
     return "\n".join(lines) + "\n"
 
 

@@ -93,16 +93,22 @@ EQUAL: list[tuple[Any, list[str]]] = [
     (r"10\%, 20\%", ["20, 10"]),
     # units and degrees
     ("45", [r"45^\circ", "45\u00b0"]),
+    # what surrounds a number without being part of it
+    ("13", [r"\large 13", r"{\bf 13}", r"13{\rm cm}", r"\[ 13 \]", r"\boxed{13}", r"\left.13\right."]),
+    ("13", [r"\approx 13", "= 13", "€13"]),
     # sets, lists, tuples, intervals
     ("1,2", ["2, 1"]),
     (r"\{1,2\}", ["2,1", r"\left\{2, 1\right\}", r"1\text{ and }2"]),
-    ("(1,2)", [r"\left(1, 2\right)"]),
+    ("(1,2)", [r"\left(1, 2\right)", r"\left\langle 1,2 \right\rangle"]),
+    (r"\langle 1,2,3\rangle", ["\u27e8 1, 2, 3\u27e9", "(1,2,3)"]),
     ("(0,1]", [r"\left(0, 1\right]"]),
     ("$(45,2),(-10,-9)$", ["(-10,-9), (45,2)"]),
     ("3 \\pm 2", ["1, 5"]),
     # equations and inequalities
-    ("x=5", ["5"]),
+    ("x=5", ["5", r"x=\frac{10}{2}=5", r"x=\frac{15}{3}=5.00"]),
     ("2x+1", ["y=2x+1"]),
+    ("5", [r"A_{\text{max}}=5\text{ cm}^2", r"\text{length}=5\,\mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2"]),
+    (r"2\mathbf{i}+3\mathbf{j}", [r"3\mathbf{j}+2{\bf i}"]),
     ("$x^{2}-4 x-2=0$", ["x^2-4x-2=0"]),
     ("x>1", [r"(1,\infty)"]),
     # text and choices
@@ -158,7 +164,11 @@ DIFFERENT: list[tuple[Any, list[str]]] = [
     ("3t", ["3"]),
     ("2x+3t", ["2x+3"]),
     ("(0,1]", ["[0,1)"]),
-    ("(1,2)", ["(2,1)"]),
+    ("(1,2)", ["(2,1)", r"\langle 2,1\rangle", "1.2"]),
+    (r"\langle 1,2\rangle", [r"\langle 1,20\rangle", "1.2"]),
+    (r"2\mathbf{i}+3\mathbf{j}", ["2", r"2\mathbf{i}+4\mathbf{j}"]),
+    ("1", [r"1\text{ h }30\text{ min}"]),
+    ("5", ["1; 5", r"\begin{array}{c}1\\5\end{array}"]),
     (r"\{1,2\}", [r"\{1,3\}"]),
     (["2", "3"], ["2", "2, 3, 4"]),
     ("A", ["B"]),
@@ -178,6 +188,28 @@ DIFFERENT: list[tuple[Any, list[str]]] = [
 def test_equal_forms_are_accepted_and_different_answers_refused() -> None:
     assert [(gold, answer) for gold, answers in EQUAL for answer in answers if not accepts(gold, answer)] == []
     assert [(gold, answer) for gold, answers in DIFFERENT for answer in answers if accepts(gold, answer)] == []
+
+
+CASES = r"\begin{cases}%s & x>0\\2 & x\le 0\end{cases}"
+UNREADABLE: list[tuple[str, list[str]]] = [
+    ("5", [r"1 \mid 5", r"1 \\ 5", r"x=1 \\ y=5", "x=1 & y=5", r"1 \cup 5", "1 # 5"]),
+    ("5", ["x=1=5", r"1 \equiv 5", r"\boxed{1} 5"]),
+    (r"\frac{1}{5}", [r"\frac{1}{2} \mid \frac{1}{5}"]),
+    ("2", [CASES % 1, r"x=1 \text{ or } \begin{aligned}y&=2\end{aligned}"]),
+    (CASES % 1, [CASES % 7, "2"]),
+    (r"\begin{aligned}x&=1\\y&=2\end{aligned}", [r"\begin{aligned}x&=7\\y&=2\end{aligned}"]),
+    (r"n\equiv 1\pmod{4}", [r"n\equiv 3\pmod{4}", "n\\equiv 1\\pmod{8}", "4"]),
+    (r"n\equiv 1\pmod 4", [r"3\pmod 4"]),
+    (r"\langle u | v\rangle = 2", ["2"]),
+]
+
+
+def test_an_answer_that_is_read_in_part_has_no_verdict_unless_it_is_the_same_text() -> None:
+    """math-verify alone goes on to the last equation, formula or number of a text that it cannot read."""
+    results = {(gold, answer): judge(gold, answer) for gold, answers in UNREADABLE for answer in answers}
+    assert [pair for pair, result in results.items() if (result["score"], result["verify_failed"]) != (0.0, 1.0)] == []
+    assert accepts(CASES % 1, r"\begin{cases} 1 & x > 0 \\ 2 & x \le 0 \end{cases}")
+    assert accepts(r"n\equiv 1\pmod{4}", r"n \equiv 1 \pmod{4}")
 
 
 def test_answers_without_a_verdict_score_zero_and_are_flagged() -> None:

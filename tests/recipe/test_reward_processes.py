@@ -59,7 +59,10 @@ def _run(program: str) -> Any:
 
 
 @pytest.mark.slow
-def test_hostile_answers_score_zero_and_leave_a_working_pool(short_limit: None, tmp_path: Path) -> None:
+def test_hostile_answers_score_zero_and_leave_a_working_pool(
+    short_limit: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "grail_advantage.reward")
     marker = tmp_path / "marker"
     responses = hostile_responses(str(marker))
     with ThreadPoolExecutor(8) as executor:
@@ -67,11 +70,14 @@ def test_hostile_answers_score_zero_and_leave_a_working_pool(short_limit: None, 
         results = dict(zip(responses, scores, strict=True))
     assert {name: result["score"] for name, result in results.items() if result["score"] != 0.0} == {}
     assert not marker.exists()
-    # These can only have been ended by the limit; were it not enforced, the test would not get here.
+    # Answer, ground truth and reason of each that has no verdict. Were the limit not enforced, the test would not get here.
+    reasons = {record.args[0]: str(record.args[2]) for record in caplog.records if isinstance(record.args, tuple)}
     for name in ("power tower", "huge factorial", "long sum", "polynomial to a high power", "nested parentheses"):
         assert results[name]["verify_failed"] == 1.0, name
-    for name in ("python call", "tex input", "nul bytes", "empty"):
-        assert results[name]["verify_failed"] == 0.0, name
+        assert "cannot read" not in reasons[reward.last_boxed(responses[name])], name
+    for name in ("python call", "tex input", "nul bytes"):
+        assert "cannot read the answer" in reasons[reward.last_boxed(responses[name])], name
+    assert results["empty"]["verify_failed"] == 0.0
     assert accepts(GOLD, r"\frac12\sqrt{3}")
     assert len(workers()) == 2
 
