@@ -101,11 +101,12 @@ def check_skipping(trainer: GRPOTrainer) -> None:
         (args.beta != 0, f"beta={args.beta}: its KL term trains them"),
         (trainer._entropy_bonus_enabled, "entropy_coef or use_adaptive_entropy: the entropy bonus trains them"),
         (args.top_entropy_quantile < 1, "top_entropy_quantile: their tokens count in the quantile"),
+        (args.neftune_noise_alpha, f"neftune_noise_alpha={args.neftune_noise_alpha}: other responses draw other noise"),
         (trainer.aux_loss_enabled, "the router's loss, which trains them: set router_aux_loss_coef=0"),
         (drawn is not None, f"this model, in which responses depend on those beside them: {drawn}"),
     ):
         if applies:
-            raise ValueError(f"skip_zero_advantage=True does not work with {what}; or leave it off")
+            raise ValueError(f"skip_zero_advantage=True does not work with {what}; or set skip_zero_advantage=False")
 
 
 def _check_config(config: GRPOConfig, signal: Signal) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,13 +17,15 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from transformers import get_scheduler
+from peft import LoraConfig, PveraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, get_scheduler
+from transformers.integrations.neftune import activate_neftune
 from trl import GRPOTrainer
 
 from grail_advantage import GrailConfig, OarConfig, Reshaped, RolloutBatch, TokenWeights, compute_token_weights
 from grail_advantage.batch import LARGEST, Example
 from grail_advantage.methods import method
+from grail_advantage.model.neighbours import drawing_rows
 from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer, checks
 from grail_advantage.trl_ext import trainer as trainer_module
@@ -28,6 +35,7 @@ from tests.core.common import watch_inputs
 from tests.core.tiny_models import Batch, char_tokenizer, make_batch, tiny_model
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build, generation_batch, response_values
+from tests.verl_ext.architectures import FAMILIES, Family
 
 CHATML = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + ' ' }}{% endfor %}"
@@ -258,6 +266,9 @@ SKIPPING_REFUSED: dict[str, dict[str, Any]] = {
     "beta=0.1.*KL": {"beta": 0.1},
     "entropy_coef.*bonus": {"entropy_coef": 0.01},
     "top_entropy_quantile.*quantile": {"top_entropy_quantile": 0.5},
+    "neftune_noise_alpha=5: other responses draw other noise; or set skip_zero_advantage=False": {
+        "neftune_noise_alpha": 5
+    },
     "responses depend on those beside them: .*draws at random": {"model": {"attention_dropout": 0.1}},
 }
 
@@ -271,6 +282,96 @@ def test_leaving_out_is_refused_where_a_response_without_an_advantage_matters(tm
     build(tmp_path, model=model, **settings)
     with pytest.raises(ValueError, match=f"skip_zero_advantage=True does not work with .*{match}"):
         build(tmp_path, model=model, weights={"skip_zero_advantage": True}, **settings)
+
+
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+STATEFUL = {
+    "Mamba2": Family("Mamba2Config", {"num_heads": 8, "n_groups": 1, "state_size": 8}),
+    "Qwen3-Next": Family("Qwen3NextConfig", {**FAMILIES["Qwen3.5, text"].options, **FAMILIES["Qwen3-MoE"].options}),
+    "Qwen3.5": FAMILIES["Qwen3.5, text"],
+    "OLMo-hybrid": Family("OlmoHybridConfig", {"layer_types": ["linear_attention", "full_attention"]}),
+    "Falcon-H1": Family("FalconH1Config", {**_MAMBA, "mamba_d_ssm": 64, "mamba_n_groups": 1}),
+    "Bamba": Family("BambaConfig", {**_MAMBA, "attn_layer_indices": [1]}),
+    "LFM2": Family("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+    "LFM2-MoE": Family("Lfm2MoeConfig", {"layer_types": ["conv", "full_attention"]}),
+    "Mamba": Family("MambaConfig", {"state_size": 8}),
+    "MiniMax": Family("MiniMaxConfig", {"num_local_experts": 4}),
+    "Qwen3": FAMILIES["Qwen3"],
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_leaving_out_is_refused_where_padding_enters_a_state(tmp_path: Path, name: str) -> None:
+    """The gradient of a response that is padded on the left, alone and beside another, by the installed transformers."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(STATEFUL[name].build())
+    model.set_experts_implementation("eager")
+    ids, mask = torch.stack([torch.arange(5, 21), torch.arange(40, 56)]), torch.ones(2, 16, dtype=torch.int64)
+    mask[1, :6] = 0
+    gradients = []
+    for rows in (slice(0, 2), slice(1, 2)):
+        model.zero_grad()
+        logits_SV = model(input_ids=ids[rows], attention_mask=mask[rows], use_cache=False).logits[-1, 6:-1]
+        logits_SV.log_softmax(-1).gather(1, ids[1, 7:, None]).sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    difference = float((gradients[0] - gradients[1]).abs().max() / gradients[0].abs().max())
+    assert difference > 1e-2 or difference < 1e-5
+    exact = difference < 1e-5
+    with (
+        nullcontext() if exact else pytest.raises(ValueError, match=r"leaves padding in the state.*newer transformers")
+    ):
+        skipping = {"token_weights": "uniform", "skip_zero_advantage": True}
+        build(tmp_path, model=model, weights=skipping, router_aux_loss_coef=0.0)
+    newest = int(version("transformers").split(".")[1]) >= 23
+    assert exact or not newest
+
+
+class NoisyEmbedding(torch.nn.Embedding):
+    def forward(self, ids_BL: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids_BL) + torch.randn(*ids_BL.shape, 1)
+
+
+def _noisy_embedding(model: Any) -> None:
+    model.set_input_embeddings(NoisyEmbedding(model.config.vocab_size, model.config.hidden_size))
+
+
+def _noisy_forward(model: Any) -> None:
+    embeddings = model.get_input_embeddings()
+    embeddings.forward = partial(NoisyEmbedding.forward, embeddings)
+
+
+ADDED: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "NEFTune by hand": (
+        lambda model: activate_neftune(model, 5),
+        "neftune_post_forward_hook at model.embed_tokens draws",
+    ),
+    "a hook": (
+        lambda model: model.model.norm.register_forward_hook(lambda _, __, x: x + torch.randn(len(x), 1, 1)),
+        "nothing is known of the code of .*lambda.* at model.norm",
+    ),
+    "a module": (_noisy_embedding, "nothing is known of the code of NoisyEmbedding at model.embed_tokens"),
+    "a forward": (_noisy_forward, "nothing is known of the code of .* at model.embed_tokens"),
+    "PVeRA": (
+        lambda model: get_peft_model(model, PveraConfig(target_modules=["q_proj"], r=4)),
+        "Linear at model.layers.0.self_attn.q_proj draws at random",
+    ),
+    "LoRA and checkpoints": (
+        lambda model: (
+            model.enable_input_require_grads(),
+            get_peft_model(model, LoraConfig(target_modules=["q_proj"], use_dora=True)),
+        ),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_code_that_a_copy_of_the_model_lacks(name: str) -> None:
+    model = tiny_model()
+    change, reason = ADDED[name]
+    change(model)
+    found = drawing_rows(model)
+    assert found is None if reason is None else re.search(reason, found or ""), found
 
 
 def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
