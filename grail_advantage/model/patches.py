@@ -9,8 +9,10 @@ Shape suffixes: B rows, S positions, D hidden, V vocabulary.
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel, masking_utils
+from transformers.integrations import flash_attention
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -165,6 +168,58 @@ def mask_is_told_of_rows(model: PreTrainedModel) -> bool:
         masking_utils.find_packed_sequence_indices = finds
         handle.remove()
     return bool(asked)
+
+
+def attention_is_told_of_rows(model: PreTrainedModel) -> bool:
+    """Whether a model hands its positions on to flash attention, which then keeps packed rows apart.
+
+    Flash attention finds packed rows by the positions (``_flash_attention_forward``, modeling_flash_attention_utils.py:750),
+    and some models keep them to themselves (``Ministral3Attention.forward``, modeling_ministral3.py:128) or take none. Runs the
+    forward of a copy on the meta device, with a function that looks at the positions in place of flash attention, which need
+    not be installed (``_check_and_adjust_attn_implementation``, modeling_utils.py:1878). ``False`` where nothing calls it.
+
+    Can go when every model does: when ``test_models_whose_attention_is_told_of_packed_rows`` fails.
+    """
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        return False
+    told: list[bool] = []
+
+    def look(query_BSHD: torch.Tensor, _: Any, value_BSHD: torch.Tensor, *__: Any, **named: Any) -> torch.Tensor:
+        told.append(named.get("position_ids") is not None)
+        return query_BSHD.new_empty(*query_BSHD.shape[:-1], value_BSHD.shape[-1])
+
+    def build() -> PreTrainedModel:
+        config = copy.deepcopy(model.config)
+        config._attn_implementation = FLASH
+        # In single precision attention asks for autocast's, which the meta device does not have.
+        return type(model)(config).bfloat16().eval()
+
+    own_code, tokens_14 = sys.modules[type(model).__module__], torch.zeros((1, 4), dtype=torch.int64, device="meta")
+    replaced = [
+        (flash_attention, "_flash_attention_forward", look),
+        (own_code, "_flash_attention_forward", look),  # which it has where flash-attn is installed
+        (PreTrainedModel, "_check_and_adjust_attn_implementation", lambda *_, **__: FLASH),
+    ]
+    with ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(_in_place(owner, name, value))
+        # What fails behind the first attention does not matter here.
+        with suppress(Exception), torch.device("meta"), torch.no_grad(), NumbersOnMeta():
+            build()(input_ids=tokens_14, position_ids=torch.zeros_like(tokens_14), use_cache=False)
+    return bool(told) and all(told)
+
+
+FLASH = "flash_attention_2"
+
+
+@contextmanager
+def _in_place(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = getattr(owner, name, None)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if own is None else setattr(owner, name, own)
 
 
 class NumbersOnMeta(TorchDispatchMode):

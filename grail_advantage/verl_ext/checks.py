@@ -26,7 +26,8 @@ from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.methods import method, methods
 from grail_advantage.model.activations import leaf_module
 from grail_advantage.model.architecture import Architecture, architecture_of
-from grail_advantage.model.neighbours import NOT_CAUSAL, frequencies_by_longest, random_draws
+from grail_advantage.model.neighbours import NOT_CAUSAL, frequencies_by_longest, mixing_rows, random_draws
+from grail_advantage.model.patches import attention_is_told_of_rows
 from grail_advantage.registry import RESERVED, NameTakenError, failure_message, failures
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
@@ -262,16 +263,24 @@ def check_model(settings: Settings, folder: str | None = None) -> bool:
             )
         return folder is None
     _check_activation(settings, architecture, path)
-    # Fused kernels put out log-probabilities by verl's own code, whatever the model does with its logits.
-    if architecture.plain_logits or settings[FUSED]:
-        return True
-    if shares:
-        message = f"{path} scales or caps its logits after the output embeddings, where a shared forward cannot follow"
+    against = _against_sharing(settings, architecture)
+    if against is not None and shares:
+        message = f"{path} {against}"
         if settings.share_forward is True:
             raise ValueError(f"{SHARE}=True does not work with this model: {message}; use auto")
         if folder is not None:
             logger.warning("%s: each step runs a pass of its own (%s=auto)", message, SHARE)
-    return False
+    return against is None
+
+
+def _against_sharing(settings: Settings, architecture: Architecture) -> str | None:
+    mixing = mixing_rows(architecture.copy, settings.longest)
+    if mixing is not None:
+        return f"gives a response other log-probabilities beside the responses of a shared forward: {mixing}"
+    # Fused kernels put out log-probabilities by verl's own code, whatever the model does with its logits.
+    if architecture.plain_logits or settings[FUSED]:
+        return None
+    return "scales or caps its logits after the output embeddings, where a shared forward cannot follow"
 
 
 def _architecture(settings: Settings, folder: str | None) -> Architecture | None:
@@ -297,7 +306,10 @@ def _mixes_packed_responses(settings: Settings, architecture: Architecture) -> s
         return None
     if architecture.states:
         return f"layers of the type {', '.join(architecture.states)}, whose state runs on into the next packed row"
-    if "flash" not in settings.attention and not architecture.masks_packed_rows:
+    if "flash" in settings.attention:
+        if not attention_is_told_of_rows(architecture.copy):
+            return f"code that does not tell {settings.attention} where a packed row begins, so that it sees those before it"
+    elif not architecture.masks_packed_rows:
         return f"a mask for the attention {settings.attention} that lets a row see the packed rows before it"
     return None
 

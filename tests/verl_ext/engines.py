@@ -142,12 +142,13 @@ def attend(
     attention_mask: None,
     query_length: int,
     *,
-    position_ids: torch.Tensor,
+    position_ids: torch.Tensor | None = None,
     softmax_scale: float,
     **_: Any,
 ) -> torch.Tensor:
-    """Variable-length causal attention over packed rows, which begin where the position is 0; tensors (1, S, heads, dim)."""
-    segment_S = (position_ids[0] == 0).cumsum(0)
+    """Variable-length causal attention over packed rows, which begin where the position is 0; tensors (1, S, heads, dim).
+    Without positions all is one row, as in flash attention."""
+    segment_S = torch.zeros(query.shape[1]) if position_ids is None else (position_ids[0] == 0).cumsum(0)
     visible_SS = (segment_S.unsqueeze(1) == segment_S).tril()
     found = F.scaled_dot_product_attention(
         *(tensor.transpose(1, 2) for tensor in (query, key, value)),

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import verl  # noqa: F401  its plugin registers the estimators
-from transformers import GPT2Config, Lfm2Config, OPTConfig
+from transformers import FalconConfig, GPT2Config, GPTJConfig, Lfm2Config, Ministral3Config, NemotronConfig, OPTConfig
 
 from grail_advantage.model.architecture import architecture_of
+from grail_advantage.model.patches import attention_is_told_of_rows
 from grail_advantage.verl_ext.checks import check_config
 from tests.composed import with_model
 from tests.core.tiny_models import char_tokenizer
@@ -110,3 +111,13 @@ def test_models_whose_mask_mixes_packed_rows_are_found() -> None:
         num_hidden_layers=2, hidden_size=32, num_attention_heads=2, layer_types=["conv", "full_attention"]
     )
     assert architecture_of(conv).states == ("conv",)
+
+
+def test_models_whose_attention_is_told_of_packed_rows() -> None:
+    """Also those that call flash attention themselves, and where it is not installed."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64, "rotary_dim": 8}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 64}
+    told = {Ministral3Config: False, FalconConfig: True, NemotronConfig: True, OPTConfig: True, GPTJConfig: False}
+    for config, expected in told.items():
+        copy = architecture_of(config(**sizes)).copy
+        assert attention_is_told_of_rows(copy) is expected, config

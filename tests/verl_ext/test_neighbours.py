@@ -6,20 +6,25 @@ depends on its neighbours is found here. A further one is a line in ``FAMILIES``
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.integrations import flash_attention
 
 import recipe.main_grail  # noqa: F401  its configurations
-from grail_advantage.verl_ext.checks import neighbour_obstacles
+from grail_advantage.verl_ext.checks import check_model, neighbour_obstacles
 from grail_advantage.verl_ext.rules import choose_skipping
 from grail_advantage.verl_ext.settings import SKIP, Settings
 from tests.composed import compose
 from tests.verl_ext import architectures
 from tests.verl_ext.architectures import Family
+from tests.verl_ext.engines import attend
 
 FACTORS = [1.0] * 4
 LONGROPE = {
@@ -59,6 +64,17 @@ FAMILIES: dict[str, Family] = {
         )
     },
 }
+FLASH: dict[str, Family] = {
+    "Ministral 3": Family("Ministral3Config"),
+    "Persimmon": Family("PersimmonConfig", {"hidden_dropout": 0.0}),
+    "GPT-BigCode": Family("GPTBigCodeConfig", dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)),
+    "BART": Family("BartConfig", {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "dropout": 0.0}),
+    "GPT-NeoX": Family("GPTNeoXConfig", {"classifier_dropout": 0.0}),
+    "Ministral": Family("MinistralConfig"),
+    **{name: architectures.FAMILIES[name] for name in ("Qwen2.5", "Qwen3.5, text", "Gemma 2", "GPT-OSS", "OLMo 3")},
+    **{name: FAMILIES[name] for name in ("OPT, layerdrop", "Granite", "MiniMax")},
+}
+"""Compared with flash attention, for which a function on the CPU stands in."""
 LENGTHS = (40, 10)
 """Tokens of the neighbour and of the response that is looked at."""
 PACKED = "actor_rollout_ref.model.use_remove_padding"
@@ -68,7 +84,7 @@ NEIGHBOUR = torch.arange(5, 5 + LENGTHS[0]) % 60
 
 def build(name: str) -> PreTrainedModel:
     """The model in training mode; float32, on the CPU."""
-    family = FAMILIES[name]
+    family = (FAMILIES | FLASH)[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(_config_of(name), attn_implementation=family.attention)
     if "num_local_experts" in family.options or "num_experts" in family.options:
@@ -77,8 +93,8 @@ def build(name: str) -> PreTrainedModel:
 
 
 def _config_of(name: str) -> PretrainedConfig:
-    options = {**FAMILIES[name].options, "output_router_logits": False}
-    return Family(FAMILIES[name].config, options, attention=FAMILIES[name].attention).build()
+    family = (FAMILIES | FLASH)[name]
+    return Family(family.config, {**family.options, "output_router_logits": False}, attention=family.attention).build()
 
 
 def gradient(model: PreTrainedModel, rows: list[torch.Tensor], *, packed: bool) -> torch.Tensor:
@@ -99,9 +115,11 @@ def gradient(model: PreTrainedModel, rows: list[torch.Tensor], *, packed: bool) 
     return torch.cat([values.grad.flatten() for values in model.parameters() if values.grad is not None])
 
 
-def difference(name: str, *, packed: bool) -> float:
+def difference(name: str, *, packed: bool, flash: bool = False) -> float:
     """Largest difference of the gradient beside a longer neighbour from that alone, as a part of its largest value."""
     model = build(name)
+    if flash:
+        model.config._attn_implementation = "flash_attention_2"
     alone = gradient(model, [RESPONSE], packed=packed)
     beside = gradient(model, [NEIGHBOUR, RESPONSE], packed=packed)
     return float((beside - alone).abs().max() / alone.abs().max())
@@ -121,6 +139,72 @@ def test_a_gradient_that_depends_on_its_neighbours_is_objected_to(name: str, pac
     against = list(neighbour_obstacles(_run(packed, family.attention), _config_of(name)))
     assert (found > 1e-4) == bool(against), (found, against)
     assert found > 1e-2 or found < 1e-5
+
+
+@pytest.mark.parametrize("name", FLASH)
+def test_packed_responses_that_flash_attention_is_not_told_of_are_objected_to(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the shortcut, and by a method with a pass."""
+    config = _config_of(name)
+    settings = _run(True, "flash_attention_2", f"actor_rollout_ref.model.path={tmp_path}")
+    config.save_pretrained(tmp_path)
+    against = list(neighbour_obstacles(settings, config))
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", attend)
+    found = difference(name, packed=True, flash=True)
+    assert (found > 1e-2) == bool(against) and (found > 1e-2 or found < 1e-5), (found, against)
+    if name in ("Ministral 3", "Persimmon", "GPT-BigCode", "BART"):
+        assert against[0][0] == f"{PACKED}=True" and "does not tell flash_attention_2 where" in against[0][1]
+        with pytest.raises(
+            ValueError, match=rf"{PACKED}=True does not work with .*does not tell .*; set {PACKED}=false"
+        ):
+            check_model(settings)
+        with pytest.raises(ValueError, match=f"{SKIP}=True does not work with {PACKED}=True"):
+            choose_skipping(replace(settings, skip_zero_advantage=True), lambda: against)
+
+
+GEMMA3 = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_position_embeddings": 32,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": DYNAMIC["rope_parameters"],
+    },
+}
+EVALUATED: dict[str, Family] = {
+    "Gemma 3, dynamic in one type of layers": Family("Gemma3TextConfig", GEMMA3),
+    **{
+        name: FAMILIES[name]
+        for name in ("Phi-3, longrope", "Llama, dynamic", "Doge", "Mixtral, jitter", "Qwen3", "LFM2")
+    },
+}
+SHARE = "algorithm.token_weights.share_forward"
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_a_forward_is_shared_where_log_probs_are_those_alone(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The micro-batches of a shared forward are not those of verl's, so that a response has other neighbours."""
+    EVALUATED[name].build().save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(EVALUATED[name].build()).eval()
+    rows = torch.nn.utils.rnn.pad_sequence([NEIGHBOUR, RESPONSE], batch_first=True)
+    valid = torch.arange(len(NEIGHBOUR)) < torch.tensor([[len(NEIGHBOUR)], [len(RESPONSE)]])
+    with torch.no_grad():
+        alone = model(input_ids=RESPONSE[None], use_cache=False).logits[0]
+        beside = model(input_ids=rows, attention_mask=valid.long(), use_cache=False).logits[1, : len(RESPONSE)]
+    found = float((beside.log_softmax(-1) - alone.log_softmax(-1)).abs().max())
+    assert found > 1e-2 or found < 1e-4
+
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    run = partial(_run, False, "sdpa", path, f"{SKIP}=false")
+    assert check_model(run(), str(tmp_path)) == (found < 1e-4)
+    assert ("a pass of its own" in caplog.text) == (found > 1e-2)
+    with nullcontext() if found < 1e-4 else pytest.raises(ValueError, match=rf"{SHARE}=True does not work.*; use auto"):
+        check_model(run(f"{SHARE}=true"))
+    if "dynamic" in name:
+        assert check_model(run("data.max_prompt_length=12"), str(tmp_path))  # 32 tokens, as many as the original length
 
 
 def test_frequencies_of_the_longest_row_matter_only_where_it_can_be_as_long() -> None:
