@@ -94,6 +94,7 @@ class HuggingFaceModel(Model):
     def micro_batches(
         self, rows: Sequence[PassRow], work: Callable[[PaddedRows], Sequence[_T]], *, gradients: bool
     ) -> list[_T]:
+        check_no_virtual_tokens(self.model)
         results: list[Any] = [None] * len(rows)
         # The longest first: where memory does not do, it shows at once.
         waiting = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens_S))
@@ -119,6 +120,7 @@ class HuggingFaceModel(Model):
 
     @contextmanager
     def sequences(self) -> Iterator[Forward]:
+        check_no_virtual_tokens(self.model)
 
         def forward(
             tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
@@ -260,6 +262,22 @@ class PaddedRows(MicroBatch):
         self._lengths = [past for _, past in positions]
         tokens_BS = self._tokens_BS[:, : max(1, *self._lengths)]
         return self._model(input_ids=tokens_BS, attention_mask=torch.ones_like(tokens_BS), use_cache=False)
+
+
+def check_no_virtual_tokens(model: nn.Module) -> None:
+    """Refuse a model with virtual tokens of peft's: prompt tuning, P-tuning and its kind put them in front of the tokens, whose
+    logits they shift, and prefix tuning in front of the keys and values that a pass reuses.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    for module in model.modules():
+        config = getattr(module, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"the model has virtual tokens ({type(config).__name__}), beside which log-probabilities and scores would be "
+                "those of other positions; use an adapter without, such as LoRA or IA3"
+            )
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

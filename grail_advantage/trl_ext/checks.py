@@ -13,6 +13,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS
+from grail_advantage.model.hugging_face import check_no_virtual_tokens
 from grail_advantage.model.neighbours import drawing_rows
 from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
 from grail_advantage.trl_ext.patches import missing_methods
@@ -78,6 +79,7 @@ def check_trainer(trainer: GRPOTrainer, signal: Signal) -> None:
     _check_config(trainer.args, signal)
     if trainer.is_fsdp_enabled:
         _refuse(signal, "fsdp", trainer.args.fsdp, "it is not tested yet; use DDP or DeepSpeed ZeRO-2")
+    check_no_virtual_tokens(trainer.model)
     check_round_trip(trainer.processing_class, "processing_class")
     signal.check_tokenizer(trainer.processing_class)
     local_rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation

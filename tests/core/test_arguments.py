@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+from peft import (
+    CPTConfig,
+    IA3Config,
+    LoraConfig,
+    PeftConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 
-from grail_advantage import GrailConfig, compute_token_weights
+from grail_advantage import GrailConfig, OarConfig, compute_token_weights
+from grail_advantage.token_weights import response_statistics
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
 
+PASSES = [GrailConfig(gate="all"), OarConfig("perturbation")]
 MODEL = cache(lambda: tiny_model(layers=1))
 GOOD = vars(make_batch([ROLLOUTS["right"], ROLLOUTS["empty box"]])) | {"config": GrailConfig()}
 
@@ -57,6 +69,44 @@ def test_refusals_name_the_argument_and_the_fix() -> None:
             compute_token_weights(MODEL(), char_tokenizer(), **GOOD | change)
         for word in words:
             assert word in str(raised.value)
+
+
+TASK = {"task_type": "CAUSAL_LM"}
+VIRTUAL: list[PeftConfig] = [
+    PromptTuningConfig(**TASK, num_virtual_tokens=5),
+    PromptEncoderConfig(**TASK, num_virtual_tokens=1, encoder_hidden_size=16),
+    PrefixTuningConfig(**TASK, num_virtual_tokens=3),
+    CPTConfig(**TASK, cpt_token_ids=[3, 4], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2]),
+]
+ADAPTERS: list[PeftConfig] = [
+    LoraConfig(**TASK, target_modules=["q_proj"], init_lora_weights=False),
+    LoraConfig(**TASK, target_modules=["q_proj"], init_lora_weights=False, use_dora=True),
+    IA3Config(**TASK, target_modules=["k_proj"], feedforward_modules=[], init_ia3_weights=False),
+]
+
+
+@pytest.mark.parametrize("config", VIRTUAL, ids=lambda config: type(config).__name__)
+def test_virtual_tokens_are_refused(config: PeftConfig) -> None:
+    model, batch = get_peft_model(tiny_model(layers=1), config), make_batch([ROLLOUTS["right"]])
+    calls = [partial(compute_token_weights, model, char_tokenizer(), *batch.tensors(), signal) for signal in PASSES]
+    calls.append(partial(response_statistics, model, char_tokenizer(), *batch.tensors()[:3]))
+    for call in calls:
+        with pytest.raises(ValueError, match=rf"virtual tokens \({type(config).__name__}\).*; use .* LoRA"):
+            call()
+
+
+@pytest.mark.parametrize("config", ADAPTERS, ids=lambda config: type(config).__name__)
+def test_log_probs_of_an_adapter_are_its_own(config: PeftConfig) -> None:
+    torch.manual_seed(0)
+    model, batch = get_peft_model(tiny_model(layers=1), config), make_batch([ROLLOUTS["right"]])
+    found_BL, _ = response_statistics(model, char_tokenizer(), *batch.tensors()[:3])
+    with torch.no_grad():
+        log_probs_LV = model(input_ids=batch.input_ids).logits[0].log_softmax(-1)
+        plain_LV = tiny_model(layers=1)(input_ids=batch.input_ids).logits[0].log_softmax(-1)
+    ids_1L, mask_L = batch.input_ids[0, 1:, None], batch.response_mask[0, 1:].bool()
+    expected, without = (values[:-1].gather(1, ids_1L)[mask_L, 0] for values in (log_probs_LV, plain_LV))
+    torch.testing.assert_close(found_BL[0, 1:][mask_L], expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(expected, without, atol=1e-3)
 
 
 def test_batches_without_any_response_or_row() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PveraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, PveraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, get_scheduler
 from transformers.integrations.neftune import activate_neftune
 from trl import GRPOTrainer
@@ -479,6 +479,13 @@ def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
     trainer.train()
     same = {name: torch.equal(p, before[name][1]) for name, p in trainer.model.named_parameters()}
     assert all(same[name] for name, (trains, _) in before.items() if not trains) and not all(same.values())
+
+
+@pytest.mark.parametrize("name", ["grail", "surprisal"])
+def test_virtual_tokens_are_refused(tmp_path: Path, name: str) -> None:
+    adapter = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    with pytest.raises(ValueError, match=r"virtual tokens \(PromptTuningConfig\).*; use .* LoRA"):
+        build(tmp_path, weights={"token_weights": name, "peft_config": adapter})
 
 
 def rlsd_data(**columns: Any) -> Dataset:
