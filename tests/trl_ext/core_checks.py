@@ -586,6 +586,7 @@ def test_groups_that_are_split_over_processes_are_refused(tmp_path: Path) -> Non
     args.per_device_train_batch_size, args.steps_per_generation = 2, 3
     copy = SimpleNamespace(
         args=args,
+        model=trainer.model,
         is_fsdp_enabled=False,
         processing_class=char_tokenizer(),
         accelerator=SimpleNamespace(num_processes=2),
