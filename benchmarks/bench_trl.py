@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks import measuring
-from grail_advantage import GrailConfig
+from grail_advantage import Grail
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer
 from recipe.tiny.shipped import load_shipped
 from recipe.tiny.task import problems
@@ -138,7 +138,7 @@ class Step:
             self.trainer = type("Stock", (Written, GRPOTrainer), {})(model, **named)
         else:
             weighted = type("Weighted", (Written, TokenWeightGRPOTrainer), {})
-            signal = GrailConfig(gate=way.gate)
+            signal = Grail(gate=way.gate)
             skipping = {"skip_zero_advantage": True} if way.skip else {}
             self.trainer = weighted(model, token_weights=signal, **skipping, **named)
         self.trainer.model.train()

@@ -37,7 +37,7 @@ from benchmarks import without_flash_attn
 from benchmarks.random_model import random_model, release, wordy_tokenizer
 from benchmarks.rollouts import Rollouts
 from benchmarks.setup import ROW_BY_ROW, Setup
-from grail_advantage import GrailConfig, RolloutBatch, Signal
+from grail_advantage import Grail, RolloutBatch, Signal
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
 from grail_advantage.receipt import verl_loss
 from grail_advantage.signals.saliency import SaliencySignal
@@ -242,7 +242,7 @@ class TrainingSide:
     def agreement(self) -> tuple[bool, str]:
         """Whether both ways to GRAIL's saliency agree up to the precision, with the largest difference of a response."""
         allowed = 1e-3 if self.engine._autocast_dtype == torch.float32 else 0.1
-        signal, largest = GrailConfig("official"), 0.0
+        signal, largest = Grail("official"), 0.0
         fused = self.fused_scores(signal, self.fused_log_probs(signal))
         for row, scores_T in self.separate_pass(signal).items():
             difference = torch.linalg.vector_norm(fused[row] - scores_T) / torch.linalg.vector_norm(scores_T)

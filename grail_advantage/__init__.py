@@ -12,15 +12,20 @@ from grail_advantage.options import option
 from grail_advantage.registry import register_reshaper, register_signal
 from grail_advantage.reshapers.base import Reshaper
 from grail_advantage.signals.base import Reshaped, ReshapedSignal, Signal
-from grail_advantage.signals.grail import GrailConfig
-from grail_advantage.signals.oar import OarConfig
+from grail_advantage.signals.grail import Grail
+from grail_advantage.signals.oar import Oar
 from grail_advantage.token_weights import TokenWeights, compute_token_weights
+
+# Their names before 0.2.
+GrailConfig, OarConfig = Grail, Oar
 
 __all__ = [
     "AnswerFormat",
     "AnswerSpan",
     "Example",
+    "Grail",
     "GrailConfig",
+    "Oar",
     "OarConfig",
     "Reshaped",
     "ReshapedSignal",

@@ -107,7 +107,7 @@ def compute_token_weights(
         response_mask: (B, L) bool or 0/1, the tokens that the model wrote. Those between them, as a tool's, belong to the
             response and train nothing; a response without any has weight 0.
         advantages: (B,) one advantage a response. A response without a finite one is treated as one with advantage 0.
-        config: the method and its options, such as :class:`grail_advantage.GrailConfig`.
+        config: the method and its options, such as :class:`grail_advantage.Grail`.
         temperature: sampling temperature that logits are divided by, where the method does that.
         old_log_probs: (B, L) float; log-probability of each response token at this temperature under the policy before the
             update. Computed with ``model`` where a method reads them and they are not given.
@@ -140,7 +140,7 @@ def compute_token_weights(
 
     if not isinstance(config, Signal):
         raise ValueError(
-            f"config={config!r} must be a method with its options, such as GrailConfig(); "
+            f"config={config!r} must be a method with its options, such as Grail(); "
             "grail_advantage.methods.method(name).build(options) makes one from a name"
         )
     signal = config

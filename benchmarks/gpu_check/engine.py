@@ -152,12 +152,12 @@ def judge_step(outcome: Outcome, name: str, repeats: list[dict[str, list[float]]
 
 def peaks(side: Any, device: str) -> dict[str, int]:
     """Peak bytes of each stage alone. Steps were made before: the optimiser's state is there, as in all but the first step."""
-    from grail_advantage import GrailConfig
+    from grail_advantage import Grail
 
     log_probs = side.old_log_probs()["log_probs"]
     stages: dict[str, Callable[[], Any]] = {
         "old log-probabilities": side.old_log_probs,
-        GRAIL_PASS: lambda: side.fused_log_probs(GrailConfig("official")),
+        GRAIL_PASS: lambda: side.fused_log_probs(Grail("official")),
         UPDATE: lambda: side.update(log_probs, side.base_advantages()),
     }
     return {name: peak_memory(device, stage) for name, stage in stages.items()}

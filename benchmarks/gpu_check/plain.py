@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 from benchmarks.gpu_check.outcome import Outcome, cell
 from benchmarks.measuring import Clock, peak_memory
 from benchmarks.random_model import SHAPES, byte_letters, random_model, release, wordy_tokenizer
-from grail_advantage import GrailConfig, OarConfig, Signal, TokenWeights, compute_token_weights
+from grail_advantage import Grail, Oar, Signal, TokenWeights, compute_token_weights
 
 METHODS: dict[str, Signal] = {
-    "grail, official": GrailConfig("official"),
-    "grail, robust": GrailConfig("robust"),
-    "oar_g, official": OarConfig("gradient"),
-    "oar_g, grail_port": OarConfig("gradient", variant="grail_port"),
+    "grail, official": Grail("official"),
+    "grail, robust": Grail("robust"),
+    "oar_g, official": Oar("gradient"),
+    "oar_g, grail_port": Oar("gradient", variant="grail_port"),
 }
 JUDGED = ("grail, official", "grail, robust")
 """Methods whose weights bfloat16 must keep. OAR-G's noise is near bfloat16's rounding, so it has no limit."""

@@ -17,7 +17,7 @@ from grail_advantage.signals.policy_columns import entropy
 
 
 @register_signal("entropy")
-class EntropyConfig(ReshapedSignal):
+class Entropy(ReshapedSignal):
     """Score ``H``, through any reshaper. The default one keeps each response's mean weight at 1 and ranks nothing."""
 
     formula = "map of H; by default 1 + 0.1 (H / response mean - 1)"

@@ -18,7 +18,7 @@ from grail_advantage.signals.policy_columns import entropy
 
 
 @register_signal("entropy_bonus")
-class EntropyBonusConfig(Signal):
+class EntropyBonus(Signal):
     """``1 + sign(A) min(alpha H / |A|, 1 / kappa)``; 1 where the advantage is 0."""
 
     formula = "1 + sign(A) min(0.4 H / |A|, 1 / 2)"

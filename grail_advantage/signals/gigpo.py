@@ -19,7 +19,7 @@ from grail_advantage.signals.turns import Deviation, Gamma, Turns, TurnSignal, c
 
 
 @register_signal("gigpo")
-class GigpoConfig(TurnSignal):
+class Gigpo(TurnSignal):
     """Biased where the policy decides when to stop, as shown by enumeration: without the deviation, the parts of turns after
     rare observations are shrunk. Responses of one turn get ``1 + omega`` times GRPO's advantage.
     """

@@ -52,7 +52,7 @@ def target_range(span: AnswerSpan, target: str) -> Range:
 
 
 @register_signal("grail")
-class GrailConfig(LogZscoreOptions, BilevelOptions, SaliencySignal):
+class Grail(LogZscoreOptions, BilevelOptions, SaliencySignal):
     """GRAIL. An option left at ``None`` takes its preset's value, so that after construction none is ``None``."""
 
     formula = "clip(1 + 0.5 z, 0.5, 5), z the response's standardised log || dL/dh * h ||; answer content 5"

@@ -18,7 +18,7 @@ from grail_advantage.signals.turns import Deviation, Gamma, Turns, TurnSignal, c
 
 
 @register_signal("gtpo")
-class GtpoConfig(TurnSignal):
+class Gtpo(TurnSignal):
     """Biased where the policy decides when to stop, as shown by enumeration. Responses of one turn get GRPO's advantage.
 
     A turn that no other response has gets 0.

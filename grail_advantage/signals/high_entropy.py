@@ -23,7 +23,7 @@ from grail_advantage.signals.policy_columns import entropy
 
 
 @register_signal("high_entropy")
-class HighEntropyConfig(Signal):
+class HighEntropy(Signal):
     """1, or N / k, on the tokens of highest entropy in the batch, 0 on the others.
 
     All responses are compared, those with advantage 0 as well. Tokens that tie at the cut are all kept. With

@@ -28,7 +28,7 @@ from grail_advantage.signals.turns import Deviation, Turns, TurnSignal, compare
 
 
 @register_signal("mt_grpo")
-class MtGrpoConfig(TurnSignal):
+class MtGrpo(TurnSignal):
     """A K-turn reading, not the authors' method. It is biased where the policy decides when to stop, as shown by enumeration.
     Responses of one turn get GRPO's advantage."""
 

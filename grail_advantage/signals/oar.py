@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @register_signal("oar_g", method="gradient")
 @register_signal("oar_p", method="perturbation")
-class OarConfig(LogZscoreOptions, BilevelOptions, ReshapedSignal):
+class Oar(LogZscoreOptions, BilevelOptions, ReshapedSignal):
     """OAR-G and OAR-P.
 
     The answer is the last complete ``\\boxed{...}``, every response with one gets weights, and tokens outside the

@@ -22,7 +22,7 @@ from grail_advantage.signals.saliency import align_scores
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from grail_advantage.signals.oar import OarConfig
+    from grail_advantage.signals.oar import Oar
 
 
 def noise_seed(seed: int, step: int, tokens: Sequence[int]) -> int:
@@ -40,7 +40,7 @@ def noise_seed(seed: int, step: int, tokens: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{content}".encode()).digest()[:8], "little")
 
 
-def gradient_scores(signal: OarConfig, micro: MicroBatch, step: int) -> list[RowScores]:
+def gradient_scores(signal: Oar, micro: MicroBatch, step: int) -> list[RowScores]:
     """A forward without noise, a forward with it, and a backward to the noisy embeddings.
 
     Noise is drawn in float32 by a generator on the activations' device: reproducible there, but not the same on another kind

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
     from transformers import Cache
 
-    from grail_advantage.signals.oar import OarConfig
+    from grail_advantage.signals.oar import Oar
 
 
 def replaced_tokens(reasoning_length: int, max_perturbations: int | None) -> torch.Tensor:
@@ -46,7 +46,7 @@ def interpolate(scores_M: torch.Tensor, replaced_M: torch.Tensor, reasoning_leng
 
 
 @torch.no_grad()
-def perturbation_scores(signal: OarConfig, row: PassRow, model: Model, forward: Forward, bar: tqdm) -> torch.Tensor:
+def perturbation_scores(signal: Oar, row: PassRow, model: Model, forward: Forward, bar: tqdm) -> torch.Tensor:
     """Scores of a row's reasoning tokens.
 
     Args:

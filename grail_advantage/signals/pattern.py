@@ -27,7 +27,7 @@ NUMBERS_AFTER_EQUALS = r"=\s*(?P<content>[-+]?\$?\d+(?:,\d{3})*(?:\.\d+)?)"
 
 
 @register_signal("pattern")
-class PatternConfig(Signal):
+class Pattern(Signal):
     """One weight on the tokens that an expression matches, another on the others, in the responses of the gate; one
     weight for all other responses. By default only the numbers after an equals sign of correct responses train.
 

@@ -20,7 +20,7 @@ from grail_advantage.signals.base import Reshaped, Signal
 
 
 @register_signal("polarity")
-class PolarityConfig(Signal):
+class Polarity(Signal):
     """One weight for responses with a positive advantage, one for responses with a negative one. With the defaults
     every weight is 1, as with ``uniform``.
 

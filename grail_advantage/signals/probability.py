@@ -18,7 +18,7 @@ from grail_advantage.signals.policy_columns import surprisal
 
 
 @register_signal("probability")
-class ProbabilityConfig(Signal):
+class Probability(Signal):
     """``alpha p + 1 - alpha``, with p the token's probability."""
 
     formula = "0.2 p + 0.8"

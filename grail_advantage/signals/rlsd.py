@@ -45,7 +45,7 @@ _MISSING = object()
 
 
 @register_signal("rlsd")
-class RlsdConfig(Signal):
+class Rlsd(Signal):
     """RLSD with the current policy as the teacher.
 
     The weights lie in ``[1 - lam epsilon, 1 + lam epsilon]``. Where a token's log-probability is not finite, the whole response

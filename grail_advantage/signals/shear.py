@@ -21,7 +21,7 @@ from grail_advantage.signals.shear_distances import EPSILON, ITERATIONS, TOLERAN
 
 
 @register_signal("shear")
-class ShearConfig(Signal):
+class Shear(Signal):
     """A token's weight: the greatest distance of a window that holds it to the nearest window of the group's responses
     of the other outcome, relative to the group's mean norm of hidden states. Responses without an opposite have weight
     1.

@@ -23,7 +23,7 @@ from grail_advantage.signals.policy_columns import entropy, surprisal
 
 
 @register_signal("stare")
-class StareConfig(Signal):
+class Stare(Signal):
     """1.1 on the least probable tenth of all tokens with a positive advantage, while the batch's mean entropy is below 0.3.
 
     The mean is that of all responses, also those with advantage 0, taken as the run's loss takes it. Of equally

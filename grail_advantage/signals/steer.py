@@ -19,7 +19,7 @@ from grail_advantage.signals.policy_columns import entropy, surprisal
 
 
 @register_signal("steer")
-class SteerConfig(Signal):
+class Steer(Signal):
     """Weights fall linearly from 1.2 at the batch's least ``e`` to 0.8 at its largest.
 
     The tokens of responses with advantage 0 are not compared. Where all are equal, every token has weight 1.

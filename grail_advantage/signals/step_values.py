@@ -38,7 +38,7 @@ _NUMBER = regex.compile(r"(?:(?<![\w)\]}])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)
 
 
 @register_signal("step_values")
-class StepValuesConfig(Signal):
+class StepValues(Signal):
     """Token advantages of either sign, from how often the group's responses through the same intermediate results were correct.
 
     Responses whose group has one outcome only get 0. Truncated responses count in no state's mean where they are
@@ -121,3 +121,7 @@ def result(step: str) -> str:
     whole, _, part = numbers[-1].lstrip("+-").replace(",", "").partition(".")
     whole, part = whole.lstrip("0") or "0", part.rstrip("0")
     return sign * (whole != "0" or bool(part)) + whole + (f".{part}" if part else "")
+
+
+StepValuesConfig = StepValues
+"""Its name before 0.2."""

@@ -21,7 +21,7 @@ from grail_advantage.signals.policy_columns import surprisal
 
 
 @register_signal("surprisal")
-class SurprisalConfig(ReshapedSignal):
+class Surprisal(ReshapedSignal):
     """Score ``-old_log_prob``, through any reshaper."""
 
     formula = "map of s = -log p; by default 1 on the incorrect response's reasoning token with the highest s, else 0"

@@ -18,7 +18,7 @@ from grail_advantage.signals.turns import Gamma, Turns, TurnSignal
 
 
 @register_signal("turn_rloo")
-class TurnRlooConfig(TurnSignal):
+class TurnRloo(TurnSignal):
     """Unbiased, as shown by enumeration. Responses of one turn get RLOO's advantage."""
 
     formula = "A_k = G_k - mean of G_k over the siblings with a turn k, G_k the return from turn k on"

@@ -12,7 +12,7 @@ from grail_advantage.signals.base import RowSelection, Signal
 
 
 @register_signal("uniform")
-class UniformConfig(Signal):
+class Uniform(Signal):
     """GRPO, with truncated responses masked as for every other method."""
 
     formula = "1"

@@ -54,7 +54,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
     Only training is weighted; in evaluation the advantages are TRL's.
 
     Args:
-        token_weights: a registered method by its name, or a method with its options such as ``GrailConfig("robust")``.
+        token_weights: a registered method by its name, or a method with its options such as ``Grail("robust")``.
         token_weight_options: options of a method that is given by its name.
         answer: the format of answers, as for :func:`grail_advantage.compute_token_weights`.
         missing_answers: ``stop``, ``warn`` or ``ignore`` where responses have no answer, see

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from grail_advantage.batch import ENTROPY
 from grail_advantage.methods import methods
 from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SALIENCY, SEQUENCES
-from grail_advantage.signals.oar import OarConfig
+from grail_advantage.signals.oar import Oar
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.signals.turns import TurnSignal
 from grail_advantage.verl_ext.settings import (
@@ -267,7 +267,7 @@ def _constant_denominator(s: Settings) -> bool:
 WARNINGS = (
     Rule(
         METHOD,
-        lambda s: isinstance(s.signal, OarConfig) and s.signal.uses == LOGITS and _half(s),
+        lambda s: isinstance(s.signal, Oar) and s.signal.uses == LOGITS and _half(s),
         lambda s: (
             f"it compares two forwards that differ by noise of noise_std={s.signal.noise_std:g}, most of which bf16 rounds "
             "away: its scores are then about as far from float32's as with another seed (docs/reference_methods.md). "

@@ -20,7 +20,7 @@ from benchmarks.gpu_check import plain, trl_runs
 from benchmarks.gpu_check.__main__ import PARTS, ROOT, Part
 from benchmarks.gpu_check.outcome import FAILED, PASSED, Outcome
 from benchmarks.random_model import SHAPES, random_model
-from grail_advantage import GrailConfig
+from grail_advantage import Grail
 from recipe.tiny.task import problems
 
 RECORD = {"name": "a: part", "versions": {}, "command": "", "date": "", "hardware": ""}
@@ -99,7 +99,7 @@ def test_differences_by_hand() -> None:
 def test_weights_that_differ_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other call gets the weights of another method, as a faulty kernel might give other ones."""
     calls = iter(range(100))
-    other = GrailConfig("robust", statistics="response", gate="correct")
+    other = Grail("robust", statistics="response", gate="correct")
 
     def wrong(model: Any, signal: Any, rows: Any, right: Any = plain.weights) -> Any:
         return right(model, signal if next(calls) % 2 else other, rows)

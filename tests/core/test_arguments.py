@@ -18,13 +18,13 @@ from peft import (
     get_peft_model,
 )
 
-from grail_advantage import GrailConfig, OarConfig, compute_token_weights
+from grail_advantage import Grail, Oar, compute_token_weights
 from grail_advantage.token_weights import response_statistics
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
 
-PASSES = [GrailConfig(gate="all"), OarConfig("perturbation")]
+PASSES = [Grail(gate="all"), Oar("perturbation")]
 MODEL = cache(lambda: tiny_model(layers=1))
-GOOD = vars(make_batch([ROLLOUTS["right"], ROLLOUTS["empty box"]])) | {"config": GrailConfig()}
+GOOD = vars(make_batch([ROLLOUTS["right"], ROLLOUTS["empty box"]])) | {"config": Grail()}
 
 
 def with_values(name: str, *changes: tuple[int, int, float]) -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"rewards": torch.zeros(3)}, ["rewards", "one number a response", "(2,)", "(3,)"]),
     ({"rewards": torch.zeros(2, dtype=torch.int64)}, ["rewards_B must be floats", "torch.int64"]),
     ({"step": -1}, ["step=-1", "at least 0"]),
-    ({"config": "grail"}, ["config='grail'", "GrailConfig()", "grail_advantage.methods.method"]),
+    ({"config": "grail"}, ["config='grail'", "Grail()", "grail_advantage.methods.method"]),
 ]
 
 
@@ -111,12 +111,12 @@ def test_log_probs_of_an_adapter_are_its_own(config: PeftConfig) -> None:
 
 def test_batches_without_any_response_or_row() -> None:
     batch = make_batch([ROLLOUTS["no response"]] * 2)
-    got = compute_token_weights(MODEL(), char_tokenizer(), *batch.tensors(), GrailConfig())
+    got = compute_token_weights(MODEL(), char_tokenizer(), *batch.tensors(), Grail())
     assert got.weights.tolist() == [[0.0] * 13] * 2
     assert got.scores.isnan().all()
     assert got.spans == [None, None]
     assert got.stats == {}
     none = torch.zeros(0, 5, dtype=torch.long)
-    got = compute_token_weights(MODEL(), char_tokenizer(), none, none, none, torch.zeros(0), GrailConfig())
+    got = compute_token_weights(MODEL(), char_tokenizer(), none, none, none, torch.zeros(0), Grail())
     assert got.weights.shape == got.scores.shape == (0, 5)
     assert (got.spans, got.stats) == ([], {})

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from grail_advantage import GrailConfig, OarConfig
+import grail_advantage
+from grail_advantage import Grail, Oar
 from grail_advantage.methods import method
 from grail_advantage.registry import reshapers
+from grail_advantage.signals import step_values
 from tests.core import oar_reference, reference
 
 OF_NO_REFERENCE = {"preset", "mask_truncated", "reshaper_options", "quantile", "boost"}
@@ -20,20 +22,20 @@ def test_grails_presets_and_what_follows_from_other_options(preset: str, leaf: s
     """As the reference of the other tests has them, value by value."""
     for options in ({}, {"weight_max": 3.0}, {"weight_max": 3.0, "content_weight": 0.0}, {"alignment": "predictor"}):
         known = reference.resolve(preset, leaf=leaf, **options)
-        config = GrailConfig(preset, leaf=leaf, **options).as_dict()
+        config = Grail(preset, leaf=leaf, **options).as_dict()
         assert {name: config[name] for name in known} == known
         assert set(config) - set(known) == OF_NO_REFERENCE
         assert (config["quantile"], config["boost"]) == (0.4, 2.0)
-    assert GrailConfig() == GrailConfig("official") == GrailConfig.from_dict({"preset": None, "gate": None})
-    assert GrailConfig("robust", span=None, weight_std=None, normalize_mass=None) == GrailConfig("robust")
-    assert type(GrailConfig(weight_max=4).content_weight) is float
+    assert Grail() == Grail("official") == Grail.from_dict({"preset": None, "gate": None})
+    assert Grail("robust", span=None, weight_std=None, normalize_mass=None) == Grail("robust")
+    assert type(Grail(weight_max=4).content_weight) is float
 
 
 @pytest.mark.parametrize("name", ["gradient", "perturbation"])
 @pytest.mark.parametrize("variant", ["official", "grail_port"])
 def test_oars_defaults_and_what_follows_from_the_variant(name: str, variant: str) -> None:
     known = oar_reference.DEFAULTS | {"variant": variant, "method": name}
-    config = OarConfig(name, variant=variant)
+    config = Oar(name, variant=variant)
     assert config.as_dict() == known | {"reshaper_options": {}, "mask_truncated": True}
     assert (config.span, config.gate, config.answer_weights) == ("last", "all", None)
     whole = (name, variant) == ("gradient", "grail_port")
@@ -83,3 +85,9 @@ def test_what_is_refused_and_how(name: str, options: dict[str, Any], message: st
     build = reshapers()[name].from_dict if name in reshapers() else method(name).build
     with pytest.raises(ValueError, match=message):
         build(options)
+
+
+def test_earlier_names_are_the_methods() -> None:
+    assert (grail_advantage.GrailConfig, grail_advantage.OarConfig) == (Grail, Oar)
+    assert step_values.StepValuesConfig is method("step_values").signal_class
+    assert grail_advantage.OarConfig("perturbation").name == "oar_p"

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from grail_advantage import GrailConfig, Signal
+from grail_advantage import Grail, Signal
 from grail_advantage.answers.format import answer_format
 from grail_advantage.answers.missing import AnswerWatch, advice
 from grail_advantage.answers.span import find_answer_spans
@@ -22,7 +22,7 @@ def looked(watch: AnswerWatch, texts: list[str], answer: str = "boxed") -> None:
 
 
 def watch(choice: str = "stop", signal: Signal | None = None, answer: str = "boxed") -> AnswerWatch:
-    return AnswerWatch(signal or GrailConfig(), answer_format(answer), choice, "here.")
+    return AnswerWatch(signal or Grail(), answer_format(answer), choice, "here.")
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from grail_advantage import GrailConfig, OarConfig, Signal, compute_token_weights
+from grail_advantage import Grail, Oar, Signal, compute_token_weights
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 
 SIGNALS: dict[str, Signal] = {
-    "embeddings": GrailConfig("official"),
-    "last block": GrailConfig("robust", leaf="last"),
-    "noise": OarConfig("gradient"),
-    "replacements": OarConfig("perturbation"),
+    "embeddings": Grail("official"),
+    "last block": Grail("robust", leaf="last"),
+    "noise": Oar("gradient"),
+    "replacements": Oar("perturbation"),
 }
 BATCH = make_batch([ROLLOUTS[name] for name in ("several boxes", "no box", "right, several boxes", "empty box")])
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from grail_advantage import GrailConfig, OarConfig, TokenWeights, compute_token_weights
+from grail_advantage import Grail, Oar, TokenWeights, compute_token_weights
 from tests.core.common import few, watch_inputs
 from tests.core.oar_reference import PlainOar, oar_weights
 from tests.core.tiny_models import (
@@ -44,7 +44,7 @@ def subject(family: str = "qwen3", windowed: bool = False) -> tuple[Any, PlainOa
     return model, PlainOar(model, PAD_ID)
 
 
-def compute(model: nn.Module, batch: Batch, config: OarConfig | GrailConfig) -> TokenWeights:
+def compute(model: nn.Module, batch: Batch, config: Oar | Grail) -> TokenWeights:
     return compute_token_weights(model, char_tokenizer(), *batch.tensors(), config)
 
 
@@ -57,7 +57,7 @@ def assert_matches(
     digits the gradient keeps three.
     """
     tolerance = {"gradient": 1e-3, "perturbation": 1e-5}[method]
-    config = OarConfig(method, **options)
+    config = Oar(method, **options)
     batch = make_batch(rollouts, padding)
     got = compute(model, batch, config)
     rows = [(encode(rollout.prompt), encode(rollout.response), rollout.advantage) for rollout in rollouts]
@@ -128,7 +128,7 @@ def test_rows_with_advantage_zero_or_without_reasoning_need_no_forward(method: s
     zeros = [dataclasses.replace(rollout, advantage=0.0) for rollout in ALL_ROLLOUTS]
     batch = make_batch([*zeros, ROLLOUTS["box at the start"], ROLLOUTS["no box"], ROLLOUTS["truncated box"]])
     with watch_inputs(model.get_input_embeddings()) as shapes:
-        got = compute(model, batch, OarConfig(method))
+        got = compute(model, batch, Oar(method))
     assert shapes == []
     assert torch.equal(got.weights, batch.response_mask.float())
     assert got.stats["selected_rate"] == 0.0
@@ -142,7 +142,7 @@ def test_counterfactuals_go_in_batches_behind_what_they_share() -> None:
     model, plain = subject()
     rollout = ROLLOUTS["text after the box"]  # 15 prompt tokens, 19 reasoning tokens, 9 of the box
     expected = assert_matches(model, plain, [rollout], "perturbation")
-    batch, config = make_batch([rollout], "both"), OarConfig("perturbation")
+    batch, config = make_batch([rollout], "both"), Oar("perturbation")
     with watch_inputs(model.get_input_embeddings()) as shapes:
         got = compute_token_weights(model, char_tokenizer(), *batch.tensors(), config, tokens=8 * 42 + 41)
     assert (len(encode(rollout.prompt)), got.spans[0].start, got.spans[0].end) == (15, 19, 28)
@@ -155,5 +155,5 @@ def test_a_tokenizer_without_padding_is_refused() -> None:
     batch = make_batch([ROLLOUTS["text after the box"]])
     model, _ = subject()
     with pytest.raises(ValueError, match=r"oar\.method='perturbation'.*padding token.*tokenizer\.pad_token"):
-        compute_token_weights(model, tokenizer, *batch.tensors(), OarConfig("perturbation"))
-    compute_token_weights(model, tokenizer, *batch.tensors(), OarConfig("gradient"))
+        compute_token_weights(model, tokenizer, *batch.tensors(), Oar("perturbation"))
+    compute_token_weights(model, tokenizer, *batch.tensors(), Oar("gradient"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from grail_advantage import (
-    GrailConfig,
+    Grail,
     Reshaper,
     Signal,
     register_reshaper,
@@ -40,7 +40,7 @@ def test_the_same_name_twice_is_refused(clean_registry: None) -> None:
         register_signal("grail")(type("Another", (Signal,), {}))
     with pytest.raises(ValueError, match=r"reshaper 'top' is registered already, by grail_advantage\.reshapers\.top"):
         register_reshaper("top")(type("AnotherMap", (Reshaper,), {}))
-    assert method("grail").signal_class is GrailConfig
+    assert method("grail").signal_class is Grail
 
 
 def test_a_name_that_cannot_be_a_section_is_refused(clean_registry: None) -> None:
@@ -129,7 +129,7 @@ class TestPlugins:
             tmp_path,
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("GrailConfig\n")
+        assert done.stdout.startswith("Grail\n")
         for said in (
             "signal 'grail' is registered already, by grail_advantage",
             "'theirs' is no registered signal; choose one of",

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from grail_advantage import TokenWeights, compute_token_weights
 from grail_advantage.batch import Example, RolloutBatch
-from grail_advantage.signals.rlsd import REQUEST, RlsdConfig
+from grail_advantage.signals.rlsd import REQUEST, Rlsd
 from grail_advantage.weighting import BatchWeights, batch_weights
 from tests.core.common import watch_inputs
 from tests.core.tiny_models import Rollout, char_tokenizer, encode, make_batch, plain_columns, tiny_model
@@ -42,7 +42,7 @@ def weigh(
     changes: list[list[float]], advantages: list[float], step: int = 0, **options: Any
 ) -> tuple[torch.Tensor, BatchWeights]:
     """Weights of responses without padding, from what the response's log-probabilities change by."""
-    config = RlsdConfig(**options)
+    config = Rlsd(**options)
     scores_BT = torch.tensor(changes)
     batch = RolloutBatch(
         torch.ones_like(scores_BT, dtype=torch.bool), torch.tensor(advantages), [None] * len(changes), {}, step=step
@@ -69,7 +69,7 @@ def test_lam_falls_and_needs_no_pass_once_it_is_0() -> None:
         weights_BT, result = weigh([[5.0, -5.0, 0.0]], [1.0], step, lam_steps=lam_steps)
         torch.testing.assert_close(weights_BT, torch.tensor([[upper, 2 - upper, 1.0]]))
         assert (int(result.at_upper_bound_BT.sum()), int(result.at_lower_bound_BT.sum())) == (1, 1)
-    config = RlsdConfig(lam_steps=50)
+    config = Rlsd(lam_steps=50)
     batch = RolloutBatch(torch.ones(1, 3, dtype=torch.bool), torch.ones(1), [None], {}, step=49)
     assert config.select(batch).selected_B.all()
     for step in (50, 51, 10**6):
@@ -119,7 +119,7 @@ BATCH = make_batch([Rollout(f"[user]{asked}[assistant]", said, advantage) for as
 
 
 def run_rows(
-    config: RlsdConfig,
+    config: Rlsd,
     examples: list[Example | None],
     *,
     family: str = "qwen3",
@@ -150,7 +150,7 @@ def test_plain_computation(
     family: str, temperature: float, request_text: str, given_old: float | None, lam: float, epsilon: float
 ) -> None:
     """Given log-probabilities are what D starts from, also where they are not the model's own."""
-    config = RlsdConfig(lam=lam, epsilon=epsilon, request=request_text)
+    config = Rlsd(lam=lam, epsilon=epsilon, request=request_text)
     given = {} if given_old is None else {"old_log_probs": torch.where(BATCH.response_mask == 1, given_old, 123.0)}
     _, weights_of_rows = run_rows(config, EXAMPLES, family=family, temperature=temperature, **given)
     distinct = set()
@@ -172,19 +172,19 @@ def test_rows_without_privileged_text() -> None:
     given = {"old_log_probs": torch.full(BATCH.input_ids.shape, -2.0), "tokens": 1}
     embeddings = subject("qwen3").get_input_embeddings()
     with watch_inputs(embeddings) as forwards:
-        _, every = run_rows(RlsdConfig(request=SHORT), EXAMPLES, **given)
+        _, every = run_rows(Rlsd(request=SHORT), EXAMPLES, **given)
     assert len(forwards) == 3 and all(weights != [1.0] * len(weights) for weights in every[:3])
     asked, system = EXAMPLES[0].messages, [{"role": "system", "content": "Be brief."}]
     without = [Example(asked, columns(nothing), {}) for nothing in NOTHING]
     for broken in [*without, None, Example(asked, {}, {}), Example(system, columns("5"), {})]:
         with watch_inputs(embeddings) as forwards:
-            result, weights_of_rows = run_rows(RlsdConfig(request=SHORT), [broken, *EXAMPLES[1:]], **given)
+            result, weights_of_rows = run_rows(Rlsd(request=SHORT), [broken, *EXAMPLES[1:]], **given)
         assert weights_of_rows == [[1.0] * len(weights_of_rows[0]), *every[1:]] and len(forwards) == 2
         assert (result.stats["non_finite_rate"], result.stats["selected_rate"]) == (0.0, 0.5)
 
 
 def test_examples_and_a_template_are_needed() -> None:
     with pytest.raises(ValueError, match="rlsd reads examples; pass examples="):
-        run_rows(RlsdConfig(), None)
+        run_rows(Rlsd(), None)
     with pytest.raises(ValueError, match=r"rlsd asks again through the chat template.*custom_chat_template"):
-        run_rows(RlsdConfig(), EXAMPLES, tokenizer=char_tokenizer())
+        run_rows(Rlsd(), EXAMPLES, tokenizer=char_tokenizer())

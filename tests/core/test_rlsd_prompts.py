@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from grail_advantage.batch import Example, PassRow
-from grail_advantage.signals.rlsd import REQUEST, RlsdConfig
+from grail_advantage.signals.rlsd import REQUEST, Rlsd
 from recipe.chat_templates import read_chat_template
 from tests.core.test_rlsd import SHORT, columns
 from tests.real_tokenizers import llama3_tokenizer, qwen_tokenizer
@@ -93,7 +93,7 @@ def prepared(
         place=0,
         example=Example(messages, columns(gold), chat.options),
     )
-    prepared = RlsdConfig(**options).prepare_row(row, tokenizer)
+    prepared = Rlsd(**options).prepare_row(row, tokenizer)
     assert messages == before
     assert prepared.response_length == row.response_length
     assert prepared.tokens_S.dtype == torch.int64

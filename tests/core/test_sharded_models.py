@@ -11,15 +11,15 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from grail_advantage import GrailConfig, OarConfig, Signal, compute_token_weights
+from grail_advantage import Grail, Oar, Signal, compute_token_weights
 from grail_advantage.methods import method
 from tests.core.tiny_models import ROLLOUTS, char_tokenizer, make_batch, tiny_model
 
 METHODS: dict[str, Signal] = {
-    "grail": GrailConfig("robust", gate="all"),
-    "grail, hidden states": GrailConfig(leaf="middle"),
-    "oar_g": OarConfig(),
-    "oar_p": OarConfig("perturbation"),
+    "grail": Grail("robust", gate="all"),
+    "grail, hidden states": Grail(leaf="middle"),
+    "oar_g": Oar(),
+    "oar_p": Oar("perturbation"),
     "surprisal": method("surprisal").build({"gate": "all"}),
 }
 SHARES: dict[str, tuple[list[str], ...]] = {

@@ -12,7 +12,7 @@ import torch
 
 from grail_advantage import compute_token_weights
 from grail_advantage.signals import shear_distances
-from grail_advantage.signals.shear import ShearConfig
+from grail_advantage.signals.shear import Shear
 from grail_advantage.signals.shear_distances import shear_scores, sinkhorn_distance
 from tests.core.tiny_models import Rollout, char_tokenizer, make_batch, tiny_model
 
@@ -199,7 +199,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
         module.shear_scores([torch.ones(1, 1)], [True], **SMALL)
 
 
-CONFIG = ShearConfig(window=8, stride=4)
+CONFIG = Shear(window=8, stride=4)
 ROLLOUTS = [
     Rollout("2+2?", r"two and two is \boxed{4}", 0.5),
     Rollout("2+2?", r"two and two is five, \boxed{5}", -0.5),

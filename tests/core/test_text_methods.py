@@ -18,9 +18,9 @@ from grail_advantage import Reshaped, RolloutBatch, Signal, compute_token_weight
 from grail_advantage.answers.text import decode_pieces
 from grail_advantage.metrics import OF_WEIGHTS
 from grail_advantage.signals.base import RowSelection
-from grail_advantage.signals.pattern import PatternConfig as Pattern
+from grail_advantage.signals.pattern import Pattern as Pattern
 from grail_advantage.signals.pattern import matched
-from grail_advantage.signals.step_values import StepValuesConfig as StepValues
+from grail_advantage.signals.step_values import StepValues as StepValues
 from grail_advantage.signals.step_values import cut, result
 from grail_advantage.weighting import BatchWeights, batch_weights, scores_of
 from tests.core.plain_weights import close

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from grail_advantage import GrailConfig, OarConfig, compute_token_weights
+from grail_advantage import Grail, Oar, compute_token_weights
 from grail_advantage.model import hugging_face
 from grail_advantage.model.neighbours import mixing_rows
 from tests.core import together
@@ -41,7 +41,7 @@ def test_a_rule_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weigh(model: nn.Module, rollouts: list[Rollout], signal: Any = None, **options: Any) -> torch.Tensor:
     batch = make_batch(rollouts)
-    signal = signal if signal is not None else GrailConfig("official")
+    signal = signal if signal is not None else Grail("official")
     return compute_token_weights(model, char_tokenizer(), *batch.tensors(), signal, **options).weights
 
 
@@ -73,9 +73,7 @@ def test_code_of_its_own_runs_one_at_a_time_and_says_so_once(caplog: pytest.LogC
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "signal", [GrailConfig("official"), OarConfig("perturbation")], ids=["rows", "counterfactuals"]
-)
+@pytest.mark.parametrize("signal", [Grail("official"), Oar("perturbation")], ids=["rows", "counterfactuals"])
 def test_less_goes_together_where_memory_runs_out(signal: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The budget is halved until the pass fits, stays so for the model, and the warning comes once."""
     hugging_face._warn_of_memory.cache_clear()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
-from grail_advantage import GrailConfig, TokenWeights, compute_token_weights
+from grail_advantage import Grail, TokenWeights, compute_token_weights
 from grail_advantage.model import activations, hugging_face
 from tests.core.common import few, watch_inputs
 from tests.core.plain_answers import EXPRESSION, PLAIN
@@ -49,7 +49,7 @@ def subject(name: str, layers: int = 4, double: bool = False) -> tuple[Any, Plai
 
 
 def compute(
-    model: nn.Module, batch: Batch, config: GrailConfig, temperature: float = 1.0, answer: str = "boxed"
+    model: nn.Module, batch: Batch, config: Grail, temperature: float = 1.0, answer: str = "boxed"
 ) -> TokenWeights:
     tokenizer = char_tokenizer()
     return compute_token_weights(model, tokenizer, *batch.tensors(), config, temperature=temperature, answer=answer)
@@ -74,7 +74,7 @@ def assert_matches(
     """
     double = model.dtype == torch.float64
     atol, rtol = (3e-5, 2e-5) if double else (3e-3, 2e-3)
-    config = GrailConfig(preset, **options)
+    config = Grail(preset, **options)
     got = compute(model, batch, config, temperature, answer)
     expected = reference_weights(
         plain,
@@ -180,7 +180,7 @@ def test_only_what_can_matter_is_computed(target: str, first: str, last: str) ->
     others = [ROLLOUTS[name] for name in ("no box", "right", "no response")]
     batch = make_batch([others[0], rollout, *others[1:], dataclasses.replace(rollout, advantage=0.0)], "both")
     with watch_inputs(model.model.embed_tokens) as embedded, watch_inputs(model.lm_head) as headed:
-        compute(model, batch, GrailConfig("official", target=target))
+        compute(model, batch, Grail("official", target=target))
     last_target = rollout.response.index(last)
     targets = last_target - rollout.response.index(first) + 1
     assert embedded == [(1, len(rollout.prompt) + last_target)]

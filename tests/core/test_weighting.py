@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
+from grail_advantage import AnswerSpan, Grail, RolloutBatch
 from grail_advantage.batch import outcome_of
 from grail_advantage.signals.grail import target_range
 from grail_advantage.signals.saliency import align_scores
@@ -32,7 +32,7 @@ def weigh(
     scores: torch.Tensor,
     spans: list[AnswerSpan | None],
     advantages: list[float],
-    config: GrailConfig,
+    config: Grail,
     mask: list[list[int]] | None = None,
 ) -> BatchWeights:
     mask_BT = torch.ones(scores.shape, dtype=torch.bool) if mask is None else torch.tensor(mask) > 0
@@ -94,7 +94,7 @@ def test_row_selection(gate: str, inside: list[bool], selected: list[bool]) -> N
     for dtype in (torch.float32, torch.bfloat16):
         advantages = torch.tensor([-1.0, 1.0, -1.0, 1.0, 0.0], dtype=dtype)
         batch = RolloutBatch(torch.ones(5, 6).bool(), advantages, [SPAN, SPAN, None, None, SPAN], {})
-        rows = GrailConfig(gate=gate).select(batch)
+        rows = Grail(gate=gate).select(batch)
         assert rows.answered_B.tolist() == [True, True, False, False, True]
         assert rows.inside_gate_B[:4].tolist() == inside
         assert rows.selected_B.tolist() == selected
@@ -121,21 +121,21 @@ def test_alignment() -> None:
 def test_official_by_hand() -> None:
     # Logs of all seven tokens: mean 0, variance 18 / 7, so z = l / 1.603567. Overrides: boundary and post 1, content 5.
     scores = log_scores([-1, 0, 1, 2, 2, -2, -2])
-    got = weigh(scores, [SPAN], [-1.0], GrailConfig("official"))
+    got = weigh(scores, [SPAN], [-1.0], Grail("official"))
     close(got.weights_BT, [[1 - 0.311805, 1.0, 1 + 0.311805, 1.0, 5.0, 1.0, 1.0]])
     assert got.from_scores_BT.tolist() == [[True, True, True, False, False, False, False]]
     assert not got.at_lower_bound_BT.any() and not got.at_upper_bound_BT.any()
     scores[0, 1] = NAN
-    broken = weigh(scores, [SPAN], [-1.0], GrailConfig("official"))
+    broken = weigh(scores, [SPAN], [-1.0], Grail("official"))
     assert broken.non_finite_B.tolist() == [True] and broken.weights_BT.tolist() == [[1.0] * 7]
 
 
 @pytest.mark.parametrize("preset", ["official", "robust"])
 def test_a_token_that_does_not_train_is_compared_with_none(preset: str) -> None:
     """Such as a tool's output between two turns of the reasoning."""
-    plain = weigh(torch.tensor([[9.0, 2, 4, 8, 7, 6]]), [AnswerSpan(3, 4, 5, 6)], [-1.0], GrailConfig(preset))
+    plain = weigh(torch.tensor([[9.0, 2, 4, 8, 7, 6]]), [AnswerSpan(3, 4, 5, 6)], [-1.0], Grail(preset))
     scores, mask = torch.tensor([[9.0, 5, 2, 4, 8, 7, 6]]), [[1, 0, 1, 1, 1, 1, 1]]
-    weights = weigh(scores, [AnswerSpan(4, 5, 6, 7)], [-1.0], GrailConfig(preset), mask).weights_BT[0]
+    weights = weigh(scores, [AnswerSpan(4, 5, 6, 7)], [-1.0], Grail(preset), mask).weights_BT[0]
     assert weights[1] == 0 and torch.equal(weights[[0, 2, 3, 4, 5, 6]], plain.weights_BT[0])
 
 
@@ -143,7 +143,7 @@ def test_upper_bound_is_flagged() -> None:
     # Nine logs 0 and one 10: mean 1, variance 9, z = -1/3 and 3, weights 0.833333 and 2.5.
     span = AnswerSpan(10, 11, 12, 13)
     scores = log_scores([0] * 9 + [10] + [0] * 3)
-    config = GrailConfig("robust", weight_max=2.25, normalize_mass=False, content_weight=0.75)
+    config = Grail("robust", weight_max=2.25, normalize_mass=False, content_weight=0.75)
     got = weigh(scores, [span], [-1.0], config)
     close(got.weights_BT, [[0.833333] * 9 + [2.25, 1.0, 0.75, 1.0]])
     assert got.at_upper_bound_BT.tolist() == [[False] * 9 + [True] + [False] * 3]
@@ -188,7 +188,7 @@ def test_random_batches_agree_with_the_plain_computation(seed: int, preset: str,
     width = 40 + draw.choice([0, 200])
     wide = torch.tensor([scores + [NAN] * (width - len(scores)) for scores, _, _ in rows])
     mask = [[1] * len(scores) + [0] * (width - len(scores)) for scores, _, _ in rows]
-    config = GrailConfig(preset, **options)
+    config = Grail(preset, **options)
     got = weigh(wide, [span for _, span, _ in rows], [advantage for _, _, advantage in rows], config, mask)
     assert not got.non_finite_B.any()
     for index, (scores, span, advantage) in enumerate(rows):

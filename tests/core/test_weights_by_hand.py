@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch, Signal
+from grail_advantage import AnswerSpan, Grail, RolloutBatch, Signal
 from grail_advantage.batch import PassRow
 from grail_advantage.model.hugging_face import HuggingFaceModel
 from grail_advantage.model.interface import RowScores
@@ -107,7 +107,7 @@ def test_tokens_elsewhere_have_the_weight_of_the_map(monkeypatch: pytest.MonkeyP
 def test_answers_of_two_rows() -> None:
     """Of the first the boundary has weight 1 and the content 5, the second is outside the gate."""
     batch = batch_of([4, 4], [AnswerSpan(1, 2, 3, 4)] * 2, [-1.0, 1.0])
-    config = GrailConfig("official", content_outside_gate=False)
+    config = Grail("official", content_outside_gate=False)
     got = batch_weights(torch.full((2, 4), 2.0), batch, config.select(batch), config)
     assert got.weights_BT.tolist() == [[1.0, 1.0, 5.0, 1.0], [1.0] * 4]
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from transformers import PreTrainedModel
 
-from grail_advantage import GrailConfig, OarConfig, Signal, TokenWeights, compute_token_weights
+from grail_advantage import Grail, Oar, Signal, TokenWeights, compute_token_weights
 from grail_advantage.methods import method
 from grail_advantage.model import hugging_face
 from grail_advantage.model.neighbours import mixing_rows
@@ -25,10 +25,10 @@ PAGE, MARKER = Path(__file__).parents[2] / "docs" / "dev" / "models_measured.md"
 FAMILIES = test_neighbours.FAMILIES
 BATCH = [ROLLOUTS[name] for name in ("text after the box", "box at the end", "several boxes", "right", "empty box")]
 SIGNALS: dict[str, Signal] = {
-    "grail": GrailConfig(gate="all"),
-    "grail, middle": GrailConfig(preset="robust", gate="all", leaf="middle"),
-    "oar_g": OarConfig("gradient", noise_std=0.05),
-    "oar_p": OarConfig("perturbation"),
+    "grail": Grail(gate="all"),
+    "grail, middle": Grail(preset="robust", gate="all", leaf="middle"),
+    "oar_g": Oar("gradient", noise_std=0.05),
+    "oar_p": Oar("perturbation"),
     "rlsd": method("rlsd").build({"request": SHORT}),
     "shear": method("shear").build({"window": 6, "stride": 3}),
     "surprisal": method("surprisal").build({"gate": "all", "reshaper": "power"}),

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 from transformers.integrations.neftune import activate_neftune
 from trl import GRPOTrainer
 
-from grail_advantage import GrailConfig, OarConfig, Reshaped, RolloutBatch, TokenWeights, compute_token_weights
+from grail_advantage import Grail, Oar, Reshaped, RolloutBatch, TokenWeights, compute_token_weights
 from grail_advantage.batch import LARGEST, Example
 from grail_advantage.methods import method
 from grail_advantage.model.neighbours import drawing_rows
@@ -84,9 +84,9 @@ class Blamed(Signal):
 
 
 METHODS: dict[str, Signal] = {
-    "grail, robust": GrailConfig("robust", gate="all"),
-    "grail, hidden states": GrailConfig(leaf="middle", mask_truncated=False),
-    "oar_p": OarConfig("perturbation"),
+    "grail, robust": Grail("robust", gate="all"),
+    "grail, hidden states": Grail(leaf="middle", mask_truncated=False),
+    "oar_p": Oar("perturbation"),
     "surprisal": method("surprisal").build({"gate": "all", "reshaper": "power"}),
     "high_entropy": method("high_entropy").build({}),
     "stare": method("stare").build({"variant": "C2", "threshold": 100.0}),
@@ -154,14 +154,14 @@ def test_a_reward_that_cannot_be_used_trains_nothing(
 
 def test_answers_in_another_format(tmp_path: Path) -> None:
     answer = r" (?P<content>six|say|or)"
-    trainer = build(tmp_path, weights={"token_weights": GrailConfig(gate="all"), "answer": answer})
-    plain, expected = plain_weights(GrailConfig(gate="all"), answer=answer)
+    trainer = build(tmp_path, weights={"token_weights": Grail(gate="all"), "answer": answer})
+    plain, expected = plain_weights(Grail(gate="all"), answer=answer)
     assert sum(span is not None for span in expected.spans) == 5
     wanted = torch.cat(response_values(expected.weights * plain.advantages.unsqueeze(1), plain.response_mask))
     torch.testing.assert_close(of_responses(generation_batch(trainer)), wanted, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("signal", [GrailConfig(), METHODS["surprisal"].replace(statistics="reasoning")])
+@pytest.mark.parametrize("signal", [Grail(), METHODS["surprisal"].replace(statistics="reasoning")])
 def test_a_run_without_answers_stops(
     tmp_path: Path, signal: Signal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,7 +190,7 @@ def hand_written_loss(
 def test_gradient_of_the_loss_is_a_hand_written_one(tmp_path: Path, loss_type: str) -> None:
     trainer = build(tmp_path, weights={"token_weights": "grail"}, loss_type=loss_type, epsilon_high=0.28)
     batch = generation_batch(trainer)
-    rows, expected = plain_weights(GrailConfig())
+    rows, expected = plain_weights(Grail())
     weights = expected.weights
 
     model = tiny_model()
@@ -394,7 +394,7 @@ def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatc
     # 4 micro-batches of 2 responses make a generation batch, which is used twice; 2 micro-batches make an optimiser step.
     assert calls == [0, 4] and len(seen) == 16
 
-    plain, weighted = plain_weights(GrailConfig())
+    plain, weighted = plain_weights(Grail())
     ids, values = (
         response_values(of, plain.response_mask)
         for of in (plain.input_ids, weighted.weights * plain.advantages.unsqueeze(1))
@@ -415,7 +415,7 @@ def test_a_pass_takes_no_more_tokens_together_than_the_updates_micro_batch(tmp_p
     """And more responses than one."""
     for micro_batch, most in ((2, 2), (8, 8)):
         sizes = {"per_device_train_batch_size": micro_batch, "gradient_accumulation_steps": 8 // micro_batch}
-        trainer = build(tmp_path, weights={"token_weights": GrailConfig(gate="all", span="last")}, **sizes)
+        trainer = build(tmp_path, weights={"token_weights": Grail(gate="all", span="last")}, **sizes)
         with watch_inputs(trainer.model.model.embed_tokens) as shapes:
             batch = generation_batch(trainer)
         width = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
@@ -427,7 +427,7 @@ def test_figures_stand_in_the_logs_and_the_table_keeps_its_advantages(tmp_path: 
     trainer = build(tmp_path, weights={"token_weights": "grail"}, max_steps=1, log_completions=True)
     trainer.train()
     logged = next(entry for entry in trainer.state.log_history if "grail/selected_rate" in entry)
-    for name, value in plain_weights(GrailConfig())[1].stats.items():
+    for name, value in plain_weights(Grail())[1].stats.items():
         assert logged[f"grail/{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6)
     assert logged["grail/truncated_rate"] == 1 / 8 and logged["grail/seconds"] > 0
     advantages = [row.advantage for row in scripted.rollouts(mask_truncated=False)]
@@ -441,7 +441,7 @@ def test_evaluation_is_not_weighted(tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_part_of_the_policy(tmp_path: Path) -> None:
-    signal = GrailConfig("robust", gate="all")
+    signal = Grail("robust", gate="all")
     trainer = scripted.ScriptedTokenWeights(
         tiny_model(),
         scripted.reward,
@@ -534,13 +534,13 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         for name, value in settings.items():
             setattr(changed, name, value)
         with pytest.raises(ValueError, match=match):
-            checks.check_arguments({"args": changed}, GrailConfig())
+            checks.check_arguments({"args": changed}, Grail())
     with pytest.raises(ValueError, match="loss_type='luspo'"):
         build(tmp_path, loss_type="luspo")
     trainer = build(tmp_path, weights={"token_weights": "grail"})
     trainer.is_fsdp_enabled = True  # ``accelerate launch --use_fsdp`` leaves ``args.fsdp`` empty
     with pytest.raises(ValueError, match=r"fsdp=.*not tested"):
-        checks.check_trainer(trainer, GrailConfig())
+        checks.check_trainer(trainer, Grail())
 
 
 def test_arguments_that_are_refused(tmp_path: Path) -> None:
@@ -556,7 +556,7 @@ def test_arguments_that_are_refused(tmp_path: Path) -> None:
 RLSD = {"token_weights": "rlsd", "token_weight_options": {"privileged_column": "solution"}}
 METHODS_REFUSED: dict[str, dict[str, Any]] = {
     "token_weight_options are for a method given by its name": {
-        "weights": {"token_weights": GrailConfig(), "token_weight_options": {"leaf": "first"}}
+        "weights": {"token_weights": Grail(), "token_weight_options": {"leaf": "first"}}
     },
     **{
         f"'{name}' reads {words}, which are not to be had in TRL; use verl": {"weights": {"token_weights": name}}
@@ -594,7 +594,7 @@ def test_groups_that_are_split_over_processes_are_refused(tmp_path: Path) -> Non
     )
     with pytest.raises(ValueError, match=r"must be on one process.*=6 a multiple of num_generations=4"):
         checks.check_trainer(copy, signal)
-    checks.check_trainer(copy, GrailConfig())
+    checks.check_trainer(copy, Grail())
     args.steps_per_generation = 2
     checks.check_trainer(copy, signal)
 
@@ -603,7 +603,7 @@ def test_published_settings_of_the_page_are_accepted(tmp_path: Path) -> None:
     (text,) = documentation.snippets("trl.md")
     names: dict[str, Any] = {"GRPOConfig": lambda _, **settings: scripted.config(tmp_path, **settings)}
     exec(text, names)
-    checks.check_arguments({"args": names["config"]}, GrailConfig())
+    checks.check_arguments({"args": names["config"]}, Grail())
     config = names["config"]
     assert config.generation_batch_size == 256 and config.num_iterations == 4
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)

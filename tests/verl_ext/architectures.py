@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from grail_advantage import GrailConfig, OarConfig, Signal, compute_token_weights
+from grail_advantage import Grail, Oar, Signal, compute_token_weights
 from grail_advantage.answers.span import find_answer_span
 from grail_advantage.batch import PassRow
 from grail_advantage.model.architecture import architecture_of
@@ -109,9 +109,9 @@ BATCH = [ROLLOUTS[name] for name in ("text after the box", "box at the end", "se
 NOISE = 0.05
 """OAR-G's, far above its default, so that the divergence has digits in float32."""
 SIGNALS: dict[str, Signal] = {
-    "grail": GrailConfig(gate="all"),
-    "grail, middle": GrailConfig(preset="robust", gate="all", leaf="middle"),
-    "oar_g": OarConfig("gradient", noise_std=NOISE),
+    "grail": Grail(gate="all"),
+    "grail, middle": Grail(preset="robust", gate="all", leaf="middle"),
+    "oar_g": Oar("gradient", noise_std=NOISE),
 }
 CLOSE = {"grail": 1e-4, "grail, middle": 1e-4, "oar_g": 5e-3}
 """Of the largest score of a response, and of a weight: the gradient of a divergence as small as OAR-G's has fewer digits."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grail_advantage import GrailConfig
+from grail_advantage import Grail
 from grail_advantage.batch import PassRow
 from tests.core.tiny_models import PAD_ID, Rollout, char_tokenizer
 from tests.verl_ext import pass_ranks
@@ -56,8 +56,8 @@ class Experiments(pass_ranks.Experiments):
         engine = build_engine(setup, self.folder)
         worker, rows = training_worker(engine), self._rows(setup, "all")
         runs = {
-            "embeddings": lambda: own_pass(engine, self._prepared(), GrailConfig(), Sizes(rows=6)),
-            "middle": lambda: own_pass(engine, self._prepared(), GrailConfig(leaf="middle"), Sizes(rows=6)),
+            "embeddings": lambda: own_pass(engine, self._prepared(), Grail(), Sizes(rows=6)),
+            "middle": lambda: own_pass(engine, self._prepared(), Grail(leaf="middle"), Sizes(rows=6)),
             "shared": lambda: log_probs(worker, rows, Sizes(rows=1), leaf="embeddings"),
         }
         found = {}
@@ -81,7 +81,7 @@ class Experiments(pass_ranks.Experiments):
             found[name] = [counts[block] for block in range(4)]
 
         for leaf in ("embeddings", "first", "middle", "last"):
-            count(leaf, lambda leaf=leaf: own_pass(engine, self._prepared(), GrailConfig(leaf=leaf), Sizes(rows=6)))
+            count(leaf, lambda leaf=leaf: own_pass(engine, self._prepared(), Grail(leaf=leaf), Sizes(rows=6)))
         for share in TARGETS:
             rows = self._rows(setup, share)
             count(("verl", share), lambda rows=rows: log_probs(worker, rows, Sizes(rows=1)))
@@ -105,8 +105,8 @@ class Experiments(pass_ranks.Experiments):
         runs = {
             "nothing": lambda engine: None,
             "leaf": lambda engine: log_probs(training_worker(engine), targets, Sizes(rows=1), leaf="nowhere"),
-            "token": lambda engine: own_pass(engine, broken, GrailConfig(), Sizes(rows=2)),
-            "block": lambda engine: own_pass(engine, rows, GrailConfig(), Sizes(rows=2)),
+            "token": lambda engine: own_pass(engine, broken, Grail(), Sizes(rows=2)),
+            "block": lambda engine: own_pass(engine, rows, Grail(), Sizes(rows=2)),
             "shared block": lambda engine: log_probs(
                 training_worker(engine), targets, Sizes(rows=1), leaf="embeddings"
             ),

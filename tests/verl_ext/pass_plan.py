@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
-from grail_advantage import GrailConfig, OarConfig, Signal, find_answer_span
+from grail_advantage import Grail, Oar, Signal, find_answer_span
 from grail_advantage.batch import PassRow
 from grail_advantage.methods import method
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, encode, tiny_model
@@ -47,22 +47,22 @@ CHUNK = 8
 """Far fewer positions than a micro-batch has targets."""
 
 SALIENCY: dict[str, tuple[Signal, float, Sizes]] = {
-    "saliency": (GrailConfig("official"), 1.0, Sizes(rows=1)),
-    "saliency, robust": (GrailConfig("robust", gate="all"), 0.7, Sizes(rows=3)),
-    "saliency, first": (GrailConfig("robust", gate="all", leaf="first"), 1.0, Sizes(budget=260)),
-    "saliency, middle": (GrailConfig("official", leaf="middle"), 1.3, Sizes(rows=3)),
-    "saliency, last": (GrailConfig("official", leaf="last"), 1.0, Sizes(budget=260)),
+    "saliency": (Grail("official"), 1.0, Sizes(rows=1)),
+    "saliency, robust": (Grail("robust", gate="all"), 0.7, Sizes(rows=3)),
+    "saliency, first": (Grail("robust", gate="all", leaf="first"), 1.0, Sizes(budget=260)),
+    "saliency, middle": (Grail("official", leaf="middle"), 1.3, Sizes(rows=3)),
+    "saliency, last": (Grail("official", leaf="last"), 1.0, Sizes(budget=260)),
 }
 GRADIENT: dict[str, tuple[Signal, float, Sizes]] = {
-    "oar_g": (OarConfig(), 1.0, Sizes(rows=1)),
-    "oar_g, joint": (OarConfig(probe="answer_joint", noise_seed=3), 1.0, Sizes(rows=3)),
-    "oar_g, port, last": (OarConfig(variant="grail_port", probe="last"), 1.0, Sizes(budget=260)),
-    "oar_g, port, mean": (OarConfig(variant="grail_port"), 1.0, Sizes(rows=3)),
+    "oar_g": (Oar(), 1.0, Sizes(rows=1)),
+    "oar_g, joint": (Oar(probe="answer_joint", noise_seed=3), 1.0, Sizes(rows=3)),
+    "oar_g, port, last": (Oar(variant="grail_port", probe="last"), 1.0, Sizes(budget=260)),
+    "oar_g, port, mean": (Oar(variant="grail_port"), 1.0, Sizes(rows=3)),
 }
 PERTURBATION: dict[str, tuple[Signal, float, Sizes]] = {
-    "oar_p": (OarConfig("perturbation"), 1.0, Sizes(rows=5)),
-    "oar_p, port, last": (OarConfig("perturbation", probe="last", variant="grail_port"), 1.0, Sizes(budget=400)),
-    "oar_p, few, joint": (OarConfig("perturbation", probe="answer_joint", max_perturbations=7), 1.0, Sizes(budget=260)),
+    "oar_p": (Oar("perturbation"), 1.0, Sizes(rows=5)),
+    "oar_p, port, last": (Oar("perturbation", probe="last", variant="grail_port"), 1.0, Sizes(budget=400)),
+    "oar_p, few, joint": (Oar("perturbation", probe="answer_joint", max_perturbations=7), 1.0, Sizes(budget=260)),
 }
 INFERENCE: dict[str, tuple[Signal, float, Sizes]] = {
     "rlsd": (method("rlsd").build({}), 0.7, Sizes(rows=1)),

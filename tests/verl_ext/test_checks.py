@@ -14,7 +14,7 @@ import pytest
 import verl  # noqa: F401  its plugin registers the estimators
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage import GrailConfig, OarConfig
+from grail_advantage import Grail, Oar
 from grail_advantage.answers.tokenizers import save_repaired
 from grail_advantage.options import option_fields
 from grail_advantage.verl_ext import checks
@@ -230,11 +230,11 @@ def test_yaml_names_every_option_with_its_default() -> None:
         ("cpu_trainer", "perturbation"),
     ):
         config = compose(name, [f"{METHOD}=oar_{method[0]}"])
-        assert {*config.algorithm.oar} == option_fields(OarConfig).keys() - {"method"}
-        assert Settings.parse(config).signal == OarConfig(method)
+        assert {*config.algorithm.oar} == option_fields(Oar).keys() - {"method"}
+        assert Settings.parse(config).signal == Oar(method)
     options = OmegaConf.to_container(_compose("algorithm.grail.preset=robust").algorithm.grail)
-    assert GrailConfig.from_dict(options) == GrailConfig("robust")
-    assert set(options) == set(option_fields(GrailConfig))
+    assert Grail.from_dict(options) == Grail("robust")
+    assert set(options) == set(option_fields(Grail))
 
 
 @pytest.mark.parametrize("estimator", ["grail", "grpo"])

@@ -12,7 +12,7 @@ import torch
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from grail_advantage import GrailConfig, find_answer_span
+from grail_advantage import Grail, find_answer_span
 from tests.core.tiny_models import END_ID, char_tokenizer, encode
 from tests.verl_ext.one_step import Store, Workers, made_up_saliency, make_trainer
 
@@ -151,7 +151,7 @@ def _get(store: Store, keys: list[str]) -> Rows:
 def trainer_of(scenario: Scenario, store: Store, estimator: str = "grail", workers: Any = None) -> Any:
     """The scenario's trainer, with workers that make saliencies up unless others are given."""
     given = [f"algorithm.adv_estimator={estimator}", "data.train_batch_size=3", "actor_rollout_ref.rollout.n=4"]
-    signal = GrailConfig("robust", gate="all")
+    signal = Grail("robust", gate="all")
     return make_trainer([*given, *scenario.overrides], signal, workers or Workers(store), mode=scenario.mode)
 
 

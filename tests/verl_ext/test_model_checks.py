@@ -13,7 +13,7 @@ from tokenizers import Regex, decoders
 from transformers import CohereConfig, GPT2Config, LlamaConfig
 
 import recipe.main_grail  # noqa: F401  its configurations
-from grail_advantage import GrailConfig
+from grail_advantage import Grail
 from grail_advantage.verl_ext.checks import check_config, check_model
 from grail_advantage.verl_ext.settings import Settings
 from recipe.tiny.model import build_tokenizer
@@ -51,7 +51,7 @@ def test_a_leaf_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
         check_config(with_model(folder, "algorithm.grail.leaf=middle"))
     check_config(with_model(tmp_path / "not here yet", "algorithm.grail.leaf=middle"))
     with pytest.raises(ValueError, match=message):
-        check_model(replace(_settings(folder), signal=GrailConfig(leaf="middle")), str(folder))
+        check_model(replace(_settings(folder), signal=Grail(leaf="middle")), str(folder))
 
 
 @pytest.mark.parametrize("estimator", ["grail", "uniform"])

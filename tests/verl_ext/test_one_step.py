@@ -16,7 +16,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
-from grail_advantage import GrailConfig, RolloutBatch, Signal
+from grail_advantage import Grail, RolloutBatch, Signal
 from grail_advantage.verl_ext import step as steps
 from grail_advantage.verl_ext import trainers  # noqa: F401  registers them
 from grail_advantage.verl_ext.exchange import SALIENCY_FIELDS
@@ -53,9 +53,9 @@ class Step:
         self._count(monkeypatch, steps, "find_generated_spans")
         self._count(monkeypatch, trainer_base, "compute_advantage_for_multi_trajectories")
         monkeypatch.setattr(trainer_base, "calculate_debug_metrics", lambda data: {})
-        self._count(monkeypatch, GrailConfig, "select")
+        self._count(monkeypatch, Grail, "select")
         self.workers = Workers(self.store)
-        self.trainer = make_trainer(["actor_rollout_ref.rollout.n=3", *overrides], GrailConfig(), self.workers, cls=cls)
+        self.trainer = make_trainer(["actor_rollout_ref.rollout.n=3", *overrides], Grail(), self.workers, cls=cls)
         for key, prompt, response, reward in ROWS:
             ids = torch.tensor(encode(written(response)))
             ones, last = torch.ones(len(ids), dtype=torch.int64), torch.tensor([len(ids) - 1])

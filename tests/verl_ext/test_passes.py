@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from grail_advantage import OarConfig
+from grail_advantage import Oar
 from grail_advantage.signals.saliency import SaliencySignal
 from tests.verl_ext import pass_plan as plan
 from tests.verl_ext.pass_plan import BATCH, OWN, SETUPS, SHARED, TARGETS, passes_of, shared_of
@@ -30,7 +30,7 @@ WITHOUT_CHUNKS = ("fsdp, lora on the head", "fsdp, lora beside whole embeddings 
 def tolerance(signal: Any) -> float:
     """The gradient of a divergence as small as OAR-G's keeps three to four digits of float32's seven; so does a sum that
     cancels."""
-    if not isinstance(signal, OarConfig):
+    if not isinstance(signal, Oar):
         return RTOL
     return 5e-3 if signal.method == "gradient" else 5e-4
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage import GrailConfig, OarConfig, Signal
+from grail_advantage import Grail, Oar, Signal
 from grail_advantage.methods import methods
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext.rules import AGAINST_SHARING, broken, refuse_forced, shares_forward
@@ -75,9 +75,9 @@ def test_a_saliency_that_runs_in_a_way_of_its_own_shares_no_forward() -> None:
 
 def test_options_come_from_the_methods_section() -> None:
     config = _config(grail={"preset": "robust", "gate": None}, oar={"variant": "grail_port"})
-    assert Settings.parse(config).signal == GrailConfig("robust")
+    assert Settings.parse(config).signal == Grail("robust")
     config.algorithm.adv_estimator = "oar_p"
-    assert Settings.parse(config).signal == OarConfig("perturbation", variant="grail_port")
+    assert Settings.parse(config).signal == Oar("perturbation", variant="grail_port")
     sections = algorithm_sections()
     assert {method.section for method in OURS.values()} < set(sections) and "method" not in sections["oar"]
     for name, method in OURS.items():

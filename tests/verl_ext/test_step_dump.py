@@ -11,8 +11,8 @@ import torch
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
-from grail_advantage import AnswerSpan, GrailConfig, RolloutBatch
-from grail_advantage.signals.turn_rloo import TurnRlooConfig
+from grail_advantage import AnswerSpan, Grail, RolloutBatch
+from grail_advantage.signals.turn_rloo import TurnRloo
 from grail_advantage.verl_ext.dump import UpdateDump, turn_rewards_label
 from grail_advantage.verl_ext.settings import Settings
 from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
@@ -99,7 +99,7 @@ class TestReasons:
         return reasons_without_scores(signal, signal.select(batch), **known)
 
     def test_of_each_kind(self) -> None:
-        assert self._reasons(GrailConfig()) == [
+        assert self._reasons(Grail()) == [
             None,
             "non-finite scores",
             "no token trains",
@@ -212,10 +212,10 @@ class TestRun:
         rows = step.close(tmp_path)
         assert rows[0].labels == {"turn_rewards": [1.0, -1.0]} and rows[1].labels == {}
         del extra["reward_extra_info"]
-        assert turn_rewards_label(extra, GrailConfig()) == {"turn_rewards": [0.5]}
-        assert turn_rewards_label(extra, TurnRlooConfig(rewards="mine")) == {"turn_rewards": [2.0]}
-        assert turn_rewards_label(extra, TurnRlooConfig(rewards="")) == {"turn_rewards": [0.5]}
-        assert turn_rewards_label({}, GrailConfig()) == turn_rewards_label(None, GrailConfig()) == {}
+        assert turn_rewards_label(extra, Grail()) == {"turn_rewards": [0.5]}
+        assert turn_rewards_label(extra, TurnRloo(rewards="mine")) == {"turn_rewards": [2.0]}
+        assert turn_rewards_label(extra, TurnRloo(rewards="")) == {"turn_rewards": [0.5]}
+        assert turn_rewards_label({}, Grail()) == turn_rewards_label(None, Grail()) == {}
 
     def test_what_a_run_does_not_have_is_left_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         step = Dumping(monkeypatch, tmp_path)

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
-from grail_advantage import GrailConfig
+from grail_advantage import Grail
 from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.batch import PassRow
 from grail_advantage.model.interface import RowScores
-from grail_advantage.signals.shear import ShearConfig
+from grail_advantage.signals.shear import Shear
 from grail_advantage.verl_ext import step as steps
 from grail_advantage.verl_ext.exchange import SALIENCY_FIELDS, SECONDS, build_reply, rows_of
 from grail_advantage.verl_ext.settings import Settings
@@ -71,7 +71,7 @@ def _step(trainer: TokenWeightTrainerSync, responses: list[str], prompt: int = 1
         "prompts": prompts,
         "responses": ids,
         "generated_BT": torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], batch_first=True) == 1,
-        "spans": find_answer_spans(ids, char_tokenizer(), GrailConfig().span),
+        "spans": find_answer_spans(ids, char_tokenizer(), Grail().span),
         "groups": list(range(len(ids))),
         "truncated_B": truncated(prompts, ids, trainer.settings, trainer._context_length, trainer._end_tokens),
     }
@@ -166,7 +166,7 @@ def test_advantage_of_a_row_is_that_of_its_tokens_that_train() -> None:
 @pytest.mark.parametrize("masks", [True, False])
 def test_a_truncated_row_has_no_advantage_where_these_are_masked(masks: bool) -> None:
     trainer = _trainer()
-    trainer.settings = replace(trainer.settings, signal=GrailConfig(mask_truncated=masks))
+    trainer.settings = replace(trainer.settings, signal=Grail(mask_truncated=masks))
     step = _step(trainer, ["abcdef", "abc<end>"])
     advantages_BT = torch.tensor([[1.0], [-1.0]]) * step.generated_BT
     step = step.with_advantages(step.generated_BT, advantages_BT, torch.zeros(2, dtype=torch.bool))
@@ -193,7 +193,7 @@ def test_copies_that_fill_up_a_rank_belong_to_no_group() -> None:
 
     trainer = SimpleNamespace(
         actor_rollout_wg=SimpleNamespace(_dispatch_info={"actor": [0, 1]}, compute_token_scores=compute_token_scores),
-        settings=replace(_trainer().settings, signal=ShearConfig()),
+        settings=replace(_trainer().settings, signal=Shear()),
         global_steps=1,
         tokenizer=char_tokenizer(),
     )

@@ -16,8 +16,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.tensordict_utils import get_tensordict
 
-from grail_advantage.signals.high_entropy import HighEntropyConfig
-from grail_advantage.signals.surprisal import SurprisalConfig
+from grail_advantage.signals.high_entropy import HighEntropy
+from grail_advantage.signals.surprisal import Surprisal
 from grail_advantage.verl_ext.rules import Skipping, choose_skipping
 from grail_advantage.verl_ext.settings import SKIP, Settings
 from grail_advantage.verl_ext.trainers import TokenWeightTrainer, TokenWeightTrainerSync
@@ -173,7 +173,7 @@ class TestOldLogProbs:
         assert [len(keys) for keys in step.forwards] == [count]
 
     def test_the_rows_that_a_method_selects_get_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for signal, count in ((SurprisalConfig(), 3), (HighEntropyConfig(), 6)):
+        for signal, count in ((Surprisal(), 3), (HighEntropy(), 6)):
             with monkeypatch.context() as patch:
                 step = _zero_advantage_step(patch, AUTO)
                 step.set_signal(signal)
