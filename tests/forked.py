@@ -8,8 +8,10 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
@@ -29,15 +31,18 @@ def _become(module: str, arguments: tuple[str, ...], files: tuple[Path, Path], e
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def start(module: str, *arguments: str, stdout: Path, stderr: Path | None = None, **environment: str) -> BaseProcess:
-    """Start ``python -m module``, as far as a fork is one; its errors go to ``stdout``, too, unless a file is named."""
-    variables = {**os.environ, **ENVIRONMENT, **environment}
-    process = FORKS.Process(
-        target=_become, args=(module, arguments, (stdout, stderr or stdout), variables), daemon=True
-    )
+def fork(target: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Start a function of a module that the fork server can import."""
+    process = FORKS.Process(target=target, args=arguments, daemon=True)
     with patch.dict(os.environ, {**ENVIRONMENT, "PYTHONPATH": str(ROOT)}):  # the fork server starts with the first
         process.start()
     return process
+
+
+def start(module: str, *arguments: str, stdout: Path, stderr: Path | None = None, **environment: str) -> BaseProcess:
+    """Start ``python -m module``, as far as a fork is one; its errors go to ``stdout``, too, unless a file is named."""
+    variables = {**os.environ, **ENVIRONMENT, **environment}
+    return fork(_become, module, arguments, (stdout, stderr or stdout), variables)
 
 
 def run(module: str, *arguments: str, timeout: float = 600, **environment: str) -> subprocess.CompletedProcess[str]:

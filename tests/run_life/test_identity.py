@@ -231,8 +231,7 @@ def test_a_folder_is_that_of_one_run_while_it_lives(folder: Path, tmp_path: Path
     """A process that is killed leaves no lock, whatever becomes of its children; a dry run takes and minds none."""
     dump = f"algorithm.token_dump.folder={tmp_path / 'tokens'}"
     told, telling = forked.FORKS.Pipe(duplex=False)
-    run = forked.FORKS.Process(target=_run_with_children, args=(folder, dump, telling), daemon=True)
-    run.start()
+    run = forked.fork(_run_with_children, folder, dump, telling)
     said = (told.recv(), told.recv())
     children = [psutil.Process(pid) for each in said for pid in (each if isinstance(each, tuple) else (each,))]
     try:

@@ -151,8 +151,10 @@ def plain_weights(run: WholeRun, rows: list[DumpRow], signal: Signal, **known: A
         ids_BL[number, :end] = torch.tensor([*row.prompt_ids, *row.token_ids_T])
         valid_BL[number, :end] = 1
         response_BL[number, start:end] = torch.tensor(row.mask_T)
-    advantages_B = torch.tensor([0.0 if row.truncated else max(row.base_advantage_T, key=abs) for row in rows])
-    known["masked"] = torch.tensor([row.truncated for row in rows])
+    masked = [row.truncated and signal.mask_truncated for row in rows]
+    known["masked"] = torch.tensor(masked)
+    advantages = [max(row.base_advantage_T, key=abs) for row in rows]
+    advantages_B = torch.tensor([0.0 if out else of for out, of in zip(masked, advantages, strict=True)])
     result = compute_token_weights(
         run.policy(rows[0].step), own, ids_BL, valid_BL, response_BL, advantages_B, signal, **known
     )
