@@ -78,6 +78,14 @@ class Project:
             text=True,
         )
 
+    def children_at(self, running: subprocess.Popen[str], file: str) -> list[psutil.Process]:
+        """The processes of a run as soon as it has made a file."""
+        deadline = time.monotonic() + 30
+        while not (self.run_dir / file).exists():
+            assert running.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        return psutil.Process(running.pid).children(recursive=True)
+
     @property
     def run_dir(self) -> Path:
         return self.folder / "out/seed0/grail"
@@ -179,11 +187,7 @@ def test_a_run_that_lives_keeps_its_folder(project: Project) -> None:
     running = project.begin()
     others: list[psutil.Process] = []
     try:
-        deadline = time.monotonic() + 30
-        while not (project.run_dir / "checkpoints/.run.lock").exists():
-            assert running.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        others = psutil.Process(running.pid).children(recursive=True)
+        others = project.children_at(running, "checkpoints/.run.lock")
         project.steps = 20
         log = (project.run_dir / "train.log").read_text()
         for fresh in ("0", "1"):
@@ -214,12 +218,9 @@ def test_the_run_ends_with_the_script(project: Project) -> None:
     project.steps = 99
     running = project.begin()
     others: list[psutil.Process] = []
+    deadline = time.monotonic() + 30
     try:
-        deadline = time.monotonic() + 30
-        while not (project.run_dir / "checkpoints/global_step_99").exists():
-            assert running.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        others = psutil.Process(running.pid).children(recursive=True)
+        others = project.children_at(running, "checkpoints/global_step_99")
         running.terminate()
         assert running.wait(timeout=30) == -signal.SIGTERM
         while any(map(lives, others)):
