@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from grail_advantage.answers.span import AnswerSpan
@@ -38,6 +39,9 @@ FIELD = "field:"
 """Prefix: ``field:NAME`` is a value a response of any kind, ``fields[NAME]`` of the batch."""
 
 
+_Numbers = TypeVar("_Numbers", torch.Tensor, np.ndarray)
+
+
 def field_names(reads: Iterable[str]) -> list[str]:
     """The names of the fields among what a signal reads."""
     return sorted(word.removeprefix(FIELD) for word in reads if word.startswith(FIELD))
@@ -48,9 +52,9 @@ def token_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
     return float(torch.where(mask_BT, values_BT, 0.0).double().sum() / mask_BT.sum().clamp(min=1))
 
 
-def within_range(values: torch.Tensor) -> torch.Tensor:
+def within_range(values: _Numbers) -> _Numbers:
     """Which rewards or advantages can train: bool, false for NaN, an infinity, and more than ``LARGEST``."""
-    return values.abs() <= LARGEST
+    return abs(values) <= LARGEST
 
 
 def outcome_of(reward: float | None) -> str | None:

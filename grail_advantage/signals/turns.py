@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from grail_advantage.batch import GROUPS, LARGEST, REWARDS, TOKENS, RolloutBatch
+from grail_advantage.batch import GROUPS, REWARDS, TOKENS, RolloutBatch, within_range
 from grail_advantage.options import option
 from grail_advantage.signals.base import MaskTruncated, RowSelection, Signal
 
@@ -165,7 +165,7 @@ class TurnSignal(Signal):
         scores_BT = torch.zeros(turn_BT.shape, dtype=torch.float64)
         of_groups: dict[int, list[Turns]] = defaultdict(list)
         for response, group in zip(self._turns(batch, turn_BT), batch.groups_B.tolist(), strict=True):
-            if len(response.rewards_K) and (np.abs([response.outcome, *response.rewards_K]) <= LARGEST).all():
+            if len(response.rewards_K) and within_range(np.array([response.outcome, *response.rewards_K])).all():
                 of_groups[group].append(response)
             elif len(response.rewards_K):
                 scores_BT[response.place] = torch.nan

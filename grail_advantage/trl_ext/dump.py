@@ -26,7 +26,7 @@ from grail_advantage.answers.format import AnswerFormat
 from grail_advantage.batch import outcome_of
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import TokenWeights
-from grail_advantage.trl_ext.patches import log_in_training, written_lengths
+from grail_advantage.trl_ext.patches import log_in_training, reward_sums, written_lengths
 from grail_advantage.trl_ext.received import GenerationReceipt
 from grail_advantage.view.dump.options import DumpOptions
 from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
@@ -276,12 +276,8 @@ class GenerationDump(TrainerCallback):
 
     def _rewards_of(self, places: list[int]) -> list[float | None]:
         """The weighted sum of the reward functions, as TRL takes it; ``None`` for responses that none of them scored."""
-        rewards = self.rewards[places].float()
-        sums = (rewards * self._trainer.reward_weights.to(rewards.device)).nansum(dim=1)
-        return [
-            None if unknown else value
-            for value, unknown in zip(sums.tolist(), rewards.isnan().all(dim=1).tolist(), strict=True)
-        ]
+        sums = reward_sums(self.rewards[places].float(), self._trainer.reward_weights).tolist()
+        return [None if math.isnan(value) else value for value in sums]
 
 
 def _ground_truth(row: Mapping[str, Any]) -> str | None:

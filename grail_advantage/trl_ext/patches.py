@@ -100,6 +100,17 @@ def rows_that_train(inputs: Mapping[str, Any], loss_type: str) -> tuple[dict[str
     return kept, int(trains_B.sum()) / len(trains_B)
 
 
+def reward_sums(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The responses' rewards as TRL sums its functions' (line 2763), float (B,); NaN for a response that none of them scored.
+
+    Args:
+        rewards: (B, number of reward functions), NaN where a function gave none.
+        weights: ``reward_weights``, one a function.
+    """
+    sums_B = (rewards * weights.to(rewards.device)).nansum(dim=1)
+    return torch.where(rewards.isnan().all(dim=1), torch.nan, sums_B)
+
+
 def written_lengths(completion_ids_BT: torch.Tensor, mask_BT: torch.Tensor, pad_token_id: int) -> torch.Tensor:
     """Tokens of each response, int64 (B,), also of one that TRL's ``mask_truncated_completions`` masks as a whole.
 

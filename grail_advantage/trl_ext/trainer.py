@@ -38,7 +38,7 @@ from grail_advantage.trl_ext.checks import (
     check_trl,
 )
 from grail_advantage.trl_ext.dump import GenerationBatch, GenerationDump, dump_options
-from grail_advantage.trl_ext.patches import log_in_training, rows_that_train
+from grail_advantage.trl_ext.patches import log_in_training, reward_sums, rows_that_train
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +117,9 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             self._dump.rewards = rewards
         if not self.model.training:
             return rewards
-        sums_B = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        usable_B = (within_range(rewards) | rewards.isnan()).all(dim=1) & within_range(sums_B)
-        self._unjudged_B = ~usable_B | rewards.isnan().all(dim=1)
+        usable_B = (within_range(rewards) | rewards.isnan()).all(dim=1)
+        usable_B = usable_B & within_range(reward_sums(rewards, self.reward_weights))
+        self._unjudged_B = ~usable_B
         if self._unjudged_B.any():
             logger.warning(
                 "step %d: %d of %d responses, such as response %d, have no finite reward, or one that is too large. They train "
