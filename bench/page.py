@@ -13,7 +13,7 @@ from bench.methods import REFERENCES, signal_of
 from bench.places import FIGURES
 from bench.statistics import Estimate, pooled
 from bench.work import COLUMNS, GSM8K, SETTING, Row, Settings, write_rows
-from grail_advantage.view.whole_file import write_whole
+from grail_advantage.dump.whole_file import write_whole
 from recipe.marked_text import table, write_marked
 
 TITLES = {GSM8K: "GSM8K, one result changed (SmolLM2-135M)"}

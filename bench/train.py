@@ -37,7 +37,7 @@ from bench.policy import Batch, numbers
 from bench.statistics import holm, mean_of, pass_at
 from bench.task import MAX_RESPONSE_TOKENS, TASKS, BenchProblem, task_problems, task_tokenizer
 from bench.work import PACKAGES, Row, read_rows, write_rows
-from grail_advantage.view.whole_file import write_whole
+from grail_advantage.dump.whole_file import write_whole
 from recipe.hashing import digest
 from recipe.tiny.sampling import prompt_ids
 

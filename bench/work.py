@@ -28,8 +28,8 @@ from bench.methods import NeedsMoreError, credit, method_specs, signal_of, sourc
 from bench.policy import Batch, initial_model, roll_out
 from bench.statistics import Estimate
 from bench.task import TASKS, task_problems, task_tokenizer
+from grail_advantage.dump.whole_file import write_whole
 from grail_advantage.token_weights import response_statistics
-from grail_advantage.view.whole_file import write_whole
 from recipe.hashing import digest
 
 COLUMNS = (

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from grail_advantage import AnswerSpan
-from grail_advantage.view.dump.files import DumpRow
+from grail_advantage.dump.files import DumpRow
 
 HOSTILE = (
     "</script><script>alert(1)</script>",

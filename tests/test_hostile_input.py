@@ -20,8 +20,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from grail_advantage.dump.files import COLUMNS, DumpHeader, DumpRow, MethodColumns, write_step
 from grail_advantage.view import terminal
-from grail_advantage.view.dump.files import COLUMNS, DumpHeader, DumpRow, MethodColumns, write_step
 from grail_advantage.view.page import data, page
 from grail_advantage.view.page.visible import visible
 

@@ -19,10 +19,10 @@ from accelerate.utils import gather_object
 from torch.nn.functional import pad
 from trl import GRPOTrainer
 
+from grail_advantage.dump.step import StepDump
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.trl_ext.patches import written_lengths
-from grail_advantage.view.dump.step import StepDump
 
 LENGTHS = "lengths_B"
 """Beside the columns, the tokens of each response."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from grail_advantage.view.whole_file import whole_file
+from grail_advantage.dump.whole_file import whole_file
 
 BACKEND = "host"
 FOLDER = Path("/dev/shm")

@@ -1,4 +1,4 @@
-"""The responses of an update of the actor for the token dump (:mod:`grail_advantage.view.dump.files`).
+"""The responses of an update of the actor for the token dump (:mod:`grail_advantage.dump.files`).
 
 verl's own rollout dump (``trainer.rollout_data_dir``, ``PPOTrainer._log_rollout_data``) names the same responses by the same
 keys, in its column ``uid``.
@@ -19,6 +19,7 @@ from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
+from grail_advantage.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.received import (
     Written,
@@ -31,7 +32,6 @@ from grail_advantage.verl_ext.received import (
 from grail_advantage.verl_ext.rules import STRATEGY
 from grail_advantage.verl_ext.settings import ACTOR, DUMP, ENGINES, MODEL, ROLLOUT, Settings
 from grail_advantage.verl_ext.step import Step, objects
-from grail_advantage.view.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
 from grail_advantage.weighting import BatchWeights
 
 FIELDS = ("rm_scores", "reward_model", "extra_fields", "data_source", "extra_info", OLD_LOG_PROBS, ENTROPY)

@@ -31,11 +31,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, check_choice
+from grail_advantage.dump.options import DumpOptions
 from grail_advantage.methods import method, methods
 from grail_advantage.options import option_fields
 from grail_advantage.registry import RESERVED
 from grail_advantage.signals.base import Signal
-from grail_advantage.view.dump.options import DumpOptions
 
 SECTION = "algorithm.token_weights"
 METHOD = "algorithm.adv_estimator"

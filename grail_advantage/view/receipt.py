@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.view.dump.received import ReceivedHeader, RunReceipt, read_headers, run_receipt
+from grail_advantage.dump.received import ReceivedHeader, RunReceipt, read_headers, run_receipt
 from grail_advantage.view.page.arrived import finding_texts, summary
 from grail_advantage.view.page.data import TOKENS
 from grail_advantage.view.page.visible import visible

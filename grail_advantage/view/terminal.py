@@ -13,7 +13,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from grail_advantage.view.dump.files import DumpHeader, DumpRow, TokenDump
+from grail_advantage.dump.files import DumpHeader, DumpRow, TokenDump
 from grail_advantage.view.page import colours, data
 from grail_advantage.view.page.visible import visible
 

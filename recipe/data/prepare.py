@@ -16,7 +16,7 @@ from typing import Any
 
 from datasets import Dataset, disable_progress_bars
 
-from grail_advantage.view.whole_file import whole_file, write_whole
+from grail_advantage.dump.whole_file import whole_file, write_whole
 from recipe.data.convert import FEATURES, SUBSET_SEED, BadRow, convert, subset_rank
 from recipe.data.sources import Source, find_local_file, load_hub, read_jsonl
 from recipe.data.specs import BENCHMARKS, SPECS, TRAINING_SETS, Columns, DatasetSpec, benchmark_names

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 from tqdm import tqdm
 
-from grail_advantage.view.whole_file import write_whole
+from grail_advantage.dump.whole_file import write_whole
 from recipe.chat_templates import read_chat_template
 from recipe.data.specs import BENCHMARKS, benchmark_names
 from recipe.evaluate import engines, report

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from grail_advantage.view.whole_file import write_whole
+from grail_advantage.dump.whole_file import write_whole
 from recipe.evaluate.store import KEY
 from recipe.hashing import digest
 from recipe.marked_text import table

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grail_advantage.view.whole_file import write_whole
+from grail_advantage.dump.whole_file import write_whole
 
 STATE = "run_state.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -151,5 +151,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file with :func:`grail_advantage.view.whole_file.write_whole`."""
+    """Writes a JSON file with :func:`grail_advantage.dump.whole_file.write_whole`."""
     write_whole(path, json.dumps(content, indent=1, sort_keys=True) + "\n")

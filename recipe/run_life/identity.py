@@ -18,9 +18,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from grail_advantage.dump.files import dumped_steps
 from grail_advantage.methods import method, methods
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, Settings
-from grail_advantage.view.dump.files import dumped_steps
 from recipe.run_life import checkpoints
 from recipe.run_life.checkpoints import PARTS, Checkpoint, read_json, write_json
 from recipe.run_life.options import options_of

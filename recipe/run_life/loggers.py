@@ -23,7 +23,7 @@ from unittest.mock import patch
 from omegaconf import DictConfig
 from verl.utils import tracking
 
-from grail_advantage.view.whole_file import write_whole
+from grail_advantage.dump.whole_file import write_whole
 
 
 @contextmanager

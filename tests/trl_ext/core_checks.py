@@ -24,12 +24,12 @@ from trl import GRPOTrainer
 
 from grail_advantage import Grail, Oar, Reshaped, RolloutBatch, TokenWeights, compute_token_weights
 from grail_advantage.batch import LARGEST, Example
+from grail_advantage.dump.files import read_dump
 from grail_advantage.methods import method
 from grail_advantage.model.neighbours import drawing_rows
 from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext import TokenWeightGRPOTrainer, checks
 from grail_advantage.trl_ext import trainer as trainer_module
-from grail_advantage.view.dump.files import read_dump
 from tests import documentation
 from tests.core.common import watch_inputs
 from tests.core.tiny_models import Batch, char_tokenizer, make_batch, tiny_model

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from grail_advantage import compute_token_weights
+from grail_advantage.dump.files import DumpRow, read_dump
 from grail_advantage.trl_ext.dump import dump_options
-from grail_advantage.view.dump.files import DumpRow, read_dump
 from tests.core.tiny_models import Batch, char_tokenizer, encode, make_batch, tiny_model
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build, response_values

@@ -14,11 +14,11 @@ import torch
 from accelerate.utils import DistributedType
 from trl import GRPOConfig, GRPOTrainer
 
+from grail_advantage.dump.files import read_dump
+from grail_advantage.dump.received import read_header, received_files
 from grail_advantage.receipt import Finding, check, trl_loss
 from grail_advantage.trl_ext import received
 from grail_advantage.trl_ext.received import SETTINGS
-from grail_advantage.view.dump.files import read_dump
-from grail_advantage.view.dump.received import read_header, received_files
 from grail_advantage.view.receipt import main
 from tests.core.receipt_loop import TOKENS, MicroBatch, names, rollout, train
 from tests.core.tiny_models import tiny_model

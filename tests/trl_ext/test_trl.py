@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from grail_advantage.view.dump.files import DumpRow, read_dump
-from grail_advantage.view.dump.received import read_header, received_files
+from grail_advantage.dump.files import DumpRow, read_dump
+from grail_advantage.dump.received import read_header, received_files
 from tests.core.tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow

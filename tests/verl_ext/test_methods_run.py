@@ -26,10 +26,10 @@ import pytest
 import torch
 
 from grail_advantage import Example, Signal
+from grail_advantage.dump.files import COLUMNS, read_dump
 from grail_advantage.methods import methods
 from grail_advantage.signals.base import HIDDEN_STATES, SALIENCY
 from grail_advantage.signals.turns import TurnSignal
-from grail_advantage.view.dump.files import COLUMNS, read_dump
 from recipe.run_life.checkpoints import STATE, TRACKER, checkpoints
 from tests.core.common import METHODS
 from tests.documentation import write_files

@@ -15,6 +15,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
 from grail_advantage import RolloutBatch, Signal
+from grail_advantage.dump.files import DumpRow, read_dump
 from grail_advantage.methods import method
 from grail_advantage.verl_ext import received
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
@@ -22,7 +23,6 @@ from grail_advantage.verl_ext.received import UpdateWatch
 from grail_advantage.verl_ext.rules import Skipping
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.zero_advantage import trained_lengths
-from grail_advantage.view.dump.files import DumpRow, read_dump
 from tests.verl_ext.one_step import Workers
 from tests.verl_ext.test_one_step import ROWS
 from tests.verl_ext.test_step_dump import Dumping

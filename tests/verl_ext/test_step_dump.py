@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from grail_advantage import AnswerSpan, Grail, RolloutBatch
+from grail_advantage.dump.files import DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.dump.options import DumpOptions
+from grail_advantage.dump.step import choose_rows, reasons_without_scores
 from grail_advantage.signals.turn_rloo import TurnRloo
 from grail_advantage.verl_ext.dump import UpdateDump, turn_rewards_label
 from grail_advantage.verl_ext.settings import Settings
-from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
-from grail_advantage.view.dump.options import DumpOptions
-from grail_advantage.view.dump.step import choose_rows, reasons_without_scores
 from tests.core.tiny_models import END_ID, encode
 from tests.verl_ext.one_step import made_up_saliency
 from tests.verl_ext.test_one_step import ROWS, Step

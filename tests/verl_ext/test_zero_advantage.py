@@ -16,13 +16,13 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.tensordict_utils import get_tensordict
 
+from grail_advantage.dump.step import StepDump
 from grail_advantage.signals.high_entropy import HighEntropy
 from grail_advantage.signals.surprisal import Surprisal
 from grail_advantage.verl_ext.rules import Skipping, choose_skipping
 from grail_advantage.verl_ext.settings import SKIP, Settings
 from grail_advantage.verl_ext.trainers import TokenWeightTrainer, TokenWeightTrainerSync
 from grail_advantage.verl_ext.zero_advantage import CUT_TAILS
-from grail_advantage.view.dump.step import StepDump
 from tests.verl_ext import test_one_step
 from tests.verl_ext.test_one_step import ROWS, Step
 

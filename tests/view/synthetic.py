@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.view.dump.files import DumpHeader, DumpRow, MethodColumns, write_step
+from grail_advantage.dump.files import DumpHeader, DumpRow, MethodColumns, write_step
 from tests.dumps import dump_row
 
 RESPONSES = 8

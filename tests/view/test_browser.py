@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.dump.files import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.view.page import colours
 from grail_advantage.view.page.page import write_report
 from tests.dumps import dump_row

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.view.dump.files import DumpHeader, write_step
+from grail_advantage.dump.files import DumpHeader, write_step
 from grail_advantage.view.page.page import write_report
 from tests.view.synthetic import text_row
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grail_advantage.dump.files import DumpHeader, write_step
+from grail_advantage.dump.received import ReceivedHeader, write_received
+from grail_advantage.dump.rows import ReceivedRow
 from grail_advantage.receipt import Finding
-from grail_advantage.view.dump.files import DumpHeader, write_step
-from grail_advantage.view.dump.received import ReceivedHeader, write_received
-from grail_advantage.view.dump.rows import ReceivedRow
 from grail_advantage.view.page.page import write_report
 from tests.dumps import HOSTILE, dump_row
 from tests.view.test_browser import marked, readout

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grail_advantage.view.dump.files import DumpHeader, MethodColumns, write_step
+from grail_advantage.dump.files import DumpHeader, MethodColumns, write_step
 from grail_advantage.view.page import by_position, data
 from tests.dumps import dump_row
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grail_advantage.view.dump.files import DumpHeader, read_dump, write_step
-from grail_advantage.view.dump.step import DumpWriter
+from grail_advantage.dump.files import DumpHeader, read_dump, write_step
+from grail_advantage.dump.step import DumpWriter
 from tests.dumps import dump_row
 
 

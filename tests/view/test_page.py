@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grail_advantage.view.dump.files import DumpHeader, read_dump, write_step
+from grail_advantage.dump.files import DumpHeader, read_dump, write_step
 from grail_advantage.view.page import by_position, data
 from grail_advantage.view.page.page import render, write_report
 from tests.view.synthetic import text_row, write_dump, write_metrics

@@ -12,15 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from grail_advantage.receipt import Finding, Receipt
-from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, remove_steps, write_step
-from grail_advantage.view.dump.received import (
+from grail_advantage.dump.files import DumpHeader, DumpRow, read_dump, remove_steps, write_step
+from grail_advantage.dump.received import (
     ReceivedHeader,
     read_header,
     received_rows,
     run_receipt,
     write_received,
 )
+from grail_advantage.receipt import Finding, Receipt
 from grail_advantage.view.page.arrived import finding_texts, summary
 from grail_advantage.view.receipt import NOTHING, main
 from tests.dumps import dump_row

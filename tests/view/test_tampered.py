@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from grail_advantage.view.dump import parquet
-from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.dump import parquet
+from grail_advantage.dump.files import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.view.page import data
 from grail_advantage.view.page.page import write_report
 from tests.dumps import dump_row

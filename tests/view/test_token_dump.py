@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grail_advantage import AnswerSpan
-from grail_advantage.view.dump.files import (
+from grail_advantage.dump.files import (
     DumpHeader,
     DumpRow,
     MethodColumns,

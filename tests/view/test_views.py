@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from grail_advantage.view.dump.files import DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.dump.files import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.view.notebook import row_html, token_html
 from grail_advantage.view.page import colours
 from grail_advantage.view.page.visible import visible

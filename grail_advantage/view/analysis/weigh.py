@@ -25,13 +25,13 @@ from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.span import AnswerSpan, find_answer_spans
 from grail_advantage.answers.text import TokenTexts, answer_text
 from grail_advantage.batch import EXAMPLES, GROUPS, REWARDS, outcome_of
+from grail_advantage.dump.files import DumpHeader, DumpRow, MethodColumns, write_step
+from grail_advantage.dump.step import reasons_without_scores
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights, response_statistics
 from grail_advantage.view.analysis.analysis import Analysis
 from grail_advantage.view.analysis.batches import padded, token_batches
 from grail_advantage.view.analysis.responses import Response, Tokens, example_of, tokenize
-from grail_advantage.view.dump.files import DumpHeader, DumpRow, MethodColumns, write_step
-from grail_advantage.view.dump.step import reasons_without_scores
 
 FORWARDS = 16
 """Forward passes of a batch, approximately: enough responses to sort by length, and one step of the progress bar."""

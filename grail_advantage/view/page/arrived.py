@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grail_advantage.view.dump.received import RunFinding, RunReceipt
+from grail_advantage.dump.received import RunFinding, RunReceipt
 
 
 def summary(receipt: RunReceipt) -> str:

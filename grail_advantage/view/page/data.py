@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grail_advantage.view.dump.files import DumpFile, DumpHeader, TokenDump, read_dump
+from grail_advantage.dump.files import DumpFile, DumpHeader, TokenDump, read_dump
 
 TOKENS = "tokens"
 """Where a run has its dump, by convention."""

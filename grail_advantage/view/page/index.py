@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from grail_advantage.view.dump.files import DumpHeader, DumpRow
-from grail_advantage.view.dump.received import run_receipt
+from grail_advantage.dump.files import DumpHeader, DumpRow
+from grail_advantage.dump.received import run_receipt
 from grail_advantage.view.page import by_position, colours, data, pack
 from grail_advantage.view.page.arrived import finding_texts, summary
 

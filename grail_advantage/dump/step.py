@@ -1,4 +1,4 @@
-"""The responses of each update's batch that the token dump has (:mod:`grail_advantage.view.dump.files`), beside the training.
+"""The responses of each update's batch that the token dump has (:mod:`grail_advantage.dump.files`), beside the training.
 
 Shape suffixes: B responses, T response tokens.
 """
@@ -22,10 +22,10 @@ from grail_advantage import __version__
 from grail_advantage.answers.format import BOXED, AnswerFormat
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.answers.text import TokenTexts, answer_text
+from grail_advantage.dump.files import DumpHeader, DumpRow, remove_steps, write_step
+from grail_advantage.dump.received import ReceivedHeader, received_rows, write_received
 from grail_advantage.receipt import Receipt
 from grail_advantage.signals.base import RowSelection, Signal
-from grail_advantage.view.dump.files import DumpHeader, DumpRow, remove_steps, write_step
-from grail_advantage.view.dump.received import ReceivedHeader, received_rows, write_received
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class StepDump:
             update: which of its updates.
             chosen: responses of the batch.
             batch: the chosen responses alone; their tensors are read in the writer's thread, so the run must not change them.
-            more_fields: gives further fields of :class:`grail_advantage.view.dump.files.DumpRow` for each chosen response;
+            more_fields: gives further fields of :class:`grail_advantage.dump.files.DumpRow` for each chosen response;
                 called in the writer's thread.
         """
 

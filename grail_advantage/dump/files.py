@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.view.dump.parquet import (
+from grail_advantage.dump.parquet import (
     BROKEN,
     array_of,
     as_utf8,
@@ -34,9 +34,9 @@ from grail_advantage.view.dump.parquet import (
     read_record,
     write_table,
 )
-from grail_advantage.view.dump.received import Receipts, ReceivedHeader, read_headers, received_files
-from grail_advantage.view.dump.rows import COLUMNS, DumpHeader, DumpRow, MethodColumns
-from grail_advantage.view.whole_file import UNFINISHED
+from grail_advantage.dump.received import Receipts, ReceivedHeader, read_headers, received_files
+from grail_advantage.dump.rows import COLUMNS, DumpHeader, DumpRow, MethodColumns
+from grail_advantage.dump.whole_file import UNFINISHED
 
 SCHEMA_VERSION = 4
 _KIND = "step"

@@ -17,8 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grail_advantage.receipt import Receipt
-from grail_advantage.view.dump.parquet import (
+from grail_advantage.dump.parquet import (
     BROKEN,
     array_of,
     as_utf8,
@@ -29,7 +28,8 @@ from grail_advantage.view.dump.parquet import (
     read_record,
     write_table,
 )
-from grail_advantage.view.dump.rows import DumpRow, ReceivedRow
+from grail_advantage.dump.rows import DumpRow, ReceivedRow
+from grail_advantage.receipt import Receipt
 
 SCHEMA_VERSION = 1
 _KIND = "received"

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grail_advantage.view.whole_file import whole_file
+from grail_advantage.dump.whole_file import whole_file
 
 MOST_BYTES = 1 << 30
 """Most bytes of a row group that is read, unpacked, by the file's metadata."""

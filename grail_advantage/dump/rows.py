@@ -1,4 +1,4 @@
-"""A row of the token dump (:mod:`grail_advantage.view.dump.files`): one response, with its values a token.
+"""A row of the token dump (:mod:`grail_advantage.dump.files`): one response, with its values a token.
 
 Shape suffixes: T response tokens.
 """
