@@ -21,7 +21,7 @@ from bench.exact import corrected, first_wrong, token_advantages
 from bench.task import MAX_RESPONSE_TOKENS, BenchProblem, read_tokens, solve, task_errors, task_problems, task_tokenizer
 from grail_advantage.batch import Example
 from grail_advantage.token_weights import response_statistics
-from grail_advantage.view.analysis.batches import padded
+from grail_advantage.view.analysis.responses import padded
 from recipe.tiny.model import build_model
 from recipe.tiny.sampling import prompt_ids
 from recipe.tiny.task import boxed_answer

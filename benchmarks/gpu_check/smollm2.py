@@ -19,7 +19,7 @@ from benchmarks.gpu_check.outcome import Outcome
 from benchmarks.gpu_check.plain import JUDGED, precision
 from benchmarks.gpu_check.trl_runs import RUNS, train_both
 from grail_advantage import compute_token_weights
-from grail_advantage.view.analysis.batches import padded
+from grail_advantage.view.analysis.responses import padded
 from grail_advantage.view.page.page import write_report
 from recipe.tiny.sampling import judge, prompt_ids
 from recipe.tiny.smollm2 import load_smollm2

@@ -19,7 +19,7 @@ from accelerate.utils import gather_object
 from torch.nn.functional import pad
 from trl import GRPOTrainer
 
-from grail_advantage.dump.step import StepDump
+from grail_advantage.dump_writer import StepDump
 from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, trl_loss
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.trl_ext.patches import written_lengths

@@ -13,8 +13,9 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ from trl import GRPOTrainer
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
 from grail_advantage.answers.missing import CHOICES, AnswerWatch
-from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.batch import ENTROPY, EXAMPLES, OLD_LOG_PROBS, Example, token_mean, within_range
+from grail_advantage.batch import EXAMPLES, OLD_LOG_PROBS, Example, token_mean, within_range
 from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
+from grail_advantage.pipeline import weigh
+from grail_advantage.record import DUMPED, Rollouts, joined
 from grail_advantage.signals.base import Signal
-from grail_advantage.token_weights import compute_token_weights, response_statistics
+from grail_advantage.token_weights import PlainHost
 from grail_advantage.trl_ext.checks import (
     check_arguments,
     check_prompt,
@@ -37,15 +39,13 @@ from grail_advantage.trl_ext.checks import (
     check_trainer,
     check_trl,
 )
-from grail_advantage.trl_ext.dump import GenerationBatch, GenerationDump, dump_options
-from grail_advantage.trl_ext.patches import log_in_training, reward_sums, rows_that_train
+from grail_advantage.trl_ext.dump import GenerationDump, dump_options
+from grail_advantage.trl_ext.patches import log_in_training, reward_sums, rows_that_train, written_lengths
 
 logger = logging.getLogger(__name__)
 
 FIGURES = (*METRICS, *GRADIENT_METRICS, "truncated_rate", "unjudged_rate", "seconds")
 """Figures of the name ``<method>/<figure>`` in the logs of training."""
-DUMPED = {OLD_LOG_PROBS: "old_log_prob_T", ENTROPY: "entropy_T"}
-"""Columns of a batch, by their names in a dump's row."""
 
 
 class TokenWeightGRPOTrainer(GRPOTrainer):
@@ -103,7 +103,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         if skip_zero_advantage:
             check_skipping(self)
         if dumping is not None:
-            self._dump = GenerationDump(self, dumping, self.signal, self.answer)
+            self._dump = GenerationDump(self, dumping, self._host)
             self.add_callback(self._dump)
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
@@ -157,72 +157,82 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
 
     def _weighted_advantages(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> torch.Tensor:
         """Token advantages (B, T), 0 outside the response. A collective where there are several processes."""
-        started = time.perf_counter()
-        signal, mask_BT, width = self.signal, output["completion_mask"], output["prompt_ids"].shape[1]
-        truncated_B = self._truncated(output["completion_ids"], mask_BT)
-        advantages_B = output["advantages"]
-        masked_B = truncated_B & signal.mask_truncated
-        first_row = self.accelerator.process_index * len(inputs)
-        places_B = torch.arange(first_row, first_row + len(inputs), device=advantages_B.device)
-        unjudged_B = self._unjudged_B.to(advantages_B.device)
-        rows = {
-            "input_ids": torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-            "attention_mask": torch.cat([output["prompt_mask"], mask_BT], dim=1),
-            "response_mask": torch.cat([torch.zeros_like(output["prompt_mask"]), mask_BT], dim=1),
-            "advantages": torch.where(unjudged_B[places_B], torch.nan, advantages_B),
-            "masked": masked_B,
-            "groups": places_B // self.num_generations,
-        }
-        rows |= self._columns(rows, output)
-        examples = self._examples(inputs) if EXAMPLES in signal.reads else None
-        fields = {name: [row.get(name) for row in inputs] for name in signal.field_names}
+        started, signal = time.perf_counter(), self.signal
+        rollouts = self._rollouts(inputs, output)
+        first, count = rollouts.places[0], len(inputs)
         if not signal.uses:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
-            rows = {name: self._gathered(values) for name, values in rows.items()}
-            examples = gather_object(examples) if examples is not None else None
-            fields = {name: gather_object(values) for name, values in fields.items()}
-        result = compute_token_weights(
-            # Not DDP's module, which would wait for gradients of parameters in this backward.
-            self.accelerator.unwrap_model(self.model),
-            self.processing_class,
-            **rows,
-            config=signal,
-            temperature=self.temperature,
-            examples=examples,
-            fields=fields,
-            step=self.state.global_step,
-            aggregate=self._aggregate,
-            answer=self.answer,
-            tokens=self._most_tokens(rows["input_ids"]),
-        )
-        self._look_for_answers(result.spans, rows)
-        own = slice(None) if signal.uses else slice(first_row, first_row + len(inputs))
-        advantages_BT = result.advantages[own, width : width + mask_BT.shape[1]]
-        self._log_figures(
-            {
-                **result.stats,
-                "truncated_rate": float(truncated_B.double().mean()),
-                "unjudged_rate": float(unjudged_B.double().mean()),
-                "seconds": time.perf_counter() - started,
-            }
-        )
-        advantages_BT = advantages_BT.to(advantages_B.dtype)
+            names = [name for name in DUMPED if name in signal.reads]
+            rollouts = self._of_all_processes(replace(rollouts, columns_BT=self._host(rollouts).columns(names)))
+        record = weigh(self._host(rollouts), signal, self.state.global_step)
+        self._look_for_answers(rollouts)
+        if not signal.uses:
+            record = record.part(range(first, first + count))
+        self._log_figures({**record.metrics, "seconds": time.perf_counter() - started})
+        advantages_BT = torch.zeros(output["completion_mask"].shape, dtype=output["advantages"].dtype)
+        advantages_BT[:, : record.advantages_BT.shape[1]] = record.advantages_BT
+        advantages_BT = advantages_BT.to(output["advantages"].device)
         if self._dump is not None:
-            known = {OLD_LOG_PROBS: output.get("old_per_token_logps")}
-            known |= {name: rows[name][own, width : width + mask_BT.shape[1]] for name in DUMPED if name in rows}
-            columns_BT = {DUMPED[name]: values_BT for name, values_BT in known.items() if values_BT is not None}
-            self._dump.write(GenerationBatch(inputs, output, result, own, columns_BT, truncated_B, advantages_BT))
+            self._dump.write(record, output, advantages_BT)
         return advantages_BT
 
-    def _look_for_answers(self, spans: Sequence[AnswerSpan | None], rows: dict[str, torch.Tensor]) -> None:
+    def _rollouts(self, inputs: list[dict[str, Any]], output: dict[str, Any]) -> Rollouts:
+        """The responses of this process."""
+        signal, ids_BT, mask_BT = self.signal, output["completion_ids"], output["completion_mask"].bool()
+        lengths = written_lengths(ids_BT, mask_BT, self.processing_class.pad_token_id).tolist()
+        width, count = max(lengths, default=0), len(inputs)
+        first = self.accelerator.process_index * count
+        places_B = torch.arange(first, first + count)
+        device = mask_BT.device
+        written_BT = torch.arange(width, device=device) < torch.tensor(lengths, device=device).unsqueeze(1)
+        known = {OLD_LOG_PROBS: output.get("old_per_token_logps")}
+        unjudged_B = self._unjudged_B[places_B.to(self._unjudged_B.device)].to(device)
+        prompts = zip(output["prompt_ids"], output["prompt_mask"].bool(), strict=True)
+        return Rollouts(
+            prompts=[ids_P[mask_P] for ids_P, mask_P in prompts],
+            responses=[ids_T[:length] for ids_T, length in zip(ids_BT, lengths, strict=True)],
+            mask_BT=mask_BT[:, :width],
+            advantages_B=torch.where(unjudged_B, torch.nan, output["advantages"]),
+            tokenizer=self.processing_class,
+            answer=self.answer,
+            written_BT=written_BT,
+            truncated_B=self._truncated(ids_BT, mask_BT),
+            groups_B=(places_B // self.num_generations).to(device),
+            examples=self._examples(inputs) if EXAMPLES in signal.reads else None,
+            fields={name: [row.get(name) for row in inputs] for name in signal.field_names},
+            columns_BT={
+                name: values_BT[:, :width].float() for name, values_BT in known.items() if values_BT is not None
+            },
+            places=places_B.tolist(),
+            facts=self._dump.facts(inputs, places_B) if self._dump is not None else {},
+        )
+
+    def _host(self, rollouts: Rollouts) -> PlainHost:
+        """Responses with the model, and not DDP's module, which would wait for gradients of parameters in a backward."""
+        return PlainHost(
+            self.accelerator.unwrap_model(self.model),
+            rollouts,
+            temperature=self.temperature,
+            step=self.state.global_step,
+            # Those of an update's micro-batch, which also holds gradients of parameters and all logits.
+            tokens=self.args.per_device_train_batch_size * rollouts.padded_length,
+            mean=self._aggregate,
+            device=self.accelerator.device,
+        )
+
+    def _of_all_processes(self, rollouts: Rollouts) -> Rollouts:
+        """The responses of all processes, process by process, on the CPU where there are several."""
+        if self.accelerator.num_processes == 1:
+            return rollouts
+        return replace(joined(gather_object([rollouts.part(range(len(rollouts)))])), tokenizer=self.processing_class)
+
+    def _look_for_answers(self, rollouts: Rollouts) -> None:
+        spans = rollouts.spans(self.signal.span)
         answered, count = sum(span is not None for span in spans), len(spans)
         if self.signal.uses:  # otherwise the responses are those of all processes already
             counts = torch.tensor([answered, count], device=self.accelerator.device)
             answered, count = self.accelerator.reduce(counts, "sum").tolist()
-        responses = [
-            ids_L[mask_L.bool()] for ids_L, mask_L in zip(rows["input_ids"], rows["response_mask"], strict=True)
-        ]
-        self._answers.look(spans, responses, self.processing_class, (answered, count))
+        self._answers.look(spans, rollouts.written, self.processing_class, (answered, count))
 
     def _truncated(self, completions_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
         """Responses that ended without an end token, by TRL's test. Those that it masks do not begin with one either."""
@@ -230,31 +240,6 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         last_B1 = (mask_BT.sum(dim=1, keepdim=True) - 1).clamp(min=0)
         ended_B = torch.isin(completions_BT.gather(1, last_B1).squeeze(1), ends)
         return ~ended_B
-
-    def _columns(self, rows: dict[str, torch.Tensor], output: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The old log-probabilities and entropies that the method reads, (B, L)."""
-        wanted, given_BT = [name for name in DUMPED if name in self.signal.reads], output.get("old_per_token_logps")
-        columns_BL = {}
-        if ENTROPY in wanted or (wanted and given_BT is None):
-            columns_BL = self.statistics(rows["input_ids"], rows["attention_mask"], rows["response_mask"])
-        if given_BT is not None:
-            outside_BP = given_BT.new_zeros(output["prompt_ids"].shape)
-            columns_BL[OLD_LOG_PROBS] = torch.cat([outside_BP, given_BT], dim=1).float()
-        return {name: columns_BL[name] for name in wanted}
-
-    def statistics(self, *rows_BL: torch.Tensor) -> dict[str, torch.Tensor]:
-        """One forward: old log-probabilities and entropies of the response tokens, (B, L) each.
-
-        Args:
-            rows_BL: token ids, attention mask and response mask of rows of this process.
-        """
-        model, tokens = self.accelerator.unwrap_model(self.model), self._most_tokens(rows_BL[0])
-        given = response_statistics(model, self.processing_class, *rows_BL, temperature=self.temperature, tokens=tokens)
-        return dict(zip(DUMPED, given, strict=True))
-
-    def _most_tokens(self, input_ids_BL: torch.Tensor) -> int:
-        """Of a forward: those of an update's micro-batch, which also holds gradients of parameters and all logits."""
-        return self.args.per_device_train_batch_size * input_ids_BL.shape[1]
 
     def _examples(self, inputs: list[dict[str, Any]]) -> list[Example]:
         """Each response's prompt and the other columns of its data set."""
@@ -264,12 +249,6 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
             Example(row["prompt"], {name: row[name] for name in row if name != "prompt"}, self.chat_template_kwargs)
             for row in inputs
         ]
-
-    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """The responses of all processes, process by process; those with fewer positions end in zeros."""
-        if values.ndim > 1:
-            values = self.accelerator.pad_across_processes(values, dim=1)
-        return self.accelerator.gather(values)
 
     def _aggregate(self, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
         """A mean over the batch as ``loss_type`` takes it."""

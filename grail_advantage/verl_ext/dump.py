@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
 
 from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
-from grail_advantage.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
+from grail_advantage.dump_writer import StepDump, size_estimate
+from grail_advantage.record import DUMPED, StepRecord
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.received import (
     Written,
@@ -31,8 +33,7 @@ from grail_advantage.verl_ext.received import (
 )
 from grail_advantage.verl_ext.rules import STRATEGY
 from grail_advantage.verl_ext.settings import ACTOR, DUMP, ENGINES, MODEL, ROLLOUT, Settings
-from grail_advantage.verl_ext.step import Step, objects
-from grail_advantage.weighting import BatchWeights
+from grail_advantage.verl_ext.step import UpdateBatch, objects
 
 FIELDS = ("rm_scores", "reward_model", "extra_fields", "data_source", "extra_info", OLD_LOG_PROBS, ENTROPY)
 """Fields of TransferQueue for the written responses; it leaves out those that a run does not have."""
@@ -68,7 +69,6 @@ class UpdateDump:
             updates=updates,
             model=str(settings[f"{MODEL}.path"]),
             temperature=float(settings[f"{ROLLOUT}.temperature"]),
-            answer=settings.answer,
         )
         """Chooses the responses, and writes their files."""
         responses = settings["data.train_batch_size"] * settings[f"{ROLLOUT}.n"]
@@ -76,67 +76,29 @@ class UpdateDump:
         estimate = size_estimate(responses, settings["data.max_response_length"], steps // options.every)
         print(f"{estimate}, in {options.folder}", flush=True)
 
-    def write(
-        self,
-        step: Step,
-        batch: KVBatchMeta,
-        scores_BT: torch.Tensor | None,
-        result: BatchWeights,
-        advantages_BT: torch.Tensor,
-        *,
-        update: int,
-    ) -> None:
+    def write(self, record: StepRecord, batch: KVBatchMeta, *, update: int) -> None:
         """Hand the update's responses to the writer.
 
         Args:
-            step: the responses.
-            batch: their keys and tags.
-            scores_BT: NaN where there is no score; ``None`` for a method without scores.
-            result: the weights.
-            advantages_BT: after weighting.
+            record: of the update.
+            batch: keys and tags of its responses.
             update: number of the update in the step.
         """
         self._watched = None
         with self.steps.writer.attempt():
+            rollouts = record.rollouts
             of_run = [not tag.get("is_padding", False) for tag in batch.tags]
-            chosen = self.steps.choose(step.number, update, step.groups, of_run)
+            chosen = self.steps.choose(record.step, update, rollouts.groups_B.tolist(), of_run)
             if not chosen:
                 return
-            keys = [step.keys[row] for row in chosen]
-            fetched = tq.kv_batch_get(keys=keys, partition_id=step.partition_id, select_fields=list(FIELDS))
-            signal = step.settings.signal
-            rows = StepRows(
-                method=step.settings.method,
-                signal=signal,
-                keys=step.keys,
-                groups=step.groups,
-                prompts=step.prompts,
-                responses=step.responses,
-                generated=step.generated,
-                spans=step.spans,
-                truncated_B=step.truncated_B,
-                no_scores=reasons_without_scores(
-                    signal,
-                    step.selection,
-                    valid_B=step.batch.valid_B,
-                    advantages_B=step.batch.advantages_B,
-                    truncated_B=step.truncated_B,
-                    non_finite_B=result.non_finite_B,
-                ),
-                mask_BT=step.batch.mask_BT,
-                scores_BT=torch.full_like(advantages_BT, float("nan")) if scores_BT is None else scores_BT,
-                weights_BT=result.weights_BT,
-                base_advantages_BT=step.base_advantages_BT,
-                advantages_BT=advantages_BT,
-                rows_in_step=sum(of_run),
-            )
-            self.steps.write(
-                step.number, update, chosen, rows.subset(chosen), lambda: _known(fetched, len(chosen), signal)
-            )
+            part = record.part(chosen)
+            keys = list(part.rollouts.keys)
+            fetched = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
+            self.steps.write(record.step, update, lambda: [_with_facts(part, fetched)], sum(of_run))
             if self._reads_received:
-                self._watched = Written(update, chosen, keys, advantages_BT[chosen], step.batch.mask_BT[chosen])
+                self._watched = Written(update, chosen, keys, part.advantages_BT, part.rollouts.mask_BT)
 
-    def watch(self, step: Step, batch: KVBatchMeta) -> bool:
+    def watch(self, step: UpdateBatch, batch: KVBatchMeta) -> bool:
         """Have the workers read what the responses receive that were written last; whether they will.
 
         Args:
@@ -151,7 +113,7 @@ class UpdateDump:
         return False
 
     def receive(
-        self, step: Step, batch: KVBatchMeta, workers: Any, sent: Sequence[int], *, on_policy: bool
+        self, step: UpdateBatch, batch: KVBatchMeta, workers: Any, sent: Sequence[int], *, on_policy: bool
     ) -> dict[str, float]:
         """Hand what the responses received in the update to the writer.
 
@@ -179,12 +141,12 @@ class UpdateDump:
                 fetch_loss_columns(written.keys, step.partition_id, written.mask_BT.shape[1]),
                 of_ranks,
                 sent=sent,
-                tokens=step.batch.mask_BT.sum(dim=1).tolist(),
+                tokens=step.rollouts.mask_BT.sum(dim=1).tolist(),
                 loss=loss,
                 epochs=step.settings[f"{ACTOR}.ppo_epochs"],
                 on_policy=on_policy,
             )
-            lengths = [len(step.responses[place]) for place in written.places]
+            lengths = [len(step.rollouts.responses[place]) for place in written.places]
             header = self.steps.write_received(
                 step.number, written.update, written.keys, lengths, written.mask_BT, receipt, loss.name
             )
@@ -193,33 +155,36 @@ class UpdateDump:
         return {}
 
 
-def _known(fetched: TensorDict, count: int, signal: Signal) -> list[dict[str, Any]]:
-    """Each response's values in TransferQueue, by the names of the dump's columns; ``None`` for one that is not there."""
+def _with_facts(record: StepRecord, fetched: TensorDict) -> StepRecord:
+    """The record with its responses' values in TransferQueue, as far as the run has them."""
+    signal, count = record.signal, len(record.rollouts)
     names = ("reward_model", "extra_fields", "data_source", "extra_info")
     judged, extra, sources, infos = (objects(fetched, name, count) for name in names)
-    rewards = [None if values is None else float(values.sum()) for values in _unbound(fetched, "rm_scores", count)]
-    columns = {
-        target: [None if values is None else values.detach().float().cpu().numpy().copy() for values in unbound]
-        for target, unbound in (
-            ("old_log_prob_T", _unbound(fetched, OLD_LOG_PROBS, count)),
-            ("entropy_T", _unbound(fetched, ENTROPY, count)),
-        )
+    sums = [float(values.sum()) for values in fetched["rm_scores"].unbind()] if "rm_scores" in fetched.keys() else []  # noqa: SIM118
+    rewards = [reward if math.isfinite(reward) else None for reward in sums] or [None] * count
+    # The reward function's own verdict goes first.
+    verdicts = [_entry(_entry(entry, "reward_extra_info"), "acc") for entry in extra]
+    truths = [_entry(entry, "ground_truth") for entry in judged]
+    numbers = [_entry(entry, "index") for entry in infos]
+    facts = {
+        "ground_truth": [None if truth is None else str(truth) for truth in truths],
+        "reward": rewards,
+        "outcome": [
+            outcome_of(reward if verdict is None else float(verdict))
+            for reward, verdict in zip(rewards, verdicts, strict=True)
+        ],
+        "id": [
+            None if source is None or number is None else f"{source}/{number}"
+            for source, number in zip(sources, numbers, strict=True)
+        ],
+        "labels": [turn_rewards_label(entry, signal) for entry in extra],
     }
-    known = []
-    for row, (reward, source) in enumerate(zip(rewards, sources, strict=True)):
-        truth, index = _entry(judged[row], "ground_truth"), _entry(infos[row], "index")
-        accuracy = _entry(_entry(extra[row], "reward_extra_info"), "acc")  # the reward function's own verdict
-        known.append(
-            {
-                "ground_truth": None if truth is None else str(truth),
-                "reward": reward if reward is None or math.isfinite(reward) else None,
-                "outcome": outcome_of(reward if accuracy is None else float(accuracy)),
-                "id": f"{source}/{index}" if source is not None and index is not None else None,
-                "labels": turn_rewards_label(extra[row], signal),
-                **{target: values[row] for target, values in columns.items() if values[row] is not None},
-            }
-        )
-    return known
+    columns_BT = {
+        name: fetched[name].to_padded_tensor(torch.nan).float().cpu()
+        for name in DUMPED
+        if name in fetched.keys()  # noqa: SIM118  # a TensorDict has no `in`
+    }
+    return replace(record, rollouts=replace(record.rollouts, facts=facts, columns_BT=columns_BT))
 
 
 def turn_rewards_label(extra: Any, signal: Signal) -> dict[str, list[float]]:
@@ -231,10 +196,6 @@ def turn_rewards_label(extra: Any, signal: Signal) -> dict[str, list[float]]:
         if isinstance(known, list | tuple) and known and all(isinstance(reward, int | float) for reward in known):
             return {"turn_rewards": [float(reward) for reward in known]}
     return {}
-
-
-def _unbound(fetched: TensorDict, name: str, count: int) -> list[torch.Tensor | None]:
-    return list(fetched[name].unbind()) if name in fetched.keys() else [None] * count  # noqa: SIM118
 
 
 def _entry(value: Any, name: str) -> Any:

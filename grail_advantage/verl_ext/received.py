@@ -29,7 +29,7 @@ from grail_advantage.receipt import Batch, Loss, Piece, Receipt, check, verl_los
 from grail_advantage.receipt.measure import Gradient
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
 from grail_advantage.verl_ext.settings import ACTOR, Settings
-from grail_advantage.verl_ext.step import Step
+from grail_advantage.verl_ext.step import UpdateBatch
 
 # ----------------------------------------------------------------------------------------------------------- in the workers
 
@@ -221,7 +221,7 @@ class Written:
     """After weighting."""
     mask_BT: torch.Tensor
 
-    def number(self, step: Step) -> str:
+    def number(self, step: UpdateBatch) -> str:
         """Tells the update apart."""
         return f"{step.number}.{self.update}"
 

@@ -1,4 +1,4 @@
-"""The responses of one update, from TransferQueue and back: fetched once into a :class:`Step`, written back once.
+"""The responses of one update, from TransferQueue and back: fetched once into an :class:`UpdateBatch`, written back once.
 
 TransferQueue holds one value a response and field, under the response's key; a step holds tensors of the whole batch.
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,21 +25,18 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_to_nested
 
-from grail_advantage.answers.span import AnswerSpan, find_generated_spans
 from grail_advantage.batch import (
     ENTROPY,
     EXAMPLES,
     FIELD,
-    MESSAGES,
     OLD_LOG_PROBS,
     REWARDS,
-    TOKENS,
     Example,
-    PassRow,
     RolloutBatch,
     within_range,
 )
-from grail_advantage.signals.base import RowSelection, Signal
+from grail_advantage.record import Rollouts
+from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, nested
 from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, KL_IN_REWARD, METHOD, ROLLOUT, Settings
 
@@ -47,42 +44,18 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Step:
-    """The responses of an update, and what is known of them so far."""
+class UpdateBatch:
+    """The responses of an update, and what the trainer knows of them so far."""
 
     settings: Settings
     number: int
     """Training step."""
-    keys: list[str]
     partition_id: str
-    tokenizer: PreTrainedTokenizerBase
-    prompts: list[torch.Tensor]
-    responses: list[torch.Tensor]
-    generated_BT: torch.Tensor
-    """bool; the tokens that the model generated. verl's ``response_mask`` until a rollout correction drops some."""
-    spans: Sequence[AnswerSpan | None]
-    """The answers among the generated tokens."""
-    groups: list[int]
-    """Responses with the same number answer the same prompt."""
-    truncated_B: torch.Tensor
-    examples: Sequence[Example | None] | None = None
-    """Only where the method reads them."""
-    fields: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """By name, those that the method reads."""
-    rewards_B: torch.Tensor | None = None
-    """Only where the method reads them; NaN where a response could not be scored."""
-
-    base_advantages_BT: torch.Tensor | None = None
-    """verl's, before truncated responses are set to 0; this and the next four are there from :meth:`with_advantages` on."""
-    advantages_BT: torch.Tensor | None = None
-    """The same, with 0 on truncated responses where these are masked."""
-    unjudged_B: torch.Tensor | None = None
-    """Responses whose reward, or verl's advantage for it, is not finite; their advantages are 0."""
-    batch: RolloutBatch | None = None
-    """The step as the method sees it."""
-    selection: RowSelection | None = None
-    """The responses that need scores."""
-
+    rollouts: Rollouts
+    """Its advantages are 0 until :func:`by_rewards` or :func:`by_advantages`, and NaN where a response's reward, or verl's
+    advantage for it, cannot be used."""
+    selected: Sequence[int] = ()
+    """Rows of the responses that need scores by the advantages that the rewards alone give."""
     shared: frozenset[str] = frozenset()
     """Keys of the responses whose saliency came with the old log-probabilities."""
     no_forward: frozenset[str] = frozenset()
@@ -91,82 +64,13 @@ class Step:
     """Tokens of each response up to the last one that trains, by the final advantages."""
 
     @property
-    def generated(self) -> list[torch.Tensor]:
-        """The responses with -1, a token without text, in place of the tokens that the model did not generate."""
-        return [
-            torch.where(mask_T[: len(tokens)], tokens, -1)
-            for mask_T, tokens in zip(self.generated_BT, self.responses, strict=True)
-        ]
+    def keys(self) -> list[str]:
+        """verl's, of all responses."""
+        return list(self.rollouts.keys)
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of prompt and response."""
-        return [len(prompt) + len(response) for prompt, response in zip(self.prompts, self.responses, strict=True)]
-
-    @property
-    def selected(self) -> list[int]:
-        """The responses that need scores, by their places."""
-        return self.selection.selected_B.nonzero().flatten().tolist()
-
-    def with_advantages(
-        self, mask_BT: torch.Tensor, base_advantages_BT: torch.Tensor, unjudged_B: torch.Tensor
-    ) -> Step:
-        """Mask truncated responses, and have the method choose the responses that need scores (:meth:`Signal.select`).
-
-        Args:
-            mask_BT: bool; the tokens that train.
-            base_advantages_BT: verl's, finite.
-            unjudged_B: see :attr:`unjudged_B`.
-        """
-        signal = self.settings.signal
-        masked_B = self.truncated_B & signal.mask_truncated
-        advantages_BT = torch.where(masked_B.unsqueeze(1), 0.0, base_advantages_BT)
-        tokens_BT = None
-        if TOKENS in signal.reads:
-            tokens_BT = _padded(self.generated)
-        batch = RolloutBatch(
-            mask_BT=mask_BT,
-            advantages_B=_of_responses(advantages_BT),
-            spans=self.spans,
-            columns_BT={},
-            aggregate=_mean_of_loss(self.settings),
-            step=self.number,
-            examples=self.examples,
-            masked_B=masked_B | unjudged_B,
-            groups_B=torch.tensor(self.groups),
-            tokens_BT=tokens_BT,
-            tokenizer=self.tokenizer,
-            fields=self.fields,
-            rewards_B=self.rewards_B,
-            messages_BT=_padded(self.responses) if MESSAGES in signal.reads else None,
-        )
-        return replace(
-            self,
-            base_advantages_BT=base_advantages_BT,
-            advantages_BT=advantages_BT,
-            unjudged_B=unjudged_B,
-            batch=batch,
-            selection=signal.select(batch),
-        )
-
-    def pass_row(self, row: int) -> PassRow:
-        """One response for the pass of a signal."""
-        prompt, response = self.prompts[row], self.responses[row]
-        return PassRow(
-            tokens_S=torch.cat([prompt, response]),
-            response_start=len(prompt),
-            response_length=len(response),
-            span=self.spans[row],
-            advantage=float(self.batch.advantages_B[row]),
-            group=self.groups[row],
-            place=row,
-            example=self.examples[row] if self.examples is not None else None,
-        )
-
-
-def _padded(tokens: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tokens of the responses, int64 (B, T), -1 after their ends."""
-    return torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True, padding_value=-1).long()
+    def method_batch(self) -> RolloutBatch:
+        """The responses as the method sees them."""
+        return self.rollouts.batch(self.settings.signal, mean_of_loss(self.settings), self.number)
 
 
 def _of_responses(advantages_BT: torch.Tensor) -> torch.Tensor:
@@ -175,7 +79,7 @@ def _of_responses(advantages_BT: torch.Tensor) -> torch.Tensor:
     return advantages_BT.gather(1, largest_B1).squeeze(1)
 
 
-def _mean_of_loss(settings: Settings) -> Callable[[torch.Tensor, torch.Tensor], float]:
+def mean_of_loss(settings: Settings) -> Callable[[torch.Tensor, torch.Tensor], float]:
     """A mean over a batch as the run's loss takes it."""
     how = {name: settings[f"{ACTOR}.{name}"] for name in ("loss_agg_mode", "loss_scale_factor")}
 
@@ -196,8 +100,8 @@ def fetch_step(
     number: int,
     context_length: int,
     end_tokens: set[int],
-) -> Step:
-    """Fetch prompts, responses and what the method reads of them, and find the answers.
+) -> UpdateBatch:
+    """Fetch prompts, responses and what the method reads of them.
 
     Args:
         batch: keys of the responses.
@@ -213,22 +117,21 @@ def fetch_step(
     names += ["raw_prompt", *signal.columns] if EXAMPLES in signal.reads else []
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
     prompts, responses = list(data["prompts"].unbind()), list(data["responses"].unbind())
-    step = Step(
-        settings=settings,
-        number=number,
-        keys=list(batch.keys),
-        partition_id=batch.partition_id,
-        tokenizer=tokenizer,
+    written_BT = data["loss_mask"].to_padded_tensor(0).bool()
+    rollouts = Rollouts(
         prompts=prompts,
         responses=responses,
-        generated_BT=data["loss_mask"].to_padded_tensor(0).bool(),
-        spans=(),
-        groups=group_numbers(batch.keys),
+        mask_BT=written_BT,
+        advantages_B=torch.zeros(len(responses)),
+        tokenizer=tokenizer,
+        answer=settings.answer,
         truncated_B=truncated(prompts, responses, settings, context_length, end_tokens),
+        groups_B=torch.tensor(group_numbers(batch.keys)),
         examples=_examples(data, settings) if EXAMPLES in signal.reads else None,
         fields=_fields(batch, signal),
+        keys=list(batch.keys),
     )
-    return replace(step, spans=find_generated_spans(step.generated, tokenizer, signal.span, settings.answer))
+    return UpdateBatch(settings, number, batch.partition_id, rollouts)
 
 
 def _examples(data: TensorDict, settings: Settings) -> list[Example]:
@@ -319,19 +222,17 @@ def objects(data: TensorDict, name: str, count: int) -> list[Any]:
     return [None] * count if values is None else list(values)
 
 
-def fetch_columns(batch: KVBatchMeta, signal: Signal) -> dict[str, torch.Tensor]:
-    """Fetch the columns that the method reads, each (B, T) float32."""
-    names = [name for name in (OLD_LOG_PROBS, ENTROPY) if name in signal.reads]
-    return {
-        name: values.float() for name, values in zip(names, fetch_padded(batch, *names) if names else (), strict=True)
-    }
+def fetch_columns(batch: KVBatchMeta, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Fetch columns of a method, each (B, T) float32."""
+    return {name: values_BT.float() for name, values_BT in zip(names, fetch_padded(batch, *names), strict=True)}
 
 
 # ------------------------------------------------------------------------------------------------------------- base advantages
 
 
-def by_rewards(step: Step, batch: KVBatchMeta, algorithm: DictConfig) -> Step:
-    """The step with the advantages that the rewards alone give, over the generated tokens.
+def by_rewards(step: UpdateBatch, batch: KVBatchMeta, algorithm: DictConfig) -> UpdateBatch:
+    """The step with the advantages that the rewards alone give, over the tokens that the model wrote, and with the responses
+    that need scores by them.
 
     Args:
         step: the responses.
@@ -340,11 +241,16 @@ def by_rewards(step: Step, batch: KVBatchMeta, algorithm: DictConfig) -> Step:
     """
     (rewards_BT,) = fetch_padded(batch, "rm_scores")
     step = _with_rewards(step, rewards_BT)
-    return step.with_advantages(step.generated_BT, *reward_advantages(step, rewards_BT, step.generated_BT, algorithm))
+    rollouts = step.rollouts
+    advantages_B = reward_advantages(step, rewards_BT, rollouts.written_BT, algorithm)
+    step = replace(step, rollouts=replace(rollouts, advantages_B=advantages_B))
+    selection = step.settings.signal.select(step.method_batch())
+    return replace(step, selected=selection.selected_B.nonzero().flatten().tolist())
 
 
-def by_advantages(step: Step, batch: KVBatchMeta, algorithm: DictConfig, *, own_advantages: bool) -> Step:
-    """The step with the advantages in TransferQueue, and finite ones in place of those that are not.
+def by_advantages(step: UpdateBatch, batch: KVBatchMeta, algorithm: DictConfig, *, own_advantages: bool) -> UpdateBatch:
+    """The step with the advantages in TransferQueue. A response whose advantage is not finite has NaN, and the others to its
+    prompt are compared without it.
 
     verl alone would make NaN of the advantages of the whole group, and then skip the update of every mini-batch with such a
     response, whose gradient is NaN (``FSDPEngine.optimizer_step``).
@@ -353,42 +259,40 @@ def by_advantages(step: Step, batch: KVBatchMeta, algorithm: DictConfig, *, own_
         step: the responses.
         batch: their keys.
         algorithm: the section of the configuration, for verl's code.
-        own_advantages: whether the trainer computes advantages of its own. A response whose advantage is not finite then gets
-            0; otherwise verl's own code computes the advantages of its group again without it.
+        own_advantages: whether the trainer computes advantages of its own. A response whose advantage is not finite then trains
+            nothing; otherwise verl's own code computes the advantages of its group again without it.
 
     Raises:
         ValueError: the base advantages differ within a response.
     """
     mask_BT, advantages_BT = fetch_padded(batch, "response_mask", "advantages")
     mask_BT = mask_BT.bool()
-    check_one_advantage_a_response(advantages_BT, mask_BT, step.settings.base)
-    if REWARDS in step.settings.signal.reads and step.rewards_B is None:
+    if own_advantages or step.settings.base not in BASES:
+        check_one_advantage_a_response(advantages_BT, mask_BT, step.settings.base)
+    if REWARDS in step.settings.signal.reads and step.rollouts.rewards_B is None:
         step = _with_rewards(step, *fetch_padded(batch, _column_of_rewards(step)))
     can_train_B = within_range(torch.where(mask_BT, advantages_BT, 0.0)).all(dim=1)
-    unjudged_B = ~can_train_B
-    if unjudged_B.any():
-        replaced_BT = torch.zeros_like(advantages_BT)
+    advantages_B = torch.where(can_train_B, _of_responses(advantages_BT), torch.nan)
+    if not can_train_B.all():
         if not own_advantages:
             (rewards_BT,) = fetch_padded(batch, _column_of_rewards(step))
-            replaced_BT, unjudged_B = reward_advantages(step, rewards_BT, mask_BT, algorithm)
-        advantages_BT = torch.where(can_train_B.unsqueeze(1), advantages_BT, replaced_BT)
+            again_B = reward_advantages(step, rewards_BT, mask_BT, algorithm)
+            advantages_B = torch.where(can_train_B, advantages_B, again_B)
+        unjudged_B = advantages_B.isnan()
         logger.warning(
             "step %d: %d of %d responses, such as %s, have no finite reward, or one that is too large. They train nothing, and "
             "the other responses to their prompts are compared without them; verl alone would skip the whole update. Fix the "
             "reward function",
             *(step.number, int(unjudged_B.sum()), len(batch), step.keys[int(unjudged_B.int().argmax())]),
         )
-    known = step.batch is not None and torch.equal(step.batch.mask_BT, mask_BT)
-    if known and torch.equal(step.base_advantages_BT, advantages_BT):
-        return step
-    return step.with_advantages(mask_BT, advantages_BT, unjudged_B)
+    return replace(step, rollouts=replace(step.rollouts, mask_BT=mask_BT, advantages_B=advantages_B))
 
 
-def _column_of_rewards(step: Step) -> str:
+def _column_of_rewards(step: UpdateBatch) -> str:
     return "token_level_rewards" if step.settings[KL_IN_REWARD] else "rm_scores"
 
 
-def _with_rewards(step: Step, rewards_BT: torch.Tensor) -> Step:
+def _with_rewards(step: UpdateBatch, rewards_BT: torch.Tensor) -> UpdateBatch:
     """The step with the responses' rewards, for a method that reads them.
 
     Raises:
@@ -404,15 +308,16 @@ def _with_rewards(step: Step, rewards_BT: torch.Tensor) -> Step:
                 "session, which share theirs; have the agent loop return one output"
             )
     rewards_B = rewards_BT.double().sum(dim=1)
-    return replace(step, rewards_B=torch.where(rewards_B.isfinite(), rewards_B, torch.nan))
+    rewards_B = torch.where(rewards_B.isfinite(), rewards_B, torch.nan)
+    return replace(step, rollouts=replace(step.rollouts, rewards_B=rewards_B))
 
 
 def reward_advantages(
-    step: Step, rewards_BT: torch.Tensor, mask_BT: torch.Tensor, algorithm: DictConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
+    step: UpdateBatch, rewards_BT: torch.Tensor, mask_BT: torch.Tensor, algorithm: DictConfig
+) -> torch.Tensor:
     """The advantages that ``PPOTrainer._compute_advantage`` makes of rewards alone, by verl's own code.
 
-    A response whose reward is not finite gets 0, and no other response is compared with it.
+    No other response is compared with one whose reward is not finite, or too large.
 
     Args:
         step: the responses.
@@ -421,13 +326,13 @@ def reward_advantages(
         algorithm: the section of the configuration, for verl's code.
 
     Returns:
-        Advantages (B, T), all finite, and the responses that got 0 for a reward that is not finite, or too large; bool (B,).
+        Advantages (B,); NaN for such a response.
     """
     judged_B = within_range(rewards_BT.sum(dim=1))[_last_outputs(step.keys)]
     compared_BT = mask_BT & judged_B.unsqueeze(1)  # some estimators compare whole batches
     groups: list[Any] = [
         group if judged else f"unjudged {place}"
-        for place, (group, judged) in enumerate(zip(step.groups, judged_B.tolist(), strict=True))
+        for place, (group, judged) in enumerate(zip(step.rollouts.groups_B.tolist(), judged_B.tolist(), strict=True))
     ]
     data = DataProto.from_dict(
         {
@@ -446,7 +351,7 @@ def reward_advantages(
     )
     advantages_BT = data.batch["advantages"]
     known_B = advantages_BT.isfinite().all(dim=1)  # False where finite rewards overflow in the mean
-    return torch.where(known_B.unsqueeze(1), advantages_BT, 0.0), ~(judged_B & known_B)
+    return torch.where(judged_B & known_B, _of_responses(advantages_BT), torch.nan)
 
 
 def _last_outputs(keys: Sequence[str]) -> list[int]:
@@ -464,20 +369,19 @@ def check_one_advantage_a_response(advantages_BT: torch.Tensor, mask_BT: torch.T
     Raises:
         ValueError: naming the option.
     """
-    if base in BASES:
-        return
     lowest_B = torch.where(mask_BT, advantages_BT, torch.inf).amin(dim=1)
     highest_B = torch.where(mask_BT, advantages_BT, -torch.inf).amax(dim=1)
     if (lowest_B < highest_B).any():
         raise ValueError(
-            f"{BASE}={base} gives the tokens of a response different advantages, and token weights multiply one"
+            f"{BASE}={base}, or a trainer with own_advantages, gives the tokens of a response different advantages, and token "
+            "weights multiply one"
         )
 
 
 # -------------------------------------------------------------------------------------------------------------------- writing
 
 
-def request_saliency(step: Step, batch: KVBatchMeta, order: Sequence[int]) -> KVBatchMeta:
+def request_saliency(step: UpdateBatch, batch: KVBatchMeta, order: Sequence[int]) -> KVBatchMeta:
     """Store the target of each selected response's saliency, and return the batch for a forward that keeps their graph.
 
     Args:
@@ -485,10 +389,10 @@ def request_saliency(step: Step, batch: KVBatchMeta, order: Sequence[int]) -> KV
         batch: their keys.
         order: the responses that are returned, by their places; results are stored by key.
     """
-    signal = step.settings.signal
+    signal, of_method = step.settings.signal, step.method_batch()
     targets_B2 = torch.full((len(batch), 2), -1)  # half-open ranges of tokens in prompt + response; -1 for none
     for row in step.selected:
-        targets_B2[row] = torch.tensor(signal.target_positions(step.pass_row(row)))
+        targets_B2[row] = torch.tensor(signal.target_positions(step.rollouts.pass_row(row, of_method)))
     fields = TensorDict({TARGET: targets_B2}, batch_size=len(batch))
     tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
     request = batch.select_keys([batch.keys[row] for row in order])
@@ -505,25 +409,26 @@ def fetch_saliency(keys: Sequence[str], partition_id: str) -> tuple[list[tuple[t
     return list(zip(*(data[name].unbind() for name in SALIENCY_FIELDS), strict=True)), seconds
 
 
-def put_advantages(step: Step, batch: KVBatchMeta, advantages_BT: torch.Tensor) -> KVBatchMeta:
+def put_advantages(step: UpdateBatch, batch: KVBatchMeta, advantages_BT: torch.Tensor) -> KVBatchMeta:
     """Store token advantages in place of verl's."""
-    values = response_to_nested(advantages_BT, nested(step.responses))
+    values = response_to_nested(advantages_BT, nested(step.rollouts.responses))
     fields = TensorDict({"advantages": values, "returns": values.clone()}, batch_size=len(batch))
     return without_saliency(tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields))
 
 
-def complete_log_probs(step: Step, batch: KVBatchMeta, written: KVBatchMeta) -> KVBatchMeta:
+def complete_log_probs(step: UpdateBatch, batch: KVBatchMeta, written: KVBatchMeta) -> KVBatchMeta:
     """The batch after the forward of the old log-probabilities; responses without one get NaN, so that fields are the same.
 
     Args:
-        step: the responses, with :attr:`Step.no_forward`.
+        step: the responses, with :attr:`UpdateBatch.no_forward`.
         batch: their keys.
         written: those that had the forward.
     """
     if not step.no_forward:
         return without_saliency(written.select_keys(batch.keys))
     rows = [row for row, key in enumerate(step.keys) if key in step.no_forward]
-    wholes, parts = [step.lengths[row] for row in rows], [len(step.responses[row]) for row in rows]
+    wholes = [step.rollouts.lengths[row] for row in rows]
+    parts = [len(step.rollouts.responses[row]) for row in rows]
     lengths = {"log_probs": wholes, OLD_LOG_PROBS: parts, ENTROPY: parts}
     known = tq.kv_batch_get(keys=written.keys[:1], partition_id=step.partition_id, select_fields=list(lengths))
     nothing = {

@@ -21,9 +21,9 @@ Shape suffixes: B responses, T response tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,8 +39,10 @@ from verl.workers.rollout.utils import get_max_position_embeddings
 
 from grail_advantage.answers.missing import AnswerWatch
 from grail_advantage.batch import PassRow
-from grail_advantage.metrics import weight_metrics
 from grail_advantage.model.interface import RowScores
+from grail_advantage.pipeline import weigh
+from grail_advantage.record import Rollouts
+from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.checks import check_model, check_text, check_tokenizer, neighbour_obstacles
 from grail_advantage.verl_ext.dump import CHECKPOINT_SECONDS, UpdateDump
 from grail_advantage.verl_ext.exchange import build_request, deal
@@ -48,7 +50,7 @@ from grail_advantage.verl_ext.patches import base_mode, data_parallel_size, esti
 from grail_advantage.verl_ext.rules import STRATEGY, Skipping, choose_skipping, shares_forward
 from grail_advantage.verl_ext.settings import BYPASS, ENGINES, METHOD, MODEL, ROLLOUT, SECTION, SKIP, Settings
 from grail_advantage.verl_ext.step import (
-    Step,
+    UpdateBatch,
     by_advantages,
     by_rewards,
     complete_log_probs,
@@ -56,6 +58,7 @@ from grail_advantage.verl_ext.step import (
     fetch_columns,
     fetch_saliency,
     fetch_step,
+    mean_of_loss,
     put_advantages,
 )
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
@@ -66,7 +69,6 @@ from grail_advantage.verl_ext.zero_advantage import (
     update_request,
     with_trained,
 )
-from grail_advantage.weighting import batch_weights, put_row, scores_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class TokenWeightTrainer:
     """Whether the trainer below computes advantages of its own. A response whose advantage is not finite then gets 0; otherwise
     verl's own code computes the advantages of its group again without it."""
     settings: Settings
-    _step: Step | None = None
+    _step: UpdateBatch | None = None
     """The current batch."""
     _skipping = Skipping()
     _model_shares_forward: bool = True
@@ -187,7 +189,7 @@ class TokenWeightTrainer:
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         step, skipping = self._step, self._skipping
         request, figures = batch, {}
-        sent = [len(response) for response in step.responses]
+        sent = [len(response) for response in step.rollouts.responses]
         if skipping.skip_update:
             ranks = data_parallel_size(self.actor_rollout_wg)
             request, figures = update_request(step, batch, ranks, cut_tails=skipping.cut_tails)
@@ -205,7 +207,7 @@ class TokenWeightTrainer:
         """Whether the old log-probabilities are those of the actor before the update."""
         return not self.settings[BYPASS]
 
-    def _fetch(self, batch: KVBatchMeta) -> Step:
+    def _fetch(self, batch: KVBatchMeta) -> UpdateBatch:
         step = fetch_step(
             batch,
             self.settings,
@@ -214,74 +216,49 @@ class TokenWeightTrainer:
             context_length=self._context_length,
             end_tokens=self._end_tokens,
         )
-        self._answers.look(step.spans, step.generated, self.tokenizer)
+        rollouts = step.rollouts
+        self._answers.look(rollouts.spans(self.settings.signal.span), rollouts.written, self.tokenizer)
         return step
 
     # ---------------------------------------------------------------------------------------------------- scores and weights
 
-    def _weigh_advantages(self, step: Step, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        signal, selected_B = self.settings.signal, step.selection.selected_B
-        shared_B = torch.tensor([key in step.shared for key in step.keys], dtype=torch.bool) & selected_B
-        pass_scores_BT, norms = None, [torch.zeros(0)]
+    def _weigh_advantages(self, step: UpdateBatch, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        before = self.timing_raw.get(f"{TIMING}_pass", 0.0)
         with self._timed("weighting"):
-            known = replace(step.batch, columns_BT=fetch_columns(batch, signal))
-            if signal.uses:
-                pass_scores_BT = torch.full(known.mask_BT.shape, float("nan"))
-                norms += self._put_scores(step, shared_B, pass_scores_BT, self._shared_scores)
-        remaining_B = selected_B & ~shared_B
-        if signal.uses and remaining_B.any():
-            with self._timed("pass"):
-                norms += self._put_scores(step, remaining_B, pass_scores_BT, self._own_scores)
-        with self._timed("weighting"):
-            scores_BT = scores_of(signal, known, step.selection, pass_scores_BT)
-            result = batch_weights(scores_BT, known, step.selection, signal)
-            weighted_BT = result.advantages(step.advantages_BT, known.mask_BT)
-            self._step = step = with_trained(step, weighted_BT)
-            figures = weight_metrics(result, known.mask_BT, known.advantages_B, step.selection, torch.cat(norms))
-
-        selected = int(selected_B.sum())
-        valid_B = known.valid_B
-        for name, those_B in (("truncated", step.truncated_B), ("unjudged", step.unjudged_B)):
-            figures[f"{name}_rate"] = int((those_B & valid_B).sum()) / max(1, int(valid_B.sum()))
-        figures["shared_forward_rate"] = int(shared_B.sum()) / max(1, selected)
+            record = weigh(_UpdateHost(self, step, batch), self.settings.signal, step.number)
+            self._step = step = with_trained(step, record)
+        self.timing_raw[f"{TIMING}_weighting"] -= self.timing_raw.get(f"{TIMING}_pass", 0.0) - before
+        selected = record.selection.selected_B.tolist()
+        shared = sum(key in step.shared for key, is_selected in zip(step.keys, selected, strict=True) if is_selected)
+        figures = {**record.metrics, "shared_forward_rate": shared / max(1, sum(selected))}
         metrics.update({f"{self.settings.method}/{name}": value for name, value in figures.items()})
 
         if self._dump is not None:
             with marked_timer("token_dump", self.timing_raw, color="purple"):
-                self._dump.write(step, batch, scores_BT, result, weighted_BT, update=self.local_trigger_step)
+                self._dump.write(record, batch, update=self.local_trigger_step)
             metrics["token_dump/failed_files"] = self._dump.steps.writer.failed
         with self._timed("weighting"):
-            written = put_advantages(step, batch, weighted_BT)
+            written = put_advantages(step, batch, record.advantages_BT)
         self.timing_raw[TIMING] = sum(
             seconds for name, seconds in self.timing_raw.items() if name.startswith(f"{TIMING}_")
         )
         return written
 
-    def _put_scores(
-        self, step: Step, rows_B: torch.Tensor, scores_BT: torch.Tensor, compute: Any
-    ) -> list[torch.Tensor]:
-        """Put the scores of these responses, as ``compute`` gives them, into ``scores_BT``; returns their gradient norms."""
-        rows = rows_B.nonzero().flatten().tolist()
-        scores: list[RowScores] = compute(step, rows) if rows else []
-        for row, values in zip(rows, scores, strict=True):
-            put_row(scores_BT, row, len(step.responses[row]), values, self.settings.signal)
-        return [values.gradient_norms for values in scores if values.gradient_norms is not None]
-
-    def _shared_scores(self, step: Step, rows: list[int]) -> list[RowScores]:
+    def _shared_scores(self, step: UpdateBatch, rows: Sequence[PassRow]) -> list[RowScores]:
         """Scores from the saliency that came with the old log-probabilities."""
         signal = self.settings.signal
-        values, seconds = fetch_saliency([step.keys[row] for row in rows], step.partition_id)
+        values, seconds = fetch_saliency([step.keys[row.place] for row in rows], step.partition_id)
         self.timing_raw[f"{TIMING}_backward"] = self.timing_raw.get(f"{TIMING}_backward", 0.0) + seconds
         scores = []
         for row, columns in zip(rows, values, strict=True):
-            asked = step.pass_row(row)
-            positions = slice(asked.response_start - 1, signal.target_positions(asked)[1])
-            scores.append(signal.row_scores(asked, *(values_S[positions] for values_S in columns)))
+            positions = slice(row.response_start - 1, signal.target_positions(row)[1])
+            scores.append(signal.row_scores(row, *(values_S[positions] for values_S in columns)))
         return scores
 
-    def _own_scores(self, step: Step, rows: list[int]) -> list[RowScores]:
+    def _own_scores(self, rows: Sequence[PassRow]) -> list[RowScores]:
         """Scores from a pass of their own."""
-        return self._run_pass([self.settings.signal.prepare_row(step.pass_row(row), self.tokenizer) for row in rows])
+        with self._timed("pass"):
+            return self._run_pass([self.settings.signal.prepare_row(row, self.tokenizer) for row in rows])
 
     def _run_pass(self, rows: list[PassRow]) -> list[RowScores]:
         """Scores of prepared responses from the actor's workers."""
@@ -311,3 +288,30 @@ class TokenWeightTrainer:
         """Counts as ``timing_s/token_weights_<part>``."""
         with marked_timer(f"{TIMING}_{part}", self.timing_raw, color="purple"):
             yield
+
+
+@dataclass(frozen=True)
+class _UpdateHost:
+    """A trainer with the responses of an update, as :class:`grail_advantage.pipeline.Host`."""
+
+    trainer: TokenWeightTrainer
+    step: UpdateBatch
+    batch: KVBatchMeta
+
+    def rollouts(self) -> Rollouts:
+        return self.step.rollouts
+
+    def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
+        return fetch_columns(self.batch, names)
+
+    def scores(self, signal: Signal, rows: Sequence[PassRow]) -> list[RowScores]:
+        """From the forward of the old log-probabilities where a response's saliency came with it, else from a pass."""
+        shared = [row for row in rows if self.step.keys[row.place] in self.step.shared]
+        others = [row for row in rows if self.step.keys[row.place] not in self.step.shared]
+        scores = self.trainer._shared_scores(self.step, shared) if shared else []
+        scores += self.trainer._own_scores(others) if others else []
+        of_rows = {row.place: of_row for row, of_row in zip([*shared, *others], scores, strict=True)}
+        return [of_rows[row.place] for row in rows]
+
+    def mean(self, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+        return mean_of_loss(self.trainer.settings)(values_BT, mask_BT)

@@ -28,10 +28,11 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from grail_advantage.batch import OLD_LOG_PROBS
+from grail_advantage.record import StepRecord
 from grail_advantage.verl_ext.exchange import PLACES, nested, spread, spread_in_mini_batches
 from grail_advantage.verl_ext.patches import without_rollout_correction
 from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, SKIP
-from grail_advantage.verl_ext.step import Step, fetch_padded, request_saliency
+from grail_advantage.verl_ext.step import UpdateBatch, fetch_padded, request_saliency
 
 CUT_TAILS = "cut_tails"
 """Setting of a batch whose zero-advantage responses are left out: whether the tails of the others go, too."""
@@ -43,8 +44,8 @@ FILLER_TOKENS = 2
 
 
 def forward_request(
-    step: Step, batch: KVBatchMeta, ranks: int, *, shares: bool, skips: bool
-) -> tuple[Step, KVBatchMeta]:
+    step: UpdateBatch, batch: KVBatchMeta, ranks: int, *, shares: bool, skips: bool
+) -> tuple[UpdateBatch, KVBatchMeta]:
     """The batch for a forward of the old log-probabilities, and the step with what that forward will give.
 
     Args:
@@ -60,27 +61,31 @@ def forward_request(
     step = replace(step, shared=frozenset(step.keys[row] for row in scored), no_forward=no_forward)
     if not scored and len(rows) == len(batch):
         return step, batch
-    order = spread(step.lengths, scored, ranks, rows)
+    order = spread(step.rollouts.lengths, scored, ranks, rows)
     return step, request_saliency(step, batch, order) if scored else batch.select_keys(
         [batch.keys[row] for row in order]
     )
 
 
-def _with_forward(step: Step, ranks: int) -> list[int]:
+def _with_forward(step: UpdateBatch, ranks: int) -> list[int]:
     """Responses with an advantage, those that the method selects, and the shortest others, so that ranks and micro-batches come
     out even."""
-    needed_B = ((step.advantages_BT != 0) & step.batch.mask_BT).any(dim=1) | step.selection.selected_B
+    of_method = step.method_batch()
+    needed_B = (of_method.advantages_B != 0) & of_method.valid_B
+    needed_B[list(step.selected)] = True
     unit = ranks
     if not step.settings[f"{ROLLOUT}.log_prob_use_dynamic_bsz"]:
         unit *= step.settings[f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
     count = max(1, -(-int(needed_B.sum()) // unit)) * unit
-    lengths = step.lengths
+    lengths = step.rollouts.lengths
     by_need = sorted(range(len(lengths)), key=lambda row: (not needed_B[row], lengths[row]))
     return sorted(by_need[:count])
 
 
 @contextmanager
-def correction_of_known(step: Step | None, algorithm: DictConfig, batch: KVBatchMeta, metrics: dict) -> Iterator[None]:
+def correction_of_known(
+    step: UpdateBatch | None, algorithm: DictConfig, batch: KVBatchMeta, metrics: dict
+) -> Iterator[None]:
     """Within, verl takes no metrics of a rollout correction where responses have no old log-probabilities; those of the others
     are in ``metrics`` afterwards.
 
@@ -101,14 +106,14 @@ def correction_of_known(step: Step | None, algorithm: DictConfig, batch: KVBatch
         metrics.update(compute_rollout_corr_metrics_from_logprobs(*columns))
 
 
-def with_trained(step: Step, advantages_BT: torch.Tensor) -> Step:
-    """The step with the tokens that train, given its final advantages.
+def with_trained(step: UpdateBatch, record: StepRecord) -> UpdateBatch:
+    """The step with the tokens that train, by its final advantages.
 
     Raises:
         RuntimeError: a response trains that has no old log-probabilities.
     """
-    trained = trained_lengths(advantages_BT, step.batch.mask_BT)
-    for key, length, selected in zip(step.keys, trained, step.selection.selected_B.tolist(), strict=True):
+    trained = trained_lengths(record.advantages_BT, step.rollouts.mask_BT)
+    for key, length, selected in zip(step.keys, trained, record.selection.selected_B.tolist(), strict=True):
         if key in step.no_forward and (length or selected):
             raise RuntimeError(
                 f"response {key} had no advantage by its reward, and so no old log-probabilities, but is trained now; set "
@@ -118,7 +123,7 @@ def with_trained(step: Step, advantages_BT: torch.Tensor) -> Step:
 
 
 def update_request(
-    step: Step, batch: KVBatchMeta, ranks: int, *, cut_tails: bool
+    step: UpdateBatch, batch: KVBatchMeta, ranks: int, *, cut_tails: bool
 ) -> tuple[KVBatchMeta, dict[str, int]]:
     """The batch for the workers' update, and the figures of what is left out.
 
@@ -128,11 +133,11 @@ def update_request(
         ranks: number of data-parallel ranks.
         cut_tails: see :class:`grail_advantage.verl_ext.rules.Skipping`.
     """
-    places = {key: row for row, key in enumerate(step.keys)}
+    rollouts, places = step.rollouts, {key: row for row, key in enumerate(step.keys)}
     order = [places[key] for key in batch.keys]
-    kept = lengths_in_update(step.trained, [len(response) for response in step.responses], cut_tails=cut_tails)
-    wholes = [step.lengths[row] for row in order]
-    lengths = [len(step.prompts[row]) + kept[row] if kept[row] else 0 for row in order]
+    kept = lengths_in_update(step.trained, [len(response) for response in rollouts.responses], cut_tails=cut_tails)
+    wholes = [rollouts.lengths[row] for row in order]
+    lengths = [len(rollouts.prompts[row]) + kept[row] if kept[row] else 0 for row in order]
     request = batch
     if not step.settings[f"{ACTOR}.shuffle"]:  # else verl draws mini-batches by places, which then have to stay
         mini_batch = step.settings[f"{ACTOR}.ppo_mini_batch_size"] * step.settings[f"{ROLLOUT}.n"]

@@ -1,44 +1,37 @@
 """The analysis: weights of given responses by several methods, as a token dump.
 
-Every method runs through :func:`grail_advantage.compute_token_weights`. Log-probabilities and entropies are computed once and
-handed to all. A method that uses nothing of the model sees all responses as one batch; one that does sees the batches of
-:func:`.batches.token_batches`, each of some forward passes.
+Every method goes through :func:`grail_advantage.pipeline.weigh` with all responses as one batch. Log-probabilities and
+entropies are computed once and handed to all.
 
-Shape suffixes: B responses, L prompt + response, T response tokens.
+Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grail_advantage import __version__
 from grail_advantage.answers.missing import advice, is_low
-from grail_advantage.answers.span import AnswerSpan, find_answer_spans
-from grail_advantage.answers.text import TokenTexts, answer_text
-from grail_advantage.batch import EXAMPLES, GROUPS, REWARDS, outcome_of
-from grail_advantage.dump.files import DumpHeader, DumpRow, MethodColumns, write_step
-from grail_advantage.dump.step import reasons_without_scores
-from grail_advantage.signals.base import Signal
-from grail_advantage.token_weights import compute_token_weights, response_statistics
+from grail_advantage.answers.text import TokenTexts
+from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, outcome_of
+from grail_advantage.dump.store import write_step
+from grail_advantage.dump_writer import step_header
+from grail_advantage.pipeline import weigh
+from grail_advantage.record import Rollouts
+from grail_advantage.token_weights import PlainHost
 from grail_advantage.view.analysis.analysis import Analysis
-from grail_advantage.view.analysis.batches import padded, token_batches
-from grail_advantage.view.analysis.responses import Response, Tokens, example_of, tokenize
-
-FORWARDS = 16
-"""Forward passes of a batch, approximately: enough responses to sort by length, and one step of the progress bar."""
+from grail_advantage.view.analysis.responses import example_of, tokenize
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AnalysisResult:
     """The result of :func:`run_analysis`."""
 
     path: Path
@@ -56,7 +49,7 @@ def run_analysis(
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     load_model: Callable[[], PreTrainedModel],
-) -> Outcome:
+) -> AnalysisResult:
     """Compute and write ``folder/step_000000.parquet``.
 
     Args:
@@ -70,55 +63,74 @@ def run_analysis(
     """
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty; name another folder (--out), or remove this one")
-    rows = _rows(analysis, tokenizer)
-    _weigh(analysis, rows, load_model(), tokenizer)
-    path = write_step(folder, _header(analysis, tokenizer), [_dump_row(row, analysis) for row in rows])
-    no_scores = {
-        label: Counter(reason for row in rows if (reason := row.methods[label].no_scores) is not None)
-        for label in analysis.methods
-    }
+    texts = TokenTexts(tokenizer)
+    rollouts, model = _rollouts(analysis, tokenizer, texts), load_model()
+
+    settings: dict[str, Any] = {"temperature": analysis.temperature, "tokens": analysis.tokens, "device": model.device}
+    columns_BT = PlainHost(model, rollouts, **settings).columns((OLD_LOG_PROBS, ENTROPY))
+    host = PlainHost(model, replace(rollouts, columns_BT=columns_BT), **settings)
+    records = {label: weigh(host, signal) for label, signal in analysis.methods.items()}
+    first = next(iter(records.values()))
+    header = step_header(
+        first, texts, step=0, model=analysis.model, temperature=analysis.temperature, rows_in_step=len(rollouts)
+    )
+    read = any(signal.reads_answer for signal in analysis.methods.values())
+    header = replace(header, answer=analysis.answer.name if read else None)
+    path = write_step(folder, header, first.table(texts, tokenizer, records))
+
+    no_scores = {label: Counter(filter(None, record.no_scores)) for label, record in records.items()}
     unchanged = [
         label
-        for label, signal in analysis.methods.items()
-        if signal.gives == "weights" and all((row.methods[label].weight_T == 1).all() for row in rows)
+        for label, record in records.items()
+        if record.signal.gives == "weights" and (record.weights_BT[rollouts.mask_BT] == 1).all()
     ]
-    answered, few = sum(row.span is not None for row in rows), ""
-    if any(each.reads_answer for each in analysis.methods.values()) and is_low(answered, len(rows)):
-        few = f"{answered} of {len(rows)} responses have an answer in the format {analysis.answer.name}. "
-        few += advice(analysis.answer, [np.array(row.tokens.response_T) for row in rows], tokenizer, "--answer")
-    return Outcome(path, no_scores, unchanged, few)
+    spans = rollouts.spans(first.signal.span)
+    answered, few = sum(span is not None for span in spans), ""
+    if read and is_low(answered, len(spans)):
+        few = f"{answered} of {len(spans)} responses have an answer in the format {analysis.answer.name}. "
+        few += advice(analysis.answer, rollouts.responses, tokenizer, "--answer")
+    return AnalysisResult(path, no_scores, unchanged, few)
 
 
-@dataclass
-class _Row:
-    response: Response
-    tokens: Tokens
-    texts: list[str]
-    span: AnswerSpan | None
-    advantage: float
-    place: int
-    group: int
-    log_probs_T: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    entropy_T: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    methods: dict[str, MethodColumns] = field(default_factory=dict)
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens.prompt_P) + len(self.tokens.response_T)
-
-
-def _rows(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> list[_Row]:
-    texts = TokenTexts(tokenizer)
-    advantages, _ = analysis.row_advantages()
-    which = next(iter(analysis.methods.values())).span
-    groups: dict[str, int] = {}
-    rows = []
-    for place, response in enumerate(analysis.responses):
-        tokens = tokenize(response, tokenizer, analysis.template_options)
-        group = groups.setdefault(response.group if response.group is not None else f"row {place}", len(groups))
-        (span,) = find_answer_spans([tokens.response_T], tokenizer, which, analysis.answer)
-        rows.append(_Row(response, tokens, texts(tokens.response_T), span, advantages[place], place, group))
-    return rows
+def _rollouts(analysis: Analysis, tokenizer: PreTrainedTokenizerBase, texts: TokenTexts) -> Rollouts:
+    given, (advantages, _) = analysis.responses, analysis.row_advantages()
+    tokens = [tokenize(row, tokenizer, analysis.template_options) for row in given]
+    responses = [torch.tensor(of_row.response_T, dtype=torch.int64) for of_row in tokens]
+    lengths_B1 = torch.tensor([[len(response_T)] for response_T in responses])
+    numbers: dict[str, int] = {}
+    rewards = [row.reward for row in given]
+    return Rollouts(
+        prompts=[torch.tensor(of_row.prompt_P, dtype=torch.int64) for of_row in tokens],
+        responses=responses,
+        mask_BT=torch.arange(int(lengths_B1.max())) < lengths_B1,
+        advantages_B=torch.tensor(advantages),
+        tokenizer=tokenizer,
+        answer=analysis.answer,
+        groups_B=torch.tensor(
+            [
+                numbers.setdefault(f"row {place}" if row.group is None else row.group, len(numbers))
+                for place, row in enumerate(given)
+            ]
+        ),
+        rewards_B=torch.tensor([torch.nan if reward is None else reward for reward in rewards], dtype=torch.float64),
+        examples=[None if isinstance(row.prompt, str) else example_of(row, analysis.template_options) for row in given],
+        fields={
+            name: [row.columns.get(name) for row in given]
+            for signal in analysis.methods.values()
+            for name in signal.field_names
+        },
+        keys=[row.id for row in given],
+        facts={
+            "id": [row.id for row in given],
+            "prompt": [of_row.prompt for of_row in tokens],
+            "ground_truth": [None if row.ground_truth is None else str(row.ground_truth) for row in given],
+            "reward": rewards,
+            "outcome": [outcome_of(reward) for reward in rewards],
+            "labels": [
+                token_ranges(row.labels, texts(of_row.response_T)) for row, of_row in zip(given, tokens, strict=True)
+            ],
+        },
+    )
 
 
 def token_ranges(labels: Mapping[str, Any], texts: Sequence[str]) -> dict[str, Any]:
@@ -138,149 +150,3 @@ def token_ranges(labels: Mapping[str, Any], texts: Sequence[str]) -> dict[str, A
         return [int(np.searchsorted(keys_T, edge)) for edge in ranges]
 
     return {name: convert(ranges) for name, ranges in labels.items()}
-
-
-def _dump_row(row: _Row, analysis: Analysis) -> DumpRow:
-    """The response with the columns of its first method as its own, and the methods in their order."""
-    response, length = row.response, len(row.tokens.response_T)
-    methods = {label: row.methods[label] for label in analysis.methods}
-    first = next(iter(methods.values()))
-    base_advantage_T: np.ndarray = np.full(length, row.advantage, dtype=np.float32)
-    return DumpRow(
-        step=0,
-        row=row.place,
-        key=response.id,
-        group=row.group,
-        id=response.id,
-        prompt=row.tokens.prompt,
-        response="".join(row.texts),
-        ground_truth=None if response.ground_truth is None else str(response.ground_truth),
-        reward=response.reward,
-        outcome=outcome_of(response.reward),
-        answer=answer_text(row.texts, row.span, analysis.answer),
-        no_scores=first.no_scores,
-        span=row.span,
-        prompt_ids=np.array(row.tokens.prompt_P, dtype=np.int64),
-        token_ids_T=np.array(row.tokens.response_T, dtype=np.int64),
-        tokens=row.texts,
-        mask_T=np.ones(length, dtype=bool),
-        score_T=first.score_T,
-        weight_T=first.weight_T,
-        base_advantage_T=base_advantage_T,
-        advantage_T=first.weight_T * base_advantage_T if first.advantage_T is None else first.advantage_T,
-        old_log_prob_T=row.log_probs_T,
-        entropy_T=row.entropy_T,
-        methods=methods,
-        labels=token_ranges(response.labels, row.texts),
-    )
-
-
-def _header(analysis: Analysis, tokenizer: PreTrainedTokenizerBase) -> DumpHeader:
-    signal = next(iter(analysis.methods.values()))
-    return DumpHeader(
-        step=0,
-        method=signal.name,
-        options=signal.as_dict(),
-        reshaper=getattr(signal, "reshaper", None),
-        model=analysis.model,
-        temperature=analysis.temperature,
-        rows_in_step=len(analysis.responses),
-        special_tokens=TokenTexts(tokenizer).special_tokens,
-        written_by=f"grail_advantage {__version__}",
-        answer=analysis.answer.name if any(each.reads_answer for each in analysis.methods.values()) else None,
-    )
-
-
-def _weigh(
-    analysis: Analysis,
-    rows: Sequence[_Row],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Put log-probabilities, entropies and every method's columns into the responses."""
-    with_model = {label: signal for label, signal in analysis.methods.items() if signal.uses}
-    together = any(GROUPS in signal.reads or signal.whole_groups for signal in with_model.values())
-    batches = token_batches(
-        [row.length for row in rows], [row.group if together else row.place for row in rows], FORWARDS * analysis.tokens
-    )
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    total = sum(row.length for row in rows)
-    with tqdm(total=total, unit=" tokens", disable=None) as bar:
-        for places in batches:
-            batch = [rows[place] for place in places]
-            tensors = padded([(row.tokens.prompt_P, row.tokens.response_T) for row in batch], pad, model.device)
-            columns = response_statistics(
-                model, tokenizer, *tensors, temperature=analysis.temperature, tokens=analysis.tokens
-            )
-            inside_BL, log_probs_BL, entropy_BL = (values.cpu() for values in (tensors[2], *columns))
-            for index, row in enumerate(batch):
-                row.log_probs_T = log_probs_BL[index, inside_BL[index]].numpy()
-                row.entropy_T = entropy_BL[index, inside_BL[index]].numpy()
-            _weigh_batch(analysis, with_model, batch, model, tokenizer, tensors, *columns)
-            bar.update(sum(row.length for row in batch))
-
-    without_model = {label: signal for label, signal in analysis.methods.items() if not signal.uses}
-    if without_model:
-        # The prompt plays no part; one token of it is as good as all.
-        tensors = padded([(row.tokens.prompt_P[-1:], row.tokens.response_T) for row in rows], 0, "cpu")
-        log_probs_BL, entropy_BL = torch.zeros(2, *tensors[2].shape)
-        for index, row in enumerate(rows):
-            log_probs_BL[index, tensors[2][index]] = torch.from_numpy(row.log_probs_T)
-            entropy_BL[index, tensors[2][index]] = torch.from_numpy(row.entropy_T)
-        _weigh_batch(analysis, without_model, rows, model, tokenizer, tensors, log_probs_BL, entropy_BL)
-
-
-def _weigh_batch(
-    analysis: Analysis,
-    methods: Mapping[str, Signal],
-    rows: Sequence[_Row],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    log_probs_BL: torch.Tensor,
-    entropy_BL: torch.Tensor,
-) -> None:
-    """Put the columns of some methods into the responses of a batch."""
-    advantages_B, inside_BL = torch.tensor([row.advantage for row in rows]), tensors[2].cpu()
-    for label, signal in methods.items():
-        examples = None
-        if EXAMPLES in signal.reads:
-            examples = [example_of(row.response, analysis.template_options) for row in rows]
-        rewards = None
-        if REWARDS in signal.reads:
-            rewards = torch.tensor([row.response.reward for row in rows], dtype=torch.float64)
-        result = compute_token_weights(
-            model,
-            tokenizer,
-            *tensors,
-            advantages_B,
-            signal,
-            temperature=analysis.temperature,
-            old_log_probs=log_probs_BL,
-            entropy=entropy_BL,
-            groups=torch.tensor([row.group for row in rows]),
-            examples=examples,
-            fields={name: [row.response.columns.get(name) for row in rows] for name in signal.field_names},
-            rewards=rewards,
-            answer=analysis.answer,
-            tokens=analysis.tokens,
-        )
-        no_scores = reasons_without_scores(
-            signal,
-            result.rows,
-            valid_B=inside_BL.any(dim=1),
-            advantages_B=advantages_B,
-            truncated_B=torch.zeros(len(rows)),
-            non_finite_B=result.non_finite,
-        )
-        scores_BL, weights_BL, advantages_BL = (
-            values.cpu() for values in (result.scores, result.weights, result.advantages)
-        )
-        for index, row in enumerate(rows):
-            inside_L = inside_BL[index]
-            row.methods[label] = MethodColumns(
-                score_T=scores_BL[index, inside_L].numpy(),
-                weight_T=weights_BL[index, inside_L].numpy(),
-                no_scores=no_scores[index],
-                advantage_T=advantages_BL[index, inside_L].numpy() if signal.gives == "advantages" else None,
-            )
