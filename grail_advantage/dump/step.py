@@ -1,10 +1,11 @@
-"""The responses of each update's batch that the token dump has (:mod:`grail_advantage.dump.files`), beside the training.
+"""The responses of each update's batch that the token dump has (:mod:`grail_advantage.dump.store`), beside the training.
 
 Shape suffixes: B responses, T response tokens.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -22,8 +24,8 @@ from grail_advantage import __version__
 from grail_advantage.answers.format import BOXED, AnswerFormat
 from grail_advantage.answers.span import AnswerSpan
 from grail_advantage.answers.text import TokenTexts, answer_text
-from grail_advantage.dump.files import DumpHeader, DumpRow, remove_steps, write_step
-from grail_advantage.dump.received import ReceivedHeader, received_rows, write_received
+from grail_advantage.dump.schema import SCHEMA, DumpHeader, ReceivedHeader, as_utf8
+from grail_advantage.dump.store import DumpRow, MethodColumns, remove_steps, write_received, write_step
 from grail_advantage.receipt import Receipt
 from grail_advantage.signals.base import RowSelection, Signal
 
@@ -153,12 +155,12 @@ class DumpWriter:
         self._futures: list[Future] = []
         self._executor: ThreadPoolExecutor | None = None
 
-    def submit(self, make: Callable[[], tuple[Any, Sequence[Any]]], write: Callable[..., Any] | None = None) -> None:
+    def submit(self, make: Callable[[], tuple[Any, pa.Table]], write: Callable[..., Any] | None = None) -> None:
         """Have one file written.
 
         Args:
-            make: gives the header and the responses; called in the writer's thread, so that it must own what it reads.
-            write: gets the folder, the header and the responses; :func:`write_step` by default.
+            make: gives the header and the table; called in the writer's thread, so that it must own what it reads.
+            write: gets the folder, the header and the table; :func:`write_step` by default.
         """
         self._futures = [future for future in self._futures if not future.done()]
         if len(self._futures) >= WAITING:
@@ -185,7 +187,7 @@ class DumpWriter:
             self._executor.shutdown(wait=True)
         self._executor, self._futures = None, []
 
-    def _write(self, make: Callable[[], tuple[Any, Sequence[Any]]], write: Callable[..., Any] | None) -> None:
+    def _write(self, make: Callable[[], tuple[Any, pa.Table]], write: Callable[..., Any] | None) -> None:
         with self.attempt():
             (write or write_step)(self.folder, *make())
 
@@ -263,16 +265,16 @@ class StepDump:
             update: which of its updates.
             chosen: responses of the batch.
             batch: the chosen responses alone; their tensors are read in the writer's thread, so the run must not change them.
-            more_fields: gives further fields of :class:`grail_advantage.dump.files.DumpRow` for each chosen response;
+            more_fields: gives further fields of :class:`grail_advantage.dump.store.DumpRow` for each chosen response;
                 called in the writer's thread.
         """
 
-        def make() -> tuple[DumpHeader, list[DumpRow]]:
+        def make() -> tuple[DumpHeader, pa.Table]:
             rows = [
                 self._row(batch, place, step=step, update=update, row=chosen[place], **more)
                 for place, more in enumerate(more_fields())
             ]
-            return self._header(batch, step, update, rows), rows
+            return self._header(batch, step, update, rows), table_of(rows)
 
         self.writer.submit(make)
 
@@ -311,7 +313,7 @@ class StepDump:
             tokens=int(trained_BT.sum()),
             clipped=float(clipped.mean()) if len(clipped) and clipped.isfinite().all() else None,
         )
-        self.writer.submit(lambda: (header, received_rows(keys, lengths, receipt)), write_received)
+        self.writer.submit(lambda: (header, receipt.table(keys, lengths)), write_received)
         return header
 
     def _row(self, batch: StepRows, place: int, *, labels: Mapping[str, Any] | None = None, **more: Any) -> DumpRow:
@@ -358,6 +360,26 @@ class StepDump:
             written_by=f"grail_advantage {__version__}",
             answer=self._answer.name if signal.reads_answer else None,
         )
+
+
+def table_of(rows: Sequence[DumpRow]) -> pa.Table:
+    """The rows as :func:`grail_advantage.dump.store.write_step` takes them."""
+
+    def columns(values: DumpRow | MethodColumns) -> dict[str, Any]:
+        return {name.removesuffix("_T"): as_utf8(v) if isinstance(v, str) else v for name, v in vars(values).items()}
+
+    schema = pa.schema(list(SCHEMA)[2:])
+    entries = [
+        columns(row)
+        | {
+            "tokens": [as_utf8(text) for text in row.tokens],
+            "span": list(vars(row.span).values()) if row.span else None,
+            "methods": [{"name": as_utf8(name), **columns(method)} for name, method in row.methods.items()],
+            "labels": json.dumps(row.labels) if row.labels else None,
+        }
+        for row in rows
+    ]
+    return pa.table({name: [entry[name] for entry in entries] for name in schema.names}, schema=schema)
 
 
 def _tool_label(generated_T: torch.Tensor) -> dict[str, list[list[int]]]:

@@ -1,4 +1,4 @@
-"""The token dump of a TRL run (:mod:`grail_advantage.dump.files`): each generation batch's responses, beside the training.
+"""The token dump of a TRL run (:mod:`grail_advantage.dump.store`): each generation batch's responses, beside the training.
 
 TRL's figures go into ``metrics.jsonl`` of the run's ``output_dir`` meanwhile, so that ``python -m grail_advantage.report``
 shows both. Step S is TRL's ``global_step`` after the update that the responses were made for, as in its logs.
@@ -24,13 +24,12 @@ from trl import GRPOTrainer
 
 from grail_advantage.answers.format import AnswerFormat
 from grail_advantage.batch import outcome_of
-from grail_advantage.dump.options import DumpOptions
+from grail_advantage.dump.options import METRICS_FILE, DumpOptions
 from grail_advantage.dump.step import StepDump, StepRows, reasons_without_scores, size_estimate
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import TokenWeights
 from grail_advantage.trl_ext.patches import log_in_training, reward_sums, written_lengths
 from grail_advantage.trl_ext.received import GenerationReceipt
-from grail_advantage.view.page.data import METRICS_FILE
 
 WHERE = "token_dump's "
 """In front of an option's name in messages."""

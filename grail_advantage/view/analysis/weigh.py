@@ -25,8 +25,9 @@ from grail_advantage.answers.missing import advice, is_low
 from grail_advantage.answers.span import AnswerSpan, find_answer_spans
 from grail_advantage.answers.text import TokenTexts, answer_text
 from grail_advantage.batch import EXAMPLES, GROUPS, REWARDS, outcome_of
-from grail_advantage.dump.files import DumpHeader, DumpRow, MethodColumns, write_step
-from grail_advantage.dump.step import reasons_without_scores
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.step import reasons_without_scores, table_of
+from grail_advantage.dump.store import DumpRow, MethodColumns, write_step
 from grail_advantage.signals.base import Signal
 from grail_advantage.token_weights import compute_token_weights, response_statistics
 from grail_advantage.view.analysis.analysis import Analysis
@@ -72,7 +73,7 @@ def run_analysis(
         raise ValueError(f"{folder} is not empty; name another folder (--out), or remove this one")
     rows = _rows(analysis, tokenizer)
     _weigh(analysis, rows, load_model(), tokenizer)
-    path = write_step(folder, _header(analysis, tokenizer), [_dump_row(row, analysis) for row in rows])
+    path = write_step(folder, _header(analysis, tokenizer), table_of([_dump_row(row, analysis) for row in rows]))
     no_scores = {
         label: Counter(reason for row in rows if (reason := row.methods[label].no_scores) is not None)
         for label in analysis.methods
