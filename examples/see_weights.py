@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # recipe is no par
 
 from grail_advantage.analyze import load_model
 from grail_advantage.answers.tokenizers import load_tokenizer
-from grail_advantage.dump.files import read_dump
+from grail_advantage.dump.store import read_dump
 from grail_advantage.view.analysis.responses import Response
 from grail_advantage.view.analysis.specs import parse_methods
 from grail_advantage.view.analysis.weigh import Analysis, run_analysis

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from grail_advantage import AnswerSpan
-from grail_advantage.dump.files import DumpRow
+from grail_advantage.dump.schema import SCHEMA, as_utf8
+from grail_advantage.dump.store import DumpRow
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -24,6 +27,28 @@ HOSTILE = (
     "long " * 20_000,
 )
 """Texts that a model may write."""
+
+
+def table_of(rows: Sequence[DumpRow]) -> pa.Table:
+    """The rows as :func:`write_step` takes them."""
+    schema = pa.schema(list(SCHEMA)[2:])
+    records = [{name.removesuffix("_T"): _plain(value) for name, value in vars(row).items()} for row in rows]
+    for record, row in zip(records, rows, strict=True):
+        methods = {name: vars(columns).items() for name, columns in row.methods.items()}
+        record["methods"] = [
+            {"name": as_utf8(name), **{field.removesuffix("_T"): _plain(value) for field, value in columns}}
+            for name, columns in methods.items()
+        ]
+        record["span"] = list(vars(row.span).values()) if row.span else None
+        record["labels"] = json.dumps(row.labels) if row.labels else None
+    return pa.table({name: [record[name] for record in records] for name in schema.names}, schema=schema)
+
+
+def _plain(value: Any) -> Any:
+    """Texts as a file can hold them."""
+    if isinstance(value, str):
+        return as_utf8(value)
+    return [as_utf8(text) for text in value] if isinstance(value, list) else value
 
 
 def dump_row(weights: Sequence[float], **values: Any) -> DumpRow:

@@ -1,7 +1,7 @@
 r"""Input that a model or a foreign run might hold: nothing is raised but what is said, and nothing shown acts.
 
-Boxes in any bytes are in ``tests/core/test_answer_span.py``, damaged dumps in ``tests/view/test_tampered.py``, answers that are
-programs in ``tests/recipe/test_reward_processes.py``, the page in a browser in ``tests/view/test_browser_hostile.py``.
+Boxes in any bytes are in ``tests/core/test_answer_span.py``, damaged dumps in ``tests/view/test_token_dump.py``, answers that
+are programs in ``tests/recipe/test_reward_processes.py``, the page in a browser in ``tests/view/test_browser_hostile.py``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import os
 import re
 import tempfile
 import unicodedata
@@ -20,10 +21,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from grail_advantage.dump.files import COLUMNS, DumpHeader, DumpRow, MethodColumns, write_step
+from grail_advantage.answers.visible import visible
+from grail_advantage.dump.schema import COLUMNS, DumpHeader
+from grail_advantage.dump.store import DumpRow, MethodColumns, write_step
 from grail_advantage.view import terminal
 from grail_advantage.view.page import data, page
-from grail_advantage.view.page.visible import visible
+from tests.dumps import table_of
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -65,7 +68,7 @@ def test_a_foreign_run_is_data_in_the_page_and_plain_text_in_a_terminal(words: s
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run <b>&amp;"
         header = DumpHeader(step=7, method=words, model=words, options={words: words}, special_tokens={4: words})
-        write_step(run / "tokens", header, [_row(words)])
+        write_step(run / "tokens", header, table_of([_row(words)]))
         (run / "metrics.jsonl").write_bytes(_jsonl(records, b'{"step":1,"data^@^@'))
         opened = data.open_run(run)
         _check_page(page.render([opened]))
@@ -117,6 +120,27 @@ def test_visible_text_acts_no_more(text: str) -> None:
     found = visible(text, breaks=False)
     _check_terminal(found)
     assert "\n" not in found and visible(found, breaks=False) == found
+
+
+def test_links_and_pipes_in_a_foreign_folder(tmp_path: Path) -> None:
+    """Nothing is written through a link, and what is no plain file, which may have no end, is not read."""
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    precious.write_text("precious")
+
+    def written() -> Path:
+        return write_step(run / "tokens", DumpHeader(step=3, method="grail"), table_of([_row("a")]))
+
+    path, report = written(), run / "report.html"
+    for link in (report, *(file.with_name(f".{file.name}.{os.getpid()}.writing") for file in (report, path))):
+        link.symlink_to(precious)
+    page.write_report(run)
+    written()
+    assert precious.read_text() == "precious" and not report.is_symlink() and report.stat().st_size > 10_000
+    os.mkfifo(run / "metrics.jsonl")
+    os.mkfifo(run / "tokens" / "step_000009.parquet")
+    (run / "tokens" / "step_000008.parquet").symlink_to("/dev/zero")
+    opened = data.open_run(run)
+    assert opened.metrics == {} and opened.dump.steps == [3] and len(list(opened.dump)) == 1
 
 
 def test_no_source_asks_for_pickles_or_a_models_own_code() -> None:

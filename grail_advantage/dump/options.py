@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+TOKENS = "tokens"
+"""Where a run has its dump, by convention."""
+METRICS_FILE = "metrics.jsonl"
+"""A run's metrics: of verl's ``file`` logger, or TRL's figures."""
+
 
 @dataclass(frozen=True)
 class DumpOptions:

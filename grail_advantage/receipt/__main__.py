@@ -2,7 +2,7 @@
 
 import sys
 
-from grail_advantage.view.receipt import main
+from grail_advantage.receipt.report import main
 
 if __name__ == "__main__":
     sys.exit(main())

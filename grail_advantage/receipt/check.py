@@ -10,12 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from grail_advantage.receipt.losses import Batch, Loss, Tokens, denominators, expect
 from grail_advantage.receipt.measure import Piece
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from grail_advantage.dump.schema import FindingRecord
 
 CAUSES = {
     "outside": "the mask in the loss is not that of the batch: tool, prompt or padding tokens count",
@@ -65,9 +70,9 @@ class Finding:
     mismatch: bool = True
     """False for a note: a property that the loss declares, an unknown loss, rounding."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> FindingRecord:
         """For JSON."""
-        return asdict(self)
+        return cast("FindingRecord", asdict(self))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Finding:
@@ -100,6 +105,28 @@ class Receipt:
     def ok(self) -> bool:
         """No finding is a mismatch."""
         return not any(finding.mismatch for finding in self.findings)
+
+    def table(self, keys: Sequence[str], lengths: Sequence[int]) -> pa.Table:
+        """The receipt as :func:`grail_advantage.dump.store.write_received` writes it, a row a response.
+
+        Args:
+            keys: of its B responses.
+            lengths: tokens of each.
+        """
+        import pyarrow as pa  # only here: nothing else of the receipt needs it
+
+        from grail_advantage.dump.schema import RECEIVED_SCHEMA, as_utf8
+
+        columns: dict[str, list[Any]] = {name: [] for name in RECEIVED_SCHEMA.names}
+        for place, (key, length) in enumerate(zip(keys, lengths, strict=True)):
+            by_update_UT = self.received_UBT[:, place, :length].float()
+            held_K = by_update_UT.isfinite().any(dim=1).nonzero().flatten()
+            columns["key"].append(as_utf8(key))
+            columns["updates"].append(held_K.numpy())
+            columns["received"].append(self.received_BT[place, :length].float().numpy())
+            columns["clipped"].append(self.clipped_BT[place, :length].float().numpy())
+            columns["by_update"].append(list(by_update_UT[held_K].numpy()))
+        return pa.table(columns, schema=RECEIVED_SCHEMA)
 
 
 def check(batch: Batch, loss: Loss, pieces: Sequence[Piece]) -> Receipt:

@@ -1,4 +1,4 @@
-"""The token dump of a TRL run (:mod:`grail_advantage.dump.files`): each generation batch's responses, beside the training.
+"""The token dump of a TRL run (:mod:`grail_advantage.dump.store`): each generation batch's responses, beside the training.
 
 TRL's figures go into ``metrics.jsonl`` of the run's ``output_dir`` meanwhile, so that ``python -m grail_advantage.report``
 shows both. Step S is TRL's ``global_step`` after the update that the responses were made for, as in its logs.
@@ -22,13 +22,12 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from grail_advantage.batch import outcome_of
-from grail_advantage.dump.options import DumpOptions
+from grail_advantage.dump.options import METRICS_FILE, DumpOptions
 from grail_advantage.dump_writer import StepDump, size_estimate
 from grail_advantage.record import DUMPED, Rollouts, StepRecord
 from grail_advantage.token_weights import PlainHost
 from grail_advantage.trl_ext.patches import log_in_training, reward_sums
 from grail_advantage.trl_ext.received import GenerationReceipt
-from grail_advantage.view.page.data import METRICS_FILE
 
 WHERE = "token_dump's "
 """In front of an option's name in messages."""

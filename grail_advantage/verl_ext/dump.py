@@ -1,4 +1,4 @@
-"""The responses of an update of the actor for the token dump (:mod:`grail_advantage.dump.files`).
+"""The responses of an update of the actor for the token dump (:mod:`grail_advantage.dump.store`).
 
 verl's own rollout dump (``trainer.rollout_data_dir``, ``PPOTrainer._log_rollout_data``) names the same responses by the same
 keys, in its column ``uid``.

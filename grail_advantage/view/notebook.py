@@ -13,9 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from grail_advantage.dump.files import DumpRow
+from grail_advantage.answers.visible import visible
+from grail_advantage.dump.store import DumpRow
 from grail_advantage.view.page import colours
-from grail_advantage.view.page.visible import visible
 
 
 class TokenHtml(str):
@@ -77,6 +77,6 @@ def row_html(row: DumpRow) -> TokenHtml:
     """A dump's response by its weights. Tokens that do not train get no colour.
 
     Args:
-        row: from :func:`grail_advantage.dump.files.read_dump`.
+        row: from :func:`grail_advantage.dump.store.read_dump`.
     """
     return token_html(row.tokens, np.where(row.mask_T, row.weight_T, np.nan))

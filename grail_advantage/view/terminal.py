@@ -13,9 +13,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from grail_advantage.dump.files import DumpHeader, DumpRow, TokenDump
+from grail_advantage.answers.visible import visible
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.store import DumpRow, TokenDump
 from grail_advantage.view.page import colours, data
-from grail_advantage.view.page.visible import visible
 
 SHOWN = 8
 """Tokens in the table of extremes, at each end."""

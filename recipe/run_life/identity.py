@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.dump.files import dumped_steps
+from grail_advantage.dump.store import dumped_steps
 from grail_advantage.methods import method, methods
 from grail_advantage.verl_ext.settings import DUMP_FOLDER, Settings
 from recipe.run_life import checkpoints

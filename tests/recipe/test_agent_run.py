@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grail_advantage.dump.files import DumpRow
+from grail_advantage.dump.store import DumpRow
 from grail_advantage.view.page.page import write_report
 from recipe.tiny.agent import called_step, check
 from recipe.tiny.agent_warm_up import build_agent_tokenizer, reply_ids

@@ -24,7 +24,7 @@ from trl import GRPOTrainer
 
 from grail_advantage import Grail, Oar, Reshaped, RolloutBatch, TokenWeights, compute_token_weights
 from grail_advantage.batch import LARGEST, Example
-from grail_advantage.dump.files import read_dump
+from grail_advantage.dump.store import read_dump
 from grail_advantage.methods import method
 from grail_advantage.model.neighbours import drawing_rows
 from grail_advantage.signals.base import Signal

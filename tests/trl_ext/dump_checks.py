@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grail_advantage import compute_token_weights
-from grail_advantage.dump.files import DumpRow, read_dump
+from grail_advantage.dump.store import DumpRow, read_dump
 from grail_advantage.trl_ext.dump import dump_options
 from tests.core.tiny_models import Batch, char_tokenizer, encode, make_batch, tiny_model
 from tests.trl_ext import scripted

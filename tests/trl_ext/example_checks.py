@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from grail_advantage.dump.files import DumpRow
+from grail_advantage.dump.store import DumpRow
 from grail_advantage.view.page.data import open_run
 from grail_advantage.view.page.page import write_report
 from recipe.tiny.shipped import load_shipped

@@ -14,12 +14,11 @@ import torch
 from accelerate.utils import DistributedType
 from trl import GRPOConfig, GRPOTrainer
 
-from grail_advantage.dump.files import read_dump
-from grail_advantage.dump.received import read_header, received_files
+from grail_advantage.dump.store import read_dump, read_headers
 from grail_advantage.receipt import Finding, check, trl_loss
+from grail_advantage.receipt.report import main
 from grail_advantage.trl_ext import received
 from grail_advantage.trl_ext.received import SETTINGS
-from grail_advantage.view.receipt import main
 from tests.core.receipt_loop import TOKENS, MicroBatch, names, rollout, train
 from tests.core.tiny_models import tiny_model
 from tests.trl_ext import scripted
@@ -159,8 +158,13 @@ def trained(
 
 def findings_of(folder: Path) -> list[Finding]:
     """Of all files of a run."""
-    files = received_files(folder / "tokens")
-    return [Finding.from_dict(dict(each)) for _, path in files for each in read_header(path).findings]
+    headers = read_headers(folder / "tokens", [])
+    return [Finding.from_dict(dict(each)) for header in headers for each in header.findings]
+
+
+def places(folder: Path) -> list[tuple[int, int]]:
+    """Step and update of each receipt in a dump."""
+    return [(header.step, header.update) for header in read_headers(folder, [])]
 
 
 @pytest.mark.parametrize(("loss_type", "skip"), [("dapo", False), ("bnpo", True), ("sapo", False)])
@@ -170,8 +174,8 @@ def test_a_run_received_what_it_intended(tmp_path: Path, loss_type: str, skip: b
     on, off = trained(tmp_path / "on", {}, **options), trained(tmp_path / "off", {"received": False}, **options)
     assert torch.equal(parameters(on), parameters(off))
     assert not torch.allclose(parameters(on), torch.cat([p.detach().flatten() for p in tiny_model().parameters()]))
-    assert not received_files(tmp_path / "off" / "tokens")
-    assert [place for place, _ in received_files(tmp_path / "on" / "tokens")] == [(1, 0), (5, 0)]
+    assert not places(tmp_path / "off" / "tokens")
+    assert places(tmp_path / "on" / "tokens") == [(1, 0), (5, 0)]
     assert names(findings_of(tmp_path / "on")) == []
     rows = list(read_dump(tmp_path / "on" / "tokens"))
     assert len(rows) == 16
@@ -225,7 +229,7 @@ def test_updates_over_several_generations_are_not_read(tmp_path: Path, capsys: p
     weights = {"token_weights": "uniform", "token_dump": tmp_path / "tokens"}
     build(tmp_path, weights=weights, max_steps=1, **sizes).train()
     assert "make steps_per_generation a multiple of gradient_accumulation_steps" in capsys.readouterr().out
-    assert not received_files(tmp_path / "tokens")
+    assert not places(tmp_path / "tokens")
 
 
 def test_nothing_is_written_where_a_process_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +237,7 @@ def test_nothing_is_written_where_a_process_failed(tmp_path: Path, monkeypatch: 
     for name, others in (("whole", []), ("failed", [None])):
         monkeypatch.setattr(received, "gather_object", lambda own, others=others: own + others)
         trainer = trained(tmp_path / name, {})
-        assert len(received_files(tmp_path / name / "tokens")) == (0 if others else 2)
+        assert len(places(tmp_path / name / "tokens")) == (0 if others else 2)
         assert trainer._dump._dump.writer.failed == (2 if others else 0)
     assert len(list(read_dump(tmp_path / "failed" / "tokens"))) == 16
 
@@ -266,7 +270,7 @@ def test_an_error_in_the_receipt_stops_nothing(tmp_path: Path, monkeypatch: pyte
     trainer = trained(tmp_path, {})
     assert [part is None for part in gathered] == [True, False]
     assert trainer._dump._dump.writer.failed == 1
-    assert [place for place, _ in received_files(tmp_path / "tokens")] == [(5, 0)]
+    assert places(tmp_path / "tokens") == [(5, 0)]
     assert names(findings_of(tmp_path)) == []
     assert len(list(read_dump(tmp_path / "tokens"))) == 16
 
@@ -289,6 +293,6 @@ def test_a_training_starts_anew(tmp_path: Path) -> None:
         trainer.train()
     trainer.broken, trainer._step = False, 0
     trainer.train()
-    assert [place for place, _ in received_files(tmp_path / "tokens")] == [(1, 0)]
+    assert places(tmp_path / "tokens") == [(1, 0)]
     assert [row.update for row in read_dump(tmp_path / "tokens")] == [0] * 8
     assert names(findings_of(tmp_path)) == []

@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from grail_advantage.dump.files import DumpRow, read_dump
-from grail_advantage.dump.received import read_header, received_files
+from grail_advantage.dump.store import DumpRow, read_dump, read_headers
 from tests.core.tiny_models import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -197,8 +196,8 @@ def test_the_receipt_of_two_ranks_has_no_mismatch(
 ) -> None:
     results_of(ranks, name)
     for world_size in (1, 2):
-        files = received_files(folder / f"{name} of {world_size}")
-        findings = [each for _, path in files for each in read_header(path).findings]
+        files = read_headers(folder / f"{name} of {world_size}", [])
+        findings = [each for header in files for each in header.findings]
         assert len(files) == 3 and not any(each["mismatch"] for each in findings), findings
 
 

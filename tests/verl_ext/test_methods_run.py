@@ -26,7 +26,8 @@ import pytest
 import torch
 
 from grail_advantage import Example, Signal
-from grail_advantage.dump.files import COLUMNS, read_dump
+from grail_advantage.dump.schema import COLUMNS
+from grail_advantage.dump.store import read_dump
 from grail_advantage.methods import methods
 from grail_advantage.signals.base import HIDDEN_STATES, SALIENCY
 from grail_advantage.signals.turns import TurnSignal

@@ -15,7 +15,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
 from grail_advantage import RolloutBatch, Signal
-from grail_advantage.dump.files import DumpRow, read_dump
+from grail_advantage.dump.store import DumpRow, read_dump
 from grail_advantage.methods import method
 from grail_advantage.verl_ext import received
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from grail_advantage.dump.step import choose_rows, reasons_without_scores
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
 from grail_advantage import AnswerSpan, Grail, RolloutBatch
-from grail_advantage.dump.files import DumpHeader, DumpRow, read_dump, write_step
 from grail_advantage.dump.options import DumpOptions
-from grail_advantage.dump.step import choose_rows, reasons_without_scores
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.store import DumpRow, read_dump, write_step
 from grail_advantage.signals.turn_rloo import TurnRloo
 from grail_advantage.verl_ext.dump import UpdateDump, turn_rewards_label
 from grail_advantage.verl_ext.settings import Settings
 from tests.core.tiny_models import END_ID, encode
+from tests.dumps import table_of
 from tests.verl_ext.one_step import made_up_saliency
 from tests.verl_ext.test_one_step import ROWS, Step
 
@@ -141,7 +143,7 @@ class Dumping(Step):
         self.trainer._dump.steps.writer.close()
         dump = read_dump(folder)
         rows = list(dump)
-        assert all(problem.endswith(": holds no responses") for problem in dump.problems)  # those of other runs
+        assert all(problem.endswith("(it holds no responses)") for problem in dump.problems)  # those of other runs
         return rows
 
 
@@ -230,7 +232,7 @@ class TestRun:
     ) -> None:
         """Updates share the responses of a step. A resumed run replaces its steps, those too that it does not write."""
         for number in (2, 3, 9):
-            write_step(tmp_path, DumpHeader(step=number, method="grail"), [])
+            write_step(tmp_path, DumpHeader(step=number, method="grail"), table_of([]))
         step = Dumping(monkeypatch, tmp_path, "algorithm.token_dump.every=2", "algorithm.token_dump.responses=6")
         step.trainer._dump = step._dump(updates=2)
         for step.trainer.global_steps in (3, 4, 5, 6):

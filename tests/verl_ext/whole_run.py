@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from grail_advantage import Signal, compute_token_weights
-from grail_advantage.dump.files import DumpRow, read_dump
+from grail_advantage.dump.store import DumpRow, read_dump
 
 ROOT = Path(__file__).parents[2]
 STOCK = """

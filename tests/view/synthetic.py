@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.dump.files import DumpHeader, DumpRow, MethodColumns, write_step
-from tests.dumps import dump_row
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.store import DumpRow, MethodColumns, write_step
+from tests.dumps import dump_row, table_of
 
 RESPONSES = 8
 _FILLER = "Let me think about this carefully.\n"
@@ -107,7 +108,7 @@ def write_dump(
             special_tokens={2: "<|im_end|>"},
             written_by="tests",
         )
-        write_step(folder, header, rows)
+        write_step(folder, header, table_of(rows))
 
 
 def _response(rng: np.random.Generator, numbers: Sequence[int], correct: bool, filler: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from grail_advantage import compute_token_weights
 from grail_advantage.analyze import main, with_rewards
 from grail_advantage.batch import Example
-from grail_advantage.dump.files import DumpRow, read_dump
+from grail_advantage.dump.store import DumpRow, read_dump
 from grail_advantage.view.analysis.responses import Response, read_responses, tokenize
 from grail_advantage.view.analysis.specs import parse_method, parse_methods
 from grail_advantage.view.analysis.weigh import Analysis, run_analysis, token_ranges

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grail_advantage.dump.files import DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.store import DumpRow, read_dump, write_step
 from grail_advantage.view.page import colours
 from grail_advantage.view.page.page import write_report
-from tests.dumps import dump_row
+from tests.dumps import dump_row, table_of
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +75,7 @@ def test_values_of_every_size_are_shown_to_three_digits(tmp_path: Path, opened: 
     score_T = np.float32([3e-6, 1.5e-3, 12.25, 7e4, 3e5, np.nan, np.inf])
     weight_T = np.float32([0, 0.5, 1, 2, 4, 5, 1e-3])
     row = dump_row(weight_T, score_T=score_T, base_advantage_T=np.full(7, -0.375), advantage_T=weight_T * -0.375)
-    write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), [row])
+    write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), table_of([row]))
     page = opened(write_report(tmp_path), link(row))
     scores = [3e-6, 1.5e-3, 12.25, 7e4, 3e5, float("nan"), float("nan")]
     for t, score in enumerate(scores):
@@ -121,7 +122,7 @@ def test_tokens_of_a_tool_are_grey_and_named(tmp_path: Path, opened: Open) -> No
     mask_T = np.array([True, False, False, True, False])
     advantages = [-2.0, 0.0, 0.0, -1.5, 0.0]
     row = dump_row([2.0, 0.0, 0.0, 1.5, 0.0], mask_T=mask_T, advantage_T=advantages, labels={"tool": [[1, 3]]})
-    write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), [row])
+    write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), table_of([row]))
     page = opened(write_report(tmp_path), link(row, "&token=2"))
     assert marked(page, "tool") == [1, 2] and marked(page, "off") == [1, 2, 4]
     grounds = page.locator(".t").evaluate_all("spans => spans.map((span) => getComputedStyle(span).backgroundColor)")
@@ -139,7 +140,7 @@ def test_turns_with_their_rewards_and_advantages(tmp_path: Path, opened: Open) -
     advantages = [1.5, 1.5, 0.0, 0.0, -0.25, 0.0, 3.0, 2.0]
     labels = {"tool": [[2, 4], [5, 6]], "turn_rewards": [1.0, -1.0, 0.5]}
     row = dump_row([1.0] * 8, mask_T=mask_T, advantage_T=advantages, labels=labels)
-    write_step(tmp_path / "tokens", DumpHeader(step=1, method="turn_rloo"), [row])
+    write_step(tmp_path / "tokens", DumpHeader(step=1, method="turn_rloo"), table_of([row]))
     page = opened(write_report(tmp_path), link(row))
     assert page.locator(".turn").all_inner_texts() == [
         "turn 1 · reward 1 · advantage 1.5",
@@ -151,7 +152,9 @@ def test_turns_with_their_rewards_and_advantages(tmp_path: Path, opened: Open) -
     spans = page.locator(".t").evaluate_all("spans => spans.map((s) => s.previousSibling?.className ?? '')")
     assert [t for t, name in enumerate(spans) if name == "turn"] == [0, 4, 6]
     for broken in ({"turn_rewards": "much"}, {"turn_rewards": [1.0, None]}, {}):
-        write_step(tmp_path / "tokens", DumpHeader(step=1, method="grail"), [dump_row([1.0, 1.0], labels=broken)])
+        write_step(
+            tmp_path / "tokens", DumpHeader(step=1, method="grail"), table_of([dump_row([1.0, 1.0], labels=broken)])
+        )
         assert opened(write_report(tmp_path), link(row)).locator(".turn").count() == 0
 
 

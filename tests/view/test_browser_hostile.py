@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from grail_advantage.answers.span import AnswerSpan
-from grail_advantage.dump.files import DumpHeader, write_step
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.store import write_step
 from grail_advantage.view.page.page import write_report
+from tests.dumps import table_of
 from tests.view.synthetic import text_row
 
 pytestmark = pytest.mark.slow
@@ -64,7 +66,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     header = DumpHeader(step=1, method=TEXTS[1], model=TEXTS[0], options={TEXTS[1]: TEXTS[0]})
     other = text_row(["ok", "אב", "גד", "הו"], row=1, outcome="wrong", answer=None)
-    write_step(folder / "tokens", header, [row, other])
+    write_step(folder / "tokens", header, table_of([row, other]))
     with (folder / "metrics.jsonl").open("w") as file:
         file.write('{"step": 1, "data": {"<img src=x onerror=alert(8)>": 1.0, "critic/score/mean": 0.5}}\n')
         file.write("</script><script>alert(7)</script>\n")

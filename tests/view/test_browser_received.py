@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from grail_advantage.dump.files import DumpHeader, write_step
-from grail_advantage.dump.received import ReceivedHeader, write_received
-from grail_advantage.dump.rows import ReceivedRow
+from grail_advantage.dump.schema import RECEIVED_SCHEMA, DumpHeader, ReceivedHeader
+from grail_advantage.dump.store import write_received, write_step
 from grail_advantage.receipt import Finding
 from grail_advantage.view.page.page import write_report
-from tests.dumps import HOSTILE, dump_row
+from tests.dumps import HOSTILE, dump_row, table_of
 from tests.view.test_browser import marked, readout
 
 pytestmark = pytest.mark.slow
@@ -39,26 +39,18 @@ def write(folder: Path, *findings: Finding) -> Path:
         dump_row([1.0, 1.0, 1.0, 0.0, 0.0], key="a_2_0", row=2, mask_T=mask_T),
     ]
     outside_T = np.float32([0.5, 0.5, 0.5, 0.25, 0.0])
-    received = [
-        ReceivedRow(
-            key="a_0_0",
-            updates=np.array([0, 1]),
-            received_T=EPOCHS.mean(axis=0),
-            clipped_T=shares,
-            by_update_KT=EPOCHS,
-        ),
-        ReceivedRow(
-            key="a_1_0", updates=np.array([], dtype=int), received_T=NAN, clipped_T=NAN, by_update_KT=np.zeros((0, 5))
-        ),
-        ReceivedRow(
-            key="a_2_0", updates=np.array([0]), received_T=outside_T, clipped_T=0 * shares, by_update_KT=outside_T[None]
-        ),
-    ]
-    write_step(folder / "tokens", DumpHeader(step=1, method="grail"), rows)
+    received = {
+        "key": [row.key for row in rows],
+        "updates": [[0, 1], [], [0]],
+        "received": [EPOCHS.mean(axis=0), NAN, outside_T],
+        "clipped": [shares, NAN, 0 * shares],
+        "by_update": [list(EPOCHS), [], [outside_T]],
+    }
+    write_step(folder / "tokens", DumpHeader(step=1, method="grail"), table_of(rows))
     header = ReceivedHeader(
         step=1, loss="vanilla", findings=[each.to_dict() for each in findings], updates=2, tokens=8, clipped=0.125
     )
-    write_received(folder / "tokens", header, received)
+    write_received(folder / "tokens", header, pa.table(received, schema=RECEIVED_SCHEMA))
     return write_report(folder)
 
 

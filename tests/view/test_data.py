@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from grail_advantage.dump.files import DumpHeader, MethodColumns, write_step
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.store import MethodColumns, write_step
 from grail_advantage.view.page import by_position, data
-from tests.dumps import dump_row
+from tests.dumps import dump_row, table_of
 
 NAN = math.nan
 
@@ -28,7 +29,7 @@ def test_a_run_is_metrics_a_dump_or_both(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is no folder"):
         data.open_run(tmp_path / "nowhere")
     run = tmp_path / "run"
-    write_step(run / "tokens", DumpHeader(step=1, method="grail"), [dump_row([1.0])])
+    write_step(run / "tokens", DumpHeader(step=1, method="grail"), table_of([dump_row([1.0])]))
     _log(run / "metrics.jsonl", {1: {"training/global_step": 1}})
     both = data.open_run(run)
     assert (list(both.metrics), both.dump.steps, both.problems) == ([1], [1], [])

@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
-
-from grail_advantage.dump.files import DumpHeader, read_dump, write_step
 from grail_advantage.dump.step import DumpWriter
-from tests.dumps import dump_row
+
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.store import read_dump, write_step
+from tests.dumps import dump_row, table_of
 
 
 class TestWriter:
     def _submit(self, writer: DumpWriter, step: int, *, then=lambda: None, write=write_step) -> None:
-        rows = [dump_row([1.0], step=step)]
-        writer.submit(lambda: (then(), (DumpHeader(step=step, method="grail"), rows))[1], write)
+        table = table_of([dump_row([1.0], step=step)])
+        writer.submit(lambda: (then(), (DumpHeader(step=step, method="grail"), table))[1], write)
 
     def test_writes_beside_and_close_waits(self, tmp_path: Path) -> None:
         writer, gate = DumpWriter(tmp_path), threading.Event()
@@ -30,10 +32,10 @@ class TestWriter:
         assert read_dump(tmp_path).steps == [1, 2, 3]
 
     def test_a_failing_disk_is_counted_and_said_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        def full(folder: Path, header: DumpHeader, rows: list) -> Path:
+        def full(folder: Path, header: DumpHeader, table: pa.Table) -> Path:
             if header.step < 3:
                 raise OSError(28, "No space left on device")
-            return write_step(folder, header, rows)
+            return write_step(folder, header, table)
 
         writer = DumpWriter(tmp_path)
         for step in (1, 2, 3):

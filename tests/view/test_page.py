@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grail_advantage.dump.files import DumpHeader, read_dump, write_step
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.store import read_dump, write_step
 from grail_advantage.view.page import by_position, data
 from grail_advantage.view.page.page import render, write_report
+from tests.dumps import table_of
 from tests.view.synthetic import text_row, write_dump, write_metrics
 
 
@@ -137,6 +139,6 @@ def test_broken_and_missing_parts(tmp_path: Path) -> None:
     assert not index["rows"]["step"] and not index["position"]
     assert "wrote no token dump" in index["nothing"]
     short = [text_row([], row=0), text_row(["x"], row=1, base_advantage_T=None, advantage_T=None, score_T=None)]
-    write_step(run / "tokens", DumpHeader(step=1, method="grail"), short)
+    write_step(run / "tokens", DumpHeader(step=1, method="grail"), table_of(short))
     index = index_of(run / "tokens")
     assert index["rows"]["length"] == [0, 1] and index["rows"]["spread"] == [None, 0.0]

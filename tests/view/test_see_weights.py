@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grail_advantage.dump.files import read_dump
+from grail_advantage.dump.store import read_dump
 from tests.core.tiny_models import char_tokenizer, tiny_model
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "see_weights.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from grail_advantage import AnswerSpan
-from grail_advantage.dump.files import (
-    DumpHeader,
-    DumpRow,
-    MethodColumns,
-    dumped_steps,
-    read_dump,
-    remove_steps,
-    write_step,
-)
-from tests.dumps import dump_row
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.store import DumpRow, MethodColumns, dumped_steps, read_dump, remove_steps, write_step
+from tests.dumps import dump_row, table_of
 
 NAN = math.nan
 HEADER = DumpHeader(
@@ -100,7 +93,7 @@ def _assert_equal(one: DumpRow, other: DumpRow) -> None:
 class TestRoundTrip:
     def test_header_and_row(self, tmp_path: Path) -> None:
         row = _full_row()
-        path = write_step(tmp_path / "new", replace(HEADER, update=1), [row, row])
+        path = write_step(tmp_path / "new", replace(HEADER, update=1), table_of([row, row]))
         assert path.name == "step_000003_update_1.parquet" and list(path.parent.iterdir()) == [path]
         dump = read_dump(tmp_path / "new")
         assert dump.files[0].header == replace(HEADER, update=1)
@@ -109,11 +102,23 @@ class TestRoundTrip:
         _assert_equal(row, first)
         _assert_equal(row, second)
 
+    def test_a_file_as_earlier_versions_wrote_it(self, tmp_path: Path) -> None:
+        """The same table, with checksums and all lists in dictionaries, and its header in ASCII."""
+        path = write_step(tmp_path, replace(HEADER, update=1), table_of([_full_row()]))
+        table = pq.read_table(path)
+        record = {"schema_version": 4, **asdict(replace(HEADER, update=1))}
+        table = table.replace_schema_metadata({"grail_advantage": json.dumps(record).encode("ascii")})
+        pq.write_table(table, path, compression="zstd", write_statistics=False, write_page_checksum=True)
+        dump = read_dump(tmp_path)
+        (row,) = dump
+        assert dump.problems == [] and dump.files[0].header == replace(HEADER, update=1)
+        _assert_equal(_full_row(), row)
+
     def test_every_float32_keeps_its_bits(self, tmp_path: Path) -> None:
         """Among them subnormal ones, infinities and NaNs with a payload."""
         bits = np.random.default_rng(1).integers(0, 2**32, size=20_000, dtype=np.uint32)
         row = replace(dump_row(np.zeros(len(bits)), tokens=[""] * len(bits)), weight_T=bits.view(np.float32))
-        write_step(tmp_path, HEADER, [row])
+        write_step(tmp_path, HEADER, table_of([row]))
         (read,) = read_dump(tmp_path)
         np.testing.assert_array_equal(read.weight_T.view(np.uint32), bits)
 
@@ -123,7 +128,9 @@ class TestOtherReaders:
 
     def _folder(self, tmp_path: Path) -> Path:
         for step in (1, 2):
-            write_step(tmp_path / "dump", replace(HEADER, step=step), [_full_row(), dump_row([1.0], score_T=None)])
+            write_step(
+                tmp_path / "dump", replace(HEADER, step=step), table_of([_full_row(), dump_row([1.0], score_T=None)])
+            )
         return tmp_path / "dump"
 
     def test_datasets_and_pandas(self, tmp_path: Path) -> None:
@@ -140,8 +147,8 @@ class TestOtherReaders:
 class TestFiles:
     def test_updates_of_a_step_have_files_of_their_own(self, tmp_path: Path) -> None:
         for update in (0, 1, 10):
-            write_step(tmp_path, replace(HEADER, step=1, update=update), [dump_row([float(update)])])
-        write_step(tmp_path, replace(HEADER, step=12), [dump_row([9.0])])
+            write_step(tmp_path, replace(HEADER, step=1, update=update), table_of([dump_row([float(update)])]))
+        write_step(tmp_path, replace(HEADER, step=12), table_of([dump_row([9.0])]))
         dump = read_dump(tmp_path)
         assert [(row.step, row.update) for row in dump] == [(1, 0), (1, 1), (1, 10), (12, 0)]
         assert [row.weight_T.item() for row in dump] == [0.0, 1.0, 10.0, 9.0]
@@ -152,15 +159,15 @@ class TestFiles:
             file.write(b"PAR1")
             raise OSError(28, "No space left on device")
 
-        path = write_step(tmp_path, HEADER, [dump_row([1.0])])
+        path = write_step(tmp_path, HEADER, table_of([dump_row([1.0])]))
         monkeypatch.setattr(pq, "write_table", fail)
         with pytest.raises(OSError, match="No space"):
-            write_step(tmp_path, HEADER, [dump_row([2.0])])
+            write_step(tmp_path, HEADER, table_of([dump_row([2.0])]))
         assert [row.weight_T.item() for row in read_dump(tmp_path)] == [1.0] and list(tmp_path.iterdir()) == [path]
 
     def test_a_resumed_run_removes_its_steps_and_nothing_else(self, tmp_path: Path) -> None:
         for step, update in ((1, 0), (9, 0), (10, 0), (10, 3), (11, 0)):
-            write_step(tmp_path, replace(HEADER, step=step, update=update), [])
+            write_step(tmp_path, replace(HEADER, step=step, update=update), table_of([]))
         others = ["notes.txt", "12.jsonl", "step_12.parquet.bak"]
         for name in [*others, ".step_000010.parquet.1.writing"]:
             (tmp_path / name).write_text("mine")
@@ -170,48 +177,51 @@ class TestFiles:
         assert remove_steps(tmp_path / "nowhere", 0) == dumped_steps(tmp_path / "nowhere") == []
 
 
-def _changed(path: Path, **columns: Any) -> None:
-    """Write the file again with other columns or, as ``header``, another header."""
-    table = pq.read_table(path)
-    header = columns.pop("header", None)
-    for name, values in columns.items():
-        place = table.schema.get_field_index(name)
-        if values is None:
-            table = table.remove_column(place)
-        else:
-            array = pa.array(values, table.schema.field(name).type)
-            table = table.set_column(place, table.schema.field(name), array)
-    if header is not None:
-        table = table.replace_schema_metadata({b"grail_advantage": header})
-    pq.write_table(table, path)
-
-
 class TestBroken:
-    def _problems(self, path: Path) -> tuple[list[int], list[str]]:
-        dump = read_dump(path.parent)
-        rows = [row.row for row in dump]
-        assert [row.row for row in dump] == rows, "reading again says nothing twice"
-        assert all(problem.startswith(f"{path}: ") and len(problem) < len(str(path)) + 300 for problem in dump.problems)
-        return rows, dump.problems
+    def test_a_file_that_is_none_of_a_dump_is_named_and_the_others_are_read(self, tmp_path: Path) -> None:
+        write_step(tmp_path, replace(HEADER, step=4), table_of([dump_row([1.0], row=7)]))
+        path = write_step(tmp_path, HEADER, table_of([dump_row([1.0], row=row) for row in range(3)]))
+        content, table = path.read_bytes(), pq.read_table(path)
 
-    def test_a_file_that_is_none_of_a_dump_is_named_with_the_reason(self, tmp_path: Path) -> None:
-        """One error a file: responses before the damage are read, and so is every other file."""
-        write_step(tmp_path, replace(HEADER, step=4), [dump_row([1.0], row=7)])
-        header = {"schema_version": 4, "step": 3, "method": "grail", "special_tokens": {}}
-        for changes, message, rows in (
-            ({"weight": [[1.0], [1.0, 2.0], [1.0]]}, "weight has 2 values for 1 tokens", [0, 7]),
-            ({"span": [None, [0, 1, 2, 3], None]}, "the span is not four token indices in order, at most 1", [0, 7]),
-            ({"labels": [None, "[" * 100_000, None]}, "recursion", [0, 7]),
-            ({"weight": None}, "its columns are others", [7]),
-            ({"header": b"[" * 100_000}, "", [7]),
-            ({"header": b'{"schema_version": 2}'}, "schema_version is 2; this version reads 4", [7]),
-            ({"header": json.dumps(header | {"method": 1}).encode()}, "wrong type", [7]),
+        def changed(name: str, values: list) -> pa.Table:
+            column = table.schema.field(name)
+            return table.set_column(table.column_names.index(name), column, pa.array(values, column.type))
+
+        def headed(header: Any) -> pa.Table:
+            return table.replace_schema_metadata({"grail_advantage": json.dumps(header)})
+
+        header = json.loads(table.schema.metadata[b"grail_advantage"])
+        for other, message in (
+            (content[:-20], ""),
+            (b"", ""),
+            (b"no parquet", ""),
+            (table.replace_schema_metadata({}), "grail_advantage"),
+            (headed(header | {"schema_version": 2}), "schema_version is 2; this version reads 4"),
+            (headed(header | {"special_tokens": 5}), "special_tokens"),
+            (headed([1]), ""),
+            (table.drop_columns("weight"), "its columns are others"),
+            (table.slice(0, 0), "it holds no responses"),
+            (changed("weight", [[1.0], [1.0, 2.0], [1.0]]), "weight has 2 values for 1 tokens"),
+            (changed("span", [[0, 1, 2, 3]] * 3), "the span is not four token indices in order, at most 1"),
+            (changed("labels", ["{"] * 3), ""),
         ):
-            path = write_step(tmp_path, HEADER, [dump_row([1.0], row=row) for row in range(3)])
-            _changed(path, **changes)
-            read, (problem,) = self._problems(path)
-            assert read == rows and "is damaged or no token dump" in problem and message in problem
-            assert (read_dump(tmp_path).files[0].header is None) == ("header" in changes)
-        for content in (b"", b"PAR1", b"no parquet", b"PAR1" + bytes(100) + b"PAR1"):
-            path.write_bytes(content)
-            assert self._problems(path)[0] == [7] and len(self._problems(path)[1]) == 1
+            if isinstance(other, bytes):
+                path.write_bytes(other)
+            else:
+                pq.write_table(other, path)
+            dump = read_dump(tmp_path)
+            assert [row.row for row in dump] == [row.row for row in dump] == [7]
+            (problem,) = dump.problems
+            assert problem.startswith(f"{path}: is damaged or no token dump (") and message in problem
+            assert len(problem) < len(str(path)) + 300
+
+    def test_a_table_that_the_reader_would_refuse_is_not_written(self, tmp_path: Path) -> None:
+        table = table_of([dump_row([1.0, 2.0]), replace(dump_row([1.0, 2.0]), entropy_T=np.float32([1.0]))])
+        for other, message in (
+            (table, "entropy has 1 values for 2 tokens"),
+            (table.drop_columns("mask"), "mask"),
+            (table.set_column(0, "row", pa.array(["a", "b"])), "not that of a token dump"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                write_step(tmp_path, HEADER, other)
+        assert not list(tmp_path.iterdir())

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from grail_advantage.dump.files import DumpHeader, DumpRow, read_dump, write_step
+from grail_advantage.answers.visible import visible
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.store import DumpRow, read_dump, write_step
 from grail_advantage.view.notebook import row_html, token_html
 from grail_advantage.view.page import colours
-from grail_advantage.view.page.visible import visible
 from grail_advantage.view.terminal import find_row, rollout_view
-from tests.dumps import HOSTILE, dump_row
+from tests.dumps import HOSTILE, dump_row, table_of
 
 NAN = float("nan")
 HEADER = DumpHeader(step=1, method="grail", special_tokens={7: "<|im_end|>"})
@@ -48,7 +49,7 @@ def _printed(row: DumpRow, *, colour: bool = False, header: DumpHeader | None = 
 def test_the_chosen_row(tmp_path: Path) -> None:
     for step in (1, 5):
         rows = [dump_row([1.0], step=step, row=row, no_scores="no answer" if row < 3 else None) for row in (2, 3, 4)]
-        write_step(tmp_path, DumpHeader(step=step, method="grail"), rows)
+        write_step(tmp_path, DumpHeader(step=step, method="grail"), table_of(rows))
     dump = read_dump(tmp_path)
     for which, wanted in (({}, (5, 3)), ({"step": 1}, (1, 3)), ({"step": 1, "row": 4}, (1, 4)), ({"row": 2}, (5, 2))):
         header, row = find_row(dump, **which)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grail_advantage.dump.files import DumpRow, MethodColumns
+from grail_advantage.dump.store import DumpRow, MethodColumns
 
 BINS = 20
 OUTCOMES = ("right", "wrong")

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from grail_advantage.dump.files import DumpFile, DumpHeader, TokenDump, read_dump
+from grail_advantage.dump.options import METRICS_FILE, TOKENS
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.store import DumpFile, TokenDump, read_dump
 
-TOKENS = "tokens"
-"""Where a run has its dump, by convention."""
-METRICS_FILE = "metrics.jsonl"
 _MOST_STEP = 10**15
 """As in the names of a token dump's files."""
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from grail_advantage.dump.files import DumpHeader, DumpRow
-from grail_advantage.dump.received import run_receipt
+from grail_advantage.dump.schema import DumpHeader
+from grail_advantage.dump.store import DumpRow
+from grail_advantage.receipt.report import finding_texts, run_receipt, summary
 from grail_advantage.view.page import by_position, colours, data, pack
-from grail_advantage.view.page.arrived import finding_texts, summary
 
 _GROUP = 8
 """Responses a prompt in common set-ups, for the choice of steps."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from grail_advantage.dump.files import DumpRow, MethodColumns
+from grail_advantage.dump.store import DumpRow, MethodColumns
 
 _LARGEST = 15
 """Binary exponent of a column's largest value after its scaling; float16 ends at 65504, just below 2^16."""

@@ -1,0 +1,444 @@
+"""The token dump: every token's score, weight and advantage of chosen rollouts, as Parquet files.
+
+A folder with one file a written update, ``step_000123.parquet``: a row a response, list columns for values a token, the header
+as JSON in the file's metadata. ``received_000123.parquet`` has the same responses in the same order with what they received in
+the update (:mod:`grail_advantage.receipt`); it is a file of its own because it is known after the update only, and may be
+missing. docs/token_dump.md has every column.
+
+- :func:`write_step` and :func:`write_received` write one file, whole or not at all.
+- :func:`read_dump` reads a folder. A file that cannot be read is named, with the reason; the others are read.
+
+Shape suffixes: T response tokens, K optimiser steps that a response was in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pydantic import TypeAdapter
+
+from grail_advantage.answers.span import AnswerSpan
+from grail_advantage.dump.schema import COLUMNS, METHOD, RECEIVED_SCHEMA, SCHEMA, DumpHeader, ReceivedHeader
+from grail_advantage.dump.whole_file import UNFINISHED, whole_file
+
+_BROKEN = (pa.ArrowException, OSError, ValueError, LookupError, TypeError)
+"""Errors of a damaged or foreign file."""
+_ROWS = 32
+"""Rows of a row group; the reader holds one group at a time."""
+_TOKENS = "tokens.list.element"
+"""The leaf that is read as a dictionary, so that equal tokens share a text."""
+_PER_TOKEN = ("token_ids", "mask", *COLUMNS)
+"""Columns with a number a token, whose fields end in ``_T``."""
+_Row = TypeVar("_Row")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One of the two kinds of files."""
+
+    name: str
+    """In front of the step in a file's name."""
+    key: bytes
+    """Of the header in the file's metadata."""
+    version: int
+    """``schema_version`` in the header."""
+    schema: pa.Schema
+    header: TypeAdapter
+    per_token: Sequence[str]
+    """List columns with one value a token; the first one says how many tokens there are."""
+    dictionaries: Sequence[str]
+    """Leaves of few different values."""
+    called: str
+    """In messages."""
+
+    def path(self, folder: Path, step: int, update: int) -> Path:
+        """The file of a step, or of one of its later updates."""
+        suffix = f"_update_{update}" if update else ""
+        return Path(folder) / f"{self.name}_{step:06d}{suffix}.parquet"
+
+    def files(self, folder: Path) -> list[tuple[int, int, Path]]:
+        """Step, update and path of each file that is named as one of this kind, in order."""
+        name = re.compile(rf"{self.name}_(\d{{1,15}})(?:_update_(\d{{1,9}}))?\.parquet")
+        names = ((path, name.fullmatch(path.name)) for path in Path(folder).glob(f"{self.name}_*"))
+        return sorted((int(match[1]), int(match[2] or 0), path) for path, match in names if match and path.is_file())
+
+
+_STEP = _Kind(
+    "step",
+    b"grail_advantage",
+    4,
+    SCHEMA,
+    TypeAdapter(DumpHeader),
+    ("tokens", *_PER_TOKEN),
+    [
+        *(column.name for column in SCHEMA if column.type == pa.string()),
+        *(f"{name}.list.element" for name in ("prompt_ids", "token_ids")),
+        _TOKENS,
+        *(f"methods.list.element.{name}" for name in ("name", "no_scores")),
+    ],
+    "token dump",
+)
+_RECEIVED = _Kind(
+    "received",
+    b"grail_advantage_received",
+    1,
+    RECEIVED_SCHEMA,
+    TypeAdapter(ReceivedHeader),
+    ("received", "clipped"),
+    ["key"],
+    "receipt",
+)
+
+
+# ------------------------------------------------------------------------------------------------------------------ writing
+
+
+def write_step(folder: Path, header: DumpHeader, table: pa.Table) -> Path:
+    """Write the responses of an update, in place of a file of the same step and update.
+
+    Args:
+        folder: is made where it is missing.
+        header: of the file.
+        table: a row a response, with all columns of :data:`grail_advantage.dump.schema.SCHEMA` but ``step`` and ``update``.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError: a column is missing or has another type, or a response has more or fewer values than tokens.
+        OSError: the disk's.
+    """
+    for name in ("update", "step"):
+        values = pa.array(np.full(len(table), getattr(header, name), dtype=np.int64))
+        table = table.add_column(0, SCHEMA.field(name), values)
+    return _write(_STEP, folder, header, table)
+
+
+def write_received(folder: Path, header: ReceivedHeader, table: pa.Table) -> Path:
+    """Write what the responses of an update received, in place of a file of the same step and update.
+
+    Args:
+        folder: of the dump.
+        header: of the file.
+        table: of :data:`grail_advantage.dump.schema.RECEIVED_SCHEMA`, as :meth:`grail_advantage.receipt.Receipt.table` gives
+            it, with the responses of the file beside it in their order.
+
+    Returns:
+        The file.
+
+    Raises:
+        ValueError, OSError: as :func:`write_step` does.
+    """
+    return _write(_RECEIVED, folder, header, table)
+
+
+def dumped_steps(folder: Path) -> list[int]:
+    """The steps of which a folder has files, in order; none where there is no folder."""
+    return sorted({step for step, _, _ in _STEP.files(folder)})
+
+
+def remove_steps(folder: Path, first: int) -> list[Path]:
+    """Remove the files of step ``first`` and later ones, which a run that resumes there writes anew, and unfinished ones;
+    returns the former."""
+    removed = [path for step, _, path in [*_STEP.files(folder), *_RECEIVED.files(folder)] if step >= first]
+    for path in [*removed, *Path(folder).glob(f".*{UNFINISHED}")]:
+        path.unlink()
+    return removed
+
+
+def _write(kind: _Kind, folder: Path, header: DumpHeader | ReceivedHeader, table: pa.Table) -> Path:
+    record = json.dumps({"schema_version": kind.version, **asdict(header)}).encode("ascii")
+    try:
+        table = table.select(kind.schema.names).cast(kind.schema.with_metadata({kind.key: record}))
+    except (KeyError, pa.ArrowException) as error:
+        raise ValueError(f"the table is not that of a {kind.called}: {error}") from error
+    _check_lengths(kind, table)
+    path = kind.path(folder, header.step, header.update)
+    with whole_file(path) as file:
+        pq.write_table(
+            table,
+            file,
+            row_group_size=_ROWS,
+            compression="zstd",
+            use_dictionary=list(kind.dictionaries),
+            write_statistics=False,
+        )
+    return path
+
+
+def _check_lengths(kind: _Kind, table: pa.Table) -> None:
+    """Raises ``ValueError`` where a list column of a response has more or fewer values than the response has tokens."""
+    first, *others = kind.per_token
+    tokens_N = pc.list_value_length(table[first])
+    columns = {name: (table[name], tokens_N) for name in others}
+    if "methods" in table.column_names:
+        methods = table["methods"].combine_chunks()
+        of_method_M = tokens_N.take(pc.list_parent_indices(methods))
+        for name in ("score", "weight", "advantage"):
+            columns[f"a method's {name}"] = (pc.struct_field(methods.flatten(), name), of_method_M)
+    for name, (lists, expected) in columns.items():
+        counts = pc.list_value_length(lists)
+        for count, tokens in zip(counts.to_pylist(), expected.to_pylist(), strict=True):
+            if count not in (None, tokens):
+                raise ValueError(f"{name} has {count} values for {tokens} tokens")
+
+
+# ------------------------------------------------------------------------------------------------------------------ reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodColumns:
+    """Scores and weights of one of several methods."""
+
+    score_T: np.ndarray | None
+    weight_T: np.ndarray
+    no_scores: str | None = None
+    advantage_T: np.ndarray | None = None
+    """Of a method that gives token advantages; else it is the weight times the base advantage."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReceivedRow:
+    """What the tokens of one response received, in the K optimiser steps of the update that it was in."""
+
+    key: str
+    """As the response's."""
+    updates: np.ndarray
+    """int64 (K,): the numbers of these optimiser steps, from 0 over all epochs; none of a response that was left out."""
+    received_T: np.ndarray
+    """float32: the effective advantage that arrived, the mean over the K steps; NaN where a token was in none."""
+    clipped_T: np.ndarray
+    """float32: the share of the K steps in which the loss clipped the token; NaN where that is not known."""
+    by_update_KT: np.ndarray
+    """float32: the effective advantage of each step."""
+
+    def __len__(self) -> int:
+        return len(self.received_T)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DumpRow:
+    """One response. Arrays have its length T; float ones are float32 with NaN where there is no value."""
+
+    step: int
+    row: int
+    """Its place in the update's batch."""
+    key: str
+    """verl's key of the response, ``{prompt}_{session}_{output}``, which verl's own rollout dump calls ``uid``."""
+    group: int
+    """Responses of one update with the same number answer the same prompt."""
+    update: int = 0
+    id: str | None = None
+    """The problem's name, where it has one."""
+    prompt: str = ""
+    """The text that the model saw."""
+    response: str = ""
+    """``"".join(tokens)``."""
+    ground_truth: str | None = None
+    reward: float | None = None
+    outcome: str | None = None
+    """``right`` (correct), ``wrong`` (incorrect), or ``None`` where it is not known."""
+    answer: str | None = None
+    """The text in the answer span."""
+    truncated: bool = False
+    no_scores: str | None = None
+    """Why the response has no scores, if it has none."""
+    span: AnswerSpan | None = None
+    prompt_ids: np.ndarray
+    token_ids_T: np.ndarray
+    tokens: Sequence[str]
+    """The text of each token. A character that several tokens share belongs to the last of them; special tokens have none."""
+    mask_T: np.ndarray
+    """bool; the tokens that train."""
+    score_T: np.ndarray | None = None
+    weight_T: np.ndarray
+    base_advantage_T: np.ndarray | None = None
+    advantage_T: np.ndarray | None = None
+    old_log_prob_T: np.ndarray | None = None
+    entropy_T: np.ndarray | None = None
+    methods: Mapping[str, MethodColumns] = field(default_factory=dict)
+    """By name, where several methods gave the response weights."""
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    """Token ranges ``[start, end]``, or lists of them, by name; the report marks ``wrong_step``."""
+    received: ReceivedRow | None = None
+    """What its tokens received, where the run kept that."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids_T)
+
+
+@dataclass
+class DumpFile:
+    """One file of a folder."""
+
+    path: Path
+    step: int
+    update: int
+    problems: list[str]
+    """Of the folder: unreadable files, each named once."""
+
+    @property
+    def header(self) -> DumpHeader | None:
+        """``None`` where it cannot be read, which :meth:`rows` puts into ``problems``."""
+        return _header(_STEP, self.path, [])
+
+    def rows(self) -> Iterator[DumpRow]:
+        """The responses, one at a time; of a damaged file those before the damage."""
+        path = _RECEIVED.path(self.path.parent, self.step, self.update)
+        received = _rows(_RECEIVED, path, self.problems, _received_row) if path.is_file() else iter(())
+        for row in _rows(_STEP, self.path, self.problems, _dump_row):
+            arrived = next(received, None)
+            if arrived is not None and (arrived.key, len(arrived)) != (row.key, len(row)):
+                _add(self.problems, path, "is of other responses than the file of its step")
+                arrived, received = None, iter(())
+            yield replace(row, received=arrived)
+
+
+@dataclass
+class TokenDump:
+    """A folder of token dumps, as it is on the disk."""
+
+    folder: Path
+    files: list[DumpFile]
+    """By step and update."""
+    problems: list[str]
+    """What could not be read so far, each with its file; grows while responses are read."""
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that there are files of."""
+        return sorted({file.step for file in self.files})
+
+    def rows(self, steps: Iterable[int] | None = None) -> Iterator[DumpRow]:
+        """The responses of some steps, of all by default, one at a time."""
+        wanted = None if steps is None else set(steps)
+        for file in self.files:
+            if wanted is None or file.step in wanted:
+                yield from file.rows()
+
+    def __iter__(self) -> Iterator[DumpRow]:
+        return self.rows()
+
+    def receipts(self) -> list[ReceivedHeader]:
+        """The headers of the files of what arrived, in order."""
+        return read_headers(self.folder, self.problems)
+
+
+def read_dump(folder: Path | str) -> TokenDump:
+    """Look into a folder. Nothing is raised: what is wrong with it is in ``problems``."""
+    folder = Path(folder)
+    try:
+        unfinished = [path for path in folder.iterdir() if path.name.endswith(UNFINISHED)]
+    except OSError as error:
+        return TokenDump(folder, [], [f"{folder}: cannot be read: {error.strerror or error}"])
+    problems = [f"{path}: was being written when its run ended; nothing of it is read" for path in unfinished]
+    files = [DumpFile(path, step, update, problems) for step, update, path in _STEP.files(folder)]
+    if not files:
+        problems.append(f"{folder}: holds no token dump (step_NUMBER.parquet)")
+    return TokenDump(folder, files, problems)
+
+
+def read_headers(folder: Path, problems: list[str]) -> list[ReceivedHeader]:
+    """The headers of the files of what arrived, in order; a file that cannot be read is added to ``problems``, once."""
+    headers = (_header(_RECEIVED, path, problems) for _, _, path in _RECEIVED.files(folder))
+    return [header for header in headers if header is not None]
+
+
+def _header(kind: _Kind, path: Path, problems: list[str]) -> Any:
+    """The file's header; ``None`` where it cannot be read, which is added to ``problems``."""
+    try:
+        return _parsed(kind, pq.read_metadata(path))
+    except _BROKEN as error:
+        _add(problems, path, f"is damaged or no {kind.called} ({str(error)[:200]})")
+        return None
+
+
+def _parsed(kind: _Kind, metadata: pq.FileMetaData) -> Any:
+    record = json.loads((metadata.metadata or {})[kind.key])
+    if record["schema_version"] != kind.version:
+        raise ValueError(f"schema_version is {record['schema_version']!r:.20}; this version reads {kind.version}")
+    return kind.header.validate_python(record)
+
+
+def _rows(kind: _Kind, path: Path, problems: list[str], make: Callable[..., _Row]) -> Iterator[_Row]:
+    """The rows of a file, one at a time; of a damaged file those before the damage, which is added to ``problems``.
+
+    Args:
+        kind: of the file.
+        path: the file.
+        problems: of the folder.
+        make: gets a row's values by the names of the columns.
+    """
+    try:
+        metadata = pq.read_metadata(path)
+        _parsed(kind, metadata)
+        if not metadata.schema.to_arrow_schema().equals(kind.schema):
+            raise ValueError("its columns are others")
+        if not metadata.num_rows:
+            raise ValueError("it holds no responses")
+        with pq.ParquetFile(path, metadata=metadata, read_dictionary=[_TOKENS] if kind is _STEP else []) as file:
+            for number in range(metadata.num_row_groups):
+                table = file.read_row_group(number)
+                _check_lengths(kind, table)
+                columns = [_values(column.combine_chunks()) for column in table.columns]
+                for values in zip(*columns, strict=True):
+                    yield make(**dict(zip(kind.schema.names, values, strict=True)))
+    except _BROKEN as error:
+        _add(problems, path, f"is damaged or no {kind.called} ({str(error)[:200]})")
+
+
+def _add(problems: list[str], path: Path, message: str) -> None:
+    if (problem := f"{path}: {message}") not in problems:
+        problems.append(problem)
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """A column's entries; a list of numbers is an array."""
+    if not pa.types.is_list(column.type):
+        return column.to_pylist()
+    kind = column.type.value_type
+    if pa.types.is_dictionary(kind):
+        texts = np.array(column.values.dictionary.to_pylist(), dtype=object)
+        return [texts[entry.values.indices.to_numpy()].tolist() for entry in column]
+    if pa.types.is_struct(kind):
+        return [{name: _values(entry.values.field(name)) for name in METHOD.names} for entry in column]
+    if pa.types.is_list(kind):
+        return [_values(entry.values) for entry in column]
+    return [entry.values.to_numpy(zero_copy_only=False).copy() if entry.is_valid else None for entry in column]
+
+
+def _dump_row(*, span: np.ndarray | None, methods: dict[str, list], labels: str | None, **values: Any) -> DumpRow:
+    names = methods.pop("name")
+    columns = [dict(zip(map(_field, methods), entry, strict=True)) for entry in zip(*methods.values(), strict=True)]
+    marks = json.loads(labels or "{}")
+    row = DumpRow(
+        span=None if span is None else AnswerSpan(*span.tolist()),
+        methods={name: MethodColumns(**entry) for name, entry in zip(names, columns, strict=True)},
+        labels=marks if isinstance(marks, dict) else {},
+        **{_field(name): value for name, value in values.items()},
+    )
+    edges = [0, *vars(row.span).values(), len(row)] if row.span else []
+    if edges != sorted(edges):
+        raise ValueError(f"response {row.row}: the span is not four token indices in order, at most {len(row)}")
+    return row
+
+
+def _received_row(
+    *, key: str, updates: np.ndarray, received: np.ndarray, clipped: np.ndarray, by_update: list
+) -> ReceivedRow:
+    by_update_KT = np.array(by_update, dtype=np.float32).reshape(len(updates), len(received))
+    return ReceivedRow(key=key, updates=updates, received_T=received, clipped_T=clipped, by_update_KT=by_update_KT)
+
+
+def _field(column: str) -> str:
+    """The name of a column's field, which ends in ``_T`` where there is a value a token."""
+    return f"{column}_T" if column in _PER_TOKEN else column

@@ -1,0 +1,1 @@
+"""The earlier place of the token dump; stays for a release."""
