@@ -358,12 +358,16 @@ def _header(kind: _Kind, path: Path, problems: list[str]) -> Any:
     try:
         return _parsed(kind, pq.read_metadata(path))
     except _BROKEN as error:
-        _add(problems, path, f"is damaged or no {kind.called} ({str(error)[:200]})")
+        _add(problems, path, _damaged(kind, error))
         return None
 
 
 def _parsed(kind: _Kind, metadata: pq.FileMetaData) -> Any:
-    record = json.loads((metadata.metadata or {})[kind.key])
+    """Raises one of ``_BROKEN`` where there is no header of this version."""
+    text = (metadata.metadata or {}).get(kind.key)
+    if text is None:
+        raise ValueError("its metadata has no header")
+    record = json.loads(text)
     if record["schema_version"] != kind.version:
         raise ValueError(f"schema_version is {record['schema_version']!r:.20}; this version reads {kind.version}")
     return kind.header.validate_python(record)
@@ -393,7 +397,11 @@ def _rows(kind: _Kind, path: Path, problems: list[str], make: Callable[..., _Row
                 for values in zip(*columns, strict=True):
                     yield make(**dict(zip(kind.schema.names, values, strict=True)))
     except _BROKEN as error:
-        _add(problems, path, f"is damaged or no {kind.called} ({str(error)[:200]})")
+        _add(problems, path, _damaged(kind, error))
+
+
+def _damaged(kind: _Kind, error: Exception) -> str:
+    return f"is damaged or no {kind.called} ({' '.join(str(error).split())[:200]})"
 
 
 def _add(problems: list[str], path: Path, message: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from grail_advantage.batch import PassRow
-from grail_advantage.model.interface import Model, Range, RowScores
+from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, RowScores
 from grail_advantage.options import option
 from grail_advantage.registry import register_signal
 from grail_advantage.reshapers.bilevel import BilevelOptions
@@ -23,6 +23,7 @@ from grail_advantage.signals.oar_perturbation import perturbation_scores, replac
 
 if TYPE_CHECKING:
     import torch
+    from tqdm import tqdm
     from transformers import PreTrainedTokenizerBase
 
 
@@ -135,7 +136,23 @@ class Oar(LogZscoreOptions, BilevelOptions, ReshapedSignal):
 
     def run(self, rows: Sequence[PassRow], model: Model) -> list[RowScores]:
         if self.method == "gradient":
-            return model.micro_batches(rows, lambda micro: gradient_scores(self, micro, model.step), gradients=True)
+            return model.micro_batches(rows, lambda micro: self._gradient_scores(micro, model.step), gradients=True)
         total = sum(len(self.replaced(row)) for row in rows)
         with model.sequences() as forward, model.progress(total, "OAR-P") as bar:
-            return [RowScores(perturbation_scores(self, row, model, forward, bar)) for row in rows]
+            return [RowScores(self._perturbation_scores(row, model, forward, bar)) for row in rows]
+
+    def _gradient_scores(self, micro: MicroBatch, step: int) -> list[RowScores]:
+        return gradient_scores(
+            micro,
+            [self.probe_of(row) for row in micro.rows],
+            probe=self.probe,
+            noise_std=self.noise_std,
+            seed=self.noise_seed,
+            step=step,
+            port=self.variant == "grail_port",
+        )
+
+    def _perturbation_scores(self, row: PassRow, model: Model, forward: Forward, bar: tqdm) -> torch.Tensor:
+        return perturbation_scores(
+            row, model, forward, bar, span=self.probe_of(row), probe=self.probe, replaced_M=self.replaced(row)
+        )

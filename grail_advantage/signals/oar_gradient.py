@@ -15,14 +15,12 @@ import torch
 from torch import nn
 
 from grail_advantage.model.activations import capture_leaf
-from grail_advantage.model.interface import MicroBatch, RowScores
+from grail_advantage.model.interface import MicroBatch, Range, RowScores
 from grail_advantage.signals.oar_probe import divergence, read_probe
 from grail_advantage.signals.saliency import align_scores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from grail_advantage.signals.oar import Oar
 
 
 def noise_seed(seed: int, step: int, tokens: Sequence[int]) -> int:
@@ -40,19 +38,23 @@ def noise_seed(seed: int, step: int, tokens: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{content}".encode()).digest()[:8], "little")
 
 
-def gradient_scores(signal: Oar, micro: MicroBatch, step: int) -> list[RowScores]:
+def gradient_scores(
+    micro: MicroBatch, probes: Sequence[Range], *, probe: str, noise_std: float, seed: int, step: int, port: bool
+) -> list[RowScores]:
     """A forward without noise, a forward with it, and a backward to the noisy embeddings.
 
     Noise is drawn in float32 by a generator on the activations' device: reproducible there, but not the same on another kind
     of device. No hook is left, whatever happens.
 
     Args:
-        signal: the options.
         micro: the rows.
+        probes: positions that each row's reading is of.
+        probe: how they are read, see :func:`grail_advantage.signals.oar_probe.read_probe`.
+        noise_std: of the noise.
+        seed: the run's, of the noise.
         step: training step.
+        port: the whole response is scored, at the position before each token, by the noisy embedding; else the reasoning.
     """
-    port = signal.variant == "grail_port"
-    probes = [signal.probe_of(row) for row in micro.rows]
     counts = [stop - start for start, stop in probes]
     rows = list(zip(micro.rows, probes, strict=True))
     tokens_K = torch.cat([row.tokens_S.roll(-1)[start:stop] for row, (start, stop) in rows])
@@ -71,18 +73,18 @@ def gradient_scores(signal: Oar, micro: MicroBatch, step: int) -> list[RowScores
             read = row.tokens_S[: row.response_start + row.answer.end].tolist()
             noise_SD = torch.randn(
                 (length, noisy_BSD.shape[-1]),
-                generator=torch.Generator(device).manual_seed(noise_seed(signal.noise_seed, step, read)),
+                generator=torch.Generator(device).manual_seed(noise_seed(seed, step, read)),
                 device=device,
                 dtype=torch.float32,
             )
             batch_row, start = micro.at(index, first)
             piece_SD = noisy_BSD[batch_row, start : start + kept]
             # The sum is taken in float32 where the model is narrower.
-            piece_SD.copy_(piece_SD + signal.noise_std * noise_SD[:kept])
+            piece_SD.copy_(piece_SD + noise_std * noise_SD[:kept])
         return noisy_BSD
 
     with torch.no_grad():
-        clean = read_probe(micro.logits(probes), tokens_K, counts, signal.probe)
+        clean = read_probe(micro.logits(probes), tokens_K, counts, probe)
     embedding = micro.leaf("embeddings")
     handle = embedding.register_forward_hook(add_noise)
     try:
@@ -90,9 +92,9 @@ def gradient_scores(signal: Oar, micro: MicroBatch, step: int) -> list[RowScores
             noisy_logits_KV = micro.logits(probes)
     finally:
         handle.remove()
-    noisy = read_probe(noisy_logits_KV, tokens_K, counts, signal.probe)
+    noisy = read_probe(noisy_logits_KV, tokens_K, counts, probe)
     # Summed over rows, each of which depends on its own embeddings alone.
-    (gradient_BSD,) = torch.autograd.grad(divergence(clean, noisy, signal.probe).sum(), leaves[0])
+    (gradient_BSD,) = torch.autograd.grad(divergence(clean, noisy, probe).sum(), leaves[0])
     gradient_BSD = gradient_BSD.float()
     embeddings_BSD = (leaves[0] if port else clean_BSD[0]).detach().float()
     score_BS = (gradient_BSD * embeddings_BSD).sum(dim=-1).abs()
@@ -102,6 +104,6 @@ def gradient_scores(signal: Oar, micro: MicroBatch, step: int) -> list[RowScores
     scores = []
     for (row, _), score_S, norm_S in zip(rows, micro.per_row(score_BS), micro.per_row(norm_BS), strict=True):
         first = row.response_start - 1
-        scored = row.answer.start if signal.statistics == "reasoning" else row.response_length
+        scored = row.response_length if port else row.answer.start
         scores.append(RowScores(align_scores(score_S[first:], scored, alignment), norm_S[first:]))
     return scores

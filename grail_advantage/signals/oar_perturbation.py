@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from grail_advantage.batch import PassRow
-from grail_advantage.model.interface import Forward, Model
+from grail_advantage.model.interface import Forward, Model, Range
 from grail_advantage.signals.oar_probe import divergence, read_probe
 
 if TYPE_CHECKING:
     from tqdm import tqdm
     from transformers import Cache
-
-    from grail_advantage.signals.oar import Oar
 
 
 def replaced_tokens(reasoning_length: int, max_perturbations: int | None) -> torch.Tensor:
@@ -46,20 +44,24 @@ def interpolate(scores_M: torch.Tensor, replaced_M: torch.Tensor, reasoning_leng
 
 
 @torch.no_grad()
-def perturbation_scores(signal: Oar, row: PassRow, model: Model, forward: Forward, bar: tqdm) -> torch.Tensor:
+def perturbation_scores(
+    row: PassRow, model: Model, forward: Forward, bar: tqdm, *, span: Range, probe: str, replaced_M: torch.Tensor
+) -> torch.Tensor:
     """Scores of a row's reasoning tokens.
 
     Args:
-        signal: the options.
         row: the row, whose response begins with at least one reasoning token.
         model: the host of ``forward``.
         forward: of :meth:`grail_advantage.model.interface.Model.sequences`.
         bar: counts counterfactuals.
+        span: positions that the reading is of.
+        probe: how they are read, see :func:`grail_advantage.signals.oar_probe.read_probe`.
+        replaced_M: from :func:`replaced_tokens`.
 
     Returns:
         (R,) float32. With ``answer_joint`` a score is negative where the replacement makes the answer more probable.
     """
-    tokens_S, probe, (start, length) = row.tokens_S, signal.probe, signal.probe_of(row)
+    tokens_S, (start, length) = row.tokens_S, span
     # answer_joint asks for the token after each position; after the row's last one, which only "last" reads, is none.
     next_S = tokens_S.roll(-1)
     tokens_K = next_S[start:length]
@@ -68,7 +70,7 @@ def perturbation_scores(signal: Oar, row: PassRow, model: Model, forward: Forwar
     clean = read_probe(logits_1KV[0], tokens_K, [len(kept_K)], probe)
     cache = cache if _can_be_shared(cache) else None
 
-    replaced_M = signal.replaced(row).to(tokens_S.device)
+    replaced_M = replaced_M.to(tokens_S.device)
     scores: list[torch.Tensor] = []
     for replaced_N in replaced_M.split(model.sequences_together(length)):
         count = len(replaced_N)

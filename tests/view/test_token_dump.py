@@ -195,7 +195,7 @@ class TestBroken:
             (content[:-20], ""),
             (b"", ""),
             (b"no parquet", ""),
-            (table.replace_schema_metadata({}), "grail_advantage"),
+            (table.replace_schema_metadata({}), "its metadata has no header"),
             (headed(header | {"schema_version": 2}), "schema_version is 2; this version reads 4"),
             (headed(header | {"special_tokens": 5}), "special_tokens"),
             (headed([1]), ""),
