@@ -75,7 +75,7 @@ class Rollouts:
     """``None`` in a record that goes to another process."""
     answer: AnswerFormat = BOXED
     """The format of answers."""
-    written_BT: torch.Tensor = None  # type: ignore[assignment]
+    written_BT: torch.Tensor = None
     """bool; the tokens that the model wrote, by default those that train."""
     truncated_B: torch.Tensor | None = None
     """bool; responses that hit the length limit without an end token."""
@@ -273,35 +273,23 @@ class Rollouts:
 
 
 def joined(parts: Sequence[Rollouts]) -> Rollouts:
-    """Responses of several processes as one record, one part's after the other's. All have the same columns and lists."""
-    width = max(part.mask_BT.shape[1] for part in parts)
+    """Responses of several processes as one record, one part's after the other's. All parts have the same columns and lists."""
+    first, width = parts[0], max(part.mask_BT.shape[1] for part in parts)
 
-    def of(name: str) -> Any:
-        values = [getattr(part, name) for part in parts]
-        return None if values[0] is None else torch.cat([_wider(tensor, width) for tensor in values])
+    def one_after_the_other(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], torch.Tensor):
+            wide = (
+                value if value.ndim == 1 else pad(value, (0, width - value.shape[1]))  # the shorter ones end in zeros
+                for value in values
+            )
+            return torch.cat(list(wide))
+        if isinstance(values[0], Mapping):
+            return {name: one_after_the_other([value[name] for value in values]) for name in values[0]}
+        return None if values[0] is None else [entry for value in values for entry in value]
 
-    def one_after_the_other(values: Sequence[Sequence[Any] | None]) -> Any:
-        return None if values[0] is None else [entry for of_part in values for entry in of_part or ()]
-
-    first = parts[0]
-    return replace(
-        first,
-        **{name: of(name) for name in vars(first) if name.endswith(("_B", "_BT")) and name != "columns_BT"},
-        **{
-            name: one_after_the_other([getattr(part, name) for part in parts])
-            for name in ("prompts", "responses", "examples", "keys", "places")
-        },
-        **{
-            name: {
-                entry: one_after_the_other([getattr(part, name)[entry] for part in parts])
-                for entry in getattr(first, name)
-            }
-            for name in ("fields", "facts", "_spans")
-        },
-        columns_BT={
-            name: torch.cat([_wider(part.columns_BT[name], width) for part in parts]) for name in first.columns_BT
-        },
-    )
+    names = vars(first).keys() - {"tokenizer", "answer"}
+    changes: dict[str, Any] = {name: one_after_the_other([getattr(part, name) for part in parts]) for name in names}
+    return replace(first, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,11 +420,6 @@ class StepRecord:
     def _of(self, row: int, length: int) -> tuple[Any, Any, Any, str | None]:
         values = (self.scores_BT, self.weights_BT, self.advantages_BT)
         return *(values_BT[row, :length].cpu().numpy() for values_BT in values), self.no_scores[row]
-
-
-def _wider(values: torch.Tensor, width: int) -> torch.Tensor:
-    """(B, T) padded with zeros to a width; (B,) as it is."""
-    return values if values.ndim == 1 else pad(values, (0, width - values.shape[1]))
 
 
 def _padded(tokens: Sequence[torch.Tensor], like_BT: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,4 @@
-"""Start-up checks of the recipe for settings of verl's own, which have nothing to do with token weights.
-
-verl would start with them and train something else than the settings say, or say of its workers' failure no word that names
-the cause. Runs through verl's own command are left to verl.
-"""
+"""Start-up checks of the recipe: what the machine has, and where the data lies. Settings are in :mod:`recipe.rules`."""
 
 from __future__ import annotations
 
@@ -14,19 +10,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from grail_advantage.methods import methods
-from grail_advantage.verl_ext import checks
+from grail_advantage.verl_ext.checks import VERL_VERSION
 
 FILES = ("data.train_files", "data.val_files")
-_BYPASS = "algorithm.rollout_correction.bypass_mode"
 
 
-def check_config(config: DictConfig, kind: str) -> None:
-    """Check a run's resolved configuration; :func:`grail_advantage.verl_ext.entry.prepare_run` checks the settings of methods.
-
-    Args:
-        config: the configuration.
-        kind: verl's name for the kind of trainer.
+def check_machine(config: DictConfig) -> None:
+    """Check what a run finds here: TRL, the interpreter's place, and its files of data.
 
     Raises:
         ValueError: naming the option and the remedy.
@@ -36,11 +26,6 @@ def check_config(config: DictConfig, kind: str) -> None:
     for option in FILES if read_by_datasets(config) else ():
         for file in files_of(config, option):
             check_file(option, file)
-    if config.algorithm.adv_estimator not in methods():
-        checks.check_start(config)
-    if kind == "separate_async":
-        _check_offload(config)
-    _check_rollout_log_probs(config)
 
 
 def check_interpreter() -> None:
@@ -96,51 +81,6 @@ def check_trl() -> None:
     places = (folder / "__init__.py", folder / "experimental" / "ppo" / "__init__.py")
     if not any(place.is_file() and name in place.read_text(encoding="utf-8") for place in places):
         raise ValueError(
-            f"verl {checks.VERL_VERSION} imports {name} from any TRL that it finds, and the one in {folder} has no such class, "
+            f"verl {VERL_VERSION} imports {name} from any TRL that it finds, and the one in {folder} has no such class, "
             "so that verl's workers would fail; take TRL out of this environment (docs/trl.md)"
-        )
-
-
-def _check_rollout_log_probs(config: DictConfig) -> None:
-    """A comparison of the rollout's log-probabilities with the trainer's needs both over the same tokens.
-
-    vLLM gives them after all sampling options (``processed_logprobs``), and so over the tokens that ``top_k`` and ``top_p``
-    leave; the trainer's softmax is over the whole vocabulary. With equal weights, the ratio of the two is then not 1.
-    """
-    correction = config.algorithm.get("rollout_correction", None) or {}
-    used = next((name for name in ("bypass_mode", "rollout_is", "rollout_rs") if correction.get(name)), None)
-    if used is None:
-        return
-    rollout = config.actor_rollout_ref.rollout
-
-    def refuse(option: str, remedy: str) -> None:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.{option}={rollout.get(option)} does not work with "
-            f"algorithm.rollout_correction.{used}={correction[used]}; {remedy}"
-        )
-
-    if not rollout.calculate_log_probs:
-        refuse("calculate_log_probs", "use true: verl has nothing to correct with otherwise")
-    if rollout.name == "vllm" and str(rollout.get("logprobs_mode", None)).startswith("raw"):
-        if rollout.temperature != 1:
-            refuse(
-                "temperature", "vLLM's raw log-probabilities are those of temperature 1; use it, or processed_logprobs"
-            )
-        return
-    remedy = "the rollout's log-probabilities are then not those of the trainer's full softmax; use "
-    if rollout.top_k > 0:
-        refuse("top_k", f"{remedy}-1")
-    if rollout.top_p < 1:
-        refuse("top_p", f"{remedy}1.0")
-
-
-def _check_offload(config: DictConfig) -> None:
-    """verl's ``DetachActorWorker`` keeps and puts back the parameters where they are, which with offload may not be where the
-    next forward takes them from."""
-    option, step = "actor_rollout_ref.actor.fsdp_config.param_offload", "trainer.v1.separate_async.parameter_sync_step"
-    bypass = OmegaConf.select(config, _BYPASS, default=False)
-    if OmegaConf.select(config, option, default=False) and OmegaConf.select(config, step) > 1 and not bypass:
-        raise ValueError(
-            f"{option}=True does not work with trainer.v1.trainer_mode=separate_async; set it false, or {step}=1, or "
-            f"{_BYPASS}=true"
         )

@@ -24,7 +24,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from grail_advantage.verl_ext.checks import check_verl_version, trainer_kind
+from grail_advantage.verl_ext.checks import check_verl_version
 
 # Before anything of verl is imported: another version may not have what follows.
 check_verl_version(version("verl"))
@@ -37,10 +37,12 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy  # noqa: E
 from verl.utils.config import validate_config  # noqa: E402
 from verl.utils.device import auto_set_device  # noqa: E402
 
+from grail_advantage.rules import refuse  # noqa: E402
 from grail_advantage.verl_ext.entry import prepare_run  # noqa: E402
-from grail_advantage.verl_ext.settings import TRAINER_MODES, TRAINER_MODULE, algorithm_sections  # noqa: E402
+from grail_advantage.verl_ext.settings import TRAINER_MODES, TRAINER_MODULE, RunConfig, algorithm_sections  # noqa: E402
 from recipe import cpu_workers  # noqa: E402
-from recipe.checks import FILES, check_config, files_of, read_by_datasets  # noqa: E402
+from recipe.checks import FILES, check_machine, files_of, read_by_datasets  # noqa: E402
+from recipe.rules import REFUSALS  # noqa: E402
 from recipe.run_life import driver  # noqa: E402
 from recipe.run_life.identity import begin_run, check_run, hold  # noqa: E402
 from recipe.run_life.options import Options, options_of  # noqa: E402
@@ -53,36 +55,40 @@ ConfigStore.instance().store(name="token_weights", node={"algorithm": algorithm_
 ConfigStore.instance().store(name="run_life", node=Options, package="run_life")
 
 
-def prepare(config: DictConfig, *, starts: bool = False) -> None:
+def prepare(config: DictConfig, *, starts: bool = False) -> RunConfig:
     """Check the configuration and choose the trainer.
 
     Args:
         config: the configuration.
         starts: the run begins here, and its folders are locked.
 
+    Returns:
+        The parsed configuration.
+
     Raises:
         ValueError: what cannot work, naming the option and the remedy.
     """
     auto_set_device(config)
-    kept, mode = options_of(config).enabled, config.trainer.v1.trainer_mode
-    if kept and mode in TRAINER_MODES and OmegaConf.select(config, TRAINER_MODULE) is None:
+    life, mode = options_of(config), config.trainer.v1.trainer_mode
+    if life.enabled and mode in TRAINER_MODES and OmegaConf.select(config, TRAINER_MODULE) is None:
         config.trainer.v1.trainer_mode = f"kept_{mode}"
         OmegaConf.update(config, TRAINER_MODULE, "recipe.run_life.trainer", force_add=True)
     if OmegaConf.select(config, SAMPLER) is None:
         OmegaConf.update(config, SAMPLER, os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"), force_add=True)
-    kind = trainer_kind(config)
-    prepare_run(config)
-    check_config(config, kind)
-    if kept and starts:
-        hold(config)
-    if kept:
-        check_run(config)
+    check_machine(config)
+    run = prepare_run(config, of_verl=True)
+    refuse(REFUSALS, run)
+    if life.enabled and starts:
+        hold(run)
+    if life.enabled:
+        check_run(run, strict=life.strict)
     # verl's own: the function in its place would prepare the run again.
     getattr(validate_config, "__wrapped__", validate_config)(
         config=config,
         use_reference_policy=need_reference_policy(config),
         use_critic=need_critic(config),
     )
+    return run
 
 
 def spell_paths(config: DictConfig) -> None:
@@ -107,14 +113,14 @@ def main(config: DictConfig) -> None:
     dry_run = os.environ.get("DRY_RUN") == "1"
     resolved = OmegaConf.to_yaml(config, resolve=True)
     with contextlib.redirect_stdout(sys.stderr):
-        prepare(config, starts=not dry_run)
+        run = prepare(config, starts=not dry_run)
     if dry_run:
         print(resolved)
         return
     if not options_of(config).enabled:
         spell_paths(config)
         run_ppo(config, task_runner_class=TaskRunnerV1)
-    elif begin_run(config):
+    elif begin_run(run):
         cpu_workers.start(config)
         spell_paths(config)
         driver.run(config)

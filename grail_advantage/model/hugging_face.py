@@ -2,7 +2,7 @@
 
 Rows are padded on the right, and the attention mask does not tell: nothing in a causal model sees what comes after it, so that
 each row computes what it does alone, with the same kernels. Where the model's code makes a row depend on its neighbours all the
-same (:func:`grail_advantage.model.neighbours.mixing_rows`), rows run one at a time.
+same (:func:`grail_advantage.model.neighbours.neighbour_obstacles`), rows run one at a time.
 
 Shape suffixes: B rows of a micro-batch, S their positions, T response tokens, K chosen positions of all rows, V vocabulary,
 N sequences.
@@ -44,7 +44,7 @@ from grail_advantage.model.activations import (
 )
 from grail_advantage.model.architecture import has_plain_logits
 from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, Turns
-from grail_advantage.model.neighbours import mixing_rows
+from grail_advantage.model.neighbours import neighbour_obstacles
 
 logger = logging.getLogger(__name__)
 
@@ -161,10 +161,10 @@ class HuggingFaceModel(Model):
             _warn_of_memory()
 
     def _mixes(self, longest: int) -> bool:
-        reason = mixing_rows(self.model, longest)
-        if reason is not None:
-            _warn_of_neighbours(reason)
-        return reason is not None
+        obstacle = next(neighbour_obstacles(self.model, training=False, longest=longest), None)
+        if obstacle is not None:
+            _warn_of_neighbours(obstacle.because)
+        return obstacle is not None
 
     def _logits(
         self, tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None

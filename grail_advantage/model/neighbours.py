@@ -1,5 +1,7 @@
 """Whether a response's forward depends on the responses beside it in a micro-batch, from a model's code alone.
 
+:func:`neighbour_obstacles` is asked by every host: plain models and TRL with the loaded model, verl with its configuration.
+
 A forward that draws random numbers draws others beside other responses: dropout, noise on a router's input, a router that
 draws its experts. Layers with a state may leave the padding before a response in it where one response runs alone. A rotary
 embedding may choose its frequencies by the longest response (``longrope``, ``dynamic``). All are found by running the code: the
@@ -9,19 +11,23 @@ nothing is drawn.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from grail_advantage.model.activations import inner_model
-from grail_advantage.model.patches import NumbersOnMeta, with_eager_attention
+from grail_advantage.model.architecture import Architecture, architecture_of
+from grail_advantage.model.patches import NumbersOnMeta, attention_is_told_of_rows, with_eager_attention
+from grail_advantage.rules import Obstacle
 
 SHORT = 4
 """Tokens of the response that is looked at."""
@@ -33,37 +39,61 @@ DRAWING_CODE = ("transformers.integrations.neftune", "peft.tuners.pvera", "peft.
 """Their modules that draw, in code that a copy of the model does not have."""
 
 
-def mixing_rows(model: nn.Module, longest: int) -> str | None:
-    """What makes a row that is padded on the right depend on those beside it in evaluation mode; ``None`` where nothing does.
+DRAWING = ("dropout", "pdrop", "layerdrop", "jitter")
+"""Parts of the names of options by which models draw at random in training."""
+ROUTER_LOSS = "the auxiliary loss of a router is taken over every response"
+MODEL, PACKING = "the model", "packed responses"
+"""Names of obstacles: the model as a whole, and that responses are packed into one row."""
+
+
+def neighbour_obstacles(
+    model: nn.Module | Architecture | PretrainedConfig,
+    *,
+    training: bool,
+    longest: int = 0,
+    packed: str | None = None,
+    adapter: str | None = None,
+) -> Iterator[Obstacle]:
+    """What makes a response depend on those beside it in a micro-batch; nothing where none does.
 
     Args:
-        model: bare or wrapped.
-        longest: tokens of the longest row.
+        model: loaded (bare or wrapped, with an adapter or without); or, of a model that is not loaded here, the configuration
+            (in training), or its architecture (in evaluation, or for packed responses alone).
+        training: in training mode, otherwise in evaluation mode.
+        longest: tokens of the longest response with its prompt; a loaded model in training pads all to one width.
+        packed: the implementation of the attention where responses are packed into one row; ``None`` where they are padded.
+        adapter: the folder of an adapter beside a configuration.
     """
+    if isinstance(model, PretrainedConfig):
+        return _of_configuration(model, longest, packed, adapter)
+    if isinstance(model, Architecture):
+        return _of_packing(model, packed) if packed else _in_evaluation(model.copy, longest)
+    return _in_training(model) if training else _in_evaluation(model, longest)
+
+
+def _in_evaluation(model: nn.Module, longest: int) -> Iterator[Obstacle]:
+    """Of rows that are padded on the right."""
     inner = inner_model(model)
+    name = type(inner).__name__
     try:
         kinds = frequencies_by_longest(inner, longest)
     except Exception as error:
-        return f"the rotary embedding of {type(inner).__name__} cannot be looked at ({type(error).__name__}: {error})"
-    if kinds:
-        kind = f"rope_type={', '.join(kinds)} of {type(inner).__name__}"
-        return f"the longest response beside it chooses the frequencies of each ({kind})"
-    return _doubtful_code(inner)
+        yield Obstacle(MODEL, f"the rotary embedding of {name} cannot be looked at ({type(error).__name__}: {error})")
+        return
+    yield from _of_frequencies(kinds, name)
+    yield from _doubtful_code(inner)
 
 
-def drawing_rows(model: nn.Module) -> str | None:
-    """What makes a row depend on those beside it in training mode, padded to the same width; ``None`` where nothing does.
-
-    Args:
-        model: bare or wrapped, with an adapter or without.
-    """
+def _in_training(model: nn.Module) -> Iterator[Obstacle]:
+    """Of rows that are padded to one width."""
     inner = inner_model(model)
-    doubt = _doubtful_code(inner) or _added_code(model)
-    if doubt is not None:
-        return doubt
-    dropouts = [name for name, module in model.named_modules() if isinstance(module, _DropoutNd) and module.p > 0]
-    if dropouts:
-        return f"{dropouts[0]} draws at random"
+    name = type(inner).__name__
+    doubt = [*_doubtful_code(inner), *_added_code(model)]
+    dropouts = [at for at, module in model.named_modules() if isinstance(module, _DropoutNd) and module.p > 0]
+    if doubt or dropouts:
+        yield from doubt
+        yield from (Obstacle(MODEL, f"{at} draws at random") for at in dropouts)
+        return
     try:
         with torch.device("meta"):
             copy = type(inner)(with_eager_attention(inner.config))
@@ -72,29 +102,105 @@ def drawing_rows(model: nn.Module) -> str | None:
                 module.p = 0.0  # as in the model itself
         draws, otherwise = random_draws(copy), runs_otherwise_alone(copy)
     except Exception as error:
-        return (
-            f"the code of {type(inner).__name__} cannot be followed without weights ({type(error).__name__}: {error})"
-        )
-    if draws:
-        return f"{type(inner).__name__} draws at random with torch's {', '.join(draws)}"
+        yield _not_followed(error)
+        return
+    yield from _of_draws(draws, name)
     if otherwise:
-        return (
-            f"{type(inner).__name__} of transformers {transformers.__version__} leaves padding in the state of a response that "
-            "runs alone; a newer transformers (such as 5.23) does not"
+        yield Obstacle(
+            MODEL,
+            f"{name} of transformers {transformers.__version__} leaves padding in the state of a response that runs alone; a "
+            "newer transformers (such as 5.23) does not",
         )
-    return None
 
 
-def _doubtful_code(inner: nn.Module) -> str | None:
+def _of_configuration(
+    config: PretrainedConfig, longest: int, packed: str | None, adapter: str | None
+) -> Iterator[Obstacle]:
+    """In training, of a model that another process loads."""
+    known = config.to_dict()
+    if known.get("output_router_logits", False):
+        yield Obstacle("output_router_logits=True of the model", ROUTER_LOSS)
+    named = list(_draws_by_name(known))
+    yield from named
+    if adapter:
+        of_adapter = read_json(adapter, "adapter_config.json")
+        yield from _draws_by_name(of_adapter)
+        if not of_adapter:
+            unread = "its configuration cannot be read here, so that it may have dropout"
+            yield Obstacle(f"lora_adapter_path={adapter}", unread)
+    if config.model_type in NOT_CAUSAL:
+        reason = "its tokens see those after them where a micro-batch needs no mask"
+        yield Obstacle(f"model_type={config.model_type}", reason)
+    if not type(config).__module__.startswith("transformers."):
+        yield Obstacle(MODEL, "nothing is known of a model with code of its own")
+        return
+    try:
+        architecture = architecture_of(config)
+        name = type(architecture.copy).__name__
+        if packed:
+            yield from _of_packing(architecture, packed)
+        yield from _of_frequencies(frequencies_by_longest(architecture.copy, longest), name)
+        draws = [] if named else random_draws(architecture.copy)
+    except Exception as error:  # whatever the model's code raises
+        yield _not_followed(error)
+    else:
+        yield from _of_draws(draws, name)
+
+
+def _of_packing(architecture: Architecture, attention: str) -> Iterator[Obstacle]:
+    """What lets a packed response see the one before it."""
+    if architecture.states:
+        mixing = f"layers of the type {', '.join(architecture.states)}, whose state runs on into the next packed row"
+    elif "flash" in attention and not attention_is_told_of_rows(architecture.copy):
+        mixing = f"code that does not tell {attention} where a packed row begins, so that it sees those before it"
+    elif "flash" not in attention and not architecture.masks_packed_rows:
+        mixing = f"a mask for the attention {attention} that lets a row see the packed rows before it"
+    else:
+        return
+    yield Obstacle(PACKING, f"{type(architecture.copy).__name__} has {mixing}")
+
+
+def _of_frequencies(kinds: list[str], name: str) -> Iterator[Obstacle]:
+    for kind in kinds:
+        yield Obstacle(
+            f"rope_type={kind} of the model",
+            f"the longest response of a micro-batch chooses the frequencies of all (rope_type={kind} of {name})",
+        )
+
+
+def _of_draws(draws: list[str], name: str) -> Iterator[Obstacle]:
+    if draws:
+        yield Obstacle(MODEL, f"{name} draws at random in training, with torch's {', '.join(draws)}")
+
+
+def _not_followed(error: Exception) -> Obstacle:
+    return Obstacle(MODEL, f"its code cannot be followed without weights ({type(error).__name__}: {error})")
+
+
+def _draws_by_name(options: Mapping[str, Any]) -> Iterator[Obstacle]:
+    """Options by which a model, or its adapter, draws at random."""
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _draws_by_name(value)
+        elif any(part in str(name) for part in DRAWING) and isinstance(value, int | float) and value > 0:
+            yield Obstacle(f"{name}={value} of the model", "other responses in a micro-batch draw other random numbers")
+
+
+def read_json(folder: str, name: str) -> dict[str, Any]:
+    """A file of a local folder; empty where there is none, as with a model that is still to be downloaded."""
+    path = Path(folder) / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _doubtful_code(inner: nn.Module) -> Iterator[Obstacle]:
     name = type(inner).__name__
     if not type(inner).__module__.startswith("transformers."):
-        return f"nothing is known of the code of {name}"
-    if inner.config.model_type in NOT_CAUSAL:
-        return f"tokens see those after them in {name}"
-    return None
+        yield Obstacle(MODEL, f"nothing is known of the code of {name}")
+    elif inner.config.model_type in NOT_CAUSAL:
+        yield Obstacle(MODEL, f"tokens see those after them in {name}")
 
 
-def _added_code(model: nn.Module) -> str | None:
+def _added_code(model: nn.Module) -> Iterator[Obstacle]:
     """What a copy from the model's configuration does not have: modules, hooks, and forwards in place of a module's own."""
     for name, module in model.named_modules():
         hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
@@ -106,10 +212,9 @@ def _added_code(model: nn.Module) -> str | None:
             source = getattr(code, "__module__", None) or ""
             named = f"{getattr(code, '__qualname__', code)} at {name or 'the model'}"
             if source.startswith(DRAWING_CODE):
-                return f"{named} draws at random"
-            if code is not None and source.partition(".")[0] not in KNOWN_CODE:
-                return f"nothing is known of the code of {named}"
-    return None
+                yield Obstacle(MODEL, f"{named} draws at random")
+            elif code is not None and source.partition(".")[0] not in KNOWN_CODE:
+                yield Obstacle(MODEL, f"nothing is known of the code of {named}")
 
 
 def random_draws(model: PreTrainedModel) -> list[str]:

@@ -1,4 +1,4 @@
-"""Start-up checks: rules on the settings, and what the machine, the tokenizer and the model say.
+"""Start-up checks of a run: versions, names, the tables of rules, and what the machine, the tokenizer and the model say.
 
 Whatever can be known on this machine is checked before Ray starts; the trainer checks the rest after its download, before the
 first rollouts. Messages name the option and the remedy.
@@ -7,15 +7,12 @@ first rollouts. Messages name the option and the remedy.
 from __future__ import annotations
 
 import difflib
-import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from importlib.resources import files
 
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
@@ -26,24 +23,24 @@ from grail_advantage.answers.tokenizers import check_round_trip
 from grail_advantage.methods import method, methods
 from grail_advantage.model.activations import leaf_module
 from grail_advantage.model.architecture import Architecture, architecture_of
-from grail_advantage.model.neighbours import NOT_CAUSAL, frequencies_by_longest, mixing_rows, random_draws
-from grail_advantage.model.patches import attention_is_told_of_rows
+from grail_advantage.model.neighbours import MODEL as MODEL_ITSELF
+from grail_advantage.model.neighbours import PACKING, neighbour_obstacles
 from grail_advantage.registry import RESERVED, NameTakenError, failure_message, failures
+from grail_advantage.rules import Obstacle, refuse
 from grail_advantage.signals.base import Signal
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.verl_cpu import checks as cpu_checks
-from grail_advantage.verl_ext.rules import FUSED, ROUTER_LOSS, Obstacle, check_rules, shares_forward
+from grail_advantage.verl_cpu import rules as cpu_rules
+from grail_advantage.verl_ext.rules import EVERY_RUN, FUSED, check_rules, shares_forward
 from grail_advantage.verl_ext.settings import (
     METHOD,
     MODEL,
     PACKED,
     SHARE,
     TRAINER_MODES,
-    TRAINER_MODULE,
     TRAINER_PREFIX,
+    RunConfig,
     Settings,
     algorithm_sections,
-    import_trainer_module,
 )
 
 logger = logging.getLogger(__name__)
@@ -52,49 +49,35 @@ VERL_VERSION = "0.9.1"
 ANY_VERL = "GRAIL_ADVANTAGE_ANY_VERL"
 """Environment variable: 1 lets another version of verl through."""
 PATH, ADAPTER = f"{MODEL}.path", f"{MODEL}.lora_adapter_path"
-DRAWING = ("dropout", "pdrop", "layerdrop", "jitter")
-"""Parts of the names of options by which models draw at random in training."""
 
 
-def check_config(config: DictConfig) -> Settings:
-    """Check the resolved configuration of a run with a method of this project.
-
-    Raises:
-        ValueError: naming the option and the remedy.
-    """
-    tokenizer = check_start(config)
-    settings = Settings.parse(config)
-    check_rules(settings)
-    if tokenizer is not None:
-        check_tokenizer(tokenizer, settings.signal)
-    check_model(settings)
-    return settings
-
-
-def check_start(config: DictConfig) -> PreTrainedTokenizerBase | None:
-    """Checks that hold for every estimator: versions, platform, trainer, names, tokenizer.
+def check_config(config: DictConfig) -> RunConfig:
+    """Check the resolved configuration of a run, and parse it: the driver's only time.
 
     Returns:
-        The tokenizer as verl loads it; ``None`` where it is not on this machine yet. The trainer checks such a one.
+        The configuration; :class:`Settings` of a run with a method of this project.
 
     Raises:
         ValueError: naming the option and the remedy.
     """
     check_verl_version(version("verl"))
-    if not config.trainer.use_v1:
-        raise ValueError(
-            f"trainer.use_v1={config.trainer.use_v1}: token weights, and the entry point of this project, need verl's v1 "
-            "trainer; use true, or see docs/own_trainer.md on the legacy trainer"
-        )
-    kind = trainer_kind(config)
-    if os.environ.get("VERL_PLATFORM") == "cpu":
-        cpu_checks.check_config(config, kind)
     check_names(config)
     check_estimator(config.algorithm.adv_estimator)
+    parse = Settings.parse if config.algorithm.adv_estimator in methods() else RunConfig.parse
+    run = parse(config, trainer_kind(config))
+    refuse(EVERY_RUN, run)
+    if isinstance(run, Settings):
+        check_rules(run)
+    if os.environ.get("VERL_PLATFORM") == "cpu":
+        refuse(cpu_rules.REFUSALS, run, "VERL_PLATFORM=cpu")
     tokenizer = _local_tokenizer(config.actor_rollout_ref.model)
     if tokenizer is not None:
         check_text(tokenizer, config.actor_rollout_ref.model)
-    return tokenizer
+    if isinstance(run, Settings):
+        if tokenizer is not None:
+            check_tokenizer(tokenizer, run.signal)
+        check_model(run)
+    return run
 
 
 def check_verl_version(installed: str) -> None:
@@ -147,7 +130,7 @@ def check_names(config: DictConfig) -> None:
         ValueError: naming the one that exists.
     """
     sections = algorithm_sections()
-    verls = OmegaConf.load(Path(find_spec("verl").origin).parent / "trainer" / "config" / "ppo_trainer.yaml").algorithm
+    verls = OmegaConf.load(str(files("verl") / "trainer/config/ppo_trainer.yaml")).algorithm
     for each in methods().values():
         if each.section in verls:
             raise ValueError(
@@ -165,29 +148,21 @@ def check_names(config: DictConfig) -> None:
                 raise ValueError(f"algorithm.{section}.{name} is not an option; the options are {known}")
 
 
-def trainer_kind(config: DictConfig) -> str:
-    """verl's name for the kind of trainer: its own mode, or that of the class which a user registered."""
-    mode, option = config.trainer.v1.trainer_mode, "trainer.v1.trainer_mode"
+def trainer_kind(config: DictConfig) -> str | None:
+    """verl's name for the kind of trainer: its own mode, or that of the class which a user registered; ``None`` where a method
+    runs in a trainer that nobody registered. After the user's module is imported."""
+    mode = config.trainer.v1.trainer_mode
     if mode in TRAINER_MODES:
         return mode
-    import_trainer_module(OmegaConf.select(config, TRAINER_MODULE))
     from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
     from grail_advantage.verl_ext.patches import base_mode
 
     weighted = config.algorithm.adv_estimator in methods()
-    name = f"{TRAINER_PREFIX}{mode}" if weighted else mode
-    if name in TRAINER_REGISTRY:
-        return base_mode(TRAINER_REGISTRY[name])
-    if not weighted:
-        return mode
-    remedy = (
-        f"use {mode.removeprefix(TRAINER_PREFIX)}: the start-up adds the prefix"
-        if mode.startswith(TRAINER_PREFIX)
-        else f"use {' or '.join(TRAINER_MODES)}; or, for a trainer of your own, register a class with the bases "
-        f"(TokenWeightTrainer, YourTrainer) as {name}, in a module that {TRAINER_MODULE} names (docs/own_trainer.md)"
-    )
-    raise ValueError(f"{option}={mode} does not work with {METHOD}={config.algorithm.adv_estimator}; {remedy}")
+    trainer = TRAINER_REGISTRY.get(f"{TRAINER_PREFIX}{mode}" if weighted else mode)
+    if trainer is None:
+        return None if weighted else mode
+    return base_mode(trainer)
 
 
 def _local_tokenizer(model: DictConfig) -> PreTrainedTokenizerBase | None:
@@ -247,12 +222,11 @@ def check_model(settings: Settings, folder: str | None = None) -> bool:
     if not settings.signal.uses:
         return True
     architecture, path = _architecture(settings, folder), f"{PATH}={settings[PATH]}"
-    mixing = _mixes_packed_responses(settings, architecture) if architecture is not None else None
-    if mixing is not None:
-        raise ValueError(
-            f"{PACKED}=True does not work with {path}: {type(architecture.copy).__name__} has {mixing}; set {PACKED}=false, or "
-            "use a method without a pass"
-        )
+    if architecture is not None and settings[PACKED]:
+        for _, mixing in neighbour_obstacles(architecture, training=False, packed=settings.attention):
+            raise ValueError(
+                f"{PACKED}=True does not work with {path}: {mixing}; set {PACKED}=false, or use a method without a pass"
+            )
     if not isinstance(settings.signal, SaliencySignal):
         return True
     shares = shares_forward(settings)
@@ -274,8 +248,7 @@ def check_model(settings: Settings, folder: str | None = None) -> bool:
 
 
 def _against_sharing(settings: Settings, architecture: Architecture) -> str | None:
-    mixing = mixing_rows(architecture.copy, settings.longest)
-    if mixing is not None:
+    for _, mixing in neighbour_obstacles(architecture, training=False, longest=settings.longest):
         return f"gives a response other log-probabilities beside the responses of a shared forward: {mixing}"
     # Fused kernels put out log-probabilities by verl's own code, whatever the model does with its logits.
     if architecture.plain_logits or settings[FUSED]:
@@ -300,20 +273,6 @@ def _architecture(settings: Settings, folder: str | None) -> Architecture | None
         return None
 
 
-def _mixes_packed_responses(settings: Settings, architecture: Architecture) -> str | None:
-    """What lets a packed response see the one before it; ``None`` where they are not packed, or are kept apart."""
-    if not settings[PACKED]:
-        return None
-    if architecture.states:
-        return f"layers of the type {', '.join(architecture.states)}, whose state runs on into the next packed row"
-    if "flash" in settings.attention:
-        if not attention_is_told_of_rows(architecture.copy):
-            return f"code that does not tell {settings.attention} where a packed row begins, so that it sees those before it"
-    elif not architecture.masks_packed_rows:
-        return f"a mask for the attention {settings.attention} that lets a row see the packed rows before it"
-    return None
-
-
 def _check_activation(settings: Settings, architecture: Architecture, path: str) -> None:
     if architecture.copy.get_output_embeddings() is None:
         raise ValueError(
@@ -327,59 +286,16 @@ def _check_activation(settings: Settings, architecture: Architecture, path: str)
         raise ValueError(f"{option}={settings.signal.leaf} does not work with {path}: {error}") from error
 
 
-def neighbour_obstacles(settings: Settings, model: PretrainedConfig) -> Iterator[Obstacle]:
+def model_obstacles(settings: Settings, model: PretrainedConfig) -> Iterator[Obstacle]:
     """What makes the gradient of a response depend on the other responses of its micro-batch.
 
     Args:
         settings: the run's.
         model: the configuration that verl loads the model with.
     """
-    known = model.to_dict()
-    if known.get("output_router_logits", False):
-        yield "output_router_logits=True of the model", ROUTER_LOSS
-    named = list(_draws_by_name(known))
-    yield from named
-    adapter = read_json(settings[ADAPTER], "adapter_config.json")
-    yield from _draws_by_name(adapter)
-    if settings[ADAPTER] and not adapter:
-        yield (
-            f"lora_adapter_path={settings[ADAPTER]}",
-            "its configuration cannot be read here, so that it may have dropout",
-        )
-    if model.model_type in NOT_CAUSAL:
-        yield f"model_type={model.model_type}", "its tokens see those after them where a micro-batch needs no mask"
-    path = f"{PATH}={settings[PATH]}"
-    if not type(model).__module__.startswith("transformers."):
-        yield path, "nothing is known of a model with code of its own"
-        return
-    try:
-        architecture = architecture_of(model)
-        mixing = _mixes_packed_responses(settings, architecture)
-        if mixing is not None:
-            yield f"{PACKED}=True", f"the model has {mixing}"
-        for kind in frequencies_by_longest(architecture.copy, settings.longest):
-            yield (
-                f"rope_type={kind} of the model",
-                "the longest response of a micro-batch chooses the frequencies of all",
-            )
-        draws = [] if named else random_draws(architecture.copy)
-    except Exception as error:  # whatever the model's code raises
-        yield path, f"its code cannot be followed without weights ({type(error).__name__}: {error})"
-        return
-    if draws:
-        yield path, f"the model draws at random in training, with torch's {', '.join(draws)}"
-
-
-def _draws_by_name(options: Mapping[str, Any]) -> Iterator[Obstacle]:
-    """Options by which a model, or its adapter, draws at random."""
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _draws_by_name(value)
-        elif any(part in str(name) for part in DRAWING) and isinstance(value, int | float) and value > 0:
-            yield f"{name}={value} of the model", "other responses in a micro-batch draw other random numbers"
-
-
-def read_json(folder: str | None, name: str) -> dict[str, Any]:
-    """A file of a local folder; empty where there is none, as with a model that is still to be downloaded."""
-    path = Path(folder or "") / name
-    return json.loads(path.read_text(encoding="utf-8")) if folder and path.is_file() else {}
+    names = {MODEL_ITSELF: f"{PATH}={settings[PATH]}", PACKING: f"{PACKED}=True"}
+    packed = settings.attention if settings[PACKED] else None
+    for setting, because in neighbour_obstacles(
+        model, training=True, longest=settings.longest, packed=packed, adapter=settings[ADAPTER]
+    ):
+        yield Obstacle(names.get(setting, setting), because)

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import transfer_queue as tq
 from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 from transformers import PreTrainedTokenizerBase
 
@@ -180,7 +180,7 @@ def _with_facts(record: StepRecord, fetched: TensorDict) -> StepRecord:
         "labels": [turn_rewards_label(entry, signal) for entry in extra],
     }
     columns_BT = {
-        name: fetched[name].to_padded_tensor(torch.nan).float().cpu()
+        name: pad_sequence([values.detach().float().cpu() for values in fetched[name].unbind()], batch_first=True)
         for name in DUMPED
         if name in fetched.keys()  # noqa: SIM118  # a TensorDict has no `in`
     }

@@ -18,7 +18,7 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
 from grail_advantage.methods import methods
 from grail_advantage.verl_ext import patches
-from grail_advantage.verl_ext.settings import TRAINER_MODULE, TRAINER_PREFIX, import_trainer_module
+from grail_advantage.verl_ext.settings import TRAINER_MODULE, TRAINER_PREFIX, RunConfig, import_trainer_module
 
 MODULE_VARIABLE = "GRAIL_ADVANTAGE_TRAINER_MODULE"
 """Environment variable of the task runner's process with ``algorithm.token_weights.trainer_module``."""
@@ -49,13 +49,20 @@ def _refusing_estimator(name: str) -> Callable[..., NoReturn]:
     return estimator
 
 
-def prepare_run(config: DictConfig) -> None:
+def prepare_run(config: DictConfig, *, of_verl: bool = False) -> RunConfig | None:
     """Check a run with a method of this project, and write its trainer into the configuration.
+
+    Args:
+        config: the configuration.
+        of_verl: check a run with an estimator of verl's own as well.
+
+    Returns:
+        The parsed configuration; ``None`` of a run that is not checked.
 
     Raises:
         ValueError: a setting that does not work; the message names the option and the remedy.
     """
-    from grail_advantage.verl_ext.checks import check_config, check_estimator
+    from grail_advantage.verl_ext.checks import check_config
 
     module = OmegaConf.select(config, TRAINER_MODULE)
     import_trainer_module(module)
@@ -63,12 +70,11 @@ def prepare_run(config: DictConfig) -> None:
         option = f"ray_kwargs.ray_init.runtime_env.env_vars.{MODULE_VARIABLE}"
         OmegaConf.update(config, option, module, force_add=True)
     register_estimators()
-    mode = config.trainer.v1.trainer_mode
-    if config.algorithm.adv_estimator in methods():
-        check_config(config)
+    name, mode = config.algorithm.adv_estimator, config.trainer.v1.trainer_mode
+    run = check_config(config) if of_verl or name in methods() or name not in ADV_ESTIMATOR_REGISTRY else None
+    if name in methods():
         patches.set_trainer_mode(config, f"{TRAINER_PREFIX}{mode}")
-    elif config.algorithm.adv_estimator not in ADV_ESTIMATOR_REGISTRY:
-        check_estimator(config.algorithm.adv_estimator)
+    return run
 
 
 def register_trainers() -> None:

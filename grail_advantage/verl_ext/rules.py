@@ -1,4 +1,5 @@
-"""Rules on a run's settings, in tables: what is refused, what is warned of, and where a shortcut would change the update.
+"""verl's tables of rules (:mod:`grail_advantage.rules`): what is refused, what is warned of, and where a shortcut would change
+the update.
 
 What needs the model, the tokenizer or the machine is in :mod:`grail_advantage.verl_ext.checks`.
 """
@@ -6,12 +7,13 @@ What needs the model, the tokenizer or the machine is in :mod:`grail_advantage.v
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from grail_advantage.batch import ENTROPY
 from grail_advantage.methods import methods
+from grail_advantage.model.neighbours import ROUTER_LOSS
+from grail_advantage.rules import Obstacle, Rule, broken, refuse, refuse_forced
 from grail_advantage.signals.base import HIDDEN_STATES, LOGITS, SALIENCY, SEQUENCES
 from grail_advantage.signals.oar import Oar
 from grail_advantage.signals.saliency import SaliencySignal
@@ -22,7 +24,9 @@ from grail_advantage.verl_ext.settings import (
     BASE,
     BASES,
     BYPASS,
+    CORRECTION,
     DUMP_EVERY,
+    DUMP_FOLDER,
     ENGINES,
     KL_IN_REWARD,
     METHOD,
@@ -32,7 +36,10 @@ from grail_advantage.verl_ext.settings import (
     SHARE,
     SKIP,
     SLICES,
+    TRAINER_MODE,
+    TRAINER_MODES,
     TRAINER_MODULE,
+    TRAINER_PREFIX,
     Settings,
 )
 
@@ -67,233 +74,339 @@ OTHER_LOSSES = {
     "bypass_mode": "its corrections are normalised over the responses of each micro-batch",
 }
 """Losses that change when a response without an advantage is left out, with the reason."""
-ROUTER_LOSS = "the auxiliary loss of a router is taken over every response"
 WEIGHTS_ALONE = "w4a16"
 """The mode of quantisation-aware training that leaves activations as they are."""
 
 STRATEGY, FUSED = f"{ACTOR}.strategy", f"{MODEL}.use_fused_kernels"
+BACKEND, TARGETS = f"{MODEL}.fused_kernel_options.impl_backend", f"{MODEL}.target_modules"
 PARALLEL_CALLS = f"{ROLLOUT}.multi_turn.max_parallel_calls"
-LOSS, AGGREGATION = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
-PRECISIONS = (f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{ACTOR}.fsdp_config.model_dtype")
-
-Obstacle = tuple[str, str]
-"""A setting as ``option=value``, and the reason."""
-
-
-class Rule(NamedTuple):
-    """A setting with which something does not work."""
-
-    option: str | Callable[[Settings], str]
-    """The option that a message names, with its value."""
-    breaks: Callable[[Settings], Any]
-    """Whether a run's settings break the rule."""
-    reason: str | Callable[[Settings], str]
-
-    def obstacle(self, settings: Settings) -> Obstacle | None:
-        """The setting and the reason where it breaks the rule."""
-        if not self.breaks(settings):
-            return None
-        option, reason = (part if isinstance(part, str) else part(settings) for part in (self.option, self.reason))
-        return f"{option}={settings[option]}", reason
+LOSS, AGGREGATION, SCALE = (
+    f"{ACTOR}.{name}" for name in ("policy_loss.loss_mode", "loss_agg_mode", "loss_scale_factor")
+)
+PARAM_DTYPE, MODEL_DTYPE = (f"{ACTOR}.fsdp_config.{name}" for name in ("mixed_precision.param_dtype", "model_dtype"))
 
 
-def _set(option: str, reason: str) -> Rule:
-    """An option that must not be set."""
-    return Rule(option, lambda s: s[option], reason)
+def _in_fsdp(s: Settings) -> bool:
+    return s[STRATEGY] in ENGINES
 
 
-def broken(rules: Iterable[Rule], settings: Settings) -> Iterator[Obstacle]:
-    """What the settings break of these rules."""
-    return filter(None, (rule.obstacle(settings) for rule in rules))
+def _sliced(s: Settings) -> bool:
+    return _in_fsdp(s) and s.sequence_parallel_size > 1
 
 
-# ----------------------------------------------------------------------------------------------------- refused, and warned of
-
-
-def _in_fsdp(settings: Settings) -> bool:
-    return settings[STRATEGY] in ENGINES
-
-
-def _sliced(settings: Settings) -> bool:
-    return _in_fsdp(settings) and settings.sequence_parallel_size > 1
-
-
-def _slices(settings: Settings) -> str:
+def _slices(s: Settings) -> str:
     """The option of the two that counts."""
-    return max(SLICES, key=lambda option: settings[option] or 1)
+    return max(SLICES, key=lambda option: s[option] or 1)
 
 
-def _fused(settings: Settings) -> bool:
-    return _in_fsdp(settings) and settings[FUSED]
+def _fused(s: Settings) -> bool:
+    return _in_fsdp(s) and s[FUSED]
 
 
-def _half(settings: Settings) -> bool:
-    return str(settings[PRECISIONS[0]] or "bf16") in ("bf16", "bfloat16")
+def _half(s: Settings) -> bool:
+    return str(s[PARAM_DTYPE] or "bf16") in ("bf16", "bfloat16")
 
 
-def _chunking(settings: Settings) -> str:
+def _chunking(s: Settings) -> str:
     """verl has the option in the actor's section, or in that of its engine."""
-    options = [f"{ACTOR}{engine}.entropy_from_logits_with_chunking" for engine in ("", f".{settings[STRATEGY]}")]
-    return options[settings[options[0]] is None]
+    options = [f"{ACTOR}{engine}.entropy_from_logits_with_chunking" for engine in ("", f".{s[STRATEGY]}")]
+    return options[s[options[0]] is None]
 
 
-def _adapts_head(settings: Settings) -> bool:
-    modules = settings[f"{MODEL}.target_modules"] or ()
+def _adapts_head(s: Settings) -> bool:
+    modules = s[TARGETS] or ()
     return any("lm_head" in name for name in ([modules] if isinstance(modules, str) else modules))
 
 
-def _verls_estimators() -> Iterable[str]:
+def _sequence(s: Settings) -> int:
+    return sum(s[f"data.max_{part}_length"] for part in ("prompt", "response"))
+
+
+def _fits_no_sequence(s: Settings) -> bool:
+    return s.signal.uses == SEQUENCES and s[f"{ACTOR}.use_dynamic_bsz"] and s[_BUDGET] < _sequence(s)
+
+
+def _other_trainer(s: Settings) -> str:
+    mode = s[TRAINER_MODE]
+    if mode.startswith(TRAINER_PREFIX):
+        return f"use {mode.removeprefix(TRAINER_PREFIX)}: the start-up adds the prefix"
+    return (
+        f"use {' or '.join(TRAINER_MODES)}; or, for a trainer of your own, register a class with the bases "
+        f"(TokenWeightTrainer, YourTrainer) as {TRAINER_PREFIX}{mode}, in a module that {TRAINER_MODULE} names "
+        "(docs/own_trainer.md)"
+    )
+
+
+def _without_pass(_: Settings) -> str:
+    names = sorted(name for name, known in methods().items() if not known.build({}).uses)
+    return f"use one of these, or a method without a pass, which starts with every engine: {', '.join(names)}"
+
+
+def _is_verls_estimator(name: str) -> bool:
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
-    return ADV_ESTIMATOR_REGISTRY
+    return name in ADV_ESTIMATOR_REGISTRY
 
 
-_TESTED = f"choose one of {', '.join(BASES)}"
-_BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
-_SEQUENCE = ("data.max_prompt_length", "data.max_response_length")
-REFUSALS = (
-    Rule(BASE, lambda s: s.base in OTHER_BASES, lambda s: f"{OTHER_BASES[s.base]}; {_TESTED}"),
-    Rule(BASE, lambda s: s.base in methods(), f"it is a method of token weights itself; {_TESTED}"),
-    Rule(
-        BASE,
-        lambda s: s.base not in _verls_estimators(),
-        f"it is no estimator of verl's; {_TESTED}, or register yours with "
-        f"verl.trainer.ppo.core_algos.register_adv_est in the module of {TRAINER_MODULE}",
-    ),
-    Rule(
-        BYPASS,
-        lambda s: s[BYPASS] and ENTROPY in s.signal.reads,
-        "use false: the method reads the entropy, which verl computes with the old log-probabilities",
-    ),
-    # Without chunks verl takes the entropy in the logits' own precision: a few dozen distinct values.
-    Rule(
-        _chunking,
-        lambda s: s.signal.ranks_entropy and _half(s) and not s[_chunking(s)],
-        "use true: the method ranks tokens by entropy, which is coarse in bf16 without",
-    ),
-    Rule(
-        FUSED,
-        lambda s: s[FUSED] and s.signal.uses in NEEDED_WHOLE,
-        lambda s: f"use false: the method reads {NEEDED_WHOLE[s.signal.uses]}, which they do not put out",
-    ),
-    Rule(
-        _BUDGET,
-        lambda s: (
-            s.signal.uses == SEQUENCES
-            and s[f"{ACTOR}.use_dynamic_bsz"]
-            and s[_BUDGET] < sum(s[name] for name in _SEQUENCE)
-        ),
-        lambda s: (
-            f"a sequence of {' + '.join(_SEQUENCE)} = {sum(s[name] for name in _SEQUENCE)} tokens must fit; raise it to at "
-            "least that, or shorten the responses"
-        ),
-    ),
-    Rule(
-        LOSS,
-        lambda s: s.method != UNIFORM and s[LOSS] == "geo_mean",
-        f"it averages the advantages over each response, weights and all; use another loss or {UNIFORM}",
-    ),
-    Rule(f"{ROLLOUT}.n", lambda s: s[f"{ROLLOUT}.n"] < 2, "a group of one has no relative advantage; use 2 or more"),
-    Rule(
-        STRATEGY,
-        lambda s: s.signal.uses and not _in_fsdp(s),
-        lambda s: (
-            f"its pass runs in {' and '.join(ENGINES)}; use one of these, or a method without a pass, which starts with every "
-            f"engine: {', '.join(name for name, known in sorted(methods().items()) if not known.build({}).uses)}"
-        ),
-    ),
-    Rule(
-        _slices,
-        lambda s: _sliced(s) and s.signal.uses in NEEDED_WHOLE,
-        lambda s: f"use 1: the method reads {NEEDED_WHOLE[s.signal.uses]}, of which each rank has a slice",
-    ),
-    Rule(
-        _slices,
-        lambda s: _sliced(s) and s.signal.uses and not s[PACKED],
-        f"set {PACKED}=true, or use 1",
-    ),
-    # verl's Ulysses exchange is inside its flash attention: any other attention would silently see one slice alone.
-    Rule(
-        _slices,
-        lambda s: _sliced(s) and s.signal.uses and not s.attention.startswith("flash_attention"),
-        lambda s: f"set {ATTENTION}={s.attention} to flash_attention_2, or use 1",
-    ),
-    # verl shards lm_head by itself there unless it is tied (verl/utils/fsdp_utils.py, _select_fsdp2_wrap_targets), and its
-    # own fused forward, which reads the weight of the output embeddings, then fails over the sharded weight.
-    Rule(
-        FUSED,
-        lambda s: _fused(s) and s[STRATEGY] != "fsdp",
-        lambda s: f"set {STRATEGY}={s[STRATEGY]} to fsdp, or use false",
-    ),
-    Rule(FUSED, lambda s: _fused(s) and s.sequence_parallel_size > 1, lambda s: f"set {_slices(s)} to 1, or use false"),
-    Rule(
-        f"{MODEL}.fused_kernel_options.impl_backend",
-        lambda s: _fused(s) and s[f"{MODEL}.fused_kernel_options.impl_backend"] not in KERNEL_BACKENDS,
-        f"use {' or '.join(KERNEL_BACKENDS)}",
-    ),
-    Rule(
-        FUSED,
-        lambda s: _fused(s) and s.lora_rank > 0 and _adapts_head(s),
-        f"leave lm_head out of {MODEL}.target_modules, or use false",
-    ),
-    *(
-        Rule(
-            precision,
-            lambda s, precision=precision: (
-                s.signal.uses in (SALIENCY, LOGITS) and str(s[precision]) in ("fp16", "float16", "16")
-            ),
-            "use bf16 or fp32: the answer's gradients underflow in fp16",
-        )
-        for precision in PRECISIONS
-    ),
-    Rule(
-        PARALLEL_CALLS,
-        lambda s: isinstance(s.signal, TurnSignal) and s.signal.align == "calls" and (s[PARALLEL_CALLS] or 1) > 1,
-        "set it to 1: rewards of several calls of a turn cannot be told apart; or give one reward a turn with align=turns",
-    ),
-    Rule(f"{ROLLOUT}.temperature", lambda s: not s[f"{ROLLOUT}.temperature"] > 0, "use a temperature above 0"),
-)
-"""Settings of verl's with which a method does not work, with the remedy."""
+def _needs_whole(s: Settings) -> str:
+    return f"the method reads {NEEDED_WHOLE[s.signal.uses]}"
 
 
 def _constant_denominator(s: Settings) -> bool:
     """Whether the loss divides by no number of tokens."""
     if s[LOSS] == "sapo":
         return False
-    norm = s[AGGREGATION] == "seq-mean-token-sum-norm" and s[f"{ACTOR}.loss_scale_factor"] is not None
+    norm = s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is not None
     return norm or s[AGGREGATION] == "seq-mean-token-sum"
 
 
+def _has_loss(loss: str) -> Callable[[Settings], bool]:
+    return lambda s: s[LOSS] == loss
+
+
+def _underflows(id: str, precision: str, example: str) -> Rule:
+    return Rule(
+        id,
+        precision,
+        lambda s: s.signal.uses in (SALIENCY, LOGITS) and str(s[precision]) in ("fp16", "float16", "16"),
+        "the answer's gradients underflow in fp16",
+        "use bf16 or fp32",
+        (example,),
+    )
+
+
+_TESTED = f"choose one of {', '.join(BASES)}"
+_BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
+_TWO_SLICES = f"{SLICES[0]}=2"
+_FSDP = f"{STRATEGY}=fsdp"
+
+# ------------------------------------------------------------------------------------------------------------------- refused
+
+EVERY_RUN = (
+    Rule(
+        "legacy-trainer",
+        "trainer.use_v1",
+        lambda s: not s["trainer.use_v1"],
+        "token weights, and the entry point of this project, need verl's v1 trainer",
+        "use true, or see docs/own_trainer.md on the legacy trainer",
+        ("trainer.use_v1=False",),
+    ),
+)
+"""Settings of verl's with which no run starts, whatever its estimator."""
+
+REFUSALS = (
+    Rule(
+        "unknown-trainer",
+        TRAINER_MODE,
+        lambda s: s.kind is None,
+        "no trainer with token weights has this name",
+        _other_trainer,
+        (f"{TRAINER_MODE}=legacy",),
+    ),
+    Rule(
+        "base-of-tokens",
+        BASE,
+        lambda s: s.base in OTHER_BASES,
+        lambda s: OTHER_BASES[s.base],
+        _TESTED,
+        (f"{BASE}=gae",),
+    ),
+    Rule(
+        "base-is-method",
+        BASE,
+        lambda s: s.base in methods(),
+        "it is a method of token weights itself",
+        _TESTED,
+        (f"{BASE}=grail",),
+    ),
+    Rule(
+        "base-unknown",
+        BASE,
+        lambda s: not _is_verls_estimator(s.base),
+        "it is no estimator of verl's",
+        f"{_TESTED}, or register yours with verl.trainer.ppo.core_algos.register_adv_est in the module of {TRAINER_MODULE}",
+        (f"{BASE}=mine",),
+    ),
+    Rule(
+        "bypass-entropy",
+        BYPASS,
+        lambda s: s[BYPASS] and ENTROPY in s.signal.reads,
+        "the method reads the entropy, which verl computes with the old log-probabilities",
+        "use false",
+        (f"{BYPASS}=True", f"{METHOD}=entropy"),
+    ),
+    # Without chunks verl takes the entropy in the logits' own precision: a few dozen distinct values.
+    Rule(
+        "coarse-entropy",
+        _chunking,
+        lambda s: s.signal.ranks_entropy and _half(s) and not s[_chunking(s)],
+        "the method ranks tokens by entropy, which is coarse in bf16 without",
+        "use true",
+        (f"{ACTOR}.entropy_from_logits_with_chunking=False", f"{METHOD}=high_entropy"),
+    ),
+    Rule(
+        "fused-outputs",
+        FUSED,
+        lambda s: s[FUSED] and s.signal.uses in NEEDED_WHOLE,
+        lambda s: f"{_needs_whole(s)}, which they do not put out",
+        "use false",
+        (_FSDP, f"{FUSED}=True", f"{METHOD}=oar_g"),
+    ),
+    Rule(
+        "token-budget",
+        _BUDGET,
+        _fits_no_sequence,
+        lambda s: f"a sequence of data.max_prompt_length + data.max_response_length = {_sequence(s)} tokens must fit",
+        "raise it to at least that, or shorten the responses",
+        (f"{_BUDGET}=5119", f"{METHOD}=oar_p"),
+    ),
+    Rule(
+        "geo-mean",
+        LOSS,
+        lambda s: s.method != UNIFORM and s[LOSS] == "geo_mean",
+        "it averages the advantages over each response, weights and all",
+        f"use another loss or {UNIFORM}",
+        (f"{LOSS}=geo_mean",),
+    ),
+    Rule(
+        "group-of-one",
+        f"{ROLLOUT}.n",
+        lambda s: s[f"{ROLLOUT}.n"] < 2,
+        "a group of one has no relative advantage",
+        "use 2 or more",
+        (f"{ROLLOUT}.n=1",),
+    ),
+    Rule(
+        "engine-with-pass",
+        STRATEGY,
+        lambda s: s.signal.uses and not _in_fsdp(s),
+        f"its pass runs in {' and '.join(ENGINES)}",
+        _without_pass,
+        (f"{STRATEGY}=megatron",),
+    ),
+    Rule(
+        "sliced-outputs",
+        _slices,
+        lambda s: _sliced(s) and s.signal.uses in NEEDED_WHOLE,
+        lambda s: f"{_needs_whole(s)}, of which each rank has a slice",
+        "use 1",
+        (_TWO_SLICES, f"{METHOD}=oar_g"),
+    ),
+    Rule(
+        "sliced-padding",
+        _slices,
+        lambda s: _sliced(s) and s.signal.uses and not s[PACKED],
+        "verl slices packed responses alone",
+        f"set {PACKED}=true, or use 1",
+        (_TWO_SLICES, f"{PACKED}=False"),
+    ),
+    # verl's Ulysses exchange is inside its flash attention: any other attention would silently see one slice alone.
+    Rule(
+        "sliced-attention",
+        _slices,
+        lambda s: _sliced(s) and s.signal.uses and not s.attention.startswith("flash_attention"),
+        lambda s: f"the attention {s.attention} would see one slice alone",
+        f"set {ATTENTION} to flash_attention_2, or use 1",
+        (_TWO_SLICES, f"+{ATTENTION}=sdpa"),
+    ),
+    # verl shards lm_head by itself there unless it is tied (verl/utils/fsdp_utils.py, _select_fsdp2_wrap_targets), and its
+    # own fused forward, which reads the weight of the output embeddings, then fails over the sharded weight.
+    Rule(
+        "fused-engine",
+        FUSED,
+        lambda s: _fused(s) and s[STRATEGY] != "fsdp",
+        lambda s: f"verl's fused forward fails over the sharded weight of lm_head with {STRATEGY}={s[STRATEGY]}",
+        f"set {STRATEGY} to fsdp, or use false",
+        (f"{FUSED}=True", f"{STRATEGY}=fsdp2"),
+    ),
+    Rule(
+        "fused-slices",
+        FUSED,
+        lambda s: _fused(s) and s.sequence_parallel_size > 1,
+        lambda s: f"verl's fused forward has not been run with {s.named(_slices(s))}",
+        lambda s: f"set {_slices(s)} to 1, or use false",
+        (_FSDP, f"{FUSED}=True", _TWO_SLICES),
+    ),
+    Rule(
+        "fused-backend",
+        BACKEND,
+        lambda s: _fused(s) and s[BACKEND] not in KERNEL_BACKENDS,
+        "it is not tested",
+        f"use {' or '.join(KERNEL_BACKENDS)}",
+        (_FSDP, f"{FUSED}=True", f"{BACKEND}=liger"),
+    ),
+    Rule(
+        "fused-head-adapter",
+        FUSED,
+        lambda s: _fused(s) and s.lora_rank > 0 and _adapts_head(s),
+        "fused kernels read the weight of lm_head without its adapter",
+        f"leave lm_head out of {TARGETS}, or use false",
+        (_FSDP, f"{FUSED}=True", f"{MODEL}.lora_rank=8", f"{TARGETS}=[lm_head]"),
+    ),
+    _underflows("fp16-parameters", PARAM_DTYPE, f"+{ACTOR}.fsdp_config.mixed_precision={{param_dtype:float16}}"),
+    _underflows("fp16-model", MODEL_DTYPE, f"{MODEL_DTYPE}=fp16"),
+    Rule(
+        "parallel-calls",
+        PARALLEL_CALLS,
+        lambda s: isinstance(s.signal, TurnSignal) and s.signal.align == "calls" and (s[PARALLEL_CALLS] or 1) > 1,
+        "rewards of several calls of a turn cannot be told apart",
+        "set it to 1, or give one reward a turn with align=turns",
+        (f"{PARALLEL_CALLS}=2", f"{METHOD}=turn_rloo"),
+    ),
+    Rule(
+        "greedy",
+        f"{ROLLOUT}.temperature",
+        lambda s: not s[f"{ROLLOUT}.temperature"] > 0,
+        "the policy is the softmax at this temperature",
+        "use a temperature above 0",
+        (f"{ROLLOUT}.temperature=0",),
+    ),
+    Rule(
+        "relative-dump",
+        DUMP_FOLDER,
+        lambda s: s.dump is not None and not s.dump.folder.is_absolute(),
+        "the trainer runs in another process, with another working folder and perhaps on another machine",
+        lambda s: f"use an absolute path, such as {s.dump.folder.expanduser().absolute()}",
+        (f"{DUMP_FOLDER}=runs/tokens",),
+    ),
+)
+"""Settings of verl's with which a method does not work."""
+
 WARNINGS = (
     Rule(
+        "noise-in-bf16",
         METHOD,
         lambda s: isinstance(s.signal, Oar) and s.signal.uses == LOGITS and _half(s),
         lambda s: (
             f"it compares two forwards that differ by noise of noise_std={s.signal.noise_std:g}, most of which bf16 rounds "
-            "away: its scores are then about as far from float32's as with another seed (docs/reference_methods.md). "
-            f"{PRECISIONS[0]}=fp32 keeps them, at the price of a float32 run"
+            "away: its scores are then about as far from float32's as with another seed (docs/reference_methods.md)"
         ),
+        f"{PARAM_DTYPE}=fp32 keeps them, at the price of a float32 run",
+        (f"{METHOD}=oar_g",),
     ),
     Rule(
+        "loss-by-covariance",
         LOSS,
         lambda s: s.method != UNIFORM and s[LOSS] in ("clip_cov", "kl_cov"),
-        lambda s: (
-            f"it picks tokens by the covariance of advantage and log-probability: the weights of {s.method} change which "
-            "tokens it picks, too"
-        ),
+        "it picks tokens by the covariance of advantage and log-probability",
+        lambda s: f"the weights of {s.method} change which tokens it picks, too",
+        (f"{LOSS}=kl_cov",),
     ),
     Rule(
+        "chosen-denominator",
         AGGREGATION,
         lambda s: isinstance(s.signal, TurnSignal) and not _constant_denominator(s),
-        "it divides by numbers of tokens that the policy chooses with its turns, which biases the gradient (docs/turns.md); "
+        "it divides by numbers of tokens that the policy chooses with its turns, which biases the gradient (docs/turns.md)",
         "seq-mean-token-sum, and seq-mean-token-sum-norm with loss_scale_factor, do not, except with the loss mode sapo",
+        (f"{AGGREGATION}=token-mean", f"{METHOD}=turn_rloo"),
     ),
     Rule(
+        "engine-not-run",
         STRATEGY,
         lambda s: not s.signal.uses and not _in_fsdp(s),
-        lambda s: (
-            f"{s.method} reads no more than what verl's trainer has with any engine, but has not been run with this one"
-        ),
+        lambda s: f"{s.method} reads no more than what verl's trainer has with any engine",
+        "it has not been run with this one",
+        (f"{STRATEGY}=megatron", f"{METHOD}=uniform"),
     ),
 )
 """Settings of verl's with which a method works, and not as somebody may think."""
@@ -303,37 +416,42 @@ def check_rules(settings: Settings) -> None:
     """Refuse what is in ``REFUSALS``, and shortcuts that are forced where they would change the update; log ``WARNINGS``.
 
     Raises:
-        ValueError: naming the option and the remedy.
+        ValueError: naming the option, the reason and the remedy.
     """
-    for setting, remedy in broken(REFUSALS, settings):
-        raise ValueError(f"{setting} does not work with {METHOD}={settings.method}; {remedy}")
+    refuse(REFUSALS, settings, settings.named(METHOD))
     if settings.share_forward is True:
-        refuse_forced(SHARE, broken(AGAINST_SHARING, settings))
+        refuse_forced(f"{SHARE}=True", broken(AGAINST_SHARING, settings), AUTO)
     choose_skipping(settings)
-    for setting, reason in broken(WARNINGS, settings):
-        logger.warning("%s: %s", setting, reason)
+    for rule in WARNINGS:
+        if rule.when(settings):
+            logger.warning("%s", rule.warning(settings))
 
 
-def refuse_forced(option: str, obstacles: Iterable[Obstacle]) -> None:
-    """Refuse ``true`` where it would change the update.
+# ----------------------------------------------------------------------------------------------------------------- shortcuts
 
-    Raises:
-        ValueError: naming the option and the remedy.
-    """
-    for setting, reason in obstacles:
-        raise ValueError(f"{option}=True does not work with {setting}: {reason}; use auto")
+AUTO = "use auto"
 
 
-# -------------------------------------------------------------------------------------------------------- the shared forward
+def _against(id: str, option: str, because: str, example: str = "") -> Rule:
+    """An option that must not be set where a shortcut is taken."""
+    return Rule(id, option, lambda s: s[option], because, AUTO, (example or f"{option}=True",))
+
 
 AGAINST_SHARING = (
     Rule(
+        "share-other-signal",
         METHOD,
         lambda s: not (isinstance(s.signal, SaliencySignal) and s.signal.on_any_forward),
         "its signal is no saliency, or runs in a way of its own",
+        AUTO,
+        (f"{METHOD}=oar_g",),
     ),
-    _set(BYPASS, "no old log-probabilities are computed"),
-    _set(KL_IN_REWARD, "the advantages, and so the selected responses, depend on the old log-probabilities"),
+    _against("share-bypass", BYPASS, "no old log-probabilities are computed"),
+    _against(
+        "share-kl",
+        KL_IN_REWARD,
+        "the advantages, and so the selected responses, depend on the old log-probabilities",
+    ),
 )
 """Where a saliency cannot be taken on the forward of the old log-probabilities."""
 
@@ -343,64 +461,108 @@ def shares_forward(settings: Settings) -> bool:
     return settings.share_forward is not False and not any(broken(AGAINST_SHARING, settings))
 
 
-# ----------------------------------------------------------------------------------- leaving out zero-advantage responses
+def _scales_activations(id: str, qat: str) -> Rule:
+    mode = f"{qat}.mode"
+    return Rule(
+        id,
+        mode,
+        lambda s: s[f"{qat}.enable"] and s[mode] != WEIGHTS_ALONE,
+        "the scale of its activations is the largest of the micro-batch",
+        AUTO,
+        (f"++{qat}.enable=True", f"++{mode}=w4a4"),
+    )
 
 
 AGAINST_SKIPPING = (
     Rule(
+        "skip-engine",
         STRATEGY,
         lambda s: not _in_fsdp(s),
         f"responses are left out inside the engines {' and '.join(ENGINES)} alone",
+        AUTO,
+        (f"{STRATEGY}=megatron", f"{METHOD}=uniform"),
     ),
-    _set(f"{ACTOR}.use_kl_loss", "the KL loss trains every response"),
-    _set(f"{ACTOR}.entropy_coeff", "the entropy bonus trains every response"),
-    _set(f"{ACTOR}.calculate_entropy", "the update logs the entropy of every response"),
-    _set("distillation.enabled", "distillation trains every response"),
-    _set(f"{MODEL}.mtp.enable_train", "the heads for further tokens train on every response"),
-    _set(f"{MODEL}.override_config.output_router_logits", ROUTER_LOSS),
+    _against("skip-kl", f"{ACTOR}.use_kl_loss", "the KL loss trains every response"),
+    _against(
+        "skip-entropy",
+        f"{ACTOR}.entropy_coeff",
+        "the entropy bonus trains every response",
+        f"{ACTOR}.entropy_coeff=0.001",
+    ),
+    _against("skip-entropy-log", f"{ACTOR}.calculate_entropy", "the update logs the entropy of every response"),
+    _against("skip-distillation", "distillation.enabled", "distillation trains every response"),
+    _against("skip-mtp", f"{MODEL}.mtp.enable_train", "the heads for further tokens train on every response"),
+    _against(
+        "skip-router",
+        f"{MODEL}.override_config.output_router_logits",
+        ROUTER_LOSS,
+        f"+{MODEL}.override_config.output_router_logits=True",
+    ),
+    _scales_activations("skip-qat", f"{ACTOR}.qat"),
+    _scales_activations("skip-fsdp-qat", f"{ACTOR}.fsdp_config.qat"),
     *(
-        Rule(
-            f"{qat}.mode",
-            lambda s, qat=qat: s[f"{qat}.enable"] and s[f"{qat}.mode"] != WEIGHTS_ALONE,
-            "the scale of its activations is the largest of the micro-batch",
-        )
-        for qat in (f"{ACTOR}.qat", f"{ACTOR}.fsdp_config.qat")
+        Rule(f"skip-{loss}", LOSS, _has_loss(loss), reason, AUTO, (f"{LOSS}={loss}", f"{METHOD}=uniform"))
+        for loss, reason in OTHER_LOSSES.items()
     ),
     Rule(
+        "skip-own-loss",
         LOSS,
-        lambda s: s[LOSS] not in (None, *TOKEN_LOSSES, *RESPONSE_LOSSES),
-        lambda s: OTHER_LOSSES.get(s[LOSS], "nothing is known of it where an advantage is 0"),
+        lambda s: s[LOSS] not in (None, *TOKEN_LOSSES, *RESPONSE_LOSSES, *OTHER_LOSSES),
+        "nothing is known of it where an advantage is 0",
+        AUTO,
+        (f"{LOSS}=mine",),
     ),
     Rule(
-        f"{ACTOR}.loss_scale_factor",
-        lambda s: s[AGGREGATION] == "seq-mean-token-sum-norm" and s[f"{ACTOR}.loss_scale_factor"] is None,
+        "skip-longest",
+        SCALE,
+        lambda s: s[AGGREGATION] == "seq-mean-token-sum-norm" and s[SCALE] is None,
         "seq-mean-token-sum-norm then divides by the longest response of each micro-batch",
+        AUTO,
+        (f"{SCALE}=null",),
     ),
 )
 """Where the update is not the same without responses that have no advantage."""
 
 AGAINST_TAILS = (
-    Rule(LOSS, lambda s: s[LOSS] in RESPONSE_LOSSES, lambda s: RESPONSE_LOSSES[s[LOSS]]),
+    *(
+        Rule(f"tails-{loss}", LOSS, _has_loss(loss), reason, AUTO, (f"{LOSS}={loss}",))
+        for loss, reason in RESPONSE_LOSSES.items()
+    ),
     Rule(
+        "tails-mean",
         AGGREGATION,
         lambda s: s[AGGREGATION] == "seq-mean-token-mean",
         "each response is divided by the number of its tokens",
+        AUTO,
+        (f"{AGGREGATION}=seq-mean-token-mean",),
     ),
 )
 """Where a response needs its tail after the last token with an advantage."""
 
 AGAINST_FORWARD = (
-    _set(KL_IN_REWARD, "the advantages depend on the old log-probabilities"),
-    _set(BYPASS, "there is no such forward"),
-    *(
-        _set(f"algorithm.rollout_correction.{name}", "the correction reads all responses")
-        for name in ("rollout_is", "rollout_rs")
+    _against("forward-kl", KL_IN_REWARD, "the advantages depend on the old log-probabilities"),
+    _against("forward-bypass", BYPASS, "there is no such forward"),
+    _against(
+        "forward-is", f"{CORRECTION}.rollout_is", "the correction reads all responses", f"{CORRECTION}.rollout_is=token"
     ),
-    Rule(DUMP_EVERY, lambda s: s.dump is not None and s.dump.every == 1, "the dump holds them"),
+    _against(
+        "forward-rs",
+        f"{CORRECTION}.rollout_rs",
+        "the correction reads all responses",
+        f"{CORRECTION}.rollout_rs=seq_mean_k1",
+    ),
+    Rule(
+        "forward-dump",
+        DUMP_EVERY,
+        lambda s: s.dump is not None and s.dump.every == 1,
+        "the dump holds them",
+        AUTO,
+        (f"{DUMP_EVERY}=1", f"{DUMP_FOLDER}=/runs/tokens"),
+    ),
 )
-"""Where something reads the old log-probabilities or entropies of responses without an advantage. A method reads those of the
-responses that it selects, which keep their forward."""
-OWN_ADVANTAGES: Obstacle = (
+"""Reasons to compute the old log-probabilities and entropies of every response. Methods are not listed: the responses that a
+method selects always keep their forward."""
+OWN_ADVANTAGES = Obstacle(
     "a trainer with advantages of its own",
     "rewards alone do not say which responses have one",
 )
@@ -436,7 +598,7 @@ def choose_skipping(
         return Skipping(), []
     against = [*broken(AGAINST_SKIPPING, settings), *of_model()]
     if settings.skip_zero_advantage is True:
-        refuse_forced(SKIP, against)
+        refuse_forced(f"{SKIP}=True", against, AUTO)
     if against:
         return Skipping(), [f"no response is left out with {setting}: {reason}" for setting, reason in against]
     of_tails = list(broken(AGAINST_TAILS, settings))

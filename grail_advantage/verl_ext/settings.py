@@ -1,7 +1,8 @@
 """A run's settings, parsed once from its configuration. Needs no verl, so that they can be read before verl is imported.
 
-Nothing else of this package reads the configuration: what it says of token weights is a field of :class:`Settings`, which also
-gives every other option by its name.
+Each process parses once: the driver in :func:`grail_advantage.verl_ext.checks.check_config`, which hands the result on, the
+trainer's when the trainer is made. Nothing else reads the configuration: what it says of token weights is a field of
+:class:`Settings`, which also gives every other option by its name.
 
 - ``algorithm.adv_estimator``: the method, by its registered name; its options are in a section of its own.
 - ``algorithm.token_weights.share_forward``: ``auto`` takes a saliency on the forward that recomputes the old
@@ -25,7 +26,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -45,8 +46,9 @@ BASE = f"{SECTION}.base"
 BASES = ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
 """Estimators of verl's that are tested as the base."""
 TRAINER_MODULE = f"{SECTION}.trainer_module"
+TRAINER_MODE = "trainer.v1.trainer_mode"
 TRAINER_MODES = ("sync", "colocate_async", "separate_async")
-"""verl's own values of ``trainer.v1.trainer_mode``."""
+"""verl's own values of it."""
 TRAINER_PREFIX = "grail_"
 """Trainer ``grail_<mode>`` is trainer ``<mode>`` with token weights."""
 DUMP = "algorithm.token_dump."
@@ -55,16 +57,50 @@ ENGINES = ("fsdp", "fsdp2")
 """Values of ``actor_rollout_ref.actor.strategy``: the engines of verl's in which this project runs code of its own."""
 
 ACTOR, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "model", "rollout"))
-BYPASS = "algorithm.rollout_correction.bypass_mode"
+CORRECTION = "algorithm.rollout_correction"
+BYPASS = f"{CORRECTION}.bypass_mode"
 KL_IN_REWARD = "algorithm.use_kl_in_reward"
 PACKED, ATTENTION = f"{MODEL}.use_remove_padding", f"{MODEL}.override_config.attn_implementation"
 SLICES = tuple(f"{ACTOR}.{section}ulysses_sequence_parallel_size" for section in ("", "fsdp_config."))
 """The two places where verl has this option."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a run's configuration says, as far as this package reads it."""
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A run's configuration, whatever its estimator."""
+
+    config: Mapping[str, Any]
+    """Resolved, as plain mappings; with this package's defaults in :class:`Settings`."""
+    kind: str | None = None
+    """verl's name for the kind of trainer; ``None`` where no trainer has the name that is asked for, and in the trainer's own
+    process."""
+
+    @classmethod
+    def parse(cls, config: DictConfig, kind: str | None = None) -> Self:
+        """Take over a run's configuration; a method's has more to say (:meth:`Settings.parse`)."""
+        return cls(config=OmegaConf.to_container(config, resolve=True), kind=kind)
+
+    def __getitem__(self, option: str) -> Any:
+        """The value of an option by its full name; ``None`` where the configuration does not have it."""
+        value: Any = self.config
+        for name in option.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
+    def named(self, option: str) -> str:
+        """``option=value``, for messages."""
+        return f"{option}={self[option]}"
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and response, the most that there can be."""
+        longest = self[f"{ROLLOUT}.prompt_length"] + self[f"{ROLLOUT}.response_length"]
+        return min(longest, self[f"{ROLLOUT}.max_model_len"] or longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(RunConfig):
+    """The configuration of a run with a method, as far as this package reads it."""
 
     method: str
     signal: Signal
@@ -76,12 +112,10 @@ class Settings:
     skip_zero_advantage: str | bool
     dump: DumpOptions | None
     """``None`` without a folder."""
-    config: Mapping[str, Any]
-    """The resolved configuration as plain mappings, with this package's defaults."""
 
     @classmethod
-    def parse(cls, config: DictConfig) -> Settings:
-        """Parse a run's configuration.
+    def parse(cls, config: DictConfig, kind: str | None = None) -> Self:
+        """Parse the configuration of a run with a method.
 
         Raises:
             ValueError: an unknown method, option or value; naming the option and the remedy.
@@ -110,20 +144,8 @@ class Settings:
             skip_zero_advantage=ours["skip_zero_advantage"],
             dump=_dump_options(algorithm["token_dump"]),
             config=plain,
+            kind=kind,
         )
-
-    def __getitem__(self, option: str) -> Any:
-        """The value of an option by its full name; ``None`` where the configuration does not have it."""
-        value: Any = self.config
-        for name in option.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return value
-
-    @property
-    def longest(self) -> int:
-        """Tokens of prompt and response, the most that there can be."""
-        longest = self[f"{ROLLOUT}.prompt_length"] + self[f"{ROLLOUT}.response_length"]
-        return min(longest, self[f"{ROLLOUT}.max_model_len"] or longest)
 
     @property
     def sequence_parallel_size(self) -> int:
@@ -175,15 +197,7 @@ def _dump_options(section: Mapping[str, Any]) -> DumpOptions | None:
     folder = section["folder"]
     options = DumpOptions(**{**section, "folder": Path(str(folder))})
     options.check(DUMP)
-    if folder is None:
-        return None
-    if not options.folder.is_absolute():
-        # The trainer runs in another process, whose working folder may be another one.
-        raise ValueError(
-            f"{DUMP_FOLDER}={folder} must be an absolute path, on the machine of the trainer; use "
-            f"{options.folder.expanduser().absolute()}"
-        )
-    return options
+    return None if folder is None else options
 
 
 def import_trainer_module(name: str | None) -> None:

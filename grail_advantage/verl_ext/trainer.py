@@ -43,7 +43,7 @@ from grail_advantage.model.interface import RowScores
 from grail_advantage.pipeline import weigh
 from grail_advantage.record import Rollouts
 from grail_advantage.signals.base import Signal
-from grail_advantage.verl_ext.checks import check_model, check_text, check_tokenizer, neighbour_obstacles
+from grail_advantage.verl_ext.checks import check_model, check_text, check_tokenizer, model_obstacles
 from grail_advantage.verl_ext.dump import CHECKPOINT_SECONDS, UpdateDump
 from grail_advantage.verl_ext.exchange import build_request, deal
 from grail_advantage.verl_ext.patches import base_mode, data_parallel_size, estimator_named, set_trainer_mode
@@ -125,7 +125,7 @@ class TokenWeightTrainer:
         self._end_tokens = end_token_ids(self.tokenizer, model.generation_config)
         self._context_length = settings[f"{ROLLOUT}.max_model_len"] or get_max_position_embeddings(model.hf_config)
         self._model_shares_forward = check_model(settings, model.local_path)
-        of_model = partial(neighbour_obstacles, settings, model.hf_config)
+        of_model = partial(model_obstacles, settings, model.hf_config)
         self._skipping, against = choose_skipping(settings, of_model, own_advantages=self.own_advantages)
         for line in against:
             logger.warning("%s: %s", SKIP, line)

@@ -16,16 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from grail_advantage.dump.store import dumped_steps
 from grail_advantage.methods import method, methods
-from grail_advantage.verl_ext.settings import DUMP_FOLDER, Settings
+from grail_advantage.verl_ext.settings import ACTOR, DUMP_FOLDER, ENGINES, TRAINER_MODE, RunConfig, Settings
 from recipe.run_life import checkpoints
 from recipe.run_life.checkpoints import PARTS, Checkpoint, read_json, write_json
-from recipe.run_life.options import options_of
 
 RUN_DEFINITION = "run_definition.json"
+FOLDER, STRATEGY = "trainer.default_local_dir", f"{ACTOR}.strategy"
 LOCK = ".run.lock"
 """A file in each folder that belongs to a run, which the run's driver has locked (``flock``) as long as it lives;
 ``refuse_living`` of ``scripts/launch.sh`` looks at it, too."""
@@ -54,24 +52,22 @@ _REMEDY = (
 )
 
 
-def run_definition(config: DictConfig) -> dict[str, Any]:
+def run_definition(run: RunConfig) -> dict[str, Any]:
     """The options that make the run what it is, with dots in their names, as JSON holds them."""
     values: dict[str, Any] = {}
     for section, names in DEFINES.items():
-        for name in names.split() if section != "critic" or _has_critic(config) else ():
+        for name in names.split() if section != "critic" or _has_critic(run) else ():
             name = f"{section}.{name}".lstrip(".")
-            value = OmegaConf.select(config, name)
-            _flatten(name, OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value, values)
+            _flatten(name, run[name], values)
     others = tuple(
         f"algorithm.{name}." for name in ("token_weights", "token_dump", *(m.section for m in methods().values()))
     )
     values = {name: value for name, value in values.items() if not name.startswith(others)}
-    mode = "trainer.v1.trainer_mode"
-    values[mode] = str(values[mode]).removeprefix("grail_").removeprefix("kept_")
-    if config.algorithm.adv_estimator in methods():
+    values[TRAINER_MODE] = str(values[TRAINER_MODE]).removeprefix("grail_").removeprefix("kept_")
+    if isinstance(run, Settings):
         # With the values that a preset sets.
-        signal, section = Settings.parse(config).signal, method(config.algorithm.adv_estimator).section
-        values |= {f"algorithm.{section}.{name}": value for name, value in signal.as_dict().items()}
+        section = method(run.method).section
+        values |= {f"algorithm.{section}.{name}": value for name, value in run.signal.as_dict().items()}
     return json.loads(json.dumps(values, default=str))
 
 
@@ -83,23 +79,27 @@ def _flatten(prefix: str, value: Any, values: dict[str, Any]) -> None:
         values[prefix] = value
 
 
-def check_run(config: DictConfig) -> None:
+def check_run(run: RunConfig, *, strict: bool = True) -> None:
     """Refuses to resume from, or to save among, the checkpoints or the token dump of another run. A folder belongs to the run
     whose files are in it.
+
+    Args:
+        run: the parsed configuration.
+        strict: refuse to mix two runs in one folder; otherwise a warning says so.
 
     Raises:
         ValueError: naming the options that differ, with both values, and the remedy.
     """
-    trainer, start = config.trainer, choose(config)[0]
+    start = choose(run)[0]
     if start is not None:
-        check_ranks(config, start.path)
-    folder, dump = Path(trainer.default_local_dir), _dump_folder(config)
-    named, mixed = trainer.resume_mode == "resume_path", []
-    if checkpoints.checkpoints(folder) and (trainer.save_freq > 0 or _is_in(start, folder)):
-        mixed += _differing(config, "trainer.default_local_dir", folder, unknown=named)
+        check_ranks(run, start.path)
+    folder, dump = Path(run[FOLDER]), _dump_folder(run)
+    named, mixed = run["trainer.resume_mode"] == "resume_path", []
+    if checkpoints.checkpoints(folder) and (run["trainer.save_freq"] > 0 or _is_in(start, folder)):
+        mixed += _differing(run, FOLDER, folder, unknown=named)
     if dump is not None and dumped_steps(dump):
-        mixed += _differing(config, DUMP_FOLDER, dump, unknown=start is not None)
-    if mixed and options_of(config).strict:
+        mixed += _differing(run, DUMP_FOLDER, dump, unknown=start is not None)
+    if mixed and strict:
         raise ValueError("\n".join([*mixed, _REMEDY]))
     if mixed:
         _say("\n".join(["WARNING: two runs are mixed", *mixed]))
@@ -113,7 +113,7 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
-def hold(config: DictConfig) -> None:
+def hold(run: RunConfig) -> None:
     """Locks the run's folders, of its checkpoints and of its token dump, until this process ends, in whatever way. No child
     inherits the locks, so that those that a killed driver leaves do not keep the run from resuming. Where a folder cannot be
     locked, a warning says so.
@@ -121,7 +121,7 @@ def hold(config: DictConfig) -> None:
     Raises:
         ValueError: a run that lives has one of them, naming the option and the remedy.
     """
-    folders = {"trainer.default_local_dir": Path(config.trainer.default_local_dir), DUMP_FOLDER: _dump_folder(config)}
+    folders = {FOLDER: Path(run[FOLDER]), DUMP_FOLDER: _dump_folder(run)}
     for folder, option in {path.resolve(): name for name, path in folders.items() if path is not None}.items():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -135,16 +135,16 @@ def hold(config: DictConfig) -> None:
             raise ValueError(
                 f"{option}={folder} belongs to a run that lives ({holder}), and a second one would write into it; wait for it "
                 "or end it, and the same command resumes it, or choose another trainer.experiment_name or "
-                f"trainer.default_local_dir and {DUMP_FOLDER} (EXPERIMENT_NAME of the launch scripts, OUTPUT_DIR of those "
+                f"{FOLDER} and {DUMP_FOLDER} (EXPERIMENT_NAME of the launch scripts, OUTPUT_DIR of those "
                 "without a GPU)"
             ) from None
         except OSError as error:
             _say(f"WARNING: {option}={folder} cannot be locked ({error}); a second start into it would not be refused")
 
 
-def _differing(config: DictConfig, option: str, folder: Path, *, unknown: bool) -> list[str]:
+def _differing(run: RunConfig, option: str, folder: Path, *, unknown: bool) -> list[str]:
     """The options that differ from those stored in a folder, after a heading; ``unknown``: there need be none."""
-    stored, wanted = read_json(folder / RUN_DEFINITION).get("definition"), run_definition(config)
+    stored, wanted = read_json(folder / RUN_DEFINITION).get("definition"), run_definition(run)
     if isinstance(stored, dict):
         differing = [name for name in sorted({*stored, *wanted}) if stored.get(name) != wanted.get(name)]
         lines = [f"  {name}: {stored.get(name)!r} there, {wanted.get(name)!r} here" for name in differing]
@@ -153,32 +153,31 @@ def _differing(config: DictConfig, option: str, folder: Path, *, unknown: bool) 
     return [f"{option}={folder} holds the files of another run:", *lines] if lines else []
 
 
-def check_ranks(config: DictConfig, checkpoint: Path) -> None:
+def check_ranks(run: RunConfig, checkpoint: Path) -> None:
     """Refuses a checkpoint of another number of ranks where these cannot load it."""
-    trainer, saved = config.trainer, checkpoints.world_size(checkpoint)
-    ranks = trainer.nnodes * trainer.n_gpus_per_node
+    saved, ranks = checkpoints.world_size(checkpoint), run["trainer.nnodes"] * run["trainer.n_gpus_per_node"]
     if saved in (None, ranks):
         return
     fsdp2 = read_json(checkpoint / "actor/fsdp_config.json").get("FSDP_version") == 2
-    fsdp2 = fsdp2 and config.actor_rollout_ref.actor.strategy == "fsdp2"
-    critic = _has_critic(config) or (checkpoint / "critic").is_dir()
-    if fsdp2 and not critic and config.algorithm.adv_estimator in methods():
+    fsdp2 = fsdp2 and run[STRATEGY] == "fsdp2"
+    critic = _has_critic(run) or (checkpoint / "critic").is_dir()
+    if fsdp2 and not critic and isinstance(run, Settings):
         _say(f"{checkpoint} is of {saved} ranks and is loaded by {ranks}")
         return
     raise ValueError(
-        f"{checkpoint} was written by {saved} ranks, and trainer.nnodes={trainer.nnodes} x trainer.n_gpus_per_node="
-        f"{trainer.n_gpus_per_node} are {ranks}; only a run with token weights, actor_rollout_ref.actor.strategy=fsdp2 and no "
-        f"critic can change their number. Start {saved} ranks, on fewer nodes if these have the GPUs; or begin a new run from "
+        f"{checkpoint} was written by {saved} ranks, and {run.named('trainer.nnodes')} x "
+        f"{run.named('trainer.n_gpus_per_node')} are {ranks}; only a run with token weights, {STRATEGY}=fsdp2 and no critic "
+        f" can change their number. Start {saved} ranks, on fewer nodes if these have the GPUs; or begin a new run from "
         f"its model: python3 -m verl.model_merger merge --backend fsdp --local_dir {checkpoint}/actor --target_dir MERGED, "
         "then actor_rollout_ref.model.path=MERGED with another trainer.default_local_dir"
     )
 
 
-def begin_run(config: DictConfig) -> bool:
+def begin_run(run: RunConfig) -> bool:
     """Stores the definition of a run that saves checkpoints, and has it resume from the last good one, after
     :func:`check_run`. Returns whether anything is left to train."""
-    trainer, (start, notes) = config.trainer, choose(config)
-    if is_finished(config, start):
+    start, notes = choose(run)
+    if is_finished(run, start):
         _say(
             f"already finished: {start.path} is the checkpoint of the last step, so nothing is left to train. Evaluate it with "
             "scripts/evaluate.sh --model; to train longer, raise trainer.total_training_steps (TOTAL_STEPS of the launch "
@@ -187,49 +186,44 @@ def begin_run(config: DictConfig) -> bool:
         return False
     for note in notes:
         _say(f"{note}; the run resumes from {start.path}")
-    folder, dump = Path(trainer.default_local_dir), _dump_folder(config)
-    saves, resumes = trainer.save_freq > 0, _is_in(start, folder)
-    run = read_json(folder / RUN_DEFINITION).get("run") if resumes else None
-    content = {"run": run or uuid.uuid4().hex, "definition": run_definition(config)}
+    folder, dump = Path(run[FOLDER]), _dump_folder(run)
+    saves, resumes = run["trainer.save_freq"] > 0, _is_in(start, folder)
+    name = read_json(folder / RUN_DEFINITION).get("run") if resumes else None
+    content = {"run": name or uuid.uuid4().hex, "definition": run_definition(run)}
     if dump is not None:
         with suppress(OSError):  # the trainer's machine is another one, and says what cannot be written there
             write_json(dump / RUN_DEFINITION, content)
     if saves:
         write_json(folder / RUN_DEFINITION, content)
-    if {"auto": saves or resumes, "resume_path": saves and resumes}.get(trainer.resume_mode, False):
-        checkpoints.settle_start(folder, start, trains=not trainer.get("val_only", False))
+    if {"auto": saves or resumes, "resume_path": saves and resumes}.get(run["trainer.resume_mode"], False):
+        checkpoints.settle_start(folder, start, trains=not run["trainer.val_only"])
     return True
 
 
-def is_finished(config: DictConfig, start: Checkpoint | None) -> bool:
+def is_finished(run: RunConfig, start: Checkpoint | None) -> bool:
     """Whether a checkpoint is that of the last step, which it says itself where ``trainer.total_epochs`` alone bounds a run."""
-    trainer = config.trainer
-    if start is None or trainer.get("val_only", False):
+    if start is None or run["trainer.val_only"]:
         return False
-    last, state = trainer.total_training_steps, start.state or {}
-    if last is None and state.get("total_epochs") == trainer.total_epochs:
+    last, state = run["trainer.total_training_steps"], start.state or {}
+    if last is None and state.get("total_epochs") == run["trainer.total_epochs"]:
         last = state.get("last_step")
     return last is not None and start.step >= last
 
 
-def choose(config: DictConfig) -> tuple[Checkpoint | None, list[str]]:
+def choose(run: RunConfig) -> tuple[Checkpoint | None, list[str]]:
     """Where the run resumes, as verl does it (``PPOTrainer._load_checkpoint``) but for checkpoints that are not whole, and why
     not later.
 
     Raises:
         ValueError: ``trainer.resume_from_path`` names none, or no checkpoint is whole.
     """
-    trainer = config.trainer
-    if trainer.resume_mode == "auto":
-        return checkpoints.choose_start(Path(trainer.default_local_dir), lambda path: _damage(config, path))
-    if trainer.resume_mode == "disable":
+    mode = run["trainer.resume_mode"]
+    if mode == "auto":
+        return checkpoints.choose_start(Path(run[FOLDER]), lambda path: _damage(run, path))
+    if mode == "disable":
         return None, []
-    if trainer.resume_mode != "resume_path":
-        raise ValueError(
-            f"trainer.resume_mode={trainer.resume_mode} is unknown; choose one of auto, disable, resume_path"
-        )
-    named = Path(str(trainer.resume_from_path))
-    broken = _damage(config, named) if checkpoints.is_checkpoint(named) else ["it"]
+    named = Path(str(run["trainer.resume_from_path"]))
+    broken = _damage(run, named) if checkpoints.is_checkpoint(named) else ["it"]
     if broken:
         raise ValueError(
             f"trainer.resume_from_path={named} is no whole checkpoint global_step_N: {', '.join(broken)} missing or cut off; "
@@ -238,25 +232,23 @@ def choose(config: DictConfig) -> tuple[Checkpoint | None, list[str]]:
     return Checkpoint(named), []
 
 
-def _damage(config: DictConfig, path: Path) -> list[str]:
-    actor = config.actor_rollout_ref.actor
-    if actor.strategy not in ("fsdp", "fsdp2"):
+def _damage(run: RunConfig, path: Path) -> list[str]:
+    if run[STRATEGY] not in ENGINES:
         return []
-    loaded = OmegaConf.select(actor, "checkpoint.load_contents") or PARTS
-    return checkpoints.damage(path, [part for part in loaded if part in PARTS], critic=_has_critic(config))
+    loaded = run[f"{ACTOR}.checkpoint.load_contents"] or PARTS
+    return checkpoints.damage(path, [part for part in loaded if part in PARTS], critic=_has_critic(run))
 
 
 def _is_in(start: Checkpoint | None, folder: Path) -> bool:
     return start is not None and start.path.absolute().parent == folder.absolute()
 
 
-def _has_critic(config: DictConfig) -> bool:
-    return bool(config.critic.enable or config.algorithm.adv_estimator == "gae")
+def _has_critic(run: RunConfig) -> bool:
+    return bool(run["critic.enable"] or run["algorithm.adv_estimator"] == "gae")
 
 
-def _dump_folder(config: DictConfig) -> Path | None:
-    options = Settings.parse(config).dump if config.algorithm.adv_estimator in methods() else None
-    return None if options is None else options.folder
+def _dump_folder(run: RunConfig) -> Path | None:
+    return run.dump.folder if isinstance(run, Settings) and run.dump is not None else None
 
 
 def _say(text: str) -> None:

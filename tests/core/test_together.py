@@ -11,7 +11,7 @@ from transformers import Qwen3ForCausalLM
 
 from grail_advantage import Grail, Oar, compute_token_weights
 from grail_advantage.model import hugging_face
-from grail_advantage.model.neighbours import mixing_rows
+from grail_advantage.model.neighbours import neighbour_obstacles
 from tests.core import together
 from tests.core.common import watch_inputs
 from tests.core.tiny_models import ROLLOUTS, Rollout, char_tokenizer, make_batch, tiny_model
@@ -24,7 +24,7 @@ ALONE = {"Phi-3, longrope", "Llama, dynamic", "Doge"}
 @pytest.mark.parametrize(("place", "name"), enumerate(FAMILIES))
 def test_scores_are_those_of_one_at_a_time(place: int, name: str) -> None:
     """GRAIL's on every architecture, and those of two more passes in turn; ``together.page`` measures them all."""
-    assert (mixing_rows(model_of(name), LONGEST) is not None) == (name in ALONE)
+    assert any(neighbour_obstacles(model_of(name), training=False, longest=LONGEST)) == (name in ALONE)
     for index, signal in enumerate(SIGNALS):
         if (name, signal) not in FAILS and (index == 0 or index % 4 == place % 4):
             difference = together.difference(name, signal, ("left", "right", "both")[index % 3])
@@ -34,7 +34,7 @@ def test_scores_are_those_of_one_at_a_time(place: int, name: str) -> None:
 
 def test_a_rule_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the models above get other scores."""
-    monkeypatch.setattr(hugging_face, "mixing_rows", lambda *_: None)
+    monkeypatch.setattr(hugging_face, "neighbour_obstacles", lambda *_, **__: iter(()))
     for name in ALONE:
         assert together.difference(name, "grail") > 1e-3
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from grail_advantage import Grail, Oar, Signal, TokenWeights, compute_token_weights
 from grail_advantage.methods import method
 from grail_advantage.model import hugging_face
-from grail_advantage.model.neighbours import mixing_rows
+from grail_advantage.model.neighbours import neighbour_obstacles
 from recipe.marked_text import table, write_marked
 from tests.core.test_rlsd import SHORT, example, tiny_tokenizer
 from tests.core.tiny_models import ROLLOUTS, make_batch
@@ -79,7 +79,7 @@ def page() -> str:
     """The table of the page."""
     rows = []
     for name in FAMILIES:
-        alone = mixing_rows(model_of(name), LONGEST) is not None
+        alone = any(neighbour_obstacles(model_of(name), training=False, longest=LONGEST))
         cells = ["-" if (name, signal) in FAILS else f"{difference(name, signal):.0e}" for signal in SIGNALS]
         rows.append([name, "one at a time" if alone else "together", *cells])
     return "\n".join(table(["model", "passes", *(f"`{signal}`" for signal in SIGNALS)], rows, right=2))

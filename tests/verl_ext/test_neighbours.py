@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.integrations import flash_attention
 
 import recipe.main_grail  # noqa: F401  its configurations
-from grail_advantage.verl_ext.checks import check_model, neighbour_obstacles
+from grail_advantage.verl_ext.checks import check_model, model_obstacles
 from grail_advantage.verl_ext.rules import choose_skipping
 from grail_advantage.verl_ext.settings import SKIP, Settings
 from tests.composed import compose
@@ -136,7 +136,7 @@ def _run(packed: bool, attention: str, *overrides: str) -> Settings:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_gradient_that_depends_on_its_neighbours_is_objected_to(name: str, packed: bool) -> None:
     found, family = difference(name, packed=packed), FAMILIES[name]
-    against = list(neighbour_obstacles(_run(packed, family.attention), _config_of(name)))
+    against = list(model_obstacles(_run(packed, family.attention), _config_of(name)))
     assert (found > 1e-4) == bool(against), (found, against)
     assert found > 1e-2 or found < 1e-5
 
@@ -149,7 +149,7 @@ def test_packed_responses_that_flash_attention_is_not_told_of_are_objected_to(
     config = _config_of(name)
     settings = _run(True, "flash_attention_2", f"actor_rollout_ref.model.path={tmp_path}")
     config.save_pretrained(tmp_path)
-    against = list(neighbour_obstacles(settings, config))
+    against = list(model_obstacles(settings, config))
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", attend)
     found = difference(name, packed=True, flash=True)
     assert (found > 1e-2) == bool(against) and (found > 1e-2 or found < 1e-5), (found, against)
@@ -211,10 +211,10 @@ def test_frequencies_of_the_longest_row_matter_only_where_it_can_be_as_long() ->
     """32 tokens are within the original length, 40 are not."""
     for name, kind in (("Phi-3, longrope", "longrope"), ("Llama, dynamic", "dynamic")):
         model = _config_of(name)
-        ((setting, _),) = neighbour_obstacles(_run(False, "sdpa"), model)
+        ((setting, _),) = model_obstacles(_run(False, "sdpa"), model)
         assert setting == f"rope_type={kind} of the model"
-        assert not list(neighbour_obstacles(_run(False, "sdpa", "data.max_prompt_length=12"), model))
-        assert not list(neighbour_obstacles(_run(False, "sdpa", "actor_rollout_ref.rollout.max_model_len=32"), model))
+        assert not list(model_obstacles(_run(False, "sdpa", "data.max_prompt_length=12"), model))
+        assert not list(model_obstacles(_run(False, "sdpa", "actor_rollout_ref.rollout.max_model_len=32"), model))
 
 
 def test_what_cannot_be_known_is_objected_to(tmp_path: Path) -> None:
@@ -222,10 +222,10 @@ def test_what_cannot_be_known_is_objected_to(tmp_path: Path) -> None:
         model_type = "remote"
 
     plain = _config_of("Qwen3")
-    (told,) = neighbour_obstacles(_run(False, "sdpa"), Remote())
+    (told,) = model_obstacles(_run(False, "sdpa"), Remote())
     assert "code of its own" in told[1]
     for path in ("somebody/adapter", "hdfs://far/away"):
-        (told,) = neighbour_obstacles(_run(False, "sdpa", f"actor_rollout_ref.model.lora_adapter_path={path}"), plain)
+        (told,) = model_obstacles(_run(False, "sdpa", f"actor_rollout_ref.model.lora_adapter_path={path}"), plain)
         assert told == (
             f"lora_adapter_path={path}",
             "its configuration cannot be read here, so that it may have dropout",
@@ -233,11 +233,11 @@ def test_what_cannot_be_known_is_objected_to(tmp_path: Path) -> None:
     adapter = f"actor_rollout_ref.model.lora_adapter_path={tmp_path}"
     for dropout, count in ((0.05, 1), (0.0, 0)):
         (tmp_path / "adapter_config.json").write_text(f'{{"lora_dropout": {dropout}}}')
-        assert len(list(neighbour_obstacles(_run(False, "sdpa", adapter), plain))) == count
+        assert len(list(model_obstacles(_run(False, "sdpa", adapter), plain))) == count
     jetmoe = Family(
         "GraniteMoeConfig", EXPERTS
     ).build()  # its experts are called by numbers that a copy without weights lacks
-    ((_, reason),) = neighbour_obstacles(_run(False, "sdpa"), jetmoe)
+    ((_, reason),) = model_obstacles(_run(False, "sdpa"), jetmoe)
     assert reason.startswith("its code cannot be followed without weights (NotImplementedError: ")
 
 
@@ -245,7 +245,7 @@ def test_what_cannot_be_known_is_objected_to(tmp_path: Path) -> None:
 def test_a_routers_own_loss_is_objected_to(name: str) -> None:
     with_loss = FAMILIES[name].build()
     assert with_loss.output_router_logits
-    ((setting, _),) = neighbour_obstacles(_run(False, FAMILIES[name].attention), with_loss)
+    ((setting, _),) = model_obstacles(_run(False, FAMILIES[name].attention), with_loss)
     assert setting == "output_router_logits=True of the model"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -33,6 +33,7 @@ ON = ("algorithm.token_dump.responses=null", "data.train_batch_size=2", "actor_r
 class Alternating(Signal):
     """Token advantages of both signs in a response."""
 
+    names: ClassVar = {"alternating": {}}
     gives = "advantages"
 
     def scores(self, batch: RolloutBatch, of_pass_BT: torch.Tensor | None) -> torch.Tensor:

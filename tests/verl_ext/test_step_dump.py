@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from grail_advantage.dump.step import choose_rows, reasons_without_scores
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import PPOTrainerSync
 
-from grail_advantage import AnswerSpan, Grail, RolloutBatch
+from grail_advantage import Grail
 from grail_advantage.dump.options import DumpOptions
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import DumpRow, read_dump, write_step
+from grail_advantage.dump_writer import choose_rows
 from grail_advantage.signals.turn_rloo import TurnRloo
 from grail_advantage.verl_ext.dump import UpdateDump, turn_rewards_label
 from grail_advantage.verl_ext.settings import Settings
@@ -82,34 +82,6 @@ class TestChoice:
         assert chosen == [row for row in range(9) if self.GROUPS[row] == group][:2]
         assert sorted(choose_rows((0, 0, 0, 1), (True,) * 4, 3, (1, 0))) in ([0, 1, 2], [0, 1, 3])
         assert all(len(choose_rows((0, 0, 1, 2, 2, 2), (True,) * 6, 3, (step, 0))) == 3 for step in range(10))
-
-
-class TestReasons:
-    def _reasons(self, signal: Any, **changes: Any) -> list[str | None]:
-        """Responses: scored, non-finite, rejected, truncated, advantage 0, without an answer, outside the gate."""
-        span = AnswerSpan(1, 2, 3, 4)
-        known: dict[str, Any] = {
-            "valid_B": torch.tensor([1, 1, 0, 1, 1, 1, 1]) > 0,
-            "advantages_B": torch.tensor([-1.0, -1.0, 0.0, 0.0, 0.0, -1.0, 1.0]),
-            "truncated_B": torch.tensor([0, 0, 0, 1, 0, 0, 0]) > 0,
-            "non_finite_B": torch.tensor([0, 1, 0, 0, 0, 0, 0]) > 0,
-            "spans": [span, span, None, None, span, None, span],
-        }
-        known |= changes
-        mask_BT = known["valid_B"].unsqueeze(1)
-        batch = RolloutBatch(mask_BT, known["advantages_B"], known.pop("spans"), {})
-        return reasons_without_scores(signal, signal.select(batch), **known)
-
-    def test_of_each_kind(self) -> None:
-        assert self._reasons(Grail()) == [
-            None,
-            "non-finite scores",
-            "no token trains",
-            "truncated",
-            "advantage 0",
-            "no answer",
-            "outside the gate",
-        ]
 
 
 KNOWN = {

@@ -11,17 +11,25 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
+from transfer_queue import KVBatchMeta
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
 from grail_advantage import Grail
-from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.batch import PassRow
 from grail_advantage.model.interface import RowScores
+from grail_advantage.record import Rollouts
 from grail_advantage.signals.shear import Shear
 from grail_advantage.verl_ext import step as steps
 from grail_advantage.verl_ext.exchange import SALIENCY_FIELDS, SECONDS, build_reply, rows_of
 from grail_advantage.verl_ext.settings import Settings
-from grail_advantage.verl_ext.step import Step, fetch_saliency, group_numbers, reward_advantages, truncated
+from grail_advantage.verl_ext.step import (
+    UpdateBatch,
+    by_advantages,
+    fetch_saliency,
+    group_numbers,
+    reward_advantages,
+    truncated,
+)
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.trainers import TokenWeightTrainerSync
 from recipe.tiny.model import build_tokenizer
@@ -58,24 +66,21 @@ def _trainer(**config: Any) -> TokenWeightTrainerSync:
     return trainer
 
 
-def _step(trainer: TokenWeightTrainerSync, responses: list[str], prompt: int = 1, **changes: Any) -> Step:
+def _step(trainer: TokenWeightTrainerSync, responses: list[str], prompt: int = 1, **changes: Any) -> UpdateBatch:
     """With prompts of so many tokens."""
     ids = [torch.tensor(encode(response)) for response in responses]
     prompts = [torch.arange(prompt) for _ in ids]
     known: dict[str, Any] = {
-        "settings": trainer.settings,
-        "number": 1,
         "keys": [f"row{row}" for row in range(len(ids))],
-        "partition_id": "train",
         "tokenizer": trainer.tokenizer,
         "prompts": prompts,
         "responses": ids,
-        "generated_BT": torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], batch_first=True) == 1,
-        "spans": find_answer_spans(ids, char_tokenizer(), Grail().span),
-        "groups": list(range(len(ids))),
+        "mask_BT": torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in ids], batch_first=True) == 1,
+        "advantages_B": torch.zeros(len(ids)),
+        "groups_B": torch.arange(len(ids)),
         "truncated_B": truncated(prompts, ids, trainer.settings, trainer._context_length, trainer._end_tokens),
     }
-    return Step(**{**known, **changes})
+    return UpdateBatch(trainer.settings, 1, "train", Rollouts(**{**known, **changes}))
 
 
 def test_a_tokenizer_that_loses_text_ends_the_run_at_its_start(tmp_path: Path) -> None:
@@ -93,10 +98,10 @@ def test_a_tokenizer_that_loses_text_ends_the_run_at_its_start(tmp_path: Path) -
 def test_truncated_is_a_response_at_the_limit_without_an_end_token() -> None:
     trainer, texts = _trainer(), ["abc<end>", "abcde<end>", "abcdef", "abcde", "abc", ""]
     step = _step(trainer, texts)
-    assert [len(row) for row in step.responses] == [4, 6, 6, 5, 3, 0]
-    assert step.truncated_B.tolist() == [False, False, True, False, False, False]
+    assert [len(row) for row in step.rollouts.responses] == [4, 6, 6, 5, 3, 0]
+    assert step.rollouts.truncated_B.tolist() == [False, False, True, False, False, False]
     trainer._end_tokens = {END_ID, encode("f")[0]}  # any of them ends a response
-    assert not _step(trainer, texts).truncated_B.any()
+    assert not _step(trainer, texts).rollouts.truncated_B.any()
 
 
 ROOM = {
@@ -121,16 +126,20 @@ def test_truncated_by_the_room_that_a_long_prompt_leaves(cases: list[tuple[str, 
         trainer._context_length = context
         trainer.config.actor_rollout_ref.rollout.name = engine
         trainer.settings = Settings.parse(trainer.config)
-        assert _step(trainer, [response], prompt=5).truncated_B.tolist() == [expected], (engine, context, response)
+        assert _step(trainer, [response], prompt=5).rollouts.truncated_B.tolist() == [expected], (
+            engine,
+            context,
+            response,
+        )
 
 
 def test_truncated_in_a_later_turn() -> None:
     """Of responses in which a tool wrote "cd", the last turn had what was left; "f" ends a turn."""
     trainer = _trainer()
     trainer._end_tokens = {END_ID, encode("f")[0]}
-    assert _step(trainer, ["abfcde", "abfcd<end>", "abfcf"]).truncated_B.tolist() == [True, False, False]
+    assert _step(trainer, ["abfcde", "abfcd<end>", "abfcf"]).rollouts.truncated_B.tolist() == [True, False, False]
     trainer._context_length = 6  # the prompt has one token
-    assert _step(trainer, ["abfcd", "abfc", "abfcf"]).truncated_B.tolist() == [True, False, False]
+    assert _step(trainer, ["abfcd", "abfc", "abfcf"]).rollouts.truncated_B.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(("max_model_len", "context"), [(None, 48), (32, 32)])
@@ -155,24 +164,37 @@ def test_length_of_the_context(tmp_path: Path, max_model_len: int | None, contex
     assert trainer.tokenizer.chat_template == "{{ messages }}"
 
 
-def test_advantage_of_a_row_is_that_of_its_tokens_that_train() -> None:
-    mask = [[1, 1, 1], [0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1]]
-    mask_BT = torch.tensor(mask) > 0
-    advantages_BT = torch.tensor([[0.5], [-2.0], [0.0], [1.0], [-0.25]]) * mask_BT
-    step = _step(_trainer(), ["abc"] * 5).with_advantages(mask_BT, advantages_BT, torch.zeros(5, dtype=torch.bool))
-    assert step.batch.advantages_B.tolist() == [0.5, -2.0, 0.0, 0.0, -0.25]
+def _by_advantages(
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: TokenWeightTrainerSync,
+    texts: list[str],
+    advantages: list[float],
+    masks: Any,
+) -> UpdateBatch:
+    """The step with these advantages on the tokens that train."""
+    store, step = Store(), _step(trainer, texts)
+    monkeypatch.setattr(steps, "tq", store)
+    for key, response, advantage, mask in zip(step.keys, step.rollouts.responses, advantages, masks, strict=True):
+        mask_T = torch.tensor(mask)[: len(response)]
+        store.rows[key] = {"response_mask": mask_T, "advantages": advantage * mask_T}
+    batch = KVBatchMeta(partition_id="train", keys=step.keys, tags=[{} for _ in step.keys])
+    return by_advantages(step, batch, trainer.config.algorithm, own_advantages=False)
+
+
+def test_advantage_of_a_row_is_that_of_its_tokens_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks, advantages = [[1, 1, 1], [0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 1, 1, 1]], [0.5, -2.0, 0.0, 1.0, -0.25]
+    step = _by_advantages(monkeypatch, _trainer(), ["abc"] * 4 + ["abcd"], advantages, masks)
+    assert step.method_batch().advantages_B.tolist() == [0.5, -2.0, 0.0, 0.0, -0.25]
 
 
 @pytest.mark.parametrize("masks", [True, False])
-def test_a_truncated_row_has_no_advantage_where_these_are_masked(masks: bool) -> None:
+def test_a_truncated_row_has_no_advantage_where_these_are_masked(monkeypatch: pytest.MonkeyPatch, masks: bool) -> None:
     trainer = _trainer()
     trainer.settings = replace(trainer.settings, signal=Grail(mask_truncated=masks))
-    step = _step(trainer, ["abcdef", "abc<end>"])
-    advantages_BT = torch.tensor([[1.0], [-1.0]]) * step.generated_BT
-    step = step.with_advantages(step.generated_BT, advantages_BT, torch.zeros(2, dtype=torch.bool))
-    assert step.truncated_B.tolist() == [True, False]
-    assert step.batch.advantages_B.tolist() == [0.0 if masks else 1.0, -1.0]
-    assert step.base_advantages_BT[0].tolist() == [1.0] * 6
+    step = _by_advantages(monkeypatch, trainer, ["abcdef", "abc<end>"], [1.0, -1.0], [[1] * 6] * 2)
+    assert step.rollouts.truncated_B.tolist() == [True, False]
+    assert step.method_batch().advantages_B.tolist() == [0.0 if masks else 1.0, -1.0]
+    assert step.rollouts.advantages_B.tolist() == [1.0, -1.0]
 
 
 def test_the_backward_took_as_long_as_that_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +232,7 @@ def test_every_output_of_a_session_is_unjudged_where_the_last_one_is() -> None:
     config = compose("grail_trainer", overrides=["actor_rollout_ref.rollout.n=3"])
     trainer = _trainer()
     trainer.settings = Settings.parse(config)
-    step = _step(trainer, ["ab"] * 5, keys=keys, groups=group_numbers(keys))
-    advantages_BT, unjudged_B = reward_advantages(step, rewards_BT, mask_BT, config.algorithm)
-    assert unjudged_B.tolist() == [True, True, False, False, False]
-    assert advantages_BT[:2].tolist() == [[0.0, 0.0]] * 2
-    assert (advantages_BT[2:4] > 0).all() and (advantages_BT[4] < 0).all()
+    step = _step(trainer, ["ab"] * 5, keys=keys, groups_B=torch.tensor(group_numbers(keys)))
+    advantages_B = reward_advantages(step, rewards_BT, mask_BT, config.algorithm)
+    assert advantages_B.isnan().tolist() == [True, True, False, False, False]
+    assert (advantages_B[2:4] > 0).all() and advantages_B[4] < 0

@@ -151,7 +151,7 @@ def test_a_response_with_grpo_advantage_0_keeps_its_forward(monkeypatch: pytest.
     step.trainer._skipping = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=True)
     found = step.run()
     assert not step.trainer._step.no_forward
-    assert bool((step.trainer._step.base_advantages_BT[3:] == 0).all()) and bool(found["b_1_0"].any())
+    assert bool((step.trainer._step.rollouts.advantages_B[3:] == 0).all()) and bool(found["b_1_0"].any())
 
 
 def test_denominators_that_the_policy_chooses_are_warned_of() -> None:

@@ -1,0 +1,261 @@
+"""TRL's tables of rules (:mod:`grail_advantage.rules`) on the arguments of ``GRPOTrainer``.
+
+What needs the loaded model is in :mod:`grail_advantage.trl_ext.checks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from datasets import Dataset
+from transformers import ProcessorMixin
+
+from grail_advantage.batch import ENTROPY, EXAMPLES, FIELD, GROUPS, OLD_LOG_PROBS, TOKENS
+from grail_advantage.rules import Rule
+from grail_advantage.signals.base import LOGITS, SALIENCY, Signal
+
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
+"""Losses of TRL that multiply every token's own ratio by its advantage."""
+PROVIDED = frozenset({OLD_LOG_PROBS, ENTROPY, GROUPS, EXAMPLES, TOKENS})
+"""Names of :mod:`grail_advantage.batch` that this host can give a signal."""
+IMAGE_COLUMNS = ("image", "images")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a trainer, before or after TRL has made it."""
+
+    signal: Signal
+    given: Mapping[str, Any]
+    """By name; those that were left out are not in it."""
+    processes: int = 1
+    sharded: bool = False
+    """Whether accelerate shards the model with FSDP, which its command may ask for without an argument."""
+
+    def __getitem__(self, option: str) -> Any:
+        """The value of an argument of the trainer or of a field of ``args``, ``None`` where there is none."""
+        if option in self.given:
+            return self.given[option]
+        value = self.given.get("args")
+        for name in option.split("."):
+            value = getattr(value, name, None)
+        return value
+
+    def named(self, option: str) -> str:
+        """``option=value``, for messages; long values are left out."""
+        value = self.signal.name if option == "token_weights" else self[option]
+        return f"{option}={value!r}" if isinstance(value, str | int | float | list | None) else f"{option}=..."
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of the data set that the method reads."""
+        signal = self.signal
+        return [*(signal.columns if EXAMPLES in signal.reads else ()), *signal.field_names]
+
+    @property
+    def known_columns(self) -> list[str]:
+        """The columns of the data set; none of a stream, of which the signal checks the first batch."""
+        return getattr(self["train_dataset"], "column_names", None) or []
+
+    @property
+    def missing_columns(self) -> list[str]:
+        return [name for name in self.columns if self.known_columns and name not in self.known_columns]
+
+    @property
+    def unknown_reads(self) -> list[str]:
+        """Inputs of the method that TRL cannot give it."""
+        return sorted(word for word in self.signal.reads - PROVIDED if not word.startswith(FIELD))
+
+    @property
+    def rows(self) -> int:
+        """Responses of a generation batch on a process."""
+        return (self["per_device_train_batch_size"] or 0) * (self["steps_per_generation"] or 0)
+
+
+def _plain_prompts(a: Arguments) -> bool:
+    data = a["train_dataset"]
+    return EXAMPLES in a.signal.reads and isinstance(data, Dataset) and len(data) and isinstance(data[0]["prompt"], str)
+
+
+def _own_tokens(name: str) -> Rule:
+    return Rule(
+        name.replace("_", "-"),
+        name,
+        lambda a: a[name],
+        "a response must be one stretch of the model's own tokens",
+        "leave it out",
+        {name: [print]},
+    )
+
+
+def _parallelism(kind: str) -> Rule:
+    return Rule(
+        f"{kind}-parallel",
+        f"parallelism_config.{kind}_size",
+        lambda a: (a[f"parallelism_config.{kind}_size"] or 1) > 1,
+        "it is not tested yet",
+        "use 1",
+        {"parallelism_config": SimpleNamespace(**{f"{kind}_size": 2})},
+    )
+
+
+REFUSALS = (
+    Rule(
+        "reads",
+        "token_weights",
+        lambda a: a.unknown_reads,
+        lambda a: f"it reads {', '.join(a.unknown_reads)}, which are not to be had in TRL",
+        "use verl, or compute_token_weights in a loop of your own",
+        {"token_weights": "gigpo"},
+    ),
+    _own_tokens("tools"),
+    _own_tokens("rollout_func"),
+    _own_tokens("environment_factory"),
+    Rule(
+        "processor",
+        "processing_class",
+        lambda a: isinstance(a["processing_class"], ProcessorMixin),
+        "it works with text alone",
+        "give a tokenizer",
+        {"processing_class": ProcessorMixin()},
+    ),
+    Rule(
+        "sequence-ratio",
+        "importance_sampling_level",
+        lambda a: a["importance_sampling_level"] not in (None, "token"),
+        "one ratio a response leaves of its token weights their sum alone",
+        "use 'token'",
+        {"importance_sampling_level": "sequence"},
+    ),
+    Rule(
+        "loss",
+        "loss_type",
+        lambda a: a["loss_type"] not in (None, *LOSSES),
+        "it weights whole sequences by one ratio",
+        f"use one of {', '.join(LOSSES)}",
+        {"loss_type": "luspo"},
+    ),
+    Rule(
+        "greedy",
+        "temperature",
+        lambda a: a["temperature"] is not None and not a["temperature"] > 0,
+        "the policy is the softmax at this temperature",
+        "use a temperature above 0",
+        {"temperature": 0.0},
+    ),
+    Rule(
+        "fp16",
+        "fp16",
+        lambda a: a["fp16"] and a.signal.uses in (SALIENCY, LOGITS),
+        "the answer's gradients underflow",
+        "use bf16, or neither",
+        {"fp16": True},
+    ),
+    Rule(
+        "fsdp",
+        "fsdp",
+        lambda a: a["fsdp"] or a.sharded,
+        "it is not tested yet",
+        "use DDP or DeepSpeed ZeRO-2",
+        {"fsdp": "full_shard"},
+    ),
+    Rule(
+        "zero-3",
+        "deepspeed_plugin.zero_stage",
+        lambda a: a["deepspeed_plugin.zero_stage"] == 3,
+        "it is not tested yet",
+        "use ZeRO-1 or ZeRO-2",
+        {"deepspeed_plugin": SimpleNamespace(zero_stage=3)},
+    ),
+    _parallelism("tp"),
+    _parallelism("cp"),
+    _parallelism("sp"),
+    Rule(
+        "unused-columns",
+        "remove_unused_columns",
+        lambda a: (EXAMPLES in a.signal.reads or a.signal.field_names) and a["remove_unused_columns"],
+        lambda a: f"it takes away {' and '.join(a.columns) or 'columns'}",
+        "use False",
+        {"remove_unused_columns": True, "token_weights": "rlsd"},
+    ),
+    Rule(
+        "images",
+        "train_dataset",
+        lambda a: any(name in a.known_columns for name in IMAGE_COLUMNS),
+        "it works with text alone, and the data has images",
+        "take their column out",
+        {"train_dataset": {"prompt": ["a"], "image": ["b"]}},
+    ),
+    Rule(
+        "missing-column",
+        "train_dataset",
+        lambda a: a.missing_columns,
+        lambda a: (
+            f"it reads the column {a.missing_columns[0]}, and the data's columns are {', '.join(a.known_columns)}"
+        ),
+        "give it one",
+        {"token_weights": "rlsd", "remove_unused_columns": False},
+    ),
+    Rule(
+        "plain-prompts",
+        "train_dataset",
+        _plain_prompts,
+        "it asks again in other words, and the data's prompts are plain texts",
+        "make each prompt a list of messages",
+        {
+            "token_weights": "rlsd",
+            "remove_unused_columns": False,
+            "train_dataset": {"prompt": ["a"], "ground_truth": ["b"]},
+        },
+    ),
+    Rule(
+        "split-groups",
+        "per_device_train_batch_size",
+        lambda a: a.signal.whole_groups and a.processes > 1 and a.rows % a["num_generations"],
+        lambda a: (
+            "it compares the responses of a prompt, which must be on one process, and per_device_train_batch_size x "
+            f"steps_per_generation is {a.rows}"
+        ),
+        lambda a: f"make it a multiple of {a.named('num_generations')}",
+        {"token_weights": "shear", "processes": 2, "per_device_train_batch_size": 2, "steps_per_generation": 3},
+    ),
+)
+"""Arguments of TRL's with which a method does not work."""
+
+
+def _against(id: str, option: str, when: Any, because: str, value: Any) -> Rule:
+    return Rule(id, option, when, because, SKIP_NOTHING, {option: value})
+
+
+SKIP_NOTHING = "or set skip_zero_advantage=False"
+AGAINST_SKIPPING = (
+    _against("skip-kl", "beta", lambda a: a["beta"] != 0, "its KL term trains every response", 0.1),
+    _against(
+        "skip-entropy", "entropy_coef", lambda a: a["entropy_coef"], "the entropy bonus trains every response", 0.01
+    ),
+    _against(
+        "skip-adaptive-entropy",
+        "use_adaptive_entropy",
+        lambda a: a["use_adaptive_entropy"],
+        "the entropy bonus trains every response",
+        True,
+    ),
+    _against(
+        "skip-quantile",
+        "top_entropy_quantile",
+        lambda a: a["top_entropy_quantile"] < 1,
+        "the tokens of every response count in the quantile",
+        0.5,
+    ),
+    _against(
+        "skip-noise",
+        "neftune_noise_alpha",
+        lambda a: a["neftune_noise_alpha"],
+        "other responses draw other noise",
+        5,
+    ),
+)
+"""Arguments with which a response without an advantage trains, or changes what the others train."""

@@ -1,0 +1,112 @@
+"""The recipe's rules (:mod:`grail_advantage.rules`) for settings of verl's own, which have nothing to do with token weights.
+
+verl would start with them and train something else than the settings say, or fail in its workers without a word that names the
+cause. Runs through verl's own command are left to verl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from grail_advantage.rules import Rule
+from grail_advantage.verl_ext.settings import ACTOR, BYPASS, CORRECTION, ROLLOUT, RunConfig
+
+RESUME_MODES = ("auto", "disable", "resume_path")
+OFFLOAD, SYNC_STEP = f"{ACTOR}.fsdp_config.param_offload", "trainer.v1.separate_async.parameter_sync_step"
+BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
+
+
+def _correction(s: RunConfig) -> str | None:
+    """The option that has the rollout's log-probabilities compared with the trainer's.
+
+    vLLM gives them after all sampling options (``processed_logprobs``), and so over the tokens that ``top_k`` and ``top_p``
+    leave; the trainer's softmax is over the whole vocabulary. With equal weights, the ratio of the two is then not 1.
+    """
+    options = (BYPASS, f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs")
+    return next((option for option in options if s[option]), None)
+
+
+def _raw(s: RunConfig) -> bool:
+    return s[f"{ROLLOUT}.name"] == "vllm" and str(s[f"{ROLLOUT}.logprobs_mode"]).startswith("raw")
+
+
+def _corrects(
+    id: str, option: str, when: Callable[[RunConfig], bool], because: str, remedy: str, *example: str
+) -> Rule:
+    return Rule(
+        id,
+        f"{ROLLOUT}.{option}",
+        lambda s: _correction(s) and when(s),
+        lambda s: f"{because} with {s.named(_correction(s))}",
+        remedy,
+        (f"{CORRECTION}.rollout_is=token", *(f"{ROLLOUT}.{each}" for each in example)),
+    )
+
+
+_CUT = "the rollout's log-probabilities are not those of the trainer's full softmax, which are compared"
+REFUSALS = (
+    _corrects(
+        "no-log-probs",
+        "calculate_log_probs",
+        lambda s: not s[f"{ROLLOUT}.calculate_log_probs"],
+        "verl has nothing to correct",
+        "use true",
+        "calculate_log_probs=False",
+    ),
+    _corrects(
+        "raw-temperature",
+        "temperature",
+        lambda s: _raw(s) and s[f"{ROLLOUT}.temperature"] != 1,
+        "vLLM's raw log-probabilities are those of temperature 1, which are compared",
+        "use it, or processed_logprobs",
+        "logprobs_mode=raw_logprobs",
+        "temperature=0.7",
+    ),
+    _corrects("top-k", "top_k", lambda s: not _raw(s) and s[f"{ROLLOUT}.top_k"] > 0, _CUT, "use -1", "top_k=50"),
+    _corrects(
+        "top-p",
+        "top_p",
+        lambda s: not _raw(s) and s[f"{ROLLOUT}.top_p"] < 1,
+        _CUT,
+        "use 1.0",
+        "top_k=-1",
+        "top_p=0.9",
+    ),
+    # verl's DetachActorWorker keeps and puts back the parameters where they are.
+    Rule(
+        "offload",
+        OFFLOAD,
+        lambda s: s.kind == "separate_async" and s[OFFLOAD] and s[SYNC_STEP] > 1 and not s[BYPASS],
+        "the next forward of a separate_async step may not take the parameters from where verl puts them back",
+        f"set it false, or {SYNC_STEP}=1, or {BYPASS}=true",
+        (
+            *("trainer.v1.trainer_mode=separate_async", f"{ACTOR}.ppo_mini_batch_size=8", f"{ROLLOUT}.nnodes=1"),
+            *(f"{ROLLOUT}.n_gpus_per_node=1", f"{ROLLOUT}.checkpoint_engine.backend=nccl", f"{OFFLOAD}=True"),
+        ),
+    ),
+    Rule(
+        "no-group",
+        f"{ROLLOUT}.n",
+        lambda s: s["algorithm.adv_estimator"] in ("grpo", "rloo") and s[f"{ROLLOUT}.n"] < 2,
+        "it leaves nothing to compare a response with",
+        "use 2 or more",
+        ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=1"),
+    ),
+    Rule(
+        "short-budget",
+        BUDGET,
+        lambda s: s[f"{ACTOR}.use_dynamic_bsz"] and s[BUDGET] < s.longest,
+        lambda s: f"it must hold one sequence of prompt and response, {s.longest} tokens",
+        "raise it (PPO_MAX_TOKEN_LEN_PER_GPU of the launch scripts), or shorten the responses",
+        (f"{BUDGET}=5119",),
+    ),
+    Rule(
+        "resume-mode",
+        "trainer.resume_mode",
+        lambda s: s["trainer.resume_mode"] not in RESUME_MODES,
+        "there is no such mode",
+        f"choose one of {', '.join(RESUME_MODES)}",
+        ("trainer.resume_mode=last",),
+    ),
+)
+"""Settings with which no run of the recipe starts, whatever its estimator."""
