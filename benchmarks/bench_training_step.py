@@ -150,10 +150,11 @@ def compared(timings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, An
 
 def of_methods(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
     """The record of ``methods``."""
-    from benchmarks.training_side import Rollouts, TrainingSide, make_worker
+    from benchmarks.rollouts import MadeUpRollouts
+    from benchmarks.training_side import TrainingSide, make_worker
 
     selected = max(1, round(SELECTED * setup.rows))
-    rollouts = Rollouts(setup.rows, setup.prompt, setup.response, selected, setup.shape["vocab_size"])
+    rollouts = MadeUpRollouts(setup.rows, setup.prompt, setup.response, selected, setup.shape["vocab_size"])
     side = TrainingSide(make_worker(setup, checkpointing=False), rollouts)
     agrees, found = side.agreement()
     if not agrees:
@@ -182,7 +183,8 @@ def of_methods(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
 def of_zero_advantage(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
     """The record of ``zero_advantage``."""
     from benchmarks.random_model import release
-    from benchmarks.training_side import Rollouts, TrainingSide, make_worker
+    from benchmarks.rollouts import MadeUpRollouts
+    from benchmarks.training_side import TrainingSide, make_worker
 
     runs = []
     for checkpointing in ("off", "on"):
@@ -191,7 +193,7 @@ def of_zero_advantage(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any
             zero_advantage = round(share * setup.rows)
             selected = max(1, round(SELECTED * (setup.rows - zero_advantage)))
             vocabulary = setup.shape["vocab_size"]
-            rollouts = Rollouts(setup.rows, setup.prompt, setup.response, selected, vocabulary, zero_advantage)
+            rollouts = MadeUpRollouts(setup.rows, setup.prompt, setup.response, selected, vocabulary, zero_advantage)
             side = TrainingSide(worker, rollouts)
             ways = {variant: partial(run_variant, side, variant, clock, max(EPOCHS)) for variant in VARIANTS}
             run = {"checkpointing": checkpointing, "zero_advantage_rows": zero_advantage, "selected_rows": selected}
@@ -209,10 +211,11 @@ def of_zero_advantage(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any
 
 def of_received(setup: Setup, clock: Clock, repeats: int) -> dict[str, Any]:
     """The record of ``received``: whole steps of uniform with and without."""
-    from benchmarks.training_side import Rollouts, TrainingSide, make_worker
+    from benchmarks.rollouts import MadeUpRollouts
+    from benchmarks.training_side import TrainingSide, make_worker
 
     selected = max(1, round(SELECTED * setup.rows))
-    rollouts = Rollouts(setup.rows, setup.prompt, setup.response, selected, setup.shape["vocab_size"])
+    rollouts = MadeUpRollouts(setup.rows, setup.prompt, setup.response, selected, setup.shape["vocab_size"])
     side = TrainingSide(make_worker(setup, checkpointing=False), rollouts)
     signal = method("uniform").build({})
     ways = {

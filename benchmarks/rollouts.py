@@ -16,7 +16,7 @@ ANSWER = AnswerSpan(start=0, content_start=3, content_end=7, end=8)
 
 
 @dataclass(frozen=True)
-class Rollouts:
+class MadeUpRollouts:
     """A batch of responses of random tokens: first those that are incorrect and so need scores, then correct ones, then those
     whose group is all of a kind, so that they have no advantage."""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -35,17 +36,19 @@ from verl.workers.utils.padding import response_from_nested
 
 from benchmarks import without_flash_attn
 from benchmarks.random_model import random_model, release, wordy_tokenizer
-from benchmarks.rollouts import Rollouts
+from benchmarks.rollouts import MadeUpRollouts
 from benchmarks.setup import ROW_BY_ROW, Setup
-from grail_advantage import Grail, RolloutBatch, Signal
-from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow
+from grail_advantage import Grail, Signal
+from grail_advantage.batch import ENTROPY, OLD_LOG_PROBS, PassRow, token_mean
+from grail_advantage.model.interface import RowScores
+from grail_advantage.pipeline import weigh
 from grail_advantage.receipt import verl_loss
+from grail_advantage.record import Rollouts
 from grail_advantage.signals.saliency import SaliencySignal
 from grail_advantage.verl_ext.exchange import LEAF, PLACES, SALIENCY_FIELDS, TARGET, WATCHED, build_request
 from grail_advantage.verl_ext.received import Written, receipt_of
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker, token_scores
 from grail_advantage.verl_ext.zero_advantage import CUT_TAILS
-from grail_advantage.weighting import batch_weights, scores_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -102,14 +105,26 @@ def make_worker(setup: Setup, checkpointing: bool, actor: FSDPActorConfig | None
 class TrainingSide:
     """One worker and one batch. Every stage runs as the trainer runs it; only one process, so no data travels."""
 
-    def __init__(self, worker: TrainingWorker, rollouts: Rollouts, actor: FSDPActorConfig | None = None) -> None:
+    def __init__(self, worker: TrainingWorker, rollouts: MadeUpRollouts, actor: FSDPActorConfig | None = None) -> None:
         self.worker = worker
         self.engine = worker.engine
         self.rollouts = rollouts
         self.tokens = rollouts.tokens
         self.tokenizer = wordy_tokenizer(rollouts.vocabulary)
         self.mask_BT = torch.ones(rollouts.rows, rollouts.response, dtype=torch.bool)
-        self.spans = [rollouts.span] * rollouts.rows
+        self.responses = Rollouts(
+            prompts=[row[: rollouts.prompt] for row in self.tokens],
+            responses=[row[rollouts.prompt :] for row in self.tokens],
+            mask_BT=self.mask_BT,
+            advantages_B=rollouts.advantages,
+            tokenizer=self.tokenizer,
+            groups_B=torch.tensor(rollouts.groups),
+            rewards_B=(rollouts.advantages > 0).double(),
+            examples=rollouts.examples,
+            fields={"tool_rewards": [[]] * rollouts.rows},
+            # They are where they are by construction: finding answers is no part of what is timed.
+            known_spans={which: [rollouts.span] * rollouts.rows for which in ("first", "last")},
+        )
         self.actor = actor or FSDPActorConfig(
             strategy="fsdp2",
             rollout_n=8,
@@ -131,18 +146,19 @@ class TrainingSide:
         """The same with the saliency backward on the forward of the selected responses."""
         data = self._inference_batch(rows)
         targets_B2 = torch.full((len(data), 2), -1)
-        for row in self.selected(signal):
-            targets_B2[row] = torch.tensor(signal.target_positions(self._pass_row(row)))
+        for row in self._pass_rows(signal):
+            targets_B2[row.place] = torch.tensor(signal.target_positions(row))
         data[TARGET] = targets_B2
         tu.assign_non_tensor(data, **{LEAF: signal.leaf})
         return self._inferred(data)
 
     def separate_pass(self, signal: Signal, rows: Sequence[int] | None = None) -> dict[int, torch.Tensor]:
         """The method's own pass over the selected responses, or over the given ones: scores by response."""
-        rows = self.selected(signal) if rows is None else rows
-        prepared = [signal.prepare_row(self._pass_row(row), self.tokenizer) for row in rows]
+        asked = self._pass_rows(signal, rows)
+        prepared = [signal.prepare_row(row, self.tokenizer) for row in asked]
         request = build_request(prepared, signal, temperature=1.0, pad_token=self.tokenizer.pad_token_id)
-        return dict(zip(rows, token_scores(self.engine, request)["scores"].unbind(), strict=True))
+        scores = token_scores(self.engine, request)["scores"].unbind()
+        return {row.place: of_row for row, of_row in zip(asked, scores, strict=True)}
 
     def weighted_advantages(
         self, signal: Signal, output: Mapping[str, torch.Tensor], of_pass: Mapping[int, torch.Tensor]
@@ -154,28 +170,15 @@ class TrainingSide:
             output: from :meth:`old_log_probs` or :meth:`fused_log_probs`.
             of_pass: scores by response, for a method that uses something of the model.
         """
-        of_pass_BT = torch.full(self.mask_BT.shape, float("nan"))
-        for row, scores_T in of_pass.items():
-            of_pass_BT[row, : len(scores_T)] = scores_T
-        mask = _nested(list(self.mask_BT))
-        columns = {
-            name: response_from_nested(output[field], mask).to_padded_tensor(0.0).float()
-            for name, field in ((OLD_LOG_PROBS, "log_probs"), (ENTROPY, "entropy"))
-            if name in signal.reads
-        }
-        batch = self._batch(columns)
-        rows = signal.select(batch)
-        scores_BT = scores_of(signal, batch, rows, of_pass_BT if signal.uses else None)
-        return batch_weights(scores_BT, batch, rows, signal).advantages(self.base_advantages(), self.mask_BT)
+        return weigh(_BatchHost(self.responses, output, of_pass), signal).advantages_BT
 
     def fused_scores(self, signal: SaliencySignal, output: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """By response, as :meth:`separate_pass` gives them."""
         of_rows = [output[name].unbind() for name in SALIENCY_FIELDS]
         scores = {}
-        for row in self.selected(signal):
-            asked = self._pass_row(row)
-            positions = slice(asked.response_start - 1, signal.target_positions(asked)[1])
-            scores[row] = signal.row_scores(asked, *(values[row][positions] for values in of_rows)).scores_T
+        for row in self._pass_rows(signal):
+            positions = slice(row.response_start - 1, signal.target_positions(row)[1])
+            scores[row.place] = signal.row_scores(row, *(values[row.place][positions] for values in of_rows)).scores_T
         return scores
 
     def base_advantages(self) -> torch.Tensor:
@@ -263,35 +266,11 @@ class TrainingSide:
 
     def selected(self, signal: Signal) -> list[int]:
         """The responses that the method needs scores for."""
-        return signal.select(self._batch({})).selected_B.nonzero().flatten().tolist()
+        return signal.select(self.responses.batch(signal)).selected_B.nonzero().flatten().tolist()
 
-    def _batch(self, columns: Mapping[str, torch.Tensor]) -> RolloutBatch:
-        responses_BT = torch.stack(self.tokens)[:, self.rollouts.prompt :]
-        return RolloutBatch(
-            self.mask_BT,
-            self.rollouts.advantages,
-            self.spans,
-            columns,
-            examples=self.rollouts.examples,
-            groups_B=torch.tensor(self.rollouts.groups),
-            tokens_BT=responses_BT,
-            messages_BT=responses_BT,
-            tokenizer=self.tokenizer,
-            rewards_B=(self.rollouts.advantages > 0).double(),
-            fields={"tool_rewards": [[]] * len(self.tokens)},
-        )
-
-    def _pass_row(self, row: int) -> PassRow:
-        return PassRow(
-            tokens_S=self.tokens[row],
-            response_start=self.rollouts.prompt,
-            response_length=self.rollouts.response,
-            span=self.spans[row],
-            advantage=float(self.rollouts.advantages[row]),
-            group=self.rollouts.groups[row],
-            place=row,
-            example=self.rollouts.examples[row],
-        )
+    def _pass_rows(self, signal: Signal, rows: Sequence[int] | None = None) -> list[PassRow]:
+        batch = self.responses.batch(signal)
+        return [self.responses.pass_row(row, batch) for row in (self.selected(signal) if rows is None else rows)]
 
     def _model_batch(self, rows: int | None = None) -> TensorDict:
         length, tokens = self.rollouts.prompt + self.rollouts.response, self.tokens[:rows]
@@ -316,3 +295,28 @@ class TrainingSide:
 
 def _nested(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+@dataclass(frozen=True)
+class _BatchHost:
+    """Responses with what the stages gave, as :class:`grail_advantage.pipeline.Host`."""
+
+    responses: Rollouts
+    output: Mapping[str, torch.Tensor]
+    of_pass: Mapping[int, torch.Tensor]
+
+    def rollouts(self) -> Rollouts:
+        return self.responses
+
+    def columns(self, names: Sequence[str], selected: Sequence[int]) -> dict[str, torch.Tensor]:
+        mask = _nested(list(self.responses.mask_BT))
+        fields = {OLD_LOG_PROBS: "log_probs", ENTROPY: "entropy"}
+        return {
+            name: response_from_nested(self.output[fields[name]], mask).to_padded_tensor(0.0).float() for name in names
+        }
+
+    def scores(self, signal: Signal, rows: Sequence[PassRow]) -> list[RowScores]:
+        return [RowScores(self.of_pass[row.place]) for row in rows]
+
+    def mean(self, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
+        return token_mean(values_BT, mask_BT)

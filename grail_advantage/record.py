@@ -98,7 +98,8 @@ class Rollouts:
     facts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """For the dump, one value or ``None`` a response: ``id``, ``ground_truth``, ``outcome`` and ``prompt`` (texts), ``reward``
     (a number), ``labels`` (a mapping)."""
-    _spans: dict[str, list[AnswerSpan | None]] = field(default_factory=dict, repr=False)
+    known_spans: dict[str, list[AnswerSpan | None]] = field(default_factory=dict, repr=False)
+    """See :meth:`spans`, which adds to it."""
 
     def __post_init__(self) -> None:
         count = len(self.responses)
@@ -176,9 +177,9 @@ class Rollouts:
 
     def spans(self, which: str) -> list[AnswerSpan | None]:
         """The first or the last complete answer of each response among the tokens that the model wrote."""
-        if which not in self._spans:
-            self._spans[which] = list(find_generated_spans(self.written, self.tokenizer, which, self.answer))
-        return self._spans[which]
+        if which not in self.known_spans:
+            self.known_spans[which] = list(find_generated_spans(self.written, self.tokenizer, which, self.answer))
+        return self.known_spans[which]
 
     def batch(
         self,
@@ -268,7 +269,7 @@ class Rollouts:
             keys=among(self.keys),
             places=among(self.places),
             facts={name: among(values) for name, values in self.facts.items()},
-            _spans={which: among(spans) for which, spans in self._spans.items()},
+            known_spans={which: among(spans) for which, spans in self.known_spans.items()},
         )
 
 

@@ -83,7 +83,8 @@ def training_side(
     outcome: Outcome, name: str, config: dict[str, Any], device: str, shape: str, checkpointing: bool, limit: float
 ) -> None:
     """Steps of all variants in turn for some seconds, and the peaks of their stages; kept after each repeat."""
-    from benchmarks.training_side import Rollouts, TrainingSide, make_worker
+    from benchmarks.rollouts import MadeUpRollouts
+    from benchmarks.training_side import TrainingSide, make_worker
 
     actor, data = actor_of(config), config["data"]
     prompt, response = data["max_prompt_length"], data["max_response_length"]
@@ -107,7 +108,7 @@ def training_side(
         f"{attention}. Parameters in {actor.engine.model_dtype}, computing in {actor.engine.dtype}. {ROWS} responses of "
         f"{tokens} tokens, {SELECTED} scored, {ZERO_ADVANTAGE} without advantage, {setup.micro_batch_rows} in a micro-batch."
     )
-    rollouts = Rollouts(ROWS, prompt, response, SELECTED, setup.shape["vocab_size"], ZERO_ADVANTAGE)
+    rollouts = MadeUpRollouts(ROWS, prompt, response, SELECTED, setup.shape["vocab_size"], ZERO_ADVANTAGE)
     side = TrainingSide(make_worker(setup, checkpointing, actor), rollouts, actor)
     clock, repeats = Clock(device), []
     for variant in VARIANTS:  # a first step also compiles and fills caches
