@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from grail_advantage.dump.options import TOKENS
 from grail_advantage.view.page import data
 from grail_advantage.view.page.page import MEGABYTES, REPORT, ROLLOUTS, write_report
 
@@ -55,7 +56,7 @@ def _show(args: argparse.Namespace) -> None:
 
     run = data.open_run(args.run)
     if run.dump is None:
-        raise ValueError(f"{args.run} has no token dump ({data.TOKENS}/, algorithm.token_dump.folder)")
+        raise ValueError(f"{args.run} has no token dump ({TOKENS}/, algorithm.token_dump.folder)")
     print_rollout(run.dump, args.step, args.row)
     for problem in run.problems:
         print(f"report: {problem}", file=sys.stderr)

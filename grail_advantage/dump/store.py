@@ -8,7 +8,7 @@ missing. docs/token_dump.md has every column.
 - :func:`write_step` and :func:`write_received` write one file, whole or not at all.
 - :func:`read_dump` reads a folder. A file that cannot be read is named, with the reason; the others are read.
 
-Shape suffixes: T response tokens, K optimiser steps that a response was in.
+Shape suffixes: N responses, T response tokens, M methods of all responses, K optimiser steps that a response was in.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class _Kind:
 
     name: str
     """In front of the step in a file's name."""
-    key: bytes
-    """Of the header in the file's metadata."""
+    called: str
+    """In messages."""
     version: int
     """``schema_version`` in the header."""
-    schema: pa.Schema
+    key: bytes
+    """Of the header in the file's metadata."""
     header: TypeAdapter
+    schema: pa.Schema
     per_token: Sequence[str]
     """List columns with one value a token; the first one says how many tokens there are."""
     dictionaries: Sequence[str]
     """Leaves of few different values."""
-    called: str
-    """In messages."""
 
     def path(self, folder: Path, step: int, update: int) -> Path:
         """The file of a step, or of one of its later updates."""
@@ -73,29 +73,29 @@ class _Kind:
 
 
 _STEP = _Kind(
-    "step",
-    b"grail_advantage",
-    4,
-    SCHEMA,
-    TypeAdapter(DumpHeader),
-    ("tokens", *_PER_TOKEN),
-    [
+    name="step",
+    called="token dump",
+    version=4,
+    key=b"grail_advantage",
+    header=TypeAdapter(DumpHeader),
+    schema=SCHEMA,
+    per_token=("tokens", *_PER_TOKEN),
+    dictionaries=[
         *(column.name for column in SCHEMA if column.type == pa.string()),
         *(f"{name}.list.element" for name in ("prompt_ids", "token_ids")),
         _TOKENS,
         *(f"methods.list.element.{name}" for name in ("name", "no_scores")),
     ],
-    "token dump",
 )
 _RECEIVED = _Kind(
-    "received",
-    b"grail_advantage_received",
-    1,
-    RECEIVED_SCHEMA,
-    TypeAdapter(ReceivedHeader),
-    ("received", "clipped"),
-    ["key"],
-    "receipt",
+    name="received",
+    called="receipt",
+    version=1,
+    key=b"grail_advantage_received",
+    header=TypeAdapter(ReceivedHeader),
+    schema=RECEIVED_SCHEMA,
+    per_token=("received", "clipped"),
+    dictionaries=["key"],
 )
 
 
@@ -425,14 +425,15 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def _dump_row(*, span: np.ndarray | None, methods: dict[str, list], labels: str | None, **values: Any) -> DumpRow:
-    names = methods.pop("name")
-    columns = [dict(zip(map(_field, methods), entry, strict=True)) for entry in zip(*methods.values(), strict=True)]
     marks = json.loads(labels or "{}")
     row = DumpRow(
         span=None if span is None else AnswerSpan(*span.tolist()),
-        methods={name: MethodColumns(**entry) for name, entry in zip(names, columns, strict=True)},
+        methods={
+            name: MethodColumns(score_T=score_T, advantage_T=advantage_T, weight_T=weight_T, no_scores=no_scores)
+            for name, score_T, advantage_T, weight_T, no_scores in zip(*methods.values(), strict=True)
+        },
         labels=marks if isinstance(marks, dict) else {},
-        **{_field(name): value for name, value in values.items()},
+        **{f"{name}_T" if name in _PER_TOKEN else name: value for name, value in values.items()},
     )
     edges = [0, *vars(row.span).values(), len(row)] if row.span else []
     if edges != sorted(edges):
@@ -445,8 +446,3 @@ def _received_row(
 ) -> ReceivedRow:
     by_update_KT = np.array(by_update, dtype=np.float32).reshape(len(updates), len(received))
     return ReceivedRow(key=key, updates=updates, received_T=received, clipped_T=clipped, by_update_KT=by_update_KT)
-
-
-def _field(column: str) -> str:
-    """The name of a column's field, which ends in ``_T`` where there is a value a token."""
-    return f"{column}_T" if column in _PER_TOKEN else column

@@ -18,6 +18,7 @@ from typing import Any
 
 from grail_advantage import __version__
 from grail_advantage.answers.missing import is_low
+from grail_advantage.dump.options import TOKENS
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.whole_file import write_whole
 from grail_advantage.view.page import by_position, colours, data, index, pack
@@ -149,7 +150,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
     parts = []
     for folder in folders:
         whole = folder.resolve().parts
-        parts.append(whole[:-1] if whole[-1] == data.TOKENS and len(whole) > 2 else whole)
+        parts.append(whole[:-1] if whole[-1] == TOKENS and len(whole) > 2 else whole)
     if len(parts) == 1:
         # A run's folder is often named by its method alone.
         return ["/".join(parts[0][-3:]).lstrip("/")]
@@ -187,7 +188,7 @@ def _nothing(runs: Sequence[data.Run]) -> str:
     if runs[0].dump is None:
         return (
             "This run wrote no token dump, so there are no rollouts to read. Train with +algorithm.token_dump.folder=FOLDER "
-            f"({data.TOKENS} in the run's folder) to see every token's weight here."
+            f"({TOKENS} in the run's folder) to see every token's weight here."
         )
     return "The token dump holds no rollout that can be read; the notes at the top say what is wrong with it."
 
