@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench.exact import accuracy_gradients, correct_texts
 from bench.methods import SHUFFLES, all_shuffled
-from bench.policy import Batch
+from bench.policy import SampledBatch
 from bench.statistics import Estimate, cosine, mean_of
 from bench.task import BenchProblem
 
@@ -91,7 +91,7 @@ def _estimate(value: float, without_G: np.ndarray, without_C: np.ndarray) -> Est
     return Estimate(value, float(np.sqrt(variance)), min(len(without_G), len(without_C)))
 
 
-def updates(model: PreTrainedModel, batch: Batch, credits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def updates(model: PreTrainedModel, batch: SampledBatch, credits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of several token advantages (B, L) the gradient of ``sum A_t log p_t`` of each group with both outcomes, (G, N) each."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients_of_credits: list[list[torch.Tensor]] = [[] for _ in credits]
@@ -109,7 +109,7 @@ def updates(model: PreTrainedModel, batch: Batch, credits: Sequence[torch.Tensor
     return [torch.stack(groups) for groups in gradients_of_credits]
 
 
-def token_cosines(batch: Batch, advantages_BL: torch.Tensor) -> list[float]:
+def token_cosines(batch: SampledBatch, advantages_BL: torch.Tensor) -> list[float]:
     """Cosine with the exact token advantages of each group with both outcomes, over its responses whose credit is known."""
     cosines = []
     for group in batch.groups_B.unique():
@@ -123,7 +123,7 @@ def token_cosines(batch: Batch, advantages_BL: torch.Tensor) -> list[float]:
 
 def measure(
     model: PreTrainedModel,
-    batch: Batch,
+    batch: SampledBatch,
     advantages_BL: torch.Tensor,
     yardstick: Yardstick,
     seed: int,

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.policy import Batch, Label, assemble
+from bench.policy import Label, SampledBatch, assemble
 from bench.task import OTHER, RESULT
 from grail_advantage.batch import Example
 from recipe.tiny.smollm2 import load_smollm2
@@ -185,7 +185,7 @@ def evaluate(expression: str) -> Fraction:
         raise CannotEditError from error
 
 
-def prepare(path: Path, count: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Batch, int]:
+def prepare(path: Path, count: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, SampledBatch, int]:
     """SmolLM2, a batch of ``count`` changed solutions, drawn at random, each beside its original, and their number; ValueError
     where SmolLM2 is not installed, or the file has no such solution."""
     model, tokenizer = load_smollm2()

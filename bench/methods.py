@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bench.policy import Batch
+from bench.policy import SampledBatch
 from bench.task import RESULT, WORD
 from grail_advantage import compute_token_weights
 from grail_advantage.batch import FIELD, RolloutBatch
@@ -149,7 +149,7 @@ def check_needs(signal: Signal, fields: Collection[str]) -> None:
 
 
 def credit(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Batch, signal: Signal, step: int = 0
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: SampledBatch, signal: Signal, step: int = 0
 ) -> torch.Tensor:
     """A method's token advantages, float32 (B, L), 0 outside the responses and in truncated ones.
 
@@ -185,7 +185,7 @@ def shuffled(advantages_BL: torch.Tensor, response_mask_BL: torch.Tensor, unifor
     return advantages_BL.scatter(1, places_BL, advantages_BL.gather(1, order_BL))
 
 
-def all_shuffled(batch: Batch, advantages_BL: torch.Tensor, count: int, seed: int) -> Iterator[torch.Tensor]:
+def all_shuffled(batch: SampledBatch, advantages_BL: torch.Tensor, count: int, seed: int) -> Iterator[torch.Tensor]:
     """``count`` shuffled controls, the same permutations for every method."""
     generator = np.random.default_rng([seed, 4])
     for _ in range(count):

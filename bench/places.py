@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from bench.methods import SHUFFLES, all_shuffled
-from bench.policy import Batch, Label
+from bench.policy import Label, SampledBatch
 from bench.statistics import Estimate, auroc, largest_is, mean_of
 
 FIGURES = {
@@ -47,7 +47,9 @@ def of_response(values_T: np.ndarray, label: Label) -> dict[str, float]:
     }
 
 
-def measure(batch: Batch, advantages_BL: torch.Tensor, seed: int, shuffles: int = SHUFFLES) -> dict[str, Estimate]:
+def measure(
+    batch: SampledBatch, advantages_BL: torch.Tensor, seed: int, shuffles: int = SHUFFLES
+) -> dict[str, Estimate]:
     """The figures of a method's token advantages with their controls, means over the problems' means."""
     known = [
         (row, label)

@@ -49,7 +49,7 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Batch:
+class SampledBatch:
     """Responses with all that methods read, padded on the right."""
 
     input_ids_BL: torch.Tensor
@@ -165,7 +165,7 @@ def roll_out(
     rollouts: int = ROLLOUTS,
     *,
     exact: bool = True,
-) -> Batch:
+) -> SampledBatch:
     """Sample responses to each problem at temperature 1, score them and label their errors; without ``exact`` there is no exact
     credit, which takes another forward."""
     problems = [problem for problem in asked for _ in range(rollouts)]
@@ -206,7 +206,7 @@ def assemble(
     labels: list[Label | None],
     exact: list[np.ndarray | None],
     fields: dict[str, list[Any]],
-) -> Batch:
+) -> SampledBatch:
     """Pad the responses, and give each its advantage, log-probabilities and entropies; ``rollouts`` in a row are a group."""
     rows = list(zip(prompts, responses, strict=True))
     ids_BL, attention_BL, response_BL = padded(rows, tokenizer.pad_token_id, "cpu")
@@ -214,7 +214,7 @@ def assemble(
     truncated_B = torch.tensor([response[-1] != tokenizer.eos_token_id for response in responses])
     advantages_B = rewards_B - rewards_B.view(-1, rollouts).mean(dim=1).repeat_interleave(rollouts)
     old_log_probs_BL, entropy_BL = response_statistics(model, tokenizer, ids_BL, attention_BL, response_BL)
-    return Batch(
+    return SampledBatch(
         input_ids_BL=ids_BL,
         attention_mask_BL=attention_BL.long(),
         response_mask_BL=response_BL.long(),

@@ -87,7 +87,7 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class Step:
+class WrittenStep:
     """A written step, in characters of the response."""
 
     start: int
@@ -101,7 +101,7 @@ class Step:
 class Reading:
     """The content of a response."""
 
-    steps: list[Step]
+    steps: list[WrittenStep]
     wrong: bool
     """Whether anything is wrong: a result, a left side, a word, or the answer."""
     box: tuple[int, int] | None
@@ -194,7 +194,7 @@ def read(problem: BenchProblem, response: str) -> Reading:
     boxes = list(_BOXED.finditer(response))
     box_start = boxes[-1].start() if boxes else len(response)
     blanked = _ASIDE.sub(lambda aside: " " * len(aside.group()), response[:box_start])
-    steps: list[Step] = []
+    steps: list[WrittenStep] = []
     value, wrong, at = problem.first, False, 0
     for number, match in enumerate(STEP.finditer(blanked)):
         first, operator, second, result = match.groups()
@@ -208,7 +208,7 @@ def read(problem: BenchProblem, response: str) -> Reading:
                 wrong |= operation != problem.steps[number]
         wrong |= operation is None or (first, operator, second) != (str(value), operation[0], str(operation[1]))
         wrong |= result != str(apply(int(first), operator, int(second)))
-        steps.append(Step(match.start(), match.end(), match.span(4), word and word.span()))
+        steps.append(WrittenStep(match.start(), match.end(), match.span(4), word and word.span()))
         value, at = int(result), match.end()
     box = boxes[-1].span(1) if boxes else None
     if box is not None:

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from bench import page, policy
 from bench.methods import BASELINE, NeedsMoreError, check_needs, credit, shuffled, signal_of, source_digest
-from bench.policy import Batch, numbers
+from bench.policy import SampledBatch, numbers
 from bench.statistics import holm, mean_of, pass_at
 from bench.task import MAX_RESPONSE_TOKENS, TASKS, BenchProblem, task_problems, task_tokenizer
 from bench.work import PACKAGES, Row, read_rows, write_rows
@@ -270,7 +270,9 @@ def train(
     }
 
 
-def add_gradient(model: PreTrainedModel, batch: Batch, advantages_BL: torch.Tensor, settings: TrainSettings) -> None:
+def add_gradient(
+    model: PreTrainedModel, batch: SampledBatch, advantages_BL: torch.Tensor, settings: TrainSettings
+) -> None:
     """Add the gradient of the loss over the whole batch to the parameters' gradients. Responses, and their ends, that have no
     advantage are left out: they add exactly nothing."""
     taught_BL = advantages_BL != 0

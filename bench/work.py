@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bench import agreement, gsm8k, places
 from bench.methods import NeedsMoreError, credit, method_specs, signal_of, source_digest
-from bench.policy import Batch, initial_model, roll_out
+from bench.policy import SampledBatch, initial_model, roll_out
 from bench.statistics import Estimate
 from bench.task import TASKS, task_problems, task_tokenizer
 from grail_advantage.dump.whole_file import write_whole
@@ -169,7 +169,7 @@ def prepare(job: Job) -> tuple[Any, ...]:
 def measure(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    batch: Batch,
+    batch: SampledBatch,
     yardstick: agreement.Yardstick | None,
     spec: str,
     job: Job,

@@ -88,7 +88,7 @@ def gsm8k(path: Path, tokenizer: PreTrainedTokenizerFast, most: int) -> dict[str
     return solutions
 
 
-class Step:
+class OneStepTrainer:
     """A trainer that runs one step at a time."""
 
     def __init__(self, chosen: Set, way: Way, folder: Path, options: argparse.Namespace) -> None:
@@ -185,9 +185,9 @@ def measure(chosen: Set, ways: Mapping[str, Way], options: argparse.Namespace) -
     """Seconds of every way's steps and of the weights in them."""
     clock = measuring.Clock("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        steps = {name: Step(chosen, way, Path(folder), options) for name, way in ways.items()}
+        steps = {name: OneStepTrainer(chosen, way, Path(folder), options) for name, way in ways.items()}
 
-        def timed(step: Step) -> dict[str, float]:
+        def timed(step: OneStepTrainer) -> dict[str, float]:
             return {"step": clock.seconds(step.run), "weights": step.figure("grail/seconds") or 0.0}
 
         ways_to_run = {name: (lambda step=step: timed(step)) for name, step in steps.items()}

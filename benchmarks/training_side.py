@@ -226,7 +226,7 @@ class TrainingSide:
         receipt = receipt_of(
             Written(0, list(range(rows)), list(map(str, range(rows))), advantages_BT, self.mask_BT),
             {OLD_LOG_PROBS: old_log_probs_BT},
-            [self.worker.update_watch.take("1.0")],
+            [self.worker.update_reader.take("1.0")],
             sent=lengths,
             tokens=lengths,
             loss=verl_loss(

@@ -26,7 +26,7 @@ _ACCURACY = re.compile(r"val-core/.+/acc/mean@\d+")
 
 
 @dataclass(frozen=True)
-class Step:
+class LoggedStep:
     """A training step in one line of the metrics file, by verl's names or TRL's; figures that the line lacks are ``None``."""
 
     number: int
@@ -39,7 +39,7 @@ class Step:
     """Share of responses that got token scores from a pass of their own estimator."""
 
     @classmethod
-    def parse(cls, line: str) -> Step:
+    def parse(cls, line: str) -> LoggedStep:
         record: dict[str, Any] = json.loads(line)
         data = record["data"]
         accuracies = [value for name, value in data.items() if _ACCURACY.fullmatch(name) or name == "eval_reward"]
@@ -61,9 +61,9 @@ def read_lines(run_dir: Path) -> list[str]:
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def read_steps(run_dir: Path) -> list[Step]:
+def read_steps(run_dir: Path) -> list[LoggedStep]:
     """All steps logged so far, in order."""
-    return [Step.parse(line) for line in read_lines(run_dir)]
+    return [LoggedStep.parse(line) for line in read_lines(run_dir)]
 
 
 def _is_running(pid: int) -> bool:
@@ -74,7 +74,7 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _new_steps(run_dir: Path, pid: int) -> Iterator[Step | None]:
+def _new_steps(run_dir: Path, pid: int) -> Iterator[LoggedStep | None]:
     """Steps as they are logged; ``None`` whenever nothing new came for a second.
 
     Lines from before the run resumed are not new. A run that resumes from an earlier step removes the later ones from the
@@ -85,7 +85,7 @@ def _new_steps(run_dir: Path, pid: int) -> Iterator[Step | None]:
         running = _is_running(pid)
         lines = read_lines(run_dir)
         common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(seen, lines, strict=False)))
-        yield from map(Step.parse, lines[common:])
+        yield from map(LoggedStep.parse, lines[common:])
         seen = lines
         if not running:
             return

@@ -73,7 +73,7 @@ def advice(
     return f"One of them ends with {end!r}; {remedy}"
 
 
-class AnswerWatch:
+class AnswerCheck:
     """Looks at every batch of a run.
 
     The first batch in which no response has an answer stops the run (``stop``), unless fewer than ``ENOUGH`` have been seen:

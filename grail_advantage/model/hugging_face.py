@@ -43,7 +43,7 @@ from grail_advantage.model.activations import (
     works_in_chunks,
 )
 from grail_advantage.model.architecture import has_plain_logits
-from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, Turns
+from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, RankRounds
 from grail_advantage.model.neighbours import neighbour_obstacles
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class HuggingFaceModel(Model):
         self.temperature = temperature
         self.pad_token = tokenizer.pad_token_id
         self.device = device
-        self.turns = Turns(group, device)
+        self.rounds = RankRounds(group, device)
         self.tokens = min(tokens, _fitting_tokens.get(model, tokens))
         self._together = 1
 
@@ -108,13 +108,13 @@ class HuggingFaceModel(Model):
         bar = self.progress(len(rows), "responses")
         with evaluation_mode(self.model), torch.set_grad_enabled(gradients), bar:
             while waiting:
-                self.turns.take()
+                self.rounds.take()
                 of_rows = self.fitting(run_next)
                 for index, result in zip(waiting[: len(of_rows)], of_rows, strict=True):
                     results[index] = result
                 waiting = waiting[len(of_rows) :]
                 bar.update(len(of_rows))
-            for _ in self.turns.wait():
+            for _ in self.rounds.wait():
                 work(PaddedRows(self, [self._dummy()]))
         return results
 
@@ -125,14 +125,14 @@ class HuggingFaceModel(Model):
         def forward(
             tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
         ) -> tuple[torch.Tensor, Cache | None]:
-            self.turns.take()
+            self.rounds.take()
             return self._logits(tokens_NS, kept_K, cache)
 
         with evaluation_mode(self.model), torch.no_grad():
             self.model.eval()  # no checkpointing either: checkpointed blocks keep no keys and values
             yield forward
             nothing_11 = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
-            for _ in self.turns.wait():
+            for _ in self.rounds.wait():
                 self._logits(nothing_11, nothing_11[0], None)
 
     def sequences_together(self, length: int) -> int:
@@ -153,7 +153,7 @@ class HuggingFaceModel(Model):
             try:
                 return work()
             except RuntimeError as error:
-                if not _is_out_of_memory(error) or self._together == 1 or self.turns.group is not None:
+                if not _is_out_of_memory(error) or self._together == 1 or self.rounds.group is not None:
                     raise
             # After the clause, with which the error's frames and their tensors go.
             self.tokens //= 2

@@ -114,7 +114,7 @@ class Model(ABC):
         """A progress bar for a long pass."""
 
 
-class Turns:
+class RankRounds:
     """Keeps ranks in step whose parameters are sharded together: each announces its passes, and runs a dummy pass while another
     rank still has one."""
 

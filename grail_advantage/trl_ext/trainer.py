@@ -24,7 +24,7 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from grail_advantage.answers.format import BOXED, AnswerFormat, answer_format
-from grail_advantage.answers.missing import CHOICES, AnswerWatch
+from grail_advantage.answers.missing import CHOICES, AnswerCheck
 from grail_advantage.batch import EXAMPLES, OLD_LOG_PROBS, Example, token_mean, within_range
 from grail_advantage.methods import method
 from grail_advantage.metrics import GRADIENT_METRICS, METRICS
@@ -93,7 +93,7 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         self.signal = token_weights
         self.answer = answer_format(answer)
         self._skips_zero_advantage = skip_zero_advantage
-        self._answers = AnswerWatch(self.signal, self.answer, missing_answers)
+        self._answers = AnswerCheck(self.signal, self.answer, missing_answers)
         dumping = None if token_dump is None else dump_options(token_dump)
         self._dump: GenerationDump | None = None
         given = inspect.signature(GRPOTrainer.__init__).bind(self, *arguments, **named).arguments

@@ -43,7 +43,7 @@ from grail_advantage.model.activations import (
     works_in_chunks,
 )
 from grail_advantage.model.architecture import has_plain_logits
-from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, Turns
+from grail_advantage.model.interface import Forward, MicroBatch, Model, Range, RankRounds
 from grail_advantage.verl_ext.patches import autocast, gather_packed
 from grail_advantage.verl_ext.settings import SHARE
 
@@ -84,7 +84,7 @@ class EngineModel(Model):
         """See :class:`Model`. Sharded parameters are gathered in every forward, so a rank that is through runs forwards of one
         token until all are."""
         engine = self.engine
-        turns = Turns(engine.get_data_parallel_group(), torch.device(get_device_name()))
+        rounds = RankRounds(engine.get_data_parallel_group(), torch.device(get_device_name()))
 
         def run(
             tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
@@ -104,13 +104,13 @@ class EngineModel(Model):
         def forward(
             tokens_NS: torch.Tensor, kept_K: torch.Tensor, cache: Cache | None
         ) -> tuple[torch.Tensor, Cache | None]:
-            turns.take()
+            rounds.take()
             return run(tokens_NS.to(get_device_id()), kept_K.to(get_device_id()), cache)
 
         with torch.no_grad():
             yield forward
             nothing_11 = torch.zeros((1, 1), dtype=torch.int64, device=get_device_id())
-            for _ in turns.wait():
+            for _ in rounds.wait():
                 run(nothing_11, nothing_11[0], None)
 
     def sequences_together(self, length: int) -> int:

@@ -33,7 +33,7 @@ WATCHED = "receipt_update"
 """Setting of a batch whose update is watched: a number that tells updates apart."""
 
 
-class Place(NamedTuple):
+class DealtRow(NamedTuple):
     """A response's place in the order in which they go to the ranks, one rank's after the other's."""
 
     row: int
@@ -41,7 +41,7 @@ class Place(NamedTuple):
     """``False``: a copy that fills up a rank, whose result nobody reads."""
 
 
-def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[Place]:
+def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) -> list[DealtRow]:
     """Order in which responses go to the ranks. Where their number does not divide evenly, copies of the cheapest one fill up.
 
     Args:
@@ -51,8 +51,8 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
     """
     cheapest = min(range(len(costs)), key=lambda row: costs[row])
     if groups is None:
-        places = [Place(row, True) for row in range(len(costs))]
-        places += [Place(cheapest, False)] * (-len(costs) % ranks)
+        places = [DealtRow(row, True) for row in range(len(costs))]
+        places += [DealtRow(cheapest, False)] * (-len(costs) % ranks)
         return [places[index] for share in _shares([costs[place.row] for place in places], ranks) for index in share]
 
     members: dict[int, list[int]] = {}
@@ -68,7 +68,7 @@ def deal(costs: Sequence[int], ranks: int, groups: Sequence[int] | None = None) 
     return [
         place
         for share in shares
-        for place in [*(Place(row, True) for row in share), *[Place(cheapest, False)] * (most - len(share))]
+        for place in [*(DealtRow(row, True) for row in share), *[DealtRow(cheapest, False)] * (most - len(share))]
     ]
 
 

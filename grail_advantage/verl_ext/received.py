@@ -1,6 +1,6 @@
 """What each token of an update receives (:mod:`grail_advantage.receipt`), read in verl's workers, put together in the trainer.
 
-:class:`UpdateWatch` runs in a worker, around the loss function that verl gives it: it reads the gradient of the tensor of
+:class:`UpdateReader` runs in a worker, around the loss function that verl gives it: it reads the gradient of the tensor of
 log-probabilities that goes into the loss, and changes nothing. :func:`watch_request` and :func:`receipt_of` run in the trainer.
 Pieces hold the responses that the token dump writes; the tokens and responses that a mean is over are counted over all
 responses of an optimiser step.
@@ -40,11 +40,11 @@ class OptimiserStep:
 
     places: list[int]
     """Of all its responses in the update's batch, also of those that are left out of it."""
-    micro_batches: list[MicroBatch] = field(default_factory=list)
+    micro_batches: list[ReceivedMicroBatch] = field(default_factory=list)
 
 
 @dataclass
-class MicroBatch:
+class ReceivedMicroBatch:
     """The written responses of a micro-batch; tensors are float32, on the CPU."""
 
     rows: list[int]
@@ -69,7 +69,7 @@ class _Reading:
     responses_R: torch.Tensor
 
 
-class UpdateWatch:
+class UpdateReader:
     """Reads, on one rank, what the responses of an update receive. An error in it stops no training: :meth:`take` raises it."""
 
     def __init__(self) -> None:
@@ -139,12 +139,12 @@ def _loss_scale(engine: FSDPEngineWithLMHead) -> float:
     return 1.0 if scaler is None else scaler.get_scale()
 
 
-def _micro_batch(reading: _Reading, scale: float) -> MicroBatch:
+def _micro_batch(reading: _Reading, scale: float) -> ReceivedMicroBatch:
     # verl's log-probabilities are packed: those of prompt + response, each at the position before its token.
     log_probs_N = reading.gradient.log_probs.values().float().cpu()
     gradient = reading.gradient.values
     gradient_N = torch.zeros_like(log_probs_N) if gradient is None else gradient.values().float().cpu() / scale
-    micro = MicroBatch([], [], [], [], width=int(reading.responses_R.max()))
+    micro = ReceivedMicroBatch([], [], [], [], width=int(reading.responses_R.max()))
     start = 0
     lengths = zip(reading.prompts_R.tolist(), reading.responses_R.tolist(), strict=True)
     for (_, row), (prompt, response) in zip(reading.places_R2.tolist(), lengths, strict=True):

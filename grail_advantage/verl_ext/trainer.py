@@ -37,7 +37,7 @@ from verl.utils.debug import marked_timer
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.utils import get_max_position_embeddings
 
-from grail_advantage.answers.missing import AnswerWatch
+from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.batch import PassRow
 from grail_advantage.model.interface import RowScores
 from grail_advantage.pipeline import weigh
@@ -96,7 +96,7 @@ class TokenWeightTrainer:
 
     def __init__(self, config: DictConfig) -> None:
         settings = self.settings = Settings.parse(config)
-        self._answers = AnswerWatch(settings.signal, settings.answer, settings.missing_answers, f"{SECTION}.")
+        self._answers = AnswerCheck(settings.signal, settings.answer, settings.missing_answers, f"{SECTION}.")
         set_trainer_mode(config, base_mode(type(self)))
         super().__init__(config)
 

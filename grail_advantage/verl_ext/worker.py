@@ -40,7 +40,7 @@ from grail_advantage.verl_ext.exchange import (
     rows_of,
 )
 from grail_advantage.verl_ext.patches import replace_infer_batch
-from grail_advantage.verl_ext.received import OptimiserStep, UpdateWatch
+from grail_advantage.verl_ext.received import OptimiserStep, UpdateReader
 from grail_advantage.verl_ext.zero_advantage import CUT_TAILS, without_zero_advantage
 
 
@@ -110,7 +110,7 @@ def infer_batch_with_saliency(
         collect(without_graph, {name: values.unbind() for name, values in output["model_output"].items()})
         losses = output["loss"]
     if with_graph:
-        watch = DeviceWatch()
+        watch = DeviceTimer()
         for indices, outputs in _with_graph(engine, tu.index_select_tensor_dict(data, with_graph), watch):
             collect([with_graph[index] for index in indices], outputs)
         seconds = torch.tensor([watch.seconds()], device=get_device_id())
@@ -130,7 +130,7 @@ def _dense(data: TensorDict, name: str) -> TensorDict:
 
 
 def _with_graph(
-    engine: FSDPEngineWithLMHead, data: TensorDict, watch: DeviceWatch
+    engine: FSDPEngineWithLMHead, data: TensorDict, watch: DeviceTimer
 ) -> Iterator[tuple[list[int], dict[str, Sequence[torch.Tensor]]]]:
     """Yields verl's outputs and the saliency of each micro-batch, with the indices of its responses."""
     leaf = tu.get_non_tensor_data(data, LEAF, default=None)
@@ -142,7 +142,7 @@ def _with_graph(
             yield indices, {**micro.outputs, **dict(zip(SALIENCY_FIELDS, zip(*saliency, strict=True), strict=True))}
 
 
-class DeviceWatch:
+class DeviceTimer:
     """Seconds that pieces of work take where they run. On a GPU nothing waits for it before it is read."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class TokenWeightTrainingWorker(TrainingWorker):
     def __init__(self, config: TrainingWorkerConfig) -> None:
         super().__init__(config)
         replace_infer_batch(self.engine, infer_batch_with_saliency)
-        self.update_watch = UpdateWatch()
+        self.update_reader = UpdateReader()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
     def train_batch(self, data: TensorDict) -> TensorDict:
@@ -202,7 +202,7 @@ class TokenWeightTrainingWorker(TrainingWorker):
             data = without_zero_advantage(self.engine, data)
         if not watched:
             return super().train_batch(data)
-        with self.update_watch.optimiser_step(self, data, places):
+        with self.update_reader.optimiser_step(self, data, places):
             return super().train_batch(data)
 
 
@@ -219,10 +219,10 @@ class TokenWeightActorWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_received(self, number: Any) -> list[OptimiserStep] | Exception | None:
-        """What the responses of this rank received in an update (:meth:`UpdateWatch.take`), or the error in reading it; nothing
-        from the ranks of a sequence-parallel group but the first, which all have the same responses."""
+        """What the responses of this rank received in an update (:meth:`UpdateReader.take`), or the error in reading it;
+        nothing from the ranks of a sequence-parallel group but the first, which all have the same responses."""
         try:
-            steps = self.actor.update_watch.take(number)
+            steps = self.actor.update_reader.take(number)
         except Exception as error:
             return error
         return steps if self.actor.engine.is_mp_src_rank_with_outputs() else None

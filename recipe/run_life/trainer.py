@@ -30,7 +30,7 @@ from recipe.run_life.actors import Actors
 from recipe.run_life.checkpoints import STATE, Checkpoint, is_checkpoint, keep_last, read_json, write_json
 from recipe.run_life.identity import RUN_DEFINITION
 from recipe.run_life.loggers import ids_of, one_history
-from recipe.run_life.watch import END, REST, STEP, Watch
+from recipe.run_life.watch import END, REST, STEP, Watchdog
 from recipe.run_life.worker import KeptActorWorker, KeptDetachActorWorker
 
 PHASES = {
@@ -63,7 +63,7 @@ class KeptRun:
         set_trainer_mode(config, base_mode(type(self)))
         self._folder = Path(config.trainer.default_local_dir)
         self._run = read_json(self._folder / RUN_DEFINITION).get("run", "unknown")
-        self.watch = Watch(config, Actors(self._held_actors, self._engines).deaths)
+        self.watch = Watchdog(config, Actors(self._held_actors, self._engines).deaths)
         for name, phases in PHASES.items():
             setattr(self, name, self._in_phase(getattr(self, name), *phases))
         super().__init__(config)

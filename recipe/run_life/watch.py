@@ -55,7 +55,7 @@ class _Phase:
         return f"{step}phase {self.name}, {self.lasted:.0f} s after it began"
 
 
-class Watch:
+class Watchdog:
     """Decides whether a run can continue, by :meth:`recipe.run_life.actors.Actors.deaths` and a clock."""
 
     def __init__(

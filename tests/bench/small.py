@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from bench.agreement import Yardstick
-from bench.policy import Batch, roll_out
+from bench.policy import SampledBatch, roll_out
 from bench.task import BenchProblem
 from recipe.tiny.model import build_model
 from recipe.tiny.task import Problem
@@ -27,7 +27,7 @@ class Small(NamedTuple):
     """What a job prepares."""
 
     model: Qwen3ForCausalLM
-    batch: Batch
+    batch: SampledBatch
     yardstick: Yardstick
 
 

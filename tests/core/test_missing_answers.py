@@ -8,7 +8,7 @@ import pytest
 
 from grail_advantage import Grail, Signal
 from grail_advantage.answers.format import answer_format
-from grail_advantage.answers.missing import AnswerWatch, advice
+from grail_advantage.answers.missing import AnswerCheck, advice
 from grail_advantage.answers.span import find_answer_spans
 from grail_advantage.methods import method
 from tests.core.tiny_models import char_tokenizer, encode
@@ -16,13 +16,13 @@ from tests.core.tiny_models import char_tokenizer, encode
 HASHES, BOX, NONE = "so #### 42", r"so \boxed{42}", "so 42"
 
 
-def looked(watch: AnswerWatch, texts: list[str], answer: str = "boxed") -> None:
+def looked(watch: AnswerCheck, texts: list[str], answer: str = "boxed") -> None:
     ids = [encode(text) for text in texts]
     watch.look(find_answer_spans(ids, char_tokenizer(), answer=answer), ids, char_tokenizer())
 
 
-def watch(choice: str = "stop", signal: Signal | None = None, answer: str = "boxed") -> AnswerWatch:
-    return AnswerWatch(signal or Grail(), answer_format(answer), choice, "here.")
+def watch(choice: str = "stop", signal: Signal | None = None, answer: str = "boxed") -> AnswerCheck:
+    return AnswerCheck(signal or Grail(), answer_format(answer), choice, "here.")
 
 
 @pytest.mark.parametrize(

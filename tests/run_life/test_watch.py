@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from recipe.run_life import watch
 from recipe.run_life.actors import Death
 from recipe.run_life.options import Options
-from recipe.run_life.watch import END, INTERVAL, REST, STEP, RunEnded, Watch
+from recipe.run_life.watch import END, INTERVAL, REST, STEP, RunEnded, Watchdog
 
 LIMITS = Options(phase_timeout=100, long_phase_timeout=1000)
 WORKER = Death("WorkerDict, process 22 on 10.0.0.2", "connection error code 2", 22, "10.0.0.2")
@@ -35,7 +35,7 @@ class Scene:
     def __init__(self) -> None:
         self.now = 5000.0
         self.dead: list[Death] = []
-        self.watch = Watch(_config(), lambda: self.dead, lambda: self.now)
+        self.watch = Watchdog(_config(), lambda: self.dead, lambda: self.now)
 
     def look_for(self, seconds: float) -> str | None:
         """Look every few seconds; the first verdict."""

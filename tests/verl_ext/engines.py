@@ -349,7 +349,7 @@ def training_worker(engine: Any) -> Any:
     from verl.utils.device import get_device_name
 
     from grail_advantage.verl_ext.patches import replace_infer_batch
-    from grail_advantage.verl_ext.received import UpdateWatch
+    from grail_advantage.verl_ext.received import UpdateReader
     from grail_advantage.verl_ext.worker import TokenWeightTrainingWorker, infer_batch_with_saliency
 
     worker = TokenWeightTrainingWorker.__new__(TokenWeightTrainingWorker)
@@ -359,6 +359,6 @@ def training_worker(engine: Any) -> Any:
     worker.device_name = get_device_name()
     worker.flops_counter = None
     worker.loss_fn = None
-    worker.update_watch = UpdateWatch()
+    worker.update_reader = UpdateReader()
     replace_infer_batch(engine, infer_batch_with_saliency)
     return worker

@@ -15,7 +15,7 @@ from verl.trainer.ppo import core_algos, padding_utils
 from verl.trainer.ppo.v1 import get_trainer_cls, replay_buffer, trainer_base
 from verl.utils.tensordict_utils import get_non_tensor_data, list_of_dict_to_tensordict
 
-from grail_advantage.answers.missing import AnswerWatch
+from grail_advantage.answers.missing import AnswerCheck
 from grail_advantage.methods import methods
 from grail_advantage.model.interface import RowScores
 from grail_advantage.signals.base import Signal
@@ -118,7 +118,7 @@ def make_trainer(
     trainer.trainer_mode = mode
     if weighs:
         settings = trainer.settings = replace(Settings.parse(config), signal=signal)
-        trainer._answers = AnswerWatch(signal, settings.answer, settings.missing_answers, "algorithm.token_weights.")
+        trainer._answers = AnswerCheck(signal, settings.answer, settings.missing_answers, "algorithm.token_weights.")
     trainer.tokenizer = char_tokenizer()
     trainer._end_tokens = {END_ID}
     trainer._context_length = 1000

@@ -139,7 +139,7 @@ class Experiments:
             tu.assign_non_tensor(data, **{WATCHED: "1.0"})
         output = worker.train_mini_batch(data)
         assert worker.loss_fn is loss_fn
-        steps = worker.update_watch.take("1.0") if watched else None
+        steps = worker.update_reader.take("1.0") if watched else None
         return {
             "parameters": [parameter.detach().clone() for parameter in self._parameters(worker.engine)],
             "steps": steps if worker.engine.is_mp_src_rank_with_outputs() else None,

@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig
 
 from grail_advantage.receipt import Receipt
-from grail_advantage.verl_ext.received import OptimiserStep, UpdateWatch, Written, loss_of, receipt_of
+from grail_advantage.verl_ext.received import OptimiserStep, UpdateReader, Written, loss_of, receipt_of
 from grail_advantage.verl_ext.settings import Settings
 from grail_advantage.verl_ext.zero_advantage import lengths_in_update, trained_lengths
 from tests.composed import compose
@@ -278,7 +278,7 @@ class TestFaults:
 
 
 def test_an_error_in_the_watch_stops_no_training_and_is_told_afterwards() -> None:
-    watch = UpdateWatch()
+    watch = UpdateReader()
     calls: list[Any] = []
     worker: Any = SimpleNamespace(loss_fn=lambda **kwargs: calls.append(kwargs), engine=SimpleNamespace())
     own = worker.loss_fn

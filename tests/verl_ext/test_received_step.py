@@ -19,7 +19,7 @@ from grail_advantage.dump.store import DumpRow, read_dump
 from grail_advantage.methods import method
 from grail_advantage.verl_ext import received
 from grail_advantage.verl_ext.exchange import PLACES, WATCHED
-from grail_advantage.verl_ext.received import UpdateWatch
+from grail_advantage.verl_ext.received import UpdateReader
 from grail_advantage.verl_ext.rules import Skipping
 from grail_advantage.verl_ext.trainer import TokenWeightTrainer
 from grail_advantage.verl_ext.zero_advantage import trained_lengths
@@ -51,7 +51,7 @@ class Updating(Workers):
     def __init__(self, store: Any, config: Any) -> None:
         super().__init__(store)
         self.config = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-        self.watch, self.requests = UpdateWatch(), []
+        self.watch, self.requests = UpdateReader(), []
 
     def update_actor(self, batch: KVBatchMeta) -> dict[str, Any]:
         self.requests.append((list(batch.keys), batch.fields, dict(batch.extra_info)))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grail_advantage.verl_ext.exchange import Place, deal, spread
+from grail_advantage.verl_ext.exchange import DealtRow, deal, spread
 from grail_advantage.verl_ext.patches import data_parallel_size
 
 
@@ -38,7 +38,7 @@ class TestSpread:
         assert abs(graph[0] - graph[1]) <= 40
 
 
-def _of_rank(order: list[Place], ranks: int) -> list[list[Place]]:
+def _of_rank(order: list[DealtRow], ranks: int) -> list[list[DealtRow]]:
     assert len(order) % ranks == 0
     each = len(order) // ranks
     return [order[rank * each : (rank + 1) * each] for rank in range(ranks)]
