@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from grail_advantage.dump.step import DumpWriter
 
 from grail_advantage.dump.schema import DumpHeader
 from grail_advantage.dump.store import read_dump, write_step
+from grail_advantage.dump_writer import DumpWriter
 from tests.dumps import dump_row, table_of
 
 
 class TestWriter:
     def _submit(self, writer: DumpWriter, step: int, *, then=lambda: None, write=write_step) -> None:
         table = table_of([dump_row([1.0], step=step)])
-        writer.submit(lambda: (then(), (DumpHeader(step=step, method="grail"), table))[1], write)
+        writer.submit(lambda folder: (then(), write(folder, DumpHeader(step=step, method="grail"), table)))
 
     def test_writes_beside_and_close_waits(self, tmp_path: Path) -> None:
         writer, gate = DumpWriter(tmp_path), threading.Event()
