@@ -103,13 +103,12 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         count = len(self.responses)
-        for name, default in (
-            ("written_BT", self.mask_BT),
-            ("places", range(count)),
-            ("keys", [str(place) for place in self.places or range(count)]),
-        ):
-            if getattr(self, name) is None or not len(getattr(self, name)):
-                object.__setattr__(self, name, default)
+        if self.written_BT is None:
+            object.__setattr__(self, "written_BT", self.mask_BT)
+        if not len(self.places):
+            object.__setattr__(self, "places", range(count))
+        if not len(self.keys):
+            object.__setattr__(self, "keys", list(map(str, self.places)))
         self._check(count)
 
     def _check(self, count: int) -> None:
@@ -240,37 +239,20 @@ class Rollouts:
 
     def part(self, rows: Sequence[int]) -> Rollouts:
         """Some responses alone, in this order, copied to the CPU and without the tokenizer."""
-        chosen, responses = list(rows), [self.responses[row].cpu() for row in rows]
-        width = max(map(len, responses), default=0)
+        width = max((len(self.responses[row]) for row in rows), default=0)
 
-        def of(values: torch.Tensor | None) -> Any:
+        def some(values: Any) -> Any:
+            if isinstance(values, torch.Tensor):
+                return _of_rows(values, rows, width)
+            if isinstance(values, Mapping):
+                return {name: some(of_name) for name, of_name in values.items()}
             if values is None:
                 return None
-            return (values[chosen, :width] if values.ndim > 1 else values[chosen]).detach().to("cpu", copy=True)
+            chosen = [values[row] for row in rows]
+            return [value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value for value in chosen]
 
-        def among(values: Sequence[Any]) -> list[Any]:
-            return [values[row] for row in chosen]
-
-        return Rollouts(
-            prompts=[self.prompts[row].cpu() for row in chosen],
-            responses=responses,
-            mask_BT=of(self.mask_BT),
-            advantages_B=of(self.advantages_B),
-            tokenizer=None,
-            answer=self.answer,
-            written_BT=of(self.written_BT),
-            truncated_B=of(self.truncated_B),
-            masked_B=of(self.masked_B),
-            groups_B=of(self.groups_B),
-            rewards_B=of(self.rewards_B),
-            examples=None if self.examples is None else among(self.examples),
-            fields={name: among(values) for name, values in self.fields.items()},
-            columns_BT={name: of(values_BT) for name, values_BT in self.columns_BT.items()},
-            keys=among(self.keys),
-            places=among(self.places),
-            facts={name: among(values) for name, values in self.facts.items()},
-            known_spans={which: among(spans) for which, spans in self.known_spans.items()},
-        )
+        parts = {name: some(values) for name, values in vars(self).items() if name not in ("tokenizer", "answer")}
+        return replace(self, tokenizer=None, **parts)
 
 
 def joined(parts: Sequence[Rollouts]) -> Rollouts:
@@ -318,21 +300,17 @@ class StepRecord:
 
     def part(self, rows: Sequence[int]) -> StepRecord:
         """Some responses alone, in this order, copied to the CPU; for another thread or process."""
-        chosen, rollouts = list(rows), self.rollouts.part(rows)
+        rollouts = self.rollouts.part(rows)
         width = rollouts.mask_BT.shape[1]
-
-        def of(values_BT: torch.Tensor) -> torch.Tensor:
-            return values_BT[chosen, :width].detach().to("cpu", copy=True)
-
         return replace(
             self,
             rollouts=rollouts,
-            selection=self.selection.part(chosen),
-            scores_BT=of(self.scores_BT),
-            weights_BT=of(self.weights_BT),
-            advantages_BT=of(self.advantages_BT),
-            non_finite_B=self.non_finite_B[chosen],
-            no_scores=[self.no_scores[row] for row in chosen],
+            selection=self.selection.part(list(rows)),
+            scores_BT=_of_rows(self.scores_BT, rows, width),
+            weights_BT=_of_rows(self.weights_BT, rows, width),
+            advantages_BT=_of_rows(self.advantages_BT, rows, width),
+            non_finite_B=_of_rows(self.non_finite_B, rows, width),
+            no_scores=[self.no_scores[row] for row in rows],
         )
 
     def table(
@@ -421,6 +399,12 @@ class StepRecord:
     def _of(self, row: int, length: int) -> tuple[Any, Any, Any, str | None]:
         values = (self.scores_BT, self.weights_BT, self.advantages_BT)
         return *(values_BT[row, :length].cpu().numpy() for values_BT in values), self.no_scores[row]
+
+
+def _of_rows(values: torch.Tensor, rows: Sequence[int], width: int) -> torch.Tensor:
+    """Some rows of a tensor (B,), or (B, T) up to a width, copied to the CPU."""
+    chosen = values[list(rows)] if values.ndim == 1 else values[list(rows), :width]
+    return chosen.detach().to("cpu", copy=True)
 
 
 def _padded(tokens: Sequence[torch.Tensor], like_BT: torch.Tensor) -> torch.Tensor:
