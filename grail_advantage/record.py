@@ -3,8 +3,8 @@
 A host, which is a trainer or a plain function, makes :class:`Rollouts`; :func:`grail_advantage.pipeline.weigh` makes a
 :class:`StepRecord` of them, and :meth:`StepRecord.table` the rows of the token dump.
 
-A response has a *row* in tensors and lists, its place among those of the record; ``places`` says which *place* it has in the
-update's batch, and ``keys`` by which *key* the host knows it.
+A response's *row* is its index in the tensors and lists of a record, its *place* that in the update's batch, and its *key* the
+name that the host has for it.
 
 Shape suffixes: B responses, P prompt tokens, T response tokens.
 """

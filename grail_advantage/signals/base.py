@@ -1,15 +1,12 @@
 """Signals: a method's options, the responses that it needs, and its token scores.
 
 ``A_t = w_t * A``: a signal gives a score to each response token and turns scores into weights, through a reshaper or by a map
-of its own. It knows no trainer. Whoever runs it
+of its own. It knows no trainer and keeps nothing between batches. For each batch :func:`grail_advantage.pipeline.weigh` calls
 
-1. makes a :class:`~grail_advantage.batch.RolloutBatch` and asks :meth:`Signal.select` which responses need scores,
-2. fills in the columns that :attr:`Signal.reads` names,
-3. where :attr:`Signal.uses` names something of the model, hands these responses, each through :meth:`Signal.prepare_row`, to
-   :meth:`Signal.run` with the door to a model (:mod:`grail_advantage.model.interface`),
-4. asks :meth:`Signal.scores` and, in :func:`grail_advantage.weighting.batch_weights`, :meth:`Signal.reshape`.
-
-A signal keeps nothing between batches.
+1. :meth:`Signal.select`: which responses need scores,
+2. :meth:`Signal.prepare_row` and :meth:`Signal.run`, where :attr:`Signal.uses` names something of the model: their scores,
+3. :meth:`Signal.scores`, with the columns that :attr:`Signal.reads` names,
+4. :meth:`Signal.reshape`: scores to weights.
 
 Shape suffixes: B responses, T response tokens.
 """

@@ -2,8 +2,8 @@
 
 :class:`UpdateReader` runs in a worker, around the loss function that verl gives it: it reads the gradient of the tensor of
 log-probabilities that goes into the loss, and changes nothing. :func:`watch_request` and :func:`receipt_of` run in the trainer.
-Pieces hold the responses that the token dump writes; the tokens and responses that a mean is over are counted over all
-responses of an optimiser step.
+Gradients are kept for the responses that the token dump writes. The loss's denominators, tokens and responses, are counted over
+the whole optimiser step, or the check would divide wrongly.
 
 Shape suffixes: R responses of a rank, B responses that are written, T response tokens, N packed tokens, U optimiser steps.
 """
@@ -47,8 +47,8 @@ class OptimiserStep:
 class ReceivedMicroBatch:
     """The written responses of a micro-batch; tensors are float32, on the CPU."""
 
-    rows: list[int]
-    """Their places among the written responses."""
+    slots: list[int]
+    """Of the responses among those that the token dump writes."""
     log_probs: list[torch.Tensor]
     """Of each response's tokens, (T,) each."""
     gradients: list[torch.Tensor]
@@ -147,11 +147,11 @@ def _micro_batch(reading: _Reading, scale: float) -> ReceivedMicroBatch:
     micro = ReceivedMicroBatch([], [], [], [], width=int(reading.responses_R.max()))
     start = 0
     lengths = zip(reading.prompts_R.tolist(), reading.responses_R.tolist(), strict=True)
-    for (_, row), (prompt, response) in zip(reading.places_R2.tolist(), lengths, strict=True):
+    for (_, slot), (prompt, response) in zip(reading.places_R2.tolist(), lengths, strict=True):
         own = slice(start + prompt - 1, start + prompt + response - 1)
         end = start + prompt + response
-        if row >= 0:
-            micro.rows.append(row)
+        if slot >= 0:
+            micro.slots.append(slot)
             micro.log_probs.append(log_probs_N[own].clone())
             micro.gradients.append(gradient_N[own].clone())
             others = torch.cat([gradient_N[start : own.start], gradient_N[own.stop : end]])
@@ -172,8 +172,8 @@ def watch_request(batch: KVBatchMeta, keys: Sequence[str], written: Sequence[int
         written: places of the written responses.
         number: tells updates apart.
     """
-    order = {place: row for row, place in enumerate(written)}
-    places_B2 = torch.tensor([[place, order.get(place, -1)] for place in range(len(keys))])
+    slots = {place: slot for slot, place in enumerate(written)}
+    places_B2 = torch.tensor([[place, slots.get(place, -1)] for place in range(len(keys))])
     fields = TensorDict({PLACES: places_B2}, batch_size=len(keys))
     tq.kv_batch_put(keys=list(keys), partition_id=batch.partition_id, fields=fields)
     if batch.fields is not None:
@@ -297,7 +297,7 @@ def receipt_of(
 def _pieces(of_ranks: Sequence[list[OptimiserStep]], width: int) -> Iterator[Piece]:
     """The micro-batches of the optimiser steps that have a written response; also the others of these steps, which count."""
     for update, of_step in enumerate(zip(*of_ranks, strict=True)):
-        if not any(micro.rows for step in of_step for micro in step.micro_batches):
+        if not any(micro.slots for step in of_step for micro in step.micro_batches):
             continue
         for rank, step in enumerate(of_step):
             for micro in step.micro_batches:
@@ -306,7 +306,7 @@ def _pieces(of_ranks: Sequence[list[OptimiserStep]], width: int) -> Iterator[Pie
                 ]
                 log_probs_bT, gradient_bT = rows or [torch.zeros(0, width)] * 2
                 yield Piece(
-                    rows_b=torch.tensor(micro.rows, dtype=torch.int64),
+                    rows_b=torch.tensor(micro.slots, dtype=torch.int64),
                     log_probs_bT=log_probs_bT,
                     gradient_bT=gradient_bT,
                     update=update,
