@@ -210,7 +210,7 @@ def _pieces(
         (micro.log_probs[place], micro.gradients[place])
         for steps in of_ranks
         for micro in steps[update].micro_batches
-        for place, other in enumerate(micro.rows)
+        for place, other in enumerate(micro.slots)
         if other == row
     ]
     assert len(found) == 1
@@ -225,7 +225,7 @@ def test_the_log_probabilities_are_the_models(results: list[Results]) -> None:
         seen = 0
         for result in of_all:
             for micro in result["vanilla", "token-mean", None, True]["steps"][0].micro_batches:
-                for place, log_probs_T in zip(micro.rows, micro.log_probs, strict=True):
+                for place, log_probs_T in zip(micro.slots, micro.log_probs, strict=True):
                     (row,) = [row for row in rows if row["written"] == place]
                     torch.testing.assert_close(log_probs_T, _log_probs(model, row), rtol=1e-4, atol=1e-4)
                     seen += 1
