@@ -77,7 +77,12 @@ class Arguments:
 
 def _plain_prompts(a: Arguments) -> bool:
     data = a["train_dataset"]
-    return EXAMPLES in a.signal.reads and isinstance(data, Dataset) and len(data) and isinstance(data[0]["prompt"], str)
+    return (
+        EXAMPLES in a.signal.reads
+        and isinstance(data, Dataset)
+        and len(data) > 0
+        and isinstance(data[0]["prompt"], str)
+    )
 
 
 def _own_tokens(name: str) -> Rule:
@@ -208,7 +213,7 @@ REFUSALS = (
         {
             "token_weights": "rlsd",
             "remove_unused_columns": False,
-            "train_dataset": {"prompt": ["a"], "ground_truth": ["b"]},
+            "train_dataset": {"prompt": ["a"], "reward_model": ["b"]},
         },
     ),
     Rule(

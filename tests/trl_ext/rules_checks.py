@@ -55,6 +55,8 @@ def test_a_plain_run_breaks_no_rule(tmp_path: Path) -> None:
     assert not [rule.id for rule in (*REFUSALS, *AGAINST_SKIPPING) if rule.when(arguments)]
     assert len({rule.id for rule in (*REFUSALS, *AGAINST_SKIPPING)}) == len(REFUSALS) + len(AGAINST_SKIPPING)
     build(tmp_path, weights={"skip_zero_advantage": True})
+    with pytest.raises(ValueError, match="loss_type='luspo' does not work"):
+        build(tmp_path, loss_type="luspo")
 
 
 @pytest.mark.parametrize("rule", AGAINST_SKIPPING, ids=lambda rule: rule.id)
