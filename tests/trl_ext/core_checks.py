@@ -519,7 +519,7 @@ def test_what_is_known_once_the_trainer_is_made(tmp_path: Path) -> None:
         processing_class=char_tokenizer(),
         accelerator=SimpleNamespace(num_processes=2),
     )
-    with pytest.raises(ValueError, match=r"must be on one process.* is 6; make it a multiple of num_generations=4"):
+    with pytest.raises(ValueError, match=r"must be on one process.*=6 a multiple of num_generations=4"):
         checks.check_trainer(copy, signal)
     checks.check_trainer(copy, Grail())
     args.steps_per_generation = 2

@@ -64,7 +64,7 @@ def test_methods_without_a_pass_start(engine: str, caplog: pytest.LogCaptureFixt
         config.algorithm.adv_estimator, config.trainer.v1.trainer_mode = name, "sync"
         prepare_run(config)
         assert config.trainer.v1.trainer_mode == "grail_sync"
-        assert f"{STRATEGY}={engine}: {name} reads no more than" in caplog.text
+        assert f"{STRATEGY}={engine}: the method reads no more than" in caplog.text
 
 
 def test_methods_with_a_pass_name_the_engine_and_what_runs(engine: str) -> None:
@@ -72,7 +72,7 @@ def test_methods_with_a_pass_name_the_engine_and_what_runs(engine: str) -> None:
     for name in BUILT_IN.keys() - set(WITHOUT_PASS):
         config.algorithm.adv_estimator = name
         with pytest.raises(
-            ValueError, match=rf"{STRATEGY}={engine} does not .*{name}: its pass runs in fsdp"
+            ValueError, match=rf"{STRATEGY}={engine} does not .*{name}: the method's pass runs in fsdp"
         ) as caught:
             check_config(config)
         listed = str(caught.value).rpartition(": ")[2].split(", ")
