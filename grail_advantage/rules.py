@@ -40,14 +40,15 @@ class Rule:
     """The option that a message names, with its value."""
     when: Callable[[Any], Any]
     """Whether settings break the rule."""
-    because: Text
+    because: str
     remedy: Text
     example: Any
-    """A setting that breaks it: overrides of Hydra's with verl, arguments by name with TRL."""
+    """A setting that breaks it: overrides of Hydra's with verl, arguments by name with TRL. The first ones
+    are the point, others are what it takes for them."""
 
     def obstacle(self, subject: Subject) -> Obstacle:
         """The setting and the reason, of settings that break the rule."""
-        return Obstacle(subject.named(_made(self.option, subject)), _made(self.because, subject))
+        return Obstacle(subject.named(_made(self.option, subject)), self.because)
 
     def warning(self, subject: Subject) -> str:
         """The warning of settings that break the rule."""

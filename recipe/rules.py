@@ -37,19 +37,19 @@ def _corrects(
         id,
         f"{ROLLOUT}.{option}",
         lambda s: _correction(s) and when(s),
-        lambda s: f"{because} with {s.named(_correction(s))}",
-        remedy,
-        (f"{CORRECTION}.rollout_is=token", *(f"{ROLLOUT}.{each}" for each in example)),
+        because,
+        lambda s: f"{remedy}, or take out {s.named(_correction(s))}",
+        (f"{ROLLOUT}.{example[0]}", f"{CORRECTION}.rollout_is=token", *(f"{ROLLOUT}.{each}" for each in example[1:])),
     )
 
 
-_CUT = "the rollout's log-probabilities are not those of the trainer's full softmax, which are compared"
+_CUT = "the rollout's log-probabilities, which are compared, are then not those of the trainer's full softmax"
 REFUSALS = (
     _corrects(
         "no-log-probs",
         "calculate_log_probs",
         lambda s: not s[f"{ROLLOUT}.calculate_log_probs"],
-        "verl has nothing to correct",
+        "verl has nothing to correct the rollout with",
         "use true",
         "calculate_log_probs=False",
     ),
@@ -57,10 +57,10 @@ REFUSALS = (
         "raw-temperature",
         "temperature",
         lambda s: _raw(s) and s[f"{ROLLOUT}.temperature"] != 1,
-        "vLLM's raw log-probabilities are those of temperature 1, which are compared",
-        "use it, or processed_logprobs",
-        "logprobs_mode=raw_logprobs",
+        "vLLM's raw log-probabilities, which are compared, are those of temperature 1",
+        "use it or processed_logprobs",
         "temperature=0.7",
+        "logprobs_mode=raw_logprobs",
     ),
     _corrects("top-k", "top_k", lambda s: not _raw(s) and s[f"{ROLLOUT}.top_k"] > 0, _CUT, "use -1", "top_k=50"),
     _corrects(
@@ -69,8 +69,8 @@ REFUSALS = (
         lambda s: not _raw(s) and s[f"{ROLLOUT}.top_p"] < 1,
         _CUT,
         "use 1.0",
-        "top_k=-1",
         "top_p=0.9",
+        "top_k=-1",
     ),
     # verl's DetachActorWorker keeps and puts back the parameters where they are.
     Rule(
@@ -80,8 +80,8 @@ REFUSALS = (
         "the next forward of a separate_async step may not take the parameters from where verl puts them back",
         f"set it false, or {SYNC_STEP}=1, or {BYPASS}=true",
         (
-            *("trainer.v1.trainer_mode=separate_async", f"{ACTOR}.ppo_mini_batch_size=8", f"{ROLLOUT}.nnodes=1"),
-            *(f"{ROLLOUT}.n_gpus_per_node=1", f"{ROLLOUT}.checkpoint_engine.backend=nccl", f"{OFFLOAD}=True"),
+            *(f"{OFFLOAD}=True", "trainer.v1.trainer_mode=separate_async", f"{ACTOR}.ppo_mini_batch_size=8"),
+            *(f"{ROLLOUT}.{name}" for name in ("nnodes=1", "n_gpus_per_node=1", "checkpoint_engine.backend=nccl")),
         ),
     ),
     Rule(
@@ -90,14 +90,16 @@ REFUSALS = (
         lambda s: s["algorithm.adv_estimator"] in ("grpo", "rloo") and s[f"{ROLLOUT}.n"] < 2,
         "it leaves nothing to compare a response with",
         "use 2 or more",
-        ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=1"),
+        (f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo"),
     ),
     Rule(
         "short-budget",
         BUDGET,
         lambda s: s[f"{ACTOR}.use_dynamic_bsz"] and s[BUDGET] < s.longest,
-        lambda s: f"it must hold one sequence of prompt and response, {s.longest} tokens",
-        "raise it (PPO_MAX_TOKEN_LEN_PER_GPU of the launch scripts), or shorten the responses",
+        "it must hold one sequence of prompt and response",
+        lambda s: (
+            f"raise it to at least {s.longest} (PPO_MAX_TOKEN_LEN_PER_GPU of the launch scripts), or shorten the responses"
+        ),
         (f"{BUDGET}=5119",),
     ),
     Rule(

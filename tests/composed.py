@@ -18,6 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 import recipe.main_grail  # noqa: F401  stores the methods' sections for hydra
+from grail_advantage.methods import methods
+from grail_advantage.verl_ext.checks import trainer_kind
+from grail_advantage.verl_ext.settings import RunConfig, Settings
 
 FOLDER = Path(__file__).parents[1] / "recipe" / "config"
 VERL = Path(str(files("verl.trainer"))) / "config"
@@ -52,3 +55,9 @@ def with_model(folder: Path, *overrides: str) -> DictConfig:
     actor, rollout, model = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
     required = [f"{actor}.use_dynamic_bsz=True", f"{rollout}.n=4", f"{model}.path={folder}"]
     return compose("grail_trainer", [*required, *overrides])
+
+
+def parsed(config: DictConfig) -> RunConfig:
+    """A run's configuration as the start-up parses it."""
+    parse = Settings.parse if config.algorithm.adv_estimator in methods() else RunConfig.parse
+    return parse(config, trainer_kind(config))

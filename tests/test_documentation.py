@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from recipe.marked_text import marked
-from scripts import patches_page
+from scripts import patches_page, rules_page
 from tests.core.tiny_models import char_tokenizer, tiny_model
 from tests.documentation import DOCS, Command, commands, snippets, without_generated
 
@@ -206,6 +206,11 @@ def test_the_list_of_patches_is_current() -> None:
     assert "`wrap_entry`" in page
     files = {str(file.relative_to(ROOT)) for file in (ROOT / "grail_advantage").rglob("patches.py")}
     assert set(patches_page.FILES) == files
+
+
+@pytest.mark.parametrize("marker", ["refused", "shortcuts"])
+def test_the_tables_of_rules_are_current(marker: str) -> None:
+    assert marked(rules_page.PAGE.read_text(encoding="utf-8"), marker) == rules_page.TABLES[marker]()
 
 
 def test_the_example_of_how_it_works_runs(tmp_path: Path) -> None:

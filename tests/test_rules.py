@@ -9,16 +9,15 @@ import pytest
 import verl  # noqa: F401  its plugin registers the estimators
 from omegaconf import DictConfig
 
-from grail_advantage.methods import methods
 from grail_advantage.rules import Rule
 from grail_advantage.verl_cpu import rules as cpu_rules
 from grail_advantage.verl_ext import rules
-from grail_advantage.verl_ext.checks import check_config, trainer_kind
+from grail_advantage.verl_ext.checks import check_config
 from grail_advantage.verl_ext.rules import Skipping, choose_skipping, shares_forward
-from grail_advantage.verl_ext.settings import ACTOR, METHOD, ROLLOUT, SHARE, SKIP, RunConfig, Settings
+from grail_advantage.verl_ext.settings import ACTOR, METHOD, ROLLOUT, SHARE, SKIP
 from recipe import rules as recipe_rules
 from recipe.main_grail import prepare
-from tests.composed import compose
+from tests.composed import compose, parsed
 
 EVERYTHING = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=True)
 REFUSALS = {
@@ -46,33 +45,26 @@ def _compose(table: str, *overrides: str) -> DictConfig:
     return compose(name, ["run_life.enabled=False", *required, *overrides])
 
 
-def _parse(config: DictConfig) -> RunConfig:
-    parse = Settings.parse if config.algorithm.adv_estimator in methods() else RunConfig.parse
-    return parse(config, trainer_kind(config))
-
-
 @_cases(REFUSALS)
 def test_refused_before_the_trainer_is_chosen(table: str, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     """And so before Ray starts; with the option, its value, the reason and the remedy."""
     if table == "CPU":
         monkeypatch.setenv("VERL_PLATFORM", "cpu")
     config = _compose(table, *rule.example)
-    run, mode = _parse(config), config.trainer.v1.trainer_mode
-    option, because, remedy = (
-        part if isinstance(part, str) else part(run) for part in (rule.option, rule.because, rule.remedy)
-    )
+    run, mode = parsed(config), config.trainer.v1.trainer_mode
+    option, remedy = (part if isinstance(part, str) else part(run) for part in (rule.option, rule.remedy))
     beside = {"methods": run.named(METHOD), "CPU": "VERL_PLATFORM=cpu"}.get(table)
     with pytest.raises(ValueError) as refused:
         prepare(config)
     with_what = f" with {beside}" if beside else ""
-    assert str(refused.value) == f"{option}={run[option]} does not work{with_what}: {because}; {remedy}"
+    assert str(refused.value) == f"{option}={run[option]} does not work{with_what}: {rule.because}; {remedy}"
     assert table == "recipe" or config.trainer.v1.trainer_mode == mode
 
 
 def test_the_defaults_break_no_rule(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     tables = REFUSALS | {"warnings": rules.WARNINGS} | SHORTCUTS
     for table, each in tables.items():
-        run = _parse(_compose(table, f"{SKIP}=auto"))
+        run = parsed(_compose(table, f"{SKIP}=auto"))
         assert [rule.id for rule in each if rule.when(run)] == [], table
     prepare(_compose("methods"))
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
@@ -85,16 +77,14 @@ def test_the_defaults_break_no_rule(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 @_cases({"warnings": rules.WARNINGS})
 def test_warned_of(table: str, rule: Rule, caplog: pytest.LogCaptureFixture) -> None:
     run = check_config(_compose(table, *rule.example))
-    option, because, remedy = (
-        part if isinstance(part, str) else part(run) for part in (rule.option, rule.because, rule.remedy)
-    )
-    assert f"{option}={run[option]}: {because}; {remedy}" in caplog.text
+    option, remedy = (part if isinstance(part, str) else part(run) for part in (rule.option, rule.remedy))
+    assert f"{option}={run[option]}: {rule.because}; {remedy}" in caplog.text
 
 
 @_cases(SHORTCUTS)
 def test_a_shortcut_that_is_not_exact_is_left_out(table: str, rule: Rule) -> None:
     """With ``auto``, which names the setting; ``true`` is refused where a shortcut as a whole goes."""
-    run = _parse(_compose(table, f"{SKIP}=auto", *rule.example))
+    run = parsed(_compose(table, f"{SKIP}=auto", *rule.example))
     setting, because = rule.obstacle(run)
     without = {
         "skipping": Skipping(),
@@ -118,7 +108,7 @@ def test_a_shortcut_that_is_not_exact_is_left_out(table: str, rule: Rule) -> Non
 
 def test_shortcuts_are_taken_where_nothing_is_against_them() -> None:
     for choice in ("auto", "true"):
-        run = _parse(_compose("methods", f"{SKIP}={choice}", f"{SHARE}={choice}"))
+        run = parsed(_compose("methods", f"{SKIP}={choice}", f"{SHARE}={choice}"))
         assert choose_skipping(run) == (EVERYTHING, []) and shares_forward(run)
-    run = _parse(_compose("methods", f"{SKIP}=false", f"{SHARE}=false"))
+    run = parsed(_compose("methods", f"{SKIP}=false", f"{SHARE}=false"))
     assert choose_skipping(run) == (Skipping(), []) and not shares_forward(run)

@@ -77,7 +77,12 @@ class Arguments:
 
 def _plain_prompts(a: Arguments) -> bool:
     data = a["train_dataset"]
-    return EXAMPLES in a.signal.reads and isinstance(data, Dataset) and len(data) and isinstance(data[0]["prompt"], str)
+    return (
+        EXAMPLES in a.signal.reads
+        and isinstance(data, Dataset)
+        and len(data) > 0
+        and isinstance(data[0]["prompt"], str)
+    )
 
 
 def _own_tokens(name: str) -> Rule:
@@ -107,8 +112,8 @@ REFUSALS = (
         "reads",
         "token_weights",
         lambda a: a.unknown_reads,
-        lambda a: f"it reads {', '.join(a.unknown_reads)}, which are not to be had in TRL",
-        "use verl, or compute_token_weights in a loop of your own",
+        "it reads what is not to be had in TRL",
+        lambda a: f"for {', '.join(a.unknown_reads)} use verl, or compute_token_weights in a loop of your own",
         {"token_weights": "gigpo"},
     ),
     _own_tokens("tools"),
@@ -177,8 +182,8 @@ REFUSALS = (
         "unused-columns",
         "remove_unused_columns",
         lambda a: (EXAMPLES in a.signal.reads or a.signal.field_names) and a["remove_unused_columns"],
-        lambda a: f"it takes away {' and '.join(a.columns) or 'columns'}",
-        "use False",
+        "it takes away the columns that the method reads",
+        lambda a: f"use False, which leaves {' and '.join(a.columns) or 'them'}",
         {"remove_unused_columns": True, "token_weights": "rlsd"},
     ),
     Rule(
@@ -193,11 +198,9 @@ REFUSALS = (
         "missing-column",
         "train_dataset",
         lambda a: a.missing_columns,
-        lambda a: (
-            f"it reads the column {a.missing_columns[0]}, and the data's columns are {', '.join(a.known_columns)}"
-        ),
-        "give it one",
-        {"token_weights": "rlsd", "remove_unused_columns": False},
+        "it reads a column that the data lacks",
+        lambda a: f"give it the column {a.missing_columns[0]}; its columns are {', '.join(a.known_columns)}",
+        {"train_dataset": {"prompt": ["a"]}, "token_weights": "rlsd", "remove_unused_columns": False},
     ),
     Rule(
         "plain-prompts",
@@ -206,21 +209,18 @@ REFUSALS = (
         "it asks again in other words, and the data's prompts are plain texts",
         "make each prompt a list of messages",
         {
+            "train_dataset": {"prompt": ["a"], "reward_model": ["b"]},
             "token_weights": "rlsd",
             "remove_unused_columns": False,
-            "train_dataset": {"prompt": ["a"], "ground_truth": ["b"]},
         },
     ),
     Rule(
         "split-groups",
         "per_device_train_batch_size",
         lambda a: a.signal.whole_groups and a.processes > 1 and a.rows % a["num_generations"],
-        lambda a: (
-            "it compares the responses of a prompt, which must be on one process, and per_device_train_batch_size x "
-            f"steps_per_generation is {a.rows}"
-        ),
-        lambda a: f"make it a multiple of {a.named('num_generations')}",
-        {"token_weights": "shear", "processes": 2, "per_device_train_batch_size": 2, "steps_per_generation": 3},
+        "it compares the responses of a prompt, which must be on one process",
+        lambda a: f"make it x steps_per_generation={a.rows} a multiple of {a.named('num_generations')}",
+        {"per_device_train_batch_size": 2, "token_weights": "shear", "steps_per_generation": 3, "processes": 2},
     ),
 )
 """Arguments of TRL's with which a method does not work."""

@@ -51,9 +51,8 @@ REFUSALS = (
         "it has no kernel for the CPU",
         "use torch",
         (
-            "actor_rollout_ref.actor.strategy=fsdp",
+            *(f"{KERNELS}=triton", "actor_rollout_ref.actor.strategy=fsdp"),
             "actor_rollout_ref.model.use_fused_kernels=True",
-            f"{KERNELS}=triton",
         ),
     ),
     Rule(
@@ -68,10 +67,10 @@ REFUSALS = (
         "cpu-checkpoints",
         f"{CHECKPOINTS}.backend",
         lambda s: s.kind == "separate_async" and s[f"{CHECKPOINTS}.backend"] != "host",
-        "it needs an accelerator",
+        "separate_async needs an accelerator for it",
         f"set it to host, and {CHECKPOINTS}.custom_backend_module=grail_advantage.verl_cpu.checkpoint_engine",
         (
-            *(f"{MODE}=separate_async", "actor_rollout_ref.rollout.nnodes=1", f"{CHECKPOINTS}.backend=nccl"),
+            *(f"{CHECKPOINTS}.backend=nccl", f"{MODE}=separate_async", "actor_rollout_ref.rollout.nnodes=1"),
             *("actor_rollout_ref.rollout.n_gpus_per_node=1", "trainer.v1.separate_async.parameter_sync_step=2"),
             *("actor_rollout_ref.actor.ppo_mini_batch_size=16", f"{SAMPLER}.path=null", f"{SAMPLER}.name=null"),
         ),

@@ -148,10 +148,6 @@ def _is_verls_estimator(name: str) -> bool:
     return name in ADV_ESTIMATOR_REGISTRY
 
 
-def _needs_whole(s: Settings) -> str:
-    return f"the method reads {NEEDED_WHOLE[s.signal.uses]}"
-
-
 def _constant_denominator(s: Settings) -> bool:
     """Whether the loss divides by no number of tokens."""
     if s[LOSS] == "sapo":
@@ -162,6 +158,10 @@ def _constant_denominator(s: Settings) -> bool:
 
 def _has_loss(loss: str) -> Callable[[Settings], bool]:
     return lambda s: s[LOSS] == loss
+
+
+def _has_base(name: str) -> Callable[[Settings], bool]:
+    return lambda s: s.base == name
 
 
 def _underflows(id: str, precision: str, example: str) -> Rule:
@@ -175,6 +175,7 @@ def _underflows(id: str, precision: str, example: str) -> Rule:
     )
 
 
+_WHOLE = "logits or hidden states"
 _TESTED = f"choose one of {', '.join(BASES)}"
 _BUDGET = f"{ACTOR}.ppo_max_token_len_per_gpu"
 _TWO_SLICES = f"{SLICES[0]}=2"
@@ -203,13 +204,9 @@ REFUSALS = (
         _other_trainer,
         (f"{TRAINER_MODE}=legacy",),
     ),
-    Rule(
-        "base-of-tokens",
-        BASE,
-        lambda s: s.base in OTHER_BASES,
-        lambda s: OTHER_BASES[s.base],
-        _TESTED,
-        (f"{BASE}=gae",),
+    *(
+        Rule(f"base-{name}", BASE, _has_base(name), why, _TESTED, (f"{BASE}={name}",))
+        for name, why in OTHER_BASES.items()
     ),
     Rule(
         "base-is-method",
@@ -248,16 +245,18 @@ REFUSALS = (
         "fused-outputs",
         FUSED,
         lambda s: s[FUSED] and s.signal.uses in NEEDED_WHOLE,
-        lambda s: f"{_needs_whole(s)}, which they do not put out",
+        f"the method reads {_WHOLE}, which they do not put out",
         "use false",
-        (_FSDP, f"{FUSED}=True", f"{METHOD}=oar_g"),
+        (f"{FUSED}=True", f"{METHOD}=oar_g", _FSDP),
     ),
     Rule(
         "token-budget",
         _BUDGET,
         _fits_no_sequence,
-        lambda s: f"a sequence of data.max_prompt_length + data.max_response_length = {_sequence(s)} tokens must fit",
-        "raise it to at least that, or shorten the responses",
+        "the method's made-up sequences must fit, of a prompt and a response each",
+        lambda s: (
+            f"raise it to data.max_prompt_length + data.max_response_length = {_sequence(s)}, or shorten the responses"
+        ),
         (f"{_BUDGET}=5119", f"{METHOD}=oar_p"),
     ),
     Rule(
@@ -280,7 +279,7 @@ REFUSALS = (
         "engine-with-pass",
         STRATEGY,
         lambda s: s.signal.uses and not _in_fsdp(s),
-        f"its pass runs in {' and '.join(ENGINES)}",
+        f"the method's pass runs in {' and '.join(ENGINES)} alone",
         _without_pass,
         (f"{STRATEGY}=megatron",),
     ),
@@ -288,7 +287,7 @@ REFUSALS = (
         "sliced-outputs",
         _slices,
         lambda s: _sliced(s) and s.signal.uses in NEEDED_WHOLE,
-        lambda s: f"{_needs_whole(s)}, of which each rank has a slice",
+        f"the method reads {_WHOLE}, of which each rank has a slice",
         "use 1",
         (_TWO_SLICES, f"{METHOD}=oar_g"),
     ),
@@ -298,16 +297,16 @@ REFUSALS = (
         lambda s: _sliced(s) and s.signal.uses and not s[PACKED],
         "verl slices packed responses alone",
         f"set {PACKED}=true, or use 1",
-        (_TWO_SLICES, f"{PACKED}=False"),
+        (f"{PACKED}=False", _TWO_SLICES),
     ),
     # verl's Ulysses exchange is inside its flash attention: any other attention would silently see one slice alone.
     Rule(
         "sliced-attention",
         _slices,
         lambda s: _sliced(s) and s.signal.uses and not s.attention.startswith("flash_attention"),
-        lambda s: f"the attention {s.attention} would see one slice alone",
-        f"set {ATTENTION} to flash_attention_2, or use 1",
-        (_TWO_SLICES, f"+{ATTENTION}=sdpa"),
+        "another attention than flash attention would see one slice alone",
+        lambda s: f"set {ATTENTION}={s.attention} to flash_attention_2, or use 1",
+        (f"+{ATTENTION}=sdpa", _TWO_SLICES),
     ),
     # verl shards lm_head by itself there unless it is tied (verl/utils/fsdp_utils.py, _select_fsdp2_wrap_targets), and its
     # own fused forward, which reads the weight of the output embeddings, then fails over the sharded weight.
@@ -315,17 +314,17 @@ REFUSALS = (
         "fused-engine",
         FUSED,
         lambda s: _fused(s) and s[STRATEGY] != "fsdp",
-        lambda s: f"verl's fused forward fails over the sharded weight of lm_head with {STRATEGY}={s[STRATEGY]}",
-        f"set {STRATEGY} to fsdp, or use false",
+        "verl's fused forward fails over the weight of lm_head, which other engines than fsdp shard",
+        lambda s: f"set {s.named(STRATEGY)} to fsdp, or use false",
         (f"{FUSED}=True", f"{STRATEGY}=fsdp2"),
     ),
     Rule(
         "fused-slices",
         FUSED,
         lambda s: _fused(s) and s.sequence_parallel_size > 1,
-        lambda s: f"verl's fused forward has not been run with {s.named(_slices(s))}",
-        lambda s: f"set {_slices(s)} to 1, or use false",
-        (_FSDP, f"{FUSED}=True", _TWO_SLICES),
+        "verl's fused forward has not been run with sequence parallelism",
+        lambda s: f"set {s.named(_slices(s))} to 1, or use false",
+        (f"{FUSED}=True", _TWO_SLICES, _FSDP),
     ),
     Rule(
         "fused-backend",
@@ -333,7 +332,7 @@ REFUSALS = (
         lambda s: _fused(s) and s[BACKEND] not in KERNEL_BACKENDS,
         "it is not tested",
         f"use {' or '.join(KERNEL_BACKENDS)}",
-        (_FSDP, f"{FUSED}=True", f"{BACKEND}=liger"),
+        (f"{BACKEND}=liger", f"{FUSED}=True", _FSDP),
     ),
     Rule(
         "fused-head-adapter",
@@ -341,7 +340,7 @@ REFUSALS = (
         lambda s: _fused(s) and s.lora_rank > 0 and _adapts_head(s),
         "fused kernels read the weight of lm_head without its adapter",
         f"leave lm_head out of {TARGETS}, or use false",
-        (_FSDP, f"{FUSED}=True", f"{MODEL}.lora_rank=8", f"{TARGETS}=[lm_head]"),
+        (f"{FUSED}=True", f"{TARGETS}=[lm_head]", f"{MODEL}.lora_rank=8", _FSDP),
     ),
     _underflows("fp16-parameters", PARAM_DTYPE, f"+{ACTOR}.fsdp_config.mixed_precision={{param_dtype:float16}}"),
     _underflows("fp16-model", MODEL_DTYPE, f"{MODEL_DTYPE}=fp16"),
@@ -377,10 +376,8 @@ WARNINGS = (
         "noise-in-bf16",
         METHOD,
         lambda s: isinstance(s.signal, Oar) and s.signal.uses == LOGITS and _half(s),
-        lambda s: (
-            f"it compares two forwards that differ by noise of noise_std={s.signal.noise_std:g}, most of which bf16 rounds "
-            "away: its scores are then about as far from float32's as with another seed (docs/reference_methods.md)"
-        ),
+        "it compares two forwards that differ by noise of noise_std, most of which bf16 rounds away: its scores are then about "
+        "as far from float32's as with another seed (docs/reference_methods.md)",
         f"{PARAM_DTYPE}=fp32 keeps them, at the price of a float32 run",
         (f"{METHOD}=oar_g",),
     ),
@@ -404,7 +401,7 @@ WARNINGS = (
         "engine-not-run",
         STRATEGY,
         lambda s: not s.signal.uses and not _in_fsdp(s),
-        lambda s: f"{s.method} reads no more than what verl's trainer has with any engine",
+        "the method reads no more than what verl's trainer has with any engine",
         "it has not been run with this one",
         (f"{STRATEGY}=megatron", f"{METHOD}=uniform"),
     ),
@@ -469,7 +466,7 @@ def _scales_activations(id: str, qat: str) -> Rule:
         lambda s: s[f"{qat}.enable"] and s[mode] != WEIGHTS_ALONE,
         "the scale of its activations is the largest of the micro-batch",
         AUTO,
-        (f"++{qat}.enable=True", f"++{mode}=w4a4"),
+        (f"++{mode}=w4a4", f"++{qat}.enable=True"),
     )
 
 

@@ -26,7 +26,7 @@ from recipe.run_life.identity import begin_run, check_run, choose, hold, is_fini
 from recipe.run_life.trainer import KeptRun
 from tests import forked
 from tests.checkpoints import write_checkpoint
-from tests.composed import compose
+from tests.composed import compose, parsed
 from tests.run_life.killed_run import lives
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model.path"
@@ -45,14 +45,12 @@ def _compose(folder: Path, *overrides: str) -> DictConfig:
 
 def _start(folder: Path, *overrides: str) -> bool:
     """What an entry point does before Ray; whether anything is left to train."""
-    config = _compose(folder, *overrides)
-    prepare(config)
-    return begin_run(config)
+    return begin_run(prepare(_compose(folder, *overrides)))
 
 
 def _finished(folder: Path, *overrides: str) -> bool:
-    config = _compose(folder, *overrides)
-    return is_finished(config, choose(config)[0])
+    run = parsed(_compose(folder, *overrides))
+    return is_finished(run, choose(run)[0])
 
 
 def _save(folder: Path, step: int, **state: bool) -> Path:
@@ -103,7 +101,7 @@ DEFINES = {
 def test_another_run_is_refused_with_what_differs(begun: Path) -> None:
     for override, (name, there, here) in DEFINES.items():
         with pytest.raises(ValueError, match="choose another trainer") as refused:
-            check_run(_compose(begun, override))
+            check_run(parsed(_compose(begun, override)))
         assert f"  {name}: {there!r} there, {here!r} here\n" in str(refused.value)
     with pytest.raises(ValueError) as refused:
         prepare(_compose(begun, "data.seed=7", "algorithm.grail.gate=all", "trainer.total_training_steps=60"))
@@ -182,14 +180,15 @@ def test_a_run_is_finished_unless_something_is_left_to_do(begun: Path) -> None:
 
 def test_both_entry_points_define_a_run_alike(folder: Path) -> None:
     """verl's own command has no sections of methods, so what is left out there is the preset's."""
-    ours = _compose(folder, "algorithm.grail.preset=robust")
+    ours = run_definition(parsed(_compose(folder, "algorithm.grail.preset=robust")))
     GlobalHydra.instance().clear()
     with initialize_config_module("verl.trainer.config", version_base=None):
-        stock = hydra.compose("ppo_trainer", ["algorithm.adv_estimator=grail", "+algorithm.grail.preset=robust"])
-    names = {name for name in run_definition(ours) if name.startswith("algorithm.grail.")}
+        composed = hydra.compose("ppo_trainer", ["algorithm.adv_estimator=grail", "+algorithm.grail.preset=robust"])
+    stock = run_definition(parsed(composed))
+    names = {name for name in ours if name.startswith("algorithm.grail.")}
     assert len(names) > 10
-    assert {name: run_definition(stock)[name] for name in names} == {name: run_definition(ours)[name] for name in names}
-    assert not [name for name in run_definition(ours) if name.startswith(("algorithm.oar", "algorithm.shear"))]
+    assert {name: stock[name] for name in names} == {name: ours[name] for name in names}
+    assert not [name for name in ours if name.startswith(("algorithm.oar", "algorithm.shear"))]
 
 
 def test_a_run_keeps_its_id_and_another_has_its_own(begun: Path) -> None:
@@ -216,7 +215,7 @@ def test_one_switch_chooses_the_trainer(folder: Path) -> None:
 
 
 def _run_with_children(folder: Path, dump: str, told: Connection) -> None:
-    hold(_compose(folder, dump))
+    hold(parsed(_compose(folder, dump)))
     child = subprocess.Popen(["sleep", "300"], close_fds=False).pid
     fork = os.fork()
     if fork == 0 and os.fork() == 0:

@@ -26,10 +26,11 @@ from grail_advantage import Grail, Oar, Reshaped, RolloutBatch, TokenWeights, co
 from grail_advantage.batch import LARGEST, Example
 from grail_advantage.dump.store import read_dump
 from grail_advantage.methods import method
-from grail_advantage.model.neighbours import drawing_rows
+from grail_advantage.model.neighbours import neighbour_obstacles
 from grail_advantage.signals.base import Signal
-from grail_advantage.trl_ext import TokenWeightGRPOTrainer, checks
+from grail_advantage.trl_ext import checks
 from grail_advantage.trl_ext import trainer as trainer_module
+from grail_advantage.trl_ext.rules import LOSSES
 from tests import documentation
 from tests.core.common import watch_inputs
 from tests.core.tiny_models import Batch, char_tokenizer, make_batch, tiny_model
@@ -186,7 +187,7 @@ def hand_written_loss(
     return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).sum()
 
 
-@pytest.mark.parametrize("loss_type", checks.LOSSES)
+@pytest.mark.parametrize("loss_type", LOSSES)
 def test_gradient_of_the_loss_is_a_hand_written_one(tmp_path: Path, loss_type: str) -> None:
     trainer = build(tmp_path, weights={"token_weights": "grail"}, loss_type=loss_type, epsilon_high=0.28)
     batch = generation_batch(trainer)
@@ -229,7 +230,7 @@ def test_gradient_of_the_loss_is_a_hand_written_one(tmp_path: Path, loss_type: s
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "scale"), [*((loss, "none") for loss in checks.LOSSES), ("dapo", "group"), ("dapo", "batch")]
+    ("loss_type", "scale"), [*((loss, "none") for loss in LOSSES), ("dapo", "group"), ("dapo", "batch")]
 )
 def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path, loss_type: str, scale: str) -> None:
     """Of two optimiser steps on micro-batches that hold some, none and only such responses; and fewer go through the model."""
@@ -262,26 +263,10 @@ def test_the_update_is_the_same_without_zero_advantage_responses(tmp_path: Path,
     assert 0 < seen[1] < seen[0]
 
 
-SKIPPING_REFUSED: dict[str, dict[str, Any]] = {
-    "beta=0.1.*KL": {"beta": 0.1},
-    "entropy_coef.*bonus": {"entropy_coef": 0.01},
-    "top_entropy_quantile.*quantile": {"top_entropy_quantile": 0.5},
-    "neftune_noise_alpha=5: other responses draw other noise; or set skip_zero_advantage=False": {
-        "neftune_noise_alpha": 5
-    },
-    "responses depend on those beside them: .*draws at random": {"model": {"attention_dropout": 0.1}},
-}
-
-
-@pytest.mark.parametrize("match", SKIPPING_REFUSED)
-def test_leaving_out_is_refused_where_a_response_without_an_advantage_matters(tmp_path: Path, match: str) -> None:
-    settings = dict(SKIPPING_REFUSED[match])
-    model = tiny_model(**settings.pop("model", {}))
-    model.save_pretrained(tmp_path / "model")  # where TRL looks for a reference model
-    model.config._name_or_path = str(tmp_path / "model")
-    build(tmp_path, model=model, **settings)
-    with pytest.raises(ValueError, match=f"skip_zero_advantage=True does not work with .*{match}"):
-        build(tmp_path, model=model, weights={"skip_zero_advantage": True}, **settings)
+def test_leaving_out_is_refused_with_a_model_that_draws_at_random(tmp_path: Path) -> None:
+    """Arguments that are refused are in ``rules_checks.py``."""
+    with pytest.raises(ValueError, match=r"responses depend on those beside them: .*draws at random"):
+        build(tmp_path, model=tiny_model(attention_dropout=0.1), weights={"skip_zero_advantage": True})
 
 
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
@@ -370,8 +355,8 @@ def test_code_that_a_copy_of_the_model_lacks(name: str) -> None:
     model = tiny_model()
     change, reason = ADDED[name]
     change(model)
-    found = drawing_rows(model)
-    assert found is None if reason is None else re.search(reason, found or ""), found
+    found = [because for _, because in neighbour_obstacles(model, training=True)]
+    assert not found if reason is None else re.search(reason, found[0]), found
 
 
 def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,70 +501,13 @@ def test_rlsd_reads_the_other_columns(tmp_path: Path) -> None:
     torch.testing.assert_close(advantages, wanted, rtol=1e-3, atol=1e-3)
 
 
-SETTINGS_REFUSED: dict[str, dict[str, Any]] = {
-    "importance_sampling_level='sequence'.*'grail'.*use 'token'": {"importance_sampling_level": "sequence"},
-    "loss_type='luspo'.*use one of grpo, bnpo": {"loss_type": "luspo"},
-    "temperature=0.0.*above 0": {"temperature": 0.0},
-    "fp16=True.*use bf16": {"fp16": True},
-    "fsdp='full_shard'.*not tested": {"fsdp": "full_shard"},
-    "deepspeed='ZeRO-3'.*use ZeRO-1 or ZeRO-2": {"deepspeed_plugin": SimpleNamespace(zero_stage=3)},
-    r"parallelism_config.tp_size=2.*use 1": {"parallelism_config": SimpleNamespace(tp_size=2)},
-}
+def test_options_of_a_method_that_is_given_itself_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="token_weight_options are for a method given by its name"):
+        build(tmp_path, weights={"token_weights": Grail(), "token_weight_options": {"leaf": "first"}})
 
 
-def test_settings_that_are_refused(tmp_path: Path) -> None:
-    """On the settings alone: this machine cannot start such layouts."""
-    for match, settings in SETTINGS_REFUSED.items():
-        changed = scripted.config(tmp_path)
-        for name, value in settings.items():
-            setattr(changed, name, value)
-        with pytest.raises(ValueError, match=match):
-            checks.check_arguments({"args": changed}, Grail())
-    with pytest.raises(ValueError, match="loss_type='luspo'"):
-        build(tmp_path, loss_type="luspo")
-    trainer = build(tmp_path, weights={"token_weights": "grail"})
-    trainer.is_fsdp_enabled = True  # ``accelerate launch --use_fsdp`` leaves ``args.fsdp`` empty
-    with pytest.raises(ValueError, match=r"fsdp=.*not tested"):
-        checks.check_trainer(trainer, Grail())
-
-
-def test_arguments_that_are_refused(tmp_path: Path) -> None:
-    given = {"train_dataset": scripted.prompts(), "processing_class": char_tokenizer()}
-    for argument, match in (
-        ({"rollout_func": lambda *_: {}}, "rollout_func=.*leave it out"),
-        ({"train_dataset": Dataset.from_dict({"prompt": ["a"], "image": ["b"]})}, "text alone"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            TokenWeightGRPOTrainer(tiny_model(), scripted.reward, scripted.config(tmp_path), **given | argument)
-
-
-RLSD = {"token_weights": "rlsd", "token_weight_options": {"privileged_column": "solution"}}
-METHODS_REFUSED: dict[str, dict[str, Any]] = {
-    "token_weight_options are for a method given by its name": {
-        "weights": {"token_weights": Grail(), "token_weight_options": {"leaf": "first"}}
-    },
-    **{
-        f"'{name}' reads {words}, which are not to be had in TRL; use verl": {"weights": {"token_weights": name}}
-        for name, words in {"turn_rloo": "rewards", "mt_grpo": "rewards", "gtpo": "rewards"}.items()
-    },
-    "'gigpo' reads messages, rewards, which are not to be had in TRL": {"weights": {"token_weights": "gigpo"}},
-    "'rlsd' reads the column solution, which train_dataset lacks; its columns are prompt": {"weights": RLSD},
-    "prompt must be a list of messages": {"data": scripted.prompts(solution=["5", "9"]), "weights": RLSD},
-    "remove_unused_columns=True.*takes away solution; use False": {
-        "data": rlsd_data(),
-        "remove_unused_columns": True,
-        "weights": RLSD,
-    },
-}
-
-
-def test_methods_that_are_refused(tmp_path: Path) -> None:
-    for match, given in METHODS_REFUSED.items():
-        with pytest.raises(ValueError, match=match):
-            build(tmp_path, tokenizer=chat_tokenizer(), **given)
-
-
-def test_groups_that_are_split_over_processes_are_refused(tmp_path: Path) -> None:
+def test_what_is_known_once_the_trainer_is_made(tmp_path: Path) -> None:
+    """Processes; and FSDP, of which ``accelerate launch --use_fsdp`` says nothing in ``args.fsdp``."""
     signal = METHODS["shear"]
     trainer = build(tmp_path, weights={"token_weights": signal})
     args = SimpleNamespace(**vars(trainer.args))
@@ -590,13 +518,15 @@ def test_groups_that_are_split_over_processes_are_refused(tmp_path: Path) -> Non
         is_fsdp_enabled=False,
         processing_class=char_tokenizer(),
         accelerator=SimpleNamespace(num_processes=2),
-        num_generations=4,
     )
     with pytest.raises(ValueError, match=r"must be on one process.*=6 a multiple of num_generations=4"):
         checks.check_trainer(copy, signal)
     checks.check_trainer(copy, Grail())
     args.steps_per_generation = 2
     checks.check_trainer(copy, signal)
+    copy.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match=r"fsdp=.*not tested"):
+        checks.check_trainer(copy, signal)
 
 
 def test_published_settings_of_the_page_are_accepted(tmp_path: Path) -> None:

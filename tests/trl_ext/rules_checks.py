@@ -12,6 +12,8 @@ from grail_advantage.methods import method
 from grail_advantage.rules import Rule
 from grail_advantage.trl_ext.checks import check_arguments
 from grail_advantage.trl_ext.rules import AGAINST_SKIPPING, REFUSALS, Arguments
+from recipe.marked_text import marked
+from scripts import rules_page
 from tests.core.tiny_models import tiny_model
 from tests.trl_ext import scripted
 from tests.trl_ext.scripted import build
@@ -35,12 +37,10 @@ def _arguments(folder: Path, example: dict[str, Any]) -> Arguments:
 @pytest.mark.parametrize("rule", REFUSALS, ids=lambda rule: rule.id)
 def test_refused(tmp_path: Path, rule: Rule) -> None:
     arguments = _arguments(tmp_path, rule.example)
-    option, because, remedy = (
-        part if isinstance(part, str) else part(arguments) for part in (rule.option, rule.because, rule.remedy)
-    )
+    option, remedy = (part if isinstance(part, str) else part(arguments) for part in (rule.option, rule.remedy))
     beside = f"token_weights={arguments.signal.name!r}"
     assert rule.message(arguments, beside) == (
-        f"{arguments.named(option)} does not work with {beside}: {because}; {remedy}"
+        f"{arguments.named(option)} does not work with {beside}: {rule.because}; {remedy}"
     )
     broken = [each for each in REFUSALS if each.when(arguments)]
     assert broken[0] is rule
@@ -55,6 +55,8 @@ def test_a_plain_run_breaks_no_rule(tmp_path: Path) -> None:
     assert not [rule.id for rule in (*REFUSALS, *AGAINST_SKIPPING) if rule.when(arguments)]
     assert len({rule.id for rule in (*REFUSALS, *AGAINST_SKIPPING)}) == len(REFUSALS) + len(AGAINST_SKIPPING)
     build(tmp_path, weights={"skip_zero_advantage": True})
+    with pytest.raises(ValueError, match="loss_type='luspo' does not work"):
+        build(tmp_path, loss_type="luspo")
 
 
 @pytest.mark.parametrize("rule", AGAINST_SKIPPING, ids=lambda rule: rule.id)
@@ -67,3 +69,7 @@ def test_leaving_out_is_refused_where_a_response_without_an_advantage_matters(tm
         build(tmp_path, model=model, weights={"skip_zero_advantage": True}, **rule.example)
     setting, because = rule.obstacle(_arguments(tmp_path, rule.example))
     assert str(refused.value) == f"skip_zero_advantage=True does not work with {setting}: {because}; {rule.remedy}"
+
+
+def test_the_table_of_the_page_is_current() -> None:
+    assert marked(rules_page.PAGE.read_text(encoding="utf-8"), "trl") == rules_page.trl_table()

@@ -113,15 +113,3 @@ def test_end_tokens_of_a_model_with_code_of_its_own(tmp_path: Path, caplog: pyte
     trainer._init_tokenizer()
     assert {3, 5} <= trainer._end_tokens
     assert not trainer._model_shares_forward
-
-
-@pytest.mark.parametrize(("precision", "warned"), [(None, True), ("bf16", True), ("fp32", False)])
-def test_oar_g_in_bfloat16_is_warned_of(
-    precision: str | None, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    option = "+actor_rollout_ref.actor.fsdp_config.mixed_precision"
-    overrides = [] if precision is None else [f"{option}={{param_dtype:{precision}}}"]
-    for estimator in ("oar_p", "grail", "oar_g"):
-        check_config(with_model(tmp_path, f"algorithm.adv_estimator={estimator}", *overrides))
-        said = "noise_std=0.001" in caplog.text and "param_dtype=fp32" in caplog.text
-        assert said is (warned and estimator == "oar_g")

@@ -11,16 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 from grail_advantage import Grail, Oar, Signal
 from grail_advantage.methods import methods
 from grail_advantage.signals.saliency import SaliencySignal
-from grail_advantage.verl_ext.rules import AGAINST_SHARING, broken, refuse_forced, shares_forward
-from grail_advantage.verl_ext.settings import SHARE, Settings, algorithm_sections
+from grail_advantage.verl_ext.rules import shares_forward
+from grail_advantage.verl_ext.settings import Settings, algorithm_sections
 from tests.core.common import METHODS
 
 OURS = {name: methods()[name] for name in METHODS}
-OBSTACLES = {
-    "another signal": ({"adv_estimator": "oar_g"}, "algorithm.adv_estimator=oar_g"),
-    "bypass": ({"rollout_correction": {"bypass_mode": True}}, "algorithm.rollout_correction.bypass_mode=True"),
-    "KL in the reward": ({"use_kl_in_reward": True}, "algorithm.use_kl_in_reward=True"),
-}
 
 
 def _config(share: Any = ..., **algorithm: Any) -> DictConfig:
@@ -37,26 +32,14 @@ def _config(share: Any = ..., **algorithm: Any) -> DictConfig:
 def _shares(config: DictConfig, signal: Signal | None = None) -> bool:
     settings = Settings.parse(config)
     settings = replace(settings, signal=signal or settings.signal)
-    if settings.share_forward is True:
-        refuse_forced(SHARE, broken(AGAINST_SHARING, settings))
     return shares_forward(settings)
 
 
-def test_shares_the_forward_by_default_and_not_where_it_is_switched_off() -> None:
-    nothing = (_config(rollout_correction=None), _config(token_weights=None))
-    assert all(map(_shares, (_config("auto"), _config(True), _config(), *nothing)))
-    assert not _shares(_config(False))
+def test_shares_the_forward_by_default() -> None:
+    assert all(map(_shares, (_config(), _config(rollout_correction=None), _config(token_weights=None))))
     for choice in ("yes", 1, 0):
         with pytest.raises(ValueError, match=r"share_forward=.* is unknown; choose one of auto, true, false"):
             _shares(_config(choice))
-
-
-@pytest.mark.parametrize(("algorithm", "setting"), OBSTACLES.values(), ids=OBSTACLES)
-def test_sharing_that_is_not_exact_is_refused_and_auto_runs_a_pass_of_its_own(algorithm: dict, setting: str) -> None:
-    assert not _shares(_config("auto", **algorithm))
-    message = f"algorithm.token_weights.share_forward=True does not work with {setting}: .*; use auto"
-    with pytest.raises(ValueError, match=message):
-        _shares(_config(True, **algorithm))
 
 
 def test_a_saliency_that_runs_in_a_way_of_its_own_shares_no_forward() -> None:
@@ -69,8 +52,6 @@ def test_a_saliency_that_runs_in_a_way_of_its_own_shares_no_forward() -> None:
 
     assert _shares(_config(), Plain())
     assert not _shares(_config(), Own())
-    with pytest.raises(ValueError, match=r"its signal is no saliency, or runs in a way of its own; use auto"):
-        _shares(_config(True), Own())
 
 
 def test_options_come_from_the_methods_section() -> None:

@@ -41,13 +41,9 @@ def test_options_are_off_by_default_and_else_as_given() -> None:
     assert _options(folder="/a/b", received=False) == DumpOptions(Path("/a/b"), 1, 64, received=False)
 
 
-def test_options_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/home/me")
+def test_options_that_are_refused() -> None:
     wrong = "{}={} must be a whole number, at least 1"
     for section, message in (
-        ({"folder": "runs/a"}, f"folder=runs/a must be an absolute path.*; use {tmp_path}/runs/a$"),
-        ({"folder": "~/a"}, "; use /home/me/a$"),
         *(({"folder": "/a", "every": value}, wrong.format("every", value)) for value in (0, None, True)),
         *(({"folder": "/a", "responses": value}, wrong.format("responses", value)) for value in (0, 1.5)),
         ({"folder": "/a", "received": "no"}, "token_dump.received='no' must be true or false"),

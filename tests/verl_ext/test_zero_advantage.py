@@ -17,6 +17,7 @@ from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.tensordict_utils import get_tensordict
 
 from grail_advantage.dump_writer import StepDump
+from grail_advantage.rules import Obstacle
 from grail_advantage.signals.high_entropy import HighEntropy
 from grail_advantage.signals.surprisal import Surprisal
 from grail_advantage.verl_ext.rules import Skipping, choose_skipping
@@ -29,23 +30,6 @@ from tests.verl_ext.test_one_step import ROWS, Step
 EVERYTHING = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=True)
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 AGGREGATION = "actor_rollout_ref.actor.loss_agg_mode"
-AGAINST_ROWS = {
-    "actor_rollout_ref.actor.use_kl_loss": True,
-    "actor_rollout_ref.actor.entropy_coeff": 0.001,
-    "actor_rollout_ref.actor.calculate_entropy": True,
-    "distillation.enabled": True,
-    "actor_rollout_ref.model.mtp.enable_train": True,
-    "actor_rollout_ref.model.override_config.output_router_logits": True,
-    LOSS: "dro",
-    "actor_rollout_ref.actor.loss_scale_factor": None,
-}
-AGAINST_FORWARD = {
-    "algorithm.use_kl_in_reward": True,
-    "algorithm.rollout_correction.bypass_mode": True,
-    "algorithm.rollout_correction.rollout_is": "token",
-    "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
-    "algorithm.token_dump.every": 1,
-}
 
 
 def _settings(choice: Any = "auto", **options: Any) -> Settings:
@@ -63,52 +47,22 @@ def _settings(choice: Any = "auto", **options: Any) -> Settings:
     return Settings.parse(config)
 
 
-class TestWhere:
-    """See :mod:`grail_advantage.verl_ext.rules`."""
-
-    def test_everything_where_it_is_asked_for_and_nothing_is_against_it(self) -> None:
-        for choice in ("auto", True):
-            assert choose_skipping(_settings(choice)) == (EVERYTHING, [])
-        unset = Settings.parse(OmegaConf.create({"algorithm": {"adv_estimator": "grail"}}))
-        for settings in (_settings(False), unset):
-            assert choose_skipping(settings) == (Skipping(), [])
-
-    @pytest.mark.parametrize("option", AGAINST_ROWS)
-    def test_nothing_where_other_rows_train(self, option: str) -> None:
-        value = AGAINST_ROWS[option]
-        left_out, (line,) = choose_skipping(_settings(**{option: value}))
-        assert left_out == Skipping() and line.startswith(f"no response is left out with {option}={value}: ")
-        with pytest.raises(ValueError, match=rf"^{SKIP}=True does not work with {option}={value}: .*; use auto$"):
-            choose_skipping(_settings(True, **{option: value}))
-
-    def test_nothing_with_what_the_model_has_against_it_or_a_loss_of_somebody_elses(self) -> None:
-        against = [("attention_dropout=0.1 of the model", "it draws")]
-        assert choose_skipping(_settings(), lambda: against) == (
-            Skipping(),
-            ["no response is left out with attention_dropout=0.1 of the model: it draws"],
-        )
-        with pytest.raises(ValueError, match=r"=True does not work with attention_dropout=0.1 of the model: it draws"):
-            choose_skipping(_settings(True), lambda: against)
-        left_out, (line,) = choose_skipping(_settings(**{LOSS: "mine"}))
-        assert left_out == Skipping() and "nothing is known of it" in line
-
-    def test_keeps_what_is_read(self) -> None:
-        """The ends that a loss reads, and the forward that something reads."""
-        for options in ({LOSS: "gspo"}, {LOSS: "sapo"}, {AGGREGATION: "seq-mean-token-mean"}):
-            left_out, (line,) = choose_skipping(_settings(**options))
-            assert left_out == Skipping(skip_update=True, cut_tails=False, skip_old_log_probs=True)
-            assert line.startswith("responses keep their tails in the update with ")
-        without_forward = Skipping(skip_update=True, cut_tails=True, skip_old_log_probs=False)
-        for option, value in AGAINST_FORWARD.items():
-            for choice in ("auto", True):
-                left_out, (line,) = choose_skipping(_settings(choice, **{option: value}))
-                assert left_out == without_forward and option in line
-        assert choose_skipping(_settings(), own_advantages=True)[0] == without_forward
-
-    def test_unknown_values(self) -> None:
-        for value in ("yes", None):
-            with pytest.raises(ValueError, match=rf"^{SKIP}={value!r} is unknown; choose "):
-                choose_skipping(_settings(value))
+def test_what_the_model_and_the_trainer_have_against_it() -> None:
+    """Settings are in ``tests/test_rules.py``."""
+    against = [Obstacle("attention_dropout=0.1 of the model", "it draws")]
+    assert choose_skipping(_settings(), lambda: against) == (
+        Skipping(),
+        ["no response is left out with attention_dropout=0.1 of the model: it draws"],
+    )
+    with pytest.raises(ValueError, match=r"=True does not work with attention_dropout=0.1 of the model: it draws"):
+        choose_skipping(_settings(True), lambda: against)
+    of_own = choose_skipping(_settings(), own_advantages=True)[0]
+    assert of_own == replace(EVERYTHING, skip_old_log_probs=False)
+    unset = Settings.parse(OmegaConf.create({"algorithm": {"adv_estimator": "grail"}}))
+    assert choose_skipping(unset) == (Skipping(), [])
+    for value in ("yes", None):
+        with pytest.raises(ValueError, match=rf"^{SKIP}={value!r} is unknown; choose "):
+            _settings(value)
 
 
 def _zero_advantage_step(monkeypatch: pytest.MonkeyPatch, *overrides: str, cls: type = TokenWeightTrainerSync) -> Step:
