@@ -27,8 +27,8 @@ SALIENCY_FIELDS = ("saliency", "gradient_norm")
 SECONDS = "saliency_seconds"
 """Field of the output: one float32 a response, the seconds that its rank's backwards took; NaN without a target."""
 PLACES = "receipt_places"
-"""Field of a batch: (R, 2) int64. Column 0 is a response's place in the update's batch, column 1 its slot among the responses that
-the token dump writes, -1 for none."""
+"""Field of a batch: (R, 2) int64. Column 0 is a response's place in the update's batch, column 1 its slot among those that the
+token dump writes, -1 for none."""
 WATCHED = "receipt_update"
 """Setting of a batch whose update is watched: a number that tells updates apart."""
 

@@ -27,6 +27,7 @@ from grail_advantage.batch import LARGEST, Example
 from grail_advantage.dump.store import read_dump
 from grail_advantage.methods import method
 from grail_advantage.model.neighbours import neighbour_obstacles
+from grail_advantage.pipeline import weigh
 from grail_advantage.signals.base import Signal
 from grail_advantage.trl_ext import checks
 from grail_advantage.trl_ext import trainer as trainer_module
@@ -363,16 +364,16 @@ def test_weights_are_computed_once_a_generation_batch(tmp_path: Path, monkeypatc
     """And go with their responses, which TRL shuffles and splits."""
     calls, seen = [], []
 
-    def counted(*arguments: Any, **named: Any) -> Any:
-        calls.append(named["step"])
-        return compute_token_weights(*arguments, **named)
+    def counted(host: Any, signal: Signal, step: int) -> Any:
+        calls.append(step)
+        return weigh(host, signal, step)
 
     class Recording(scripted.ScriptedTokenWeights):
         def _compute_loss(self, model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             seen.append({name: inputs[name].clone() for name in ("completion_ids", "completion_mask", "advantages")})
             return super()._compute_loss(model, inputs)
 
-    monkeypatch.setattr(trainer_module, "compute_token_weights", counted)
+    monkeypatch.setattr(trainer_module, "weigh", counted)
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
     trainer = build(tmp_path, Recording, weights={"token_weights": "grail"}, num_iterations=2, max_steps=8, **sizes)
     trainer.train()
