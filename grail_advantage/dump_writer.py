@@ -162,7 +162,7 @@ class StepDump:
         self._every = every
         self._limit = None if rows is None else max(1, rows // updates)
         self._model, self._temperature = model, temperature
-        self._tokenizer, self._texts = tokenizer, TokenTexts(tokenizer)
+        self._texts = TokenTexts(tokenizer)
         self._begun = False
 
     def writes(self, step: int) -> bool:
@@ -191,7 +191,7 @@ class StepDump:
 
         def write(folder: Path) -> None:
             parts = list(records())
-            table = pa.concat_tables([part.table(self._texts, self._tokenizer) for part in parts])
+            table = pa.concat_tables([part.table(self._texts) for part in parts])
             header = step_header(
                 parts[0],
                 self._texts,

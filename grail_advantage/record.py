@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
-ROUNDING = 1e-3
-"""Most that rounding puts a log-probability above 0."""
 DUMPED = {OLD_LOG_PROBS: "old_log_prob", ENTROPY: "entropy"}
 """Columns of a batch, by their names in the dump."""
 
@@ -133,13 +131,6 @@ class Rollouts:
             if len(response_T) and not len(prompt_P):
                 raise ValueError(f"response {row} has no prompt token before it; add at least one")
         self._check_groups()
-        if OLD_LOG_PROBS in self.columns_BT:
-            known = self.columns_BT[OLD_LOG_PROBS][self.written_BT]
-            highest = float(torch.where(known.isfinite(), known, -torch.inf).max()) if len(known) else -torch.inf
-            if highest > ROUNDING:
-                raise ValueError(
-                    f"{OLD_LOG_PROBS} holds {highest}; log-probabilities are at most 0: pass log p, not p or -log p"
-                )
 
     def _check_groups(self) -> None:
         groups_B = self.groups_B
@@ -313,15 +304,12 @@ class StepRecord:
             no_scores=[self.no_scores[row] for row in rows],
         )
 
-    def table(
-        self, texts: TokenTexts, tokenizer: PreTrainedTokenizerBase, others: Mapping[str, StepRecord] | None = None
-    ) -> pa.Table:
+    def table(self, texts: TokenTexts, others: Mapping[str, StepRecord] | None = None) -> pa.Table:
         """The responses as rows of the token dump: all columns of :data:`grail_advantage.dump.schema.SCHEMA` but ``step`` and
         ``update``. This is the only place that makes such rows.
 
         Args:
-            texts: of the tokenizer's tokens.
-            tokenizer: the run's.
+            texts: of the run's tokenizer.
             others: records of several methods over the same responses, by name, for the column ``methods``.
         """
         import pyarrow as pa
@@ -342,7 +330,7 @@ class StepRecord:
 
         usable_B1 = within_range(rollouts.advantages_B).unsqueeze(1)
         base_BT = torch.where(rollouts.mask_BT & usable_B1, rollouts.advantages_B.unsqueeze(1), 0.0)
-        prompts = facts.get("prompt") or [tokenizer.decode(prompt_P.tolist()) for prompt_P in rollouts.prompts]
+        prompts = facts.get("prompt") or [texts.decode(prompt_P.tolist()) for prompt_P in rollouts.prompts]
         labels = [
             {**_tool_label(written_T), **(label or {})}
             for written_T, label in zip(rollouts.written, facts.get("labels", nothing), strict=True)

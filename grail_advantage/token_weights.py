@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from grail_advantage.model.hugging_face import HuggingFaceModel
 
 
+ROUNDING = 1e-3
+"""Most that rounding puts a log-probability above 0."""
+
+
 @dataclass(frozen=True)
 class TokenWeights:
     """Result of :func:`compute_token_weights`."""
@@ -325,6 +329,12 @@ def _rollouts(
             parts[name] = values_B.to(input_ids_BL.device)
     if isinstance(parts.get("masked_B"), torch.Tensor):
         parts["masked_B"] = parts["masked_B"].bool()
+    known = given_BL[OLD_LOG_PROBS][inside_BL] if OLD_LOG_PROBS in given_BL else torch.zeros(0)
+    highest = float(known[known.isfinite()].max()) if known.isfinite().any() else -torch.inf
+    if highest > ROUNDING:
+        raise ValueError(
+            f"{OLD_LOG_PROBS} holds {highest}; log-probabilities are at most 0: pass log p, not p or -log p"
+        )
     mask_BT = of_response(inside_BL, torch.bool)
     return Rollouts(
         prompts=[

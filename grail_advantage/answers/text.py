@@ -27,6 +27,8 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.decode = tokenizer.decode
+        """The text of tokens as the tokenizer gives it, special ones included."""
         self._bytes = token_bytes(tokenizer)
         self._whole: dict[int, str] = {}
         for token, piece in self._bytes.items():

@@ -76,7 +76,7 @@ def run_analysis(
     )
     read = any(signal.reads_answer for signal in analysis.methods.values())
     header = replace(header, answer=analysis.answer.name if read else None)
-    path = write_step(folder, header, first.table(texts, tokenizer, records))
+    path = write_step(folder, header, first.table(texts, records))
 
     no_scores = {label: Counter(filter(None, record.no_scores)) for label, record in records.items()}
     unchanged = [
