@@ -35,10 +35,10 @@ from grail_advantage.batch import (
     RolloutBatch,
     within_range,
 )
-from grail_advantage.record import Rollouts
+from grail_advantage.record import Rollouts, StepRecord
 from grail_advantage.signals.base import Signal
 from grail_advantage.verl_ext.exchange import LEAF, SALIENCY_FIELDS, SECONDS, TARGET, nested
-from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, KL_IN_REWARD, METHOD, ROLLOUT, Settings
+from grail_advantage.verl_ext.settings import ACTOR, BASE, BASES, KL_IN_REWARD, METHOD, ROLLOUT, SKIP, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -407,6 +407,31 @@ def fetch_saliency(keys: Sequence[str], partition_id: str) -> tuple[list[tuple[t
     data = tq.kv_batch_get(keys=list(keys), partition_id=partition_id, select_fields=[*SALIENCY_FIELDS, SECONDS])
     seconds = max(float(values) for values in data[SECONDS].unbind())
     return list(zip(*(data[name].unbind() for name in SALIENCY_FIELDS), strict=True)), seconds
+
+
+def with_trained(step: UpdateBatch, record: StepRecord) -> UpdateBatch:
+    """The step with the tokens that train, by its final advantages.
+
+    Raises:
+        RuntimeError: a response trains that has no old log-probabilities.
+    """
+    trained = trained_lengths(record.advantages_BT, step.rollouts.mask_BT)
+    for key, length, selected in zip(step.keys, trained, record.selection.selected_B.tolist(), strict=True):
+        if key in step.no_forward and (length or selected):
+            raise RuntimeError(
+                f"response {key} had no advantage by its reward, and so no old log-probabilities, but is trained now; set "
+                f"{SKIP}=false, or own_advantages=True in the class of the trainer"
+            )
+    return replace(step, trained=trained)
+
+
+def trained_lengths(advantages: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> list[int]:
+    """Tokens of each response up to the last one that trains with an advantage other than 0; 0 for one without."""
+    lengths = []
+    for advantages_T, mask_T in zip(advantages, masks, strict=True):
+        trained = ((advantages_T != 0) & mask_T.bool()).nonzero()
+        lengths.append(int(trained[-1]) + 1 if len(trained) else 0)
+    return lengths
 
 
 def put_advantages(step: UpdateBatch, batch: KVBatchMeta, advantages_BT: torch.Tensor) -> KVBatchMeta:

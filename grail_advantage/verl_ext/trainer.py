@@ -60,6 +60,7 @@ from grail_advantage.verl_ext.step import (
     fetch_step,
     mean_of_loss,
     put_advantages,
+    with_trained,
 )
 from grail_advantage.verl_ext.worker import TokenWeightActorWorker
 from grail_advantage.verl_ext.zero_advantage import (
@@ -67,7 +68,6 @@ from grail_advantage.verl_ext.zero_advantage import (
     forward_request,
     lengths_in_update,
     update_request,
-    with_trained,
 )
 
 logger = logging.getLogger(__name__)

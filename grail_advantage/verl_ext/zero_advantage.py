@@ -28,11 +28,10 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from grail_advantage.batch import OLD_LOG_PROBS
-from grail_advantage.record import StepRecord
 from grail_advantage.verl_ext.exchange import PLACES, nested, spread, spread_in_mini_batches
 from grail_advantage.verl_ext.patches import without_rollout_correction
-from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT, SKIP
-from grail_advantage.verl_ext.step import UpdateBatch, fetch_padded, request_saliency
+from grail_advantage.verl_ext.settings import ACTOR, ROLLOUT
+from grail_advantage.verl_ext.step import UpdateBatch, fetch_padded, request_saliency, trained_lengths
 
 CUT_TAILS = "cut_tails"
 """Setting of a batch whose zero-advantage responses are left out: whether the tails of the others go, too."""
@@ -106,22 +105,6 @@ def correction_of_known(
         metrics.update(compute_rollout_corr_metrics_from_logprobs(*columns))
 
 
-def with_trained(step: UpdateBatch, record: StepRecord) -> UpdateBatch:
-    """The step with the tokens that train, by its final advantages.
-
-    Raises:
-        RuntimeError: a response trains that has no old log-probabilities.
-    """
-    trained = trained_lengths(record.advantages_BT, step.rollouts.mask_BT)
-    for key, length, selected in zip(step.keys, trained, record.selection.selected_B.tolist(), strict=True):
-        if key in step.no_forward and (length or selected):
-            raise RuntimeError(
-                f"response {key} had no advantage by its reward, and so no old log-probabilities, but is trained now; set "
-                f"{SKIP}=false, or own_advantages=True in the class of the trainer"
-            )
-    return replace(step, trained=trained)
-
-
 def update_request(
     step: UpdateBatch, batch: KVBatchMeta, ranks: int, *, cut_tails: bool
 ) -> tuple[KVBatchMeta, dict[str, int]]:
@@ -150,15 +133,6 @@ def update_request(
         "token_weights/skipped_responses": sum(not lengths[row] for row in of_run),
         "token_weights/skipped_tokens": sum(wholes[row] - lengths[row] for row in of_run),
     }
-
-
-def trained_lengths(advantages: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> list[int]:
-    """Tokens of each response up to the last one that trains with an advantage other than 0; 0 for one without."""
-    lengths = []
-    for advantages_T, mask_T in zip(advantages, masks, strict=True):
-        trained = ((advantages_T != 0) & mask_T.bool()).nonzero()
-        lengths.append(int(trained[-1]) + 1 if len(trained) else 0)
-    return lengths
 
 
 def lengths_in_update(trained: Sequence[int], responses: Sequence[int], *, cut_tails: bool) -> list[int]:
