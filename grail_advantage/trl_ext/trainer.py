@@ -162,8 +162,8 @@ class TokenWeightGRPOTrainer(GRPOTrainer):
         first, count = rollouts.places[0], len(inputs)
         if not signal.uses:
             # Without a pass it costs nothing to look at the batch of all processes, which some methods compare.
-            names = [name for name in DUMPED if name in signal.reads]
-            rollouts = self._of_all_processes(replace(rollouts, columns_BT=self._host(rollouts).columns(names)))
+            read_BT = self._host(rollouts).columns([name for name in DUMPED if name in signal.reads])
+            rollouts = self._of_all_processes(replace(rollouts, columns_BT={**rollouts.columns_BT, **read_BT}))
         record = weigh(self._host(rollouts), signal, self.state.global_step)
         self._look_for_answers(rollouts)
         if not signal.uses:
