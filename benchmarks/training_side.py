@@ -316,7 +316,9 @@ class _BatchHost:
         }
 
     def scores(self, signal: Signal, rows: Sequence[PassRow]) -> list[RowScores]:
-        return [RowScores(self.of_pass[row.place]) for row in rows]
+        """NaN for a response that the pass was not timed on."""
+        nothing = torch.tensor([torch.nan])
+        return [RowScores(self.of_pass.get(row.place, nothing)) for row in rows]
 
     def mean(self, values_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
         return token_mean(values_BT, mask_BT)
