@@ -57,9 +57,6 @@ choose_method
 sequence_length=$((max_prompt_length + max_response_length))
 ppo_max_token_len_per_gpu=${PPO_MAX_TOKEN_LEN_PER_GPU:-$((micro_batch_sequences * sequence_length))}
 check_counts PPO_MAX_TOKEN_LEN_PER_GPU
-((ppo_max_token_len_per_gpu >= sequence_length)) ||
-    refuse "PPO_MAX_TOKEN_LEN_PER_GPU=$ppo_max_token_len_per_gpu must hold one sequence of MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH =" \
-        "$sequence_length tokens"
 learning_rate=${LEARNING_RATE:-1e-6}
 # Adapters start at zero and need about ten times the learning rate.
 ((lora_rank == 0)) || learning_rate=${LEARNING_RATE:-1e-5}
@@ -73,7 +70,6 @@ if [[ -z ${PYTHON:-} ]] && ! python3 -c 'import importlib.util, sys; sys.exit(im
     bash scripts/setup_cpu.sh >&2
     python=.venv/bin/python
 fi
-((rollout_n >= 2)) || refuse "ROLLOUT_N=$rollout_n leaves nothing to compare a response with; use 2 or more"
 ((train_batch_size * rollout_n % (nnodes * ngpus_per_node) == 0)) ||
     refuse "TRAIN_BATCH_SIZE=$train_batch_size x ROLLOUT_N=$rollout_n responses do not divide among NNODES=$nnodes x" \
         "NGPUS_PER_NODE=$ngpus_per_node GPUs; change one of them"

@@ -89,7 +89,7 @@ REFUSALS = (
         f"{ROLLOUT}.n",
         lambda s: s["algorithm.adv_estimator"] in ("grpo", "rloo") and s[f"{ROLLOUT}.n"] < 2,
         "it leaves nothing to compare a response with",
-        "use 2 or more",
+        "use 2 or more (ROLLOUT_N of the launch scripts, ROLLOUTS of those without a GPU)",
         (f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo"),
     ),
     Rule(

@@ -47,15 +47,12 @@ run_dir=$data_dir/$method
 tokens_dir=$(realpath -m "$run_dir")/tokens
 title="$method, $base_model, worked arithmetic, seed $seed"
 
-# Values that verl would refuse minutes later, after the warm-up and Ray's start, are refused here.
+# Values that this script computes with, or that verl would refuse minutes later, after the warm-up and Ray's start.
 check_counts PROMPTS ROLLOUTS MAX_RESPONSE_LENGTH TOTAL_STEPS
 check_knobs '-1|[1-9][0-9]*' "a whole number from 1 on, or -1 for never" TEST_FREQ SAVE_FREQ
 check_knobs '0|[1-9][0-9]*' "a whole number from 0 on" SEED
 check_knobs '[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?' "a number such as 1e-4" LEARNING_RATE
-check_knobs 'official|robust' "official or robust" PRESET
-check_knobs 'official|grail_port' "official or grail_port" OAR_VARIANT
 check_knobs '0|1' "0 or 1" DRY_RUN FRESH WARM_UP
-((rollouts >= 2)) || refuse "ROLLOUTS=$rollouts leaves nothing to compare a response with; use 2 or more"
 # The most responses up to 128 (SmolLM2: 16) that divide those of a step.
 micro_batch_size=128
 [[ $base_model != smollm2 ]] || micro_batch_size=16
@@ -168,7 +165,7 @@ command=(
 if [[ $dry_run == 1 ]]; then
     exec "${command[@]}"
 fi
-if [[ ! $adv_estimator =~ ^(grail|turn_rloo)$ || $# != 0 ]]; then
+if [[ ! $adv_estimator =~ ^(grail|turn_rloo)$ || $preset != official || $rollouts == 1 || $# != 0 ]]; then
     # Method, options and overrides, before the time for the warm-up is spent.
     check=("${command[@]}" hydra.run.dir=. hydra.output_subdir=null hydra/job_logging=disabled hydra/hydra_logging=disabled)
     # The folder of the earlier run is not this one's.

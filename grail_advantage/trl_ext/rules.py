@@ -226,36 +226,24 @@ REFUSALS = (
 """Arguments of TRL's with which a method does not work."""
 
 
-def _against(id: str, option: str, when: Any, because: str, value: Any) -> Rule:
-    return Rule(id, option, when, because, SKIP_NOTHING, {option: value})
+def _against(id: str, option: str, because: str, value: Any) -> Rule:
+    """An argument that must not be set where responses are left out."""
+    return Rule(id, option, lambda a: a[option], because, SKIP_NOTHING, {option: value})
 
 
 SKIP_NOTHING = "or set skip_zero_advantage=False"
 AGAINST_SKIPPING = (
-    _against("skip-kl", "beta", lambda a: a["beta"] != 0, "its KL term trains every response", 0.1),
-    _against(
-        "skip-entropy", "entropy_coef", lambda a: a["entropy_coef"], "the entropy bonus trains every response", 0.01
-    ),
-    _against(
-        "skip-adaptive-entropy",
-        "use_adaptive_entropy",
-        lambda a: a["use_adaptive_entropy"],
-        "the entropy bonus trains every response",
-        True,
-    ),
-    _against(
+    _against("skip-kl", "beta", "its KL term trains every response", 0.1),
+    _against("skip-entropy", "entropy_coef", "the entropy bonus trains every response", 0.01),
+    _against("skip-adaptive-entropy", "use_adaptive_entropy", "the entropy bonus trains every response", True),
+    _against("skip-noise", "neftune_noise_alpha", "other responses draw other noise", 5),
+    Rule(
         "skip-quantile",
         "top_entropy_quantile",
         lambda a: a["top_entropy_quantile"] < 1,
         "the tokens of every response count in the quantile",
-        0.5,
-    ),
-    _against(
-        "skip-noise",
-        "neftune_noise_alpha",
-        lambda a: a["neftune_noise_alpha"],
-        "other responses draw other noise",
-        5,
+        SKIP_NOTHING,
+        {"top_entropy_quantile": 0.5},
     ),
 )
 """Arguments with which a response without an advantage trains, or changes what the others train."""

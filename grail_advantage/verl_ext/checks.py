@@ -10,9 +10,10 @@ import difflib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from importlib.resources import files
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
@@ -70,9 +71,9 @@ def check_config(config: DictConfig) -> RunConfig:
         check_rules(run)
     if os.environ.get("VERL_PLATFORM") == "cpu":
         refuse(cpu_rules.REFUSALS, run, "VERL_PLATFORM=cpu")
-    tokenizer = _local_tokenizer(config.actor_rollout_ref.model)
+    tokenizer = _local_tokenizer(run[MODEL])
     if tokenizer is not None:
-        check_text(tokenizer, config.actor_rollout_ref.model)
+        check_text(tokenizer, run[MODEL])
     if isinstance(run, Settings):
         if tokenizer is not None:
             check_tokenizer(tokenizer, run.signal)
@@ -165,8 +166,8 @@ def trainer_kind(config: DictConfig) -> str | None:
     return base_mode(trainer)
 
 
-def _local_tokenizer(model: DictConfig) -> PreTrainedTokenizerBase | None:
-    path = model.get("tokenizer_path", None) or model.path
+def _local_tokenizer(model: Mapping[str, Any]) -> PreTrainedTokenizerBase | None:
+    path = model.get("tokenizer_path") or model["path"]
     try:
         if cached_file(path, "tokenizer_config.json", local_files_only=True) is None:
             return None
@@ -176,7 +177,7 @@ def _local_tokenizer(model: DictConfig) -> PreTrainedTokenizerBase | None:
         return None
 
 
-def check_text(tokenizer: PreTrainedTokenizerBase, model: DictConfig) -> None:
+def check_text(tokenizer: PreTrainedTokenizerBase, model: Mapping[str, Any]) -> None:
     """Refuse a tokenizer that text does not survive (:mod:`grail_advantage.answers.tokenizers`).
 
     Args:

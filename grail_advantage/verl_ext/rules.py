@@ -156,12 +156,9 @@ def _constant_denominator(s: Settings) -> bool:
     return norm or s[AGGREGATION] == "seq-mean-token-sum"
 
 
-def _has_loss(loss: str) -> Callable[[Settings], bool]:
-    return lambda s: s[LOSS] == loss
-
-
-def _has_base(name: str) -> Callable[[Settings], bool]:
-    return lambda s: s.base == name
+def _value(id: str, option: str, value: str, because: str, remedy: str, *others: str) -> Rule:
+    """One value of an option that does not work."""
+    return Rule(id, option, lambda s: s[option] == value, because, remedy, (f"{option}={value}", *others))
 
 
 def _underflows(id: str, precision: str, example: str) -> Rule:
@@ -204,10 +201,7 @@ REFUSALS = (
         _other_trainer,
         (f"{TRAINER_MODE}=legacy",),
     ),
-    *(
-        Rule(f"base-{name}", BASE, _has_base(name), why, _TESTED, (f"{BASE}={name}",))
-        for name, why in OTHER_BASES.items()
-    ),
+    *(_value(f"base-{name}", BASE, name, because, _TESTED) for name, because in OTHER_BASES.items()),
     Rule(
         "base-is-method",
         BASE,
@@ -497,10 +491,7 @@ AGAINST_SKIPPING = (
     ),
     _scales_activations("skip-qat", f"{ACTOR}.qat"),
     _scales_activations("skip-fsdp-qat", f"{ACTOR}.fsdp_config.qat"),
-    *(
-        Rule(f"skip-{loss}", LOSS, _has_loss(loss), reason, AUTO, (f"{LOSS}={loss}", f"{METHOD}=uniform"))
-        for loss, reason in OTHER_LOSSES.items()
-    ),
+    *(_value(f"skip-{loss}", LOSS, loss, why, AUTO, f"{METHOD}={UNIFORM}") for loss, why in OTHER_LOSSES.items()),
     Rule(
         "skip-own-loss",
         LOSS,
@@ -521,17 +512,9 @@ AGAINST_SKIPPING = (
 """Where the update is not the same without responses that have no advantage."""
 
 AGAINST_TAILS = (
-    *(
-        Rule(f"tails-{loss}", LOSS, _has_loss(loss), reason, AUTO, (f"{LOSS}={loss}",))
-        for loss, reason in RESPONSE_LOSSES.items()
-    ),
-    Rule(
-        "tails-mean",
-        AGGREGATION,
-        lambda s: s[AGGREGATION] == "seq-mean-token-mean",
-        "each response is divided by the number of its tokens",
-        AUTO,
-        (f"{AGGREGATION}=seq-mean-token-mean",),
+    *(_value(f"tails-{loss}", LOSS, loss, because, AUTO) for loss, because in RESPONSE_LOSSES.items()),
+    _value(
+        "tails-mean", AGGREGATION, "seq-mean-token-mean", "each response is divided by the number of its tokens", AUTO
     ),
 )
 """Where a response needs its tail after the last token with an advantage."""

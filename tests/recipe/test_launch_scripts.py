@@ -211,9 +211,7 @@ def test_any_folder_and_any_name_arrive_as_they_are(tmp_path: Path) -> None:
 BAD_KNOBS = [
     ("SAVE_FREQ", {"SAVE_FREQ": "0"}),
     ("LEARNING_RATE", {"LEARNING_RATE": "small"}),
-    ("ROLLOUT_N", {"ROLLOUT_N": "1"}),
     ("TRAIN_BATCH_SIZE", {"NNODES": "3"}),  # does not divide among the GPUs
-    ("PPO_MAX_TOKEN_LEN_PER_GPU", {"PPO_MAX_TOKEN_LEN_PER_GPU": "5119"}),  # one token less than prompt and response
     ("DATA_DIR", {"DATA_DIR": "/no/such/folder", "DRY_RUN": "0"}),
     ("PROJECT_NAME", {"PROJECT_NAME": "a${b}"}),  # OmegaConf's reference to an option
 ]
